@@ -1,0 +1,51 @@
+# Two commands on a bare machine with Python 3.10+ and pip: `make quickstart` and `make test`.
+PYTHON ?= python3
+OUTPUT ?= runs/quickstart
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+
+.PHONY: setup quickstart test test-slow lint format bench clean
+
+setup: $(VENV)/ready-for-tests
+
+quickstart: $(VENV)/ready
+	$(BIN)/alignment run quickstart --output $(OUTPUT)
+
+# Two workers of one thread each: torch's own threads would only fight over two cores.
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not distributed_slow" $(ARGS)
+
+test-slow: setup
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "slow or distributed_slow" $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: setup
+	$(BIN)/python scripts/bench.py $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist
+
+# torch comes first and alone: an extra that builds from source must find it, and pip need not weigh its other versions.
+$(VENV)/torch: constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python 3.10 or newer is needed; try make PYTHON=python3.12")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	touch $@
+
+# A stamp is older than pyproject.toml or constraints.txt when they changed: then, and only then, pip runs again.
+$(VENV)/ready: $(VENV)/torch pyproject.toml constraints.txt
+	$(PIP) --editable .
+	touch $@
+
+$(VENV)/ready-for-tests: $(VENV)/torch pyproject.toml constraints.txt
+	$(PIP) --editable '.[dev,deepspeed]'
+	touch $(VENV)/ready $@

@@ -1,0 +1,66 @@
+"""What an adapter is: its settings, checked on their own. How it is attached: lora.py and prefix.py."""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+EVERY_LINEAR = r"attention\.(query|key|value|output)|feedforward\.(gate|up|down)"
+
+
+@dataclass(frozen=True)
+class LoRASpec:
+    """Low-rank updates beside frozen linear layers: W x + (alpha / rank) B A x.
+
+    Attributes:
+        rank: rank of the update, r.
+        alpha: its scale; the update is multiplied by alpha / rank (alpha / sqrt(rank) with `rank_stabilised`).
+        dropout: on the update's input, while training.
+        layers: regular expression over the ends of our layer names, such as `attention\\.(query|value)`.
+        rank_stabilised: rsLoRA's scale.
+
+    Source: Hu et al. 2021, arXiv:2106.09685; rsLoRA Kalajdzievski 2023, arXiv:2312.03732.
+    """
+
+    kind: Literal["lora"] = "lora"
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    layers: str = EVERY_LINEAR
+    rank_stabilised: bool = False
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ValueError(f"rank must be at least 1, got {self.rank}; 8 to 64 is usual")
+        if self.alpha <= 0:
+            raise ValueError(f"alpha must be above 0, got {self.alpha}; twice the rank is usual")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        try:
+            re.compile(self.layers)
+        except re.error as error:
+            raise ValueError(f"layers is no regular expression: {error}") from error
+
+
+@dataclass(frozen=True)
+class PrefixSpec:
+    """Trained keys and values in front of every document, in every layer; the model itself stays frozen.
+
+    Attributes:
+        tokens: number of virtual tokens.
+        projection_width: width of the two-layer network through which the prefix is trained; 0 trains it directly.
+
+    Source: Li and Liang 2021, arXiv:2101.00190.
+    """
+
+    kind: Literal["prefix"] = "prefix"
+    tokens: int = 16
+    projection_width: int = 0
+
+    def __post_init__(self) -> None:
+        if self.tokens < 1:
+            raise ValueError(f"tokens must be at least 1, got {self.tokens}; 10 to 100 is usual")
+        if self.projection_width < 0:
+            raise ValueError(f"projection_width must be 0 (off) or above, got {self.projection_width}")
+
+
+AdapterSpec = LoRASpec | PrefixSpec

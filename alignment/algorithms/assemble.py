@@ -1,0 +1,230 @@
+"""The parts that several algorithms start from: rows, policies, references, losses over a model. No training loop here."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from alignment.adapters import (
+    AdapterSpec,
+    PrefixSpec,
+    attach,
+    disabled,
+    is_adapter,
+    load_adapter,
+    merge_adapter,
+    read_base,
+    read_spec,
+    save_adapter,
+)
+from alignment.config import to_dict
+from alignment.data.batches import Example, collate
+from alignment.data.prepare import prepare
+from alignment.data.records import Kind
+from alignment.data.sources import DataConfig
+from alignment.data.stream import Stream
+from alignment.data.tokenizers import save_tokenizer
+from alignment.errors import UserError
+from alignment.files import atomic_directory
+from alignment.generation import response_text
+from alignment.loading import find_directory, load_model
+from alignment.models.checkpoint import load_language_model, load_scalar_model, save_model
+from alignment.ragged import Ragged
+from alignment.training import Engine, LossSum, OptimConfig, Run, TrainingConfig, fit
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A network about to be trained, and what is needed to save it.
+
+    Attributes:
+        model: language or scalar model, its adapter attached.
+        adapter: None where every weight trains.
+        base: directory of the frozen weights under the adapter.
+        source: the checkpoint it started from.
+        off_is_start: whether switching the adapter off gives the starting checkpoint back.
+    """
+
+    model: Any
+    adapter: AdapterSpec | None = None
+    base: str | None = None
+    source: str | None = None
+    off_is_start: bool = False
+
+
+@contextmanager
+def open_run(config: Any, stage: str, parents: Sequence[str | None]) -> Iterator[Run]:
+    """The run's directory, its config and lineage written, closed whatever happens."""
+    names = [name for name in parents if name]
+    for name in names:
+        find_directory(name)
+    with Run(config.output, to_dict(config), stage=stage, parents=names) as run:
+        yield run
+
+
+def read_split(data: DataConfig, kind: Kind, tokenizer: Any, run: Run) -> tuple[list[Any], list[Any]]:
+    """Training and held-out examples; what was dropped or cut is noted in the run.
+
+    Raises:
+        UserError: bad rows, all at once; or more of them lost than `data.max_lost_share`.
+    """
+    train = read_examples(data, kind, tokenizer, run)
+    return train, [] if data.evaluation is None else read_examples(data, kind, tokenizer, run, "evaluation")
+
+
+def read_examples(
+    data: DataConfig, kind: Kind, tokenizer: Any, run: Run, part: Literal["train", "evaluation"] = "train"
+) -> list[Any]:
+    """Examples of one part of the data."""
+    examples, counts = prepare(data, kind, tokenizer, part)
+    for line in counts.lines():
+        run.note(f"{part} {kind}: {line}")
+    return examples
+
+
+def stream_of(examples: Sequence[Any], training: TrainingConfig, seed: int = 0) -> tuple[Stream, int]:
+    """Examples in the run's order, and its number of steps; the last batch of the last epoch may be smaller."""
+    epochs = training.epochs if training.max_steps is None else None
+    stream = Stream(examples, training.batch_size, training.seed + seed, epochs)
+    return stream, training.max_steps or stream.steps()
+
+
+def load_policy(source: str, adapter: AdapterSpec | None, output: str) -> Policy:
+    """The language model to train, from a model or an adapter directory."""
+    return _start(source, adapter, output, load_language_model)
+
+
+def load_scalar(
+    source: str, adapter: AdapterSpec | None, output: str, *, head: Literal["normal", "zero"] | None
+) -> Policy:
+    """A reward model or critic to train; `head` makes a new score head, None keeps the checkpoint's."""
+    return _start(source, adapter, output, partial(load_scalar_model, new_head=head))
+
+
+def _start(source: str, adapter: AdapterSpec | None, output: str, loader: Callable[..., Any]) -> Policy:
+    """Load, put an earlier adapter into the weights, attach the new one.
+
+    A new adapter sits on the *starting* policy, so that switching it off gives that policy and not its base. A prefix
+    is no change of weights: a start that has one goes on training it.
+    """
+    directory = find_directory(source)
+    if not is_adapter(directory):
+        model, base = loader(directory), str(directory.resolve())
+    elif isinstance(earlier := read_spec(directory), PrefixSpec):
+        if adapter not in (None, earlier):
+            raise UserError(f"{source}: ends in a prefix adapter, which cannot lie under another one; leave `adapter` out")
+        base = read_base(directory)
+        return Policy(load_adapter(loader(find_directory(base)), directory), earlier, base, source)
+    else:
+        model = merge_adapter(load_adapter(loader(find_directory(read_base(directory))), directory))
+        base = str((Path(output) / "base").resolve())
+        if adapter is not None:
+            with atomic_directory(Path(base)) as folder:
+                save_model(model, folder)
+    if adapter is None:
+        return Policy(model, source=source)
+    return Policy(attach(model, adapter), adapter, base, source, off_is_start=True)
+
+
+def reference_model(policy: Policy, source: str | None, engine: Engine) -> Callable[..., Any]:
+    """The reference as a function of a batch, without gradients: `reference(batch=..., temperature=...)`.
+
+    Args:
+        policy: how the policy was loaded.
+        source: checkpoint of the reference; None: the policy's own start, which is the policy with its adapter off
+            where it has a fresh one. Everything else is a frozen copy, read again from its named directory.
+        engine: the policy's.
+    """
+    if source is None and policy.off_is_start:
+
+        def adapter_off(**arguments: Any) -> Any:
+            with torch.no_grad(), disabled(engine.unwrapped), engine.autocast():
+                return engine.model(**arguments)
+
+        return adapter_off
+    frozen = load_model(source or policy.source or "", device=str(engine.device)).requires_grad_(False)
+
+    def copy(**arguments: Any) -> Any:
+        with torch.no_grad(), engine.autocast():
+            return frozen(**arguments)
+
+    return copy
+
+
+def save_policy(engine: Engine, policy: Policy, tokenizer: Any, output: str) -> Path:
+    """Write `output/model` in Hugging Face layout (or peft's, for an adapter) and return it."""
+    directory = Path(output) / "model"
+    state = engine.full_state()
+    if engine.is_main:
+        model = engine.unwrapped
+        # Hugging Face's classifiers look for the last token that is no padding; an end token must not count as such.
+        pad = tokenizer.pad_token_id
+        model.config["pad_token_id"] = None if pad == tokenizer.eos_token_id else pad
+        with atomic_directory(directory) as folder:
+            if policy.adapter is None:
+                save_model(model, folder, state=state)
+            else:
+                save_adapter(model, folder, base=policy.base, state=state)
+            save_tokenizer(tokenizer, folder)
+    engine.wait()
+    return directory
+
+
+def fit_language_model(
+    policy: Policy, train: list[Example], held_out: list[Example], optim: OptimConfig, training: TrainingConfig, run: Run
+) -> Engine:
+    """Train on the next-token loss of the examples' targets; `held_out_loss` is logged where there is held-out data."""
+    stream, steps = stream_of(train, training)
+    engine = Engine(policy.model.train(), optim, training, total_steps=steps)
+    loss_fn = next_token_loss(engine.model)
+    pack = partial(collate, micro_batch_tokens=training.micro_batch_tokens)
+    evaluate = partial(mean_over, engine, pack(held_out), loss_fn) if held_out else None
+    fit(engine, stream, pack, loss_fn, training, run, evaluate=evaluate)
+    return engine
+
+
+def next_token_loss(model: Any) -> Callable[[Ragged], LossSum]:
+    """-log p(token), summed over the batch's targets."""
+
+    def loss_fn(batch: Ragged) -> LossSum:
+        return LossSum(-model(batch=batch).log_probs.sum(), {})
+
+    return loss_fn
+
+
+def sequence_log_probs(model: Callable[..., Any], batch: Ragged) -> Tensor:
+    """Log-probability of each document's targets together, nats, [B]."""
+    log_probs = model(batch=batch).log_probs  # [M]
+    return log_probs.new_zeros(len(batch.lengths)).index_add(0, batch.target_rows, log_probs)
+
+
+@torch.no_grad()
+def mean_over(engine: Engine, batches: Sequence[Any], loss_fn: Callable[[Any], LossSum]) -> dict[str, float]:
+    """Loss and metrics over held-out batches, in eval mode, keys prefixed `held_out_`; every rank sees all of them."""
+    was_training = engine.model.training
+    engine.model.eval()
+    sums: dict[str, Tensor] = {}
+    with engine.autocast():
+        for batch in batches:
+            result = loss_fn(batch.to(engine.device))
+            for key, value in {"loss": result.total, **result.metrics}.items():
+                sums[key] = sums.get(key, torch.zeros((), device=engine.device)) + value.float()
+    engine.model.train(was_training)
+    weight = sum(batch.weight for batch in batches)
+    return {f"held_out_{key}": float(value) / weight for key, value in sums.items()}
+
+
+def log_sample(run: Run, step: int, tokenizer: Any, rollout: Any, count: int = 2) -> None:
+    """Keep a few of an iteration's responses as text."""
+    for row in range(min(count, len(rollout.prompts))):
+        run.sample(
+            step,
+            prompt=tokenizer.decode(rollout.prompts[row], skip_special_tokens=True),
+            response=response_text(tokenizer, rollout.responses[row], bool(rollout.ended[row])),
+            score=float(rollout.scores[row]),
+        )

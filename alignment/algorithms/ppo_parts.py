@@ -1,0 +1,181 @@
+"""The models and the state of a PPO run: built once, stored and restored. What is done with them is in ppo.py."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alignment.algorithms.assemble import Policy, load_policy, load_scalar, read_examples, reference_model, stream_of
+from alignment.algorithms.ppo_config import PPOConfig
+from alignment.algorithms.rollout import Scorer
+from alignment.data.batches import collate
+from alignment.data.chat import stop_token_ids
+from alignment.data.stream import Stream
+from alignment.errors import UserError
+from alignment.loading import RewardModel, load_reward_model, load_tokenizer, same_vocabulary
+from alignment.losses import AdaptiveKL, FixedKL
+from alignment.ragged import Ragged
+from alignment.training import Engine, Run, load_run_state, save_run_state, share
+
+
+@dataclass
+class Normaliser:
+    """Makes scores mean 0 and deviation 1 on the first samples: gain * score + bias.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2 (there on samples of the reference, as here).
+    """
+
+    wanted: bool = True
+    gain: float = 1.0
+    bias: float = 0.0
+    fitted: bool = False
+
+    def fit_once(self, scores: Tensor, add: Callable[[Tensor], Tensor]) -> None:
+        """Fit on `scores` [B] of all ranks the first time; later calls change nothing."""
+        if self.fitted or not self.wanted:
+            return
+        scores = scores.double()
+        count, total = add(torch.stack([torch.ones_like(scores).sum(), scores.sum()])).tolist()
+        mean = total / count
+        deviation = (add(((scores - mean) ** 2).sum()).item() / count) ** 0.5
+        if deviation == 0:
+            raise UserError(
+                "the reward model gives every sampled response the same score, so PPO has nothing to learn from; "
+                "check the reward model with `alignment evaluate reward`, or set normalise_scores=false"
+            )
+        self.gain, self.bias, self.fitted = 1 / deviation, -mean / deviation, True
+
+
+@dataclass(frozen=True)
+class PPOData:
+    """Prompts and the pretraining mix as streams, with the tokenizer that made them."""
+
+    tokenizer: Any
+    prompts: Stream
+    iterations: int
+    texts: Stream | None
+
+
+@dataclass
+class Parts:
+    """Everything an iteration touches.
+
+    Attributes:
+        policy, value: the engines of policy and critic.
+        reference: called as `reference(batch=..., temperature=...)`, without gradients.
+        score: reward model over token ids.
+        stop_ids: tokens that end a response.
+        controller: gives the KL coefficient as `.value`.
+        pretraining: update number -> micro-batches of this rank; None without a pretraining mix.
+        start: how the policy was loaded, for saving it.
+        updates: minibatch updates taken so far.
+    """
+
+    policy: Engine
+    value: Engine
+    reference: Callable[..., Any]
+    score: Scorer
+    stop_ids: Sequence[int]
+    controller: AdaptiveKL | FixedKL
+    normaliser: Normaliser = field(default_factory=Normaliser)
+    pretraining: Callable[[int], list[Ragged]] | None = None
+    tokenizer: Any = None
+    start: Policy | None = None
+    updates: int = 0
+
+
+def read_data(config: PPOConfig, run: Run) -> PPOData:
+    """Read and tokenise prompts and pretraining text.
+
+    Raises:
+        UserError: bad rows, all at once.
+    """
+    tokenizer = load_tokenizer(config.policy)
+    prompts = read_examples(config.data, "prompts", tokenizer, run)
+    texts = None
+    if config.pretrain is not None:
+        examples = read_examples(config.pretrain, "text", tokenizer, run)
+        texts = Stream(examples, config.pretrain_batch_size, config.training.seed + 1)
+    return PPOData(tokenizer, *stream_of(prompts, config.training), texts)
+
+
+def build_parts(config: PPOConfig, data: PPOData) -> Parts:
+    """Load the four networks and put the optimisers on two of them."""
+    training = config.training
+    total = data.iterations * config.epochs * config.minibatches
+    start = load_policy(config.policy, config.adapter, config.output)
+    critic = load_critic(config, data.tokenizer)
+    # Without dropout, or the first ratio would not be 1.
+    policy = Engine(start.model.eval(), config.optim, training, total_steps=total)
+    value = Engine(critic.model.eval(), config.value_optim or config.optim, training, total_steps=total)
+    return Parts(
+        policy=policy,
+        value=value,
+        reference=reference_model(start, config.reference, policy),
+        score=token_scorer(load_reward_model(config.reward_model, device=policy.device), data.tokenizer, training.micro_batch_tokens),
+        stop_ids=sorted(stop_token_ids(data.tokenizer)),
+        controller=FixedKL(config.kl_coef)
+        if config.kl_target is None
+        else AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon),
+        normaliser=Normaliser(wanted=config.normalise_scores),
+        pretraining=None if data.texts is None else partial(_texts_of, data.texts, policy, training.micro_batch_tokens),
+        tokenizer=data.tokenizer,
+        start=start,
+    )
+
+
+def load_critic(config: PPOConfig, tokenizer: Any) -> Policy:
+    """The critic: the trunk of the reward model or of the policy with one number per token on top."""
+    if config.critic == "policy":
+        return load_scalar(config.policy, config.adapter, config.output, head="zero")
+    if not same_vocabulary(tokenizer, load_tokenizer(config.reward_model)):
+        raise UserError(
+            f"{config.reward_model}: the reward model's tokenizer differs from the policy's, so it cannot become the "
+            "critic; set critic=policy"
+        )
+    head = "zero" if config.normalise_scores else None
+    return load_scalar(config.reward_model, config.adapter, config.output, head=head)
+
+
+def token_scorer(reward_model: RewardModel, tokenizer: Any, micro_batch_tokens: int) -> Scorer:
+    """Scores of prompt and response ids: by the very ids where the vocabularies agree, else through the text."""
+    if same_vocabulary(tokenizer, reward_model.tokenizer):
+        return lambda prompts, responses: reward_model.score_ids(
+            [[*p, *r] for p, r in zip(prompts, responses, strict=True)], micro_batch_tokens
+        )
+
+    def score(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Tensor:
+        decode = partial(tokenizer.decode, skip_special_tokens=True)
+        return reward_model.score([(decode(p), decode(r)) for p, r in zip(prompts, responses, strict=True)])
+
+    return score
+
+
+def restore(parts: Parts, config: PPOConfig, run: Run) -> int:
+    """Put back the newest checkpoint's state, if there is one; return the iteration to go on with."""
+    state = load_run_state(run, {"policy": parts.policy, "value": parts.value}, config.training)
+    if state is None:
+        return 0
+    parts.updates = state["updates"]
+    parts.controller.coef = state["kl_coef"]
+    parts.normaliser = Normaliser(**state["normaliser"])
+    return state["step"]
+
+
+def store(parts: Parts, config: PPOConfig, run: Run, step: int) -> None:
+    """Save a checkpoint where one is due after `step` iterations."""
+    state = {
+        "updates": parts.updates,
+        "kl_coef": parts.controller.coef,
+        "normaliser": vars(parts.normaliser),
+    }
+    save_run_state(run, {"policy": parts.policy, "value": parts.value}, config.training, step, state)
+
+
+def _texts_of(texts: Stream, engine: Engine, micro_batch_tokens: int, update: int) -> list[Ragged]:
+    """This rank's share of the texts of one update."""
+    pack = partial(collate, micro_batch_tokens=micro_batch_tokens)
+    return share(texts.rows_at(update), pack, engine.rank, engine.world_size)

@@ -1,0 +1,96 @@
+"""Reward models from pairs (Bradley and Terry). K-way groups come later; PPO uses the result in ppo.py."""
+
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alignment.adapters.spec import LoRASpec, PrefixSpec
+from alignment.algorithms.assemble import load_scalar, mean_over, open_run, read_split, save_policy, stream_of
+from alignment.data.batches import PairBatch, collate_pairs
+from alignment.data.sources import DataConfig
+from alignment.loading import load_tokenizer
+from alignment.losses import bradley_terry_loss
+from alignment.training import Engine, LossSum, OptimConfig, TrainingConfig, fit
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """Settings of one reward-model run.
+
+    Attributes:
+        policy: the checkpoint whose trunk the reward model starts from, usually the SFT policy.
+        data: comparisons.
+        output: the run's directory.
+        adapter: train an adapter and the score head only; None trains every weight.
+        center_coef: weight of (chosen + rejected)^2, which holds the scores near 0 (Eisenstein et al. 2023,
+            arXiv:2312.09244); 0 leaves their level free.
+    """
+
+    policy: str
+    data: DataConfig
+    output: str
+    adapter: LoRASpec | PrefixSpec | None = None
+    center_coef: float = 0.0
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    def __post_init__(self) -> None:
+        if self.center_coef < 0:
+            raise ValueError(f"center_coef must be 0 (off) or above, got {self.center_coef}; 0.01 is usual")
+
+
+def run(config: RewardConfig) -> Path:
+    """Train a reward model and return its directory, `output/model`.
+
+    Each update minimises the mean over pairs of -log sigmoid(score(chosen) - score(rejected) - margin); a score is read
+    at the last token of prompt + response + end token.
+
+    Raises:
+        UserError: bad data or checkpoint, before any training.
+
+    Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4; margin Touvron et al. 2023, arXiv:2307.09288, eq. 2.
+    """
+    with open_run(config, "reward", parents=[config.policy]) as run_directory:
+        tokenizer = load_tokenizer(config.policy)
+        train, held_out = read_split(config.data, "comparisons", tokenizer, run_directory)
+        torch.manual_seed(config.training.seed)
+        start = load_scalar(config.policy, config.adapter, config.output, head="normal")
+        stream, steps = stream_of(train, config.training)
+        engine = Engine(start.model.train(), config.optim, config.training, total_steps=steps)
+        collate = partial(collate_pairs, micro_batch_tokens=config.training.micro_batch_tokens)
+        loss_fn = pair_loss(engine.model, config.center_coef)
+        evaluate = partial(mean_over, engine, collate(held_out), loss_fn) if held_out else None
+        fit(engine, stream, collate, loss_fn, config.training, run_directory, evaluate=evaluate)
+        return save_policy(engine, start, tokenizer, config.output)
+
+
+def pair_loss(model: Any, center_coef: float) -> Any:
+    """The loss function of `run`: batch of pairs -> sum over pairs, with accuracy (ties count half) and ties."""
+
+    def loss_fn(batch: PairBatch) -> LossSum:
+        chosen, rejected = pair_scores(model, batch)  # [B] each
+        cost = bradley_terry_loss(chosen, rejected, batch.margins)
+        if center_coef:
+            cost = cost + center_coef * (chosen + rejected) ** 2
+        return LossSum(cost.sum(), preference_metrics(chosen - rejected) | {"score": (chosen + rejected).detach().sum() / 2})
+
+    return loss_fn
+
+
+def pair_scores(model: Any, batch: PairBatch) -> tuple[Tensor, Tensor]:
+    """Scores of the chosen and the rejected responses, [B] each."""
+    values = model(batch=batch.ragged).values  # [N]
+    chosen, rejected = values[batch.ragged.last].chunk(2)  # the last token saw the whole text
+    return chosen, rejected
+
+
+def preference_metrics(margins: Tensor) -> dict[str, Tensor]:
+    """Sums over pairs of accuracy (a tie counts half), ties and margin; margins: [B]."""
+    margins = margins.detach().float()
+    ties = (margins == 0).float()
+    return {"accuracy": ((margins > 0).float() + ties / 2).sum(), "ties": ties.sum(), "margin": margins.sum()}
+

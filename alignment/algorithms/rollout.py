@@ -1,0 +1,186 @@
+"""What PPO learns from: sampled responses with everything known about them. The update itself is in ppo.py."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alignment.data.batches import PromptExample
+from alignment.generation import SamplingConfig, decode_responses
+from alignment.losses import gae, shape_rewards, whiten
+from alignment.ragged import Ragged, groups_of
+
+Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]]], Tensor]  # prompts, responses -> scores [B]
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """B sampled responses of at most R tokens; frames are [B, R], zero where `mask` is False.
+
+    Attributes:
+        prompts, responses: token ids.
+        numbers: global number of each row over the whole run.
+        mask: True at each response token.
+        log_probs: of the policy that sampled, per token.
+        reference_log_probs: of the reference, same tokens and temperature.
+        values: the critic's estimate before each token.
+        scores: what the reward model says of the whole response, raw, [B].
+        ended: True where the response stopped by itself, [B].
+        rewards, advantages, returns: filled in by `with_advantages`.
+    """
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    numbers: list[int]
+    mask: Tensor
+    log_probs: Tensor
+    reference_log_probs: Tensor
+    values: Tensor
+    scores: Tensor
+    ended: Tensor
+    rewards: Tensor | None = None
+    advantages: Tensor | None = None
+    returns: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class RolloutBatch:
+    """Some rows of a rollout for one forward: the ragged tokens and, for each response token, what was known of it, [M]."""
+
+    ragged: Ragged
+    log_probs: Tensor
+    values: Tensor
+    advantages: Tensor
+    returns: Tensor
+
+    @property
+    def weight(self) -> float:
+        return self.ragged.weight
+
+    @property
+    def row_ids(self) -> tuple[str, ...]:
+        return self.ragged.row_ids
+
+    def to(self, device: torch.device | str) -> "RolloutBatch":
+        """The same batch on another device."""
+        names = ("log_probs", "values", "advantages", "returns")
+        return RolloutBatch(self.ragged.to(device), *(getattr(self, name).to(device) for name in names))
+
+
+def ragged_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], numbers: Sequence[int]) -> Ragged:
+    """Prompt + response of each row; every response token is a target."""
+    pairs = list(zip(prompts, responses, strict=True))
+    return Ragged.build(
+        [[*prompt, *response] for prompt, response in pairs],
+        [[False] * len(prompt) + [True] * len(response) for prompt, response in pairs],
+        row_ids=[f"rollout {number}" for number in numbers],
+    )
+
+
+@torch.no_grad()
+def collect(
+    policy: Any,
+    reference: Callable[..., Any],
+    critic: Callable[..., Any],
+    score: Scorer,
+    prompts: Sequence[PromptExample],
+    numbers: Sequence[int],
+    sampling: SamplingConfig,
+    stop_ids: Sequence[int],
+    *,
+    device: torch.device,
+    micro_batch_tokens: int,
+    rescore: Callable[..., Any] | None = None,
+) -> Rollout:
+    """Sample a response to each prompt and ask reference, critic and reward model about it.
+
+    Args:
+        policy: the bare policy, for decoding.
+        reference, critic: called as `model(batch=ragged)`.
+        score: reward model over token ids.
+        numbers: global number of each row, which fixes its draws.
+        rescore: the policy as it is called in training; where given, its log-probabilities replace the sampler's (for
+            reduced precision, in which decoding and training round differently).
+
+    Returns:
+        A rollout without rewards or advantages.
+    """
+    ids = [list(prompt.ids) for prompt in prompts]
+    drawn = decode_responses(policy, ids, sampling, stop_ids, rows=numbers)
+    mask = torch.zeros(len(ids), max(map(len, drawn.token_ids)), dtype=torch.bool, device=device)
+    for row, tokens in enumerate(drawn.token_ids):
+        mask[row, : len(tokens)] = True
+    flat = torch.tensor([value for values in drawn.log_probs for value in values], device=device)
+    frames = {"log_probs": _frame(flat, mask), "reference_log_probs": torch.zeros(mask.shape, device=device)}
+    frames["values"] = frames["reference_log_probs"].clone()
+
+    for group in groups_of([len(p) + len(r) for p, r in zip(ids, drawn.token_ids, strict=True)], micro_batch_tokens):
+        rows = torch.tensor(group, device=device)
+        batch = ragged_of([ids[i] for i in group], [drawn.token_ids[i] for i in group], [numbers[i] for i in group])
+        batch = batch.to(device)
+        answers = {
+            "reference_log_probs": reference(batch=batch, temperature=sampling.temperature).log_probs,
+            "values": critic(batch=batch).values[batch.targets - 1],  # the state before the token
+        }
+        if rescore is not None:
+            answers["log_probs"] = rescore(batch=batch, temperature=sampling.temperature).log_probs
+        for name, answer in answers.items():
+            frames[name][rows] = _frame(answer.float(), mask[rows])
+    return Rollout(
+        prompts=ids,
+        responses=drawn.token_ids,
+        numbers=list(numbers),
+        mask=mask,
+        scores=score(ids, drawn.token_ids).to(device),
+        ended=torch.tensor(drawn.ended, device=device),
+        **frames,
+    )
+
+
+def with_advantages(
+    rollout: Rollout,
+    *,
+    kl_coef: float,
+    gain: float,
+    bias: float,
+    missing_end_penalty: float,
+    gamma: float,
+    gae_lambda: float,
+    reduce: Callable[[Tensor], Tensor],
+) -> Rollout:
+    """Rewards, advantages and returns of a rollout.
+
+    reward_t = -kl_coef * (log p - log p_ref)_t + [t last] * (gain * score + bias - [not ended] * missing_end_penalty)
+
+    Args:
+        gain, bias: normalise the reward model's scores.
+        reduce: adds a tensor over all ranks, for whitening.
+
+    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2; GAE Schulman et al. 2016, arXiv:1506.02438, eq. 16.
+    """
+    scores = gain * rollout.scores + bias - missing_end_penalty * (~rollout.ended).float()
+    rewards = shape_rewards(scores, rollout.log_probs, rollout.reference_log_probs, rollout.mask, kl_coef=kl_coef)
+    advantages, returns = gae(rewards, rollout.values, rollout.mask, gamma=gamma, gae_lambda=gae_lambda)
+    return replace(rollout, rewards=rewards, advantages=whiten(advantages, rollout.mask, reduce=reduce), returns=returns)
+
+
+def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: int) -> list[RolloutBatch]:
+    """Micro-batches of the given rows of a rollout that has its advantages."""
+    if rollout.advantages is None or rollout.returns is None:
+        raise ValueError("the rollout has no advantages yet: see with_advantages")
+    lengths = [len(rollout.prompts[i]) + len(rollout.responses[i]) for i in rows]
+    batches = []
+    for group in groups_of(lengths, micro_batch_tokens):
+        chosen = [rows[i] for i in group]
+        mask = rollout.mask[chosen]
+        ragged = ragged_of(*([part[i] for i in chosen] for part in (rollout.prompts, rollout.responses, rollout.numbers)))
+        frames = (rollout.log_probs, rollout.values, rollout.advantages, rollout.returns)
+        batches.append(RolloutBatch(ragged.to(mask.device), *(frame[chosen][mask] for frame in frames)))
+    return batches
+
+
+def _frame(flat: Tensor, mask: Tensor) -> Tensor:
+    """Values of the True places of `mask`, row by row [M], laid out as [B, R] with zeros elsewhere."""
+    return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, flat)

@@ -1,0 +1,47 @@
+"""Supervised fine-tuning: next-token loss on the response alone. Preferences come in reward.py, dpo.py and ppo.py."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from alignment.adapters.spec import LoRASpec, PrefixSpec
+from alignment.algorithms.assemble import fit_language_model, load_policy, open_run, read_split, save_policy
+from alignment.data.sources import DataConfig
+from alignment.loading import load_tokenizer
+from alignment.training import OptimConfig, TrainingConfig
+
+
+@dataclass(frozen=True)
+class SFTConfig:
+    """Settings of one supervised fine-tuning run.
+
+    Attributes:
+        policy: directory or hub name of the checkpoint to start from.
+        data: demonstrations.
+        output: the run's directory.
+        adapter: train a LoRA or prefix adapter on the frozen model; None trains every weight.
+    """
+
+    policy: str
+    data: DataConfig
+    output: str
+    adapter: LoRASpec | PrefixSpec | None = None
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+
+
+def run(config: SFTConfig) -> Path:
+    """Fine-tune and return the directory of the result, `output/model`.
+
+    Each update minimises the mean of -log p(token) over all response tokens of the global batch, end token included.
+
+    Raises:
+        UserError: bad data or checkpoint, before any training.
+
+    Source: Ouyang et al. 2022, arXiv:2203.02155, section 3.5.
+    """
+    with open_run(config, "sft", parents=[config.policy]) as run_directory:
+        tokenizer = load_tokenizer(config.policy)
+        train, held_out = read_split(config.data, "demonstrations", tokenizer, run_directory)
+        policy = load_policy(config.policy, config.adapter, config.output)
+        engine = fit_language_model(policy, train, held_out, config.optim, config.training, run_directory)
+        return save_policy(engine, policy, tokenizer, config.output)

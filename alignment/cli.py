@@ -1,0 +1,266 @@
+"""Verbs of the command line, each a call of a function elsewhere. Nothing heavy is imported before a verb needs it."""
+
+import json
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from alignment.errors import UserError
+
+ConfigName = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or a packaged name such as sft/tiny.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Dotted keys, YAML values.")]
+Gpus = Annotated[int | None, typer.Option(min=1, help="Start that many processes, one per GPU.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback where something goes wrong.")]
+ModelName = Annotated[str, typer.Option(help="Model directory or Hub name.")]
+AdapterName = Annotated[str | None, typer.Option(help="Directory of a LoRA or prefix adapter.")]
+
+Kind = Literal["text", "demonstrations", "comparisons", "prompts"]
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    help="RLHF from first principles: pretraining, SFT, reward models, PPO, DPO, and proof that it got better.",
+)
+evaluate = typer.Typer(no_args_is_help=True, help="Win rates, reward-model accuracy, language-model loss.")
+data = typer.Typer(no_args_is_help=True, help="Look at data files as training will see them.")
+app.add_typer(evaluate, name="evaluate")
+app.add_typer(data, name="data")
+
+
+@app.command()
+def run(
+    recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe folder, or a packaged name: quickstart.")],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[stage.key=value]...")] = None,
+    output: Annotated[str | None, typer.Option(help="Where results go; runs/RECIPE by default.")] = None,
+    start: Annotated[
+        str | None, typer.Option("--from", metavar="STAGE", help="Run this stage and those after it anew.")
+    ] = None,
+    only: Annotated[str | None, typer.Option(metavar="STAGE", help="Run this stage alone, anew.")] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Fail where a result lies outside the recipe's bands.")
+    ] = False,
+    debug: Debug = False,
+) -> None:
+    """Run a recipe: its stages in order; finished ones are skipped."""
+    from alignment.pipeline import run_recipe
+
+    directory = Path(output) if output else Path("runs") / recipe_name(recipe)
+    if not run_recipe(recipe, directory, overrides or [], start=start, only=only, check=check):
+        raise typer.Exit(1)
+
+
+def recipe_name(recipe: str) -> str:
+    """Name for the output directory: the recipe folder's."""
+    path = Path(recipe)
+    return path.resolve().parent.name if path.name == "recipe.yaml" else path.resolve().name.removesuffix(".yaml")
+
+
+# Training
+
+
+@app.command()
+def pretrain(config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, debug: Debug = False) -> None:
+    """Train a language model on running text."""
+    run_stage("pretrain", ["pretrain"], config, overrides, gpus, debug)
+
+
+@app.command()
+def sft(config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, debug: Debug = False) -> None:
+    """Fine-tune on demonstrations."""
+    run_stage("sft", ["sft"], config, overrides, gpus, debug)
+
+
+@app.command()
+def reward(config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, debug: Debug = False) -> None:
+    """Train a reward model on comparisons."""
+    run_stage("reward", ["reward"], config, overrides, gpus, debug)
+
+
+@app.command()
+def ppo(config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, debug: Debug = False) -> None:
+    """Optimise a policy against a reward model by PPO."""
+    run_stage("ppo", ["ppo"], config, overrides, gpus, debug)
+
+
+@app.command()
+def dpo(config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, debug: Debug = False) -> None:
+    """Optimise a policy on comparisons directly."""
+    run_stage("dpo", ["dpo"], config, overrides, gpus, debug)
+
+
+@evaluate.command("winrate")
+def evaluate_winrate(config: ConfigName, overrides: Overrides = None, debug: Debug = False) -> None:
+    """How often each policy's responses are preferred to a baseline's."""
+    run_stage("winrate", ["evaluate", "winrate"], config, overrides, None, debug)
+
+
+@evaluate.command("reward")
+def evaluate_reward(config: ConfigName, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Accuracy of a reward model on comparisons."""
+    run_stage("reward_eval", ["evaluate", "reward"], config, overrides, None, debug)
+
+
+@evaluate.command("language")
+def evaluate_language(config: ConfigName, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Loss of a language model on running text."""
+    run_stage("language", ["evaluate", "language"], config, overrides, None, debug)
+
+
+def run_stage(
+    verb: str, words: Sequence[str], config: str, overrides: list[str] | None, gpus: int | None, debug: bool
+) -> None:
+    """Check the config, then run the stage here, or start the same command once per GPU."""
+    from alignment.config import load_config
+    from alignment.pipeline import find_stage
+
+    config_class, function = find_stage(verb)
+    checked = load_config(config_class, config, overrides or [])
+    if gpus is not None:
+        relaunch([*words, config, *(overrides or []), *(["--debug"] if debug else [])], gpus)
+    result = function(checked)
+    if result is not None and is_first_rank():
+        print(result)
+
+
+def relaunch(arguments: Sequence[str], gpus: int) -> None:
+    """Replace this process by torch's launcher, which starts the command once per GPU; it does not return.
+
+    Raises:
+        UserError: fewer GPUs than asked for, or this already is a launched process.
+    """
+    import torch
+
+    if "LOCAL_RANK" in os.environ:
+        raise UserError("--gpus starts processes itself; leave it out under accelerate launch or torchrun")
+    if torch.cuda.device_count() < gpus:
+        raise UserError(
+            f"--gpus {gpus}: {torch.cuda.device_count()} found; for processes on the CPU use "
+            f"`accelerate launch --cpu --num_processes {gpus} -m alignment {arguments[0]} ...`"
+        )
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "-m", "alignment"]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *launcher, *arguments])
+
+
+# Using a model
+
+
+@app.command()
+def generate(
+    model: ModelName,
+    overrides: Overrides = None,
+    adapter: AdapterName = None,
+    prompt: Annotated[list[str] | None, typer.Option(help="One prompt; may be given several times.")] = None,
+    prompts: Annotated[str | None, typer.Option(help="File of prompts.")] = None,
+    output: Annotated[str | None, typer.Option(help="File for the JSON lines; the screen by default.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Sample responses. Keys: max_new_tokens temperature top_k top_p seed batch_size use_generation_config."""
+    if bool(prompt) == bool(prompts):
+        raise UserError("generate: give either --prompt TEXT or --prompts FILE")
+    from alignment.files import write_text
+    from alignment.respond import read_settings, respond
+
+    settings = read_settings(model, overrides or [])
+    lines = [json.dumps(row, ensure_ascii=False) for row in respond(model, adapter, prompt or str(prompts), settings)]
+    if output is None:
+        print("\n".join(lines))
+    else:
+        write_text(Path(output), "\n".join(lines) + "\n")
+
+
+@app.command()
+def export(
+    model: ModelName,
+    output: Annotated[str, typer.Option(help="Directory to write.")],
+    adapter: AdapterName = None,
+    debug: Debug = False,
+) -> None:
+    """Write a model, its adapter merged in, as a plain Hugging Face directory."""
+    from alignment import loading
+
+    print(loading.export(model, adapter, output))
+
+
+@data.command("check")
+def data_check(
+    file: Annotated[str, typer.Argument(metavar="FILE")],
+    kind: Annotated[Kind, typer.Option(help="What its rows are.")],
+    tokenizer: Annotated[str | None, typer.Option(help="Directory of a tokenizer: shows tokens and masks.")] = None,
+    template: Annotated[str | None, typer.Option(help="File with a chat template in place of the tokenizer's.")] = None,
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens per row; what is longer is cut.")] = 1024,
+    debug: Debug = False,
+) -> None:
+    """Read a file as training would, and say what is wrong with it."""
+    from alignment.data.check import check_file
+
+    report = check_file(file, kind=kind, tokenizer=tokenizer, template=template, max_length=max_length)
+    print(report.render())
+    if not report.ok:
+        raise typer.Exit(2)
+
+
+@app.command()
+def doctor(debug: Debug = False) -> None:
+    """Versions, devices and backends: what was found and what is missing."""
+    from alignment.doctor import examine
+
+    print("\n".join(examine()))
+
+
+# Ends
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return its exit code.
+
+    Returns:
+        0 done; 2 the user's input is wrong; 130 and 143 stopped by SIGINT and SIGTERM; 1 anything else.
+    """
+    arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, terminate)
+    try:
+        return int(app(args=arguments, standalone_mode=False, prog_name="alignment") or 0)
+    except (KeyboardInterrupt, typer.Abort):
+        return 128 + signal.SIGINT
+    except Exception as error:
+        if "--debug" in arguments:
+            traceback.print_exc()
+        return explain(error, debug="--debug" in arguments)
+
+
+def explain(error: Exception, *, debug: bool) -> int:
+    """Say on standard error what went wrong, and return the exit code."""
+    if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's own: usage
+        error.show()  # type: ignore[attr-defined]
+        return int(error.exit_code)  # type: ignore[attr-defined]
+    if isinstance(error, UserError):
+        if is_first_rank():  # every rank finds the same mistake; once is enough
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    if type(error).__name__ == "OutOfMemoryError":
+        what += (
+            "\nlower training.micro_batch_tokens (it changes no result), or set training.gradient_checkpointing=true"
+        )
+    print(f"error: {what}" + ("" if debug else "\nrun again with --debug for the traceback"), file=sys.stderr)
+    return 1
+
+
+def is_first_rank() -> bool:
+    """Whether this is the only process, or the first of those that a launcher started."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def terminate(number: int, frame: Any) -> None:
+    """Leave through every `finally` on SIGTERM; a training loop saves a checkpoint before."""
+    raise SystemExit(128 + number)

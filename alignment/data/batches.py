@@ -1,0 +1,285 @@
+"""Records to token sequences of limited length, and these to ragged micro-batches. Every drop and cut is counted.
+
+Nothing is cached on disk: ids always come from the tokenizer and the rows at hand.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from alignment.data import chat
+from alignment.data.encoding import adds_bos, bos_id
+from alignment.data.records import Comparison, Counts, Demonstration, Messages, Prompt, Text
+from alignment.errors import UserError, raise_all
+from alignment.ragged import Ragged
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROMPT_FLOOR = 0.25  # share of max_length a long prompt keeps, however long the response is
+
+PROMPT_CUT = "prompt longer than fits: its beginning cut off"
+RESPONSE_CUT = "response longer than fits: its end cut off, with the end token"
+TEXT_CUT = "text longer than max_length: cut into successive pieces"
+EMPTY = "response is nothing but the end token"
+EQUAL = "chosen and rejected are the same tokens"
+
+Row = TypeVar("Row")
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One token sequence; `mask` is True where a token is to be predicted and counts."""
+
+    ids: list[int]
+    mask: list[bool]
+    row_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PairExample:
+    """Two responses to the same prompt tokens."""
+
+    chosen: Example
+    rejected: Example
+    margin: float | None
+    row_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class PromptExample:
+    """A prompt ready to be continued; `prompt` and `extra` as they were read."""
+
+    ids: list[int]
+    prompt: str | Messages
+    extra: dict[str, Any]
+    row_id: str
+
+
+@dataclass(frozen=True)
+class PairBatch:
+    """B pairs as 2B documents: all chosen, then all rejected in the same order. Its weight is B."""
+
+    ragged: Ragged
+    margins: Tensor | None  # [B]; None where no row has one
+
+    @property
+    def weight(self) -> float:
+        """Pairs that count."""
+        return self.ragged.weight
+
+    def to(self, device: torch.device | str) -> "PairBatch":
+        """The same batch on another device."""
+        margins = None if self.margins is None else self.margins.to(device, non_blocking=True)
+        return replace(self, ragged=self.ragged.to(device), margins=margins)
+
+
+def tokenise_texts(
+    rows: Sequence[Text], tokenizer: "PreTrainedTokenizerBase", max_length: int
+) -> tuple[list[Example], Counts]:
+    """Documents to model, each at most `max_length` tokens; every token but a text's first is predicted exactly once.
+
+    A longer text is cut into successive pieces. A piece after the first starts with the BOS where the tokenizer has
+    one, else with the last token of the piece before: its first new token needs something to be predicted from.
+    """
+    counts, examples = Counts(rows=len(rows), kept=len(rows)), []
+    bos = bos_id(tokenizer) if adds_bos(tokenizer) else None
+    for row, ids in zip(rows, chat.texts_ids(tokenizer, [row.text for row in rows]), strict=True):
+        if len(ids) > max_length:
+            counts.shorten(TEXT_CUT, row.row_id)
+        examples += [Example(piece, [True] * len(piece), row.row_id) for piece in pieces(ids, max_length, bos)]
+    return examples, _measure(counts, examples)
+
+
+def pieces(ids: list[int], max_length: int, bos: int | None) -> list[list[int]]:
+    """Successive pieces of at most `max_length` >= 2 ids, the later ones led in by `bos` or the token before."""
+    cut = [ids[:max_length]]
+    for start in range(max_length, len(ids), max_length - 1):
+        lead = ids[start - 1] if bos is None else bos
+        cut.append([lead, *ids[start : start + max_length - 1]])
+    return cut
+
+
+def tokenise_demonstrations(
+    rows: Sequence[Demonstration], tokenizer: "PreTrainedTokenizerBase", max_length: int
+) -> tuple[list[Example], Counts]:
+    """Prompt and response joined; the response and its end token count, in dialogues every assistant turn.
+
+    Raises:
+        UserError: the chat template is missing or refuses rows; all refusals at once.
+    """
+    counts, examples = Counts(rows=len(rows)), []
+    bos = bos_id(tokenizer)
+    single = [row for row in rows if row.messages is None]
+    prompts = iter(encode_prompts(tokenizer, single))
+    responses = iter(chat.responses_ids(tokenizer, [row.response for row in single]))
+    dialogues = iter(
+        _each([row for row in rows if row.messages], lambda row: chat.chat_ids(tokenizer, row.messages or []))
+    )
+    for row in rows:
+        if row.messages is None:
+            head, tail = next(prompts), next(responses)
+            mask = [False] * len(head) + [True] * len(tail)
+        else:
+            ids, mask = next(dialogues)
+            start = last_span(mask)
+            head, tail = ids[:start], ids[start:]
+        if len(tail) < 2:
+            counts.drop(EMPTY, row.row_id)
+            continue
+        kept_head, [kept_tail] = fit(head, [tail], max_length, bos)
+        _note_cuts(counts, row.row_id, len(head) > len(kept_head), len(tail) > len(kept_tail))
+        kept_mask = _cut_head(mask[: len(head)], len(kept_head), head[:1] == [bos]) + [True] * len(kept_tail)
+        examples.append(Example(kept_head + kept_tail, kept_mask, row.row_id))
+    counts.kept = len(examples)
+    return examples, _measure(counts, examples)
+
+
+def tokenise_comparisons(
+    rows: Sequence[Comparison], tokenizer: "PreTrainedTokenizerBase", max_length: int
+) -> tuple[list[PairExample], Counts]:
+    """Both responses after the very same prompt tokens; pairs whose tokens are equal in the end are dropped."""
+    counts, pairs = Counts(rows=len(rows)), []
+    prompts = encode_prompts(tokenizer, rows)
+    responses = chat.responses_ids(tokenizer, [text for row in rows for text in (row.chosen, row.rejected)])
+    for row, head, chosen, rejected in zip(rows, prompts, responses[::2], responses[1::2], strict=True):
+        kept_head, tails = fit(head, [chosen, rejected], max_length, bos_id(tokenizer))
+        if min(len(chosen), len(rejected)) < 2:
+            counts.drop(EMPTY, row.row_id)
+        elif tails[0] == tails[1]:
+            counts.drop(EQUAL, row.row_id)
+        else:
+            cut = max(len(chosen), len(rejected)) > max(map(len, tails))
+            _note_cuts(counts, row.row_id, len(head) > len(kept_head), cut)
+            sides = [
+                Example(kept_head + tail, [False] * len(kept_head) + [True] * len(tail), row.row_id) for tail in tails
+            ]
+            pairs.append(PairExample(sides[0], sides[1], row.margin, row.row_id))
+    counts.kept = len(pairs)
+    return pairs, _measure(counts, [side for pair in pairs for side in (pair.chosen, pair.rejected)])
+
+
+def tokenise_prompts(
+    rows: Sequence[Prompt], tokenizer: "PreTrainedTokenizerBase", max_length: int
+) -> tuple[list[PromptExample], Counts]:
+    """Prompts of at most `max_length` tokens, longer ones without their beginning (the BOS stays)."""
+    counts, examples = Counts(rows=len(rows), kept=len(rows)), []
+    for row, ids in zip(rows, encode_prompts(tokenizer, rows), strict=True):
+        kept = _cut_head(ids, max_length, ids[:1] == [bos_id(tokenizer)])
+        _note_cuts(counts, row.row_id, len(ids) > len(kept), False)
+        examples.append(PromptExample(kept, row.prompt, row.extra, row.row_id))
+    return examples, _measure(counts, examples)
+
+
+def encode_prompts(
+    tokenizer: "PreTrainedTokenizerBase", rows: Sequence[Demonstration | Comparison | Prompt]
+) -> list[list[int]]:
+    """Prompt ids of each row: plain texts in one go, messages through the template one by one."""
+    texts = iter(chat.prompts_ids(tokenizer, [row.prompt for row in rows if isinstance(row.prompt, str)]))
+    dialogues = [row for row in rows if not isinstance(row.prompt, str)]
+    rendered = iter(_each(dialogues, lambda row: chat.prompt_ids(tokenizer, row.prompt)))
+    return [next(texts) if isinstance(row.prompt, str) else next(rendered) for row in rows]
+
+
+def _each(rows: Sequence[Row], encode: Callable[[Row], Any]) -> list[Any]:
+    """`encode` of each row; what it refuses is reported for all rows at once, each by name."""
+    done, problems = [], []
+    for row in rows:
+        try:
+            done.append(encode(row))
+        except UserError as error:
+            problems.append(f"{row.row_id}: {error}")  # type: ignore[attr-defined]
+    raise_all(problems)
+    return done
+
+
+def fit(
+    prompt: list[int], responses: list[list[int]], max_length: int, bos: int | None
+) -> tuple[list[int], list[list[int]]]:
+    """Prompt and responses cut so that the prompt with each response has at most `max_length` tokens.
+
+    The prompt gives way first, from its beginning, down to `PROMPT_FLOOR` of the length; then responses lose their
+    ends. All responses keep the same prompt, and each keeps at least one token (`max_length` >= 2).
+    """
+    longest = max(map(len, responses))
+    floor = min(len(prompt), max(1, int(max_length * PROMPT_FLOOR)))
+    room = min(len(prompt), max(floor, max_length - longest))
+    return _cut_head(prompt, room, prompt[:1] == [bos]), [response[: max_length - room] for response in responses]
+
+
+def _cut_head(values: list[Any], length: int, keep_first: bool) -> list[Any]:
+    """The last `length` values; with `keep_first` (a BOS) the first and the last `length - 1`."""
+    if len(values) <= length:
+        return values
+    lead = values[:1] if keep_first else []
+    return lead + values[len(values) - (length - len(lead)) :]  # counted from the front: [-0:] would be everything
+
+
+def last_span(mask: Sequence[bool]) -> int:
+    """Where the last unbroken run of True begins, in a mask that ends with True."""
+    return max((index + 1 for index, counts in enumerate(mask) if not counts), default=0)
+
+
+def _note_cuts(counts: Counts, row_id: str, prompt: bool, response: bool) -> None:
+    if prompt:
+        counts.shorten(PROMPT_CUT, row_id)
+    if response:
+        counts.shorten(RESPONSE_CUT, row_id)
+
+
+def _measure(counts: Counts, examples: Sequence[Example | PromptExample]) -> Counts:
+    counts.documents = len(examples)
+    counts.tokens = sum(len(example.ids) for example in examples)
+    return counts
+
+
+def collate(examples: Sequence[Example], micro_batch_tokens: int) -> list[Ragged]:
+    """Ragged batches of at most `micro_batch_tokens` tokens each; a longer document stands alone.
+
+    Documents of similar length come together, which costs attention the least. The weight is the number of targets.
+    """
+    return [
+        Ragged.build(
+            [example.ids for example in group],
+            [example.mask for example in group],
+            row_ids=[example.row_id for example in group],
+        )
+        for group in _groups(examples, micro_batch_tokens, lambda example: (len(example.ids),))
+    ]
+
+
+def collate_pairs(pairs: Sequence[PairExample], micro_batch_tokens: int) -> list[PairBatch]:
+    """Pair batches of at most `micro_batch_tokens` tokens each, both sides together; a longer pair stands alone."""
+    groups = _groups(pairs, micro_batch_tokens, lambda pair: (len(pair.chosen.ids), len(pair.rejected.ids)))
+    return [_pair_batch(group) for group in groups]
+
+
+def _pair_batch(pairs: Sequence[PairExample]) -> PairBatch:
+    sides = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
+    ragged = Ragged.build(
+        [side.ids for side in sides],
+        [side.mask for side in sides],
+        weight=len(pairs),
+        row_ids=[side.row_id for side in sides],
+    )
+    margins = [pair.margin for pair in pairs]
+    if all(margin is None for margin in margins):
+        return PairBatch(ragged, None)
+    return PairBatch(ragged, torch.tensor([margin or 0.0 for margin in margins]))  # no margin: a plain comparison
+
+
+def _groups(rows: Sequence[Row], most_tokens: int, lengths: Callable[[Row], tuple[int, ...]]) -> list[list[Row]]:
+    """Rows from long to short (equal ones in their order), cut before a group's tokens exceed `most_tokens`."""
+    groups: list[list[Row]] = []
+    filled = 0
+    for row in sorted(rows, key=lambda row: -max(lengths(row))):
+        tokens = sum(lengths(row))
+        if not groups or filled + tokens > most_tokens:
+            groups.append([])
+            filled = 0
+        groups[-1].append(row)
+        filled += tokens
+    return groups

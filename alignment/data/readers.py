@@ -1,0 +1,180 @@
+"""Files and Hub ids to raw rows, each with its place. What a row means is decided in formats.py."""
+
+import csv
+import gzip
+import io
+import json
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alignment.errors import UserError
+
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+@dataclass(frozen=True, slots=True)
+class RawRow:
+    """A row as it lies in the file; where it cannot be read, `problem` says why (starting with its place)."""
+
+    place: str
+    values: dict[str, Any] | None
+    problem: str = ""
+    reason: str = ""
+
+
+def read_raw(source: str, split: str = "train") -> Iterator[RawRow]:
+    """The rows of a local file, or of a Hub data set where `source` cannot be a file name.
+
+    Args:
+        source: path with one of `SUFFIXES`, or `owner/name`.
+        split: which split of a Hub data set; files have none.
+
+    Raises:
+        UserError: no such file, a directory, an unknown suffix, a broken archive or table, no such data set.
+    """
+    path = Path(source)
+    if not path.exists():
+        if _names_a_file(source):
+            raise UserError(f"{source}: no such file")
+        return _hub_rows(source, split)
+    if path.is_dir():
+        raise UserError(f"{source}: is a directory; name a file in it ({', '.join(SUFFIXES)})")
+    suffix = next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if path.name.endswith(suffix)), None)
+    if suffix is None:
+        raise UserError(f"{source}: cannot tell the format by its name; expected one of {', '.join(SUFFIXES)}")
+    if suffix == ".parquet":
+        return _parquet_rows(path)
+    return {".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows}[suffix.removesuffix(".gz")](path)
+
+
+def _names_a_file(source: str) -> bool:
+    """True for what a Hub id never looks like: a path of its own, a known suffix, or more than one slash."""
+    return (
+        source.startswith((".", "/", "~"))
+        or source.endswith((*SUFFIXES, ".gz", ".txt", ".tsv"))
+        or HUB_ID.fullmatch(source) is None
+    )
+
+
+def _jsonl_rows(path: Path) -> Iterator[RawRow]:
+    """One JSON object per line. Decoded line by line, so that one broken byte costs one row and has a place."""
+    offset = 0
+    for number, line in enumerate(_binary_lines(path), start=1):
+        place, start, offset = f"{path}:{number}", offset, offset + len(line)
+        try:
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            why = (
+                f"{place}: byte {error.start + 1} of the line (byte {start + error.start + 1} of the file) is not UTF-8"
+            )
+            yield RawRow(place, None, why, "not UTF-8")
+            continue
+        if text.strip():
+            yield _json_row(place, text)
+
+
+def _json_row(place: str, text: str) -> RawRow:
+    try:
+        values = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        column = getattr(error, "colno", 1)
+        return RawRow(place, None, f"{place}:{column}: not JSON: {getattr(error, 'msg', error)}", "not JSON")
+    return _object_row(place, values)
+
+
+def _object_row(place: str, values: Any) -> RawRow:
+    if isinstance(values, dict):
+        return RawRow(place, values)
+    why = f"{place}: a row must be a JSON object, this is a {type(values).__name__}"
+    return RawRow(place, None, why, "not a JSON object")
+
+
+def _binary_lines(path: Path) -> Iterator[bytes]:
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            yield from file
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise UserError(f"{path}: broken or incomplete gzip file ({error}); fetch it again") from error
+    except PermissionError as error:
+        raise UserError(f"{path}: may not be read: permission denied") from error
+
+
+def _whole_text(path: Path) -> str:
+    content = b"".join(_binary_lines(path))
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        byte = error.start - content.rfind(b"\n", 0, error.start)
+        raise UserError(f"{path}:{line}: byte {byte} of the line is not UTF-8; save the file as UTF-8") from error
+
+
+def _json_rows(path: Path) -> Iterator[RawRow]:
+    """A JSON list of objects. Rows are named by their number, as lines mean nothing here."""
+    text = _whole_text(path)
+    if not text.strip():
+        return
+    try:
+        rows = json.loads(text)
+    except (json.JSONDecodeError, RecursionError) as error:
+        place = f"{path}:{getattr(error, 'lineno', 1)}:{getattr(error, 'colno', 1)}"
+        raise UserError(f"{place}: not JSON: {getattr(error, 'msg', error)}") from error
+    if not isinstance(rows, list):
+        raise UserError(f"{path}: a .json file must hold a list of rows; one object per line belongs in a .jsonl file")
+    for number, values in enumerate(rows, start=1):
+        yield _object_row(f"{path}:{number}", values)
+
+
+def _csv_rows(path: Path) -> Iterator[RawRow]:
+    """Comma-separated, first line the column names; every value is text."""
+    reader = csv.reader(io.StringIO(_whole_text(path), newline=""), strict=True)
+    try:
+        names = next(reader, None)
+        if names is not None and len(set(names)) < len(names):
+            raise UserError(f"{path}:1: the same column name stands twice: {', '.join(names)}")
+        line = reader.line_num
+        for values in reader:
+            place, line = f"{path}:{line + 1}", reader.line_num
+            if not values:
+                continue
+            if names is None or len(values) != len(names):
+                why = f"{place}: {len(values)} fields where the first line names {len(names or ())}"
+                yield RawRow(place, None, why, "wrong number of fields")
+            else:
+                yield RawRow(place, dict(zip(names, values, strict=True)))
+    except csv.Error as error:
+        raise UserError(f"{path}:{reader.line_num}: not CSV: {error}") from error
+
+
+def _parquet_rows(path: Path) -> Iterator[RawRow]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as table:
+            number = 0
+            for batch in table.iter_batches():
+                for values in batch.to_pylist():
+                    number += 1
+                    yield RawRow(f"{path}:{number}", values)
+    except (pa.ArrowInvalid, OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a readable parquet file: {error}") from error
+
+
+def _hub_rows(name: str, split: str) -> Iterator[RawRow]:
+    from datasets import load_dataset
+
+    try:
+        table = load_dataset(name, split=split)
+    except Exception as error:  # the library raises a dozen unrelated types; each is told, none is swallowed
+        raise UserError(
+            f"{name}: no such file, and the Hub gave no data set of that name with split '{split}' "
+            f"({type(error).__name__}: {error}); a local file needs its suffix ({', '.join(SUFFIXES)})"
+        ) from error
+    for number, values in enumerate(table, start=1):
+        yield RawRow(f"{name}[{split}]:{number}", dict(values))

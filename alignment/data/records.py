@@ -1,0 +1,163 @@
+"""What a data row becomes: four kinds of record, and the tally of what was lost. Knows no file and no token."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+from alignment.errors import UserError
+
+Kind = Literal["text", "demonstrations", "comparisons", "prompts"]
+Messages = list[dict[str, str]]  # each {"role": ..., "content": ...}, oldest first
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """One document to model, beginning to end."""
+
+    text: str
+    row_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A prompt and the response to imitate.
+
+    Attributes:
+        prompt: plain text, or the messages before the last assistant turn.
+        response: text of the (last) assistant turn.
+        messages: the whole dialogue where more than one assistant turn is to be imitated, else None.
+    """
+
+    prompt: str | Messages
+    response: str
+    row_id: str
+    messages: Messages | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Two responses to one prompt, and optionally by how much (`margin`) the chosen one is better."""
+
+    prompt: str | Messages
+    chosen: str
+    rejected: str
+    margin: float | None
+    row_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A prompt to answer; `extra` holds the row's other columns, for the judge."""
+
+    prompt: str | Messages
+    extra: dict[str, Any]
+    row_id: str
+
+
+Record = Text | Demonstration | Comparison | Prompt
+
+SHOWN_IDS = 3
+
+
+@dataclass
+class Counts:
+    """Tally of one preparation: nothing is dropped or cut without standing here.
+
+    Attributes:
+        rows: rows read.
+        kept: rows that survive.
+        documents: token sequences made of them (0 before tokenisation; a pair counts two).
+        tokens: tokens of these documents.
+        dropped: rows lost, by reason.
+        cut: rows shortened, by what was cut.
+        first: the first few row ids of each reason.
+    """
+
+    rows: int = 0
+    kept: int = 0
+    documents: int = 0
+    tokens: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    cut: dict[str, int] = field(default_factory=dict)
+    first: dict[str, list[str]] = field(default_factory=dict)
+
+    @property
+    def lost(self) -> int:
+        """Rows dropped, all reasons together."""
+        return sum(self.dropped.values())
+
+    def drop(self, reason: str, row_id: str) -> None:
+        """Note a row that is left out."""
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        self._note(reason, row_id)
+
+    def shorten(self, what: str, row_id: str) -> None:
+        """Note a row that is kept, but not whole."""
+        self.cut[what] = self.cut.get(what, 0) + 1
+        self._note(what, row_id)
+
+    def _note(self, reason: str, row_id: str) -> None:
+        ids = self.first.setdefault(reason, [])
+        if len(ids) < SHOWN_IDS:
+            ids.append(row_id)
+
+    def then(self, later: "Counts") -> "Counts":
+        """The tally of this step followed by `later`, which worked on the rows this one kept."""
+        return replace(
+            later,
+            rows=self.rows,
+            dropped=_sum(self.dropped, later.dropped),
+            cut=_sum(self.cut, later.cut),
+            first=_join(self.first, later.first),
+        )
+
+    def beside(self, other: "Counts") -> "Counts":
+        """The tally of two sources together."""
+        return Counts(
+            rows=self.rows + other.rows,
+            kept=self.kept + other.kept,
+            documents=self.documents + other.documents,
+            tokens=self.tokens + other.tokens,
+            dropped=_sum(self.dropped, other.dropped),
+            cut=_sum(self.cut, other.cut),
+            first=_join(self.first, other.first),
+        )
+
+    def require(self, max_lost_share: float, source: str) -> None:
+        """Refuse to go on with too little.
+
+        Raises:
+            UserError: no row is left, or more than `max_lost_share` of them were dropped.
+        """
+        if self.kept and self.lost <= max_lost_share * self.rows:
+            return
+        raise UserError(
+            f"{source}: {self.lost} of {self.rows} rows were dropped (data.max_lost_share is {max_lost_share:g})\n"
+            + "\n".join(self._reasons(self.dropped, "dropped"))
+            + "\nmend the rows, raise data.max_length where rows were too long, or raise data.max_lost_share"
+        )
+
+    def lines(self) -> list[str]:
+        """The tally as lines of text, for a terminal."""
+        head = f"{self.kept} of {self.rows} rows kept"
+        if self.documents:
+            head += f", {self.documents} documents, {self.tokens} tokens"
+        return [head, *self._reasons(self.dropped, "dropped"), *self._reasons(self.cut, "cut")]
+
+    def _reasons(self, table: dict[str, int], verb: str) -> list[str]:
+        return [
+            f"  {verb} {number}: {reason} ({', '.join(self.first[reason])}{', ...' if number > SHOWN_IDS else ''})"
+            for reason, number in table.items()
+        ]
+
+
+def _sum(left: dict[str, int], right: dict[str, int]) -> dict[str, int]:
+    return {key: left.get(key, 0) + right.get(key, 0) for key in _keys(left, right)}
+
+
+def _join(left: dict[str, list[str]], right: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {key: (left.get(key, []) + right.get(key, []))[:SHOWN_IDS] for key in _keys(left, right)}
+
+
+def _keys(left: Iterable[str], right: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys([*left, *right]))

@@ -1,0 +1,75 @@
+"""The order in which rows are seen: a pure function of (seed, epoch, position). Holds no cursor to lose."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import numpy as np
+
+Row = TypeVar("Row")
+
+
+def order(rows: int, seed: int, epoch: int) -> np.ndarray:
+    """The permutation of `rows` rows in one epoch, [rows]. Epochs do not depend on each other."""
+    return np.random.default_rng([seed, epoch]).permutation(rows)
+
+
+@dataclass(frozen=True)
+class Stream(Generic[Row]):
+    """Global batches of rows, epoch after epoch; a batch may run across an epoch's end.
+
+    Attributes:
+        rows: what is dealt out; each row once per epoch.
+        batch_size: rows per batch, over all ranks.
+        seed: >= 0.
+        epochs: where the stream ends, so that its last batch may be smaller; None: it never ends.
+    """
+
+    rows: Sequence[Row]
+    batch_size: int
+    seed: int
+    epochs: float | None = None
+    _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not self.rows:
+            raise ValueError("a stream needs at least one row")
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+
+    def positions_at(self, step: int) -> list[int]:
+        """Indices of the rows of batch `step` (from 0).
+
+        Raises:
+            IndexError: the step is negative, or at or after the stream's end.
+        """
+        end = math.inf if self.epochs is None else self._length(self.epochs)
+        first = step * self.batch_size
+        if step < 0 or first >= end:
+            raise IndexError(f"step {step} lies outside the stream of {self.steps()} steps")
+        return [self._index(position) for position in range(first, int(min(first + self.batch_size, end)))]
+
+    def rows_at(self, step: int) -> list[Row]:
+        """The rows of batch `step`, as `positions_at`."""
+        return [self.rows[index] for index in self.positions_at(step)]
+
+    def steps(self, epochs: float | None = None) -> int:
+        """Batches in so many epochs (default: the stream's own), the last, smaller one included."""
+        epochs = self.epochs if epochs is None else epochs
+        if epochs is None:
+            raise ValueError("an endless stream has no number of steps; say for how many epochs")
+        return -(-self._length(epochs) // self.batch_size)
+
+    def _length(self, epochs: float) -> int:
+        return max(1, round(len(self.rows) * epochs))
+
+    def _index(self, position: int) -> int:
+        epoch, place = divmod(position, len(self.rows))
+        if epoch not in self._orders:  # a memo of a pure function: what is in it changes speed only
+            if len(self._orders) > 1:
+                self._orders.clear()
+            self._orders[epoch] = order(len(self.rows), self.seed, epoch)
+        return int(self._orders[epoch][place])

@@ -1,0 +1,201 @@
+"""Tokenizers: train byte-level BPE, load, save, compare with a model's vocabulary. Text to ids is in chat.py."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from alignment.errors import UserError, raise_all
+from alignment.files import write_atomic, write_json
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+RAW_PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # GPT-2's names, old and new
+GPT2_END, GPT2_PAD = "<|endoftext|>", "<|pad|>"
+FOREIGN_CODE = ("auto_map", "trust_remote_code")
+NOTES_OF_LOADING = ("is_local", "local_files_only")  # transformers writes how it was called; no property of a tokenizer
+
+
+def train_bpe(
+    texts: Iterable[str],
+    vocab_size: int,
+    special_tokens: Sequence[str] = ("<s>", "</s>", "<pad>"),
+    chat_template: str | None = None,
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer fitted to the texts; it puts BOS before every text.
+
+    Args:
+        texts: read once, in order.
+        vocab_size: tokens in all; at least 256 bytes and the special tokens. Few texts may give fewer.
+        special_tokens: BOS, EOS, PAD, then any others (a template's turn markers); they take the first ids.
+        chat_template: Jinja text that travels along.
+
+    Raises:
+        UserError: the vocabulary is too small, or there are fewer than three special tokens.
+
+    Source: Sennrich et al. 2016, arXiv:1508.07909; on bytes as in Radford et al. 2019 (GPT-2).
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    if len(set(special_tokens)) < max(3, len(special_tokens)):
+        raise UserError(f"special_tokens needs BOS, EOS and PAD first and no word twice, got {list(special_tokens)}")
+    if vocab_size < 256 + len(special_tokens):
+        raise UserError(
+            f"vocab_size {vocab_size} is too small: 256 bytes and {len(special_tokens)} special tokens need "
+            f"{256 + len(special_tokens)}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    bos, eos, pad, *others = special_tokens
+    fast = _wrapped(tokenizer, bos=bos, eos=eos, pad=pad, others=others, add_bos=True)
+    fast.chat_template = chat_template
+    return fast
+
+
+def _wrapped(
+    tokenizer: Tokenizer, *, bos: str, eos: str, pad: str, others: Sequence[str] = (), add_bos: bool
+) -> PreTrainedTokenizerFast:
+    """The tokenizer in transformers' form; BOS is added by a template post-processor where asked for."""
+    from tokenizers import processors
+    from transformers import PreTrainedTokenizerFast
+
+    if add_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[call-arg]
+            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        bos_token=bos,
+        eos_token=eos,
+        pad_token=pad,
+        extra_special_tokens=list(others),
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local directory: tokenizer.json and its neighbours, or GPT-2's raw pair of files.
+
+    A raw pair (encoder.json + vocab.bpe, or vocab.json + merges.txt) gets BOS = EOS = <|endoftext|>, which is not put
+    before texts, and one more token, <|pad|>.
+
+    Raises:
+        UserError: no such directory, no tokenizer in it, unreadable files, or a request for code from elsewhere.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise UserError(f"{directory}: no such directory; name one that holds tokenizer.json")
+    for name in ("tokenizer_config.json", "config.json"):
+        _refuse_foreign_code(directory / name)
+    names = {path.name for path in directory.iterdir()}
+    if not names & {"tokenizer.json", "tokenizer_config.json"}:
+        for vocabulary, merges in RAW_PAIRS:
+            if {vocabulary, merges} <= names:
+                return _load_raw_pair(directory / vocabulary, directory / merges)
+        if "tokenizer.model" not in names:
+            raise UserError(
+                f"{directory}: no tokenizer here; expected tokenizer.json, or encoder.json + vocab.bpe, "
+                f"found {', '.join(sorted(names)) or 'nothing'}"
+            )
+    return _load_directory(directory, "tokenizer.json" in names)
+
+
+def _refuse_foreign_code(path: Path) -> None:
+    if not path.exists():
+        return
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: must be a JSON object")
+    raise_all(
+        f"{path}: {key} asks for code from elsewhere, which is never run; save the tokenizer as tokenizer.json"
+        for key in FOREIGN_CODE
+        if config.get(key)
+    )
+
+
+def _load_directory(directory: Path, has_json: bool) -> PreTrainedTokenizerBase:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    try:
+        if has_json:
+            # As the file says: transformers' class for a model type may rebuild the pipeline in its own way.
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+            if tokenizer.eos_token is not None:
+                return tokenizer
+        # Old directories leave the end token's name to the class of their model type.
+        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # tokenizers raises bare Exception for a broken file; whatever it is, it is told
+        raise UserError(f"{directory}: the tokenizer cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _load_raw_pair(vocabulary: Path, merges: Path) -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    try:
+        tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise UserError(f"{vocabulary} and {merges.name} are no BPE vocabulary and merges: {error}") from error
+    if tokenizer.token_to_id(GPT2_END) is None:
+        raise UserError(f"{vocabulary}: {GPT2_END} is not in it, so it is not GPT-2's; save tokenizer.json instead")
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = _wrapped(tokenizer, bos=GPT2_END, eos=GPT2_END, pad=GPT2_PAD, add_bos=False)
+    fast.name_or_path = str(vocabulary.parent)
+    return fast
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and the chat template into a directory, each file atomically."""
+    directory = Path(directory)
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        config = Path(folder) / "tokenizer_config.json"
+        write_json(config, _portable(json.loads(config.read_text(encoding="utf-8"))))
+        for path in sorted(Path(folder).iterdir()):
+            write_atomic(directory / path.name, lambda temporary, path=path: shutil.copyfile(path, temporary))
+
+
+def _portable(config: dict[str, Any]) -> dict[str, Any]:
+    """The config under the class name that every version of transformers knows, without notes of how it was loaded."""
+    config = {key: value for key, value in config.items() if key not in NOTES_OF_LOADING}
+    if config.get("tokenizer_class") == "TokenizersBackend":
+        config["tokenizer_class"] = "PreTrainedTokenizerFast"
+    return config
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
+    """Refuse a tokenizer that can give ids the model has no row for.
+
+    Args:
+        vocabulary: rows of the model's embedding.
+
+    Raises:
+        UserError: naming how many tokens are too many, and the special ones among them.
+    """
+    too_high = {token: index for token, index in tokenizer.get_vocab().items() if index >= vocabulary}
+    if not too_high:
+        return
+    lowest = sorted(too_high.items(), key=lambda item: item[1])[:5]
+    examples = ", ".join(f"{token!r} = {index}" for token, index in lowest)
+    raise UserError(
+        f"the tokenizer {tokenizer.name_or_path} has {len(too_high)} tokens that the model's "
+        f"vocabulary of {vocabulary} lacks: {examples}; take the tokenizer that came with the model, or build the model "
+        "with a larger vocab_size"
+    )

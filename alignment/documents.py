@@ -1,0 +1,187 @@
+"""YAML documents whose every key knows its line, and dotted overrides on top. Knows nothing of what the keys mean."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from alignment.errors import UserError, raise_all
+
+Key = tuple[str | int, ...]
+REFERENCE = re.compile(r"\$\{([\w-]+)\}")  # what a recipe fills in; see recipe.py
+
+
+@dataclass(frozen=True)
+class Document:
+    """Plain values, and where each came from.
+
+    Attributes:
+        values: mappings, lists, text, numbers, booleans, None.
+        places: path of keys -> `file:line` or `override`; what is missing here lies where its parent lies.
+    """
+
+    values: Any
+    places: Mapping[Key, str] = field(default_factory=dict)
+
+    def place(self, key: Key) -> str:
+        """Where a key stands, or the nearest thing around it."""
+        while key and key not in self.places:
+            key = key[:-1]
+        return self.places.get(key, "config")
+
+    def below(self, key: Key) -> "Document":
+        """The section at a key, as a document of its own."""
+        values = self.values
+        for part in key:
+            values = values[part]
+        places = {name[len(key) :]: place for name, place in self.places.items() if name[: len(key)] == key}
+        return Document(values, {(): self.place(key), **places})
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's plain scalars: 1e-4 is a number, `no` and 2026-01-01 are text. PyYAML alone goes by YAML 1.1."""
+
+    yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML keeps this table on the class)
+
+
+_Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|)$"), ["~", "n", ""])
+_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|false|False)$"), list("tTfF"))
+_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789"))
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(
+        r"""^(?:[-+]?(?:\.[0-9]+|[0-9][0-9_]*\.[0-9]*)(?:[eE][-+]?[0-9]+)?
+             |[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+
+             |[-+]?\.inf|\.nan)$""",
+        re.VERBOSE,
+    ),
+    list("-+.0123456789"),
+)
+
+
+def read_yaml(path: str | Path) -> Document:
+    """A YAML file with the line of every key.
+
+    Raises:
+        UserError: not readable, no YAML, or a key given twice.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
+    return parse_yaml(text, str(path))
+
+
+def parse_yaml(text: str, name: str) -> Document:
+    """Like `read_yaml`, from text; `name` stands in for the file in messages."""
+    reader = _Reader(text, name)
+    try:
+        node = reader.loader.get_single_node()
+        values = None if node is None else reader.convert(node, (), ())
+    except (yaml.YAMLError, ValueError) as error:
+        mark = getattr(error, "problem_mark", None)
+        line = mark.line + 1 if mark else 1
+        raise UserError(f"{name}:{line}: is not valid YAML: {getattr(error, 'problem', None) or error}") from error
+    finally:
+        reader.loader.dispose()
+    raise_all(reader.problems)
+    return Document(values, reader.places)
+
+
+class _Reader:
+    """Turns YAML nodes into plain values and keeps the line of each."""
+
+    def __init__(self, text: str, name: str):
+        # Inside [...] and {...} YAML reads the braces of ${name} as its own: they travel as private characters.
+        self.loader = _Loader(REFERENCE.sub("\ue000\\1\ue001", text))
+        self.name = name
+        self.places: dict[Key, str] = {(): f"{name}:1"}
+        self.problems: list[str] = []
+
+    def convert(self, node: yaml.Node, key: Key, around: tuple[yaml.Node, ...]) -> Any:
+        """The plain value of a node at a key; `around` are the nodes it lies in."""
+        place = self.places.setdefault(key, f"{self.name}:{node.start_mark.line + 1}")
+        if node in around:
+            self.problems.append(f"{place}: {dotted(key)}: an alias that contains itself")
+            return None
+        inside = (*around, node)
+        if isinstance(node, yaml.SequenceNode):
+            return [self.convert(child, (*key, index), inside) for index, child in enumerate(node.value)]
+        if isinstance(node, yaml.MappingNode):
+            return self._mapping(node, key, inside)
+        value = self.loader.construct_object(node)
+        return _with_braces(value) if isinstance(value, str) else value
+
+    def _mapping(self, node: yaml.MappingNode, key: Key, inside: tuple[yaml.Node, ...]) -> dict[str, Any]:
+        """A section; what `<<` merges into it gives way to its own keys."""
+        values: dict[str, Any] = {}
+        for name_node, child in node.value:
+            if name_node.value == "<<":
+                merged = self.convert(child, key, inside)
+                for section in merged if isinstance(merged, list) else [merged]:
+                    values = {**section, **values} if isinstance(section, dict) else values
+        own: set[str] = set()
+        for name_node, child in node.value:
+            name, place = _with_braces(str(name_node.value)), f"{self.name}:{name_node.start_mark.line + 1}"
+            if name == "<<":
+                continue
+            if name in own:
+                self.problems.append(f"{place}: {dotted((*key, name))}: stands here twice; keep one")
+            own.add(name)
+            depth = len(key) + 1
+            self.places = {old: where for old, where in self.places.items() if old[:depth] != (*key, name)}
+            self.places[(*key, name)] = place
+            values[name] = self.convert(child, (*key, name), inside)
+        return values
+
+
+def _with_braces(text: str) -> str:
+    """A reference as it was written."""
+    return text.replace("\ue000", "${").replace("\ue001", "}")
+
+
+def override(document: Document, overrides: Sequence[str]) -> Document:
+    """The document with `dotted.key=value` settings on top; the last one wins.
+
+    Raises:
+        UserError: no `=`, or a key below something that is not a section.
+    """
+    problems = []
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        key: Key = tuple(name.strip().split("."))
+        if not equals or not all(key):
+            problems.append(f"override: {text!r} is not of the form key=value, such as optim.learning_rate=1e-4")
+            continue
+        try:
+            document = overlay(document, key, parse_yaml(value, "override").values, "override")
+        except UserError as error:
+            problems.append(f"override: {name}: {str(error).removeprefix('override:1: ')}")
+    raise_all(problems)
+    return document
+
+
+def overlay(document: Document, key: Key, value: Any, place: str) -> Document:
+    """The document with one value replaced; sections on the way to it are made where they are missing."""
+    sections: list[dict[str, Any]] = []
+    current = document.values
+    for depth, part in enumerate(key):
+        if current is not None and not isinstance(current, dict):
+            raise UserError(f"{dotted(key[:depth])} is not a section, so {dotted(key)} cannot be set in it")
+        sections.append(current or {})
+        current = sections[-1].get(str(part))
+    for part, section in zip(reversed(key), reversed(sections), strict=True):
+        value = {**section, part: value}
+    kept = {old: where for old, where in document.places.items() if old[: len(key)] != key}
+    return Document(value, {**kept, key: place})
+
+
+def dotted(key: Key) -> str:
+    """`data.train[0].path`; the whole document is `config`."""
+    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key)
+    return text.removeprefix(".") or "config"

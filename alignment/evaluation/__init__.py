@@ -1,0 +1,29 @@
+"""How good a model is: win rates, judges, language-model loss. The report, which draws, is in report.py."""
+
+from alignment.evaluation.judges import (
+    Judge,
+    Judgement,
+    compare,
+    file_judge,
+    longer_judge,
+    score_judge,
+    write_questions,
+)
+from alignment.evaluation.language import LanguageLoss, language_loss
+from alignment.evaluation.winrate import WinRate, agreement, merge_orders, win_rate
+
+__all__ = [
+    "Judge",
+    "Judgement",
+    "LanguageLoss",
+    "WinRate",
+    "agreement",
+    "compare",
+    "file_judge",
+    "language_loss",
+    "longer_judge",
+    "merge_orders",
+    "score_judge",
+    "win_rate",
+    "write_questions",
+]

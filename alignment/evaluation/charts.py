@@ -1,0 +1,234 @@
+"""Charts as inline SVG in the page's own colours, light or dark. What to draw, and in which words, is in report.py."""
+
+import io
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import matplotlib as mpl
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+# Placeholder colours: matplotlib draws with them, and the page's style sheet says what they are.
+INK, MUTED, GRID = "#a00000", "#a00001", "#a00002"
+SERIES = tuple(f"#a000{number:02x}" for number in range(0x10, 0x18))
+VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid"} | {colour: f"series-{i}" for i, colour in enumerate(SERIES)}
+
+WIDTH = 330  # in units that are CSS pixels at full size, so that letters stay readable in a narrow window
+POINTS_SHOWN = 240  # per curve
+
+STYLE = {
+    "svg.fonttype": "none",  # letters stay letters: searchable, and in the page's own typeface
+    "text.parse_math": False,  # a "$" in a name is a "$"
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": GRID,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 9.5,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "axes.formatter.limits": (-3, 5),
+    "grid.color": GRID,
+    "grid.linewidth": 0.8,
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "xtick.major.size": 0,
+    "ytick.major.size": 0,
+    "xtick.labelsize": 9.5,
+    "ytick.labelsize": 9.5,
+    "legend.frameon": False,
+    "legend.fontsize": 9.5,
+    "lines.linewidth": 1.8,
+    "lines.solid_capstyle": "round",
+}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line: a label, places and heights, and the number of its colour."""
+
+    label: str
+    x: Sequence[float]
+    y: Sequence[float]
+    colour: int = 0
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar: a label, its value, an interval around it if there is one, and the number of its colour."""
+
+    label: str
+    value: float
+    interval: tuple[float, float] | None = None
+    colour: int = 0
+
+
+def curve_chart(label: str, curves: Sequence[Curve], x_label: str) -> Markup:
+    """Noisy measurements over time: the raw line pale, a moving average strong."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure(188)
+        for curve in curves:
+            _draw_curve(axes, curve)
+        axes.set_xlabel(x_label)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        axes.margins(x=0.02, y=0.08)
+        _legend(axes, curves)
+        return _inline(figure, label)
+
+
+def path_chart(label: str, curves: Sequence[Curve], x_label: str, y_label: str) -> Markup:
+    """Paths through a plane, in order, a dot at each point and a larger one at the end."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure(250)
+        for curve in curves:
+            colour = SERIES[curve.colour % len(SERIES)]
+            x, y = _thin(np.asarray(curve.x, float)), _thin(np.asarray(curve.y, float))
+            axes.plot(x, y, color=colour, linewidth=1.2, marker="o", markersize=2.6, alpha=0.75, label=curve.label)
+            axes.plot(x[-1], y[-1], color=colour, marker="o", markersize=7.5, markeredgewidth=0)
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+        axes.xaxis.set_major_locator(MaxNLocator(5))
+        axes.yaxis.set_major_locator(MaxNLocator(6))
+        axes.margins(0.06)
+        _legend(axes, curves)
+        return _inline(figure, label)
+
+
+def bar_chart(
+    label: str,
+    bars: Sequence[Bar],
+    *,
+    limits: tuple[float, float],
+    percent: bool = False,
+    line_at: float | None = None,
+) -> Markup:
+    """Horizontal bars from 0, with whiskers where there are intervals, and a line to compare with."""
+    with mpl.rc_context(STYLE):
+        figure, axes = _figure(44 + 27 * len(bars))
+        places = np.arange(len(bars))[::-1]
+        for place, bar in zip(places, bars, strict=True):
+            axes.barh(place, bar.value, height=0.62, color=SERIES[bar.colour % len(SERIES)], linewidth=0)
+            low, high = bar.interval or (bar.value, bar.value)
+            if bar.interval:
+                axes.plot([low, high], [place, place], color=INK, linewidth=1.6, solid_capstyle="butt")
+                axes.plot([low, high], [place, place], color=INK, linestyle="", marker="|", markersize=7)
+            _write_value(axes, bar, place, min(low, bar.value), max(high, bar.value), percent)
+        axes.set_yticks(places, [_shorten(bar.label) for bar in bars], color=INK, fontsize=10)
+        axes.set_xlim(*limits)
+        axes.set_ylim(-0.55, len(bars) - 0.45)
+        axes.grid(False, axis="y")
+        axes.spines["left"].set_visible(False)
+        if percent:
+            axes.set_xticks([0, 0.25, 0.5, 0.75, 1])
+            axes.xaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
+        else:
+            axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 2.5, 5, 10]))
+        if limits[0] < 0:
+            axes.axvline(0, color=MUTED, linewidth=0.9)
+        if line_at is not None:
+            axes.axvline(line_at, color=INK, linewidth=1.1, linestyle=(0, (4, 3)))
+        return _inline(figure, label)
+
+
+def _write_value(axes: Axes, bar: Bar, place: float, low: float, high: float, percent: bool) -> None:
+    """The number itself, just outside the bar and its whisker."""
+    text = f"{bar.value:.1%}".replace("%", " %") if percent else f"{bar.value:.2f}".replace("-", "\N{MINUS SIGN}")
+    rightwards = bar.value >= 0
+    axes.annotate(
+        text,
+        (high if rightwards else low, place),
+        xytext=(6 if rightwards else -6, 0),
+        textcoords="offset points",
+        ha="left" if rightwards else "right",
+        va="center",
+        fontsize=9.5,
+        color=INK,
+        annotation_clip=False,
+    )
+
+
+def _figure(height: float) -> tuple[Figure, Axes]:
+    """An empty chart, WIDTH wide."""
+    figure = Figure(figsize=(WIDTH / 72, height / 72), layout="constrained", facecolor="none")
+    axes = figure.add_subplot(facecolor="none")
+    return figure, axes
+
+
+def _draw_curve(axes: Axes, curve: Curve) -> None:
+    x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
+    colour = SERIES[curve.colour % len(SERIES)]
+    if len(y) < 40 or _is_smooth(y):
+        axes.plot(_thin(x), _thin(y), color=colour, label=curve.label, marker="o" if len(y) < 25 else "", markersize=3)
+        return
+    axes.plot(_thin(x), _thin(y), color=colour, linewidth=0.9, alpha=0.35)
+    axes.plot(_thin(x), _thin(_moving_average(y, len(y) // 12)), color=colour, label=curve.label)
+
+
+def _is_smooth(values: np.ndarray) -> bool:
+    """True where neighbours lie on a line, as in a schedule: averaging would only bend it."""
+    return bool(np.median(np.abs(np.diff(values, 2))) <= 0.01 * np.ptp(values))
+
+
+def _moving_average(values: np.ndarray, width: int) -> np.ndarray:
+    """Mean of about `width` neighbours around each value, fewer at the ends."""
+    window = np.ones(2 * (width // 2) + 1)
+    return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
+
+
+def _thin(values: np.ndarray) -> np.ndarray:
+    """At most POINTS_SHOWN values: means of equal stretches, the last value kept as it is."""
+    if len(values) <= POINTS_SHOWN:
+        return values
+    edges = np.linspace(0, len(values) - 1, POINTS_SHOWN, dtype=int)
+    means = np.add.reduceat(values[:-1], edges[:-1]) / np.diff(edges)
+    return np.append(means, values[-1])
+
+
+def _legend(axes: Axes, curves: Sequence[Curve]) -> None:
+    if len(curves) > 1:
+        axes.legend(
+            loc="lower left", bbox_to_anchor=(0, 1), ncols=3, borderaxespad=0, handlelength=1.1, columnspacing=1.2
+        )
+
+
+def _shorten(label: str, limit: int = 26) -> str:
+    return label if len(label) <= limit else label[: limit - 1] + "…"
+
+
+def padded_limits(values: Sequence[float], share: float = 0.3) -> tuple[float, float]:
+    """Limits around 0 and all values, with room at the ends for numbers."""
+    low, high = min(0.0, *values), max(0.0, *values)
+    room = share * (high - low or 1.0)
+    return low - room if low < 0 else low, high + room if high > 0 else high
+
+
+def is_drawable(value: object) -> bool:
+    """True for a number that has a place on an axis."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _inline(figure: Figure, label: str) -> Markup:
+    """The figure as an SVG element for an HTML page: page colours and typeface, no addresses, no names to collide."""
+    buffer = io.StringIO()
+    with mpl.rc_context({"svg.hashsalt": label}):  # names of clips and markers: apart for every chart, equal every time
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    svg = buffer.getvalue()
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' xmlns(:\w+)?="[^"]*"| (width|height)="[\d.]+pt"| version="1.1"', "", svg)
+    svg = re.sub(r'<g id="[^"]*"', "<g", svg).replace("xlink:href", "href")
+    svg = re.sub(r"font-family: [^;\"]+;? ?", "", svg)  # the style sheet names the typeface
+    svg = re.sub(r"font: ((?:\w+ )?[\d.]+px) [^;\"]+", r"font: \1 var(--sans)", svg)  # as older versions write it
+    svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace("\n", ""), svg)
+    for colour, name in VARIABLES.items():
+        svg = svg.replace(colour, f"var(--{name})")
+    return Markup(svg.replace("<svg", Markup('<svg role="img" aria-label="{}"').format(label), 1))

@@ -1,0 +1,200 @@
+"""Who compares two responses, and how the question is put: judges from scores, lengths and files, both orders each.
+
+Rates and intervals are in winrate.py. No judge here calls a service.
+"""
+
+import gzip
+import json
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from alignment.errors import UserError, raise_all
+from alignment.evaluation.winrate import LOSS, TIE, WIN, Verdict, WinRate, merge_orders, win_rate
+from alignment.files import write_text
+
+if TYPE_CHECKING:
+    from alignment.data.records import Prompt
+
+Judge = Callable[[Sequence["Prompt"], Sequence[str], Sequence[str]], Sequence[Verdict]]
+"""Prompts, responses shown first, responses shown second -> verdict for the one shown first; None: could not judge."""
+
+ScoreFunction = Callable[[Sequence["Prompt"], Sequence[str]], Sequence[float]]
+"""Prompts, one response to each -> one score each; higher is better, not a number: could not score."""
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What a judge said of two sides.
+
+    Attributes:
+        win_rate: of ours, over the items that were judged.
+        verdicts: for ours, one per prompt in order, both showings merged; None where the judge failed.
+        inconsistent: items whose two showings disagreed; they count as ties.
+        failures: items without a verdict, in no rate.
+        first_seat: mean verdict for the response shown first, over all showings; far from 0.5: position bias.
+    """
+
+    win_rate: WinRate
+    verdicts: list[Verdict]
+    inconsistent: int
+    failures: int
+    first_seat: float
+
+
+def compare(
+    prompts: Sequence["Prompt"],
+    ours: Sequence[str],
+    baseline: Sequence[str],
+    judge: Judge,
+    *,
+    max_failed_share: float = 0.1,
+) -> Judgement:
+    """Ask a judge about each pair of responses twice, each side shown first once.
+
+    Args:
+        prompts: what was answered.
+        ours, baseline: a response to each prompt, from either side.
+        judge: asked once with all showings.
+        max_failed_share: of the items; above it the rest is no fair sample and nothing is reported.
+
+    Raises:
+        UserError: the judge failed on more than `max_failed_share` of the items, or on all.
+    """
+    if not len(prompts) == len(ours) == len(baseline):
+        raise ValueError(f"{len(prompts)} prompts, {len(ours)} responses of ours, {len(baseline)} of the baseline")
+    shown = list(judge([*prompts, *prompts], [*ours, *baseline], [*baseline, *ours]))
+    if len(shown) != 2 * len(prompts):
+        raise ValueError(f"the judge gave {len(shown)} verdicts on {2 * len(prompts)} showings")
+    merged = merge_orders(shown[: len(prompts)], shown[len(prompts) :])
+    judged = [verdict for verdict in merged.verdicts if verdict is not None]
+    if not judged or merged.failures > max_failed_share * len(prompts):
+        raise UserError(
+            f"the judge failed on {merged.failures} of {len(prompts)} items; at most {max_failed_share:.0%} may fail, "
+            "since failures are seldom a fair sample. Look at what it could not judge, or raise max_failed_share"
+        )
+    answered = [verdict for verdict in shown if verdict is not None]
+    first_seat = sum(answered) / len(answered)
+    return Judgement(win_rate(judged), merged.verdicts, merged.inconsistent, merged.failures, first_seat)
+
+
+def score_judge(score: ScoreFunction, tie_margin: float = 0.0) -> Judge:
+    """A judge that prefers the higher score, such as the gold reward or a reward model.
+
+    Each distinct response is scored once, so that equal texts tie whatever noise the scorer has.
+
+    Args:
+        score: asked once with all distinct (prompt, response) pairs.
+        tie_margin: largest difference of scores that is still a tie, >= 0.
+    """
+    if tie_margin < 0:
+        raise ValueError(f"tie_margin must be 0 or above, got {tie_margin}")
+
+    def judge(prompts: Sequence["Prompt"], first: Sequence[str], second: Sequence[str]) -> list[Verdict]:
+        responses = {
+            (id(prompt), response): prompt
+            for side in (first, second)
+            for prompt, response in zip(prompts, side, strict=True)
+        }
+        scores = score(list(responses.values()), [response for _, response in responses])
+        known = {key: float(value) for key, value in zip(responses, scores, strict=True)}
+        return [
+            _verdict(known[id(prompt), a] - known[id(prompt), b], tie_margin)
+            for prompt, a, b in zip(prompts, first, second, strict=True)
+        ]
+
+    return judge
+
+
+def _verdict(lead: float, tie_margin: float) -> Verdict:
+    if math.isnan(lead):
+        return None
+    if abs(lead) <= tie_margin:
+        return TIE
+    return WIN if lead > 0 else LOSS
+
+
+longer_judge: Judge = score_judge(lambda _, responses: [len(response) for response in responses])
+"""Prefers the response with more characters: the baseline that any judge must beat."""
+
+
+def write_questions(path: Path, prompts: Sequence["Prompt"], ours: Sequence[str], baseline: Sequence[str]) -> None:
+    """Write every showing that `compare` asks about, verdict null, for people or another program to fill in.
+
+    One JSON object per line: `id`, `prompt`, `first`, `second`, `verdict`. Nothing in a row tells which side is ours.
+    """
+    rows = [
+        {"id": prompt.row_id, "prompt": prompt.prompt, "first": first, "second": second, "verdict": None}
+        for one, other in ((ours, baseline), (baseline, ours))
+        for prompt, first, second in zip(prompts, one, other, strict=True)
+    ]
+    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+
+
+def file_judge(path: Path) -> Judge:
+    """A judge that looks verdicts up in a file of rows as `write_questions` makes them (.jsonl or .jsonl.gz).
+
+    `verdict` is 1, 0.5 or 0 for the response shown first; null, or a showing that is not in the file, is a failure. The
+    texts are part of the look-up, so that verdicts on older responses are not taken for verdicts on these.
+
+    Raises:
+        UserError: rows that are not of this form, or two different verdicts on one showing, with file:line.
+    """
+    verdicts: dict[tuple[str, str, str], tuple[int, Verdict]] = {}
+    problems: list[str] = []
+    for line, text in enumerate(_lines(Path(path)), start=1):
+        if not text.strip():
+            continue
+        row, problem = _parse_row(text)
+        if row is None:
+            problems.append(f"{path}:{line}: {problem}")
+            continue
+        key = (row["id"], row["first"], row["second"])
+        earlier_line, earlier = verdicts.setdefault(key, (line, row["verdict"]))
+        if earlier != row["verdict"]:
+            problems.append(
+                f"{path}:{line}: id {row['id']!r} has verdict {row['verdict']}, but {earlier} in line {earlier_line}"
+            )
+    if not verdicts and not problems:
+        problems.append(f"{path}: no verdicts in this file")
+    raise_all(problems)
+
+    def judge(prompts: Sequence["Prompt"], first: Sequence[str], second: Sequence[str]) -> list[Verdict]:
+        keys = ((prompt.row_id, a, b) for prompt, a, b in zip(prompts, first, second, strict=True))
+        return [verdicts.get(key, (0, None))[1] for key in keys]
+
+    return judge
+
+
+def _lines(path: Path) -> list[str]:
+    """Lines of a text file, packed or not."""
+    try:
+        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        return data.decode("utf-8").split("\n")
+    except (OSError, EOFError) as error:
+        raise UserError(f"{path}: cannot read the verdicts: {error}") from error
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise UserError(f"{path}:{line}: not UTF-8 (byte {error.start}); save the file as UTF-8") from error
+
+
+def _parse_row(text: str) -> tuple[dict[str, Any] | None, str]:
+    """A row of verdicts, or None and what is wrong with it."""
+    try:
+        row = json.loads(text)
+    except json.JSONDecodeError as error:
+        return None, f"not JSON: {error.msg} at column {error.colno}"
+    if not isinstance(row, dict):
+        return None, f"expected an object, found {type(row).__name__}"
+    missing = [key for key in ("id", "first", "second", "verdict") if key not in row]
+    if missing:
+        return None, f"no {', '.join(map(repr, missing))}; found {', '.join(map(repr, row))}"
+    wrong = [key for key in ("id", "first", "second") if not isinstance(row[key], str)]
+    if wrong:
+        return None, f"{', '.join(map(repr, wrong))} must be text"
+    verdict = row["verdict"]
+    if isinstance(verdict, bool) or verdict not in (WIN, TIE, LOSS, None):
+        return None, f"'verdict' must be 1, 0.5, 0 or null, found {verdict!r}"
+    return {**row, "verdict": None if verdict is None else float(verdict)}, ""

@@ -1,0 +1,60 @@
+"""How well a language model predicts held-out text: loss, perplexity, bits per byte. Downstream tasks are not here."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from alignment.errors import UserError
+from alignment.ragged import Ragged
+
+
+@dataclass(frozen=True)
+class LanguageLoss:
+    """Held-out next-token loss.
+
+    Attributes:
+        loss: mean of -log p over all target tokens, nats per token.
+        tokens: target tokens.
+        perplexity: exp(loss).
+        bits_per_byte: the whole loss in bits over the bytes of the text; comparable between tokenizers. None where the
+            number of bytes was not given.
+    """
+
+    loss: float
+    tokens: int
+    perplexity: float
+    bits_per_byte: float | None = None
+
+
+@torch.no_grad()
+def language_loss(model: Any, batches: Iterable[Ragged], *, text_bytes: int | None = None) -> LanguageLoss:
+    """Loss of a language model over ragged batches, every target token counting the same.
+
+    Args:
+        model: called as `model(batch=ragged)`; its `.log_probs` [M] are those of the targets, nats. It is put into
+            evaluation mode meanwhile.
+        batches: moved to the model's device one by one.
+        text_bytes: UTF-8 bytes of the text behind all targets.
+
+    Raises:
+        UserError: no target token in any batch.
+    """
+    device = next(model.parameters()).device
+    was_training = model.training
+    model.eval()
+    total, tokens = torch.zeros((), dtype=torch.float64), 0
+    try:
+        for batch in batches:
+            log_probs = model(batch=batch.to(device)).log_probs
+            total -= log_probs.double().sum().cpu()
+            tokens += log_probs.numel()
+    finally:
+        model.train(was_training)
+    if tokens == 0:
+        raise UserError("the held-out text has no token to predict; a document needs at least two tokens")
+    loss = total / tokens
+    bits = None if text_bytes is None else float(total) / (math.log(2) * text_bytes)
+    return LanguageLoss(float(loss), tokens, float(loss.exp()), bits)

@@ -1,0 +1,151 @@
+"""Win rates from verdicts: ties, failures, a 95 % interval. Who judges is in judges.py; ratings are not here."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+from scipy.optimize import brentq
+
+from alignment.errors import raise_all
+
+WIN, TIE, LOSS = 1.0, 0.5, 0.0
+Verdict = float | None  # 1.0 / 0.5 / 0.0, or None where the judge failed
+Z_95 = NormalDist().inv_cdf(0.975)  # 1.96
+
+
+@dataclass(frozen=True)
+class WinRate:
+    """Share of items won, ties counting half.
+
+    Attributes:
+        rate: (wins + ties / 2) / n.
+        low, high: 95 % interval of the rate.
+        n: items with a verdict.
+        wins, losses, ties: they add up to n.
+    """
+
+    rate: float
+    low: float
+    high: float
+    n: int
+    wins: int
+    losses: int
+    ties: int
+
+    def __str__(self) -> str:
+        return f"{self.rate:.1%} [{self.low:.1%}, {self.high:.1%}] of {self.n}"
+
+
+@dataclass(frozen=True)
+class Merged:
+    """Verdicts of two orders put together.
+
+    Attributes:
+        verdicts: one per item, None where an order has no verdict.
+        inconsistent: items whose two orders disagree; scored as ties.
+        failures: items without a verdict in at least one order; in no rate.
+    """
+
+    verdicts: list[Verdict]
+    inconsistent: int
+    failures: int
+
+
+def win_rate(verdicts: Sequence[float]) -> WinRate:
+    """Win rate of one side over items that were judged, failures having been taken out and counted before.
+
+    Args:
+        verdicts: 1.0 won, 0.5 tied, 0.0 lost; one per item, both orders already merged.
+
+    Raises:
+        UserError: no verdicts at all, or one of another value.
+
+    Source: interval: Tango 1998, Statistics in Medicine 17, 891-908; see `paired_interval`.
+    """
+    raise_all(
+        f"verdict {i} is {verdict!r}; a verdict is 1.0, 0.5 or 0.0 (take failures out before, and count them)"
+        for i, verdict in enumerate(verdicts)
+        if verdict not in (WIN, TIE, LOSS)
+    )
+    if len(verdicts) == 0:
+        raise_all(["a win rate needs at least one verdict, and there is none"])
+    n = len(verdicts)
+    wins, losses = (sum(1 for verdict in verdicts if verdict == outcome) for outcome in (WIN, LOSS))
+    low, high = paired_interval(wins, losses, n)
+    return WinRate(sum(verdicts) / n, low, high, n, wins, losses, n - wins - losses)
+
+
+def paired_interval(wins: int, losses: int, n: int) -> tuple[float, float]:
+    """95 % score interval of (wins + ties / 2) / n.
+
+    The bounds are the rates that a score test would just not reject, the share of ties being fitted at each. Without
+    ties it is Wilson's interval. With ties it is narrower, as it should be; at rates of 0 and 1, and where all are
+    ties, it keeps a width, which the bootstrap and the mean +- 1.96 standard errors do not.
+
+    Source: Tango 1998, Statistics in Medicine 17, 891-908, on d = 2 * rate - 1 (his b is wins, c is losses).
+    """
+    difference = (wins - losses) / n
+    low = -1.0 if difference == -1 else _root(wins, losses, n, Z_95, -1 + 1e-12, difference)
+    high = 1.0 if difference == 1 else _root(wins, losses, n, -Z_95, difference, 1 - 1e-12)
+    return (low + 1) / 2, (high + 1) / 2
+
+
+def _root(wins: int, losses: int, n: int, z: float, low: float, high: float) -> float:
+    """The true difference between `low` and `high` at which the score is z."""
+    return float(brentq(lambda difference: _score(wins, losses, n, difference) - z, low, high))  # pyright: ignore[reportArgumentType]
+
+
+def _score(wins: int, losses: int, n: int, difference: float) -> float:
+    """Standardised distance of the observed wins - losses from a true difference of shares in (-1, 1)."""
+    b = (2 * n - wins + losses) * difference - wins - losses
+    c = -losses * difference * (1 - difference)
+    share_lost = (math.sqrt(max(b * b - 8 * n * c, 0.0)) - b) / (
+        4 * n
+    )  # most likely share of losses, given the difference
+    variance = n * (2 * share_lost + difference * (1 - difference))
+    distance = wins - losses - n * difference
+    if variance <= 0:  # all ties, and a true difference of 0
+        return math.copysign(math.inf, distance) if distance else 0.0
+    return distance / math.sqrt(variance)
+
+
+def merge_orders(first: Sequence[Verdict], second: Sequence[Verdict]) -> Merged:
+    """One verdict per item from two showings, so that a taste for one seat cannot win.
+
+    Both orders must agree on a winner; everything else is a tie.
+
+    Args:
+        first: for the response shown first, which is ours.
+        second: for the response shown first, which now is the other one.
+
+    Returns:
+        Verdicts for ours.
+
+    Source: Zheng et al. 2023, arXiv:2306.05685, section 3.4.
+    """
+    merged: list[Verdict] = []
+    inconsistent = failures = 0
+    for ours_first, other_first in zip(first, second, strict=True):
+        if ours_first is None or other_first is None:
+            merged.append(None)
+            failures += 1
+            continue
+        agree = ours_first == 1 - other_first
+        inconsistent += not agree
+        merged.append(ours_first if agree else TIE)
+    return Merged(merged, inconsistent, failures)
+
+
+def agreement(first: Sequence[Verdict], second: Sequence[Verdict]) -> float:
+    """Share of items on which two judges agree, in [0, 1]; half where just one of them calls a tie.
+
+    Items that either failed on are left out.
+
+    Raises:
+        UserError: no item has two verdicts.
+    """
+    pairs = [(a, b) for a, b in zip(first, second, strict=True) if a is not None and b is not None]
+    if not pairs:
+        raise_all(["agreement needs at least one item that both have judged, and there is none"])
+    return sum(1 - abs(a - b) for a, b in pairs) / len(pairs)

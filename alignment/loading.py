@@ -1,0 +1,161 @@
+"""Models and tokenizers from a directory or the Hub, ready to use. Training starts from here too, see algorithms/assemble.py."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter, merge_adapter, read_base
+from alignment.data.chat import prompt_ids, response_ids, text_ids
+from alignment.data.tokenizers import load_tokenizer as _load_tokenizer_directory
+from alignment.data.tokenizers import save_tokenizer
+from alignment.errors import UserError
+from alignment.files import atomic_directory
+from alignment.models.checkpoint import load_language_model, load_scalar_model, save_model
+from alignment.ragged import Ragged, groups_of
+
+
+def find_directory(source: str) -> Path:
+    """The local directory of a checkpoint; a Hub name is fetched (safetensors, JSON and tokenizer files only).
+
+    Raises:
+        UserError: neither a directory nor a Hub name that can be reached.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.is_absolute() or source.startswith(".") or source.count("/") > 1 or path.exists():
+        raise UserError(f"{source}: no such model directory; give a directory with config.json, or a Hub name")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]))
+    except Exception as error:
+        raise UserError(f"{source}: no such directory, and the Hub did not give it ({type(error).__name__})") from error
+
+
+def load_tokenizer(source: str) -> Any:
+    """The tokenizer of a model directory or Hub name; an adapter without one of its own uses its base model's."""
+    directory = find_directory(source)
+    if is_adapter(directory) and not (directory / "tokenizer.json").exists():
+        directory = find_directory(read_base(directory))
+    return _load_tokenizer_directory(directory)
+
+
+def load_model(source: str, dtype: str | torch.dtype = "float32", device: str = "cpu") -> Any:
+    """A language model in eval mode.
+
+    Args:
+        source: directory or Hub name; of a model, or of an adapter, whose base model is then loaded with it.
+        dtype: "float32", "bfloat16" or "float16".
+        device: where its weights go.
+
+    Returns:
+        A model: `model(input_ids, attention_mask).logits` is [B, T, V]; `.source` is "native".
+
+    Raises:
+        UserError: anything in the directory that is missing, unknown or unsafe.
+    """
+    directory, options = find_directory(source), {"dtype": _dtype(dtype), "device": device}
+    if not is_adapter(directory):
+        return load_language_model(directory, **options).eval()
+    return load_adapter(load_language_model(find_directory(read_base(directory)), **options), directory).eval()
+
+
+def load_scalar(source: str, dtype: str | torch.dtype = "float32", device: Any = "cpu") -> Any:
+    """A scalar model in eval mode, as `load_model`; its score head must be in the checkpoint or in the adapter."""
+    directory, options = find_directory(source), {"dtype": _dtype(dtype), "device": device}
+    if not is_adapter(directory):
+        return load_scalar_model(directory, **options).eval()
+    if not is_scalar_adapter(directory):
+        raise UserError(f"{source}: this adapter belongs to a policy and has no score head; give a reward model's directory")
+    model = load_scalar_model(find_directory(read_base(directory)), new_head="zero", **options)
+    return load_adapter(model, directory).eval()
+
+
+def _dtype(dtype: str | torch.dtype) -> torch.dtype:
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A scalar model with its tokenizer: texts in, scores out."""
+
+    model: Any
+    tokenizer: Any
+
+    def score(self, texts: Sequence[str | tuple[Any, str]], micro_batch_tokens: int = 16_384) -> Tensor:
+        """Score whole texts, or (prompt, response) pairs; the same alone, batched or padded.
+
+        Args:
+            texts: a plain text is read as it stands with the end token added; a pair as in training, its prompt a text
+                or a list of messages.
+            micro_batch_tokens: tokens per forward.
+
+        Returns:
+            Scores, float32 on the CPU, [n].
+        """
+        return self.score_ids([self._ids(text) for text in texts], micro_batch_tokens)
+
+    def _ids(self, text: str | tuple[Any, str]) -> list[int]:
+        if isinstance(text, str):
+            return text_ids(self.tokenizer, text)
+        return prompt_ids(self.tokenizer, text[0]) + response_ids(self.tokenizer, text[1])
+
+    @torch.no_grad()
+    def score_ids(self, documents: Sequence[Sequence[int]], micro_batch_tokens: int = 16_384) -> Tensor:
+        """Score token ids as they are, [n]."""
+        scores = torch.zeros(len(documents))
+        device = next(self.model.parameters()).device
+        for group in groups_of([len(document) for document in documents], micro_batch_tokens):
+            batch = Ragged.build([documents[i] for i in group]).to(device)
+            scores[group] = self.model(batch=batch).values[batch.last].float().cpu()
+        return scores
+
+
+def load_reward_model(source: str, dtype: str | torch.dtype = "float32", device: Any = "cpu") -> RewardModel:
+    """A reward model in eval mode with its tokenizer.
+
+    Raises:
+        UserError: also where the checkpoint has no trained score head.
+    """
+    return RewardModel(load_scalar(source, dtype, device), load_tokenizer(source))
+
+
+def same_vocabulary(one: Any, other: Any) -> bool:
+    """Whether two tokenizers give the same ids the same meaning and end texts alike."""
+    return one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id
+
+
+def export(model: str, adapter: str | None, output: str) -> Path:
+    """Write a model, its adapter merged in, as one plain Hugging Face directory.
+
+    Raises:
+        UserError: an adapter that cannot be merged (a prefix is no change of weights).
+    """
+    directory = find_directory(model)
+    scalar = _is_scalar(find_directory(adapter) if adapter else directory)
+    if adapter is None:
+        merged = load_scalar(model) if scalar else load_model(model)
+    else:
+        options = {"new_head": "zero"} if scalar else {}
+        bare = (load_scalar_model if scalar else load_language_model)(directory, **options)
+        merged = load_adapter(bare, find_directory(adapter))
+    if adapter is not None or is_adapter(directory):
+        merged = merge_adapter(merged)
+    with atomic_directory(Path(output)) as directory:
+        save_model(merged, directory)
+        save_tokenizer(load_tokenizer(adapter or model), directory)
+    return Path(output)
+
+
+def _is_scalar(directory: Path) -> bool:
+    """Whether a directory holds a reward model, or an adapter for one."""
+    if is_adapter(directory):
+        return is_scalar_adapter(directory)
+    architectures = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
+    return architectures[0].endswith("ForSequenceClassification")

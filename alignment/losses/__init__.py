@@ -1,0 +1,29 @@
+"""Pure functions: tensors in, unreduced tensors out. Reduction, weights and models are elsewhere."""
+
+from alignment.losses.language import entropy, token_log_probs
+from alignment.losses.policy import (
+    AdaptiveKL,
+    FixedKL,
+    clipped_policy_loss,
+    clipped_value_loss,
+    gae,
+    kl_estimates,
+    shape_rewards,
+    whiten,
+)
+from alignment.losses.preference import bradley_terry_loss, dpo_loss
+
+__all__ = [
+    "AdaptiveKL",
+    "FixedKL",
+    "bradley_terry_loss",
+    "clipped_policy_loss",
+    "clipped_value_loss",
+    "dpo_loss",
+    "entropy",
+    "gae",
+    "kl_estimates",
+    "shape_rewards",
+    "token_log_probs",
+    "whiten",
+]

@@ -1,0 +1,233 @@
+"""The formulas of PPO with a KL penalty: rewards, advantages, clipped losses, penalty weight. No sampling, no models.
+
+Where a function takes `mask`, values in slots that do not count reach neither its result nor any gradient, be they NaN.
+The unreduced losses have no mask: select what counts (`values[mask]`) before them.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+def kl_estimates(log_probs: Tensor, reference_log_probs: Tensor) -> dict[str, Tensor]:
+    """Three per-token estimates of KL(policy || reference) for tokens the policy sampled, in nats.
+
+    With r = log p - log p_ref:  k1 = r,  k2 = r^2 / 2,  k3 = exp(-r) - 1 + r
+
+    k1 is unbiased but signed and noisy; k2 is biased, never negative; k3 is unbiased and never negative.
+
+    Args:
+        log_probs: of the sampled tokens under the policy, any shape.
+        reference_log_probs: of the same tokens under the reference, same shape and temperature.
+
+    Returns:
+        {"k1", "k2", "k3"}, each of the same shape; sum them over a response for the KL of responses.
+
+    Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
+    """
+    log_ratio = log_probs - reference_log_probs
+    return {"k1": log_ratio, "k2": log_ratio.square() / 2, "k3": torch.expm1(-log_ratio) + log_ratio}
+
+
+def shape_rewards(
+    scores: Tensor, log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, *, kl_coef: float
+) -> Tensor:
+    """Reward of each response token: the KL penalty everywhere, the score on the last token that counts.
+
+    reward_t = -kl_coef * (log p_t - log p_ref,t) + [t is last] * score
+
+    Args:
+        scores: one number per response, [B].
+        log_probs: of the response tokens under the policy that sampled them, [B, R].
+        reference_log_probs: under the reference, [B, R].
+        mask: True at response tokens, end token included, [B, R].
+        kl_coef: weight of the penalty; 0 switches it off.
+
+    Returns:
+        [B, R]; 0 where mask is False.
+
+    Raises:
+        ValueError: a row without a single token, whose score would vanish.
+
+    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2 (their beta is kl_coef); Ziegler et al. 2019, arXiv:1909.08593.
+    """
+    empty = (~mask.any(1)).nonzero().flatten().tolist()
+    if empty:
+        raise ValueError(f"responses {empty} have no token that counts, so their scores would be lost")
+    log_ratio = _kept(log_probs, mask) - _kept(reference_log_probs, mask)
+    is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)  # how many tokens count from here on
+    return torch.where(is_last, scores.unsqueeze(1) - kl_coef * log_ratio, -kl_coef * log_ratio)
+
+
+@torch.no_grad()
+def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
+    """Advantages and returns by generalised advantage estimation, without gradient: both are targets.
+
+    delta_t = reward_t + gamma * value_{t+1} - value_t
+    advantage_t = delta_t + gamma * gae_lambda * advantage_{t+1}
+    return_t = advantage_t + value_t
+
+    After a row's last token value and advantage are 0, also for a response that was cut at its length limit: the reward
+    model has scored it as it stands, so nothing of it lies in the future.
+
+    Args:
+        rewards: [B, R].
+        values: the critic's estimate before each token, [B, R].
+        mask: True at response tokens, which are adjacent in each row, [B, R].
+        gamma: discount, in [0, 1].
+        gae_lambda: in [0, 1]; 1: whole returns minus values, 0: one-step errors.
+
+    Returns:
+        Advantages and returns, [B, R]; 0 where mask is False.
+
+    Source: Schulman et al. 2016, arXiv:1506.02438, eq. 16.
+    """
+    rewards, values = _kept(rewards, mask), _kept(values, mask)
+    next_values = torch.cat([values[:, 1:], torch.zeros_like(values[:, :1])], dim=1)
+    deltas = rewards + gamma * next_values - values
+    advantage = torch.zeros_like(deltas[:, 0])
+    columns = []
+    for delta in reversed(deltas.unbind(1)):
+        advantage = torch.add(delta, advantage, alpha=gamma * gae_lambda)
+        columns.append(advantage)
+    advantages = _kept(torch.stack(columns[::-1], dim=1), mask)
+    return advantages, advantages + values
+
+
+def identity(tensor: Tensor) -> Tensor:
+    """The same tensor: a sum over one rank."""
+    return tensor
+
+
+def whiten(
+    values: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Callable[[Tensor], Tensor] = identity
+) -> Tensor:
+    """Values scaled to variance 1 and, unless told otherwise, shifted to mean 0, over the slots that count.
+
+    whitened = (value - mean) / sqrt(variance + 1e-8)  [+ mean if not shift_mean]
+
+    The variance is the biased one (divided by n), and is summed around the mean: E[x^2] - E[x]^2 cancels in float32.
+    With fewer than two values in all there is no spread to scale by, and they come back unchanged.
+
+    Args:
+        values: any shape.
+        mask: True where a value counts, same shape.
+        shift_mean: False keeps the mean where it was.
+        reduce: adds a tensor over all ranks, so that each rank scales by the statistics of all; called twice.
+
+    Returns:
+        Same shape; 0 where mask is False.
+
+    Source: Huang et al. 2024, arXiv:2403.17031, "whitening"; Ziegler et al. 2019, code of lm-human-preferences.
+    """
+    kept = _kept(values, mask)
+    count, total = reduce(torch.stack([mask.sum().to(kept.dtype), kept.sum()])).unbind()
+    mean = total / count.clamp(min=1)
+    centred = _kept(kept - mean, mask)
+    variance = reduce(centred.square().sum()) / count.clamp(min=1)
+    whitened = centred * torch.rsqrt(variance + 1e-8)
+    if not shift_mean:
+        whitened = _kept(whitened + mean, mask)
+    return torch.where(count < 2, kept, whitened)
+
+
+def clipped_policy_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, clip_range: float) -> Tensor:
+    """PPO's pessimistic surrogate, to be minimised, one value per token.
+
+    ratio = exp(log p - log p_old)
+    cost  = max(-advantage * ratio, -advantage * clip(ratio, 1 - clip_range, 1 + clip_range))
+
+    Args:
+        log_probs: of the response tokens under the policy now, any shape.
+        old_log_probs: under the policy that sampled them, at the same temperature.
+        advantages: same shape, without gradient.
+        clip_range: how far the ratio may leave 1 before the gradient stops, > 0.
+
+    Returns:
+        Unreduced cost, same shape: -advantage in the first update, when the ratio is 1.
+
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7 (their epsilon is clip_range), with the sign turned.
+    """
+    ratio = torch.exp(log_probs - old_log_probs)
+    clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
+    return torch.maximum(-advantages * ratio, -advantages * clipped)
+
+
+def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip_range: float) -> Tensor:
+    """Squared error of the critic, pessimistic about steps of more than `clip_range`, one value per token.
+
+    clipped = old_value + clip(value - old_value, -clip_range, clip_range)
+    cost    = max((value - return)^2, (clipped - return)^2) / 2
+
+    Args:
+        values: of the critic now, any shape.
+        old_values: of the critic at sampling time, same shape.
+        returns: targets, same shape, without gradient.
+        clip_range: in units of value, > 0.
+
+    Returns:
+        Unreduced cost, same shape.
+
+    Source: Engstrom et al. 2020, arXiv:2005.12729, "value function clipping"; Huang et al. 2024, arXiv:2403.17031.
+    """
+    clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
+    return torch.maximum((values - returns).square(), (clipped - returns).square()) / 2
+
+
+@dataclass
+class AdaptiveKL:
+    """Penalty weight that steers the measured KL towards a target, by a proportional controller.
+
+    error = clip(kl / target - 1, -0.2, 0.2);  coef <- coef * (1 + error * n / horizon)
+
+    Attributes:
+        coef: penalty weight now; the whole state, to be saved and given back on resume.
+        target: wanted KL per response, nats.
+        horizon: responses over which the error is worked off.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2 (their K_beta is 1 / horizon per response).
+    """
+
+    coef: float
+    target: float
+    horizon: float
+
+    def __post_init__(self) -> None:
+        for name in ("coef", "target", "horizon"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} of the adaptive KL controller must be above 0, got {getattr(self, name)}")
+
+    def update(self, kl: float, n: int) -> float:
+        """Take in a measurement and return the new coefficient.
+
+        Args:
+            kl: mean KL per response, nats; may be slightly negative, as k1 is.
+            n: responses it was measured on, over all ranks.
+
+        Raises:
+            ValueError: kl is not finite.
+        """
+        if not math.isfinite(kl):
+            raise ValueError(f"the measured KL is {kl}; the penalty weight cannot follow it")
+        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        self.coef *= 1 + error * n / self.horizon
+        return self.coef
+
+
+@dataclass
+class FixedKL:
+    """Penalty weight that stays as it is; the same calls as `AdaptiveKL`."""
+
+    coef: float
+
+    def update(self, kl: float, n: int) -> float:
+        """The coefficient, whatever was measured."""
+        return self.coef
+
+
+def _kept(values: Tensor, mask: Tensor) -> Tensor:
+    """Values where mask is True, 0 elsewhere, in value and gradient: a product with 0 would let NaN through."""
+    return torch.where(mask, values, 0.0)

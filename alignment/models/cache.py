@@ -1,0 +1,76 @@
+"""Keys and values already seen, one row per document being continued. A prefix is a cache row that starts non-empty.
+
+The slot of a token is its place in the document, prefix first; nothing is moved when rows have different lengths. Reading
+them back is what decoding spends its time on, so a head's slots lie together.
+"""
+
+import torch
+from torch import Tensor
+
+
+class Cache:
+    """Preallocated keys and values of every layer.
+
+    Attributes:
+        keys, values: one [rows, K, capacity, head_width] per layer.
+        lengths: filled slots of each row, [rows].
+        longest: the largest of `lengths`, as a plain number.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        rows: int,
+        capacity: int,
+        key_value_heads: int,
+        head_width: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ):
+        shape = (rows, key_value_heads, capacity, head_width)
+        # Zeros, not whatever was in memory: a masked slot is multiplied by 0, and 0 * NaN is NaN.
+        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
+        self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
+        self.longest = 0
+
+    @property
+    def rows(self) -> int:
+        """Documents held."""
+        return len(self.lengths)
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens one document may have."""
+        return self.keys[0].shape[2]
+
+    def addresses(self, rows: Tensor, slots: Tensor) -> Tensor:
+        """Where `write` puts the heads of tokens at `rows` [n] and `slots` [n], [n * K]; the same for all layers."""
+        heads = self.keys[0].shape[1]
+        heads_of_rows = rows[:, None] * heads + torch.arange(heads, device=rows.device)
+        return (heads_of_rows * self.capacity + slots[:, None]).flatten()
+
+    def write(self, layer: int, addresses: Tensor, keys: Tensor, values: Tensor) -> None:
+        """Put keys and values [n, K, head_width] at `addresses` [n * K]."""
+        for store, new in ((self.keys[layer], keys), (self.values[layer], values)):
+            store.flatten(0, 2).index_copy_(0, addresses, new.flatten(0, 1).to(store.dtype))
+
+    def read(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
+        """The first `width` slots of every row, [rows, K, width, head_width], without a copy."""
+        return self.keys[layer][:, :, :width], self.values[layer][:, :, :width]
+
+    def keep(self, rows: Tensor) -> None:
+        """Hold only these rows from now on, in this order.
+
+        Args:
+            rows: indices without repetition, or one boolean per row; [n].
+        """
+        rows = rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows
+        count, width = len(rows), self.longest
+        for stores in (self.keys, self.values):
+            for layer, store in enumerate(stores):
+                store[:count, :, :width] = store[rows, :, :width]
+                stores[layer] = store[:count]
+        self.lengths = self.lengths[rows]
+        self.longest = int(self.lengths.max()) if count else 0

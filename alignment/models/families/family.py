@@ -1,0 +1,133 @@
+"""What a family is, and the strict reading of a config that all share: every key understood, or known to be harmless."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from alignment.models.spec import TransformerSpec
+
+# One line of a weight table: Hugging Face name, our name. A tuple on our side: one tensor there, cut along its
+# output axis, is several here. {} is the layer.
+Name = tuple[str, str | tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One architecture as Hugging Face writes it.
+
+    Attributes:
+        name: `model_type`.
+        spec_from_config: config -> specification; raises UserError.
+        names: the weight table, heads left out.
+        trunk_prefix: what precedes trunk names in a file with a head, and is absent in a bare trunk's.
+        transposed: endings of names whose matrices are stored [in, out].
+        ignored: patterns of tensors that older files carry and that are no weights.
+        language_class, scalar_class: for `architectures` in config.json.
+        language_head, scalar_head: the heads' weight names.
+        fresh_config: values for a new model where transformers' default would not do.
+    """
+
+    name: str
+    spec_from_config: Callable[[dict[str, Any]], TransformerSpec]
+    names: tuple[Name, ...]
+    trunk_prefix: str
+    language_class: str
+    scalar_class: str
+    transposed: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
+    language_head: str = "lm_head.weight"
+    scalar_head: str = "score.weight"
+    fresh_config: Mapping[str, Any] = field(default_factory=dict)
+
+
+# Keys of any family that change nothing in the forward pass of a decoder. Sampling defaults are among them on purpose:
+# how to sample is the run's to say.
+HARMLESS = frozenset(
+    """
+    _attn_implementation_autoset _commit_hash _name_or_path _num_labels architectures attn_implementation bad_words_ids
+    begin_suppress_tokens bos_token_id decoder_start_token_id diversity_penalty do_sample dtype early_stopping
+    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
+    forced_eos_token_id id2label keys_to_ignore_at_inference label2id length_penalty max_length max_new_tokens min_length
+    model_type name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
+    output_attentions output_hidden_states output_scores pad_token_id prefix problem_type remove_invalid_values
+    repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
+    tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p unk_token_id
+    use_bfloat16 use_cache
+    """.split()
+)
+
+# Keys that would change the forward pass, with the values that leave it alone.
+FIXED: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "chunk_size_feed_forward": (0,),
+    "cross_attention_hidden_size": (None,),
+    "is_decoder": (False, True),  # a decoder-only model is one either way
+    "is_encoder_decoder": (False,),
+    "pruned_heads": ({}, None),
+    "tie_encoder_decoder": (False,),
+}
+
+
+@dataclass(frozen=True)
+class Key:
+    """A config key we act on: its type, the default transformers gives it, and the least value allowed."""
+
+    type: type
+    default: Any
+    least: float | None = None
+
+
+def read_keys(
+    config: dict[str, Any],
+    keys: Mapping[str, Key],
+    *,
+    harmless: Iterable[str] = (),
+    fixed: Mapping[str, tuple[Any, ...]] | None = None,
+    by_hand: Iterable[str] = (),
+) -> tuple[dict[str, Any], list[str]]:
+    """The values of `keys`, defaults filled in, and every problem found in `config`.
+
+    Args:
+        config: a Hugging Face config.
+        harmless: further keys of this family that change nothing.
+        fixed: further keys with the only values we can follow.
+        by_hand: keys the caller reads itself.
+    """
+    fixed = {**FIXED, **(fixed or {})}
+    known = {*keys, *by_hand, *fixed, *HARMLESS, *harmless}
+    problems = [
+        f"config.json: unknown key {name!r}{nearest(name, known)}; a key that is not understood is never ignored"
+        for name in config
+        if name not in known
+    ]
+    problems += [
+        f"config.json: {name} = {config[name]!r} is not supported, only {' or '.join(map(repr, allowed))}"
+        for name, allowed in fixed.items()
+        if name in config and config[name] not in allowed
+    ]
+    values = {name: config.get(name, key.default) for name, key in keys.items()}
+    problems += [problem for name, key in keys.items() if (problem := _value_problem(name, values[name], key))]
+    return values, problems
+
+
+def _value_problem(name: str, value: Any, key: Key) -> str | None:
+    if value is None and key.default is None:
+        return None
+    number = key.type is float and isinstance(value, int) and not isinstance(value, bool)
+    if not number and (not isinstance(value, key.type) or (key.type is int and isinstance(value, bool))):
+        return f"config.json: {name} must be {key.type.__name__}, got {value!r}"
+    if key.least is not None and value < key.least:
+        return f"config.json: {name} must be at least {key.least:g}, got {value!r}"
+    return None
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """'; did you mean ...?' with the closest known name, or nothing."""
+    close = get_close_matches(name, list(known), n=1, cutoff=0.75)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def divides(small: int, large: int) -> bool:
+    """Whether `small` goes into `large` without remainder; wrong values elsewhere must not end in a ZeroDivisionError."""
+    return isinstance(small, int) and isinstance(large, int) and small > 0 and large % small == 0

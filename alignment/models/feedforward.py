@@ -1,0 +1,59 @@
+"""The two feed-forward layers, plain and gated, and the activations they know by name. No mixture of experts."""
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+def _quick_gelu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(1.702 * x)
+
+
+_gelu_tanh = partial(F.gelu, approximate="tanh")
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": F.gelu,
+    "gelu_new": _gelu_tanh,  # GPT-2's own formula is the tanh approximation
+    "gelu_fast": _gelu_tanh,
+    "gelu_pytorch_tanh": _gelu_tanh,
+    "quick_gelu": _quick_gelu,
+    "silu": F.silu,
+    "swish": F.silu,
+    "tanh": torch.tanh,
+}
+
+
+class FeedForward(nn.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, width: int, inner: int, activation: Callable[[Tensor], Tensor], bias: bool):
+        super().__init__()
+        self.up = nn.Linear(width, inner, bias=bias)
+        self.down = nn.Linear(inner, width, bias=bias)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [N, D] -> [N, D]."""
+        return self.down(self.activation(self.up(x)))
+
+
+class GatedFeedForward(nn.Module):
+    """down(activation(gate(x)) * up(x)).
+
+    Source: Shazeer 2020, arXiv:2002.05202, eq. 6 (SwiGLU where the activation is SiLU).
+    """
+
+    def __init__(self, width: int, inner: int, activation: Callable[[Tensor], Tensor], bias: bool):
+        super().__init__()
+        self.gate = nn.Linear(width, inner, bias=bias)
+        self.up = nn.Linear(width, inner, bias=bias)
+        self.down = nn.Linear(inner, width, bias=bias)
+        self.activation = activation
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [N, D] -> [N, D]."""
+        return self.down(self.activation(self.gate(x)) * self.up(x))

@@ -1,0 +1,92 @@
+"""Prompts in, rows of responses out: what `alignment generate` does. Sampling itself is in generation/."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from alignment.adapters import load_adapter
+from alignment.config import build
+from alignment.data.sources import read_rows
+from alignment.documents import Document, override
+from alignment.errors import UserError
+from alignment.generation import SamplingConfig
+from alignment.generation import generate as generate_texts
+from alignment.loading import find_directory, load_model, load_tokenizer
+
+
+@dataclass(frozen=True)
+class ResponseConfig:
+    """Settings of `alignment generate`, see `SamplingConfig`.
+
+    Attributes:
+        batch_size: prompts decoded side by side.
+        use_generation_config: take what is not set here from the checkpoint's generation_config.json.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    batch_size: int = 64
+    use_generation_config: bool = False
+
+    def __post_init__(self) -> None:
+        SamplingConfig(self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.seed)  # checks its ranges
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+
+
+def read_settings(model: str, overrides: Sequence[str]) -> ResponseConfig:
+    """Settings from `key=value`, over the checkpoint's own generation config where that is asked for.
+
+    Raises:
+        UserError: every wrong key or value at once; no generation config where one is asked for.
+    """
+    document = override(Document({}), overrides)
+    config = build(ResponseConfig, document)
+    if not config.use_generation_config:
+        return config
+    path = find_directory(model) / "generation_config.json"
+    if not path.is_file():
+        raise UserError(f"{path}: is not there; leave use_generation_config out")
+    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    known = {
+        key: stored[key] for key in ("max_new_tokens", "temperature", "top_k", "top_p") if stored.get(key) is not None
+    }
+    if not stored.get("do_sample", False):
+        known["temperature"] = 0.0  # transformers' default is the likeliest token
+    return build(ResponseConfig, Document({**known, **document.values}, {(): str(path), **document.places}))
+
+
+def respond(
+    model: str, adapter: str | None, prompts: Sequence[str] | str, config: ResponseConfig
+) -> list[dict[str, Any]]:
+    """One row per prompt: prompt, response, token_ids, log_probs (nats, of the distribution sampled from), ended.
+
+    Args:
+        model: directory or Hub name.
+        adapter: directory of an adapter for it.
+        prompts: texts, or the name of a file of prompts.
+
+    Raises:
+        UserError: no such model, adapter or file; bad rows.
+    """
+    if isinstance(prompts, str):
+        rows, _ = read_rows(prompts, "prompts")
+        asked: list[Any] = [getattr(row, "prompt") for row in rows]  # noqa: B009  (a record of this kind has one)
+    else:
+        asked = list(prompts)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded = load_model(model, device=device)
+    if adapter is not None:
+        loaded = load_adapter(loaded, find_directory(adapter)).eval()
+    settings = asdict(config)
+    settings.pop("use_generation_config")
+    made = generate_texts(loaded, load_tokenizer(model), asked, **settings)
+    columns = (asked, made.texts, made.token_ids, made.log_probs, made.ended)
+    names = ("prompt", "response", "token_ids", "log_probs", "ended")
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]

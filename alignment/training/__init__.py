@@ -1,0 +1,28 @@
+"""Training: one optimiser step, the ways to spread it over processes, the loop around it, its files. No losses here."""
+
+from alignment.training.checkpoints import latest_checkpoint, load_checkpoint, save_checkpoint
+from alignment.training.engine import Engine, NonFiniteError
+from alignment.training.loop import fit, load_run_state, save_run_state
+from alignment.training.optim import OptimConfig, learning_rate_at
+from alignment.training.run import Run
+from alignment.training.settings import TrainingConfig
+from alignment.training.terms import Idle, LossSum, Term, share
+
+__all__ = [
+    "Engine",
+    "Idle",
+    "LossSum",
+    "NonFiniteError",
+    "OptimConfig",
+    "Run",
+    "Term",
+    "TrainingConfig",
+    "fit",
+    "latest_checkpoint",
+    "learning_rate_at",
+    "load_checkpoint",
+    "load_run_state",
+    "save_checkpoint",
+    "save_run_state",
+    "share",
+]

@@ -1,0 +1,292 @@
+"""The engine owns one optimiser step and nothing else: no data order, no logging, no files but its own state.
+
+Micro-batch size, accumulation and number of ranks are memory settings: the weights after an update do not depend on
+them, up to rounding.
+"""
+
+import math
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alignment.errors import UserError
+from alignment.training.backend import Backend, Replicated
+from alignment.training.optim import OptimConfig, learning_rate_at
+from alignment.training.settings import TrainingConfig
+from alignment.training.terms import Idle, LossSum, Term, contents, row_ids, token_count
+from alignment.training.world import World, join_world
+
+
+class NonFiniteError(RuntimeError):
+    """A loss or a gradient is not finite. The weights are those before the update."""
+
+
+class Engine:
+    """A model, its optimiser and the processes they live in.
+
+    Call `engine.model`, never the bare module, in loss functions. Several engines may live in one process.
+    A trainable parameter that gets no gradient in an update is left as it is in that update; one that gets none in the
+    first update is warned about in `untrained`.
+
+    Attributes:
+        step: updates done.
+        untrained: trainable parameters that the first update did not reach; empty before it.
+    """
+
+    def __init__(self, model: nn.Module, config: OptimConfig, training: TrainingConfig, *, total_steps: int):
+        """Prepare `model` for training where it was launched.
+
+        Args:
+            model: float32 weights; frozen parameters may have any type.
+            total_steps: updates of the whole run, over which the learning rate is laid out.
+
+        Raises:
+            UserError: the launch configuration or gradient checkpointing does not go with this model.
+        """
+        self.config, self.total_steps = config, total_steps
+        self.step = 0
+        self.untrained: list[str] = []
+        if training.gradient_checkpointing:
+            checkpoint_activations(model)
+        self.world = join_world()
+        self.backend = build_backend(model, config, self.world, training.precision)
+
+    @property
+    def model(self) -> Any:
+        """The module to call in training; its calls run in the precision of the run."""
+        return self.backend.model
+
+    @property
+    def unwrapped(self) -> Any:
+        """The module as it was handed in; whole only inside `gathered()`."""
+        return self.backend.unwrapped
+
+    @property
+    def rank(self) -> int:
+        """This process, from 0."""
+        return self.world.rank
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return self.world.size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model lives."""
+        return self.world.device
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Sum over ranks, elementwise."""
+        return self.world.sum(values)
+
+    def max(self, values: Tensor) -> Tensor:
+        """Maximum over ranks, elementwise."""
+        return self.world.max(values)
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which alone writes files."""
+        return self.world.rank == 0
+
+    def wait(self) -> None:
+        """Wait until every rank is here."""
+        self.world.barrier()
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """While open, matrix products run in the run's precision, those of other models too."""
+        return self.backend.autocast()
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """While open, `unwrapped` holds whole weights on every rank and computes in the run's precision."""
+        return self.backend.gathered()
+
+    def full_state(self) -> dict[str, Tensor]:
+        """Whole float32 state dict on rank 0's CPU, {} elsewhere; every rank must call it."""
+        return self.backend.full_state()
+
+    def state(self) -> dict[str, int]:
+        """What, beside weights and optimiser, makes the next update."""
+        return {"step": self.step}
+
+    def load_state(self, state: dict[str, int]) -> None:
+        """Put back what `state` gave."""
+        self.step = int(state["step"])
+
+    def save(self, directory: Path) -> None:
+        """Write weights and optimiser into an existing directory; every rank must call it."""
+        self.backend.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """Put back what `save` wrote; every rank must call it.
+
+        Raises:
+            UserError: a file or tensor is missing or does not fit; it is named.
+        """
+        self.backend.load(directory)
+
+    def update(self, *terms: Term) -> dict[str, float]:
+        """One optimiser step on the sum of `terms`, each averaged over its own global weight.
+
+        loss = sum over terms of coef * (sum of totals over all micro-batches and ranks) / (sum of weights likewise)
+
+        Args:
+            terms: the same ones in the same order on every rank; their micro-batches may differ in number.
+
+        Returns:
+            `loss`, `grad_norm` (global, before clipping), `learning_rate` (the one used), `tokens` (of all ranks), and
+            each metric of the loss functions divided by its term's global weight.
+
+        Raises:
+            NonFiniteError: loss or gradient norm is not finite; weights and optimiser are untouched.
+            UserError: the device ran out of memory.
+            ValueError: a term without micro-batches on some rank, or with weight 0 over all.
+        """
+        number = self.step + 1
+        weights, rounds, tokens = self._agree(terms)
+        sums = [_Sums() for _ in terms]
+        for position, (term, weight, wanted) in enumerate(zip(terms, weights, rounds, strict=True)):
+            last_term = position == len(terms) - 1
+            for index, batch in enumerate(self._fill(term, wanted)):
+                last = last_term and index == wanted - 1
+                self._add(sums[position], term, batch, term.coef / weight, last, number)
+        rate = learning_rate_at(number, self.config, self.total_steps)
+        names, values = _layout(terms, sums, self.device)
+        numbers, grad_norm = self.backend.step(rate, self.world.sum(values), guarded=len(terms))
+        self._check(number, terms, sums, numbers[: len(terms)], grad_norm)
+        self.step = number
+        if number == 1:
+            self.untrained = self.backend.without_gradient()
+        losses = [total / weight for total, weight in zip(numbers, weights, strict=False)]
+        metrics = {"loss": sum(term.coef * loss for term, loss in zip(terms, losses, strict=True))}
+        metrics |= {"grad_norm": grad_norm, "learning_rate": rate, "tokens": tokens}
+        metrics |= {term.key("loss"): loss for term, loss in zip(terms, losses, strict=True) if term.name}
+        for (position, name), total in zip(names, numbers[len(terms) :], strict=True):
+            metrics[terms[position].key(name)] = total / weights[position]
+        return metrics
+
+    def _agree(self, terms: tuple[Term, ...]) -> tuple[list[float], list[int], float]:
+        """Global weight and largest number of micro-batches of each term, and tokens of the update."""
+        if not terms:
+            raise ValueError("an update needs at least one term")
+        weights = [sum((float(batch.weight) for batch in term.micro_batches), 0.0) for term in terms]
+        counts = [float(len(term.micro_batches)) for term in terms]
+        tokens = sum(
+            token_count(batch) for term in terms for batch in term.micro_batches if not isinstance(batch, Idle)
+        )
+        everyone = self.world.gather([*weights, *counts, float(tokens)])
+        columns = list(zip(*everyone, strict=True))
+        totals = [math.fsum(column) for column in columns]
+        for position, term in enumerate(terms):
+            label = f"term {position} ({term.name or 'unnamed'}) of update {self.step + 1}"
+            if min(columns[len(terms) + position]) == 0:
+                raise ValueError(f"{label} has no micro-batch on some rank; `share` lends one to a rank without rows")
+            if not totals[position] > 0:
+                raise ValueError(f"{label} has a global weight of {totals[position]}: nothing counts in it")
+        rounds = [int(max(columns[len(terms) + position])) for position in range(len(terms))]
+        return totals[: len(terms)], rounds, totals[-1]
+
+    def _fill(self, term: Term, wanted: int) -> list[Any]:
+        """The term's batches; where ranks must keep in step, the last one again at weight 0 until there are enough."""
+        batches = list(term.micro_batches)
+        if not self.backend.in_step:
+            return batches
+        return batches + [Idle(contents(batches[-1]))] * (wanted - len(batches))
+
+    def _add(self, sums: "_Sums", term: Term, batch: Any, factor: float, last: bool, number: int) -> None:
+        """Forward and backward of one micro-batch; one of weight 0 runs too: all ranks know the same metrics."""
+        counts = float(batch.weight) > 0
+        try:
+            loss = term.loss_fn(contents(batch.to(self.device)))
+            self.backend.backward(loss.total * (factor if counts else 0.0), last)
+        except torch.OutOfMemoryError as error:
+            raise UserError(
+                f"out of memory in update {number}, on a micro-batch of {token_count(batch)} tokens (rows "
+                f"{_names(row_ids(batch))}): lower training.micro_batch_tokens, which changes no result, or set "
+                "training.gradient_checkpointing=true"
+            ) from error
+        sums.add(loss, batch, counts)
+
+    def _check(
+        self, number: int, terms: tuple[Term, ...], sums: list["_Sums"], losses: list[float], grad_norm: float
+    ) -> None:
+        """Raise where a loss or the gradient norm is not finite; every rank comes to the same answer."""
+        if all(math.isfinite(value) for value in (*losses, grad_norm)):
+            return
+        culprits = [
+            f"{term.name or f'term {position}'}: loss {float(total)} on rows {_names(row_ids(batch))}"
+            for position, (term, part) in enumerate(zip(terms, sums, strict=True))
+            for total, batch in zip(part.totals, part.batches, strict=True)
+            if not math.isfinite(float(total))
+        ]
+        culprits = [line for lines in self.world.gather_objects(culprits) for line in lines]
+        if not culprits:
+            rows = [name for part in sums for batch in part.batches for name in row_ids(batch)]
+            rows = [name for names in self.world.gather_objects(rows) for name in names]
+            culprits = [f"the gradient norm is {grad_norm} although every loss is finite; rows {_names(tuple(rows))}"]
+        raise NonFiniteError(
+            f"update {number} is not finite and was not applied: {'; '.join(culprits)}. The weights are those after "
+            f"update {number - 1}. Check these rows, or lower optim.learning_rate"
+        )
+
+
+class _Sums:
+    """Sums of one term on this rank, as tensors on the device: nothing is fetched until the update's end."""
+
+    def __init__(self) -> None:
+        self.totals: list[Tensor] = []
+        self.batches: list[Any] = []
+        self.metrics: dict[str, Tensor] = {}
+
+    def add(self, loss: LossSum, batch: Any, counts: bool) -> None:
+        """Take in one micro-batch; one that does not count only makes its metrics' names known."""
+        factor = 1.0 if counts else 0.0
+        if counts:
+            self.totals.append(loss.total.detach().float())
+            self.batches.append(batch)
+        for name, value in loss.metrics.items():
+            value = value.detach().float() * factor
+            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
+
+
+def _layout(terms: tuple[Term, ...], sums: list[_Sums], device: torch.device) -> tuple[list[tuple[int, str]], Tensor]:
+    """All sums in one vector: the terms' totals, then their metrics, named by term and key."""
+    zero = torch.zeros((), device=device)
+    names = [(position, name) for position, part in enumerate(sums) for name in sorted(part.metrics)]
+    totals = [torch.stack(part.totals).sum() if part.totals else zero for part in sums]
+    return names, torch.stack([*totals, *(sums[position].metrics[name] for position, name in names)])
+
+
+def build_backend(model: nn.Module, config: OptimConfig, world: World, precision: str) -> Backend:
+    """The backend that the launch configuration asked for."""
+    if world.kind == "zero":
+        from alignment.training.zero import Zero
+
+        return Zero(model, config, world, precision)
+    if world.kind == "fsdp2":
+        from alignment.training.sharded import Sharded
+
+        return Sharded(model, config, world, precision)
+    return Replicated(model, config, world, precision)
+
+
+def checkpoint_activations(model: nn.Module) -> None:
+    """Switch on recomputation of activations.
+
+    Raises:
+        UserError: the model has no such switch.
+    """
+    switch = getattr(model, "checkpoint_activations", None)
+    if switch is None:
+        raise UserError(f"training.gradient_checkpointing: {type(model).__name__} does not support it; set it to false")
+    switch(True)
+
+
+def _names(rows: tuple[str, ...], cap: int = 20) -> str:
+    """Row names for a message."""
+    if not rows:
+        return "(unnamed)"
+    return ", ".join(rows[:cap]) + (f" and {len(rows) - cap} more" if len(rows) > cap else "")

@@ -1,0 +1,100 @@
+"""Where a run came from: hashes of code, config, data and parents. What a run writes while it trains is in run.py."""
+
+import platform
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from alignment.files import hash_of, sha256
+
+# Keys that may change between a run and its resumption: they steer memory, files and looks, not the result.
+FREE_KEYS = frozenset(
+    {
+        "output", "resume", "trackers", "save_every_steps", "keep_checkpoints", "evaluate_every_steps",
+        "micro_batch_tokens", "gradient_checkpointing",
+    }
+)  # fmt: skip
+
+
+def identity_of(config: dict[str, Any], parents: Sequence[str]) -> dict[str, Any]:
+    """What must be equal for a checkpoint to be continued: settings that matter, and the content of all inputs."""
+    return {"config": without_free_keys(config), "data": input_hashes(config), "parents": parent_hashes(parents)}
+
+
+def lineage_of(stage: str, config: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
+    """The content of lineage.json."""
+    return {
+        "stage": stage,
+        "code": code_version(),
+        "config": hash_of(config),
+        "data": identity["data"],
+        "parents": identity["parents"],
+    }
+
+
+def without_free_keys(value: Any) -> Any:
+    """A config without the keys that may change on resume."""
+    if isinstance(value, dict):
+        return {key: without_free_keys(entry) for key, entry in value.items() if key not in FREE_KEYS}
+    return value
+
+
+def input_hashes(config: dict[str, Any]) -> dict[str, str]:
+    """SHA-256 of every file that the config names, by dotted key."""
+    return {key: sha256(Path(text)) for key, text in _texts(config) if _is_file(text)}
+
+
+def parent_hashes(parents: Sequence[str]) -> dict[str, str | None]:
+    """One hash per parent directory, over names and contents of its files; None for a name that is no directory."""
+    return {name: directory_hash(Path(name)) if Path(name).is_dir() else None for name in parents}
+
+
+def directory_hash(directory: Path) -> str:
+    """Hash of the names and contents of all files below a directory."""
+    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    return hash_of({file.relative_to(directory).as_posix(): sha256(file) for file in files})
+
+
+def code_version() -> dict[str, Any]:
+    """This library's source as one hash, the git commit where there is one, and the versions that matter most."""
+    from importlib import metadata
+
+    package = Path(__file__).resolve().parents[1]
+    sources = {file.relative_to(package).as_posix(): sha256(file) for file in sorted(package.rglob("*.py"))}
+    versions = {
+        name: metadata.version(name)
+        for name in ("torch", "transformers", "accelerate")
+        if any(metadata.distributions(name=name))
+    }
+    versions["python"] = platform.python_version()
+    return {"source": hash_of(sources), "commit": _commit(package), "versions": versions}
+
+
+def _commit(package: Path) -> str | None:
+    command = ["git", "-C", str(package), "rev-parse", "HEAD"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None  # installed without git: the source hash stands alone
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every string in a config with its dotted key, the free keys left out."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            if name not in FREE_KEYS:
+                yield from _texts(entry, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            yield from _texts(entry, f"{key}.{index}")
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long for a file name, or not one at all
+        return False

@@ -1,0 +1,119 @@
+"""The plain loop: rows in order, one update after another, with logs, evaluation, checkpoints and resumption.
+
+PPO has a loop of its own, and shares `load_run_state` and `save_run_state`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from alignment.errors import UserError
+from alignment.training.checkpoints import Engines, checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
+from alignment.training.engine import Engine
+from alignment.training.random_state import unchanged_random_state
+from alignment.training.run import Run
+from alignment.training.settings import TrainingConfig
+from alignment.training.terms import LossSum, Term, share
+
+
+class Rows(Protocol):
+    """Global batches of rows by number; `data.stream.Stream` is one."""
+
+    def rows_at(self, step: int) -> Sequence[Any]:
+        """The rows of batch `step`, from 0."""
+        ...
+
+
+def fit(
+    engine: Engine,
+    stream: Rows,
+    collate: Callable[[list[Any]], Sequence[Any]],
+    loss_fn: Callable[[Any], LossSum],
+    training: TrainingConfig,
+    run: Run,
+    *,
+    evaluate: Callable[[], dict[str, float]] | None = None,
+) -> None:
+    """Train from the newest checkpoint, or from the start, to `engine.total_steps`.
+
+    Args:
+        stream: row order as a pure function of the step, the same on every rank.
+        collate: rows -> micro-batches; each rank collates every world_size-th row of a global batch.
+        loss_fn: micro-batch -> sums; it calls `engine.model`.
+        evaluate: metrics added to the log line of every `training.evaluate_every_steps`-th update and of the last one;
+            it may draw random numbers without changing the training.
+
+    Raises:
+        NonFiniteError: a loss or gradient is not finite; the newest checkpoint is from before it.
+        SystemExit: 143 or 130 after SIGTERM or SIGINT, a checkpoint being saved.
+        UserError: the checkpoint to resume from is damaged or belongs to other settings or data.
+    """
+    load_run_state(run, engine, training)
+    for step in run.steps(engine.step, engine.total_steps):
+        batches = share(stream.rows_at(step), collate, engine.rank, engine.world_size)
+        metrics = engine.update(Term(batches, loss_fn))
+        if evaluate is not None and is_due(step + 1, training.evaluate_every_steps, engine.total_steps):
+            with unchanged_random_state():
+                metrics |= evaluate()
+        run.log(step + 1, metrics)
+        save_run_state(run, engine, training, step + 1)
+
+
+def is_due(step: int, every: int, total: int) -> bool:
+    """Whether something done every `every` steps, and at the end, is done after `step`; 0 leaves only the end."""
+    return step == total or (every > 0 and step % every == 0)
+
+
+def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict[str, Any] | None:
+    """Resume engines and random states from the run's newest checkpoint.
+
+    Returns:
+        The state saved with it and its `step`, or None where the run starts from nothing.
+
+    Raises:
+        UserError: `training.resume` is off and there are checkpoints, or they are damaged or of another run.
+    """
+    world = next(iter(engines.values())).world if isinstance(engines, Mapping) else engines.world
+    # Rank 0 looks and verifies; the others follow it, into the error too.
+    path, problem = world.broadcast_object(_newest(run, training) if world.rank == 0 else None)
+    if problem:
+        raise UserError(problem)
+    if path is None:
+        return None
+    identity = world.broadcast_object(run.identity)
+    state = load_checkpoint(path, engines, identity)
+    run.note(f"resumed from {path}")
+    return state
+
+
+def _newest(run: Run, training: TrainingConfig) -> tuple[Any, str]:
+    """The checkpoint to resume from, or None, and what is wrong, or ''."""
+    if not training.resume:
+        if any(checkpoints(run.checkpoints)):
+            return None, (
+                f"training.resume is off, and {run.checkpoints} holds checkpoints of an earlier run; remove them, or "
+                "choose another output"
+            )
+        return None, ""
+    try:
+        return latest_checkpoint(run.checkpoints), ""
+    except UserError as error:
+        return None, str(error)
+
+
+def save_run_state(
+    run: Run, engines: Engines, training: TrainingConfig, step: int, state: dict[str, Any] | None = None
+) -> None:
+    """Save a checkpoint after `step`, where one is due or a signal asks the run to stop; every rank must call it.
+
+    Args:
+        state: JSON-like, given back by `load_run_state`.
+    """
+    world = next(iter(engines.values())).world if isinstance(engines, Mapping) else engines.world
+    signal = run.request.number
+    if world.size > 1:  # ranks hear a signal at different times, and must stop after the same step
+        signal = int(world.max(torch.tensor([signal])))
+    if signal or (training.save_every_steps and is_due(step, training.save_every_steps, run.total)):
+        save_checkpoint(run.checkpoints, step, engines, state or {}, run.identity, training.keep_checkpoints)
+    run.stopped = signal

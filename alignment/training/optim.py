@@ -1,0 +1,109 @@
+"""AdamW and the learning rate of each update, as a pure function of its number. No scheduler object, no state."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """AdamW and its schedule.
+
+    Attributes:
+        learning_rate: peak, reached after the warm-up.
+        weight_decay: on matrices (weights and embeddings); biases, norms and other vectors are not decayed.
+        warmup_steps: updates of linear rise from zero.
+        min_learning_rate_share: where cosine and linear end, as a share of the peak.
+        max_grad_norm: the global gradient norm is clipped to this; 0 leaves it alone.
+    """
+
+    learning_rate: float
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    warmup_steps: int = 0
+    min_learning_rate_share: float = 0.0
+    max_grad_norm: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
+            raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}; 1e-5 is usual for fine-tuning")
+        if self.weight_decay < 0:
+            raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}; 0.0 or 0.1 are usual")
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas must lie in [0, 1), got {self.betas}; (0.9, 0.999) is usual")
+        if self.eps <= 0:
+            raise ValueError(f"eps must be above 0, got {self.eps}; 1e-8 is usual")
+        if self.schedule not in ("cosine", "linear", "constant"):
+            raise ValueError(f"schedule must be cosine, linear or constant, got {self.schedule!r}")
+        if self.warmup_steps < 0:
+            raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
+        if not 0 <= self.min_learning_rate_share <= 1:
+            raise ValueError(f"min_learning_rate_share must lie in [0, 1], got {self.min_learning_rate_share}")
+        if self.max_grad_norm < 0:
+            raise ValueError(f"max_grad_norm must not be negative, got {self.max_grad_norm}; 1.0 is usual, 0 is off")
+
+
+def learning_rate_at(update: int, config: OptimConfig, total_steps: int) -> float:
+    """Learning rate that update number `update` uses.
+
+    With k = update - 1 updates done before it, w warm-up updates and T in all:
+        k < w:  peak * k / w
+        else:   peak * (s + (1 - s) * shape((k - w) / (T - w)))     s = min_learning_rate_share
+    The first update of a run with a warm-up thus uses 0, and the end value belongs to update T + 1: the convention of
+    transformers' schedules. Without a warm-up the first update uses the peak.
+
+    Args:
+        update: from 1.
+        total_steps: updates of the whole run, over which the schedule is stretched.
+    """
+    done = update - 1
+    if done < config.warmup_steps:
+        return config.learning_rate * done / config.warmup_steps
+    if config.schedule == "constant":
+        return config.learning_rate
+    progress = min(1.0, (done - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
+    share = config.min_learning_rate_share
+    return config.learning_rate * (share + (1 - share) * shape)
+
+
+def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Trainable parameters in two groups, matrices decayed and vectors not; a group that would be empty is left out."""
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = [
+        {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [parameter for parameter in trainable if parameter.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
+
+
+def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW over the trainable parameters, fused: one kernel per group on CUDA, one pass over memory on the CPU.
+
+    Raises:
+        ValueError: nothing is trainable, or a trainable parameter is not float32 (its updates would round away).
+
+    Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2.
+    """
+    groups = parameter_groups(model, config.weight_decay)
+    if not groups:
+        raise ValueError("the model has no trainable parameter: nothing requires a gradient")
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32:
+            raise ValueError(
+                f"parameter {name} is {parameter.dtype}: train float32 weights, and set precision=bf16 to compute in "
+                "bfloat16; small updates round away in lower precision"
+            )
+    devices = {parameter.device.type for group in groups for parameter in group["params"]}
+    return torch.optim.AdamW(
+        groups,
+        lr=config.learning_rate,
+        betas=config.betas,
+        eps=config.eps,
+        fused=devices <= {"cpu", "cuda"},
+    )

@@ -1,0 +1,53 @@
+"""The global random states of one process as plain JSON values. Generators that someone owns are not held here."""
+
+import base64
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def random_state() -> dict[str, Any]:
+    """States of Python's, NumPy's and torch's global generators, the devices' included."""
+    kind, words, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    return {
+        "python": [kind, list(words), gauss],
+        "numpy": [name, np.asarray(keys).tolist(), position, has_gauss, cached],
+        "torch": _encode(torch.get_rng_state()),
+        "cuda": [_encode(state) for state in cuda],
+    }
+
+
+def set_random_state(state: dict[str, Any]) -> None:
+    """Put back what `random_state` gave; devices that no longer exist are left out."""
+    kind, words, gauss = state["python"]
+    random.setstate((kind, tuple(words), gauss))
+    name, keys, position, has_gauss, cached = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), position, has_gauss, cached))
+    torch.set_rng_state(_decode(state["torch"]))
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    for device, saved in enumerate(state["cuda"][:devices]):
+        torch.cuda.set_rng_state(_decode(saved), device)
+
+
+@contextmanager
+def unchanged_random_state() -> Iterator[None]:
+    """What runs inside may draw at random without changing what is drawn afterwards."""
+    state = random_state()
+    try:
+        yield
+    finally:
+        set_random_state(state)
+
+
+def _encode(state: torch.Tensor) -> str:
+    return base64.b64encode(bytes(state.cpu().numpy())).decode()
+
+
+def _decode(text: str) -> torch.Tensor:
+    return torch.tensor(list(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,180 @@
+"""A run's directory: what is written while training, by rank 0 alone. Checkpoints are in checkpoints.py."""
+
+import fcntl
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from alignment.errors import UserError
+from alignment.files import write_json, write_text
+from alignment.training.lineage import identity_of, lineage_of
+from alignment.training.progress import Progress
+from alignment.training.signals import StopRequest, stop_requests
+from alignment.training.trackers import Trackers
+from alignment.training.world import launched_rank
+
+
+class Run:
+    """config.yaml, lineage.json, metrics.jsonl, samples.jsonl, tensorboard/ and the progress shown; a context manager.
+
+    Attributes:
+        output: the directory.
+        checkpoints: where its checkpoints lie.
+        identity: what a resume compares; complete on rank 0.
+        total: updates or iterations of the whole run, once `steps` was called.
+        request: the signal that asked this process to stop.
+        stopped: the signal on which all ranks have agreed to stop, a checkpoint being saved; 0 while going on.
+    """
+
+    def __init__(self, output: str | Path, config: dict[str, Any], *, stage: str, parents: Sequence[str] = ()):
+        """Make the directory and take its lock.
+
+        Args:
+            config: as resolved, secrets left out.
+            parents: checkpoints that the run starts from.
+
+        Raises:
+            UserError: the directory cannot be written, or another run is using it.
+        """
+        self.output = Path(output)
+        self.checkpoints = self.output / "checkpoints"
+        self.is_main = launched_rank() == 0
+        self.identity: dict[str, Any] = {}
+        self.total, self.stopped = 0, 0
+        self.request = StopRequest()
+        self._progress: Progress | None = None
+        self._notes: list[str] = []
+        self._lock, self._trackers = None, None
+        self._clock = time.perf_counter()
+        if self.is_main:
+            self._lock = lock(self.output)
+            self.identity = identity_of(config, parents)
+            self._lineage = lineage_of(stage, config, self.identity)
+            write_text(self.output / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+            write_json(self.output / "lineage.json", self._lineage)
+            names = config.get("training", {}).get("trackers", [])
+            self._trackers = Trackers(self.output, stage, names, config)
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Finish trackers and give the directory free."""
+        if self._trackers is not None:
+            self._trackers.close()
+        if self._lock is not None:
+            self._lock.close()
+        self._trackers = self._lock = None
+
+    def steps(self, first: int, total: int) -> Iterator[int]:
+        """Numbers first ... total - 1, with progress shown, until a stop was asked for and a checkpoint saved.
+
+        Raises:
+            SystemExit: 128 + the signal's number, after the update in which the signal came.
+        """
+        self.total = total
+        self.truncate(first)
+        self._progress = Progress(first, total) if self.is_main else None
+        self._clock = time.perf_counter()
+        with stop_requests() as self.request:
+            try:
+                for step in range(first, total):
+                    yield step
+                    if self.stopped:
+                        self._say(f"stopped by signal {self.stopped} after step {step + 1}; a checkpoint is saved")
+                        raise SystemExit(128 + self.stopped)
+            finally:
+                if self._progress is not None:
+                    self._progress.close()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line of metrics.jsonl for update `step` (from 1), and the same to the trackers and the progress shown."""
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        line: dict[str, Any] = {"step": step, **metrics}
+        if "tokens" in metrics:
+            line.setdefault("tokens_per_second", metrics["tokens"] / max(seconds, 1e-9))
+        if not self.is_main:
+            return
+        # JSON has no word for a value that is not finite.
+        finite = {name: value if math.isfinite(value) else None for name, value in line.items()}
+        self._append("metrics.jsonl", finite)
+        if self._trackers is not None:
+            self._trackers.log(step, line)
+        if self._progress is not None:
+            self._progress.show(step, line)
+
+    def sample(self, step: int, **fields: Any) -> None:
+        """One line of samples.jsonl: a text seen in update `step`."""
+        if self.is_main:
+            self._append("samples.jsonl", {"step": step, **fields})
+
+    def note(self, text: str) -> None:
+        """A remark worth keeping, on standard error and in lineage.json: dropped rows, for one."""
+        if self.is_main:
+            self._notes.append(text)
+            write_json(self.output / "lineage.json", {**self._lineage, "notes": self._notes})
+            self._say(text)
+
+    def truncate(self, step: int) -> None:
+        """Forget what was logged after `step`: those updates are done again."""
+        if self.is_main:
+            for name in ("metrics.jsonl", "samples.jsonl"):
+                truncate_lines(self.output / name, step)
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        with open(self.output / name, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def _say(self, text: str) -> None:
+        if self.is_main:
+            print(text, file=sys.stderr, flush=True)
+
+
+def truncate_lines(path: Path, step: int) -> None:
+    """Keep the lines of a JSON-lines file up to `step`; a last line cut short by a crash goes too."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n") and json.loads(line)["step"] <= step:
+            kept.append(line)
+    write_text(path, "".join(kept))
+
+
+def lock(directory: Path) -> Any:
+    """Hold the directory for this process; the system lets go when the process ends, however it ends.
+
+    Raises:
+        UserError: another process holds it, or it cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = open(directory / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held for the run's life
+    except OSError as error:
+        raise UserError(
+            f"{directory}: the output directory cannot be written ({error.strerror}); choose another"
+        ) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise UserError(
+            f"{directory} is in use by another run (process {holder}); wait for it, or choose another output"
+        ) from None
+    file.truncate(0)
+    file.write(f"{os.getpid()} on {os.uname().nodename}")
+    file.flush()
+    return file

@@ -1,0 +1,60 @@
+"""Settings shared by every training loop. The optimiser's are in optim.py, an algorithm's own in its file."""
+
+import math
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """How long, how large, how exact, and what to keep.
+
+    Attributes:
+        epochs: passes over the rows; ignored where max_steps is set.
+        max_steps: updates of the whole run.
+        batch_size: rows per update over all ranks.
+        micro_batch_tokens: tokens per forward on one rank; a memory setting that changes no result.
+        seed: of data order, initialisation and dropout.
+        precision: of the computation; weights and optimiser state are float32 either way.
+        gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
+        save_every_steps: 0 saves a checkpoint only when a signal stops the run.
+        keep_checkpoints: the newest so many stay on disk.
+        evaluate_every_steps: 0 evaluates only after the last update.
+        resume: go on from the newest complete checkpoint in the run's directory.
+        trackers: further trackers known to Accelerate, such as wandb, mlflow or trackio.
+    """
+
+    epochs: float | None = 1
+    max_steps: int | None = None
+    batch_size: int = 32
+    micro_batch_tokens: int = 8192
+    seed: int = 0
+    precision: Literal["fp32", "bf16"] = "fp32"
+    gradient_checkpointing: bool = False
+    save_every_steps: int = 0
+    keep_checkpoints: int = 2
+    evaluate_every_steps: int = 0
+    resume: bool = True
+    trackers: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if self.epochs is None and self.max_steps is None:
+            raise ValueError("set epochs or max_steps: with neither the run has no end")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise ValueError(f"max_steps must be at least 1, got {self.max_steps}")
+        if self.epochs is not None and self.epochs <= 0:
+            raise ValueError(f"epochs must be above 0, got {self.epochs}")
+        for name, least in (("batch_size", 1), ("micro_batch_tokens", 1), ("keep_checkpoints", 1)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for name in ("save_every_steps", "evaluate_every_steps"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}; 0 is off")
+        if self.precision not in ("fp32", "bf16"):
+            raise ValueError(f"precision must be fp32 or bf16, got {self.precision!r}")
+
+    def steps(self, rows: int) -> int:
+        """Updates of the whole run over `rows` rows; batches run across the ends of epochs."""
+        if self.max_steps is not None:
+            return self.max_steps
+        return math.ceil(max(1, round(rows * (self.epochs or 0))) / self.batch_size)

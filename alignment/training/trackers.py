@@ -1,0 +1,58 @@
+"""TensorBoard always, Accelerate's trackers (wandb, mlflow, trackio ...) when asked. The figures come from run.py."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from alignment.errors import UserError
+
+
+class Trackers:
+    """Sends each update's metrics to every tracker."""
+
+    def __init__(self, output: Path, stage: str, names: Sequence[str], config: dict[str, Any]):
+        """Open TensorBoard's files and the named trackers.
+
+        Raises:
+            UserError: a tracker that is unknown or not installed.
+        """
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.others = [open_tracker(name, output, stage, config) for name in names if name != "tensorboard"]
+        self.board = SummaryWriter(output / "tensorboard")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Metrics of update `step`."""
+        for name, value in metrics.items():
+            if name != "step" and math.isfinite(value):
+                self.board.add_scalar(name, value, step)
+        for tracker in self.others:
+            tracker.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Flush and end everything."""
+        self.board.close()
+        for tracker in self.others:
+            tracker.finish()
+
+
+def open_tracker(name: str, output: Path, stage: str, config: dict[str, Any]) -> Any:
+    """One of Accelerate's trackers, started with the run's config.
+
+    Raises:
+        UserError: the name is unknown, or its package is not installed.
+    """
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+
+    known = sorted(str(tracker) for tracker in LOGGER_TYPE_TO_CLASS)
+    if name not in known:
+        raise UserError(f"training.trackers: unknown tracker {name!r}; known are {', '.join(known)}")
+    if name not in {str(tracker) for tracker in get_available_trackers()}:
+        raise UserError(f"training.trackers: {name} is not installed: pip install {name}")
+    kind = LOGGER_TYPE_TO_CLASS[name]
+    where = {"logging_dir": str(output)} if kind.requires_logging_directory else {}
+    tracker = kind(f"{stage}-{output.name}", **where)
+    tracker.start()
+    tracker.store_init_configuration(config)
+    return tracker

@@ -1,0 +1,357 @@
+"""Files to records: every row kind and shape, and every fault with its place (file:line:key), all at once."""
+
+import csv
+import gzip
+import json
+
+import pytest
+
+from alignment.data.formats import alpaca_prompt
+from alignment.data.records import Comparison, Demonstration, Prompt, Text
+from alignment.data.sources import TIE, DataConfig, read_rows
+from alignment.errors import UserError
+
+HI = {"role": "user", "content": "hi"}
+HEY = {"role": "assistant", "content": "hey"}
+YO = {"role": "assistant", "content": "yo"}
+SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hey"}]
+DIALOGUE = "\n\nHuman: hi\n\nAssistant: hey\n\nHuman: more\n\nAssistant:"
+
+
+def read_one(path, kind, **options):
+    [record], counts = read_rows(path, kind, **options)
+    assert (counts.rows, counts.kept, counts.lost) == (1, 1, 0)
+    return record
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "expected"),
+    [
+        ("text", {"text": " a b\n"}, Text(" a b\n", "")),
+        ("demonstrations", {"prompt": "hi ", "completion": " hey"}, Demonstration("hi ", " hey", "")),
+        ("demonstrations", {"prompt": "hi", "response": "hey"}, Demonstration("hi", "hey", "")),
+        ("demonstrations", {"prompt": [HI], "completion": [HEY]}, Demonstration([HI], "hey", "")),
+        ("demonstrations", {"messages": [HI, HEY]}, Demonstration([HI], "hey", "")),
+        ("demonstrations", {"messages": [HI, HEY, HI, YO]}, Demonstration([HI, HEY, HI], "yo", "", [HI, HEY, HI, YO])),
+        ("demonstrations", {"conversations": SHAREGPT}, Demonstration([HI], "hey", "")),
+        (
+            "demonstrations",
+            {"instruction": "Add.", "input": "1 2", "output": "3"},
+            Demonstration(alpaca_prompt("Add.", "1 2"), "3", ""),
+        ),
+        (
+            "demonstrations",
+            {"instruction": "Go.", "input": "", "output": "ok"},
+            Demonstration(alpaca_prompt("Go."), "ok", ""),
+        ),
+        ("demonstrations", {"instruction": "Go.", "output": "ok"}, Demonstration(alpaca_prompt("Go."), "ok", "")),
+        (
+            "demonstrations",
+            {"chosen": DIALOGUE + " yes", "rejected": DIALOGUE + " no"},
+            Demonstration(DIALOGUE, " yes", ""),
+        ),
+        ("comparisons", {"prompt": "hi", "chosen": "a", "rejected": "b"}, Comparison("hi", "a", "b", None, "")),
+        (
+            "comparisons",
+            {"prompt": "hi", "chosen": "a", "rejected": "b", "margin": 2},
+            Comparison("hi", "a", "b", 2.0, ""),
+        ),
+        ("comparisons", {"prompt": [HI], "chosen": [HEY], "rejected": [YO]}, Comparison([HI], "hey", "yo", None, "")),
+        ("comparisons", {"prompt": [HI], "chosen": "a", "rejected": "b"}, Comparison([HI], "a", "b", None, "")),
+        ("comparisons", {"prompt": "hi", "chosen": [HEY], "rejected": [YO]}, Comparison([HI], "hey", "yo", None, "")),
+        ("comparisons", {"chosen": [HI, HEY], "rejected": [HI, YO]}, Comparison([HI], "hey", "yo", None, "")),
+        (
+            "comparisons",  # the prompt stands in its column and in the dialogues
+            {"prompt": "hi", "chosen": [HI, HEY], "rejected": [HI, YO]},
+            Comparison([HI], "hey", "yo", None, ""),
+        ),
+        (
+            "comparisons",
+            {"chosen": DIALOGUE + " yes", "rejected": DIALOGUE + " no"},
+            Comparison(DIALOGUE, " yes", " no", None, ""),
+        ),
+        (
+            "comparisons",
+            {"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": {"from": "gpt", "value": "yo"}},
+            Comparison([HI], "hey", "yo", None, ""),
+        ),
+        ("prompts", {"prompt": "hi", "facts": [1], "id": "x"}, Prompt("hi", {"facts": [1], "id": "x"}, "")),
+        ("prompts", {"prompt": [HI]}, Prompt([HI], {}, "")),
+        ("prompts", {"messages": [HI, HEY, HI]}, Prompt([HI, HEY, HI], {}, "")),
+    ],
+)
+def test_every_shape_of_row(jsonl, kind, row, expected):
+    record = read_one(jsonl(row), kind)
+    for name in expected.__slots__:
+        if name != "row_id":
+            assert getattr(record, name) == getattr(expected, name), name
+    assert record.row_id.endswith("rows.jsonl:1")
+
+
+def test_prompt_of_a_pair_serves_as_prompt(jsonl):
+    row = {"chosen": DIALOGUE + " yes", "rejected": DIALOGUE + " no"}
+    assert read_one(jsonl(row), "prompts") == Prompt(DIALOGUE, row, read_one(jsonl(row), "prompts").row_id)
+
+
+ROWS = [{"prompt": "hi", "chosen": "ä", "rejected": 'b, "c"\nd'}, {"prompt": "ho", "chosen": "e", "rejected": "f"}]
+
+
+def write_jsonl_gz(path):
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, ROWS)).encode()))
+
+
+def write_json(path):
+    path.write_text(json.dumps(ROWS), encoding="utf-8")
+
+
+def write_csv(path):
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, ["prompt", "chosen", "rejected"])
+        writer.writeheader()
+        writer.writerows(ROWS)
+
+
+def write_parquet(path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.Table.from_pylist(ROWS), path)
+
+
+@pytest.mark.parametrize(
+    ("name", "write", "places"),
+    [
+        ("rows.jsonl.gz", write_jsonl_gz, [1, 2]),
+        ("rows.json", write_json, [1, 2]),
+        ("rows.csv", write_csv, [2, 4]),  # the first row takes two lines
+        ("rows.parquet", write_parquet, [1, 2]),
+    ],
+)
+def test_every_file_format_gives_the_same_rows(tmp_path, name, write, places):
+    write(tmp_path / name)
+    records, _ = read_rows(tmp_path / name, "comparisons")
+    assert [(r.prompt, r.chosen, r.rejected) for r in records] == [
+        (r["prompt"], r["chosen"], r["rejected"]) for r in ROWS
+    ]
+    assert [record.row_id for record in records] == [f"{tmp_path / name}:{place}" for place in places]
+
+
+def test_blank_lines_and_a_byte_order_mark_are_no_rows(jsonl):
+    path = jsonl(b"\xef\xbb\xbf" + b'{"text": "a"}', b"", b'{"text": "b"}')
+    records, counts = read_rows(path, "text")
+    assert [record.text for record in records] == ["a", "b"]
+    assert records[1].row_id.endswith(":3")
+    assert counts.rows == 2
+
+
+def test_several_files_and_max_rows(jsonl):
+    first, second = (jsonl({"text": f"{n}a"}, {"text": f"{n}b"}, name=f"{n}.jsonl") for n in (1, 2))
+    records, counts = read_rows([first, second], "text", max_rows=3)
+    assert [record.text for record in records] == ["1a", "1b", "2a"]
+    assert counts.kept == 3
+
+
+def test_columns_are_renamed(jsonl):
+    path = jsonl({"question": "hi", "answer": "hey", "prompt": "not this"})
+    assert read_one(path, "demonstrations", columns={"prompt": "question", "response": "answer"}).prompt == "hi"
+
+
+FAULTS = [
+    ("demonstrations", {"prompt": "x", "response": None}, "response: must be text, is null"),
+    ("demonstrations", {"prompt": "x", "response": ""}, "response: is empty"),
+    ("demonstrations", {"prompt": "x", "response": " \n"}, "response: is only white space"),
+    ("demonstrations", {"prompt": "x", "response": 3}, "response: must be text, is a number"),
+    ("demonstrations", {"prompt": "x"}, "response: missing"),
+    ("demonstrations", {"prompt": [HI], "response": "x"}, "prompt: is messages here and text above"),
+    ("demonstrations", {"prompt": "x", "response": [HI]}, "response: must be one assistant message"),
+    ("demonstrations", {"prompt": "x", "response": "\ud800"}, "response: holds half a surrogate pair"),
+    ("demonstrations", ["x"], "a row must be a JSON object, this is a list"),
+    ("demonstrations", b'{"prompt": "x", ', ":17: not JSON"),
+    ("demonstrations", b'{"prompt": "\xff"}', "byte 13 of the line"),
+]
+
+
+@pytest.mark.parametrize(("kind", "row", "message"), FAULTS)
+def test_bad_row_is_named_by_file_line_and_key(jsonl, kind, row, message):
+    good = {"prompt": "x", "response": "y"}
+    path = jsonl(good, good, good, good, good, row, good)
+    with pytest.raises(UserError) as caught:
+        read_rows(path, kind)
+    assert str(caught.value).splitlines()[0].startswith("1 bad rows")
+    assert (
+        f"rows.jsonl:6:{'' if message[0] == ':' else ' ' if not message.startswith(('response', 'prompt')) else ''}"
+        in str(caught.value)
+    )
+    assert message in str(caught.value)
+    records, counts = read_rows(path, kind, on_bad_row="skip")
+    assert (len(records), counts.rows, counts.kept, counts.lost) == (6, 7, 6, 1)
+    assert counts.first == {next(iter(counts.dropped)): [f"{path}:6"]}
+
+
+def test_all_bad_rows_are_told_at_once_up_to_a_cap(jsonl):
+    path = jsonl({"text": "good"}, *[{"text": None}] * 30)
+    with pytest.raises(UserError) as caught:
+        read_rows(path, "text")
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("30 bad rows")
+    assert lines[1] == f"{path}:2:text: must be text, is null"
+    assert len(lines) == 22 and lines[-1] == "... and 10 more"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"messages": []}, "is an empty list"),
+        ({"messages": "x"}, "must be a list of messages, is text"),
+        ({"messages": ["x"]}, "a message must be an object"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "unknown role"),
+        ({"messages": [{"role": "user", "content": " "}, HEY]}, "content of a message is only white space"),
+        ({"messages": [{"role": "user"}, HEY]}, "content of a message missing"),
+        ({"messages": [HI, HEY, HI]}, "the last message is not the assistant's"),
+        ({"messages": [HEY]}, "alone has no prompt"),
+        ({"messages": [HI, {**HEY, "tool_calls": [{}]}]}, "tool calls are not supported"),
+    ],
+)
+def test_bad_messages(jsonl, row, message):
+    with pytest.raises(UserError, match=message):
+        read_rows(jsonl({"messages": [HI, HEY]}, row), "demonstrations")
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"chosen": DIALOGUE + " a", "rejected": "\n\nHuman: other\n\nAssistant: b"}, "rejected: the dialogue before"),
+        ({"chosen": DIALOGUE + " ", "rejected": DIALOGUE + " b"}, "chosen: the last assistant turn is empty"),
+        ({"chosen": DIALOGUE + " a\n\nHuman: x", "rejected": DIALOGUE + " b"}, "chosen: ends with a human turn"),
+        ({"chosen": "a", "rejected": "b"}, "chosen: no prompt column"),
+        ({"prompt": None, "chosen": "a", "rejected": "b"}, "prompt: is null"),
+        ({"chosen": [HEY], "rejected": [YO]}, "shares no first message"),
+        ({"chosen": [HI, HEY, HI, YO], "rejected": [HI, YO]}, "must be one assistant message"),
+        ({"prompt": "x", "chosen": "a", "rejected": "b", "margin": "wide"}, "margin: must be a finite number"),
+        ({"prompt": "x", "chosen": "a", "rejected": "b", "margin": True}, "margin: must be a finite number"),
+        (b'{"prompt": "x", "chosen": "a", "rejected": "b", "margin": NaN}', "margin: must be a finite number"),
+    ],
+)
+def test_bad_pairs(jsonl, row, message):
+    path = jsonl({"prompt": "x", "chosen": "a", "rejected": "b"}, row)
+    with pytest.raises(UserError, match=message):
+        read_rows(path, "comparisons")
+
+
+def test_ties_are_counted_or_told(jsonl):
+    path = jsonl({"prompt": "x", "chosen": "a", "rejected": "a"}, {"prompt": "x", "chosen": "a", "rejected": "b"})
+    records, counts = read_rows(path, "comparisons")
+    assert (len(records), counts.dropped) == (1, {TIE: 1})
+    with pytest.raises(UserError, match=r"rows.jsonl:1: chosen and rejected are identical; .* data.skip_ties=true"):
+        read_rows(path, "comparisons", skip_ties=False)
+
+
+def test_wrong_columns_say_found_expected_and_how_to_map(jsonl):
+    with pytest.raises(UserError) as caught:
+        read_rows(jsonl({"question": "x", "answer": "y"}), "demonstrations")
+    for part in ("found columns question, answer", "prompt + completion", "data.columns.messages=COLUMN"):
+        assert part in str(caught.value)
+
+
+def test_wrong_column_mapping_is_told_with_the_nearest_names(jsonl):
+    with pytest.raises(UserError) as caught:
+        read_rows(
+            jsonl({"question": "x", "answer": "y"}),
+            "demonstrations",
+            columns={"promt": "question", "response": "anser"},
+        )
+    assert "data.columns.promt: demonstrations have no such column; did you mean prompt?" in str(caught.value)
+    assert "data.columns.response=anser: no such column; did you mean answer?" in str(caught.value)
+
+
+def test_groups_of_k_are_refused_clearly(jsonl):
+    with pytest.raises(UserError, match="K-way groups"):
+        read_rows(jsonl({"prompt": "x", "responses": ["a", "b"], "ranking": [1, 0]}), "comparisons")
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("empty.jsonl", b"", "0 rows in"),
+        ("blank.jsonl", b"\n \n", "0 rows in"),
+        ("empty.json", b"", "0 rows in"),
+        ("list.json", b"[]", "0 rows in"),
+        ("empty.csv", b"", "0 rows in"),
+        ("header.csv", b"text\n", "0 rows in"),
+        ("object.json", b'{"text": "a"}', "must hold a list of rows"),
+        ("broken.json", b'[{"text": "a"},\n x]', r"broken.json:2:2: not JSON"),
+        ("latin.csv", b"text\nfine\nb\xe4r\n", r"latin.csv:3: byte 2 of the line is not UTF-8"),
+        ("latin.json", b'["\xe4"]', r"latin.json:1: byte 3 of the line"),
+        ("short.csv", b"text,more\na\n", r"short.csv:2: 1 fields where the first line names 2"),
+        ("twice.csv", b"text,text\na,b\n", "stands twice"),
+        ("quote.csv", b'text\n"a"b\n', r"quote.csv:2: not CSV"),
+        ("fake.jsonl.gz", b"plain", "broken or incomplete gzip"),
+        ("cut.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 99)[:-9], "broken or incomplete gzip"),
+        ("fake.parquet", b"plain", "not a readable parquet file"),
+        ("rows.xml", b"<a/>", "cannot tell the format"),
+    ],
+)
+def test_broken_files(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_rows(tmp_path / name, "text")
+
+
+@pytest.mark.parametrize(
+    "source", ["missing.jsonl", "./missing", "/no/such/rows", "a/b/c", "folder/rows.parquet", "x.txt"]
+)
+def test_missing_file_is_not_taken_for_a_hub_id(source):
+    with pytest.raises(UserError, match="no such file$"):
+        read_rows(source, "text")
+
+
+def test_directory_is_refused(tmp_path):
+    with pytest.raises(UserError, match="is a directory"):
+        read_rows(tmp_path, "text")
+
+
+def test_hub_id_is_read_through_datasets(monkeypatch):
+    import datasets
+
+    calls = []
+
+    def load(name, split):
+        calls.append((name, split))
+        return datasets.Dataset.from_list([{"text": "a"}, {"text": "b"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    records, _ = read_rows("owner/name", "text", split="test")
+    assert calls == [("owner/name", "test")]
+    assert [record.row_id for record in records] == ["owner/name[test]:1", "owner/name[test]:2"]
+
+
+def test_hub_failure_says_both_possibilities(monkeypatch):
+    import datasets
+
+    def load(name, split):
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    with pytest.raises(UserError, match=r"owner/name: no such file, and the Hub .* no route"):
+        read_rows("owner/name", "text")
+
+
+def test_nothing_usable_is_an_error_even_when_skipping(jsonl):
+    with pytest.raises(UserError, match="no row can be used"):
+        read_rows(jsonl({"text": ""}), "text", on_bad_row="skip")
+    with pytest.raises(UserError, match="no row can be used"):
+        read_rows(jsonl({"prompt": "x", "chosen": "a", "rejected": "a"}), "comparisons")
+
+
+def test_unknown_kind():
+    with pytest.raises(UserError, match="unknown kind"):
+        read_rows("x.jsonl", "texts")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"train": ""}, {"on_bad_row": "warn"}, {"max_rows": 0}, {"max_length": 1}, {"max_lost_share": 1.5}],
+)
+def test_impossible_settings_are_refused(settings):
+    with pytest.raises(ValueError, match=f"data.{next(iter(settings))}"):
+        DataConfig(**{"train": "x.jsonl", **settings})

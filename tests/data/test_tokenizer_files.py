@@ -1,0 +1,140 @@
+"""Tokenizers as files: train, save, load here and in plain transformers, refuse what is foreign or broken."""
+
+import json
+import shutil
+
+import pytest
+
+from alignment.data import chat
+from alignment.data.tokenizers import check_vocabulary, load_tokenizer, save_tokenizer, train_bpe
+from alignment.errors import UserError
+
+TEXT = "the cat  sat\n\non the mät 猫</s>"
+
+
+def test_train_bpe_gives_the_special_tokens_the_first_ids_and_round_trips(bpe):
+    assert (bpe.bos_token_id, bpe.eos_token_id, bpe.pad_token_id) == (0, 1, 2)
+    assert bpe.decode(chat.prompt_ids(bpe, TEXT)) == "<s>" + TEXT
+    assert len(bpe) <= 400
+
+
+def test_training_twice_gives_the_same_tokenizer():
+    texts = ["the cat sat on the mat", "one two three two one"] * 5
+    first, second = (train_bpe(iter(texts), 300).get_vocab() for _ in range(2))
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("size", "special", "message"),
+    [
+        (258, ("<s>", "</s>", "<pad>"), "need 259"),
+        (400, ("<s>", "</s>"), "BOS, EOS and PAD"),
+        (400, ("a",) * 3, "twice"),
+    ],
+)
+def test_train_bpe_refuses_what_cannot_work(size, special, message):
+    with pytest.raises(UserError, match=message):
+        train_bpe(["text"], size, special)
+
+
+@pytest.mark.parametrize("model_type", [None, "llama", "gpt2"])
+def test_saved_tokenizer_is_the_same_here_and_in_transformers(chatml, tmp_path, model_type):
+    from transformers import AutoTokenizer
+
+    save_tokenizer(chatml, tmp_path)
+    if model_type:  # as in a model directory, where transformers may prefer the model type's own class
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 400}))
+    for loaded in (load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)):
+        assert loaded.chat_template == chatml.chat_template
+        assert loaded.all_special_ids == chatml.all_special_ids
+        assert loaded(TEXT)["input_ids"] == chatml(TEXT)["input_ids"]
+        assert chat.prompt_ids(loaded, TEXT) == chat.prompt_ids(chatml, TEXT)
+        assert chat.end_token_id(loaded) == chat.end_token_id(chatml)
+
+
+def test_saving_again_changes_no_byte_and_tells_nothing_of_this_machine(bpe, tmp_path):
+    save_tokenizer(bpe, tmp_path / "first")
+    save_tokenizer(load_tokenizer(tmp_path / "first"), tmp_path / "second")
+    names = sorted(path.name for path in (tmp_path / "first").iterdir())
+    assert (
+        names
+        == sorted(path.name for path in (tmp_path / "second").iterdir())
+        == ["tokenizer.json", "tokenizer_config.json"]
+    )
+    for name in names:
+        content = (tmp_path / "first" / name).read_bytes()
+        assert content == (tmp_path / "second" / name).read_bytes()
+        assert str(tmp_path).encode() not in content
+
+
+def test_raw_pair_of_files_gets_pad_and_no_bos(tmp_path):
+    trained = train_bpe(["the cat sat on the mat"] * 5, 280, ("<|endoftext|>", "b", "c")).backend_tokenizer
+    trained.model.save(str(tmp_path))
+    for old, new in [("vocab.json", "encoder.json"), ("merges.txt", "vocab.bpe")]:
+        (tmp_path / old).rename(tmp_path / new)
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.bos_token == tokenizer.eos_token == "<|endoftext|>"
+    assert tokenizer.pad_token_id == trained.get_vocab_size()
+    ids = chat.text_ids(tokenizer, "the cat")
+    assert tokenizer.decode(ids) == "the cat<|endoftext|>"
+    save_tokenizer(tokenizer, tmp_path / "saved")
+    assert chat.text_ids(load_tokenizer(tmp_path / "saved"), "the cat") == ids
+
+
+def test_raw_pair_without_gpt2s_end_token_is_refused(tmp_path, bpe):
+    bpe.backend_tokenizer.model.save(str(tmp_path))
+    with pytest.raises(UserError, match="endoftext"):
+        load_tokenizer(tmp_path)
+
+
+def test_directories_without_a_tokenizer_are_refused(tmp_path):
+    with pytest.raises(UserError, match="no such directory"):
+        load_tokenizer(tmp_path / "missing")
+    with pytest.raises(UserError, match="no tokenizer here.*found nothing"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
+@pytest.mark.parametrize("key", ["auto_map", "trust_remote_code"])
+def test_foreign_code_is_refused_by_key(bpe, tmp_path, file, key):
+    save_tokenizer(bpe, tmp_path)
+    config = json.loads((tmp_path / file).read_text()) if (tmp_path / file).exists() else {}
+    (tmp_path / file).write_text(json.dumps({**config, key: {"AutoTokenizer": ["x.py", None]}}))
+    (tmp_path / "x.py").write_text("open('touched', 'w')")
+    with pytest.raises(UserError, match=f"{file}: {key} asks for code"):
+        load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("file", "content"), [("tokenizer.json", "{"), ("tokenizer_config.json", "[1"), ("tokenizer_config.json", "[]")]
+)
+def test_broken_files_are_refused(bpe, tmp_path, file, content):
+    save_tokenizer(bpe, tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(UserError, match="cannot be read|not JSON|JSON object"):
+        load_tokenizer(tmp_path)
+
+
+def test_vocabulary_that_does_not_fit_the_model_is_refused(bpe):
+    check_vocabulary(bpe, len(bpe))
+    with pytest.raises(UserError, match=rf"has 7 tokens that the model's vocabulary of {len(bpe) - 7} lacks"):
+        check_vocabulary(bpe, len(bpe) - 7)
+
+
+@pytest.mark.real_data
+def test_gpt2_golden_strings(real_data):
+    folder = real_data / "tokenizers" / "gpt2"
+    tokenizer = load_tokenizer(folder)
+    golden = json.loads((folder / "golden_short.json").read_text(encoding="utf-8"))
+    got = [chat.prompt_ids(tokenizer, row["input"]) for row in golden]
+    right = sum(ids == row["encoded"]["input_ids"] for ids, row in zip(got, golden, strict=True))
+    assert (right, len(golden)) == (18, 18)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id) == (50257, 50256)
+
+
+@pytest.mark.real_data
+def test_gpt2_raw_pair_under_its_new_names(real_data, tmp_path):
+    folder = real_data / "tokenizers" / "gpt2"
+    shutil.copy(folder / "encoder.json", tmp_path / "vocab.json")
+    shutil.copy(folder / "vocab.bpe", tmp_path / "merges.txt")
+    assert chat.text_ids(load_tokenizer(tmp_path), "hello world") == [31373, 995, 50256]

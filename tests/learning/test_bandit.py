@@ -1,0 +1,71 @@
+"""PPO finds the known optimum of a one-token bandit (HAZARDS I8)."""
+
+import math
+
+import pytest
+import torch
+
+from alignment.algorithms.assemble import Policy
+from alignment.algorithms.ppo import iterate
+from alignment.algorithms.ppo_config import PPOConfig
+from alignment.algorithms.ppo_parts import Normaliser, Parts
+from alignment.data.batches import PromptExample
+from alignment.data.sources import DataConfig
+from alignment.losses import FixedKL
+from alignment.models.build import build_language_model, build_scalar_model
+from alignment.training import Engine, OptimConfig, TrainingConfig
+
+VOCABULARY, WANTED = 37, 5
+CONFIG = {
+    "model_type": "llama", "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 8, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def uniform_model():
+    model = build_language_model(CONFIG)
+    torch.nn.init.zeros_(model.head.weight)
+    return model
+
+
+def probability_after_training(kl_coef: float, sign: float, iterations: int = 60, seed: int = 0) -> float:
+    torch.manual_seed(seed)
+    training = TrainingConfig(batch_size=256, max_steps=iterations, seed=seed)
+    config = PPOConfig(
+        policy="", reward_model="", data=DataConfig(train="none.jsonl"), output="", max_new_tokens=1, epochs=4, kl_coef=kl_coef,
+        missing_end_penalty=0.0, normalise_scores=False, training=training,
+    )  # fmt: skip
+    policy, reference = uniform_model(), uniform_model().eval()
+    critic = build_scalar_model(CONFIG)
+    torch.nn.init.zeros_(critic.head.weight)
+    optim = OptimConfig(learning_rate=1e-2, schedule="linear")
+    parts = Parts(
+        policy=Engine(policy, optim, training, total_steps=4 * iterations),
+        value=Engine(critic, optim, training, total_steps=4 * iterations),
+        reference=torch.no_grad()(reference),
+        score=lambda prompts, responses: sign * torch.tensor([float(r[0] == WANTED) for r in responses]),
+        stop_ids=[],
+        controller=FixedKL(kl_coef),
+        normaliser=Normaliser(wanted=False),
+        start=Policy(policy),
+    )
+    prompts = [PromptExample([1], "", {}, str(i)) for i in range(training.batch_size)]
+    for step in range(iterations):
+        metrics, _ = iterate(parts, config, prompts, step)
+        assert metrics["first_ratio_error"] <= 1e-5
+    with torch.no_grad():
+        return policy.eval()(torch.tensor([[1]])).logits[0, -1].softmax(-1)[WANTED].item()
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_policy_settles_at_the_closed_form_optimum(seed):
+    # p is proportional to (1/37) exp(reward / 1): e / (36 + e) = 0.0702
+    assert abs(probability_after_training(1.0, 1.0, seed=seed) - math.e / (36 + math.e)) <= 0.01
+
+
+def test_policy_takes_all_reward_when_nothing_holds_it_back():
+    assert probability_after_training(0.0, 1.0) > 0.95
+
+
+def test_negated_reward_drives_the_token_below_chance():
+    assert probability_after_training(1.0, -1.0) < 1 / 37

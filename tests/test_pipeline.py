@@ -1,0 +1,382 @@
+"""Recipes: what runs, what is skipped, what is refused before anything runs. The stages here are fakes that leave a file."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from alignment import pipeline
+from alignment.errors import UserError
+from alignment.locks import directory_lock
+from alignment.pipeline import STAGES, plan, run_recipe
+
+RECIPE = """\
+name: demo
+seed: 5
+stages:
+  - name: world
+    run: make
+    config: {output: "${world}", size: 3, seed: ${seed}}
+  - name: sft
+    run: train
+    config: &train
+      policy: ${world}/model
+      data: ${recipe}/rows.jsonl
+      optim: {rate: 0.1, steps: 2}
+  - name: ppo
+    run: train
+    config:
+      <<: *train
+      policy: ${sft}/model
+    settings:
+      optim.rate: 0.5
+expect:
+  - {stage: ppo, metric: score, low: 1, high: 4, why: the fake scores 2}
+"""
+
+
+@dataclass(frozen=True)
+class MakeConfig:
+    output: str
+    size: int
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    rate: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        if self.rate <= 0:
+            raise ValueError(f"rate must be above 0, got {self.rate}")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    policy: str
+    output: str
+    data: str
+    optim: OptimConfig
+
+
+class Ran(list):
+    """Configs of the stages that ran, in order; `fail` names one that breaks after it has written something."""
+
+    fail: str | None = None
+
+    def names(self) -> list[str]:
+        names = [Path(config.output).name for config in self]
+        self.clear()
+        return names
+
+
+@pytest.fixture
+def ran(monkeypatch) -> Ran:
+    ran = Ran()
+
+    def run(config) -> None:
+        ran.append(config)
+        output = Path(config.output)
+        (output / "trace").write_text((output / "trace").read_text() + "x" if (output / "trace").exists() else "x")
+        if ran.fail == output.name:
+            raise RuntimeError("power cut")
+        (output / "metrics.jsonl").write_text('{"step": 1, "score": 1.5}\n{"step": 2, "score": 2.0}\n')
+        (output / "lineage.json").write_text('{"parents": ["by the stage itself"]}')
+
+    fakes = types.ModuleType("fakes")
+    vars(fakes).update(MakeConfig=MakeConfig, TrainConfig=TrainConfig, run=run)
+    monkeypatch.setitem(sys.modules, "fakes", fakes)
+    monkeypatch.setattr(
+        pipeline, "STAGES", {"make": ("fakes", "MakeConfig", "run"), "train": ("fakes", "TrainConfig", "run")}
+    )
+    monkeypatch.setattr(pipeline, "code_hash", lambda: "code")
+    return ran
+
+
+@pytest.fixture
+def recipe(tmp_path) -> Path:
+    folder = tmp_path / "demo"
+    folder.mkdir()
+    (folder / "recipe.yaml").write_text(RECIPE)
+    (folder / "rows.jsonl").write_text('{"text": "a"}\n')
+    return folder
+
+
+def go(recipe: Path, *overrides: str, **options) -> bool:
+    return run_recipe(str(recipe), recipe.parent / "out", list(overrides), **options)
+
+
+def refusal(recipe: Path, *overrides: str, **options) -> str:
+    with pytest.raises(UserError) as error:
+        go(recipe, *overrides, **options)
+    return str(error.value).replace(str(recipe.parent), "")
+
+
+def edit(recipe: Path, old: str, new: str) -> None:
+    text = (recipe / "recipe.yaml").read_text()
+    assert old in text
+    (recipe / "recipe.yaml").write_text(text.replace(old, new))
+
+
+def test_references_merges_and_settings_reach_the_stages(recipe, ran):
+    assert go(recipe)
+    out = recipe.parent / "out"
+    assert list(ran) == [
+        MakeConfig(output=str(out / "world"), size=3, seed=5),
+        TrainConfig(str(out / "world/model"), str(out / "sft"), str(recipe / "rows.jsonl"), OptimConfig(0.1, 2)),
+        TrainConfig(str(out / "sft/model"), str(out / "ppo"), str(recipe / "rows.jsonl"), OptimConfig(0.5, 2)),
+    ]
+
+
+def test_a_second_run_does_nothing(recipe, ran):
+    go(recipe)
+    assert ran.names() == ["world", "sft", "ppo"]
+    go(recipe)
+    assert ran.names() == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["ppo.optim.rate=0.6"], ["ppo"]),
+        (["sft.optim.steps=3"], ["sft", "ppo"]),
+        (["seed=6"], ["world", "sft", "ppo"]),
+        (["ppo.optim={rate: 0.5, steps: 2}"], []),
+    ],
+)
+def test_a_change_of_settings_reruns_the_stage_and_what_builds_on_it(recipe, ran, overrides, expected):
+    go(recipe)
+    ran.names()
+    go(recipe, *overrides)
+    assert ran.names() == expected
+
+
+def test_a_change_of_an_input_file_or_of_code_reruns(recipe, ran, monkeypatch):
+    go(recipe)
+    ran.names()
+    (recipe / "rows.jsonl").write_text('{"text": "b"}\n')
+    go(recipe)
+    assert ran.names() == ["sft", "ppo"]
+    monkeypatch.setattr(pipeline, "code_hash", lambda: "other code")
+    go(recipe)
+    assert ran.names() == ["world", "sft", "ppo"]
+
+
+def test_a_run_may_be_moved(recipe, ran):
+    go(recipe)
+    ran.names()
+    (recipe.parent / "out").rename(recipe.parent / "moved")
+    run_recipe(str(recipe), recipe.parent / "moved")
+    assert ran.names() == []
+
+
+def test_a_stage_cut_short_goes_on_in_its_directory_with_the_same_settings_only(recipe, ran):
+    trace = recipe.parent / "out" / "sft" / "trace"
+    ran.fail = "sft"
+    for expected in ("x", "xx"):  # the second run finds what the first one left
+        with pytest.raises(RuntimeError, match="power cut"):
+            go(recipe)
+        assert trace.read_text() == expected
+    with pytest.raises(RuntimeError, match="power cut"):
+        go(recipe, "sft.optim.steps=9")
+    assert trace.read_text() == "x"
+    assert ran.names() == ["world", "sft", "sft", "sft"]
+    ran.fail = None
+    go(recipe)
+    assert ran.names() == ["sft", "ppo"]
+
+
+def test_a_stage_that_fails_when_it_is_run_anew_is_not_finished(recipe, ran):
+    go(recipe)
+    ran.names()
+    ran.fail = "ppo"
+    with pytest.raises(RuntimeError, match="power cut"):
+        go(recipe, only="ppo")
+    ran.fail = None
+    go(recipe)
+    assert ran.names() == ["ppo", "ppo"]
+
+
+def test_from_and_only(recipe, ran):
+    assert "stage world comes first and is not finished" in refusal(recipe, only="sft")
+    go(recipe)
+    ran.names()
+    go(recipe, start="sft")
+    assert ran.names() == ["sft", "ppo"]
+    go(recipe, only="sft")
+    assert ran.names() == ["sft"]
+    assert refusal(recipe, only="sfd") == "there is no stage 'sfd'; did you mean 'sft'?"
+    assert "exclude each other" in refusal(recipe, only="sft", start="ppo")
+
+
+def test_lineage_and_costs_are_kept(recipe, ran):
+    go(recipe)
+    out = recipe.parent / "out"
+    lineage = json.loads((out / "ppo" / "lineage.json").read_text())
+    assert lineage["complete"] is True
+    assert lineage["parents"] == ["by the stage itself"]
+    assert lineage["stage"]["files"]["${recipe}/rows.jsonl"]
+    costs = json.loads((out / "stages.json").read_text())
+    assert list(costs) == ["world", "sft", "ppo"]
+    assert lineage["stage"]["parents"] == {"sft": costs["sft"]["hash"]}
+    assert all(cost["seconds"] >= 0 and cost["process_peak_megabytes"] > 10 for cost in costs.values())
+
+
+def test_all_mistakes_are_told_before_anything_runs(recipe, ran):
+    edit(recipe, "rate: 0.1", "rte: 0.1")
+    edit(recipe, "size: 3", "size: many")
+    assert refusal(recipe, "ppo.optim.rate=-1").splitlines() == [
+        "stage world: /demo/recipe.yaml:6: size: must be a whole number, got 'many'",
+        "stage sft: /demo/recipe.yaml:12: optim.rate: is missing; add it",
+        "stage sft: /demo/recipe.yaml:12: optim.rte: unknown key; did you mean 'rate'?",
+        "stage ppo: /demo/recipe.yaml:12: optim.rte: unknown key; did you mean 'rate'?",
+    ]
+    assert list(ran) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("run: make", "run: mak", "stage world: there is no verb 'mak'; did you mean 'make'?"),
+        ("${sft}/model", "${stf}/model", "stage ppo: ${stf} is no stage before this one; did you mean 'sft'?"),
+        ("${world}/model", "${ppo}/model", "stage sft: ${ppo} is no stage before this one"),
+        ("name: ppo", "name: sft", "two stages are called sft"),
+        ("name: ppo", "name: ../ppo", "name must be of letters, digits, - and _"),
+        ("name: ppo", "name: data", "name must be of letters, digits, - and _"),
+        ('output: "${world}"', "output: elsewhere", "stage world: output: a recipe's stages write into directories"),
+        ("stage: ppo, metric", "stage: pppo, metric", "expect: there is no stage 'pppo'; did you mean 'ppo'?"),
+        ("seed: 5", "sed: 5", "recipe.yaml:2: sed: unknown key; did you mean 'seed'?"),
+        ("rows.jsonl", "nothing.jsonl", "stage sft: /demo/nothing.jsonl is not there"),
+        ("${recipe}/rows.jsonl", "${data}/hh/train.jsonl", "/real/hh/train.jsonl is not there; set ALIGNMENT_DATA"),
+        ("    config: &train\n", "    config: &train\n      optimm: 1\n", "optimm: unknown key; did you mean 'optim'?"),
+        ("optim.rate: 0.5", "optim.rate: x", "/demo/recipe.yaml:19: optim.rate: must be a number, got 'x'"),
+    ],
+)
+def test_one_mistake_in_a_recipe(recipe, ran, monkeypatch, old, new, message):
+    monkeypatch.setenv("ALIGNMENT_DATA", str(recipe.parent / "real"))
+    edit(recipe, old, new)
+    assert message in refusal(recipe)
+    assert list(ran) == []
+
+
+def test_wrong_overrides_and_recipes(recipe, ran):
+    assert refusal(recipe, "pop.rate=1", "ppo.optim") == (
+        "override: pop.rate=1: there is no stage 'pop'; did you mean 'ppo'?\n"
+        "stage ppo: override: 'optim' is not of the form key=value, such as optim.learning_rate=1e-4"
+    )
+    assert "override: ppo.optim.rte" not in refusal(recipe, "ppo.optim.rte=1")
+    assert "stage ppo: override: optim.rte: unknown key; did you mean 'rate'?" in refusal(recipe, "ppo.optim.rte=1")
+    with pytest.raises(UserError, match="there is no such file, and no packaged one of that name"):
+        run_recipe("quickstrat", recipe.parent / "out")
+
+
+def test_real_data_is_read_from_its_folder_and_hashed(recipe, ran, monkeypatch):
+    for folder in ("here", "there"):
+        (recipe.parent / folder / "hh").mkdir(parents=True)
+        (recipe.parent / folder / "hh" / "rows.jsonl").write_text("{}\n")
+    edit(recipe, "${recipe}/rows.jsonl", "${data}/hh/rows.jsonl")
+    monkeypatch.setenv("ALIGNMENT_DATA", str(recipe.parent / "here"))
+    go(recipe)
+    assert ran[1].data == str(recipe.parent / "here/hh/rows.jsonl")
+    ran.names()
+    monkeypatch.setenv("ALIGNMENT_DATA", str(recipe.parent / "there"))
+    go(recipe)
+    assert ran.names() == []  # the same bytes in another place
+    (recipe.parent / "there" / "hh" / "rows.jsonl").write_text("{} \n")
+    go(recipe)
+    assert ran.names() == ["sft", "ppo"]
+
+
+def test_a_directory_that_is_not_the_recipe_s_is_left_alone(recipe, ran):
+    (recipe.parent / "out" / "sft").mkdir(parents=True)
+    (recipe.parent / "out" / "sft" / "thesis.tex").write_text("precious")
+    assert "/out/sft: was not written by a recipe; choose another --output" in refusal(recipe)
+    assert (recipe.parent / "out" / "sft" / "thesis.tex").read_text() == "precious"
+    assert list(ran) == []
+
+
+@pytest.mark.parametrize(
+    ("band", "good", "shown"),
+    [
+        ("metric: score, low: 1, high: 4", True, "2  1 .. 4"),
+        ("metric: score, low: 3", False, "2  3 .. "),
+        ("metric: score, high: 1.6, over: first", True, "1.5  "),
+        ("metric: score, high: 1.6, over: max", False, "2  "),
+        ("metric: score, low: 1.75, high: 1.75, over: mean", True, "1.75  "),
+        ("metric: absent, low: 0", False, "missing  "),
+        ("metric: models.PPO mix.win_rate, low: 0.5", True, "0.6  0.5 .. "),
+    ],
+)
+def test_bands_are_checked(recipe, ran, capsys, band, good, shown):
+    edit(recipe, "metric: score, low: 1, high: 4", band)
+    go(recipe)
+    results = {"models": {"PPO mix": {"win_rate": 0.6}}}
+    (recipe.parent / "out" / "ppo" / "results.json").write_text(json.dumps(results))
+    assert go(recipe, check=True) is good
+    printed = capsys.readouterr().out
+    assert shown in printed
+    assert ("OUTSIDE" in printed) is not good
+    assert "the fake scores 2" in printed
+
+
+def test_without_check_bands_do_not_matter(recipe, ran):
+    edit(recipe, "low: 1, high: 4", "low: 100")
+    assert go(recipe)
+
+
+def test_a_living_run_keeps_others_out_and_a_dead_one_s_lock_is_taken_over(tmp_path, recipe, ran, capsys):
+    with directory_lock(recipe.parent / "out"):
+        assert f"process {os.getpid()} has been using this directory since" in refusal(recipe)
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    lock = recipe.parent / "out" / ".lock"
+    lock.write_text(json.dumps({"pid": dead.pid, "host": socket.gethostname(), "since": "then"}))
+    assert go(recipe)
+    assert f"left behind by process {dead.pid}, which is gone; taken over" in capsys.readouterr().out
+    assert not lock.exists()
+    lock.write_text(json.dumps({"pid": dead.pid, "host": "elsewhere", "since": "then"}))
+    assert f"process {dead.pid} on elsewhere has been using this directory since then" in refusal(recipe)
+    lock.write_text("half a li")
+    assert "a lock that cannot be read; delete it if no run uses this directory" in refusal(recipe)
+
+
+def test_the_lock_is_released_when_a_stage_fails(recipe, ran):
+    ran.fail = "sft"
+    with pytest.raises(RuntimeError, match="power cut"):
+        go(recipe)
+    assert not (recipe.parent / "out" / ".lock").exists()
+
+
+def test_a_user_s_mistake_inside_a_stage_names_the_stage(recipe, ran, monkeypatch):
+    def broken(config) -> None:
+        raise UserError("rows.jsonl:3: no prompt")
+
+    monkeypatch.setattr(sys.modules["fakes"], "run", broken)
+    assert refusal(recipe) == "stage world: rows.jsonl:3: no prompt"
+
+
+def test_several_processes_are_refused(recipe, ran, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "a recipe runs in one process" in refusal(recipe)
+
+
+@pytest.mark.parametrize("verb", sorted(STAGES))
+def test_every_verb_has_its_config_and_function(verb):
+    config, function = pipeline.find_stage(verb)
+    assert "output" in config.__dataclass_fields__
+    assert callable(function)
+
+
+@pytest.mark.parametrize("name", ["quickstart", "hh", "stories"])
+def test_packaged_recipes_are_valid(name, tmp_path, monkeypatch):
+    monkeypatch.setattr(pipeline, "_missing_data", lambda stage, names: [])
+    recipe, stages = plan(name, tmp_path)
+    assert recipe.name == name
+    assert stages
