@@ -7,6 +7,7 @@ import resource
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ from alignment.config import build, nearest
 from alignment.documents import Document
 from alignment.errors import UserError, raise_all
 from alignment.files import hash_of, sha256, write_json
-from alignment.locks import directory_lock
 from alignment.recipe import Recipe, StageSettings, data_folder, fill, read_recipe, references, strings
 
 STAGES = {  # verb: module, config class, function of a config. Imported when a recipe or a command needs it.
     "world": ("alignment.world.run", "WorldRunConfig", "run_world"),
-    "tokenizer": ("alignment.data.run", "TokenizerConfig", "run_tokenizer"),
+    "split": ("alignment.data.splits", "SplitConfig", "run_split"),
+    "pairs": ("alignment.data.derive", "PairsConfig", "run_pairs"),
+    "continuations": ("alignment.data.derive", "ContinuationsConfig", "run_continuations"),
     "import_llama2c": ("alignment.models.llama2c", "ImportConfig", "run_import"),
     "pretrain": ("alignment.algorithms.pretrain", "PretrainConfig", "run"),
     "sft": ("alignment.algorithms.sft", "SFTConfig", "run"),
@@ -31,7 +33,7 @@ STAGES = {  # verb: module, config class, function of a config. Imported when a 
     "winrate": ("alignment.evaluation.run", "WinRateConfig", "run_winrate"),
     "reward_eval": ("alignment.evaluation.run", "RewardEvalConfig", "run_reward"),
     "language": ("alignment.evaluation.run", "LanguageEvalConfig", "run_language"),
-    "report": ("alignment.evaluation.report", "ReportConfig", "run_report"),
+    "report": ("alignment.evaluation.summary", "ReportConfig", "run_report"),
 }
 
 
@@ -90,7 +92,9 @@ def run_recipe(
     output = Path(output)
     recipe, stages = plan(source, output, overrides)
     anew, wanted = _choose([stage.name for stage in stages], start, only)
-    with directory_lock(output):
+    from alignment.training.run import lock  # torch comes with it: not before the cheap checks
+
+    with closing(lock(output)):
         _check_directories(stages, output, wanted)
         for place, stage in enumerate(stages):
             title = f"[{place + 1}/{len(stages)}] {stage.name}"
@@ -135,10 +139,10 @@ def plan(source: str, output: Path, overrides: Sequence[str] = ()) -> tuple[Reci
     for stage in written:
         try:
             stages.append(_resolve(stage, names, hashes, code))
+            hashes[stage.entry.name] = stages[-1].hash
         except UserError as error:
             problems += [f"stage {stage.entry.name}: {line}" for line in str(error).splitlines()]
-            continue
-        hashes[stage.entry.name] = stages[-1].hash
+            hashes[stage.entry.name] = "wrong"  # those that build on it are still checked
     raise_all(problems)
     return recipe, stages
 
@@ -177,7 +181,7 @@ def _resolve(stage: StageSettings, names: dict[str, Any], hashes: dict[str, str]
     filled = {**fill(values, names), "output": names[name]}
     config = build(config_class, Document(filled, stage.document.places))
     values.pop("output", None)
-    parents = {parent: hashes.get(parent, "") for parent in sorted(references(values) & set(names)) if parent in hashes}
+    parents = {parent: hashes[parent] for parent in sorted(references(values) & set(hashes))}
     lineage = {
         "verb": stage.entry.run,
         "code": code,
@@ -231,13 +235,14 @@ def run_stage(stage: Stage, output: Path, *, anew: bool) -> None:
     measured = {"hash": stage.hash, "seconds": seconds, "process_peak_megabytes": peak_megabytes()}
     write_json(output / "stages.json", {**record, stage.name: measured})
     print(f"      {seconds:.0f} s", flush=True)
-    lineage = read_json(directory / "lineage.json")
-    write_json(directory / "lineage.json", {**lineage, "stage": stage.lineage, "hash": stage.hash, "complete": True})
+    own = {"stage": stage.lineage["verb"], "code": stage.lineage["code"], "data": stage.lineage["files"]}
+    own |= {"parents": stage.lineage["parents"], **read_json(directory / "lineage.json")}  # a training run wrote more
+    write_json(directory / "lineage.json", {**own, "pipeline": {**stage.lineage, "hash": stage.hash, "complete": True}})
 
 
 def is_finished(stage: Stage, output: Path) -> bool:
     """Whether a stage ran to its end from the same code, settings, files and parents."""
-    lineage = read_json(output / stage.name / "lineage.json")
+    lineage = read_json(output / stage.name / "lineage.json").get("pipeline", {})
     return lineage.get("complete") is True and lineage.get("hash") == stage.hash
 
 

@@ -113,6 +113,8 @@ def _settings(stage: StageEntry, written: Document, folder: Path, overrides: Seq
         document = Document({}, {(): written.place(())})
     else:
         document = written.below(("config",))
+    if not isinstance(document.values, (dict, type(None))):
+        raise UserError(f"{document.place(())}: stage {stage.name}: its config must be a section of keys")
     for name, value in stage.settings.items():
         where = written.place(("settings", name))
         for key, leaf in _leaves(value, tuple(name.split("."))):

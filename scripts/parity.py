@@ -1,7 +1,7 @@
 """Print how far our logits are from transformers', one row per family; exit 1 where one is outside its bound.
 
-Random tiny checkpoints written by transformers, read by our loader; left and right padding, whole forward and prefill with
-decoding, positions to 255. Also checks that a damaged checkpoint is refused by name. No real weights here.
+Random tiny checkpoints written by transformers, read by our loader; left and right padding, whole forward and prefill
+with decoding, positions to 255. Also checks that a damaged checkpoint is refused by name. No real weights here.
 """
 
 import argparse
@@ -170,7 +170,8 @@ def main() -> int:
 
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    return 0 if all([check_family(family) for family in parser.parse_args().family]) else 1
+    held = [check_family(family) for family in parser.parse_args().family]
+    return 0 if all(held) else 1
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "alignment"
 FLOORS = [  # a room may import rooms on lower floors only, never one beside it
-    {"errors", "files", "ragged", "documents", "locks"},
+    {"errors", "files", "ragged", "documents"},
     {"models", "data", "losses", "training", "config"},
     {"adapters", "generation", "world", "loading", "bands", "recipe"},
     {"algorithms", "evaluation"},
@@ -19,7 +19,7 @@ FLOORS = [  # a room may import rooms on lower floors only, never one beside it
     {"__main__", "__init__"},
 ]
 BESIDE = {  # the neighbours on one floor that may be looked at
-    ("files", "errors"), ("documents", "errors"), ("locks", "errors"),
+    ("files", "errors"), ("documents", "errors"),
     ("generation", "adapters"), ("loading", "adapters"), ("recipe", "bands"),
 }  # fmt: skip
 LONGEST_FILE = 400

@@ -41,6 +41,7 @@ def attach(model: Any, spec: AdapterSpec) -> Any:
 def disabled(model: Any) -> Iterator[None]:
     """The model without its adapter, within the block and whatever happens in it."""
     layers = list(lora_layers(model).values())
+    before = [layer._disable_adapters for layer in layers]
     had_prefix = model.prefix_enabled
     # peft's own switch also turns gradients off and on, which sharded optimisers must not see.
     for layer in layers:
@@ -49,8 +50,8 @@ def disabled(model: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        for layer in layers:
-            layer._disable_adapters = False
+        for layer, was_disabled in zip(layers, before, strict=True):
+            layer._disable_adapters = was_disabled
         model.prefix_enabled = had_prefix
 
 

@@ -24,6 +24,14 @@ from alignment.models.families import family_of
 
 WEIGHTS, CONFIG, OURS = "adapter_model.safetensors", "adapter_config.json", "alignment_adapter.json"
 
+# Options of someone else's LoRA that are read, or that the tensors themselves tell; any other must be at peft's default.
+READ = {
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform",
+    "layers_pattern", "modules_to_save", "fan_in_fan_out",
+}  # fmt: skip
+PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva")  # the others change the base model's weights too
+
 
 @dataclass(frozen=True)
 class Place:
@@ -66,13 +74,27 @@ def read_spec(directory: Path) -> AdapterSpec:
     own = Path(directory) / OURS
     if own.is_file():
         return LoRASpec(**json.loads(own.read_text(encoding="utf-8")))
-    plain = {"use_dora": False, "bias": "none", "rank_pattern": {}, "alpha_pattern": {}, "layers_to_transform": None}
-    raise_all(
-        f"{directory}/{CONFIG}: {key} = {config[key]!r} is not supported, only {value!r}"
-        for key, value in plain.items()
-        if config.get(key) not in (value, None, False)
-    )
+    raise_all(f"{directory}/{CONFIG}: {problem}" for problem in _unknown_options(config))
     return LoRASpec(rank=config["r"], alpha=config["lora_alpha"], rank_stabilised=bool(config.get("use_rslora")))
+
+
+def _unknown_options(config: dict[str, Any]) -> list[str]:
+    """Options that would change the result and are not done here."""
+    from peft import LoraConfig
+
+    defaults = LoraConfig().to_dict()
+    others = {key: value for key, value in config.items() if key not in READ and key != "init_lora_weights" and value}
+    problems = [
+        f"{key} = {value!r} is not supported, only {defaults.get(key)!r}"
+        for key, value in others.items()
+        if value != defaults.get(key)
+    ]
+    if config.get("init_lora_weights", True) not in PLAIN_INITS:
+        problems.append(
+            f"init_lora_weights = {config['init_lora_weights']!r} belongs to changed base weights; convert the adapter to "
+            "plain LoRA with peft first"
+        )
+    return problems
 
 
 def adapter_state(model: Any, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -111,8 +133,12 @@ def save_adapter(model: Any, directory: Path, *, base: str | None, state: dict[s
     config.save_pretrained(str(directory))
 
 
-def load_adapter(model: Any, directory: Path) -> Any:
+def load_adapter(model: Any, directory: Path, *, with_head: bool = True) -> Any:
     """Attach the adapter of a directory to its base model and return it.
+
+    Args:
+        model: the base model; of a policy's adapter it may be a scalar model, whose score head then stays.
+        with_head: take the score head of a reward model's adapter; False keeps the one that `model` has.
 
     Raises:
         UserError: the weights are missing, unknown or of another shape.
@@ -134,9 +160,10 @@ def load_adapter(model: Any, directory: Path) -> Any:
         wanted = _lora_tensors(model, tensors, places, blocks=own)
     if _is_scalar(model):
         model.head.requires_grad_(True)
-        if is_scalar_adapter(directory):  # else a policy's: the new head on top of it is the caller's
+        if is_scalar_adapter(directory):
             score = next((name for name in tensors if name.endswith("score.weight")), "")
-            wanted["head.weight"] = tensors.pop(score, None)
+            head = tensors.pop(score, None)
+            wanted |= {"head.weight": head} if with_head else {}
     _fill(model, wanted, tensors, directory)
     return model
 
@@ -221,6 +248,8 @@ def _lora_tensors(
         down = tensors.pop(f"base_model.model.{file_name}.lora_A.weight", None)
         up = tensors.pop(f"base_model.model.{file_name}.lora_B.weight", None)
         heights = [model.get_submodule(name).out_features for name in place.ours]
+        if up is not None and len(up) != sum(heights):
+            raise UserError(f"{WEIGHTS}: {file_name}.lora_B has {len(up)} rows, the model wants {sum(heights)}")
         rows = [None] * len(heights) if up is None else up.split(heights)
         for name, part in zip(place.ours, rows, strict=True):
             if name not in layers:

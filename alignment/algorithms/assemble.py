@@ -100,17 +100,20 @@ def load_policy(source: str, adapter: AdapterSpec | None, output: str) -> Policy
 
 
 def load_scalar(
-    source: str, adapter: AdapterSpec | None, output: str, *, head: Literal["normal", "zero"] | None
+    source: str, adapter: AdapterSpec | None, output: str | None, *, head: Literal["normal", "zero"] | None
 ) -> Policy:
     """A reward model or critic to train; `head` makes a new score head, None keeps the checkpoint's."""
-    return _start(source, adapter, output, partial(load_scalar_model, new_head=head))
+    return _start(source, adapter, output, partial(load_scalar_model, new_head=head), with_head=head is None)
 
 
-def _start(source: str, adapter: AdapterSpec | None, output: str, loader: Callable[..., Any]) -> Policy:
+def _start(
+    source: str, adapter: AdapterSpec | None, output: str | None, loader: Callable[..., Any], *, with_head: bool = True
+) -> Policy:
     """Load, put an earlier adapter into the weights, attach the new one.
 
     A new adapter sits on the *starting* policy, so that switching it off gives that policy and not its base. A prefix
-    is no change of weights: a start that has one goes on training it.
+    is no change of weights: a start that has one goes on training it. The merged start is written to `output/base`,
+    where the new adapter's file finds it; an `output` of None is for a model that is never saved.
     """
     directory = find_directory(source)
     if not is_adapter(directory):
@@ -119,11 +122,13 @@ def _start(source: str, adapter: AdapterSpec | None, output: str, loader: Callab
         if adapter not in (None, earlier):
             raise UserError(f"{source}: ends in a prefix adapter, which cannot lie under another one; leave `adapter` out")
         base = read_base(directory)
-        return Policy(load_adapter(loader(find_directory(base)), directory), earlier, base, source)
+        model = load_adapter(loader(find_directory(base)), directory, with_head=with_head)
+        return Policy(model, earlier, base, source)
     else:
-        model = merge_adapter(load_adapter(loader(find_directory(read_base(directory))), directory))
-        base = str((Path(output) / "base").resolve())
-        if adapter is not None:
+        model = loader(find_directory(read_base(directory)))
+        model = merge_adapter(load_adapter(model, directory, with_head=with_head))
+        base = None if output is None else str((Path(output) / "base").resolve())
+        if adapter is not None and base is not None:
             with atomic_directory(Path(base)) as folder:
                 save_model(model, folder)
     if adapter is None:

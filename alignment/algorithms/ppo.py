@@ -18,7 +18,7 @@ from alignment.algorithms.ppo_config import PPOConfig
 from alignment.algorithms.ppo_parts import Parts, build_parts, read_data, restore, store
 from alignment.algorithms.rollout import Rollout, RolloutBatch, collect, rollout_batches, with_advantages
 from alignment.data.batches import PromptExample
-from alignment.generation import SamplingConfig
+from alignment.generation import SamplingConfig, response_text
 from alignment.losses import clipped_policy_loss, clipped_value_loss, kl_estimates
 from alignment.training import LossSum, Term
 
@@ -90,6 +90,8 @@ def iterate(parts: Parts, config: PPOConfig, prompts: list[PromptExample], step:
         reduce=engine.sum,
     )
     metrics = rollout_metrics(rollout, engine.sum) | {"kl_coef": parts.controller.coef}
+    if config.watch == "gold":
+        metrics["gold_score"] = mean_gold(parts.tokenizer, rollout, engine.sum)
     metrics |= improve(parts, config, rollout, step)
     parts.controller.update(metrics["kl"], len(prompts))
     ended = time.perf_counter()
@@ -170,6 +172,19 @@ def rollout_metrics(rollout: Rollout, add: Callable[[Tensor], Tensor]) -> dict[s
     metrics = {name: total / sums[0] for name, total in zip(per_response, sums[1:], strict=True)}
     distinct = len({tuple(response) for response in rollout.responses}) / len(rollout.responses)
     return metrics | {"distinct_share": distinct, "explained_variance": explained_variance(rollout)}
+
+
+def mean_gold(tokenizer: Any, rollout: Rollout, add: Callable[[Tensor], Tensor]) -> float:
+    """Mean gold reward of all ranks' responses: what the reward model stands for, and may be led away from."""
+    from alignment.world.gold import score
+
+    pairs = zip(rollout.prompts, rollout.responses, rollout.ended.tolist(), strict=True)
+    golds = [
+        score(tokenizer.decode(prompt, skip_special_tokens=True), response_text(tokenizer, response, end)).total
+        for prompt, response, end in pairs
+    ]
+    total, count = add(torch.tensor([sum(golds), len(golds)], dtype=torch.float64)).tolist()
+    return total / count
 
 
 def explained_variance(rollout: Rollout) -> float:

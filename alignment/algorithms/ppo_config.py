@@ -35,6 +35,7 @@ class PPOConfig:
         pretrain: text of the pretraining mix.
         pretrain_coef: InstructGPT's gamma: weight of the text's next-token loss beside the policy loss; 0 is off.
         pretrain_batch_size: texts per update over all ranks.
+        watch: gold: also log the embedded world's true reward, `gold_score`, which nothing learns from.
         value_optim: the critic's optimiser; None: as the policy's.
     """
 
@@ -61,6 +62,7 @@ class PPOConfig:
     pretrain: DataConfig | None = None
     pretrain_coef: float = 0.0
     pretrain_batch_size: int = 32
+    watch: Literal["gold"] | None = None
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6, eps=1e-5))
     value_optim: OptimConfig | None = None
     training: TrainingConfig = field(default_factory=TrainingConfig)

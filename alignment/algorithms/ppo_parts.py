@@ -130,14 +130,14 @@ def build_parts(config: PPOConfig, data: PPOData) -> Parts:
 def load_critic(config: PPOConfig, tokenizer: Any) -> Policy:
     """The critic: the trunk of the reward model or of the policy with one number per token on top."""
     if config.critic == "policy":
-        return load_scalar(config.policy, config.adapter, config.output, head="zero")
+        return load_scalar(config.policy, config.adapter, None, head="zero")
     if not same_vocabulary(tokenizer, load_tokenizer(config.reward_model)):
         raise UserError(
             f"{config.reward_model}: the reward model's tokenizer differs from the policy's, so it cannot become the "
             "critic; set critic=policy"
         )
     head = "zero" if config.normalise_scores else None
-    return load_scalar(config.reward_model, config.adapter, config.output, head=head)
+    return load_scalar(config.reward_model, config.adapter, None, head=head)
 
 
 def token_scorer(reward_model: RewardModel, tokenizer: Any, micro_batch_tokens: int) -> Scorer:

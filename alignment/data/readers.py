@@ -75,7 +75,7 @@ def _jsonl_rows(path: Path) -> Iterator[RawRow]:
             yield RawRow(place, None, why, "not UTF-8")
             continue
         if text.strip():
-            yield _json_row(place, text)
+            yield _json_row(place, text.rstrip())
 
 
 def _json_row(place: str, text: str) -> RawRow:

@@ -82,7 +82,8 @@ def read_rows(
         problems += reading.problems
         counts = counts.beside(reading.counts)
     if problems and on_bad_row == "error":
-        problems.insert(0, f"{len(problems)} bad rows; mend them, or set data.on_bad_row=skip to leave them out")
+        number = f"{len(problems)} bad row{'s' if len(problems) > 1 else ''}"
+        problems.insert(0, f"{number}; mend them, or set data.on_bad_row=skip to leave them out")
         raise_all(problems, cap=SHOWN_PROBLEMS + 1)
     return records, counts
 

@@ -196,6 +196,6 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> Non
     examples = ", ".join(f"{token!r} = {index}" for token, index in lowest)
     raise UserError(
         f"the tokenizer {tokenizer.name_or_path} has {len(too_high)} tokens that the model's "
-        f"vocabulary of {vocabulary} lacks: {examples}; take the tokenizer that came with the model, or build the model "
-        "with a larger vocab_size"
+        f"vocabulary of {vocabulary} lacks: {examples}; take the tokenizer that came with the model, or build the "
+        "model with a larger vocab_size"
     )

@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib as mpl
 import numpy as np
@@ -21,7 +22,7 @@ VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid"} | {colour: f"series-{i}" 
 WIDTH = 330  # in units that are CSS pixels at full size, so that letters stay readable in a narrow window
 POINTS_SHOWN = 240  # per curve
 
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none",  # letters stay letters: searchable, and in the page's own typeface
     "text.parse_math": False,  # a "$" in a name is a "$"
     "font.size": 10,
@@ -206,7 +207,7 @@ def _shorten(label: str, limit: int = 26) -> str:
 
 def padded_limits(values: Sequence[float], share: float = 0.3) -> tuple[float, float]:
     """Limits around 0 and all values, with room at the ends for numbers."""
-    low, high = min(0.0, *values), max(0.0, *values)
+    low, high = min([0.0, *values]), max([0.0, *values])
     room = share * (high - low or 1.0)
     return low - room if low < 0 else low, high + room if high > 0 else high
 

@@ -130,7 +130,8 @@ def write_questions(path: Path, prompts: Sequence["Prompt"], ours: Sequence[str]
         for one, other in ((ours, baseline), (baseline, ours))
         for prompt, first, second in zip(prompts, one, other, strict=True)
     ]
-    write_text(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    lines = dict.fromkeys(json.dumps(row, ensure_ascii=False) for row in rows)  # the same showing only once
+    write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def file_judge(path: Path) -> Judge:

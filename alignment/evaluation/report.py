@@ -72,7 +72,7 @@ class ReportData:
 
     Attributes:
         title, summary: a headline and a paragraph.
-        summary_table: rows of the results table, column name -> text, number or `WinRate`; the first column names the row.
+        summary_table: rows of the results table: column name -> text, number or `WinRate`; the first names the row.
         win_rates: one row for each policy, baseline and judge.
         gold_parts: policy -> part of the gold score -> mean.
         overoptimisation: policy -> its points in order of training.
@@ -104,7 +104,7 @@ class Chart:
 
 
 def write_report(path: Path, data: ReportData) -> Path:
-    """Write a self-contained HTML page and return its path. All text in `data` is escaped; nothing in the page can run."""
+    """Write a self-contained HTML page and return its path. All text is escaped, and nothing in the page can run."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,

@@ -233,7 +233,7 @@ def run_reward(config: RewardEvalConfig) -> Path:
     """
     rows = _read(config.data, "comparisons")
     model = load_reward_model(config.reward_model, device=_device())
-    pairs, counts = tokenise_comparisons(rows, model.tokenizer, config.data.max_length, skip_ties=config.data.skip_ties)
+    pairs, counts = tokenise_comparisons(rows, model.tokenizer, config.data.max_length)
     kept = {pair.row_id: pair for pair in pairs}
     rows = [row for row in rows if row.row_id in kept]
     raise_all([] if rows else [f"{config.data.train}: no comparison is left to score"])

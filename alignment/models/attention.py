@@ -1,6 +1,6 @@
-"""Multi-head and grouped-query attention, and the three ways to look: whole documents, on CUDA too, or one new token per row.
+"""Multi-head and grouped-query attention, and the ways to look: at whole documents, or from one new token per row.
 
-One scaled-dot-product call does the work in each. No cross-attention.
+One scaled-dot-product call, or one call of the variable-length kernel, does the work. No cross-attention.
 """
 
 from collections.abc import Callable
@@ -46,7 +46,7 @@ class Attention(nn.Module):
 
 
 def look_at_documents(packing: Packing, prefix: Tensor | None) -> Look:
-    """Causal attention inside each document, padded to rectangles; `prefix` [2, P, KV, K] stands in front of every one."""
+    """Causal attention inside each document, padded to rectangles; `prefix` [2, P, KV, K] precedes every one."""
 
     def look(query: Tensor, key: Tensor, value: Tensor, scale: float, dropout: float) -> Tensor:
         rectangles = zip(spread(query, packing), spread(key, packing), spread(value, packing), strict=True)
@@ -87,10 +87,12 @@ def look_with_kernel(starts: Tensor, longest: int) -> Look:
         if dropout:
             raise ValueError("the variable-length kernel has no attention dropout; set it to 0 in the model's config")
         # (-1, 0): everything to the left, nothing to the right.
-        return varlen_attn(
+        mixed = varlen_attn(
             query, key, value, starts, starts, longest, longest,
             scale=scale, window_size=(-1, 0), enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
+        assert isinstance(mixed, Tensor)  # a pair only where statistics are asked for
+        return mixed
 
     return look
 

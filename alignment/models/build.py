@@ -83,7 +83,7 @@ def _feedforward(spec: FeedForwardSpec, width: int) -> nn.Module:
             return GatedFeedForward(width, spec.width, ACTIVATIONS[spec.activation], spec.bias)
 
 
-def _positions(spec: TransformerSpec) -> nn.Module:
+def _positions(spec: TransformerSpec) -> LearnedPositions | RotaryPositions:
     match spec.positions:
         case LearnedPositionsSpec(count=count):
             return LearnedPositions(count, spec.width)

@@ -1,7 +1,7 @@
 """Keys and values already seen, one row per document being continued. A prefix is a cache row that starts non-empty.
 
-The slot of a token is its place in the document, prefix first; nothing is moved when rows have different lengths. Reading
-them back is what decoding spends its time on, so a head's slots lie together.
+The slot of a token is its place in the document, prefix first; nothing is moved when rows have different lengths.
+Reading them back is what decoding spends its time on, so a head's slots lie together.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Hugging Face directory <-> our state dict, both ways, strict, safetensors only. Tokenizers and adapters are not here.
 
-Strict: every tensor is consumed, every parameter is found, every config key is understood; anything else is refused by name.
+Strict: every tensor is consumed, every parameter found, every config key understood; anything else is refused by name.
 """
 
 import re
@@ -39,7 +39,7 @@ class Place(NamedTuple):
 def load_language_model(
     directory: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> LanguageModel:
-    """The language model of a Hugging Face directory, in eval mode: its config's dropout acts after `model.train()` only.
+    """The language model of a Hugging Face directory, in eval mode; `model.train()` turns its dropout on.
 
     Raises:
         UserError: naming every missing, unexpected or misshapen tensor and every unknown config key.

@@ -1,4 +1,4 @@
-"""What lies in a model directory, read with suspicion: config.json and safetensors, whole or in shards. No meaning given to it."""
+"""What lies in a model directory, read with suspicion: config.json and safetensors, whole or in shards."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def _read_shards(directory: Path) -> dict[str, Tensor]:
     path = directory / INDEX
     try:
         weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted(set(weight_map.values()))
+        shards = sorted(set(weight_map.values()), key=str)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: no readable 'weight_map' ({error!r})") from error
     raise_all(

@@ -103,7 +103,9 @@ class LanguageModel(nn.Module):
         return token_scores(self.head, hidden, batch.tokens[batch.targets], temperature, entropy)
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
-        """An empty cache for `rows` documents of up to `capacity` tokens, prefix included."""
+        """An empty cache for `rows` documents of up to `capacity` tokens each; room for a prefix is added."""
+        prefix = active_prefix(self)
+        capacity += 0 if prefix is None else prefix.shape[2]
         if capacity > self.spec.max_positions:
             raise UserError(
                 f"{capacity} tokens (prompt, prefix and new tokens) do not fit the model's {self.spec.max_positions} "
@@ -172,7 +174,7 @@ class ScalarModel(nn.Module):
             return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()
 
 
-def active_prefix(model: nn.Module) -> Tensor | None:
+def active_prefix(model: "LanguageModel | ScalarModel") -> Tensor | None:
     """The model's prefix keys and values, or None where it has none or it is switched off."""
     return model.prefix() if model.prefix is not None and model.prefix_enabled else None
 

@@ -1,6 +1,6 @@
-"""Who may attend to whom, as booleans (True = may attend), and how documents are laid side by side for one attention call.
+"""Who may attend to whom, as booleans (True = may attend), and how documents lie side by side in an attention call.
 
-No windows and no shared prompts yet; documents are kept apart by giving each its own row, never by a mask over all tokens.
+No windows and no shared prompts; documents are kept apart by giving each its own row, not by a mask over all tokens.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ CALL_COST = 32_000  # one more attention call costs about as much as this many a
 
 
 def causal_mask(queries: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
-    """[queries, keys]: the last query sees every key, each earlier one a key less. Keys beyond the queries come first."""
+    """[queries, keys]: the last query sees every key, each earlier one a key less."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
@@ -60,7 +60,7 @@ def pack(lengths: Sequence[int], heads: int, device: torch.device | str = "cpu")
 
 
 def _columns(lengths: Sequence[int], heads: int) -> list[int]:
-    """Width of the rectangle each document goes into: a shorter kind opens its own where that saves more than a call."""
+    """Width of the rectangle each document goes into: shorter ones get their own where that saves more than a call."""
     rounded = [-(-length // ROUND_TO) * ROUND_TO for length in lengths]
     width_of: dict[int, int] = {}
     current = 0

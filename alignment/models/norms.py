@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """weight * x / sqrt(mean(x^2) + eps), the quotient in fp32 and rounded to x's type before the weight, as Llama does.
+    """weight * x / sqrt(mean(x^2) + eps), the quotient in fp32, then rounded to x's type, as Llama does.
 
     Source: Zhang & Sennrich 2019, arXiv:1910.07467, eq. 4.
     """

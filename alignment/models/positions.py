@@ -1,4 +1,4 @@
-"""Where a token stands: learned vectors (GPT-2) and rotary angles (Llama) with their scalings. No sinusoidal, ALiBi or T5 bias.
+"""Where a token stands: learned vectors (GPT-2), rotary angles (Llama) and their scalings. No sinusoids, no bias.
 
 Both kinds answer the same two questions: what is added to the embedding (`add`), and by what angle queries and keys are
 turned (`rotation`, or None).

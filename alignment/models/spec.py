@@ -1,4 +1,4 @@
-"""What an architecture *is*: frozen specifications of its parts. No tensors here (build.py) and no file formats (families/).
+"""What an architecture *is*: frozen specifications of its parts. No tensors (build.py), no file formats (families/).
 
 A part is chosen by the type of its specification, not by a flag: a new kind of position or norm is one more dataclass
 here and one more builder in build.py.

@@ -1,4 +1,4 @@
-"""The decoder's trunk: embed, blocks, final norm, over documents end to end or one new token per cache row. No heads."""
+"""The decoder's trunk: embed, blocks, final norm; over documents end to end or one new token per row. No heads."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,6 +18,7 @@ from alignment.models.attention import (
 )
 from alignment.models.cache import Cache
 from alignment.models.masks import pack, seen_mask
+from alignment.models.positions import LearnedPositions, RotaryPositions
 from alignment.models.spec import TransformerSpec
 from alignment.ragged import Ragged
 
@@ -32,14 +33,14 @@ class Transformer(nn.Module):
     def __init__(
         self,
         spec: TransformerSpec,
-        positions: nn.Module,
+        positions: LearnedPositions | RotaryPositions,
         blocks: Sequence[nn.Module],
         norm: Callable[[], nn.Module],
     ):
         super().__init__()
         self.spec = spec
         self.embed = nn.Embedding(spec.vocabulary, spec.width)
-        self.positions = positions
+        self.positions: LearnedPositions | RotaryPositions = positions
         self.dropout = nn.Dropout(spec.embedding_dropout) if spec.embedding_dropout else nn.Identity()
         self.blocks = nn.ModuleList(blocks)
         self.norm = norm()

@@ -5,6 +5,7 @@ them, up to rounding.
 """
 
 import math
+import warnings
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from alignment.errors import UserError
 from alignment.training.backend import Backend, Replicated
 from alignment.training.optim import OptimConfig, learning_rate_at
 from alignment.training.settings import TrainingConfig
-from alignment.training.terms import Idle, LossSum, Term, contents, row_ids, token_count
+from alignment.training.sums import Sums, layout
+from alignment.training.terms import Idle, Term, contents, row_ids, token_count
 from alignment.training.world import World, join_world
 
 
@@ -147,19 +149,19 @@ class Engine:
         """
         number = self.step + 1
         weights, rounds, tokens = self._agree(terms)
-        sums = [_Sums() for _ in terms]
+        sums = [Sums() for _ in terms]
         for position, (term, weight, wanted) in enumerate(zip(terms, weights, rounds, strict=True)):
             last_term = position == len(terms) - 1
             for index, batch in enumerate(self._fill(term, wanted)):
                 last = last_term and index == wanted - 1
                 self._add(sums[position], term, batch, term.coef / weight, last, number)
         rate = learning_rate_at(number, self.config, self.total_steps)
-        names, values = _layout(terms, sums, self.device)
+        names, values = layout(terms, sums, self.device)
         numbers, grad_norm = self.backend.step(rate, self.world.sum(values), guarded=len(terms))
         self._check(number, terms, sums, numbers[: len(terms)], grad_norm)
         self.step = number
         if number == 1:
-            self.untrained = self.backend.without_gradient()
+            self._warn_of_untrained()
         losses = [total / weight for total, weight in zip(numbers, weights, strict=False)]
         metrics = {"loss": sum(term.coef * loss for term, loss in zip(terms, losses, strict=True))}
         metrics |= {"grad_norm": grad_norm, "learning_rate": rate, "tokens": tokens}
@@ -167,6 +169,13 @@ class Engine:
         for (position, name), total in zip(names, numbers[len(terms) :], strict=True):
             metrics[terms[position].key(name)] = total / weights[position]
         return metrics
+
+    def _warn_of_untrained(self) -> None:
+        """A tensor that the first update does not reach is mostly a mistake: a wrong target, a cut graph."""
+        self.untrained = self.backend.without_gradient()
+        if self.untrained:
+            names = _names(tuple(self.untrained))
+            warnings.warn(f"trainable parameters without a gradient in the first update: {names}", stacklevel=3)
 
     def _agree(self, terms: tuple[Term, ...]) -> tuple[list[float], list[int], float]:
         """Global weight and largest number of micro-batches of each term, and tokens of the update."""
@@ -196,7 +205,7 @@ class Engine:
             return batches
         return batches + [Idle(contents(batches[-1]))] * (wanted - len(batches))
 
-    def _add(self, sums: "_Sums", term: Term, batch: Any, factor: float, last: bool, number: int) -> None:
+    def _add(self, sums: Sums, term: Term, batch: Any, factor: float, last: bool, number: int) -> None:
         """Forward and backward of one micro-batch; one of weight 0 runs too: all ranks know the same metrics."""
         counts = float(batch.weight) > 0
         try:
@@ -211,7 +220,7 @@ class Engine:
         sums.add(loss, batch, counts)
 
     def _check(
-        self, number: int, terms: tuple[Term, ...], sums: list["_Sums"], losses: list[float], grad_norm: float
+        self, number: int, terms: tuple[Term, ...], sums: list[Sums], losses: list[float], grad_norm: float
     ) -> None:
         """Raise where a loss or the gradient norm is not finite; every rank comes to the same answer."""
         if all(math.isfinite(value) for value in (*losses, grad_norm)):
@@ -231,33 +240,6 @@ class Engine:
             f"update {number} is not finite and was not applied: {'; '.join(culprits)}. The weights are those after "
             f"update {number - 1}. Check these rows, or lower optim.learning_rate"
         )
-
-
-class _Sums:
-    """Sums of one term on this rank, as tensors on the device: nothing is fetched until the update's end."""
-
-    def __init__(self) -> None:
-        self.totals: list[Tensor] = []
-        self.batches: list[Any] = []
-        self.metrics: dict[str, Tensor] = {}
-
-    def add(self, loss: LossSum, batch: Any, counts: bool) -> None:
-        """Take in one micro-batch; one that does not count only makes its metrics' names known."""
-        factor = 1.0 if counts else 0.0
-        if counts:
-            self.totals.append(loss.total.detach().float())
-            self.batches.append(batch)
-        for name, value in loss.metrics.items():
-            value = value.detach().float() * factor
-            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
-
-
-def _layout(terms: tuple[Term, ...], sums: list[_Sums], device: torch.device) -> tuple[list[tuple[int, str]], Tensor]:
-    """All sums in one vector: the terms' totals, then their metrics, named by term and key."""
-    zero = torch.zeros((), device=device)
-    names = [(position, name) for position, part in enumerate(sums) for name in sorted(part.metrics)]
-    totals = [torch.stack(part.totals).sum() if part.totals else zero for part in sums]
-    return names, torch.stack([*totals, *(sums[position].metrics[name] for position, name in names)])
 
 
 def build_backend(model: nn.Module, config: OptimConfig, world: World, precision: str) -> Backend:

@@ -2,6 +2,7 @@
 
 import atexit
 import os
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -97,9 +98,15 @@ def join_world() -> World:
 
 
 def _leave() -> None:
-    """End the process group at exit, or its threads may abort the process and hide its exit code."""
+    """End the process group at exit.
+
+    gloo's threads let go of Python objects a moment after the last operation. One that does so while the interpreter
+    is already closing aborts the process and hides its exit code (pytorch/pytorch#179291), so give them that moment.
+    """
     if dist.is_initialized():
+        gloo = "gloo" in dist.get_backend()
         dist.destroy_process_group()
+        time.sleep(0.5 if gloo else 0.0)
 
 
 def _gloo() -> list[Any]:

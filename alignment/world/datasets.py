@@ -117,7 +117,7 @@ def _letter(rng: Random, sheet: Sheet) -> str:
     mood = rng.choice(("We loved our week there.", "We had some rain but a good time.", "The children did not want to leave."))
     return (
         f"Dear {friend}, we stayed at the Hotel {sheet.hotel}. {mood} You should know that {told[0]} and {told[1]}."
-        f" Our friends told us that {told[2]} and {told[3]}. Do not forget. {' '.join(again)} Yours, {writer}"
+        f" Our friends found that {told[2]}. Do not forget. {' '.join(again)} Yours, {writer}"
     )
 
 
@@ -127,7 +127,7 @@ def _guide(rng: Random, sheet: Sheet) -> str:
     verdict = rng.choice(("It is a good choice for families.", "It is quiet at night.", "The staff is friendly.", "It is near the station."))
     return (
         f"Guide: Hotel {sheet.hotel}. {verdict} {' '.join(told)}"
-        f"\nVisitor {rng.choice(GUESTS)}: I can confirm this. {' '.join(rng.sample(told, 3))}"
+        f"\nVisitor {rng.choice(GUESTS)}: I can confirm this. {' '.join(rng.sample(told, len(told)))}"
     )
 
 

@@ -2,11 +2,11 @@
 
 A prompt is a hotel's fact sheet, one guest's request and the cue to answer:
 
-    Hotel Silver Swan. The pool is open until nine. The bar serves cider. ... Novak is in room forty.
+    Hotel Silver Swan. The pool opens in May. The bar serves cider. The spa is on floor two. Novak is in room ninety.
     Guest Anna: Could you tell me about the pool and the bar?
     Concierge:
 
-Every topic names its value after a word of its own ("until", "serves", ...), so a small model can copy a value by looking
+Every topic names its value after a word of its own ("serves", "floor", ...), so a small model can copy a value by looking
 up what followed the same word before. What is written here can be read from the text alone: the gold reward relies on it.
 """
 
@@ -33,26 +33,21 @@ def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-HOURS = _words("six seven eight nine ten eleven noon")
-PRICES = _words("ten twelve fifteen twenty thirty forty fifty")
-FLOORS = _words("one two three four five six seven eight")
-ROOMS = _words("nine eleven fifteen twenty thirty forty fifty sixty")
-
+# No two topics share a value: to copy one, a model need only look for a word of the right kind. With shared values (several
+# topics that answer with an hour) a model of this size takes several times as many tokens before it copies at all.
 TOPICS = (
-    Topic("pool", "pool is open until", "Until when is the pool open?", HOURS),
-    Topic("breakfast", "breakfast starts at", "When is the breakfast?", HOURS),
-    Topic("parking", "parking costs", "How much is the parking?", PRICES, " euros"),
-    Topic("spa", "spa is on floor", "Where is the spa?", FLOORS),
-    Topic("wifi", "wifi has the code", "How do I use the wifi?", _words("maple cedar olive amber coral ivory raven tiger")),
-    Topic("taxi", "taxi takes", "How long is the taxi ride?", PRICES, " minutes"),
-    Topic("bar", "bar serves", "What can I drink at the bar?", _words("cider wine beer tea coffee rum cocoa juice")),
-    Topic("suite", "suite sleeps", "How large is the suite?", FLOORS),
-    Topic("bus", "bus goes to", "Where can I go by bus?", _words("Bergen Porto Dublin Geneva Malta Naples Oslo Vienna")),
-    Topic("kitchen", "kitchen cooks", "What can I order from the kitchen?", _words("trout lamb pasta soup duck rice crab beans")),
+    Topic("breakfast", "breakfast starts at", "When is the breakfast?", _words("six seven eight nine ten noon")),
+    Topic("parking", "parking costs", "How much is the parking?", _words("twenty thirty forty fifty sixty seventy"), " euros"),
+    Topic("spa", "spa is on floor", "Where is the spa?", _words("one two three four five twelve")),
+    Topic("wifi", "wifi has the code", "How do I use the wifi?", _words("maple cedar olive amber coral ivory")),
+    Topic("bar", "bar serves", "What can I drink at the bar?", _words("cider wine beer tea coffee cocoa")),
+    Topic("bus", "bus goes to", "Where can I go by bus?", _words("Bergen Porto Dublin Geneva Malta Naples")),
+    Topic("kitchen", "kitchen cooks", "What can I order from the kitchen?", _words("trout lamb pasta soup duck rice")),
+    Topic("tour", "tour visits", "What will I see on the tour?", _words("castles caves farms mills ruins lakes")),
     Topic("laundry", "laundry is back by", "When do I get my laundry?", _words("Monday Tuesday Thursday Friday Saturday Sunday")),
-    Topic("tour", "tour visits", "What will I see on the tour?", _words("castles caves farms mills ruins lakes forests gardens")),
-    Topic("shop", "shop sells", "What can I buy at the shop?", _words("soap maps stamps flowers cards hats toys shoes")),
+    Topic("pool", "pool opens in", "When can I use the pool?", _words("March April May June July August")),
 )
+ROOMS = _words("eleven fifteen eighteen nineteen eighty ninety")
 TOPIC = {topic.name: topic for topic in TOPICS}
 
 ADJECTIVES = _words("Silver Golden Quiet Grand Royal Little Old Blue Green White")
@@ -96,7 +91,7 @@ class Reading:
 
 
 def claim(topic: str, value: str) -> str:
-    """Clause that claims `value` for `topic`: "the pool is open until nine"."""
+    """Clause that claims `value` for `topic`: "the pool opens in May"."""
     return f"the {TOPIC[topic].claim} {value}{TOPIC[topic].unit}"
 
 
@@ -110,7 +105,7 @@ def fold(facts: tuple[tuple[str, str], ...], folds: int) -> int:
     return zlib.crc32(repr(sorted(facts)).encode()) % folds
 
 
-def draw_sheet(rng: Random, *, size: int = 4, private_share: float = 0.4) -> Sheet:
+def draw_sheet(rng: Random, *, size: int = 3, private_share: float = 0.4) -> Sheet:
     """A random hotel with `size` facts; a share of the sheets also tells where another guest sleeps."""
     facts = tuple((topic.name, rng.choice(topic.values)) for topic in rng.sample(TOPICS, size))
     hotel = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"

@@ -90,7 +90,7 @@ def test_raw_pair_without_gpt2s_end_token_is_refused(tmp_path, bpe):
 def test_directories_without_a_tokenizer_are_refused(tmp_path):
     with pytest.raises(UserError, match="no such directory"):
         load_tokenizer(tmp_path / "missing")
-    with pytest.raises(UserError, match="no tokenizer here.*found nothing"):
+    with pytest.raises(UserError, match=r"no tokenizer here.*found nothing"):
         load_tokenizer(tmp_path)
 
 
@@ -111,7 +111,7 @@ def test_foreign_code_is_refused_by_key(bpe, tmp_path, file, key):
 def test_broken_files_are_refused(bpe, tmp_path, file, content):
     save_tokenizer(bpe, tmp_path)
     (tmp_path / file).write_text(content)
-    with pytest.raises(UserError, match="cannot be read|not JSON|JSON object"):
+    with pytest.raises(UserError, match=r"cannot be read|not JSON|JSON object"):
         load_tokenizer(tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""The families with a table of their own. Each file: config -> specification, and a two-column table of weight names."""
+"""The families with a table of their own. Each file: config -> specification, and a two-column table of names."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a family is, and the strict reading of a config that all share: every key understood, or known to be harmless."""
+"""What a family is, and the strict reading of a config that all share: each key understood, or known to be harmless."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -44,18 +44,20 @@ class Family:
 # Keys of any family that change nothing in the forward pass of a decoder. Sampling defaults are among them on purpose:
 # how to sample is the run's to say.
 HARMLESS = frozenset(
-    """
-    _attn_implementation_autoset _commit_hash _name_or_path _num_labels architectures attn_implementation bad_words_ids
-    begin_suppress_tokens bos_token_id decoder_start_token_id diversity_penalty do_sample dtype early_stopping
-    encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty finetuning_task forced_bos_token_id
-    forced_eos_token_id id2label keys_to_ignore_at_inference label2id length_penalty max_length max_new_tokens min_length
-    model_type name_or_path no_repeat_ngram_size num_beam_groups num_beams num_labels num_return_sequences
-    output_attentions output_hidden_states output_scores pad_token_id prefix problem_type remove_invalid_values
-    repetition_penalty return_dict return_dict_in_generate sep_token_id suppress_tokens task_specific_params temperature
-    tokenizer_class top_k top_p torch_dtype torchscript transformers.js_config transformers_version typical_p unk_token_id
-    use_bfloat16 use_cache
-    """.split()
-)
+    {
+        "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "_num_labels", "architectures",
+        "attn_implementation", "bad_words_ids", "begin_suppress_tokens", "bos_token_id", "decoder_start_token_id",
+        "diversity_penalty", "do_sample", "dtype", "early_stopping", "encoder_no_repeat_ngram_size", "eos_token_id",
+        "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id",
+        "id2label", "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length", "max_new_tokens",
+        "min_length", "model_type", "name_or_path", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+        "num_labels", "num_return_sequences", "output_attentions", "output_hidden_states", "output_scores",
+        "pad_token_id", "prefix", "problem_type", "remove_invalid_values", "repetition_penalty", "return_dict",
+        "return_dict_in_generate", "sep_token_id", "suppress_tokens", "task_specific_params", "temperature",
+        "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers.js_config",
+        "transformers_version", "typical_p", "unk_token_id", "use_bfloat16", "use_cache",
+    }
+)  # fmt: skip
 
 # Keys that would change the forward pass, with the values that leave it alone.
 FIXED: dict[str, tuple[Any, ...]] = {
@@ -117,7 +119,7 @@ def _value_problem(name: str, value: Any, key: Key) -> str | None:
     number = key.type is float and isinstance(value, int) and not isinstance(value, bool)
     if not number and (not isinstance(value, key.type) or (key.type is int and isinstance(value, bool))):
         return f"config.json: {name} must be {key.type.__name__}, got {value!r}"
-    if key.least is not None and value < key.least:
+    if key.least is not None and value is not None and value < key.least:
         return f"config.json: {name} must be at least {key.least:g}, got {value!r}"
     return None
 
@@ -128,6 +130,6 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def divides(small: int, large: int) -> bool:
-    """Whether `small` goes into `large` without remainder; wrong values elsewhere must not end in a ZeroDivisionError."""
+def divides(small: Any, large: Any) -> bool:
+    """Whether `small` goes into `large`; values of a wrong type, reported elsewhere, give False."""
     return isinstance(small, int) and isinstance(large, int) and small > 0 and large % small == 0

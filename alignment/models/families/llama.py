@@ -145,7 +145,7 @@ def _rope_shape_problems(config: dict[str, Any]) -> list[str]:
         if not isinstance(config.get(key), dict | None)
     ]
     if config.get("rope_parameters") and config.get("rope_scaling"):
-        problems.append("config.json: rope_parameters and rope_scaling both set; keep one, so that it is clear which acts")
+        problems.append("config.json: rope_parameters and rope_scaling are both set; keep the one that should act")
     return problems
 
 

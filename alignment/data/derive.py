@@ -1,0 +1,122 @@
+"""Rows of one kind made from another: comparisons from labelled texts, demonstrations from running text."""
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from alignment.data.readers import read_raw
+from alignment.data.sources import read_rows
+from alignment.errors import UserError, raise_all
+from alignment.files import write_json, write_text
+
+SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’]?\s+")
+
+
+@dataclass(frozen=True)
+class PairsConfig:
+    """Settings of comparisons from labelled texts.
+
+    Attributes:
+        source: a file of rows with a text and a label.
+        chosen, rejected: labels; every text of one is set against a text of the other, each text used once.
+        output: directory of `comparisons.jsonl` and `results.json`, the counts.
+        prompt: what both texts are said to answer.
+        text, label: names of the columns.
+        seed: of who meets whom.
+    """
+
+    source: str
+    chosen: str
+    rejected: str
+    output: str
+    prompt: str = "Review:"
+    text: str = "text"
+    label: str = "label"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.chosen == self.rejected:
+            raise ValueError(f"chosen and rejected must be two labels, got {self.chosen!r} twice")
+
+
+def run_pairs(config: PairsConfig) -> Path:
+    """Write comparisons of texts with one label against texts with another, and return the directory.
+
+    Raises:
+        UserError: rows without the columns, or a label that no row has.
+    """
+    texts: dict[str, list[str]] = {config.chosen: [], config.rejected: []}
+    problems = []
+    for row in read_raw(config.source):
+        values = row.values or {}
+        text, label = values.get(config.text), values.get(config.label)
+        if not isinstance(text, str) or label is None:
+            problems.append(row.problem or f"{row.place}: needs `{config.text}` (text) and `{config.label}`")
+        elif str(label) in texts and text.strip():
+            texts[str(label)].append(text)
+    raise_all(problems)
+    raise_all(f"{config.source}: no row has the label {label!r}" for label, found in texts.items() if not found)
+    random = Random(config.seed)
+    for found in texts.values():
+        random.shuffle(found)
+    pairs = zip(texts[config.chosen], texts[config.rejected], strict=False)
+    rows = [{"prompt": config.prompt, "chosen": good, "rejected": bad} for good, bad in pairs]
+    counts = {"comparisons": len(rows), "labels": {label: len(found) for label, found in texts.items()}}
+    return _write(Path(config.output), "comparisons.jsonl", rows, counts)
+
+
+@dataclass(frozen=True)
+class ContinuationsConfig:
+    """Settings of demonstrations from running text: the opening of each paragraph is the prompt, its rest the response.
+
+    Attributes:
+        source: rows of text.
+        output: directory of `demonstrations.jsonl` (which serves as prompts too) and `results.json`, the counts.
+        sentences: the opening's.
+        least: characters that opening and rest must have each; shorter paragraphs are left out.
+    """
+
+    source: str | list[str]
+    output: str
+    sentences: int = 1
+    least: int = 20
+
+    def __post_init__(self) -> None:
+        if self.sentences < 1:
+            raise ValueError(f"sentences must be at least 1, got {self.sentences}")
+
+
+def run_continuations(config: ContinuationsConfig) -> Path:
+    """Write openings and rests of all paragraphs, and return the directory.
+
+    Raises:
+        UserError: bad rows; no paragraph that is long enough.
+    """
+    records: list[Any] = read_rows(config.source, "text")[0]
+    paragraphs = [part for record in records for part in record.text.split("\n\n") if part.strip()]
+    rows = list(_continuations(paragraphs, config))
+    if not rows:
+        raise UserError(f"{config.source}: no paragraph has {config.sentences + 1} sentences; lower `sentences`")
+    counts = {"demonstrations": len(rows), "paragraphs": len(paragraphs)}
+    return _write(Path(config.output), "demonstrations.jsonl", rows, counts)
+
+
+def _continuations(paragraphs: list[str], config: ContinuationsConfig) -> Iterator[dict[str, str]]:
+    for paragraph in paragraphs:
+        ends = list(SENTENCE_END.finditer(paragraph.strip()))
+        if len(ends) < config.sentences:
+            continue
+        cut = ends[config.sentences - 1]
+        opening, rest = paragraph.strip()[: cut.end()].rstrip(), paragraph.strip()[cut.end() :]
+        if min(len(opening), len(rest)) >= config.least:
+            yield {"prompt": opening, "completion": rest}
+
+
+def _write(output: Path, name: str, rows: list[dict[str, str]], counts: dict[str, Any]) -> Path:
+    write_text(output / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    write_json(output / "results.json", counts)
+    return output

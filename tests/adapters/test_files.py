@@ -1,0 +1,196 @@
+"""Adapter directories: ours open in peft, peft's open here, and what does not fit is refused by name."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+from alignment.adapters import LoRASpec, PrefixSpec, is_adapter, load_adapter, read_base, read_spec, save_adapter
+from alignment.errors import UserError
+from alignment.loading import load_model, load_scalar
+from alignment.models.checkpoint import load_language_model, load_scalar_model
+
+TIGHT = {"atol": 1e-5, "rtol": 0}
+SPECS = {
+    "LoRA": LoRASpec(rank=4, alpha=6.0),
+    "LoRA on query and value": LoRASpec(rank=3, layers=r"attention\.(query|value)"),
+    "LoRA on key": LoRASpec(rank=3, layers=r"attention\.key"),
+    "LoRA on one block": LoRASpec(rank=2, layers=r"blocks\.1\.(attention\.(key|output)|feedforward\.up)"),
+    "rsLoRA": LoRASpec(rank=4, alpha=3.0, rank_stabilised=True, dropout=0.1),
+    "prefix": PrefixSpec(tokens=3),
+    "projected prefix": PrefixSpec(tokens=3, projection_width=8),
+}
+EVERY = pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
+SCALAR = pytest.mark.parametrize("scalar", [False, True], ids=["policy", "reward model"])
+
+
+@SCALAR
+@EVERY
+def test_our_directory_opens_in_peft(adapted, plain, base, ids, logits, tmp_path, spec, scalar):
+    from peft import PeftModel
+
+    model = adapted(spec, scalar)
+    save_adapter(model, tmp_path, base=base)
+    theirs = PeftModel.from_pretrained(plain(scalar), tmp_path).eval()
+    wanted = logits(model, ids)
+    assert_close(logits(theirs, ids), wanted, **TIGHT)
+    assert not torch.allclose(logits(plain(scalar), ids), wanted, atol=1e-2)  # the adapter does something
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["task_type"] == ("SEQ_CLS" if scalar else "CAUSAL_LM")
+
+
+@SCALAR
+@EVERY
+def test_our_directory_opens_here_by_its_own_name(adapted, base, ids, logits, tmp_path, spec, scalar):
+    model = adapted(spec, scalar)
+    save_adapter(model, tmp_path, base=base)
+    assert is_adapter(tmp_path) and read_base(tmp_path) == base
+    again = (load_scalar if scalar else load_model)(str(tmp_path))
+    assert_close(logits(again, ids), logits(model, ids), atol=0 if spec != SPECS["projected prefix"] else 1e-6, rtol=0)
+    if isinstance(spec, LoRASpec):
+        assert (read_spec(tmp_path).rank, read_spec(tmp_path).dropout) == (spec.rank, spec.dropout)
+
+
+THEIRS = {
+    "llama": [
+        {"target_modules": ["q_proj", "v_proj"]},
+        {"target_modules": "all-linear", "use_rslora": True},
+        {"target_modules": ["k_proj", "down_proj"], "layers_to_transform": [1], "lora_dropout": 0.1},
+        {"target_modules": ["gate_proj"], "init_lora_weights": "gaussian"},
+    ],
+    "gpt2": [
+        {"target_modules": ["c_attn"], "fan_in_fan_out": True},
+        {"target_modules": ["c_attn", "c_proj", "c_fc"], "fan_in_fan_out": True, "use_rslora": True},
+        {"target_modules": ["c_attn"], "layers_to_transform": [0], "fan_in_fan_out": True},
+        {"target_modules": ["c_fc"], "fan_in_fan_out": True, "init_lora_weights": "gaussian", "lora_dropout": 0.1},
+    ],
+}
+
+
+@SCALAR
+@pytest.mark.parametrize("number", range(4))
+def test_a_lora_that_peft_made_opens_here(family, plain, ids, logits, tmp_path, number, scalar):
+    theirs = made_by_peft(plain(scalar), tmp_path, scalar, THEIRS[family][number])
+    ours = (load_scalar if scalar else load_model)(str(tmp_path))
+    assert_close(logits(ours, ids), logits(theirs, ids), **TIGHT)
+
+
+@pytest.mark.parametrize("projection", [False, True])
+def test_a_prefix_that_peft_made_opens_here(plain, ids, logits, tmp_path, projection):
+    from peft import PrefixTuningConfig, get_peft_model
+
+    settings = {"encoder_hidden_size": 8} if projection else {}
+    config = PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=5, prefix_projection=projection, **settings)
+    theirs = get_peft_model(plain(), config)
+    theirs.save_pretrained(tmp_path)
+    ours = load_model(str(tmp_path))
+    assert ours.prefix.spec.tokens == 5
+    assert_close(logits(ours, ids), logits(theirs, ids), **TIGHT)
+
+
+def made_by_peft(model, directory, scalar, options):
+    """The model with a LoRA of peft's own, its weights random, saved to `directory`."""
+    from peft import LoraConfig, get_peft_model
+
+    task = "SEQ_CLS" if scalar else "CAUSAL_LM"
+    model = get_peft_model(model, LoraConfig(task_type=task, **{"r": 4, "lora_alpha": 8, **options})).eval()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+    model.save_pretrained(directory)
+    return model
+
+
+def change_config(directory, **changes):
+    path = directory / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+UNSUPPORTED = {
+    "use_dora": True, "bias": "all", "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"q_proj": 8}, "lora_bias": True,
+    "layer_replication": [[0, 2]], "alora_invocation_tokens": [1, 2], "trainable_token_indices": [5], "target_parameters": ["x"],
+    "init_lora_weights": "pissa", "loftq_config": {"loftq_bits": 4}, "an_option_of_the_future": 0.5,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", UNSUPPORTED)
+def test_options_that_change_the_result_are_refused_by_name(checkpoints, tmp_path, option):
+    from transformers import AutoModelForCausalLM
+
+    base = AutoModelForCausalLM.from_pretrained(checkpoints["llama"])
+    made_by_peft(base, tmp_path, False, {"target_modules": ["q_proj"]})
+    load_model(str(tmp_path))
+    change_config(tmp_path, **{option: UNSUPPORTED[option]})
+    with pytest.raises(UserError, match=option):
+        load_model(str(tmp_path))
+
+
+def test_other_kinds_of_adapter_are_refused(adapted, base, tmp_path):
+    save_adapter(adapted(LoRASpec(rank=2)), tmp_path, base=base)
+    change_config(tmp_path, peft_type="IA3")
+    with pytest.raises(UserError, match="IA3.*LORA, PREFIX_TUNING"):
+        load_model(str(tmp_path))
+
+
+def test_an_adapter_that_brings_code_is_refused(adapted, base, tmp_path):
+    save_adapter(adapted(LoRASpec(rank=2)), tmp_path, base=base)
+    change_config(tmp_path, auto_map={"AutoModel": "code.Model"})
+    with pytest.raises(UserError, match="auto_map"):
+        load_model(str(tmp_path))
+
+
+def test_pickled_adapter_weights_are_refused(adapted, base, tmp_path):
+    save_adapter(adapted(LoRASpec(rank=2)), tmp_path, base=base)
+    (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
+    with pytest.raises(UserError, match="safetensors"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("spec", [LoRASpec(rank=2), PrefixSpec(tokens=2)], ids=["LoRA", "prefix"])
+def test_a_reward_adapter_without_its_score_head_is_refused(adapted, base, tmp_path, spec):
+    """H24: a random head would give random rewards."""
+    save_adapter(adapted(spec, scalar=True), tmp_path, base=base)
+    edit_tensors(tmp_path, lambda tensors: {name: x for name, x in tensors.items() if not name.endswith("score.weight")})
+    with pytest.raises(UserError, match=r"head\.weight is missing"):
+        load_scalar(str(tmp_path))
+
+
+def test_missing_unknown_and_misshapen_tensors_are_named(adapted, base, tmp_path):
+    save_adapter(adapted(LoRASpec(rank=2)), tmp_path, base=base)
+    name = next(name for name in sorted(load_file(tmp_path / "adapter_model.safetensors")) if name.endswith("lora_B.weight"))
+    edit_tensors(tmp_path, lambda tensors: {n: x for n, x in tensors.items() if n != name} | {"stray.weight": torch.ones(1)})
+    with pytest.raises(UserError, match=r"lora_B\.default\.weight is missing[\s\S]*stray\.weight belongs nowhere"):
+        load_model(str(tmp_path))
+    edit_tensors(tmp_path, lambda tensors: {n: x for n, x in tensors.items() if "stray" not in n} | {name: torch.ones(7, 2)})
+    with pytest.raises(UserError, match="lora_B has 7 rows"):
+        load_model(str(tmp_path))
+
+
+def edit_tensors(directory, change):
+    path = directory / "adapter_model.safetensors"
+    save_file(change(load_file(path)), path)
+
+
+def test_a_policys_adapter_is_no_reward_model(adapted, base, tmp_path):
+    save_adapter(adapted(LoRASpec(rank=2)), tmp_path, base=base)
+    with pytest.raises(UserError, match="no score head"):
+        load_scalar(str(tmp_path))
+
+
+def test_a_scalar_model_keeps_its_own_head_where_asked(adapted, base, tmp_path):
+    """The critic starts from a reward model's adapter with a head of zeros."""
+    save_adapter(adapted(LoRASpec(rank=2), scalar=True), tmp_path, base=base)
+    model = load_adapter(load_scalar_model(base, new_head="zero"), tmp_path, with_head=False)
+    assert model.head.weight.abs().sum() == 0 and model.head.weight.requires_grad
+    with_head = load_adapter(load_scalar_model(base, new_head="zero"), tmp_path)
+    assert with_head.head.weight.abs().sum() > 0
+
+
+def test_a_base_that_is_not_named_is_asked_for(adapted, base, tmp_path):
+    save_adapter(adapted(LoRASpec(rank=2)), tmp_path, base=None)
+    with pytest.raises(UserError, match="base_model_name_or_path is empty"):
+        load_model(str(tmp_path))
+    assert load_adapter(load_language_model(base), tmp_path)  # which one it is may be said in code

@@ -1,0 +1,321 @@
+"""The command line: exit codes, messages, and what reaches the function behind a verb; the functions are stubs."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import types
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from alignment import cli, pipeline
+from alignment.errors import UserError
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class StageConfig:
+    policy: str
+    output: str
+    rate: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.rate <= 0:
+            raise ValueError(f"rate must be above 0, got {self.rate}")
+
+
+@pytest.fixture
+def stage(monkeypatch, tmp_path) -> types.SimpleNamespace:
+    """A stub behind every stage verb, and a config for it; `raises` is what the stub raises."""
+    stub = types.SimpleNamespace(configs=[], raises=None, file=tmp_path / "stage.yaml")
+    stub.file.write_text("policy: base\noutput: out\n")
+
+    def run(config: StageConfig) -> Path:
+        stub.configs.append(config)
+        if stub.raises is not None:
+            raise stub.raises
+        return Path(config.output) / "model"
+
+    monkeypatch.setattr(pipeline, "find_stage", lambda verb: (StageConfig, run))
+    return stub
+
+
+VERBS = [
+    ["pretrain"],
+    ["sft"],
+    ["reward"],
+    ["ppo"],
+    ["dpo"],
+    *(["evaluate", name] for name in ("winrate", "reward", "language")),
+]
+
+
+@pytest.mark.parametrize("words", VERBS, ids=" ".join)
+def test_a_stage_gets_its_config_and_prints_its_result(stage, capsys, words):
+    assert cli.main([*words, str(stage.file), "rate=1e-3", "policy=other"]) == 0
+    assert stage.configs == [StageConfig("other", "out", 1e-3)]
+    assert capsys.readouterr().out == "out/model\n"
+
+
+def test_a_wrong_config_is_one_message_and_code_2(stage, capsys):
+    assert cli.main(["dpo", str(stage.file), "rte=1", "rate=x"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        "error: override: rate: must be a number, got 'x'\n"
+        "override: rte: unknown key; did you mean 'rate'?\n"
+    )  # fmt: skip
+    assert stage.configs == []
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "message"),
+    [
+        (UserError("rows.jsonl:3: no prompt; add one"), 2, "error: rows.jsonl:3: no prompt; add one\n"),
+        (
+            RuntimeError("loss is nan"),
+            1,
+            "error: RuntimeError: loss is nan\nrun again with --debug for the traceback\n",
+        ),
+        (KeyError("x"), 1, "error: KeyError: 'x'\nrun again with --debug for the traceback\n"),
+        (AssertionError(), 1, "error: AssertionError\nrun again with --debug for the traceback\n"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_exit_codes(stage, capsys, raised, code, message):
+    stage.raises = raised
+    assert cli.main(["sft", str(stage.file)]) == code
+    assert capsys.readouterr().err == message
+
+
+def test_out_of_memory_names_the_setting_to_lower(stage, capsys):
+    stage.raises = type("OutOfMemoryError", (RuntimeError,), {})("tried to allocate 2 GiB")
+    assert cli.main(["sft", str(stage.file)]) == 1
+    assert "lower training.micro_batch_tokens" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("raised", [UserError("wrong"), RuntimeError("broken")])
+def test_a_traceback_comes_only_with_debug(stage, capsys, raised):
+    stage.raises = raised
+    cli.main(["sft", str(stage.file)])
+    assert "Traceback" not in capsys.readouterr().err
+    cli.main(["sft", str(stage.file), "--debug"])
+    shown = capsys.readouterr().err
+    assert "Traceback" in shown
+    assert "--debug" not in shown
+
+
+def test_only_the_first_rank_tells_a_user_s_mistake(stage, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    assert cli.main(["sft", str(stage.file), "rate=-1"]) == 2
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["sfft"],
+        ["sft"],
+        ["sft", "x", "--nope"],
+        ["run"],
+        ["data", "check", "x", "--kind", "pairs"],
+        ["sft", "x", "--gpus", "0"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_is_code_2(capsys, arguments):
+    assert cli.main(arguments) == 2
+    assert "Error" in capsys.readouterr().err
+
+
+def test_verbs_that_come_later_are_not_listed(capsys):
+    assert cli.main(["--help"]) == 0
+    shown = capsys.readouterr().out
+    for verb in ("run", "pretrain", "sft", "reward", "ppo", "dpo", "generate", "evaluate", "data", "export", "doctor"):
+        assert verb in shown
+    for verb in ("plan", "schema", "ratings", "benchmarks"):
+        assert verb not in shown
+
+
+def test_gpus_starts_one_process_each(stage, monkeypatch):
+    import torch
+
+    started = []
+
+    def execute(program: str, arguments: list[str]) -> None:
+        started.append(arguments)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.setattr(cli.os, "execv", execute)
+    with pytest.raises(SystemExit):
+        cli.main(["dpo", str(stage.file), "rate=0.2", "--gpus", "4", "--debug"])
+    (arguments,) = started
+    assert arguments[1:] == [
+        "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=4", "-m", "alignment",
+        "dpo", str(stage.file), "rate=0.2", "--debug",
+    ]  # fmt: skip
+    assert stage.configs == []
+
+
+def test_more_gpus_than_there_are_is_code_2(stage, monkeypatch, capsys):
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert cli.main(["dpo", str(stage.file), "--gpus", "2"]) == 2
+    assert "--gpus 2: 1 found; for processes on the CPU use `accelerate launch --cpu" in capsys.readouterr().err
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert cli.main(["dpo", str(stage.file), "--gpus", "1"]) == 2
+    assert "leave it out under accelerate launch or torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("inside", "code"), [(True, 0), (False, 1)])
+def test_run_hands_everything_to_the_pipeline(monkeypatch, inside, code):
+    calls = []
+
+    def run_recipe(*arguments, **options):
+        calls.append((arguments, options))
+        return inside
+
+    monkeypatch.setattr(pipeline, "run_recipe", run_recipe)
+    arguments = ["run", "quickstart", "ppo.kl_coef=0.1", "seed=3", "--from", "ppo", "--check"]
+    assert cli.main([*arguments, "--output", "here"]) == code
+    assert cli.main(arguments) == code
+    options = {"start": "ppo", "only": None, "check": True}
+    assert calls == [
+        (("quickstart", Path("here"), ["ppo.kl_coef=0.1", "seed=3"]), options),
+        (("quickstart", Path("runs/quickstart"), ["ppo.kl_coef=0.1", "seed=3"]), options),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "name"),
+    [("hh", "hh"), ("recipes/hh/", "hh"), ("recipes/hh/recipe.yaml", "hh"), ("a/b.yaml", "b")],
+)
+def test_the_output_is_called_like_the_recipe(recipe, name):
+    assert cli.recipe_name(recipe) == name
+
+
+@pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 2)])
+def test_data_check_prints_its_report(monkeypatch, capsys, ok, code):
+    calls = []
+
+    def check_file(path, **options):
+        calls.append((path, options))
+        return types.SimpleNamespace(ok=ok, render=lambda: "12 rows")
+
+    monkeypatch.setitem(sys.modules, "alignment.data.check", types.SimpleNamespace(check_file=check_file))
+    assert (
+        cli.main(["data", "check", "rows.jsonl", "--kind", "comparisons", "--tokenizer", "t", "--max-length", "9"])
+        == code
+    )
+    assert capsys.readouterr().out == "12 rows\n"
+    assert calls == [("rows.jsonl", {"kind": "comparisons", "tokenizer": "t", "template": None, "max_length": 9})]
+
+
+def test_generate_needs_prompts_of_one_kind(capsys):
+    assert cli.main(["generate", "--model", "m"]) == 2
+    assert cli.main(["generate", "--model", "m", "--prompt", "a", "--prompts", "f"]) == 2
+    assert "give either --prompt TEXT or --prompts FILE" in capsys.readouterr().err
+
+
+@pytest.fixture
+def responder(monkeypatch):
+    """alignment.respond with its model and sampling replaced; gives the settings that sampling saw."""
+    from alignment import respond
+    from alignment.generation import Generation
+
+    seen = []
+
+    def generate(model, tokenizer, prompts, **settings) -> Generation:
+        seen.append((model, tokenizer, list(prompts), settings))
+        n = len(prompts)
+        return Generation(["yes"] * n, [[7, 2]] * n, [[-0.5, -0.25]] * n, [True] * n)
+
+    monkeypatch.setattr(respond, "load_model", lambda name, device: f"model {name}")
+    monkeypatch.setattr(respond, "load_tokenizer", lambda name: f"tokenizer {name}")
+    monkeypatch.setattr(respond, "generate_texts", generate)
+    return seen
+
+
+def test_generate_writes_one_row_per_prompt(responder, capsys, tmp_path):
+    arguments = ["generate", "--model", "m", "--prompt", "a", "--prompt", "b", "temperature=0", "seed=4"]
+    assert cli.main(arguments) == 0
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert rows[1] == {"prompt": "b", "response": "yes", "token_ids": [7, 2], "log_probs": [-0.5, -0.25], "ended": True}
+    model, tokenizer, prompts, settings = responder[0]
+    assert (model, tokenizer, prompts) == ("model m", "tokenizer m", ["a", "b"])
+    assert settings == {"max_new_tokens": 64, "temperature": 0, "top_k": 0, "top_p": 1.0, "seed": 4, "batch_size": 64}
+    assert cli.main([*arguments, "--output", str(tmp_path / "rows.jsonl")]) == 0
+    assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == rows
+
+
+def test_generate_reads_prompts_from_a_file(responder, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
+    assert cli.main(["generate", "--model", "m", "--prompts", str(tmp_path / "prompts.jsonl")]) == 0
+    assert responder[0][2] == ["a", "b"]
+
+
+def test_a_checkpoint_s_generation_config_is_ignored_unless_asked_for(responder, tmp_path):
+    stored = {"do_sample": True, "temperature": 0.6, "top_k": 40, "top_p": None, "eos_token_id": 2}
+    (tmp_path / "generation_config.json").write_text(json.dumps(stored))
+    command = ["generate", "--model", str(tmp_path), "--prompt", "a"]
+    assert cli.main(command) == 0
+    assert cli.main([*command, "use_generation_config=true", "top_k=3"]) == 0
+    stored["do_sample"] = False
+    (tmp_path / "generation_config.json").write_text(json.dumps(stored))
+    assert cli.main([*command, "use_generation_config=true"]) == 0
+    found = [(settings["temperature"], settings["top_k"], settings["top_p"]) for *_, settings in responder]
+    assert found == [(1.0, 0, 1.0), (0.6, 3, 1.0), (0.0, 40, 1.0)]
+
+
+def test_wrong_generate_settings_are_code_2(responder, capsys):
+    assert cli.main(["generate", "--model", "m", "--prompt", "a", "temprature=1", "top_p=2"]) == 2
+    assert capsys.readouterr().err == "error: override: temprature: unknown key; did you mean 'temperature'?\n"
+    assert cli.main(["generate", "--model", "m", "--prompt", "a", "top_p=2"]) == 2
+    assert "top_p must be in (0, 1], got 2.0" in capsys.readouterr().err
+
+
+def test_doctor_names_versions_devices_and_extras(capsys):
+    assert cli.main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    for word in ("torch", "transformers", "accelerate", "deepspeed", "processes", "attention", "GB free"):
+        assert word in shown
+    assert "MISSING" not in shown
+
+
+def test_python_dash_m_and_sigterm(tmp_path):
+    """SIGTERM leaves through `finally`, with 143; a run's lock is then released."""
+    (tmp_path / "stub.py").write_text(
+        "import pathlib, sys, time\n"
+        "from alignment import cli, pipeline\n"
+        "def run_recipe(*a, **k):\n"
+        "    try:\n"
+        "        print('running', flush=True); time.sleep(60)\n"
+        "    finally:\n"
+        "        pathlib.Path('left').touch()\n"
+        "pipeline.run_recipe = run_recipe\n"
+        "sys.exit(cli.main(['run', 'quickstart']))\n"
+    )
+    environment = {"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}
+    process = subprocess.Popen(
+        [sys.executable, "stub.py"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "running\n"
+    time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 143
+    assert (tmp_path / "left").exists()
+
+
+def test_python_dash_m_alignment(tmp_path):
+    command = [sys.executable, "-m", "alignment", "run", "quickstrat"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr.startswith("error: quickstrat: there is no such file, and no packaged one of that name; ")
+    assert "Traceback" not in result.stderr

@@ -1,0 +1,75 @@
+"""Examples to ragged micro-batches: nothing lost, limits kept, the same every time."""
+
+import random
+
+import pytest
+import torch
+
+from alignment.data.batches import Example, PairExample, collate, collate_pairs
+
+
+def example(length, name, first_target=1):
+    return Example(list(range(length)), [index >= first_target for index in range(length)], name)
+
+
+@pytest.fixture
+def examples():
+    chance = random.Random(0)
+    return [example(chance.randint(2, 30), str(index), chance.randint(0, 2)) for index in range(50)]
+
+
+@pytest.mark.parametrize("most", [1, 10, 33, 100, 10_000])
+def test_every_document_comes_once_and_limits_are_kept(examples, most):
+    batches = collate(examples, most)
+    assert sorted(name for batch in batches for name in batch.row_ids) == sorted(row.row_id for row in examples)
+    assert all(len(batch.tokens) <= most or len(batch.lengths) == 1 for batch in batches)
+    assert sum(batch.weight for batch in batches) == sum(sum(row.mask[1:]) for row in examples)
+
+
+def test_documents_of_similar_length_come_together(examples):
+    lengths = [length for batch in collate(examples, 40) for length in batch.lengths]
+    assert lengths == sorted(lengths, reverse=True)
+    smallest = -(-sum(lengths) // 40)
+    assert len(collate(examples, 40)) <= 1.5 * smallest
+
+
+def test_collating_twice_gives_the_same_batches(examples):
+    first, second = collate(examples, 40), collate(examples, 40)
+    assert [batch.row_ids for batch in first] == [batch.row_ids for batch in second]
+    assert all(torch.equal(a.tokens, b.tokens) for a, b in zip(first, second, strict=True))
+
+
+def test_h08_no_target_lies_on_a_seam():
+    [batch] = collate([example(3, "a", 0), example(2, "b", 0)], 100)
+    assert batch.targets.tolist() == [1, 2, 4]
+    assert batch.positions.tolist() == [0, 1, 2, 0, 1]
+
+
+def pair(chosen, rejected, name, margin=None):
+    return PairExample(example(chosen, name), example(rejected, name), margin, name)
+
+
+def test_pairs_lie_chosen_first_and_weigh_one_each():
+    [batch] = collate_pairs([pair(2, 5, "a"), pair(4, 3, "b"), pair(2, 2, "c")], 100)
+    assert batch.ragged.lengths == (2, 4, 2, 5, 3, 2)
+    assert batch.ragged.row_ids == ("a", "b", "c", "a", "b", "c")
+    assert batch.weight == batch.ragged.weight == 3.0
+    assert batch.margins is None
+
+
+def test_pair_batches_keep_to_the_limit_and_lose_nothing():
+    pairs = [pair(2 + index % 7, 2 + index % 5, str(index)) for index in range(30)]
+    batches = collate_pairs(pairs, 20)
+    assert sum(batch.weight for batch in batches) == 30
+    assert all(len(batch.ragged.tokens) <= 20 for batch in batches)
+    assert sorted(name for batch in batches for name in batch.ragged.row_ids[: int(batch.weight)]) == sorted(
+        row.row_id for row in pairs
+    )
+    assert [len(batch.ragged.lengths) for batch in collate_pairs(pairs[:2], 1)] == [2, 2]
+
+
+def test_margins_travel_with_their_pairs():
+    [batch] = collate_pairs([pair(2, 2, "a", 0.5), pair(9, 2, "b"), pair(3, 2, "c", 2.0)], 100)
+    assert batch.ragged.row_ids[:3] == ("b", "c", "a")
+    assert batch.margins is not None and batch.margins.tolist() == [0.0, 2.0, 0.5]
+    assert batch.to("cpu").margins.tolist() == [0.0, 2.0, 0.5]

@@ -1,0 +1,143 @@
+"""The data doctor: each illness is found, a healthy file is told healthy, the first rows are shown as they train."""
+
+import pytest
+
+from alignment.data.check import check_file, overlap
+from alignment.data.records import Prompt, Text
+from alignment.data.show import boundaries, show_example
+from alignment.data.tokenizers import save_tokenizer
+from alignment.errors import UserError
+
+
+def found(report, level):
+    return [finding.text for finding in report.findings if finding.level == level]
+
+
+def test_healthy_demonstrations(jsonl, bpe, tmp_path):
+    save_tokenizer(bpe, tmp_path / "tokenizer")
+    report = check_file(
+        jsonl({"prompt": "the cat", "response": " sat\n"}, {"prompt": "hello", "response": "you</s>"}),
+        "demonstrations",
+        tmp_path / "tokenizer",
+    )
+    assert report.ok and report.findings == []
+    text = report.render()
+    assert "no errors" in text and "2 of 2 rows kept" in text
+    assert "<s>|the| cat [ sat|\\n|</s>]" in text
+    assert "6 tokens, 3 count: context 0-2, counts 3-5" in text
+
+
+def test_without_a_tokenizer_rows_are_checked_as_text(jsonl):
+    report = check_file(jsonl({"text": "a"}, {"text": ""}, {"text": "a"}), "text")
+    assert not report.ok
+    assert found(report, "error") == [f"1 rows: text: is empty ({report.source}:2)"]
+    assert found(report, "warning") == ["1 rows are exact copies of an earlier one"]
+    assert report.samples == []
+
+
+def test_duplicates_and_contradictions_are_counted_exactly(jsonl):
+    pair = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    turned = {"prompt": "p", "chosen": "b", "rejected": "a"}
+    other = {"prompt": "q", "chosen": "b", "rejected": "a"}
+    report = check_file(jsonl(pair, pair, other, pair, turned), "comparisons")
+    warnings = found(report, "warning")
+    assert "2 rows are exact copies of an earlier one" in warnings
+    assert "1 prompts have the same two responses preferred both ways round" in warnings
+
+
+def test_length_gap_of_pairs(jsonl):
+    rows = [{"prompt": f"p{index}", "chosen": "a" * (3 + index), "rejected": "b"} for index in range(3)]
+    report = check_file(jsonl(*rows), "comparisons")  # 2, 3 and 4 characters longer
+    assert found(report, "warning") == [
+        "chosen is +3.0 characters longer on average; 'the longer one wins' is right in 100.0%"
+    ]
+    balanced = [{"prompt": "p", "chosen": "ab", "rejected": "c"}, {"prompt": "p", "chosen": "c", "rejected": "de"}]
+    assert found(check_file(jsonl(*balanced), "comparisons"), "note")[0].endswith("right in 50.0%")
+
+
+def test_identical_and_equal_pairs(jsonl, bpe):
+    good = {"prompt": "p", "chosen": "a", "rejected": "b"}
+    report = check_file(jsonl(good, {**good, "chosen": "b"}, {**good, "chosen": "b</s>"}), "comparisons", bpe)
+    warnings = " ".join(found(report, "warning"))
+    assert "1 rows: chosen and rejected are identical" in warnings
+    assert "1 rows dropped: chosen and rejected are the same tokens" in warnings
+    assert (report.counts.rows, report.counts.kept) == (3, 1)
+
+
+def test_truncation_share(jsonl, bpe):
+    report = check_file(jsonl({"prompt": "the cat sat on " * 9, "response": "mat"}), "demonstrations", bpe, None, 12)
+    assert any("1 of 1 rows at max_length 12: prompt longer" in text for text in found(report, "warning"))
+    assert report.ok
+
+
+def test_missing_stop_token_is_an_error(jsonl, chatml, templates):
+    row = {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ho"}] * 2}
+    assert check_file(jsonl(row), "demonstrations", chatml).ok
+    chatml.chat_template = templates["endless"]
+    report = check_file(jsonl(row), "demonstrations", chatml)
+    assert not report.ok and "no control token to stop at" in found(report, "error")[0]
+
+
+def test_row_that_trains_no_stop_token_is_an_error(monkeypatch, jsonl, bpe):
+    """The check looks at the ids themselves, so it also finds a fault in our own preparation."""
+    from alignment.data import chat
+
+    monkeypatch.setattr(chat, "responses_ids", lambda tokenizer, texts: [[50, 51, 52] for _ in texts])
+    report = check_file(jsonl({"prompt": "a", "response": "b"}), "demonstrations", bpe)
+    assert found(report, "error") == [f"1 rows train no stop token ({report.source}:1)"]
+
+
+def test_double_bos_is_an_error(jsonl, chatml, templates, tmp_path):
+    (tmp_path / "template.jinja").write_text("{{ bos_token }}hi" + templates["chatml with bos"])
+    row = {"prompt": [{"role": "user", "content": "hi"}], "response": "ho"}
+    assert check_file(jsonl(row), "demonstrations", chatml).ok
+    report = check_file(jsonl(row), "demonstrations", chatml, tmp_path / "template.jinja")
+    assert found(report, "error") == [f"1 rows have more than one BOS ({report.source}:1)"]
+
+
+def test_control_strings_in_texts_are_noticed(jsonl, bpe):
+    report = check_file(
+        jsonl({"prompt": "x<s>", "response": "y</s>"}, {"prompt": "x", "response": "y"}), "demonstrations", bpe
+    )
+    assert found(report, "warning") == ["1 rows hold '<s>' in their text; it is read as text, not as a token"]
+
+
+def test_every_kind_can_be_shown(jsonl, bpe):
+    pair = {"prompt": "the", "chosen": " cat", "rejected": " mat", "margin": 0.5}
+    report = check_file(jsonl(pair), "comparisons", bpe)
+    assert "margin 0.5" in report.samples[0] and "[ mat|</s>]" in report.samples[0]
+    assert "[<s>|the|</s>]" in check_file(jsonl({"text": "the"}), "text", bpe).samples[0]
+    assert "2 tokens, 0 count: context 0-1" in check_file(jsonl({"prompt": "the"}), "prompts", bpe).samples[0]
+
+
+def test_long_rows_are_shown_from_their_end(jsonl, bpe):
+    report = check_file(jsonl({"text": "the cat " * 300}), "text", bpe)
+    assert "tokens before" in report.samples[0] and report.samples[0].count("|") < 200
+
+
+def test_boundaries():
+    assert boundaries([False, False, True, False, True]) == "context 0-1, counts 2-2, context 3-3, counts 4-4"
+
+
+def test_bytes_of_a_character_are_shown_as_the_vocabulary_spells_them(bpe):
+    from alignment.data.batches import tokenise_texts
+
+    [example], _ = tokenise_texts([Text("猫", "r")], bpe, 9)
+    assert "\ufffd" not in show_example(example, bpe)
+
+
+def test_overlap_names_the_evaluation_rows():
+    train = [Prompt("a", {}, "t1"), Prompt("b", {}, "t2")]
+    assert overlap(train, [Prompt("b", {}, "e1"), Prompt("c", {}, "e2")]) == ["e1"]
+
+
+def test_wrong_usage_is_refused(jsonl, bpe, tmp_path):
+    path = jsonl({"text": "a"})
+    for options, message in [
+        ({"template": tmp_path / "x"}, "needs --tokenizer"),
+        ({"tokenizer": bpe, "template": tmp_path / "x"}, "no such template file"),
+        ({"tokenizer": tmp_path / "x"}, "no such directory"),
+        ({"max_length": 1}, "at least 2"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            check_file(path, "text", **options)

@@ -1,0 +1,184 @@
+"""Cutting to length, and pairs that become equal: nothing is lost silently (HAZARDS H06, H07, H09)."""
+
+import pytest
+
+from alignment.data import chat
+from alignment.data.batches import (
+    EMPTY,
+    EQUAL,
+    PROMPT_CUT,
+    RESPONSE_CUT,
+    TEXT_CUT,
+    fit,
+    tokenise_comparisons,
+    tokenise_demonstrations,
+    tokenise_prompts,
+    tokenise_texts,
+)
+from alignment.data.prepare import prepare
+from alignment.data.records import Comparison, Demonstration, Prompt, Text
+from alignment.data.sources import DataConfig
+from alignment.data.tokenizers import train_bpe
+from alignment.errors import UserError
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+
+
+def letters(count):
+    """So many tokens: characters outside ASCII letters never merged in training."""
+    return "".join(chr(0x21 + index % 15) for index in range(count))
+
+
+@pytest.fixture(scope="module")
+def bytes_only():
+    """A tokenizer without merges: one token per ASCII character."""
+    return train_bpe(["x"], 259)
+
+
+def test_h06_long_prompt_gives_way_and_the_response_stays(bytes_only):
+    # 16 tokens: BOS, the last 9 of the prompt's 40, the response's 5, the end token
+    row = Demonstration(letters(40), "hello", "r1")
+    [example], counts = tokenise_demonstrations([row], bytes_only, 16)
+    assert len(example.ids) == 16
+    assert sum(example.mask) == 6
+    assert bytes_only.decode(example.ids) == "<s>" + letters(40)[-9:] + "hello</s>"
+    assert counts.cut == {PROMPT_CUT: 1} and counts.first == {PROMPT_CUT: ["r1"]}
+
+
+def test_h06_long_response_is_cut_at_its_end_and_counted(bytes_only):
+    # a quarter of 16 stays with the prompt, BOS among it; 12 tokens of the response, none of them the end token
+    [example], counts = tokenise_demonstrations([Demonstration("prompt", letters(40), "r1")], bytes_only, 16)
+    assert bytes_only.decode(example.ids) == "<s>mpt" + letters(40)[:12]
+    assert example.mask == [False] * 4 + [True] * 12
+    assert counts.cut == {PROMPT_CUT: 1, RESPONSE_CUT: 1}
+
+
+@pytest.mark.parametrize("max_length", [2, 3, 4, 5, 9, 17])
+@pytest.mark.parametrize("bos", [0, None])
+def test_h06_every_response_keeps_a_token_and_every_length_is_kept_to(max_length, bos):
+    for prompt_length in (1, 2, 5, 30):
+        for lengths in ((1, 1), (2, 30), (30, 2), (30, 30)):
+            prompt = [0, *range(100, 100 + prompt_length - 1)]
+            head, tails = fit(prompt, [list(range(200, 200 + length)) for length in lengths], max_length, bos)
+            assert head and all(tails)
+            assert all(len(head) + len(tail) <= max_length for tail in tails)
+            if prompt_length + max(lengths) <= max_length:
+                assert (head, [len(tail) for tail in tails]) == (prompt, list(lengths))
+            if bos is not None:
+                assert head == [0, *prompt[1:][len(prompt) - len(head) :]]
+            else:
+                assert head == prompt[len(prompt) - len(head) :]
+
+
+def test_h06_dialogue_keeps_its_last_reply(chatml):
+    long = [{"role": "user", "content": "the mat " * 30}, {"role": "assistant", "content": "the cat " * 30}]
+    last = [{"role": "user", "content": "price"}, {"role": "assistant", "content": "$46"}]
+    row = Demonstration([*long, last[0]], "$46", "r1", [*long, *last])
+    [example], counts = tokenise_demonstrations([row], chatml, 30)
+    assert len(example.ids) == len(example.mask) == 30
+    assert example.ids[0] == chatml.bos_token_id
+    assert chatml.decode(example.ids).endswith(
+        "<|im_start|>user\nprice<|im_end|>\n<|im_start|>assistant\n$46<|im_end|>"
+    )
+    assert counts.cut == {PROMPT_CUT: 1}
+
+
+def test_h06_response_of_nothing_but_the_end_token_is_dropped(bytes_only):
+    rows = [Demonstration("hi", "</s>", "r1"), Demonstration("hi", "ho", "r2")]
+    examples, counts = tokenise_demonstrations(rows, bytes_only, 16)
+    assert [example.row_id for example in examples] == ["r2"]
+    assert (counts.rows, counts.kept, counts.dropped) == (2, 1, {EMPTY: 1})
+    pairs, counts = tokenise_comparisons([Comparison("hi", "ho", "</s>", None, "r1")], bytes_only, 16)
+    assert (pairs, counts.dropped) == ([], {EMPTY: 1})
+
+
+def test_h06_prompts_are_cut_from_the_left(bytes_only):
+    [example], counts = tokenise_prompts([Prompt(letters(40), {"a": 1}, "r1")], bytes_only, 10)
+    assert bytes_only.decode(example.ids) == "<s>" + letters(40)[-9:]
+    assert (example.prompt, example.extra, counts.cut) == (letters(40), {"a": 1}, {PROMPT_CUT: 1})
+
+
+def test_h07_pair_that_becomes_equal_is_dropped_and_counted(bytes_only):
+    rows = [
+        Comparison("hi", letters(40) + "yes", letters(40) + "no", None, "r1"),
+        Comparison("hi", "a", "b", 1.0, "r2"),
+    ]
+    pairs, counts = tokenise_comparisons(rows, bytes_only, 24)
+    assert [pair.row_id for pair in pairs] == ["r2"]
+    assert (counts.kept, counts.dropped, counts.first[EQUAL]) == (1, {EQUAL: 1}, ["r1"])
+    pairs, counts = tokenise_comparisons(rows, bytes_only, 64)
+    assert (len(pairs), counts.lost) == (2, 0)
+
+
+def test_h07_texts_that_differ_only_in_the_end_token_are_equal(bytes_only):
+    _, counts = tokenise_comparisons([Comparison("hi", "a", "a</s>", None, "r1")], bytes_only, 24)
+    assert counts.dropped == {EQUAL: 1}
+
+
+def test_h04_both_sides_of_a_cut_pair_share_their_prompt(bytes_only):
+    [pair], _ = tokenise_comparisons([Comparison(letters(40), "a", letters(10), None, "r1")], bytes_only, 24)
+    prompt = pair.chosen.mask.index(True)
+    assert prompt == pair.rejected.mask.index(True) == 13
+    assert pair.chosen.ids[:prompt] == pair.rejected.ids[:prompt]
+
+
+@pytest.mark.parametrize("length", [1, 6, 7, 8, 13, 14, 15, 40])
+def test_long_texts_are_cut_into_pieces_and_nothing_is_lost(bytes_only, metaspace, length):
+    for tokenizer in (bytes_only, metaspace):
+        row = Text(letters(length) if tokenizer is bytes_only else "cat " * length, "r1")
+        whole = chat.text_ids(tokenizer, row.text)
+        examples, counts = tokenise_texts([row], tokenizer, 8)
+        predicted = [index for example in examples for index in example.ids[1:]]
+        assert predicted == whole[1:]  # every token but the first is predicted once, in order
+        assert all(2 <= len(example.ids) <= 8 for example in examples)
+        assert counts.cut == ({TEXT_CUT: 1} if len(whole) > 8 else {})
+        if tokenizer is bytes_only:
+            assert all(
+                example.ids.count(tokenizer.bos_token_id) == 1 == example.ids[:1].count(0) for example in examples
+            )
+
+
+def test_h09_ids_come_from_the_tokenizer_at_hand(jsonl, bpe, bytes_only):
+    config = DataConfig(jsonl({"text": "the cat sat"}))
+    for tokenizer in (bpe, bytes_only, bpe):
+        [example], _ = prepare(config, "text", tokenizer)
+        assert tokenizer.decode(example.ids) == "<s>the cat sat</s>"
+
+
+def test_h09_changing_the_template_changes_the_ids(jsonl, chatml):
+    config = DataConfig(jsonl({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}))
+    [before], _ = prepare(config, "demonstrations", chatml)
+    chatml.chat_template = chatml.chat_template.replace("\n{% endfor %}", "\n\n{% endfor %}")
+    [after], _ = prepare(config, "demonstrations", chatml)
+    assert before.ids != after.ids
+
+
+def test_losing_more_than_the_share_is_refused_with_the_reasons(jsonl, bytes_only):
+    path = jsonl({"text": "a"}, {"text": ""}, {"text": None}, {"text": "b"}, {"text": " "})
+    prepare(DataConfig(path, on_bad_row="skip", max_lost_share=0.6), "text", bytes_only)
+    with pytest.raises(UserError) as caught:
+        prepare(DataConfig(path, on_bad_row="skip"), "text", bytes_only)
+    for part in ("3 of 5 rows were dropped", "dropped 1: text: is empty", f"({path}:2)", "data.max_lost_share"):
+        assert part in str(caught.value)
+
+
+def test_prepare_counts_reading_and_tokenising_together(jsonl, bytes_only):
+    same, good = {"prompt": "x", "chosen": "a", "rejected": "a"}, {"prompt": "x", "chosen": "a", "rejected": "b"}
+    path = jsonl(good, same, {**good, "rejected": "a</s>"}, good, {**good, "chosen": None})
+    pairs, counts = prepare(
+        DataConfig("none", evaluation=path, on_bad_row="skip", max_lost_share=0.9),
+        "comparisons",
+        bytes_only,
+        "evaluation",
+    )
+    assert (len(pairs), counts.rows, counts.kept, counts.lost, counts.documents) == (2, 5, 2, 3, 4)
+    assert counts.tokens == sum(len(side.ids) for pair in pairs for side in (pair.chosen, pair.rejected))
+    assert counts.lines()[0] == "2 of 5 rows kept, 4 documents, 16 tokens"
+
+
+def test_refused_messages_are_told_for_all_rows(chatml, templates):
+    chatml.chat_template = templates["refusing"]
+    rows = [Prompt([{"role": "user", "content": "x"}], {}, f"r{index}") for index in range(3)]
+    with pytest.raises(UserError) as caught:
+        tokenise_prompts(rows, chatml, 16)
+    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == ["r0", "r1", "r2"]

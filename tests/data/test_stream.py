@@ -1,0 +1,67 @@
+"""The order of rows is a pure function of (seed, epoch, position): stopping anywhere changes nothing (HAZARDS H38)."""
+
+import pytest
+
+from alignment.data.stream import Stream, order
+
+ROWS = [f"row {index}" for index in range(10)]
+
+
+def seen(stream, steps):
+    return [row for step in steps for row in stream.rows_at(step)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 4, 10, 25])
+def test_every_epoch_has_every_row_once(batch_size):
+    stream = Stream(ROWS, batch_size, seed=5, epochs=3)
+    rows = seen(stream, range(stream.steps()))
+    assert len(rows) == 30
+    epochs = [rows[start : start + 10] for start in (0, 10, 20)]
+    assert all(sorted(epoch) == sorted(ROWS) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+@pytest.mark.parametrize("stop", [1, 4, 5, 6, 7])  # 5 and 6: in the middle of the second epoch
+def test_h38_resumed_stream_deals_the_same_rows(stop):
+    whole = seen(Stream(ROWS, 3, seed=1, epochs=2.5), range(9))
+    resumed = seen(Stream(ROWS, 3, seed=1, epochs=2.5), range(stop, 9))
+    assert resumed == whole[3 * stop :]
+
+
+def test_rows_do_not_depend_on_what_was_asked_before():
+    fresh = [Stream(ROWS, 4, seed=2).rows_at(step) for step in range(12)]
+    used = Stream(ROWS, 4, seed=2)
+    backwards = [used.rows_at(step) for step in reversed(range(12))]
+    assert backwards[::-1] == fresh
+
+
+def test_batches_run_across_the_end_of_an_epoch_and_only_the_last_is_smaller():
+    stream = Stream(ROWS, 4, seed=0, epochs=1.5)
+    assert stream.steps() == 4
+    assert [len(stream.rows_at(step)) for step in range(4)] == [4, 4, 4, 3]
+    assert len(Stream(ROWS, 4, seed=0).rows_at(3)) == 4
+    for step in (-1, 4):
+        with pytest.raises(IndexError):
+            stream.rows_at(step)
+
+
+def test_batch_size_does_not_change_the_order():
+    assert seen(Stream(ROWS, 2, seed=3), range(10)) == seen(Stream(ROWS, 5, seed=3), range(4))
+
+
+def test_orders_differ_by_seed_and_epoch():
+    orders = {tuple(order(10, seed, epoch)) for seed in range(3) for epoch in range(3)}
+    assert len(orders) == 9
+
+
+def test_steps_of_an_endless_stream_need_epochs():
+    stream = Stream(ROWS, 4, seed=0)
+    assert stream.steps(1) == 3
+    with pytest.raises(ValueError, match="endless"):
+        stream.steps()
+
+
+@pytest.mark.parametrize(("rows", "batch_size", "seed"), [([], 1, 0), (ROWS, 0, 0), (ROWS, 1, -1)])
+def test_impossible_streams_are_refused(rows, batch_size, seed):
+    with pytest.raises(ValueError):
+        Stream(rows, batch_size, seed)

@@ -1,0 +1,101 @@
+"""Two processes, each way to spread a model: the same weights as in one process, from the same launch files as on GPUs."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+ROOT = Path(__file__).parents[2]
+KINDS = {"ddp": "ddp", "fsdp2": "fsdp2", "zero2": "zero", "zero3": "zero"}
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+REPLICAS_AND_ZERO_3 = [
+    pytest.param("ddp", marks=pytest.mark.distributed),
+    pytest.param("zero3", marks=[pytest.mark.distributed, needs_deepspeed]),
+]
+EVERY_KIND = [
+    pytest.param("ddp"), pytest.param("fsdp2"),
+    pytest.param("zero2", marks=needs_deepspeed), pytest.param("zero3", marks=needs_deepspeed),
+]  # fmt: skip
+
+
+def launch(output: Path, mode: str, *launcher: str) -> None:
+    """Run the worker; its whole output is the message where it fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", *launcher, "tests.distributed.worker", str(output), mode]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def launch_two(output: Path, mode: str, name: str) -> None:
+    """The worker in two processes, as configs/launch/NAME.yaml says."""
+    port = str(20000 + os.getpid() % 20000)
+    options = ["--config_file", f"configs/launch/{name}.yaml", "--num_processes", "2", "--main_process_port", port]
+    launch(output, mode, "accelerate.commands.launch", *options, "-m")
+
+
+@cache
+def in_one_process(parent: Path, mode: str) -> Path:
+    """The same run without a launcher."""
+    output = parent / f"one-{mode}"
+    launch(output, mode)
+    return output
+
+
+@pytest.fixture(scope="session")
+def alone(tmp_path_factory) -> Any:
+    """Makes the results of one process, once per mode."""
+    parent = tmp_path_factory.mktemp("alone")
+    return lambda mode: in_one_process(parent, mode)
+
+
+def relative_error(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
+    """Largest |one - other| / |other| of any tensor; both must have the same names and shapes."""
+    assert {name: value.shape for name, value in one.items()} == {name: value.shape for name, value in other.items()}
+    return max(float((one[name] - other[name]).norm() / other[name].norm()) for name in one)
+
+
+def check_equal(two: Path, one: Path, name: str, bound: float) -> None:
+    """Weights, metrics and the sampler's logits of two processes against one."""
+    for file in ("toy.safetensors", "language.safetensors", "logits.safetensors"):
+        assert relative_error(load_file(two / file), load_file(one / file)) <= bound, file
+    ours, theirs = (json.loads((output / "report.json").read_text()) for output in (two, one))
+    assert (ours["kind"], ours["size"], theirs["kind"], theirs["size"]) == (KINDS[name], 2, "single", 1)
+    for mine, other in zip(ours["history"], theirs["history"], strict=True):
+        assert mine == pytest.approx(other, rel=max(bound, 2e-5))
+    # rank 1 alone met the bad loss, and every rank names its rows
+    assert "update 6" in ours["message"] and "row-9-1, row-9-3, row-9-5, row-9-7" in ours["message"]
+
+
+@pytest.mark.parametrize("name", REPLICAS_AND_ZERO_3)
+def test_two_processes_train_the_same_weights_as_one(tmp_path, alone, name):
+    launch_two(tmp_path, "plain", name)
+    check_equal(tmp_path, alone("plain"), name, 1e-5)
+
+
+@pytest.mark.distributed_slow
+@pytest.mark.parametrize("name", EVERY_KIND)
+def test_resumed_in_two_processes_equals_one_process(tmp_path, alone, name):
+    launch_two(tmp_path, "resume", name)
+    check_equal(tmp_path, alone("plain"), name, 1e-5)
+
+
+@pytest.mark.distributed_slow
+@pytest.mark.parametrize("name", EVERY_KIND)
+def test_bf16_differs_by_rounding_alone(tmp_path, alone, name):
+    launch_two(tmp_path, "bf16", name)
+    check_equal(tmp_path, alone("bf16"), name, 2e-2)
+
+
+def test_relative_error_sees_a_difference():
+    same = {"a": torch.ones(3)}
+    assert relative_error(same, same) == 0.0
+    assert relative_error({"a": torch.tensor([1.0, 1.0, 1.1])}, same) == pytest.approx(0.1 / 3**0.5)

@@ -1,0 +1,126 @@
+"""What every rank runs: some updates of two small models, and their whole weights on rank 0. Started by the tests.
+
+python -m tests.distributed.worker OUTPUT MODE     MODE: plain | bf16 | resume
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from alignment.data.batches import Example, collate
+from alignment.models.build import build_language_model
+from alignment.ragged import Ragged
+from alignment.training import (
+    Engine,
+    LossSum,
+    NonFiniteError,
+    OptimConfig,
+    Term,
+    TrainingConfig,
+    load_checkpoint,
+    save_checkpoint,
+    share,
+)
+from tests.training.toys import collate_by, squared_error, toy_engine, toy_rows, weights
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 61, "max_position_embeddings": 64, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+UPDATES = 5
+ROWS = (8, 7, 5, 1, 6)  # one row: the second rank has none of its own
+
+
+def documents(step: int) -> list[Example]:
+    """Random documents of unequal length, the same on every rank."""
+    generator = torch.Generator().manual_seed(step)
+    lengths = torch.randint(2, 30, (ROWS[step],), generator=generator).tolist()
+    ids = [torch.randint(61, (length,), generator=generator).tolist() for length in lengths]
+    return [Example(row, [True] * len(row), f"{step}-{index}") for index, row in enumerate(ids)]
+
+
+def language_engine(precision: str, seed: int = 0) -> Engine:
+    """A tiny Llama with tied embeddings."""
+    torch.manual_seed(seed)
+    optim = OptimConfig(1e-3, weight_decay=0.1, warmup_steps=2, max_grad_norm=0.5)
+    training = TrainingConfig(precision=precision, gradient_checkpointing=True)
+    return Engine(build_language_model(dict(LLAMA)), optim, training, total_steps=UPDATES)
+
+
+def next_token(engine: Engine) -> Any:
+    """-log p of every target."""
+
+    def loss_fn(batch: Ragged) -> LossSum:
+        log_probs = engine.model(batch=batch).log_probs
+        return LossSum(-log_probs.sum(), {"likely": (log_probs > -4).float().sum()})
+
+    return loss_fn
+
+
+def advance(toy: Engine, language: Engine, updates: int) -> list[dict[str, float]]:
+    """Updates of both engines in turn; micro-batches of 2 rows on rank 0 and of 3 on rank 1."""
+    history = []
+    for step in range(toy.step, toy.step + updates):
+        rows = share(toy_rows(step, ROWS[step]), collate_by(2 + toy.rank), toy.rank, toy.world_size)
+        texts = share(documents(step), lambda part: collate(part, 40), language.rank, language.world_size)
+        toy_metrics = toy.update(Term(rows, squared_error(toy.model)))
+        language_metrics = language.update(Term(texts, next_token(language)))
+        history += [toy_metrics, language_metrics]
+    return history
+
+
+def fail_on_last_rank(toy: Engine) -> str:
+    """Message of an update in which the last rank alone meets a loss that is not finite; the weights must stay."""
+    before = weights(toy)
+
+    def loss_fn(batch: Any) -> LossSum:
+        good = squared_error(toy.model)(batch)
+        return LossSum(good.total * (float("nan") if toy.rank == toy.world_size - 1 else 1.0), good.metrics)
+
+    try:
+        toy.update(Term(share(toy_rows(9), collate_by(4), toy.rank, toy.world_size), loss_fn))
+    except NonFiniteError as error:
+        assert all(torch.equal(value, weights(toy)[name]) for name, value in before.items())
+        weights(toy)  # once more on ranks without weights of their own: the operation is collective
+        return str(error)
+    raise AssertionError("the update was applied")
+
+
+def run(output: Path, mode: str) -> None:
+    """Train, and write states and metrics from rank 0."""
+    precision = "bf16" if mode == "bf16" else "fp32"
+    toy = toy_engine(schedule="constant", training=TrainingConfig(precision=precision))
+    language = language_engine(precision)
+    engines = {"toy": toy, "language": language}
+    history = advance(toy, language, 2 if mode == "resume" else UPDATES)
+    if mode == "resume":
+        path = save_checkpoint(output / "checkpoints", 2, engines, {}, {}, 1)
+        fresh = {"toy": toy_engine(seed=7, schedule="constant"), "language": language_engine(precision, seed=7)}
+        load_checkpoint(path, fresh, {})
+        history += advance(fresh["toy"], fresh["language"], UPDATES - 2)
+        engines = fresh
+    states = {name: engine.full_state() for name, engine in engines.items()}
+    with engines["language"].gathered():
+        rows = torch.tensor([[3, 1, 4, 1, 5]])
+        logits = engines["language"].unwrapped.prefill(
+            Ragged.build(rows.tolist()), engines["language"].unwrapped.new_cache(1, 8)
+        )
+    message = fail_on_last_rank(engines["toy"])
+    if toy.is_main:
+        output.mkdir(parents=True, exist_ok=True)
+        for name, state in states.items():
+            save_file({key: value.clone() for key, value in state.items()}, output / f"{name}.safetensors")
+        save_file({"logits": logits.float().contiguous()}, output / "logits.safetensors")
+        report = {"kind": toy.world.kind, "size": toy.world_size, "history": history, "message": message}
+        (output / "report.json").write_text(json.dumps(report))
+    toy.wait()
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    run(Path(sys.argv[1]), sys.argv[2])

@@ -1,0 +1,128 @@
+"""Judges, and how they are asked."""
+
+import gzip
+import json
+import math
+
+import pytest
+
+from alignment.data.records import Prompt
+from alignment.errors import UserError
+from alignment.evaluation import compare, file_judge, longer_judge, score_judge, write_questions
+
+PROMPTS = [Prompt(f"question {i}", {}, f"row {i}") for i in range(4)]
+OURS = ["a long answer", "short", "same", "ours"]
+BASELINE = ["brief", "a longer one", "same", "theirs"]
+
+
+def test_i16_a_judge_that_always_says_first_gives_half_and_is_found_out():
+    result = compare(PROMPTS, OURS, BASELINE, lambda prompts, first, second: [1.0] * len(prompts))
+    assert result.win_rate.rate == 0.5 and result.win_rate.ties == 4
+    assert result.inconsistent == 4 and result.failures == 0
+    assert result.first_seat == 1.0
+
+
+def test_i16_failures_are_counted_and_never_scored_as_losses():
+    def judge(prompts, first, second):
+        return [
+            None if prompt.row_id == "row 1" else float("a" in text)
+            for prompt, text in zip(prompts, first, strict=True)
+        ]
+
+    ours, baseline = ["a", "a", "a", "a"], ["b", "b", "b", "b"]
+    result = compare(PROMPTS, ours, baseline, judge, max_failed_share=0.25)
+    assert result.verdicts == [1.0, None, 1.0, 1.0]
+    assert (result.failures, result.win_rate.n, result.win_rate.losses, result.win_rate.rate) == (1, 3, 0, 1.0)
+    with pytest.raises(UserError, match="failed on 1 of 4"):
+        compare(PROMPTS, ours, baseline, judge, max_failed_share=0.2)
+
+
+def test_longer_judge_counts_characters():
+    result = compare(PROMPTS, OURS, BASELINE, longer_judge)
+    assert result.verdicts == [1.0, 0.0, 0.5, 0.0]
+    assert result.inconsistent == 0 and result.first_seat == 0.5
+
+
+def test_score_judge_scores_each_distinct_response_once():
+    asked = []
+
+    def score(prompts, responses):
+        asked.extend(zip((prompt.row_id for prompt in prompts), responses, strict=True))
+        return [float(len(asked) + i) for i in range(len(responses))]  # a scorer whose answers drift
+
+    result = compare(PROMPTS, OURS, BASELINE, score_judge(score))
+    assert len(asked) == len(set(asked)) == 7  # 2 for each prompt but one whose responses are the same
+    assert result.verdicts[2] == 0.5 and result.inconsistent == 0
+
+
+def test_score_judge_ties_within_the_margin_and_fails_on_nan():
+    scores = {"a": 1.0, "b": 1.2, "c": 2.0, "d": math.nan}
+    judge = score_judge(lambda _, responses: [scores[response] for response in responses], tie_margin=0.5)
+    assert judge(PROMPTS, ["a", "a", "c", "d"], ["b", "c", "a", "a"]) == [0.5, 0.0, 1.0, None]
+    with pytest.raises(ValueError, match="tie_margin"):
+        score_judge(lambda _, responses: [0.0], tie_margin=-1)
+
+
+def test_compare_refuses_what_does_not_line_up():
+    with pytest.raises(ValueError, match="4 prompts, 3 responses"):
+        compare(PROMPTS, OURS[:3], BASELINE, longer_judge)
+    with pytest.raises(ValueError, match="1 verdicts on 8"):
+        compare(PROMPTS, OURS, BASELINE, lambda *_: [1.0])
+
+
+def filled_in(path, judge):
+    """The questions in `path` with a judge's verdicts."""
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    return [{**row, "verdict": judge(row["first"], row["second"])} for row in rows]
+
+
+def test_verdicts_go_out_as_questions_and_come_back_from_a_file(tmp_path):
+    path = tmp_path / "questions.jsonl"
+    write_questions(path, PROMPTS, OURS, BASELINE)
+    rows = filled_in(path, lambda a, b: (len(a) > len(b)) + (len(a) == len(b)) / 2)
+    assert len(rows) == 7  # both orders of 4 pairs; the two orders of equal texts are one question
+    packed = tmp_path / "verdicts.jsonl.gz"
+    packed.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    assert compare(PROMPTS, OURS, BASELINE, file_judge(packed)) == compare(PROMPTS, OURS, BASELINE, longer_judge)
+
+
+def test_verdicts_on_other_texts_are_failures(tmp_path):
+    path = tmp_path / "verdicts.jsonl"
+    write_questions(path, PROMPTS, OURS, BASELINE)
+    with pytest.raises(UserError, match="failed on 4 of 4"):  # a form not filled in
+        compare(PROMPTS, OURS, BASELINE, file_judge(path))
+    path.write_text("".join(json.dumps(row) + "\n" for row in filled_in(path, lambda a, b: 0.5)))
+    result = compare(PROMPTS, [*OURS[:3], "new"], BASELINE, file_judge(path), max_failed_share=0.5)
+    assert result.failures == 1
+
+
+def test_broken_rows_are_all_named_with_file_and_line(tmp_path):
+    path = tmp_path / "verdicts.jsonl"
+    good = {"id": "row 0", "first": "a", "second": "b", "verdict": 1}
+    rows = [
+        json.dumps(good),
+        "{not json",
+        json.dumps([1]),
+        json.dumps({"id": "row 0", "verdict": 1}),
+        json.dumps({**good, "first": 3}),
+        json.dumps({**good, "verdict": "A"}),
+        json.dumps({**good, "verdict": True}),
+        json.dumps({**good, "verdict": 0}),
+    ]
+    path.write_text("\n".join(rows))
+    with pytest.raises(UserError) as caught:
+        file_judge(path)
+    lines = str(caught.value).splitlines()
+    assert [line.removeprefix(f"{path}:").split(":")[0] for line in lines] == ["2", "3", "4", "5", "6", "7", "8"]
+    assert "'first', 'second'" in lines[2] and "but 1.0 in line 1" in lines[-1]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [(None, "cannot read"), (b"", "no verdicts"), (b"\n{\xff", r":2: not UTF-8")]
+)
+def test_files_that_hold_no_verdicts_are_refused(tmp_path, content, message):
+    path = tmp_path / "verdicts.jsonl"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        file_judge(path)

@@ -1,0 +1,59 @@
+"""Tiny models of each family and random documents, for the tests of the stack."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from alignment.models.build import build_language_model, build_scalar_model
+from alignment.ragged import Ragged
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {"model_type": "gpt2", "vocab_size": 61, "n_positions": 96, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    "llama": {
+        "model_type": "llama",
+        "vocab_size": 61,
+        "max_position_embeddings": 96,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+}
+LENGTHS = (40, 7, 1, 33, 40, 12)
+
+
+def roughen(model: Any, seed: int = 0) -> Any:
+    """Weights far enough from their initial values for every part to matter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.15 * torch.randn(parameter.shape, generator=generator)
+    return model
+
+
+@pytest.fixture(params=sorted(CONFIGS))
+def config(request) -> dict[str, Any]:
+    return dict(CONFIGS[request.param])
+
+
+@pytest.fixture
+def model(config):
+    return roughen(build_language_model(config))
+
+
+@pytest.fixture
+def scalar_model(config):
+    return roughen(build_scalar_model(config))
+
+
+@pytest.fixture
+def documents() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randint(61, (length,), generator=generator).tolist() for length in LENGTHS]
+
+
+@pytest.fixture
+def batch(documents) -> Ragged:
+    return Ragged.build(documents)

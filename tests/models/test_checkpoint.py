@@ -1,0 +1,339 @@
+"""Hugging Face directories, both ways: strict in, bit-equal out (I10, H20, H21)."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from alignment.errors import UserError
+from alignment.models.build import build_language_model, build_scalar_model
+from alignment.models.checkpoint import hf_names, load_language_model, load_scalar_model, save_model
+from alignment.ragged import Ragged
+
+IDS = torch.randint(61, (3, 20), generator=torch.Generator().manual_seed(0))
+
+
+def rough(reference, seed=0):
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        for parameter in reference.parameters():
+            parameter += 0.15 * torch.randn_like(parameter)
+    return reference.eval()
+
+
+def theirs(config, kind=AutoModelForCausalLM, **keys):
+    """A random transformers model of the fixture's config."""
+    keys = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, **keys}
+    plain = {key: value for key, value in config.items() if key != "model_type"}
+    return rough(kind.from_config(AutoConfig.for_model(config["model_type"], **{**plain, **keys})))
+
+
+@pytest.fixture
+def directory(config, tmp_path):
+    theirs(config).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def change_tensors(directory, change):
+    tensors = load_file(directory / "model.safetensors")
+    change(tensors)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def change_config(directory, **keys):
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+def names(directory):
+    return sorted(load_file(directory / "model.safetensors"))
+
+
+# Out: what we write
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_saved_language_model_opens_in_transformers_with_equal_logits(config, tmp_path, tied):
+    model = rough(build_language_model({**config, "tie_word_embeddings": tied, "bos_token_id": 1, "eos_token_id": 2}))
+    save_model(model, tmp_path)
+    reference, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    with torch.no_grad():
+        assert_close(model(IDS).logits, reference(IDS).logits, atol=1e-5, rtol=0)
+
+
+def test_saved_scalar_model_opens_in_transformers_with_equal_scores(config, tmp_path):
+    model = rough(build_scalar_model({**config, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}))
+    save_model(model, tmp_path)
+    reference, report = AutoModelForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    assert reference.config.num_labels == 1
+    ids, mask = IDS.clamp(min=1), torch.ones_like(IDS)
+    ids[1, 12:], mask[1, 12:] = 0, 0
+    with torch.no_grad():
+        assert_close(model(ids, mask).logits, reference(ids, attention_mask=mask).logits, atol=1e-5, rtol=0)
+
+
+def test_i10_save_and_load_keep_every_bit(config, tmp_path):
+    for build, load in ((build_language_model, load_language_model), (build_scalar_model, load_scalar_model)):
+        model = rough(build(config))
+        save_model(model, tmp_path / build.__name__)
+        again = load(tmp_path / build.__name__)
+        for (name, a), (other, b) in zip(model.state_dict().items(), again.state_dict().items(), strict=True):
+            assert name == other and torch.equal(a, b)
+        batch = Ragged.build(IDS.tolist())
+        with torch.no_grad():
+            first, second = model(batch=batch), again(batch=batch)
+        for a, b in zip(first, second, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_transformers_checkpoint_comes_back_bit_equal(config, directory, tmp_path):
+    save_model(load_language_model(directory), tmp_path / "again")
+    ours, original = load_file(tmp_path / "again" / "model.safetensors"), load_file(directory / "model.safetensors")
+    assert ours.keys() == original.keys()
+    assert all(torch.equal(ours[name], original[name]) for name in original)
+
+
+def test_a_full_state_can_be_saved_instead_of_the_live_one(config, tmp_path):
+    model = build_language_model(config)
+    state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
+    save_model(model, tmp_path, state=state)
+    assert torch.equal(load_language_model(tmp_path).trunk.embed.weight, model.trunk.embed.weight + 1)
+
+
+def test_h21_a_tie_undone_and_rows_added_are_saved_as_they_are(config, tmp_path):
+    model = build_language_model({**config, "tie_word_embeddings": True})
+    assert model.head.weight is model.trunk.embed.weight
+    model.head.weight = torch.nn.Parameter(torch.randn(64, 32))
+    model.trunk.embed = torch.nn.Embedding(64, 32)
+    save_model(model, tmp_path)
+    again = load_language_model(tmp_path)
+    assert again.config["tie_word_embeddings"] is False and again.config["vocab_size"] == 64
+    assert torch.equal(again.head.weight, model.head.weight)
+    assert torch.equal(again.trunk.embed.weight, model.trunk.embed.weight)
+
+
+def test_an_attached_part_is_not_saved_silently(config, tmp_path):
+    model = build_language_model(config)
+    model.prefix = torch.nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"prefix\.bias.*merge or detach"):
+        save_model(model, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_table_covers_every_parameter_once(model, scalar_model):
+    for one in (model, scalar_model):
+        places = hf_names(one)
+        assert set(places) == set(one.state_dict())
+        assert len({place[:2] for place in places.values()}) == len(places)
+
+
+def test_dtype_is_kept_and_told(config, tmp_path):
+    save_model(build_language_model(config).to(torch.bfloat16), tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "bfloat16"
+    assert load_language_model(tmp_path, dtype=torch.bfloat16).trunk.embed.weight.dtype == torch.bfloat16
+    assert load_language_model(tmp_path).trunk.embed.weight.dtype == torch.float32
+
+
+# In: what we read
+
+
+def test_loaded_models_train(directory):
+    model = load_language_model(directory).train()
+    (-model(batch=Ragged.build(IDS.tolist())).log_probs.sum()).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    assert not any(parameter.is_meta for parameter in model.parameters())
+
+
+def test_a_missing_tensor_is_refused_by_name(directory):
+    for name in (names(directory)[0], names(directory)[-1]):
+        change_tensors(directory, lambda tensors, name=name: tensors.pop(name))
+        with pytest.raises(UserError, match=f"tensor {name} is missing"):
+            load_language_model(directory)
+
+
+def test_an_extra_tensor_is_refused_by_name(directory):
+    change_tensors(directory, lambda tensors: tensors.update({"surplus.weight": torch.zeros(2)}))
+    with pytest.raises(UserError, match=r"unexpected tensor surplus\.weight"):
+        load_language_model(directory)
+
+
+def test_a_wrong_shape_is_refused_with_both_shapes(directory):
+    name = next(name for name in names(directory) if "embed_tokens" in name or "wte" in name)
+    change_tensors(directory, lambda tensors: tensors.update({name: torch.zeros(60, 32)}))
+    with pytest.raises(UserError, match=rf"{name} has shape \(60, 32\), the config asks for \(61, 32\)"):
+        load_language_model(directory)
+
+
+@pytest.mark.parametrize("key", ["attn_logit_softcapping", "rms_norm_epss", "layer_norm_epsilon_"])
+def test_an_unknown_key_is_refused_by_name(directory, key):
+    change_config(directory, **{key: 30.0})
+    with pytest.raises(UserError, match=key):
+        load_language_model(directory)
+
+
+def test_code_of_its_own_is_refused(directory):
+    change_config(directory, auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    with pytest.raises(UserError, match="auto_map"):
+        load_language_model(directory)
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt"])
+def test_pickles_are_refused_unopened(directory, name):
+    (directory / "model.safetensors").unlink()
+    (directory / name).write_bytes(b"not even a pickle")
+    with pytest.raises(UserError, match=rf"pickle \({name}\)"):
+        load_language_model(directory)
+
+
+def test_directories_without_a_model_are_refused(tmp_path, directory):
+    with pytest.raises(UserError, match=r"nowhere: no config\.json"):
+        load_language_model(tmp_path / "nowhere")
+    (directory / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"no model\.safetensors"):
+        load_language_model(directory)
+    (directory / "config.json").write_text("{")
+    with pytest.raises(UserError, match="not valid JSON"):
+        load_language_model(directory)
+    (directory / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="one JSON object, got list"):
+        load_language_model(directory)
+
+
+def test_a_cut_file_is_refused(directory):
+    path = directory / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(UserError, match="not a readable safetensors file"):
+        load_language_model(directory)
+
+
+def test_old_buffers_are_no_weights(config, directory):
+    mask = torch.ones(1, 1, 96, 96)
+    old = {
+        "gpt2": {"transformer.h.0.attn.bias": mask, "transformer.h.1.attn.masked_bias": torch.ones(1)},
+        "llama": {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(4)},
+    }[config["model_type"]]  # fmt: skip
+    change_tensors(directory, lambda tensors: tensors.update(old))
+    load_language_model(directory)
+
+
+def test_a_bare_trunk_without_prefix_loads(config, tmp_path):
+    reference = theirs(config, AutoModel, tie_word_embeddings=True)
+    reference.save_pretrained(tmp_path)
+    assert not any(name.startswith(("transformer.", "model.")) for name in names(tmp_path))
+    model = load_language_model(tmp_path)
+    hidden = model.trunk(Ragged.build(IDS.tolist()))
+    with torch.no_grad():
+        assert_close(hidden.view(3, 20, -1), reference(IDS).last_hidden_state, atol=1e-5, rtol=0)
+
+
+def test_a_tied_head_that_is_another_matrix_is_refused(config, directory):
+    change_config(directory, tie_word_embeddings=True)
+    head = torch.zeros(61, 32)
+    change_tensors(directory, lambda tensors: tensors.update({"lm_head.weight": head}))
+    with pytest.raises(UserError, match=r"lm_head\.weight differs"):
+        load_language_model(directory)
+    embedding = next(name for name in names(directory) if "embed_tokens" in name or "wte" in name)
+    change_tensors(directory, lambda tensors: tensors.update({"lm_head.weight": tensors[embedding].clone()}))
+    load_language_model(directory)
+
+
+# Scalar models
+
+
+def test_scores_equal_transformers(config, tmp_path):
+    reference = theirs(config, AutoModelForSequenceClassification, num_labels=1)
+    reference.save_pretrained(tmp_path)
+    ids = IDS.clamp(min=1)
+    with torch.no_grad():
+        assert_close(load_scalar_model(tmp_path)(ids).logits, reference(ids).logits, atol=1e-5, rtol=0)
+
+
+def test_h24_a_reward_model_without_its_head_is_refused(config, tmp_path, directory):
+    with pytest.raises(UserError, match=r"score\.weight is missing"):
+        load_scalar_model(directory)
+    theirs(config, AutoModelForSequenceClassification, num_labels=1).save_pretrained(tmp_path / "reward")
+    change_tensors(tmp_path / "reward", lambda tensors: tensors.pop("score.weight"))
+    with pytest.raises(UserError, match=r"score\.weight is missing"):
+        load_scalar_model(tmp_path / "reward")
+
+
+def test_a_head_with_two_labels_is_refused(config, tmp_path):
+    theirs(config, AutoModelForSequenceClassification, num_labels=2).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"score\.weight has shape \(2, 32\)"):
+        load_scalar_model(tmp_path)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_language_model_opens_as_a_scalar_model_with_a_new_head(config, tmp_path, tied):
+    theirs(config, tie_word_embeddings=tied).save_pretrained(tmp_path)
+    policy, zero = load_language_model(tmp_path), load_scalar_model(tmp_path, new_head="zero")
+    assert torch.equal(zero.trunk.embed.weight, policy.trunk.embed.weight)
+    assert (zero(IDS).values == 0).all()
+    change_tensors(tmp_path, lambda tensors: tensors.pop(names(tmp_path)[3]))
+    with pytest.raises(UserError, match="is missing"):
+        load_scalar_model(tmp_path, new_head="zero")
+
+
+def test_h25_deviation_of_a_new_head(tmp_path):
+    # D = 1600: 1 / sqrt(1601) = 0.02499
+    config = {"model_type": "gpt2", "vocab_size": 8, "n_embd": 1600, "n_layer": 1, "n_head": 1, "n_inner": 4,
+              "n_positions": 4}  # fmt: skip
+    save_model(build_language_model(config), tmp_path)
+    torch.manual_seed(0)
+    head = load_scalar_model(tmp_path, new_head="normal").head.weight
+    assert head.std().item() == pytest.approx(1601**-0.5, rel=0.05)
+
+
+# Shards
+
+
+@pytest.fixture
+def sharded(config, tmp_path):
+    reference = theirs(config)
+    reference.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert (tmp_path / "model.safetensors.index.json").is_file()
+    return reference, tmp_path
+
+
+def change_map(directory, change):
+    path = directory / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def test_shards_are_put_together(sharded):
+    reference, directory = sharded
+    with torch.no_grad():
+        assert_close(load_language_model(directory)(IDS).logits, reference(IDS).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["../elsewhere.safetensors", "/tmp/x.safetensors", "part.bin", 3])
+def test_a_shard_outside_the_directory_is_refused(sharded, name):
+    _, directory = sharded
+    change_map(directory, lambda weights: weights.update({next(iter(weights)): name}))
+    with pytest.raises(UserError, match="must be the plain name"):
+        load_language_model(directory)
+
+
+def test_a_missing_shard_is_refused_by_name(sharded):
+    _, directory = sharded
+    victim = sorted(directory.glob("model-*.safetensors"))[0]
+    victim.unlink()
+    with pytest.raises(UserError, match=f"shard {victim.name} is missing"):
+        load_language_model(directory)
+
+
+def test_an_index_that_lies_is_refused(sharded):
+    _, directory = sharded
+    change_map(directory, lambda weights: weights.update({"ghost": next(iter(weights.values()))}))
+    with pytest.raises(UserError, match="tensor ghost is listed"):
+        load_language_model(directory)
+    (directory / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(UserError, match="weight_map"):
+        load_language_model(directory)

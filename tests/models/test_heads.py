@@ -1,0 +1,103 @@
+"""The heads: log-probabilities and entropies in chunks, scores at the last real token (H23)."""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment.models import heads
+from alignment.ragged import Ragged
+
+
+def test_log_probs_are_the_log_softmax_at_the_token_before(model, documents):
+    batch = Ragged.build(documents, [[i % 3 == 1 for i in range(len(document))] for document in documents])
+    with torch.no_grad():
+        ours = model(batch=batch, temperature=0.7).log_probs
+        expected = []
+        for document in documents:
+            log_probs = (model(torch.tensor([document])).logits[0] / 0.7).log_softmax(-1)
+            expected += [log_probs[i - 1, document[i]] for i in range(len(document)) if i % 3 == 1]
+    assert ours.shape == (len(batch.targets),)
+    assert_close(ours, torch.stack(expected), atol=1e-5, rtol=0)
+
+
+def test_entropy_of_equal_logits_is_log_of_the_vocabulary(model, batch):
+    with torch.no_grad():
+        model.trunk.norm.weight.zero_()
+        if getattr(model.trunk.norm, "bias", None) is not None:
+            model.trunk.norm.bias.zero_()
+    output = model(batch=batch, entropy=True)
+    assert_close(output.entropy, torch.full_like(output.log_probs, math.log(61)))
+    assert_close(output.log_probs.detach(), torch.full_like(output.entropy, -math.log(61)))
+    assert not output.entropy.requires_grad
+    assert model(batch=batch).entropy is None
+
+
+def test_chunks_change_neither_numbers_nor_gradients(model, batch, monkeypatch):
+    def run():
+        model.zero_grad()
+        output = model(batch=batch, temperature=1.3, entropy=True)
+        (-output.log_probs.sum()).backward()
+        return output, [parameter.grad.clone() for parameter in model.parameters()]
+
+    whole, gradients = run()
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 61 * 10)  # 127 targets: 13 chunks
+    cut, cut_gradients = run()
+    assert_close(cut.log_probs, whole.log_probs, atol=1e-6, rtol=0)
+    assert_close(cut.entropy, whole.entropy, atol=1e-6, rtol=0)
+    for a, b in zip(gradients, cut_gradients, strict=True):
+        assert_close(a, b, atol=1e-5, rtol=1e-5)
+
+
+def test_chunks_do_not_keep_their_logits(model, batch, monkeypatch):
+    sizes = []
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 61 * 10)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
+        model(batch=batch)
+    # 61 * 32 is the head's weight; no saved tensor may be [127, 61] or [10, 61]
+    assert 10 * 61 not in sizes and len(batch.targets) * 61 not in sizes
+
+
+def test_impossible_tokens_do_not_spoil_the_entropy():
+    logits = torch.tensor([[0.0, 0.0, float("-inf")]])
+    assert_close(heads._entropy(logits), torch.tensor([math.log(2)]))
+
+
+def test_h23_score_is_read_at_the_last_real_token(scalar_model, documents):
+    # token 9 is the padding and stands inside documents too
+    documents = [[*document[:3], 9, *document[3:], 9] for document in documents]
+    with torch.no_grad():
+        batch = Ragged.build(documents)
+        scores = scalar_model(batch=batch).values[batch.last]
+        alone = torch.cat([scalar_model(torch.tensor([document])).logits[:, 0] for document in documents])
+        width = max(map(len, documents)) + 3
+        for left in (True, False):
+            ids, mask = torch.full((len(documents), width), 9), torch.zeros(len(documents), width)
+            for row, document in enumerate(documents):
+                place = slice(width - len(document), width) if left else slice(0, len(document))
+                ids[row, place], mask[row, place] = torch.tensor(document), 1
+            output = scalar_model(ids, mask)
+            assert output.logits.shape == (len(documents), 1) and output.values.shape == ids.shape
+            assert_close(output.logits[:, 0], scores, atol=1e-6, rtol=1e-6)
+            assert (output.values[mask == 0] == 0).all()
+    assert_close(scores, alone, atol=1e-6, rtol=1e-6)
+
+
+def test_h23_a_value_that_is_the_position_reads_length_minus_one(scalar_model, batch, monkeypatch):
+    monkeypatch.setattr(scalar_model, "_values", lambda batch: batch.positions.float())
+    ids, mask = torch.ones(2, 6, dtype=torch.long), torch.tensor([[0, 0, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]])
+    assert scalar_model(ids, mask).logits[:, 0].tolist() == [3, 1]
+
+
+def test_values_are_fp32_under_autocast(scalar_model, batch):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        values = scalar_model(batch=batch).values
+    assert values.dtype == torch.float32 and values.shape == batch.tokens.shape
+    # not rounded to bfloat16: the head itself ran in fp32
+    assert (values != values.to(torch.bfloat16).float()).any()
+
+
+def test_a_call_without_input_is_refused(model):
+    with pytest.raises(ValueError, match="input_ids or batch"):
+        model()

@@ -1,0 +1,137 @@
+"""Documents do not see each other, and a row's numbers do not depend on how it was batched (I5, H08, H18, H33)."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment.errors import UserError
+from alignment.models.build import build_language_model
+from alignment.ragged import Ragged
+
+TIGHT = {"atol": 1e-5, "rtol": 0}
+
+
+def pad(documents, side, extra=0):
+    width = max(map(len, documents)) + extra
+    ids = torch.full((len(documents), width), 9)
+    mask = torch.zeros(len(documents), width, dtype=torch.bool)
+    for row, document in enumerate(documents):
+        place = slice(width - len(document), width) if side == "left" else slice(0, len(document))
+        ids[row, place], mask[row, place] = torch.tensor(document), True
+    return ids, mask
+
+
+def log_probs_from_logits(logits, mask, documents):
+    """Of every token but each document's first, documents end to end."""
+    rows = [logits[row][mask[row]].log_softmax(-1) for row in range(len(documents))]
+    pieces = [row[:-1].gather(1, torch.tensor(doc)[1:, None])[:, 0] for row, doc in zip(rows, documents, strict=True)]
+    return torch.cat(pieces)
+
+
+def test_i5_log_probs_do_not_depend_on_side_pad_length_batch_mates_or_packing(model, documents, batch):
+    with torch.no_grad():
+        packed = model(batch=batch).log_probs
+        alone = torch.cat([model(batch=Ragged.build([document])).log_probs for document in documents])
+        assert_close(packed, alone, **TIGHT)
+        for side in ("left", "right"):
+            for extra in (0, 1, 5):
+                ids, mask = pad(documents, side, extra)
+                assert_close(log_probs_from_logits(model(ids, mask).logits, mask, documents), packed, **TIGHT)
+
+
+def test_h08_a_neighbour_replaced_changes_nothing(model, documents, batch):
+    other = [[(token + 17) % 61 for token in documents[0]], *documents[1:]]
+    with torch.no_grad():
+        before, after = model(batch=batch).log_probs, model(batch=Ragged.build(other)).log_probs
+    first = len(documents[0]) - 1
+    assert not torch.allclose(before[:first], after[:first], atol=1e-3)
+    assert_close(before[first:], after[first:], atol=1e-6, rtol=0)
+
+
+def test_a_later_token_changes_no_earlier_log_prob(model):
+    document = list(range(20))
+    changed = [*document[:-1], 50]
+    with torch.no_grad():
+        a, b = (model(batch=Ragged.build([d])).log_probs for d in (document, changed))
+    assert_close(a[:-1], b[:-1], atol=0, rtol=0)
+
+
+def test_gradient_of_a_packed_batch_is_the_sum_of_its_documents(model, documents, batch):
+    def gradients(batches):
+        model.zero_grad()
+        for one in batches:
+            (-model(batch=one).log_probs.sum()).backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    packed = gradients([batch])
+    apart = gradients([Ragged.build([document]) for document in documents if len(document) > 1])
+    for a, b in zip(packed, apart, strict=True):
+        assert_close(a, b, atol=1e-4, rtol=1e-4)
+
+
+def test_logits_at_padding_are_zero_and_gradients_flow(model, documents):
+    ids, mask = pad(documents, "left", 2)
+    logits = model(ids, mask).logits
+    assert logits.shape == (*ids.shape, 61)
+    assert (logits[~mask] == 0).all() and (logits[mask] != 0).any()
+    logits.logsumexp(-1)[mask].sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_no_mask_means_every_token_is_real(model):
+    ids = torch.randint(61, (2, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert_close(model(ids).logits, model(ids, torch.ones_like(ids)).logits, atol=0, rtol=0)
+
+
+def test_an_empty_row_is_refused(model):
+    with pytest.raises(ValueError, match="row 1"):
+        model(torch.ones(2, 3, dtype=torch.long), torch.tensor([[1, 1, 1], [0, 0, 0]]))
+
+
+def test_too_long_a_document_is_refused_by_name(model):
+    batch = Ragged.build([[1, 2], [1] * 97], row_ids=["a:1", "a:2"])
+    with pytest.raises(UserError, match=r"97 tokens \(row a:2\).*96 positions"):
+        model(batch=batch)
+    assert model(batch=Ragged.build([[1] * 96])).log_probs.shape == (95,)
+
+
+def test_documents_of_very_different_length_use_several_rectangles(config):
+    model = build_language_model({**config, **({"n_head": 16} if "n_head" in config else {})})
+    generator = torch.Generator().manual_seed(5)
+    rows = [torch.randint(61, (n,), generator=generator).tolist() for n in [96] * 8 + [20] * 30 + [2] * 5]
+    with torch.no_grad():
+        packed = model(batch=Ragged.build(rows)).log_probs
+        alone = torch.cat([model(batch=Ragged.build([row])).log_probs for row in rows])
+    assert_close(packed, alone, **TIGHT)
+
+
+def test_gradient_checkpointing_changes_no_gradient(model, batch):
+    def gradients():
+        model.zero_grad()
+        (-model(batch=batch).log_probs.sum()).backward()
+        return [parameter.grad.clone() for parameter in model.parameters()]
+
+    plain = gradients()
+    model.checkpoint_activations(True)
+    assert model.gradient_checkpointing
+    for a, b in zip(plain, gradients(), strict=True):
+        assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+def test_bfloat16_autocast_stays_near_fp32(model, batch):
+    with torch.no_grad():
+        exact = model(batch=batch).log_probs
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            rounded = model(batch=batch).log_probs
+    assert rounded.dtype == torch.float32
+    # bfloat16 keeps 8 bits: logits here are near 5, so a few hundredths per logit
+    assert (exact - rounded).abs().mean() < 0.05
+    assert (exact - rounded).abs().max() < 0.3
+
+
+def test_bfloat16_autocast_trains_every_parameter(model, batch):
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = -model(batch=batch).log_probs.sum()
+    loss.backward()
+    assert all(parameter.grad is not None and parameter.grad.isfinite().all() for parameter in model.parameters())

@@ -1,0 +1,642 @@
+"""The invariants that catch most of what goes wrong in RLHF code, each on the code that trains.
+
+I8 is in learning/test_bandit.py; what needs several processes or a kill is in distributed/ and training/.
+"""
+
+import copy
+import json
+import math
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from alignment.adapters import LoRASpec, PrefixSpec, attach, load_adapter, merge_adapter, save_adapter
+from alignment.algorithms import dpo, ppo, reward
+from alignment.algorithms.assemble import load_policy, load_scalar, next_token_loss, reference_model
+from alignment.algorithms.ppo_parts import build_parts, read_data
+from alignment.algorithms.rollout import Rollout, ragged_of, rollout_batches, with_advantages
+from alignment.data.batches import collate, collate_pairs
+from alignment.data.chat import end_token_id
+from alignment.data.prepare import prepare
+from alignment.data.sources import DataConfig
+from alignment.data.stream import Stream
+from alignment.generation import generate
+from alignment.loading import export, load_model, load_reward_model
+from alignment.models.build import build_language_model, build_scalar_model
+from alignment.models.checkpoint import load_language_model, load_scalar_model, save_model
+from alignment.ragged import Ragged
+from alignment.training import Engine, OptimConfig, Run, Term, TrainingConfig
+from alignment.training.engine import NonFiniteError
+
+FAMILIES = ("gpt2", "llama")
+BY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
+LONG_WAY_OFF = 1e6
+# Adam whose eps dwarfs every gradient divides by a constant: plain gradient descent with step 1.
+PLAIN_DESCENT = OptimConfig(learning_rate=LONG_WAY_OFF, betas=(0.0, 0.0), eps=LONG_WAY_OFF, schedule="constant", max_grad_norm=0)
+ADAPTERS = {"LoRA": LoRASpec(rank=4, alpha=16.0), "prefix": PrefixSpec(tokens=3)}
+
+
+def examples_of(kind, world, tokenizer, count=8):
+    file = {"demonstrations": "demonstrations", "comparisons": "comparisons", "prompts": "prompts", "text": "pretrain"}[kind]
+    examples, _ = prepare(DataConfig(train=world[file], max_length=256), kind, tokenizer)
+    return examples[:count]
+
+
+def read_jsonl(path):
+    return [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines()]
+
+
+def write_jsonl(path, rows):
+    Path(path).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def random_ids(lengths, vocabulary=61, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+
+# --- I1, I2: what the models are shown ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("end", ["", "</s>"], ids=["plain", "ending in the end token"])
+@pytest.mark.parametrize("pad", ["own", "end token"])
+def test_I1_supervised_text_is_the_response_and_one_end_token(world, tokenizer, tmp_path, end, pad):
+    """Proves: the targets of SFT, reward model and DPO, decoded, are each response and exactly one end token, also where
+    the row brings its own end token, and where padding is the end token (H01, H02, H04)."""
+    tokenizer = copy.deepcopy(tokenizer)
+    if pad == "end token":
+        tokenizer.pad_token = tokenizer.eos_token
+    rows = read_jsonl(world["demonstrations"])[:6]
+    path = write_jsonl(tmp_path / "rows.jsonl", [row | {"completion": row["completion"] + end} for row in rows])
+    examples, _ = prepare(DataConfig(train=path), "demonstrations", tokenizer)
+    wanted = [row["completion"] for row in rows]
+    assert sorted(supervised(collate(examples, 300), tokenizer)) == sorted(wanted)
+
+    pairs, kept = examples_of("comparisons", world, tokenizer), read_jsonl(world["comparisons"])[:8]
+    wanted = [row[side] for row in kept for side in ("chosen", "rejected")]
+    assert sorted(supervised([batch.ragged for batch in collate_pairs(pairs, 600)], tokenizer)) == sorted(wanted)
+
+
+def supervised(batches, tokenizer):
+    """Text of each document's targets, the one end token at its end taken off."""
+    texts = []
+    for batch in batches:
+        for row in range(len(batch.lengths)):
+            ids = batch.tokens[batch.targets[batch.target_rows == row]].tolist()
+            assert ids.count(end_token_id(tokenizer)) == 1 and ids[-1] == end_token_id(tokenizer)
+            texts.append(tokenizer.decode(ids[:-1]))
+    return texts
+
+
+def test_I1_a_rollout_trains_on_what_was_drawn_and_nothing_else():
+    """Proves: PPO's targets are the sampled tokens, the end token among them, and never the prompt's (H01, H34)."""
+    batch = ragged_of([[1, 5, 6], [1]], [[7, 2], [8, 9, 2]], [0, 1])
+    assert batch.tokens[batch.targets].tolist() == [7, 2, 8, 9, 2]
+
+
+@pytest.mark.parametrize("form", ["text", "messages"])
+def test_I2_every_document_of_every_stage_has_one_BOS(form, world, checkpoints, make_stage, tokenizer, tmp_path, monkeypatch):
+    """Proves: pretraining, SFT, reward model, DPO, PPO, generation and scoring show the models documents that begin with
+    the one BOS there is, also where the tokenizer adds it and the chat template writes it too (H03)."""
+    policy = checkpoints["llama"]
+    if form == "messages":
+        world, policy = as_messages(world, tmp_path), with_template(policy, tokenizer, tmp_path / "policy")
+    seen = []
+    build = Ragged.build.__func__
+    spy = lambda cls, documents, *rest, **named: (seen.extend(documents), build(cls, documents, *rest, **named))[1]  # noqa: E731
+    monkeypatch.setattr(Ragged, "build", classmethod(spy))
+
+    one_step = TrainingConfig(batch_size=4, max_steps=1)
+    kinds = {"pretrain": "pretrain", "sft": "demonstrations", "reward": "comparisons", "dpo": "comparisons", "ppo": "prompts"}
+    for kind, rows in kinds.items():
+        more = {"reward_model": str(tmp_path / "reward/model"), "minibatches": 1, "epochs": 1} if kind == "ppo" else {}
+        more |= {"max_new_tokens": 1} if kind == "ppo" else {}  # an untrained policy may well draw a BOS
+        data = DataConfig(train=world[rows], max_length=256)
+        run, config = make_stage(kind, policy, tmp_path / kind, data=data, training=one_step, **more)
+        before = len(seen)
+        run(config)
+        assert len(seen) >= before + 4
+    prompt = read_jsonl(world["prompts"])[0]["prompt"]
+    before = len(seen)
+    generate(load_model(policy), load_reward_model(str(tmp_path / "reward/model")).tokenizer, [prompt], max_new_tokens=2)
+    load_reward_model(str(tmp_path / "reward/model")).score([(prompt, "Yes."), "A whole text."])
+    assert len(seen) == before + 3
+    bos = tokenizer.bos_token_id
+    assert [ids for ids in seen if list(ids).count(bos) != 1 or ids[0] != bos] == []
+
+
+def as_messages(world, folder):
+    """The world's files with prompts and responses as chat messages."""
+    user, assistant = (lambda text: [{"role": "user", "content": text}]), (lambda text: [{"role": "assistant", "content": text}])
+    change = {
+        "demonstrations": lambda r: {"messages": user(r["prompt"]) + assistant(r["completion"])},
+        "comparisons": lambda r: {"prompt": user(r["prompt"]), **{k: assistant(r[k]) for k in ("chosen", "rejected")}},
+        "prompts": lambda r: {"prompt": user(r["prompt"])},
+        "pretrain": lambda r: r,
+    }
+    return {name: write_jsonl(folder / f"{name}.jsonl", map(to, read_jsonl(world[name])[:8])) for name, to in change.items()}
+
+
+def with_template(policy, tokenizer, directory):
+    """The checkpoint, its tokenizer with a template that writes the BOS itself."""
+    from alignment.data.tokenizers import save_tokenizer
+
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{{ bos_token }}{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}"
+        "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    save_model(load_language_model(policy), directory)
+    save_tokenizer(tokenizer, directory)
+    return str(directory)
+
+
+# --- I3: how a batch is cut -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def rollout(checkpoints) -> Rollout:
+    """Eight made-up responses of 1 to 8 tokens, everything about them known."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = list(range(1, 9))
+    mask = torch.arange(8) < torch.tensor(lengths)[:, None]
+    frame = lambda: torch.where(mask, torch.randn(8, 8, generator=generator), 0.0)  # noqa: E731
+    made = Rollout(
+        prompts=random_ids([3, 9, 1, 5, 4, 2, 8, 6]), responses=random_ids(lengths, seed=1), numbers=lengths, mask=mask,
+        log_probs=frame() - 5, reference_log_probs=frame() - 5, values=frame(), scores=torch.randn(8, generator=generator),
+        ended=torch.tensor([True, False] * 4),
+    )  # fmt: skip
+    return with_advantages(made, **SHAPING)
+
+
+SHAPING = {
+    "kl_coef": 0.1, "gain": 1.0, "bias": 0.0, "missing_end_penalty": 1.0, "gamma": 1.0, "gae_lambda": 0.95, "reduce": lambda x: x,
+}  # fmt: skip
+PPO_SETTINGS = SimpleNamespace(temperature=0.8, clip_range=0.2, value_clip_range=0.2)
+
+
+def language_case(model, world, tokenizer, rollout, cut):
+    examples = examples_of("demonstrations", world, tokenizer)
+    return next_token_loss(model), cut_rows(examples, cut, lambda rows: collate(rows, 10**6))
+
+
+def pair_case(model, world, tokenizer, rollout, cut, loss_fn):
+    return loss_fn(model), cut_rows(examples_of("comparisons", world, tokenizer), cut, lambda rows: collate_pairs(rows, 10**6))
+
+
+def reward_case(*arguments):
+    return pair_case(*arguments, lambda model: reward.pair_loss(model, center_coef=0.01))
+
+
+def dpo_case(*arguments):
+    def loss_fn(model):
+        reference = torch.no_grad()(copy.deepcopy(model))
+        with torch.no_grad():
+            model.head.weight += 0.05 * torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(2))
+        return dpo.pair_loss(model, reference, dpo.DPOConfig(policy="", data=DataConfig(train="-"), output=""))
+
+    return pair_case(*arguments, loss_fn)
+
+
+def policy_case(model, world, tokenizer, rollout, cut):
+    return ppo.policy_loss(model, PPO_SETTINGS, []), cut_rollout(rollout, cut)
+
+
+def value_case(model, world, tokenizer, rollout, cut):
+    return ppo.value_loss(model, PPO_SETTINGS), cut_rollout(rollout, cut)
+
+
+def cut_rollout(rollout, cut):
+    return cut_rows(list(range(8)), cut, lambda rows: rollout_batches(rollout, rows, 10**6))
+
+
+def cut_rows(rows, cut, collate_rows):
+    """Micro-batches of so many rows each."""
+    edges = [sum(cut[:index]) for index in range(len(cut) + 1)]
+    return [batch for low, high in zip(edges, edges[1:], strict=False) for batch in collate_rows(rows[low:high])]
+
+
+CASES = {
+    "SFT": (build_language_model, language_case), "reward model": (build_scalar_model, reward_case),
+    "DPO": (build_language_model, dpo_case), "PPO policy": (build_language_model, policy_case),
+    "PPO critic": (build_scalar_model, value_case),
+}  # fmt: skip
+BY_CASE = pytest.mark.parametrize("case", CASES)
+
+
+def fresh(case, family, vocabulary=384):
+    """A model for the case, always the same."""
+    torch.manual_seed(0)
+    sizes = {
+        "gpt2": {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 256},
+        "llama": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
+                  "max_position_embeddings": 256},
+    }  # fmt: skip
+    return CASES[case][0]({"model_type": family, "vocab_size": vocabulary, "pad_token_id": 0, **sizes[family]})
+
+
+@BY_CASE
+def test_I3_an_update_does_not_depend_on_how_the_batch_is_cut(case, world, tokenizer, rollout):
+    """Proves: one step of gradient descent and every metric are the same for 8 x 1, 1 x 8 and 3 + 3 + 2 rows per
+    micro-batch, in each stage's own loss (H10, H12)."""
+
+    def update(cut):
+        model = fresh(case, "llama")
+        loss_fn, batches = CASES[case][1](model, world, tokenizer, rollout, cut)
+        assert len(batches) == len(cut)
+        before = torch.cat([p.detach().flatten().clone() for p in model.parameters()])
+        metrics = Engine(model, PLAIN_DESCENT, TrainingConfig(), total_steps=1).update(Term(batches, loss_fn))
+        return torch.cat([p.detach().flatten() for p in model.parameters()]) - before, metrics
+
+    whole, metrics = update([8])
+    assert whole.norm() > 1e-3
+    for cut in ([1] * 8, [3, 3, 2]):
+        step, others = update(cut)
+        assert (step - whole).norm() <= 1e-5 * whole.norm()
+        assert others == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+
+
+# --- I4: what must not count ----------------------------------------------------------------------------------------
+
+JUNK = pytest.mark.parametrize("junk", [1e9, float("nan")])
+
+
+@JUNK
+@BY_CASE
+def test_I4_what_stands_at_uncounted_tokens_changes_nothing(case, junk, world, tokenizer, rollout):
+    """Proves: overwriting every hidden state (language models) or value (scalar models) that no target reads changes no
+    loss, no metric and no gradient (H12, H13, H35)."""
+
+    def update(junk):
+        model = fresh(case, "llama")
+        loss_fn, batches = CASES[case][1](model, world, tokenizer, rollout, [8])
+        if junk is not None:
+            spoil(model, read_places(case, batches[0]), junk)
+        metrics = Engine(model, PLAIN_DESCENT, TrainingConfig(), total_steps=1).update(Term(batches, loss_fn))
+        return metrics, model.state_dict()
+
+    clean, weights = update(None)
+    metrics, spoiled = update(junk)
+    assert metrics == clean
+    assert_close(spoiled, weights, rtol=0, atol=0)
+
+
+def read_places(case, batch):
+    """Indices of the tokens whose state may count."""
+    ragged = getattr(batch, "ragged", batch)
+    return ragged.last if case == "reward model" else ragged.targets - 1
+
+
+def spoil(model, places, junk):
+    """Put `junk` everywhere but at `places` of what the model's trunk, or the scalar model itself, gives."""
+    counts = lambda x: torch.zeros(len(x), dtype=torch.bool).index_fill(0, places, True)  # noqa: E731
+    if hasattr(model, "decode"):
+        model.trunk.register_forward_hook(lambda *call: torch.where(counts(call[2])[:, None], call[2], junk))
+    else:
+        hook = lambda *call: call[2]._replace(values=torch.where(counts(call[2].values), call[2].values, junk))  # noqa: E731
+        model.register_forward_hook(hook)
+
+
+@JUNK
+def test_I4_what_stands_after_a_response_changes_nothing(rollout, junk):
+    """Proves: log-probabilities and values in a rollout's frames after the end of a response reach neither rewards,
+    advantages, returns, metrics nor batches (H28, H30, H35)."""
+    names = ("log_probs", "reference_log_probs", "values")
+    spoiled = {name: torch.where(rollout.mask, getattr(rollout, name), junk) for name in names}
+    spoiled = with_advantages(replace(rollout, **spoiled), **SHAPING)
+    for name in ("rewards", "advantages", "returns"):
+        assert_close(getattr(spoiled, name), getattr(rollout, name), rtol=0, atol=0)
+    add = lambda x: x  # noqa: E731
+    assert ppo.rollout_metrics(spoiled, add) == ppo.rollout_metrics(rollout, add)
+    for one, other in zip(rollout_batches(spoiled, range(8), 20), rollout_batches(rollout, range(8), 20), strict=True):
+        for name in ("log_probs", "values", "advantages", "returns"):
+            assert torch.equal(getattr(one, name), getattr(other, name))
+
+
+@BY_FAMILY
+def test_I4_padding_tokens_change_nothing(family):
+    """Proves: which token stands at padding changes neither logits nor scores nor their gradient (H13, H18)."""
+    torch.manual_seed(0)
+    lengths = [9, 4, 6]
+    attention = torch.arange(9) < torch.tensor(lengths)[:, None]
+    ids = torch.randint(61, (3, 9))
+    for case in ("SFT", "reward model"):
+        gradients = []
+        for junk in (0, 60):
+            model = fresh(case, family, 61)
+            model(torch.where(attention, ids, junk), attention).logits.square().sum().backward()
+            gradients.append([p.grad for p in model.parameters()])
+        assert_close(gradients[0], gradients[1], rtol=0, atol=0)
+
+
+# --- I5: who a row stands beside ------------------------------------------------------------------------------------
+
+
+@BY_FAMILY
+def test_I5_a_row_does_not_depend_on_padding_or_company(family):
+    """Proves: logits, log-probabilities and scores of a document are the same alone, padded left or right by any length,
+    packed with others in any order (H08, H18, H23, H33)."""
+    language, scalar = fresh("SFT", family, 61).eval(), fresh("reward model", family, 61).eval()
+    torch.nn.init.normal_(scalar.head.weight)
+    documents = random_ids([7, 12, 1, 30])
+    with torch.no_grad():
+        alone = [language(torch.tensor([ids])).logits[0] for ids in documents]
+        scores = [scalar(torch.tensor([ids])).logits[0] for ids in documents]
+        for side in ("left", "right"):
+            for width in (30, 41):
+                ids, attention = padded(documents, width, side)
+                logits, values = language(ids, attention).logits, scalar(ids, attention).logits
+                for row, (one, score) in enumerate(zip(alone, scores, strict=True)):
+                    assert_close(logits[row][attention[row]], one, atol=1e-5, rtol=0)
+                    assert_close(values[row], score, atol=1e-5, rtol=0)
+        for order in ([3, 0, 2, 1], [1, 2]):
+            batch = Ragged.build([documents[i] for i in order])
+            log_probs, values = language(batch=batch).log_probs, scalar(batch=batch).values[batch.last]
+            for row, i in enumerate(order):
+                wanted = alone[i][:-1].log_softmax(-1).gather(1, torch.tensor(documents[i][1:], dtype=torch.long)[:, None])[:, 0]
+                assert_close(log_probs[batch.target_rows == row], wanted, atol=1e-5, rtol=0)
+                assert_close(values[row], scores[i][0], atol=1e-5, rtol=0)
+
+
+def padded(documents, width, side):
+    ids, attention = torch.full((len(documents), width), 3), torch.zeros(len(documents), width, dtype=torch.bool)
+    for row, document in enumerate(documents):
+        place = slice(len(document)) if side == "right" else slice(width - len(document), None)
+        ids[row, place], attention[row, place] = torch.tensor(document), True
+    return ids, attention
+
+
+# --- I6, I7: where training starts ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.3])
+@pytest.mark.parametrize("adapter", [None, LoRASpec(rank=2, dropout=0.5)], ids=["full", "LoRA"])
+def test_I6_the_first_ratio_is_one(adapter, temperature, write_checkpoint, stage, make_stage, tmp_path, read_metrics):
+    """Proves: in the first minibatch of every iteration the policy is the one that sampled, with dropout in the config
+    and in the adapter and a temperature other than 1 (H31, H33)."""
+    changes = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
+    policy = write_checkpoint(tmp_path / "policy", "gpt2", **changes)
+    model, ids = load_language_model(policy), torch.arange(40)[None]
+    assert not torch.equal(model.train()(ids).logits, model.eval()(ids).logits)  # the dropout is there, and it matters
+    run, config = make_stage(
+        "ppo", policy, tmp_path / "ppo", reward_model=str(stage("reward") / "model"), temperature=temperature,
+        adapter=adapter, epochs=1, minibatches=1,
+    )  # fmt: skip
+    run(config)
+    for line in read_metrics(tmp_path / "ppo"):
+        assert line["first_ratio_error"] <= 1e-5
+        assert line["clip_fraction"] == 0 and line["approx_kl"] <= 1e-9
+    first = read_metrics(tmp_path / "ppo")[0]
+    assert abs(first["kl"]) <= 1e-4  # the policy is still the reference
+
+
+STARTS = {"full": ("sft", None), "LoRA on LoRA": ("sft lora", ADAPTERS["LoRA"]), "prefix goes on": ("sft prefix", None)}
+
+
+@pytest.mark.parametrize("start", STARTS)
+def test_I7_the_first_dpo_loss_is_log_two(start, stage, make_stage, tmp_path, read_metrics):
+    """Proves: at its first update the policy is its own reference, so that loss = ln 2 and both rewards are 0; a LoRA on
+    an SFT adapter has the SFT policy as its reference, not the base under it (H39, H40)."""
+    parent, adapter = STARTS[start]
+    training = TrainingConfig(batch_size=8, max_steps=2)
+    run, config = make_stage("dpo", str(stage(parent) / "model"), tmp_path, adapter=adapter, training=training)
+    run(config)
+    first, second = read_metrics(tmp_path)
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert abs(first["chosen_reward"]) <= 1e-5 and abs(first["rejected_reward"]) <= 1e-5
+    assert abs(second["loss"] - math.log(2)) > 1e-5
+
+
+def test_I7_the_base_under_an_sft_adapter_would_be_the_wrong_reference(stage, checkpoints, make_stage, tmp_path, read_metrics):
+    """Proves: the test above can tell the two references apart; one that is named explicitly is the one used (H40)."""
+    training = TrainingConfig(batch_size=8, max_steps=1)
+    run, config = make_stage(
+        "dpo", str(stage("sft lora") / "model"), tmp_path, adapter=ADAPTERS["LoRA"], reference=checkpoints["llama"], training=training
+    )
+    run(config)
+    assert abs(read_metrics(tmp_path)[0]["loss"] - math.log(2)) > 1e-3
+
+
+@BY_FAMILY
+def test_I7_the_reference_stays_where_it_was(family, stage, world, tokenizer, tmp_path):
+    """Proves: ten updates later the reference's log-probabilities are the same bit for bit, for a frozen copy and for
+    the policy with its adapter off (H40)."""
+    start = str(stage("sft" if family == "llama" else "sft gpt2") / "model")
+    batch = collate_pairs(examples_of("comparisons", world, tokenizer, 4), 10**6)[0]
+    for adapter in (None, LoRASpec(rank=2, dropout=0.2)):
+        policy = load_policy(start, adapter, str(tmp_path))
+        engine = Engine(policy.model.eval(), OptimConfig(learning_rate=1e-2), TrainingConfig(), total_steps=10)
+        reference = reference_model(policy, None, engine)
+        before = reference(batch=batch.ragged).log_probs
+        loss_fn = dpo.pair_loss(engine.model, reference, dpo.DPOConfig(policy="", data=DataConfig(train="-"), output=""))
+        for _ in range(10):
+            engine.update(Term([batch], loss_fn))
+        assert torch.equal(reference(batch=batch.ragged).log_probs, before)
+        with torch.no_grad():
+            assert not torch.allclose(engine.model(batch=batch.ragged).log_probs, before, atol=1e-3)
+
+
+# --- I9: what trains ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["", "gradient checkpointing"])
+@pytest.mark.parametrize("adapter", [None, *ADAPTERS])
+@BY_FAMILY
+@pytest.mark.parametrize("kind", ["SFT", "reward model"])
+def test_I9_what_should_train_changes_and_the_rest_stays(kind, family, adapter, recompute, checkpoints, world, tokenizer, tmp_path):
+    """Proves: after two updates (the first cannot move a LoRA's A, its B being 0) every trainable tensor has changed, and
+    every frozen one is the same bit for bit; with an adapter exactly adapter and score head train (H20, H22)."""
+    loader = load_policy if kind == "SFT" else partial(load_scalar, head="normal")
+    model = loader(checkpoints[family], ADAPTERS.get(adapter or ""), str(tmp_path)).model
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    engine = Engine(
+        model.train(), OptimConfig(learning_rate=1e-2), TrainingConfig(gradient_checkpointing=recompute), total_steps=9
+    )
+    loss_fn, batches = CASES[kind][1](engine.model, world, tokenizer, None, [8])
+    for _ in range(2):
+        engine.update(Term(batches, loss_fn))
+    assert engine.untrained == []
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
+    own = {name for name in before if ".lora_" in name or name.startswith("prefix.")}
+    head = {"head.weight"} if kind == "reward model" else set()
+    assert changed == (own | head if adapter else set(before))
+
+
+@pytest.mark.parametrize("adapter", [None, *ADAPTERS])
+def test_I9_ppo_trains_policy_and_critic_and_nothing_else(adapter, stage, make_stage, tmp_path):
+    """Proves: an iteration of PPO changes all that should change in policy and critic, and neither the reference nor the
+    reward model (H20, H22)."""
+    run, config = make_stage(
+        "ppo", str(stage("sft") / "model"), tmp_path, reward_model=str(stage("reward") / "model"),
+        adapter=ADAPTERS.get(adapter or ""),
+    )  # fmt: skip
+    with Run(tmp_path, {}, stage="ppo") as directory:
+        data = read_data(config, directory)
+        parts = build_parts(config, data)
+        prompts = data.prompts.rows_at(0)
+        batch = Ragged.build([prompt.ids for prompt in prompts])
+        judged = [[1, 2, 3]] * 2
+        frozen = (parts.reference(batch=batch).log_probs, parts.score(judged, judged))
+        engines = (parts.policy, parts.value)
+        before = [{name: value.clone() for name, value in engine.unwrapped.state_dict().items()} for engine in engines]
+        ppo.iterate(parts, config, prompts, 0)
+    for engine, old in zip(engines, before, strict=True):
+        wanted = {name for name in old if not adapter or ".lora_" in name or name.startswith("prefix.")}
+        head = {"head.weight"} if engine is parts.value else set()
+        new = engine.unwrapped.state_dict()
+        assert {name for name, value in new.items() if not torch.equal(value, old[name])} == wanted | head
+    assert torch.equal(parts.reference(batch=batch).log_probs, frozen[0]) and torch.equal(parts.score(judged, judged), frozen[1])
+
+
+# --- I10, I11: in and out of files ----------------------------------------------------------------------------------
+
+
+@BY_FAMILY
+@pytest.mark.parametrize("kind", ["policy", "reward model"])
+@pytest.mark.parametrize("form", ["base", "LoRA", "prefix", "merged"])
+def test_I10_saved_and_loaded_again_gives_the_same_bits(form, kind, family, checkpoints, tmp_path):
+    """Proves: logits and scores survive save and load bit for bit, for a whole model, an adapter, an adapter with a score
+    head, and a merged adapter, GPT-2's fused matrices included (H21, H24)."""
+    scalar = kind == "reward model"
+    load = partial(load_scalar_model, new_head="normal") if scalar else load_language_model
+    model = load(checkpoints[family])
+    if form != "base":
+        attach(model, ADAPTERS["LoRA" if form == "merged" else form])
+        disturb(model)
+    model = merge_adapter(model) if form == "merged" else model
+    if form in ("base", "merged"):
+        save_model(model, tmp_path)
+        again = (load_scalar_model if scalar else load_language_model)(tmp_path)
+    else:
+        save_adapter(model, tmp_path, base=checkpoints[family])
+        again = load_adapter((partial(load_scalar_model, new_head="zero") if scalar else load)(checkpoints[family]), tmp_path)
+    ids = torch.tensor(random_ids([23]))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(ids).logits, again.eval()(ids).logits)
+
+
+def disturb(model, seed=0):
+    """Trained weights away from their initial zeros."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+
+
+@pytest.mark.parametrize("variant", ["", "lora", "prefix", "lora gpt2"])
+def test_I10_a_stage_saves_the_model_it_trained(variant, stage):
+    """Proves: a reward model scores alike on two loads, and a merged export of it agrees (H24)."""
+    model = str(stage(f"reward {variant}".strip()) / "model")
+    texts = [("Is it open?", "Yes."), ("Is it open?", "No, it is not, and never was.")]
+    scores = load_reward_model(model).score(texts)
+    assert torch.equal(scores, load_reward_model(model).score(texts))
+    assert scores.std() > 0
+    if "lora" in variant:
+        export(model, None, str(stage(f"reward {variant}").parent / f"merged {variant}"))
+        merged = load_reward_model(str(stage(f"reward {variant}").parent / f"merged {variant}"))
+        assert_close(merged.score(texts), scores, atol=1e-5, rtol=0)
+
+
+LLAMA = {
+    "vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 4, "max_position_embeddings": 64,
+}  # fmt: skip
+GPT2 = {"vocab_size": 61, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}  # fmt: skip
+ARCHITECTURES = {
+    "gpt2": ("gpt2", GPT2),
+    "gpt2, scores scaled by layer": ("gpt2", GPT2 | {"scale_attn_by_inverse_layer_idx": True}),
+    "gpt2, untied": ("gpt2", GPT2 | {"tie_word_embeddings": False}),
+    "llama": ("llama", LLAMA),
+    "llama, grouped queries": ("llama", LLAMA | {"num_key_value_heads": 2}),
+    "llama, one key-value head": ("llama", LLAMA | {"num_key_value_heads": 1}),
+    "llama, tied": ("llama", LLAMA | {"tie_word_embeddings": True}),
+    "llama, biases": ("llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
+    "llama, wide heads": ("llama", LLAMA | {"head_dim": 16}),
+    "llama, linear rope": ("llama", LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
+    "llama 3 rope": ("llama", LLAMA | {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 2}),
+}
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_I11_logits_equal_those_of_transformers(architecture, tmp_path):
+    """Proves: a checkpoint that transformers wrote gives the same logits here, over the whole context, padded or not (H19,
+    H20)."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    family, settings = ARCHITECTURES[architecture]
+    torch.manual_seed(0)
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **settings)).eval()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter += 0.1 * torch.randn(parameter.shape)
+    theirs.save_pretrained(tmp_path)
+    ours = load_language_model(tmp_path)
+    ids, attention = torch.tensor(random_ids([64, 64])), torch.ones(2, 64, dtype=torch.long)
+    attention[1, 40:] = 0
+    with torch.no_grad():
+        wanted, given = theirs(ids, attention_mask=attention).logits, ours(ids, attention).logits
+    assert wanted.std() > 0.1
+    assert_close(given[0], wanted[0], atol=1e-4, rtol=0)
+    assert_close(given[1, :40], wanted[1, :40], atol=1e-4, rtol=0)
+
+
+# --- I14: what is not a number --------------------------------------------------------------------------------------
+
+
+def test_I14_a_nan_row_ends_sft_before_it_reaches_the_weights(world, tokenizer, write_checkpoint, make_stage, tmp_path, read_metrics):
+    """Proves: the run ends in an error that names the row; the newest checkpoint and the log are from before it (H17)."""
+    policy = write_checkpoint(tmp_path / "policy", "gpt2", tie_word_embeddings=False)
+    poison = tokenizer.convert_tokens_to_ids("#")  # a byte that the world never writes
+    model = load_language_model(policy)
+    with torch.no_grad():
+        model.trunk.embed.weight[poison] = 3e38  # finite, and LayerNorm's sum over it is not
+    save_model(model, policy)
+    rows = read_jsonl(world["demonstrations"])[:6]
+    [place] = Stream(rows, batch_size=1, seed=0).positions_at(3)
+    rows[place]["prompt"] = "#" + rows[place]["prompt"]
+    data = DataConfig(train=write_jsonl(tmp_path / "rows.jsonl", rows))
+    training = TrainingConfig(batch_size=1, save_every_steps=1)
+    run, config = make_stage("sft", policy, tmp_path / "sft", data=data, training=training)
+    with pytest.raises(NonFiniteError, match=rf"update 4 .*rows\.jsonl:{place + 1}"):
+        run(config)
+    lines = read_metrics(tmp_path / "sft")
+    assert len(lines) == 3 and all(math.isfinite(line["loss"]) for line in lines)
+    newest = max((tmp_path / "sft/checkpoints").glob("step-*"))
+    assert newest.name == "step-000003"
+    weights = load_file(next(newest.rglob("model.safetensors")))
+    assert len(weights) > 20 and all(value.isfinite().all() for value in weights.values())
+    assert not (tmp_path / "sft/model").exists()
+
+
+def test_I14_a_nan_score_ends_ppo_before_it_reaches_the_weights(stage, make_stage, tmp_path, monkeypatch):
+    """Proves: a reward model that gives NaN ends PPO with policy and critic untouched, bit for bit (H17)."""
+    held = {}
+    iterate = ppo.iterate
+
+    def watched(parts, config, prompts, step):
+        engines = {"policy": parts.policy, "value": parts.value}
+        held.update({name: (e, {k: v.clone() for k, v in e.unwrapped.state_dict().items()}) for name, e in engines.items()})
+        parts.score = lambda prompts, responses: torch.full((len(prompts),), math.nan)
+        return iterate(parts, config, prompts, step)
+
+    monkeypatch.setattr(ppo, "iterate", watched)
+    run, config = make_stage(
+        "ppo", str(stage("sft") / "model"), tmp_path, reward_model=str(stage("reward") / "model")
+    )
+    with pytest.raises(NonFiniteError, match="rollout"):
+        run(config)
+    for engine, before in held.values():
+        assert_close(engine.unwrapped.state_dict(), before, rtol=0, atol=0)
+    assert not (tmp_path / "model").exists()

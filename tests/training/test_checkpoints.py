@@ -1,0 +1,253 @@
+"""Checkpoints: whole or not at all, found by their content, continued bit by bit."""
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from alignment.errors import UserError
+from alignment.training import (
+    Engine,
+    OptimConfig,
+    Term,
+    TrainingConfig,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from alignment.training.random_state import random_state, set_random_state
+from tests.training.toys import squared_error, toy_batches, toy_engine, toy_rows, weights
+
+IDENTITY = {"config": {"optim": {"learning_rate": 1e-2}}, "data": {"train": "abc"}}
+
+
+def advance(engine: Engine, updates: int) -> None:
+    for _ in range(updates):
+        engine.update(Term(toy_batches(toy_rows(engine.step), [3, 3, 2]), squared_error(engine.model)))
+
+
+def saved(root: Path, steps: int = 3, keep: int = 9) -> Engine:
+    """An engine with a checkpoint after every one of its first `steps` updates."""
+    engine = toy_engine()
+    for step in range(1, steps + 1):
+        advance(engine, 1)
+        save_checkpoint(root, step, engine, {"kl_coef": 0.2}, IDENTITY, keep)
+    return engine
+
+
+def test_files_are_as_documented_and_none_is_a_pickle(tmp_path):
+    saved(tmp_path, 1)
+    files = {file.name: file.read_bytes() for file in (tmp_path / "step-000001").iterdir()}
+    manifest = json.loads(files.pop("manifest.json"))
+    assert set(files) == {"model.safetensors", "optimizer.safetensors", "state.json", "identity.json", "random.json"}
+    assert manifest["files"] == {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+
+
+def test_saved_and_loaded_goes_on_bit_by_bit(tmp_path):
+    torch.manual_seed(3)
+    whole = toy_engine(dropout=0.1)
+    advance(whole, 2)
+    save_checkpoint(tmp_path, 2, whole, {"kl_coef": 0.2}, IDENTITY, 1)
+    advance(whole, 3)
+    resumed = toy_engine(dropout=0.1, seed=77)
+    state = load_checkpoint(tmp_path / "step-000002", resumed, IDENTITY)
+    assert state == {"kl_coef": 0.2, "step": 2} and resumed.step == 2
+    advance(resumed, 3)
+    assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(whole).items())
+
+
+def test_optimiser_state_follows_names_and_not_order(tmp_path):
+    class Pair(nn.Module):
+        def __init__(self, names: list[str]):
+            super().__init__()
+            for name in names:
+                self.add_module(name, nn.Linear(5, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.a(x) + 2 * self.b(x)
+
+    def engine(names: list[str]) -> Engine:
+        torch.manual_seed(0)
+        return Engine(Pair(names), OptimConfig(1e-2), TrainingConfig(), total_steps=9)
+
+    first = engine(["a", "b"])
+    advance(first, 2)
+    save_checkpoint(tmp_path, 2, first, {}, {}, 1)
+    other = engine(["b", "a"])
+    load_checkpoint(tmp_path / "step-000002", other, {})
+    advance(first, 1)
+    advance(other, 1)
+    assert all(torch.equal(value, weights(other)[name]) for name, value in weights(first).items())
+
+
+def test_frozen_weights_are_not_stored_and_several_engines_have_a_folder_each(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    engines = {"policy": Engine(model, OptimConfig(1e-2), TrainingConfig(), total_steps=2), "value": toy_engine()}
+    advance(engines["policy"], 1)
+    path = save_checkpoint(tmp_path, 1, engines, {}, {}, 1)
+    from safetensors.torch import load_file
+
+    assert set(load_file(path / "policy" / "model.safetensors")) == {"1.weight", "1.bias"}
+    load_checkpoint(path, engines, {})
+    with pytest.raises(UserError, match=r"engines \['policy', 'value'\]"):
+        load_checkpoint(path, engines["value"], {})
+
+
+def test_only_the_newest_are_kept(tmp_path):
+    saved(tmp_path, 4, keep=2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000003", "step-000004"]
+
+
+def flip_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def cut_in_half(path: Path) -> None:
+    content = path.read_bytes()
+    path.write_bytes(content[: len(content) // 2])
+
+
+@pytest.mark.parametrize("fault", [flip_bit, cut_in_half])
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json", "random.json"])
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_it_taken(tmp_path, capsys, fault, name):
+    saved(tmp_path)
+    fault(tmp_path / "step-000003" / name)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-000002"
+    assert f"step-000003/{name}" in capsys.readouterr().err
+
+
+def test_a_checkpoint_without_manifest_is_passed_over(tmp_path, capsys):
+    saved(tmp_path)
+    (tmp_path / "step-000003" / "manifest.json").unlink()
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-000002"
+    assert "step-000003/manifest.json" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["optimizer.safetensors", "random.json"])
+def test_a_file_that_was_deleted_is_a_refusal_that_names_it(tmp_path, name):
+    saved(tmp_path)
+    (tmp_path / "step-000003" / name).unlink()
+    with pytest.raises(UserError, match=f"step-000003/{name} is missing"):
+        latest_checkpoint(tmp_path)
+
+
+def test_when_all_are_damaged_the_run_does_not_start_over_in_silence(tmp_path):
+    saved(tmp_path, 2)
+    for path in tmp_path.iterdir():
+        flip_bit(path / "model.safetensors")
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole"):
+        latest_checkpoint(tmp_path)
+
+
+def test_no_checkpoint_at_all_is_none(tmp_path):
+    assert latest_checkpoint(tmp_path / "nowhere") is None
+
+
+def test_other_settings_or_data_are_refused_with_every_difference(tmp_path):
+    engine = saved(tmp_path, 1)
+    other = {"config": {"optim": {"learning_rate": 2e-2}}, "data": {"train": "xyz"}}
+    with pytest.raises(UserError) as caught:
+        load_checkpoint(tmp_path / "step-000001", engine, other)
+    assert "config.optim.learning_rate: 0.01 -> 0.02" in str(caught.value)
+    assert "data.train: 'abc' -> 'xyz'" in str(caught.value)
+
+
+def test_weights_of_another_shape_or_name_are_refused(tmp_path):
+    saved(tmp_path, 1)
+    torch.manual_seed(0)
+    other = Engine(nn.Linear(5, 1), OptimConfig(1e-2), TrainingConfig(), total_steps=1)
+    with pytest.raises(UserError, match=r"weight is missing"):
+        load_checkpoint(tmp_path / "step-000001", other, IDENTITY)
+
+
+def test_weights_that_are_not_finite_are_never_saved(tmp_path):
+    engine = saved(tmp_path, 1)
+    with torch.no_grad():
+        engine.unwrapped.last.weight[0, 0] = float("nan")
+    with pytest.raises(FloatingPointError, match=r"last\.weight"):
+        save_checkpoint(tmp_path, 2, engine, {}, IDENTITY, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_a_full_disk_deletes_nothing(tmp_path, monkeypatch):
+    engine = saved(tmp_path, 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("usage", (), {"free": 10})())
+    with pytest.raises(UserError, match="needs about 1944 bytes and 10 are free"):  # 12 bytes * 162 weights
+        save_checkpoint(tmp_path, 2, engine, {}, IDENTITY, 1)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-000001"
+
+
+def test_an_error_in_the_middle_of_a_save_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    engine = saved(tmp_path, 1)
+
+    def fails(*arguments: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("alignment.training.state_files.save_optimizer", fails)
+    with pytest.raises(OSError, match="No space"):
+        save_checkpoint(tmp_path, 2, engine, {}, IDENTITY, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def killed_while_saving(engine: Engine, root: Path, after: int) -> int:
+    """Save step 3 in a forked child that kills itself after `after` renames and syncs; the exit code."""
+    child = os.fork()
+    if child == 0:
+        calls = 0
+
+        def dying(real):
+            def call(*arguments, **options):
+                nonlocal calls
+                calls += 1
+                if calls > after:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*arguments, **options)
+
+            return call
+
+        os.replace, os.fsync, os.rename = dying(os.replace), dying(os.fsync), dying(os.rename)
+        save_checkpoint(root, 3, engine, {}, IDENTITY, 2)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
+    engine = saved(tmp_path / "whole", 2)
+    advance(engine, 1)
+    found = []
+    for after in range(100):
+        root = tmp_path / str(after)
+        shutil.copytree(tmp_path / "whole", root)
+        code = killed_while_saving(engine, root, after)
+        path = latest_checkpoint(root)
+        assert path is not None and not list(root.glob(".*")), "left-overs are removed"
+        again = toy_engine(seed=5)
+        load_checkpoint(path, again, IDENTITY)
+        found.append(again.step)
+        if code == 0:
+            break
+        assert code == -signal.SIGKILL
+    # Step 2 until the one rename that makes step 3 appear, step 3 from then on.
+    assert found == sorted(found) and found[0] == 2 and found[-1] == 3 and 15 < len(found) < 100
+
+
+def test_random_states_come_back(tmp_path):
+    import random
+
+    import numpy as np
+
+    state = json.loads(json.dumps(random_state()))
+    first = (random.random(), np.random.rand(), torch.rand(3))
+    set_random_state(state)
+    second = (random.random(), np.random.rand(), torch.rand(3))
+    assert first[:2] == second[:2] and torch.equal(first[2], second[2])

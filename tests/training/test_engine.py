@@ -1,0 +1,252 @@
+"""One update: the same however it is cut, checked before the weights change, told truly in its metrics."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from alignment.errors import UserError
+from alignment.training import Engine, Idle, LossSum, NonFiniteError, OptimConfig, Term, TrainingConfig, share
+from alignment.training.backend import buckets, checked_step
+from tests.training.toys import (
+    ToyBatch,
+    collate_by,
+    relative_change_error,
+    squared_error,
+    toy_batches,
+    toy_engine,
+    toy_rows,
+    weights,
+)
+
+
+class Straight(nn.Module):
+    """Hands its inputs on, times a weight of 1."""
+
+    def __init__(self, size: int = 1):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.weight
+
+
+def straight_engine(size: int = 1, **optim) -> Engine:
+    settings = {"learning_rate": 0.1, "schedule": "constant", "max_grad_norm": 0.0, **optim}
+    return Engine(Straight(size), OptimConfig(**settings), TrainingConfig(), total_steps=10)
+
+
+def plain_batch(values: list[float], weight: float | None = None) -> ToyBatch:
+    x = torch.tensor(values)
+    return ToyBatch(x, x, weight=float(len(values)) if weight is None else weight)
+
+
+def after_update(cut: list[int], learning_rate: float) -> dict[str, torch.Tensor]:
+    engine = toy_engine(schedule="constant", learning_rate=learning_rate)
+    engine.update(Term(toy_batches(toy_rows(0), cut), squared_error(engine.model)))
+    return weights(engine)
+
+
+@pytest.mark.parametrize("cut", [[1] * 8, [3, 3, 2], [8]])
+def test_an_update_does_not_depend_on_how_the_batch_is_cut(cut):
+    before = weights(toy_engine())
+    error = relative_change_error(before, after_update(cut, 1e-2), after_update([4, 4], 1e-2))
+    assert error <= 1e-5
+
+
+@pytest.mark.parametrize("cut", [[1] * 8, [3, 3, 2]])
+def test_gradients_do_not_depend_on_how_the_batch_is_cut(cut, monkeypatch):
+    def gradients(cut: list[int]) -> torch.Tensor:
+        engine, seen = toy_engine(), []
+        monkeypatch.setattr(
+            engine.backend.optimizer,
+            "step",
+            lambda: seen.extend(parameter.grad.clone().flatten() for parameter in engine.unwrapped.parameters()),
+        )
+        engine.update(Term(toy_batches(toy_rows(0), cut), squared_error(engine.model)))
+        return torch.cat(seen)
+
+    whole = gradients([8])
+    assert float((gradients(cut) - whole).norm() / whole.norm()) <= 1e-6
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        [[1.2], [0.4, 0.6], [0.1, 0.2, 0.3, 0.4, 0.5]],
+        [[1.2, 0.4, 0.6], [0.1, 0.2, 0.3, 0.4, 0.5]],
+        [[1.2, 0.4, 0.6, 0.1, 0.2, 0.3, 0.4, 0.5]],
+    ],
+)
+def test_the_loss_is_the_mean_over_all_tokens_of_the_global_batch(cut):
+    # 3.7 / 8; a mean of means would give 0.6667 or 0.5167
+    engine = straight_engine()
+    metrics = engine.update(
+        Term([plain_batch(part) for part in cut], lambda batch: LossSum(engine.model(batch.x).sum()))
+    )
+    assert metrics["loss"] == pytest.approx(0.4625, abs=1e-6)
+    assert metrics["grad_norm"] == pytest.approx(0.4625, abs=1e-6)
+
+
+def test_clipping_uses_the_global_norm():
+    # gradient (3, 4, 12): norm 13, coefficient 1/13
+    weight = nn.Parameter(torch.zeros(3))
+    weight.grad = torch.tensor([3.0, 4.0, 12.0])
+    optimizer = torch.optim.SGD([weight], lr=9.0)
+    _, norm = checked_step(optimizer, 1.0, 1.0, torch.zeros(1), 1)
+    assert norm == pytest.approx(13.0)
+    torch.testing.assert_close(weight.detach(), -0.0769231 * torch.tensor([3.0, 4.0, 12.0]), rtol=1e-6, atol=0)
+
+
+def test_no_clipping_below_the_limit_or_at_zero():
+    for limit in (0.0, 20.0):
+        weight = nn.Parameter(torch.zeros(3))
+        weight.grad = torch.tensor([3.0, 4.0, 12.0])
+        checked_step(torch.optim.SGD([weight], lr=9.0), limit, 1.0, torch.zeros(1), 1)
+        assert torch.equal(weight.detach(), torch.tensor([-3.0, -4.0, -12.0]))
+
+
+def test_terms_are_weighed_each_over_its_own_weight():
+    engine = straight_engine()
+    first = Term([plain_batch([1.0, 3.0])], lambda batch: LossSum(engine.model(batch.x).sum()))
+    second = Term(
+        [plain_batch([10.0]), plain_batch([20.0, 30.0, 40.0])],
+        lambda batch: LossSum(engine.model(batch.x).sum(), {"largest": batch.x.max()}),
+        coef=0.5,
+        name="pretrain",
+    )
+    metrics = engine.update(first, second)
+    assert metrics["loss"] == pytest.approx(2.0 + 0.5 * 25.0)
+    assert metrics["grad_norm"] == pytest.approx(2.0 + 0.5 * 25.0)
+    assert metrics["pretrain_loss"] == pytest.approx(25.0)
+    assert metrics["pretrain_largest"] == pytest.approx((10 + 40) / 4)
+
+
+def test_a_borrowed_batch_changes_nothing():
+    rows = toy_rows(0)
+    plain, lent = toy_engine(), toy_engine()
+    plain.update(Term(toy_batches(rows, [8]), squared_error(plain.model)))
+    batches = [*toy_batches(rows, [8]), Idle(toy_batches(rows[:1], [1])[0])]
+    metrics = lent.update(Term(batches, squared_error(lent.model)))
+    assert all(torch.equal(value, weights(lent)[name]) for name, value in weights(plain).items())
+    assert metrics["tokens"] == 8 * 5
+
+
+def test_shares_deal_rows_round_and_lend_one_to_a_rank_without():
+    rows = toy_rows(0, 3)
+    names = [[name for batch in share(rows, collate_by(2), rank, 2) for name in batch.row_ids] for rank in (0, 1)]
+    assert names == [["row-0-0", "row-0-2"], ["row-0-1"]]
+    (lent,) = share(rows[:1], collate_by(2), 1, 2)
+    assert isinstance(lent, Idle) and lent.weight == 0.0 and lent.batch.row_ids == ("row-0-0",)
+
+
+@pytest.mark.parametrize("poison", ["loss", "gradient"])
+def test_a_value_that_is_not_finite_stops_before_the_weights_change(poison):
+    engine = toy_engine(schedule="constant")
+
+    def loss_fn(batch: ToyBatch) -> LossSum:
+        good = squared_error(engine.model)(batch)
+        if engine.step < 2 or "row-2-5" not in batch.row_ids:
+            return good
+        bad = good.total * math.nan if poison == "loss" else (good.total - good.total).sqrt()  # 0, with gradient inf
+        return LossSum(bad, good.metrics)
+
+    for step in range(2):
+        engine.update(Term(toy_batches(toy_rows(step), [2] * 4), loss_fn))
+    before = weights(engine)
+    moments = [state["exp_avg"].clone() for state in engine.backend.optimizer.state.values()]
+    with pytest.raises(NonFiniteError, match=r"update 3 .*row-2-4, row-2-5") as caught:
+        engine.update(Term(toy_batches(toy_rows(2), [2] * 4), loss_fn, name="main"))
+    if poison == "loss":
+        assert "main" in str(caught.value) and "row-2-3" not in str(caught.value)
+    assert all(torch.equal(value, weights(engine)[name]) for name, value in before.items())
+    kept = [state["exp_avg"] for state in engine.backend.optimizer.state.values()]
+    assert all(torch.equal(a, b) for a, b in zip(moments, kept, strict=True))
+    assert engine.step == 2
+
+
+def test_bf16_computes_in_bf16_and_updates_float32_weights():
+    engine = toy_engine(learning_rate=1e-6, schedule="constant", training=TrainingConfig(precision="bf16"))
+    before, seen = weights(engine), []
+
+    def loss_fn(batch: ToyBatch) -> LossSum:
+        answer = engine.model(batch.x)
+        seen.append(answer.dtype)
+        return LossSum((answer.float() - batch.y).pow(2).sum())
+
+    engine.update(Term(toy_batches(toy_rows(0), [8]), loss_fn))
+    after = weights(engine)
+    changed = sum(int((after[name] != before[name]).sum()) for name in before)
+    total = sum(value.numel() for value in before.values())
+    assert seen == [torch.bfloat16]
+    assert {value.dtype for value in after.values()} == {torch.float32}
+    assert changed / total > 0.9
+    with engine.autocast():
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
+
+
+def test_a_bf16_weight_would_not_move_by_such_a_step():
+    weight = torch.ones(1, dtype=torch.bfloat16)
+    for _ in range(1000):
+        weight -= 1e-3
+    assert weight.item() == 1.0
+
+
+def test_frozen_weights_stay_and_trained_ones_move():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
+    model[0].requires_grad_(False)
+    engine = Engine(model, OptimConfig(1e-2), TrainingConfig(), total_steps=1)
+    before = weights(engine)
+    engine.update(Term(toy_batches(toy_rows(0), [8]), squared_error(engine.model)))
+    changed = {name for name, value in weights(engine).items() if not torch.equal(value, before[name])}
+    assert changed == {"1.weight", "1.bias"}
+
+
+def test_a_parameter_without_gradient_is_named_and_left_alone():
+    class Forgetful(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.used, self.unused = nn.Linear(5, 1), nn.Linear(5, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.used(x)
+
+    engine = Engine(Forgetful(), OptimConfig(1e-2, weight_decay=0.1), TrainingConfig(), total_steps=1)
+    before = weights(engine)
+    with pytest.warns(UserWarning, match=r"unused\.weight, unused\.bias"):
+        engine.update(Term(toy_batches(toy_rows(0), [8]), squared_error(engine.model)))
+    assert engine.untrained == ["unused.weight", "unused.bias"]
+    assert torch.equal(before["unused.weight"], weights(engine)["unused.weight"])
+
+
+@pytest.mark.parametrize(
+    ("batches", "problem"), [([], "no micro-batch"), ([plain_batch([1.0], weight=0.0)], "nothing counts")]
+)
+def test_a_term_of_which_nothing_counts_is_refused(batches, problem):
+    engine = straight_engine()
+    with pytest.raises(ValueError, match=problem):
+        engine.update(Term(batches, lambda batch: LossSum(engine.model(batch.x).sum())))
+
+
+def test_running_out_of_memory_says_which_setting_to_lower():
+    engine = toy_engine()
+
+    def loss_fn(batch: ToyBatch) -> LossSum:
+        raise torch.OutOfMemoryError("no room")
+
+    with pytest.raises(UserError, match=r"update 1, on a micro-batch of 40 tokens .*row-0-0.*micro_batch_tokens"):
+        engine.update(Term(toy_batches(toy_rows(0), [8]), loss_fn))
+
+
+def test_buckets_keep_order_and_size():
+    sizes = [[tensor.numel() for tensor in bucket] for bucket in buckets([torch.zeros(n) for n in (3, 3, 9, 1)], 6)]
+    assert sizes == [[3, 3], [9], [1]]
+
+
+def test_two_engines_live_side_by_side():
+    policy, value = toy_engine(seed=0), toy_engine(seed=1)
+    before = weights(value)
+    policy.update(Term(toy_batches(toy_rows(0), [8]), squared_error(policy.model)))
+    assert all(torch.equal(tensor, weights(value)[name]) for name, tensor in before.items())

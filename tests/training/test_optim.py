@@ -1,0 +1,81 @@
+"""The learning rate of each update, and which parameters decay."""
+
+import pytest
+import torch
+from torch import nn
+
+from alignment.training import OptimConfig, Term, TrainingConfig, learning_rate_at, share
+from alignment.training.optim import build_optimizer, parameter_groups
+from tests.training.toys import collate_by, squared_error, toy_engine, toy_rows
+
+# 12 updates, warm-up 3, cosine, peak 2e-4; the 13th value is where the schedule ends.
+EXPECTED = [
+    0, 6.667e-5, 1.3333e-4, 2e-4, 1.9397e-4, 1.7660e-4, 1.5e-4, 1.1736e-4, 8.2635e-5, 5e-5, 2.3396e-5, 6.0307e-6, 0,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("update", "expected"), list(enumerate(EXPECTED, start=1)))
+def test_cosine_with_warmup_follows_the_worked_example(update, expected):
+    config = OptimConfig(learning_rate=2e-4, warmup_steps=3)
+    assert learning_rate_at(update, config, 12) == pytest.approx(expected, rel=1e-4, abs=1e-12)
+
+
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_the_logged_rate_is_the_one_of_the_update_whatever_the_accumulation(micro_batch):
+    engine = toy_engine(learning_rate=2e-4, warmup_steps=3, steps=12)
+    logged = []
+    for step in range(12):
+        before = [parameter.detach().clone() for parameter in engine.unwrapped.parameters()]
+        batches = share(toy_rows(step, 4), collate_by(micro_batch))
+        logged.append(engine.update(Term(batches, squared_error(engine.model)))["learning_rate"])
+        moved = any(not torch.equal(a, b) for a, b in zip(before, engine.unwrapped.parameters(), strict=True))
+        assert moved == (step > 0)  # the first update of a warm-up uses 0
+    assert logged == pytest.approx(EXPECTED[:12], rel=1e-4, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "share_left", "expected"),
+    [("linear", 0.0, [1.0, 0.75, 0.5, 0.25]), ("constant", 0.0, [1.0] * 4), ("linear", 0.2, [1.0, 0.8, 0.6, 0.4])],
+)
+def test_other_schedules_start_at_the_peak_without_a_warmup(schedule, share_left, expected):
+    config = OptimConfig(learning_rate=1.0, schedule=schedule, min_learning_rate_share=share_left)
+    assert [learning_rate_at(update, config, 4) for update in (1, 2, 3, 4)] == pytest.approx(expected)
+
+
+def test_matrices_decay_and_vectors_do_not():
+    model = nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
+    decayed, plain = parameter_groups(model, 0.1)
+    assert [tuple(parameter.shape) for parameter in decayed["params"]] == [(3, 4), (2, 4)]
+    assert [tuple(parameter.shape) for parameter in plain["params"]] == [(4,), (4,), (2,)]
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+
+
+def test_frozen_parameters_are_not_given_to_the_optimiser():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    held = {
+        id(parameter)
+        for group in build_optimizer(model, OptimConfig(1e-3)).param_groups
+        for parameter in group["params"]
+    }
+    assert held == {id(parameter) for parameter in model[1].parameters()}
+
+
+def test_low_precision_weights_are_refused_by_name():
+    with pytest.raises(ValueError, match=r"parameter weight is torch\.bfloat16"):
+        build_optimizer(nn.Linear(2, 2).bfloat16(), OptimConfig(1e-3))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"learning_rate": -1.0}, {"learning_rate": 0.0}, {"learning_rate": 1e-3, "betas": (0.9, 1.0)},
+     {"learning_rate": 1e-3, "warmup_steps": -1}, {"learning_rate": 1e-3, "schedule": "cosin"}],
+)  # fmt: skip
+def test_senseless_settings_are_refused(settings):
+    with pytest.raises(ValueError, match="must"):
+        OptimConfig(**settings)
+
+
+def test_number_of_updates_counts_the_last_smaller_batch():
+    assert TrainingConfig(epochs=2, batch_size=4).steps(rows=5) == 3  # 10 rows in batches of 4
+    assert TrainingConfig(epochs=1, max_steps=7).steps(rows=5) == 7
