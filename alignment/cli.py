@@ -119,14 +119,15 @@ def run_stage(
 ) -> None:
     """Check the config, then run the stage here, or start the same command once per GPU."""
     from alignment.config import load_config
-    from alignment.pipeline import find_stage
+    from alignment.pipeline import find_stage, write_page
 
     config_class, function = find_stage(verb)
     checked = load_config(config_class, config, overrides or [])
     if gpus is not None:
         relaunch([*words, config, *(overrides or []), *(["--debug"] if debug else [])], gpus)
     result = function(checked)
-    if result is not None and is_first_rank():
+    if is_first_rank():
+        write_page(Path(checked.output))
         print(result)
 
 

@@ -69,14 +69,9 @@ def atomic_directory(path: Path) -> Iterator[Path]:
 def sha256(path: Path) -> str:
     """Hex SHA-256 of a file's bytes."""
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _digest(file)
-
-
-def _digest(file: Any) -> str:
-    """`hashlib.file_digest` for Python 3.10."""
-    digest = hashlib.sha256()
-    while block := file.read(1 << 20):
-        digest.update(block)
+        digest = hashlib.sha256()
+        while block := file.read(1 << 20):
+            digest.update(block)
     return digest.hexdigest()
 
 

@@ -33,7 +33,9 @@ def find_directory(source: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(source, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]))
+        return Path(
+            snapshot_download(source, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"])
+        )
     except Exception as error:
         raise UserError(f"{source}: no such directory, and the Hub did not give it ({type(error).__name__})") from error
 
@@ -72,7 +74,9 @@ def load_scalar(source: str, dtype: str | torch.dtype = "float32", device: Any =
     if not is_adapter(directory):
         return load_scalar_model(directory, **options).eval()
     if not is_scalar_adapter(directory):
-        raise UserError(f"{source}: this adapter belongs to a policy and has no score head; give a reward model's directory")
+        raise UserError(
+            f"{source}: this adapter belongs to a policy and has no score head; give a reward model's directory"
+        )
     model = load_scalar_model(find_directory(read_base(directory)), new_head="zero", **options)
     return load_adapter(model, directory).eval()
 
@@ -142,8 +146,7 @@ def export(model: str, adapter: str | None, output: str) -> Path:
     if adapter is None:
         merged = load_scalar(model) if scalar else load_model(model)
     else:
-        options = {"new_head": "zero"} if scalar else {}
-        bare = (load_scalar_model if scalar else load_language_model)(directory, **options)
+        bare = load_scalar_model(directory, new_head="zero") if scalar else load_language_model(directory)
         merged = load_adapter(bare, find_directory(adapter))
     if adapter is not None or is_adapter(directory):
         merged = merge_adapter(merged)

@@ -238,6 +238,17 @@ def run_stage(stage: Stage, output: Path, *, anew: bool) -> None:
     own = {"stage": stage.lineage["verb"], "code": stage.lineage["code"], "data": stage.lineage["files"]}
     own |= {"parents": stage.lineage["parents"], **read_json(directory / "lineage.json")}  # a training run wrote more
     write_json(directory / "lineage.json", {**own, "pipeline": {**stage.lineage, "hash": stage.hash, "complete": True}})
+    write_page(directory)
+    if stage.lineage["verb"] == "report":
+        shutil.copyfile(directory / "report.html", output / "report.html")
+
+
+def write_page(directory: Path) -> None:
+    """Write `report.html` of a training run into its directory; nothing for a stage that logged no metrics."""
+    if (directory / "metrics.jsonl").is_file():
+        from alignment.evaluation.run_folder import write_run_report
+
+        write_run_report(directory)
 
 
 def is_finished(stage: Stage, output: Path) -> bool:

@@ -46,7 +46,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        files = write_world(Path(folder) / "world", sizes=WorldConfig(pretrain=800, demonstrations=600, comparisons=600))
+        files = write_world(
+            Path(folder) / "world", sizes=WorldConfig(pretrain=800, demonstrations=600, comparisons=600)
+        )
         checkpoint = make_checkpoint(Path(folder) / "model", files["pretrain"], arguments.size)
         for name in arguments.only:
             ours, peer, impl, unit = BENCHES[name](checkpoint, files, Path(folder), arguments.steps)
@@ -140,7 +142,11 @@ def bench_generate(checkpoint: Path, files: dict[str, Path], folder: Path, steps
 def bench_trainer(kind: str, checkpoint: Path, files: dict[str, Path], folder: Path, steps: int) -> Any:
     """Seconds per run of `steps` updates of 32 rows, start-up and data preparation left out."""
     source = files["demonstrations" if kind == "sft" else "comparisons"]
-    module, config = {"sft": (sft, sft.SFTConfig), "reward": (reward, reward.RewardConfig), "dpo": (dpo, dpo.DPOConfig)}[kind]
+    module, config = {
+        "sft": (sft, sft.SFTConfig),
+        "reward": (reward, reward.RewardConfig),
+        "dpo": (dpo, dpo.DPOConfig),
+    }[kind]
 
     def ours() -> float:
         output = tempfile.mkdtemp(dir=folder)
@@ -159,18 +165,19 @@ def trl_seconds(kind: str, checkpoint: Path, source: Path, folder: Path, steps: 
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
     from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
+    marks: list[float] = []
+
     class Clock(TrainerCallback):
-        marks: list[float] = []
-
         def on_step_end(self, *_: Any, **__: Any) -> None:
-            self.marks.append(time.perf_counter())
+            marks.append(time.perf_counter())
 
-    Clock.marks = []
     trainer_class, config_class = {
         "sft": (SFTTrainer, SFTConfig), "reward": (RewardTrainer, RewardConfig), "dpo": (DPOTrainer, DPOConfig)
     }[kind]  # fmt: skip
     rows = [json.loads(line) for line in source.read_text().splitlines()]
-    data = datasets.Dataset.from_list([{k: r[k] for k in r if k in ("prompt", "completion", "chosen", "rejected")} for r in rows])
+    data = datasets.Dataset.from_list(
+        [{k: r[k] for k in r if k in ("prompt", "completion", "chosen", "rejected")} for r in rows]
+    )
     settings = {"output_dir": tempfile.mkdtemp(dir=folder), "per_device_train_batch_size": 32, "max_steps": steps,
                 "learning_rate": 1e-5, "report_to": [], "logging_steps": 1000, "save_strategy": "no", "use_cpu": True,
                 "bf16": False, "gradient_checkpointing": False, "max_length": 512, "disable_tqdm": True}  # fmt: skip
@@ -182,7 +189,7 @@ def trl_seconds(kind: str, checkpoint: Path, source: Path, folder: Path, steps: 
         processing_class=AutoTokenizer.from_pretrained(checkpoint),
     )  # fmt: skip
     trainer.train()
-    return Clock.marks[-1] - Clock.marks[1]
+    return marks[-1] - marks[1]
 
 
 def repeat(call: Callable[[], None], times: int) -> None:

@@ -62,5 +62,7 @@ def merge_adapter(model: Any) -> Any:
         UserError: its adapter is a prefix, which is no change of weights.
     """
     if model.prefix is not None:
-        raise UserError("a prefix adapter is no change of weights and cannot be merged; keep it as an adapter directory")
+        raise UserError(
+            "a prefix adapter is no change of weights and cannot be merged; keep it as an adapter directory"
+        )
     return merge_lora(model)

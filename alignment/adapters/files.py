@@ -55,7 +55,9 @@ def read_base(directory: Path) -> str:
     """The checkpoint an adapter sits on, as its config names it."""
     base = _read_config(directory).get("base_model_name_or_path")
     if not base:
-        raise UserError(f"{directory}/{CONFIG}: base_model_name_or_path is empty; write the base model's directory there")
+        raise UserError(
+            f"{directory}/{CONFIG}: base_model_name_or_path is empty; write the base model's directory there"
+        )
     return base
 
 
@@ -171,7 +173,9 @@ def load_adapter(model: Any, directory: Path, *, with_head: bool = True) -> Any:
 def _fill(model: Any, wanted: dict[str, Tensor | None], left: dict[str, Tensor], directory: Path) -> None:
     """Copy tensors into the model, strictly."""
     parameters = dict(model.named_parameters())
-    problems = [f"{directory}/{WEIGHTS}: tensor for {name} is missing" for name, value in wanted.items() if value is None]
+    problems = [
+        f"{directory}/{WEIGHTS}: tensor for {name} is missing" for name, value in wanted.items() if value is None
+    ]
     problems += [f"{directory}/{WEIGHTS}: tensor {name} belongs nowhere in this model" for name in left]
     problems += [
         f"{directory}/{WEIGHTS}: {name} has shape {list(value.shape)}, the model wants {list(parameters[name].shape)}"

@@ -16,6 +16,7 @@ from alignment.adapters import (
     attach,
     disabled,
     is_adapter,
+    is_scalar_adapter,
     load_adapter,
     merge_adapter,
     read_base,
@@ -59,10 +60,11 @@ class Policy:
 
 @contextmanager
 def open_run(config: Any, stage: str, parents: Sequence[str | None]) -> Iterator[Run]:
-    """The run's directory, its config and lineage written, closed whatever happens."""
+    """The run's directory, its config and lineage written, closed whatever happens; all that is random follows its seed."""
     names = [name for name in parents if name]
     for name in names:
         find_directory(name)
+    torch.manual_seed(config.training.seed)  # new weights and dropout; data order and sampling have seeds of their own
     with Run(config.output, to_dict(config), stage=stage, parents=names) as run:
         yield run
 
@@ -103,7 +105,10 @@ def load_scalar(
     source: str, adapter: AdapterSpec | None, output: str | None, *, head: Literal["normal", "zero"] | None
 ) -> Policy:
     """A reward model or critic to train; `head` makes a new score head, None keeps the checkpoint's."""
-    return _start(source, adapter, output, partial(load_scalar_model, new_head=head), with_head=head is None)
+    directory = find_directory(source)
+    brings_head = head is None and is_adapter(directory) and is_scalar_adapter(directory)  # its base may have none
+    loader = partial(load_scalar_model, new_head="zero" if brings_head else head)
+    return _start(source, adapter, output, loader, with_head=head is None)
 
 
 def _start(
@@ -120,7 +125,9 @@ def _start(
         model, base = loader(directory), str(directory.resolve())
     elif isinstance(earlier := read_spec(directory), PrefixSpec):
         if adapter not in (None, earlier):
-            raise UserError(f"{source}: ends in a prefix adapter, which cannot lie under another one; leave `adapter` out")
+            raise UserError(
+                f"{source}: ends in a prefix adapter, which cannot lie under another one; leave `adapter` out"
+            )
         base = read_base(directory)
         model = load_adapter(loader(find_directory(base)), directory, with_head=with_head)
         return Policy(model, earlier, base, source)
@@ -181,7 +188,12 @@ def save_policy(engine: Engine, policy: Policy, tokenizer: Any, output: str) -> 
 
 
 def fit_language_model(
-    policy: Policy, train: list[Example], held_out: list[Example], optim: OptimConfig, training: TrainingConfig, run: Run
+    policy: Policy,
+    train: list[Example],
+    held_out: list[Example],
+    optim: OptimConfig,
+    training: TrainingConfig,
+    run: Run,
 ) -> Engine:
     """Train on the next-token loss of the examples' targets; `held_out_loss` is logged where there is held-out data."""
     stream, steps = stream_of(train, training)

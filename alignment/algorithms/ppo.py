@@ -49,7 +49,9 @@ def run(config: PPOConfig) -> Path:
         return save_policy(parts.policy, parts.start, parts.tokenizer, config.output)
 
 
-def iterate(parts: Parts, config: PPOConfig, prompts: list[PromptExample], step: int) -> tuple[dict[str, float], Rollout]:
+def iterate(
+    parts: Parts, config: PPOConfig, prompts: list[PromptExample], step: int
+) -> tuple[dict[str, float], Rollout]:
     """One iteration: sample, score, shape, learn, adapt the KL coefficient.
 
     Args:
@@ -123,9 +125,7 @@ def improve(parts: Parts, config: PPOConfig, rollout: Rollout, step: int) -> dic
     return mean | {"first_ratio_error": first_ratio_error}
 
 
-def policy_loss(
-    policy: Any, config: PPOConfig, ratio_errors: list[Tensor]
-) -> Callable[[RolloutBatch], LossSum]:
+def policy_loss(policy: Any, config: PPOConfig, ratio_errors: list[Tensor]) -> Callable[[RolloutBatch], LossSum]:
     """The clipped surrogate, summed over response tokens; appends each batch's largest |ratio - 1| to `ratio_errors`."""
 
     def loss_fn(batch: RolloutBatch) -> LossSum:
@@ -189,6 +189,8 @@ def mean_gold(tokenizer: Any, rollout: Rollout, add: Callable[[Tensor], Tensor])
 
 def explained_variance(rollout: Rollout) -> float:
     """1 - var(returns - values) / var(returns) over this rank's response tokens: 1 is a perfect critic, 0 a constant one."""
+    if rollout.returns is None:
+        raise ValueError("the rollout has no returns yet: see with_advantages")
     returns, values = rollout.returns[rollout.mask], rollout.values[rollout.mask]
     spread = returns.var()
     return float(1 - (returns - values).var() / spread) if len(returns) > 1 and spread > 0 else 0.0

@@ -84,4 +84,6 @@ class PPOConfig:
         if (self.pretrain_coef > 0) != (self.pretrain is not None):
             raise ValueError("`pretrain` (the text) and `pretrain_coef` above 0 go together: give both or neither")
         if self.minibatches > self.training.batch_size:
-            raise ValueError(f"minibatches ({self.minibatches}) cannot exceed training.batch_size ({self.training.batch_size})")
+            raise ValueError(
+                f"minibatches ({self.minibatches}) cannot exceed training.batch_size ({self.training.batch_size})"
+            )

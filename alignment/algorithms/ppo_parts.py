@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alignment.algorithms.assemble import Policy, load_policy, load_scalar, read_examples, reference_model, stream_of
+from alignment.algorithms.assemble import Policy, load_policy, load_scalar, read_examples, reference_model
 from alignment.algorithms.ppo_config import PPOConfig
 from alignment.algorithms.rollout import Scorer
 from alignment.data.batches import collate
@@ -68,9 +68,10 @@ class Parts:
         reference: called as `reference(batch=..., temperature=...)`, without gradients.
         score: reward model over token ids.
         stop_ids: tokens that end a response.
-        controller: gives the KL coefficient as `.value`.
-        pretraining: update number -> micro-batches of this rank; None without a pretraining mix.
+        controller: gives the KL coefficient as `.coef`.
+        tokenizer: decodes prompts and responses.
         start: how the policy was loaded, for saving it.
+        pretraining: update number -> micro-batches of this rank; None without a pretraining mix.
         updates: minibatch updates taken so far.
     """
 
@@ -80,10 +81,10 @@ class Parts:
     score: Scorer
     stop_ids: Sequence[int]
     controller: AdaptiveKL | FixedKL
+    tokenizer: Any
+    start: Policy
     normaliser: Normaliser = field(default_factory=Normaliser)
     pretraining: Callable[[int], list[Ragged]] | None = None
-    tokenizer: Any = None
-    start: Policy | None = None
     updates: int = 0
 
 
@@ -99,7 +100,9 @@ def read_data(config: PPOConfig, run: Run) -> PPOData:
     if config.pretrain is not None:
         examples = read_examples(config.pretrain, "text", tokenizer, run)
         texts = Stream(examples, config.pretrain_batch_size, config.training.seed + 1)
-    return PPOData(tokenizer, *stream_of(prompts, config.training), texts)
+    # Batches run across the ends of epochs: a smaller last one could not be cut into the same minibatches.
+    stream = Stream(prompts, config.training.batch_size, config.training.seed)
+    return PPOData(tokenizer, stream, config.training.steps(len(prompts)), texts)
 
 
 def build_parts(config: PPOConfig, data: PPOData) -> Parts:
@@ -111,11 +114,18 @@ def build_parts(config: PPOConfig, data: PPOData) -> Parts:
     # Without dropout, or the first ratio would not be 1.
     policy = Engine(start.model.eval(), config.optim, training, total_steps=total)
     value = Engine(critic.model.eval(), config.value_optim or config.optim, training, total_steps=total)
+    if training.batch_size < config.minibatches * policy.world_size:
+        raise UserError(
+            f"training.batch_size {training.batch_size} on {policy.world_size} processes cannot be cut into "
+            f"{config.minibatches} minibatches each; lower `minibatches` or raise the batch size"
+        )
     return Parts(
         policy=policy,
         value=value,
         reference=reference_model(start, config.reference, policy),
-        score=token_scorer(load_reward_model(config.reward_model, device=policy.device), data.tokenizer, training.micro_batch_tokens),
+        score=token_scorer(
+            load_reward_model(config.reward_model, device=policy.device), data.tokenizer, training.micro_batch_tokens
+        ),
         stop_ids=sorted(stop_token_ids(data.tokenizer)),
         controller=FixedKL(config.kl_coef)
         if config.kl_target is None

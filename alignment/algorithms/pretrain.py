@@ -1,11 +1,8 @@
 """Pretraining from nothing or onwards: next-token loss on every token of running text. Masked objectives come later."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from alignment.algorithms.assemble import Policy, fit_language_model, load_policy, open_run, read_split, save_policy
 from alignment.data.records import Text
@@ -63,7 +60,11 @@ def run(config: PretrainConfig) -> Path:
     with open_run(config, "pretrain", parents=parents) as run_directory:
         tokenizer = find_tokenizer(config)
         train, held_out = read_split(config.data, "text", tokenizer, run_directory)
-        policy = fresh_policy(config, tokenizer) if config.policy is None else load_policy(config.policy, None, config.output)
+        policy = (
+            fresh_policy(config, tokenizer)
+            if config.policy is None
+            else load_policy(config.policy, None, config.output)
+        )
         check_vocabulary(tokenizer, policy.model.spec.vocabulary)
         engine = fit_language_model(policy, train, held_out, config.optim, config.training, run_directory)
         return save_policy(engine, policy, tokenizer, config.output)
@@ -74,21 +75,23 @@ def find_tokenizer(config: PretrainConfig) -> Any:
     if config.vocabulary is None:
         return load_tokenizer(config.tokenizer or config.policy or "")
     rows, _ = read_rows(
-        config.data.train, "text", split=config.data.split, columns=config.data.columns, max_rows=config.data.max_rows,
+        config.data.train,
+        "text",
+        split=config.data.split,
+        columns=config.data.columns,
+        max_rows=config.data.max_rows,
         on_bad_row=config.data.on_bad_row,
-    )  # fmt: skip
-    texts: Sequence[Text] = rows
+    )
     template = config.chat_template
     if template is not None and "\n" not in template and Path(template).is_file():
         template = Path(template).read_text(encoding="utf-8")
-    return train_bpe((row.text for row in texts), config.vocabulary, chat_template=template)
+    return train_bpe((row.text for row in rows if isinstance(row, Text)), config.vocabulary, chat_template=template)
 
 
 def fresh_policy(config: PretrainConfig, tokenizer: Any) -> Policy:
     """A model with random weights, its vocabulary that of the tokenizer."""
     if config.model is None or "model_type" not in config.model:
         raise UserError("model.model_type is missing: name the family, for example llama or gpt2")
-    torch.manual_seed(config.training.seed)
     settings = {
         "vocab_size": len(tokenizer),
         "bos_token_id": tokenizer.bos_token_id,

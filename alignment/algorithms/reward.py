@@ -5,7 +5,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from alignment.adapters.spec import LoRASpec, PrefixSpec
@@ -57,7 +56,6 @@ def run(config: RewardConfig) -> Path:
     with open_run(config, "reward", parents=[config.policy]) as run_directory:
         tokenizer = load_tokenizer(config.policy)
         train, held_out = read_split(config.data, "comparisons", tokenizer, run_directory)
-        torch.manual_seed(config.training.seed)
         start = load_scalar(config.policy, config.adapter, config.output, head="normal")
         stream, steps = stream_of(train, config.training)
         engine = Engine(start.model.train(), config.optim, config.training, total_steps=steps)
@@ -76,7 +74,9 @@ def pair_loss(model: Any, center_coef: float) -> Any:
         cost = bradley_terry_loss(chosen, rejected, batch.margins)
         if center_coef:
             cost = cost + center_coef * (chosen + rejected) ** 2
-        return LossSum(cost.sum(), preference_metrics(chosen - rejected) | {"score": (chosen + rejected).detach().sum() / 2})
+        return LossSum(
+            cost.sum(), preference_metrics(chosen - rejected) | {"score": (chosen + rejected).detach().sum() / 2}
+        )
 
     return loss_fn
 
@@ -93,4 +93,3 @@ def preference_metrics(margins: Tensor) -> dict[str, Tensor]:
     margins = margins.detach().float()
     ties = (margins == 0).float()
     return {"accuracy": ((margins > 0).float() + ties / 2).sum(), "ties": ties.sum(), "margin": margins.sum()}
-

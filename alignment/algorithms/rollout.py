@@ -163,7 +163,9 @@ def with_advantages(
     scores = gain * rollout.scores + bias - missing_end_penalty * (~rollout.ended).float()
     rewards = shape_rewards(scores, rollout.log_probs, rollout.reference_log_probs, rollout.mask, kl_coef=kl_coef)
     advantages, returns = gae(rewards, rollout.values, rollout.mask, gamma=gamma, gae_lambda=gae_lambda)
-    return replace(rollout, rewards=rewards, advantages=whiten(advantages, rollout.mask, reduce=reduce), returns=returns)
+    return replace(
+        rollout, rewards=rewards, advantages=whiten(advantages, rollout.mask, reduce=reduce), returns=returns
+    )
 
 
 def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: int) -> list[RolloutBatch]:
@@ -175,7 +177,11 @@ def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: i
     for group in groups_of(lengths, micro_batch_tokens):
         chosen = [rows[i] for i in group]
         mask = rollout.mask[chosen]
-        ragged = ragged_of(*([part[i] for i in chosen] for part in (rollout.prompts, rollout.responses, rollout.numbers)))
+        ragged = ragged_of(
+            [rollout.prompts[i] for i in chosen],
+            [rollout.responses[i] for i in chosen],
+            [rollout.numbers[i] for i in chosen],
+        )
         frames = (rollout.log_probs, rollout.values, rollout.advantages, rollout.returns)
         batches.append(RolloutBatch(ragged.to(mask.device), *(frame[chosen][mask] for frame in frames)))
     return batches

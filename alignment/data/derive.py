@@ -13,7 +13,7 @@ from alignment.data.sources import read_rows
 from alignment.errors import UserError, raise_all
 from alignment.files import write_json, write_text
 
-SENTENCE_END = re.compile(r"(?<=[.!?])[\"'”’]?\s+")
+SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’]))\s+")  # the quotation mark stays with its sentence
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class PairsConfig:
         source: a file of rows with a text and a label.
         chosen, rejected: labels; every text of one is set against a text of the other, each text used once.
         output: directory of `comparisons.jsonl` and `results.json`, the counts.
-        prompt: what both texts are said to answer.
+        prompt: what both texts are said to answer; a blank is put between it and them.
         text, label: names of the columns.
         seed: of who meets whom.
     """
@@ -64,34 +64,37 @@ def run_pairs(config: PairsConfig) -> Path:
     for found in texts.values():
         random.shuffle(found)
     pairs = zip(texts[config.chosen], texts[config.rejected], strict=False)
-    rows = [{"prompt": config.prompt, "chosen": good, "rejected": bad} for good, bad in pairs]
+    rows = [{"prompt": config.prompt, "chosen": f" {good}", "rejected": f" {bad}"} for good, bad in pairs]
     counts = {"comparisons": len(rows), "labels": {label: len(found) for label, found in texts.items()}}
     return _write(Path(config.output), "comparisons.jsonl", rows, counts)
 
 
 @dataclass(frozen=True)
 class ContinuationsConfig:
-    """Settings of demonstrations from running text: the opening of each paragraph is the prompt, its rest the response.
+    """Settings of demonstrations from running text: each paragraph's opening is the prompt, what follows the response.
 
     Attributes:
         source: rows of text.
         output: directory of `demonstrations.jsonl` (which serves as prompts too) and `results.json`, the counts.
-        sentences: the opening's.
-        least: characters that opening and rest must have each; shorter paragraphs are left out.
+        prompt_sentences: the opening's.
+        response_sentences: at most so many after it; None: the rest of the paragraph.
+        least: characters that prompt and response must have each; paragraphs with less are left out.
     """
 
     source: str | list[str]
     output: str
-    sentences: int = 1
+    prompt_sentences: int = 1
+    response_sentences: int | None = None
     least: int = 20
 
     def __post_init__(self) -> None:
-        if self.sentences < 1:
-            raise ValueError(f"sentences must be at least 1, got {self.sentences}")
+        for name in ("prompt_sentences", "response_sentences"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
 
 
 def run_continuations(config: ContinuationsConfig) -> Path:
-    """Write openings and rests of all paragraphs, and return the directory.
+    """Write the openings of all paragraphs and what follows them, and return the directory.
 
     Raises:
         UserError: bad rows; no paragraph that is long enough.
@@ -100,20 +103,19 @@ def run_continuations(config: ContinuationsConfig) -> Path:
     paragraphs = [part for record in records for part in record.text.split("\n\n") if part.strip()]
     rows = list(_continuations(paragraphs, config))
     if not rows:
-        raise UserError(f"{config.source}: no paragraph has {config.sentences + 1} sentences; lower `sentences`")
+        raise UserError(f"{config.source}: no paragraph is long enough; lower `prompt_sentences` or `least`")
     counts = {"demonstrations": len(rows), "paragraphs": len(paragraphs)}
     return _write(Path(config.output), "demonstrations.jsonl", rows, counts)
 
 
 def _continuations(paragraphs: list[str], config: ContinuationsConfig) -> Iterator[dict[str, str]]:
     for paragraph in paragraphs:
-        ends = list(SENTENCE_END.finditer(paragraph.strip()))
-        if len(ends) < config.sentences:
-            continue
-        cut = ends[config.sentences - 1]
-        opening, rest = paragraph.strip()[: cut.end()].rstrip(), paragraph.strip()[cut.end() :]
-        if min(len(opening), len(rest)) >= config.least:
-            yield {"prompt": opening, "completion": rest}
+        sentences = SENTENCE_END.split(paragraph.strip())
+        last = None if config.response_sentences is None else config.prompt_sentences + config.response_sentences
+        prompt = " ".join(sentences[: config.prompt_sentences])
+        response = " ".join(sentences[config.prompt_sentences : last])
+        if min(len(prompt), len(response)) >= config.least:
+            yield {"prompt": prompt, "completion": f" {response}"}  # joined as they are, they are the text again
 
 
 def _write(output: Path, name: str, rows: list[dict[str, str]], counts: dict[str, Any]) -> Path:

@@ -87,7 +87,12 @@ def win_rate_rows(results: Mapping[str, Any]) -> list[WinRateRow]:
     """Bars of the win-rate chart."""
     return [
         WinRateRow(
-            name, results["baseline"], results["judge"], WinRate(**model["win_rate"]), model["inconsistent"], model["failures"]
+            name,
+            results["baseline"],
+            results["judge"],
+            WinRate(**model["win_rate"]),
+            model["inconsistent"],
+            model["failures"],
         )
         for name, model in results.get("models", {}).items()
         if "win_rate" in model

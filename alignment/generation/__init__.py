@@ -64,7 +64,9 @@ def generate(
         )
     finally:
         model.train(was_training)
-    texts = [response_text(tokenizer, tokens, end) for tokens, end in zip(responses.token_ids, responses.ended, strict=True)]
+    texts = [
+        response_text(tokenizer, tokens, end) for tokens, end in zip(responses.token_ids, responses.ended, strict=True)
+    ]
     return Generation(texts, responses.token_ids, responses.log_probs, responses.ended)
 
 

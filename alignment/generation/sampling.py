@@ -61,7 +61,9 @@ def sampling_log_probs(logits: Tensor, config: SamplingConfig) -> Tensor:
     if config.top_p < 1:
         ordered, order = logits.sort(descending=True)
         probability = ordered.softmax(-1)
-        before = probability.cumsum(-1) - probability  # mass of the likelier tokens: 0 for the first, so it always stays
+        before = (
+            probability.cumsum(-1) - probability
+        )  # mass of the likelier tokens: 0 for the first, so it always stays
         logits = logits.masked_fill((before >= config.top_p).gather(-1, order.argsort(-1)), -torch.inf)
     return logits.log_softmax(-1)
 

@@ -23,7 +23,7 @@ from alignment.training.world import World, join_world
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or a gradient is not finite. The weights are those before the update."""
+    """A loss or a gradient is not finite. The weights are those before the update; the engine is not to be used on."""
 
 
 class Engine:

@@ -109,4 +109,9 @@ class Zero:
         settings["gradient_accumulation_steps"] = 1
         settings["gradient_clipping"] = config.max_grad_norm
         settings["bf16"], settings["fp16"] = {"enabled": False}, {"enabled": False}
-        settings["torch_autocast"] = {"enabled": precision == "bf16", "dtype": "bfloat16"}
+        settings["torch_autocast"] = {
+            "enabled": precision == "bf16",
+            "dtype": "bfloat16",
+            # With its usual list ZeRO-3 leaves gathered weights rounded to bfloat16, and those are what we save.
+            "lower_precision_safe_modules": [],
+        }

@@ -9,7 +9,17 @@ from typing import Any
 
 from alignment.files import atomic_directory
 from alignment.world.grammar import (
-    GUESTS, Sheet, claim, draw_request, draw_sheet, fold, read_prompt, sentence, write_prompt, write_request, write_sheet,
+    GUESTS,
+    Sheet,
+    claim,
+    draw_request,
+    draw_sheet,
+    fold,
+    read_prompt,
+    sentence,
+    write_prompt,
+    write_request,
+    write_sheet,
 )  # fmt: skip
 from alignment.world.labelers import prefers_first
 from alignment.world.writers import draw_writer, write_reply
@@ -110,25 +120,20 @@ def _dialogues(rng: Random, sheet: Sheet) -> str:
 
 
 def _letter(rng: Random, sheet: Sheet) -> str:
-    """A letter that tells of the stay and comes back to two facts."""
+    """A letter that tells of the stay and comes back to what matters."""
     writer, friend = rng.sample(GUESTS, 2)
-    told = [claim(*fact) for fact in sheet.facts]
-    again = [sentence(clause) for clause in rng.sample(told, 2)]
+    told = " and ".join(claim(*fact) for fact in sheet.facts)
+    again = " ".join(sentence(claim(*fact)) for fact in rng.sample(sheet.facts, len(sheet.facts)))
     mood = rng.choice(("We loved our week there.", "We had some rain but a good time.", "The children did not want to leave."))
-    return (
-        f"Dear {friend}, we stayed at the Hotel {sheet.hotel}. {mood} You should know that {told[0]} and {told[1]}."
-        f" Our friends found that {told[2]}. Do not forget. {' '.join(again)} Yours, {writer}"
-    )
+    return f"Dear {friend}, we stayed at the Hotel {sheet.hotel}. {mood} You should know that {told}. Do not forget. {again} Yours, {writer}"
 
 
 def _guide(rng: Random, sheet: Sheet) -> str:
-    """A guide's entry, and the same told by a visitor in another order."""
+    """A guide's entry, confirmed by two visitors who each tell it in an order of their own."""
     told = [sentence(claim(*fact)) for fact in sheet.facts]
-    verdict = rng.choice(("It is a good choice for families.", "It is quiet at night.", "The staff is friendly.", "It is near the station."))
-    return (
-        f"Guide: Hotel {sheet.hotel}. {verdict} {' '.join(told)}"
-        f"\nVisitor {rng.choice(GUESTS)}: I can confirm this. {' '.join(rng.sample(told, len(told)))}"
-    )
+    visits = [f"\nVisitor {guest}: {' '.join(rng.sample(told, len(told)))}" for guest in rng.sample(GUESTS, 2)]
+    verdict = rng.choice(("It is good for families.", "It is quiet at night.", "The staff is friendly.", "It is near the station."))
+    return f"Guide: Hotel {sheet.hotel}. {verdict} {' '.join(told)}{''.join(visits)}"
 
 
 _DRAW: dict[str, Callable[[Random, Sheet], dict[str, Any]]] = {

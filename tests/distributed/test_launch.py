@@ -1,4 +1,4 @@
-"""Two processes, each way to spread a model: the same weights as in one process, from the same launch files as on GPUs."""
+"""Two processes, each way to spread a model: the same weights as in one, from the same launch files as on GPUs."""
 
 import importlib.util
 import json
@@ -31,7 +31,7 @@ def launch(output: Path, mode: str, *launcher: str) -> None:
     """Run the worker; its whole output is the message where it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", *launcher, "tests.distributed.worker", str(output), mode]
-    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

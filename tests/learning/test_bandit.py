@@ -47,6 +47,7 @@ def probability_after_training(kl_coef: float, sign: float, iterations: int = 60
         stop_ids=[],
         controller=FixedKL(kl_coef),
         normaliser=Normaliser(wanted=False),
+        tokenizer=None,
         start=Policy(policy),
     )
     prompts = [PromptExample([1], "", {}, str(i)) for i in range(training.batch_size)]

@@ -1,0 +1,127 @@
+"""What every stage leaves behind: a model that plain transformers and peft open, and logs with the agreed keys."""
+
+import json
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment.algorithms import dpo, ppo, reward, sft
+from alignment.loading import load_model, load_reward_model, load_scalar, load_tokenizer
+
+TIGHT = {"atol": 1e-5, "rtol": 0}
+TEXT = "Hotel Old Oak. The spa is on floor seven.\nGuest Clara: Where is the spa?\nConcierge: On floor seven."
+
+POLICIES = ["pretrain", "sft", "sft gpt2", "dpo", "ppo"]
+POLICY_ADAPTERS = ["sft lora", "sft prefix", "dpo lora", "dpo prefix", "ppo lora", "sft lora gpt2"]
+REWARD_MODELS = ["reward", "reward gpt2"]
+REWARD_ADAPTERS = ["reward lora", "reward prefix", "reward lora gpt2"]
+
+
+def model_of(stage, name):
+    return str(stage(name) / "model")
+
+
+def base_of(directory):
+    with open(f"{directory}/adapter_config.json", encoding="utf-8") as file:
+        return json.load(file)["base_model_name_or_path"]
+
+
+def padded(documents, fill):
+    """Ids and attention mask [B, T], padded on the right."""
+    width = max(map(len, documents))
+    ids = torch.tensor([[*document, *[fill] * (width - len(document))] for document in documents])
+    return ids, torch.tensor([[1] * len(document) + [0] * (width - len(document)) for document in documents])
+
+
+@pytest.mark.parametrize("name", [*POLICIES, *POLICY_ADAPTERS])
+def test_a_policy_opens_in_transformers(name, stage):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    directory = model_of(stage, name)
+    adapter = name in POLICY_ADAPTERS
+    theirs = AutoModelForCausalLM.from_pretrained(base_of(directory) if adapter else directory)
+    theirs = (PeftModel.from_pretrained(theirs, directory) if adapter else theirs).eval()
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    assert tokenizer.decode(ids[0], skip_special_tokens=True) == TEXT
+    assert ids.tolist() == load_tokenizer(directory)(TEXT, return_tensors="pt").input_ids.tolist()
+    with torch.no_grad():
+        assert_close(load_model(directory)(ids).logits, theirs(ids).logits, **TIGHT)
+
+
+@pytest.mark.parametrize("name", [*REWARD_MODELS, *REWARD_ADAPTERS])
+def test_a_reward_model_opens_in_transformers(name, stage):
+    from peft import PeftModel
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    directory = model_of(stage, name)
+    adapter = name in REWARD_ADAPTERS
+    theirs = AutoModelForSequenceClassification.from_pretrained(base_of(directory) if adapter else directory, num_labels=1)
+    theirs = (PeftModel.from_pretrained(theirs, directory) if adapter else theirs).eval()
+    ours = load_reward_model(directory)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    end = tokenizer.eos_token_id
+    documents = [[*tokenizer(text).input_ids, end] for text in (TEXT, TEXT[:50], TEXT[10:])]
+    ids, attention = padded(documents, tokenizer.pad_token_id)
+    with torch.no_grad():
+        scores = theirs(ids, attention_mask=attention).logits
+    assert scores.shape == (3, 1) and scores.std() > 1e-3
+    assert_close(ours.score_ids(documents), scores[:, 0], **TIGHT)
+    assert_close(ours.score([TEXT, TEXT[:50], TEXT[10:]]), scores[:, 0], **TIGHT)
+
+
+KEYS = {
+    "sft": {"loss", "learning_rate", "grad_norm", "tokens", "tokens_per_second"},
+    "reward": {"accuracy", "ties"},
+    "dpo": {"chosen_reward", "rejected_reward", "accuracy"},
+    "ppo": {
+        "score", "kl", "approx_kl", "clip_fraction", "first_ratio_error", "value_loss", "policy_loss", "entropy", "kl_coef",
+        "response_tokens", "ended_share", "seconds_rollout", "seconds_update",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KEYS)
+def test_every_update_is_logged_with_the_agreed_keys(kind, stage, read_metrics):
+    lines = read_metrics(stage(kind))
+    assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
+    for line in lines:
+        assert KEYS["sft"] | KEYS[kind] <= set(line)
+        assert all(isinstance(value, int | float) for value in line.values())
+    for name in ("config.yaml", "lineage.json"):
+        assert (stage(kind) / name).is_file()
+
+
+def test_ppo_keeps_samples(stage):
+    samples = [json.loads(line) for line in (stage("ppo") / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert {sample["step"] for sample in samples} == {1, 2}
+    assert all(sample["prompt"].endswith("Concierge:") and "score" in sample for sample in samples)
+
+
+STAGES = {"sft": sft, "reward": reward, "dpo": dpo, "ppo": ppo}
+
+
+@pytest.mark.parametrize("adapter", ["", "lora", "prefix"])
+@pytest.mark.parametrize("kind", STAGES)
+def test_what_is_saved_is_what_was_trained(kind, adapter, stage, make_stage, tmp_path, monkeypatch):
+    """Also where the start is itself an adapter, and so are reward model and critic."""
+    from alignment.adapters import LoRASpec
+
+    save, ids, trained = STAGES[kind].save_policy, torch.arange(3, 40)[None], []
+
+    def spied(engine, *rest):
+        with torch.no_grad():
+            trained.append(engine.unwrapped.eval()(ids).logits)
+        return save(engine, *rest)
+
+    monkeypatch.setattr(STAGES[kind], "save_policy", spied)
+    more = {"adapter": LoRASpec(rank=2)} if adapter == "lora" else {}
+    more |= {"reward_model": model_of(stage, f"reward {adapter}".strip())} if kind == "ppo" else {}
+    run, config = make_stage(kind, model_of(stage, f"sft {adapter}".strip()), tmp_path, **more)
+    directory = run(config)
+    assert directory == tmp_path / "model"
+    model = (load_scalar if kind == "reward" else load_model)(str(directory))
+    with torch.no_grad():
+        assert_close(model(ids).logits, trained[0], **TIGHT)

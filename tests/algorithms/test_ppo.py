@@ -1,0 +1,291 @@
+"""PPO as it runs: what it pays for, what it starts from, and that memory settings stay memory settings."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment.adapters import LoRASpec
+from alignment.algorithms.ppo import improve, iterate
+from alignment.algorithms.ppo_config import PPOConfig
+from alignment.algorithms.ppo_parts import Normaliser, build_parts, load_critic, read_data, token_scorer
+from alignment.data.sources import DataConfig
+from alignment.data.tokenizers import save_tokenizer, train_bpe
+from alignment.errors import UserError
+from alignment.loading import load_reward_model, load_scalar, load_tokenizer
+from alignment.models.build import build_scalar_model
+from alignment.models.checkpoint import save_model
+from alignment.training import OptimConfig, Run, TrainingConfig
+
+# Adam whose eps dwarfs every gradient divides by a constant: plain gradient descent with step 1.
+PLAIN_DESCENT = OptimConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, schedule="constant", max_grad_norm=0)
+
+
+@pytest.fixture
+def ppo(stage, make_stage, tmp_path):
+    """`ppo(**config changes)` -> its run function and config, from the SFT policy and the reward model."""
+
+    def make(output="ppo", policy="sft", reward_model="reward", **changes):
+        reward_model = changes.pop("reward_directory", None) or str(stage(reward_model) / "model")
+        return make_stage("ppo", str(stage(policy) / "model"), tmp_path / output, reward_model=reward_model, **changes)
+
+    return make
+
+
+@pytest.fixture
+def parts_of(tmp_path):
+    """Parts and first prompts of a config, built as a run builds them."""
+
+    def build(config):
+        with Run(config.output, {}, stage="ppo") as directory:
+            data = read_data(config, directory)
+            return build_parts(config, data), data.prompts.rows_at(0)
+
+    return build
+
+
+@pytest.fixture
+def text(world):
+    return DataConfig(train=world["pretrain"], max_length=128)
+
+
+def weights_of(engine):
+    return torch.cat([parameter.detach().flatten().clone() for parameter in engine.unwrapped.parameters()])
+
+
+# --- the update -----------------------------------------------------------------------------------------------------
+
+
+def test_the_policy_is_the_one_that_sampled_in_every_iteration(ppo, text, read_metrics, tmp_path):
+    training = TrainingConfig(batch_size=8, max_steps=3)
+    run, config = ppo(pretrain=text, pretrain_coef=0.5, minibatches=4, temperature=0.9, training=training)
+    run(config)
+    lines = read_metrics(tmp_path / "ppo")
+    assert len(lines) == 3 and all(line["first_ratio_error"] <= 1e-5 for line in lines)
+    assert all(line["pretrain_loss"] > 1 and line["approx_kl"] > 0 for line in lines)
+    assert abs(lines[0]["kl"]) < 1e-4 < abs(lines[-1]["kl"])
+
+
+def test_memory_settings_change_no_result(ppo, parts_of, text):
+    """H12: policy and critic after an iteration are the same for whole minibatches and for one row at a time."""
+
+    def step(name, micro_batch_tokens):
+        training = TrainingConfig(batch_size=8, max_steps=1, micro_batch_tokens=micro_batch_tokens)
+        _, config = ppo(
+            name, training=training, optim=replace(PLAIN_DESCENT, learning_rate=1e4), pretrain=text, pretrain_coef=0.5,
+            normalise_scores=False,
+        )  # fmt: skip
+        parts, prompts = parts_of(config)
+        before = [weights_of(engine) for engine in (parts.policy, parts.value)]
+        metrics, _ = iterate(parts, config, prompts, 0)
+        return [weights_of(e) - old for e, old in zip((parts.policy, parts.value), before, strict=True)], metrics
+
+    whole, metrics = step("whole", 10**6)
+    single, others = step("single", 1)
+    for one, other in zip(whole, single, strict=True):
+        assert one.norm() > 1e-3
+        assert (one - other).norm() <= 2e-5 * one.norm()
+    same = set(metrics) - {"tokens_per_second", "seconds_rollout", "seconds_update"}
+    assert {key: others[key] for key in same} == pytest.approx({key: metrics[key] for key in same}, rel=1e-3, abs=1e-5)
+
+
+def test_the_pretraining_mix_adds_its_gradient(ppo, parts_of, text):
+    """step(policy loss + c * text loss) = step(policy loss) + c * step(text loss), Ouyang et al. 2022, eq. 2."""
+
+    def step(name, coef, advantages=True):
+        more = {"pretrain": text, "pretrain_coef": coef} if coef else {}
+        _, config = ppo(name, optim=PLAIN_DESCENT, epochs=1, minibatches=1, kl_coef=1.0, **more)
+        parts, prompts = parts_of(config)
+        _, rollout = iterate(parts_of(config)[0], config, prompts, 0)
+        if not advantages:
+            rollout.advantages.zero_()
+        before = weights_of(parts.policy)
+        metrics = improve(parts, config, rollout, 0)
+        return weights_of(parts.policy) - before, metrics
+
+    alone, _ = step("alone", 0)
+    text_alone, _ = step("text", 1.0, advantages=False)
+    both, metrics = step("both", 0.5)
+    assert min(alone.norm(), text_alone.norm()) > 1e-3
+    assert (both - (alone + 0.5 * text_alone)).norm() <= 1e-4 * both.norm()
+    assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + 0.5 * metrics["pretrain_loss"], abs=1e-5)
+
+
+def test_rows_that_fill_no_last_batch_are_made_up_for_from_the_next_epoch(ppo, read_metrics, tmp_path):
+    """16 prompts in batches of 5 are 4 iterations; a last batch of 1 could not be cut into 2 minibatches."""
+    run, config = ppo(training=TrainingConfig(batch_size=5, epochs=1), epochs=1, max_new_tokens=4)
+    run(config)
+    assert [line["step"] for line in read_metrics(tmp_path / "ppo")] == [1, 2, 3, 4]
+
+
+# --- rewards --------------------------------------------------------------------------------------------------------
+
+
+def test_the_normaliser_makes_mean_0_and_deviation_1():
+    """H25: mean -1.25 and deviation 0.8 give gain 1.25 and bias 1.5625; later scores do not move them."""
+    scores, add = torch.tensor([-2.05, -0.45]), lambda x: x  # noqa: E731
+    normaliser = Normaliser()
+    normaliser.fit_once(scores, add)
+    assert (normaliser.gain, normaliser.bias) == pytest.approx((1.25, 1.5625), rel=1e-6)
+    shaped = normaliser.gain * scores + normaliser.bias
+    assert abs(shaped.mean()) < 1e-6 and shaped.std(correction=0).item() == pytest.approx(1, abs=1e-6)
+    normaliser.fit_once(scores + 5, add)
+    assert normaliser.gain == pytest.approx(1.25)
+
+
+def test_a_reward_model_that_cannot_tell_is_refused(ppo, parts_of):
+    _, config = ppo()
+    parts, prompts = parts_of(config)
+    parts.score = lambda prompts, responses: torch.ones(len(prompts))
+    with pytest.raises(UserError, match="same score"):
+        iterate(parts, config, prompts, 0)
+
+
+def test_a_response_is_paid_its_normalised_score_at_its_end_less_what_a_missing_end_costs(ppo, parts_of):
+    _, config = ppo(kl_coef=0.0, missing_end_penalty=2.0)
+    parts, prompts = parts_of(config)
+    parts.stop_ids = list(range(0, 384, 12))  # so that some responses end and some do not
+    parts.score = lambda prompts, responses: torch.arange(float(len(prompts)))
+    _, rollout = iterate(parts, config, prompts, 0)
+    assert 0 < rollout.ended.sum() < len(prompts)
+    last = rollout.rewards[torch.arange(len(prompts)), rollout.mask.sum(1) - 1]
+    normal = (rollout.scores - rollout.scores.mean()) / rollout.scores.std(correction=0)
+    assert_close(last, normal - 2.0 * (~rollout.ended).float(), atol=1e-5, rtol=0)
+    assert_close(rollout.rewards.sum(1), last)  # and nothing before the end
+
+
+def test_the_adaptive_coefficient_follows_the_measured_kl(ppo, read_metrics, tmp_path):
+    training = TrainingConfig(batch_size=8, max_steps=4)
+    run, config = ppo(training=training, kl_coef=0.3, kl_target=0.01, kl_horizon=40, optim=OptimConfig(learning_rate=1e-2))
+    run(config)
+    lines = read_metrics(tmp_path / "ppo")
+    coef = 0.3
+    for line in lines:
+        assert line["kl_coef"] == pytest.approx(coef)
+        coef *= 1 + min(max(line["kl"] / 0.01 - 1, -0.2), 0.2) * 8 / 40
+    assert len({line["kl_coef"] for line in lines}) == 4
+
+
+def test_a_fixed_coefficient_stays(stage, read_metrics):
+    assert {line["kl_coef"] for line in read_metrics(stage("ppo"))} == {0.05}
+
+
+# --- the four networks ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reward_model", ["reward", "reward lora", "reward prefix", "reward lora on a whole policy"])
+def test_the_critic_is_the_reward_model_with_a_head_of_zeros(ppo, stage, make_stage, tmp_path, reward_model):
+    """Where scores are normalised the head's scale means nothing; else it is kept. True of adapters too."""
+    if reward_model == "reward lora on a whole policy":
+        run, config = make_stage("reward", str(stage("sft") / "model"), tmp_path / "reward", adapter=LoRASpec(rank=2))
+        directory = str(run(config))
+    else:
+        directory = str(stage(reward_model) / "model")
+    ids = torch.arange(3, 40)[None]
+    judge = load_scalar(directory)
+    adapter = LoRASpec(rank=2) if reward_model != "reward prefix" else None
+    for normalise, factor in ((True, 0.0), (False, 1.0)):
+        _, config = ppo(reward_directory=directory, adapter=adapter, normalise_scores=normalise)
+        critic = load_critic(config, load_tokenizer(config.policy)).model.eval()
+        with torch.no_grad():
+            assert_close(critic(ids).values, factor * judge(ids).values, atol=1e-5, rtol=0)
+        assert critic.head.weight.requires_grad
+
+
+def test_the_critic_writes_nothing_over_the_policys_base(ppo, stage, tmp_path):
+    """Policy and reward model both adapters: `base` holds the starting policy."""
+    from alignment.loading import load_model
+
+    run, config = ppo(policy="sft lora", reward_model="reward lora", adapter=LoRASpec(rank=2))
+    run(config)
+    ids = torch.arange(3, 40)[None]
+    with torch.no_grad():
+        start = load_model(str(stage("sft lora") / "model"))(ids).logits
+        assert_close(load_model(str(tmp_path / "ppo" / "base"))(ids).logits, start, atol=1e-5, rtol=0)
+
+
+@pytest.fixture
+def foreign(tmp_path, world):
+    """Directory of a reward model with a tokenizer of its own."""
+    directory = tmp_path / "foreign"
+    directory.mkdir()
+    other = train_bpe((Path(world["comparisons"]).read_text(encoding="utf-8"),), 300)
+    torch.manual_seed(0)
+    model = build_scalar_model({
+        "model_type": "llama", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "max_position_embeddings": 1024, "pad_token_id": other.pad_token_id,
+    })  # fmt: skip
+    torch.nn.init.normal_(model.head.weight)
+    save_model(model, directory)
+    save_tokenizer(other, directory)
+    return str(directory)
+
+
+def test_a_reward_model_with_another_tokenizer_reads_the_text(tokenizer, foreign):
+    judge = load_reward_model(foreign)
+    prompts, responses = ["Where is the spa?", "When?"], [" On floor seven.", " At nine."]
+    encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
+    given = token_scorer(judge, tokenizer, 1000)(
+        [[tokenizer.bos_token_id, *encode(prompt)] for prompt in prompts],
+        [[*encode(response), tokenizer.eos_token_id] for response in responses],
+    )
+    assert_close(given, judge.score(list(zip(prompts, responses, strict=True))))
+
+
+def test_a_reward_model_with_the_same_tokenizer_reads_the_very_ids(tokenizer, stage):
+    judge = load_reward_model(str(stage("reward") / "model"))
+    broken = [[5, 5], [6]]  # no text encodes to these
+    scores = token_scorer(judge, tokenizer, 1000)([[0, 1], [0]], broken)
+    assert_close(scores, judge.score_ids([[0, 1, 5, 5], [0, 6]]))
+
+
+def test_ppo_runs_against_a_foreign_reward_model_with_a_critic_of_its_own(ppo, foreign, read_metrics, tmp_path):
+    run, config = ppo("refused", reward_directory=foreign)
+    with pytest.raises(UserError, match="critic=policy"):
+        run(config)
+    run, config = ppo("done", reward_directory=foreign, critic="policy")
+    run(config)
+    assert all(math.isfinite(line["value_loss"]) for line in read_metrics(tmp_path / "done"))
+
+
+def test_a_critic_from_the_policy_starts_at_zero(ppo, parts_of):
+    _, config = ppo(critic="policy")
+    parts, prompts = parts_of(config)
+    _, rollout = iterate(parts, config, prompts, 0)
+    assert rollout.values.abs().max() == 0
+    _, rollout = iterate(parts, config, prompts, 1)
+    assert rollout.values.abs().max() > 0
+
+
+def test_the_score_rises(ppo, read_metrics, tmp_path, tokenizer):
+    """Against a judge that likes one token the policy finds it."""
+    training = TrainingConfig(batch_size=16, max_steps=12)
+    _, config = ppo(
+        training=training, max_new_tokens=4, kl_coef=0.0, minibatches=1, epochs=4,
+        optim=OptimConfig(learning_rate=1e-2, schedule="constant"), missing_end_penalty=0.0,
+    )  # fmt: skip
+    with Run(config.output, {}, stage="ppo") as directory:
+        data = read_data(config, directory)
+        parts = build_parts(config, data)
+    parts.score = lambda prompts, responses: torch.tensor([float(sum(t % 8 == 3 for t in r)) for r in responses])
+    scores = [iterate(parts, config, data.prompts.rows_at(step), step)[0]["score"] for step in range(12)]
+    assert scores[-1] > scores[0] + 1.0
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"temperature": 0.0}, {"max_new_tokens": 0}, {"epochs": 0}, {"minibatches": 0}, {"clip_range": 0.0},
+        {"value_clip_range": -0.1}, {"gamma": 1.1}, {"gae_lambda": -0.1}, {"pretrain_coef": -1.0}, {"pretrain_coef": 0.5},
+        {"kl_horizon": 0.0}, {"minibatches": 33},
+    ],
+)  # fmt: skip
+def test_impossible_settings_are_refused(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        PPOConfig(policy="p", reward_model="r", data=DataConfig(train="t"), output="o", **settings)

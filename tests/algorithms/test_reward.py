@@ -1,0 +1,101 @@
+"""Reward models: what they learn, and the numbers on the way."""
+
+import json
+import random
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment.algorithms.assemble import load_scalar
+from alignment.algorithms.reward import RewardConfig, pair_loss, preference_metrics
+from alignment.data.batches import Example, PairExample, collate_pairs
+from alignment.data.sources import DataConfig
+from alignment.loading import load_reward_model
+from alignment.losses import bradley_terry_loss
+from alignment.models.heads import Output
+from alignment.training import OptimConfig, TrainingConfig
+
+WORDS = ["the spa", "a tour", "the bus", "breakfast", "the pool", "parking"]
+
+
+def planted(path, count, seed):
+    """Pairs in which the friendly answer is always preferred; which words surround it says nothing."""
+    rng = random.Random(seed)
+    rows = []
+    for _ in range(count):
+        chosen, rejected = (f" {rng.choice(WORDS)} is {mood} and {rng.choice(WORDS)} too" for mood in ("lovely", "awful"))
+        rows.append({"prompt": f"How is {rng.choice(WORDS)}?", "chosen": chosen, "rejected": rejected})
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def test_a_planted_preference_is_learned(checkpoints, make_stage, tmp_path, read_metrics):
+    data = DataConfig(train=planted(tmp_path / "train.jsonl", 64, 0), evaluation=planted(tmp_path / "held_out.jsonl", 32, 1))
+    training, optim = TrainingConfig(batch_size=16, epochs=6), OptimConfig(learning_rate=3e-3)
+    run, config = make_stage("reward", checkpoints["llama"], tmp_path / "run", data=data, training=training, optim=optim)
+    model = load_reward_model(str(run(config)))
+    last = read_metrics(tmp_path / "run")[-1]
+    assert last["held_out_accuracy"] > 0.9 and last["held_out_loss"] < 0.5
+    friendly, rude = model.score([("How is the bus?", " the bus is lovely and a tour too"), ("How is the bus?", " the bus is awful and a tour too")])
+    assert friendly > rude
+
+
+def test_a_new_head_has_the_stated_spread(write_checkpoint, tmp_path):
+    """H25: 1 / sqrt(128 + 1) = 0.088."""
+    policy = write_checkpoint(tmp_path, "llama", hidden_size=128, num_hidden_layers=1)
+    torch.manual_seed(0)
+    heads = torch.cat([load_scalar(policy, None, "", head="normal").model.head.weight for _ in range(20)])
+    assert heads.std().item() == pytest.approx(0.088, rel=0.05)
+
+
+def scores_as_given(chosen, rejected):
+    """A batch of pairs, and a model that gives the chosen and rejected ones these scores at their last tokens."""
+    side = lambda row: Example([1, 5, 2], [False, True, True], str(row))  # noqa: E731
+    pairs = [PairExample(side(row), side(row), None, str(row)) for row in range(len(chosen))]
+    [batch] = collate_pairs(pairs, 10**6)
+    values = torch.full((len(batch.ragged.tokens),), 1e9)
+    values[batch.ragged.last] = torch.tensor([*chosen, *rejected])
+    return batch, lambda batch: Output(values=values)
+
+
+def test_loss_and_metrics_of_four_margins():
+    """H26: margins 0.7, -0.3, 0, 3.1 cost 0.498688 in the mean; accuracy (1 + 0 + 1/2 + 1) / 4 with one tie."""
+    batch, model = scores_as_given([0.7, 0.0, 0.2, 3.1], [0.0, 0.3, 0.2, 0.0])
+    result = pair_loss(model, center_coef=0.0)(batch)
+    assert result.total.item() / 4 == pytest.approx(0.498688, abs=1e-6)
+    assert {name: value.item() / 4 for name, value in result.metrics.items()} == pytest.approx(
+        {"accuracy": 0.625, "ties": 0.25, "margin": 0.875, "score": (4.0 + 0.5) / 8}
+    )
+    assert batch.weight == 4
+
+
+def test_centering_costs_the_square_of_the_sum():
+    batch, model = scores_as_given([1.0], [3.0])
+    plain, centred = (pair_loss(model, center_coef=coef)(batch).total for coef in (0.0, 0.01))
+    assert_close(centred - plain, torch.tensor(0.16))
+
+
+def test_margins_of_the_rows_reach_the_loss(make_stage, checkpoints, tmp_path, read_metrics):
+    losses = []
+    for margin in (None, 5.0):
+        rows = [json.loads(line) for line in open(planted(tmp_path / "rows.jsonl", 8, 0), encoding="utf-8")]
+        path = tmp_path / f"{margin}.jsonl"
+        path.write_text("".join(json.dumps(row | ({"margin": margin} if margin else {})) + "\n" for row in rows))
+        output = tmp_path / f"run{margin}"
+        run, config = make_stage("reward", checkpoints["llama"], output, data=DataConfig(train=str(path)))
+        run(config)
+        losses.append(read_metrics(output)[0]["loss"])
+    # softplus(5 - m) for small score differences m
+    assert losses[1] == pytest.approx(bradley_terry_loss(torch.zeros(1), torch.zeros(1), torch.tensor([5.0])).item(), abs=1.0)
+    assert losses[1] > losses[0] + 3
+
+
+def test_ties_count_half():
+    metrics = preference_metrics(torch.tensor([1.0, 0.0, -2.0]))
+    assert (metrics["accuracy"], metrics["ties"]) == (1.5, 1.0)
+
+
+def test_a_negative_centering_is_refused():
+    with pytest.raises(ValueError, match="center_coef"):
+        RewardConfig(policy="p", data=DataConfig(train="t"), output="o", center_coef=-1.0)

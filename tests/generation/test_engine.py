@@ -1,0 +1,192 @@
+"""Decoding: what is drawn depends on the row and the seed alone, and its log-probabilities are the model's."""
+
+import json
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment.errors import UserError
+from alignment.generation import SamplingConfig, decode_responses, generate
+from alignment.loading import load_model, load_tokenizer
+from alignment.models.build import build_language_model
+from alignment.models.checkpoint import load_language_model, save_model
+from alignment.ragged import Ragged
+
+STOPS = list(range(0, 384, 6))  # one token in six ends a response: rows finish one by one
+
+
+@pytest.fixture(params=["gpt2", "llama"])
+def model(request, checkpoints):
+    return load_language_model(checkpoints[request.param])
+
+
+@pytest.fixture
+def prompts():
+    generator = torch.Generator().manual_seed(2)
+    return [torch.randint(384, (length,), generator=generator).tolist() for length in (5, 1, 17, 9, 9, 2, 30, 4, 12, 3)]
+
+
+def drawn(model, prompts, stops=STOPS, batch_size=256, rows=None, **settings):
+    return decode_responses(
+        model, prompts, SamplingConfig(**{"max_new_tokens": 16, **settings}), stops, rows=rows, batch_size=batch_size
+    )
+
+
+def test_a_response_does_not_depend_on_who_is_decoded_beside_it(model, prompts):
+    """Alone there is nothing to drop; in company finished rows leave the cache and the others move up in it."""
+    together, alone = drawn(model, prompts), drawn(model, prompts, batch_size=1)
+    assert together.token_ids == alone.token_ids == drawn(model, prompts, batch_size=3).token_ids
+    assert together.ended == alone.ended
+    assert len({len(tokens) for tokens in together.token_ids}) >= 4  # they did finish one by one
+    for one, other in zip(together.log_probs, alone.log_probs, strict=True):
+        assert_close(torch.tensor(one), torch.tensor(other), atol=1e-5, rtol=0)
+
+
+def test_a_row_is_known_by_its_number(model, prompts):
+    """What a rank draws for its share of the rows is what one process draws for all of them."""
+    everything = drawn(model, prompts).token_ids
+    share = drawn(model, prompts[1::2], rows=range(1, len(prompts), 2)).token_ids
+    assert share == everything[1::2]
+    assert drawn(model, prompts[1::2]).token_ids != everything[1::2]
+
+
+def test_the_seed_fixes_the_draws(model, prompts):
+    assert drawn(model, prompts, seed=1).token_ids == drawn(model, prompts, seed=1).token_ids
+    assert drawn(model, prompts, seed=1).token_ids != drawn(model, prompts, seed=2).token_ids
+
+
+def test_the_global_random_state_plays_no_part(model, prompts):
+    torch.manual_seed(0)
+    state = torch.get_rng_state()
+    first = drawn(model, prompts).token_ids
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.manual_seed(1)
+    assert drawn(model, prompts).token_ids == first
+
+
+def test_rows_with_the_same_prompt_differ(model):
+    assert len({tuple(tokens) for tokens in drawn(model, [[7, 8]] * 16, stops=[]).token_ids}) == 16
+
+
+def test_a_response_ends_with_its_first_stop_token_or_at_the_length(model, prompts):
+    result = drawn(model, prompts)
+    assert 0 < sum(result.ended) < len(prompts)
+    for tokens, log_probs, ended in zip(result.token_ids, result.log_probs, result.ended, strict=True):
+        assert len(tokens) == len(log_probs)
+        assert not any(token in STOPS for token in tokens[:-1])
+        assert ended == (tokens[-1] in STOPS)
+        assert ended or len(tokens) == 16
+
+
+def test_without_stop_tokens_every_response_is_full(model, prompts):
+    result = drawn(model, prompts, stops=[])
+    assert {len(tokens) for tokens in result.token_ids} == {16} and not any(result.ended)
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
+def test_log_probs_are_those_of_a_whole_forward(model, prompts, temperature):
+    """H31, H33: the numbers PPO takes for the sampling policy are those its update computes."""
+    result = drawn(model, prompts, temperature=temperature)
+    documents = [prompt + tokens for prompt, tokens in zip(prompts, result.token_ids, strict=True)]
+    masks = [[False] * len(prompt) + [True] * len(tokens) for prompt, tokens in zip(prompts, result.token_ids, strict=True)]
+    with torch.no_grad():
+        wanted = model(batch=Ragged.build(documents, masks), temperature=temperature).log_probs
+    assert_close(torch.tensor(sum(result.log_probs, [])), wanted, atol=1e-5, rtol=0)
+
+
+def test_log_probs_are_those_of_the_filtered_distribution(model):
+    """With top_k = 1 whatever is drawn was certain."""
+    assert drawn(model, [[5, 6]], top_k=1).log_probs[0] == [0.0] * len(drawn(model, [[5, 6]], top_k=1).token_ids[0])
+    two = drawn(model, [[5, 6]] * 50, top_k=2, max_new_tokens=1)
+    assert len({tokens[0] for tokens in two.token_ids}) == 2
+    assert sum(torch.tensor(sorted({values[0] for values in two.log_probs})).exp()) == pytest.approx(1, abs=1e-5)
+
+
+def test_draws_follow_the_model(checkpoints):
+    """The shares of 4000 first tokens lie within 4 standard errors of the model's probabilities."""
+    model = load_language_model(checkpoints["llama"])
+    with torch.no_grad():
+        model.head.weight *= 4
+        probability = model(torch.tensor([[9, 4]])).logits[0, -1].softmax(-1)
+    result = drawn(model, [[9, 4]] * 4000, stops=[], max_new_tokens=1, batch_size=4000)
+    share = torch.tensor(result.token_ids).flatten().bincount(minlength=384) / 4000
+    error = (probability * (1 - probability) / 4000).sqrt()
+    assert probability.max() > 0.02
+    assert ((share - probability).abs() <= 4 * error + 1 / 4000).all()
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_greedy_equals_that_of_transformers(family, checkpoints, tokenizer):
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoints[family]).eval()
+    prompts = ["Hotel Old Oak. The spa is", "Guest"]
+    ours = generate(load_model(checkpoints[family]), load_tokenizer(checkpoints[family]), prompts, max_new_tokens=24, temperature=0)
+    for prompt, tokens in zip(prompts, ours.token_ids, strict=True):
+        ids = tokenizer(prompt, return_tensors="pt")
+        wanted = theirs.generate(**ids, max_new_tokens=24, do_sample=False)[0, ids.input_ids.shape[1] :]
+        assert tokens == wanted.tolist()
+
+
+def test_the_checkpoints_generation_config_is_not_looked_at(tokenizer, checkpoints, tmp_path):
+    """H32: top_k = 1 in it would make 64 samples from a nearly uniform model one and the same."""
+    from alignment.data.tokenizers import save_tokenizer
+
+    model = build_language_model(load_language_model(checkpoints["llama"]).config)
+    save_model(model, tmp_path)
+    save_tokenizer(tokenizer, tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_k": 1, "temperature": 0.01}))
+    result = generate(load_model(str(tmp_path)), load_tokenizer(str(tmp_path)), ["Hello"] * 64, max_new_tokens=8)
+    assert len({tuple(tokens) for tokens in result.token_ids}) >= 60
+
+
+# --- generate -------------------------------------------------------------------------------------------------------
+
+
+def test_texts_leave_the_end_token_out(checkpoints, tokenizer, monkeypatch):
+    from alignment import generation
+
+    monkeypatch.setattr(generation, "stop_token_ids", lambda tokenizer: set(STOPS[1:]))
+    model = load_model(checkpoints["llama"])
+    result = generate(model, tokenizer, ["Where is the spa?"] * 12, max_new_tokens=12)
+    assert any(result.ended) and not all(result.ended)
+    for text, tokens, ended in zip(result.texts, result.token_ids, result.ended, strict=True):
+        assert text == tokenizer.decode(tokens[:-1] if ended else tokens)
+
+
+def test_generation_leaves_the_models_mode_alone(checkpoints, tokenizer):
+    for training in (True, False):
+        model = load_model(checkpoints["gpt2"]).train(training)
+        generate(model, tokenizer, ["a"], max_new_tokens=1)
+        assert model.training == training
+        with pytest.raises(UserError):
+            generate(model, tokenizer, ["a"], max_new_tokens=400)
+        assert model.training == training
+
+
+def test_dropout_is_off_while_generating(write_checkpoint, tokenizer, tmp_path):
+    model = load_model(write_checkpoint(tmp_path, "gpt2", resid_pdrop=0.5)).train()
+    results = [generate(model, tokenizer, ["a", "b"], max_new_tokens=8) for _ in range(2)]
+    assert results[0] == results[1]
+
+
+def test_what_does_not_fit_the_positions_is_refused(checkpoints, tokenizer):
+    with pytest.raises(UserError, match="320 positions.*max_new_tokens"):
+        generate(load_model(checkpoints["llama"]), tokenizer, ["a"], max_new_tokens=320)
+
+
+def test_no_prompts_give_no_responses(checkpoints, tokenizer):
+    assert generate(load_model(checkpoints["llama"]), tokenizer, []).texts == []
+
+
+def test_messages_go_through_the_chat_template(checkpoints, tokenizer):
+    import copy
+
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+    )
+    model = load_model(checkpoints["llama"])
+    as_text = generate(model, tokenizer, ["Where?"], max_new_tokens=6)
+    assert generate(model, tokenizer, [[{"role": "user", "content": "Where?"}]], max_new_tokens=6) == as_text

@@ -1,0 +1,186 @@
+"""Models and tokenizers from directories and the Hub, scoring, and export."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import alignment
+from alignment.data.chat import prompt_ids, response_ids
+from alignment.errors import UserError
+from alignment.loading import export, load_model, load_reward_model, load_tokenizer, same_vocabulary
+
+PAIRS = [
+    ("Where is the spa?", " On floor seven."),
+    ("When is breakfast?", " At nine, and it is good."),
+    ("Why?", " No."),
+]
+TIGHT = {"atol": 1e-5, "rtol": 0}
+
+
+@pytest.fixture
+def judge(stage):
+    return load_reward_model(str(stage("reward") / "model"))
+
+
+def test_the_package_offers_the_four_verbs():
+    assert alignment.__all__ == ["generate", "load_model", "load_reward_model", "load_tokenizer"]
+    assert alignment.load_model is load_model
+    with pytest.raises(AttributeError, match="no attribute 'load_modle'"):
+        alignment.load_modle  # noqa: B018
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", torch.float16])
+def test_a_model_comes_in_eval_mode_and_the_wanted_type(checkpoints, dtype):
+    model = load_model(checkpoints["llama"], dtype=dtype)
+    wanted = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    assert not model.training and model.source == "native"
+    assert {parameter.dtype for parameter in model.parameters()} == {wanted}
+
+
+@pytest.mark.parametrize("name", ["/nowhere/at/all", "./nowhere", "a/b/c"])
+def test_a_directory_that_is_not_there_is_named(name):
+    with pytest.raises(UserError, match="no such model directory"):
+        load_model(name)
+
+
+def test_a_file_is_no_model(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("model").write_text("")
+    with pytest.raises(UserError, match="no such model directory"):
+        load_model("model")
+
+
+def test_only_safe_files_are_fetched_from_the_hub(checkpoints, monkeypatch):
+    asked = {}
+
+    def fetch(name, **options):
+        asked.update(name=name, **options)
+        return checkpoints["llama"]
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    assert load_model("someone/model").source == "native"
+    assert asked["name"] == "someone/model"
+    assert {pattern.rpartition(".")[2] for pattern in asked["allow_patterns"]} == {
+        "safetensors", "json", "txt", "model", "jinja",
+    }  # fmt: skip
+
+
+def test_a_hub_that_cannot_be_reached_is_a_users_error(monkeypatch):
+    def fetch(name, **options):
+        raise ConnectionError
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    with pytest.raises(UserError, match="someone/model.*ConnectionError"):
+        load_model("someone/model")
+
+
+def test_an_adapter_brings_its_base(stage, checkpoints):
+    adapter = load_model(str(stage("sft lora") / "model"))
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        assert not torch.allclose(adapter(ids).logits, load_model(checkpoints["llama"])(ids).logits, atol=1e-3)
+
+
+def test_an_adapter_without_a_tokenizer_uses_its_bases(stage, tmp_path, tokenizer):
+    copied = tmp_path / "adapter"
+    shutil.copytree(stage("sft lora") / "model", copied)
+    for file in copied.glob("*token*"):
+        file.unlink()
+    assert same_vocabulary(load_tokenizer(str(copied)), tokenizer)
+
+
+def test_tokenizers_that_end_texts_differently_are_not_the_same(checkpoints):
+    one, other = load_tokenizer(checkpoints["llama"]), load_tokenizer(checkpoints["llama"])
+    assert same_vocabulary(one, other)
+    other.eos_token = "<pad>"
+    assert not same_vocabulary(one, other)
+
+
+# --- scores ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_score_does_not_depend_on_the_batch(judge):
+    together = judge.score(PAIRS)
+    assert together.shape == (3,) and together.dtype == torch.float32 and together.std() > 0
+    assert_close(judge.score(PAIRS, micro_batch_tokens=1), together, **TIGHT)
+    assert_close(torch.cat([judge.score([pair]) for pair in PAIRS]), together, **TIGHT)
+    assert_close(judge.score(PAIRS[::-1]), together.flip(0), **TIGHT)
+
+
+def test_a_padded_call_gives_the_same_scores(judge):
+    documents = [prompt_ids(judge.tokenizer, p) + response_ids(judge.tokenizer, r) for p, r in PAIRS]
+    width = max(map(len, documents))
+    for side in ("left", "right"):
+        ids, mask = torch.full((3, width), judge.tokenizer.pad_token_id), torch.zeros(3, width)
+        for row, document in enumerate(documents):
+            place = slice(len(document)) if side == "right" else slice(width - len(document), None)
+            ids[row, place], mask[row, place] = torch.tensor(document), 1
+        with torch.no_grad():
+            assert_close(judge.model(ids, mask).logits[:, 0], judge.score(PAIRS), **TIGHT)
+
+
+def test_a_pair_is_scored_as_it_was_trained_on(judge):
+    """Prompt, response and the end token: the ids of `collate_pairs`."""
+    from alignment.data.batches import collate_pairs, tokenise_comparisons
+    from alignment.data.records import Comparison
+
+    rows = [Comparison(p, r, r + " Indeed.", margin=None, row_id=p) for p, r in PAIRS]
+    pairs, _ = tokenise_comparisons(rows, judge.tokenizer, 256)
+    [batch] = collate_pairs(pairs, 10**6)
+    with torch.no_grad():
+        scores = judge.model(batch=batch.ragged).values[batch.ragged.last][:3]
+    order = [PAIRS.index(next(pair for pair in PAIRS if pair[0] == name)) for name in batch.ragged.row_ids[:3]]
+    assert_close(scores, judge.score([PAIRS[i] for i in order]), **TIGHT)
+
+
+def test_a_whole_text_gets_its_end_token(judge):
+    ids = [*judge.tokenizer("Where is the spa?").input_ids, judge.tokenizer.eos_token_id]
+    assert_close(judge.score(["Where is the spa?"]), judge.score_ids([ids]))
+
+
+def test_a_policy_is_no_reward_model(checkpoints, stage):
+    with pytest.raises(UserError, match=r"score\.weight is missing"):
+        load_reward_model(checkpoints["llama"])
+    with pytest.raises(UserError, match="no score head"):
+        load_reward_model(str(stage("sft lora") / "model"))
+
+
+# --- export ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["sft", "sft lora", "sft lora gpt2"])
+def test_an_exported_policy_is_one_plain_directory(name, stage, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    source = str(stage(name) / "model")
+    output = export(source, None, str(tmp_path / "out"))
+    assert not (output / "adapter_config.json").exists() and (output / "tokenizer.json").exists()
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        wanted = load_model(source)(ids).logits
+        assert_close(load_model(str(output))(ids).logits, wanted, **TIGHT)
+        assert_close(AutoModelForCausalLM.from_pretrained(output)(ids).logits, wanted, **TIGHT)
+
+
+def test_an_adapter_may_be_put_on_a_named_model(stage, checkpoints, tmp_path):
+    adapter = str(stage("sft lora") / "model")
+    output = export(checkpoints["llama"], adapter, str(tmp_path / "out"))
+    ids = torch.arange(3, 30)[None]
+    with torch.no_grad():
+        assert_close(load_model(str(output))(ids).logits, load_model(adapter)(ids).logits, **TIGHT)
+
+
+@pytest.mark.parametrize("name", ["reward", "reward lora", "reward lora gpt2"])
+def test_an_exported_reward_model_keeps_its_head(name, stage, tmp_path):
+    source = str(stage(name) / "model")
+    output = export(source, None, str(tmp_path / "out"))
+    assert_close(load_reward_model(str(output)).score(PAIRS), load_reward_model(source).score(PAIRS), **TIGHT)
+
+
+def test_a_prefix_cannot_be_exported_and_nothing_is_written(stage, tmp_path):
+    with pytest.raises(UserError, match="cannot be merged"):
+        export(str(stage("sft prefix") / "model"), None, str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
