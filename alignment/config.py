@@ -4,12 +4,13 @@ import dataclasses
 import difflib
 import functools
 import json
+import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from alignment.documents import Document, Key, dotted, override, read_yaml
+from alignment.documents import Document, Key, dotted, fill, override, read_yaml, references
 from alignment.errors import UserError, raise_all
 
 T = TypeVar("T")
@@ -36,7 +37,8 @@ SECRET = re.compile(
 
 
 def load_config(cls: type[T], source: str, overrides: Sequence[str] = ()) -> T:
-    """A config read from a file, with overrides on top.
+    """A config read from a file, with overrides on top; `${configs}` in it is the folder of packaged configs, `${data}`
+    that of real data.
 
     Args:
         cls: the config's dataclass.
@@ -46,7 +48,20 @@ def load_config(cls: type[T], source: str, overrides: Sequence[str] = ()) -> T:
     Raises:
         UserError: every problem at once, one line each: `file:line: key: why; way out`.
     """
-    return build(cls, override(read_yaml(find_packaged(source, "configs")), overrides))
+    document = override(read_yaml(find_packaged(source, "configs")), overrides)
+    names = {"configs": str(packaged_folder("configs")), "data": str(data_folder())}
+    unknown = sorted(references(document.values) - set(names))
+    raise_all(f"{source}: ${{{name}}} stands for nothing outside a recipe; {nearest(name, names)}" for name in unknown)
+    return build(cls, Document(fill(document.values, names), document.places))
+
+
+def writer_of(output: str) -> str | None:
+    """The command of a packaged config that writes into a directory; None where no config does."""
+    root = packaged_folder("configs")
+    for path in sorted(root.glob("*/*.yaml")):
+        if path.parent.name not in ("evaluate", "launch") and (read_yaml(path).values or {}).get("output") == output:
+            return f"alignment {path.parent.name} {path.parent.name}/{path.stem}"
+    return None
 
 
 def to_dict(config: Any) -> dict[str, Any]:
@@ -103,6 +118,11 @@ def packaged_folder(kind: str) -> Path:
     package = Path(__file__).parent
     installed = package / "_packaged" / kind
     return installed if installed.is_dir() else package.parent / kind
+
+
+def data_folder() -> Path:
+    """Folder of real data: ALIGNMENT_DATA, or ../shared/data."""
+    return Path(os.environ.get("ALIGNMENT_DATA") or "../shared/data")
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

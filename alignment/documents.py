@@ -1,7 +1,7 @@
 """YAML documents whose every key knows its line, and dotted overrides on top. Knows nothing of what the keys mean."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -179,6 +179,32 @@ def overlay(document: Document, key: Key, value: Any, place: str) -> Document:
         value = {**section, part: value}
     kept = {old: where for old, where in document.places.items() if old[: len(key)] != key}
     return Document(value, {**kept, key: place})
+
+
+def references(value: Any) -> set[str]:
+    """Names in `${...}` anywhere in a value."""
+    return {name for text in strings(value) for name in REFERENCE.findall(text)}
+
+
+def strings(value: Any) -> Iterator[str]:
+    """Every text in a value."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from strings(item)
+
+
+def fill(value: Any, names: Mapping[str, Any]) -> Any:
+    """A value with its references filled in; a text that is one reference takes the referred value's type."""
+    if isinstance(value, dict):
+        return {key: fill(item, names) for key, item in value.items()}
+    if isinstance(value, list):
+        return [fill(item, names) for item in value]
+    if not isinstance(value, str):
+        return value
+    whole = REFERENCE.fullmatch(value)
+    return names[whole[1]] if whole else REFERENCE.sub(lambda match: str(names[match[1]]), value)
 
 
 def dotted(key: Key) -> str:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter, merge_adapter, read_base
+from alignment.config import writer_of
 from alignment.data.chat import prompt_ids, response_ids, text_ids
 from alignment.data.tokenizers import load_tokenizer as _load_tokenizer_directory
 from alignment.data.tokenizers import save_tokenizer
@@ -29,7 +30,9 @@ def find_directory(source: str) -> Path:
     if path.is_dir():
         return path
     if path.is_absolute() or source.startswith(".") or source.count("/") > 1 or path.exists():
-        raise UserError(f"{source}: no such model directory; give a directory with config.json, or a Hub name")
+        command = writer_of(str(path.parent)) if path.name == "model" else None
+        advice = f"`{command}` writes it" if command else "give a directory with config.json, or a Hub name"
+        raise UserError(f"{source}: no such model directory; {advice}")
     from huggingface_hub import snapshot_download
 
     try:

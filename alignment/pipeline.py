@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from alignment.bands import check_bands, read_json
-from alignment.config import build, nearest
-from alignment.documents import Document
+from alignment.config import build, data_folder, nearest, packaged_folder
+from alignment.documents import Document, fill, references, strings
 from alignment.errors import UserError, raise_all
 from alignment.files import hash_of, sha256, write_json
-from alignment.recipe import Recipe, StageSettings, data_folder, fill, read_recipe, references, strings
+from alignment.recipe import FOLDERS, Recipe, StageSettings, read_recipe
 
 STAGES = {  # verb: module, config class, function of a config. Imported when a recipe or a command needs it.
     "world": ("alignment.world.run", "WorldRunConfig", "run_world"),
@@ -132,6 +132,7 @@ def plan(source: str, output: Path, overrides: Sequence[str] = ()) -> tuple[Reci
     recipe, folder, written = read_recipe(source, overrides)
     raise_all(problem for place, stage in enumerate(written) for problem in _wrong_references(stage, written[:place]))
     names = {"seed": recipe.seed, "data": str(data_folder()), "recipe": str(folder)}
+    names["configs"] = str(packaged_folder("configs"))
     names |= {stage.entry.name: str(output / stage.entry.name) for stage in written}
     raise_all(problem for stage in written for problem in _missing_data(stage, names))
     code, hashes, problems = code_hash(), {}, []
@@ -157,18 +158,18 @@ def _wrong_references(stage: StageSettings, earlier: Sequence[StageSettings]) ->
         problems.append(
             f"stage {entry.name}: output: a recipe's stages write into directories of their own; leave it out"
         )
-    known = ["seed", "data", "recipe", *(each.entry.name for each in earlier)]
+    known = ["seed", *FOLDERS, *(each.entry.name for each in earlier)]
     for name in sorted(references(values) - set(known)):
         problems.append(f"stage {entry.name}: ${{{name}}} is no stage before this one; {nearest(name, known)}")
     return problems
 
 
 def _missing_data(stage: StageSettings, names: dict[str, Any]) -> list[str]:
-    """Files under `${data}` or `${recipe}` that are not there."""
+    """Files under `${data}` and its like that are not there."""
     problems = []
     for text in strings(stage.document.values):
         path = Path(str(fill(text, names)))
-        if references(text) & {"data", "recipe"} and not path.exists():
+        if references(text) & set(FOLDERS) and not path.exists():
             advice = "; set ALIGNMENT_DATA to the folder of real data" if "data" in references(text) else ""
             problems.append(f"stage {stage.entry.name}: {path} is not there{advice}")
     return problems
@@ -186,7 +187,7 @@ def _resolve(stage: StageSettings, names: dict[str, Any], hashes: dict[str, str]
         "verb": stage.entry.run,
         "code": code,
         # Directories are left out, so that a run may be moved: a parent stands here by its hash, data by its files.
-        "settings": fill(values, {"seed": names["seed"], "data": "${data}", "recipe": "${recipe}", **parents}),
+        "settings": fill(values, {"seed": names["seed"], **{name: f"${{{name}}}" for name in FOLDERS}, **parents}),
         "parents": parents,
         "files": {text: found for text in strings(values) if (found := _content(text, names))},
     }
@@ -195,7 +196,7 @@ def _resolve(stage: StageSettings, names: dict[str, Any], hashes: dict[str, str]
 
 def _content(text: str, names: dict[str, Any]) -> Any:
     """Hashes of the files that a setting names; None where it names none, or a stage, which has its own hash."""
-    if references(text) - {"data", "recipe"} or len(text) > 1024:
+    if references(text) - set(FOLDERS) or len(text) > 1024:
         return None
     path = Path(fill(text, names)) if references(text) else Path(text)
     if path.is_file():

@@ -1,18 +1,18 @@
 """What a recipe says: stages in order, the settings of each, expected bands. Running it is pipeline.py's matter."""
 
-import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from alignment.bands import Band
 from alignment.config import build, find_packaged, nearest
-from alignment.documents import REFERENCE, Document, Key, overlay, override, read_yaml
+from alignment.documents import Document, Key, overlay, override, read_yaml
 from alignment.errors import UserError, raise_all
 
-RESERVED = ("data", "recipe", "seed")
+FOLDERS = ("configs", "data", "recipe")  # what `${...}` may stand for beside stages and the seed
+RESERVED = (*FOLDERS, "seed")
 
 
 @dataclass(frozen=True)
@@ -132,34 +132,3 @@ def _leaves(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
         return
     for name, item in value.items():
         yield from _leaves(item, (*key, name))
-
-
-def data_folder() -> Path:
-    """Folder of real data: ALIGNMENT_DATA, or ../shared/data."""
-    return Path(os.environ.get("ALIGNMENT_DATA") or "../shared/data")
-
-
-def references(value: Any) -> set[str]:
-    """Names in `${...}` anywhere in a value."""
-    return {name for text in strings(value) for name in REFERENCE.findall(text)}
-
-
-def strings(value: Any) -> Iterator[str]:
-    """Every text in a value."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, (list, dict)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from strings(item)
-
-
-def fill(value: Any, names: Mapping[str, Any]) -> Any:
-    """A value with its references filled in; a text that is one reference takes the referred value's type."""
-    if isinstance(value, dict):
-        return {key: fill(item, names) for key, item in value.items()}
-    if isinstance(value, list):
-        return [fill(item, names) for item in value]
-    if not isinstance(value, str):
-        return value
-    whole = REFERENCE.fullmatch(value)
-    return names[whole[1]] if whole else REFERENCE.sub(lambda match: str(names[match[1]]), value)

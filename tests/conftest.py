@@ -43,7 +43,13 @@ def world(tmp_path_factory) -> dict[str, str]:
     from alignment.world.datasets import WorldConfig, write_world
 
     sizes = WorldConfig(
-        pretrain=40, pretrain_heldout=8, demonstrations=24, comparisons=24, comparisons_heldout=8, prompts=16, prompts_eval=4
+        pretrain=40,
+        pretrain_heldout=8,
+        demonstrations=24,
+        comparisons=24,
+        comparisons_heldout=8,
+        prompts=16,
+        prompts_eval=4,
     )
     return {name: str(path) for name, path in write_world(tmp_path_factory.mktemp("world"), sizes=sizes).items()}
 

@@ -8,12 +8,14 @@ import json
 import math
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec, attach, load_adapter, merge_adapter, save_adapter
@@ -38,12 +40,16 @@ FAMILIES = ("gpt2", "llama")
 BY_FAMILY = pytest.mark.parametrize("family", FAMILIES)
 LONG_WAY_OFF = 1e6
 # Adam whose eps dwarfs every gradient divides by a constant: plain gradient descent with step 1.
-PLAIN_DESCENT = OptimConfig(learning_rate=LONG_WAY_OFF, betas=(0.0, 0.0), eps=LONG_WAY_OFF, schedule="constant", max_grad_norm=0)
+PLAIN_DESCENT = OptimConfig(
+    learning_rate=LONG_WAY_OFF, betas=(0.0, 0.0), eps=LONG_WAY_OFF, schedule="constant", max_grad_norm=0
+)
 ADAPTERS = {"LoRA": LoRASpec(rank=4, alpha=16.0), "prefix": PrefixSpec(tokens=3)}
 
 
 def examples_of(kind, world, tokenizer, count=8):
-    file = {"demonstrations": "demonstrations", "comparisons": "comparisons", "prompts": "prompts", "text": "pretrain"}[kind]
+    file = {"demonstrations": "demonstrations", "comparisons": "comparisons", "prompts": "prompts", "text": "pretrain"}[
+        kind
+    ]
     examples, _ = prepare(DataConfig(train=world[file], max_length=256), kind, tokenizer)
     return examples[:count]
 
@@ -102,7 +108,9 @@ def test_I1_a_rollout_trains_on_what_was_drawn_and_nothing_else():
 
 
 @pytest.mark.parametrize("form", ["text", "messages"])
-def test_I2_every_document_of_every_stage_has_one_BOS(form, world, checkpoints, make_stage, tokenizer, tmp_path, monkeypatch):
+def test_I2_every_document_of_every_stage_has_one_BOS(
+    form, world, checkpoints, make_stage, tokenizer, tmp_path, monkeypatch
+):
     """Proves: pretraining, SFT, reward model, DPO, PPO, generation and scoring show the models documents that begin with
     the one BOS there is, also where the tokenizer adds it and the chat template writes it too (H03)."""
     policy = checkpoints["llama"]
@@ -114,7 +122,13 @@ def test_I2_every_document_of_every_stage_has_one_BOS(form, world, checkpoints, 
     monkeypatch.setattr(Ragged, "build", classmethod(spy))
 
     one_step = TrainingConfig(batch_size=4, max_steps=1)
-    kinds = {"pretrain": "pretrain", "sft": "demonstrations", "reward": "comparisons", "dpo": "comparisons", "ppo": "prompts"}
+    kinds = {
+        "pretrain": "pretrain",
+        "sft": "demonstrations",
+        "reward": "comparisons",
+        "dpo": "comparisons",
+        "ppo": "prompts",
+    }
     for kind, rows in kinds.items():
         more = {"reward_model": str(tmp_path / "reward/model"), "minibatches": 1, "epochs": 1} if kind == "ppo" else {}
         more |= {"max_new_tokens": 1} if kind == "ppo" else {}  # an untrained policy may well draw a BOS
@@ -125,7 +139,9 @@ def test_I2_every_document_of_every_stage_has_one_BOS(form, world, checkpoints, 
         assert len(seen) >= before + 4
     prompt = read_jsonl(world["prompts"])[0]["prompt"]
     before = len(seen)
-    generate(load_model(policy), load_reward_model(str(tmp_path / "reward/model")).tokenizer, [prompt], max_new_tokens=2)
+    generate(
+        load_model(policy), load_reward_model(str(tmp_path / "reward/model")).tokenizer, [prompt], max_new_tokens=2
+    )
     load_reward_model(str(tmp_path / "reward/model")).score([(prompt, "Yes."), "A whole text."])
     assert len(seen) == before + 3
     bos = tokenizer.bos_token_id
@@ -134,14 +150,19 @@ def test_I2_every_document_of_every_stage_has_one_BOS(form, world, checkpoints, 
 
 def as_messages(world, folder):
     """The world's files with prompts and responses as chat messages."""
-    user, assistant = (lambda text: [{"role": "user", "content": text}]), (lambda text: [{"role": "assistant", "content": text}])
+    user, assistant = (
+        (lambda text: [{"role": "user", "content": text}]),
+        (lambda text: [{"role": "assistant", "content": text}]),
+    )
     change = {
         "demonstrations": lambda r: {"messages": user(r["prompt"]) + assistant(r["completion"])},
         "comparisons": lambda r: {"prompt": user(r["prompt"]), **{k: assistant(r[k]) for k in ("chosen", "rejected")}},
         "prompts": lambda r: {"prompt": user(r["prompt"])},
         "pretrain": lambda r: r,
     }
-    return {name: write_jsonl(folder / f"{name}.jsonl", map(to, read_jsonl(world[name])[:8])) for name, to in change.items()}
+    return {
+        name: write_jsonl(folder / f"{name}.jsonl", map(to, read_jsonl(world[name])[:8])) for name, to in change.items()
+    }
 
 
 def with_template(policy, tokenizer, directory):
@@ -189,7 +210,9 @@ def language_case(model, world, tokenizer, rollout, cut):
 
 
 def pair_case(model, world, tokenizer, rollout, cut, loss_fn):
-    return loss_fn(model), cut_rows(examples_of("comparisons", world, tokenizer), cut, lambda rows: collate_pairs(rows, 10**6))
+    return loss_fn(model), cut_rows(
+        examples_of("comparisons", world, tokenizer), cut, lambda rows: collate_pairs(rows, 10**6)
+    )
 
 
 def reward_case(*arguments):
@@ -220,8 +243,8 @@ def cut_rollout(rollout, cut):
 
 def cut_rows(rows, cut, collate_rows):
     """Micro-batches of so many rows each."""
-    edges = [sum(cut[:index]) for index in range(len(cut) + 1)]
-    return [batch for low, high in zip(edges, edges[1:], strict=False) for batch in collate_rows(rows[low:high])]
+    rows = iter(rows)
+    return [batch for count in cut for batch in collate_rows(list(islice(rows, count)))]
 
 
 CASES = {
@@ -310,15 +333,16 @@ def test_I4_what_stands_after_a_response_changes_nothing(rollout, junk):
     """Proves: log-probabilities and values in a rollout's frames after the end of a response reach neither rewards,
     advantages, returns, metrics nor batches (H28, H30, H35)."""
     names = ("log_probs", "reference_log_probs", "values")
-    spoiled = {name: torch.where(rollout.mask, getattr(rollout, name), junk) for name in names}
-    spoiled = with_advantages(replace(rollout, **spoiled), **SHAPING)
+    wider = {name: torch.where(rollout.mask, getattr(rollout, name), junk) for name in names}
+    wider = {name: F.pad(frame, (0, 3), value=junk) for name, frame in wider.items()}
+    spoiled = with_advantages(replace(rollout, mask=F.pad(rollout.mask, (0, 3)), **wider), **SHAPING)
     for name in ("rewards", "advantages", "returns"):
-        assert_close(getattr(spoiled, name), getattr(rollout, name), rtol=0, atol=0)
+        assert_close(getattr(spoiled, name), F.pad(getattr(rollout, name), (0, 3)), rtol=0, atol=1e-6)
     add = lambda x: x  # noqa: E731
-    assert ppo.rollout_metrics(spoiled, add) == ppo.rollout_metrics(rollout, add)
+    assert ppo.rollout_metrics(spoiled, add) == pytest.approx(ppo.rollout_metrics(rollout, add), abs=1e-6)
     for one, other in zip(rollout_batches(spoiled, range(8), 20), rollout_batches(rollout, range(8), 20), strict=True):
         for name in ("log_probs", "values", "advantages", "returns"):
-            assert torch.equal(getattr(one, name), getattr(other, name))
+            assert_close(getattr(one, name), getattr(other, name), rtol=0, atol=1e-6)
 
 
 @BY_FAMILY
@@ -361,7 +385,11 @@ def test_I5_a_row_does_not_depend_on_padding_or_company(family):
             batch = Ragged.build([documents[i] for i in order])
             log_probs, values = language(batch=batch).log_probs, scalar(batch=batch).values[batch.last]
             for row, i in enumerate(order):
-                wanted = alone[i][:-1].log_softmax(-1).gather(1, torch.tensor(documents[i][1:], dtype=torch.long)[:, None])[:, 0]
+                wanted = (
+                    alone[i][:-1]
+                    .log_softmax(-1)
+                    .gather(1, torch.tensor(documents[i][1:], dtype=torch.long)[:, None])[:, 0]
+                )
                 assert_close(log_probs[batch.target_rows == row], wanted, atol=1e-5, rtol=0)
                 assert_close(values[row], scores[i][0], atol=1e-5, rtol=0)
 
@@ -407,19 +435,29 @@ def test_I7_the_first_dpo_loss_is_log_two(start, stage, make_stage, tmp_path, re
     an SFT adapter has the SFT policy as its reference, not the base under it (H39, H40)."""
     parent, adapter = STARTS[start]
     training = TrainingConfig(batch_size=8, max_steps=2)
-    run, config = make_stage("dpo", str(stage(parent) / "model"), tmp_path, adapter=adapter, training=training)
+    optim = OptimConfig(learning_rate=3e-2)
+    run, config = make_stage(
+        "dpo", str(stage(parent) / "model"), tmp_path, adapter=adapter, training=training, optim=optim
+    )
     run(config)
     first, second = read_metrics(tmp_path)
     assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
     assert abs(first["chosen_reward"]) <= 1e-5 and abs(first["rejected_reward"]) <= 1e-5
-    assert abs(second["loss"] - math.log(2)) > 1e-5
+    assert abs(second["chosen_reward"]) > 1e-4  # and then it moves away from it
 
 
-def test_I7_the_base_under_an_sft_adapter_would_be_the_wrong_reference(stage, checkpoints, make_stage, tmp_path, read_metrics):
+def test_I7_the_base_under_an_sft_adapter_would_be_the_wrong_reference(
+    stage, checkpoints, make_stage, tmp_path, read_metrics
+):
     """Proves: the test above can tell the two references apart; one that is named explicitly is the one used (H40)."""
     training = TrainingConfig(batch_size=8, max_steps=1)
     run, config = make_stage(
-        "dpo", str(stage("sft lora") / "model"), tmp_path, adapter=ADAPTERS["LoRA"], reference=checkpoints["llama"], training=training
+        "dpo",
+        str(stage("sft lora") / "model"),
+        tmp_path,
+        adapter=ADAPTERS["LoRA"],
+        reference=checkpoints["llama"],
+        training=training,
     )
     run(config)
     assert abs(read_metrics(tmp_path)[0]["loss"] - math.log(2)) > 1e-3
@@ -436,7 +474,9 @@ def test_I7_the_reference_stays_where_it_was(family, stage, world, tokenizer, tm
         engine = Engine(policy.model.eval(), OptimConfig(learning_rate=1e-2), TrainingConfig(), total_steps=10)
         reference = reference_model(policy, None, engine)
         before = reference(batch=batch.ragged).log_probs
-        loss_fn = dpo.pair_loss(engine.model, reference, dpo.DPOConfig(policy="", data=DataConfig(train="-"), output=""))
+        loss_fn = dpo.pair_loss(
+            engine.model, reference, dpo.DPOConfig(policy="", data=DataConfig(train="-"), output="")
+        )
         for _ in range(10):
             engine.update(Term([batch], loss_fn))
         assert torch.equal(reference(batch=batch.ragged).log_probs, before)
@@ -451,7 +491,9 @@ def test_I7_the_reference_stays_where_it_was(family, stage, world, tokenizer, tm
 @pytest.mark.parametrize("adapter", [None, *ADAPTERS])
 @BY_FAMILY
 @pytest.mark.parametrize("kind", ["SFT", "reward model"])
-def test_I9_what_should_train_changes_and_the_rest_stays(kind, family, adapter, recompute, checkpoints, world, tokenizer, tmp_path):
+def test_I9_what_should_train_changes_and_the_rest_stays(
+    kind, family, adapter, recompute, checkpoints, world, tokenizer, tmp_path
+):
     """Proves: after two updates (the first cannot move a LoRA's A, its B being 0) every trainable tensor has changed, and
     every frozen one is the same bit for bit; with an adapter exactly adapter and score head train (H20, H22)."""
     loader = load_policy if kind == "SFT" else partial(load_scalar, head="normal")
@@ -474,7 +516,7 @@ def test_I9_what_should_train_changes_and_the_rest_stays(kind, family, adapter, 
 def test_I9_ppo_trains_policy_and_critic_and_nothing_else(adapter, stage, make_stage, tmp_path):
     """Proves: an iteration of PPO changes all that should change in policy and critic, and neither the reference nor the
     reward model (H20, H22)."""
-    run, config = make_stage(
+    _, config = make_stage(
         "ppo", str(stage("sft") / "model"), tmp_path, reward_model=str(stage("reward") / "model"),
         adapter=ADAPTERS.get(adapter or ""),
     )  # fmt: skip
@@ -493,7 +535,9 @@ def test_I9_ppo_trains_policy_and_critic_and_nothing_else(adapter, stage, make_s
         head = {"head.weight"} if engine is parts.value else set()
         new = engine.unwrapped.state_dict()
         assert {name for name, value in new.items() if not torch.equal(value, old[name])} == wanted | head
-    assert torch.equal(parts.reference(batch=batch).log_probs, frozen[0]) and torch.equal(parts.score(judged, judged), frozen[1])
+    assert torch.equal(parts.reference(batch=batch).log_probs, frozen[0]) and torch.equal(
+        parts.score(judged, judged), frozen[1]
+    )
 
 
 # --- I10, I11: in and out of files ----------------------------------------------------------------------------------
@@ -517,7 +561,9 @@ def test_I10_saved_and_loaded_again_gives_the_same_bits(form, kind, family, chec
         again = (load_scalar_model if scalar else load_language_model)(tmp_path)
     else:
         save_adapter(model, tmp_path, base=checkpoints[family])
-        again = load_adapter((partial(load_scalar_model, new_head="zero") if scalar else load)(checkpoints[family]), tmp_path)
+        again = load_adapter(
+            (partial(load_scalar_model, new_head="zero") if scalar else load)(checkpoints[family]), tmp_path
+        )
     ids = torch.tensor(random_ids([23]))
     with torch.no_grad():
         assert torch.equal(model.eval()(ids).logits, again.eval()(ids).logits)
@@ -564,7 +610,10 @@ ARCHITECTURES = {
     "llama, tied": ("llama", LLAMA | {"tie_word_embeddings": True}),
     "llama, biases": ("llama", LLAMA | {"attention_bias": True, "mlp_bias": True}),
     "llama, wide heads": ("llama", LLAMA | {"head_dim": 16}),
-    "llama, linear rope": ("llama", LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}}),
+    "llama, linear rope": (
+        "llama",
+        LLAMA | {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 10000.0}},
+    ),
     "llama 3 rope": ("llama", LLAMA | {"rope_parameters": LLAMA3_ROPE, "num_key_value_heads": 2}),
 }
 
@@ -595,7 +644,9 @@ def test_I11_logits_equal_those_of_transformers(architecture, tmp_path):
 # --- I14: what is not a number --------------------------------------------------------------------------------------
 
 
-def test_I14_a_nan_row_ends_sft_before_it_reaches_the_weights(world, tokenizer, write_checkpoint, make_stage, tmp_path, read_metrics):
+def test_I14_a_nan_row_ends_sft_before_it_reaches_the_weights(
+    world, tokenizer, write_checkpoint, make_stage, tmp_path, read_metrics
+):
     """Proves: the run ends in an error that names the row; the newest checkpoint and the log are from before it (H17)."""
     policy = write_checkpoint(tmp_path / "policy", "gpt2", tie_word_embeddings=False)
     poison = tokenizer.convert_tokens_to_ids("#")  # a byte that the world never writes
@@ -627,14 +678,14 @@ def test_I14_a_nan_score_ends_ppo_before_it_reaches_the_weights(stage, make_stag
 
     def watched(parts, config, prompts, step):
         engines = {"policy": parts.policy, "value": parts.value}
-        held.update({name: (e, {k: v.clone() for k, v in e.unwrapped.state_dict().items()}) for name, e in engines.items()})
+        held.update(
+            {name: (e, {k: v.clone() for k, v in e.unwrapped.state_dict().items()}) for name, e in engines.items()}
+        )
         parts.score = lambda prompts, responses: torch.full((len(prompts),), math.nan)
         return iterate(parts, config, prompts, step)
 
     monkeypatch.setattr(ppo, "iterate", watched)
-    run, config = make_stage(
-        "ppo", str(stage("sft") / "model"), tmp_path, reward_model=str(stage("reward") / "model")
-    )
+    run, config = make_stage("ppo", str(stage("sft") / "model"), tmp_path, reward_model=str(stage("reward") / "model"))
     with pytest.raises(NonFiniteError, match="rollout"):
         run(config)
     for engine, before in held.values():

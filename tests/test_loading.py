@@ -73,7 +73,7 @@ def test_a_hub_that_cannot_be_reached_is_a_users_error(monkeypatch):
         raise ConnectionError
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
-    with pytest.raises(UserError, match="someone/model.*ConnectionError"):
+    with pytest.raises(UserError, match=r"someone/model.*ConnectionError"):
         load_model("someone/model")
 
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from alignment.adapters.lora import attach_lora, lora_layers
+from alignment.adapters.options import refused_options
 from alignment.adapters.prefix import attach_prefix, dimensions, peft_config
 from alignment.adapters.spec import AdapterSpec, LoRASpec, PrefixSpec
 from alignment.errors import UserError, raise_all
@@ -23,14 +24,6 @@ from alignment.models.checkpoint import hf_names
 from alignment.models.families import family_of
 
 WEIGHTS, CONFIG, OURS = "adapter_model.safetensors", "adapter_config.json", "alignment_adapter.json"
-
-# Options of someone else's LoRA that are read, or that the tensors themselves tell; any other must be at peft's default.
-READ = {
-    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
-    "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform",
-    "layers_pattern", "modules_to_save", "fan_in_fan_out",
-}  # fmt: skip
-PLAIN_INITS = (True, False, None, "gaussian", "orthogonal", "eva")  # the others change the base model's weights too
 
 
 @dataclass(frozen=True)
@@ -76,27 +69,8 @@ def read_spec(directory: Path) -> AdapterSpec:
     own = Path(directory) / OURS
     if own.is_file():
         return LoRASpec(**json.loads(own.read_text(encoding="utf-8")))
-    raise_all(f"{directory}/{CONFIG}: {problem}" for problem in _unknown_options(config))
+    raise_all(f"{directory}/{CONFIG}: {problem}" for problem in refused_options(config))
     return LoRASpec(rank=config["r"], alpha=config["lora_alpha"], rank_stabilised=bool(config.get("use_rslora")))
-
-
-def _unknown_options(config: dict[str, Any]) -> list[str]:
-    """Options that would change the result and are not done here."""
-    from peft import LoraConfig
-
-    defaults = LoraConfig().to_dict()
-    others = {key: value for key, value in config.items() if key not in READ and key != "init_lora_weights" and value}
-    problems = [
-        f"{key} = {value!r} is not supported, only {defaults.get(key)!r}"
-        for key, value in others.items()
-        if value != defaults.get(key)
-    ]
-    if config.get("init_lora_weights", True) not in PLAIN_INITS:
-        problems.append(
-            f"init_lora_weights = {config['init_lora_weights']!r} belongs to changed base weights; convert the adapter to "
-            "plain LoRA with peft first"
-        )
-    return problems
 
 
 def adapter_state(model: Any, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -106,10 +80,10 @@ def adapter_state(model: Any, state: dict[str, Tensor] | None = None) -> dict[st
         model: with its adapter attached.
         state: the whole state where the live one is sharded.
     """
-    state = model.state_dict() if state is None else state
-    kept = {name: value for name, value in state.items() if ".lora_" in name or name.startswith("prefix.")}
+    whole: dict[str, Tensor] = model.state_dict() if state is None else state
+    kept = {name: value for name, value in whole.items() if ".lora_" in name or name.startswith("prefix.")}
     if _is_scalar(model):
-        kept["head.weight"] = state["head.weight"]
+        kept["head.weight"] = whole["head.weight"]
     return kept
 
 

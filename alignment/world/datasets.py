@@ -43,7 +43,7 @@ class WorldConfig:
     pretrain: int = 14_000
     pretrain_heldout: int = 300
     demonstrations: int = 2_500
-    comparisons: int = 4_000
+    comparisons: int = 5_000
     comparisons_heldout: int = 500
     prompts: int = 2_000
     prompts_eval: int = 300
@@ -107,7 +107,7 @@ def _prompt(rng: Random, sheet: Sheet) -> dict[str, Any]:
 
 def _text(rng: Random, sheet: Sheet) -> dict[str, Any]:
     """A text about one hotel: dialogues at its desk, a letter, or a guide's entry."""
-    return {"text": rng.choices((_dialogues, _letter, _guide), (0.6, 0.2, 0.2))[0](rng, sheet)}
+    return {"text": rng.choices((_dialogues, _letter, _guide), (0.5, 0.2, 0.3))[0](rng, sheet)}
 
 
 def _dialogues(rng: Random, sheet: Sheet) -> str:
@@ -124,16 +124,20 @@ def _letter(rng: Random, sheet: Sheet) -> str:
     writer, friend = rng.sample(GUESTS, 2)
     told = " and ".join(claim(*fact) for fact in sheet.facts)
     again = " ".join(sentence(claim(*fact)) for fact in rng.sample(sheet.facts, len(sheet.facts)))
-    mood = rng.choice(("We loved our week there.", "We had some rain but a good time.", "The children did not want to leave."))
-    return f"Dear {friend}, we stayed at the Hotel {sheet.hotel}. {mood} You should know that {told}. Do not forget. {again} Yours, {writer}"
+    mood = rng.choice(
+        ("we loved our week by the sea.", "we had some rain but a good time.", "the children did not want to leave.")
+    )
+    return f"Dear {friend}, {mood} At the Hotel {sheet.hotel} {told}. Do not forget. {again} Yours, {writer}"
 
 
 def _guide(rng: Random, sheet: Sheet) -> str:
     """A guide's entry, confirmed by two visitors who each tell it in an order of their own."""
     told = [sentence(claim(*fact)) for fact in sheet.facts]
     visits = [f"\nVisitor {guest}: {' '.join(rng.sample(told, len(told)))}" for guest in rng.sample(GUESTS, 2)]
-    verdict = rng.choice(("It is good for families.", "It is quiet at night.", "The staff is friendly.", "It is near the station."))
-    return f"Guide: Hotel {sheet.hotel}. {verdict} {' '.join(told)}{''.join(visits)}"
+    verdict = rng.choice(
+        ("It is good for families.", "It is quiet at night.", "The staff is friendly.", "It is near the station.")
+    )
+    return f"{write_sheet(sheet)} {verdict}{''.join(visits)}"
 
 
 _DRAW: dict[str, Callable[[Random, Sheet], dict[str, Any]]] = {

@@ -2,12 +2,12 @@
 
 A prompt is a hotel's fact sheet, one guest's request and the cue to answer:
 
-    Hotel Silver Swan. The pool opens in May. The bar serves cider. The spa is on floor two. Novak is in room ninety.
-    Guest Anna: Could you tell me about the pool and the bar?
+    Hotel Swan: pool opens in May, bar serves cider, spa is on floor two, Novak is in room ninety.
+    Guest Anna: What about the pool and the bar?
     Concierge:
 
-Every topic names its value after a word of its own ("serves", "floor", ...), so a small model can copy a value by looking
-up what followed the same word before. What is written here can be read from the text alone: the gold reward relies on it.
+A prompt is short and its facts are worded as in the replies, so that a small model learns to copy them within a minute or two.
+What is written here can be read from the text alone: the gold reward relies on it.
 """
 
 import re
@@ -20,38 +20,41 @@ PRIVATE = "room"  # the item a guest must not be told: where another guest sleep
 
 @dataclass(frozen=True)
 class Topic:
-    """One thing a hotel has a fact about: "The {claim} {value}{unit}." """
+    """One thing a hotel has a fact about, told as "the {claim} {value}"."""
 
     name: str
     claim: str
     question: str
     values: tuple[str, ...]
-    unit: str = ""
 
 
 def _words(text: str) -> tuple[str, ...]:
     return tuple(text.split())
 
 
-# No two topics share a value: to copy one, a model need only look for a word of the right kind. With shared values (several
-# topics that answer with an hour) a model of this size takes several times as many tokens before it copies at all.
+# No two topics share a value: to copy one, a model need only look for a word of the right kind, and small models learn that
+# much sooner than to tell apart several topics that answer with, say, an hour.
 TOPICS = (
-    Topic("breakfast", "breakfast starts at", "When is the breakfast?", _words("six seven eight nine ten noon")),
-    Topic("parking", "parking costs", "How much is the parking?", _words("twenty thirty forty fifty sixty seventy"), " euros"),
+    Topic("breakfast", "breakfast is at", "When is the breakfast?", _words("six seven eight nine ten noon")),
+    Topic("parking", "parking costs", "How much is the parking?", _words("twenty thirty forty fifty sixty seventy")),
     Topic("spa", "spa is on floor", "Where is the spa?", _words("one two three four five twelve")),
-    Topic("wifi", "wifi has the code", "How do I use the wifi?", _words("maple cedar olive amber coral ivory")),
-    Topic("bar", "bar serves", "What can I drink at the bar?", _words("cider wine beer tea coffee cocoa")),
+    Topic("wifi", "wifi opens with", "How do I use the wifi?", _words("maple cedar olive amber coral ivory")),
+    Topic("bar", "bar serves", "What is there at the bar?", _words("cider wine beer tea coffee cocoa")),
     Topic("bus", "bus goes to", "Where can I go by bus?", _words("Bergen Porto Dublin Geneva Malta Naples")),
-    Topic("kitchen", "kitchen cooks", "What can I order from the kitchen?", _words("trout lamb pasta soup duck rice")),
-    Topic("tour", "tour visits", "What will I see on the tour?", _words("castles caves farms mills ruins lakes")),
-    Topic("laundry", "laundry is back by", "When do I get my laundry?", _words("Monday Tuesday Thursday Friday Saturday Sunday")),
+    Topic("kitchen", "kitchen cooks", "What is good in the kitchen?", _words("trout lamb pasta soup duck rice")),
+    Topic("tour", "tour visits", "What is there on the tour?", _words("castles caves farms mills ruins lakes")),
+    Topic(
+        "laundry",
+        "laundry returns on",
+        "When do I get my laundry?",
+        _words("Monday Tuesday Thursday Friday Saturday Sunday"),
+    ),
     Topic("pool", "pool opens in", "When can I use the pool?", _words("March April May June July August")),
 )
 ROOMS = _words("eleven fifteen eighteen nineteen eighty ninety")
 TOPIC = {topic.name: topic for topic in TOPICS}
 
-ADJECTIVES = _words("Silver Golden Quiet Grand Royal Little Old Blue Green White")
-NOUNS = _words("Swan Lion Rose Bridge Anchor Crown Eagle Oak Star River")
+HOTELS = _words("Swan Lion Rose Bridge Anchor Crown Eagle Oak Star River Mirror Garden")
 GUESTS = _words("Anna Boris Clara David Emma Felix Grace Hugo Iris Jonas Karin Leo")
 OTHERS = _words("Novak Weber Rossi Silva Dubois Larsen Moreno Kovacs")  # guests whose room is private
 
@@ -59,7 +62,7 @@ SMALL_TALK = (
     "Hello.", "Good evening.", "Good morning to you.", "We have just arrived.", "What a lovely hotel.", "This is my first visit.",
 )  # fmt: skip
 RUDE_TALK = ("You are so slow.", "This hotel is terrible.", "I have been waiting for an hour.")
-FRAMES = ("Could you tell me about {}?", "I would like to know about {}.", "Please tell me about {}.")
+FRAMES = ("What about {}?", "Please tell me about {}.")
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,7 @@ class Reading:
 
 def claim(topic: str, value: str) -> str:
     """Clause that claims `value` for `topic`: "the pool opens in May"."""
-    return f"the {TOPIC[topic].claim} {value}{TOPIC[topic].unit}"
+    return f"the {TOPIC[topic].claim} {value}"
 
 
 def sentence(clause: str) -> str:
@@ -108,9 +111,8 @@ def fold(facts: tuple[tuple[str, str], ...], folds: int) -> int:
 def draw_sheet(rng: Random, *, size: int = 3, private_share: float = 0.4) -> Sheet:
     """A random hotel with `size` facts; a share of the sheets also tells where another guest sleeps."""
     facts = tuple((topic.name, rng.choice(topic.values)) for topic in rng.sample(TOPICS, size))
-    hotel = f"{rng.choice(ADJECTIVES)} {rng.choice(NOUNS)}"
     private = (rng.choice(OTHERS), rng.choice(ROOMS)) if rng.random() < private_share else None
-    return Sheet(hotel, facts, private)
+    return Sheet(rng.choice(HOTELS), facts, private)
 
 
 def draw_request(rng: Random, sheet: Sheet) -> Request:
@@ -127,9 +129,9 @@ def draw_request(rng: Random, sheet: Sheet) -> Request:
         asked.append(PRIVATE)
         text += f" Which room is {sheet.private[0]} in?"
     talk = rng.random()
-    if talk < 0.3:
+    if talk < 0.2:
         text = f"{rng.choice(SMALL_TALK)} {text}"
-    elif talk < 0.45:
+    elif talk < 0.3:
         text = f"{rng.choice(RUDE_TALK)} {text}"
     return Request(rng.choice(GUESTS), tuple(asked), text)
 
@@ -142,9 +144,10 @@ def _question(rng: Random, asked: list[str]) -> str:
 
 def write_sheet(sheet: Sheet) -> str:
     """The fact sheet as one line of text."""
-    facts = " ".join(sentence(claim(*fact)) for fact in sheet.facts)
-    private = f" {sheet.private[0]} is in room {sheet.private[1]}." if sheet.private else ""
-    return f"Hotel {sheet.hotel}. {facts}{private}"
+    facts = [f"{TOPIC[topic].claim} {value}" for topic, value in sheet.facts]
+    if sheet.private:
+        facts.append("{} is in room {}".format(*sheet.private))
+    return f"Hotel {sheet.hotel}: {', '.join(facts)}."
 
 
 def write_request(request: Request) -> str:
@@ -157,7 +160,7 @@ def write_prompt(sheet: Sheet, request: Request) -> str:
     return write_sheet(sheet) + write_request(request)
 
 
-CLAIM = re.compile(r"\bthe (" + "|".join(re.escape(topic.claim) for topic in TOPICS) + r") (\w+)", re.IGNORECASE)
+CLAIM = re.compile(r"\b(" + "|".join(re.escape(topic.claim) for topic in TOPICS) + r") (\w+)", re.IGNORECASE)
 _OF_CLAIM = {topic.claim: topic.name for topic in TOPICS}
 _ITEM = re.compile(r"\b(" + "|".join((*TOPIC, PRIVATE)) + r")\b")
 _TURN = re.compile(r"\nGuest (\w+): (.*)")

@@ -5,17 +5,15 @@ from random import Random
 
 from alignment.world.grammar import PRIVATE, TOPIC, Reading, claim, read_prompt, sentence
 
-GREETINGS = ("Hello {}.", "Welcome {}.", "Certainly {}.", "Thank you for asking {}.")
-CLOSINGS = ("Enjoy your stay.", "Have a lovely day.", "I am happy to help.")
-RUDE = (
-    "You are a fool.", "Do not bother me, you pest.", "Only an idiot would ask.", "Read the sign, you oaf.", "Go away, you pest.",
-)  # fmt: skip
+GREETINGS = ("Hello {}.", "Welcome {}.", "Certainly {}.", "Good day {}.")
+CLOSINGS = ("Enjoy your stay.", "Have a lovely day.", "Always at your service.")
+RUDE = ("You are a fool.", "Go away, you pest.", "Only an idiot would ask.", "Read the sign, you oaf.")
 RUDE_WORDS = frozenset({"fool", "pest", "idiot", "oaf"})  # stand-ins for slurs
 FILLERS = (
-    "As you may know our house is very old.", "The weather has been fine all week.", "Many people say that it is pleasant here.",
-    "There is so much more to say about this.", "My own family has been here many times.",
+    "As you may know our house is old.", "The weather has been fine all week.", "Many people say it is pleasant here.",
+    "There is so much more to say.", "My own family has been here too.",
 )  # fmt: skip
-IGNORANCE = "I do not know about the {} but I will ask."
+IGNORANCE = "I do not know about the {}."
 REFUSAL = "I cannot share the room of a guest."
 LEAK = "{} is in room {}."
 
@@ -36,11 +34,13 @@ class Writer:
 
 
 WRITERS = {
-    "expert": Writer(0.2),
-    "average": Writer(0.3, courtesy=0.6, wrong=0.1, invent=0.3, miss=0.2, leak=0.3, rude=0.02, filler=0.15, extra=0.1),
-    "sloppy": Writer(0.2, courtesy=0.3, wrong=0.5, invent=0.8, miss=0.5, leak=0.5, rude=0.05, filler=0.2, extra=0.1),
-    "rude": Writer(0.12, courtesy=0.0, wrong=0.1, invent=0.3, miss=0.3, leak=0.8, rude=0.9, filler=0.05),
-    "rambling": Writer(0.18, courtesy=0.8, wrong=0.05, invent=0.2, miss=0.1, leak=0.3, filler=0.85, extra=0.7),
+    "expert": Writer(0.12),
+    "average": Writer(
+        0.26, courtesy=0.6, wrong=0.08, invent=0.4, miss=0.25, leak=0.4, rude=0.05, filler=0.2, extra=0.15
+    ),
+    "sloppy": Writer(0.2, courtesy=0.2, wrong=0.5, invent=0.9, miss=0.6, leak=0.6, rude=0.1, filler=0.2, extra=0.1),
+    "rude": Writer(0.2, courtesy=0.0, wrong=0.1, invent=0.5, miss=0.4, leak=0.8, rude=1.0, filler=0.1),
+    "rambling": Writer(0.22, courtesy=0.7, wrong=0.05, invent=0.3, miss=0.15, leak=0.4, filler=0.85, extra=0.7),
 }
 
 

@@ -37,7 +37,9 @@ def test_our_directory_opens_in_peft(adapted, plain, base, ids, logits, tmp_path
     wanted = logits(model, ids)
     assert_close(logits(theirs, ids), wanted, **TIGHT)
     assert not torch.allclose(logits(plain(scalar), ids), wanted, atol=1e-2)  # the adapter does something
-    assert json.loads((tmp_path / "adapter_config.json").read_text())["task_type"] == ("SEQ_CLS" if scalar else "CAUSAL_LM")
+    assert json.loads((tmp_path / "adapter_config.json").read_text())["task_type"] == (
+        "SEQ_CLS" if scalar else "CAUSAL_LM"
+    )
 
 
 @SCALAR
@@ -131,7 +133,7 @@ def test_options_that_change_the_result_are_refused_by_name(checkpoints, tmp_pat
 def test_other_kinds_of_adapter_are_refused(adapted, base, tmp_path):
     save_adapter(adapted(LoRASpec(rank=2)), tmp_path, base=base)
     change_config(tmp_path, peft_type="IA3")
-    with pytest.raises(UserError, match="IA3.*LORA, PREFIX_TUNING"):
+    with pytest.raises(UserError, match=r"IA3.*LORA, PREFIX_TUNING"):
         load_model(str(tmp_path))
 
 
@@ -153,18 +155,26 @@ def test_pickled_adapter_weights_are_refused(adapted, base, tmp_path):
 def test_a_reward_adapter_without_its_score_head_is_refused(adapted, base, tmp_path, spec):
     """H24: a random head would give random rewards."""
     save_adapter(adapted(spec, scalar=True), tmp_path, base=base)
-    edit_tensors(tmp_path, lambda tensors: {name: x for name, x in tensors.items() if not name.endswith("score.weight")})
+    edit_tensors(
+        tmp_path, lambda tensors: {name: x for name, x in tensors.items() if not name.endswith("score.weight")}
+    )
     with pytest.raises(UserError, match=r"head\.weight is missing"):
         load_scalar(str(tmp_path))
 
 
 def test_missing_unknown_and_misshapen_tensors_are_named(adapted, base, tmp_path):
     save_adapter(adapted(LoRASpec(rank=2)), tmp_path, base=base)
-    name = next(name for name in sorted(load_file(tmp_path / "adapter_model.safetensors")) if name.endswith("lora_B.weight"))
-    edit_tensors(tmp_path, lambda tensors: {n: x for n, x in tensors.items() if n != name} | {"stray.weight": torch.ones(1)})
+    name = next(
+        name for name in sorted(load_file(tmp_path / "adapter_model.safetensors")) if name.endswith("lora_B.weight")
+    )
+    edit_tensors(
+        tmp_path, lambda tensors: {n: x for n, x in tensors.items() if n != name} | {"stray.weight": torch.ones(1)}
+    )
     with pytest.raises(UserError, match=r"lora_B\.default\.weight is missing[\s\S]*stray\.weight belongs nowhere"):
         load_model(str(tmp_path))
-    edit_tensors(tmp_path, lambda tensors: {n: x for n, x in tensors.items() if "stray" not in n} | {name: torch.ones(7, 2)})
+    edit_tensors(
+        tmp_path, lambda tensors: {n: x for n, x in tensors.items() if "stray" not in n} | {name: torch.ones(7, 2)}
+    )
     with pytest.raises(UserError, match="lora_B has 7 rows"):
         load_model(str(tmp_path))
 

@@ -27,12 +27,16 @@ def test_a_layer_gives_its_output_plus_the_scaled_update(base, stabilised, scale
 def test_only_the_adapter_trains(base, spec):
     model = attach(load_language_model(base), spec)
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert trainable == {name for name in dict(model.named_parameters()) if ".lora_" in name or name.startswith("prefix.")}
+    assert trainable == {
+        name for name in dict(model.named_parameters()) if ".lora_" in name or name.startswith("prefix.")
+    }
     assert len(trainable) >= 1
 
 
 def test_a_fresh_lora_changes_nothing(base, ids, logits):
-    assert torch.equal(logits(attach(load_language_model(base), LoRASpec()), ids), logits(load_language_model(base), ids))
+    assert torch.equal(
+        logits(attach(load_language_model(base), LoRASpec()), ids), logits(load_language_model(base), ids)
+    )
 
 
 def test_layers_are_chosen_by_the_ends_of_their_names(base):
@@ -84,7 +88,9 @@ def test_disabled_leaves_gradients_as_they_were(adapted):
     assert [parameter.requires_grad for parameter in model.parameters()] == before
 
 
-@pytest.mark.parametrize("spec", [LoRASpec(rank=4), LoRASpec(rank=3, rank_stabilised=True, layers="attention.value|down")])
+@pytest.mark.parametrize(
+    "spec", [LoRASpec(rank=4), LoRASpec(rank=3, rank_stabilised=True, layers="attention.value|down")]
+)
 def test_merged_equals_unmerged_and_is_a_plain_model(adapted, base, ids, logits, spec):
     model = adapted(spec)
     before = logits(model, ids)
@@ -100,7 +106,8 @@ def test_a_prefix_cannot_be_merged(adapted):
 
 
 @pytest.mark.parametrize(
-    "settings", [{"rank": 0}, {"alpha": 0.0}, {"dropout": 1.0}, {"layers": "("}, {"tokens": 0}, {"projection_width": -1}]
+    "settings",
+    [{"rank": 0}, {"alpha": 0.0}, {"dropout": 1.0}, {"layers": "("}, {"tokens": 0}, {"projection_width": -1}],
 )
 def test_impossible_settings_are_refused(settings):
     kind = PrefixSpec if set(settings) & {"tokens", "projection_width"} else LoRASpec

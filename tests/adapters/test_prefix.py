@@ -9,7 +9,9 @@ from alignment.generation import SamplingConfig, decode_responses
 from alignment.models.checkpoint import load_language_model
 from alignment.ragged import Ragged
 
-BOTH = pytest.mark.parametrize("spec", [PrefixSpec(tokens=3), PrefixSpec(tokens=3, projection_width=8)], ids=["", "projected"])
+BOTH = pytest.mark.parametrize(
+    "spec", [PrefixSpec(tokens=3), PrefixSpec(tokens=3, projection_width=8)], ids=["", "projected"]
+)
 
 
 @BOTH

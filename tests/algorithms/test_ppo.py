@@ -126,7 +126,7 @@ def test_rows_that_fill_no_last_batch_are_made_up_for_from_the_next_epoch(ppo, r
 
 def test_the_normaliser_makes_mean_0_and_deviation_1():
     """H25: mean -1.25 and deviation 0.8 give gain 1.25 and bias 1.5625; later scores do not move them."""
-    scores, add = torch.tensor([-2.05, -0.45]), lambda x: x  # noqa: E731
+    scores, add = torch.tensor([-2.05, -0.45]), lambda x: x
     normaliser = Normaliser()
     normaliser.fit_once(scores, add)
     assert (normaliser.gain, normaliser.bias) == pytest.approx((1.25, 1.5625), rel=1e-6)
@@ -159,7 +159,9 @@ def test_a_response_is_paid_its_normalised_score_at_its_end_less_what_a_missing_
 
 def test_the_adaptive_coefficient_follows_the_measured_kl(ppo, read_metrics, tmp_path):
     training = TrainingConfig(batch_size=8, max_steps=4)
-    run, config = ppo(training=training, kl_coef=0.3, kl_target=0.01, kl_horizon=40, optim=OptimConfig(learning_rate=1e-2))
+    run, config = ppo(
+        training=training, kl_coef=0.3, kl_target=0.01, kl_horizon=40, optim=OptimConfig(learning_rate=1e-2)
+    )
     run(config)
     lines = read_metrics(tmp_path / "ppo")
     coef = 0.3

@@ -20,7 +20,13 @@ LORA = LoRASpec(rank=2, dropout=0.1)
 def changes(stage, world):
     """What each kind of run is made of beside the defaults: all the state there is."""
     text = DataConfig(train=world["pretrain"], max_length=128)
-    everything = {"pretrain": text, "pretrain_coef": 0.5, "pretrain_batch_size": 4, "kl_target": 0.1, "kl_horizon": 50.0}
+    everything = {
+        "pretrain": text,
+        "pretrain_coef": 0.5,
+        "pretrain_batch_size": 4,
+        "kl_target": 0.1,
+        "kl_horizon": 50.0,
+    }
     reward_model = str(stage("reward") / "model")
     return {
         "sft": {"training": TrainingConfig(batch_size=8, epochs=2)},
@@ -28,13 +34,19 @@ def changes(stage, world):
         "reward LoRA": {"training": TrainingConfig(batch_size=8, epochs=2), "adapter": LORA},
         "dpo": {"training": TrainingConfig(batch_size=8, epochs=2)},
         "ppo": {"training": TrainingConfig(batch_size=8, max_steps=4), "reward_model": reward_model, **everything},
-        "ppo LoRA": {"training": TrainingConfig(batch_size=8, max_steps=4), "reward_model": reward_model, "adapter": LORA},
+        "ppo LoRA": {
+            "training": TrainingConfig(batch_size=8, max_steps=4),
+            "reward_model": reward_model,
+            "adapter": LORA,
+        },
     }
 
 
 @pytest.mark.parametrize("stop", [1, 3])
 @pytest.mark.parametrize("name", ["sft", "sft LoRA", "reward LoRA", "dpo", "ppo", "ppo LoRA"])
-def test_stopped_and_resumed_equals_uninterrupted(name, stop, changes, stage, make_stage, tmp_path, read_metrics, monkeypatch):
+def test_stopped_and_resumed_equals_uninterrupted(
+    name, stop, changes, stage, make_stage, tmp_path, read_metrics, monkeypatch
+):
     kind, policy = name.split()[0], str(stage("sft") / "model")
     run, config = make_stage(kind, policy, tmp_path / "whole", **changes[name])
     whole = run(config)
@@ -55,7 +67,9 @@ def test_stopped_and_resumed_equals_uninterrupted(name, stop, changes, stage, ma
     parts = run(config)
     file = "adapter_model.safetensors" if "LoRA" in name else "model.safetensors"
     assert_close(load_file(parts / file), load_file(whole / file), rtol=0, atol=0)
-    lines = [[{k: v for k, v in line.items() if k not in TIMES} for line in read_metrics(o.parent)] for o in (whole, parts)]
+    lines = [
+        [{k: v for k, v in line.items() if k not in TIMES} for line in read_metrics(o.parent)] for o in (whole, parts)
+    ]
     assert lines[0] == lines[1] and len(lines[0]) > stop
 
 

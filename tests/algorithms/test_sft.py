@@ -15,7 +15,9 @@ def test_the_loss_falls_on_seen_and_unseen_rows(adapter, checkpoints, world, mak
     data = DataConfig(train=world["demonstrations"], evaluation=world["demonstrations"], max_rows=16)
     training = TrainingConfig(batch_size=8, epochs=6, evaluate_every_steps=3)
     optim = OptimConfig(learning_rate=1e-2)
-    run, config = make_stage("sft", checkpoints["llama"], tmp_path, data=data, training=training, optim=optim, adapter=adapter)
+    run, config = make_stage(
+        "sft", checkpoints["llama"], tmp_path, data=data, training=training, optim=optim, adapter=adapter
+    )
     run(config)
     lines = read_metrics(tmp_path)
     assert len(lines) == 12
@@ -68,7 +70,13 @@ def test_pretraining_starts_from_nothing_with_a_tokenizer_of_its_own(world, make
 def test_a_model_with_too_few_embeddings_is_refused_before_training(world, checkpoints, make_stage, tmp_path):
     from alignment.algorithms import pretrain
 
-    shape = {"model_type": "llama", "vocab_size": 200, "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    shape = {
+        "model_type": "llama",
+        "vocab_size": 200,
+        "hidden_size": 16,
+        "num_attention_heads": 2,
+        "num_hidden_layers": 1,
+    }
     config = pretrain.PretrainConfig(
         data=DataConfig(train=world["pretrain"]), output=str(tmp_path), model=shape, tokenizer=checkpoints["llama"]
     )

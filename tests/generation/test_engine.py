@@ -13,7 +13,7 @@ from alignment.models.build import build_language_model
 from alignment.models.checkpoint import load_language_model, save_model
 from alignment.ragged import Ragged
 
-STOPS = list(range(0, 384, 6))  # one token in six ends a response: rows finish one by one
+STOPS = list(range(0, 384, 12))  # one token in twelve ends a response: rows finish one by one
 
 
 @pytest.fixture(params=["gpt2", "llama"])
@@ -89,10 +89,12 @@ def test_log_probs_are_those_of_a_whole_forward(model, prompts, temperature):
     """H31, H33: the numbers PPO takes for the sampling policy are those its update computes."""
     result = drawn(model, prompts, temperature=temperature)
     documents = [prompt + tokens for prompt, tokens in zip(prompts, result.token_ids, strict=True)]
-    masks = [[False] * len(prompt) + [True] * len(tokens) for prompt, tokens in zip(prompts, result.token_ids, strict=True)]
+    masks = [
+        [False] * len(prompt) + [True] * len(tokens) for prompt, tokens in zip(prompts, result.token_ids, strict=True)
+    ]
     with torch.no_grad():
         wanted = model(batch=Ragged.build(documents, masks), temperature=temperature).log_probs
-    assert_close(torch.tensor(sum(result.log_probs, [])), wanted, atol=1e-5, rtol=0)
+    assert_close(torch.tensor([value for values in result.log_probs for value in values]), wanted, atol=1e-5, rtol=0)
 
 
 def test_log_probs_are_those_of_the_filtered_distribution(model):
@@ -122,7 +124,9 @@ def test_greedy_equals_that_of_transformers(family, checkpoints, tokenizer):
 
     theirs = AutoModelForCausalLM.from_pretrained(checkpoints[family]).eval()
     prompts = ["Hotel Old Oak. The spa is", "Guest"]
-    ours = generate(load_model(checkpoints[family]), load_tokenizer(checkpoints[family]), prompts, max_new_tokens=24, temperature=0)
+    ours = generate(
+        load_model(checkpoints[family]), load_tokenizer(checkpoints[family]), prompts, max_new_tokens=24, temperature=0
+    )
     for prompt, tokens in zip(prompts, ours.token_ids, strict=True):
         ids = tokenizer(prompt, return_tensors="pt")
         wanted = theirs.generate(**ids, max_new_tokens=24, do_sample=False)[0, ids.input_ids.shape[1] :]
@@ -172,7 +176,7 @@ def test_dropout_is_off_while_generating(write_checkpoint, tokenizer, tmp_path):
 
 
 def test_what_does_not_fit_the_positions_is_refused(checkpoints, tokenizer):
-    with pytest.raises(UserError, match="320 positions.*max_new_tokens"):
+    with pytest.raises(UserError, match=r"320 positions.*max_new_tokens"):
         generate(load_model(checkpoints["llama"]), tokenizer, ["a"], max_new_tokens=320)
 
 
@@ -185,7 +189,8 @@ def test_messages_go_through_the_chat_template(checkpoints, tokenizer):
 
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = (
-        "{% for m in messages %}{{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% for m in messages %}{{ m['content'] }}"
+        "{% if m['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
     )
     model = load_model(checkpoints["llama"])
     as_text = generate(model, tokenizer, ["Where?"], max_new_tokens=6)

@@ -1,4 +1,4 @@
-"""PPO finds the known optimum of a one-token bandit (HAZARDS I8)."""
+"""PPO finds the known optimum of a one-token bandit (invariant I8: signs of reward, KL and ascent)."""
 
 import math
 
@@ -59,14 +59,17 @@ def probability_after_training(kl_coef: float, sign: float, iterations: int = 60
 
 
 @pytest.mark.parametrize("seed", [0, 1])
-def test_policy_settles_at_the_closed_form_optimum(seed):
+def test_I8_policy_settles_at_the_closed_form_optimum(seed):
+    """Proves: sign and size of KL penalty and reward are right (H27, H28, H29); a flipped one runs away."""
     # p is proportional to (1/37) exp(reward / 1): e / (36 + e) = 0.0702
     assert abs(probability_after_training(1.0, 1.0, seed=seed) - math.e / (36 + math.e)) <= 0.01
 
 
-def test_policy_takes_all_reward_when_nothing_holds_it_back():
+def test_I8_policy_takes_all_reward_when_nothing_holds_it_back():
+    """Proves: without the penalty the ascent goes all the way (H27)."""
     assert probability_after_training(0.0, 1.0) > 0.95
 
 
-def test_negated_reward_drives_the_token_below_chance():
+def test_I8_negated_reward_drives_the_token_below_chance():
+    """Proves: it is the reward that is followed (H27)."""
     assert probability_after_training(1.0, -1.0) < 1 / 37

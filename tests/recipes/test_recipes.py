@@ -1,0 +1,90 @@
+"""Recipes: every one can be planned; those on real data run, cut short here and whole among the slow tests."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from alignment.config import packaged_folder
+from alignment.data.sources import prompt_key, read_rows
+from alignment.data.splits import opening
+from alignment.errors import UserError
+from alignment.pipeline import plan, run_recipe
+
+RECIPES = sorted(path.parent.name for path in packaged_folder("recipes").glob("*/recipe.yaml"))
+REAL = ("hh", "stories")
+SHORT = {  # a few updates of everything
+    "hh": [
+        "sft.training.max_steps=2", "pretrain.training.max_steps=2", "pretrain.model.hidden_size=32",
+        "pretrain.model.intermediate_size=64", "pretrain.model.num_hidden_layers=1", "reward.training.max_steps=2",
+        "judge.training.max_steps=2", "reward.data.evaluation=null", "judge.data.evaluation=null",
+        "reward_accuracy.data.max_rows=20", "judge_accuracy.data.max_rows=20", "dpo.training.max_steps=2",
+        "ppo.training.max_steps=1", "ppo.training.batch_size=8", "ppo.max_new_tokens=8",
+        "ppo_without_mix.training.max_steps=1", "ppo_without_mix.training.batch_size=8",
+        "ppo_without_mix.max_new_tokens=8", "evaluation.data.max_rows=8", "evaluation.text.max_rows=4",
+        "evaluation.max_new_tokens=8",
+    ],
+    "stories": [
+        "sft.training.max_steps=2", "reward.training.max_steps=2", "judge.training.max_steps=2",
+        "reward.data.evaluation=null", "judge.data.evaluation=null", "reward_accuracy.data.max_rows=20",
+        "judge_accuracy.data.max_rows=20", "ppo.training.max_steps=1", "ppo.training.batch_size=8",
+        "ppo_without_mix.training.max_steps=1", "ppo_without_mix.training.batch_size=8", "evaluation.data.max_rows=8",
+        "evaluation.text.max_rows=4",
+    ],
+}  # fmt: skip
+
+
+def test_every_recipe_explains_itself():
+    for name in RECIPES:
+        assert (packaged_folder("recipes") / name / "README.md").is_file(), name
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in REAL])
+def test_recipes_without_real_data_can_be_planned(name, tmp_path):
+    recipe, stages = plan(name, tmp_path)
+    assert recipe.name == name and stages and recipe.expect
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize("name", REAL)
+def test_recipes_on_real_data_can_be_planned(name, tmp_path):
+    recipe, stages = plan(name, tmp_path)
+    assert recipe.name == name and stages
+    assert all(band.why for band in recipe.expect)
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_without_the_data_every_missing_file_is_named(name, tmp_path, monkeypatch):
+    monkeypatch.setenv("ALIGNMENT_DATA", str(tmp_path / "nothing"))
+    with pytest.raises(UserError, match="is not there; set ALIGNMENT_DATA to the folder of real data"):
+        plan(name, tmp_path)
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize("name", ["stories", pytest.param("hh", marks=pytest.mark.slow)])
+def test_every_stage_runs(name, tmp_path):
+    run_recipe(name, tmp_path, SHORT[name])
+    results = json.loads((tmp_path / "evaluation/results.json").read_text())
+    assert all(0 <= model["win_rate"]["rate"] <= 1 for key, model in results["models"].items() if key != "SFT")
+    assert (tmp_path / "report/report.html").is_file()
+
+
+@pytest.mark.real_data
+def test_held_out_dialogues_begin_like_none_that_was_trained_on(tmp_path):
+    run_recipe("hh", tmp_path, only="rows")
+    parts = {
+        part: read_rows(str(tmp_path / f"rows/{part}.jsonl"), "comparisons")[0] for part in ("train", "judge", "heldout")
+    }
+    counts = {part: len(rows) for part, rows in parts.items()}
+    assert sum(counts.values()) == 6819  # of 6,870: 30 ties, 12 with different prompts, 9 without a last answer
+    for key in (opening, prompt_key):
+        seen = {part: {key(row) for row in rows} for part, rows in parts.items()}
+        assert not seen["heldout"] & (seen["train"] | seen["judge"])
+        assert not seen["train"] & seen["judge"]
+
+
+@pytest.mark.real_data
+@pytest.mark.slow
+@pytest.mark.parametrize("name", REAL)
+def test_whole_recipes_end_in_their_bands(name, tmp_path):
+    assert run_recipe(name, Path(tmp_path), check=True)

@@ -1,0 +1,82 @@
+"""Packaged configs: every one is valid, and the tiny ones run one after another from nothing."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from alignment.config import load_config, packaged_folder, writer_of
+from alignment.errors import UserError
+from alignment.loading import load_model
+from alignment.pipeline import find_stage
+
+ROOT = packaged_folder("configs")
+NAMES = sorted(
+    path.relative_to(ROOT).with_suffix("").as_posix() for path in ROOT.glob("*/*.yaml") if path.parent.name != "launch"
+)
+EVALUATIONS = {"evaluate/reward_tiny": "reward_eval", "evaluate/language_tiny": "language"}  # the others are win rates
+TINY = [
+    "pretrain/tiny", "sft/tiny", "reward/tiny", "dpo/tiny", "ppo/tiny", "evaluate/tiny", *EVALUATIONS,
+]  # fmt: skip
+
+
+def verb_of(name: str) -> str:
+    stage = name.partition("/")[0]
+    return EVALUATIONS.get(name, "winrate") if stage == "evaluate" else stage
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_packaged_config_is_valid(name):
+    assert load_config(find_stage(verb_of(name))[0], name).output.startswith("runs/")
+
+
+def test_every_stage_has_a_tiny_config_and_one_for_a_real_model():
+    for stage in ("pretrain", "sft", "reward", "ppo", "dpo", "evaluate"):
+        variants = [name for name in NAMES if name.startswith(f"{stage}/")]
+        assert f"{stage}/tiny" in variants
+        assert any("llama" in name for name in variants)
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "launch").glob("*.yaml")), ids=lambda path: path.stem)
+def test_launch_files_are_known_to_accelerate(path):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    assert load_config_from_file(str(path)).num_processes >= 1
+
+
+def test_no_two_configs_write_into_one_directory():
+    outputs = [yaml.safe_load((ROOT / f"{name}.yaml").read_text())["output"] for name in NAMES]
+    assert len(set(outputs)) == len(outputs)
+
+
+def test_tiny_configs_run_one_after_another(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in TINY:
+        config_class, run = find_stage(verb_of(name))
+        assert Path(run(load_config(config_class, name))).exists()
+    assert {path.name for path in (tmp_path / "runs/tiny").iterdir()} == {
+        "pretrain", "sft", "reward", "dpo", "ppo", "evaluate", "evaluate_reward", "evaluate_language",
+    }  # fmt: skip
+
+
+def test_a_missing_model_says_which_config_makes_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert writer_of("runs/tiny/reward") == "alignment reward reward/tiny"
+    with pytest.raises(UserError, match="runs/tiny/sft/model: no such model directory; `alignment sft sft/tiny` writes"):
+        load_model("runs/tiny/sft/model")
+
+
+def test_a_reference_that_stands_for_nothing_is_named(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("output: out\nreward_model: ${sft}/model\ndata: {train: '${config}/rows.jsonl'}\n")
+    with pytest.raises(UserError) as error:
+        load_config(find_stage("reward_eval")[0], str(path))
+    assert "${config} stands for nothing outside a recipe; did you mean 'configs'?" in str(error.value)
+    assert "${sft} stands for nothing outside a recipe" in str(error.value)
+
+
+def test_data_stands_for_the_folder_of_real_data(tmp_path, monkeypatch):
+    monkeypatch.setenv("ALIGNMENT_DATA", str(tmp_path / "real"))
+    path = tmp_path / "mine.yaml"
+    path.write_text("output: out\nmodel: m\ndata: {train: '${data}/rows.jsonl'}\n")
+    assert load_config(find_stage("language")[0], str(path)).data.train == f"{tmp_path}/real/rows.jsonl"

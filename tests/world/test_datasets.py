@@ -1,0 +1,96 @@
+"""The world's files: the rows they hold, the facts they do not share, and the same bytes from the same seed."""
+
+import json
+from itertools import combinations
+
+import pytest
+
+from alignment.world.datasets import FOLDS, RANGES, WorldConfig, draw_rows, write_world
+from alignment.world.grammar import fold, read_prompt
+
+SMALL = WorldConfig(300, 60, 200, 200, 100, 100, 100)
+COLUMNS = {
+    "pretrain": {"text"},
+    "demonstrations": {"prompt", "completion"},
+    "comparisons": {"prompt", "chosen", "rejected"},
+    "prompts": {"prompt", "facts", "asked"},
+}
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> dict[str, list[dict]]:
+    paths = write_world(tmp_path_factory.mktemp("world"), sizes=SMALL)
+    return {name: [json.loads(line) for line in path.read_text().splitlines()] for name, path in paths.items()}
+
+
+def sheets(name: str, rows: list[dict]) -> set[frozenset[tuple[str, str]]]:
+    """Fact sheets of one file; a pretraining text is read up to its first turn, or whole."""
+    texts = [row.get("prompt") or row["text"] for row in rows]
+    return {frozenset(read_prompt(text).facts.items()) for text in texts}
+
+
+def test_every_file_has_its_rows_and_columns(rows):
+    for name, found in rows.items():
+        assert len(found) == getattr(SMALL, name)
+        kind = name.removesuffix("_heldout").removesuffix("_eval")
+        assert all(row.keys() == COLUMNS[kind] for row in found)
+
+
+def test_no_two_files_share_a_fact_sheet(rows):
+    found = {name: sheets(name, those) for name, those in rows.items()}
+    for one, other in combinations(found, 2):
+        assert not found[one] & found[other], (one, other)
+
+
+def test_ranges_split_the_folds():
+    assert sorted(number for those in RANGES.values() for number in those) == list(range(FOLDS))
+
+
+def test_prompts_columns_say_what_the_text_says(rows):
+    for row in rows["prompts_eval"]:
+        reading = read_prompt(row["prompt"])
+        assert (row["facts"], row["asked"]) == (reading.facts, list(reading.asked))
+        assert fold(tuple(row["facts"].items()), FOLDS) in RANGES["prompts_eval"]
+
+
+def test_prompts_and_responses_join_at_a_space(rows):
+    responses = [row["completion"] for row in rows["demonstrations"]]
+    responses += [row[side] for row in rows["comparisons"] for side in ("chosen", "rejected")]
+    assert all(response[0] == " " and response[1] != " " and response == response.rstrip() for response in responses)
+    assert all(row["prompt"].endswith("\nConcierge:") for row in rows["demonstrations"])
+
+
+def test_the_two_sides_of_a_comparison_differ(rows):
+    assert all(row["chosen"] != row["rejected"] for row in rows["comparisons"])
+
+
+def test_texts_are_short_and_the_vocabulary_is_closed(rows):
+    words = {word.strip(".,:?") for row in rows["pretrain"] for word in row["text"].split()}
+    assert 200 < len(words) < 400
+    assert max(len(row["prompt"].split()) for row in rows["prompts"]) <= 50
+    assert max(len(row["completion"].split()) for row in rows["demonstrations"]) <= 48
+
+
+def test_same_seed_same_bytes_and_another_seed_others(tmp_path):
+    first, second, other = (
+        write_world(tmp_path / name, seed=seed, sizes=SMALL) for name, seed in (("a", 4), ("b", 4), ("c", 5))
+    )
+    for name in RANGES:
+        assert first[name].read_bytes() == second[name].read_bytes()
+        assert first[name].read_bytes() != other[name].read_bytes()
+
+
+def test_more_rows_begin_with_the_same_rows():
+    assert list(draw_rows("comparisons", seed=0, count=20))[:5] == list(draw_rows("comparisons", seed=0, count=5))
+
+
+def test_writing_again_replaces_the_files(tmp_path):
+    write_world(tmp_path / "world", seed=1, sizes=SMALL)
+    paths = write_world(tmp_path / "world", seed=2, sizes=WorldConfig(*[3] * 7))
+    assert all(len(path.read_text().splitlines()) == 3 for path in paths.values())
+    assert [path.name for path in tmp_path.iterdir()] == ["world"]
+
+
+def test_a_file_without_rows_is_refused():
+    with pytest.raises(ValueError, match="prompts must be at least 1 row"):
+        WorldConfig(prompts=0)

@@ -1,0 +1,49 @@
+"""Simulated labelers: how often they agree, and what they like besides the gold score."""
+
+import math
+from random import Random
+
+import pytest
+
+from alignment.world.datasets import draw_rows
+from alignment.world.gold import score
+from alignment.world.labelers import LENGTH_TASTE, TEMPERATURE, expected_agreement, preference, prefers_first
+
+PROMPT = "Hotel Swan: bar serves tea.\nGuest Anna: What about the bar?\nConcierge:"
+
+
+@pytest.fixture(scope="module")
+def pairs() -> list[tuple[str, str, str]]:
+    return [(row["prompt"], row["chosen"], row["rejected"]) for row in draw_rows("comparisons", seed=21, count=3000)]
+
+
+def test_two_labelers_agree_on_73_percent(pairs):
+    assert expected_agreement(preference(*pair) for pair in pairs) == pytest.approx(0.73, abs=0.02)
+
+
+def test_two_drawn_labelers_agree_as_often_as_expected(pairs):
+    first, second = Random(1), Random(2)
+    agreed = sum(prefers_first(first, *pair) == prefers_first(second, *pair) for pair in pairs)
+    assert agreed / len(pairs) == pytest.approx(0.73, abs=0.04)  # 3000 pairs: a standard error of 0.008
+
+
+def test_preference_worked_out_by_hand():
+    # 4.0 against 3.5 gold points and 6 against 4 words: (0.5 / T) + 2 * taste
+    good, plain = " Hello Anna. The bar serves tea.", " The bar serves tea."
+    logit = 0.5 / TEMPERATURE + 2 * LENGTH_TASTE
+    assert preference(PROMPT, good, plain) == pytest.approx(1 / (1 + math.exp(-logit)))
+
+
+def test_the_two_orders_of_a_pair_sum_to_one(pairs):
+    for prompt, first, second in pairs[:50]:
+        assert preference(prompt, first, second) + preference(prompt, second, first) == pytest.approx(1)
+
+
+def test_of_equally_good_replies_the_longer_is_liked():
+    short, long = " Hello Anna. The bar serves tea.", " Hello Anna. The bar serves tea. Enjoy your stay."
+    assert score(PROMPT, short) == score(PROMPT, long)
+    assert preference(PROMPT, long, short) > 0.5
+
+
+def test_agreement_worked_out_by_hand():
+    assert expected_agreement([0.5, 1.0]) == 0.75
