@@ -68,6 +68,7 @@ def iterate(
     with engine.gathered():
         rollout = collect(
             engine.unwrapped,
+            engine.model,
             parts.reference,
             parts.value.model,
             parts.score,
@@ -77,7 +78,6 @@ def iterate(
             parts.stop_ids,
             device=engine.device,
             micro_batch_tokens=config.training.micro_batch_tokens,
-            rescore=None if config.training.precision == "fp32" else engine.model,
         )
     sampled = time.perf_counter()
     parts.normaliser.fit_once(rollout.scores, engine.sum)
@@ -91,7 +91,8 @@ def iterate(
         gae_lambda=config.gae_lambda,
         reduce=engine.sum,
     )
-    metrics = rollout_metrics(rollout, engine.sum) | {"kl_coef": parts.controller.coef}
+    metrics = rollout_metrics(rollout, engine.sum)
+    metrics |= {"kl_coef": parts.controller.coef, "sampling_error": sampling_error(rollout, engine.max)}
     if config.watch == "gold":
         metrics["gold_score"] = mean_gold(parts.tokenizer, rollout, engine.sum)
     metrics |= improve(parts, config, rollout, step)
@@ -185,6 +186,11 @@ def mean_gold(tokenizer: Any, rollout: Rollout, add: Callable[[Tensor], Tensor])
     ]
     total, count = add(torch.tensor([sum(golds), len(golds)], dtype=torch.float64)).tolist()
     return total / count
+
+
+def sampling_error(rollout: Rollout, largest: Callable[[Tensor], Tensor]) -> float:
+    """Largest difference, nats, between a token's log-probability when it was drawn and the one training computes."""
+    return float(largest((rollout.sampled_log_probs - rollout.log_probs).abs().max()))
 
 
 def explained_variance(rollout: Rollout) -> float:

@@ -23,7 +23,8 @@ class Rollout:
         prompts, responses: token ids.
         numbers: global number of each row over the whole run.
         mask: True at each response token.
-        log_probs: of the policy that sampled, per token.
+        log_probs: of the policy that sampled, per token, as training computes them.
+        sampled_log_probs: the same as the sampler computed them.
         reference_log_probs: of the reference, same tokens and temperature.
         values: the critic's estimate before each token.
         scores: what the reward model says of the whole response, raw, [B].
@@ -36,6 +37,7 @@ class Rollout:
     numbers: list[int]
     mask: Tensor
     log_probs: Tensor
+    sampled_log_probs: Tensor
     reference_log_probs: Tensor
     values: Tensor
     scores: Tensor
@@ -81,7 +83,8 @@ def ragged_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int
 
 @torch.no_grad()
 def collect(
-    policy: Any,
+    sampler: Any,
+    policy: Callable[..., Any],
     reference: Callable[..., Any],
     critic: Callable[..., Any],
     score: Scorer,
@@ -92,40 +95,36 @@ def collect(
     *,
     device: torch.device,
     micro_batch_tokens: int,
-    rescore: Callable[..., Any] | None = None,
 ) -> Rollout:
     """Sample a response to each prompt and ask reference, critic and reward model about it.
 
     Args:
-        policy: the bare policy, for decoding.
+        sampler: the bare policy, for decoding.
+        policy: the same as it is called in training. Its log-probabilities are the ones kept: with a cache and without
+            one the same sum is rounded differently, and the first ratio must be 1.
         reference, critic: called as `model(batch=ragged)`.
         score: reward model over token ids.
         numbers: global number of each row, which fixes its draws.
-        rescore: the policy as it is called in training; where given, its log-probabilities replace the sampler's (for
-            reduced precision, in which decoding and training round differently).
 
     Returns:
         A rollout without rewards or advantages.
     """
     ids = [list(prompt.ids) for prompt in prompts]
-    drawn = decode_responses(policy, ids, sampling, stop_ids, rows=numbers)
+    drawn = decode_responses(sampler, ids, sampling, stop_ids, rows=numbers)
     mask = torch.zeros(len(ids), max(map(len, drawn.token_ids)), dtype=torch.bool, device=device)
     for row, tokens in enumerate(drawn.token_ids):
         mask[row, : len(tokens)] = True
-    flat = torch.tensor([value for values in drawn.log_probs for value in values], device=device)
-    frames = {"log_probs": _frame(flat, mask), "reference_log_probs": torch.zeros(mask.shape, device=device)}
-    frames["values"] = frames["reference_log_probs"].clone()
-
+    sampled = torch.tensor([value for values in drawn.log_probs for value in values], device=device)
+    frames = {name: torch.zeros(mask.shape, device=device) for name in ("log_probs", "reference_log_probs", "values")}
     for group in groups_of([len(p) + len(r) for p, r in zip(ids, drawn.token_ids, strict=True)], micro_batch_tokens):
         rows = torch.tensor(group, device=device)
         batch = ragged_of([ids[i] for i in group], [drawn.token_ids[i] for i in group], [numbers[i] for i in group])
         batch = batch.to(device)
         answers = {
+            "log_probs": policy(batch=batch, temperature=sampling.temperature).log_probs,
             "reference_log_probs": reference(batch=batch, temperature=sampling.temperature).log_probs,
             "values": critic(batch=batch).values[batch.targets - 1],  # the state before the token
         }
-        if rescore is not None:
-            answers["log_probs"] = rescore(batch=batch, temperature=sampling.temperature).log_probs
         for name, answer in answers.items():
             frames[name][rows] = _frame(answer.float(), mask[rows])
     return Rollout(
@@ -133,6 +132,7 @@ def collect(
         responses=drawn.token_ids,
         numbers=list(numbers),
         mask=mask,
+        sampled_log_probs=_frame(sampled, mask),
         scores=score(ids, drawn.token_ids).to(device),
         ended=torch.tensor(drawn.ended, device=device),
         **frames,

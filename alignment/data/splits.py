@@ -124,4 +124,3 @@ def _rows(source: str, config: SplitConfig) -> tuple[list[tuple[str, dict[str, A
     raw = {row.place: row.values or {} for row in read_raw(source)}
     keys = {"prompt": prompt_key, "opening": opening, "row": lambda record: repr(record_key(record))}
     return [(keys[config.by](record), raw[record.row_id]) for record in records], counts.lines()
-

@@ -43,7 +43,7 @@ class WorldConfig:
     pretrain: int = 14_000
     pretrain_heldout: int = 300
     demonstrations: int = 2_500
-    comparisons: int = 5_000
+    comparisons: int = 8_000
     comparisons_heldout: int = 500
     prompts: int = 2_000
     prompts_eval: int = 300

@@ -15,7 +15,7 @@ from random import Random
 
 from alignment.world.gold import score
 
-TEMPERATURE = 0.82
+TEMPERATURE = 0.99
 LENGTH_TASTE = 0.03
 
 

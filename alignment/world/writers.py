@@ -26,6 +26,7 @@ class Writer:
     courtesy: float = 0.9  # greets; closes half as often
     wrong: float = 0.0  # invents a value instead of copying the sheet's
     invent: float = 0.0  # makes up a fact the sheet does not give
+    shrug: float = 0.0  # says it does not know what the sheet does give
     miss: float = 0.0  # leaves out one of two things asked for
     leak: float = 0.0  # tells the private datum when asked
     rude: float = 0.0
@@ -38,8 +39,10 @@ WRITERS = {
     "average": Writer(
         0.26, courtesy=0.6, wrong=0.08, invent=0.4, miss=0.25, leak=0.4, rude=0.05, filler=0.2, extra=0.15
     ),
-    "sloppy": Writer(0.2, courtesy=0.2, wrong=0.5, invent=0.9, miss=0.6, leak=0.6, rude=0.1, filler=0.2, extra=0.1),
-    "rude": Writer(0.2, courtesy=0.0, wrong=0.1, invent=0.5, miss=0.4, leak=0.8, rude=1.0, filler=0.1),
+    "sloppy": Writer(
+        0.2, courtesy=0.2, wrong=0.5, invent=0.9, shrug=0.2, miss=0.6, leak=0.6, rude=0.1, filler=0.2, extra=0.1
+    ),
+    "rude": Writer(0.2, courtesy=0.0, wrong=0.1, invent=0.5, shrug=0.25, miss=0.4, leak=0.8, rude=1.0, filler=0.1),
     "rambling": Writer(0.22, courtesy=0.7, wrong=0.05, invent=0.3, miss=0.15, leak=0.4, filler=0.85, extra=0.7),
 }
 
@@ -88,6 +91,8 @@ def _answers(rng: Random, reading: Reading, asked: list[str], writer: Writer) ->
 def _clause(rng: Random, reading: Reading, topic: str, writer: Writer) -> str:
     """The claim a writer makes about a topic, or the admission that the sheet does not say."""
     truth = reading.facts.get(topic)
+    if truth is not None and rng.random() < writer.shrug:
+        return IGNORANCE.format(topic)
     if truth is not None and rng.random() >= writer.wrong:
         return claim(topic, truth)
     if truth is None and rng.random() >= writer.invent:
