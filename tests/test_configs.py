@@ -62,7 +62,9 @@ def test_tiny_configs_run_one_after_another(tmp_path, monkeypatch):
 def test_a_missing_model_says_which_config_makes_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert writer_of("runs/tiny/reward") == "alignment reward reward/tiny"
-    with pytest.raises(UserError, match="runs/tiny/sft/model: no such model directory; `alignment sft sft/tiny` writes"):
+    with pytest.raises(
+        UserError, match="runs/tiny/sft/model: no such model directory; `alignment sft sft/tiny` writes"
+    ):
         load_model("runs/tiny/sft/model")
 
 

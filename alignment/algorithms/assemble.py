@@ -29,14 +29,15 @@ from alignment.data.prepare import prepare
 from alignment.data.records import Kind
 from alignment.data.sources import DataConfig
 from alignment.data.stream import Stream
-from alignment.data.tokenizers import save_tokenizer
+from alignment.data.tokenizers import check_vocabulary, save_tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory
 from alignment.generation import response_text
-from alignment.loading import find_directory, load_model
+from alignment.loading import find_directory, load_model, load_tokenizer
 from alignment.models.checkpoint import load_language_model, load_scalar_model, save_model
 from alignment.ragged import Ragged
 from alignment.training import Engine, LossSum, OptimConfig, Run, TrainingConfig, fit
+from alignment.training.world import launched_rank
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ def stream_of(examples: Sequence[Any], training: TrainingConfig, seed: int = 0) 
 
 def load_policy(source: str, adapter: AdapterSpec | None, output: str) -> Policy:
     """The language model to train, from a model or an adapter directory."""
-    return _start(source, adapter, output, load_language_model)
+    return _fitting(_start(source, adapter, output, load_language_model), source)
 
 
 def load_scalar(
@@ -108,7 +109,13 @@ def load_scalar(
     directory = find_directory(source)
     brings_head = head is None and is_adapter(directory) and is_scalar_adapter(directory)  # its base may have none
     loader = partial(load_scalar_model, new_head="zero" if brings_head else head)
-    return _start(source, adapter, output, loader, with_head=head is None)
+    return _fitting(_start(source, adapter, output, loader, with_head=head is None), source)
+
+
+def _fitting(policy: Policy, source: str) -> Policy:
+    """The same, if the checkpoint's tokenizer gives no id that its model has no row for."""
+    check_vocabulary(load_tokenizer(source), policy.model.spec.vocabulary)
+    return policy
 
 
 def _start(
@@ -135,7 +142,7 @@ def _start(
         model = loader(find_directory(read_base(directory)))
         model = merge_adapter(load_adapter(model, directory, with_head=with_head))
         base = None if output is None else str((Path(output) / "base").resolve())
-        if adapter is not None and base is not None:
+        if adapter is not None and base is not None and launched_rank() == 0:
             with atomic_directory(Path(base)) as folder:
                 save_model(model, folder)
     if adapter is None:

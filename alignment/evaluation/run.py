@@ -3,6 +3,7 @@
 Who judges is in judges.py, intervals in winrate.py, the page in report.py.
 """
 
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -11,16 +12,16 @@ from typing import Any, Literal
 
 import torch
 
-from alignment.data.batches import collate, tokenise_comparisons, tokenise_texts
-from alignment.data.chat import prompt_ids
-from alignment.data.records import Prompt
+from alignment.data.batches import collate, tokenise_comparisons, tokenise_prompts, tokenise_texts
+from alignment.data.chat import response_ids, stop_token_ids
+from alignment.data.records import Counts, Prompt
 from alignment.data.sources import DataConfig, read_rows
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.judges import Judge, compare, file_judge, longer_judge, score_judge, write_questions
 from alignment.evaluation.language import language_loss
 from alignment.evaluation.winrate import WinRate, win_rate
 from alignment.files import write_json, write_text
-from alignment.generation import Generation, generate
+from alignment.generation import Generation, SamplingConfig, decode_responses, response_text
 from alignment.loading import RewardModel, find_directory, load_model, load_reward_model, load_tokenizer
 from alignment.ragged import Ragged, groups_of
 
@@ -32,7 +33,7 @@ class WinRateConfig:
     Attributes:
         models: name -> directory or Hub name.
         baseline: the name among `models` that the others are held against.
-        data: prompts.
+        data: prompts; those longer than `data.max_length` tokens lose their beginning.
         output: directory of the results.
         judge: gold (the embedded world's true reward), reward_model, longer (a baseline for judges), verdicts (a file).
         reward_model: directory of the judging reward model; with another judge it gives each model's mean proxy score.
@@ -82,6 +83,7 @@ def run_winrate(config: WinRateConfig) -> Path:
     for source in (*config.models.values(), *filter(None, [config.reward_model])):
         find_directory(source)
     proxy = None if config.reward_model is None else load_reward_model(config.reward_model)
+    _tell("prompts", tokenise_prompts(prompts, load_tokenizer(config.models[config.baseline]), config.data.max_length)[1])
     answers = {name: _answer(config, source, prompts) for name, source in config.models.items()}
     _write_responses(output, prompts, answers)
     judge = _judge(config, proxy, prompts, answers)
@@ -117,7 +119,7 @@ def _judge(
     if config.judge == "longer":
         return longer_judge
     if config.judge == "reward_model" and proxy is not None:
-        return score_judge(lambda p, r: _proxy_scores(proxy, p, r), config.tie_margin)
+        return score_judge(lambda p, r: _proxy_scores(config, proxy, p, r), config.tie_margin)
     path = Path(config.verdicts or "")
     if not path.exists():
         baseline = answers[config.baseline].texts
@@ -128,24 +130,46 @@ def _judge(
     return file_judge(path)
 
 
-def _proxy_scores(model: RewardModel, prompts: Sequence[Prompt], responses: Sequence[str]) -> list[float]:
-    return model.score([(prompt.prompt, text) for prompt, text in zip(prompts, responses, strict=True)]).tolist()
+def _proxy_scores(
+    config: WinRateConfig, model: RewardModel, prompts: Sequence[Prompt], responses: Sequence[str]
+) -> list[float]:
+    """The reward model's scores; it sees as much of a prompt as the policies saw."""
+    ids = _prompt_ids(config, model.tokenizer, prompts)
+    documents = [[*prompt, *response_ids(model.tokenizer, text)] for prompt, text in zip(ids, responses, strict=True)]
+    return model.score_ids(documents).tolist()
 
 
 def _read(data: DataConfig, kind: Any) -> list[Any]:
-    rows, _ = read_rows(
+    """Records of one source; what was dropped is said on standard error."""
+    rows, counts = read_rows(
         data.train, kind, split=data.split, columns=data.columns, max_rows=data.max_rows, on_bad_row=data.on_bad_row
     )
+    _tell(kind, counts)
     return rows
+
+
+def _tell(what: str, counts: Counts) -> None:
+    for line in counts.lines():
+        print(f"{what}: {line}", file=sys.stderr)
 
 
 def _answer(config: WinRateConfig, source: str, prompts: list[Prompt]) -> Generation:
     """One model's responses; the model is let go again."""
-    return generate(
-        load_model(source, device=_device()), load_tokenizer(source), [prompt.prompt for prompt in prompts],
-        max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_p=config.top_p, seed=config.seed,
-        batch_size=config.batch_size,
-    )  # fmt: skip
+    model, tokenizer = load_model(source, device=_device()), load_tokenizer(source)
+    sampling = SamplingConfig(config.max_new_tokens, config.temperature, top_p=config.top_p, seed=config.seed)
+    stop_ids = sorted(stop_token_ids(tokenizer))
+    drawn = decode_responses(
+        model, _prompt_ids(config, tokenizer, prompts), sampling, stop_ids, batch_size=config.batch_size
+    )
+    texts = [
+        response_text(tokenizer, tokens, ended) for tokens, ended in zip(drawn.token_ids, drawn.ended, strict=True)
+    ]
+    return Generation(texts, drawn.token_ids, drawn.log_probs, drawn.ended)
+
+
+def _prompt_ids(config: WinRateConfig, tokenizer: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
+    """Prompts of at most `data.max_length` tokens, the same cut for policies, reference and judge."""
+    return [example.ids for example in tokenise_prompts(prompts, tokenizer, config.data.max_length)[0]]
 
 
 def _measure(
@@ -163,7 +187,7 @@ def _measure(
         parts = ("helpful", "honest", "harmless", "brief", "total")
         result["gold"] = {part: sum(getattr(gold, part) for gold in golds) / len(golds) for part in parts}
     if proxy is not None:
-        scores = _proxy_scores(proxy, prompts, answer.texts)
+        scores = _proxy_scores(config, proxy, prompts, answer.texts)
         result["proxy"] = sum(scores) / len(scores)
     if name != reference and config.temperature == 1 and config.top_p == 1:
         result["kl"] = _kl(config, reference, answer, prompts)
@@ -181,7 +205,7 @@ def _kl(config: WinRateConfig, reference: str, answer: Generation, prompts: list
     """KL from the reference over whole responses, nats: mean of log p - log p_ref over the model's own samples."""
     source = config.models[reference]
     model, tokenizer = load_model(source, device=_device()), load_tokenizer(source)
-    ids = [prompt_ids(tokenizer, prompt.prompt) for prompt in prompts]
+    ids = _prompt_ids(config, tokenizer, prompts)
     total = sum(sum(values) for values in answer.log_probs)
     for group in groups_of([len(p) + len(r) for p, r in zip(ids, answer.token_ids, strict=True)], 16_384):
         documents = [[*ids[i], *answer.token_ids[i]] for i in group]

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alignment.data.chat import prompt_ids, stop_token_ids
+from alignment.data.tokenizers import check_vocabulary
 from alignment.generation.engine import Responses, decode_responses
 from alignment.generation.sampling import SamplingConfig
 
@@ -51,6 +52,7 @@ def generate(
     Returns:
         Responses without their stop token in `texts`, with it in `token_ids`.
     """
+    check_vocabulary(tokenizer, model.spec.vocabulary)
     config = SamplingConfig(max_new_tokens, temperature, top_k, top_p, seed)
     was_training = model.training
     model.eval()

@@ -60,7 +60,11 @@ STORY = 'A cat sat on the mat. "Who are you?" it asked. Nobody came to answer it
     [
         ({}, "A cat sat on the mat.", ' "Who are you?" it asked. Nobody came to answer it. So it slept!'),
         ({"response_sentences": 2}, "A cat sat on the mat.", ' "Who are you?" it asked.'),
-        ({"prompt_sentences": 3}, 'A cat sat on the mat. "Who are you?" it asked.', " Nobody came to answer it. So it slept!"),
+        (
+            {"prompt_sentences": 3},
+            'A cat sat on the mat. "Who are you?" it asked.',
+            " Nobody came to answer it. So it slept!",
+        ),
     ],
 )
 def test_opening_and_rest_are_the_paragraph_again(tmp_path, settings, prompt, response):

@@ -51,7 +51,9 @@ def test_every_row_is_in_one_part_as_it_was(tmp_path):
 
 @pytest.mark.parametrize("by", ["prompt", "opening"])
 def test_equal_prompts_and_equal_openings_stay_together(tmp_path, by):
-    turns = "\n\nHuman: question {}\n\nAssistant:" + (" yes\n\nHuman: and then?\n\nAssistant:" if by == "opening" else "")
+    turns = "\n\nHuman: question {}\n\nAssistant:" + (
+        " yes\n\nHuman: and then?\n\nAssistant:" if by == "opening" else ""
+    )
     rows = [{"prompt": turns.format(n), "chosen": "a", "rejected": "b"} for n in range(30)]
     rows += [{"prompt": f"\n\nHuman: question {n}\n\nAssistant:", "chosen": "c", "rejected": "d"} for n in range(30)]
     run_split(SplitConfig(write(tmp_path / "rows.jsonl", rows), "comparisons", HALVES, str(tmp_path / "out"), by=by))
@@ -79,7 +81,10 @@ def test_running_text_is_cut_where_a_document_starts(tmp_path):
     path = tmp_path / "stories.txt.gz"
     with gzip.open(path, "wt") as file:
         file.write("Once a cat sat.\n\nIt slept.\n\n\n\nOnce a dog ran.\n\nOnce more, it ran.\n")
-    assert read_documents(path, ["Once a "]) == ["Once a cat sat.\n\nIt slept.", "Once a dog ran.\n\nOnce more, it ran."]
+    assert read_documents(path, ["Once a "]) == [
+        "Once a cat sat.\n\nIt slept.",
+        "Once a dog ran.\n\nOnce more, it ran.",
+    ]
     assert len(read_documents(path, [])) == 4
     config = SplitConfig(str(path), "text", {"all": 1.0}, str(tmp_path / "out"), by="row", starts=["Once a "])
     run_split(config)

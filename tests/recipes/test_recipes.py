@@ -73,7 +73,8 @@ def test_every_stage_runs(name, tmp_path):
 def test_held_out_dialogues_begin_like_none_that_was_trained_on(tmp_path):
     run_recipe("hh", tmp_path, only="rows")
     parts = {
-        part: read_rows(str(tmp_path / f"rows/{part}.jsonl"), "comparisons")[0] for part in ("train", "judge", "heldout")
+        part: read_rows(str(tmp_path / f"rows/{part}.jsonl"), "comparisons")[0]
+        for part in ("train", "judge", "heldout")
     }
     counts = {part: len(rows) for part, rows in parts.items()}
     assert sum(counts.values()) == 6819  # of 6,870: 30 ties, 12 with different prompts, 9 without a last answer

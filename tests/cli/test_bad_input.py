@@ -1,0 +1,105 @@
+"""What a user may get wrong, through the real command line: exit code 2 and one clear message each, before training."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from alignment.cli import main
+
+
+@pytest.fixture
+def sft(tmp_path, world, checkpoints, capsys):
+    """Runs `alignment sft` on good settings with some changed; gives the exit code and what stood on standard error."""
+
+    def run(*changes: str, text: str | None = None) -> tuple[int, str]:
+        config = tmp_path / "run.yaml"
+        good = f"policy: {checkpoints['llama']}\noutput: {tmp_path}/out\ndata:\n  train: {world['demonstrations']}\n"
+        config.write_text(good if text is None else text)
+        code = main(["sft", str(config), "training.max_steps=1", *changes])
+        return code, capsys.readouterr().err
+
+    return run
+
+
+@pytest.fixture
+def broken_model(tmp_path, write_checkpoint):
+    """A model directory of the test's own, to spoil."""
+    return Path(write_checkpoint(tmp_path / "model", "llama"))
+
+
+def check(outcome: tuple[int, str], *parts: str) -> None:
+    code, message = outcome
+    assert code == 2, message
+    assert "Traceback" not in message
+    for part in parts:
+        assert part in message
+
+
+def test_good_settings_run(sft):
+    assert sft()[0] == 0
+
+
+def test_wrong_key(sft):
+    check(sft("optim.learning_rat=1e-3"), "learning_rat", "learning_rate")
+
+
+def test_wrong_key_in_the_file(sft, tmp_path):
+    text = "policy: nowhere\noutput: out\ndata:\n  trian: rows.jsonl\noptim:\n  learning_rate: fast\n"
+    check(sft(text=text), "run.yaml:4", "trian", "run.yaml:6", "fast")  # both at once
+
+
+def test_wrong_type(sft):
+    check(sft("training.batch_size=many"), "training.batch_size", "many")
+
+
+def test_value_out_of_range(sft):
+    check(sft("optim.learning_rate=-1.0"), "learning_rate", "-1")
+
+
+def test_missing_data_file(sft):
+    check(sft("data.train=nowhere/rows.jsonl"), "nowhere/rows.jsonl")
+
+
+def test_missing_model(sft):
+    check(sft("policy=./nowhere"), "./nowhere")
+
+
+def test_broken_rows_are_named_all_at_once(sft, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "completion": " b"}\n{"prompt": "a", \n{"prompt": "a", "completion": 7}\n')
+    check(sft(f"data.train={rows}"), f"{rows}:2", f"{rows}:3", "completion")
+
+
+def test_wrong_columns(sft, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "a", "answer": "b"}\n')
+    check(sft(f"data.train={rows}"), "question", "prompt", "columns")
+
+
+def test_empty_file(sft, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("")
+    check(sft(f"data.train={rows}"), "0 rows", str(rows))
+
+
+def test_vocabulary_that_does_not_fit_the_model(sft, broken_model):
+    file = broken_model / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    size = json.loads((broken_model / "config.json").read_text())["vocab_size"]
+    token = {"id": size + 3, "content": "<new>", "single_word": False, "lstrip": False, "rstrip": False}
+    tokenizer["added_tokens"].append({**token, "normalized": False, "special": True})
+    file.write_text(json.dumps(tokenizer))
+    check(sft(f"policy={broken_model}"), str(size), "vocab")
+
+
+def test_pickled_checkpoint(sft, broken_model):
+    (broken_model / "model.safetensors").rename(broken_model / "pytorch_model.bin")
+    check(sft(f"policy={broken_model}"), "pytorch_model.bin", "safetensors")
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_in_a_checkpoint(sft, broken_model, file):
+    config = json.loads((broken_model / file).read_text())
+    (broken_model / file).write_text(json.dumps({**config, "auto_map": {"AutoModel": "evil.Model"}}))
+    check(sft(f"policy={broken_model}"), "auto_map", file)

@@ -1,0 +1,63 @@
+"""The command line under `accelerate launch` on two CPU processes: the weights of one process, and PPO that runs."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+ROOT = Path(__file__).parents[2]
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+KINDS = ["ddp", "fsdp2", pytest.param("zero2", marks=needs_deepspeed), pytest.param("zero3", marks=needs_deepspeed)]
+pytestmark = pytest.mark.distributed_slow
+
+
+def run(output: Path, kind: str | None, *arguments: str) -> Path:
+    """`alignment ...` in one process, or in two as configs/launch/KIND.yaml says; gives the model's directory."""
+    launcher = ["-m", "alignment"]
+    if kind is not None:
+        port = str(20000 + os.getpid() % 20000)
+        file = f"configs/launch/{kind}.yaml"
+        options = ["--config_file", file, "--num_processes", "2", "--main_process_port", port]
+        launcher = ["-m", "accelerate.commands.launch", *options, "-m", "alignment"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, *launcher, *arguments, f"output={output}"]
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return output / "model"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sft_on_two_processes_gives_the_weights_of_one(tmp_path, world, checkpoints, kind):
+    settings = [
+        "sft", "sft/tiny", f"policy={checkpoints['llama']}", f"data.train={world['demonstrations']}",
+        "training.max_steps=5", "training.batch_size=7", "training.micro_batch_tokens=256",
+    ]  # fmt: skip
+    one = load_file(run(tmp_path / "one", None, *settings) / "model.safetensors")
+    two = load_file(run(tmp_path / "two", kind, *settings) / "model.safetensors")
+    assert one.keys() == two.keys()
+    worst = max(float((two[name] - one[name]).norm() / one[name].norm()) for name in one)
+    print(f"{kind}: largest relative difference of a tensor {worst:.1e}")
+    assert worst <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("zero3", marks=needs_deepspeed)])
+def test_ppo_on_two_processes_draws_what_one_draws(tmp_path, world, checkpoints, stage, kind):
+    """Rollouts are seeded by row, so the first scores agree whatever the number of processes (H37)."""
+    settings = [
+        "ppo", "ppo/tiny", f"policy={checkpoints['llama']}", f"reward_model={stage('reward')}/model",
+        f"data.train={world['prompts']}", f"pretrain.train={world['pretrain']}",
+        "training.max_steps=2", "training.batch_size=8", "max_new_tokens=8",
+    ]  # fmt: skip
+    lines = {}
+    for name, launcher in (("one", None), ("two", kind)):
+        run(tmp_path / name, launcher, *settings)
+        lines[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    for one, two in zip(lines["one"], lines["two"], strict=True):
+        assert two["first_ratio_error"] <= 1e-5
+        for key in ("score", "response_tokens", "policy_loss", "value_loss", "pretrain_loss"):
+            assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
