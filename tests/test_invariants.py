@@ -192,7 +192,8 @@ def rollout(checkpoints) -> Rollout:
     frame = lambda: torch.where(mask, torch.randn(8, 8, generator=generator), 0.0)  # noqa: E731
     made = Rollout(
         prompts=random_ids([3, 9, 1, 5, 4, 2, 8, 6]), responses=random_ids(lengths, seed=1), numbers=lengths, mask=mask,
-        log_probs=frame() - 5, sampled_log_probs=frame() - 5, reference_log_probs=frame() - 5, values=frame(), scores=torch.randn(8, generator=generator),
+        log_probs=frame() - 5, sampled_log_probs=frame() - 5,
+        reference_log_probs=frame() - 5, values=frame(), scores=torch.randn(8, generator=generator),
         ended=torch.tensor([True, False] * 4),
     )  # fmt: skip
     return with_advantages(made, **SHAPING)

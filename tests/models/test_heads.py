@@ -42,7 +42,7 @@ def test_chunks_change_neither_numbers_nor_gradients(model, batch, monkeypatch):
         return output, [parameter.grad.clone() for parameter in model.parameters()]
 
     whole, gradients = run()
-    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 61 * 10)  # 127 targets: 13 chunks
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", {"cpu": 61 * 10})  # 127 targets: 13 chunks
     cut, cut_gradients = run()
     assert_close(cut.log_probs, whole.log_probs, atol=1e-6, rtol=0)
     assert_close(cut.entropy, whole.entropy, atol=1e-6, rtol=0)
@@ -52,7 +52,7 @@ def test_chunks_change_neither_numbers_nor_gradients(model, batch, monkeypatch):
 
 def test_chunks_do_not_keep_their_logits(model, batch, monkeypatch):
     sizes = []
-    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", 61 * 10)
+    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", {"cpu": 61 * 10})
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
         model(batch=batch)
     # 61 * 32 is the head's weight; no saved tensor may be [127, 61] or [10, 61]
