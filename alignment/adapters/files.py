@@ -68,7 +68,10 @@ def read_spec(directory: Path) -> AdapterSpec:
         raise UserError(f"{directory}/{CONFIG}: peft_type {kind!r} is not one of LORA, PREFIX_TUNING")
     own = Path(directory) / OURS
     if own.is_file():
-        return LoRASpec(**json.loads(own.read_text(encoding="utf-8")))
+        try:
+            return LoRASpec(**json.loads(own.read_text(encoding="utf-8")))
+        except (TypeError, ValueError) as error:
+            raise UserError(f"{own}: no settings of a LoRA adapter: {error}; write the adapter again") from error
     raise_all(f"{directory}/{CONFIG}: {problem}" for problem in refused_options(config))
     return LoRASpec(rank=config["r"], alpha=config["lora_alpha"], rank_stabilised=bool(config.get("use_rslora")))
 

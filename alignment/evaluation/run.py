@@ -83,7 +83,9 @@ def run_winrate(config: WinRateConfig) -> Path:
     for source in (*config.models.values(), *filter(None, [config.reward_model])):
         find_directory(source)
     proxy = None if config.reward_model is None else load_reward_model(config.reward_model)
-    _tell("prompts", tokenise_prompts(prompts, load_tokenizer(config.models[config.baseline]), config.data.max_length)[1])
+    _tell(
+        "prompts", tokenise_prompts(prompts, load_tokenizer(config.models[config.baseline]), config.data.max_length)[1]
+    )
     answers = {name: _answer(config, source, prompts) for name, source in config.models.items()}
     _write_responses(output, prompts, answers)
     judge = _judge(config, proxy, prompts, answers)

@@ -144,6 +144,14 @@ def test_an_adapter_that_brings_code_is_refused(adapted, base, tmp_path):
         load_model(str(tmp_path))
 
 
+@pytest.mark.parametrize("text", ['{"rnak": 4}', '{"rank": 0}', "not json"])
+def test_spoilt_settings_of_ours_are_refused(adapted, base, tmp_path, text):
+    save_adapter(adapted(LoRASpec(rank=2)), tmp_path, base=base)
+    (tmp_path / "alignment_adapter.json").write_text(text)
+    with pytest.raises(UserError, match="alignment_adapter.json"):
+        load_model(str(tmp_path))
+
+
 def test_pickled_adapter_weights_are_refused(adapted, base, tmp_path):
     save_adapter(adapted(LoRASpec(rank=2)), tmp_path, base=base)
     (tmp_path / "adapter_model.safetensors").rename(tmp_path / "adapter_model.bin")
