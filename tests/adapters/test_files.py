@@ -148,7 +148,7 @@ def test_an_adapter_that_brings_code_is_refused(adapted, base, tmp_path):
 def test_spoilt_settings_of_ours_are_refused(adapted, base, tmp_path, text):
     save_adapter(adapted(LoRASpec(rank=2)), tmp_path, base=base)
     (tmp_path / "alignment_adapter.json").write_text(text)
-    with pytest.raises(UserError, match="alignment_adapter.json"):
+    with pytest.raises(UserError, match=r"alignment_adapter\.json"):
         load_model(str(tmp_path))
 
 
