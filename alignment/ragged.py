@@ -1,4 +1,6 @@
-"""The one batch form: documents end to end, no padding. Made by `data`, read by `models`, weighed by `training`."""
+"""The batch form: documents end to end, no padding; alone, or as pairs of source and target. Made by `data`, read by
+`models`, weighed by `training`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,10 +19,12 @@ class Ragged:
         positions: place of each token in its own document, from 0, [N].
         starts: index of each document's first token, then N; int32 as variable-length kernels want it, [B + 1].
         lengths: tokens of each document, as plain numbers, so that no shape has to be fetched from a device.
-        targets: indices into `tokens` of the tokens to predict; never a document's first token, [M].
+        targets: indices into `tokens` of the tokens to predict, [M]; never a document's first token, but in masked text.
         target_rows: document of each target, [M].
         weight: what the batch counts for in the mean of its term (tokens, pairs, ...), over this batch alone.
         row_ids: name of the data row behind each document, for messages.
+        labels: what should stand at the targets, where that is not what stands there (masked text), [M].
+        segments: sentence of a pair that each token belongs to, 0 or 1, [N].
     """
 
     tokens: Tensor
@@ -31,6 +35,8 @@ class Ragged:
     target_rows: Tensor
     weight: float
     row_ids: tuple[str, ...] = ()
+    labels: Tensor | None = None
+    segments: Tensor | None = None
 
     @classmethod
     def build(
@@ -82,9 +88,32 @@ class Ragged:
             return self
         moved = {
             name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("tokens", "positions", "starts", "targets", "target_rows")
+            for name in ("tokens", "positions", "starts", "targets", "target_rows", "labels", "segments")
+            if getattr(self, name) is not None
         }
         return replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class Seq2Seq:
+    """Documents for an encoder, and for each the one its decoder writes.
+
+    Attributes:
+        source: what is read.
+        target: what is written; each document begins with the token that starts the decoder, which is never a target.
+    """
+
+    source: Ragged
+    target: Ragged
+
+    @property
+    def weight(self) -> float:
+        """Target tokens that count."""
+        return self.target.weight
+
+    def to(self, device: torch.device | str) -> "Seq2Seq":
+        """The same batch on another device."""
+        return Seq2Seq(self.source.to(device), self.target.to(device))
 
 
 def groups_of(lengths: Sequence[int], limit: int) -> list[list[int]]:
