@@ -6,101 +6,211 @@ from typing import Any
 
 from torch import nn
 
-from alignment.models.attention import Attention
-from alignment.models.block import Block
+from alignment.errors import UserError
+from alignment.models.attention import Attention, CrossAttention
+from alignment.models.block import Block, ParallelBlock, PostNormBlock, SandwichBlock
+from alignment.models.disentangled import DisentangledAttention, RelativeEmbedding
+from alignment.models.distance import Alibi, RelativeBias
+from alignment.models.encoder_decoder import Seq2SeqModel
+from alignment.models.experts import Experts
 from alignment.models.families import family_of
 from alignment.models.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
-from alignment.models.heads import LanguageModel, ScalarModel
-from alignment.models.norms import RMSNorm
-from alignment.models.positions import LearnedPositions, RotaryPositions
+from alignment.models.heads import LanguageHead, Readout, Transform
+from alignment.models.initial import initialise
+from alignment.models.language import LanguageModel, MaskedLanguageModel
+from alignment.models.norms import RMSNorm, UnitOffsetRMSNorm
+from alignment.models.positions import LearnedPositions, SinusoidalPositions
+from alignment.models.readers import ScalarModel, SequenceClassifier, TokenReader
+from alignment.models.rotary import Rotary
 from alignment.models.spec import (
+    AttentionSpec,
     BlockSpec,
+    DisentangledSpec,
+    EncoderDecoderSpec,
+    ExpertsSpec,
     FeedForwardSpec,
     GatedFeedForwardSpec,
+    LanguageHeadSpec,
     LayerNormSpec,
-    LearnedPositionsSpec,
+    NoNormSpec,
     NormSpec,
     PlainFeedForwardSpec,
+    ReadoutSpec,
     RMSNormSpec,
-    RotaryPositionsSpec,
     TransformerSpec,
+    TransformSpec,
+    UnitOffsetRMSNormSpec,
 )
-from alignment.models.transformer import Transformer
+from alignment.models.spec_positions import (
+    AlibiSpec,
+    LearnedPositionsSpec,
+    PositionsSpec,
+    RelativeBiasSpec,
+    SinusoidalPositionsSpec,
+)
+from alignment.models.transformer import Parts, Transformer
+from alignment.models.viewing import Bearings
 
-RESIDUAL_LAYERS = ("attention.output", "feedforward.down")  # they write into the residual stream
 
-
-def build_language_model(config: dict[str, Any]) -> LanguageModel:
-    """A language model with fresh weights, in eval mode.
+def build_model(config: dict[str, Any], task: str = "language") -> Any:
+    """A model with fresh weights, in eval mode.
 
     Args:
         config: a Hugging Face config, at least {"model_type": ...}. Keys left out have transformers' defaults, but
             dropout is off unless asked for.
+        task: language, scalar, next_sentence, sequence, tokens or span, as far as the family has it.
 
     Raises:
-        UserError: unknown family, unknown key, or a value that cannot be.
+        UserError: unknown family, unknown key, or a value that cannot be; a task the family does not have.
     """
     config = {**family_of(config).fresh_config, **config}
-    return initialise(empty_model(LanguageModel, config))
+    return initialise(empty_model(config, task))
+
+
+def build_language_model(config: dict[str, Any]) -> Any:
+    """A language model with fresh weights, in eval mode; see `build_model`."""
+    return build_model(config, "language")
 
 
 def build_scalar_model(config: dict[str, Any]) -> ScalarModel:
-    """A scalar model (reward or value) with fresh weights; `config` as for `build_language_model`."""
-    config = {**family_of(config).fresh_config, **config}
-    return initialise(empty_model(ScalarModel, config))
+    """A scalar model (reward or value) with fresh weights; `config` as for `build_model`."""
+    return build_model(config, "scalar")
 
 
-def empty_model(kind: Callable[[Transformer, dict[str, Any]], Any], config: dict[str, Any]) -> Any:
-    """A model of `kind` whose weights mean nothing yet."""
-    return kind(build_trunk(family_of(config).spec_from_config(config)), dict(config))
+def empty_model(config: dict[str, Any], task: str) -> Any:
+    """A model whose weights mean nothing yet."""
+    family, config = family_of(config), dict(config)
+    if task not in family.tasks:
+        raise UserError(f"{family.name} has no head for {task!r}, only {', '.join(sorted(family.tasks))}")
+    spec = family.spec_from_config(config)
+    readout = family.tasks[task].readout
+    if isinstance(spec, EncoderDecoderSpec):
+        encoder, decoder = build_trunk(spec.encoder), build_trunk(spec.decoder)
+        return Seq2SeqModel(encoder, decoder, _language_head(spec.decoder), config, spec)
+    trunk = build_trunk(spec)
+    if task == "scalar":
+        return ScalarModel(trunk, config)
+    if task == "language" and spec.causal:
+        return LanguageModel(trunk, _language_head(spec), config)
+    if task in ("language", "next_sentence"):
+        follows = None if readout is None else _readout(readout(config), spec.width)
+        return MaskedLanguageModel(trunk, _language_head(spec), config, task, follows)  # type: ignore[arg-type]
+    assert readout is not None
+    read = readout(config)
+    if task == "sequence":
+        assert read.pooling is not None
+        return SequenceClassifier(trunk, _readout(read, spec.output_width or spec.width), config, read.pooling)
+    return TokenReader(trunk, _readout(read, spec.output_width or spec.width), config, task)  # type: ignore[arg-type]
 
 
 def build_trunk(spec: TransformerSpec) -> Transformer:
     """The trunk `spec` describes."""
     blocks = [build_block(block, spec.width) for block in spec.blocks]
-    return Transformer(spec, _positions(spec), blocks, _norm(spec.norm, spec.width))
+    narrow = spec.width if spec.projection is None else spec.projection.width
+    beside = spec.projection is None or spec.projection.before_positions
+    parts = Parts(
+        norm=_norm(spec.norm, spec.width)(),
+        bearings=_bearings(spec),
+        positions=_positions(spec.positions, spec.width if beside else narrow),
+        embedding_norm=None if spec.embedding_norm is None else _norm(spec.embedding_norm, narrow)(),
+        project_in=None if spec.projection is None else nn.Linear(narrow, spec.width, bias=spec.projection.bias),
+        project_out=None if spec.output_width is None else nn.Linear(spec.width, spec.output_width, bias=False),
+        relative=RelativeEmbedding(2 * spec.relative, spec.width, _norm(spec.relative_norm, spec.width)())
+        if spec.relative
+        else None,
+    )
+    return Transformer(spec, blocks, parts)
 
 
-def build_block(spec: BlockSpec, width: int) -> Block:
+def build_block(spec: BlockSpec, width: int) -> nn.Module:
     """One layer."""
-    attention = Attention(spec.attention, width)
-    return Block(attention, _feedforward(spec.feedforward, width), _norm(spec.norm, width), spec.dropout)
+    attention, feedforward = _attention(spec.attention, width), _feedforward(spec.feedforward, width)
+    cross = None if spec.cross is None else CrossAttention(spec.cross, width, width)
+    norm, dropout = _norm(spec.norm, width), nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
+    match spec.wiring:
+        case "pre":
+            first = None if spec.attention_norm is None else _norm(spec.attention_norm, width)
+            return Block(attention, feedforward, norm, dropout, first, cross)
+        case "post":
+            return PostNormBlock(attention, feedforward, norm, dropout, cross)
+        case "sandwich" | "output":
+            return SandwichBlock(
+                attention, feedforward, norm, dropout, norm if spec.wiring == "sandwich" else nn.Identity
+            )
+        case "parallel" | "parallel_shared":
+            return ParallelBlock(attention, feedforward, norm, dropout, spec.wiring == "parallel_shared")
+
+
+def _attention(spec: AttentionSpec | DisentangledSpec, width: int) -> nn.Module:
+    if isinstance(spec, DisentangledSpec):
+        return DisentangledAttention(spec, width)
+    norm = spec.query_key_norm
+    return Attention(spec, width, None if norm is None else lambda columns: _norm(norm, columns)())
 
 
 def _norm(spec: NormSpec, width: int) -> Callable[[], nn.Module]:
     match spec:
-        case LayerNormSpec(eps=eps):
-            return partial(nn.LayerNorm, width, eps=eps)
+        case LayerNormSpec(eps=eps, bias=bias):
+            return partial(nn.LayerNorm, width, eps=eps, bias=bias)
         case RMSNormSpec(eps=eps):
             return partial(RMSNorm, width, eps)
+        case UnitOffsetRMSNormSpec(eps=eps):
+            return partial(UnitOffsetRMSNorm, width, eps)
+        case NoNormSpec():
+            return nn.Identity
 
 
 def _feedforward(spec: FeedForwardSpec, width: int) -> nn.Module:
     match spec:
         case PlainFeedForwardSpec():
-            return FeedForward(width, spec.width, ACTIVATIONS[spec.activation], spec.bias)
+            return FeedForward(width, spec.width, ACTIVATIONS[spec.activation], spec.bias, spec.dropout)
         case GatedFeedForwardSpec():
-            return GatedFeedForward(width, spec.width, ACTIVATIONS[spec.activation], spec.bias)
+            return GatedFeedForward(width, spec.width, ACTIVATIONS[spec.activation], spec.bias, spec.dropout)
+        case ExpertsSpec():
+            experts = [_feedforward(spec.expert, width) for _ in range(spec.count)]
+            return Experts(width, experts, spec.chosen, spec.normalised, spec.balance_coef > 0)
 
 
-def _positions(spec: TransformerSpec) -> LearnedPositions | RotaryPositions:
-    match spec.positions:
-        case LearnedPositionsSpec(count=count):
-            return LearnedPositions(count, spec.width)
-        case RotaryPositionsSpec():
-            return RotaryPositions(spec.positions, spec.blocks[0].attention.head_width)
+def _positions(spec: PositionsSpec | None, width: int) -> nn.Module | None:
+    match spec:
+        case LearnedPositionsSpec(count=count, first=first):
+            return LearnedPositions(count, width, first)
+        case SinusoidalPositionsSpec():
+            return SinusoidalPositions(width)
+        case None:
+            return None
 
 
-def initialise(model: Any) -> Any:
-    """Fresh weights in place: matrices normal, biases zero, norms one; layers into the residual stream may be smaller.
+def _bearings(spec: TransformerSpec) -> Bearings:
+    specs = [block.attention for block in spec.blocks if isinstance(block.attention, AttentionSpec)]
+    distances = {(spec.distance, spec.heads, spec.causal) for spec in specs if spec.distance is not None}
+    if len(distances) > 1:
+        raise ValueError(f"layers share one bias for distances, and these differ: {distances}")
+    rotaries = {attention.rotary: Rotary(attention.rotary) for attention in specs if attention.rotary is not None}
+    if not distances:
+        return Bearings(rotaries, None)
+    [(distance, heads, causal)] = distances
+    match distance:
+        case AlibiSpec(scale=scale):
+            return Bearings(rotaries, Alibi(heads, scale))
+        case RelativeBiasSpec(buckets=buckets, max_distance=far):
+            return Bearings(rotaries, RelativeBias(buckets, far, heads, both_sides=not causal))
 
-    Source: Radford et al. 2019 (GPT-2), section 2.3: residual layers divided by sqrt(2 * layers).
-    """
-    init = model.spec.init
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear | nn.Embedding | LearnedPositions):
-            std = init.residual_std if name.endswith(RESIDUAL_LAYERS) else init.std
-            nn.init.normal_(module.weight, std=std)
-        if isinstance(module, nn.Linear) and module.bias is not None:
-            nn.init.zeros_(module.bias)
-    return model.eval()
+
+def _transform(spec: TransformSpec | None, width: int) -> Transform | None:
+    if spec is None:
+        return None
+    dense = nn.Linear(width, spec.width, bias=spec.bias)
+    return Transform(dense, ACTIVATIONS[spec.activation], _norm(spec.norm, spec.width)())
+
+
+def _language_head(spec: TransformerSpec) -> nn.Module:
+    width = spec.output_width or spec.width
+    if spec.head == LanguageHeadSpec():
+        return nn.Linear(width, spec.vocabulary, bias=False)
+    return LanguageHead(spec.head, width, spec.vocabulary, _transform(spec.head.transform, width))
+
+
+def _readout(spec: ReadoutSpec, width: int) -> Readout:
+    inner = width if spec.transform is None else spec.transform.width
+    return Readout(_transform(spec.transform, width), nn.Linear(inner, spec.outputs, bias=spec.bias), spec.dropout)

@@ -8,13 +8,40 @@ import torch
 from torch import Tensor
 
 
+class Memory:
+    """Keys and values of encoded documents, one row per document being continued.
+
+    Attributes:
+        keys, values: one [rows, K, S, head_width] per layer.
+        mask: True at real tokens, [rows, 1, 1, S].
+        owners: which of the documents first encoded each row holds, [rows].
+    """
+
+    def __init__(self, mask: Tensor):
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+        self.mask = mask
+        self.owners = torch.arange(len(mask), device=mask.device)
+
+    def select(self, rows: Tensor) -> None:
+        """Hold these rows from now on, in this order; a row may come more than once."""
+        owners = self.owners[rows]
+        # Beams that change places have the same source: asking costs a GPU less than copying all that was read of it.
+        if torch.equal(owners, self.owners):
+            return
+        self.owners = owners
+        self.keys = [x[rows] for x in self.keys]
+        self.values = [x[rows] for x in self.values]
+        self.mask = self.mask[rows]
+
+
 class Cache:
     """Preallocated keys and values of every layer.
 
     Attributes:
         keys, values: one [rows, K, capacity, head_width] per layer.
         lengths: filled slots of each row, [rows].
-        longest: the largest of `lengths`, as a plain number.
+        longest: the largest of `lengths`, as a plain number; after `reorder` perhaps more than that.
     """
 
     def __init__(
@@ -34,6 +61,7 @@ class Cache:
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self.longest = 0
+        self.memory: Memory | None = None
 
     @property
     def rows(self) -> int:
@@ -74,3 +102,29 @@ class Cache:
                 stores[layer] = store[:count]
         self.lengths = self.lengths[rows]
         self.longest = int(self.lengths.max()) if count else 0
+        if self.memory is not None:
+            self.memory.select(rows)
+
+    def reorder(self, rows: Tensor) -> None:
+        """Put row `rows[i]` at place i, for all places at once; a row may come several times, or not at all.
+
+        Beam search goes on this way: two beams may continue the same one. Only rows that change are copied, so a
+        hypothesis that stays where it is costs nothing.
+
+        Args:
+            rows: indices, [n]; n need not be the number of rows held now.
+        """
+        if len(rows) == self.rows and not rows.is_cuda:  # there, asking which rows change would stall the GPU
+            moved = (rows != torch.arange(len(rows), device=rows.device)).nonzero().squeeze(1)
+            for store in (*self.keys, *self.values):
+                store[moved, :, : self.longest] = store[rows[moved], :, : self.longest]
+        else:
+            for stores in (self.keys, self.values):
+                for layer, store in enumerate(stores):
+                    stores[layer] = store[rows]
+        counted = len(rows) != self.rows  # the search dropped whole documents, perhaps the longest: rare, worth a look
+        self.lengths = self.lengths[rows]
+        if self.memory is not None:
+            self.memory.select(rows)
+        if counted:
+            self.longest = int(self.lengths.max()) if len(rows) else 0

@@ -1,12 +1,13 @@
 """Hugging Face directory <-> our state dict, both ways, strict, safetensors only. Tokenizers and adapters are not here.
 
 Strict: every tensor is consumed, every parameter found, every config key understood; anything else is refused by name.
+How one file tensor becomes several of ours and back is in layout.py.
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from safetensors.torch import save_file
@@ -16,42 +17,18 @@ from alignment.errors import UserError, raise_all
 from alignment.files import write_atomic, write_json
 from alignment.models.build import empty_model
 from alignment.models.directory import CONFIG, WEIGHTS, read_config, read_tensors
-from alignment.models.families import family_of
+from alignment.models.families import FAMILIES, family_of
 from alignment.models.families.family import Family
-from alignment.models.heads import LanguageModel, ScalarModel
-
-
-class Place(NamedTuple):
-    """Where a parameter of ours lives in a Hugging Face file.
-
-    Attributes:
-        name: of the tensor there.
-        part, parts: this parameter is slice `part` of `parts` along its output axis.
-        transposed: the matrix is stored [in, out].
-    """
-
-    name: str
-    part: int = 0
-    parts: int = 1
-    transposed: bool = False
+from alignment.models.initial import initialise_layer
+from alignment.models.layout import Place, from_hf, pattern_of, places_of, to_hf
+from alignment.models.readers import ScalarModel
 
 
 def load_language_model(
     directory: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
-) -> LanguageModel:
-    """The language model of a Hugging Face directory, in eval mode; `model.train()` turns its dropout on.
-
-    Raises:
-        UserError: naming every missing, unexpected or misshapen tensor and every unknown config key.
-    """
-    directory = Path(directory)
-    model = _empty(LanguageModel, directory)
-    family = family_of(model.config)
-    tensors = _read_trunk_names(directory, family)
-    if model.spec.tied_head:
-        _drop_tied_copy(tensors, family, directory)
-    _fill(model, tensors, directory, dtype, device)
-    return model
+) -> Any:
+    """The language model of a Hugging Face directory, in eval mode; see `load_checkpoint`."""
+    return load_checkpoint(directory, "language", dtype, device)
 
 
 def load_scalar_model(
@@ -67,28 +44,63 @@ def load_scalar_model(
             commonly, is left aside and a new one made; "normal" has standard deviation 1 / sqrt(D + 1).
 
     Raises:
-        UserError: as for `load_language_model`; also where the head is missing.
+        UserError: as for `load_checkpoint`; also where the head is missing.
 
     Source: the initial deviation is Stiennon et al. 2020, arXiv:2009.01325, appendix B.1.
     """
-    directory = Path(directory)
-    model = _empty(ScalarModel, directory)
-    family = family_of(model.config)
-    tensors = _read_trunk_names(directory, family)
-    if new_head is not None:
-        for head in (family.language_head, family.scalar_head):
-            tensors.pop(head, None)
-        weight = torch.zeros(1, model.spec.width)
-        if new_head == "normal":
-            nn.init.normal_(weight, std=(model.spec.width + 1) ** -0.5)
-        tensors[family.scalar_head] = weight
-    _fill(model, tensors, directory, dtype, device)
+    model = load_checkpoint(directory, "scalar", dtype, device, new_head=new_head is not None)
+    if new_head == "zero":
+        nn.init.zeros_(model.head.weight)
+    if new_head == "normal":
+        nn.init.normal_(model.head.weight, std=(model.head.in_features + 1) ** -0.5)
     return model
 
 
-def save_model(
-    model: LanguageModel | ScalarModel, directory: str | Path, *, state: dict[str, Tensor] | None = None
-) -> None:
+def load_checkpoint(
+    directory: str | Path,
+    task: str = "language",
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    *,
+    new_head: bool = False,
+    config: dict[str, Any] | None = None,
+) -> Any:
+    """The model of a Hugging Face directory, in eval mode; `model.train()` turns its dropout on.
+
+    Args:
+        task: language, scalar, next_sentence, sequence, tokens or span, as far as the family has it.
+        new_head: leave the file's heads aside, whichever they are, and draw a new one.
+        config: changes to config.json, for example the number of labels of a new head.
+
+    Raises:
+        UserError: naming every missing, unexpected or misshapen tensor and every unknown config key.
+    """
+    directory = Path(directory)
+    config = {**read_config(directory), **(config or {})}
+    with torch.device("meta"):  # no memory behind it: every weight comes from the file
+        model = empty_model(config, task)
+    family = family_of(config)
+    places = hf_names(model)
+    tensors = _read_tensors(directory, family)
+    tensors = _left_aside(tensors, family, task, new_head)
+    aliases = _aliases(model)
+    for alias, original in aliases.items():
+        copy = places.pop(alias)
+        _drop_copy(tensors, copy.name, places[original].name, directory)
+    for name, original in family.copies:
+        _drop_copy(tensors, name, original, directory)
+    fresh = {name: place for name, place in places.items() if new_head and not _in_trunk(name)}
+    wanted = {name: place for name, place in places.items() if name not in fresh}
+    shapes = _expected_shapes(model, wanted)
+    raise_all(f"{directory}: {problem}" for problem in _problems(tensors, shapes))
+    state = {name: x.to(dtype=dtype, device=device) for name, x in from_hf(tensors, wanted).items()}
+    _assign(model, state, aliases)
+    if new_head:
+        _draw_heads(model, fresh, dtype, device)
+    return model.eval()
+
+
+def save_model(model: Any, directory: str | Path, *, state: dict[str, Tensor] | None = None) -> None:
     """Write config.json and model.safetensors so that plain transformers opens them.
 
     Args:
@@ -97,110 +109,115 @@ def save_model(
     Raises:
         ValueError: the state has parameters the architecture does not have (an adapter still attached) or lacks some.
     """
-    state = model.state_dict() if state is None else state
+    live: dict[str, Tensor] = model.state_dict() if state is None else state
     places = hf_names(model)
-    tied = _head_is_tied(model)
-    expected = set(places) - ({"head.weight"} if tied else set())
-    extra = set(state) - set(places)
-    if extra or not expected <= set(state):
+    expected = set(places) - set(_aliases(model))
+    extra = set(live) - set(places)
+    if extra or not expected <= set(live):
         raise ValueError(
-            f"the state does not fit the architecture: missing {sorted(expected - set(state))}, "
+            f"the state does not fit the architecture: missing {sorted(expected - set(live))}, "
             f"unexpected {sorted(extra)}; merge or detach adapters before saving"
         )
-    tensors = to_hf({name: state[name].cpu() for name in expected}, places)
+    tensors = to_hf({name: live[name].cpu() for name in expected}, places)
     directory = Path(directory)
-    config = _config_to_save(model, tied, next(iter(tensors.values())).dtype)
+    config = _config_to_save(model, next(iter(tensors.values())).dtype)
     write_atomic(directory / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     write_json(directory / CONFIG, config)
 
 
-def hf_names(model: LanguageModel | ScalarModel) -> dict[str, Place]:
+def hf_names(model: Any) -> dict[str, Place]:
     """Every parameter of the architecture, by our name, with its place in a Hugging Face file.
 
     An attached prefix or adapter is no part of the architecture and is not listed.
     """
     family = family_of(model.config)
-    head = family.scalar_head if isinstance(model, ScalarModel) else family.language_head
-    places = {"head.weight": Place(head)}
-    for hf, ours in family.names:
-        parts = (ours,) if isinstance(ours, str) else ours
-        transposed = hf.endswith(family.transposed)
-        for layer in range(len(model.spec.blocks)) if "{}" in hf else (0,):
-            for part, name in enumerate(parts):
-                places[name.format(layer)] = Place(hf.format(layer), part, len(parts), transposed)
     with torch.device("meta"):
-        present = empty_model(type(model), model.config).state_dict()
-    return {name: place for name, place in places.items() if name in present}
+        bare = empty_model(model.config, model.task)
+    shapes = {name: parameter.shape for name, parameter in bare.state_dict().items()}
+    return places_of(shapes, (*family.names, *family.tasks[model.task].names), family, bare.spec)
 
 
-def to_hf(state: dict[str, Tensor], places: dict[str, Place]) -> dict[str, Tensor]:
-    """Our tensors under Hugging Face's names: slices joined, matrices turned where the family stores them so."""
-    slices: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in state.items():
-        slices.setdefault(places[name].name, {})[places[name].part] = tensor.detach()
-    transposed = {place.name for place in places.values() if place.transposed}
-    joined = {name: torch.cat([parts[i] for i in range(len(parts))]) for name, parts in slices.items()}
-    return {name: (tensor.T if name in transposed else tensor).contiguous() for name, tensor in joined.items()}
-
-
-def from_hf(tensors: dict[str, Tensor], places: dict[str, Place]) -> dict[str, Tensor]:
-    """Hugging Face's tensors under our names; the inverse of `to_hf`."""
-    state = {}
-    for name, place in places.items():
-        tensor = tensors[place.name].T if place.transposed else tensors[place.name]
-        state[name] = tensor.chunk(place.parts)[place.part].clone(memory_format=torch.contiguous_format)
-    return state
-
-
-def _empty(kind: Callable[..., Any], directory: Path) -> Any:
-    """A model without memory behind it: every weight comes from the file."""
-    config = read_config(directory)
-    with torch.device("meta"):
-        return empty_model(kind, config)
-
-
-def _read_trunk_names(directory: Path, family: Family) -> dict[str, Tensor]:
+def _read_tensors(directory: Path, family: Family) -> dict[str, Tensor]:
     """The file's weights, as a file with a head would name them; buffers of older files left out."""
     tensors = read_tensors(directory)
     tensors = {name: x for name, x in tensors.items() if not any(re.fullmatch(p, name) for p in family.ignored)}
-    heads = (family.language_head, family.scalar_head)
-    if any(name.startswith(family.trunk_prefix) for name in tensors):
+    if not family.trunk_prefix or any(name.startswith(family.trunk_prefix) for name in tensors):
         return tensors
-    return {name if name in heads else family.trunk_prefix + name: x for name, x in tensors.items()}
+    trunk = {pattern_of(hf) for hf, _ in family.names}
+    return {
+        family.trunk_prefix + name if pattern_of(family.trunk_prefix + name) in trunk else name: x
+        for name, x in tensors.items()
+    }
 
 
-def _drop_tied_copy(tensors: dict[str, Tensor], family: Family, directory: Path) -> None:
-    """A tied model's file may hold the head once more; it must then be the embedding."""
-    copy = tensors.pop(family.language_head, None)
-    embedding = tensors.get(family.names[0][0])
-    if copy is not None and embedding is not None and not torch.equal(copy, embedding):
+def _left_aside(tensors: dict[str, Tensor], family: Family, task: str, new_head: bool) -> dict[str, Tensor]:
+    """Without the heads that are not asked for: known ones of other tasks, or all where a new one is drawn."""
+    if new_head:
+        heads = {pattern_of(hf) for other in family.tasks.values() for hf, _ in other.names}
+        beside = [pattern for other in family.tasks.values() for pattern in other.beside]
+    else:
+        heads, beside = set(), list(family.tasks[task].beside)
+    return {
+        name: x
+        for name, x in tensors.items()
+        if pattern_of(name) not in heads and not any(re.fullmatch(pattern, name) for pattern in beside)
+    }
+
+
+def _aliases(model: nn.Module) -> dict[str, str]:
+    """Names of parameters that are another one once more -> that one's name.
+
+    By identity, not by what a config once said: the two may have been parted since.
+    """
+    first: dict[int, str] = {}
+    aliases = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        original = first.setdefault(id(parameter), name)
+        if original != name:
+            aliases[name] = original
+    return aliases
+
+
+def _drop_copy(tensors: dict[str, Tensor], name: str, original: str, directory: Path) -> None:
+    """A file may hold a shared tensor twice; both must then be the same."""
+    copy, kept = tensors.pop(name, None), tensors.get(original)
+    if copy is None:
+        return
+    if kept is None:
+        tensors[original] = copy
+    elif not torch.equal(copy, kept):
         raise UserError(
-            f"{directory}: config.json says tie_word_embeddings, but {family.language_head} differs from "
-            f"{family.names[0][0]}; one of the two is wrong"
+            f"{directory}: config.json says tie_word_embeddings (or the family shares the tensor), but {name} differs "
+            f"from {original}; one of the two is wrong"
         )
 
 
-def _fill(
-    model: LanguageModel | ScalarModel,
-    tensors: dict[str, Tensor],
-    directory: Path,
-    dtype: torch.dtype,
-    device: str | torch.device,
-) -> None:
-    """Give every parameter of a model without memory its tensor, or refuse."""
-    places = hf_names(model)
-    tied = isinstance(model, LanguageModel) and model.spec.tied_head
-    if tied:
-        del places["head.weight"]
-    shapes = _expected_shapes(model, places)
-    raise_all(f"{directory}: {problem}" for problem in _problems(tensors, shapes))
-    state = {name: x.to(dtype=dtype, device=device) for name, x in from_hf(tensors, places).items()}
-    if tied:
-        state["head.weight"] = state["trunk.embed.weight"]
-    model.load_state_dict(state, assign=True)
-    if tied:
-        model.head.weight = model.trunk.embed.weight
-    model.eval()
+def _in_trunk(name: str) -> bool:
+    return name.split(".")[0] in ("trunk", "encoder", "decoder")
+
+
+def _assign(model: nn.Module, state: dict[str, Tensor], aliases: dict[str, str]) -> None:
+    """Give parameters without memory their tensors; shared ones stay shared."""
+    model.load_state_dict(state, assign=True, strict=False)
+    for alias, original in aliases.items():
+        owner, _, leaf = alias.rpartition(".")
+        if original in state:
+            setattr(model.get_submodule(owner), leaf, model.get_parameter(original))
+
+
+def _draw_heads(model: Any, fresh: Iterable[str], dtype: torch.dtype, device: str | torch.device) -> None:
+    """Fresh weights for what is not in the trunk."""
+    init = getattr(model.spec, "decoder", model.spec).init
+    for owner in sorted({name.rpartition(".")[0] for name in fresh}):
+        module = model.get_submodule(owner)
+        kept = {name: x for name, x in module.named_parameters(recurse=False) if not x.is_meta}
+        module.to_empty(device=device, recurse=False).to(dtype)
+        if isinstance(module, nn.LayerNorm):
+            module.reset_parameters()
+        else:
+            initialise_layer(module, init, owner)
+        for name, parameter in kept.items():
+            setattr(module, name, parameter)
 
 
 def _expected_shapes(model: nn.Module, places: dict[str, Place]) -> dict[str, torch.Size]:
@@ -217,18 +234,15 @@ def _problems(tensors: dict[str, Tensor], shapes: dict[str, torch.Size]) -> Iter
             yield f"tensor {name} has shape {tuple(tensors[name].shape)}, the config asks for {tuple(shapes[name])}"
 
 
-def _head_is_tied(model: LanguageModel | ScalarModel) -> bool:
-    """By identity, not by what a config once said: the two may have been parted since."""
-    return isinstance(model, LanguageModel) and model.head.weight is model.trunk.embed.weight
-
-
-def _config_to_save(model: LanguageModel | ScalarModel, tied: bool, dtype: torch.dtype) -> dict[str, Any]:
-    family = family_of(model.config)
+def _config_to_save(model: Any, dtype: torch.dtype) -> dict[str, Any]:
+    task = FAMILIES[model.config["model_type"]].tasks[model.task]
     config = {key: value for key, value in model.config.items() if key not in ("torch_dtype", "_name_or_path")}
-    config |= {"dtype": str(dtype).removeprefix("torch."), "vocab_size": model.trunk.embed.num_embeddings}
+    vocabulary = (model.encoder if hasattr(model, "encoder") else model.trunk).embed.num_embeddings
+    config |= {"dtype": str(dtype).removeprefix("torch."), "vocab_size": vocabulary, "architectures": [task.hf_class]}
     if isinstance(model, ScalarModel):
-        config |= {"architectures": [family.scalar_class], "num_labels": 1}
-        return config | {"id2label": {"0": "score"}, "label2id": {"score": 0}}
+        return config | {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+    if task.readout is not None:
+        return config
     for key in ("num_labels", "id2label", "label2id"):
         config.pop(key, None)
-    return config | {"architectures": [family.language_class], "tie_word_embeddings": tied}
+    return config | {"tie_word_embeddings": "head.weight" in _aliases(model)}

@@ -1,6 +1,6 @@
 """Who may attend to whom, as booleans (True = may attend), and how documents lie side by side in an attention call.
 
-No windows and no shared prompts; documents are kept apart by giving each its own row, not by a mask over all tokens.
+Documents are kept apart by giving each its own row, not by a mask over all tokens.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,16 @@ ROUND_TO = 16  # the CPU kernel works on tiles: 64 columns are faster than 60
 CALL_COST = 32_000  # one more attention call costs about as much as this many attention weights (heads * T * T)
 
 
-def causal_mask(queries: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
-    """[queries, keys]: the last query sees every key, each earlier one a key less."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+def distances(queries: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
+    """Key place minus query place, [queries, keys]; the last query stands where the last key does."""
+    query_places = torch.arange(keys - queries, keys, device=device)
+    return torch.arange(keys, device=device) - query_places[:, None]
+
+
+def visible(distance: Tensor, causal: bool, window: int | None) -> Tensor:
+    """Whether a key at each `distance` may be attended to; the same shape."""
+    seen = distance <= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    return seen if window is None else seen & (distance.abs() < window)
 
 
 def seen_mask(lengths: Tensor, width: int) -> Tensor:
@@ -28,15 +35,17 @@ def seen_mask(lengths: Tensor, width: int) -> Tensor:
 class Packing:
     """Documents as the rows of a few rectangles, each rectangle for documents of similar length, padded on the right.
 
-    Right padding needs no mask: under causal attention a real token never looks that far.
+    Right padding needs no mask under causal attention: a real token never looks that far.
 
     Attributes:
         groups: (documents, columns) of each rectangle.
+        lengths: tokens of the documents of each rectangle, row by row.
         slots: place of each token when all rectangles lie end to end, [N]; None: the batch is the rectangle already.
         source: token that fills each place; token 0, unseen, where there is none, [S].
     """
 
     groups: tuple[tuple[int, int], ...]
+    lengths: tuple[tuple[int, ...], ...]
     slots: Tensor | None = None
     source: Tensor | None = None
 
@@ -44,19 +53,42 @@ class Packing:
 def pack(lengths: Sequence[int], heads: int, device: torch.device | str = "cpu") -> Packing:
     """The packing of documents with these `lengths` that costs least, by a greedy rule."""
     if min(lengths) == max(lengths):
-        return Packing(groups=((len(lengths), lengths[0]),))
-    columns = _columns(lengths, heads)
-    order = sorted(range(len(lengths)), key=columns.__getitem__, reverse=True)
-    groups = tuple((len(list(members)), width) for width, members in groupby(columns[row] for row in order))
+        return Packing(((len(lengths), lengths[0]),), (tuple(lengths),))
+    return _packing(lengths, _rectangles(_columns(lengths, heads)), device)
+
+
+def pack_together(
+    ours: Sequence[int], theirs: Sequence[int], heads: int, device: torch.device | str = "cpu"
+) -> tuple[Packing, Packing]:
+    """Packings of two sets of documents such that rectangle i of both holds the same rows in the same order."""
+    rectangles = _rectangles(_columns([max(pair) for pair in zip(ours, theirs, strict=True)], heads))
+    one, other = ([(rows, max(lengths[i] for i in rows)) for rows, _ in rectangles] for lengths in (ours, theirs))
+    return _packing(ours, one, device), _packing(theirs, other, device)
+
+
+def _rectangles(columns: Sequence[int]) -> list[tuple[list[int], int]]:
+    """Documents of equal `columns` together, widest first: (their numbers, the columns)."""
+    order = sorted(range(len(columns)), key=columns.__getitem__, reverse=True)
+    return [(list(rows), width) for width, rows in groupby(order, key=columns.__getitem__)]
+
+
+def _packing(
+    lengths: Sequence[int], rectangles: Sequence[tuple[list[int], int]], device: torch.device | str
+) -> Packing:
+    """The packing with these rectangles: (documents, columns) each."""
     begins = [0] * len(lengths)
-    for row, begin in zip(order, accumulate((columns[row] for row in order), initial=0), strict=False):
-        begins[row] = begin
+    begin = 0
+    for rows, width in rectangles:
+        for row in rows:
+            begins[row], begin = begin, begin + width
     starts = [0, *accumulate(lengths)]
     shifts = torch.tensor(begins) - torch.tensor(starts[:-1])
     tokens = torch.arange(starts[-1])
     slots = tokens + torch.repeat_interleave(shifts, torch.tensor(lengths))
-    source = torch.zeros(sum(columns), dtype=torch.long).index_copy_(0, slots, tokens)
-    return Packing(groups, slots.to(device, non_blocking=True), source.to(device, non_blocking=True))
+    source = torch.zeros(begin, dtype=torch.long).index_copy_(0, slots, tokens)
+    groups = tuple((len(rows), width) for rows, width in rectangles)
+    sizes = tuple(tuple(lengths[row] for row in rows) for rows, _ in rectangles)
+    return Packing(groups, sizes, slots.to(device, non_blocking=True), source.to(device, non_blocking=True))
 
 
 def _columns(lengths: Sequence[int], heads: int) -> list[int]:

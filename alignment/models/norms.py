@@ -1,4 +1,4 @@
-"""RMSNorm in the rounding order of the reference. LayerNorm is not here: torch's own sums in fp32 already."""
+"""RMSNorm in the rounding orders of the references. LayerNorm is not here: torch's own sums in fp32 already."""
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,22 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> the same shape."""
-        wide = x.float()
-        wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * wide.to(x.dtype)
+        return self.weight * root_mean_square_removed(x.float(), self.eps).to(x.dtype)
+
+
+class UnitOffsetRMSNorm(nn.Module):
+    """(1 + weight) * x / sqrt(mean(x^2) + eps), all of it in fp32 before rounding, as Gemma does."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., D] -> the same shape."""
+        return (root_mean_square_removed(x.float(), self.eps) * (1 + self.weight.float())).to(x.dtype)
+
+
+def root_mean_square_removed(x: Tensor, eps: float) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last axis."""
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)

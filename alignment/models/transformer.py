@@ -1,50 +1,75 @@
-"""The decoder's trunk: embed, blocks, final norm; over documents end to end or one new token per row. No heads."""
+"""The trunk: embed, blocks, final norm; over documents end to end or one new token per row. Decoder or encoder; no heads."""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from alignment.errors import UserError
-from alignment.models.attention import (
-    Look,
-    NewTokens,
-    look_at_cache,
-    look_at_documents,
-    look_with_kernel,
-    writing_to,
-)
-from alignment.models.cache import Cache
-from alignment.models.masks import pack, seen_mask
-from alignment.models.positions import LearnedPositions, RotaryPositions
+from alignment.models.cache import Cache, Memory
+from alignment.models.cross import Source, look_at_memory, looks_across, remembering
+from alignment.models.masks import seen_mask
+from alignment.models.recompute import Keep, recomputed
+from alignment.models.sight import Sight, look_at_cache, writing_to
 from alignment.models.spec import TransformerSpec
+from alignment.models.viewing import (
+    Bearings,
+    document_looks,
+    kernel_applies,
+    kernel_looks,
+    pack_documents,
+    rotations,
+    step_masks,
+)
 from alignment.ragged import Ragged
+
+
+class Parts(NamedTuple):
+    """What a trunk is made of beside its blocks; None where its kind has no such part.
+
+    Attributes:
+        positions: places [N] -> what is added to the embedding, [N, E].
+        bearings: angles of rotary layers, biases of distances.
+        embedding_norm, norm: before the first block, after the last.
+        project_in, project_out: between the width of the token table and that of the blocks.
+        relative: gives DeBERTa's vectors of distances.
+    """
+
+    norm: nn.Module
+    bearings: Bearings
+    positions: nn.Module | None = None
+    embedding_norm: nn.Module | None = None
+    project_in: nn.Module | None = None
+    project_out: nn.Module | None = None
+    relative: nn.Module | None = None
 
 
 class Transformer(nn.Module):
     """Token ids in, hidden states after the final norm out.
 
     Attributes:
-        gradient_checkpointing: recompute each block in the backward pass instead of keeping its activations.
+        recompute: what of each block's activations is kept, the rest being computed again in the backward pass; None:
+            all are kept and nothing is repeated.
     """
 
-    def __init__(
-        self,
-        spec: TransformerSpec,
-        positions: LearnedPositions | RotaryPositions,
-        blocks: Sequence[nn.Module],
-        norm: Callable[[], nn.Module],
-    ):
+    def __init__(self, spec: TransformerSpec, blocks: Sequence[nn.Module], parts: Parts):
         super().__init__()
         self.spec = spec
-        self.embed = nn.Embedding(spec.vocabulary, spec.width)
-        self.positions: LearnedPositions | RotaryPositions = positions
+        self.embed = nn.Embedding(spec.vocabulary, spec.projection.width if spec.projection else spec.width)
+        self.positions = parts.positions
+        self.segments = nn.Embedding(spec.segments, self.embed.embedding_dim) if spec.segments else None
+        self.embedding_norm, self.project_in, self.project_out = (
+            parts.embedding_norm,
+            parts.project_in,
+            parts.project_out,
+        )
         self.dropout = nn.Dropout(spec.embedding_dropout) if spec.embedding_dropout else nn.Identity()
         self.blocks = nn.ModuleList(blocks)
-        self.norm = norm()
-        self.gradient_checkpointing = False
+        self.norm = parts.norm
+        self.distance, self.relative = parts.bearings.distance, parts.relative
+        self._rotaries = parts.bearings.rotaries
+        self.recompute: Keep | None = None
 
     def forward(
         self,
@@ -53,6 +78,8 @@ class Transformer(nn.Module):
         prefix: Tensor | None = None,
         cache: Cache | None = None,
         rows: Tensor | None = None,
+        source: Source | None = None,
+        router_logits: list[Tensor] | None = None,
     ) -> Tensor:
         """Hidden states of whole documents.
 
@@ -61,6 +88,8 @@ class Transformer(nn.Module):
             prefix: keys and values in front of every document, [layers, 2, P, K, head_width]; places then start at P.
             cache: filled with the keys and values, for `step` to go on from; without gradient only.
             rows: cache row of each document, [B]; None: 0, 1, ...
+            source: what an encoder read, one document for each of the batch's; with a cache, for all of its rows.
+            router_logits: filled with what mixtures of experts say, for `experts.balance_loss`.
 
         Returns:
             [N, D].
@@ -71,46 +100,85 @@ class Transformer(nn.Module):
         offset = 0 if prefix is None else prefix.shape[2]
         longest = max(batch.lengths) + offset
         self._check_length(longest, batch, offset)
-        looks = self._looks(batch, prefix)
+        layers, bearings = self.spec.layers, Bearings(self._rotaries, self.distance)
+        packing = None
+        if prefix is None and kernel_applies(layers, self.embed.weight, self.training):
+            looks = kernel_looks(layers, batch)
+        else:
+            packing = pack_documents(layers, batch)
+            looks = document_looks(layers, bearings, batch, packing, prefix)
         if cache is not None:
             rows = torch.arange(len(batch.lengths), device=batch.tokens.device) if rows is None else rows
             addresses = _reserve(cache, batch, rows, offset)
             _write_prefix(cache, prefix, rows)
             looks = [writing_to(cache, layer, addresses, look) for layer, look in enumerate(looks)]
-        return self._run(batch.tokens, batch.positions + offset if offset else batch.positions, longest, looks)
+        places = batch.positions + offset if offset else batch.positions
+        turns = rotations(layers, bearings, places, longest, lambda: _sizes(batch) + offset)
+        across = [None] * len(layers) if source is None else self._looks_across(source, batch, cache)
+        relative = None if self.relative is None else self.relative()
+        routed: list[Tensor] = [] if router_logits is None else router_logits
+        sights = [
+            Sight(look, turn, over, packing, relative, routed)
+            for look, turn, over in zip(looks, turns, across, strict=True)
+        ]
+        return self._run(batch.tokens, places, batch.segments, sights)
 
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Hidden states [B, D] of one new token per cache row [B]; each row of the cache is then one longer."""
         if cache.longest >= cache.capacity:
             raise ValueError(f"the cache holds {cache.capacity} tokens per row and one row is full")
-        places = cache.lengths
-        width = cache.longest + 1
+        places, width = cache.lengths, cache.longest + 1
+        layers, bearings = self.spec.layers, Bearings(self._rotaries, self.distance)
         addresses = cache.addresses(torch.arange(len(places), device=places.device), places)
-        new = NewTokens(addresses, width, seen_mask(places + 1, width))
-        looks = [look_at_cache(cache, layer, new) for layer in range(len(self.blocks))]
-        hidden = self._run(tokens, places, width, looks)
+        turns = rotations(layers, bearings, places, width, lambda: places + 1)
+        news = step_masks(layers, bearings, places, addresses, width)
+        sights = [
+            Sight(
+                look_at_cache(cache, layer, new, block.attention),  # type: ignore[arg-type]
+                turn,
+                None
+                if cache.memory is None or block.cross is None
+                else look_at_memory(cache.memory, layer, block.cross),
+            )
+            for layer, (block, turn, new) in enumerate(zip(layers, turns, news, strict=True))
+        ]
+        hidden = self._run(tokens, places, None, sights)
         cache.lengths, cache.longest = places + 1, width
         return hidden
 
-    def _run(self, tokens: Tensor, places: Tensor, longest: int, looks: Sequence[Look]) -> Tensor:
-        x = self.dropout(self.positions.add(self.embed(tokens), places))
-        rotation = self.positions.rotation(places, longest)
-        recompute = self.gradient_checkpointing and torch.is_grad_enabled()
-        for block, look in zip(self.blocks, looks, strict=True):
-            call = partial(checkpoint, block, use_reentrant=False) if recompute else block
-            x = call(x, rotation, look)
-        return self.norm(x)
+    def _looks_across(self, source: Source, batch: Ragged, cache: Cache | None) -> list:
+        specs = [layer.cross for layer in self.spec.layers if layer.cross is not None]
+        looks = looks_across(specs, source, batch)
+        if cache is None:
+            return looks
+        cache.memory = Memory(seen_mask(source.batch.starts.long().diff(), max(source.batch.lengths)))
+        return [remembering(cache.memory, source, look) for look in looks]
 
-    def _looks(self, batch: Ragged, prefix: Tensor | None) -> list[Look]:
-        """How each layer sees the documents: the variable-length kernel where it applies, else padded rectangles."""
-        attention = self.spec.blocks[0].attention
-        dropout = self.training and any(block.attention.dropout for block in self.spec.blocks)
-        if prefix is None and not dropout and _in_half_precision_on_cuda(self.embed.weight):
-            return [look_with_kernel(batch.starts, max(batch.lengths))] * len(self.blocks)
-        packing = pack(batch.lengths, attention.heads, batch.tokens.device)
-        if prefix is None:
-            return [look_at_documents(packing, None)] * len(self.blocks)
-        return [look_at_documents(packing, layer) for layer in prefix]
+    def embedded(self, tokens: Tensor, places: Tensor, segments: Tensor | None) -> Tensor:
+        """What the first block reads, [N, D]."""
+        x = self.embed(tokens)
+        if self.spec.embedding_scale != 1.0:
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)  # rounded to x's type first, as Gemma does
+        projection = self.spec.projection
+        if self.project_in is not None and projection is not None and projection.before_positions:
+            x = self.project_in(x)
+        if self.segments is not None:
+            x = x + (self.segments.weight[0] if segments is None else self.segments(segments))
+        if self.positions is not None:
+            x = x + self.positions(places).to(x.dtype)
+        x = self.dropout(x if self.embedding_norm is None else self.embedding_norm(x))
+        if self.project_in is not None and projection is not None and not projection.before_positions:
+            x = self.project_in(x)
+        return x
+
+    def _run(self, tokens: Tensor, places: Tensor, segments: Tensor | None, sights: Sequence[Sight]) -> Tensor:
+        x = self.embedded(tokens, places, segments)
+        call = recomputed(self.recompute) if self.recompute and torch.is_grad_enabled() else None
+        for layer, sight in enumerate(sights):
+            block = self.blocks[layer if self.spec.order is None else self.spec.order[layer]]
+            x = block(x, sight) if call is None else call(block, x, sight)
+        x = self.norm(x)
+        return x if self.project_out is None else self.project_out(x)
 
     def _check_length(self, longest: int, batch: Ragged, offset: int) -> None:
         if longest <= self.spec.max_positions:
@@ -124,11 +192,10 @@ class Transformer(nn.Module):
         )
 
 
-def _in_half_precision_on_cuda(weight: Tensor) -> bool:
-    if not weight.is_cuda:
-        return False
-    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else weight.dtype
-    return dtype in (torch.bfloat16, torch.float16)
+def _sizes(batch: Ragged) -> Tensor:
+    """Tokens of the document each token belongs to, [N]."""
+    sizes = batch.starts.long().diff()
+    return sizes.repeat_interleave(sizes, output_size=len(batch.tokens))
 
 
 def _reserve(cache: Cache, batch: Ragged, rows: Tensor, offset: int) -> Tensor:

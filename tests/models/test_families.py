@@ -6,7 +6,7 @@ from alignment.errors import UserError
 from alignment.models.families import FAMILIES, family_of
 from alignment.models.families.gpt2 import spec_from_config as gpt2_spec
 from alignment.models.families.llama import spec_from_config as llama_spec
-from alignment.models.spec import LinearScaling, Llama3Scaling, RotaryPositionsSpec
+from alignment.models.spec_positions import LinearScaling, Llama3Scaling, RotarySpec
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -24,23 +24,23 @@ def llama(**keys):
 @pytest.mark.parametrize(
     ("keys", "expected"),
     [
-        ({}, RotaryPositionsSpec(10000.0)),
-        ({"rope_theta": 5e5}, RotaryPositionsSpec(5e5)),
-        ({"rope_theta": 5e5, "rope_scaling": None}, RotaryPositionsSpec(5e5)),
-        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, RotaryPositionsSpec(7e4)),
-        ({"rope_scaling": {"type": "linear", "factor": 2}}, RotaryPositionsSpec(10000.0, LinearScaling(2))),
+        ({}, RotarySpec(10000.0, 128)),
+        ({"rope_theta": 5e5}, RotarySpec(5e5, 128)),
+        ({"rope_theta": 5e5, "rope_scaling": None}, RotarySpec(5e5, 128)),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 7e4}}, RotarySpec(7e4, 128)),
+        ({"rope_scaling": {"type": "linear", "factor": 2}}, RotarySpec(10000.0, 128, LinearScaling(2))),
         (
             {"rope_theta": 5e5, "rope_scaling": LLAMA3},
-            RotaryPositionsSpec(5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
+            RotarySpec(5e5, 128, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
         ),
         (
             {"rope_parameters": {**LLAMA3, "rope_theta": 5e5}},
-            RotaryPositionsSpec(5e5, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
+            RotarySpec(5e5, 128, Llama3Scaling(8.0, 1.0, 4.0, 8192)),
         ),
     ],
 )
 def test_old_and_new_rope_keys(keys, expected):
-    assert llama(**keys).positions == expected
+    assert llama(**keys).blocks[0].attention.rotary == expected
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_old_and_new_rope_keys(keys, expected):
         ({"sliding_window": 128}, "sliding_window"),
         ({"quantization_config": {}}, "quantization_config"),
         ({"pretraining_tp": 2}, "pretraining_tp = 2 is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_type 'yarn' is not one of"),
+        ({"rope_parameters": {"rope_type": "spiral", "factor": 2.0}}, "rope_type 'spiral' is not one of"),
         ({"rope_scaling": {"type": "lineer", "factor": 2.0}}, "rope_type 'lineer'.*did you mean 'linear'"),
         ({"rope_scaling": {"type": "linear"}}, "rope key factor must be a number"),
         ({"rope_scaling": {"type": "linear", "factor": 0}}, "rope key factor"),
@@ -124,7 +124,7 @@ def test_published_configs_are_understood():
         "rope_scaling": {**LLAMA3, "factor": 32.0}, "rope_theta": 500000.0, "tie_word_embeddings": True,
         "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
     }  # fmt: skip
-    assert llama_spec(llama32).positions.scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
+    assert llama_spec(llama32).blocks[0].attention.rotary.scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,28 @@
 import torch
 from torch.testing import assert_close
 
-from alignment.models.masks import causal_mask, gather, pack, seen_mask, spread, take
+from alignment.models.masks import distances, gather, pack, pack_together, seen_mask, spread, take, visible
 
 
-def test_causal_mask_lets_the_last_query_see_every_key():
-    expected = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
-    assert torch.equal(causal_mask(2, 4), expected)
+def test_the_last_query_stands_where_the_last_key_does():
+    assert distances(2, 4).tolist() == [[-2, -1, 0, 1], [-3, -2, -1, 0]]
+
+
+def test_visible_cuts_at_the_query_and_at_the_window():
+    apart = torch.tensor([-3, -2, -1, 0, 1, 2])
+    assert visible(apart, True, None).tolist() == [True, True, True, True, False, False]
+    assert visible(apart, True, 2).tolist() == [False, False, True, True, False, False]
+    assert visible(apart, False, 2).tolist() == [False, False, True, True, True, False]
+
+
+def test_two_sets_packed_together_share_their_rows():
+    ours, theirs = pack_together([5, 90, 6, 40], [100, 3, 7, 40], heads=64)
+    assert [documents for documents, _ in ours.groups] == [documents for documents, _ in theirs.groups]
+    one, other = torch.arange(141.0), torch.arange(150.0)
+    assert torch.equal(gather(spread(one, ours), ours), one) and torch.equal(gather(spread(other, theirs), theirs), other)
+    starts = dict(zip([0.0, 5.0, 95.0, 101.0], [0.0, 100.0, 103.0, 110.0], strict=True))  # a document's first token
+    for a, b in zip(spread(one, ours), spread(other, theirs), strict=True):
+        assert [starts[x] for x in a[:, 0].tolist()] == b[:, 0].tolist()
 
 
 def test_seen_mask_covers_the_filled_slots():

@@ -4,24 +4,54 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.models.positions import RotaryPositions, rotary_frequencies, rotate
-from alignment.models.spec import LinearScaling, Llama3Scaling, RotaryPositionsSpec
+from alignment.models.positions import LearnedPositions, SinusoidalPositions
+from alignment.models.rotary import Rotary, rotary_frequencies, rotate
+from alignment.models.spec_positions import LinearScaling, Llama3Scaling, RotarySpec
 
 LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 8192)
 
 
+def no_sizes():
+    raise AssertionError("only scalings that depend on a document's size may ask for it")
+
+
+def test_learned_positions_start_at_the_row_they_are_told():
+    module = LearnedPositions(4, 3, first=2)
+    assert module.weight.shape == (6, 3)
+    with torch.no_grad():
+        module.weight.copy_(torch.arange(6.0)[:, None].expand(6, 3))
+    assert module(torch.tensor([0, 3]))[:, 0].tolist() == [2.0, 5.0]
+
+
+def test_sinusoids_are_those_of_the_paper():
+    # D = 4: sin(p), cos(p), sin(p / 100), cos(p / 100)
+    place = torch.tensor(7.0)
+    expected = torch.stack([place.sin(), place.cos(), (place / 100).sin(), (place / 100).cos()])
+    assert_close(SinusoidalPositions(4)(torch.tensor([7]))[0], expected)
+
+
+def test_partial_rotation_leaves_the_rest_of_a_head_alone():
+    rotation = Rotary(RotarySpec(100.0, 4))(torch.tensor([5]), 6, no_sizes)
+    x = torch.randn(1, 2, 10, requires_grad=True)
+    turned = rotate(x, rotation)
+    assert torch.equal(turned[..., 4:], x[..., 4:])
+    assert_close(turned[..., :4], rotate(x[..., :4], rotation))
+    (grad,) = torch.autograd.grad(turned.sum(), x)
+    assert torch.equal(grad[..., 4:], torch.ones(1, 2, 6))
+
+
 def test_default_frequencies_are_powers_of_theta():
     # K = 4, theta = 10000: 1 and 10000^(-1/2)
-    assert_close(rotary_frequencies(RotaryPositionsSpec(10000.0), 4), torch.tensor([1.0, 0.01]))
+    assert_close(rotary_frequencies(RotarySpec(10000.0, 4)), torch.tensor([1.0, 0.01]))
 
 
 def test_linear_scaling_divides_every_frequency():
-    assert_close(rotary_frequencies(RotaryPositionsSpec(10000.0, LinearScaling(4.0)), 4), torch.tensor([0.25, 0.0025]))
+    assert_close(rotary_frequencies(RotarySpec(10000.0, 4, LinearScaling(4.0))), torch.tensor([0.25, 0.0025]))
 
 
 def test_llama3_scaling_keeps_short_waves_and_divides_long_ones():
-    plain = rotary_frequencies(RotaryPositionsSpec(5e5), 128)
-    scaled = rotary_frequencies(RotaryPositionsSpec(5e5, LLAMA3), 128)
+    plain = rotary_frequencies(RotarySpec(5e5, 128))
+    scaled = rotary_frequencies(RotarySpec(5e5, 128, LLAMA3))
     turns = 8192 * plain / (2 * torch.pi)
     assert_close(scaled[turns > 4], plain[turns > 4])
     assert_close(scaled[turns < 1], plain[turns < 1] / 8)
@@ -30,8 +60,8 @@ def test_llama3_scaling_keeps_short_waves_and_divides_long_ones():
 
 
 def test_rotation_matches_the_formula_and_its_gradient():
-    module = RotaryPositions(RotaryPositionsSpec(100.0), 6)
-    rotation = tuple(part.double() for part in module.rotation(torch.tensor([0, 3, 7, 50]), 51))
+    module = Rotary(RotarySpec(100.0, 6))
+    rotation = tuple(part.double() for part in module(torch.tensor([0, 3, 7, 50]), 51, no_sizes))
     x = torch.randn(4, 2, 6, dtype=torch.double, requires_grad=True)
     turned = rotate(x, rotation)
     angle = 7 * 100 ** (-2 / 6)  # pair 1 of position 7
@@ -44,21 +74,21 @@ def test_rotation_matches_the_formula_and_its_gradient():
 
 
 def test_the_table_keeps_fp32_in_a_bfloat16_model_and_grows():
-    module = RotaryPositions(RotaryPositionsSpec(10000.0), 8)
-    before = module.rotation(torch.tensor([5]), 6)[0].clone()
+    module = Rotary(RotarySpec(10000.0, 8))
+    before = module(torch.tensor([5]), 6, no_sizes)[0].clone()
     module.to(torch.bfloat16)
-    cosines, sines = module.rotation(torch.tensor([5, 1000]), 1001)
+    cosines, sines = module(torch.tensor([5, 1000]), 1001, no_sizes)
     assert cosines.dtype == sines.dtype == torch.float32
     assert torch.equal(cosines[:1], before)
     assert rotate(torch.ones(2, 1, 8, dtype=torch.bfloat16), (cosines, sines)).dtype == torch.bfloat16
 
 
 def test_a_table_made_in_inference_mode_serves_training():
-    module = RotaryPositions(RotaryPositionsSpec(10000.0), 8)
+    module = Rotary(RotarySpec(10000.0, 8))
     with torch.inference_mode():
-        module.rotation(torch.tensor([3]), 4)
+        module(torch.tensor([3]), 4, no_sizes)
     x = torch.randn(1, 1, 8, requires_grad=True)
-    rotate(x, module.rotation(torch.tensor([3]), 4)).sum().backward()
+    rotate(x, module(torch.tensor([3]), 4, no_sizes)).sum().backward()
     assert x.grad is not None
 
 
@@ -80,4 +110,4 @@ def test_frequencies_equal_transformers(scaling):
     }[scaling]
     config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters={**rope, "rope_theta": 5e5})
     theirs = LlamaRotaryEmbedding(config).inv_freq
-    assert_close(rotary_frequencies(RotaryPositionsSpec(5e5, scaling), 128), theirs, rtol=1e-6, atol=0)
+    assert_close(rotary_frequencies(RotarySpec(5e5, 128, scaling)), theirs, rtol=1e-6, atol=0)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils.flop_counter import FlopCounterMode
 
 from alignment.errors import UserError
 from alignment.models.build import build_language_model
@@ -106,17 +107,31 @@ def test_documents_of_very_different_length_use_several_rectangles(config):
     assert_close(packed, alone, **TIGHT)
 
 
-def test_gradient_checkpointing_changes_no_gradient(model, batch):
+@pytest.mark.parametrize("keep", ["nothing", "attention", "products"])
+def test_gradient_checkpointing_changes_no_gradient(model, batch, keep):
     def gradients():
         model.zero_grad()
         (-model(batch=batch).log_probs.sum()).backward()
         return [parameter.grad.clone() for parameter in model.parameters()]
 
     plain = gradients()
-    model.checkpoint_activations(True)
-    assert model.gradient_checkpointing
+    model.checkpoint_activations(True, keep)
     for a, b in zip(plain, gradients(), strict=True):
         assert_close(a, b, atol=1e-6, rtol=1e-5)
+
+
+def test_what_is_kept_is_not_computed_again(model, batch):
+    def products(keep):
+        model.checkpoint_activations(True, keep)
+        with FlopCounterMode(display=False) as counter:
+            (-model(batch=batch).log_probs.sum()).backward()
+        return counter.get_total_flops()
+
+    nothing, attention, everything = products("nothing"), products("attention"), products("products")
+    model.checkpoint_activations(False)
+    with FlopCounterMode(display=False) as counter:
+        (-model(batch=batch).log_probs.sum()).backward()
+    assert everything == counter.get_total_flops() and everything < attention <= nothing
 
 
 def test_bfloat16_autocast_stays_near_fp32(model, batch):

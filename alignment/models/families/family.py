@@ -5,11 +5,28 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from alignment.models.spec import TransformerSpec
+from alignment.models.spec import EncoderDecoderSpec, ReadoutSpec, TransformerSpec
 
 # One line of a weight table: Hugging Face name, our name. A tuple on our side: one tensor there, cut along its
-# output axis, is several here. {} is the layer.
+# output axis, is several here. {} is a number: of the layer, of the expert.
 Name = tuple[str, str | tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One kind of model that a family has: trunk and head.
+
+    Attributes:
+        hf_class: for `architectures` in config.json.
+        names: the head's weight table.
+        readout: config -> what the head is, for tasks other than language and scalar.
+        beside: patterns of tensors of other heads that may lie in the file and are left aside.
+    """
+
+    hf_class: str
+    names: tuple[Name, ...]
+    readout: Callable[[Mapping[str, Any]], ReadoutSpec] | None = None
+    beside: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -19,26 +36,63 @@ class Family:
     Attributes:
         name: `model_type`.
         spec_from_config: config -> specification; raises UserError.
-        names: the weight table, heads left out.
+        names: the trunk's weight table.
         trunk_prefix: what precedes trunk names in a file with a head, and is absent in a bare trunk's.
+        tasks: by our name: language, scalar, next_sentence, sequence, tokens, span.
         transposed: endings of names whose matrices are stored [in, out].
-        ignored: patterns of tensors that older files carry and that are no weights.
-        language_class, scalar_class: for `architectures` in config.json.
-        language_head, scalar_head: the heads' weight names.
+        interleaved: ending of a name whose rows are cut into several of ours -> how many groups they come in, each
+            group with rows of all parts one after the other; without an entry there is one group.
+        ignored: patterns of tensors that files carry and that are no weights.
+        copies: (name, original) of tensors that files may hold twice; both must then be equal.
         fresh_config: values for a new model where transformers' default would not do.
     """
 
     name: str
-    spec_from_config: Callable[[dict[str, Any]], TransformerSpec]
+    spec_from_config: Callable[[dict[str, Any]], TransformerSpec | EncoderDecoderSpec]
     names: tuple[Name, ...]
     trunk_prefix: str
-    language_class: str
-    scalar_class: str
+    tasks: Mapping[str, Task]
     transposed: tuple[str, ...] = ()
+    interleaved: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
-    language_head: str = "lm_head.weight"
-    scalar_head: str = "score.weight"
+    copies: tuple[tuple[str, str], ...] = ()
     fresh_config: Mapping[str, Any] = field(default_factory=dict)
+
+
+def decoder_tasks(stem: str) -> dict[str, Task]:
+    """The tasks of a decoder whose classes are named `stem`ForCausalLM and so on, with the usual names of heads."""
+    return {
+        "language": Task(f"{stem}ForCausalLM", (("lm_head.weight", "head.weight"),)),
+        "scalar": Task(f"{stem}ForSequenceClassification", (("score.weight", "head.weight"),)),
+        "sequence": Task(
+            f"{stem}ForSequenceClassification", (("score.weight", "head.output.weight"),), last_token_readout
+        ),
+        "tokens": Task(
+            f"{stem}ForTokenClassification",
+            (("score.weight", "head.output.weight"), ("score.bias", "head.output.bias")),
+            token_readout,
+        ),
+    }
+
+
+def labels_of(config: Mapping[str, Any]) -> int:
+    """Classes of a classifier, as transformers counts them: two where nothing is said."""
+    return int(config.get("num_labels") or len(config.get("id2label") or "ab"))
+
+
+def last_token_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+    """One linear layer without bias on the last token."""
+    return ReadoutSpec(labels_of(config), pooling="last", bias=False)
+
+
+def token_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+    """One linear layer on every token."""
+    return ReadoutSpec(labels_of(config))
+
+
+def span_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+    """One linear layer on every token: does an answer start here, does it end here."""
+    return ReadoutSpec(2)
 
 
 # Keys of any family that change nothing in the forward pass of a decoder. Sampling defaults are among them on purpose:

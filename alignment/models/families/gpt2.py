@@ -7,17 +7,17 @@ import math
 from typing import Any
 
 from alignment.errors import raise_all
-from alignment.models.families.family import Family, Key, divides, read_keys
-from alignment.models.feedforward import ACTIVATIONS
+from alignment.models.families.decoders import activation_problems
+from alignment.models.families.family import Family, Key, Task, decoder_tasks, divides, read_keys
 from alignment.models.spec import (
     AttentionSpec,
     BlockSpec,
     InitSpec,
     LayerNormSpec,
-    LearnedPositionsSpec,
     PlainFeedForwardSpec,
     TransformerSpec,
 )
+from alignment.models.spec_positions import LearnedPositionsSpec
 
 KEYS = {
     "vocab_size": Key(int, 50257, 1),
@@ -81,10 +81,7 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
     value, problems = read_keys(config, KEYS, harmless=HARMLESS)
     if not divides(value["n_head"], value["n_embd"]):
         problems.append(f"config.json: n_head = {value['n_head']!r} does not divide n_embd = {value['n_embd']!r}")
-    if value["activation_function"] not in ACTIVATIONS:
-        problems.append(
-            f"config.json: activation_function {value['activation_function']!r} is not one of {', '.join(ACTIVATIONS)}"
-        )
+    problems += activation_problems(value["activation_function"], "activation_function")
     raise_all(problems)
     return TransformerSpec(
         vocabulary=value["vocab_size"],
@@ -104,7 +101,7 @@ def _block(value: dict[str, Any], layer: int) -> BlockSpec:
     scale = head_width**-0.5 if value["scale_attn_weights"] else 1.0
     if value["scale_attn_by_inverse_layer_idx"]:
         scale /= layer + 1
-    attention = AttentionSpec(value["n_head"], value["n_head"], head_width, scale, True, value["attn_pdrop"])
+    attention = AttentionSpec(value["n_head"], value["n_head"], head_width, scale, True, True, value["attn_pdrop"])
     inner = value["n_inner"] or 4 * value["n_embd"]
     feedforward = PlainFeedForwardSpec(inner, value["activation_function"], bias=True)
     return BlockSpec(attention, feedforward, LayerNormSpec(value["layer_norm_epsilon"]), value["resid_pdrop"])
@@ -115,8 +112,7 @@ GPT2 = Family(
     spec_from_config=spec_from_config,
     names=NAMES,
     trunk_prefix="transformer.",
-    language_class="GPT2LMHeadModel",
-    scalar_class="GPT2ForSequenceClassification",
+    tasks=decoder_tasks("GPT2") | {"language": Task("GPT2LMHeadModel", (("lm_head.weight", "head.weight"),))},
     transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
     ignored=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),  # the causal mask, once saved as a buffer
     # Dropout costs a preference method its first ratio of 1; whoever wants it writes it into the config.

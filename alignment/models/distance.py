@@ -1,0 +1,75 @@
+"""Scores that depend on how far apart two tokens stand: ALiBi's slopes and T5's trained buckets. Rotation is in rotary.py.
+
+Both give a bias per head for a table of distances, key place minus query place, so that the same code serves whole
+documents and one new token.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+class Alibi(nn.Module):
+    """-slope * |distance|; every head has its slope and nothing is trained.
+
+    Source: Press et al. 2021, arXiv:2108.12409, section 3.
+    """
+
+    def __init__(self, heads: int, scale: float = 1.0):
+        super().__init__()
+        self.slopes = [scale * slope for slope in alibi_slopes(heads)]
+
+    def forward(self, distances: Tensor) -> Tensor:
+        """distances: [..., Q, T] -> [..., H, Q, T], fp32."""
+        slopes = torch.tensor(self.slopes, device=distances.device)
+        return -slopes[:, None, None] * distances.abs().float().unsqueeze(-3)
+
+
+def alibi_slopes(heads: int) -> list[float]:
+    """2^(-8 h / n) for h = 1 ... n, the largest power of two within `heads`; the rest from between, every second of 2n."""
+    largest = 2 ** int(math.log2(heads))
+    slopes = [2 ** (-8 * h / largest) for h in range(1, largest + 1)]
+    between = [2 ** (-4 * h / largest) for h in range(1, 2 * (heads - largest), 2)]
+    return slopes + between
+
+
+class RelativeBias(nn.Module):
+    """One trained number per head and bucket of distances.
+
+    Source: Raffel et al. 2020, arXiv:1910.10683, section 2.1.
+    """
+
+    def __init__(self, buckets: int, max_distance: int, heads: int, both_sides: bool):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(buckets, heads))
+        self.max_distance, self.both_sides = max_distance, both_sides
+
+    def forward(self, distances: Tensor) -> Tensor:
+        """distances: [..., Q, T] -> [..., H, Q, T]."""
+        buckets = relative_buckets(distances, len(self.weight), self.max_distance, self.both_sides)
+        return nn.functional.embedding(buckets, self.weight).movedim(-1, -3)
+
+
+def relative_buckets(distances: Tensor, buckets: int, max_distance: int, both_sides: bool) -> Tensor:
+    """The bucket of each distance: near ones alone, far ones in logarithmic steps up to `max_distance`.
+
+    Args:
+        distances: key place minus query place, any shape.
+        buckets: in all; with `both_sides` half of them for keys to the right.
+
+    Returns:
+        long, the same shape, in [0, buckets).
+    """
+    offset = torch.zeros_like(distances)
+    if both_sides:
+        buckets //= 2
+        offset = (distances > 0).long() * buckets
+        distances = distances.abs()
+    else:
+        distances = (-distances).clamp(min=0)
+    exact = buckets // 2
+    # Logarithms of 0 are avoided, not repaired: those places are exact ones.
+    share = torch.log(distances.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    far = (exact + (share * (buckets - exact)).long()).clamp(max=buckets - 1)
+    return offset + torch.where(distances < exact, distances, far)

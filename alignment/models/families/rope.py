@@ -1,0 +1,158 @@
+"""Rotary positions as configs write them: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from alignment.models.families.family import nearest
+from alignment.models.spec_positions import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    RotaryScaling,
+    RotarySpec,
+    YarnScaling,
+)
+
+ROPE_KEYS = (
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "partial_rotary_factor",
+    "original_max_position_embeddings",
+)
+PARTIAL = "partial_rotary_factor"
+ORIGINAL = "original_max_position_embeddings"
+# rope_type -> the numbers it needs, those it may have, and lists it needs
+KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), (), ()),
+    "linear": (("factor",), (), ()),
+    "dynamic": (("factor",), (ORIGINAL,), ()),
+    "yarn": (
+        ("factor",),
+        (ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+        (),
+    ),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (ORIGINAL,), ()),
+    "longrope": ((), (ORIGINAL, "factor", "attention_factor"), ("short_factor", "long_factor")),
+}
+
+
+def read_rotary(
+    config: Mapping[str, Any],
+    head_width: int,
+    max_positions: int,
+    *,
+    theta: float = 10000.0,
+    partial: float = 1.0,
+    parameters: Mapping[str, Any] | None = None,
+) -> tuple[RotarySpec, list[str]]:
+    """The rotary positions of a config, and the problems found.
+
+    Args:
+        head_width: coordinates of one head.
+        max_positions: `max_position_embeddings`; the original context where none is named.
+        theta, partial: the family's defaults.
+        parameters: the mapping to read, where a config has several (one per kind of layer); else its own.
+    """
+    problems = _shape_problems(config) if parameters is None else []
+    if problems:
+        return RotarySpec(theta, head_width), problems
+    found = parameters if parameters is not None else config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope = {key: value for key, value in found.items() if value is not None}
+    kind = rope.pop("rope_type", rope.pop("type", "default"))
+    rope.pop("type", None)  # old files carry both spellings
+    kind = "longrope" if kind == "su" else kind  # what Phi-3 first called it
+    theta = rope.pop("rope_theta", config.get("rope_theta", theta))
+    partial = rope.pop(PARTIAL, config.get(PARTIAL, partial))
+    if kind not in KINDS:
+        hint = nearest(str(kind), KINDS)
+        return RotarySpec(1.0, 2), [f"config.json: rope_type {kind!r} is not one of {', '.join(KINDS)}{hint}"]
+    problems = _problems({"rope_theta": theta, PARTIAL: partial, **rope}, kind)
+    width = 0 if problems else int(head_width * partial)
+    if not problems and (width < 2 or width % 2):
+        problems = [f"config.json: rotary positions turn pairs, so head_dim must be even, got {width} of {head_width}"]
+    if problems:
+        return RotarySpec(1.0, 2), problems
+    original = int(rope.get(ORIGINAL) or config.get(ORIGINAL) or max_positions)
+    return RotarySpec(float(theta), width, SCALINGS[kind](rope, original, max_positions, width)), []
+
+
+def _shape_problems(config: Mapping[str, Any]) -> list[str]:
+    problems = [
+        f"config.json: {key} must be a mapping, got {config[key]!r}"
+        for key in ("rope_parameters", "rope_scaling")
+        if not isinstance(config.get(key), dict | None)
+    ]
+    if config.get("rope_parameters") and config.get("rope_scaling"):
+        problems.append("config.json: rope_parameters and rope_scaling are both set; keep the one that should act")
+    return problems
+
+
+def _problems(rope: Mapping[str, Any], kind: str) -> list[str]:
+    needed, allowed, lists = KINDS[kind]
+    own = ("rope_theta", PARTIAL)
+    problems = [
+        f"config.json: unknown rope key {key!r} for rope_type {kind!r}"
+        for key in rope
+        if key not in (*own, *needed, *allowed, *lists)
+    ]
+    problems += [
+        f"config.json: rope key {key} must be a number above 0, got {rope.get(key)!r}"
+        for key in (*own, *needed, *(key for key in allowed if key in rope and key != "truncate"))
+        if not _positive(rope.get(key))
+    ]
+    problems += [
+        f"config.json: rope key {key} must be a list of numbers above 0, got {rope.get(key)!r}"
+        for key in lists
+        if not isinstance(rope.get(key), list) or not all(map(_positive, rope[key]))
+    ]
+    return problems
+
+
+def _positive(number: Any) -> bool:
+    return not isinstance(number, bool) and isinstance(number, int | float) and number > 0
+
+
+def _yarn(rope: Mapping[str, Any], original: int, max_positions: int, width: int) -> YarnScaling:
+    def mscale(weight: float) -> float:
+        return 1.0 if rope["factor"] <= 1 else 0.1 * weight * math.log(rope["factor"]) + 1.0
+
+    default = mscale(1.0)
+    if rope.get("mscale") and rope.get("mscale_all_dim"):
+        default = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
+    return YarnScaling(
+        rope["factor"],
+        original,
+        rope.get("attention_factor", default),
+        rope.get("beta_fast", 32),
+        rope.get("beta_slow", 1),
+        rope.get("truncate", True),
+    )
+
+
+def _long(rope: Mapping[str, Any], original: int, max_positions: int, width: int) -> LongScaling:
+    factor = rope.get("factor", max_positions / original)
+    default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
+    short, long = tuple(rope["short_factor"]), tuple(rope["long_factor"])
+    return LongScaling(short, long, original, rope.get("attention_factor", default))
+
+
+SCALINGS: dict[str, Callable[[Mapping[str, Any], int, int, int], RotaryScaling | None]] = {
+    "default": lambda rope, original, longest, width: None,
+    "linear": lambda rope, original, longest, width: LinearScaling(rope["factor"]),
+    # As transformers has it, the context is max_position_embeddings, whatever else is named.
+    "dynamic": lambda rope, original, longest, width: DynamicScaling(rope["factor"], longest),
+    "yarn": _yarn,
+    "llama3": lambda rope, original, longest, width: Llama3Scaling(
+        rope["factor"], rope["low_freq_factor"], rope["high_freq_factor"], original
+    ),
+    "longrope": _long,
+}
+
+
+def longest_document(rotary: RotarySpec, max_positions: int) -> int:
+    """Tokens a document may have: a dynamic scaling goes on beyond `max_position_embeddings`."""
+    scaling = rotary.scaling
+    return int(max_positions * scaling.factor) if isinstance(scaling, DynamicScaling) else max_positions

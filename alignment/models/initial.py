@@ -1,0 +1,44 @@
+"""Fresh weights. Everything that is loaded skips this room: see checkpoint.py."""
+
+from typing import Any
+
+from torch import nn
+
+from alignment.models.attention import Attention, CrossAttention
+from alignment.models.disentangled import RelativeEmbedding
+from alignment.models.distance import RelativeBias
+from alignment.models.heads import LanguageHead
+from alignment.models.positions import LearnedPositions
+from alignment.models.spec import EncoderDecoderSpec, FanInInitSpec, InitSpec
+
+RESIDUAL_LAYERS = ("attention.output", "cross.output", "feedforward.down")  # they write into the residual stream
+DRAWN = nn.Linear | nn.Embedding | LearnedPositions | RelativeBias | RelativeEmbedding | LanguageHead
+
+
+def initialise(model: Any) -> Any:
+    """Fresh weights in place: matrices normal, biases zero, norms as they come. Returns the model in eval mode."""
+    init = (model.spec.decoder if isinstance(model.spec, EncoderDecoderSpec) else model.spec).init
+    for name, module in model.named_modules():
+        if isinstance(module, DRAWN):
+            initialise_layer(module, init, name)
+    if isinstance(init, FanInInitSpec):
+        for module in model.modules():
+            if isinstance(module, Attention | CrossAttention):  # T5 does not divide scores by sqrt(K)
+                module.query.weight.data *= module.spec.head_width**-0.5
+    return model.eval()
+
+
+def initialise_layer(module: nn.Module, init: InitSpec | FanInInitSpec, name: str = "") -> None:
+    """One layer's matrix drawn, its bias zero.
+
+    Source: the two deviations are Radford et al. 2019 (GPT-2), section 2.3: residual layers divided by
+    sqrt(2 * layers); the other rule is that of Raffel et al. 2020's code for T5.
+    """
+    weight, bias = module.weight, getattr(module, "bias", None)
+    if isinstance(init, InitSpec):
+        std = init.residual_std if name.endswith(RESIDUAL_LAYERS) else init.std
+    else:
+        std = 1.0 if isinstance(module, nn.Embedding) else weight.shape[-1] ** -0.5  # type: ignore[operator, union-attr]
+    nn.init.normal_(weight, std=std)  # type: ignore[arg-type]
+    if bias is not None:
+        nn.init.zeros_(bias)

@@ -1,0 +1,166 @@
+"""Rotary angles and the scalings that stretch them; turning queries and keys by them. Nothing is trained here."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from alignment.models.spec_positions import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    RotarySpec,
+    YarnScaling,
+)
+
+Rotation = tuple[Tensor, Tensor]  # cosines [N, 1, W] and sines [N, 1, W / 2] of one forward, fp32; W coordinates turn
+
+
+class Rotary(nn.Module):
+    """Angles for `rotate`, read from a table that grows with the longest document seen.
+
+    The table is no buffer: `model.to(bfloat16)` would round it, and 8 bits do not tell position 255 from 256.
+
+    Source: Su et al. 2021, arXiv:2104.09864, eq. 34, in the half-split layout of Hugging Face checkpoints.
+    """
+
+    def __init__(self, spec: RotarySpec):
+        super().__init__()
+        self.spec = spec
+        self.table: Rotation | None = None
+
+    def forward(self, places: Tensor, longest: int, sizes: Callable[[], Tensor]) -> Rotation:
+        """Cosines [N, 1, W] and sines [N, 1, W / 2].
+
+        Args:
+            places: of each token in its document, all below `longest`, [N].
+            longest: tokens of the longest document.
+            sizes: gives the tokens of the document each token belongs to, [N]; few scalings ask.
+        """
+        scaling = self.spec.scaling
+        if isinstance(scaling, DynamicScaling | LongScaling) and longest > scaling.original_positions:
+            return _rotation(places[:, None] * stretched_frequencies(self.spec, sizes()), self.spec)
+        if self.table is None or self.table[0].device != places.device or len(self.table[0]) < longest:
+            self.table = _table(self.spec, 2 ** math.ceil(math.log2(longest)), places.device)
+        cosines, sines = self.table
+        return cosines.index_select(0, places), sines.index_select(0, places)
+
+
+# A table first needed inside `torch.inference_mode` must still be usable in training afterwards.
+@torch.inference_mode(False)
+@torch.no_grad()
+def _table(spec: RotarySpec, count: int, device: torch.device) -> Rotation:
+    places = torch.arange(count, device=device, dtype=torch.float32)
+    return _rotation(places[:, None] * rotary_frequencies(spec).to(device), spec)
+
+
+def _rotation(angles: Tensor, spec: RotarySpec) -> Rotation:
+    """angles [N, W / 2] -> cosines [N, 1, W], each twice, and sines [N, 1, W / 2]."""
+    factor = getattr(spec.scaling, "attention_factor", 1.0)
+    cosines = angles.cos() * factor
+    return torch.cat([cosines, cosines], dim=-1)[:, None], (angles.sin() * factor)[:, None]
+
+
+def rotary_frequencies(spec: RotarySpec) -> Tensor:
+    """Radians per place of each pair of coordinates, within the original context, fp32 on the CPU, [W / 2].
+
+    frequency_i = theta^(-2 i / W), then the scaling.
+    """
+    frequencies = 1.0 / spec.theta ** _exponents(spec)
+    match spec.scaling:
+        case None | DynamicScaling():
+            return frequencies
+        case LinearScaling(factor=factor):
+            return frequencies / factor
+        case Llama3Scaling():
+            return _llama3_frequencies(frequencies, spec.scaling)
+        case YarnScaling():
+            return _yarn_frequencies(frequencies, spec, spec.scaling)
+        case LongScaling(short_factors=factors):
+            return frequencies / torch.tensor(factors)
+
+
+def stretched_frequencies(spec: RotarySpec, sizes: Tensor) -> Tensor:
+    """Radians per place for documents of these `sizes`, [N, W / 2]; a document's angles depend on its own size only."""
+    exponents = _exponents(spec).to(sizes.device)
+    match spec.scaling:
+        case DynamicScaling(factor=factor, original_positions=original):
+            growth = factor * sizes.clamp(min=original).double() / original - (factor - 1)
+            base = spec.theta * growth ** (spec.width / (spec.width - 2))
+            return (1.0 / base[:, None] ** exponents.double()).float()
+        case LongScaling():
+            short = torch.tensor(spec.scaling.short_factors, device=sizes.device)
+            long = torch.tensor(spec.scaling.long_factors, device=sizes.device)
+            beyond = (sizes > spec.scaling.original_positions)[:, None]
+            return 1.0 / (torch.where(beyond, long, short) * spec.theta**exponents)
+        case _:
+            raise ValueError(f"{spec.scaling} does not depend on a document's size")
+
+
+def _exponents(spec: RotarySpec) -> Tensor:
+    return torch.arange(0, spec.width, 2, dtype=torch.float32, device="cpu") / spec.width
+
+
+def _llama3_frequencies(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
+    """Frequencies that turn less than `low` times over the original context are divided; above `high` they are kept."""
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    turns = scaling.original_positions / (2 * math.pi / frequencies)
+    kept_share = ((turns - low) / (high - low)).clamp(0, 1)
+    return (1 - kept_share) * frequencies / scaling.factor + kept_share * frequencies
+
+
+def _yarn_frequencies(frequencies: Tensor, spec: RotarySpec, scaling: YarnScaling) -> Tensor:
+    """Pairs up to the one that turns `beta_fast` times are kept, those after `beta_slow` divided, a ramp between."""
+
+    def pair_turning(turns: float) -> float:
+        return spec.width * math.log(scaling.original_positions / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+
+    low, high = pair_turning(scaling.beta_fast), pair_turning(scaling.beta_slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.width - 1)
+    high += 0.001 * (low == high)  # a ramp of no width
+    divided_share = ((torch.arange(spec.width // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return divided_share * frequencies / scaling.factor + (1 - divided_share) * frequencies
+
+
+class _Rotate(torch.autograd.Function):
+    """`rotate` whose backward is the turn the other way; it keeps the angles and not the vectors."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+        ctx.save_for_backward(cosines, sines)
+        return _turn(x, cosines, sines, 1.0)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        cosines, sines = ctx.saved_tensors
+        return _turn(grad, cosines, sines, -1.0), None, None
+
+
+def _turn(x: Tensor, cosines: Tensor, sines: Tensor, direction: float) -> Tensor:
+    """Rotate every pair (x_i, x_{i + W/2}) of the first W coordinates by its angle, in fp32 at least."""
+    turning = cosines.shape[-1]
+    half = turning // 2
+    part = x if turning == x.shape[-1] else x[..., :turning]
+    wide = part.float() if x.element_size() < 4 else part
+    turned = wide * cosines
+    turned[..., :half].addcmul_(wide[..., half:], sines, value=-direction)
+    turned[..., half:].addcmul_(wide[..., :half], sines, value=direction)
+    turned = turned.to(x.dtype)
+    return turned if part is x else torch.cat([turned, x[..., turning:]], dim=-1)
+
+
+def rotate(x: Tensor, rotation: Rotation) -> Tensor:
+    """Queries or keys turned by their place's angles.
+
+    Args:
+        x: [N, heads, K].
+        rotation: from `Rotary`; coordinates beyond its width stay as they are.
+
+    Returns:
+        [N, heads, K], in x's type.
+    """
+    return _Rotate.apply(x, *rotation) if torch.is_grad_enabled() else _turn(x, *rotation, 1.0)
