@@ -111,6 +111,16 @@ class Seq2Seq:
         """Target tokens that count."""
         return self.target.weight
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document, sources first."""
+        return self.source.lengths + self.target.lengths
+
+    @property
+    def row_ids(self) -> tuple[str, ...]:
+        """Name of the data row behind each pair."""
+        return self.target.row_ids
+
     def to(self, device: torch.device | str) -> "Seq2Seq":
         """The same batch on another device."""
         return Seq2Seq(self.source.to(device), self.target.to(device))

@@ -2,37 +2,94 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
+from alignment.data import gpt_formats, understanding
 from alignment.data.batches import tokenise_comparisons, tokenise_demonstrations, tokenise_prompts, tokenise_texts
+from alignment.data.labelled import UnderstandingTask, label_names, read_labelled
+from alignment.data.objectives import tokenise_maskable, tokenise_plain
+from alignment.data.questions import encode_questions
 from alignment.data.records import Counts, Kind
+from alignment.data.sentence_pairs import tokenise_passages
 from alignment.data.sources import DataConfig, read_rows
 from alignment.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TOKENISE = {
+Part = Literal["train", "evaluation"]
+Objective = Literal["causal", "masked", "sentence_pairs", "span_corruption", "prefix", "infilling"]
+Tokenise = Callable[[Any, Any, int], tuple[list[Any], Counts]]
+
+TOKENISE: dict[str, Tokenise] = {
     "text": tokenise_texts,
     "demonstrations": tokenise_demonstrations,
     "comparisons": tokenise_comparisons,
     "prompts": tokenise_prompts,
 }
+TOKENISE_TEXT: dict[str, Tokenise] = {
+    "causal": tokenise_texts,
+    "masked": tokenise_maskable,
+    "sentence_pairs": tokenise_passages,
+    "span_corruption": tokenise_plain,
+    "prefix": tokenise_plain,
+    "infilling": partial(tokenise_plain, special=3),
+}
+ENCODE: dict[str, Callable[..., tuple[list[Any], Counts]]] = {
+    "sequence": understanding.encode_sequences,
+    "pair": understanding.encode_sequences,
+    "tokens": understanding.encode_words,
+}
+UNKNOWN = "texts with characters that the tokenizer does not know: read as its unknown token"
 
 
 def prepare(
-    config: DataConfig, kind: Kind, tokenizer: PreTrainedTokenizerBase, part: Literal["train", "evaluation"] = "train"
+    config: DataConfig, kind: Kind, tokenizer: PreTrainedTokenizerBase, part: Part = "train"
 ) -> tuple[list[Any], Counts]:
     """Token sequences of one part of the data (Example, PairExample or PromptExample, by kind), and the whole tally.
 
     Raises:
         UserError: bad rows, as `read_rows`; more rows lost than `config.max_lost_share`; no data named for this part.
     """
-    source = config.train if part == "train" else config.evaluation
-    if not source:
-        raise UserError(f"data.{part} names no file")
+    return _prepare(config, kind, TOKENISE[kind], tokenizer, part)
+
+
+def prepare_text(
+    config: DataConfig, objective: Objective, tokenizer: PreTrainedTokenizerBase, part: Part = "train"
+) -> tuple[list[Any], Counts]:
+    """Token sequences of running text for a pretraining objective, and the whole tally.
+
+    Example for causal, span_corruption, prefix and infilling; MaskableExample for masked; Passage for sentence_pairs.
+    Texts with characters the tokenizer does not know are counted.
+
+    Raises:
+        UserError: as `prepare`; an unknown objective; what the objective itself refuses.
+    """
+    if objective not in TOKENISE_TEXT:
+        raise UserError(f"unknown pretraining objective {objective!r}; known: {', '.join(TOKENISE_TEXT)}")
+
+    def tokenise(rows: Any, tokenizer: Any, max_length: int) -> tuple[list[Any], Counts]:
+        examples, counts = TOKENISE_TEXT[objective](rows, tokenizer, max_length)
+        for row_id in unknown_rows(examples, tokenizer.unk_token_id):
+            counts.shorten(UNKNOWN, row_id)
+        return examples, counts
+
+    return _prepare(config, "text", tokenise, tokenizer, part)
+
+
+def unknown_rows(examples: Sequence[Any], unknown_id: int | None) -> list[str]:
+    """Names of the rows, each once, in whose ids the unknown token stands."""
+    sentences = [(e.row_id, s.ids) for e in examples for s in getattr(e, "sentences", [e])]
+    return list(dict.fromkeys(row_id for row_id, ids in sentences if unknown_id is not None and unknown_id in ids))
+
+
+def _prepare(
+    config: DataConfig, kind: Kind, tokenise: Tokenise, tokenizer: PreTrainedTokenizerBase, part: Part
+) -> tuple[list[Any], Counts]:
     rows, reading = read_rows(
-        source,
+        _source(config, part),
         kind,
         split=config.split,
         columns=config.columns,
@@ -40,7 +97,59 @@ def prepare(
         on_bad_row=config.on_bad_row,
         skip_ties=config.skip_ties,
     )
-    examples, making = TOKENISE[kind](rows, tokenizer, config.max_length)  # type: ignore[arg-type]
-    counts = reading.then(making)
+    examples, making = tokenise(rows, tokenizer, config.max_length)
+    return examples, _checked(reading.then(making), config, part)
+
+
+def prepare_labelled(
+    config: DataConfig,
+    task: UnderstandingTask,
+    tokenizer: PreTrainedTokenizerBase,
+    part: Part = "train",
+    *,
+    names: dict[int, str] | None = None,
+    encode: Callable[..., tuple[list[Any], Counts]] | None = None,
+    **options: Any,
+) -> tuple[list[Any], Counts, dict[int, str]]:
+    """Examples of one part of labelled data, the whole tally, and the labels by id.
+
+    Args:
+        task: sequence or pair (ClassExample), tokens (TokenExample), span (SpanExample), or choice (ViewsExample, with a
+            tokenizer from `gpt_formats.with_marks`).
+        names: id2label that the rows must keep to; None: made from the rows. Span and choice have none.
+        encode: how sequences and pairs become examples, where not as BERT has them: `gpt_formats.encode_classes` or
+            `encode_similarity`.
+        options: of span: `stride`, `max_question`.
+
+    Raises:
+        UserError: bad rows, unknown labels; more rows lost than `config.max_lost_share`; no data named for this part.
+    """
+    rows, reading = read_labelled(
+        _source(config, part),
+        task,
+        split=config.split,
+        columns=config.columns,
+        max_rows=config.max_rows,
+        on_bad_row=config.on_bad_row,
+    )
+    if task == "span":
+        examples, making = encode_questions(rows, tokenizer, config.max_length, **options)
+    elif task == "choice":
+        examples, making = gpt_formats.encode_choices(rows, tokenizer, config.max_length)
+    else:
+        names = label_names(rows) if names is None else names
+        examples, making = (encode or ENCODE[task])(rows, tokenizer, config.max_length, names)
+    return examples, _checked(reading.then(making), config, part), names or {}
+
+
+def _source(config: DataConfig, part: Part) -> str | list[str]:
+    source = config.train if part == "train" else config.evaluation
+    if not source:
+        raise UserError(f"data.{part} names no file")
+    return source
+
+
+def _checked(counts: Counts, config: DataConfig, part: Part) -> Counts:
+    source = _source(config, part)
     counts.require(config.max_lost_share, source if isinstance(source, str) else ", ".join(source))
-    return examples, counts
+    return counts

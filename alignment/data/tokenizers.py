@@ -1,4 +1,7 @@
-"""Tokenizers: train byte-level BPE, load, save, compare with a model's vocabulary. Text to ids is in chat.py."""
+"""Tokenizers: train byte-level BPE, load, save, compare with a model's vocabulary. Text to ids is in chat.py.
+
+Other kinds are trained in train_tokenizers.py; their authors' own files are read in raw_tokenizers.py.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +12,14 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from alignment.data.pipelines import wrap_bos
+from alignment.data.raw_tokenizers import RAW_PAIRS, WORDPIECE_FILE, find_raw
 from alignment.errors import UserError, raise_all
 from alignment.files import write_atomic, write_json
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-RAW_PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # GPT-2's names, old and new
-GPT2_END, GPT2_PAD = "<|endoftext|>", "<|pad|>"
 FOREIGN_CODE = ("auto_map", "trust_remote_code")
 NOTES_OF_LOADING = ("is_local", "local_files_only")  # transformers writes how it was called; no property of a tokenizer
 
@@ -61,57 +63,43 @@ def train_bpe(
     )
     tokenizer.train_from_iterator(texts, trainer)
     bos, eos, pad, *others = special_tokens
-    fast = _wrapped(tokenizer, bos=bos, eos=eos, pad=pad, others=others, add_bos=True)
+    fast = wrap_bos(tokenizer, bos=bos, eos=eos, pad=pad, others=others, add_bos=True)
     fast.chat_template = chat_template
     return fast
 
 
-def _wrapped(
-    tokenizer: Tokenizer, *, bos: str, eos: str, pad: str, others: Sequence[str] = (), add_bos: bool
-) -> PreTrainedTokenizerFast:
-    """The tokenizer in transformers' form; BOS is added by a template post-processor where asked for."""
-    from tokenizers import processors
-    from transformers import PreTrainedTokenizerFast
+def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local directory: tokenizer.json and its neighbours, or its authors' own files.
 
-    if add_bos:
-        tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[call-arg]
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
-        )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=bos,
-        eos_token=eos,
-        pad_token=pad,
-        extra_special_tokens=list(others),
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local directory: tokenizer.json and its neighbours, or GPT-2's raw pair of files.
-
-    A raw pair (encoder.json + vocab.bpe, or vocab.json + merges.txt) gets BOS = EOS = <|endoftext|>, which is not put
-    before texts, and one more token, <|pad|>.
+    Those are GPT-2's pair (encoder.json + vocab.bpe, or vocab.json + merges.txt), BERT's vocab.txt, and a SentencePiece
+    model; the latter two may be named themselves. A directory with a tokenizer_config.json, or a config.json that names
+    a model type, leaves it to transformers how they are read.
 
     Raises:
         UserError: no such directory, no tokenizer in it, unreadable files, or a request for code from elsewhere.
     """
-    directory = Path(directory)
-    if not directory.is_dir():
-        raise UserError(f"{directory}: no such directory; name one that holds tokenizer.json")
+    path = Path(source)
+    if path.is_file():
+        return find_raw(path)  # type: ignore[return-value]
+    if not path.is_dir():
+        raise UserError(f"{path}: no such directory; name one that holds tokenizer.json")
     for name in ("tokenizer_config.json", "config.json"):
-        _refuse_foreign_code(directory / name)
-    names = {path.name for path in directory.iterdir()}
+        _refuse_foreign_code(path / name)
+    names = {file.name for file in path.iterdir()}
     if not names & {"tokenizer.json", "tokenizer_config.json"}:
-        for vocabulary, merges in RAW_PAIRS:
-            if {vocabulary, merges} <= names:
-                return _load_raw_pair(directory / vocabulary, directory / merges)
-        if "tokenizer.model" not in names:
+        pair = any(set(pair) <= names for pair in RAW_PAIRS)
+        if (pair or not _model_type(path / "config.json")) and (raw := find_raw(path)) is not None:
+            return raw
+        if not any(name == WORDPIECE_FILE or name.endswith(".model") for name in names):
             raise UserError(
-                f"{directory}: no tokenizer here; expected tokenizer.json, or encoder.json + vocab.bpe, "
-                f"found {', '.join(sorted(names)) or 'nothing'}"
+                f"{path}: no tokenizer here; expected tokenizer.json, or encoder.json + vocab.bpe, vocab.txt or a "
+                f".model file, found {', '.join(sorted(names)) or 'nothing'}"
             )
-    return _load_directory(directory, "tokenizer.json" in names)
+    return _load_directory(path, "tokenizer.json" in names)
+
+
+def _model_type(path: Path) -> str:
+    return json.loads(path.read_text(encoding="utf-8")).get("model_type", "") if path.exists() else ""
 
 
 def _refuse_foreign_code(path: Path) -> None:
@@ -143,22 +131,6 @@ def _load_directory(directory: Path, has_json: bool) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # tokenizers raises bare Exception for a broken file; whatever it is, it is told
         raise UserError(f"{directory}: the tokenizer cannot be read: {type(error).__name__}: {error}") from error
-
-
-def _load_raw_pair(vocabulary: Path, merges: Path) -> PreTrainedTokenizerFast:
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    try:
-        tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
-    except Exception as error:  # tokenizers raises bare Exception
-        raise UserError(f"{vocabulary} and {merges.name} are no BPE vocabulary and merges: {error}") from error
-    if tokenizer.token_to_id(GPT2_END) is None:
-        raise UserError(f"{vocabulary}: {GPT2_END} is not in it, so it is not GPT-2's; save tokenizer.json instead")
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    fast = _wrapped(tokenizer, bos=GPT2_END, eos=GPT2_END, pad=GPT2_PAD, add_bos=False)
-    fast.name_or_path = str(vocabulary.parent)
-    return fast
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> None:

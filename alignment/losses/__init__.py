@@ -1,5 +1,6 @@
 """Pure functions: tensors in, unreduced tensors out. Reduction, weights and models are elsewhere."""
 
+from alignment.losses.distillation import distillation_loss, hidden_cosine_loss
 from alignment.losses.language import entropy, token_log_probs
 from alignment.losses.policy import (
     AdaptiveKL,
@@ -19,9 +20,11 @@ __all__ = [
     "bradley_terry_loss",
     "clipped_policy_loss",
     "clipped_value_loss",
+    "distillation_loss",
     "dpo_loss",
     "entropy",
     "gae",
+    "hidden_cosine_loss",
     "kl_estimates",
     "shape_rewards",
     "token_log_probs",

@@ -1,0 +1,230 @@
+"""Corruption of token ids: proportions, units, and that nothing is lost. Hand-worked where a number can be."""
+
+import numpy as np
+import pytest
+
+from alignment.data import corruption
+from alignment.data.corruption import STAYS, Masking
+
+MASK, ORDINARY = 4, np.arange(10, 1000)
+
+
+def generator(*seed: int) -> np.random.Generator:
+    return np.random.default_rng(seed)
+
+
+def framed(length: int) -> tuple[list[int], list[bool]]:
+    """[CLS] text [SEP] with text ids of their own."""
+    return [2, *range(10, 10 + length), 3], [False, *[True] * length, False]
+
+
+def within(count: int, trials: int, share: float, sigmas: float = 4.0) -> bool:
+    """Whether a count is as likely as a binomial one within so many standard deviations."""
+    return abs(count - trials * share) <= sigmas * (trials * share * (1 - share)) ** 0.5
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 1), (3, 1), (10, 2), (20, 3), (100, 15), (127, 19)])
+def test_the_budget_is_the_rounded_share_and_at_least_one(count, expected):
+    # 0.15 * 10 = 1.5, which rounds to the even 2; 0.15 * 127 = 19.05
+    assert corruption.budget(count, 0.15) == expected
+    choice = corruption.choose_tokens([True] * count, 0.15, generator(count))
+    assert (choice != STAYS).sum() == expected
+
+
+def test_special_tokens_are_never_chosen_and_every_other_one_can_be():
+    _, maskable = framed(8)
+    counts = sum((corruption.choose_tokens(maskable, 0.25, generator(n)) != STAYS).astype(int) for n in range(800))
+    assert counts[0] == counts[-1] == 0
+    assert all(within(count, 800, 2 / 8) for count in counts[1:-1])
+
+
+def test_eighty_ten_ten_and_no_special_token_at_random():
+    ids, maskable = framed(20_000)
+    choice = corruption.choose_tokens(maskable, 0.15, generator(0))
+    new = corruption.replace_chosen(ids, choice, ORDINARY, MASK, Masking(), generator(1))
+    chosen = choice != STAYS
+    assert chosen.sum() == 3000
+    assert (new[~chosen] == np.array(ids)[~chosen]).all()
+    masked, kept = new[chosen] == MASK, new[chosen] == np.array(ids)[chosen]
+    assert within(int(masked.sum()), 3000, 0.8)
+    assert within(int(kept.sum()), 3000, 0.1 + 0.1 / len(ORDINARY))  # a random token can be the old one
+    assert set(new[chosen][~masked & ~kept]) <= set(ORDINARY)
+
+
+def test_masking_alone_and_nothing_at_all_are_limits():
+    ids, maskable = framed(50)
+    choice = corruption.choose_tokens(maskable, 1.0, generator(0))
+    everything = Masking(rate=1.0, mask_share=1.0, random_share=0.0)
+    assert corruption.replace_chosen(ids, choice, ORDINARY, MASK, everything, generator(1)).tolist() == (
+        [2, *[MASK] * 50, 3]
+    )
+    nothing = Masking(mask_share=0.0, random_share=0.0)
+    assert corruption.replace_chosen(ids, choice, ORDINARY, MASK, nothing, generator(1)).tolist() == ids
+
+
+def test_words_are_the_runs_between_starts_and_special_tokens():
+    maskable = [False, True, True, True, False, True, True, False]
+    starts = [False, True, False, True, False, False, True, False]
+    assert corruption.words_of(maskable, starts) == [(1, 3), (3, 4), (5, 6), (6, 7)]
+
+
+def test_whole_words_stand_or_fall_together_within_the_budget():
+    lengths = generator(3).integers(1, 5, 200)
+    starts = [place == 0 for length in lengths for place in range(length)]
+    maskable = [True] * len(starts)
+    for seed in range(20):
+        chosen = corruption.choose_words(maskable, starts, 0.15, generator(seed)) != STAYS
+        words = corruption.words_of(maskable, starts)
+        assert all(len(set(chosen[start:stop])) == 1 for start, stop in words)
+        room = corruption.budget(len(starts), 0.15)
+        assert room - 3 <= chosen.sum() <= room  # short of the budget by less than the longest word
+
+
+def test_a_word_longer_than_the_budget_is_chosen_where_there_is_no_other():
+    choice = corruption.choose_words(
+        [False, True, True, True, False], [False, True, False, False, False], 0.15, generator(0)
+    )
+    assert (choice != STAYS).tolist() == [False, True, True, True, False]
+
+
+def test_span_lengths_have_the_published_mean():
+    # sum of n 0.2 0.8^(n-1) for n = 1..10 is 5 (1 - 3 * 0.8^10) = 3.38939; over 1 - 0.8^10 = 0.892626: 3.79710
+    chances = corruption.span_lengths(0.2, 10)
+    assert chances.sum() == pytest.approx(1.0)
+    assert (np.arange(1, 11) * chances).sum() == pytest.approx(3.79710, abs=1e-5)
+
+
+def test_spans_are_whole_words_share_one_fate_and_meet_the_budget():
+    lengths = generator(4).integers(1, 4, 300)
+    starts = [False, *[place == 0 for length in lengths for place in range(length)], False]
+    maskable = [False, *[True] * (len(starts) - 2), False]
+    ids = [2, *range(10, 10 + len(starts) - 2), 3]
+    masking = Masking(units="spans")
+    words = corruption.words_of(maskable, starts)
+    for seed in range(20):
+        choice = corruption.choose(maskable, starts, masking, generator(seed))
+        chosen = choice != STAYS
+        room = corruption.budget(sum(maskable), 0.15)
+        assert room <= chosen.sum() <= room + 2
+        assert not chosen[0] and not chosen[-1]
+        assert all(len(set(choice[start:stop])) == 1 for start, stop in words)
+        new = corruption.replace_chosen(ids, choice, ORDINARY, MASK, masking, generator(seed, 1))
+        for span in range(choice.max() + 1):
+            places = np.flatnonzero(choice == span)
+            assert (np.diff(places) == 1).all()
+            assert len(set(new[places] == MASK)) == 1
+
+
+def test_no_span_runs_over_a_special_token():
+    maskable = [False, True, True, False, True, True, False]
+    for seed in range(200):
+        choice = corruption.choose(maskable, maskable, Masking(rate=1.0, units="spans"), generator(seed))
+        assert set(choice[1:3]).isdisjoint(choice[4:6])
+        assert (choice != STAYS).tolist() == maskable
+
+
+@pytest.mark.parametrize("units", ["tokens", "words", "spans"])
+def test_the_same_generator_gives_the_same_masks_and_another_one_others(units):
+    ids, maskable = framed(200)
+    masking = Masking(units=units)
+
+    def masks(seed: int) -> list[int]:
+        chance = generator(seed)
+        choice = corruption.choose(maskable, maskable, masking, chance)
+        return corruption.replace_chosen(ids, choice, ORDINARY, MASK, masking, chance).tolist()
+
+    assert masks(5) == masks(5) != masks(6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"rate": 0.0}, "rate"),
+        ({"units": "letters"}, "units"),
+        ({"mask_share": 0.9, "random_share": 0.2}, "add up"),
+        ({"span_stop": 1.0}, "span_stop"),
+    ],
+)
+def test_impossible_maskings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        Masking(**settings)
+
+
+SENTINELS = list(range(999, 899, -1))  # descending, as in T5's vocabulary
+
+
+def put_together(source: list[int], target: list[int]) -> list[int]:
+    """The text behind both sides of a span corruption, by following the sentinels."""
+    spans: dict[int, list[int]] = {}
+    for token in target:
+        if token in SENTINELS:
+            spans[token] = []
+            last = spans[token]
+        else:
+            last.append(token)
+    return [part for token in source for part in (spans[token] if token in SENTINELS else [token])]
+
+
+@pytest.mark.parametrize(("density", "mean_span"), [(0.15, 3.0), (0.5, 1.0), (0.9, 2.0), (0.01, 8.0)])
+def test_source_and_target_together_are_the_text_every_token_once(density, mean_span):
+    for length in [*range(2, 40), 77, 100]:
+        ids = list(range(length))
+        source, target = corruption.corrupt_spans(
+            ids, SENTINELS, generator(length), density=density, mean_span=mean_span
+        )
+        noise, spans = corruption.span_plan(length, density, mean_span)
+        assert put_together(source, target) == ids
+        assert [token for token in source if token in SENTINELS] == SENTINELS[:spans]
+        assert [token for token in target if token in SENTINELS] == SENTINELS[: spans + 1]
+        assert target[-1] == SENTINELS[spans]
+        assert (len(source), len(target)) == (length - noise + spans, noise + spans + 1)
+        assert corruption.sentinels_needed(length, density, mean_span) == spans + 1
+
+
+def test_span_plan_is_worked_by_hand():
+    # 512 tokens: 0.15 * 512 = 76.8, so 77 in spans; 77 / 3 = 25.7, so 26 spans (T5's own numbers)
+    assert corruption.span_plan(512, 0.15, 3.0) == (77, 26)
+    assert corruption.span_plan(2, 0.15, 3.0) == (1, 1)
+    assert corruption.span_plan(10, 0.9, 1.0) == (9, 1)  # spans need gaps between them
+
+
+def test_segments_are_cut_in_every_way_equally_often():
+    # 5 in 3 parts: C(4, 2) = 6 ways
+    chance = generator(0)
+    seen = [tuple(corruption.segment(5, 3, chance).tolist()) for _ in range(3000)]
+    assert len(set(seen)) == 6
+    assert all(sum(way) == 5 and min(way) >= 1 for way in set(seen))
+    assert all(within(seen.count(way), 3000, 1 / 6) for way in set(seen))
+
+
+def test_a_prefix_and_the_rest_are_the_text_and_every_cut_occurs():
+    ids, chance = [7, 8, 9, 10], generator(0)
+    cuts = [corruption.split_prefix(ids, chance) for _ in range(300)]
+    assert all(first + second == ids for first, second in cuts)
+    assert {len(first) for first, _ in cuts} == {1, 2, 3}
+
+
+def test_infilling_keeps_the_other_tokens_in_order_and_takes_the_share():
+    for length in range(1, 60):
+        ids = list(range(10, 10 + length))
+        corrupted = corruption.infill(ids, MASK, generator(length))
+        kept = [token for token in corrupted if token != MASK]
+        assert kept == sorted(kept) and set(kept) <= set(ids)
+        assert len(ids) - len(kept) == corruption.budget(length, 0.3)
+        assert MASK in corrupted and len(corrupted) <= length
+
+
+def test_infilled_spans_have_the_poisson_mean():
+    ids = list(range(10, 100_010))
+    corrupted = corruption.infill(ids, MASK, generator(0))
+    assert 30_000 / corrupted.count(MASK) == pytest.approx(3.0, abs=0.1)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "room", "expected"),
+    [(5, 3, 8, (5, 3)), (5, 3, 6, (3, 3)), (5, 3, 5, (3, 2)), (1, 9, 4, (1, 3)), (9, 0, 4, (4, 0))],
+)
+def test_of_a_pair_the_longer_text_gives_way(first, second, room, expected):
+    a, b = corruption.cut_pair(range(first), range(second), room)
+    assert (len(a), len(b)) == expected
+    assert a == list(range(len(a))) and b == list(range(len(b)))

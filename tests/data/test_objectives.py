@@ -1,0 +1,230 @@
+"""Pretraining objectives from texts to batches: what is masked, that epochs differ, and that batches' cuts do not."""
+
+import pytest
+import torch
+
+from alignment.data.corruption import Masking
+from alignment.data.frames import frame_of, ordinary_ids, sentinel_ids
+from alignment.data.objectives import (
+    Draws,
+    MaskSymbols,
+    collate_masked,
+    collate_seq2seq,
+    decoder_start_id,
+    draw_once,
+    even_parts,
+    infilling,
+    prefix_modelling,
+    span_corruption,
+    tokenise_maskable,
+    tokenise_plain,
+)
+from alignment.data.records import Text
+from alignment.data.stream import Stream
+from alignment.data.tokenizers import train_bpe
+from alignment.data.train_tokenizers import train_tokenizer
+from alignment.errors import UserError
+
+WORDS = ["the", "unbelievable", "cat", "sat", "on", "the", "mat", "and", "watched", "another", "remarkable", "cat"]
+TEXTS = [" ".join(WORDS[k % 12] for k in range(n, n + 3 + n % 17)) for n in range(30)]
+ROWS = [Text(text, f"row {number}") for number, text in enumerate(TEXTS)]
+
+
+@pytest.fixture(scope="module")
+def wordpiece():
+    return train_tokenizer("wordpiece", TEXTS, 60)
+
+
+@pytest.fixture(scope="module")
+def unigram():
+    return train_tokenizer("unigram", TEXTS, 60, sentinels=20)
+
+
+def documents(batches):
+    """row id -> (ids, targets within the document, labels) of masked batches."""
+    found = {}
+    for batch in batches:
+        for row, (start, stop) in enumerate(zip(batch.starts.tolist(), batch.starts.tolist()[1:], strict=False)):
+            own = batch.target_rows == row
+            found[batch.row_ids[row]] = (
+                batch.tokens[start:stop].tolist(),
+                (batch.targets[own] - start).tolist(),
+                batch.labels[own].tolist(),
+            )
+    return found
+
+
+def test_a_text_is_framed_and_its_words_begin_where_the_tokenizer_says(wordpiece):
+    [example], counts = tokenise_maskable([Text("unbelievable cats [SEP]", "a")], wordpiece, 64)
+    tokens = wordpiece.convert_ids_to_tokens(example.ids)
+    assert (tokens[0], tokens[-1]) == ("[CLS]", "[SEP]")
+    assert tokens.count("[SEP]") == 1  # the one typed in the text is spelt out
+    assert example.maskable == [False, *[True] * (len(tokens) - 2), False]
+    assert example.word_starts[1:-1] == [not token.startswith("##") for token in tokens[1:-1]]
+    assert (counts.kept, counts.documents, counts.tokens) == (1, 1, len(tokens))
+
+
+def test_targets_are_corrupted_places_with_the_old_tokens_as_labels(wordpiece):
+    examples, _ = tokenise_maskable(ROWS, wordpiece, 64)
+    symbols = MaskSymbols.of(wordpiece)
+    batches = collate_masked(draw_once(examples), Masking(), symbols, 100)
+    special = set(wordpiece.all_special_ids)
+    assert all(batch.weight == len(batch.targets) == len(batch.labels) for batch in batches)
+    assert all(len(batch.tokens) <= 100 for batch in batches)
+    found = documents(batches)
+    assert set(found) == {row.row_id for row in ROWS}
+    for example in examples:
+        ids, places, labels = found[example.row_id]
+        assert labels == [example.ids[place] for place in places] and labels
+        assert special.isdisjoint(labels)
+        assert len(places) == max(1, round(0.15 * (len(ids) - 2)))
+        assert all(a == b for n, (a, b) in enumerate(zip(ids, example.ids, strict=True)) if n not in places)
+
+
+def test_masks_do_not_depend_on_ranks_or_micro_batches_but_on_the_epoch(wordpiece):
+    examples, _ = tokenise_maskable(ROWS, wordpiece, 64)
+    symbols = MaskSymbols.of(wordpiece)
+    draws = Draws(Stream(examples, batch_size=10, seed=3))
+
+    def seen(step, tokens, ranks):
+        rows = draws.rows_at(step)
+        parts = [collate_masked(rows[rank::ranks], Masking(), symbols, tokens) for rank in range(ranks)]
+        return documents([batch for part in parts for batch in part])
+
+    assert seen(1, 1000, 1) == seen(1, 30, 1) == seen(1, 60, 3)
+    first = {name: value for step in range(3) for name, value in seen(step, 1000, 1).items()}
+    second = {name: value for step in range(3, 6) for name, value in seen(step, 1000, 1).items()}
+    assert set(first) == set(second)
+    assert sum(first[name] != second[name] for name in first) > len(first) / 2
+
+
+def test_a_batch_across_an_epochs_end_knows_both_epochs():
+    draws = Draws(Stream(list("abc"), batch_size=2, seed=0))
+    assert [draw.epoch for step in range(3) for draw in draws.rows_at(step)] == [0, 0, 0, 1, 1, 1]
+    assert sorted(draw.row for draw in draws.rows_at(0) + draws.rows_at(1)[:1]) == ["a", "b", "c"]
+    [one, two] = draws.rows_at(0)
+    assert one.generator().random() == one.generator().random() != two.generator().random()
+
+
+def test_a_rows_chance_is_not_the_streams_order():
+    # numpy fills short seeds with zeros: without a mark of their own, row 0's draws would be those of the order
+    import numpy as np
+
+    [draw] = draw_once(["a"], seed=5)
+    assert draw.generator().random() != np.random.default_rng([5, 0]).random()
+
+
+def test_long_texts_are_cut_into_even_parts_that_lose_nothing(wordpiece):
+    assert [(part.start, part.stop) for part in even_parts(10, 4)] == [(0, 3), (3, 6), (6, 10)]
+    for length in range(1, 50):
+        for most in range(3, 9):
+            parts = even_parts(length, most)
+            assert [n for part in parts for n in range(part.start, part.stop)] == list(range(length))
+            assert len(parts) == -(-length // most)
+            assert all(part.stop - part.start <= most for part in parts)
+            assert length == 1 or min(part.stop - part.start for part in parts) >= 2
+    whole, _ = tokenise_maskable([Text(" ".join(TEXTS), "a")], wordpiece, 10_000)
+    parts, counts = tokenise_maskable([Text(" ".join(TEXTS), "a")], wordpiece, 16)
+    assert [token for part in parts for token in part.ids[1:-1]] == whole[0].ids[1:-1]
+    assert all(len(part.ids) <= 16 and part.word_starts[1] for part in parts)
+    assert sum(counts.cut.values()) == 1
+
+
+def test_texts_without_a_token_are_counted(wordpiece, unigram):
+    _, counts = tokenise_maskable([Text("\u200b", "a"), Text("cat", "b")], wordpiece, 16)
+    assert (counts.kept, counts.lost) == (1, 1)
+    _, counts = tokenise_plain([Text("cat sat", "a"), Text("\u200b", "b")], unigram, 16)
+    assert counts.rows == counts.kept + counts.lost == 2
+
+
+def test_a_tokenizer_without_mask_token_is_refused_and_bpe_can_have_one():
+    with pytest.raises(UserError, match="no mask token"):
+        MaskSymbols.of(train_bpe(TEXTS, 300))
+    roberta = train_bpe(TEXTS, 300, ("<s>", "</s>", "<pad>", "<mask>"))
+    symbols = MaskSymbols.of(roberta)
+    assert symbols.mask == 3
+    assert {0, 1, 2, 3}.isdisjoint(symbols.ordinary.tolist())
+    assert len(symbols.ordinary) == len(roberta) - 4
+    [example], _ = tokenise_maskable([Text("the cat sat", "a")], roberta, 64)
+    assert sum(example.word_starts) == 3
+
+
+def test_no_room_for_text_is_refused(wordpiece, unigram):
+    with pytest.raises(UserError, match="no room"):
+        tokenise_maskable(ROWS, wordpiece, 2)
+    with pytest.raises(UserError, match="no room"):
+        tokenise_plain(ROWS, unigram, 3)
+
+
+def sides(batches):
+    """row id -> (source ids, target ids)."""
+    found = {}
+    for batch in batches:
+        parts = [torch.split(side.tokens, side.lengths) for side in (batch.source, batch.target)]
+        for name, source, target in zip(batch.source.row_ids, *parts, strict=True):
+            found[name] = (source.tolist(), target.tolist())
+    return found
+
+
+def test_span_corruption_batches_hold_every_token_once(unigram):
+    examples, _ = tokenise_plain(ROWS, unigram, 200)
+    corrupt, start = span_corruption(unigram, examples), decoder_start_id(unigram)
+    batches = collate_seq2seq(draw_once(examples), corrupt, start, 150)
+    assert all(len(b.source.tokens) + len(b.target.tokens) <= 150 or len(b.source.lengths) == 1 for b in batches)
+    sentinels = sentinel_ids(unigram)
+    assert sentinels == list(range(len(unigram) - 1, len(unigram) - 21, -1))
+    found = sides(batches)
+    for example in examples:
+        source, target = found[example.row_id]
+        assert source[-1] == target[-1] == unigram.eos_token_id
+        assert target[:2] == [start, sentinels[0]]
+        texts = [token for token in source[:-1] + target[1:-1] if token not in sentinels]
+        assert sorted(texts) == sorted(example.ids)
+    for batch in batches:
+        assert batch.weight == sum(length - 1 for length in batch.target.lengths)
+        assert len(batch.source.targets) == 0
+        assert batch.target.positions[batch.target.targets].min() == 1
+
+
+def test_the_source_is_never_longer_than_max_length(unigram):
+    for longest in range(4, 40):
+        examples, _ = tokenise_plain([Text(" ".join(TEXTS), "a")], unigram, longest)
+        batches = collate_seq2seq(draw_once(examples), span_corruption(unigram, examples), 0, 10_000)
+        assert max(length for batch in batches for length in batch.source.lengths) <= longest
+
+
+def test_too_few_sentinels_are_told_before_training(unigram):
+    examples, _ = tokenise_plain([Text(" ".join(TEXTS), "a")], unigram, 1000)
+    with pytest.raises(UserError, match=r"has 20 sentinels .* takes \d+; lower data.max_length"):
+        span_corruption(unigram, examples)
+
+
+def test_prefix_modelling_reads_the_beginning_and_writes_the_rest(unigram):
+    examples, _ = tokenise_plain(ROWS, unigram, 200)
+    found = sides(collate_seq2seq(draw_once(examples), prefix_modelling(unigram), 0, 200))
+    for example in examples:
+        source, target = found[example.row_id]
+        assert source[:-1] + target[1:-1] == example.ids
+        assert len(source) >= 2 and len(target) >= 3
+
+
+def test_infilling_writes_the_whole_text():
+    bart = train_bpe(TEXTS, 300, ("<s>", "</s>", "<pad>", "<mask>"))
+    examples, _ = tokenise_plain(ROWS, bart, 200, special=3)
+    found = sides(collate_seq2seq(draw_once(examples), infilling(bart), 1, 200))
+    for example in examples:
+        source, target = found[example.row_id]
+        assert target == [1, 0, *example.ids]  # this tokenizer puts nothing after a text
+        assert 3 in source and len(source) <= len(example.ids) + 1
+
+
+def test_frames_are_read_off_the_tokenizer(wordpiece, unigram, bpe):
+    cls, sep = wordpiece.cls_token_id, wordpiece.sep_token_id
+    pair = frame_of(wordpiece).pair([50, 51], [52])
+    assert pair.ids == [cls, 50, 51, sep, 52, sep]
+    assert pair.segments == [0, 0, 0, 0, 1, 1]
+    assert pair.ordinary == [False, True, True, False, True, False]
+    assert pair.starts == (1, 4)
+    assert frame_of(unigram).pair([50], [52]).ids == [50, unigram.eos_token_id, 52, unigram.eos_token_id]
+    assert frame_of(bpe).single([50]).ids == [bpe.bos_token_id, 50]
+    assert set(wordpiece.all_special_ids).isdisjoint(ordinary_ids(wordpiece).tolist())

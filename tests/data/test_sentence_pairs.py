@@ -1,0 +1,129 @@
+"""BERT's sentence pairs: what follows follows, the other half comes from elsewhere, and lengths do not tell."""
+
+import pytest
+import torch
+
+from alignment.data.corruption import Masking
+from alignment.data.frames import frame_of
+from alignment.data.objectives import MaskSymbols, draw_once
+from alignment.data.records import Text
+from alignment.data.sentence_pairs import (
+    FOLLOWS,
+    collate_sentence_pairs,
+    group_sentences,
+    make_pair,
+    sentences_of,
+    tokenise_passages,
+)
+from alignment.data.train_tokenizers import train_tokenizer
+from alignment.errors import UserError
+
+# each text has words of its own, so that a sentence tells where it is from
+NAMES = [f"{a}{b}" for a in "bcdfg" for b in "aeiou"]
+ROWS = [
+    Text(" ".join(f"{name} sees {name} {'again ' * (n % 4)}now." for n in range(9)), name)
+    for number, name in enumerate(NAMES)
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer("wordpiece", [row.text for row in ROWS], 200)
+
+
+def make(tokenizer, max_length, seed=0):
+    passages, counts = tokenise_passages(ROWS, tokenizer, max_length)
+    frame = frame_of(tokenizer)
+    pairs = [make_pair(draw.row, passages, frame, max_length, draw.generator()) for draw in draw_once(passages, seed)]
+    return passages, counts, pairs
+
+
+def test_sentences_end_at_stops_and_lines():
+    assert sentences_of("One. Two!  Three?\n\nfour 3.5 five\n") == ["One.", "Two!", "Three?", "four 3.5 five"]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "room", "expected"),
+    [
+        ([3, 3, 3, 3], 6, [2, 2]),
+        ([3, 3, 3], 6, [3]),  # nobody stands alone
+        ([2, 2, 2, 5], 6, [2, 2]),  # the last takes one from a group of three
+        ([9, 9, 1, 1], 6, [2, 2]),  # two sentences at least, however long
+        ([1, 1], 9, [2]),
+    ],
+)
+def test_sentences_come_in_groups_of_two_or_more(lengths, room, expected):
+    groups = group_sentences(lengths, room)
+    assert [part.stop - part.start for part in groups] == expected
+    assert [n for part in groups for n in range(part.start, part.stop)] == list(range(len(lengths)))
+
+
+def test_pairs_follow_or_come_from_another_text_half_of_the_time(tokenizer):
+    labels = []
+    for seed in range(20):
+        _, _, pairs = make(tokenizer, 48, seed)
+        for example, segments, label, _ in pairs:
+            tokens = tokenizer.convert_ids_to_tokens(example.ids)
+            edge = segments.index(1)
+            assert (tokens[0], tokens[edge - 1], tokens[-1]) == ("[CLS]", "[SEP]", "[SEP]")
+            assert segments == [0] * edge + [1] * (len(tokens) - edge)
+            assert example.maskable == [token not in ("[CLS]", "[SEP]") for token in tokens]
+            first, second = (
+                {word for word in tokenizer.decode(part).split() if word in NAMES}
+                for part in (example.ids[:edge], example.ids[edge:])
+            )
+            assert len(first) == len(second) == 1
+            assert (first == second) == (label == FOLLOWS)
+            labels.append(label)
+    share = sum(labels) / len(labels)
+    assert abs(share - 0.5) < 4 * 0.5 / len(labels) ** 0.5
+
+
+def test_pairs_keep_to_the_length_and_what_is_cut_is_counted(tokenizer):
+    passages, counts, pairs = make(tokenizer, 14)
+    room = 14 - 3
+    assert all(len(example.ids) <= 14 for example, *_ in pairs)
+    long = sum(sum(len(sentence.ids) for sentence in passage.sentences) > room for passage in passages)
+    assert sum(counts.cut.values()) == long > 0
+    for passage, (example, _, label, cut) in zip(passages, pairs, strict=True):
+        if label == FOLLOWS:
+            assert cut == sum(len(sentence.ids) for sentence in passage.sentences) - sum(example.maskable)
+    frame, symbols = frame_of(tokenizer), MaskSymbols.of(tokenizer)
+    batches = collate_sentence_pairs(draw_once(passages), passages, frame, Masking(), symbols, 14, 60)
+    assert sum(batch.cut_tokens for batch in batches) == sum(cut for *_, cut in pairs) > 0
+
+
+def test_the_replacement_is_about_as_long_as_what_it_replaces(tokenizer):
+    sizes = {0: [], 1: []}
+    for seed in range(40):
+        for _, segments, label, _ in make(tokenizer, 64, seed)[2]:
+            sizes[label].append(sum(segments))
+    follows, other = (torch.tensor(sizes[label], dtype=torch.float) for label in (0, 1))
+    assert abs(float(follows.mean() - other.mean())) < 0.25 * float(follows.std())
+
+
+def test_batches_carry_masks_segments_and_labels_however_they_are_cut(tokenizer):
+    passages, _, pairs = make(tokenizer, 48)
+    frame, symbols = frame_of(tokenizer), MaskSymbols.of(tokenizer)
+    whole, parts = (
+        collate_sentence_pairs(draw_once(passages), passages, frame, Masking(), symbols, 48, tokens)
+        for tokens in (100_000, 120)
+    )
+    [batch] = whole
+    assert batch.weight == len(pairs) == sum(part.weight for part in parts)
+    assert sorted(batch.labels.tolist()) == sorted(label for _, _, label, _ in pairs)
+    assert batch.ragged.segments is not None and len(batch.ragged.segments) == len(batch.ragged.tokens)
+    assert batch.ragged.weight == sum(part.ragged.weight for part in parts)
+    assert sorted(batch.ragged.labels.tolist()) == sorted(t for part in parts for t in part.ragged.labels.tolist())
+    # the shares of a pair's masked tokens add up to one
+    assert torch.allclose(
+        torch.zeros(len(pairs)).index_add(0, batch.ragged.target_rows, batch.token_shares), torch.ones(len(pairs))
+    )
+    assert batch.to("cpu").labels.tolist() == batch.labels.tolist()
+
+
+def test_texts_of_one_sentence_are_counted_and_one_text_alone_is_refused(tokenizer):
+    _, counts = tokenise_passages([*ROWS, Text("only one.", "x")], tokenizer, 48)
+    assert counts.lost == 1
+    with pytest.raises(UserError, match="at least two texts"):
+        tokenise_passages(ROWS[:1], tokenizer, 48)

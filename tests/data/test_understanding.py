@@ -1,0 +1,323 @@
+"""Labelled rows to batches: classes, pairs, words, answers, GPT-1's formats. Every loss of a label is counted."""
+
+import gzip
+import json
+
+import pytest
+
+from alignment.data.gpt_formats import (
+    Marks,
+    collate_views,
+    encode_choices,
+    encode_classes,
+    encode_similarity,
+    with_marks,
+)
+from alignment.data.labelled import (
+    Choice,
+    LabelledText,
+    LabelledWords,
+    Question,
+    label_names,
+    read_labelled,
+    require_labels,
+)
+from alignment.data.prepare import prepare_labelled, prepare_text
+from alignment.data.questions import ANSWER_NOWHERE, NO_ANSWER_HERE, collate_spans, encode_questions, window_starts
+from alignment.data.sources import DataConfig
+from alignment.data.tokenizers import load_tokenizer
+from alignment.data.train_tokenizers import train_tokenizer
+from alignment.data.understanding import (
+    IGNORED,
+    PAIR_CUT,
+    TEXT_END_CUT,
+    WORDS_CUT,
+    WORDS_LOST,
+    collate_classes,
+    collate_token_labels,
+    encode_sequences,
+    encode_words,
+)
+from alignment.errors import UserError
+
+TEXT = "the quick brown fox jumps over the lazy dog while unbelievable cats watch from afar"
+KINDS = {"wordpiece": 120, "bpe": 330, "unigram": 60, "characters": None, "bytes": None}
+
+
+@pytest.fixture(scope="module")
+def tokenizers():
+    return {kind: train_tokenizer(kind, [TEXT] * 5, size) for kind, size in KINDS.items()}
+
+
+@pytest.fixture(scope="module")
+def wordpiece(tokenizers):
+    return tokenizers["wordpiece"]
+
+
+def text_of(tokenizer, ids):
+    return tokenizer.decode(ids, skip_special_tokens=True).strip()
+
+
+NAMES = {0: "no", 1: "yes"}
+
+
+def test_a_class_and_a_pair_are_framed_and_cut_at_the_longer_text(wordpiece):
+    rows = [
+        LabelledText("the quick fox", None, "yes", "a"),
+        LabelledText("the lazy dog jumps over the quick brown fox", None, "no", "b"),
+        LabelledText("the lazy dog jumps over the quick brown fox", "cats watch", "no", "c"),
+    ]
+    whole, _ = encode_sequences(rows, wordpiece, 200, NAMES)
+    cut, counts = encode_sequences(rows, wordpiece, len(whole[0].framed.ids), NAMES)
+    assert [example.label for example in whole] == [1, 0, 0]
+    assert cut[0] == whole[0]
+    assert cut[1].framed.ids[:-1] == whole[1].framed.ids[: len(whole[0].framed.ids) - 1]
+    assert counts.cut == {TEXT_END_CUT: 1, PAIR_CUT: 1}
+    assert counts.tokens == sum(len(example.framed.ids) for example in cut)
+    [batch] = collate_classes(whole, 1000)
+    assert batch.weight == batch.ragged.weight == 3
+    assert dict(zip(batch.ragged.row_ids, batch.labels.tolist(), strict=True)) == {"a": 1, "b": 0, "c": 0}
+    assert batch.ragged.segments.sum() == sum(whole[2].framed.segments) == len(wordpiece("cats watch")["input_ids"]) - 1
+    [single] = collate_classes(whole[:2], 1000)
+    assert single.ragged.segments is None
+    assert sum(part.weight for part in collate_classes(whole, 20)) == 3
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram", "characters", "bytes"])
+def test_a_words_label_stands_at_its_first_token_whatever_the_tokenizer(tokenizers, kind):
+    tokenizer, words = tokenizers[kind], ["unbelievable", "cats", "watch", "the", "dog"]
+    row = LabelledWords(words, ["a", "b", "a", "b", "c"], "r")
+    [example], counts = encode_words([row], tokenizer, 200, {0: "a", 1: "b", 2: "c"})
+    places = [place for place, label in enumerate(example.labels) if label != IGNORED]
+    assert [example.labels[place] for place in places] == [0, 1, 0, 1, 2] and not counts.cut
+    ends = [*places[1:], len(example.framed.ids)]
+    assert [text_of(tokenizer, example.framed.ids[a:b]) for a, b in zip(places, ends, strict=True)] == words
+    assert all(example.framed.ordinary[place] for place in places)
+    [batch] = collate_token_labels([example], 1000)
+    assert batch.weight == 5 and batch.labels.tolist() == example.labels
+    assert len(batch.labels) == len(batch.ragged.tokens)
+
+
+def test_labels_that_are_lost_are_counted(wordpiece):
+    row = LabelledWords(["the", "\u200b", "dog", "cats"], ["a", "b", "a", "b"], "r")
+    [example], counts = encode_words([row], wordpiece, 4, {0: "a", 1: "b"})
+    kept = sum(label != IGNORED for label in example.labels)
+    assert kept + counts.cut[WORDS_LOST] + counts.cut[WORDS_CUT] == 4
+    assert counts.cut[WORDS_LOST] == 1
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram", "characters", "bytes"])
+def test_an_answer_is_found_again_from_its_tokens(tokenizers, kind):
+    tokenizer, context = tokenizers[kind], TEXT
+    for answer in ("the", "quick brown", "unbelievable cats", "afar", "lazy"):
+        row = Question("over the dog", context, [(answer, context.index(answer))], "q")
+        [window], _ = encode_questions([row], tokenizer, 300, stride=50)
+        assert text_of(tokenizer, window.framed.ids[window.start : window.end + 1]) == answer
+        first, last = window.offsets[window.start], window.offsets[window.end]
+        assert context[first[0] : last[1]].strip() == answer
+
+
+def test_windows_overlap_reach_the_end_and_count_where_the_answer_is_not(wordpiece):
+    context = " ".join([TEXT] * 4)
+    place = context.index("afar")
+    row = Question("the dog", context, [("afar", place)], "q")
+    windows, counts = encode_questions([row], wordpiece, 48, stride=20)
+    assert all(len(window.framed.ids) <= 48 for window in windows)
+    seen = {offset for window in windows for offset in window.offsets if offset is not None}
+    [whole], _ = encode_questions([row], wordpiece, 1000, stride=100)
+    assert seen == {offset for offset in whole.offsets if offset is not None}
+    with_answer = [window for window in windows if window.start]
+    assert 0 < len(with_answer) < len(windows)
+    assert counts.cut == {NO_ANSWER_HERE: len(windows) - len(with_answer)}
+    for window in with_answer:
+        assert window.offsets[window.start][0] == place and window.offsets[window.end][1] == place + 4
+    batches = collate_spans(windows, 100)
+    assert sum(batch.weight for batch in batches) == len(windows)
+    for batch in batches:
+        for row, start in enumerate(batch.answer_starts.tolist()):
+            first = int(batch.ragged.starts[row])
+            ids = batch.ragged.tokens[start : int(batch.answer_ends[row]) + 1]
+            assert start == first or text_of(wordpiece, ids) == "afar"
+
+
+@pytest.mark.parametrize(
+    ("length", "room", "stride", "expected"),
+    [(0, 5, 3, [0]), (5, 5, 3, [0]), (6, 5, 3, [0, 3]), (8, 5, 3, [0, 3]), (9, 5, 3, [0, 3, 6]), (10, 5, 5, [0, 5])],
+)
+def test_window_starts(length, room, stride, expected):
+    assert window_starts(length, room, stride) == expected
+
+
+def test_an_answer_longer_than_any_window_and_no_answer_at_all(wordpiece):
+    context = " ".join([TEXT] * 4)
+    rows = [Question("the dog", context, [(context, 0)], "long"), Question("the dog", context, [], "none")]
+    windows, counts = encode_questions(rows, wordpiece, 30, stride=10)
+    assert all(window.start == window.end == 0 for window in windows)
+    assert counts.cut == {NO_ANSWER_HERE: len(windows), ANSWER_NOWHERE: 1}
+    assert counts.first[ANSWER_NOWHERE] == ["long"]
+
+
+def test_a_stride_that_skips_text_is_refused(wordpiece):
+    with pytest.raises(UserError, match="stride must be from 1 to"):
+        encode_questions([Question("the dog", TEXT, [], "q")], wordpiece, 30, stride=30)
+
+
+def test_gpt_formats(tokenizers):
+    plain = tokenizers["bpe"]
+    tokenizer = with_marks(plain)
+    assert len(tokenizer) == len(plain) + 3 and "<start>" not in plain.get_vocab()
+    assert len(with_marks(tokenizer)) == len(tokenizer)
+    start, delimiter, extract = (tokenizer.convert_tokens_to_ids(m) for m in ("<start>", "<delimiter>", "<extract>"))
+    assert Marks.of(tokenizer) == Marks(start, delimiter, extract)
+    ids = {text: plain(text, add_special_tokens=False)["input_ids"] for text in ("the fox", "lazy dog", "cats")}
+    one, pair = LabelledText("the fox", None, "no", "a"), LabelledText("the fox", "lazy dog", "yes", "b")
+    a, b, c = ids["the fox"], ids["lazy dog"], ids["cats"]
+
+    classes, _ = encode_classes([one, pair], tokenizer, 64, NAMES)
+    assert [example.documents for example in classes] == [
+        [[start, *a, extract]],
+        [[start, *a, delimiter, *b, extract]],
+    ]
+    [similar], _ = encode_similarity([pair], tokenizer, 64, NAMES)
+    assert similar.documents == [[start, *a, delimiter, *b, extract], [start, *b, delimiter, *a, extract]]
+    [choice], _ = encode_choices([Choice("the fox", ["cats", "lazy dog"], 1, "c")], tokenizer, 64)
+    assert choice.documents == [[start, *a, delimiter, *c, extract], [start, *a, delimiter, *b, extract]]
+    assert (choice.label, similar.label, classes[0].label) == (1, 1, 0)
+
+    [batch] = collate_views([classes[0], similar, choice], 1000)
+    assert batch.weight == 3
+    assert (batch.ragged.tokens[batch.ragged.last] == extract).all()
+    assert len(batch.ragged.lengths) == 5 and [batch.rows.tolist().count(row) for row in range(3)] == [
+        {"a": 1, "b": 2, "c": 2}[name] for name in dict.fromkeys(batch.ragged.row_ids)
+    ]
+    labels = dict(zip(dict.fromkeys(batch.ragged.row_ids), batch.labels.tolist(), strict=True))
+    assert labels == {"a": 0, "b": 1, "c": 1}
+    assert len(batch.ragged.targets) == len(batch.ragged.tokens) - 5  # every token but each first one
+    cut, counts = encode_classes([pair], tokenizer, 3 + len(a) + len(b) - 1, NAMES)
+    assert sum(counts.cut.values()) == 1 and len(cut[0].documents[0]) == 3 + len(a) + len(b) - 1
+
+
+def test_label_names_are_sorted_as_numbers_where_they_are_numbers():
+    rows = [LabelledText("x", None, label, label) for label in ("10", "2", "2", "0")]
+    assert label_names(rows) == {0: "0", 1: "2", 2: "10"}
+    words = [LabelledWords(["a", "b"], ["O", "B-PER"], "w"), LabelledWords(["c"], ["I-PER"], "v")]
+    assert label_names(words) == {0: "B-PER", 1: "I-PER", 2: "O"}
+    with pytest.raises(UserError, match="same label"):
+        label_names(rows[1:3])
+    with pytest.raises(UserError, match="10: label '10' is unknown; known: 0, 2"):
+        require_labels(rows, {0: "0", 1: "2"})
+
+
+def test_rows_are_read_under_other_names(jsonl):
+    path = jsonl({"sentence1": "a", "sentence2": "b", "gold": 1}, {"sentence1": "c", "sentence2": "d", "gold": "0"})
+    rows, counts = read_labelled(path, "pair", columns={"text": "sentence1", "pair": "sentence2", "label": "gold"})
+    assert [(row.text, row.pair, row.label) for row in rows] == [("a", "b", "1"), ("c", "d", "0")]
+    assert counts.kept == counts.rows == 2
+    assert rows[1].row_id == f"{path}:2"
+    path = jsonl(
+        {"question": "q", "context": "a cat", "answers": {"text": ["cat"], "answer_start": [2]}}, name="q.jsonl"
+    )
+    assert read_labelled(path, "span")[0][0].answers == [("cat", 2)]
+    path = jsonl({"context": "c", "choices": ["x", "y"], "label": "1"}, name="c.jsonl")
+    assert read_labelled(path, "choice")[0] == [Choice("c", ["x", "y"], 1, f"{path}:1")]
+    path = jsonl({"words": ["a", "b"], "labels": [0, 2]}, name="w.jsonl")
+    assert read_labelled(path, "tokens")[0] == [LabelledWords(["a", "b"], ["0", "2"], f"{path}:1")]
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "message"),
+    [
+        ("sequence", {"text": "a"}, "label: must be a label"),
+        ("sequence", {"text": "a", "label": -1}, "label: must be a label"),
+        ("sequence", {"text": " ", "label": 1}, "text: is only white space"),
+        ("pair", {"text": "a", "label": 1}, "pair: missing"),
+        ("tokens", {"words": ["a"], "labels": ["x", "y"]}, "must be as many as words"),
+        ("span", {"question": "q", "context": "a cat", "answers": [{"text": "cat", "answer_start": 3}]}, "not where"),
+        ("span", {"question": "q", "context": "a cat"}, "answers: must be a list"),
+        ("choice", {"context": "c", "choices": ["a"], "label": 1}, "number of a choice"),
+    ],
+)
+def test_bad_rows_are_told_by_place_or_counted(jsonl, task, row, message):
+    good = {
+        "sequence": {"text": "a", "label": 1},
+        "pair": {"text": "a", "pair": "b", "label": 1},
+        "tokens": {"words": ["a"], "labels": ["x"]},
+        "span": {"question": "q", "context": "a cat", "answers": []},
+        "choice": {"context": "c", "choices": ["a"], "label": 0},
+    }[task]
+    path = jsonl(good, row, b"{")
+    with pytest.raises(UserError, match=f"(?s)2 bad rows.*:2: .*{message}.*:3:.*not JSON"):
+        read_labelled(path, task)
+    rows, counts = read_labelled(path, task, on_bad_row="skip")
+    assert (len(rows), counts.lost, counts.kept, counts.rows) == (1, 2, 1, 3)
+    with pytest.raises(UserError, match="unknown task"):
+        read_labelled(path, "poetry")
+
+
+def test_one_call_from_config_to_examples_and_names(jsonl, wordpiece):
+    train = jsonl({"text": "the fox", "label": "yes"}, {"text": "the dog", "label": "no"})
+    held_out = jsonl({"text": "cats", "label": "maybe"}, name="held.jsonl")
+    config = DataConfig(train=train, evaluation=held_out, max_length=32)
+    examples, counts, names = prepare_labelled(config, "sequence", wordpiece)
+    assert names == {0: "no", 1: "yes"} and [example.label for example in examples] == [1, 0]
+    assert counts.documents == 2
+    with pytest.raises(UserError, match="'maybe' is unknown; known: no, yes"):
+        prepare_labelled(config, "sequence", wordpiece, "evaluation", names=names)
+    tokenizer = with_marks(wordpiece)
+    views, _, _ = prepare_labelled(config, "sequence", tokenizer, encode=encode_classes)
+    assert views[0].documents[0][-1] == Marks.of(tokenizer).extract
+
+
+@pytest.mark.parametrize("objective", ["causal", "masked", "sentence_pairs", "span_corruption", "prefix", "infilling"])
+def test_running_text_is_prepared_for_every_objective_and_unknown_characters_counted(jsonl, objective):
+    path = jsonl({"text": "the dog. the fox."}, {"text": "the z dog. the cats."})
+    tokenizer = train_tokenizer("characters", ["the dog. the fox. the cats."])
+    examples, counts = prepare_text(DataConfig(train=path, max_length=64), objective, tokenizer)
+    assert counts.kept == counts.rows == 2 and examples
+    assert list(counts.cut.values()) == [1]
+    assert next(iter(counts.first.values())) == [f"{path}:2"]
+    with pytest.raises(UserError, match="unknown pretraining objective"):
+        prepare_text(DataConfig(train=path), "dreaming", tokenizer)
+
+
+@pytest.mark.real_data
+def test_every_xquad_answer_is_found_again(real_data):
+    tokenizer = load_tokenizer(real_data / "tokenizers" / "bert_uncased")
+    rows, counts = read_labelled(str(real_data / "xquad_en" / "xquad_en.jsonl.gz"), "span")
+    assert counts.kept == counts.rows == 948
+    windows, _ = encode_questions(rows, tokenizer, 384, stride=128)
+    found, whole = set(), 0
+    for window in windows:
+        if window.start:
+            text, place = rows[window.question].answers[0]
+            first, last = window.offsets[window.start][0], window.offsets[window.end][1]
+            assert first <= place and last >= place + len(text)
+            whole += (first, last) == (place, place + len(text))
+            found.add(window.question)
+    assert len(found) == len(rows)
+    assert whole >= 0.98 * sum(bool(window.start) for window in windows)  # the others begin or end within a word
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize(
+    ("path", "task", "columns"),
+    [
+        ("sst2/dev", "sequence", {"text": "sentence"}),
+        ("cola/train", "sequence", {"text": "sentence"}),
+        ("mrpc/test", "pair", {"text": "sentence1", "pair": "sentence2"}),
+        ("rte/dev", "pair", {"text": "sentence1", "pair": "sentence2"}),
+    ],
+)
+def test_glue_rows_are_read_and_encoded_as_transformers_does(real_data, path, task, columns):
+    file = real_data / f"{path}.jsonl.gz"
+    tokenizer = load_tokenizer(real_data / "tokenizers" / "bert_uncased")
+    config = DataConfig(train=str(file), columns=columns, max_length=512)
+    examples, counts, names = prepare_labelled(config, task, tokenizer)
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        raw = [json.loads(line) for line in lines]
+    assert counts.kept == len(raw) and not counts.cut and names == {0: "0", 1: "1"}
+    for row, example in list(zip(raw, examples, strict=True))[:200]:
+        encoded = tokenizer(*[row[column] for column in columns.values()])
+        assert example.framed.ids == encoded["input_ids"]
+        assert example.framed.segments == encoded["token_type_ids"]
+        assert example.label == int(row["label"])
