@@ -2,8 +2,8 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
 
 import torch
 
@@ -12,17 +12,17 @@ from alignment.config import build
 from alignment.data.sources import read_rows
 from alignment.documents import Document, override
 from alignment.errors import UserError
-from alignment.generation import SamplingConfig
+from alignment.generation import SamplingConfig, decoding_config
 from alignment.generation import generate as generate_texts
 from alignment.loading import find_directory, load_model, load_tokenizer
 
 
 @dataclass(frozen=True)
 class ResponseConfig:
-    """Settings of `alignment generate`, see `SamplingConfig`.
+    """Settings of `alignment generate`, see `SamplingConfig`, and `BeamConfig` for the last three of decoding.
 
     Attributes:
-        batch_size: prompts decoded side by side.
+        batch_size: cache rows decoded side by side: one per prompt, or per beam.
         use_generation_config: take what is not set here from the checkpoint's generation_config.json.
     """
 
@@ -33,9 +33,17 @@ class ResponseConfig:
     seed: int = 0
     batch_size: int = 64
     use_generation_config: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    min_new_tokens: int = 0
+    beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
-        SamplingConfig(self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.seed)  # checks its ranges
+        sampling = SamplingConfig(**{each.name: getattr(self, each.name) for each in fields(SamplingConfig)})
+        decoding_config(sampling, self.beams, self.length_penalty, self.early_stopping)  # both check their ranges
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
 
@@ -53,19 +61,26 @@ def read_settings(model: str, overrides: Sequence[str]) -> ResponseConfig:
     path = find_directory(model) / "generation_config.json"
     if not path.is_file():
         raise UserError(f"{path}: is not there; leave use_generation_config out")
-    stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    known = {
-        key: stored[key] for key in ("max_new_tokens", "temperature", "top_k", "top_p") if stored.get(key) is not None
-    }
+    known = stored_settings(json.loads(path.read_text(encoding="utf-8")))
+    return build(ResponseConfig, Document({**known, **document.values}, {(): str(path), **document.places}))
+
+
+def stored_settings(stored: dict[str, Any]) -> dict[str, Any]:
+    """What a generation_config.json says about decoding, in our names; keys that we have no word for are left out."""
+    known = {each.name: stored[each.name] for each in fields(SamplingConfig) if stored.get(each.name) is not None}
     if not stored.get("do_sample", False):
         known["temperature"] = 0.0  # transformers' default is the likeliest token
-    return build(ResponseConfig, Document({**known, **document.values}, {(): str(path), **document.places}))
+    if (stored.get("num_beams") or 1) > 1:  # alone, the settings of beam search say nothing
+        known["beams"] = stored["num_beams"]
+        known |= {key: stored[key] for key in ("length_penalty", "early_stopping") if stored.get(key) is not None}
+    return known
 
 
 def respond(
     model: str, adapter: str | None, prompts: Sequence[str] | str, config: ResponseConfig
 ) -> list[dict[str, Any]]:
-    """One row per prompt: prompt, response, token_ids, log_probs (nats, of the distribution sampled from), ended.
+    """One row per prompt: prompt, response, token_ids, log_probs (nats, of the distribution sampled from; of a
+    beam search the model's own, after the rules), ended.
 
     Args:
         model: directory or Hub name.

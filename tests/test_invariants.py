@@ -20,7 +20,7 @@ from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec, attach, load_adapter, merge_adapter, save_adapter
 from alignment.algorithms import dpo, ppo, reward
-from alignment.algorithms.assemble import load_policy, load_scalar, next_token_loss, reference_model
+from alignment.algorithms.assemble import load_policy, load_scalar, reference_model, text_loss
 from alignment.algorithms.ppo_parts import build_parts, read_data
 from alignment.algorithms.rollout import Rollout, ragged_of, rollout_batches, with_advantages
 from alignment.data.batches import collate, collate_pairs
@@ -207,7 +207,7 @@ PPO_SETTINGS = SimpleNamespace(temperature=0.8, clip_range=0.2, value_clip_range
 
 def language_case(model, world, tokenizer, rollout, cut):
     examples = examples_of("demonstrations", world, tokenizer)
-    return next_token_loss(model), cut_rows(examples, cut, lambda rows: collate(rows, 10**6))
+    return text_loss(model), cut_rows(examples, cut, lambda rows: collate(rows, 10**6))
 
 
 def pair_case(model, world, tokenizer, rollout, cut, loss_fn):

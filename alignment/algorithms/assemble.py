@@ -35,7 +35,7 @@ from alignment.files import atomic_directory
 from alignment.generation import response_text
 from alignment.loading import find_directory, load_model, load_tokenizer
 from alignment.models.checkpoint import load_language_model, load_scalar_model, save_model
-from alignment.ragged import Ragged
+from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Engine, LossSum, OptimConfig, Run, TrainingConfig, fit
 from alignment.training.world import launched_rank
 
@@ -205,18 +205,23 @@ def fit_language_model(
     """Train on the next-token loss of the examples' targets; `held_out_loss` is logged where there is held-out data."""
     stream, steps = stream_of(train, training)
     engine = Engine(policy.model.train(), optim, training, total_steps=steps)
-    loss_fn = next_token_loss(engine.model)
+    loss_fn = text_loss(engine.model)
     pack = partial(collate, micro_batch_tokens=training.micro_batch_tokens)
     evaluate = partial(mean_over, engine, pack(held_out), loss_fn) if held_out else None
     fit(engine, stream, pack, loss_fn, training, run, evaluate=evaluate)
     return engine
 
 
-def next_token_loss(model: Any) -> Callable[[Ragged], LossSum]:
-    """-log p(token), summed over the batch's targets."""
+def text_loss(model: Any) -> Callable[[Any], LossSum]:
+    """-log p(token), summed over the batch's targets; mixtures of experts add their balance, times the targets."""
 
-    def loss_fn(batch: Ragged) -> LossSum:
-        return LossSum(-model(batch=batch).log_probs.sum(), {})
+    def loss_fn(batch: Ragged | Seq2Seq) -> LossSum:
+        output = model(batch=batch)
+        total = -output.log_probs.sum()
+        if output.balance is None:
+            return LossSum(total, {})
+        balance = output.balance * batch.weight
+        return LossSum(total + balance, {"balance_loss": balance})
 
     return loss_fn
 

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alignment.algorithms.assemble import log_sample, next_token_loss, open_run, save_policy
+from alignment.algorithms.assemble import log_sample, open_run, save_policy, text_loss
 from alignment.algorithms.ppo_config import PPOConfig
 from alignment.algorithms.ppo_parts import Parts, build_parts, read_data, restore, store
 from alignment.algorithms.rollout import Rollout, RolloutBatch, collect, rollout_batches, with_advantages
@@ -115,7 +115,7 @@ def improve(parts: Parts, config: PPOConfig, rollout: Rollout, step: int) -> dic
             terms = [Term(batches, policy_loss(parts.policy.model, config, ratio_errors))]
             if parts.pretraining is not None:
                 texts = parts.pretraining(parts.updates)
-                terms.append(Term(texts, next_token_loss(parts.policy.model), config.pretrain_coef, "pretrain"))
+                terms.append(Term(texts, text_loss(parts.policy.model), config.pretrain_coef, "pretrain"))
             metrics = parts.policy.update(*terms)
             value = parts.value.update(Term(batches, value_loss(parts.value.model, config)))
             parts.updates += 1

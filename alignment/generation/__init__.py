@@ -1,15 +1,32 @@
-"""Text in, text out: `generate` over the decoding engine. Beam search and continuous batching are not here yet."""
+"""Text in, text out: `generate` over drawing (engine.py) and beam search (beam.py). No continuous batching.
+
+Read sampling.py and rules.py for what a step does to the logits, begin.py for how decoders and encoder-decoders begin,
+then the two loops. All of it goes over ragged prompts and one cache; nothing is padded but the cache's rows.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
-from alignment.data.chat import prompt_ids, stop_token_ids
+from alignment.data.chat import stop_token_ids
 from alignment.data.tokenizers import check_vocabulary
+from alignment.generation.beam import BeamConfig, Hypotheses, beam_search
 from alignment.generation.engine import Responses, decode_responses
 from alignment.generation.sampling import SamplingConfig
+from alignment.generation.texts import read_prompts, response_text, start_token_id, target_text
 
-__all__ = ["Generation", "Responses", "SamplingConfig", "decode_responses", "generate"]
+__all__ = [
+    "BeamConfig",
+    "Generation",
+    "Hypotheses",
+    "Responses",
+    "SamplingConfig",
+    "beam_search",
+    "decode_responses",
+    "decoding_config",
+    "generate",
+    "response_text",
+]
 
 
 @dataclass(frozen=True)
@@ -33,45 +50,114 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     batch_size: int = 256,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    no_repeat_ngram_size: int = 0,
+    min_new_tokens: int = 0,
+    beams: int = 1,
+    length_penalty: float = 1.0,
+    early_stopping: bool | Literal["never"] = False,
 ) -> Generation:
-    """Sample one response for each prompt.
+    """One response for each prompt: drawn, or with several beams the best that a search finds.
 
     The generation config that travels with a checkpoint is not looked at: what is not set here is off.
 
     Args:
-        model: a language model from `load_model`.
+        model: a language model or an encoder-decoder from `load_model`.
         tokenizer: the tokenizer from `load_tokenizer`.
-        prompts: texts or lists of chat messages.
+        prompts: texts or lists of chat messages; of an encoder-decoder texts, read with their special tokens.
         max_new_tokens: longest response in tokens.
         temperature: 0 is greedy; 1 samples from the model itself.
         top_k: 0 keeps every token.
         top_p: 1 keeps every token.
         seed: the same seed and prompt place give the same response, whatever the batch size.
-        batch_size: prompts decoded side by side.
+        batch_size: cache rows decoded side by side: one per prompt, or per beam.
+        min_p: 0 keeps every token; see `SamplingConfig` for this and the next three.
+        repetition_penalty: 1 is off.
+        no_repeat_ngram_size: 0 is off.
+        min_new_tokens: 0 is off.
+        beams: 1 draws; more search, and nothing is drawn.
+        length_penalty: see `BeamConfig` for this and the next; for several beams only.
+        early_stopping: when a search is over.
 
     Returns:
-        Responses without their stop token in `texts`, with it in `token_ids`.
+        Responses without their stop token in `texts` (an encoder-decoder's without any special token), with it in
+        `token_ids`. `log_probs` are of the distribution drawn from; of a search, the model's own after the rules.
+
+    Raises:
+        ValueError: a setting out of range, or one that the others leave without effect.
+        UserError: prompts that the model cannot read or that do not fit its positions.
     """
+    config = decoding_config(
+        SamplingConfig(
+            max_new_tokens, temperature, top_k, top_p, seed, min_p, repetition_penalty, no_repeat_ngram_size,
+            min_new_tokens,
+        ),
+        beams, length_penalty, early_stopping,
+    )  # fmt: skip
     check_vocabulary(tokenizer, model.spec.vocabulary)
-    config = SamplingConfig(max_new_tokens, temperature, top_k, top_p, seed)
+    start_token = model.spec.start_token if hasattr(model.spec, "start_token") else start_token_id(model.config)
+    ids, stops = read_prompts(tokenizer, prompts, start_token), sorted(stop_token_ids(tokenizer))
     was_training = model.training
     model.eval()
     try:
-        responses = decode_responses(
-            model,
-            [prompt_ids(tokenizer, prompt) for prompt in prompts],
-            config,
-            sorted(stop_token_ids(tokenizer)),
-            batch_size=batch_size,
-        )
+        made = _decode(model, ids, config, stops, batch_size, start_token)
     finally:
         model.train(was_training)
     texts = [
-        response_text(tokenizer, tokens, end) for tokens, end in zip(responses.token_ids, responses.ended, strict=True)
+        response_text(tokenizer, tokens, end) if start_token is None else target_text(tokenizer, tokens)
+        for tokens, end in zip(made.token_ids, made.ended, strict=True)
     ]
-    return Generation(texts, responses.token_ids, responses.log_probs, responses.ended)
+    return Generation(texts, made.token_ids, made.log_probs, made.ended)
 
 
-def response_text(tokenizer: Any, tokens: Sequence[int], ended: bool) -> str:
-    """Text of a response, its stop token left off."""
-    return tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False)
+def decoding_config(
+    sampling: SamplingConfig,
+    beams: int = 1,
+    length_penalty: float = 1.0,
+    early_stopping: bool | Literal["never"] = False,
+) -> SamplingConfig | BeamConfig:
+    """The config of the one way to decode that the settings ask for.
+
+    Raises:
+        ValueError: settings of both ways, or out of range.
+    """
+    if beams == 1:
+        if length_penalty != 1 or early_stopping is not False:
+            raise ValueError("length_penalty and early_stopping belong to beam search; set beams to 2 or more")
+        return sampling
+    filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    if sampling.temperature not in (0, 1) or (sampling.temperature and filtered):
+        raise ValueError(
+            f"{beams} beams draw nothing, so temperature, top_k, top_p and min_p have no effect; leave them out, or "
+            "take beams=1 to sample"
+        )
+    return BeamConfig(
+        beams,
+        length_penalty,
+        sampling.max_new_tokens,
+        early_stopping,
+        repetition_penalty=sampling.repetition_penalty,
+        no_repeat_ngram_size=sampling.no_repeat_ngram_size,
+        min_new_tokens=sampling.min_new_tokens,
+    )
+
+
+def _decode(
+    model: Any,
+    ids: list[list[int]],
+    config: SamplingConfig | BeamConfig,
+    stops: list[int],
+    batch_size: int,
+    start_token: int | None,
+) -> Responses:
+    """One response for each prompt, either way."""
+    if isinstance(config, SamplingConfig):
+        return decode_responses(model, ids, config, stops, batch_size=batch_size, start_token=start_token)
+    prompts_at_once = max(1, batch_size // config.beams)
+    found = beam_search(model, ids, config, stops, batch_size=prompts_at_once, start_token=start_token)
+    return Responses(
+        token_ids=[best[0] for best in found.token_ids],
+        log_probs=[best[0] for best in found.log_probs],
+        ended=[best[0] for best in found.ended],
+    )

@@ -1,4 +1,7 @@
-"""Batched decoding: prefill once, then one token for every live row a step. No text here: see `generate` in __init__.py."""
+"""Batched decoding: prefill once, then one drawn token for every live row a step.
+
+No text here, see `generate` in __init__.py; no beams, see beam.py.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,8 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alignment.generation.begin import begin
+from alignment.generation.rules import Past
 from alignment.generation.sampling import SamplingConfig, draw, sampling_log_probs, uniforms
-from alignment.ragged import Ragged
 
 
 @dataclass(frozen=True)
@@ -35,17 +39,19 @@ def decode_responses(
     *,
     rows: Sequence[int] | None = None,
     batch_size: int = 256,
+    start_token: int | None = None,
 ) -> Responses:
     """Draw one response for each prompt.
 
     Args:
-        model: has `new_cache`, `prefill` and `decode` (see `models.transformer.LanguageModel`), in eval mode for exact
+        model: has `new_cache`, `prefill` and `decode` (see `models.language.LanguageModel`), in eval mode for exact
             log-probabilities.
-        prompts: token ids, none empty.
+        prompts: token ids, none empty; of an encoder-decoder model the source documents.
         config: lengths, temperature, filters, seed.
         stop_ids: tokens that end a response.
         rows: global number of each prompt, which fixes its draws; None counts from 0.
         batch_size: prompts decoded side by side.
+        start_token: begins each response of an encoder-decoder model and is no part of it; None: a decoder.
     """
     numbers = list(range(len(prompts))) if rows is None else list(rows)
     # Neighbours of like length share a cache with little waste; the answer does not depend on the grouping.
@@ -55,30 +61,35 @@ def decode_responses(
     ended = [False] * len(prompts)
     for start in range(0, len(order), batch_size):
         group = order[start : start + batch_size]
-        drawn = _decode_group(model, [prompts[i] for i in group], config, stop_ids, [numbers[i] for i in group])
+        documents, rows = [prompts[i] for i in group], [numbers[i] for i in group]
+        drawn = _decode_group(model, documents, config, stop_ids, rows, start_token)
         for i, tokens, values, end in zip(group, *drawn, strict=True):
             token_ids[i], log_probs[i], ended[i] = tokens, values, end
     return Responses(token_ids, log_probs, ended)
 
 
 def _decode_group(
-    model: Any, prompts: list[Sequence[int]], config: SamplingConfig, stop_ids: Sequence[int], rows: list[int]
+    model: Any,
+    prompts: list[Sequence[int]],
+    config: SamplingConfig,
+    stop_ids: Sequence[int],
+    rows: list[int],
+    start_token: int | None,
 ) -> tuple[list[list[int]], list[list[float]], list[bool]]:
     """`decode_responses` for prompts that share one cache."""
     device = next(model.parameters()).device
     steps, count = config.max_new_tokens, len(prompts)
     uniform = uniforms(config.seed, rows, steps).to(device)
-    stops = torch.tensor(sorted(stop_ids), device=device)
+    stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
     tokens = torch.zeros(count, steps, dtype=torch.long, device=device)
     values = torch.zeros(count, steps, device=device)
     lengths = torch.full((count,), steps, device=device)
     live = torch.arange(count, device=device)  # which prompt each cache row serves
     running = torch.ones(count, dtype=torch.bool, device=device)
 
-    cache = model.new_cache(count, max(len(prompt) for prompt in prompts) + steps)
-    logits = model.prefill(Ragged.build(prompts).to(device), cache)
+    cache, logits, past = begin(model, prompts, steps, stops, start_token)
     for step in range(steps):
-        drawn, log_prob = _draw_step(logits, config, uniform[live, step])
+        drawn, log_prob = _draw_step(logits, config, past, uniform[live, step])
         tokens[live, step], values[live, step] = drawn, log_prob
         stopped = torch.isin(drawn, stops)
         lengths[live[stopped & running]] = step + 1
@@ -93,14 +104,16 @@ def _decode_group(
             if alive <= 0.75 * len(running):
                 keep = running.nonzero().squeeze(1)
                 cache.keep(keep)
+                past.reorder(keep)
                 live, drawn, running = live[keep], drawn[keep], running[keep]
+        past.append(drawn)
         logits = model.decode(drawn, cache)
     return _collect(tokens, values, lengths, stops)
 
 
-def _draw_step(logits: Tensor, config: SamplingConfig, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def _draw_step(logits: Tensor, config: SamplingConfig, past: Past, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens [B] and their log-probabilities [B]."""
-    log_probs = sampling_log_probs(logits, config)
+    log_probs = sampling_log_probs(logits, config, past)
     drawn = log_probs.argmax(-1) if config.temperature == 0 else draw(log_probs, uniform)
     return drawn, log_probs.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
 

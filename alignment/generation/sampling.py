@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from alignment.generation.rules import Past, any_rule, check_rules, follow_rules
+
 
 @dataclass(frozen=True)
 class SamplingConfig:
@@ -18,6 +20,10 @@ class SamplingConfig:
         top_k: keep the k likeliest tokens; 0 keeps all.
         top_p: keep the smallest set of likeliest tokens whose probability reaches p; 1 keeps all.
         seed: together with a row's own number it fixes that row's draws.
+        min_p: keep tokens at least this fraction as likely as the likeliest; 0 keeps all.
+        repetition_penalty: divides positive and multiplies negative logits of tokens already there; 1 is off.
+        no_repeat_ngram_size: no run of so many tokens comes twice, the prompt included; 0 is off.
+        min_new_tokens: no stop token before so many others.
     """
 
     max_new_tokens: int = 64
@@ -25,31 +31,47 @@ class SamplingConfig:
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {self.max_new_tokens}")
+        check_rules(self)
         if self.temperature < 0:
             raise ValueError(f"temperature must be 0 (greedy) or above, got {self.temperature}")
         if self.top_k < 0:
             raise ValueError(f"top_k must be 0 (off) or above, got {self.top_k}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be in (0, 1], got {self.top_p}")
+        if not 0 <= self.min_p <= 1:
+            raise ValueError(f"min_p must be in [0, 1], got {self.min_p}; 0 is off, 0.05 to 0.1 is usual")
 
 
-def sampling_log_probs(logits: Tensor, config: SamplingConfig) -> Tensor:
+def sampling_log_probs(logits: Tensor, config: SamplingConfig, past: Past | None = None) -> Tensor:
     """Log-probabilities of exactly the distribution that is sampled from.
 
+    In this order: repetition penalty and other rules, temperature, top-k, top-p, min-p.
+
     Args:
-        logits: [..., V], any float type.
-        config: temperature, top_k and top_p are read.
+        logits: [..., V], any float type; [B, V] where a rule is on.
+        config: lengths and seed are not read.
+        past: what each row holds already; needed where a rule is on that reads it.
 
     Returns:
         float32 log-probabilities, -inf where a token cannot be drawn, [..., V].
 
-    Source: top-k Fan et al. 2018, arXiv:1805.04833; top-p Holtzman et al. 2020, arXiv:1904.09751.
+    Raises:
+        ValueError: a rule is on and there is no past to apply it to.
+
+    Source: top-k Fan et al. 2018, arXiv:1805.04833; top-p Holtzman et al. 2020, arXiv:1904.09751; min-p Nguyen et al.
+        2024, arXiv:2407.01082; repetition penalty Keskar et al. 2019, arXiv:1909.05858.
     """
     logits = logits.float()
+    if any_rule(config):
+        if past is None:
+            raise ValueError("repetition_penalty, no_repeat_ngram_size and min_new_tokens need the tokens so far: past")
+        logits = follow_rules(logits, config, past)
     if config.temperature == 0:
         likeliest = torch.full_like(logits, -torch.inf)
         return likeliest.scatter(-1, logits.argmax(-1, keepdim=True), 0.0)
@@ -65,6 +87,9 @@ def sampling_log_probs(logits: Tensor, config: SamplingConfig) -> Tensor:
             probability.cumsum(-1) - probability
         )  # mass of the likelier tokens: 0 for the first, so it always stays
         logits = logits.masked_fill((before >= config.top_p).gather(-1, order.argsort(-1)), -torch.inf)
+    if config.min_p > 0:
+        probability = logits.softmax(-1)
+        logits = logits.masked_fill(probability < config.min_p * probability.amax(-1, keepdim=True), -torch.inf)
     return logits.log_softmax(-1)
 
 

@@ -264,7 +264,7 @@ def test_a_critic_from_the_policy_starts_at_zero(ppo, parts_of):
 
 def test_the_score_rises(ppo, read_metrics, tmp_path, tokenizer):
     """Against a judge that likes one token the policy finds it."""
-    training = TrainingConfig(batch_size=16, max_steps=12)
+    training = TrainingConfig(batch_size=16, max_steps=18)
     _, config = ppo(
         training=training, max_new_tokens=4, kl_coef=0.0, minibatches=1, epochs=4,
         optim=OptimConfig(learning_rate=1e-2, schedule="constant"), missing_end_penalty=0.0,
@@ -273,7 +273,7 @@ def test_the_score_rises(ppo, read_metrics, tmp_path, tokenizer):
         data = read_data(config, directory)
         parts = build_parts(config, data)
     parts.score = lambda prompts, responses: torch.tensor([float(sum(t % 8 == 3 for t in r)) for r in responses])
-    scores = [iterate(parts, config, data.prompts.rows_at(step), step)[0]["score"] for step in range(12)]
+    scores = [iterate(parts, config, data.prompts.rows_at(step), step)[0]["score"] for step in range(18)]
     assert scores[-1] > scores[0] + 1.0
 
 

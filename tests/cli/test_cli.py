@@ -249,7 +249,11 @@ def test_generate_writes_one_row_per_prompt(responder, capsys, tmp_path):
     assert rows[1] == {"prompt": "b", "response": "yes", "token_ids": [7, 2], "log_probs": [-0.5, -0.25], "ended": True}
     model, tokenizer, prompts, settings = responder[0]
     assert (model, tokenizer, prompts) == ("model m", "tokenizer m", ["a", "b"])
-    assert settings == {"max_new_tokens": 64, "temperature": 0, "top_k": 0, "top_p": 1.0, "seed": 4, "batch_size": 64}
+    assert settings == {
+        "max_new_tokens": 64, "temperature": 0, "top_k": 0, "top_p": 1.0, "seed": 4, "batch_size": 64, "min_p": 0.0,
+        "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0, "beams": 1, "length_penalty": 1.0,
+        "early_stopping": False,
+    }  # fmt: skip
     assert cli.main([*arguments, "--output", str(tmp_path / "rows.jsonl")]) == 0
     assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == rows
 
@@ -273,11 +277,27 @@ def test_a_checkpoint_s_generation_config_is_ignored_unless_asked_for(responder,
     assert found == [(1.0, 0, 1.0), (0.6, 3, 1.0), (0.0, 40, 1.0)]
 
 
+def test_a_stored_beam_search_is_taken_over_when_asked_for(responder, tmp_path):
+    stored = {"num_beams": 4, "length_penalty": 2.0, "early_stopping": "never", "no_repeat_ngram_size": 3, "top_p": 0.9}
+    (tmp_path / "generation_config.json").write_text(json.dumps(stored))
+    command = ["generate", "--model", str(tmp_path), "--prompt", "a", "use_generation_config=true"]
+    assert cli.main(command) == 0
+    (tmp_path / "generation_config.json").write_text(json.dumps({**stored, "num_beams": 1}))
+    assert cli.main([*command, "repetition_penalty=1.5"]) == 0
+    keys = ("beams", "length_penalty", "early_stopping", "no_repeat_ngram_size", "repetition_penalty")
+    found = [tuple(settings[key] for key in keys) for *_, settings in responder]
+    assert found == [(4, 2.0, "never", 3, 1.0), (1, 1.0, False, 3, 1.5)]
+
+
 def test_wrong_generate_settings_are_code_2(responder, capsys):
     assert cli.main(["generate", "--model", "m", "--prompt", "a", "temprature=1", "top_p=2"]) == 2
     assert capsys.readouterr().err == "error: override: temprature: unknown key; did you mean 'temperature'?\n"
     assert cli.main(["generate", "--model", "m", "--prompt", "a", "top_p=2"]) == 2
     assert "top_p must be in (0, 1], got 2.0" in capsys.readouterr().err
+    assert cli.main(["generate", "--model", "m", "--prompt", "a", "beams=4", "top_k=2"]) == 2
+    assert "4 beams draw nothing" in capsys.readouterr().err
+    assert cli.main(["generate", "--model", "m", "--prompt", "a", "beams=4", "early_stopping=often"]) == 2
+    assert "early_stopping" in capsys.readouterr().err
 
 
 def test_doctor_names_versions_devices_and_extras(capsys):

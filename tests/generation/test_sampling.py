@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment.generation.rules import Past
 from alignment.generation.sampling import SamplingConfig, draw, sampling_log_probs, uniforms
 
 
@@ -33,6 +34,40 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p():
     assert_close(probabilities(weights, top_p=0.1), torch.tensor([0.0, 1.0, 0.0]))  # never nothing
 
 
+def test_min_p_keeps_what_is_likely_enough_beside_the_likeliest():
+    # the bar is 0.3 * 0.5 = 0.15
+    weights = torch.tensor([0.5, 0.3, 0.14, 0.06]).log().tolist()
+    assert_close(probabilities(weights, min_p=0.3), torch.tensor([0.625, 0.375, 0.0, 0.0]))
+    assert_close(probabilities(weights, min_p=1.0), torch.tensor([1.0, 0.0, 0.0, 0.0]))  # never nothing
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"min_p": 0.1},
+        {"min_p": 0.02, "temperature": 1.5},
+        {"top_k": 20, "top_p": 0.9, "min_p": 0.05},
+        {"temperature": 0.6, "top_k": 12, "top_p": 0.8, "min_p": 0.1, "repetition_penalty": 1.4},
+    ],
+)
+def test_the_distribution_is_that_of_transformers(settings):
+    """Its processors in its own order: each filter sees what the ones before it left."""
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    generator = torch.Generator().manual_seed(0)
+    logits = 3 * torch.randn(8, 100, generator=generator)
+    tokens = torch.randint(100, (8, 30), generator=generator)
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gpt2", n_embd=8, n_layer=1, n_head=1, vocab_size=100)
+    )
+    processors = model._get_logits_processor(GenerationConfig(do_sample=True, **{"top_k": 0, **settings}), 30)
+    wanted = processors(tokens, logits).log_softmax(-1)
+    past = Past(tokens.tolist(), 1, torch.tensor([], dtype=torch.long))
+    found = sampling_log_probs(logits, SamplingConfig(**settings), past)
+    assert_close(found, wanted, atol=1e-6, rtol=0)
+    assert 8 < (found > -torch.inf).sum() < 400
+
+
 def test_draw_follows_the_cumulative_probability():
     log_probs = torch.tensor([0.2, 0.0, 0.5, 0.3]).log().expand(5, 4)
     uniform = torch.tensor([0.0, 0.19, 0.21, 0.69, 0.71], dtype=torch.float64)
@@ -56,7 +91,20 @@ def test_a_row_draws_the_same_numbers_in_any_batch():
     assert not torch.equal(uniforms(7, [3], 4), uniforms(8, [3], 4))
 
 
-@pytest.mark.parametrize("settings", [{"top_p": 0.0}, {"temperature": -1.0}, {"top_k": -1}, {"max_new_tokens": 0}])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"top_p": 0.0},
+        {"temperature": -1.0},
+        {"top_k": -1},
+        {"max_new_tokens": 0},
+        {"min_p": 1.1},
+        {"min_p": -0.1},
+        {"repetition_penalty": 0.0},
+        {"no_repeat_ngram_size": -1},
+        {"max_new_tokens": 3, "min_new_tokens": 4},
+    ],
+)
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(ValueError):
         SamplingConfig(**settings)

@@ -1,0 +1,202 @@
+"""Beam search finds what transformers' finds, token by token, and scores it by the model's own log-probabilities."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment.generation import BeamConfig, SamplingConfig, beam_search, decode_responses, decoding_config, generate
+from alignment.loading import load_model, load_tokenizer
+from alignment.ragged import Ragged
+from tests.generation.peers import their_responses, up_to_stop
+
+
+def in_their_words(config):
+    """A BeamConfig as settings of transformers' `generate`."""
+    return {
+        "num_beams": config.beams,
+        "length_penalty": config.length_penalty,
+        "early_stopping": config.early_stopping,
+        "max_new_tokens": config.max_new_tokens,
+        "num_return_sequences": config.returned,
+        "repetition_penalty": config.repetition_penalty,
+        "no_repeat_ngram_size": config.no_repeat_ngram_size,
+        "min_new_tokens": config.min_new_tokens,
+    }
+
+
+def wanted(peers, prompts, config, stops):
+    return [their_responses(peers.theirs, prompt, stops, **in_their_words(config)) for prompt in prompts]
+
+
+CONFIGS = [
+    BeamConfig(4, max_new_tokens=24),
+    BeamConfig(4, max_new_tokens=24, early_stopping=True, returned=4),
+    BeamConfig(4, max_new_tokens=24, early_stopping="never", returned=2),
+    BeamConfig(3, 0.5, 24, returned=3),
+    BeamConfig(3, 2.0, 24),
+    BeamConfig(3, 2.0, 24, early_stopping=True),
+    BeamConfig(3, 2.0, 24, early_stopping="never"),
+    BeamConfig(4, -1.0, 24, early_stopping="never"),
+    BeamConfig(4, 0.0, 24, early_stopping="never"),
+]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_hypotheses_are_those_of_transformers(peers, random_prompts, config):
+    found = beam_search(peers.ours, random_prompts, config, peers.stops).token_ids
+    assert found == wanted(peers, random_prompts, config, peers.stops)
+
+
+def test_the_settings_make_a_difference(all_peers, random_prompts):
+    """Else the comparison above could not fail: lengths vary, and so do the answers with the settings."""
+    peers = all_peers["llama"]
+    found = [beam_search(peers.ours, random_prompts, config, peers.stops).token_ids for config in CONFIGS]
+    assert len({len(best[0]) for best in found[0]}) >= 4
+    firsts = {str([best[0] for best in each]) for each in found}
+    assert len(firsts) >= 4
+
+
+@pytest.mark.parametrize("early_stopping", [False, True, "never"])
+@pytest.mark.parametrize(
+    "stops", [[], [7, 20, 33], list(range(0, 211, 9)), list(range(190))], ids=["none", "three", "many", "most"]
+)
+def test_any_number_of_stop_tokens(all_peers, random_prompts, stops, early_stopping):
+    """More stop tokens need more candidates: as many beams as there are must be left to go on."""
+    config = BeamConfig(3, max_new_tokens=12, early_stopping=early_stopping, returned=2)
+    for peers in all_peers.values():
+        found = beam_search(peers.ours, random_prompts, config, stops)
+        assert found.token_ids == wanted(peers, random_prompts, config, stops)
+        for hypotheses, ended in zip(found.token_ids, found.ended, strict=True):
+            assert [tokens[-1] in stops for tokens in hypotheses] == ended
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [
+        {"repetition_penalty": 1.3},
+        {"no_repeat_ngram_size": 2},
+        {"min_new_tokens": 10},
+        {"repetition_penalty": 0.9, "no_repeat_ngram_size": 3, "min_new_tokens": 3},
+    ],
+)
+def test_rules_hold_in_every_beam(peers, random_prompts, rules):
+    config = BeamConfig(4, max_new_tokens=16, returned=2, **rules)
+    found = beam_search(peers.ours, random_prompts, config, peers.stops).token_ids
+    assert found == wanted(peers, random_prompts, config, peers.stops)
+    assert (
+        found
+        != beam_search(peers.ours, random_prompts, BeamConfig(4, max_new_tokens=16, returned=2), peers.stops).token_ids
+    )
+
+
+@pytest.mark.parametrize("early_stopping", [False, True])
+def test_one_beam_is_greedy(peers, random_prompts, early_stopping):
+    found = beam_search(peers.ours, random_prompts, BeamConfig(1, 1.0, 24, early_stopping), peers.stops)
+    greedy = decode_responses(peers.ours, random_prompts, SamplingConfig(24, temperature=0), peers.stops)
+    assert [best[0] for best in found.token_ids] == greedy.token_ids
+    assert [best[0] for best in found.ended] == greedy.ended
+
+
+@pytest.mark.parametrize("length_penalty", [0.5, 1.0, 2.0])
+def test_scores_are_the_models_log_probs(peers, random_prompts, length_penalty):
+    """score = sum of log-probabilities / tokens ** length_penalty, from a whole forward; best first."""
+    found = beam_search(peers.ours, random_prompts, BeamConfig(4, length_penalty, 20, returned=4), peers.stops)
+    for prompt, *hypotheses in zip(random_prompts, found.token_ids, found.log_probs, found.scores, strict=True):
+        assert hypotheses[2] == sorted(hypotheses[2], reverse=True)
+        for tokens, log_probs, score in zip(*hypotheses, strict=True):
+            mask = [False] * len(prompt) + [True] * len(tokens)
+            with torch.no_grad():
+                exact = peers.ours(batch=Ragged.build([prompt + tokens], [mask])).log_probs
+            assert_close(torch.tensor(log_probs), exact, atol=1e-4, rtol=0)
+            assert score == pytest.approx(exact.sum().item() / len(tokens) ** length_penalty, abs=1e-3)
+
+
+def test_a_prompt_s_hypotheses_do_not_depend_on_who_is_searched_beside_it(peers, random_prompts):
+    config = BeamConfig(4, max_new_tokens=24, early_stopping=True, returned=2)
+    together = beam_search(peers.ours, random_prompts, config, peers.stops)
+    for batch_size in (1, 5):
+        parts = beam_search(peers.ours, random_prompts, config, peers.stops, batch_size=batch_size)
+        assert parts.token_ids == together.token_ids
+
+
+def test_a_wider_search_finds_likelier_texts(peers, random_prompts):
+    """Not for every prompt, a search is no proof; but in sum, without stop tokens or length penalty."""
+    total = [
+        sum(best[0] for best in beam_search(peers.ours, random_prompts, BeamConfig(beams, 0.0, 12), []).scores)
+        for beams in (1, 4, 16)
+    ]
+    assert total[0] < total[1] < total[2]
+
+
+@pytest.mark.parametrize("rows", [[1, 1, 3, 3], [3, 2, 1, 0], [0, 0, 0, 0], [2, 0], [0, 0, 1, 1, 2, 2, 3, 3]])
+def test_reordered_cache_rows_go_on_as_if_alone(peers, random_prompts, rows):
+    documents = random_prompts[:4]
+    cache = peers.ours.new_cache(4, 40)
+    peers.ours.prefill(Ragged.build(documents), cache)
+    cache.reorder(torch.tensor(rows))
+    assert cache.rows == len(rows) and cache.lengths.tolist() == [len(documents[row]) for row in rows]
+    tokens = list(range(10, 10 + len(rows)))  # another token for each copy: they share no memory
+    logits = peers.ours.decode(torch.tensor(tokens), cache)
+    again = peers.ours.decode(torch.tensor(tokens), cache)
+    for place, (row, token) in enumerate(zip(rows, tokens, strict=True)):
+        with torch.no_grad():
+            whole = peers.ours(torch.tensor([[*documents[row], token, token]])).logits[0]
+        assert_close(torch.stack([logits[place], again[place]]), whole[-2:], atol=1e-4, rtol=0)
+
+
+def test_reordering_to_no_row_is_allowed(peers, random_prompts):
+    cache = peers.ours.new_cache(2, 40)
+    peers.ours.prefill(Ragged.build(random_prompts[:2]), cache)
+    cache.reorder(torch.tensor([], dtype=torch.long))
+    assert cache.rows == 0 and cache.longest == 0
+
+
+def test_more_beams_than_tokens_to_begin_with_are_refused(all_peers):
+    with pytest.raises(ValueError, match=r"12 beams.*211 tokens 200 end one"):
+        beam_search(all_peers["gpt2"].ours, [[5]], BeamConfig(12), range(200))
+    found = beam_search(all_peers["gpt2"].ours, [[5]], BeamConfig(11, max_new_tokens=3, returned=11), range(200))
+    assert len({tuple(tokens) for tokens in found.token_ids[0]}) == 11
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"beams": 0}, "beams must be at least 1, got 0"),
+        ({"returned": 5}, "between 1 and beams = 4, got 5"),
+        ({"early_stopping": "always"}, "true, false or 'never', got 'always'"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
+        ({"repetition_penalty": -1.0}, "repetition_penalty must be above 0"),
+    ],
+)
+def test_impossible_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        BeamConfig(**settings)
+
+
+# --- generate -------------------------------------------------------------------------------------------------------
+
+
+def test_generate_searches_with_beams(checkpoints):
+    from transformers import AutoModelForCausalLM
+
+    theirs = AutoModelForCausalLM.from_pretrained(checkpoints["llama"]).eval()
+    model, tokenizer = load_model(checkpoints["llama"]), load_tokenizer(checkpoints["llama"])
+    prompts, stops = ["Hotel Old Oak. The spa is", "Guest"], [tokenizer.eos_token_id]
+    found = generate(model, tokenizer, prompts, max_new_tokens=16, beams=4, length_penalty=0.5, repetition_penalty=1.2)
+    settings = {"num_beams": 4, "length_penalty": 0.5, "repetition_penalty": 1.2, "max_new_tokens": 16}
+    for prompt, tokens, text, log_probs in zip(prompts, found.token_ids, found.texts, found.log_probs, strict=True):
+        ids = tokenizer(prompt).input_ids
+        assert tokens == their_responses(theirs, ids, stops, **settings)[0] == up_to_stop(tokens, stops)
+        assert len(log_probs) == len(tokens) and text.startswith(tokenizer.decode(tokens[:-1]))
+
+
+def test_settings_of_one_way_to_decode_do_not_go_with_the_other():
+    for sampling in (SamplingConfig(temperature=0.7), SamplingConfig(top_k=5), SamplingConfig(min_p=0.1)):
+        with pytest.raises(ValueError, match="4 beams draw nothing"):
+            decoding_config(sampling, 4)
+    with pytest.raises(ValueError, match="belong to beam search"):
+        decoding_config(SamplingConfig(), 1, length_penalty=2.0)
+    with pytest.raises(ValueError, match="belong to beam search"):
+        decoding_config(SamplingConfig(), early_stopping=True)
+    greedy = SamplingConfig(9, temperature=0, top_k=5, repetition_penalty=1.5, no_repeat_ngram_size=3, min_new_tokens=2)
+    assert decoding_config(greedy, 4, 0.5, True) == BeamConfig(4, 0.5, 9, True, 1, 1.5, 3, 2)

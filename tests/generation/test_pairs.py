@@ -1,0 +1,136 @@
+"""Encoder-decoders: the source is read once, responses begin after the start token and are those of transformers."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment.errors import UserError
+from alignment.generation import BeamConfig, SamplingConfig, beam_search, decode_responses, generate
+from alignment.generation.rules import Past
+from alignment.generation.sampling import sampling_log_probs
+from alignment.generation.texts import source_ids, start_token_id, target_text
+from tests.generation.peers import VOCABULARY, Peers, favourite, perturb, their_responses
+from tests.generation.stand_in import StandIn
+
+START = 0
+
+
+@pytest.fixture(scope="module")
+def pairs(random_prompts) -> Peers:
+    """A random T5 and the stand-in for ours around it."""
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    torch.manual_seed(0)
+    sizes = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY}
+    theirs = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **sizes, decoder_start_token_id=START)).eval()
+    perturb(theirs, 0.3)
+    return Peers(theirs, StandIn(theirs).eval(), [favourite(theirs, random_prompts)])
+
+
+@pytest.mark.parametrize("settings", [{}, {"repetition_penalty": 1.4}, {"no_repeat_ngram_size": 2}])
+def test_greedy_is_that_of_transformers(pairs, random_prompts, settings):
+    """The start token counts as said, for the penalty; the source does not."""
+    config = SamplingConfig(20, temperature=0, **settings)
+    found = decode_responses(pairs.ours, random_prompts, config, pairs.stops, start_token=START)
+    assert found.token_ids == [
+        their_responses(pairs.theirs, prompt, pairs.stops, max_new_tokens=20, **settings)[0]
+        for prompt in random_prompts
+    ]
+    assert len({tuple(tokens) for tokens in found.token_ids}) >= 8  # the source matters
+    assert 0 < sum(found.ended) < len(random_prompts) or settings
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        BeamConfig(4, max_new_tokens=20, returned=2),
+        BeamConfig(3, 2.0, 20, early_stopping=True),
+        BeamConfig(3, 0.5, 20, early_stopping="never", repetition_penalty=1.3),
+    ],
+    ids=str,
+)
+def test_beam_search_is_that_of_transformers(pairs, random_prompts, config):
+    found = beam_search(pairs.ours, random_prompts, config, pairs.stops, start_token=START)
+    settings = {
+        "num_beams": config.beams,
+        "length_penalty": config.length_penalty,
+        "early_stopping": config.early_stopping,
+        "num_return_sequences": config.returned,
+        "repetition_penalty": config.repetition_penalty,
+    }
+    assert found.token_ids == [
+        their_responses(pairs.theirs, prompt, pairs.stops, max_new_tokens=20, **settings) for prompt in random_prompts
+    ]
+
+
+def test_a_source_is_encoded_once(pairs, random_prompts):
+    before = pairs.ours.encoded
+    beam_search(pairs.ours, random_prompts, BeamConfig(4, max_new_tokens=5), [], start_token=START)
+    decode_responses(pairs.ours, random_prompts, SamplingConfig(5), [], start_token=START)
+    assert pairs.ours.encoded - before == 2 * len(random_prompts)
+
+
+def test_drawn_log_probs_are_the_models(pairs, random_prompts):
+    config = SamplingConfig(10, temperature=0.8, min_p=0.01, repetition_penalty=1.2)
+    found = decode_responses(pairs.ours, random_prompts, config, pairs.stops, start_token=START)
+    for source, tokens, log_probs in zip(random_prompts, found.token_ids, found.log_probs, strict=True):
+        target = [START, *tokens]
+        with torch.no_grad():
+            logits = pairs.theirs(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([target])).logits[0]
+        for place, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True)):
+            past = Past([target[: place + 1]], 1, torch.tensor([], dtype=torch.long))
+            wanted = sampling_log_probs(logits[place][None], config, past)[0, token]
+            assert_close(torch.tensor(log_prob), wanted, atol=1e-4, rtol=0)
+
+
+# --- text -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def words():
+    """Whole words; the end token after every text, as T5's tokenizer has it, and one sentinel."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {"<pad>": 0, "</s>": 1, "<unk>": 2, "<extra_id_0>": 3}
+    vocabulary |= {f"w{number}": number for number in range(4, VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token="</s>", pad_token="<pad>", unk_token="<unk>",
+        additional_special_tokens=["<extra_id_0>"],
+    )  # fmt: skip
+
+
+def test_sources_have_their_special_tokens(words):
+    assert source_ids(words, ["w7 w8", "w9 <extra_id_0> w4"]) == [[7, 8, 1], [9, 3, 4, 1]]
+    assert source_ids(words, []) == []
+
+
+def test_targets_are_shown_without_special_tokens(words):
+    assert target_text(words, [7, 3, 8, 1]) == target_text(words, [0, 7, 8]) == "w7 w8"
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_generate_reads_sources_and_leaves_special_tokens_out(pairs, words, beams):
+    texts = ["w7 w8", "w100 w20 <extra_id_0> w31", "w5"]
+    found = generate(pairs.ours, words, texts, max_new_tokens=12, temperature=0 if beams == 1 else 1, beams=beams)
+    for text, tokens, shown in zip(texts, found.token_ids, found.texts, strict=True):
+        assert (
+            tokens == their_responses(pairs.theirs, words(text).input_ids, [1], num_beams=beams, max_new_tokens=12)[0]
+        )
+        assert shown == " ".join(f"w{token}" for token in tokens if token > 3)
+
+
+def test_messages_are_no_source(pairs, words):
+    message = [{"role": "user", "content": "w7"}]
+    with pytest.raises(UserError, match=r"prompt 1: .*list of messages\nprompt 2: "):
+        generate(pairs.ours, words, ["w7", message, message])
+
+
+def test_the_start_token_is_the_configs():
+    assert start_token_id({"model_type": "gpt2"}) is None
+    assert start_token_id({"model_type": "bart", "is_encoder_decoder": True, "decoder_start_token_id": 2}) == 2
+    with pytest.raises(UserError, match="no decoder_start_token_id"):
+        start_token_id({"model_type": "t5", "is_encoder_decoder": True})
