@@ -1,173 +1,99 @@
-"""Print how far our logits are from transformers', one row per family; exit 1 where one is outside its bound.
+"""Print how far our models are from transformers', one row per family; exit 1 where one is outside its bound.
 
-Random tiny checkpoints written by transformers, read by our loader; left and right padding, whole forward and prefill
-with decoding, positions to 255. Also checks that a damaged checkpoint is refused by name. No real weights here.
+Random tiny checkpoints written by transformers (parity_cases/FAMILY.yaml), read by our loader. Columns: largest
+difference of logits with left and right padding, of log-probabilities in batch form, of logits decoded with a cache, of
+scores of checkpoints with heads; largest relative error of a gradient; largest difference after our export and
+transformers' import; prompts of 16 continued alike by greedy and beam search; damaged checkpoints refused by name.
+No real weights here. Measures: parity_measures.py.
 """
 
 import argparse
-import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import load_file, save_file
-from torch import Tensor
+from parity_measures import (
+    PROMPT_LENGTHS,
+    export_difference,
+    generation_differences,
+    gradient_difference,
+    head_difference,
+    logit_differences,
+    refusals,
+)
+from parity_reference import Case, families, read_cases, write_checkpoint
 
 from alignment.errors import UserError
-from alignment.models.checkpoint import load_language_model
-from alignment.ragged import Ragged
+from alignment.models.checkpoint import load_checkpoint
 
-BOUND = 1e-4  # largest |difference of logits|, fp32
-LENGTHS = (256, 200, 31, 1)
-GPT2 = {"vocab_size": 211, "n_positions": 256, "n_embd": 48, "n_layer": 3, "n_head": 4}
-LLAMA = {
-    "vocab_size": 211,
-    "max_position_embeddings": 256,
-    "hidden_size": 48,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 5e5,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
-CASES: dict[str, dict[str, dict[str, Any]]] = {
-    "gpt2": {
-        "plain": GPT2,
-        "untied": {**GPT2, "tie_word_embeddings": False},
-        "gelu": {**GPT2, "activation_function": "gelu", "n_inner": 80},
-        "relu": {**GPT2, "activation_function": "relu"},
-        "unscaled": {**GPT2, "scale_attn_weights": False},
-        "scaled by layer": {**GPT2, "scale_attn_by_inverse_layer_idx": True},
-    },
-    "llama": {
-        "plain": LLAMA,
-        "tied": {**LLAMA, "tie_word_embeddings": True},
-        "grouped queries": {**LLAMA, "num_key_value_heads": 2},
-        "one key head": {**LLAMA, "num_key_value_heads": 1},
-        "head_dim": {**LLAMA, "num_key_value_heads": 3, "head_dim": 20},
-        "biases": {**LLAMA, "attention_bias": True, "mlp_bias": True, "rms_norm_eps": 1e-5},
-        "rope linear": {**LLAMA, "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}},
-        "rope llama3": {**LLAMA, "num_key_value_heads": 2, "rope_parameters": LLAMA3_ROPE},
-    },
-}
+BOUND = 1e-4  # largest difference of logits, log-probabilities or scores, fp32; largest relative error of a gradient
+SPAN_LABELS = 2
 
 
-def write_checkpoint(family: str, config: dict[str, Any], directory: Path, seed: int = 0) -> Any:
-    """A random transformers model of `family`, saved by transformers; returns it in eval mode."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    ids = {"bos_token_id": 1, "eos_token_id": 2}
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **ids, **config)).eval()
-    with torch.no_grad():  # as drawn, logits are too near zero to show an error, and norms and biases are 1 and 0
-        for parameter in model.parameters():
-            parameter += 0.15 * torch.randn_like(parameter)
-    model.save_pretrained(directory)
-    return model
+def case_measures(case: Case, directory: Path) -> dict[str, float]:
+    """Every number of one checkpoint; `greedy` and `beam` count prompts that differ."""
+    reference = write_checkpoint(case, directory)
+    model = load_checkpoint(directory, "language")
+    found: dict[str, float] = logit_differences(case, reference, model)
+    found["grad"] = gradient_difference(case, reference, model, directory / "gradients")
+    found["export"] = export_difference(case, reference, model, directory / "export")
+    if case.kind != "encoder":
+        found |= generation_differences(case, reference, model)
+    return found
 
 
-def documents(vocabulary: int, lengths: tuple[int, ...] = LENGTHS) -> list[list[int]]:
-    """Random token ids."""
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
+def head_measures(case: Case, directory: Path) -> dict[str, float]:
+    """Largest difference of scores over the family's heads, decoders' classifiers also with one label."""
+    found: list[float] = []
+    for task in case.heads:
+        counts = (3, 1) if task == "sequence" and case.kind == "decoder" else (SPAN_LABELS if task == "span" else 3,)
+        for labels in counts:
+            found.append(head_difference(case, task, labels, directory / f"{task}{labels}"))
+    return {"heads": max(found)} if found else {}
 
 
-def padded(rows: list[list[int]], side: str) -> tuple[Tensor, Tensor]:
-    """input_ids and attention_mask [B, T], padding on `side`."""
-    width = max(map(len, rows))
-    ids = [([7] * (width - len(row)) + row) if side == "left" else row + [7] * (width - len(row)) for row in rows]
-    mask = [[0] * (width - len(row)) + [1] * len(row) for row in rows]
-    return torch.tensor(ids), torch.tensor(mask if side == "left" else [row[::-1] for row in mask])
-
-
-@torch.no_grad()
-def padded_difference(reference: Any, model: Any, rows: list[list[int]], side: str) -> float:
-    """Largest |difference of logits| at real tokens of one padded batch."""
-    ids, mask = padded(rows, side)
-    positions = (mask.cumsum(1) - 1).clamp(min=0)  # transformers' GPT-2 does not derive them from the mask
-    theirs = reference(input_ids=ids, attention_mask=mask, position_ids=positions).logits
-    return (model(ids, mask).logits - theirs)[mask.bool()].abs().max().item()
-
-
-@torch.no_grad()
-def decoding_difference(reference: Any, model: Any, rows: list[list[int]], steps: int = 40) -> float:
-    """The same for prefill and `steps` decoded tokens, each row at its own place."""
-    rows = [row for row in rows if len(row) > steps]
-    theirs = [reference(input_ids=torch.tensor([row])).logits[0] for row in rows]
-    begins = [len(row) - steps for row in rows]
-    cache = model.new_cache(len(rows), max(map(len, rows)))
-    ours = [model.prefill(Ragged.build([row[:-steps] for row in rows]), cache)]
-    for step in range(steps):
-        ours.append(model.decode(torch.tensor([row[b + step] for row, b in zip(rows, begins, strict=True)]), cache))
-    expected = torch.stack([logits[b - 1 :] for logits, b in zip(theirs, begins, strict=True)], dim=1)
-    return (torch.stack(ours) - expected).abs().max().item()
-
-
-def case_differences(family: str, config: dict[str, Any], directory: Path) -> dict[str, float]:
-    """Largest |difference of logits| for each way to run one checkpoint."""
-    reference = write_checkpoint(family, config, directory)
-    model = load_language_model(directory)
-    rows = documents(config["vocab_size"])
-    return {
-        "left": padded_difference(reference, model, rows, "left"),
-        "right": padded_difference(reference, model, rows, "right"),
-        "cache": decoding_difference(reference, model, rows),
-    }
-
-
-def refusals(family: str, directory: Path) -> dict[str, bool]:
-    """Whether each way to damage a checkpoint is refused with the damaged thing's name."""
-    weights, config_path = directory / "model.safetensors", directory / "config.json"
-    tensors, config = load_file(weights), json.loads(config_path.read_text())
-    victim = sorted(tensors)[0]
-    damaged = {
-        "missing tensor": (victim, {k: v for k, v in tensors.items() if k != victim}, config),
-        "extra tensor": ("model.surplus", {**tensors, "model.surplus": torch.zeros(1)}, config),
-        "unknown key": ("attn_logit_softcapping", tensors, {**config, "attn_logit_softcapping": 30.0}),
-    }
-    results = {}
-    for kind, (name, broken_tensors, broken_config) in damaged.items():
-        save_file(broken_tensors, weights, metadata={"format": "pt"})
-        config_path.write_text(json.dumps(broken_config))
-        try:
-            load_language_model(directory)
-            results[kind] = False
-        except UserError as error:
-            results[kind] = name in str(error)
-    return results
+def holds(worst: dict[str, float]) -> bool:
+    """Whether every number is within its bound: nothing at all for exports and searches."""
+    exact = ("export", "greedy", "beam")
+    return all(value <= (0.0 if way in exact else BOUND) for way, value in worst.items())
 
 
 def check_family(family: str) -> bool:
     """Print the family's row; True where it holds."""
-    worst: dict[str, float] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for number, config in enumerate(CASES[family].values()):
-            for way, value in case_differences(family, config, Path(folder, str(number))).items():
-                worst[way] = max(worst.get(way, 0.0), value)
-        refused = refusals(family, Path(folder, "0"))
-    held = max(worst.values()) <= BOUND and all(refused.values())
-    numbers = "  ".join(f"{way} {value:.1e}" for way, value in worst.items())
-    print(
-        f"{family:8} max |dlogit|  {numbers}  bound {BOUND:.0e}  cases {len(CASES[family])}  "
-        f"refusals {sum(refused.values())}/{len(refused)}  {'ok' if held else 'OUTSIDE'}"
-    )
+    cases, worst, case = read_cases(family), dict[str, float](), None
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            for number, case in enumerate(cases.values()):
+                directory = Path(folder, str(number))
+                found = case_measures(case, directory) | head_measures(case, directory)
+                worst |= {way: max(worst.get(way, 0.0), value) for way, value in found.items()}
+            refused = refusals(Path(folder, "0"))
+    except UserError as error:  # a checkpoint that does not open: the other rows still have something to say
+        print(f"{family:11} FAILED  {case and case.name}: {str(error).splitlines()[0]}", flush=True)
+        return False
+    held = holds(worst) and all(refused.values())
+    print(f"{family:11} {row(worst)}  cases {len(cases)}  refusals {sum(refused.values())}/{len(refused)}  ", end="")
+    print("ok" if held else f"OUTSIDE {BOUND:.0e}", flush=True)
     return held
+
+
+def row(worst: dict[str, float]) -> str:
+    """The numbers of one family; a search shows the prompts it continued alike in its worst case."""
+    prompts = len(PROMPT_LENGTHS)
+    columns: dict[str, Any] = {
+        way: f"{prompts - value:.0f}/{prompts}" if way in ("greedy", "beam") else f"{value:.1e}"
+        for way, value in worst.items()
+    }
+    return "  ".join(f"{way} {text}" for way, text in columns.items())
 
 
 def main() -> int:
     """Exit code."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--family", nargs="+", choices=sorted(CASES), default=sorted(CASES), metavar="NAME")
     import transformers
 
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--family", nargs="+", choices=families(), default=families(), metavar="NAME")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     held = [check_family(family) for family in parser.parse_args().family]

@@ -31,6 +31,11 @@ def attach(model: Any, spec: AdapterSpec) -> Any:
     Raises:
         UserError: the adapter does not fit the model.
     """
+    if model.source != "native":
+        raise UserError(
+            f"adapters need an architecture of our own, and {model.config['model_type']!r} runs as transformers' class; "
+            "leave `adapter` out and train all weights"
+        )
     model = attach_lora(model, spec) if isinstance(spec, LoRASpec) else attach_prefix(model, spec)
     if model.head.weight.dim() == 2 and model.head.weight.shape[0] == 1:
         model.head.requires_grad_(True)

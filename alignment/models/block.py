@@ -41,6 +41,22 @@ class Block(nn.Module):
         return x + self.dropout(self.feedforward(self.feedforward_norm(x), sight))
 
 
+class NormedResidualBlock(nn.Module):
+    """n + attention(n) of n = norm(x), the feed-forward likewise: what a part adds to is normed too (some BLOOMs)."""
+
+    def __init__(self, attention: nn.Module, feedforward: nn.Module, norm: Norm, dropout: nn.Module):
+        super().__init__()
+        self.attention_norm, self.attention = norm(), attention
+        self.feedforward_norm, self.feedforward = norm(), feedforward
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, sight: "Sight") -> Tensor:
+        """x: [N, D] -> [N, D]."""
+        x = self.attention_norm(x)
+        x = self.feedforward_norm(x + self.dropout(self.attention(x, sight)))
+        return x + self.dropout(self.feedforward(x, sight))
+
+
 class PostNormBlock(nn.Module):
     """norm(x + attention(x)), then norm(x + feedforward(x)), as in the first Transformer and BERT."""
 

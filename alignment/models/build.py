@@ -8,25 +8,23 @@ from torch import nn
 
 from alignment.errors import UserError
 from alignment.models.attention import Attention, CrossAttention
-from alignment.models.block import Block, ParallelBlock, PostNormBlock, SandwichBlock
-from alignment.models.disentangled import DisentangledAttention, RelativeEmbedding
-from alignment.models.distance import Alibi, RelativeBias
-from alignment.models.encoder_decoder import Seq2SeqModel
+from alignment.models.block import Block, NormedResidualBlock, ParallelBlock, PostNormBlock, SandwichBlock
+from alignment.models.disentangled import Convolution, ConvolvedBlock, DisentangledAttention, RelativeEmbedding
+from alignment.models.distance import Alibi, RelativeBias, RoundedAlibi
+from alignment.models.encoder_decoder import Seq2SeqModel, Seq2SeqReader
 from alignment.models.experts import Experts
 from alignment.models.families import family_of
 from alignment.models.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
 from alignment.models.heads import LanguageHead, Readout, Transform
 from alignment.models.initial import initialise
 from alignment.models.language import LanguageModel, MaskedLanguageModel
-from alignment.models.norms import RMSNorm, UnitOffsetRMSNorm
+from alignment.models.norms import RMSNorm, UnitOffsetRMSNorm, WideRMSNorm
 from alignment.models.positions import LearnedPositions, SinusoidalPositions
 from alignment.models.readers import ScalarModel, SequenceClassifier, TokenReader
 from alignment.models.rotary import Rotary
 from alignment.models.spec import (
     AttentionSpec,
     BlockSpec,
-    DisentangledSpec,
-    EncoderDecoderSpec,
     ExpertsSpec,
     FeedForwardSpec,
     GatedFeedForwardSpec,
@@ -40,12 +38,16 @@ from alignment.models.spec import (
     TransformerSpec,
     TransformSpec,
     UnitOffsetRMSNormSpec,
+    WideRMSNormSpec,
 )
+from alignment.models.spec_disentangled import ConvolutionSpec, DisentangledSpec
+from alignment.models.spec_pairs import EncoderDecoderSpec
 from alignment.models.spec_positions import (
     AlibiSpec,
     LearnedPositionsSpec,
     PositionsSpec,
     RelativeBiasSpec,
+    RoundedAlibiSpec,
     SinusoidalPositionsSpec,
 )
 from alignment.models.transformer import Parts, Transformer
@@ -82,11 +84,13 @@ def empty_model(config: dict[str, Any], task: str) -> Any:
     family, config = family_of(config), dict(config)
     if task not in family.tasks:
         raise UserError(f"{family.name} has no head for {task!r}, only {', '.join(sorted(family.tasks))}")
-    spec = family.spec_from_config(config)
     readout = family.tasks[task].readout
+    if task == "scalar" and readout is not None:  # an encoder's: one class, read where all are
+        config |= {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+        task = "sequence"
+    spec = family.spec_from_config(config)
     if isinstance(spec, EncoderDecoderSpec):
-        encoder, decoder = build_trunk(spec.encoder), build_trunk(spec.decoder)
-        return Seq2SeqModel(encoder, decoder, _language_head(spec.decoder), config, spec)
+        return _pair_model(spec, None if readout is None else readout(config), config, task)
     trunk = build_trunk(spec)
     if task == "scalar":
         return ScalarModel(trunk, config)
@@ -101,6 +105,17 @@ def empty_model(config: dict[str, Any], task: str) -> Any:
         assert read.pooling is not None
         return SequenceClassifier(trunk, _readout(read, spec.output_width or spec.width), config, read.pooling)
     return TokenReader(trunk, _readout(read, spec.output_width or spec.width), config, task)  # type: ignore[arg-type]
+
+
+def _pair_model(spec: EncoderDecoderSpec, read: ReadoutSpec | None, config: dict[str, Any], task: str) -> Any:
+    """An encoder-decoder with its head; a classifier of tokens has the encoder alone."""
+    encoder = build_trunk(spec.encoder)
+    if task == "tokens" and read is not None:
+        return TokenReader(encoder, _readout(read, spec.encoder.width), config, "tokens")
+    decoder = build_trunk(spec.decoder)
+    if read is None:
+        return Seq2SeqModel(encoder, decoder, _language_head(spec.decoder), config, spec)
+    return Seq2SeqReader(encoder, decoder, _readout(read, spec.decoder.width), config, spec, task)  # type: ignore[arg-type]
 
 
 def build_trunk(spec: TransformerSpec) -> Transformer:
@@ -132,13 +147,23 @@ def build_block(spec: BlockSpec, width: int) -> nn.Module:
             first = None if spec.attention_norm is None else _norm(spec.attention_norm, width)
             return Block(attention, feedforward, norm, dropout, first, cross)
         case "post":
-            return PostNormBlock(attention, feedforward, norm, dropout, cross)
+            block = PostNormBlock(attention, feedforward, norm, dropout, cross)
+            return block if spec.convolution is None else _convolved(block, spec.convolution, norm, dropout, width)
+        case "residual":
+            return NormedResidualBlock(attention, feedforward, norm, dropout)
         case "sandwich" | "output":
             return SandwichBlock(
                 attention, feedforward, norm, dropout, norm if spec.wiring == "sandwich" else nn.Identity
             )
         case "parallel" | "parallel_shared":
             return ParallelBlock(attention, feedforward, norm, dropout, spec.wiring == "parallel_shared")
+
+
+def _convolved(
+    block: nn.Module, spec: ConvolutionSpec, norm: Callable[[], nn.Module], dropout: nn.Module, width: int
+) -> nn.Module:
+    layer = nn.Conv1d(width, width, spec.width, padding=spec.width // 2, groups=spec.groups)
+    return ConvolvedBlock(block, Convolution(layer, ACTIVATIONS[spec.activation], dropout), norm())
 
 
 def _attention(spec: AttentionSpec | DisentangledSpec, width: int) -> nn.Module:
@@ -150,10 +175,12 @@ def _attention(spec: AttentionSpec | DisentangledSpec, width: int) -> nn.Module:
 
 def _norm(spec: NormSpec, width: int) -> Callable[[], nn.Module]:
     match spec:
-        case LayerNormSpec(eps=eps, bias=bias):
-            return partial(nn.LayerNorm, width, eps=eps, bias=bias)
+        case LayerNormSpec(eps=eps, bias=bias, weight=weight):
+            return partial(nn.LayerNorm, width, eps=eps, elementwise_affine=weight, bias=bias)
         case RMSNormSpec(eps=eps):
             return partial(RMSNorm, width, eps)
+        case WideRMSNormSpec(eps=eps):
+            return partial(WideRMSNorm, width, eps)
         case UnitOffsetRMSNormSpec(eps=eps):
             return partial(UnitOffsetRMSNorm, width, eps)
         case NoNormSpec():
@@ -193,6 +220,8 @@ def _bearings(spec: TransformerSpec) -> Bearings:
     match distance:
         case AlibiSpec(scale=scale):
             return Bearings(rotaries, Alibi(heads, scale))
+        case RoundedAlibiSpec(scale=scale):
+            return Bearings(rotaries, RoundedAlibi(heads, scale))
         case RelativeBiasSpec(buckets=buckets, max_distance=far):
             return Bearings(rotaries, RelativeBias(buckets, far, heads, both_sides=not causal))
 
@@ -213,4 +242,5 @@ def _language_head(spec: TransformerSpec) -> nn.Module:
 
 def _readout(spec: ReadoutSpec, width: int) -> Readout:
     inner = width if spec.transform is None else spec.transform.width
-    return Readout(_transform(spec.transform, width), nn.Linear(inner, spec.outputs, bias=spec.bias), spec.dropout)
+    output = nn.Linear(inner, spec.outputs, bias=spec.bias)
+    return Readout(_transform(spec.transform, width), output, spec.dropout, spec.input_dropout)

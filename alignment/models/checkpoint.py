@@ -17,7 +17,8 @@ from alignment.errors import UserError, raise_all
 from alignment.files import write_atomic, write_json
 from alignment.models.build import empty_model
 from alignment.models.directory import CONFIG, WEIGHTS, read_config, read_tensors
-from alignment.models.families import FAMILIES, family_of
+from alignment.models.external import is_external, load_external, save_external
+from alignment.models.families import FAMILIES, family_of, is_foreign
 from alignment.models.families.family import Family
 from alignment.models.initial import initialise_layer
 from alignment.models.layout import Place, from_hf, pattern_of, places_of, to_hf
@@ -44,11 +45,17 @@ def load_scalar_model(
             commonly, is left aside and a new one made; "normal" has standard deviation 1 / sqrt(D + 1).
 
     Raises:
-        UserError: as for `load_checkpoint`; also where the head is missing.
+        UserError: as for `load_checkpoint`; also where the head is missing, or an encoder's, which has one number for a
+            whole text and none per token.
 
     Source: the initial deviation is Stiennon et al. 2020, arXiv:2009.01325, appendix B.1.
     """
     model = load_checkpoint(directory, "scalar", dtype, device, new_head=new_head is not None)
+    if not isinstance(model, ScalarModel):
+        raise UserError(
+            f"{directory}: an encoder scores whole texts (alignment.load_reward_model does), while training and values "
+            "need a number at every token; take a decoder"
+        )
     if new_head == "zero":
         nn.init.zeros_(model.head.weight)
     if new_head == "normal":
@@ -67,6 +74,8 @@ def load_checkpoint(
 ) -> Any:
     """The model of a Hugging Face directory, in eval mode; `model.train()` turns its dropout on.
 
+    A `model_type` without a table of ours is opened through transformers' own class (`model.source` says which).
+
     Args:
         task: language, scalar, next_sentence, sequence, tokens or span, as far as the family has it.
         new_head: leave the file's heads aside, whichever they are, and draw a new one.
@@ -76,22 +85,29 @@ def load_checkpoint(
         UserError: naming every missing, unexpected or misshapen tensor and every unknown config key.
     """
     directory = Path(directory)
-    config = {**read_config(directory), **(config or {})}
-    with torch.device("meta"):  # no memory behind it: every weight comes from the file
-        model = empty_model(config, task)
+    if is_foreign(read_config(directory)):
+        return load_external(directory, task, dtype, device, new_head=new_head, config=config)
+    config, tensors = {**read_config(directory), **(config or {})}, read_tensors(directory)
     family = family_of(config)
+    with torch.device("meta"):  # no memory behind it: every weight comes from the file
+        model = empty_model(family.as_filed(config, tensors), task)
     places = hf_names(model)
-    tensors = _read_tensors(directory, family)
-    tensors = _left_aside(tensors, family, task, new_head)
+    needed = {place.name for place in places.values()}
+    tensors = _as_today(tensors, family, task, needed)
+    tensors = _left_aside(tensors, family, task, new_head, places)
     aliases = _aliases(model)
     for alias, original in aliases.items():
         copy = places.pop(alias)
         _drop_copy(tensors, copy.name, places[original].name, directory)
     for name, original in family.copies:
-        _drop_copy(tensors, name, original, directory)
-    fresh = {name: place for name, place in places.items() if new_head and not _in_trunk(name)}
+        if name not in needed and original in needed:
+            _drop_copy(tensors, name, original, directory)
+    fresh = {
+        name: place for name, place in places.items() if new_head and not _in_trunk(name) and place.name not in tensors
+    }
     wanted = {name: place for name, place in places.items() if name not in fresh}
     shapes = _expected_shapes(model, wanted)
+    tensors |= {name: torch.zeros(shapes[name]) for name in family.zeros if name in shapes and name not in tensors}
     raise_all(f"{directory}: {problem}" for problem in _problems(tensors, shapes))
     state = {name: x.to(dtype=dtype, device=device) for name, x in from_hf(tensors, wanted).items()}
     _assign(model, state, aliases)
@@ -109,6 +125,8 @@ def save_model(model: Any, directory: str | Path, *, state: dict[str, Tensor] | 
     Raises:
         ValueError: the state has parameters the architecture does not have (an adapter still attached) or lacks some.
     """
+    if is_external(model):
+        return save_external(model, directory, state=state)
     live: dict[str, Tensor] = model.state_dict() if state is None else state
     places = hf_names(model)
     expected = set(places) - set(_aliases(model))
@@ -134,33 +152,62 @@ def hf_names(model: Any) -> dict[str, Place]:
     with torch.device("meta"):
         bare = empty_model(model.config, model.task)
     shapes = {name: parameter.shape for name, parameter in bare.state_dict().items()}
-    return places_of(shapes, (*family.names, *family.tasks[model.task].names), family, bare.spec)
+    prefix, usual = family.prefix(model.task), family.trunk_prefix
+    lines = (*family.names, *family.renamed(model.config))
+    trunk = ((prefix + hf.removeprefix(usual) if hf.startswith(usual) else hf, ours) for hf, ours in lines)
+    return places_of(shapes, (*trunk, *family.tasks[model.task].names), family, bare.spec)
 
 
-def _read_tensors(directory: Path, family: Family) -> dict[str, Tensor]:
-    """The file's weights, as a file with a head would name them; buffers of older files left out."""
-    tensors = read_tensors(directory)
-    tensors = {name: x for name, x in tensors.items() if not any(re.fullmatch(p, name) for p in family.ignored)}
-    if not family.trunk_prefix or any(name.startswith(family.trunk_prefix) for name in tensors):
-        return tensors
-    trunk = {pattern_of(hf) for hf, _ in family.names}
+def _as_today(tensors: dict[str, Tensor], family: Family, task: str, needed: set[str]) -> dict[str, Tensor]:
+    """The file's weights, named as today with the head of `task`; what is ignored and not needed is left out."""
+    tensors = _named_as_in_head({_of_today(name, family): x for name, x in tensors.items()}, family, task)
     return {
-        family.trunk_prefix + name if pattern_of(family.trunk_prefix + name) in trunk else name: x
+        name: x
+        for name, x in tensors.items()
+        if name in needed or not any(re.fullmatch(pattern, name) for pattern in family.ignored)
+    }
+
+
+def _of_today(name: str, family: Family) -> str:
+    for old, new in family.older.items():
+        if name.endswith(old):
+            return name.removesuffix(old) + new
+    return name
+
+
+def _named_as_in_head(tensors: dict[str, Tensor], family: Family, task: str) -> dict[str, Tensor]:
+    """The trunk's names with the prefix of `task`, whatever head the file has or has not."""
+    wanted, prefixes = family.prefix(task), {family.prefix(other) for other in family.tasks} - {""}
+    used = next((prefix for prefix in sorted(prefixes) if any(name.startswith(prefix) for name in tensors)), "")
+    if used == wanted:
+        return tensors
+    # Some heads keep a part of theirs in the trunk: BERT's pooler.
+    lines = (*family.names, *family.copies, *(line for other in family.tasks.values() for line in other.names))
+    trunk = {pattern_of(hf) for hf, _ in lines if hf.startswith(family.trunk_prefix)}
+    bare = {name: name.removeprefix(used) for name in tensors}
+    return {
+        wanted + bare[name] if pattern_of(family.trunk_prefix + bare[name]) in trunk else name: x
         for name, x in tensors.items()
     }
 
 
-def _left_aside(tensors: dict[str, Tensor], family: Family, task: str, new_head: bool) -> dict[str, Tensor]:
+def _left_aside(
+    tensors: dict[str, Tensor], family: Family, task: str, new_head: bool, places: dict[str, Place]
+) -> dict[str, Tensor]:
     """Without the heads that are not asked for: known ones of other tasks, or all where a new one is drawn."""
+    needed = {place.name for place in places.values()}
     if new_head:
         heads = {pattern_of(hf) for other in family.tasks.values() for hf, _ in other.names}
+        heads |= {pattern_of(copy) for copy, original in family.copies if original not in needed}
         beside = [pattern for other in family.tasks.values() for pattern in other.beside]
+        needed = {*family.tasks[task].kept, *(place.name for name, place in places.items() if _in_trunk(name))}
     else:
         heads, beside = set(), list(family.tasks[task].beside)
     return {
         name: x
         for name, x in tensors.items()
-        if pattern_of(name) not in heads and not any(re.fullmatch(pattern, name) for pattern in beside)
+        if name in needed
+        or (pattern_of(name) not in heads and not any(re.fullmatch(pattern, name) for pattern in beside))
     }
 
 
@@ -241,8 +288,7 @@ def _config_to_save(model: Any, dtype: torch.dtype) -> dict[str, Any]:
     config |= {"dtype": str(dtype).removeprefix("torch."), "vocab_size": vocabulary, "architectures": [task.hf_class]}
     if isinstance(model, ScalarModel):
         return config | {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
-    if task.readout is not None:
-        return config
-    for key in ("num_labels", "id2label", "label2id"):
-        config.pop(key, None)
-    return config | {"tie_word_embeddings": "head.weight" in _aliases(model)}
+    if task.readout is None or model.task == "span":  # neither has classes: an answer's start and end are fixed
+        for key in ("num_labels", "id2label", "label2id"):
+            config.pop(key, None)
+    return config if task.readout else config | {"tie_word_embeddings": "head.weight" in _aliases(model)}

@@ -26,6 +26,27 @@ class Alibi(nn.Module):
         return -slopes[:, None, None] * distances.abs().float().unsqueeze(-3)
 
 
+class RoundedAlibi(nn.Module):
+    """scale * bf16(bf16(slope) * bf16(place of the key)): ALiBi as models trained in bfloat16 know it.
+
+    Without rounding this is `Alibi`, for softmax does not see what all keys of a query have in common. With it, biases
+    are steps that depend on the key's own place.
+
+    Source: transformers, `models/falcon`, `build_alibi_tensor`.
+    """
+
+    def __init__(self, heads: int, scale: float = 1.0):
+        super().__init__()
+        self.slopes, self.scale = alibi_slopes(heads), scale
+
+    def forward(self, distances: Tensor) -> Tensor:
+        """distances: [..., Q, T], of keys at the places 0 ... T - 1 -> [..., H, Q, T], fp32."""
+        slopes = torch.tensor(self.slopes, device=distances.device, dtype=torch.bfloat16)
+        places = torch.arange(distances.shape[-1], device=distances.device).bfloat16()
+        bias = self.scale * (slopes[:, None] * places).float()
+        return bias[:, None].expand(*distances.shape[:-2], -1, distances.shape[-2], -1)
+
+
 def alibi_slopes(heads: int) -> list[float]:
     """2^(-8 h / n) for h = 1 ... n, the largest power of two within `heads`; the rest from between, every second of 2n."""
     largest = 2 ** int(math.log2(heads))

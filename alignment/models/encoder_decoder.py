@@ -1,20 +1,25 @@
-"""Encoder, decoder and language head: text in, text out (T5, BART). Documents come as pairs, see `ragged.Seq2Seq`."""
+"""Encoder and decoder: text in, text out (T5, BART); and read-outs of a few numbers on the same two stacks.
 
-from typing import Any
+Text out comes as pairs of documents, see `ragged.Seq2Seq`; a read-out's documents go to both sides.
+"""
+
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from alignment.errors import UserError
 from alignment.models.cache import Cache
 from alignment.models.cross import Source
-from alignment.models.heads import Output, token_scores
+from alignment.models.heads import Output, Readout, token_scores
 from alignment.models.language import new_cache
 from alignment.models.masks import take
 from alignment.models.padded import from_padded, given, to_padded
 from alignment.models.recompute import Keep
-from alignment.models.spec import EncoderDecoderSpec
+from alignment.models.spec_pairs import EncoderDecoderSpec
 from alignment.models.transformer import Transformer
-from alignment.ragged import Seq2Seq
+from alignment.ragged import Ragged, Seq2Seq
 
 
 class Seq2SeqModel(nn.Module):
@@ -29,7 +34,7 @@ class Seq2SeqModel(nn.Module):
 
     source = "native"
     task = "language"
-    prefix = None
+    prefix, prefix_enabled = None, False  # there is no place for one
 
     def __init__(
         self,
@@ -81,7 +86,7 @@ class Seq2SeqModel(nn.Module):
         hidden, target = self.states(batch), batch.target
         before = take(hidden, target.targets - 1)
         if distributions:
-            return Output(logits=self.head(before), hidden=hidden)
+            return Output(logits=self.head(before), hidden=before)
         return token_scores(self.head, before, target.tokens[target.targets], temperature, entropy)
 
     def states(self, batch: Seq2Seq, cache: Cache | None = None) -> Tensor:
@@ -102,3 +107,83 @@ class Seq2SeqModel(nn.Module):
     def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Logits [B, V] after one more token for every cache row, tokens [B]; advances `cache.lengths`."""
         return self.head(self.decoder.step(tokens, cache))
+
+
+class Seq2SeqReader(nn.Module):
+    """Scores read off the decoder while it repeats the document that the encoder has read.
+
+    At the document's last end token for its class (`task` "sequence"), at every token for whether an answer starts and
+    ends there ("span").
+
+    Source: Lewis et al. 2019, arXiv:1910.13461, sections 3.1 and 3.2.
+    """
+
+    source = "native"
+    prefix, prefix_enabled = None, False
+
+    def __init__(
+        self,
+        encoder: Transformer,
+        decoder: Transformer,
+        head: Readout,
+        config: dict[str, Any],
+        spec: EncoderDecoderSpec,
+        task: Literal["sequence", "span"],
+    ):
+        super().__init__()
+        self.encoder, self.decoder, self.head = encoder, decoder, head
+        self.decoder.embed.weight = self.encoder.embed.weight
+        self.config, self.spec, self.task = config, spec, task
+
+    checkpoint_activations = Seq2SeqModel.checkpoint_activations
+
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *, batch: Ragged | None = None
+    ) -> Output:
+        """`scores`: [B, C] for sequences; for spans [N, 2] of a batch, [B, T, 2] of a padded rectangle.
+
+        Args:
+            input_ids, attention_mask: [B, T], padded on either side; places are counted from each row's first token.
+            batch: documents end to end, instead.
+
+        Raises:
+            UserError: a sequence without an end token.
+        """
+        places = None
+        documents = batch
+        if documents is None:
+            documents, places = from_padded(given(input_ids), attention_mask)
+        source = Source(self.encoder(documents), documents)
+        hidden = self.decoder(shifted(documents, self.spec.start_token), source=source)
+        if self.task == "sequence":
+            scores = self.head(hidden[last_places(documents, self.spec.end_token)])
+            return Output(scores=scores, logits=scores)
+        scores = self.head(hidden)
+        return Output(scores=scores if batch is not None else to_padded(scores, places, given(input_ids).shape))
+
+
+def shifted(batch: Ragged, start_token: int) -> Ragged:
+    """The documents one place later: the start token in front, the last token gone."""
+    tokens = batch.tokens.roll(1)
+    tokens[batch.starts[:-1].long()] = start_token
+    return replace(batch, tokens=tokens)
+
+
+def last_places(batch: Ragged, token: int | None) -> Tensor:
+    """Index of the last `token` of each document, [B].
+
+    Raises:
+        UserError: a document has none.
+    """
+    places = torch.arange(len(batch.tokens), device=batch.tokens.device)
+    rows = torch.repeat_interleave(batch.starts.long().diff(), output_size=len(places))
+    found = torch.where(batch.tokens == -1 if token is None else batch.tokens == token, places, -1)
+    last = found.new_full((len(batch.lengths),), -1).scatter_reduce(0, rows, found, "amax")
+    missing = (last < 0).nonzero().flatten().tolist()
+    if missing:
+        names = [batch.row_ids[row] if batch.row_ids else str(row) for row in missing[:5]]
+        raise UserError(
+            f"{len(missing)} documents have no end token (eos_token_id {token}), where this model reads a document's "
+            f"class: rows {', '.join(names)}; tokenize with special tokens"
+        )
+    return last

@@ -28,7 +28,7 @@ class Output(NamedTuple):
         values: scalar model: one per token, fp32, [N] or [B, T].
         scores: read-outs: per document [B, C], or per token [N, C], or [B, T, C] in a padded call.
         balance: how unevenly mixtures of experts were used, times its coefficient; scalar.
-        hidden: batch call with `distributions`: states before the head, [N, D].
+        hidden: batch call with `distributions`: the states that `logits` came from, [M, D].
     """
 
     logits: Tensor | None = None
@@ -53,7 +53,7 @@ class Transform(nn.Module):
 
 
 class LanguageHead(nn.Module):
-    """One logit per token: softcap(predict(scale * transform(x))). Plain decoders have a linear layer instead.
+    """One logit per token: softcap(predict(scale * transform(x)) + offset). Plain decoders have a linear layer instead.
 
     Source: the transform is BERT's, Devlin et al. 2018; the scale T5's; the cap Gemma 2's, arXiv:2408.00118.
     """
@@ -63,6 +63,7 @@ class LanguageHead(nn.Module):
         self.transform = transform
         self.weight = nn.Parameter(torch.empty(vocabulary, spec.transform.width if spec.transform else width))
         self.bias = nn.Parameter(torch.zeros(vocabulary)) if spec.bias else None
+        self.register_buffer("offset", torch.zeros(1, vocabulary) if spec.offset else None)
         self.spec, self.out_features = spec, vocabulary
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,20 +71,25 @@ class LanguageHead(nn.Module):
         x = x if self.transform is None else self.transform(x)
         x = x if self.spec.scale == 1.0 else x * self.spec.scale
         logits = F.linear(x, self.weight, self.bias)
+        logits = logits if self.offset is None else logits + self.offset
         cap = self.spec.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
 class Readout(nn.Module):
-    """output(transform(x)): a few numbers, of a document or of a token."""
+    """output(transform(x)): a few numbers, of a document or of a token. Dropout before and after the transform."""
 
-    def __init__(self, transform: Transform | None, output: nn.Linear, dropout: float = 0.0):
+    def __init__(
+        self, transform: Transform | None, output: nn.Linear, dropout: float = 0.0, input_dropout: float = 0.0
+    ):
         super().__init__()
         self.transform, self.output = transform, output
+        self.input_dropout = nn.Dropout(input_dropout) if input_dropout else nn.Identity()
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> [..., C], fp32: scores are compared, and bfloat16's 8 bits would make ties of close ones."""
+        x = self.input_dropout(x)
         x = self.dropout(x if self.transform is None else self.transform(x))
         with torch.autocast(x.device.type, enabled=False):
             return self.output(x.to(self.output.weight.dtype)).float()

@@ -9,18 +9,24 @@ from alignment.models.disentangled import RelativeEmbedding
 from alignment.models.distance import RelativeBias
 from alignment.models.heads import LanguageHead
 from alignment.models.positions import LearnedPositions
-from alignment.models.spec import EncoderDecoderSpec, FanInInitSpec, InitSpec
+from alignment.models.spec import FanInInitSpec, InitSpec
+from alignment.models.spec_pairs import EncoderDecoderSpec
 
 RESIDUAL_LAYERS = ("attention.output", "cross.output", "feedforward.down")  # they write into the residual stream
-DRAWN = nn.Linear | nn.Embedding | LearnedPositions | RelativeBias | RelativeEmbedding | LanguageHead
+DRAWN = nn.Linear | nn.Embedding | nn.Conv1d | LearnedPositions | RelativeBias | RelativeEmbedding | LanguageHead
 
 
 def initialise(model: Any) -> Any:
     """Fresh weights in place: matrices normal, biases zero, norms as they come. Returns the model in eval mode."""
     init = (model.spec.decoder if isinstance(model.spec, EncoderDecoderSpec) else model.spec).init
+    drawn = set()
     for name, module in model.named_modules():
-        if isinstance(module, DRAWN):
-            initialise_layer(module, init, name)
+        if not isinstance(module, DRAWN):
+            continue
+        if isinstance(init, FanInInitSpec) and id(module.weight) in drawn:
+            continue  # a head that is the token table keeps that table's deviation
+        initialise_layer(module, init, name)
+        drawn.add(id(module.weight))
     if isinstance(init, FanInInitSpec):
         for module in model.modules():
             if isinstance(module, Attention | CrossAttention):  # T5 does not divide scores by sqrt(K)
@@ -29,7 +35,7 @@ def initialise(model: Any) -> Any:
 
 
 def initialise_layer(module: nn.Module, init: InitSpec | FanInInitSpec, name: str = "") -> None:
-    """One layer's matrix drawn, its bias zero.
+    """One layer's matrix drawn, its bias and its constants zero.
 
     Source: the two deviations are Radford et al. 2019 (GPT-2), section 2.3: residual layers divided by
     sqrt(2 * layers); the other rule is that of Raffel et al. 2020's code for T5.
@@ -37,8 +43,11 @@ def initialise_layer(module: nn.Module, init: InitSpec | FanInInitSpec, name: st
     weight, bias = module.weight, getattr(module, "bias", None)
     if isinstance(init, InitSpec):
         std = init.residual_std if name.endswith(RESIDUAL_LAYERS) else init.std
+    elif isinstance(module, RelativeBias):
+        std = init.distance_std
     else:
-        std = 1.0 if isinstance(module, nn.Embedding) else weight.shape[-1] ** -0.5  # type: ignore[operator, union-attr]
+        std = init.factor * (1.0 if isinstance(module, nn.Embedding) else weight.shape[-1] ** -0.5)  # type: ignore[operator, union-attr]
     nn.init.normal_(weight, std=std)  # type: ignore[arg-type]
-    if bias is not None:
-        nn.init.zeros_(bias)
+    for constants in ([] if bias is None else [bias], module.buffers(recurse=False)):
+        for x in constants:
+            nn.init.zeros_(x)

@@ -68,7 +68,7 @@ class LanguageModel(nn.Module):
             batch: documents end to end, instead of `input_ids`; the head runs on the M rows before its targets only.
             temperature: > 0, for the batch call.
             entropy: also give the entropy of each predicting distribution.
-            distributions: give the logits behind every target, [M, V], and the hidden states instead.
+            distributions: give the logits behind every target, [M, V], and the states they came from, [M, D], instead.
 
         Returns:
             Output with `logits`, or with `log_probs` (and `entropy`, `balance`).
@@ -81,7 +81,7 @@ class LanguageModel(nn.Module):
         hidden = self.trunk(batch, prefix=active_prefix(self), router_logits=routed)
         before = take(hidden, batch.targets - 1)
         if distributions:
-            return Output(logits=self.head(before), hidden=hidden)
+            return Output(logits=self.head(before), hidden=before)
         output = token_scores(self.head, before, batch.tokens[batch.targets], temperature, entropy)
         return output._replace(balance=expert_balance(self.spec, routed))
 
@@ -145,7 +145,7 @@ class MaskedLanguageModel(nn.Module):
         Args:
             input_ids, attention_mask, token_type_ids: [B, T].
             batch: documents end to end, instead; its `labels` are what belongs at its `targets`.
-            distributions: give the logits at every target, [M, V], and the hidden states instead.
+            distributions: give the logits at every target, [M, V], and the states they came from, [M, D], instead.
 
         Returns:
             Output with `logits` or `log_probs`, and `scores` [B, 2] where the model judges whether B follows A.
@@ -158,7 +158,7 @@ class MaskedLanguageModel(nn.Module):
         hidden = self.trunk(batch)
         masked = take(hidden, batch.targets)
         if distributions:
-            return Output(logits=self.head(masked), hidden=hidden, scores=self._follows(hidden, batch))
+            return Output(logits=self.head(masked), hidden=masked, scores=self._follows(hidden, batch))
         labels = batch.tokens[batch.targets] if batch.labels is None else batch.labels
         return token_scores(self.head, masked, labels, 1.0, False)._replace(scores=self._follows(hidden, batch))
 

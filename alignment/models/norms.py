@@ -20,6 +20,19 @@ class RMSNorm(nn.Module):
         return self.weight * root_mean_square_removed(x.float(), self.eps).to(x.dtype)
 
 
+class WideRMSNorm(nn.Module):
+    """weight * x / sqrt(mean(x^2) + eps), all of it in fp32 before rounding, as OLMo 2 does."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., D] -> the same shape."""
+        return (self.weight * root_mean_square_removed(x.float(), self.eps)).to(x.dtype)
+
+
 class UnitOffsetRMSNorm(nn.Module):
     """(1 + weight) * x / sqrt(mean(x^2) + eps), all of it in fp32 before rounding, as Gemma does."""
 

@@ -77,7 +77,7 @@ def _attend_capped(
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    weights = scores.softmax(-1, dtype=torch.float32).to(q.dtype)
+    weights = scores.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
     return F.dropout(weights, dropout) @ v
 
 

@@ -1,28 +1,39 @@
 """What an architecture *is*: frozen specifications of its parts. No tensors (build.py), no file formats (families/).
 
 A part is chosen by the type of its specification, not by a flag: a new kind of position or norm is one more dataclass
-here and one more builder in build.py. How places are told is in spec_positions.py.
+here and one more builder in build.py. How places are told is in spec_positions.py, DeBERTa's layer in
+spec_disentangled.py.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from alignment.models.spec_positions import AlibiSpec, PositionsSpec, RelativeBiasSpec, RotarySpec
+from alignment.models.spec_disentangled import ConvolutionSpec, DisentangledSpec
+from alignment.models.spec_positions import AlibiSpec, PositionsSpec, RelativeBiasSpec, RotarySpec, RoundedAlibiSpec
 
+UNLIMITED = 2**31  # tokens: longer than any document, where nothing in an architecture sets an end
 Pooling = Literal["first", "last", "mean"]  # which of a document's vectors stands for it
 
 
 @dataclass(frozen=True)
 class LayerNormSpec:
-    """Mean and variance removed, then weight and, commonly, bias."""
+    """Mean and variance removed, then weight and bias; `bias` only with `weight`."""
 
     eps: float
     bias: bool = True
+    weight: bool = True
 
 
 @dataclass(frozen=True)
 class RMSNormSpec:
     """Root mean square removed, then weight."""
+
+    eps: float
+
+
+@dataclass(frozen=True)
+class WideRMSNormSpec:
+    """RMSNorm that rounds after the weight and not before it (OLMo 2)."""
 
     eps: float
 
@@ -39,7 +50,7 @@ class NoNormSpec:
     """Nothing is done."""
 
 
-NormSpec = LayerNormSpec | RMSNormSpec | UnitOffsetRMSNormSpec | NoNormSpec
+NormSpec = LayerNormSpec | RMSNormSpec | WideRMSNormSpec | UnitOffsetRMSNormSpec | NoNormSpec
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,7 @@ class AttentionSpec:
     query_key_norm: NormSpec | None = None
     norm_heads: Literal["each", "all"] = "each"
     rotary: RotarySpec | None = None
-    distance: AlibiSpec | RelativeBiasSpec | None = None
+    distance: AlibiSpec | RoundedAlibiSpec | RelativeBiasSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -119,42 +130,20 @@ class BlockSpec:
     Attributes:
         wiring: where the norms stand. pre: before each part. post: after each sum. sandwich: before each part and on
             what it adds. output: only on what it adds. parallel: both parts read the same x, each through its own
-            norm. parallel_shared: both through one norm.
+            norm. parallel_shared: both through one norm. residual: before each part, which adds to what it gave.
         attention_norm: where attention's norm is not `norm`.
         cross: attention on what an encoder read.
+        convolution: beside the layer, of what it reads; added to what it gives.
     """
 
-    attention: "AttentionSpec | DisentangledSpec"
+    attention: AttentionSpec | DisentangledSpec
     feedforward: FeedForwardSpec
     norm: NormSpec
     dropout: float = 0.0
-    wiring: Literal["pre", "post", "sandwich", "output", "parallel", "parallel_shared"] = "pre"
+    wiring: Literal["pre", "post", "sandwich", "output", "parallel", "parallel_shared", "residual"] = "pre"
     attention_norm: NormSpec | None = None
     cross: AttentionSpec | None = None
-
-
-@dataclass(frozen=True)
-class DisentangledSpec:
-    """Attention on content and on relative place apart (DeBERTa).
-
-    Attributes:
-        buckets: distances are put into 2 * buckets classes, logarithmic far away; 0: none, plain distances.
-        max_distance: the largest that is told apart.
-        content_to_position, position_to_content: which of the two mixed terms are added.
-        shared_projection: queries and keys of positions use those of the content.
-
-    Source: He et al. 2020, arXiv:2006.03654, section 3.1.
-    """
-
-    heads: int
-    head_width: int
-    buckets: int
-    max_distance: int
-    content_to_position: bool
-    position_to_content: bool
-    shared_projection: bool
-    dropout: float = 0.0
-    causal: Literal[False] = False
+    convolution: ConvolutionSpec | None = None
 
 
 @dataclass(frozen=True)
@@ -167,7 +156,15 @@ class InitSpec:
 
 @dataclass(frozen=True)
 class FanInInitSpec:
-    """T5's start: a layer's deviation is its inputs to the power -1/2, token vectors have 1, queries a head's width less."""
+    """T5's start: a layer's deviation is its inputs to the power -1/2, token vectors have 1, queries a head's width less.
+
+    Attributes:
+        distance_std: of the biases for distances.
+        factor: on all of them.
+    """
+
+    distance_std: float
+    factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -182,10 +179,15 @@ class TransformSpec:
 
 @dataclass(frozen=True)
 class LanguageHeadSpec:
-    """From hidden states to one logit per token: softcap(scale * predict(transform(x)))."""
+    """From hidden states to one logit per token: softcap(scale * predict(transform(x))).
+
+    Attributes:
+        offset: constants that are saved with the weights and not trained are added to the logits (BART).
+    """
 
     transform: TransformSpec | None = None
     bias: bool = False
+    offset: bool = False
     scale: float = 1.0
     softcap: float | None = None
 
@@ -199,6 +201,7 @@ class ReadoutSpec:
     bias: bool = True
     dropout: float = 0.0
     pooling: Pooling | None = None
+    input_dropout: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -222,7 +225,7 @@ class TransformerSpec:
         width: D, of the residual stream.
         max_positions: longest document, tokens, prefix included.
         positions: what is added to the embedding; rotary and distance biases are the attention's.
-        norm: after the last block.
+        norm: after the last block; `output_dropout` acts on what it gives.
         tied_head: the language head is the token embedding.
         order: which block each layer is; None: each its own (ALBERT: the same again and again).
         projection: where the token table is narrower than D.
@@ -241,6 +244,7 @@ class TransformerSpec:
     tied_head: bool
     positions: PositionsSpec | None = None
     embedding_dropout: float = 0.0
+    output_dropout: float = 0.0
     head: LanguageHeadSpec = field(default_factory=LanguageHeadSpec)
     order: tuple[int, ...] | None = None
     projection: ProjectionSpec | None = None
@@ -260,22 +264,3 @@ class TransformerSpec:
     def causal(self) -> bool:
         """Whether tokens see only what is before them: a decoder."""
         return self.blocks[0].attention.causal
-
-
-@dataclass(frozen=True)
-class EncoderDecoderSpec:
-    """An encoder and a decoder whose blocks look at it; they share the token table, the head perhaps too."""
-
-    encoder: TransformerSpec
-    decoder: TransformerSpec
-    start_token: int
-
-    @property
-    def vocabulary(self) -> int:
-        """Tokens that can be read and written."""
-        return self.decoder.vocabulary
-
-    @property
-    def max_positions(self) -> int:
-        """Longest target document."""
-        return self.decoder.max_positions

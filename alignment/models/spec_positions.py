@@ -110,6 +110,16 @@ class AlibiSpec:
 
 
 @dataclass(frozen=True)
+class RoundedAlibiSpec:
+    """ALiBi that was trained with slopes, places and their products in bfloat16; `scale` multiplies the outcome.
+
+    Source: transformers, `models/falcon`.
+    """
+
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class RelativeBiasSpec:
     """One trained number per head and bucket of distances, added to the scores; all layers share it (T5).
 

@@ -15,6 +15,7 @@ from alignment.models.sight import Sight, look_at_cache, writing_to
 from alignment.models.spec import TransformerSpec
 from alignment.models.viewing import (
     Bearings,
+    check_outgrown,
     document_looks,
     kernel_applies,
     kernel_looks,
@@ -67,6 +68,7 @@ class Transformer(nn.Module):
         self.dropout = nn.Dropout(spec.embedding_dropout) if spec.embedding_dropout else nn.Identity()
         self.blocks = nn.ModuleList(blocks)
         self.norm = parts.norm
+        self.output_dropout = nn.Dropout(spec.output_dropout) if spec.output_dropout else nn.Identity()
         self.distance, self.relative = parts.bearings.distance, parts.relative
         self._rotaries = parts.bearings.rotaries
         self.recompute: Keep | None = None
@@ -129,6 +131,7 @@ class Transformer(nn.Module):
             raise ValueError(f"the cache holds {cache.capacity} tokens per row and one row is full")
         places, width = cache.lengths, cache.longest + 1
         layers, bearings = self.spec.layers, Bearings(self._rotaries, self.distance)
+        check_outgrown(cache, layers)
         addresses = cache.addresses(torch.arange(len(places), device=places.device), places)
         turns = rotations(layers, bearings, places, width, lambda: places + 1)
         news = step_masks(layers, bearings, places, addresses, width)
@@ -163,7 +166,8 @@ class Transformer(nn.Module):
         if self.project_in is not None and projection is not None and projection.before_positions:
             x = self.project_in(x)
         if self.segments is not None:
-            x = x + (self.segments.weight[0] if segments is None else self.segments(segments))
+            alone = segments is None or self.spec.segments == 1  # RoBERTa has one vector, for every token
+            x = x + (self.segments.weight[0] if alone else self.segments(segments))
         if self.positions is not None:
             x = x + self.positions(places).to(x.dtype)
         x = self.dropout(x if self.embedding_norm is None else self.embedding_norm(x))
@@ -177,7 +181,7 @@ class Transformer(nn.Module):
         for layer, sight in enumerate(sights):
             block = self.blocks[layer if self.spec.order is None else self.spec.order[layer]]
             x = block(x, sight) if call is None else call(block, x, sight)
-        x = self.norm(x)
+        x = self.output_dropout(self.norm(x))
         return x if self.project_out is None else self.project_out(x)
 
     def _check_length(self, longest: int, batch: Ragged, offset: int) -> None:

@@ -7,12 +7,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from alignment.errors import UserError
+from alignment.models.cache import Cache
 from alignment.models.cross import key_mask
 from alignment.models.masks import Packing, distances, pack, visible
 from alignment.models.rotary import Rotary, Rotation
 from alignment.models.sight import Look, NewTokens, look_at_documents, look_with_kernel
-from alignment.models.spec import AttentionSpec, BlockSpec, DisentangledSpec
-from alignment.models.spec_positions import RotarySpec
+from alignment.models.spec import AttentionSpec, BlockSpec
+from alignment.models.spec_disentangled import DisentangledSpec
+from alignment.models.spec_positions import LongScaling, RotarySpec
 from alignment.ragged import Ragged
 
 
@@ -51,6 +54,8 @@ def document_looks(
     for layer, block in enumerate(layers):
         spec = block.attention
         if isinstance(spec, DisentangledSpec):
+            if prefix is not None:
+                raise UserError("attention on content and place apart takes no prefix; use LoRA instead")
             looks.append(_look_of_its_own)
             continue
         own_prefix = None if prefix is None else prefix[layer]
@@ -144,3 +149,18 @@ def step_masks(
 
     specs = [layer.attention for layer in layers]
     return [new(spec.window, spec.distance is not None) for spec in specs if isinstance(spec, AttentionSpec)]
+
+
+def check_outgrown(cache: Cache, layers: Sequence[BlockSpec]) -> None:
+    """Refuse a row's first token beyond the original context of stretched positions (Phi-3).
+
+    All that the row holds was computed with other angles than a document of this length has.
+    """
+    scalings = {getattr(getattr(layer.attention, "rotary", None), "scaling", None) for layer in layers}
+    for original in (scaling.original_positions for scaling in scalings if isinstance(scaling, LongScaling)):
+        if cache.longest >= original and (cache.lengths == original).any():
+            raise UserError(
+                f"a document that began within the model's original {original} positions cannot be continued beyond "
+                "them, for there all its positions are told otherwise; shorten the prompt or lower max_new_tokens so "
+                f"that both fit into {original}, or give more than {original} tokens to begin with"
+            )

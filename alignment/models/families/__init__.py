@@ -3,11 +3,67 @@
 from typing import Any
 
 from alignment.errors import UserError
+from alignment.models.families.albert import ALBERT
+from alignment.models.families.bart import BART
+from alignment.models.families.bert import BERT
+from alignment.models.families.bloom import BLOOM
+from alignment.models.families.deberta_v2 import DEBERTA_V2
+from alignment.models.families.distilbert import DISTILBERT
+from alignment.models.families.electra import ELECTRA
+from alignment.models.families.falcon import FALCON
 from alignment.models.families.family import Family, nearest
+from alignment.models.families.gemma import GEMMA
+from alignment.models.families.gemma2 import GEMMA2
+from alignment.models.families.gemma3 import GEMMA3
 from alignment.models.families.gpt2 import GPT2
+from alignment.models.families.gpt_neox import GPT_NEOX
 from alignment.models.families.llama import LLAMA
+from alignment.models.families.mistral import MISTRAL
+from alignment.models.families.mixtral import MIXTRAL
+from alignment.models.families.modernbert import MODERNBERT
+from alignment.models.families.mt5 import MT5
+from alignment.models.families.olmo2 import OLMO2
+from alignment.models.families.openai_gpt import OPENAI_GPT
+from alignment.models.families.opt import OPT
+from alignment.models.families.phi3 import PHI3
+from alignment.models.families.qwen2 import QWEN2
+from alignment.models.families.qwen3 import QWEN3
+from alignment.models.families.roberta import ROBERTA
+from alignment.models.families.smollm3 import SMOLLM3
+from alignment.models.families.t5 import T5
 
-FAMILIES: dict[str, Family] = {family.name: family for family in (GPT2, LLAMA)}
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        BART,
+        MT5,
+        T5,
+        ALBERT,
+        BERT,
+        DEBERTA_V2,
+        DISTILBERT,
+        ELECTRA,
+        MODERNBERT,
+        ROBERTA,
+        GEMMA,
+        GEMMA2,
+        GEMMA3,
+        GPT2,
+        LLAMA,
+        MISTRAL,
+        OLMO2,
+        QWEN2,
+        QWEN3,
+        SMOLLM3,
+        BLOOM,
+        FALCON,
+        GPT_NEOX,
+        MIXTRAL,
+        OPENAI_GPT,
+        OPT,
+        PHI3,
+    )
+}
 
 
 def family_of(config: dict[str, Any]) -> Family:
@@ -26,3 +82,8 @@ def family_of(config: dict[str, Any]) -> Family:
         hint = nearest(str(name), FAMILIES)
         raise UserError(f"config.json: model_type {name!r} is not one of {', '.join(sorted(FAMILIES))}{hint}")
     return FAMILIES[name]
+
+
+def is_foreign(config: dict[str, Any]) -> bool:
+    """Whether `config["model_type"]` names a family that is not ours."""
+    return isinstance(config.get("model_type"), str) and config["model_type"] not in FAMILIES

@@ -5,7 +5,10 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import Any
 
-from alignment.models.spec import EncoderDecoderSpec, ReadoutSpec, TransformerSpec
+from torch import Tensor
+
+from alignment.models.spec import ReadoutSpec, TransformerSpec
+from alignment.models.spec_pairs import EncoderDecoderSpec
 
 # One line of a weight table: Hugging Face name, our name. A tuple on our side: one tensor there, cut along its
 # output axis, is several here. {} is a number: of the layer, of the expert.
@@ -21,12 +24,16 @@ class Task:
         names: the head's weight table.
         readout: config -> what the head is, for tasks other than language and scalar.
         beside: patterns of tensors of other heads that may lie in the file and are left aside.
+        trunk_prefix: what precedes trunk names with this head, where it is not the family's.
+        kept: tensors that a new head starts from where the file has them, as BERT's pooler.
     """
 
     hf_class: str
     names: tuple[Name, ...]
     readout: Callable[[Mapping[str, Any]], ReadoutSpec] | None = None
     beside: tuple[str, ...] = ()
+    trunk_prefix: str | None = None
+    kept: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,9 +49,13 @@ class Family:
         transposed: endings of names whose matrices are stored [in, out].
         interleaved: ending of a name whose rows are cut into several of ours -> how many groups they come in, each
             group with rows of all parts one after the other; without an entry there is one group.
-        ignored: patterns of tensors that files carry and that are no weights.
+        ignored: patterns of tensors that files carry and that are no weights, or none that this config uses.
+        older: endings of names in older files -> what they are called now.
         copies: (name, original) of tensors that files may hold twice; both must then be equal.
+        renamed: config -> lines that take the place of lines above, where it decides how files name a tensor.
+        zeros: tensors that files may lack, being zeros then.
         fresh_config: values for a new model where transformers' default would not do.
+        as_filed: config, tensors -> the config of a file whose tensors tell what its config.json does not.
     """
 
     name: str
@@ -55,13 +66,29 @@ class Family:
     transposed: tuple[str, ...] = ()
     interleaved: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    older: Mapping[str, str] = field(default_factory=dict)
     copies: tuple[tuple[str, str], ...] = ()
+    renamed: Callable[[Mapping[str, Any]], tuple[Name, ...]] = lambda config: ()
+    zeros: tuple[str, ...] = ()
     fresh_config: Mapping[str, Any] = field(default_factory=dict)
+    as_filed: Callable[[dict[str, Any], Mapping[str, Tensor]], dict[str, Any]] = lambda config, tensors: config
+
+    def prefix(self, task: str) -> str:
+        """What precedes the trunk's names in a file with the head of `task`."""
+        own = self.tasks[task].trunk_prefix
+        return self.trunk_prefix if own is None else own
 
 
-def decoder_tasks(stem: str) -> dict[str, Task]:
-    """The tasks of a decoder whose classes are named `stem`ForCausalLM and so on, with the usual names of heads."""
-    return {
+def decoder_tasks(
+    stem: str, heads: Iterable[str] = ("sequence", "tokens"), span_prefix: str | None = None
+) -> dict[str, Task]:
+    """The tasks of a decoder whose classes are named `stem`ForCausalLM and so on, with the usual names of heads.
+
+    Args:
+        heads: which of sequence, tokens and span transformers has a class for.
+        span_prefix: what that for span puts before the trunk's names, where it is not the family's.
+    """
+    tasks = {
         "language": Task(f"{stem}ForCausalLM", (("lm_head.weight", "head.weight"),)),
         "scalar": Task(f"{stem}ForSequenceClassification", (("score.weight", "head.weight"),)),
         "sequence": Task(
@@ -72,12 +99,19 @@ def decoder_tasks(stem: str) -> dict[str, Task]:
             (("score.weight", "head.output.weight"), ("score.bias", "head.output.bias")),
             token_readout,
         ),
+        "span": Task(
+            f"{stem}ForQuestionAnswering",
+            (("qa_outputs.weight", "head.output.weight"), ("qa_outputs.bias", "head.output.bias")),
+            span_readout,
+            trunk_prefix=span_prefix,
+        ),
     }
+    return {name: task for name, task in tasks.items() if name in ("language", "scalar", *heads)}
 
 
-def labels_of(config: Mapping[str, Any]) -> int:
-    """Classes of a classifier, as transformers counts them: two where nothing is said."""
-    return int(config.get("num_labels") or len(config.get("id2label") or "ab"))
+def labels_of(config: Mapping[str, Any], default: int = 2) -> int:
+    """Classes of a classifier, as transformers counts them: `default` where nothing is said."""
+    return int(config.get("num_labels") or len(config.get("id2label") or ()) or default)
 
 
 def last_token_readout(config: Mapping[str, Any]) -> ReadoutSpec:
@@ -127,11 +161,15 @@ FIXED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Key:
-    """A config key we act on: its type, the default transformers gives it, and the least value allowed."""
+    """A config key we act on: its type, the default transformers gives it, and the least value allowed.
+
+    `nullable`: null is a value of its own; where the default is null it is anyway.
+    """
 
     type: type
     default: Any
     least: float | None = None
+    nullable: bool = False
 
 
 def read_keys(
@@ -168,7 +206,7 @@ def read_keys(
 
 
 def _value_problem(name: str, value: Any, key: Key) -> str | None:
-    if value is None and key.default is None:
+    if value is None and (key.nullable or key.default is None):
         return None
     number = key.type is float and isinstance(value, int) and not isinstance(value, bool)
     if not number and (not isinstance(value, key.type) or (key.type is int and isinstance(value, bool))):

@@ -9,6 +9,7 @@ from typing import Any
 from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems
 from alignment.models.families.family import Family, Key, Task, decoder_tasks, divides, read_keys
+from alignment.models.families.fused import dropped_token_task
 from alignment.models.spec import (
     AttentionSpec,
     BlockSpec,
@@ -37,8 +38,9 @@ KEYS = {
     "tie_word_embeddings": Key(bool, True),
 }
 
-# The summary head belongs to another task; softmax runs in fp32 here whatever reorder_and_upcast_attn says.
+# Heads read their own keys, and the summary head is none of ours; softmax runs in fp32 here whatever reorder_and_upcast_attn says.
 HARMLESS = (
+    "classifier_dropout",
     "n_ctx",
     "reorder_and_upcast_attn",
     "summary_activation",
@@ -112,7 +114,13 @@ GPT2 = Family(
     spec_from_config=spec_from_config,
     names=NAMES,
     trunk_prefix="transformer.",
-    tasks=decoder_tasks("GPT2") | {"language": Task("GPT2LMHeadModel", (("lm_head.weight", "head.weight"),))},
+    tasks=decoder_tasks("GPT2", heads=("sequence", "span"))
+    | {
+        "language": Task("GPT2LMHeadModel", (("lm_head.weight", "head.weight"),)),
+        "tokens": dropped_token_task(
+            "GPT2ForTokenClassification", lambda config: config.get("classifier_dropout") or 0.0
+        ),
+    },
     transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
     ignored=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),  # the causal mask, once saved as a buffer
     # Dropout costs a preference method its first ratio of 1; whoever wants it writes it into the config.

@@ -75,8 +75,14 @@ def read_rotary(
         problems = [f"config.json: rotary positions turn pairs, so head_dim must be even, got {width} of {head_width}"]
     if problems:
         return RotarySpec(1.0, 2), problems
-    original = int(rope.get(ORIGINAL) or config.get(ORIGINAL) or max_positions)
-    return RotarySpec(float(theta), width, SCALINGS[kind](rope, original, max_positions, width)), []
+    # As transformers has it, what the config says beside the mapping goes before what the mapping says.
+    original = int(config.get(ORIGINAL) or rope.get(ORIGINAL) or max_positions)
+    problems = [
+        f"config.json: rope key {key} must have one number per pair, {width // 2}, not {len(rope[key])}"
+        for key in KINDS[kind][2]
+        if len(rope[key]) != width // 2
+    ]
+    return RotarySpec(float(theta), width, SCALINGS[kind](rope, original, max_positions, width)), problems
 
 
 def _shape_problems(config: Mapping[str, Any]) -> list[str]:
@@ -85,6 +91,8 @@ def _shape_problems(config: Mapping[str, Any]) -> list[str]:
         for key in ("rope_parameters", "rope_scaling")
         if not isinstance(config.get(key), dict | None)
     ]
+    if config.get(ORIGINAL) is not None and not _positive(config[ORIGINAL]):
+        problems.append(f"config.json: {ORIGINAL} must be a number above 0, got {config[ORIGINAL]!r}")
     if config.get("rope_parameters") and config.get("rope_scaling"):
         problems.append("config.json: rope_parameters and rope_scaling are both set; keep the one that should act")
     return problems

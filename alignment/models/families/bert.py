@@ -1,0 +1,118 @@
+"""BERT: learned positions, segments, post-norm layers; a masked language head and one that joins sentences.
+
+Source: Devlin et al. 2018, arXiv:1810.04805; transformers, `models/bert`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from alignment.errors import raise_all
+from alignment.models.families.encoders import (
+    BERT_HARMLESS,
+    BERT_KEYS,
+    CLASSIFIER,
+    ENCODER_FIXED,
+    NO_DROPOUT,
+    POSITION_IDS,
+    SPAN,
+    bert_blocks,
+    bert_embeddings,
+    bert_like,
+    bert_problems,
+    head_bias,
+    pooled_readout,
+    token_readout,
+    with_scalar,
+)
+from alignment.models.families.family import Family, Key, Task, read_keys, span_readout
+from alignment.models.spec import ReadoutSpec, TransformerSpec
+
+KEYS = {**BERT_KEYS, "classifier_dropout": Key(float, None, 0)}
+
+# Google's first configs describe a pooler that every one of them has.
+HARMLESS = (
+    *BERT_HARMLESS,
+    "directionality",
+    "pooler_fc_size",
+    "pooler_num_attention_heads",
+    "pooler_num_fc_layers",
+    "pooler_size_per_head",
+    "pooler_type",
+)
+
+NAMES = (*bert_embeddings("bert."), *bert_blocks("bert.encoder.layer.{}."))
+
+PREDICTIONS = (  # Hugging Face name                ours
+    ("cls.predictions.transform.dense.weight",      "head.transform.dense.weight"),
+    ("cls.predictions.transform.dense.bias",        "head.transform.dense.bias"),
+    ("cls.predictions.transform.LayerNorm.weight",  "head.transform.norm.weight"),
+    ("cls.predictions.transform.LayerNorm.bias",    "head.transform.norm.bias"),
+    ("cls.predictions.decoder.weight",              "head.weight"),
+)  # fmt: skip
+NEXT_SENTENCE = (
+    ("bert.pooler.dense.weight",     "next_sentence.transform.dense.weight"),
+    ("bert.pooler.dense.bias",       "next_sentence.transform.dense.bias"),
+    ("cls.seq_relationship.weight",  "next_sentence.output.weight"),
+    ("cls.seq_relationship.bias",    "next_sentence.output.bias"),
+)  # fmt: skip
+POOLED_CLASSIFIER = (
+    ("bert.pooler.dense.weight",  "head.transform.dense.weight"),
+    ("bert.pooler.dense.bias",    "head.transform.dense.bias"),
+    *CLASSIFIER,
+)  # fmt: skip
+POOLER = ("bert.pooler.dense.weight", "bert.pooler.dense.bias")
+
+# Most encoders are published as they were pretrained, with the pooler and both heads.
+LEFT_POOLER = (r"bert\.pooler\.dense\.(weight|bias)",)
+LEFT_FOLLOWS = (r"cls\.seq_relationship\.(weight|bias)",)
+LEFT_BIAS = (r"cls\.predictions\.bias",)  # it does not act where the decoder, untied, has its own
+
+
+def sequence_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+    """Classes of the pooled first token."""
+    return pooled_readout(config, "tanh")
+
+
+def next_sentence_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+    """Does B follow A (0), or does it not (1): from the pooled first token."""
+    return replace(pooled_readout(config, "tanh", dropout=0.0), outputs=2)
+
+
+def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+    """The specification of a BERT config; every key is understood or known to change nothing.
+
+    Raises:
+        UserError: naming every key that is unknown or has a value that cannot be.
+    """
+    value, problems = read_keys(config, KEYS, harmless=HARMLESS, fixed=ENCODER_FIXED)
+    raise_all(problems + bert_problems(value))
+    return bert_like(value)
+
+
+BERT = Family(
+    name="bert",
+    spec_from_config=spec_from_config,
+    names=NAMES,
+    trunk_prefix="bert.",
+    tasks=with_scalar(
+        {
+            "language": Task("BertForMaskedLM", PREDICTIONS, beside=(*LEFT_POOLER, *LEFT_FOLLOWS, *LEFT_BIAS)),
+            "next_sentence": Task(
+                "BertForPreTraining",
+                (*PREDICTIONS, *NEXT_SENTENCE),
+                next_sentence_readout,
+                beside=LEFT_BIAS,
+                kept=POOLER,
+            ),
+            "sequence": Task("BertForSequenceClassification", POOLED_CLASSIFIER, sequence_readout, kept=POOLER),
+            "tokens": Task("BertForTokenClassification", CLASSIFIER, token_readout, beside=LEFT_POOLER),
+            "span": Task("BertForQuestionAnswering", SPAN, span_readout, beside=LEFT_POOLER),
+        }
+    ),
+    ignored=(POSITION_IDS,),
+    older={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    copies=(("cls.predictions.decoder.bias", "cls.predictions.bias"),),
+    renamed=head_bias("cls.predictions."),
+    fresh_config=NO_DROPOUT,
+)

@@ -1,0 +1,102 @@
+"""RoBERTa: BERT without segments and pooler; its first rows of positions belong to padding.
+
+Source: Liu et al. 2019, arXiv:1907.11692; transformers, `models/roberta`.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from alignment.errors import raise_all
+from alignment.models.families.encoders import (
+    BERT_HARMLESS,
+    BERT_KEYS,
+    CLASSIFIER,
+    DENSE_CLASSIFIER,
+    ENCODER_FIXED,
+    NO_DROPOUT,
+    POSITION_IDS,
+    SPAN,
+    bert_blocks,
+    bert_embeddings,
+    bert_like,
+    bert_problems,
+    classifier_dropout,
+    head_bias,
+    pooled_readout,
+    token_readout,
+    with_scalar,
+)
+from alignment.models.families.family import Family, Key, Task, read_keys, span_readout
+from alignment.models.spec import LanguageHeadSpec, LayerNormSpec, ReadoutSpec, TransformerSpec, TransformSpec
+from alignment.models.spec_positions import LearnedPositionsSpec
+
+KEYS = {
+    **BERT_KEYS,
+    "vocab_size": Key(int, 50265, 1),
+    "pad_token_id": Key(int, 1, 0),
+    "classifier_dropout": Key(float, None, 0),
+}
+
+NAMES = (*bert_embeddings("roberta."), *bert_blocks("roberta.encoder.layer.{}."))
+
+PREDICTIONS = (  # Hugging Face name   ours
+    ("lm_head.dense.weight",           "head.transform.dense.weight"),
+    ("lm_head.dense.bias",             "head.transform.dense.bias"),
+    ("lm_head.layer_norm.weight",      "head.transform.norm.weight"),
+    ("lm_head.layer_norm.bias",        "head.transform.norm.bias"),
+    ("lm_head.decoder.weight",         "head.weight"),
+)  # fmt: skip
+
+LEFT_POOLER = (r"roberta\.pooler\.dense\.(weight|bias)",)  # transformers' own; it was never trained
+LEFT_BIAS = (r"lm_head\.bias",)  # it does not act where the decoder, untied, has its own
+
+
+def sequence_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+    """Classes of the first token through a dense layer, dropout on both sides of it."""
+    return pooled_readout(config, "tanh", input_dropout=classifier_dropout(config))
+
+
+def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+    """The specification of a RoBERTa config; every key is understood or known to change nothing.
+
+    Raises:
+        UserError: naming every key that is unknown or has a value that cannot be.
+    """
+    value, problems = read_keys(config, KEYS, harmless=BERT_HARMLESS, fixed=ENCODER_FIXED)
+    problems += bert_problems(value)
+    raise_all(problems)
+    first = value["pad_token_id"] + 1
+    count = value["max_position_embeddings"] - first
+    if count < 1:
+        problems.append(f"config.json: max_position_embeddings must be above pad_token_id + 1 = {first}")
+    raise_all(problems)
+    # Its head has this GELU whatever hidden_act says.
+    transform = TransformSpec(value["hidden_size"], "gelu", bias=True, norm=LayerNormSpec(value["layer_norm_eps"]))
+    return bert_like(
+        value,
+        max_positions=count,
+        positions=LearnedPositionsSpec(count, first),
+        head=LanguageHeadSpec(transform, bias=True),
+    )
+
+
+ROBERTA = Family(
+    name="roberta",
+    spec_from_config=spec_from_config,
+    names=NAMES,
+    trunk_prefix="roberta.",
+    tasks=with_scalar(
+        {
+            "language": Task("RobertaForMaskedLM", PREDICTIONS, beside=(*LEFT_POOLER, *LEFT_BIAS)),
+            "sequence": Task(
+                "RobertaForSequenceClassification", DENSE_CLASSIFIER, sequence_readout, beside=LEFT_POOLER
+            ),
+            "tokens": Task("RobertaForTokenClassification", CLASSIFIER, token_readout, beside=LEFT_POOLER),
+            "span": Task("RobertaForQuestionAnswering", SPAN, span_readout, beside=LEFT_POOLER),
+        }
+    ),
+    ignored=(POSITION_IDS,),
+    copies=(("lm_head.decoder.bias", "lm_head.bias"),),
+    renamed=head_bias("lm_head."),
+    fresh_config=NO_DROPOUT,
+)

@@ -1,0 +1,276 @@
+"""openai-gpt, gpt_neox, opt, bloom, falcon, phi3, mixtral: refusals, files and heads; transformers beside."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+from alignment.errors import UserError
+from alignment.models.build import build_model
+from alignment.models.checkpoint import hf_names, load_checkpoint, save_model
+from alignment.models.families import family_of
+from alignment.models.spec_positions import LongScaling
+from alignment.ragged import Ragged
+
+TINY_ROTARY = {
+    "vocab_size": 61, "max_position_embeddings": 64, "hidden_size": 32, "intermediate_size": 40,
+    "num_hidden_layers": 2, "num_attention_heads": 4,
+}  # fmt: skip
+TINY_OPT = {
+    "vocab_size": 61, "max_position_embeddings": 64, "hidden_size": 32, "ffn_dim": 40, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "pad_token_id": 0,
+}  # fmt: skip
+TINY_FALCON = {
+    "vocab_size": 61, "max_position_embeddings": 64, "hidden_size": 32, "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}  # fmt: skip
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 16,
+    "short_factor": [1.0, 1.1, 1.3, 1.6], "long_factor": [1.0, 1.5, 3.0, 8.0],
+}  # fmt: skip
+STRETCHED = {"sliding_window": None, "rope_parameters": LONGROPE, "original_max_position_embeddings": 16}
+TINY: dict[str, dict[str, Any]] = {
+    "openai-gpt": {"model_type": "openai-gpt", "vocab_size": 61, "n_positions": 64, "n_embd": 32, "n_layer": 2,
+                   "n_head": 4},
+    "gpt_neox": {"model_type": "gpt_neox", **TINY_ROTARY},
+    "opt": {"model_type": "opt", **TINY_OPT},
+    "opt 350m": {"model_type": "opt", **TINY_OPT, "do_layer_norm_before": False, "word_embed_proj_dim": 24},
+    "bloom": {"model_type": "bloom", "vocab_size": 61, "hidden_size": 36, "n_layer": 2, "n_head": 3},
+    "bloom, normed residual": {"model_type": "bloom", "vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4,
+                               "apply_residual_connection_post_layernorm": True},
+    "falcon, one key head": {"model_type": "falcon", **TINY_FALCON},
+    "falcon, grouped": {"model_type": "falcon", **TINY_FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon, rw": {"model_type": "falcon", **TINY_FALCON, "alibi": True, "multi_query": False, "bias": True,
+                   "parallel_attn": False},
+    "phi3": {"model_type": "phi3", **TINY_ROTARY, "num_key_value_heads": 2, "sliding_window": 9, "pad_token_id": 0},
+    "mixtral": {"model_type": "mixtral", **TINY_ROTARY, "num_key_value_heads": 2, "num_local_experts": 3},
+}  # fmt: skip
+LENGTHS = (40, 7, 1, 25)
+
+
+def spec_of(model_type: str, **keys: Any) -> Any:
+    config = {"model_type": model_type, **keys}
+    return family_of(config).spec_from_config(config)
+
+
+def written_by_transformers(config: dict[str, Any], directory, **saving: Any) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    keys = {"bos_token_id": 1, "eos_token_id": 2, **config}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(keys.pop("model_type"), **keys)).eval()
+    with torch.no_grad():  # as drawn, logits are too near zero to show an error
+        for parameter in model.parameters():
+            parameter += 0.15 * torch.randn_like(parameter)
+    model.save_pretrained(directory, **saving)
+    return model
+
+
+def documents(lengths=LENGTHS) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, 61, (length,), generator=generator).tolist() for length in lengths]
+
+
+@torch.no_grad()
+def their_logits(reference: Any, rows: list[list[int]]) -> torch.Tensor:
+    """Document by document, so that no length bends another's positions; [N, V]."""
+    return torch.cat([reference(input_ids=torch.tensor([row])).logits[0] for row in rows])
+
+
+@torch.no_grad()
+def our_logits(model: Any, rows: list[list[int]]) -> torch.Tensor:
+    return model.head(model.trunk(Ragged.build(rows)))
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_files_of_transformers_and_back(name, tmp_path):
+    reference, rows = written_by_transformers(TINY[name], tmp_path / "theirs"), documents()
+    model = load_checkpoint(tmp_path / "theirs")
+    assert_close(our_logits(model, rows), their_logits(reference, rows), atol=1e-4, rtol=0)
+    save_model(model, tmp_path / "ours")
+    theirs, ours = (load_file(tmp_path / side / "model.safetensors") for side in ("theirs", "ours"))
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_decoding_goes_on_where_the_whole_forward_would(name):
+    torch.manual_seed(0)
+    model, rows = build_model(TINY[name]), documents((40, 7, 25))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.15 * torch.randn_like(parameter)
+        cache = model.new_cache(3, 40)
+        steps = [model.prefill(Ragged.build([row[:-3] for row in rows]), cache)]
+        steps += [model.decode(torch.tensor([row[place] for row in rows]), cache) for place in (-3, -2)]
+    whole = [logits[-4:-1] for logits in our_logits(model, rows).split([len(row) for row in rows])]
+    assert_close(torch.stack(steps, dim=1), torch.stack(whole), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+@pytest.mark.parametrize("task", ["scalar", "sequence", "tokens", "span"])
+def test_heads_are_drawn_saved_and_read_again(name, task, tmp_path):
+    config = TINY[name]
+    if task not in family_of(config).tasks:
+        pytest.skip("transformers has no such class")
+    labels = {"id2label": {str(i): str(i) for i in range(3)}} if task in ("sequence", "tokens") else {}
+    model = build_model({**config, **labels}, task)
+    save_model(model, tmp_path)
+    again = load_checkpoint(tmp_path, task)
+    batch = Ragged.build(documents())
+    kind = "values" if task == "scalar" else "scores"
+    assert torch.equal(getattr(model(batch=batch), kind), getattr(again(batch=batch), kind))
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (("openai-gpt", {"n_head": 5}), "n_head = 5 does not divide n_embd = 768"),
+        (("openai-gpt", {"afn": "gelu_new"}), "afn 'gelu_new' is not one of gelu, relu, silu, swish"),
+        (("openai-gpt", {"n_layers": 2}), "unknown key 'n_layers'; did you mean 'n_layer'"),
+        (("gpt_neox", {"num_attention_heads": 7}), "num_attention_heads = 7 does not divide hidden_size"),
+        (("gpt_neox", {"rotary_pct": 0.01}), "rotary positions turn pairs"),
+        (("gpt_neox", {"hidden_dropout_prob": 0.1}), "hidden_dropout_prob = 0.1 is not supported"),
+        (("gpt_neox", {"hidden_act": "gelu_old"}), "hidden_act 'gelu_old'"),
+        (("opt", {"layerdrop": 0.1}), "layerdrop = 0.1 is not supported"),
+        (("opt", {"activation_function": "swoosh"}), "activation_function 'swoosh'"),
+        (("opt", {"num_attention_heads": 5}), "num_attention_heads = 5 does not divide hidden_size = 768"),
+        (("bloom", {"n_embed": 64, "hidden_size": 32}), "n_embed = 64 and hidden_size = 32 are the same thing"),
+        (("bloom", {"n_inner": 100}), "n_inner = 100 is not supported"),
+        (("bloom", {"num_attention_heads": 7}), "n_head = 7 does not divide hidden_size = 64"),
+        (("falcon", {"num_ln_in_parallel_attn": 2}), "num_ln_in_parallel_attn = 2 is not supported"),
+        (("falcon", {"new_decoder_architecture": True, "parallel_attn": False}), "needs parallel_attn = True"),
+        (("falcon", {"new_decoder_architecture": True, "num_kv_heads": 8}), "num_key_value_heads = 8 does not divide"),
+        (("falcon", {"alibi": True, "num_attention_heads": 0}), "num_attention_heads must be at least 1"),
+        (("falcon", {"apply_residual_connection_post_layernorm": True}), "is not supported, only False"),
+        (("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}), "rope_type of a phi3 model"),
+        (
+            ("phi3", {"rope_scaling": {**LONGROPE, "long_factor": [1.0]}}),
+            "long_factor must have one number per pair, 48",
+        ),
+        (("phi3", {"lm_head_bias": True}), "lm_head_bias = True is not supported"),
+        (("mixtral", {"num_experts_per_tok": 9}), "num_experts_per_tok = 9 is more than num_local_experts = 8"),
+        (("mixtral", {"router_jitter_noise": 0.1}), "router_jitter_noise = 0.1 is not supported"),
+        (("mixtral", {"partial_rotary_factor": 0.5}), "partial_rotary_factor is not supported"),
+    ],
+)
+def test_configs_that_are_refused(config, message):
+    name, keys = config
+    with pytest.raises(UserError, match=message):
+        spec_of(name, **keys)
+
+
+def test_gpt1_calls_the_tanh_form_gelu():
+    assert spec_of("openai-gpt").blocks[0].feedforward.activation == "gelu_new"
+
+
+def test_published_gpt1_file_opens(tmp_path):
+    # No prefix before the trunk's names and the causal mask saved as a buffer of each layer.
+    reference = written_by_transformers(TINY["openai-gpt"], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    old |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 64, 64).tril() for layer in range(2)}
+    save_file(old, tmp_path / "model.safetensors")
+    rows = documents()
+    assert_close(our_logits(load_checkpoint(tmp_path), rows), their_logits(reference, rows), atol=1e-4, rtol=0)
+
+
+def test_published_pythia_file_opens(tmp_path):
+    reference = written_by_transformers(TINY["gpt_neox"], tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in range(2):
+        prefix = f"gpt_neox.layers.{layer}.attention"
+        tensors[f"{prefix}.bias"] = torch.ones(1, 1, 64, 64, dtype=torch.bool).tril()
+        tensors[f"{prefix}.masked_bias"] = torch.tensor(-1e9)
+        tensors[f"{prefix}.rotary_emb.inv_freq"] = torch.ones(1)
+    save_file(tensors, tmp_path / "model.safetensors")
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    config |= {"rotary_pct": rope["partial_rotary_factor"], "rotary_emb_base": rope["rope_theta"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    rows = documents()
+    assert_close(our_logits(load_checkpoint(tmp_path), rows), their_logits(reference, rows), atol=1e-4, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "queries", "groups"),
+    [("gpt_neox", 8, 4), ("bloom", 12, 3), ("falcon, one key head", 32, 1), ("falcon, grouped", 16, 2)],
+)
+def test_fused_rows_come_key_head_by_key_head(name, queries, groups, tmp_path):
+    # Per group: rows of its queries, then one head of keys, one of values.
+    model = build_model(TINY[name])
+    save_model(model, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    fused = next(tensors[key] for key in sorted(tensors) if key.endswith("query_key_value.weight"))
+    attention = model.trunk.blocks[0].attention
+    width = attention.spec.head_width
+    rows = fused.split([queries, width, width] * groups)
+    assert torch.equal(torch.cat(rows[0::3]), attention.query.weight)
+    assert torch.equal(torch.cat(rows[1::3]), attention.key.weight)
+    assert torch.equal(torch.cat(rows[2::3]), attention.value.weight)
+
+
+def test_falcon_files_name_their_norms_by_how_many_there_are():
+    def norms(**keys) -> set[str]:
+        model = build_model({"model_type": "falcon", **TINY_FALCON, **keys})
+        names = {place.name for place in hf_names(model).values() if ".h.0." in place.name}
+        return {name.split(".")[3] for name in names if "ln_" in name or "layernorm" in name}
+
+    assert norms() == {"input_layernorm"}
+    assert norms(parallel_attn=False) == {"input_layernorm", "post_attention_layernorm"}
+    assert norms(new_decoder_architecture=True) == {"ln_attn", "ln_mlp"}
+    assert norms(new_decoder_architecture=True, num_ln_in_parallel_attn=1) == {"input_layernorm"}
+
+
+def test_falcon_counts_key_heads_as_its_files_do():
+    def key_heads(**keys) -> int:
+        return spec_of("falcon", **TINY_FALCON, **keys).blocks[0].attention.key_value_heads
+
+    assert key_heads(num_kv_heads=2) == 1  # multi_query, whatever num_kv_heads says
+    assert key_heads(multi_query=False, num_kv_heads=2) == 4
+    assert key_heads(new_decoder_architecture=True, num_kv_heads=2) == 2
+    assert key_heads(new_decoder_architecture=True) == 4
+
+
+def test_alibi_models_have_no_longest_document():
+    model = build_model(TINY["falcon, rw"])  # max_position_embeddings is 64
+    assert our_logits(model, [[3] * 100]).shape == (100, 61)
+
+
+def test_longrope_of_a_document_is_its_own_affair(tmp_path):
+    # 30 and 17 tokens are beyond the original 16, 16 and 5 are not: in one batch each has the factors it has alone.
+    config = {**TINY["phi3"], **STRETCHED}
+    rows = documents((30, 16, 5, 17))
+    reference = written_by_transformers(config, tmp_path)
+    model = load_checkpoint(tmp_path)
+    assert isinstance(model.spec.blocks[0].attention.rotary.scaling, LongScaling)
+    assert_close(our_logits(model, rows), their_logits(reference, rows), atol=1e-4, rtol=0)
+
+
+def test_mixtral_files_have_the_published_names(tmp_path):
+    written_by_transformers(TINY["mixtral"], tmp_path)
+    names = set(load_file(tmp_path / "model.safetensors"))
+    assert "model.layers.1.block_sparse_moe.experts.2.w3.weight" in names
+    assert {place.name for place in hf_names(load_checkpoint(tmp_path)).values()} == names
+
+
+def test_fresh_mixtral_is_balanced_and_a_loaded_one_as_its_config_says():
+    fresh = build_model({**TINY["mixtral"]}).spec.blocks[0].feedforward
+    assert fresh.balance_coef == 0.001
+    assert (
+        spec_of("mixtral", output_router_logits=False, router_aux_loss_coef=0.02).blocks[0].feedforward.balance_coef
+        == 0.0
+    )
+
+
+def test_longrope_document_is_not_continued_across_the_original_context():
+    model = build_model({**TINY["phi3"], **STRETCHED})
+    within, beyond = documents((15, 20))
+    cache = model.new_cache(2, 40)
+    model.prefill(Ragged.build([within, beyond]), cache)
+    model.decode(torch.tensor([3, 3]), cache)  # the 16th token of the first is the last within
+    with pytest.raises(UserError, match="cannot be continued beyond"):
+        model.decode(torch.tensor([3, 3]), cache)

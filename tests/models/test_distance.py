@@ -1,0 +1,103 @@
+"""ALiBi and T5's buckets against computations of their own: exact integers, the paper's list, transformers."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom_alibi
+from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
+from transformers.models.t5.modeling_t5 import T5Attention
+
+from alignment.models.distance import Alibi, RelativeBias, RoundedAlibi, alibi_slopes, relative_buckets
+from alignment.models.masks import distances
+
+
+def test_slopes_of_eight_heads_are_the_papers():
+    assert alibi_slopes(8) == [1 / 2, 1 / 4, 1 / 8, 1 / 16, 1 / 32, 1 / 64, 1 / 128, 1 / 256]
+
+
+def test_slopes_of_six_heads_take_every_second_of_eight():
+    # Press et al.'s own code: those of 4 heads, then the first, third ... of 8 heads.
+    assert alibi_slopes(6) == [2**-2, 2**-4, 2**-6, 2**-8, 2**-1, 2**-3]
+
+
+@pytest.mark.parametrize("heads", [1, 2, 3, 7, 12, 71, 112])
+def test_slopes_are_blooms(heads):
+    at_place_one = bloom_alibi(torch.ones(1, 2), heads, torch.float32)[:, 0, 1]
+    assert_close(torch.tensor(alibi_slopes(heads)), at_place_one)
+
+
+def test_alibi_lowers_scores_by_slope_times_distance():
+    bias = Alibi(2, scale=3.0)(distances(2, 3))  # slopes 1/16, 1/256; queries at places 1 and 2
+    assert_close(bias[0], -3 / 16 * torch.tensor([[1.0, 0, 1], [2, 1, 0]]))
+    assert_close(bias[1], -3 / 256 * torch.tensor([[1.0, 0, 1], [2, 1, 0]]))
+
+
+@pytest.mark.parametrize("heads", [4, 12])
+def test_rounded_alibi_is_falcons(heads):
+    expected = falcon_alibi(torch.ones(1, 700, dtype=torch.long), heads, torch.float32) / 8**0.5
+    assert_close(RoundedAlibi(heads, 8**-0.5)(distances(1, 700)), expected.view(heads, 1, 700))
+
+
+def test_rounded_alibi_rounds_by_hand():
+    # bfloat16 has 8 bits: 257 becomes 256, half of it 128. The slope of head 0 of 8 is 1/2.
+    assert RoundedAlibi(8)(distances(1, 258))[0, 0, -1] == 128.0
+
+
+def test_rounded_alibi_is_alibi_where_nothing_rounds():
+    # Slopes that are powers of two and places below 256 are whole in bfloat16.
+    apart = distances(200, 200)
+    hidden = (apart > 0)[None]
+    ours, exact = (part(8)(apart).masked_fill(hidden, -torch.inf).softmax(-1) for part in (RoundedAlibi, Alibi))
+    assert_close(ours, exact)
+
+
+def test_rounded_alibi_covers_a_batch_of_rows():
+    assert RoundedAlibi(4)(torch.zeros(5, 1, 9)).shape == Alibi(4)(torch.zeros(5, 1, 9)).shape == (5, 4, 1, 9)
+
+
+def bucket_by_integers(distance: int, buckets: int, max_distance: int, both_sides: bool) -> int:
+    """The same from whole numbers alone: (d / exact)^n >= (max / exact)^k says that step k has begun."""
+    offset = 0
+    if both_sides:
+        buckets //= 2
+        offset, distance = (buckets, distance) if distance > 0 else (0, -distance)
+    else:
+        distance = max(0, -distance)
+    exact = buckets // 2
+    if distance < exact:
+        return offset + distance
+    steps = buckets - exact
+    reached = [k for k in range(steps) if distance**steps * exact**k >= max_distance**k * exact**steps]
+    return offset + exact + max(reached)
+
+
+@pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (16, 50), (8, 20)])
+@pytest.mark.parametrize("both_sides", [True, False])
+def test_buckets(buckets, max_distance, both_sides):
+    apart = torch.arange(-300, 301)
+    ours = relative_buckets(apart, buckets, max_distance, both_sides)
+    theirs = T5Attention._relative_position_bucket(apart, both_sides, buckets, max_distance)
+    assert torch.equal(ours, theirs)
+    exact = [bucket_by_integers(d, buckets, max_distance, both_sides) for d in apart.tolist()]
+    # A logarithm in fp32 may fall short of a step that begins at this very distance; there it is one bucket less.
+    short = [d for d, a, b in zip(apart.tolist(), ours.tolist(), exact, strict=True) if a != b]
+    assert all(ours[d + 300] == exact[d + 300] - 1 for d in short)
+    assert len(short) <= 4
+
+
+def test_relative_bias_reads_one_number_per_head_and_bucket():
+    module = RelativeBias(32, 128, heads=3, both_sides=False)
+    torch.nn.init.normal_(module.weight)
+    bias = module(distances(40, 40))
+    assert bias.shape == (3, 40, 40)
+    for query, key in ((39, 0), (5, 5), (20, 4)):
+        assert torch.equal(bias[:, query, key], module.weight[bucket_by_integers(key - query, 32, 128, False)])
+
+
+def test_relative_bias_is_trained_by_all_distances_of_a_bucket():
+    module = RelativeBias(4, 8, heads=1, both_sides=False)
+    torch.nn.init.zeros_(module.weight)
+    module(distances(3, 3)).sum().backward()
+    # of 9 pairs: 3 at distance 0 and 3 to the right (bucket 0), 2 at distance 1, 1 at distance 2
+    assert module.weight.grad is not None
+    assert module.weight.grad.flatten().tolist() == [6.0, 2.0, 1.0, 0.0]

@@ -1,0 +1,166 @@
+"""Mixture of experts against token-by-token loops, and its balance against transformers' Mixtral."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from alignment.models.build import build_block, build_model
+from alignment.models.checkpoint import save_model
+from alignment.models.experts import Experts, balance_loss
+from alignment.models.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
+from alignment.models.spec import AttentionSpec, BlockSpec, ExpertsSpec, LayerNormSpec, PlainFeedForwardSpec
+from alignment.ragged import Ragged
+
+WIDTH = 8
+MIXTRAL = {
+    "model_type": "mixtral", "vocab_size": 61, "max_position_embeddings": 64, "hidden_size": 16,
+    "intermediate_size": 12, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
+    "num_local_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.5,
+}  # fmt: skip
+ROWS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5], [8, 9, 7, 9, 3]]
+
+
+def experts(kind: type, count: int, chosen: int, normalised: bool) -> Experts:
+    torch.manual_seed(0)
+    parts = [kind(WIDTH, 6, ACTIVATIONS["silu"], True) for _ in range(count)]
+    return Experts(WIDTH, parts, chosen, normalised, balanced=False)
+
+
+@torch.no_grad()
+def token_by_token(layer: Experts, x: torch.Tensor) -> torch.Tensor:
+    """The formula, one token and one expert at a time."""
+    out = []
+    for token in x:
+        probabilities = (layer.router.weight @ token).softmax(0).tolist()
+        best = sorted(range(len(probabilities)), key=probabilities.__getitem__, reverse=True)[: layer.chosen]
+        total = sum(probabilities[e] for e in best) if layer.normalised else 1.0
+        out.append(sum(probabilities[e] / total * layer.experts[e](token[None])[0] for e in best))
+    return torch.stack(out)
+
+
+@pytest.mark.parametrize("kind", [FeedForward, GatedFeedForward])
+@pytest.mark.parametrize(("count", "chosen", "normalised"), [(4, 2, True), (4, 1, False), (3, 3, True), (1, 1, True)])
+def test_experts_are_the_sum_over_the_chosen(kind, count, chosen, normalised):
+    layer, x = experts(kind, count, chosen, normalised), torch.randn(50, WIDTH)
+    assert_close(layer(x), token_by_token(layer, x))
+
+
+def test_switch_trains_its_router_through_the_probability_of_the_one_chosen():
+    # With one expert per token a normalised weight is 1 whatever the router says; Switch keeps the probability.
+    x = torch.randn(20, WIDTH)
+    for normalised, moves in ((True, False), (False, True)):
+        layer = experts(FeedForward, 4, 1, normalised)
+        layer(x).square().sum().backward()
+        assert layer.router.weight.grad is not None
+        assert (layer.router.weight.grad.abs().max() > 1e-4) == moves
+
+
+def test_no_token_is_dropped_where_all_want_the_same_expert():
+    layer, x = experts(FeedForward, 4, 1, True), torch.rand(30, WIDTH)
+    with torch.no_grad():
+        layer.router.weight.zero_()[2] = 1.0
+    assert_close(layer(x), layer.experts[2](x))
+
+
+def test_an_expert_without_tokens_has_a_gradient_of_zeros():
+    # Not none: distributed averaging waits for every parameter.
+    layer = experts(FeedForward, 4, 1, True)
+    with torch.no_grad():
+        layer.router.weight.zero_()[2] = 1.0
+    layer(torch.rand(30, WIDTH)).sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in layer.experts[0].parameters())
+
+
+def test_a_switch_layer_is_built_from_its_specification():
+    attention = AttentionSpec(2, 2, 4, 0.5, True, True)
+    switch = ExpertsSpec(PlainFeedForwardSpec(12, "relu", bias=False), count=4, chosen=1, normalised=False)
+    layer = build_block(BlockSpec(attention, switch, LayerNormSpec(1e-5)), WIDTH).feedforward
+    assert isinstance(layer, Experts)
+    assert (len(layer.experts), layer.chosen, layer.normalised) == (4, 1, False)
+
+
+def test_balance_of_even_and_of_collapsed_routing():
+    even = 20 * torch.eye(4)  # one token for each of four experts, each nearly certain
+    assert_close(balance_loss([even], 1), torch.tensor(1.0))
+    collapsed = torch.tensor([[20.0, 0, 0, 0]]).repeat(4, 1)
+    assert_close(balance_loss([collapsed], 1), torch.tensor(4.0))
+
+
+def test_balance_by_hand():
+    # Two tokens, two experts. Token 1: p = (3/4, 1/4); token 2: (1/2 - tiny, ...) tipped to expert 0: share (1, 0),
+    # mean probability of expert 0 is (0.75 + 0.6) / 2 = 0.675; loss = 2 * 1 * 0.675.
+    logits = torch.tensor([[0.75, 0.25], [0.6, 0.4]]).log()
+    assert_close(balance_loss([logits], 1), torch.tensor(1.35))
+
+
+@pytest.mark.parametrize("chosen", [1, 2, 3])
+def test_balance_is_transformers(chosen):
+    logits = [torch.randn(40, 6) for _ in range(3)]
+    theirs = load_balancing_loss_func(tuple(logits), 6, chosen)  # type: ignore[arg-type]
+    assert_close(balance_loss(logits, chosen), theirs)
+
+
+def roughened_mixtral():
+    torch.manual_seed(0)
+    model = build_model(MIXTRAL)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.15 * torch.randn_like(parameter)
+    return model
+
+
+def test_balance_of_a_model_is_transformers_loss_and_gradient(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = roughened_mixtral()
+    save_model(model, tmp_path)
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path)
+    width = max(map(len, ROWS))
+    ids = torch.tensor([row + [0] * (width - len(row)) for row in ROWS])
+    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ROWS])
+    aux = reference(input_ids=ids, attention_mask=mask, output_router_logits=True).aux_loss
+    output = model(batch=Ragged.build(ROWS))
+    assert_close(output.balance, 0.5 * aux)
+    (0.5 * aux).backward()
+    output.balance.backward()
+    theirs = {name: p.grad for name, p in reference.named_parameters()}
+    for layer, block in enumerate(model.trunk.blocks):
+        assert_close(block.feedforward.router.weight.grad, theirs[f"model.layers.{layer}.mlp.gate.weight"])
+    assert_close(model.trunk.embed.weight.grad, theirs["model.embed_tokens.weight"])
+
+
+def test_recomputed_blocks_balance_the_same():
+    gradients = []
+    for recompute in (False, True):
+        model = roughened_mixtral()
+        model.checkpoint_activations(recompute)
+        output = model(batch=Ragged.build(ROWS))
+        (output.balance - output.log_probs.sum()).backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters()})
+    assert_close(gradients[0], gradients[1])
+
+
+def test_balance_is_asked_for_in_training_only():
+    batch = Ragged.build(ROWS)
+    with torch.no_grad():
+        assert roughened_mixtral()(batch=batch).balance is None
+    quiet = build_model({**MIXTRAL, "output_router_logits": False})
+    assert quiet(batch=batch).balance is None
+
+
+def test_training_on_the_balance_spreads_tokens():
+    torch.manual_seed(0)
+    router = nn.Linear(WIDTH, 4, bias=False)
+    x = torch.randn(200, WIDTH) + 1.0  # a common direction, so that one expert is liked best by most
+    nn.init.normal_(router.weight, std=0.5)
+    before = balance_loss([router(x)], 2).item()
+    optimizer = torch.optim.Adam(router.parameters(), lr=0.05)
+    for _ in range(100):
+        optimizer.zero_grad()
+        balance_loss([router(x)], 2).backward()
+        optimizer.step()
+    after = balance_loss([router(x)], 2).item()
+    assert before > 2.3
+    assert after < 2.05

@@ -1,0 +1,281 @@
+"""Families near Llama: what configs mean layer by layer, published ones understood, bad values refused by name."""
+
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
+
+from alignment.errors import UserError
+from alignment.models.build import build_model
+from alignment.models.checkpoint import load_checkpoint, save_model
+from alignment.models.families import family_of
+from alignment.models.spec import RMSNormSpec, UnitOffsetRMSNormSpec, WideRMSNormSpec
+from alignment.models.spec_positions import LinearScaling, RotarySpec, YarnScaling
+from alignment.ragged import Ragged
+
+TINY = {
+    "vocab_size": 61,
+    "max_position_embeddings": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+NAMES = ("gemma", "gemma2", "gemma3_text", "llama", "mistral", "olmo2", "qwen2", "qwen3", "smollm3")
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def spec_of(name, **keys):
+    config = {"model_type": name, **keys}
+    return family_of(config).spec_from_config(config)
+
+
+def attentions(name, **keys):
+    return [block.attention for block in spec_of(name, **{**TINY, **keys}).blocks]
+
+
+def windows(name, **keys):
+    return [attention.window for attention in attentions(name, **keys)]
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "expected"),
+    [
+        ("mistral", {}, [4096] * 4),
+        ("mistral", {"sliding_window": None}, [None] * 4),
+        ("qwen2", {}, [None] * 4),
+        ("qwen2", {"sliding_window": 8, "max_window_layers": 0}, [None] * 4),  # not in use
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 3}, [None, None, None, 8]),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": None}, [None] * 4),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 8, "layer_types": [SLIDING, FULL, FULL, SLIDING]},
+            [8, None, None, 8],
+        ),
+        ("gemma", {}, [None] * 4),
+        ("gemma2", {"sliding_window": 8}, [8, None, 8, None]),
+        ("gemma2", {"sliding_window": 8, "layer_types": [FULL, FULL, SLIDING, FULL]}, [None, None, 8, None]),
+        ("gemma3_text", {"sliding_window": 8, "num_hidden_layers": 7}, [8, 8, 8, 8, 8, None, 8]),
+        ("gemma3_text", {"sliding_window": 8, "sliding_window_pattern": 2}, [8, None, 8, None]),
+        ("smollm3", {"sliding_window": 8}, [None] * 4),  # not in use
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 8}, [None, None, None, 8]),
+        (
+            "smollm3",
+            {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [0, 1, 1, 0]},
+            [8, None, None, 8],
+        ),
+    ],
+)  # fmt: skip
+def test_which_layers_look_through_a_window(name, keys, expected):
+    assert windows(name, **keys) == expected
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({}, [True, True, True, False]),
+        ({"no_rope_layer_interval": 2}, [True, False, True, False]),
+        ({"no_rope_layers": [0, 1, 1, 0, 1, 1]}, [False, True, True, False]),  # a longer list is cut
+    ],
+)
+def test_smollm3_turns_all_but_the_listed_layers(keys, expected):
+    assert [attention.rotary is not None for attention in attentions("smollm3", **keys)] == expected
+    assert attentions("smollm3")[0].rotary == RotarySpec(2e6, 8)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+        {
+            "rope_parameters": {
+                FULL: {"rope_type": "linear", "rope_theta": 5e5, "factor": 8.0},
+                SLIDING: {"rope_type": "default", "rope_theta": 2e4},
+            }
+        },
+        {
+            "rope_parameters": {FULL: {"rope_type": "linear", "factor": 8.0}},
+            "rope_theta": 5e5,
+            "rope_local_base_freq": 2e4,
+        },
+    ],
+)  # fmt: skip
+def test_gemma3_has_angles_of_two_kinds_in_old_and_new_spelling(keys):
+    rotaries = [attention.rotary for attention in attentions("gemma3_text", sliding_window_pattern=2, **keys)]
+    near, wide = RotarySpec(2e4, 256), RotarySpec(5e5, 256, LinearScaling(8.0))
+    assert rotaries == [near, wide, near, wide]
+
+
+def test_gemma3_has_its_own_bases_where_nothing_is_said():
+    rotaries = [attention.rotary for attention in attentions("gemma3_text", sliding_window_pattern=2)]
+    assert rotaries[:2] == [RotarySpec(1e4, 256), RotarySpec(1e6, 256)]
+
+
+@pytest.mark.parametrize(
+    ("name", "norm", "query_key_norm", "wiring"),
+    [
+        ("mistral", RMSNormSpec(1e-6), None, "pre"),
+        ("qwen2", RMSNormSpec(1e-6), None, "pre"),
+        ("qwen3", RMSNormSpec(1e-6), (RMSNormSpec(1e-6), "each"), "pre"),
+        ("gemma", UnitOffsetRMSNormSpec(1e-6), None, "pre"),
+        ("gemma2", UnitOffsetRMSNormSpec(1e-6), None, "sandwich"),
+        ("gemma3_text", UnitOffsetRMSNormSpec(1e-6), (UnitOffsetRMSNormSpec(1e-6), "each"), "sandwich"),
+        ("olmo2", WideRMSNormSpec(1e-5), (WideRMSNormSpec(1e-5), "all"), "output"),
+        ("smollm3", RMSNormSpec(1e-6), None, "pre"),
+    ],
+)
+def test_norms_and_where_they_stand(name, norm, query_key_norm, wiring):
+    spec = spec_of(name, **TINY)
+    assert {(block.norm, block.wiring) for block in spec.blocks} == {(norm, wiring)} and spec.norm == norm
+    found = {(block.attention.query_key_norm, block.attention.norm_heads) for block in spec.blocks}
+    assert found == {query_key_norm or (None, "each")}
+
+
+@pytest.mark.parametrize(("name", "query", "output"), [("qwen2", True, False), ("qwen3", False, False)])
+def test_which_projections_have_biases(name, query, output):
+    names = set(build_model({"model_type": name, **TINY}).state_dict())
+    for part, expected in (("query", query), ("key", query), ("value", query), ("output", output)):
+        assert (f"trunk.blocks.0.attention.{part}.bias" in names) == expected
+
+
+def test_gemma_scales_token_vectors_and_its_first_files_mean_the_tanh_gelu():
+    spec = spec_of("gemma", **TINY, hidden_act="gelu")
+    assert spec.embedding_scale == math.sqrt(32) and spec.tied_head
+    assert spec.blocks[0].feedforward.activation == "gelu_pytorch_tanh"
+
+
+def test_gemmas_scale_is_rounded_to_the_type_of_the_weights():
+    # sqrt(3072) = 55.4256, in bfloat16 55.5
+    config = {"model_type": "gemma", **TINY, "hidden_size": 3072, "num_hidden_layers": 1, "intermediate_size": 8}
+    trunk = build_model({**config, "head_dim": 4}).trunk.bfloat16()
+    tokens = torch.tensor([3])
+    assert_close(trunk.embedded(tokens, tokens, None), trunk.embed(tokens) * 55.5, atol=0, rtol=0)
+
+
+def test_gemma2_scales_by_its_own_number_and_caps_scores_and_logits():
+    spec = spec_of("gemma2", **TINY, query_pre_attn_scalar=144)
+    assert {(block.attention.scale, block.attention.softcap) for block in spec.blocks} == {(1 / 12, 50.0)}
+    assert spec.head.softcap == 30.0
+    model = build_model({"model_type": "gemma2", **TINY, "final_logit_softcapping": 2.0})
+    with torch.no_grad():
+        model.trunk.embed.weight *= 50
+    logits = model(torch.arange(20)[None]).logits
+    assert 1.9 < logits.abs().max() <= 2.0
+
+
+def test_gemma3_caps_no_scores_whatever_its_config_says():
+    assert {a.softcap for a in attentions("gemma3_text", attn_logit_softcapping=2.0)} == {None}
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("mistral", {"attention_bias": True}, "attention_bias = True is not supported, only False"),
+        ("mistral", {"sliding_window": 0}, "sliding_window must be at least 1, got 0"),
+        ("mistral", {"layer_types": [FULL] * 4}, "unknown key 'layer_types'"),
+        ("mistral", {"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "turns whole heads"),
+        ("qwen2", {"use_mrope": True}, "use_mrope = True is not supported"),
+        ("qwen2", {"layer_types": [FULL, SLIDING, FULL, FULL]}, "no sliding_window is set and in use"),
+        ("qwen2", {"layer_types": [FULL] * 3}, "layer_types names 3 layers, num_hidden_layers is 4"),
+        ("qwen3", {"layer_types": [FULL, FULL, FULL, "chunked_attention"]}, "'chunked_attention', which is not one of"),
+        ("qwen3", {"layer_types": 4}, "layer_types must be list, got 4"),
+        ("gemma", {"hidden_activation": "gelu"}, "hidden_activation = 'gelu' is not supported"),
+        ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True"),
+        ("gemma2", {"hidden_act": "silu"}, "hidden_act = 'silu' is not supported"),
+        ("gemma2", {"sliding_window": None}, "no sliding_window is set and in use"),
+        ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping must be at least 1e-06"),
+        ("gemma2", {"query_pre_attn_scalar": 0}, "query_pre_attn_scalar must be at least 1"),
+        ("gemma3_text", {"rope_parameters": {"rope_type": "default"}}, "must be a mapping of full_attention"),
+        ("gemma3_text", {"rope_parameters": {"global": {}}}, "rope_parameters has 'global'"),
+        ("gemma3_text", {"rope_scaling": 8.0}, "rope_scaling must be a mapping"),
+        (
+            "gemma3_text",
+            {"rope_scaling": {"rope_type": "linear"}, "rope_parameters": {FULL: {"rope_type": "default"}}},
+            "both set",
+        ),
+        ("gemma3_text", {"rope_parameters": {FULL: {"rope_type": "linear"}}}, "rope key factor must be a number"),
+        ("gemma3_text", {"_sliding_window_pattern": 3}, "name sliding_window_pattern instead"),
+        ("olmo2", {"clip_qkv": 8.0}, "unknown key 'clip_qkv'"),
+        ("olmo2", {"num_key_value_heads": 3}, "num_key_value_heads = 3 does not divide"),
+        ("smollm3", {"no_rope_layers": [1, 1]}, "no_rope_layers must be 0 or 1 for each of 4 layers"),
+        ("smollm3", {"no_rope_layers": [1, 1, 2, 1]}, "no_rope_layers must be 0 or 1"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval must be at least 1"),
+    ],
+)  # fmt: skip
+def test_configs_that_are_refused(name, keys, message):
+    with pytest.raises(UserError, match=message):
+        spec_of(name, **{**TINY, **keys})
+
+
+def test_yarn_as_qwen_writes_it():
+    rope = {"factor": 4.0, "original_max_position_embeddings": 32768, "type": "yarn"}
+    rotary = spec_of("qwen2", **{**TINY, "hidden_size": 896, "num_attention_heads": 14}, rope_scaling=rope).blocks[0]
+    assert rotary.attention.rotary.scaling == YarnScaling(4.0, 32768, pytest.approx(0.1 * math.log(4) + 1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers_config_means_the_same_as_ours(name):
+    from transformers import AutoConfig
+
+    ours = {**TINY, "head_dim": 8} if name not in ("olmo2", "smollm3") else dict(TINY)
+    ours |= {"sliding_window": 8, "use_sliding_window": True} if name in ("qwen2", "qwen3", "smollm3") else {}
+    theirs = AutoConfig.for_model(name, pad_token_id=0, **ours).to_dict()
+    assert family_of(theirs).spec_from_config(theirs) == spec_of(name, **ours)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3", "smollm3"])
+def test_a_span_head_names_its_trunk_as_transformers_does(name, tmp_path):
+    config = {"model_type": name, **TINY}
+    span = build_model(config, "span")
+    save_model(span, tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "transformer.embed_tokens.weight" in tensors and "qa_outputs.bias" in tensors
+    assert not any(tensor.startswith("model.") for tensor in tensors)
+    batch = Ragged.build([[5, 6, 7], [8]])
+    again = load_checkpoint(tmp_path, "span")
+    assert torch.equal(again(batch=batch).scores, span(batch=batch).scores)
+    # the trunk serves another head, whose file names it otherwise
+    sequence = load_checkpoint(tmp_path, "sequence", new_head=True)
+    assert torch.equal(sequence.trunk(batch), span.trunk(batch))
+    save_model(sequence, tmp_path / "sequence")
+    assert "model.embed_tokens.weight" in load_file(tmp_path / "sequence" / "model.safetensors")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_bare_trunk_and_old_buffers_are_read(name, tmp_path):
+    model = build_model({"model_type": name, **TINY})
+    save_model(model, tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+    save_file(tensors, path, metadata={"format": "pt"})
+    batch = Ragged.build([[5, 6, 7], [8]])
+    assert torch.equal(load_checkpoint(tmp_path, "language").trunk(batch), model.trunk(batch))
+    bare = {tensor.removeprefix("model."): x for tensor, x in tensors.items() if tensor.startswith("model.")}
+    save_file(bare, path, metadata={"format": "pt"})
+    scalar = load_checkpoint(tmp_path, "scalar", new_head=True)
+    assert torch.equal(scalar.trunk(batch), model.trunk(batch))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_fresh_models_start_near_uniform_and_all_parameters_learn(name):
+    torch.manual_seed(0)
+    model = build_model({"model_type": name, **TINY}).train()
+    loss = -model(batch=Ragged.build([list(range(40)), [3, 4, 5]])).log_probs.mean()
+    assert loss.item() == pytest.approx(math.log(61), abs=0.6)
+    loss.backward()
+    still = [name for name, parameter in model.named_parameters() if parameter.grad is None or not parameter.grad.any()]
+    assert not still
+
+
+def test_saved_configs_are_json_and_load_again(tmp_path):
+    config = {"model_type": "gemma3_text", **TINY, "sliding_window": 8, "sliding_window_pattern": 2}
+    model = build_model(config)
+    save_model(model, tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert saved["architectures"] == ["Gemma3ForCausalLM"]
+    assert load_checkpoint(tmp_path, "language").spec == model.spec

@@ -1,0 +1,117 @@
+"""Norms: numbers worked by hand, the rounding order of each reference, and where a layer's norms stand."""
+
+import pytest
+import torch
+from torch import nn
+from torch.testing import assert_close
+
+from alignment.models.block import Block, ParallelBlock, PostNormBlock, SandwichBlock
+from alignment.models.norms import RMSNorm, UnitOffsetRMSNorm, WideRMSNorm
+
+X = torch.tensor([[3.0, 4.0], [0.0, 0.0]])  # mean square 12.5 and 0
+
+
+def with_weight(norm: nn.Module, *weight: float) -> nn.Module:
+    norm.weight.data = torch.tensor(weight)
+    return norm
+
+
+@pytest.mark.parametrize("norm", [RMSNorm(2, 0.0625), WideRMSNorm(2, 0.0625)])
+def test_rms_norm_divides_by_the_root_of_the_mean_square_plus_eps(norm):
+    # sqrt(12.5 + 0.0625) = 3.5443; a row of zeros stays one, for eps keeps the divisor above 0
+    expected = torch.tensor([[2 * 3 / 3.544361, -4 / 3.544361], [0.0, 0.0]])
+    assert_close(with_weight(norm, 2.0, -1.0)(X), expected, atol=1e-6, rtol=0)
+
+
+def test_the_unit_offset_norm_multiplies_by_one_plus_weight():
+    norm = UnitOffsetRMSNorm(2, 0.0625)
+    assert_close(norm(X), RMSNorm(2, 0.0625)(X), atol=0, rtol=0)  # weight 0 as it comes
+    expected = torch.tensor([[1.5 * 3 / 3.544361, 0.0], [0.0, 0.0]])
+    assert_close(with_weight(norm, 0.5, -1.0)(X), expected, atol=1e-6, rtol=0)
+
+
+def reference(name: str, width: int, eps: float) -> nn.Module:
+    from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
+    from transformers.models.llama.modeling_llama import LlamaRMSNorm
+    from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
+
+    return {"llama": LlamaRMSNorm, "olmo2": Olmo2RMSNorm, "gemma": GemmaRMSNorm}[name](width, eps=eps)
+
+
+OURS = {"llama": RMSNorm, "olmo2": WideRMSNorm, "gemma": UnitOffsetRMSNorm}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", OURS)
+def test_each_norm_rounds_as_its_reference(name, dtype):
+    generator = torch.Generator().manual_seed(0)
+    theirs, ours = reference(name, 64, 1e-6), OURS[name](64, 1e-6)
+    weight, x = torch.randn(64, generator=generator), 5 * torch.randn(200, 64, generator=generator)
+    theirs.weight.data, ours.weight.data = weight, weight.clone()
+    with torch.no_grad():
+        assert torch.equal(ours.to(dtype)(x.to(dtype)), theirs.to(dtype)(x.to(dtype)))
+
+
+def test_the_rounding_orders_differ_in_bfloat16():
+    x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+    early, wide = (norm(64, 1e-6).bfloat16() for norm in (RMSNorm, WideRMSNorm))
+    early.weight.data = wide.weight.data = torch.linspace(0.3, 1.7, 64).bfloat16()
+    assert not torch.equal(early(x), wide(x))
+
+
+class Part(nn.Module):
+    """An attention or feed-forward that adds a constant to 3 x, so that every order of norms gives another number."""
+
+    def __init__(self, constant: float):
+        super().__init__()
+        self.constant = constant
+
+    def forward(self, x, sight):
+        return 3 * x + self.constant
+
+
+class Tenth(nn.Module):
+    """Stands for a norm: a tenth of x."""
+
+    def forward(self, x):
+        return x / 10
+
+
+class Hundredth(nn.Module):
+    """Another norm, to be told from the first."""
+
+    def forward(self, x):
+        return x / 100
+
+
+A, F = Part(1.0), Part(2.0)
+KEEP = nn.Identity()
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        # x = 10. attention: 3 * 1 + 1 = 4, x = 14; feed-forward: 3 * 1.4 + 2 = 6.2
+        (Block(A, F, Tenth, KEEP), 20.2),
+        # attention: 3 * 0.1 + 1 = 1.3, x = 11.3; feed-forward: 3 * 1.13 + 2 = 5.39
+        (Block(A, F, Tenth, KEEP, attention_norm=Hundredth), 16.69),
+        # (10 + 31) / 10 = 4.1; (4.1 + 3 * 4.1 + 2) / 10
+        (PostNormBlock(A, F, Tenth, KEEP), 1.84),
+        # attention: (3 * 1 + 1) / 10 = 0.4, x = 10.4; feed-forward: (3 * 1.04 + 2) / 10 = 0.512
+        (SandwichBlock(A, F, Tenth, KEEP, inner=Tenth), 10.912),
+        # attention: 31 / 10, x = 13.1; feed-forward: (39.3 + 2) / 10 = 4.13
+        (SandwichBlock(A, F, Tenth, KEEP, inner=nn.Identity), 17.23),
+        # both read 1: 4 + 5
+        (ParallelBlock(A, F, Tenth, KEEP, shared=True), 19.0),
+        (ParallelBlock(A, F, Tenth, KEEP, shared=False), 19.0),
+    ],
+)
+def test_where_the_norms_of_a_layer_stand(block, expected):
+    assert_close(block(torch.tensor([10.0]), None), torch.tensor([expected]))
+
+
+def test_a_parallel_block_with_two_norms_reads_the_same_x_through_each():
+    block = ParallelBlock(A, F, Tenth, KEEP, shared=False)
+    block.feedforward_norm = Hundredth()
+    # 10 + (3 * 1 + 1) + (3 * 0.1 + 2)
+    assert_close(block(torch.tensor([10.0]), None), torch.tensor([16.3]))

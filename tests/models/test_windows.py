@@ -1,0 +1,154 @@
+"""Windowed and soft-capped attention against loops over positions: documents, prefixes, gradients, cache steps."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing import assert_close
+
+from alignment.models.cache import Cache
+from alignment.models.masks import pack
+from alignment.models.sight import Look, look_at_cache, writing_to
+from alignment.models.spec import AttentionSpec, BlockSpec, PlainFeedForwardSpec, RMSNormSpec
+from alignment.models.viewing import Bearings, document_looks, step_masks
+from alignment.ragged import Ragged
+
+LENGTHS = (40, 7, 1, 33, 40, 12)
+BATCH = Ragged.build([[0] * length for length in LENGTHS])
+BEARINGS = Bearings({}, None)
+HEADS, WIDTH = 4, 6
+SHAPES = [(None, None), (1, None), (5, None), (64, None), (None, 1.5), (5, 1.5)]  # window, softcap
+
+
+def attention(key_heads: int = 2, *, window: int | None, softcap: float | None, causal: bool = True) -> AttentionSpec:
+    return AttentionSpec(HEADS, key_heads, WIDTH, 0.7, False, False, causal=causal, window=window, softcap=softcap)
+
+
+def layers_of(*specs: AttentionSpec) -> list[BlockSpec]:
+    return [BlockSpec(spec, PlainFeedForwardSpec(1, "relu", False), RMSNormSpec(1e-6)) for spec in specs]
+
+
+def random_heads(spec: AttentionSpec, tokens: int, seed: int = 0) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    counts = (spec.heads, spec.key_value_heads, spec.key_value_heads)
+    return [torch.randn(tokens, heads, spec.head_width, dtype=torch.double, generator=generator) for heads in counts]
+
+
+def one_by_one(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+    """Attention of one document, score by score; queries are its last places. [T, H, K], [S, KV, K] -> [T, H, K]."""
+    offset, mixed = len(key) - len(query), torch.zeros_like(query)
+    for row in range(len(query)):
+        place = row + offset
+        for head in range(spec.heads):
+            shared = head // (spec.heads // spec.key_value_heads)
+            weights, total = {}, 0.0
+            for other in range(len(key)):
+                apart = place - other
+                if (spec.causal and apart < 0) or (spec.window is not None and abs(apart) >= spec.window):
+                    continue
+                score = spec.scale * float(query[row, head] @ key[other, shared])
+                if spec.softcap is not None:
+                    score = spec.softcap * math.tanh(score / spec.softcap)
+                weights[other] = math.exp(score)
+                total += weights[other]
+            for other, weight in weights.items():
+                mixed[row, head] += weight / total * value[other, shared]
+    return mixed
+
+
+def document_by_document(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
+    pieces = zip(query.split(LENGTHS), key.split(LENGTHS), value.split(LENGTHS), strict=True)
+    return torch.cat([one_by_one(q, k, v, spec) for q, k, v in pieces])
+
+
+def looks(*specs: AttentionSpec, prefix: Tensor | None = None) -> list[Look]:
+    return document_looks(layers_of(*specs), BEARINGS, BATCH, pack(LENGTHS, HEADS), prefix)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(("window", "softcap"), SHAPES)
+def test_documents_equal_the_loop(window, softcap, causal):
+    spec = attention(window=window, softcap=softcap, causal=causal)
+    query, key, value = random_heads(spec, sum(LENGTHS))
+    [look] = looks(spec)
+    assert_close(look(query, key, value, 0.0), document_by_document(query, key, value, spec))
+
+
+@pytest.mark.parametrize("key_heads", [1, 4])
+def test_one_key_head_and_as_many_as_queries(key_heads):
+    spec = attention(key_heads, window=5, softcap=1.5)
+    query, key, value = random_heads(spec, sum(LENGTHS))
+    [look] = looks(spec)
+    assert_close(look(query, key, value, 0.0), document_by_document(query, key, value, spec))
+
+
+def test_layers_of_one_trunk_keep_their_own_windows():
+    specs = [attention(window=window, softcap=None) for window in (5, None, 2, 5)]
+    query, key, value = random_heads(specs[0], sum(LENGTHS))
+    for spec, look in zip(specs, looks(*specs), strict=True):
+        assert_close(look(query, key, value, 0.0), document_by_document(query, key, value, spec))
+
+
+@pytest.mark.parametrize(("window", "softcap"), SHAPES)
+def test_a_prefix_is_the_places_before_the_first_token(window, softcap):
+    spec = attention(window=window, softcap=softcap)
+    query, key, value = random_heads(spec, sum(LENGTHS))
+    prefix = torch.stack(random_heads(spec, 3, seed=1)[1:])[None]  # [1 layer, 2, P, KV, K]
+    [look] = looks(spec, prefix=prefix)
+    pieces = zip(query.split(LENGTHS), key.split(LENGTHS), value.split(LENGTHS), strict=True)
+    expected = [one_by_one(q, torch.cat([prefix[0, 0], k]), torch.cat([prefix[0, 1], v]), spec) for q, k, v in pieces]
+    assert_close(look(query, key, value, 0.0), torch.cat(expected))
+
+
+@pytest.mark.parametrize(("window", "softcap"), SHAPES)
+def test_gradients_are_those_of_small_differences(window, softcap):
+    lengths = (4, 1, 9)
+    batch = Ragged.build([[0] * length for length in lengths])
+    spec = attention(window=None if window is None else min(window, 3), softcap=softcap)
+    [look] = document_looks(layers_of(spec), BEARINGS, batch, pack(lengths, HEADS), None)
+    inputs = [x.requires_grad_() for x in random_heads(spec, sum(lengths))]
+    assert torch.autograd.gradcheck(lambda q, k, v: look(q, k, v, 0.0), inputs)
+
+
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize(("window", "softcap"), SHAPES)
+def test_cache_steps_equal_the_loop(window, softcap, key_heads):
+    steps, spec = 9, attention(key_heads, window=window, softcap=softcap)
+    query, key, value = random_heads(spec, sum(LENGTHS))
+    kept = random_heads(spec, steps * len(LENGTHS), seed=1)
+    new = [x.unflatten(0, (steps, len(LENGTHS))) for x in kept]
+    cache = Cache(
+        1, len(LENGTHS), max(LENGTHS) + steps, key_heads, WIDTH, dtype=torch.double, device=torch.device("cpu")
+    )
+    rows = torch.arange(len(LENGTHS))
+    sizes = torch.tensor(LENGTHS)
+    [look] = looks(spec)
+    addresses = cache.addresses(rows.repeat_interleave(sizes), BATCH.positions)
+    writing_to(cache, 0, addresses, look)(query, key, value, 0.0)
+    documents = [list(x.split(LENGTHS)) for x in (key, value)]
+    for step in range(steps):
+        places = sizes + step
+        [one] = step_masks(layers_of(spec), BEARINGS, places, cache.addresses(rows, places), max(LENGTHS) + step + 1)
+        mixed = look_at_cache(cache, 0, one, spec)(*(x[step] for x in new), 0.0)
+        for row in range(len(LENGTHS)):
+            for stored, x in zip(documents, new[1:], strict=True):
+                stored[row] = torch.cat([stored[row], x[step, row : row + 1]])
+            expected = one_by_one(new[0][step, row : row + 1], documents[0][row], documents[1][row], spec)
+            assert_close(mixed[row : row + 1], expected)
+
+
+def test_a_window_of_one_returns_the_tokens_own_value():
+    spec = attention(HEADS, window=1, softcap=None)
+    query, key, value = random_heads(spec, sum(LENGTHS))
+    [look] = looks(spec)
+    assert_close(look(query, key, value, 0.0), value)
+
+
+def test_a_low_cap_flattens_attention_towards_the_mean():
+    # scores within 1e-6 of each other: every visible key counts alike
+    spec = attention(HEADS, window=None, softcap=1e-6)
+    query, key, value = random_heads(spec, sum(LENGTHS))
+    [look] = looks(spec)
+    last = torch.stack([document.mean(0) for document in value.split(LENGTHS)])
+    assert_close(look(query, key, value, 0.0)[BATCH.last], last, atol=1e-5, rtol=0)
