@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +12,15 @@ from torch import Tensor
 from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter, merge_adapter, read_base
 from alignment.config import writer_of
 from alignment.data.chat import prompt_ids, response_ids, text_ids
+from alignment.data.frames import Framed, encode_pieces, frame_of
 from alignment.data.tokenizers import load_tokenizer as _load_tokenizer_directory
 from alignment.data.tokenizers import save_tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory
-from alignment.models.checkpoint import load_language_model, load_scalar_model, save_model
+from alignment.models.checkpoint import load_checkpoint, load_language_model, load_scalar_model, save_model
+from alignment.models.directory import read_config
+from alignment.models.families import FAMILIES
+from alignment.models.readers import SequenceClassifier
 from alignment.ragged import Ragged, groups_of
 
 
@@ -90,7 +94,7 @@ def _dtype(dtype: str | torch.dtype) -> torch.dtype:
 
 @dataclass(frozen=True)
 class RewardModel:
-    """A scalar model with its tokenizer: texts in, scores out."""
+    """A scalar model, or an encoder with one class, with its tokenizer: texts in, scores out."""
 
     model: Any
     tokenizer: Any
@@ -100,12 +104,18 @@ class RewardModel:
 
         Args:
             texts: a plain text is read as it stands with the end token added; a pair as in training, its prompt a text
-                or a list of messages.
+                or a list of messages. An encoder reads both as its tokenizer frames a text and a pair of texts.
             micro_batch_tokens: tokens per forward.
 
         Returns:
             Scores, float32 on the CPU, [n].
+
+        Raises:
+            UserError: a prompt of messages for an encoder, which has no dialogues.
         """
+        if isinstance(self.model, SequenceClassifier):
+            framed = self._framed(texts)
+            return self.score_ids([one.ids for one in framed], micro_batch_tokens, [one.segments for one in framed])
         return self.score_ids([self._ids(text) for text in texts], micro_batch_tokens)
 
     def _ids(self, text: str | tuple[Any, str]) -> list[int]:
@@ -113,14 +123,33 @@ class RewardModel:
             return text_ids(self.tokenizer, text)
         return prompt_ids(self.tokenizer, text[0]) + response_ids(self.tokenizer, text[1])
 
+    def _framed(self, texts: Sequence[str | tuple[Any, str]]) -> list[Framed]:
+        """Texts and pairs as an encoder's tokenizer frames them."""
+        parts = [(text,) if isinstance(text, str) else text for text in texts]
+        if any(not isinstance(part, str) for text in parts for part in text):
+            raise UserError("this reward model is an encoder and reads texts; give each prompt as one text")
+        frame = frame_of(self.tokenizer)
+        pieces = iter(encode_pieces(self.tokenizer, [part for text in parts for part in text]))
+        ids = [[next(pieces).ids for _ in text] for text in parts]
+        return [frame.single(*text) if len(text) == 1 else frame.pair(*text) for text in ids]
+
     @torch.no_grad()
-    def score_ids(self, documents: Sequence[Sequence[int]], micro_batch_tokens: int = 16_384) -> Tensor:
-        """Score token ids as they are, [n]."""
+    def score_ids(
+        self,
+        documents: Sequence[Sequence[int]],
+        micro_batch_tokens: int = 16_384,
+        segments: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Score token ids as they are, [n]; `segments` say which sentence each token is of, for encoders."""
         scores = torch.zeros(len(documents))
         device = next(self.model.parameters()).device
         for group in groups_of([len(document) for document in documents], micro_batch_tokens):
-            batch = Ragged.build([documents[i] for i in group]).to(device)
-            scores[group] = self.model(batch=batch).values[batch.last].float().cpu()
+            batch = Ragged.build([documents[i] for i in group])
+            if segments is not None:
+                batch = replace(batch, segments=torch.tensor([part for i in group for part in segments[i]]))
+            output, last = self.model(batch=batch.to(device)), batch.last.to(device)
+            found = output.values[last] if output.scores is None else output.scores[:, 0]
+            scores[group] = found.float().cpu()
         return scores
 
 
@@ -130,7 +159,16 @@ def load_reward_model(source: str, dtype: str | torch.dtype = "float32", device:
     Raises:
         UserError: also where the checkpoint has no trained score head.
     """
+    directory = find_directory(source)
+    if not is_adapter(directory) and _scores_whole_texts(read_config(directory)):
+        return RewardModel(load_checkpoint(directory, "scalar", _dtype(dtype), device), load_tokenizer(source))
     return RewardModel(load_scalar(source, dtype, device), load_tokenizer(source))
+
+
+def _scores_whole_texts(config: dict[str, Any]) -> bool:
+    """Whether a config is an encoder's, which has one score for a text and none for each token."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and "scalar" in family.tasks and family.tasks["scalar"].readout is not None
 
 
 def same_vocabulary(one: Any, other: Any) -> bool:

@@ -211,6 +211,8 @@ def head_difference(case: Case, task: str, labels: int, directory: Path) -> floa
     reference = write_checkpoint(case, directory, HEAD_DOORS[task], **more)
     model = load_checkpoint(directory, task)
     rows = documents(case)
+    if case.kind == "seq2seq":  # a sequence is read at its end token
+        rows = [[*row[:-1], reference.config.eos_token_id] for row in rows]
     ids, mask = padded(rows, "right", filler_of(reference))
     segments = padded(segments_of(rows), "right", 0)[0] if case.token_types else None
     out = call(reference, ids, mask, segments)

@@ -24,6 +24,7 @@ from alignment.models.checkpoint import hf_names
 from alignment.models.families import family_of
 
 WEIGHTS, CONFIG, OURS = "adapter_model.safetensors", "adapter_config.json", "alignment_adapter.json"
+STACKS = ("trunk", "encoder", "decoder")
 
 
 @dataclass(frozen=True)
@@ -100,7 +101,7 @@ def save_adapter(model: Any, directory: Path, *, base: str | None, state: dict[s
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     state = adapter_state(model, state)
-    task = {"task_type": "SEQ_CLS" if _is_scalar(model) else "CAUSAL_LM", "base_model_name_or_path": base}
+    task = {"task_type": _task_type(model), "base_model_name_or_path": base}
     if model.prefix is not None:
         tensors, config = _prefix_file(model, state, task)
     else:
@@ -254,10 +255,11 @@ def _layers_in_file(spec: LoRASpec, tensors: dict[str, Tensor], places: dict[str
 
 
 def _places(model: Any) -> list[Place]:
-    """Every linear layer of the trunk, from the family's weight table."""
+    """Every linear layer of the trunk, or of encoder and decoder, from the family's weight table."""
     parts: dict[str, list[str]] = {}
     for ours, place in hf_names(model).items():
-        if ours.startswith("trunk.blocks.") and ours.endswith(".weight") and "norm" not in ours:
+        stack, _, inside = ours.partition(".")
+        if stack in STACKS and inside.startswith("blocks.") and ours.endswith(".weight") and "norm" not in ours:
             parts.setdefault(place.name.removesuffix(".weight"), []).append(ours.removesuffix(".weight"))
     return [Place(name, tuple(ours)) for name, ours in parts.items()]
 
@@ -274,6 +276,13 @@ def _spec_of(model: Any) -> LoRASpec:
         layers="|".join(sorted(name.replace(".", r"\.") for name in layers)),
         rank_stabilised=bool(some.use_rslora["default"]),
     )
+
+
+def _task_type(model: Any) -> str:
+    """peft's name for the kind of model."""
+    if hasattr(model, "decoder"):
+        return "SEQ_2_SEQ_LM"
+    return "SEQ_CLS" if _is_scalar(model) else "CAUSAL_LM"
 
 
 def _is_scalar(model: Any) -> bool:

@@ -52,8 +52,10 @@ def dimensions(model: Any) -> tuple[int, int, int]:
     """Layers, key-value heads and head width, which all layers must share.
 
     Raises:
-        UserError: layers differ.
+        UserError: layers differ, or there are two stacks of them.
     """
+    if not hasattr(model.spec, "blocks"):
+        raise UserError("prefix tuning needs a model of one stack, not an encoder-decoder; use LoRA instead")
     shapes = {(block.attention.key_value_heads, block.attention.head_width) for block in model.spec.blocks}
     if len(shapes) != 1:
         raise UserError("prefix tuning needs the same key-value heads and head width in every layer; use LoRA instead")

@@ -4,7 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-EVERY_LINEAR = r"attention\.(query|key|value|output)|feedforward\.(gate|up|down)"
+EVERY_LINEAR = r"(attention|cross)\.(query|key|value|output)|feedforward\.(gate|up|down)"
 
 
 @dataclass(frozen=True)

@@ -59,12 +59,14 @@ class ExternalLanguageModel(nn.Module):
             embedding.shape[0], getattr(config, "hidden_size", embedding.shape[1]), min([*limits, 2**31])
         )
 
-    def checkpoint_activations(self, enabled: bool = True) -> None:
+    def checkpoint_activations(self, enabled: bool = True, keep: str = "nothing") -> None:
         """Recompute layers in the backward pass (non-reentrant) instead of keeping their activations.
 
         Raises:
-            UserError: the class cannot.
+            UserError: the class cannot, or is asked to keep some.
         """
+        if keep != "nothing":
+            raise UserError(f"training.keep_activations: {keep!r} needs a model of ours; transformers' keep nothing")
         if not self.inner.supports_gradient_checkpointing:
             raise UserError(f"training.gradient_checkpointing: {type(self.inner).__name__} does not support it")
         # transformers is renaming the pair: from version 6 on only the first name is left.

@@ -3,6 +3,7 @@
 The models that join trunk and head are in language.py, encoder_decoder.py and readers.py.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -12,9 +13,11 @@ from torch.utils.checkpoint import checkpoint
 
 from alignment.models.spec import LanguageHeadSpec
 
-# Logits alive at once in `token_scores`. On a CPU 32 MiB of fp32: the most that glibc keeps for the next allocation
+# Logits made at once in `token_scores`. On a CPU 32 MiB of fp32: the most that glibc keeps for the next allocation
 # instead of giving it back to the system, which costs a page fault for every 4 KiB. A GPU wants longer matrices.
 CHUNK_ELEMENTS = {"cpu": 2**23, "cuda": 2**27}
+# Log-probabilities that may be kept for the backward pass; where there are more, they are computed a second time there.
+KEPT_ELEMENTS = {"cpu": 2**26, "cuda": 2**28}
 
 
 class Output(NamedTuple):
@@ -63,6 +66,7 @@ class LanguageHead(nn.Module):
         self.transform = transform
         self.weight = nn.Parameter(torch.empty(vocabulary, spec.transform.width if spec.transform else width))
         self.bias = nn.Parameter(torch.zeros(vocabulary)) if spec.bias else None
+        self.offset: Tensor | None
         self.register_buffer("offset", torch.zeros(1, vocabulary) if spec.offset else None)
         self.spec, self.out_features = spec, vocabulary
 
@@ -97,12 +101,14 @@ class Readout(nn.Module):
 
 def token_scores(head: nn.Module, hidden: Tensor, tokens: Tensor, temperature: float, entropy: bool) -> Output:
     """Log-probabilities (and entropies) of `tokens` [M] under head(hidden [M, D]), with few logits alive at a time."""
-    chunk = max(1, CHUNK_ELEMENTS.get(hidden.device.type, 2**25) // head.out_features)  # type: ignore[operator]
+    device, vocabulary = hidden.device.type, head.out_features
+    chunk = max(1, CHUNK_ELEMENTS.get(device, 2**25) // vocabulary)  # type: ignore[operator]
     if len(tokens) <= chunk:
         return Output(None, *_chunk_scores(head, hidden, tokens, temperature, entropy))
+    kept = len(tokens) * vocabulary <= KEPT_ELEMENTS.get(device, 2**26)  # type: ignore[operator]
+    call = _chunk_scores if kept else partial(checkpoint, _chunk_scores, use_reentrant=False)
     pieces = [
-        checkpoint(_chunk_scores, head, h, t, temperature, entropy, use_reentrant=False)
-        for h, t in zip(hidden.split(chunk), tokens.split(chunk), strict=True)
+        call(head, h, t, temperature, entropy) for h, t in zip(hidden.split(chunk), tokens.split(chunk), strict=True)
     ]
     log_probs, entropies = zip(*pieces, strict=True)
     return Output(log_probs=torch.cat(log_probs), entropy=torch.cat(entropies) if entropy else None)

@@ -1,5 +1,6 @@
 """Fresh weights. Everything that is loaded skips this room: see checkpoint.py."""
 
+import re
 from typing import Any
 
 from torch import nn
@@ -12,7 +13,7 @@ from alignment.models.positions import LearnedPositions
 from alignment.models.spec import FanInInitSpec, InitSpec
 from alignment.models.spec_pairs import EncoderDecoderSpec
 
-RESIDUAL_LAYERS = ("attention.output", "cross.output", "feedforward.down")  # they write into the residual stream
+RESIDUAL_LAYERS = re.compile(r"(attention|cross)\.output$|feedforward\.(experts\.\d+\.)?down$")
 DRAWN = nn.Linear | nn.Embedding | nn.Conv1d | LearnedPositions | RelativeBias | RelativeEmbedding | LanguageHead
 
 
@@ -42,7 +43,7 @@ def initialise_layer(module: nn.Module, init: InitSpec | FanInInitSpec, name: st
     """
     weight, bias = module.weight, getattr(module, "bias", None)
     if isinstance(init, InitSpec):
-        std = init.residual_std if name.endswith(RESIDUAL_LAYERS) else init.std
+        std = init.residual_std if RESIDUAL_LAYERS.search(name) else init.std
     elif isinstance(module, RelativeBias):
         std = init.distance_std
     else:

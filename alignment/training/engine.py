@@ -52,7 +52,7 @@ class Engine:
         self.step = 0
         self.untrained: list[str] = []
         if training.gradient_checkpointing:
-            checkpoint_activations(model)
+            checkpoint_activations(model, training.keep_activations)
         self.world = join_world()
         self.backend = build_backend(model, config, self.world, training.precision)
 
@@ -255,7 +255,7 @@ def build_backend(model: nn.Module, config: OptimConfig, world: World, precision
     return Replicated(model, config, world, precision)
 
 
-def checkpoint_activations(model: nn.Module) -> None:
+def checkpoint_activations(model: nn.Module, keep: str = "nothing") -> None:
     """Switch on recomputation of activations.
 
     Raises:
@@ -264,7 +264,7 @@ def checkpoint_activations(model: nn.Module) -> None:
     switch = getattr(model, "checkpoint_activations", None)
     if switch is None:
         raise UserError(f"training.gradient_checkpointing: {type(model).__name__} does not support it; set it to false")
-    switch(True)
+    switch(True, keep)
 
 
 def _names(rows: tuple[str, ...], cap: int = 20) -> str:

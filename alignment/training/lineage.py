@@ -12,7 +12,7 @@ from alignment.files import hash_of, sha256
 FREE_KEYS = frozenset(
     {
         "output", "resume", "trackers", "save_every_steps", "keep_checkpoints", "evaluate_every_steps",
-        "micro_batch_tokens", "gradient_checkpointing",
+        "micro_batch_tokens", "gradient_checkpointing", "keep_activations",
     }
 )  # fmt: skip
 

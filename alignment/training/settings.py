@@ -17,6 +17,8 @@ class TrainingConfig:
         seed: of data order, initialisation and dropout.
         precision: of the computation; weights and optimiser state are float32 either way.
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
+        keep_activations: what is kept even so: nothing (least memory), attention's results, or those of all matrix
+            products too (least to repeat).
         save_every_steps: 0 saves a checkpoint only when a signal stops the run.
         keep_checkpoints: the newest so many stay on disk.
         evaluate_every_steps: 0 evaluates only after the last update.
@@ -31,6 +33,7 @@ class TrainingConfig:
     seed: int = 0
     precision: Literal["fp32", "bf16"] = "fp32"
     gradient_checkpointing: bool = False
+    keep_activations: Literal["nothing", "attention", "products"] = "nothing"
     save_every_steps: int = 0
     keep_checkpoints: int = 2
     evaluate_every_steps: int = 0

@@ -1,6 +1,7 @@
 """T5, mT5, ByT5 and BART: published configs, files old and new, heads, fresh weights, text in and text out."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
@@ -295,7 +296,7 @@ def test_a_language_model_becomes_a_reader_with_a_new_head(name, task, tmp_path)
 
 
 def test_a_classifiers_stacks_become_a_language_model(tmp_path):
-    config = transformers.T5Config(**T5)
+    config: Any = transformers.AutoConfig.for_model("t5", **T5)
     transformers.T5ForSequenceClassification(config).save_pretrained(tmp_path)
     reader, language = load_checkpoint(tmp_path, "sequence"), load_checkpoint(tmp_path, new_head=True)
     for key, value in reader.decoder.state_dict().items():
@@ -395,12 +396,23 @@ def tokenizer_with(end, pad):
     )
 
 
+def talkative(tensors, end):
+    """Weights that make a model heed its source and, now and then, come to an end."""
+    table = next(x for name, x in tensors.items() if name.endswith("shared.weight"))
+    table[end] = table[5:9].sum(0)
+    if "final_logits_bias" in tensors:
+        tensors["final_logits_bias"][0, end] -= 1  # BART begins with its end token, and repeats what it reads
+    across = ("EncDecAttention.o.weight", "encoder_attn.out_proj.weight")
+    return {name: 20 * x if name.endswith(across) else x for name, x in tensors.items()}
+
+
 @pytest.mark.parametrize("name", sorted(TINY))
 @pytest.mark.parametrize("beams", [1, 4])
 def test_text_in_text_out_equals_transformers(name, beams, tmp_path):
     special = {"end": END[name], "pad": 1 if name == "bart" else 0}
-    config = {**TINY[name], **({"forced_eos_token_id": None} if name == "bart" else {})}
-    theirs = written(tmp_path, name, **config)
+    theirs = type(written(tmp_path, name, vocab_size=len(tokenizer_with(**special))))
+    edit(tmp_path, lambda tensors: talkative(tensors, END[name]))
+    theirs = theirs.from_pretrained(tmp_path).eval()
     tokenizer_with(**special).save_pretrained(tmp_path)
     model, tokenizer = alignment.load_model(str(tmp_path)), load_tokenizer(tmp_path)
     assert model.source == "native"
@@ -412,8 +424,10 @@ def test_text_in_text_out_equals_transformers(name, beams, tmp_path):
     )  # fmt: skip
     for row, tokens in zip(expected[:, 1:].tolist(), made.token_ids, strict=True):
         assert row[: len(tokens)] == tokens
-        assert all(token == special["pad"] for token in row[len(tokens) :])
+        assert set(row[len(tokens) :]) <= {special["pad"], special["end"]}  # their search fills up with either
     assert made.texts == tokenizer.batch_decode(expected, skip_special_tokens=True)
+    assert len({*map(tuple, made.token_ids)}) > 1  # the source is heeded
+    assert any(made.ended) or name == "bart"
 
 
 def test_log_probs_of_what_was_generated_are_those_of_training(tmp_path):

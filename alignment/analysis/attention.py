@@ -1,0 +1,204 @@
+"""Where each head looks: the weights a model really uses, asked of its own layers. How they are drawn is in page.py.
+
+Attention is linear in its values. Handed unit vectors in their place, the very code that training runs, with its windows,
+caps, biases and kernels, gives its weights back; nothing is computed here a second way.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from alignment.errors import UserError
+from alignment.models.attention import Attention, CrossAttention
+from alignment.models.disentangled import DisentangledAttention
+from alignment.models.language import active_prefix
+from alignment.models.sight import Look, LookAcross, Sight
+from alignment.ragged import Ragged, Seq2Seq
+
+
+class PairMaps(NamedTuple):
+    """Maps of an encoder-decoder, layer by layer: source on source [H, S, S], target on target [H, T, T], target on
+    source [H, T, S]."""
+
+    encoder: list[Tensor]
+    decoder: list[Tensor]
+    cross: list[Tensor]
+
+
+class Recorded(NamedTuple):
+    """Weights of a trunk's layers, in the order they acted: among its own tokens, and on an encoder's states."""
+
+    own: list[Tensor]
+    across: list[Tensor]
+
+
+@torch.no_grad()
+def attention_maps(model: Any, ids: Sequence[int], segments: Sequence[int] | None = None) -> list[Tensor]:
+    """Attention weights of a decoder or an encoder on one document, without dropout.
+
+    Args:
+        model: any model with one trunk, or transformers' own class in our shape.
+        ids: tokens of the document, T of them.
+        segments: sentence of each token, 0 or 1, for an encoder that tells them apart.
+
+    Returns:
+        One [H, T, T] per layer, fp32: row t is what token t makes of all tokens. Rows sum to 1, less what a prefix of
+        the model's own takes; what cannot be seen is exactly 0.
+    """
+    if model.source != "native":
+        inputs = {} if segments is None else {"token_type_ids": torch.tensor([list(segments)])}
+        return _given(_output_of(model, input_ids=torch.tensor([list(ids)]), **inputs), "attentions")
+    batch = Ragged.build([ids])
+    if segments is not None:
+        batch = replace(batch, segments=torch.tensor(list(segments)))
+    with _at_rest(model), recorded(model.trunk) as maps:
+        model.trunk(batch.to(model.trunk.embed.weight.device), prefix=active_prefix(model))
+    return maps.own
+
+
+@torch.no_grad()
+def pair_attention_maps(model: Any, source: Sequence[int], target: Sequence[int]) -> PairMaps:
+    """The same of an encoder-decoder.
+
+    Args:
+        source: tokens the encoder reads.
+        target: tokens the decoder reads, its start token first.
+    """
+    if model.source != "native":
+        output = _output_of(
+            model, input_ids=torch.tensor([list(source)]), decoder_input_ids=torch.tensor([list(target)])
+        )
+        names = ("encoder_attentions", "decoder_attentions", "cross_attentions")
+        return PairMaps(*(_given(output, name) for name in names))
+    pair = Seq2Seq(Ragged.build([source]), Ragged.build([target])).to(model.encoder.embed.weight.device)
+    with _at_rest(model), recorded(model.encoder) as read, recorded(model.decoder) as written:
+        model.states(pair)
+    return PairMaps(read.own, written.own, written.across)
+
+
+@contextmanager
+def recorded(trunk: nn.Module) -> Iterator[Recorded]:
+    """Within the block, one document through `trunk` leaves the weights of each layer here."""
+    maps = Recorded([], [])
+
+    def before(attention: nn.Module, inputs: tuple[Tensor, Sight]) -> tuple[Tensor, Sight]:
+        x, sight = inputs
+        if isinstance(attention, DisentangledAttention):  # it looks for itself
+            maps.own.append(_weights(partial(_mixed, attention, x, sight), _values_of(attention, x)))
+            return x, sight
+        if isinstance(attention, CrossAttention):
+            assert sight.across is not None
+            return x, replace(sight, across=_recording_across(sight.across, maps.across))
+        return x, replace(sight, look=_recording(sight.look, maps.own))
+
+    kinds = (Attention, CrossAttention, DisentangledAttention)
+    hooks = [part.register_forward_pre_hook(before) for part in trunk.modules() if isinstance(part, kinds)]
+    try:
+        yield maps
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _recording(look: Look, maps: list[Tensor]) -> Look:
+    """`look`, which also leaves its weights in `maps`."""
+
+    def look_and_record(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+        maps.append(_weights(lambda values: look(query, key, values, 0.0), value))
+        return look(query, key, value, dropout)
+
+    return look_and_record
+
+
+def _recording_across(look: LookAcross, maps: list[Tensor]) -> LookAcross:
+    """The same on an encoder's states."""
+
+    def look_and_record(query: Tensor, remember: Callable[[Tensor], tuple[Tensor, Tensor]], dropout: float) -> Tensor:
+        remembered: list[tuple[Tensor, Tensor]] = []
+
+        def noted(states: Tensor) -> tuple[Tensor, Tensor]:
+            remembered.append(remember(states))
+            return remembered[-1]
+
+        mixed = look(query, noted, dropout)
+        [(key, value)] = remembered
+        maps.append(_weights(lambda values: look(query, lambda states: (key, values), 0.0), value))
+        return mixed
+
+    return look_and_record
+
+
+def _weights(mix: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+    """The weights w behind mix(values)_t = sum_s w_ts values_s + what a prefix adds.
+
+    Args:
+        mix: values [S, KV, K] -> [T, H, K].
+        value: the layer's own, for their shape; K columns of w are found at a time.
+
+    Returns:
+        [H, T, S], fp32.
+    """
+    slots, _, width = value.shape
+    nothing = mix(torch.zeros_like(value))
+    pieces = []
+    for first in range(0, slots, width):
+        units = torch.zeros_like(value)
+        asked = torch.arange(first, min(first + width, slots), device=value.device)
+        units[asked, :, asked - first] = 1
+        pieces.append(mix(units) - nothing)
+    return torch.cat(pieces, -1)[..., :slots].transpose(0, 1).float()
+
+
+def _values_of(attention: DisentangledAttention, x: Tensor) -> Tensor:
+    return attention.value(x).unflatten(-1, (attention.spec.heads, attention.spec.head_width))
+
+
+def _mixed(attention: DisentangledAttention, x: Tensor, sight: Sight, values: Tensor) -> Tensor:
+    """What the layer makes of other values than its own, [N, H, K]: caught on the way to its output layer."""
+    caught: list[Tensor] = []
+    hooks = (
+        attention.value.register_forward_hook(lambda *_: values.flatten(1)),
+        attention.output.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0])),
+    )
+    try:
+        attention.forward(x, sight)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return caught[0].unflatten(-1, values.shape[1:])
+
+
+@contextmanager
+def _at_rest(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode, within the block."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+
+
+def _output_of(model: Any, **inputs: Tensor) -> Any:
+    """What transformers' own class gives, weights included: its plain implementation is the one that keeps them."""
+    inner = model.inner
+    usual = inner.config._attn_implementation
+    inner.set_attn_implementation("eager")
+    try:
+        with _at_rest(model):
+            on_device = {name: x.to(inner.device) for name, x in inputs.items()}
+            return inner(**on_device, output_attentions=True, use_cache=False, return_dict=True)
+    finally:
+        inner.set_attn_implementation(usual)
+
+
+def _given(output: Any, name: str) -> list[Tensor]:
+    layers = [layer for layer in getattr(output, name, None) or () if layer is not None]
+    if not layers:
+        raise UserError(f"{type(output).__name__}: transformers' class for this model gives no attention weights")
+    return [layer[0].float() for layer in layers]

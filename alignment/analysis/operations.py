@@ -1,0 +1,65 @@
+"""Arithmetic of one forward, counted from the specification alone: matrix products and attention. No clocks here.
+
+Norms, activations, softmax, rotations and look-ups are left out, as is usual: they cost time but few operations.
+"""
+
+from alignment.models.spec import (
+    AttentionSpec,
+    BlockSpec,
+    DisentangledSpec,
+    ExpertsSpec,
+    FeedForwardSpec,
+    GatedFeedForwardSpec,
+    PlainFeedForwardSpec,
+    TransformerSpec,
+)
+
+
+def forward_operations(spec: TransformerSpec, tokens: int) -> float:
+    """Multiplications and additions per token of one forward over a document, the head on every token.
+
+    A matrix of n entries takes 2 n; attention 4 * heads * head_width for each key that a query may see, so a causal
+    layer is counted by its half, a window by what lies in it, and a mixture by the experts that are chosen.
+
+    Args:
+        spec: a decoder or an encoder.
+        tokens: length of the document.
+
+    Raises:
+        ValueError: cross-attention, disentangled attention or a convolution, whose operations are not counted here.
+    """
+    narrow = spec.width if spec.projection is None else spec.projection.width
+    matrices = 0 if spec.projection is None else narrow * spec.width
+    matrices += 0 if spec.output_width is None else spec.width * spec.output_width
+    before_head = spec.output_width or spec.width
+    transform = spec.head.transform
+    matrices += before_head * spec.vocabulary if transform is None else 0
+    matrices += 0 if transform is None else (before_head + spec.vocabulary) * transform.width
+    return 2 * matrices + sum(block_operations(block, spec.width, tokens) for block in spec.layers)
+
+
+def block_operations(spec: BlockSpec, width: int, tokens: int) -> float:
+    """The same of one layer."""
+    attention = spec.attention
+    if isinstance(attention, DisentangledSpec) or spec.cross is not None or spec.convolution is not None:
+        raise ValueError("operations of cross-attention, disentangled attention and convolutions are not counted")
+    inner, shared = (heads * attention.head_width for heads in (attention.heads, attention.key_value_heads))
+    projections = 2 * width * (2 * inner + 2 * shared)
+    return projections + 4 * inner * keys_seen(attention, tokens) + _feedforward_operations(spec.feedforward, width)
+
+
+def _feedforward_operations(spec: FeedForwardSpec, width: int) -> int:
+    match spec:
+        case PlainFeedForwardSpec(width=inner):
+            return 4 * width * inner
+        case GatedFeedForwardSpec(width=inner):
+            return 6 * width * inner
+        case ExpertsSpec():
+            return 2 * width * spec.count + spec.chosen * _feedforward_operations(spec.expert, width)
+
+
+def keys_seen(spec: AttentionSpec, tokens: int) -> float:
+    """Keys that a query sees, the mean over a document of `tokens`."""
+    reach = tokens if spec.window is None else min(spec.window, tokens)
+    left = reach * (reach + 1) / 2 + (tokens - reach) * reach  # the token itself and those before it
+    return (left if spec.causal else 2 * left - tokens) / tokens

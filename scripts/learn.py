@@ -1,0 +1,265 @@
+"""Whether the stack learns what it should on real text; JSON lines on standard output, exit 1 where a bound is missed.
+
+    python scripts/learn.py shakespeare|spans|distillation|encoder [--seeds N] [--steps N] [--peer]
+
+shakespeare    a character model of nanoGPT's CPU size; loss on the last tenth of the file at most 1.90 nats (--peer:
+               the same run with transformers' GPT-2 beside it, wall time of both)
+spans          a small T5 by span corruption; loss of the written spans below that of their unigram distribution
+distillation   half the layers, taught by distributions or by the text's own tokens, at equal steps
+encoder        masked pretraining on wikitext2, then SST-2, against the same encoder from random weights
+
+The data lies in the folder that ALIGNMENT_DATA names; its README says where it comes from.
+"""
+
+import argparse
+import gzip
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from alignment.algorithms import pretrain
+from alignment.algorithms.objectives import DistillationConfig, SpanCorruption, labels_of
+from alignment.algorithms.pretrain import PretrainConfig
+from alignment.data.sources import DataConfig
+from alignment.data.stream import Stream
+from alignment.loading import load_model, load_tokenizer
+from alignment.training import OptimConfig, TrainingConfig
+
+NANO = {"model_type": "gpt2", "n_embd": 128, "n_layer": 4, "n_head": 4, "n_positions": 64}
+BLOCK = 64
+
+
+def main() -> int:
+    """Exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=list(SHOWS))
+    parser.add_argument("--seeds", type=int, default=None)
+    parser.add_argument("--steps", type=int, default=None)
+    parser.add_argument("--peer", action="store_true")
+    arguments = parser.parse_args()
+    data = Path(os.environ.get("ALIGNMENT_DATA", "../shared/data"))
+    with tempfile.TemporaryDirectory() as folder:
+        return 0 if SHOWS[arguments.what](data, Path(folder), arguments) else 1
+
+
+def say(**row: Any) -> None:
+    """One line of the result."""
+    print(json.dumps({key: round(x, 4) if isinstance(x, float) else x for key, x in row.items()}), flush=True)
+
+
+def read_text(path: Path) -> str:
+    """A whole gzipped text."""
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return file.read()
+
+
+def write_rows(path: Path, texts: Iterable[str]) -> str:
+    """Texts as JSON lines; returns the path."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+    return str(path)
+
+
+def last_line(output: str) -> dict[str, Any]:
+    """The last update's metrics."""
+    return json.loads(Path(output, "metrics.jsonl").read_text().splitlines()[-1])
+
+
+# --- characters of tinyshakespeare ----------------------------------------------------------------------------------
+
+
+def characters(data: Path, folder: Path) -> dict[str, str]:
+    """The first nine tenths of the training file, and the last."""
+    text = read_text(data / "tinyshakespeare" / "train.txt.gz")
+    cut = len(text) * 9 // 10
+    return {
+        "train": write_rows(folder / "train.jsonl", [text[:cut]]),
+        "evaluation": write_rows(folder / "heldout.jsonl", [text[cut:]]),
+    }
+
+
+def nano_config(files: dict[str, str], output: Path, steps: int, seed: int, **changes: Any) -> PretrainConfig:
+    """nanoGPT's settings for a CPU: 12 windows of 64 characters an update, no dropout."""
+    fields: dict[str, Any] = {
+        "data": DataConfig(**files, max_length=BLOCK),
+        "output": str(output),
+        "model": NANO,
+        "tokenizer_kind": "characters",
+        "optim": OptimConfig(1e-3, weight_decay=0.1, betas=(0.9, 0.99), warmup_steps=100, min_learning_rate_share=0.1),
+        "training": TrainingConfig(max_steps=steps, batch_size=12, seed=seed),
+    }
+    return PretrainConfig(**(fields | changes))
+
+
+def shakespeare(data: Path, folder: Path, arguments: argparse.Namespace) -> bool:
+    """nanoGPT's published run, with its loss as the bound."""
+    losses, files = [], characters(data, folder)
+    for seed in range(arguments.seeds or 1):
+        config = nano_config(files, folder / f"run{seed}", arguments.steps or 2000, seed)
+        began = time.perf_counter()
+        pretrain.run(config)
+        seconds = time.perf_counter() - began
+        losses.append(last_line(config.output)["held_out_loss"])
+        say(show="shakespeare", impl="alignment", seed=seed, held_out_loss=losses[-1], seconds=seconds)
+        if arguments.peer:
+            peer_run(config, seed)
+    return max(losses) <= 1.90
+
+
+def peer_run(config: PretrainConfig, seed: int) -> None:
+    """The same windows, order, optimiser and steps with transformers' GPT-2; evaluation included in its time."""
+    from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
+
+    from alignment.data.prepare import prepare_text
+
+    tokenizer = load_tokenizer(str(Path(config.output, "model")))
+    train, held_out = (prepare_text(config.data, "causal", tokenizer, part)[0] for part in ("train", "evaluation"))
+    torch.manual_seed(seed)
+    shape = {key: value for key, value in NANO.items() if key != "model_type"}
+    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": None, "eos_token_id": 0}
+    made = AutoConfig.for_model("gpt2", vocab_size=len(tokenizer), **shape, **off)
+    model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa")
+    steps = config.training.max_steps or 0
+    matrices = [x for x in model.parameters() if x.dim() > 1]
+    vectors = [x for x in model.parameters() if x.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimiser = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99))
+    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimiser, 100, steps, min_lr_rate=0.1)
+    stream = Stream(train, config.training.batch_size, seed)
+
+    def loss_of(rows: list[Any]) -> tuple[torch.Tensor, int]:
+        width = max(len(row.ids) for row in rows)
+        ids = torch.tensor([row.ids + [0] * (width - len(row.ids)) for row in rows])
+        mask = torch.tensor([[1] * len(row.ids) + [0] * (width - len(row.ids)) for row in rows])
+        whole = bool(mask.all())
+        out = model(input_ids=ids, attention_mask=None if whole else mask, labels=ids.masked_fill(mask == 0, -100))
+        return out.loss, int(mask[:, 1:].sum())
+
+    began = time.perf_counter()
+    for step in range(steps):
+        loss, _ = loss_of(stream.rows_at(step))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimiser.step()
+        schedule.step()
+        optimiser.zero_grad()
+    with torch.no_grad():
+        found = [loss_of(held_out[i : i + 128]) for i in range(0, len(held_out), 128)]
+    seconds = time.perf_counter() - began
+    loss = sum(float(value) * count for value, count in found) / sum(count for _, count in found)
+    say(show="shakespeare", impl="transformers", seed=seed, held_out_loss=loss, seconds=seconds)
+
+
+# --- a teacher ------------------------------------------------------------------------------------------------------
+
+
+def distillation(data: Path, folder: Path, arguments: argparse.Namespace) -> bool:
+    """Two layers taught by a teacher of four, or by the text alone, at equal steps."""
+    files, steps = characters(data, folder), arguments.steps or 1000
+    teacher = str(pretrain.run(nano_config(files, folder / "teacher", 2 * steps, 0)))
+    say(show="distillation", who="teacher", held_out_loss=last_line(str(folder / "teacher"))["held_out_loss"])
+    half = {**NANO, "n_layer": 2}
+    own = {"model": half, "tokenizer": teacher, "tokenizer_kind": "bpe"}
+    taught = DistillationConfig(teacher, temperature=2.0, soft_coef=0.5, hard_coef=0.5)
+    gains = []
+    for seed in range(arguments.seeds or 3):
+        losses = {}
+        for who, distil in (("hard labels", None), ("taught", taught)):
+            config = nano_config(files, folder / f"{who}{seed}", steps, seed, distillation=distil, **own)
+            pretrain.run(config)
+            losses[who] = last_line(config.output)["held_out_loss"]
+            say(show="distillation", who=who, seed=seed, held_out_loss=losses[who])
+        gains.append(losses["hard labels"] - losses["taught"])
+    say(show="distillation", gain_nats=statistics.mean(gains), least=min(gains), most=max(gains))
+    return min(gains) > 0
+
+
+# --- spans ----------------------------------------------------------------------------------------------------------
+
+
+def articles(data: Path) -> dict[str, list[str]]:
+    """Paragraphs of wikitext2: those of valid.txt to learn from, those of test_part.txt held out."""
+    parts = {"train": "valid.txt.gz", "evaluation": "test_part.txt.gz"}
+    return {
+        part: [line.strip() for line in read_text(data / "wikitext2" / name).splitlines() if len(line.split()) > 8]
+        for part, name in parts.items()
+    }
+
+
+def spans(data: Path, folder: Path, arguments: argparse.Namespace) -> bool:
+    """A small T5 on wikitext2; what it writes for missing spans against the words' own frequencies."""
+    files = {part: write_rows(folder / f"{part}.jsonl", texts) for part, texts in articles(data).items()}
+    shape = {
+        "d_model": 128,
+        "d_ff": 256,
+        "d_kv": 32,
+        "num_heads": 4,
+        "num_layers": 2,
+        "feed_forward_proj": "gated-gelu",
+    }
+    config = PretrainConfig(
+        data=DataConfig(**files, max_length=64),
+        output=str(folder / "run"),
+        objective=SpanCorruption(),
+        model={"model_type": "t5", "tie_word_embeddings": True, **shape},
+        tokenizer_kind="unigram",
+        vocabulary=2000,
+        sentinels=32,
+        optim=OptimConfig(3e-3, warmup_steps=50, weight_decay=0.01),
+        training=TrainingConfig(max_steps=arguments.steps or 1500, batch_size=64),
+    )
+    began = time.perf_counter()
+    directory = str(pretrain.run(config))
+    seconds = time.perf_counter() - began
+    model, tokenizer = load_model(directory), load_tokenizer(directory)
+    losses, right, guessed, baseline = span_figures(config, model, tokenizer)
+    say(show="spans", seconds=seconds, loss=losses, unigram_loss=baseline, accuracy=right, commonest_accuracy=guessed)
+    return losses < baseline and right > guessed
+
+
+@torch.no_grad()
+def span_figures(config: PretrainConfig, model: Any, tokenizer: Any) -> tuple[float, float, float, float]:
+    """Loss and accuracy on held-out span tokens, the commonest token's accuracy, and the unigram loss; no sentinels."""
+    from alignment.algorithms.objectives import collate_for
+    from alignment.data.frames import sentinel_ids
+    from alignment.data.objectives import draw_once
+    from alignment.data.prepare import prepare_text
+
+    train, held_out = (
+        prepare_text(config.data, "span_corruption", tokenizer, part)[0] for part in ("train", "evaluation")
+    )
+    frequencies = Counter(token for example in train for token in example.ids)
+    total = sum(frequencies.values()) + len(tokenizer)  # one more of each, so that no token is impossible
+    commonest = frequencies.most_common(1)[0][0]
+    special = torch.tensor([*sentinel_ids(tokenizer), tokenizer.eos_token_id])
+    collate = collate_for(config.objective, tokenizer, held_out, model, config.data.max_length, 8192)
+    loss = right = guessed = baseline = count = 0.0
+    for batch in collate(draw_once(held_out)):
+        labels, logits = labels_of(batch), model(batch=batch, distributions=True).logits
+        written = ~torch.isin(labels, special)
+        labels, logits = labels[written], logits[written]
+        loss += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()
+        right += (logits.argmax(-1) == labels).sum().item()
+        guessed += (labels == commonest).sum().item()
+        baseline -= sum(math.log((frequencies[token] + 1) / total) for token in labels.tolist())
+        count += len(labels)
+    return loss / count, right / count, guessed / count, baseline / count
+
+
+SHOWS: dict[str, Callable[[Path, Path, argparse.Namespace], bool]] = {
+    "shakespeare": shakespeare,
+    "spans": spans,
+    "distillation": distillation,
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

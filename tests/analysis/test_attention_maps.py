@@ -1,0 +1,271 @@
+"""Attention maps are what the model computes with: against transformers, against formulas, and put back into the model."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment.adapters import LoRASpec, PrefixSpec, attach
+from alignment.analysis import attention_maps, pair_attention_maps
+from alignment.analysis.attention import recorded
+from alignment.errors import UserError
+from alignment.models.attention import Attention
+from alignment.models.build import build_model, build_trunk
+from alignment.models.checkpoint import load_checkpoint
+from alignment.models.external import load_external
+from alignment.models.families import FAMILIES
+from alignment.models.initial import initialise
+from alignment.models.language import LanguageModel
+from alignment.models.spec import (
+    AttentionSpec,
+    BlockSpec,
+    InitSpec,
+    LayerNormSpec,
+    PlainFeedForwardSpec,
+    TransformerSpec,
+)
+from alignment.models.spec_positions import AlibiSpec, RelativeBiasSpec, RotarySpec
+from alignment.ragged import Ragged
+
+SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+from parity_reference import read_cases, write_checkpoint  # noqa: E402
+
+ONE_SIDED = ["gpt2", "llama", "mistral", "gemma2", "bloom", "bert", "deberta-v2", "modernbert", "albert"]
+TWO_SIDED = ["t5", "bart"]
+LENGTH = 37  # tokens: more than a head is wide, so that unit vectors come in several portions
+
+
+def one_of(family: str):
+    """The family's first case; skipped while the family has no table."""
+    case = next(iter(read_cases(family).values()))
+    if case.model_type not in FAMILIES:
+        pytest.skip(f"{family} has no table")
+    return case
+
+
+def ids_of(case, seed: int = 0) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(5, case.config["vocab_size"], (LENGTH,), generator=generator).tolist()
+
+
+def eager(reference, **inputs):
+    reference.set_attn_implementation("eager")
+    with torch.no_grad():
+        return reference(**inputs, output_attentions=True)
+
+
+@pytest.mark.parametrize("family", ONE_SIDED)
+def test_maps_are_transformers(family, tmp_path):
+    case = one_of(family)
+    reference = write_checkpoint(case, tmp_path)
+    ids = ids_of(case)
+    found = attention_maps(load_checkpoint(tmp_path), ids)
+    expected = [layer[0] for layer in eager(reference, input_ids=torch.tensor([ids])).attentions]
+    assert len(found) == len(expected) > 1
+    for ours, theirs in zip(found, expected, strict=True):
+        assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("family", TWO_SIDED)
+def test_maps_of_both_sides_and_between_are_transformers(family, tmp_path):
+    case = one_of(family)
+    reference = write_checkpoint(case, tmp_path)
+    source, target = ids_of(case), [reference.config.decoder_start_token_id, *ids_of(case, 1)[:20]]
+    found = pair_attention_maps(load_checkpoint(tmp_path), source, target)
+    output = eager(reference, input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([target]))
+    for ours, theirs in zip(
+        found, (output.encoder_attentions, output.decoder_attentions, output.cross_attentions), strict=True
+    ):
+        assert len(ours) == len(theirs) > 1
+        for one, other in zip(ours, theirs, strict=True):
+            assert_close(one, other[0], atol=1e-5, rtol=0)
+    assert found.cross[0].shape == (case.config.get("num_heads") or case.config["decoder_attention_heads"], 21, LENGTH)
+
+
+def test_transformers_own_classes_give_theirs(tmp_path):
+    case = one_of("gpt2")
+    write_checkpoint(case, tmp_path)
+    ids = ids_of(case)
+    external = load_external(tmp_path)
+    before = external.inner.config._attn_implementation
+    for ours, theirs in zip(attention_maps(load_checkpoint(tmp_path), ids), attention_maps(external, ids), strict=True):
+        assert_close(ours, theirs, atol=1e-5, rtol=0)
+    assert external.inner.config._attn_implementation == before != "eager"
+
+
+# Parts, one by one, on a small stack of our own
+
+PLAIN = AttentionSpec(heads=4, key_value_heads=4, head_width=8, scale=8**-0.5, bias=True, output_bias=True)
+PARTS = {
+    "plain": PLAIN,
+    "both sides": replace(PLAIN, causal=False),
+    "window": replace(PLAIN, window=5),
+    "window of both sides": replace(PLAIN, window=5, causal=False),
+    "softcap": replace(PLAIN, softcap=0.3),
+    "alibi": replace(PLAIN, distance=AlibiSpec()),
+    "relative bias": replace(PLAIN, distance=RelativeBiasSpec(8, 16)),
+    "grouped": replace(PLAIN, key_value_heads=2),
+    "rotary": replace(PLAIN, rotary=RotarySpec(10_000.0, 8)),
+    "grouped window softcap": replace(PLAIN, key_value_heads=1, window=7, softcap=0.5),
+}
+
+
+def stack(attention: AttentionSpec) -> LanguageModel:
+    """Two layers with weights large enough for attention to be uneven."""
+    block = BlockSpec(attention, PlainFeedForwardSpec(64, "relu", bias=True), LayerNormSpec(1e-5))
+    spec = TransformerSpec(61, 32, 64, (block, block), LayerNormSpec(1e-5), InitSpec(0.4, 0.4), tied_head=False)
+    torch.manual_seed(0)
+    return initialise(LanguageModel(build_trunk(spec), torch.nn.Linear(32, 61, bias=False), {}))
+
+
+@pytest.fixture(params=sorted(PARTS))
+def attention(request) -> AttentionSpec:
+    return PARTS[request.param]
+
+
+@pytest.fixture
+def ids() -> list[int]:
+    return torch.randint(61, (LENGTH,), generator=torch.Generator().manual_seed(2)).tolist()
+
+
+def test_rows_sum_to_one_and_what_cannot_be_seen_is_exactly_zero(attention, ids):
+    apart = torch.arange(LENGTH) - torch.arange(LENGTH)[:, None]  # key place minus query place
+    seen = apart.abs() < (attention.window or LENGTH)
+    seen &= (apart <= 0) | (not attention.causal)
+    for weights in attention_maps(stack(attention), ids):
+        assert weights.shape == (4, LENGTH, LENGTH)
+        assert_close(weights.sum(-1), torch.ones(4, LENGTH), atol=1e-5, rtol=0)
+        assert bool((weights[:, ~seen] == 0).all()) and bool((weights[:, seen] > 0).all())
+
+
+def test_weights_put_back_into_the_model_give_its_hidden_states(attention, ids):
+    model = stack(attention)
+    batch = Ragged.build([ids])
+    maps = iter(attention_maps(model, ids))
+
+    def instead(module, inputs):
+        x, sight = inputs
+
+        def look(query, key, value, dropout):
+            values = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
+            return torch.einsum("hts,shk->thk", next(maps), values)
+
+        return x, replace(sight, look=look)
+
+    with torch.no_grad():
+        usual = model.trunk(batch)
+        for part in model.trunk.modules():
+            if isinstance(part, Attention):
+                part.register_forward_pre_hook(instead)
+        assert_close(model.trunk(batch), usual, atol=1e-5, rtol=1e-5)
+    assert next(maps, None) is None
+
+
+def test_first_layer_is_the_formula(attention, ids):
+    """softmax(cap * tanh(scale * q k / cap) + bias), written out with loops over heads."""
+    model, batch = stack(attention), Ragged.build([ids])
+    block = model.trunk.blocks[0]
+    x = block.attention_norm(model.trunk.embedded(batch.tokens, batch.positions, None))
+    query, key = (part(x).unflatten(-1, (-1, 8)) for part in (block.attention.query, block.attention.key))
+    if attention.rotary is not None:
+        query, key = (turned_by_hand(part) for part in (query, key))
+    apart = torch.arange(LENGTH) - torch.arange(LENGTH)[:, None]
+    hidden = apart.abs() >= (attention.window or LENGTH)
+    hidden |= (apart > 0) if attention.causal else torch.zeros_like(hidden)
+    expected = []
+    for head in range(4):
+        scores = attention.scale * query[:, head] @ key[:, head * attention.key_value_heads // 4].T
+        if attention.softcap is not None:
+            scores = attention.softcap * torch.tanh(scores / attention.softcap)
+        if isinstance(attention.distance, AlibiSpec):
+            scores = scores + 2.0 ** (-8 * (head + 1) / 4) * apart  # four heads: 1/4, 1/16, ...
+        if isinstance(attention.distance, RelativeBiasSpec):
+            # 8 buckets, one-sided: distances 0 ... 3 alone, then 4 steps up to 16: 4, 6 (4 * 2^0.5 = 5.66), 8, 12 (11.3)
+            starts = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12])
+            back = (-apart).clamp(min=0)
+            bucket = (back[..., None] >= starts).sum(-1) - 1
+            scores = scores + model.trunk.distance.weight[bucket, head]
+        expected.append(scores.masked_fill(hidden, -torch.inf).softmax(-1))
+    assert_close(attention_maps(model, ids)[0], torch.stack(expected), atol=1e-5, rtol=0)
+
+
+def turned_by_hand(x: torch.Tensor) -> torch.Tensor:
+    """Each pair (i, i + 4) of a head's 8 columns turned by place * 10000^(-i / 4)."""
+    angle = torch.arange(LENGTH)[:, None, None] * 10_000.0 ** -(torch.arange(4) / 4)
+    one, other = x[..., :4], x[..., 4:]
+    return torch.cat([one * angle.cos() - other * angle.sin(), other * angle.cos() + one * angle.sin()], -1)
+
+
+def test_shared_layers_have_a_map_each(ids):
+    model = stack(PLAIN)
+    spec = replace(model.spec, blocks=model.spec.blocks[:1], order=(0, 0, 0))
+    torch.manual_seed(0)
+    shared = initialise(LanguageModel(build_trunk(spec), torch.nn.Linear(32, 61, bias=False), {}))
+    maps = attention_maps(shared, ids)
+    assert len(maps) == 3
+    assert not torch.allclose(maps[0], maps[1], atol=1e-3)
+
+
+def test_dropout_is_off_and_the_mode_comes_back(ids):
+    model = stack(replace(PLAIN, dropout=0.5))
+    usual = attention_maps(model, ids)
+    model.train()
+    for one, other in zip(usual, attention_maps(model, ids), strict=True):
+        assert torch.equal(one, other)
+    assert model.training
+
+
+def test_nothing_stays_on_the_model(ids):
+    model = stack(PLAIN)
+    before = model.trunk(Ragged.build([ids]))
+    with recorded(model.trunk) as maps, torch.no_grad():
+        recording = model.trunk(Ragged.build([ids]))
+    assert torch.equal(recording, before)  # recording does not change what the model computes
+    assert all(not part._forward_pre_hooks for part in model.modules())
+    model.trunk(Ragged.build([ids]))
+    assert len(maps.own) == 2
+
+
+@pytest.mark.parametrize("spec", [LoRASpec(rank=4, alpha=16.0), PrefixSpec(tokens=4)], ids=["lora", "prefix"])
+def test_adapters_count(spec, ids):
+    config = {"model_type": "gpt2", "vocab_size": 61, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    torch.manual_seed(0)
+    model = build_model(config)
+    bare = attention_maps(model, ids)
+    model = attach(model, spec)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name)))
+    adapted = attention_maps(model, ids)
+    assert not torch.allclose(bare[0], adapted[0], atol=1e-3)
+    total, one = adapted[0].sum(-1), torch.ones(4, LENGTH)
+    if isinstance(spec, LoRASpec):
+        assert_close(total, one, atol=1e-5, rtol=0)
+    else:  # the prefix has the rest
+        assert bool(((total > 0) & (total < 1)).all())
+    above = torch.ones(LENGTH, LENGTH, dtype=torch.bool).triu(1)
+    assert bool((adapted[0][:, above] == 0).all())
+
+
+def test_classes_without_weights_are_refused(tmp_path):
+    case = one_of("gpt2")
+    write_checkpoint(case, tmp_path)
+    external = load_external(tmp_path)
+
+    class Silent(torch.nn.Module):
+        config, device = external.inner.config, torch.device("cpu")
+
+        def set_attn_implementation(self, name):
+            pass
+
+        def forward(self, **inputs):
+            return type("Output", (), {"attentions": (None,)})()
+
+    external.inner = Silent()
+    with pytest.raises(UserError, match="gives no attention weights"):
+        attention_maps(external, ids_of(case))

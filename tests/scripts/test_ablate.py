@@ -1,0 +1,173 @@
+"""The ablation table: every row trains, differs from the baseline in the part it names, and is counted as it should be."""
+
+import json
+import math
+import sys
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from alignment.analysis import forward_operations
+
+SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
+sys.path.insert(0, str(SCRIPTS))  # the script imports its neighbour by its bare name
+import ablate  # noqa: E402
+from ablate_rows import ROWS, vanilla  # noqa: E402
+
+WORDS = ("to be or not to be, that is the question: whether 'tis nobler in the mind to suffer " * 30).strip()
+SMALL = ablate.Settings(steps=2, seeds=1, width=64, layers=2, batch=2, tokens=16)
+BASE = vanilla(65, 64, 4, 32)
+
+
+@pytest.fixture(scope="module")
+def corpus():
+    return ablate.corpus_of(WORDS, SMALL.tokens)
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """A specification as dotted names and plain values; blocks, all alike, as one and their number."""
+    if isinstance(value, tuple) and value and is_dataclass(value[0]):
+        assert len(set(value)) == 1
+        return {path: len(value), **flat(value[0], path)}
+    if not is_dataclass(value):
+        return {path: value}
+    found: dict[str, Any] = {f"{path}!": type(value).__name__}
+    for each in fields(value):
+        found |= flat(getattr(value, each.name), f"{path}.{each.name}".lstrip("."))
+    return found
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_a_row_differs_from_the_baseline_in_its_part_alone(row):
+    base, changed = flat(BASE), flat(row.change(BASE))
+    differing = {
+        path.rstrip("!") for path in base.keys() | changed.keys() if base.get(path, ...) != changed.get(path, ...)
+    }
+    named = set(row.parts)
+    # A part exchanged whole differs in fields of its own: blocks.feedforward stands for blocks.feedforward.width.
+    whole = {part for part in named if part in differing and any(path.startswith(f"{part}.") for path in differing)}
+    inside = {path for path in differing if any(path.startswith(f"{part}.") for part in whole if part != "blocks")}
+    assert differing - inside == named
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_a_row_trains(row, corpus):
+    result = ablate.measure(row, corpus, SMALL)
+    values = (result.steps_per_second, result.early_loss, result.final_loss)
+    assert all(len(each) == 1 and math.isfinite(each[0]) and each[0] > 0 for each in values)
+    assert result.parameters > 0 and result.operations_per_token > 0
+    # Two steps at a rate that warms up: the loss is still near that of guessing.
+    assert result.final_loss[0] == pytest.approx(math.log(corpus.vocabulary), rel=0.35)
+
+
+def test_training_learns(corpus):
+    settings = ablate.Settings(steps=60, seeds=1, width=64, layers=2, batch=4, tokens=16)
+    _, early, final = ablate.train(vanilla(corpus.vocabulary, 64, 2, 16), corpus, settings, seed=0)
+    assert final < early < math.log(corpus.vocabulary)
+
+
+def test_baselines_operations_are_torchs_but_for_the_half_no_token_sees():
+    """torch counts every pair of a causal layer, we those with the key not after the query; the rest is equal exactly."""
+    tokens, layers = 32, 4
+    # In plain steps: the counter has no formula for the CPU's fused kernel, and counts it as nothing.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
+        ablate.build(BASE, seed=0)(torch.zeros(1, tokens, dtype=torch.long))
+    unseen = layers * 4 * 64 * tokens * (tokens - 1) / 2
+    assert tokens * forward_operations(BASE, tokens) == counter.get_total_flops() - unseen
+
+
+def parameters(name: str) -> int:
+    return sum(each.numel() for each in ablate.build(ROWS[name].change(BASE), seed=0).parameters())
+
+
+@pytest.mark.parametrize("name", ["glu", "reglu", "geglu", "swiglu", "liglu", "deeper", "shallower"])
+def test_rows_of_equal_size(name):
+    assert parameters(name) == pytest.approx(parameters("vanilla"), rel=0.02)
+
+
+def test_sizes_by_hand():
+    block = 4 * (64 * 64 + 64) + (64 * 256 + 256) + (256 * 64 + 64) + 4 * 64
+    assert parameters("vanilla") == 65 * 64 + 32 * 64 + 4 * block + 2 * 64
+    assert parameters("untied") == parameters("vanilla") + 65 * 64
+    assert parameters("shared") == parameters("vanilla") - 3 * block
+    assert parameters("factorised") == parameters("vanilla") - 65 * 48 + 2 * 16 * 64
+    assert parameters("multi-query") == parameters("vanilla") - 4 * 2 * 48 * 65  # one key head of 16 for four
+    assert parameters("alibi") == parameters("vanilla") - 32 * 64
+    assert (
+        parameters("switch") == parameters("moe") == parameters("vanilla") + 4 * (3 * (block - 4 * 64 * 65 - 256) + 256)
+    )
+
+
+def test_every_row_sees_the_same_windows(corpus):
+    first, again = (list(ablate.batches(corpus.training, SMALL, seed=1)) for _ in range(2))
+    other = list(ablate.batches(corpus.training, SMALL, seed=2))
+    assert [batch.tokens.tolist() for batch in first] == [batch.tokens.tolist() for batch in again]
+    assert [batch.tokens.tolist() for batch in first] != [batch.tokens.tolist() for batch in other]
+    assert all(batch.lengths == (16, 16) for batch in first)
+
+
+def test_a_row_repeats_itself(corpus):
+    spec = vanilla(corpus.vocabulary, 64, 2, 16)
+    one, other = (ablate.train(spec, corpus, SMALL, seed=3)[1:] for _ in range(2))
+    assert one == other
+
+
+def test_the_last_tenth_is_held_out():
+    text = "ab" * 450 + "cd" * 50
+    corpus = ablate.corpus_of(text, 16)
+    assert corpus.vocabulary == 4
+    assert set(corpus.training.tolist()) == {0, 1} and len(corpus.training) == 900
+    assert len(corpus.held_out) == 6 and all(row == [2, 3] * 8 for row in corpus.held_out)  # 100 // 16
+
+
+def test_held_out_documents_are_spread_evenly_and_bounded():
+    corpus = ablate.corpus_of("".join(chr(97 + i % 26) for i in range(100_000)), 8)
+    assert len(corpus.held_out) == ablate.EVALUATED  # of 1250
+    assert corpus.held_out[0][0] == 90_000 % 26 and corpus.held_out[-1][0] == (90_000 + 1249 * 8) % 26
+
+
+def test_held_out_loss_is_the_mean_over_predicted_characters(corpus):
+    model = ablate.build(vanilla(corpus.vocabulary, 64, 2, 16), seed=0)
+    rows = torch.tensor(corpus.held_out)
+    with torch.no_grad():
+        expected = torch.nn.functional.cross_entropy(model(rows).logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+    assert ablate.held_out_loss(model, corpus, SMALL) == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_command_line_writes_both_files(tmp_path, monkeypatch, capsys):
+    (tmp_path / "text.txt").write_text(WORDS, encoding="utf-8")
+    words = ["--rows", "vanilla", "switch", "--steps", "2", "--seeds", "2", "--width", "32", "--layers", "2"]
+    more = ["--batch", "2", "--tokens", "16", "--device", "cpu", "--text", str(tmp_path / "text.txt")]
+    monkeypatch.setattr(sys, "argv", ["ablate.py", *words, *more, "--output", str(tmp_path / "out")])
+    ablate.main()
+    written = json.loads((tmp_path / "out" / "ablation.json").read_text())
+    assert [row["name"] for row in written["rows"]] == ["vanilla", "switch"]
+    loss = written["rows"][0]["final_loss"]
+    assert len(loss["seeds"]) == 2 and loss["mean"] == pytest.approx(sum(loss["seeds"]) / 2)
+    assert loss["std"] == pytest.approx(abs(loss["seeds"][0] - loss["seeds"][1]) / 2**0.5)
+    assert written["settings"]["steps"] == 2 and written["settings"]["optim"]["weight_decay"] == 0.1
+    markdown = (tmp_path / "out" / "ablation.md").read_text()
+    assert len(markdown.splitlines()) == 4 and "| Switch (1 of 4) |" in markdown
+    assert markdown in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words", [["--layers", "3"], ["--width", "36"], ["--rows", "nothing"], ["--steps", "0"], ["--text", "nowhere.txt"]]
+)
+def test_wrong_options_are_refused(words, monkeypatch, tmp_path, capsys):
+    (tmp_path / "text.txt").write_text(WORDS, encoding="utf-8")
+    monkeypatch.setattr(sys, "argv", ["ablate.py", "--text", str(tmp_path / "text.txt"), *words])
+    with pytest.raises(SystemExit) as stopped:
+        ablate.main()
+    assert stopped.value.code == 2
+    assert words[-1] in capsys.readouterr().err or words[0] == "--steps"
+
+
+def test_one_seed_has_no_spread():
+    assert ablate.spread([1.25]) == "1.2500"
+    assert ablate.spread([1.0, 2.0]) == "1.5000 ± 0.7071"

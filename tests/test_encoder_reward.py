@@ -1,0 +1,48 @@
+"""Reward models that are encoders: texts and pairs framed by their own tokenizer, scores as transformers gives them."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment import load_reward_model
+from alignment.data.tokenizers import save_tokenizer
+from alignment.data.train_tokenizers import train_wordpiece
+from alignment.errors import UserError
+
+TEXTS = ["what is the tallest tree", "a very tall one", "the redwood , by some way", "i do not know"]
+
+
+@pytest.fixture
+def directory(tmp_path):
+    import transformers
+
+    tokenizer = train_wordpiece(TEXTS * 4, 80)
+    save_tokenizer(tokenizer, tmp_path)
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, id2label={0: "score"},
+    )  # fmt: skip
+    model = transformers.BertForSequenceClassification(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.15 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path)
+    return tmp_path, model
+
+
+@torch.no_grad()
+def test_pairs_and_texts_score_as_in_transformers(directory):
+    path, model = directory
+    reward = load_reward_model(str(path))
+    pairs = [(TEXTS[0], TEXTS[2]), (TEXTS[0], TEXTS[3])]
+    expected = [model(**reward.tokenizer(*pair, return_tensors="pt")).logits[0, 0] for pair in pairs]
+    alone = model(**reward.tokenizer(TEXTS[1], return_tensors="pt")).logits[0, 0]
+    assert_close(reward.score([*pairs, TEXTS[1]]), torch.stack([*expected, alone]), atol=1e-5, rtol=1e-5)
+    assert expected[0] != expected[1]
+
+
+def test_a_prompt_of_messages_is_refused(directory):
+    reward = load_reward_model(str(directory[0]))
+    with pytest.raises(UserError, match="give each prompt as one text"):
+        reward.score([([{"role": "user", "content": TEXTS[0]}], TEXTS[2])])
