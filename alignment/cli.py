@@ -32,7 +32,9 @@ app = typer.Typer(
 evaluate = typer.Typer(no_args_is_help=True, help="Win rates, reward-model accuracy, language-model loss.")
 data = typer.Typer(no_args_is_help=True, help="Look at data files as training will see them.")
 app.add_typer(evaluate, name="evaluate")
+inspect = typer.Typer(no_args_is_help=True, help="Look into a model.")
 app.add_typer(data, name="data")
+app.add_typer(inspect, name="inspect")
 
 
 @app.command()
@@ -94,6 +96,12 @@ def ppo(config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, debu
 def dpo(config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, debug: Debug = False) -> None:
     """Optimise a policy on comparisons directly."""
     run_stage("dpo", ["dpo"], config, overrides, gpus, debug)
+
+
+@app.command()
+def understand(config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, debug: Debug = False) -> None:
+    """Fine-tune for classes of texts, pairs or words, for answers in a context, or for choices."""
+    run_stage("understand", ["understand"], config, overrides, gpus, debug)
 
 
 @evaluate.command("winrate")
@@ -164,7 +172,11 @@ def generate(
     output: Annotated[str | None, typer.Option(help="File for the JSON lines; the screen by default.")] = None,
     debug: Debug = False,
 ) -> None:
-    """Sample responses. Keys: max_new_tokens temperature top_k top_p seed batch_size use_generation_config."""
+    """Sample responses, or search with beams.
+
+    Keys: max_new_tokens min_new_tokens temperature top_k top_p min_p repetition_penalty no_repeat_ngram_size seed beams
+    length_penalty early_stopping batch_size use_generation_config.
+    """
     if bool(prompt) == bool(prompts):
         raise UserError("generate: give either --prompt TEXT or --prompts FILE")
     from alignment.files import write_text
@@ -207,6 +219,33 @@ def data_check(
     print(report.render())
     if not report.ok:
         raise typer.Exit(2)
+
+
+@inspect.command("attention")
+def inspect_attention(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model or adapter directory, or Hub name.")],
+    text: Annotated[list[str], typer.Option(help="What it reads; may be given several times.")],
+    target: Annotated[
+        list[str] | None,
+        typer.Option(help="What an encoder-decoder's decoder reads, one per text; else what it writes."),
+    ] = None,
+    output: Annotated[str, typer.Option(help="HTML file to write.")] = "attention.html",
+    layers: Annotated[str | None, typer.Option(metavar="0,3", help="Layers to show, from 0; all by default.")] = None,
+    debug: Debug = False,
+) -> None:
+    """Write a page with the attention maps of every layer and head."""
+    numbers = None if layers is None else layer_numbers(layers)
+    from alignment.analysis import write_attention
+
+    print(write_attention(model, text, output, layers=numbers, targets=target or []))
+
+
+def layer_numbers(text: str) -> list[int]:
+    """Numbers of a list such as `0,3`."""
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise UserError(f"--layers {text!r}: give numbers from 0 with commas between, such as 0,3")
+    return [int(part) for part in parts]
 
 
 @app.command()

@@ -30,6 +30,7 @@ STAGES = {  # verb: module, config class, function of a config. Imported when a 
     "reward": ("alignment.algorithms.reward", "RewardConfig", "run"),
     "ppo": ("alignment.algorithms.ppo", "PPOConfig", "run"),
     "dpo": ("alignment.algorithms.dpo", "DPOConfig", "run"),
+    "understand": ("alignment.algorithms.understand", "UnderstandConfig", "run"),
     "winrate": ("alignment.evaluation.run", "WinRateConfig", "run_winrate"),
     "reward_eval": ("alignment.evaluation.run", "RewardEvalConfig", "run_reward"),
     "language": ("alignment.evaluation.run", "LanguageEvalConfig", "run_language"),

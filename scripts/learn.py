@@ -28,7 +28,7 @@ from typing import Any
 import torch
 
 from alignment.algorithms import pretrain
-from alignment.algorithms.objectives import DistillationConfig, SpanCorruption, labels_of
+from alignment.algorithms.objectives import DistillationConfig, Masked, SpanCorruption, labels_of
 from alignment.algorithms.pretrain import PretrainConfig
 from alignment.data.sources import DataConfig
 from alignment.data.stream import Stream
@@ -255,10 +255,71 @@ def span_figures(config: PretrainConfig, model: Any, tokenizer: Any) -> tuple[fl
     return loss / count, right / count, guessed / count, baseline / count
 
 
+# --- an encoder -----------------------------------------------------------------------------------------------------
+
+BERT = {
+    "model_type": "bert", "hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def encoder(data: Path, folder: Path, arguments: argparse.Namespace) -> bool:
+    """Masked pretraining on wikitext2, then SST-2, beside the same encoder from random weights; paired over seeds."""
+    from scipy import stats
+
+    texts = [text for part in articles(data).values() for text in part]  # the judge is SST-2: none of it is held out
+    file, gains = write_rows(folder / "wikitext2.jsonl", texts), []
+    for seed in range(arguments.seeds or 5):
+        began = time.perf_counter()
+        directory = str(
+            pretrain.run(
+                PretrainConfig(
+                    data=DataConfig(train=file, max_length=64),
+                    output=str(folder / f"pretrain{seed}"),
+                    objective=Masked(),
+                    model=BERT,
+                    tokenizer_kind="wordpiece",
+                    vocabulary=4000,
+                    optim=OptimConfig(1e-3, warmup_steps=100, weight_decay=0.01),
+                    training=TrainingConfig(max_steps=arguments.steps or 1500, batch_size=64, seed=seed),
+                )
+            )
+        )
+        seconds, loss = time.perf_counter() - began, last_line(str(folder / f"pretrain{seed}"))["loss"]
+        starts = {"pretrained": {"policy": directory}, "random": {"model": BERT, "tokenizer": directory}}
+        found = {who: sst2(data, folder / f"{who}{seed}", seed, **start) for who, start in starts.items()}
+        gains.append(found["pretrained"] - found["random"])
+        say(show="encoder", seed=seed, pretraining_seconds=seconds, masked_loss=loss, **found)
+    if len(gains) < 2:
+        return gains[0] > 0
+    interval = stats.t.interval(0.95, len(gains) - 1, statistics.mean(gains), stats.sem(gains))
+    say(show="encoder", gain=statistics.mean(gains), low=float(interval[0]), high=float(interval[1]))
+    return bool(interval[0] > 0)
+
+
+def sst2(data: Path, output: Path, seed: int, **start: Any) -> float:
+    """Accuracy on the 2,157 rows of dev and test after fine-tuning on train."""
+    from alignment.algorithms import understand
+
+    rows = {part: str(data / "sst2" / f"{part}.jsonl.gz") for part in ("train", "dev", "test")}
+    understand.run(
+        understand.UnderstandConfig(
+            task="sequence",
+            data=DataConfig(rows["train"], [rows["dev"], rows["test"]], columns={"text": "sentence"}, max_length=64),
+            output=str(output),
+            optim=OptimConfig(5e-4, warmup_steps=50, weight_decay=0.01, schedule="linear"),
+            training=TrainingConfig(epochs=3, batch_size=32, seed=seed),
+            **start,
+        )
+    )
+    return last_line(str(output))["held_out_accuracy"]
+
+
 SHOWS: dict[str, Callable[[Path, Path, argparse.Namespace], bool]] = {
     "shakespeare": shakespeare,
     "spans": spans,
     "distillation": distillation,
+    "encoder": encoder,
 }
 
 if __name__ == "__main__":

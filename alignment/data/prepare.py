@@ -114,11 +114,11 @@ def prepare_labelled(
     """Examples of one part of labelled data, the whole tally, and the labels by id.
 
     Args:
-        task: sequence or pair (ClassExample), tokens (TokenExample), span (SpanExample), or choice (ViewsExample, with a
-            tokenizer from `gpt_formats.with_marks`).
+        task: sequence or pair (ClassExample), tokens (TokenExample), span (SpanExample), or choice (ViewsExample, with
+            a tokenizer from `gpt_formats.with_marks`, or as `encode` has it).
         names: id2label that the rows must keep to; None: made from the rows. Span and choice have none.
         encode: how sequences and pairs become examples, where not as BERT has them: `gpt_formats.encode_classes` or
-            `encode_similarity`.
+            `encode_similarity`; how choices do, where not as GPT-1 has them: `choices.encode_pair_choices`.
         options: of span: `stride`, `max_question`.
 
     Raises:
@@ -135,7 +135,7 @@ def prepare_labelled(
     if task == "span":
         examples, making = encode_questions(rows, tokenizer, config.max_length, **options)
     elif task == "choice":
-        examples, making = gpt_formats.encode_choices(rows, tokenizer, config.max_length)
+        examples, making = (encode or gpt_formats.encode_choices)(rows, tokenizer, config.max_length)
     else:
         names = label_names(rows) if names is None else names
         examples, making = (encode or ENCODE[task])(rows, tokenizer, config.max_length, names)

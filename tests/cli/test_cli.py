@@ -50,6 +50,7 @@ VERBS = [
     ["reward"],
     ["ppo"],
     ["dpo"],
+    ["understand"],
     *(["evaluate", name] for name in ("winrate", "reward", "language")),
 ]
 

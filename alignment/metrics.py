@@ -1,0 +1,172 @@
+"""How right classes, labelled words and quoted answers are: counts, F1, Matthews' correlation, exact match.
+
+Pure functions of labels and predictions. Reads no model; win rates and losses are in evaluation/.
+"""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+Entity = tuple[str, int, int]  # kind, first word, the one after the last
+
+
+# Classes
+
+
+def confusion(labels: Sequence[int], predictions: Sequence[int], classes: int) -> Tensor:
+    """How often each class (row) was taken for each class (column), [C, C], int64.
+
+    Raises:
+        ValueError: nothing to count, or not as many predictions as labels.
+    """
+    if not labels or len(labels) != len(predictions):
+        raise ValueError(f"{len(labels)} labels and {len(predictions)} predictions; they must be as many, and some")
+    cells = torch.tensor(labels) * classes + torch.tensor(predictions)
+    return torch.bincount(cells, minlength=classes * classes).reshape(classes, classes)
+
+
+def accuracy(table: Tensor) -> float:
+    """Share of the rows that got their class."""
+    return float(table.trace() / table.sum())
+
+
+def class_f1(table: Tensor) -> list[float]:
+    """F1 of each class, 2 right / (labelled + predicted); 0 for a class that is neither labelled nor predicted."""
+    both = table.sum(0) + table.sum(1)
+    return (2 * table.diagonal() / both.clamp(min=1)).tolist()
+
+
+def macro_f1(table: Tensor) -> float:
+    """Mean F1 over the classes that are labelled or predicted at least once."""
+    occurring = (table.sum(0) + table.sum(1) > 0).tolist()
+    scores = [score for score, counts in zip(class_f1(table), occurring, strict=True) if counts]
+    return sum(scores) / len(scores)
+
+
+def matthews(table: Tensor) -> float:
+    """Correlation of labels and predictions, in [-1, 1]; 0 where either is always the same class.
+
+    r = (n right - sum_k labelled_k predicted_k) / sqrt((n^2 - sum_k labelled_k^2) (n^2 - sum_k predicted_k^2))
+
+    Source: Matthews 1975 for two classes; for more Gorodkin 2004, "Comparing two K-category assignments by a
+    K-category correlation coefficient", eq. 8.
+    """
+    counts = table.double()
+    labelled, predicted, rows = counts.sum(1), counts.sum(0), counts.sum()
+    spread = (rows**2 - labelled.square().sum()) * (rows**2 - predicted.square().sum())
+    if spread == 0:
+        return 0.0
+    return float((rows * counts.trace() - labelled @ predicted) / spread.sqrt())
+
+
+def class_metrics(labels: Sequence[int], predictions: Sequence[int], classes: int) -> dict[str, float]:
+    """`accuracy`, `macro_f1`, `matthews`, and for two classes `f1`, that of class 1."""
+    table = confusion(labels, predictions, classes)
+    metrics = {"accuracy": accuracy(table), "macro_f1": macro_f1(table), "matthews": matthews(table)}
+    return metrics | ({"f1": class_f1(table)[1]} if classes == 2 else {})
+
+
+# Labelled words
+
+
+def is_begin_inside(names: Iterable[str]) -> bool:
+    """Whether labels mark the beginnings and insides of entities: B-PERSON, I-PERSON ..., and O."""
+    names = set(names)
+    return bool(names - {"O"}) and all(name == "O" or re.match(r"[BI]-.", name) for name in names)
+
+
+def entities(tags: Sequence[str]) -> set[Entity]:
+    """The entities of a text in B-, I-, O labels; an I- that continues nothing of its kind begins one.
+
+    Source: conlleval, the scorer of the CoNLL-2000 and 2003 tasks.
+    """
+    found, start = set(), 0
+    for place, tag in enumerate([*tags, "O"]):
+        before = tags[place - 1] if place else "O"
+        continues = tag.startswith("I-") and before[2:] == tag[2:]
+        if before != "O" and not continues:
+            found.add((before[2:], start, place))
+        if tag != "O" and not continues:
+            start = place
+    return found
+
+
+def entity_metrics(labels: Sequence[Sequence[str]], predictions: Sequence[Sequence[str]]) -> dict[str, float]:
+    """`entity_precision`, `entity_recall`, `entity_f1` over all texts: right are those with kind and both ends right."""
+    pairs = [(entities(ours), entities(theirs)) for ours, theirs in zip(labels, predictions, strict=True)]
+    right = sum(len(gold & found) for gold, found in pairs)
+    wanted, given = (sum(len(pair[side]) for pair in pairs) for side in (0, 1))
+    precision, recall = right / max(1, given), right / max(1, wanted)
+    f1 = 2 * right / max(1, wanted + given)
+    return {"entity_precision": precision, "entity_recall": recall, "entity_f1": f1}
+
+
+# Answers
+
+
+def normalised(text: str) -> str:
+    """The text small, without punctuation and articles, blanks single.
+
+    Source: Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1, and their evaluation script.
+    """
+    return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
+
+
+def exact_match(answer: str, golds: Sequence[str]) -> float:
+    """1 where the answer is one of `golds` once normalised, else 0; no gold answer stands for the empty one."""
+    return float(normalised(answer) in [normalised(gold) for gold in _told(golds)])
+
+
+def answer_f1(answer: str, golds: Sequence[str]) -> float:
+    """Overlap of words with the best of `golds`; an empty answer overlaps with an empty gold one alone.
+
+    Source: as `normalised`; empty answers Rajpurkar et al. 2018, arXiv:1806.03822, and their script.
+    """
+    return max(_word_f1(normalised(answer).split(), normalised(gold).split()) for gold in _told(golds))
+
+
+def _told(golds: Sequence[str]) -> Sequence[str]:
+    return [gold for gold in golds if normalised(gold)] or [""]
+
+
+def _word_f1(words: list[str], gold: list[str]) -> float:
+    if not words or not gold:
+        return float(words == gold)
+    return 2 * sum((Counter(words) & Counter(gold)).values()) / (len(words) + len(gold))
+
+
+def answer_metrics(answers: Sequence[str], golds: Sequence[Sequence[str]]) -> dict[str, float]:
+    """`exact_match` and `f1`, means over questions, in [0, 1].
+
+    Args:
+        golds: right answers of each question; none: the context does not answer it, and "" is right.
+    """
+    pairs = list(zip(answers, golds, strict=True))
+    matches, overlaps = (sum(score(*pair) for pair in pairs) for score in (exact_match, answer_f1))
+    return {"exact_match": matches / len(pairs), "f1": overlaps / len(pairs)}
+
+
+def best_span(scores: Tensor, allowed: Sequence[bool], most: int) -> tuple[float, int, int] | None:
+    """The likeliest answer in a window: its score (start + end), first and last token; None where none is allowed.
+
+    Args:
+        scores: start and end score of each token, [T, 2].
+        allowed: True where an answer may start and end, [T].
+        most: tokens that an answer may have.
+
+    Source: Devlin et al. 2019, arXiv:1810.04805, section 4.2.
+    """
+    places = torch.tensor(allowed).nonzero().squeeze(1)
+    if not len(places):
+        return None
+    starts, ends = scores.double()[places].unbind(1)
+    distance = places[None, :] - places[:, None]  # [starts, ends]
+    joint = (starts[:, None] + ends[None, :]).masked_fill((distance < 0) | (distance >= most), -torch.inf)
+    first, last = divmod(int(joint.argmax()), len(places))
+    return float(joint[first, last]), int(places[first]), int(places[last])

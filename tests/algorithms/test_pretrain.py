@@ -1,0 +1,196 @@
+"""Pretraining runs of every objective: they learn, do not depend on memory settings, resume exactly, and distil."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+from alignment.algorithms import pretrain
+from alignment.algorithms.objectives import (
+    Causal,
+    DistillationConfig,
+    Infilling,
+    Masked,
+    Prefix,
+    SentencePairs,
+    SpanCorruption,
+    labels_of,
+    taught_loss,
+)
+from alignment.data.corruption import Masking
+from alignment.data.sources import DataConfig
+from alignment.errors import UserError
+from alignment.loading import load_model, load_tokenizer
+from alignment.models.build import build_model
+from alignment.models.resize import copied_from_teacher, spaced_layers
+from alignment.ragged import Ragged
+from alignment.training import OptimConfig, TrainingConfig
+
+BERT = {
+    "model_type": "bert", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+T5 = {"model_type": "t5", "d_model": 32, "d_ff": 64, "d_kv": 16, "num_layers": 2, "num_heads": 2, "dropout_rate": 0.0}
+BART = {
+    "model_type": "bart", "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 96,
+    "dropout": 0.0,
+}  # fmt: skip
+LLAMA = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+}  # fmt: skip
+CASES = {
+    "causal": (Causal(), LLAMA, {"vocabulary": 300}),
+    "masked": (Masked(), BERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
+    "masked words": (Masked(masking=Masking(units="words")), BERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
+    "masked spans, BPE": (Masked(masking=Masking(units="spans")), BERT, {"vocabulary": 300}),
+    "sentence pairs": (SentencePairs(), BERT, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
+    "span corruption": (SpanCorruption(), T5, {"vocabulary": 300, "tokenizer_kind": "unigram", "sentinels": 16}),
+    "span corruption of bytes": (SpanCorruption(mean_span=6), T5, {"tokenizer_kind": "bytes", "sentinels": 16}),
+    "prefix": (Prefix(), T5, {"vocabulary": 300, "tokenizer_kind": "unigram"}),
+    "infilling": (Infilling(), BART, {"vocabulary": 300, "tokenizer_kind": "wordpiece"}),
+}
+
+
+@pytest.fixture
+def make(world, tmp_path):
+    """`make(case, name, **changes)` -> config of a short run."""
+
+    def config(case, name="run", **changes):
+        objective, model, tokenizer = CASES[case]
+        data = DataConfig(train=world["pretrain"], evaluation=world["pretrain_heldout"], max_length=48, max_rows=48)
+        fields = {
+            "data": data, "output": str(tmp_path / name), "objective": objective, "model": model, **tokenizer,
+            "optim": OptimConfig(learning_rate=1e-2), "training": TrainingConfig(batch_size=16, max_steps=12),
+        }  # fmt: skip
+        return pretrain.PretrainConfig(**(fields | changes))
+
+    return config
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_objective_learns_and_opens_again(case, make, tmp_path, read_metrics):
+    directory = str(pretrain.run(make(case)))
+    lines = read_metrics(tmp_path / "run")
+    assert lines[-1]["loss"] < lines[0]["loss"] - 0.3
+    assert lines[-1]["tokens"] > 0
+    model, tokenizer = load_model(directory), load_tokenizer(directory)
+    assert model.spec.vocabulary >= len(tokenizer)
+    if case == "sentence pairs":
+        assert {"masked_loss", "next_sentence_loss", "next_sentence_accuracy"} <= lines[-1].keys()
+        assert lines[-1]["loss"] == pytest.approx(lines[-1]["masked_loss"] + lines[-1]["next_sentence_loss"], rel=1e-4)
+
+
+@pytest.mark.parametrize("case", ["masked", "sentence pairs", "span corruption"])
+def test_memory_settings_change_no_result(case, make):
+    weights = []
+    for name, settings in (("a", {}), ("b", {"micro_batch_tokens": 150, "gradient_checkpointing": True})):
+        changes = {
+            "training": TrainingConfig(batch_size=16, max_steps=3, **settings),
+            "optim": OptimConfig(learning_rate=1e-3),  # Adam's first steps make a rate of what is noise near 0
+        }
+        weights.append(load_file(pretrain.run(make(case, name, **changes)) / "model.safetensors"))
+    assert_close(weights[0], weights[1], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", ["masked", "span corruption"])
+def test_a_row_is_corrupted_anew_in_every_epoch_and_again_alike_in_another_run(case, make, read_metrics, tmp_path):
+    still = OptimConfig(learning_rate=1e-12)  # the loss then changes with the corruption only
+    losses = {}
+    for name in ("a", "b"):
+        training = TrainingConfig(batch_size=48, max_steps=3)  # an epoch is one step
+        pretrain.run(make(case, name, optim=still, training=training))
+        losses[name] = [line["loss"] for line in read_metrics(tmp_path / name)]
+    assert losses["a"] == losses["b"]
+    assert len({round(loss, 4) for loss in losses["a"]}) > 1
+
+
+def test_going_on_from_a_checkpoint_starts_where_it_ended(make, tmp_path, read_metrics):
+    first = make("masked", "first")
+    directory = str(pretrain.run(first))
+    more = {"model": None, "policy": directory, "vocabulary": None, "tokenizer_kind": "bpe"}
+    pretrain.run(make("masked", "second", **more))
+    before, after = read_metrics(tmp_path / "first"), read_metrics(tmp_path / "second")
+    assert after[0]["loss"] < before[0]["loss"] - 0.3
+
+
+@pytest.mark.parametrize(
+    ("case", "model", "advice"),
+    [("masked", LLAMA, "causal"), ("causal", BERT, "masked"), ("causal", T5, "span_corruption")],
+)
+def test_an_objective_that_does_not_fit_the_model_is_refused(case, model, advice, make):
+    with pytest.raises(UserError, match=rf"does not fit model_type.*objective.kind: {advice} would"):
+        pretrain.run(make(case, model=model))
+
+
+def test_a_tokenizer_without_a_mask_or_enough_sentinels_is_refused(make, world, tokenizer, tmp_path):
+    from alignment.data.tokenizers import save_tokenizer
+
+    save_tokenizer(tokenizer, tmp_path / "tokenizer")
+    with pytest.raises(UserError, match="mask"):
+        pretrain.run(make("masked", tokenizer=str(tmp_path / "tokenizer"), vocabulary=None, tokenizer_kind="bpe"))
+    with pytest.raises(UserError, match="sentinels"):
+        pretrain.run(make("span corruption", sentinels=1))
+
+
+@pytest.mark.parametrize("case", ["causal", "masked", "span corruption"])
+def test_a_student_is_pulled_to_its_teacher(case, make, tmp_path, read_metrics):
+    teacher = str(pretrain.run(make(case, "teacher")))
+    distillation = DistillationConfig(teacher, soft_coef=1.0, hard_coef=0.0)
+    shape = dict(CASES[case][1])
+    shape["num_layers" if case == "span corruption" else "num_hidden_layers"] = 1
+    own = {"vocabulary": None, "tokenizer_kind": "bpe", "tokenizer": teacher, "sentinels": None}
+    pretrain.run(make(case, "student", model=shape, distillation=distillation, **own))
+    lines = read_metrics(tmp_path / "student")
+    assert lines[-1]["soft_loss"] < lines[0]["soft_loss"] - 0.2
+    assert lines[0]["loss"] == pytest.approx(lines[0]["soft_loss"], rel=1e-5)
+    assert lines[-1]["held_out_loss"] < lines[0]["hard_loss"]
+
+
+def test_the_taught_loss_is_its_three_terms():
+    torch.manual_seed(0)
+    student, teacher = (build_model({**LLAMA, "vocab_size": 50, "num_hidden_layers": n}) for n in (1, 2))
+    batch = Ragged.build([[1, 2, 3, 4], [5, 6, 7]])
+    config = DistillationConfig("t", temperature=2.0, soft_coef=5.0, hard_coef=2.0, cosine_coef=1.0)
+    loss = taught_loss(student, teacher, config)(batch)
+    ours, theirs = student(batch=batch, distributions=True), teacher(batch=batch, distributions=True)
+    p, q = (theirs.logits / 2).log_softmax(-1), (ours.logits / 2).log_softmax(-1)
+    soft = 4 * (p.exp() * (p - q)).sum()
+    hard = F.cross_entropy(ours.logits, torch.tensor([2, 3, 4, 6, 7]), reduction="sum")
+    cosine = (1 - F.cosine_similarity(ours.hidden, theirs.hidden)).sum()
+    assert labels_of(batch).tolist() == [2, 3, 4, 6, 7]
+    assert_close(loss.total, 5 * soft + 2 * hard + cosine)
+    assert not any(parameter.grad is not None for parameter in teacher.parameters())
+
+
+def test_layers_copied_from_a_teacher_are_evenly_spaced():
+    assert (
+        spaced_layers(3, 6) == [1, 3, 5]
+        and spaced_layers(6, 12) == [1, 3, 5, 7, 9, 11]
+        and spaced_layers(2, 2) == [0, 1]
+    )
+    config = {**LLAMA, "vocab_size": 50}
+    student, teacher = build_model({**config, "num_hidden_layers": 2}), build_model({**config, "num_hidden_layers": 4})
+    copied_from_teacher(student, teacher)
+    for ours, theirs in ((0, 1), (1, 3)):
+        for a, b in zip(
+            student.trunk.blocks[ours].parameters(), teacher.trunk.blocks[theirs].parameters(), strict=True
+        ):
+            assert torch.equal(a, b)
+    assert torch.equal(student.head.weight, teacher.head.weight)
+    with pytest.raises(UserError, match=r"copy_layers.*(head|embed)\.weight"):
+        copied_from_teacher(build_model({**config, "hidden_size": 48}), teacher)
+
+
+def test_settings_that_contradict_each_other_are_refused(make):
+    with pytest.raises(ValueError, match="either `tokenizer`"):
+        make("masked", tokenizer="somewhere")
+    with pytest.raises(ValueError, match="not sentence_pairs"):
+        make("sentence pairs", distillation=DistillationConfig("t"))
+    with pytest.raises(ValueError, match="teacher must count"):
+        DistillationConfig("t", soft_coef=0.0)
+    assert replace(make("causal"), vocabulary=None, tokenizer_kind="characters").vocabulary is None

@@ -1,0 +1,401 @@
+"""Fine-tuning for understanding: what it learns, what it leaves alone, and that others read its results alike."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from alignment.adapters import LoRASpec
+from alignment.algorithms import understand
+from alignment.algorithms.understand import UnderstandConfig
+from alignment.algorithms.understand_parts import (
+    LanguageBeside,
+    collate_for,
+    encode_with,
+    hold,
+    label_settings,
+    reader_state,
+    start_reader,
+)
+from alignment.algorithms.understand_scores import answers_to, label_loss, language_cost, read_all
+from alignment.algorithms.understand_use import predict
+from alignment.config import load_config
+from alignment.data.frames import Framed
+from alignment.data.gpt_formats import ViewsExample, collate_views, with_marks
+from alignment.data.labelled import LabelledText
+from alignment.data.questions import SpanExample
+from alignment.data.sources import DataConfig
+from alignment.data.understanding import LabelledBatch
+from alignment.errors import UserError
+from alignment.loading import load_tokenizer
+from alignment.models.checkpoint import load_checkpoint, load_language_model
+from alignment.pipeline import find_stage
+from alignment.ragged import Ragged
+from alignment.training import OptimConfig, Run, TrainingConfig
+from tests.algorithms.labelled_rows import TASKS, write_rows
+
+BERT = {
+    "model_type": "bert", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+}  # fmt: skip
+KINDS = [
+    *((family, task) for family in ("gpt2", "bert") for task in TASKS),
+    *(("llama", task) for task in ("sequence", "span")),
+]
+TIMES = ("tokens_per_second",)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    """Files of training and held-out rows by task."""
+    folder = tmp_path_factory.mktemp("rows")
+    return {
+        task: DataConfig(
+            train=write_rows(folder, task, 160, 0, f"{task}.jsonl"),
+            evaluation=write_rows(folder, task, 24, 1, f"{task}_heldout.jsonl"),
+            max_length=96,
+        )
+        for task in TASKS
+    }
+
+
+@pytest.fixture
+def settings(rows, checkpoints, tmp_path):
+    """`settings("bert", "span", **changes)`: a small config; encoders start from nothing."""
+
+    def make(family, task, **changes):
+        start = (
+            {"policy": checkpoints[family]} if family != "bert" else {"model": BERT, "tokenizer": checkpoints["gpt2"]}
+        )
+        defaults = {
+            "data": rows[task],
+            "output": str(tmp_path / f"{family}-{task}"),
+            "stride": 32,
+            "optim": OptimConfig(learning_rate=3e-3, eps=1e-5),
+            "training": TrainingConfig(batch_size=16, max_steps=2),
+        }
+        return UnderstandConfig(task=task, **{**start, **defaults, **changes})
+
+    return make
+
+
+def weights(directory):
+    return load_file(Path(directory) / "model.safetensors")
+
+
+# What is learned
+
+
+@pytest.mark.parametrize(("family", "task"), KINDS)
+def test_a_separable_task_is_learned(settings, read_metrics, family, task):
+    config = settings(family, task, training=TrainingConfig(batch_size=16, epochs=8))
+    understand.run(config)
+    last = read_metrics(config.output)[-1]
+    assert last["held_out_exact_match" if task == "span" else "held_out_accuracy"] == 1.0
+    if task == "tokens":
+        assert last["held_out_entity_f1"] == 1.0
+    if task == "span":
+        assert last["held_out_f1"] == 1.0
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_predictions_are_the_held_out_labels(settings, rows, task):
+    config = settings("bert" if task in ("tokens", "span") else "gpt2", task, training=TrainingConfig(epochs=10))
+    model = str(understand.run(config))
+    held_out = [json.loads(line) for line in Path(str(rows[task].evaluation)).read_text().splitlines()]
+    asked = {
+        "sequence": lambda row: row["text"],
+        "pair": lambda row: (row["text"], row["pair"]),
+        "tokens": lambda row: row["words"],
+        "span": lambda row: (row["question"], row["context"]),
+        "choice": lambda row: (row["context"], row["choices"]),
+    }[task]
+    told = {"tokens": lambda row: row["labels"], "span": lambda row: row["answers"][0]["text"]}
+    found = predict(model, [asked(row) for row in held_out], micro_batch_tokens=200)
+    assert found == [told.get(task, lambda row: row["label"])(row) for row in held_out]
+    if task == "tokens":
+        long = predict(model, [["the"] * 200])[0]
+        assert len(long) == 200 and long[0] == "O" and long[-1] is None
+
+
+def test_only_models_of_this_stage_say_how_rows_are_read(checkpoints):
+    with pytest.raises(UserError, match="how rows are read"):
+        predict(checkpoints["gpt2"], ["a text"])
+
+
+# What others make of it
+
+
+@pytest.mark.parametrize(("family", "task"), KINDS)
+def test_transformers_gives_the_same_scores(settings, family, task):
+    import transformers
+
+    directory = understand.run(settings(family, task))
+    kind = {"tokens": "TokenClassification", "span": "QuestionAnswering"}.get(task, "SequenceClassification")
+    theirs, loading = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(directory, output_loading_info=True)
+    assert not loading["missing_keys"] and not loading["unexpected_keys"]
+    head = {"tokens": "tokens", "span": "span"}.get(task, "sequence")
+    ours = load_checkpoint(directory, head)
+    ids = torch.randint(5, 300, (3, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.arange(12) < torch.tensor([[12], [7], [9]])
+    ids = ids.masked_fill(~mask, theirs.config.pad_token_id or 0)
+    with torch.no_grad():
+        scores = ours(ids, mask.long()).scores
+        output = theirs.eval()(input_ids=ids, attention_mask=mask.long())
+    logits = torch.stack([output.start_logits, output.end_logits], -1) if task == "span" else output.logits
+    if task in ("tokens", "span"):
+        logits, scores = logits[mask], scores[mask]
+    assert_close(scores, logits, atol=2e-5, rtol=1e-4)
+    names = {"sequence": ["bad", "good"], "pair": ["agrees", "objects"], "choice": ["score"]}.get(task)
+    names = ["B-person", "B-town", "I-town", "O"] if task == "tokens" else names
+    if names is not None:
+        assert theirs.config.id2label == dict(enumerate(names))
+        assert theirs.config.label2id == {name: number for number, name in enumerate(names)}
+
+
+# What it leaves alone
+
+
+@pytest.mark.parametrize("task", ["sequence", "tokens"])
+def test_a_frozen_trunk_is_left_bit_equal_and_without_dropout(
+    settings, checkpoints, write_checkpoint, tmp_path, read_metrics, task
+):
+    dropping = write_checkpoint(tmp_path / "dropping", "gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5)
+    changes = {
+        "training": TrainingConfig(batch_size=16, max_steps=8, evaluate_every_steps=1),
+        "optim": OptimConfig(learning_rate=3e-2),
+        "frozen_trunk": True,
+    }
+    plain, other = (
+        weights(understand.run(settings("gpt2", task, policy=start, output=out, **changes)))
+        for start, out in ((checkpoints["gpt2"], str(tmp_path / "plain")), (dropping, str(tmp_path / "other")))
+    )
+    start = weights(checkpoints["gpt2"])
+    assert_close(other, plain, rtol=0, atol=0)
+    for name, before in start.items():
+        assert torch.equal(plain[name], before)
+    losses = [line["held_out_loss"] for line in read_metrics(tmp_path / "plain")]
+    assert losses[-1] < losses[0] - 0.01  # the head learns
+
+
+@pytest.mark.parametrize(
+    ("family", "task"), [("gpt2", "pair"), ("gpt2", "choice"), *(("bert", task) for task in TASKS)]
+)
+def test_the_result_does_not_depend_on_how_the_batch_is_cut(settings, tmp_path, family, task):
+    changes = {"language_coef": 0.5} if family == "gpt2" else {}
+    whole, cut = (
+        weights(
+            understand.run(
+                settings(
+                    family, task, output=str(tmp_path / str(tokens)), **changes,
+                    training=TrainingConfig(batch_size=16, max_steps=3, micro_batch_tokens=tokens),
+                )
+            )
+        )
+        for tokens in (10**6, 50)
+    )  # fmt: skip
+    assert_close(cut, whole, atol=2e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["plain", "language", "LoRA", "frozen"])
+def test_stopped_and_resumed_equals_uninterrupted(settings, tmp_path, read_metrics, monkeypatch, name):
+    changes = {
+        "plain": {},
+        "language": {"language_coef": 0.5},
+        "LoRA": {"adapter": LoRASpec(rank=2, dropout=0.1)},
+        "frozen": {"frozen_trunk": True},
+    }[name] | {"training": TrainingConfig(batch_size=16, max_steps=4, evaluate_every_steps=2)}
+    whole = understand.run(settings("gpt2", "pair", output=str(tmp_path / "whole"), **changes))
+    config, log = settings("gpt2", "pair", output=str(tmp_path / "parts"), **changes), Run.log
+
+    def log_and_stop(self, step, metrics):
+        log(self, step, metrics)
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "log", log_and_stop)
+        with pytest.raises(SystemExit):
+            understand.run(config)
+    assert not (tmp_path / "parts" / "model").exists()
+    parts = understand.run(config)
+    assert_close(weights(parts), weights(whole), rtol=0, atol=0)
+    lines = [
+        [{k: v for k, v in line.items() if k not in TIMES} for line in read_metrics(o.parent)] for o in (whole, parts)
+    ]
+    assert lines[0] == lines[1] and len(lines[0]) == 4
+
+
+# GPT-1's parts
+
+
+def test_the_language_term_is_a_mean_over_tokens_texts_and_a_sum_over_rows():
+    """Row 0: texts of 2 and 1 predicted tokens, means 2 and 6, hence 4; row 1: one text, mean 5; together 9."""
+    documents = [ViewsExample([[1, 2, 3], [4, 5]], 0, "a"), ViewsExample([[6, 7, 8]], 1, "b")]
+    [batch] = collate_views(documents, 100)
+    by_target = {(2,): -1.0, (3,): -3.0, (5,): -6.0, (7,): -4.0, (8,): -6.0}
+    log_probs = torch.tensor([by_target[(int(token),)] for token in batch.ragged.tokens[batch.ragged.targets]])
+    assert language_cost(log_probs, batch).item() == pytest.approx(9.0)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])  # tied to the embedding, and a matrix of its own
+def test_the_language_head_beside_is_the_checkpoint_s(checkpoints, family):
+    tokenizer, names = load_tokenizer(checkpoints[family]), {0: "no", 1: "yes"}
+    model = start_reader(checkpoints[family], "sequence", label_settings("sequence", names), len(tokenizer), True)
+    texts = [LabelledText("the spa is warm", None, "yes", "a"), LabelledText("no", None, "no", "b")]
+    [batch] = collate_for("sequence", "tokenizer")(
+        encode_with("sequence", "tokenizer", texts, tokenizer, 64, names), 100
+    )
+    log_probs = load_language_model(checkpoints[family])(batch=batch.ragged).log_probs.detach()
+    result = label_loss(model, "sequence", 0.5)(batch)
+    means = [float(-log_probs[batch.ragged.target_rows == row].mean()) for row in (0, 1)]
+    assert result.metrics["language_loss"].item() == pytest.approx(sum(means), rel=1e-5)
+    scores = model(batch=batch.ragged).scores
+    assert_close(scores, model.reader(batch=batch.ragged).scores)
+    assert isinstance(batch, LabelledBatch)
+    cost = torch.nn.functional.cross_entropy(scores, batch.labels, reduction="sum")
+    assert_close(result.total, cost + 0.5 * result.metrics["language_loss"])
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_marks_are_new_rows_and_the_old_ones_stay(checkpoints, family):
+    tokenizer = with_marks(load_tokenizer(checkpoints[family]))
+    before = load_language_model(checkpoints[family])
+    model = start_reader(checkpoints[family], "choice", label_settings("choice", {}), len(tokenizer), True)
+    assert isinstance(model, LanguageBeside) and model.reader.spec.vocabulary == len(tokenizer)
+    old = len(tokenizer) - 3
+    assert torch.equal(model.reader.trunk.embed.weight[:old], before.trunk.embed.weight)
+    head = model.language_head.get_parameter("weight")
+    assert torch.equal(head[:old], before.head.weight)
+    assert (head is model.reader.trunk.embed.weight) == (family == "gpt2")
+    assert 0 < model.reader.trunk.embed.weight[old:].std() < 0.04
+
+
+def test_both_orders_of_a_pair_count_the_same(settings):
+    model = str(understand.run(settings("gpt2", "pair", format="gpt_both_orders")))
+    texts = [("the spa is warm", "a cold bus came"), ("a cold bus came", "the spa is warm")]
+    tokenizer, names = load_tokenizer(model), {0: "agrees", 1: "objects"}
+    rows = [LabelledText(*pair, "agrees", str(number)) for number, pair in enumerate(texts)]
+    examples = encode_with("pair", "gpt_both_orders", rows, tokenizer, 96, names)
+    reader = load_checkpoint(model, "sequence")
+    scores, _ = read_all(reader, examples, collate_for("pair", "gpt_both_orders"), "pair", 1000)
+    assert_close(scores[0], scores[1])
+    alone = [reader(batch=Ragged.build([document])).scores[0] for document in examples[0].documents]
+    assert_close(scores[0], sum(alone))
+
+
+# Adapters
+
+
+def test_a_saved_update_is_the_one_that_was_trained(checkpoints):
+    labels = label_settings("sequence", {0: "no", 1: "yes"})
+    model = hold(start_reader(checkpoints["gpt2"], "sequence", labels, 0, True), False, LoRASpec(rank=2, alpha=3.0))
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert all(".lora_" in name or name.startswith("reader.head.") for name in trained)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B" in name:
+                parameter.normal_(generator=torch.Generator().manual_seed(0), std=0.1)
+    plain = start_reader(checkpoints["gpt2"], "sequence", labels, 0, False)
+    batch = Ragged.build([[5, 6, 7], [8, 9]])
+    before = plain(batch=batch).scores
+    plain.load_state_dict(reader_state(model, model.state_dict()))
+    assert_close(plain(batch=batch).scores, model(batch=batch).scores)
+    assert not torch.allclose(plain(batch=batch).scores, before, atol=1e-3)
+
+
+# Answers
+
+
+def window(question, scores, words, first):
+    """A window of one-letter words from letter `first` of the context, behind a first token that is no word."""
+    offsets = [None, *((first + 2 * place, first + 2 * place + 1) for place in range(words))]
+    framed = Framed([0] * (words + 1), [0] * (words + 1), [True] * (words + 1), (0, 1))
+    return SpanExample(framed, 0, 0, offsets, question, str(question)), torch.tensor(scores)
+
+
+def test_windows_of_a_question_are_compared_by_score():
+    nothing = [0.0, 0.0]
+    made = [
+        window(0, [nothing, [1.0, 0.0], [0.0, 2.0]], 2, 0),  # "a b" at 3
+        window(0, [nothing, [2.0, 0.0], [5.0, 4.0]], 2, 2),  # "c" at 9
+        window(1, [[3.0, 3.0], [1.0, 0.0], [0.0, 2.0]], 2, 0),  # "x y" at 3, nothing at 6
+        window(1, [[1.0, 1.5], [0.0, 0.0], [0.0, 0.0]], 2, 2),  # nothing at 2.5: the least counts
+    ]
+    examples, rows = zip(*made, strict=True)
+    contexts = ["a b c d", "x y z w"]
+    assert answers_to(examples, rows, contexts, 2, False) == ["c", "x y"]
+    assert answers_to(examples, rows, contexts, 1, False) == ["c", "y"]
+    assert answers_to(examples, rows, contexts, 2, True) == ["c", "x y"]
+    assert answers_to(examples, rows, contexts, 1, True) == ["c", ""]  # y has 2, nothing 2.5
+
+
+# What is refused
+
+
+def bad(tmp_path, name, rows):
+    path = tmp_path / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_bad_rows_are_refused_before_a_model_is_loaded(settings, rows, tmp_path, monkeypatch):
+    monkeypatch.setattr(understand, "start_reader", lambda *a: pytest.fail("a model was loaded"))
+    text = {"text": "the spa is warm"}
+    files = {
+        "no label": bad(tmp_path, "a.jsonl", [text, text | {"label": -1}]),
+        "one label": bad(tmp_path, "b.jsonl", [text | {"label": "good"}]),
+        "unknown": bad(tmp_path, "c.jsonl", [text | {"label": "splendid"}]),
+    }
+    with pytest.raises(UserError, match="2 bad rows"):
+        understand.run(settings("gpt2", "sequence", data=DataConfig(train=files["no label"])))
+    with pytest.raises(UserError, match="same label 'good'"):
+        understand.run(settings("gpt2", "sequence", data=DataConfig(train=files["one label"])))
+    data = DataConfig(train=rows["sequence"].train, evaluation=files["unknown"])
+    with pytest.raises(UserError, match=r"c\.jsonl.*'splendid' is unknown; known: bad, good"):
+        understand.run(settings("gpt2", "sequence", data=data))
+    question = {"question": "Who?", "context": "Nobody.", "answers": []}
+    with pytest.raises(UserError, match="no_answer=true"):
+        understand.run(settings("bert", "span", data=DataConfig(train=bad(tmp_path, "d.jsonl", [question]))))
+
+
+def test_what_does_not_go_together_is_refused(settings, checkpoints):
+    for family, changes, words in [
+        ("bert", {"format": "gpt"}, "format=gpt is a decoder's and bert is none"),
+        ("bert", {"language_coef": 0.5}, "needs a decoder and bert is none"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            understand.run(settings(family, "sequence", **changes))
+    for task, changes, words in [
+        ("tokens", {"format": "gpt"}, "does not go with task=tokens"),
+        ("sequence", {"format": "gpt_both_orders"}, "does not go with task=sequence"),
+        ("tokens", {"language_coef": 0.5}, "language_coef goes with"),
+        ("pair", {"language_coef": 0.5, "frozen_trunk": True}, "language_coef goes with"),
+        ("pair", {"language_coef": -1.0}, "must be 0"),
+        ("pair", {"adapter": LoRASpec(), "frozen_trunk": True}, "leave one of them out"),
+        ("span", {"max_answer": 0}, "max_answer must be at least 1"),
+        ("pair", {"policy": None}, "either `model`"),
+        ("pair", {"policy": None, "model": BERT}, "needs `tokenizer`"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            settings("gpt2", task, **changes)
+
+
+def test_an_adapter_is_no_start(settings, stage):
+    with pytest.raises(UserError, match="alignment export"):
+        understand.run(settings("llama", "sequence", policy=str(stage("sft lora") / "model")))
+
+
+def test_tiny_configs_run_after_tiny_pretraining(tmp_path, monkeypatch, read_metrics):
+    monkeypatch.chdir(tmp_path)
+    for name in ("pretrain/tiny", *(f"understand/tiny{end}" for end in ("", "_pair", "_tokens", "_span", "_choice"))):
+        config_class, run = find_stage(name.partition("/")[0])
+        directory = run(load_config(config_class, name))
+        if name != "pretrain/tiny":
+            last = read_metrics(directory.parent)[-1]
+            assert last["held_out_exact_match" if "span" in name else "held_out_accuracy"] > 0.8

@@ -1,0 +1,110 @@
+"""Metrics of classes, entities and answers, against numbers worked out by hand."""
+
+import math
+
+import pytest
+import torch
+
+from alignment.metrics import (
+    answer_f1,
+    answer_metrics,
+    best_span,
+    class_f1,
+    class_metrics,
+    confusion,
+    entities,
+    entity_metrics,
+    exact_match,
+    is_begin_inside,
+    normalised,
+)
+
+LABELS = [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
+PREDICTIONS = [1, 1, 1, 0, 1, 0, 0, 0, 0, 0]
+
+
+def test_two_classes():
+    """3 true positives, 1 false one, 1 missed, 5 true negatives: F1 3/4 and 5/6, r = (15 - 1) / sqrt(4 4 6 6)."""
+    assert confusion(LABELS, PREDICTIONS, 2).tolist() == [[5, 1], [1, 3]]
+    metrics = class_metrics(LABELS, PREDICTIONS, 2)
+    assert metrics == pytest.approx({"accuracy": 0.8, "macro_f1": (3 / 4 + 5 / 6) / 2, "matthews": 14 / 24, "f1": 0.75})
+
+
+def test_three_classes():
+    """labelled (2, 2, 1), predicted (1, 3, 1), 4 of 5 right: r = (20 - (2 + 6 + 1)) / sqrt((25 - 9) (25 - 11))."""
+    metrics = class_metrics([0, 0, 1, 1, 2], [0, 1, 1, 1, 2], 3)
+    assert metrics == pytest.approx(
+        {"accuracy": 0.8, "macro_f1": (2 / 3 + 4 / 5 + 1) / 3, "matthews": 11 / math.sqrt(16 * 14)}
+    )
+
+
+def test_extremes_of_the_correlation():
+    assert class_metrics([0, 1, 1], [0, 1, 1], 2)["matthews"] == 1.0
+    assert class_metrics([0, 1, 1], [1, 0, 0], 2)["matthews"] == -1.0
+    assert class_metrics([0, 1, 1], [1, 1, 1], 2)["matthews"] == 0.0
+
+
+def test_a_class_that_never_occurs_is_left_out_of_the_mean():
+    assert class_f1(confusion([0, 1], [0, 1], 3)) == [1.0, 1.0, 0.0]
+    assert class_metrics([0, 1], [0, 1], 3)["macro_f1"] == 1.0
+
+
+def test_nothing_to_count_is_an_error():
+    with pytest.raises(ValueError, match="0 labels"):
+        confusion([], [], 2)
+    with pytest.raises(ValueError, match="2 labels and 1"):
+        confusion([0, 1], [0], 2)
+
+
+@pytest.mark.parametrize(
+    ("tags", "found"),
+    [
+        ("O B-X I-X O", {("X", 1, 3)}),
+        ("B-X B-X", {("X", 0, 1), ("X", 1, 2)}),
+        ("B-X I-Y", {("X", 0, 1), ("Y", 1, 2)}),
+        ("O I-X I-X", {("X", 1, 3)}),
+        ("O O", set()),
+    ],
+)
+def test_entities(tags, found):
+    assert entities(tags.split()) == found
+
+
+def test_entities_must_be_right_at_both_ends():
+    labels = [["B-X", "I-X", "O"], ["B-Y", "O"]]
+    predictions = [["B-X", "O", "O"], ["B-Y", "B-X"]]  # one of 2 wanted, one of 3 given
+    assert entity_metrics(labels, predictions) == pytest.approx(
+        {"entity_precision": 1 / 3, "entity_recall": 1 / 2, "entity_f1": 2 / 5}
+    )
+    assert entity_metrics([["O"]], [["O"]])["entity_f1"] == 0.0
+
+
+def test_which_labels_mark_entities():
+    assert is_begin_inside(["O", "B-X", "I-X"])
+    assert not is_begin_inside(["O"]) and not is_begin_inside(["O", "NOUN"]) and not is_begin_inside(["B-", "O"])
+
+
+def test_answers_are_compared_without_case_articles_and_punctuation():
+    assert normalised("The  U.S., an area") == "us area"
+    assert exact_match("the Spa!", ["A pool", "spa"]) == 1.0
+    assert exact_match("theatre", ["atre"]) == 0.0
+
+
+def test_answers_share_words_with_the_nearest_gold_one():
+    # "red old bus" and "red bus": 2 words shared, 2 * 2 / (3 + 2)
+    assert answer_f1("a red old bus", ["nothing", "red bus"]) == pytest.approx(4 / 5)
+    assert answer_f1("bus bus", ["bus"]) == pytest.approx(2 / 3)  # the second one is not shared
+
+
+def test_a_question_without_an_answer_wants_none():
+    assert answer_metrics(["", "spa"], [[], []]) == {"exact_match": 0.5, "f1": 0.5}
+    assert answer_f1("", ["spa"]) == 0.0
+
+
+def test_the_best_span_starts_before_it_ends_and_is_not_too_long():
+    scores = torch.tensor([[9.0, 9.0], [0.0, 5.0], [4.0, 0.0], [1.0, 1.0], [0.0, 3.0]])
+    allowed = [False, True, True, True, True]
+    assert best_span(scores, allowed, 10) == (7.0, 2, 4)
+    assert best_span(scores, allowed, 2) == (5.0, 1, 1)  # 2 to 3: 4 + 1, equal and later
+    assert best_span(scores, [False] * 5, 2) is None
+    assert best_span(scores, [False, True, False, False, True], 2) == (5.0, 1, 1)
