@@ -121,8 +121,27 @@ def _chunk_scores(
     logits = head(hidden).float()  # bfloat16 keeps 8 bits: sums over 500 tokens drift by whole nats
     if temperature != 1.0:
         logits = logits / temperature
-    log_probs = -F.cross_entropy(logits, tokens, reduction="none")
+    log_probs = _TokenLogProbs.apply(logits, tokens)
     return log_probs, _entropy(logits.detach()) if entropy else None
+
+
+class _TokenLogProbs(torch.autograd.Function):
+    """log_softmax(logits)[token], whose backward goes over the logits twice, where torch's two steps go five times.
+
+    d log p(token) / d logits = [v = token] - p(v)
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, tokens: Tensor) -> Tensor:
+        log_probs = logits.log_softmax(-1)
+        ctx.save_for_backward(log_probs, tokens)
+        return log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        log_probs, tokens = ctx.saved_tensors
+        grad = grad.unsqueeze(1)
+        return log_probs.exp().mul_(-grad).scatter_add_(1, tokens.unsqueeze(1), grad), None
 
 
 @torch.no_grad()
