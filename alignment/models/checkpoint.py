@@ -18,6 +18,7 @@ from alignment.files import write_atomic, write_json
 from alignment.models.build import empty_model
 from alignment.models.directory import CONFIG, WEIGHTS, read_config, read_tensors
 from alignment.models.external import is_external, load_external, save_external
+from alignment.models.external_models import ExternalScalarModel
 from alignment.models.families import FAMILIES, family_of, is_foreign
 from alignment.models.families.family import Family
 from alignment.models.initial import initialise_layer
@@ -37,7 +38,7 @@ def load_scalar_model(
     dtype: torch.dtype = torch.float32,
     device: str | torch.device = "cpu",
     new_head: Literal["normal", "zero"] | None = None,
-) -> ScalarModel:
+) -> ScalarModel | ExternalScalarModel:
     """The scalar model (reward or value) of a Hugging Face directory, in eval mode.
 
     Args:
@@ -51,7 +52,7 @@ def load_scalar_model(
     Source: the initial deviation is Stiennon et al. 2020, arXiv:2009.01325, appendix B.1.
     """
     model = load_checkpoint(directory, "scalar", dtype, device, new_head=new_head is not None)
-    if not isinstance(model, ScalarModel):
+    if not isinstance(model, ScalarModel | ExternalScalarModel):
         raise UserError(
             f"{directory}: an encoder scores whole texts (alignment.load_reward_model does), while training and values "
             "need a number at every token; take a decoder"
