@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: setup quickstart test test-slow lint format bench clean
+.PHONY: setup quickstart test test-slow lint format bench bench-model parity learn clean
 
 setup: $(VENV)/ready-for-tests
 
@@ -30,6 +30,16 @@ format: setup
 
 bench: setup
 	$(BIN)/python scripts/bench.py $(ARGS)
+
+# The stack beside transformers: its speed, its numbers, and what it learns from real text.
+bench-model: setup
+	$(BIN)/python scripts/bench_model.py $(ARGS)
+
+parity: setup
+	$(BIN)/python scripts/parity.py $(ARGS)
+
+learn: setup
+	for what in shakespeare spans distillation encoder; do $(BIN)/python scripts/learn.py $$what $(ARGS) || exit 1; done
 
 clean:
 	rm -rf $(VENV) build dist
