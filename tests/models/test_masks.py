@@ -21,7 +21,9 @@ def test_two_sets_packed_together_share_their_rows():
     ours, theirs = pack_together([5, 90, 6, 40], [100, 3, 7, 40], heads=64)
     assert [documents for documents, _ in ours.groups] == [documents for documents, _ in theirs.groups]
     one, other = torch.arange(141.0), torch.arange(150.0)
-    assert torch.equal(gather(spread(one, ours), ours), one) and torch.equal(gather(spread(other, theirs), theirs), other)
+    assert torch.equal(gather(spread(one, ours), ours), one) and torch.equal(
+        gather(spread(other, theirs), theirs), other
+    )
     starts = dict(zip([0.0, 5.0, 95.0, 101.0], [0.0, 100.0, 103.0, 110.0], strict=True))  # a document's first token
     for a, b in zip(spread(one, ours), spread(other, theirs), strict=True):
         assert [starts[x] for x in a[:, 0].tolist()] == b[:, 0].tolist()
