@@ -16,9 +16,9 @@ Where to read, in order; each step needs only those before it.
    models, classifiers, answer spans) are the models. `padded` turns rectangles into documents and back.
 6. `build` makes modules of specifications, `initial` draws their weights, `resize` makes small models of large ones.
 7. `families` turns a Hugging Face config into a specification and lists its weight names; a family is one file and one
-   line. `layout` cuts and joins tensors as files have them, `directory` reads files, `checkpoint` brings all of it
-   together, strictly. `external` and its three companions wrap transformers' own class where we have no family;
-   `llama2c` reads one foreign format.
+   line. `directory` reads files, `filed` brings their names up to date, `layout` cuts and joins their tensors, and
+   `checkpoint` brings all of it together, strictly. `external` and its three companions wrap transformers' own class
+   where we have no family; `llama2c` reads one foreign format.
 
 One path to follow through it all: `build.build_model({"model_type": "llama", ...})`, then
 `language.LanguageModel.forward(batch=...)`, `transformer.Transformer.forward`, `block.Block.forward`,

@@ -4,7 +4,6 @@ Strict: every tensor is consumed, every parameter found, every config key unders
 How one file tensor becomes several of ours and back is in layout.py.
 """
 
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -20,9 +19,9 @@ from alignment.models.directory import CONFIG, WEIGHTS, read_config, read_tensor
 from alignment.models.external import is_external, load_external, save_external
 from alignment.models.external_models import ExternalScalarModel
 from alignment.models.families import FAMILIES, family_of, is_foreign
-from alignment.models.families.family import Family
+from alignment.models.filed import as_today, drop_copy, in_trunk, left_aside
 from alignment.models.initial import initialise_layer
-from alignment.models.layout import Place, from_hf, pattern_of, places_of, to_hf
+from alignment.models.layout import Place, from_hf, places_of, to_hf
 from alignment.models.readers import ScalarModel
 
 
@@ -94,17 +93,17 @@ def load_checkpoint(
         model = empty_model(family.as_filed(config, tensors), task)
     places = hf_names(model)
     needed = {place.name for place in places.values()}
-    tensors = _as_today(tensors, family, task, needed)
-    tensors = _left_aside(tensors, family, task, new_head, places)
+    tensors = as_today(tensors, family, task, needed)
+    tensors = left_aside(tensors, family, task, new_head, places)
     aliases = _aliases(model)
     for alias, original in aliases.items():
         copy = places.pop(alias)
-        _drop_copy(tensors, copy.name, places[original].name, directory)
+        drop_copy(tensors, copy.name, places[original].name, directory)
     for name, original in family.copies:
         if name not in needed and original in needed:
-            _drop_copy(tensors, name, original, directory)
+            drop_copy(tensors, name, original, directory)
     fresh = {
-        name: place for name, place in places.items() if new_head and not _in_trunk(name) and place.name not in tensors
+        name: place for name, place in places.items() if new_head and not in_trunk(name) and place.name not in tensors
     }
     wanted = {name: place for name, place in places.items() if name not in fresh}
     shapes = _expected_shapes(model, wanted)
@@ -159,59 +158,6 @@ def hf_names(model: Any) -> dict[str, Place]:
     return places_of(shapes, (*trunk, *family.tasks[model.task].names), family, bare.spec)
 
 
-def _as_today(tensors: dict[str, Tensor], family: Family, task: str, needed: set[str]) -> dict[str, Tensor]:
-    """The file's weights, named as today with the head of `task`; what is ignored and not needed is left out."""
-    tensors = _named_as_in_head({_of_today(name, family): x for name, x in tensors.items()}, family, task)
-    return {
-        name: x
-        for name, x in tensors.items()
-        if name in needed or not any(re.fullmatch(pattern, name) for pattern in family.ignored)
-    }
-
-
-def _of_today(name: str, family: Family) -> str:
-    for old, new in family.older.items():
-        if name.endswith(old):
-            return name.removesuffix(old) + new
-    return name
-
-
-def _named_as_in_head(tensors: dict[str, Tensor], family: Family, task: str) -> dict[str, Tensor]:
-    """The trunk's names with the prefix of `task`, whatever head the file has or has not."""
-    wanted, prefixes = family.prefix(task), {family.prefix(other) for other in family.tasks} - {""}
-    used = next((prefix for prefix in sorted(prefixes) if any(name.startswith(prefix) for name in tensors)), "")
-    if used == wanted:
-        return tensors
-    # Some heads keep a part of theirs in the trunk: BERT's pooler.
-    lines = (*family.names, *family.copies, *(line for other in family.tasks.values() for line in other.names))
-    trunk = {pattern_of(hf) for hf, _ in lines if hf.startswith(family.trunk_prefix)}
-    bare = {name: name.removeprefix(used) for name in tensors}
-    return {
-        wanted + bare[name] if pattern_of(family.trunk_prefix + bare[name]) in trunk else name: x
-        for name, x in tensors.items()
-    }
-
-
-def _left_aside(
-    tensors: dict[str, Tensor], family: Family, task: str, new_head: bool, places: dict[str, Place]
-) -> dict[str, Tensor]:
-    """Without the heads that are not asked for: known ones of other tasks, or all where a new one is drawn."""
-    needed = {place.name for place in places.values()}
-    if new_head:
-        heads = {pattern_of(hf) for other in family.tasks.values() for hf, _ in other.names}
-        heads |= {pattern_of(copy) for copy, original in family.copies if original not in needed}
-        beside = [pattern for other in family.tasks.values() for pattern in other.beside]
-        needed = {*family.tasks[task].kept, *(place.name for name, place in places.items() if _in_trunk(name))}
-    else:
-        heads, beside = set(), list(family.tasks[task].beside)
-    return {
-        name: x
-        for name, x in tensors.items()
-        if name in needed
-        or (pattern_of(name) not in heads and not any(re.fullmatch(pattern, name) for pattern in beside))
-    }
-
-
 def _aliases(model: nn.Module) -> dict[str, str]:
     """Names of parameters that are another one once more -> that one's name.
 
@@ -224,24 +170,6 @@ def _aliases(model: nn.Module) -> dict[str, str]:
         if original != name:
             aliases[name] = original
     return aliases
-
-
-def _drop_copy(tensors: dict[str, Tensor], name: str, original: str, directory: Path) -> None:
-    """A file may hold a shared tensor twice; both must then be the same."""
-    copy, kept = tensors.pop(name, None), tensors.get(original)
-    if copy is None:
-        return
-    if kept is None:
-        tensors[original] = copy
-    elif not torch.equal(copy, kept):
-        raise UserError(
-            f"{directory}: config.json says tie_word_embeddings (or the family shares the tensor), but {name} differs "
-            f"from {original}; one of the two is wrong"
-        )
-
-
-def _in_trunk(name: str) -> bool:
-    return name.split(".")[0] in ("trunk", "encoder", "decoder")
 
 
 def _assign(model: nn.Module, state: dict[str, Tensor], aliases: dict[str, str]) -> None:
