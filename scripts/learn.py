@@ -229,7 +229,7 @@ def spans(data: Path, folder: Path, arguments: argparse.Namespace) -> bool:
         vocabulary=2000,
         sentinels=32,
         optim=OptimConfig(3e-3, warmup_steps=50, weight_decay=0.01),
-        training=TrainingConfig(max_steps=arguments.steps or 1500, batch_size=64),
+        training=TrainingConfig(max_steps=arguments.steps or 1200, batch_size=64),
     )
     began = time.perf_counter()
     directory = str(pretrain.run(config))

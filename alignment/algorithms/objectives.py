@@ -184,7 +184,7 @@ def sentence_pair_loss(model: Any) -> Callable[[SentencePairBatch], LossSum]:
 
 
 def taught_loss(student: Any, teacher: Any, config: DistillationConfig) -> Callable[[Any], LossSum]:
-    """The three terms of distillation at every target; see `DistillationConfig`.
+    """The three terms of distillation at every target; see `DistillationConfig`. Experts are not balanced here.
 
     Args:
         student: the engine's model.

@@ -178,9 +178,26 @@ def find_models(config: PretrainConfig, tokenizer: Any) -> tuple[Policy, Any]:
                 f"distillation.teacher: {config.distillation.teacher} knows {teacher.spec.vocabulary} tokens, the model "
                 f"{policy.model.spec.vocabulary}; a student needs its teacher's tokenizer"
             )
+        if config.distillation.cosine_coef:
+            check_states(policy.model, teacher)
         if config.distillation.copy_layers:
             copied_from_teacher(policy.model, teacher)
     return policy, teacher
+
+
+def check_states(student: Any, teacher: Any) -> None:
+    """Refuse what the cosine term cannot compare."""
+    if "transformers" in (student.source, teacher.source):
+        raise UserError(
+            "distillation.cosine_coef needs hidden states, which transformers' own classes do not give; set 0"
+        )
+    ours, theirs = (getattr(model.spec, "decoder", model.spec) for model in (student, teacher))
+    widths = [spec.output_width or spec.width for spec in (ours, theirs)]
+    if widths[0] != widths[1]:
+        raise UserError(
+            f"distillation.cosine_coef compares hidden states, and the student's are {widths[0]} wide, the teacher's "
+            f"{widths[1]}; set it to 0, or make them equally wide"
+        )
 
 
 KINDS = {

@@ -43,7 +43,7 @@ def _hold(self: Any, inner: Any, config: dict[str, Any], task: str) -> None:
 
 
 class ExternalLanguageModel(nn.Module):
-    """A decoder of transformers; attributes and calls as `heads.LanguageModel`."""
+    """A decoder of transformers; attributes and calls as `language.LanguageModel`."""
 
     source = "transformers"
     inner: Any
@@ -89,7 +89,7 @@ class ExternalLanguageModel(nn.Module):
         """Logits [B, T, V] of a padded rectangle, zeros at padding; or what a ragged batch's targets are given.
 
         Args:
-            input_ids, attention_mask, batch, temperature, entropy: as for `heads.LanguageModel.forward`.
+            input_ids, attention_mask, batch, temperature, entropy: as for `language.LanguageModel.forward`.
             distributions: `logits` [M, V] of the targets instead of their log-probabilities.
         """
         read = reader(self.inner, "logits")
@@ -116,7 +116,7 @@ class ExternalLanguageModel(nn.Module):
 
 
 class ExternalMaskedLanguageModel(nn.Module):
-    """An encoder of transformers with its masked-language head; calls as `heads.MaskedLanguageModel`."""
+    """An encoder of transformers with its masked-language head; calls as `language.MaskedLanguageModel`."""
 
     inner: Any
     __init__ = _hold
@@ -144,7 +144,7 @@ class ExternalMaskedLanguageModel(nn.Module):
 
 
 class ExternalSeq2SeqModel(nn.Module):
-    """An encoder-decoder of transformers; calls as `heads.Seq2SeqModel`. All pairs lie in one rectangle each side."""
+    """An encoder-decoder of transformers; calls as `encoder_decoder.Seq2SeqModel`. All pairs lie in one rectangle each side."""
 
     inner: Any
     __init__ = _hold
@@ -197,7 +197,7 @@ class ExternalSeq2SeqModel(nn.Module):
 
 
 class ExternalScalarModel(nn.Module):
-    """A decoder of transformers with one number per token; calls as `heads.ScalarModel`."""
+    """A decoder of transformers with one number per token; calls as `readers.ScalarModel`."""
 
     inner: Any
     __init__ = _hold

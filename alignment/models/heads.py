@@ -126,7 +126,7 @@ def _chunk_scores(
 
 
 class _TokenLogProbs(torch.autograd.Function):
-    """log_softmax(logits)[token], whose backward goes over the logits twice, where torch's two steps go five times.
+    """log_softmax(logits)[token], whose backward writes no gradient of all log-probabilities in between.
 
     d log p(token) / d logits = [v = token] - p(v)
     """

@@ -194,3 +194,11 @@ def test_settings_that_contradict_each_other_are_refused(make):
     with pytest.raises(ValueError, match="teacher must count"):
         DistillationConfig("t", soft_coef=0.0)
     assert replace(make("causal"), vocabulary=None, tokenizer_kind="characters").vocabulary is None
+
+
+def test_states_of_unequal_width_are_refused_before_training(make, tmp_path):
+    teacher = str(pretrain.run(make("causal", "teacher")))
+    own = {"vocabulary": None, "tokenizer": teacher, "model": {**LLAMA, "hidden_size": 16}}
+    with pytest.raises(UserError, match=r"cosine_coef.*student's are 16 wide, the teacher's 32"):
+        pretrain.run(make("causal", "student", distillation=DistillationConfig(teacher, cosine_coef=1.0), **own))
+    assert not (tmp_path / "student" / "metrics.jsonl").exists()
