@@ -78,6 +78,7 @@ def iterate(
             parts.stop_ids,
             device=engine.device,
             micro_batch_tokens=config.training.micro_batch_tokens,
+            micro_rollout_batch_size=config.micro_rollout_batch_size,
         )
     sampled = time.perf_counter()
     parts.normaliser.fit_once(rollout.scores, engine.sum)

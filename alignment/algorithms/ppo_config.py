@@ -23,6 +23,8 @@ class PPOConfig:
         adapter: train adapters on policy and critic; the reference is then the policy with its adapter off.
         max_new_tokens: longest response, end token included.
         temperature: of the samples; log-probabilities are taken at the same one.
+        micro_rollout_batch_size: responses that one process samples side by side. Each holds its keys and values for the
+            longest prompt and `max_new_tokens`; the number changes memory and speed, and no response.
         epochs: passes over each rollout.
         minibatches: updates in each pass.
         kl_coef: penalty on log p - log p_ref, per token; the starting value where `kl_target` is set.
@@ -48,6 +50,7 @@ class PPOConfig:
     adapter: LoRASpec | PrefixSpec | None = None
     max_new_tokens: int = 64
     temperature: float = 1.0
+    micro_rollout_batch_size: int = 256
     epochs: int = 4
     minibatches: int = 1
     kl_coef: float = 0.05
@@ -70,7 +73,7 @@ class PPOConfig:
     def __post_init__(self) -> None:
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature}: PPO has to sample")
-        for name in ("max_new_tokens", "epochs", "minibatches", "pretrain_batch_size"):
+        for name in ("max_new_tokens", "micro_rollout_batch_size", "epochs", "minibatches", "pretrain_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("clip_range", "value_clip_range", "kl_horizon"):

@@ -95,6 +95,7 @@ def collect(
     *,
     device: torch.device,
     micro_batch_tokens: int,
+    micro_rollout_batch_size: int = 256,
 ) -> Rollout:
     """Sample a response to each prompt and ask reference, critic and reward model about it.
 
@@ -105,12 +106,13 @@ def collect(
         reference, critic: called as `model(batch=ragged)`.
         score: reward model over token ids.
         numbers: global number of each row, which fixes its draws.
+        micro_rollout_batch_size: responses sampled side by side; changes memory and speed, and no response.
 
     Returns:
         A rollout without rewards or advantages.
     """
     ids = [list(prompt.ids) for prompt in prompts]
-    drawn = decode_responses(sampler, ids, sampling, stop_ids, rows=numbers)
+    drawn = decode_responses(sampler, ids, sampling, stop_ids, rows=numbers, batch_size=micro_rollout_batch_size)
     mask = torch.zeros(len(ids), max(map(len, drawn.token_ids)), dtype=torch.bool, device=device)
     for row, tokens in enumerate(drawn.token_ids):
         mask[row, : len(tokens)] = True

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alignment.errors import UserError
 from alignment.generation.begin import begin
 from alignment.generation.rules import Past
 from alignment.generation.sampling import SamplingConfig, draw, sampling_log_probs, uniforms
@@ -52,6 +53,9 @@ def decode_responses(
         rows: global number of each prompt, which fixes its draws; None counts from 0.
         batch_size: prompts decoded side by side.
         start_token: begins each response of an encoder-decoder model and is no part of it; None: a decoder.
+
+    Raises:
+        UserError: the device has no room for so many cache rows.
     """
     numbers = list(range(len(prompts))) if rows is None else list(rows)
     # Neighbours of like length share a cache with little waste; the answer does not depend on the grouping.
@@ -62,7 +66,15 @@ def decode_responses(
     for start in range(0, len(order), batch_size):
         group = order[start : start + batch_size]
         documents, rows = [prompts[i] for i in group], [numbers[i] for i in group]
-        drawn = _decode_group(model, documents, config, stop_ids, rows, start_token)
+        try:
+            drawn = _decode_group(model, documents, config, stop_ids, rows, start_token)
+        except torch.OutOfMemoryError as error:
+            room = max(map(len, documents)) + config.max_new_tokens
+            raise UserError(
+                f"out of memory while sampling {len(group)} responses side by side, each with room for {room} tokens in "
+                "the cache: lower micro_rollout_batch_size (in ppo) or batch_size (in generate and evaluate winrate), "
+                "which changes no response"
+            ) from error
         for i, tokens, values, end in zip(group, *drawn, strict=True):
             token_ids[i], log_probs[i], ended[i] = tokens, values, end
     return Responses(token_ids, log_probs, ended)

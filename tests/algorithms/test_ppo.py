@@ -92,6 +92,26 @@ def test_memory_settings_change_no_result(ppo, parts_of, text):
     assert {key: others[key] for key in same} == pytest.approx({key: metrics[key] for key in same}, rel=1e-3, abs=1e-5)
 
 
+def test_sampling_fewer_responses_side_by_side_changes_none(ppo, parts_of, monkeypatch):
+    """Each row's draws are fixed by its number in the run, so the number of cache rows is a memory setting."""
+
+    def sampled(rows):
+        _, config = ppo(f"rows{rows}", micro_rollout_batch_size=rows)
+        parts, prompts = parts_of(config)
+        caches = []
+        new_cache = parts.policy.unwrapped.new_cache
+        monkeypatch.setattr(
+            parts.policy.unwrapped, "new_cache", lambda count, length: caches.append(count) or new_cache(count, length)
+        )
+        return iterate(parts, config, prompts, 1)[1].responses, caches
+
+    together, caches = sampled(256)
+    assert caches == [8]
+    in_threes, caches = sampled(3)
+    assert caches == [3, 3, 2]
+    assert in_threes == together
+
+
 def test_the_pretraining_mix_adds_its_gradient(ppo, parts_of, text):
     """step(policy loss + c * text loss) = step(policy loss) + c * step(text loss), Ouyang et al. 2022, eq. 2."""
 

@@ -195,3 +195,14 @@ def test_messages_go_through_the_chat_template(checkpoints, tokenizer):
     model = load_model(checkpoints["llama"])
     as_text = generate(model, tokenizer, ["Where?"], max_new_tokens=6)
     assert generate(model, tokenizer, [[{"role": "user", "content": "Where?"}]], max_new_tokens=6) == as_text
+
+
+def test_without_room_for_the_cache_the_setting_to_lower_is_named(model, prompts, monkeypatch):
+    def full(*_):
+        raise torch.OutOfMemoryError("tried to allocate 51 GiB")
+
+    monkeypatch.setattr(model, "new_cache", full)
+    longest = max(map(len, prompts)) + 4
+    with pytest.raises(UserError, match=f"{len(prompts)} responses side by side.* room for {longest} tokens") as error:
+        drawn(model, prompts, max_new_tokens=4)
+    assert "lower micro_rollout_batch_size (in ppo) or batch_size" in str(error.value)
