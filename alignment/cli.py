@@ -107,7 +107,10 @@ def understand(config: ConfigName, overrides: Overrides = None, gpus: Gpus = Non
 @evaluate.command("winrate")
 def evaluate_winrate(config: ConfigName, overrides: Overrides = None, debug: Debug = False) -> None:
     """How often each policy's responses are preferred to a baseline's."""
-    run_stage("winrate", ["evaluate", "winrate"], config, overrides, None, debug)
+    results = run_stage("winrate", ["evaluate", "winrate"], config, overrides, None, debug)
+    from alignment.evaluation.summary import print_table, summary_rows
+
+    print_table(summary_rows(json.loads(results.read_text(encoding="utf-8"))))
 
 
 @evaluate.command("reward")
@@ -124,8 +127,8 @@ def evaluate_language(config: ConfigName, overrides: Overrides = None, debug: De
 
 def run_stage(
     verb: str, words: Sequence[str], config: str, overrides: list[str] | None, gpus: int | None, debug: bool
-) -> None:
-    """Check the config, then run the stage here, or start the same command once per GPU."""
+) -> Path:
+    """Check the config, then run the stage here and return what it wrote, or start the same command once per GPU."""
     from alignment.config import load_config
     from alignment.pipeline import find_stage, write_page
 
@@ -137,6 +140,7 @@ def run_stage(
     if is_first_rank():
         write_page(Path(checked.output))
         print(result)
+    return result
 
 
 def relaunch(arguments: Sequence[str], gpus: int) -> None:

@@ -35,7 +35,9 @@ class WinRateConfig:
         baseline: the name among `models` that the others are held against.
         data: prompts; those longer than `data.max_length` tokens lose their beginning.
         output: directory of the results.
-        judge: gold (the embedded world's true reward), reward_model, longer (a baseline for judges), verdicts (a file).
+        judge: who decides; there is no default. reward_model (`reward_model` names it), verdicts (a file, filled in by people
+            or another program), longer (the longer response: a baseline for judges), gold (the embedded world's true
+            reward, for that world's prompts only).
         reward_model: directory of the judging reward model; with another judge it gives each model's mean proxy score.
         verdicts: file of verdicts for judge=verdicts; where it does not exist, it is written as a form to fill in.
         reference: name among `models` to measure the KL from; None: the baseline.
@@ -48,7 +50,7 @@ class WinRateConfig:
     baseline: str
     data: DataConfig
     output: str
-    judge: Literal["gold", "reward_model", "longer", "verdicts"] = "gold"
+    judge: Literal["gold", "reward_model", "longer", "verdicts"] | None = None
     reward_model: str | None = None
     verdicts: str | None = None
     reference: str | None = None
@@ -65,6 +67,12 @@ class WinRateConfig:
         for name, value in (("baseline", self.baseline), ("reference", self.reference)):
             if value is not None and value not in self.models:
                 raise ValueError(f"{name} {value!r} is not among the models: {', '.join(self.models)}")
+        if self.judge is None:
+            raise ValueError(
+                "say who judges: judge=reward_model with reward_model=DIR (one that no policy was trained against), "
+                "judge=verdicts with verdicts=FILE (filled in by people), or judge=longer (the longer response wins); "
+                "judge=gold is for prompts of the generated hotel world alone"
+            )
         if self.judge == "reward_model" and self.reward_model is None:
             raise ValueError("judge=reward_model needs `reward_model`, a directory")
         if self.judge == "verdicts" and self.verdicts is None:
@@ -75,21 +83,26 @@ def run_winrate(config: WinRateConfig) -> Path:
     """Sample every model's responses, judge them against the baseline's, and write `results.json` and `responses.jsonl`.
 
     Raises:
-        UserError: bad prompts, a missing model, or verdicts still to be filled in.
+        UserError: bad prompts, prompts that the judge cannot judge, a missing model, or verdicts still to be filled in.
     """
     output = Path(config.output)
     prompts: list[Prompt] = _read(config.data, "prompts")
+    if config.judge == "gold":
+        _refuse_foreign(prompts)
     texts = None if config.text is None else _read(config.text, "text")
     for source in (*config.models.values(), *filter(None, [config.reward_model])):
         find_directory(source)
+    # On the CPU until the policies are done: a wrong checkpoint is found now, and the GPU holds one model at a time.
     proxy = None if config.reward_model is None else load_reward_model(config.reward_model)
     _tell(
         "prompts", tokenise_prompts(prompts, load_tokenizer(config.models[config.baseline]), config.data.max_length)[1]
     )
     answers = {name: _answer(config, source, prompts) for name, source in config.models.items()}
     _write_responses(output, prompts, answers)
-    judge = _judge(config, proxy, prompts, answers)
-    models = {name: _measure(config, name, answers, prompts, proxy, texts) for name in config.models}
+    scores = None if proxy is None else _proxy_scores(config, proxy, prompts, answers)
+    del proxy
+    judge = _judge(config, scores, prompts, answers)
+    models = {name: _measure(config, name, answers, prompts, scores, texts) for name in config.models}
     for name, result in models.items():
         if name != config.baseline:
             verdict = compare(prompts, answers[name].texts, answers[config.baseline].texts, judge)
@@ -106,6 +119,18 @@ def run_winrate(config: WinRateConfig) -> Path:
     return output / "results.json"
 
 
+def _refuse_foreign(prompts: Sequence[Prompt]) -> None:
+    """Refuse prompts that are not of the embedded world, of which the gold reward knows nothing."""
+    from alignment.world.grammar import is_prompt
+
+    foreign = [prompt.row_id for prompt in prompts if not is_prompt(prompt.prompt)]
+    if foreign:
+        raise UserError(
+            f"{foreign[0]}: judge=gold judges only prompts of the generated hotel world, and {len(foreign)} of "
+            f"{len(prompts)} are none; take judge=reward_model with reward_model=DIR, or judge=verdicts with verdicts=FILE"
+        )
+
+
 def gold_scores(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Any]:
     """The embedded world's score of each response, its four parts and their `total`."""
     from alignment.world.gold import score
@@ -113,15 +138,22 @@ def gold_scores(prompts: Sequence[Prompt], responses: Sequence[str]) -> list[Any
     return [score(str(prompt.prompt), response) for prompt, response in zip(prompts, responses, strict=True)]
 
 
+Scores = dict[tuple[int, str], float]  # (place of the prompt, response) -> the reward model's score
+
+
 def _judge(
-    config: WinRateConfig, proxy: RewardModel | None, prompts: list[Prompt], answers: dict[str, Generation]
+    config: WinRateConfig, scores: Scores | None, prompts: list[Prompt], answers: dict[str, Generation]
 ) -> Judge:
     if config.judge == "gold":
         return score_judge(lambda p, r: [gold.total for gold in gold_scores(p, r)], config.tie_margin)
     if config.judge == "longer":
         return longer_judge
-    if config.judge == "reward_model" and proxy is not None:
-        return score_judge(lambda p, r: _proxy_scores(config, proxy, p, r), config.tie_margin)
+    if config.judge == "reward_model" and scores is not None:
+        place = {id(prompt): i for i, prompt in enumerate(prompts)}
+        return score_judge(
+            lambda p, r: [scores[place[id(prompt)], text] for prompt, text in zip(p, r, strict=True)],
+            config.tie_margin,
+        )
     path = Path(config.verdicts or "")
     if not path.exists():
         baseline = answers[config.baseline].texts
@@ -133,12 +165,14 @@ def _judge(
 
 
 def _proxy_scores(
-    config: WinRateConfig, model: RewardModel, prompts: Sequence[Prompt], responses: Sequence[str]
-) -> list[float]:
-    """The reward model's scores; it sees as much of a prompt as the policies saw."""
+    config: WinRateConfig, model: RewardModel, prompts: Sequence[Prompt], answers: dict[str, Generation]
+) -> Scores:
+    """The reward model's score of every distinct response; it sees as much of a prompt as the policies saw."""
+    model.model.to(_device())
     ids = _prompt_ids(config, model.tokenizer, prompts)
-    documents = [[*prompt, *response_ids(model.tokenizer, text)] for prompt, text in zip(ids, responses, strict=True)]
-    return model.score_ids(documents).tolist()
+    distinct = list(dict.fromkeys((i, text) for answer in answers.values() for i, text in enumerate(answer.texts)))
+    documents = [[*ids[i], *response_ids(model.tokenizer, text)] for i, text in distinct]
+    return dict(zip(distinct, model.score_ids(documents).tolist(), strict=True))
 
 
 def _read(data: DataConfig, kind: Any) -> list[Any]:
@@ -175,7 +209,7 @@ def _prompt_ids(config: WinRateConfig, tokenizer: Any, prompts: Sequence[Prompt]
 
 
 def _measure(
-    config: WinRateConfig, name: str, answers: dict[str, Generation], prompts: list[Prompt], proxy: RewardModel | None,
+    config: WinRateConfig, name: str, answers: dict[str, Generation], prompts: list[Prompt], scores: Scores | None,
     texts: list[Any] | None,
 ) -> dict[str, Any]:  # fmt: skip
     """What is known of one model without a judge: gold parts, proxy score, KL from the reference, text loss, lengths."""
@@ -188,9 +222,8 @@ def _measure(
         golds = gold_scores(prompts, answer.texts)
         parts = ("helpful", "honest", "harmless", "brief", "total")
         result["gold"] = {part: sum(getattr(gold, part) for gold in golds) / len(golds) for part in parts}
-    if proxy is not None:
-        scores = _proxy_scores(config, proxy, prompts, answer.texts)
-        result["proxy"] = sum(scores) / len(scores)
+    if scores is not None:
+        result["proxy"] = sum(scores[i, text] for i, text in enumerate(answer.texts)) / len(prompts)
     if name != reference and config.temperature == 1 and config.top_p == 1:
         result["kl"] = _kl(config, reference, answer, prompts)
     if texts is not None and config.text is not None:

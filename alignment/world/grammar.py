@@ -14,6 +14,7 @@ import re
 import zlib
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 PRIVATE = "room"  # the item a guest must not be told: where another guest sleeps
 
@@ -182,3 +183,11 @@ def read_prompt(prompt: str) -> Reading:
         return Reading(dict(find_claims(sheet)), private, "", ())
     asked = tuple(dict.fromkeys(_ITEM.findall(turns[-1][2])))
     return Reading(dict(find_claims(sheet)), private, turns[-1][1], asked)
+
+
+def is_prompt(prompt: Any) -> bool:
+    """Whether something is a prompt of this world: a text with a fact sheet and a guest who asks, ending in the cue to answer."""
+    if not isinstance(prompt, str) or not prompt.endswith("\nConcierge:"):
+        return False
+    reading = read_prompt(prompt)
+    return bool(reading.facts and reading.guest and reading.asked)

@@ -3,10 +3,16 @@
 import json
 
 import pytest
+import torch
 
+from alignment import cli
+from alignment.config import load_config
 from alignment.data.sources import DataConfig
 from alignment.errors import UserError
+from alignment.evaluation import run as evaluation
 from alignment.evaluation.run import WinRateConfig, run_winrate
+from alignment.loading import RewardModel
+from alignment.world.datasets import draw_rows
 
 
 @pytest.fixture
@@ -39,3 +45,99 @@ def test_prompts_longer_than_the_models_are_cut_for_policies_reference_and_judge
 def test_without_room_for_the_response_the_way_out_is_said(config_of):
     with pytest.raises(UserError, match="lower max_new_tokens or shorten the prompts"):
         run_winrate(config_of(1024))
+
+
+# --- the reward model as the judge ----------------------------------------------------------------------------------
+
+
+def test_every_response_is_scored_once_for_mean_score_and_verdicts_alike(config_of, checkpoints, monkeypatch):
+    scored = []
+    score_ids = RewardModel.score_ids
+
+    def spy(self, documents, *rest):
+        scored.extend(map(tuple, documents))
+        return score_ids(self, documents, *rest)
+
+    monkeypatch.setattr(RewardModel, "score_ids", spy)
+    models = {"one": checkpoints["llama"], "again": checkpoints["llama"], "two": checkpoints["gpt2"]}
+    results = json.loads(run_winrate(config_of(64, models=models)).read_text())["models"]
+    # Two prompts; the models "one" and "again" give the same responses, so there are four to score.
+    assert len(scored) == len(set(scored)) == 4
+    assert results["again"]["proxy"] == results["one"]["proxy"] != results["two"]["proxy"]
+    assert results["again"]["win_rate"]["ties"] == 2
+
+
+def test_the_reward_model_scores_on_the_device_of_the_policies(config_of, monkeypatch):
+    """A second device is not at hand: the judge may be put there when it is loaded or later, but before it scores."""
+    placed, load = [], evaluation.load_reward_model
+    monkeypatch.setattr(evaluation, "_device", lambda: torch.device("cpu", 0))
+
+    def spy(source, dtype="float32", device="cpu"):
+        judge = load(source, dtype, device)
+        to = judge.model.to
+        placed.append(device)
+        monkeypatch.setattr(judge.model, "to", lambda device: placed.append(device) or to(device))
+        return judge
+
+    monkeypatch.setattr(evaluation, "load_reward_model", spy)
+    run_winrate(config_of(64))
+    assert torch.device("cpu", 0) in placed
+
+
+# --- who judges -----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_judge_the_choice_is_put_in_words_before_anything_is_read(tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("output: out\nmodels: {a: nowhere/a, b: nowhere/b}\nbaseline: a\ndata: {train: nowhere.jsonl}\n")
+    with pytest.raises(UserError, match=r"mine\.yaml:1: .*say who judges: judge=reward_model with reward_model=DIR"):
+        load_config(WinRateConfig, str(path))
+    assert load_config(WinRateConfig, str(path), ["judge=longer"]).judge == "longer"
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        "What about the pool?",
+        "Hotel Swan: pool opens in May.\nGuest Anna: What about the pool?",  # no cue
+        "Hotel Swan: it is a fine house.\nGuest Anna: What about the pool?\nConcierge:",  # no facts
+        "Hotel Swan: pool opens in May.\nGuest Anna: Good evening.\nConcierge:",  # nothing asked
+    ],
+)
+def test_the_gold_judge_refuses_prompts_of_another_world_before_any_model_is_loaded(prompt, config_of, tmp_path):
+    rows = [*draw_rows("prompts_eval", seed=0, count=2), {"prompt": prompt}]
+    path = tmp_path / "mixed.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    models = {"one": "/nowhere/a", "two": "/nowhere/b"}
+    config = config_of(256, judge="gold", data=DataConfig(train=str(path)), models=models)
+    with pytest.raises(UserError, match=r"mixed\.jsonl:3: judge=gold .* 1 of 3 are none; take judge=reward_model"):
+        run_winrate(config)
+
+
+def test_the_gold_judge_refuses_messages(config_of, tmp_path):
+    text = "Hotel Swan: pool opens in May.\nGuest Anna: What about the pool?\nConcierge:"
+    path = tmp_path / "chat.jsonl"
+    path.write_text(json.dumps({"prompt": [{"role": "user", "content": text}]}) + "\n")
+    with pytest.raises(UserError, match=r"chat\.jsonl:1: judge=gold .* 1 of 1 are none"):
+        run_winrate(config_of(256, judge="gold", data=DataConfig(train=str(path))))
+
+
+def test_the_gold_judge_takes_every_prompt_of_its_world(config_of, tmp_path):
+    path = tmp_path / "own.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in draw_rows("prompts_eval", seed=3, count=200)))
+    models = {"one": "/nowhere/a", "two": "/nowhere/b"}
+    with pytest.raises(UserError, match="/nowhere/a: no such model directory"):  # the prompts were taken
+        run_winrate(config_of(256, judge="gold", data=DataConfig(train=str(path)), models=models))
+
+
+def test_the_verb_prints_a_table_of_the_policies(config_of, tmp_path, capsys):
+    config = config_of(64)
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        f"output: {config.output}\nmodels: {json.dumps(config.models)}\nbaseline: one\njudge: longer\n"
+        f"data: {{train: {config.data.train}, max_length: 64}}\nmax_new_tokens: 4\n"
+    )
+    assert cli.main(["evaluate", "winrate", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "results.json" in shown and "win rate against one" in shown
+    assert [line.split()[1] for line in shown.splitlines() if line.startswith("│")] == ["one", "two"]
