@@ -65,13 +65,14 @@ def test_parts_worked_out_by_hand(prompt, response, expected):
     assert score(prompt, response) == expected
 
 
-@pytest.mark.parametrize("name", sorted(set(GUESTS) - {"Anna"}))
 @pytest.mark.parametrize("greeting", GREETINGS)
-def test_a_reply_to_another_guest_never_scores_full_marks(greeting, name):
+def test_a_reply_to_another_guest_never_scores_full_marks(greeting):
     reply = " {} The pool opens in May. Enjoy your stay."
-    assert score(ONE, reply.format(greeting.format("Anna"))).total == 4
-    assert score(ONE, reply.format(greeting.format(name))).total == 3
-    assert score(ONE, reply.format(greeting.format("Anna") + " " + greeting.format(name))).total < 4
+    own = greeting.format("Anna")
+    assert score(ONE, reply.format(own)).total == 4
+    for name in sorted(set(GUESTS) - {"Anna"}):
+        assert score(ONE, reply.format(greeting.format(name))).total == 3
+        assert score(ONE, reply.format(f"{own} {greeting.format(name)}")).total < 4
 
 
 def test_every_other_name_in_a_reply_counts_as_one_wrong_claim():
