@@ -1,0 +1,151 @@
+"""How far a recipe's results lie apart over seeds and runs, beside the intervals over prompts within one run.
+
+    alignment run quickstart seed=1 --output runs/seed-1        # one run for each seed, or several of the same seed
+    python scripts/spread.py runs/seed-0 runs/seed-1 runs/seed-2 [--output runs/spread.json]
+
+Prints Markdown: each policy's figures, what the training stages ended at, and seconds and memory; every figure as its mean,
+its smallest and largest value over the runs, and the value of each run in the order given. Runs nothing.
+"""
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from alignment.bands import Band, flatten, read_json, read_metric
+from alignment.errors import UserError
+from alignment.files import write_json
+
+POLICY = ("win_rate.rate", "gold.total", "proxy", "kl", "language_loss", "response_tokens", "ended_share")
+CURVES: dict[str, tuple[Literal["first", "last", "max"], ...]] = {  # column of metrics.jsonl -> which of its lines
+    "loss": ("first", "last"),
+    "held_out_loss": ("last",),
+    "held_out_accuracy": ("last",),
+    "accuracy": ("last",),
+    "score": ("first", "last"),
+    "gold_score": ("first", "last"),
+    "kl": ("last", "max"),
+    "ended_share": ("last",),
+    "pretrain_loss": ("first", "last"),
+    "first_ratio_error": ("max",),
+}
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One number of a recipe over its runs.
+
+    Attributes:
+        stage: the stage that left it behind.
+        metric: its name there.
+        values: one per run, in order.
+        half_width: mean half width of the 95 % interval over prompts within one run; None where there is none.
+    """
+
+    stage: str
+    metric: str
+    values: list[float]
+    half_width: float | None = None
+
+    @property
+    def row(self) -> tuple[str, ...]:
+        """Cells of the table."""
+        within = "" if self.half_width is None else f"± {self.half_width:.4g}"
+        spread = (fmean(self.values), min(self.values), max(self.values))
+        return (
+            self.stage,
+            self.metric,
+            *(f"{x:.4g}" for x in spread),
+            within,
+            " · ".join(f"{x:.4g}" for x in self.values),
+        )
+
+
+def main() -> None:
+    """Read the runs named on the command line and print their spread."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", nargs="+", type=Path, help="outputs of one recipe")
+    parser.add_argument("--output", type=Path, help="the same as JSON")
+    arguments = parser.parse_args()
+    figures = read_figures(arguments.runs)
+    print(table(figures))
+    if arguments.output is not None:
+        write_json(arguments.output, {"runs": list(map(str, arguments.runs)), "figures": list(map(asdict, figures))})
+
+
+def read_figures(runs: Sequence[Path]) -> list[Figure]:
+    """Every figure that all runs have.
+
+    Raises:
+        UserError: a directory that no recipe wrote, or one whose stages are not those of the first.
+    """
+    stages = [list(read_json(run / "stages.json")) for run in runs]
+    for run, names in zip(runs, stages, strict=True):
+        if not names:
+            raise UserError(f"{run}: no stages.json here; give the --output of `alignment run`")
+        if names != stages[0]:
+            raise UserError(f"{run}: has other stages than {runs[0]}; give finished runs of one recipe")
+    return [
+        figure for stage in stages[0] for figure in (*results(runs, stage), *curves(runs, stage), *costs(runs, stage))
+    ]
+
+
+def results(runs: Sequence[Path], stage: str) -> Iterator[Figure]:
+    """Figures of a stage's results.json; of a comparison of policies, those of each policy."""
+    found = [flatten(shown(read_json(run / stage / "results.json"))) for run in runs]
+    for metric in found[0]:
+        prefix, _, last = metric.rpartition(".")
+        if last in ("low", "high", "n", "wins", "losses", "ties") or not all(metric in each for each in found):
+            continue
+        bounds = [(each.get(f"{prefix}.low"), each.get(f"{prefix}.high")) for each in found]
+        widths = [high - low for low, high in bounds if low is not None and high is not None]
+        interval = fmean(widths) / 2 if last == "rate" and widths else None
+        yield Figure(stage, metric, [each[metric] for each in found], interval)
+
+
+def shown(content: dict[str, Any]) -> dict[str, Any]:
+    """What is worth a line: of a comparison of policies no samples and no parts of the gold reward."""
+    if "models" not in content:
+        return content
+    return {"models": {name: keep(model) for name, model in content["models"].items()}}
+
+
+def keep(model: dict[str, Any]) -> dict[str, Any]:
+    """One policy's figures, with the interval of its win rate."""
+    sections = {metric.partition(".")[0]: model.get(metric.partition(".")[0]) for metric in POLICY}
+    if isinstance(sections["gold"], dict):
+        sections["gold"] = {"total": sections["gold"]["total"]}
+    return {name: value for name, value in sections.items() if value is not None}
+
+
+def curves(runs: Sequence[Path], stage: str) -> Iterator[Figure]:
+    """What a training stage began and ended at."""
+    for metric, places in CURVES.items():
+        for over in places:
+            values = [read_metric(run / stage, Band(stage, metric, low=0, over=over)) for run in runs]
+            if None not in values:
+                yield Figure(stage, f"{metric}, {over}", [value for value in values if value is not None])
+
+
+def costs(runs: Sequence[Path], stage: str) -> Iterator[Figure]:
+    """Seconds of a stage, and the peak memory of the process up to its end."""
+    records = [read_json(run / "stages.json")[stage] for run in runs]
+    for metric in ("seconds", "process_peak_megabytes"):
+        if all(metric in record for record in records):
+            yield Figure(stage, metric, [float(record[metric]) for record in records])
+
+
+def table(figures: Sequence[Figure]) -> str:
+    """Markdown, one line per figure."""
+    head = ("stage", "metric", "mean", "smallest", "largest", "95 % over prompts", "each run")
+    rows = [head, ("---",) * len(head), *(figure.row for figure in figures)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except UserError as error:
+        raise SystemExit(f"error: {error}") from error
