@@ -1,13 +1,14 @@
 """Checkpoints of a run: whole or not at all, verified before they are read. What goes in comes from engine and loop.
 
     checkpoints/step-000100/
-        manifest.json           written last: SHA-256 of every other file
+        manifest.json           written last: SHA-256 of every other file, and of itself
         state.json              counters, the algorithm's state, environment
         identity.json           what must be the same for a resume: config and data
         random.json             global random states, one per rank
         model.safetensors       trained weights and buffers by name      (several engines: in a folder each)
         optimizer.safetensors   AdamW's state by parameter name          (deepspeed/ under DeepSpeed)
-A checkpoint lies between two updates: no half-summed gradient is ever stored.
+A checkpoint lies between two updates: no half-summed gradient is ever stored. A damaged one that a resume had to pass
+over is kept as damaged-step-000100, and is no checkpoint any more.
 """
 
 import json
@@ -24,8 +25,9 @@ from typing import Any
 import torch
 
 from alignment.errors import UserError, raise_all
-from alignment.files import atomic_directory, sha256, write_json
+from alignment.files import atomic_directory, hash_of, remove_directory, remove_leftovers, sha256, write_json
 from alignment.training.engine import Engine
+from alignment.training.lineage import differences
 from alignment.training.random_state import random_state, set_random_state
 
 MANIFEST, STATE, IDENTITY, RANDOM = "manifest.json", "state.json", "identity.json", "random.json"
@@ -35,7 +37,7 @@ Engines = Engine | Mapping[str, Engine]
 def save_checkpoint(
     root: Path, step: int, engines: Engines, state: dict[str, Any], identity: dict[str, Any], keep: int
 ) -> Path:
-    """Write `root/step-NNNNNN`, then delete all but the newest `keep`; every rank must call it.
+    """Write `root/step-NNNNNN`, then delete older ones until `keep` are left; every rank must call it.
 
     Args:
         state: JSON-like, whatever the algorithm needs beside engines and random states.
@@ -65,14 +67,24 @@ def save_checkpoint(
             write_json(directory / STATE, kept)
             write_json(directory / IDENTITY, identity)
             write_json(directory / RANDOM, randoms)
-            write_json(directory / MANIFEST, {"format": 1, "step": step, "files": hashes(directory)})
+            manifest = {"format": 2, "step": step, "files": hashes(directory)}
+            write_json(directory / MANIFEST, manifest | {"sum": hash_of(manifest)})
     if world.rank == 0:
-        for old in list(checkpoints(root))[keep:]:
-            hidden = old.with_name(f".{old.name}.old-{os.getpid()}")
-            old.rename(hidden)  # at once, so that no half-deleted checkpoint is ever found
-            shutil.rmtree(hidden)
+        delete_older(path, keep)
     world.barrier()
     return path
+
+
+def delete_older(newest: Path, keep: int) -> None:
+    """Delete checkpoints older than `newest`, which has just been written, until `keep` are left with it.
+
+    A directory of a later step is none of this run's, and one without a sound manifest is no checkpoint: they neither
+    count nor go.
+    """
+    older = [path for path in checkpoints(newest.parent) if step_of(path) < step_of(newest)]
+    sound = [path for path in older if not read_manifest(path)[1]]
+    for path in sound[keep - 1 :]:
+        remove_directory(path)
 
 
 def load_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -> dict[str, Any]:
@@ -108,14 +120,15 @@ def load_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -> d
 def latest_checkpoint(root: Path) -> Path | None:
     """The newest whole checkpoint, or None where there is none at all.
 
-    A damaged one is named in a warning and the one before it is taken. Left-overs of a save that was cut short are
-    removed.
+    Where the one before a damaged one is taken, the damaged one is named in a warning and set aside under another name:
+    it must not count when older checkpoints are deleted. Left-overs of a save that was cut short are removed.
 
     Raises:
         UserError: a file of the newest checkpoint was deleted, or every checkpoint is damaged.
     """
-    remove_partial(root)
-    damaged = []
+    for hidden in list(root.glob(".step-*")):
+        remove_leftovers(root / hidden.name.split(".")[1])
+    damaged: dict[Path, list[str]] = {}
     for path in checkpoints(root):
         problems, missing = verify(path)
         if missing:
@@ -124,43 +137,84 @@ def latest_checkpoint(root: Path) -> Path | None:
                 f"{path} to resume from the checkpoint before it"
             )
         if not problems:
+            for other, found in damaged.items():
+                _warn(f"passing over a damaged checkpoint, kept as {set_aside(other).name}: {'; '.join(found)}")
             return path
-        damaged += problems
-        _warn(f"skipping a damaged checkpoint: {'; '.join(problems)}")
+        damaged[path] = problems
     if damaged:
+        problems = [line for found in damaged.values() for line in found]
         raise UserError(
-            f"no checkpoint in {root} is whole ({'; '.join(damaged)}); delete them to start from the beginning"
+            f"no checkpoint in {root} is whole ({'; '.join(problems)}); delete them to start from the beginning"
         )
     return None
+
+
+def set_aside(path: Path) -> Path:
+    """Rename a damaged checkpoint so that it is none any more, and return where it is now; nothing is deleted."""
+    aside, number = path.with_name(f"damaged-{path.name}"), 1
+    while os.path.lexists(aside):
+        number += 1
+        aside = path.with_name(f"damaged-{path.name}-{number}")
+    os.rename(path, aside)
+    return aside
 
 
 def checkpoints(root: Path) -> Iterator[Path]:
     """Checkpoint directories, newest first, whole or not."""
     found = [path for path in root.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
-    yield from sorted(found, key=lambda path: int(path.name.split("-")[1]), reverse=True)
+    yield from sorted(found, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """The step after which a checkpoint was saved, from its name."""
+    return int(path.name.split("-")[1])
 
 
 def verify(path: Path) -> tuple[list[str], list[str]]:
     """What is wrong with a checkpoint: (sentences about damage, names of files that are gone)."""
+    files, problem = read_manifest(path)
+    if problem:
+        return [problem], []
+    damage, missing = [], []
+    for name, digest in files.items():
+        if not (path / name).is_file():
+            missing.append(name)
+            continue
+        try:
+            if sha256(path / name) != digest:
+                damage.append(f"{path / name} does not have the content that was saved")
+        except OSError as error:
+            damage.append(f"{path / name} cannot be read ({error.strerror})")
+    return damage, missing
+
+
+def read_manifest(path: Path) -> tuple[dict[str, str], str]:
+    """SHA-256 of each file of a checkpoint by name, and what is wrong with the manifest, or ''. Opens no other file."""
+    file = path / MANIFEST
+    if not file.is_file():
+        return {}, f"{file} is missing"
     try:
-        files: dict[str, str] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError) as error:
-        return [f"{path / MANIFEST} cannot be read ({type(error).__name__})"], []
-    missing = [name for name in files if not (path / name).is_file()]
-    changed = [name for name, digest in files.items() if name not in missing and sha256(path / name) != digest]
-    return [f"{path / name} does not have the content that was saved" for name in changed], missing
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, f"{file} cannot be read ({type(error).__name__})"
+    if not isinstance(manifest, dict):
+        return {}, f"{file} holds a {type(manifest).__name__} where an object was saved"
+    total = manifest.pop("sum", None)
+    if total != hash_of(manifest) and manifest.get("format") != 1:  # format 1 had no sum
+        return {}, f"{file} does not have the content that was saved"
+    files = manifest.get("files")
+    if not isinstance(files, dict) or not {STATE, IDENTITY, RANDOM} <= set(files):
+        return {}, f"{file} does not name the files of a checkpoint"
+    for name in files:
+        if "\0" in name or not Path(os.path.realpath(path / name)).is_relative_to(os.path.realpath(path)):
+            return {}, f"{file} names {name!r}, which is no file of this checkpoint"
+    return files, ""
 
 
 def hashes(directory: Path) -> dict[str, str]:
     """SHA-256 of every file below a directory, by relative path."""
     files = sorted(file for file in directory.rglob("*") if file.is_file())
     return {file.relative_to(directory).as_posix(): sha256(file) for file in files}
-
-
-def remove_partial(root: Path) -> None:
-    """Delete what saves that were cut short left behind."""
-    for path in [*root.glob(".step-*.partial-*"), *root.glob(".step-*.old-*")]:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 def check_room(root: Path, engines: Mapping[str, Engine]) -> None:
@@ -175,17 +229,6 @@ def check_room(root: Path, engines: Mapping[str, Engine]) -> None:
     needed, free = 12 * elements, shutil.disk_usage(root).free
     if free < needed:
         raise UserError(f"{root}: a checkpoint needs about {needed} bytes and {free} are free; older ones are kept")
-
-
-def differences(old: Any, new: Any, key: str = "") -> list[str]:
-    """Where two JSON-like values differ, as 'dotted.key: old -> new'."""
-    if isinstance(old, dict) and isinstance(new, dict):
-        return [
-            line
-            for name in sorted({*old, *new})
-            for line in differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-        ]
-    return [] if old == new else [f"{key}: {old!r} -> {new!r}"]
 
 
 def environment(world_size: int) -> dict[str, Any]:

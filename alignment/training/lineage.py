@@ -1,11 +1,15 @@
 """Where a run came from: hashes of code, config, data and parents. What a run writes while it trains is in run.py."""
 
+import json
 import platform
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from alignment.errors import UserError
 from alignment.files import hash_of, sha256
 
 # Keys that may change between a run and its resumption: they steer memory, files and looks, not the result.
@@ -20,6 +24,60 @@ FREE_KEYS = frozenset(
 def identity_of(config: dict[str, Any], parents: Sequence[str]) -> dict[str, Any]:
     """What must be equal for a checkpoint to be continued: settings that matter, and the content of all inputs."""
     return {"config": without_free_keys(config), "data": input_hashes(config), "parents": parent_hashes(parents)}
+
+
+def refuse_other_run(output: Path, stage: str, identity: dict[str, Any]) -> None:
+    """Raise where a directory holds what a run with other settings or data has made.
+
+    Raises:
+        UserError: every difference, and the way out.
+    """
+    made = [name for name in ("model", "checkpoints", "metrics.jsonl") if _holds_anything(output / name)]
+    if not made:
+        return
+    old = earlier_run(output)
+    new = {"stage": stage, **json.loads(json.dumps(identity))}
+    changed = [line for key in old for line in differences(old[key], new[key], key)]
+    if old and not changed:
+        return
+    why = "\n".join(["of a run with other settings:", *changed]) if old else "that no run of this kind has written"
+    raise UserError(
+        f"{output}: holds {', '.join(made)} {why}\nNothing was changed. Choose another output directory, or delete this one"
+    )
+
+
+def earlier_run(output: Path) -> dict[str, Any]:
+    """Stage and identity of the run that wrote a directory, as far as its files tell; {} where no run wrote it."""
+    found: dict[str, Any] = {}
+    try:
+        if (output / "config.yaml").is_file():
+            config = yaml.safe_load((output / "config.yaml").read_text(encoding="utf-8"))
+            found["config"] = without_free_keys(json.loads(json.dumps(config)))
+        if (output / "lineage.json").is_file():
+            lineage = json.loads((output / "lineage.json").read_text(encoding="utf-8"))
+            found |= {key: lineage[key] for key in ("stage", "data", "parents")}
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+        raise UserError(
+            f"{output}: config.yaml or lineage.json of an earlier run cannot be read ({type(error).__name__}), so it is "
+            "not known whether this run may go on from it; choose another output directory, or delete this one"
+        ) from error
+    return found
+
+
+def _holds_anything(path: Path) -> bool:
+    """Whether a directory has an entry, or a file any content."""
+    return any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0
+
+
+def differences(old: Any, new: Any, key: str = "") -> list[str]:
+    """Where two JSON-like values differ, as 'dotted.key: old -> new'."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            line
+            for name in sorted({*old, *new})
+            for line in differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+        ]
+    return [] if old == new else [f"{key}: {old!r} -> {new!r}"]
 
 
 def lineage_of(stage: str, config: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
@@ -46,8 +104,19 @@ def input_hashes(config: dict[str, Any]) -> dict[str, str]:
 
 
 def parent_hashes(parents: Sequence[str]) -> dict[str, str | None]:
-    """One hash per parent directory, over names and contents of its files; None for a name that is no directory."""
-    return {name: directory_hash(Path(name)) if Path(name).is_dir() else None for name in parents}
+    """Per parent one hash over names and contents of its files, or the commit of a model that came from the Hub."""
+    found = {name: Path(name).expanduser() for name in parents}
+    return {name: directory_hash(path) if path.is_dir() else hub_commit(name) for name, path in found.items()}
+
+
+def hub_commit(name: str) -> str | None:
+    """Commit of the snapshot of a Hub model that lies on this machine; None where there is none. Asks no server."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in ("config.json", "adapter_config.json"):
+        if isinstance(path := try_to_load_from_cache(name, file), str):
+            return Path(path).parent.name
+    return None
 
 
 def directory_hash(directory: Path) -> str:

@@ -34,8 +34,11 @@ def fit(
     run: Run,
     *,
     evaluate: Callable[[], dict[str, float]] | None = None,
+    save: Callable[[], Any] | None = None,
 ) -> None:
     """Train from the newest checkpoint, or from the start, to `engine.total_steps`.
+
+    A signal that asks the run to stop is heeded at the end of an update, when its evaluation is done and logged.
 
     Args:
         stream: row order as a pure function of the step, the same on every rank.
@@ -43,6 +46,8 @@ def fit(
         loss_fn: micro-batch -> sums; it calls `engine.model`.
         evaluate: metrics added to the log line of every `training.evaluate_every_steps`-th update and of the last one;
             it may draw random numbers without changing the training.
+        save: writes the trained model, right after the last update: an error in the last evaluation does not lose it,
+            and a signal that comes meanwhile waits for it.
 
     Raises:
         NonFiniteError: a loss or gradient is not finite; the newest checkpoint is from before it.
@@ -50,9 +55,13 @@ def fit(
         UserError: the checkpoint to resume from is damaged or belongs to other settings or data.
     """
     load_run_state(run, engine, training)
+    if save is not None and engine.step == engine.total_steps:  # a finished run again: its model may be gone
+        save()
     for step in run.steps(engine.step, engine.total_steps):
         batches = share(stream.rows_at(step), collate, engine.rank, engine.world_size)
         metrics = engine.update(Term(batches, loss_fn))
+        if save is not None and step + 1 == engine.total_steps:
+            save()
         if evaluate is not None and is_due(step + 1, training.evaluate_every_steps, engine.total_steps):
             with unchanged_random_state():
                 metrics |= evaluate()

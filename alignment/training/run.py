@@ -4,21 +4,25 @@ import fcntl
 import json
 import math
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from alignment.errors import UserError
-from alignment.files import write_json, write_text
-from alignment.training.lineage import identity_of, lineage_of
+from alignment.errors import UserError, raise_all
+from alignment.files import naming_full_disk, remove_leftovers, write_json, write_text
+from alignment.training.lineage import identity_of, lineage_of, refuse_other_run
 from alignment.training.progress import Progress
 from alignment.training.signals import StopRequest, stop_requests
-from alignment.training.trackers import Trackers
-from alignment.training.world import launched_rank
+from alignment.training.trackers import Trackers, check_trackers
+from alignment.training.world import join_world, launched_rank
+
+LOGS = ("metrics.jsonl", "samples.jsonl")
 
 
 class Run:
@@ -41,7 +45,8 @@ class Run:
             parents: checkpoints that the run starts from.
 
         Raises:
-            UserError: the directory cannot be written, or another run is using it.
+            UserError: the directory cannot be written, or another run is using it; it holds the model, checkpoints or
+                metrics of a run with other settings or data; its logs are broken; a tracker cannot be opened.
         """
         self.output = Path(output)
         self.checkpoints = self.output / "checkpoints"
@@ -52,32 +57,55 @@ class Run:
         self._progress: Progress | None = None
         self._notes: list[str] = []
         self._lock, self._trackers = None, None
+        self._signals = ExitStack()
         self._clock = time.perf_counter()
+        trackers = config.get("training", {}).get("trackers", [])
+        check_trackers(trackers)
+        if trackers:
+            join_world()  # Accelerate's trackers ask its state who this process is; every rank takes part
         if self.is_main:
-            self._lock = lock(self.output)
-            self.identity = identity_of(config, parents)
-            self._lineage = lineage_of(stage, config, self.identity)
-            write_text(self.output / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
-            write_json(self.output / "lineage.json", self._lineage)
-            names = config.get("training", {}).get("trackers", [])
-            self._trackers = Trackers(self.output, stage, names, config)
+            try:
+                self._open(config, stage, parents, trackers)
+            except BaseException:
+                self.close()
+                raise
+
+    def _open(self, config: dict[str, Any], stage: str, parents: Sequence[str], trackers: Sequence[str]) -> None:
+        """Rank 0's part of the start; nothing of an earlier run is changed before all checks are made."""
+        self._lock = lock(self.output)
+        remove_leftovers(self.output / "model")
+        self.identity = identity_of(config, parents)
+        refuse_other_run(self.output, stage, self.identity)
+        raise_all(problem for name in LOGS for problem in read_lines(self.output / name)[1])
+        self._trackers = Trackers(self.output, stage, trackers, config)
+        self._lineage = lineage_of(stage, config, self.identity)
+        write_text(self.output / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+        write_json(self.output / "lineage.json", self._lineage)
 
     def __enter__(self) -> "Run":
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.close()
+        if not self.total and isinstance(error, KeyboardInterrupt | SystemExit):
+            self._say("stopped before the first update: nothing was trained; what earlier starts saved is untouched")
+        elif error is None and self.request.number:
+            self._say(f"signal {self.request.number} came when the run was finished; its model is written")
+            signal.raise_signal(self.request.number)  # to whoever heeds signals outside of a run
 
     def close(self) -> None:
-        """Finish trackers and give the directory free."""
+        """Finish trackers, give the directory free, and signals their usual effect back."""
         if self._trackers is not None:
             self._trackers.close()
         if self._lock is not None:
             self._lock.close()
         self._trackers = self._lock = None
+        self._signals.close()
 
     def steps(self, first: int, total: int) -> Iterator[int]:
         """Numbers first ... total - 1, with progress shown, until a stop was asked for and a checkpoint saved.
+
+        From here until the run is closed signals that ask to stop are noted and do not break off what is being written.
 
         Raises:
             SystemExit: 128 + the signal's number, after the update in which the signal came.
@@ -86,16 +114,16 @@ class Run:
         self.truncate(first)
         self._progress = Progress(first, total) if self.is_main else None
         self._clock = time.perf_counter()
-        with stop_requests() as self.request:
-            try:
-                for step in range(first, total):
-                    yield step
-                    if self.stopped:
-                        self._say(f"stopped by signal {self.stopped} after step {step + 1}; a checkpoint is saved")
-                        raise SystemExit(128 + self.stopped)
-            finally:
-                if self._progress is not None:
-                    self._progress.close()
+        self.request = self._signals.enter_context(stop_requests())
+        try:
+            for step in range(first, total):
+                yield step
+                if self.stopped:
+                    self._say(f"stopped by signal {self.stopped} after step {step + 1}; a checkpoint is saved")
+                    raise SystemExit(128 + self.stopped)
+        finally:
+            if self._progress is not None:
+                self._progress.close()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One line of metrics.jsonl for update `step` (from 1), and the same to the trackers and the progress shown."""
@@ -129,11 +157,12 @@ class Run:
     def truncate(self, step: int) -> None:
         """Forget what was logged after `step`: those updates are done again."""
         if self.is_main:
-            for name in ("metrics.jsonl", "samples.jsonl"):
+            for name in LOGS:
                 truncate_lines(self.output / name, step)
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
-        with open(self.output / name, "a", encoding="utf-8") as file:
+        path = self.output / name
+        with naming_full_disk(path, path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def _say(self, text: str) -> None:
@@ -142,14 +171,33 @@ class Run:
 
 
 def truncate_lines(path: Path, step: int) -> None:
-    """Keep the lines of a JSON-lines file up to `step`; a last line cut short by a crash goes too."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n") and json.loads(line)["step"] <= step:
-            kept.append(line)
-    write_text(path, "".join(kept))
+    """Keep the lines of a JSON-lines file up to `step`; a last line cut short by a crash goes too.
+
+    Raises:
+        UserError: a line that no run has written.
+    """
+    lines, problems = read_lines(path)
+    raise_all(problems)
+    if path.exists():
+        write_text(path, "".join(text for number, text in lines if number <= step))
+
+
+def read_lines(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
+    """Step and text of each whole line of a run's log, and what is wrong with the others; no file has no lines."""
+    lines, problems = [], []
+    *whole, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]  # a text may hold other line ends
+    for number, content in enumerate(whole, 1):
+        try:
+            text = content.decode("utf-8")
+            step = json.loads(text)["step"]
+            if type(step) is not int:
+                raise TypeError("its step is no whole number")
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            why = "there is no step in it" if isinstance(error, LookupError) else str(error)
+            problems.append(f"{path}:{number}: not a line of a run's log ({why}); delete the line, or the file")
+        else:
+            lines.append((step, f"{text}\n"))
+    return lines, problems
 
 
 def lock(directory: Path) -> Any:

@@ -15,7 +15,7 @@ class Trackers:
         """Open TensorBoard's files and the named trackers.
 
         Raises:
-            UserError: a tracker that is unknown or not installed.
+            UserError: a tracker does not start.
         """
         from torch.utils.tensorboard import SummaryWriter
 
@@ -37,22 +37,42 @@ class Trackers:
             tracker.finish()
 
 
-def open_tracker(name: str, output: Path, stage: str, config: dict[str, Any]) -> Any:
-    """One of Accelerate's trackers, started with the run's config.
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise where a tracker cannot be opened here.
 
     Raises:
-        UserError: the name is unknown, or its package is not installed.
+        UserError: a name is unknown, or its package is not installed.
     """
+    if not names:
+        return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 
     known = sorted(str(tracker) for tracker in LOGGER_TYPE_TO_CLASS)
-    if name not in known:
-        raise UserError(f"training.trackers: unknown tracker {name!r}; known are {', '.join(known)}")
-    if name not in {str(tracker) for tracker in get_available_trackers()}:
-        raise UserError(f"training.trackers: {name} is not installed: pip install {name}")
+    installed = {str(tracker) for tracker in get_available_trackers()}
+    for name in names:
+        if name not in known:
+            raise UserError(f"training.trackers: unknown tracker {name!r}; known are {', '.join(known)}")
+        if name not in installed:
+            raise UserError(f"training.trackers: {name} is not installed: pip install {name}")
+
+
+def open_tracker(name: str, output: Path, stage: str, config: dict[str, Any]) -> Any:
+    """One of Accelerate's trackers, started with the run's config. Accelerate's state must be there, see join_world.
+
+    Raises:
+        UserError: the tracker does not start: no account, no server.
+    """
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
     kind = LOGGER_TYPE_TO_CLASS[name]
     where = {"logging_dir": str(output)} if kind.requires_logging_directory else {}
-    tracker = kind(f"{stage}-{output.name}", **where)
-    tracker.start()
-    tracker.store_init_configuration(config)
+    try:
+        tracker = kind(f"{stage}-{output.name}", **where)
+        tracker.start()
+        tracker.store_init_configuration(config)
+    except Exception as error:
+        raise UserError(
+            f"training.trackers: {name} does not start ({type(error).__name__}: {error}); set it up as its own pages "
+            "say, or leave it out"
+        ) from error
     return tracker

@@ -194,7 +194,7 @@ def test_an_error_in_the_middle_of_a_save_leaves_the_old_checkpoint(tmp_path, mo
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("alignment.training.state_files.save_optimizer", fails)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(UserError, match=r"step-000002: the disk is full: \d+ bytes .* and \d+ are free"):
         save_checkpoint(tmp_path, 2, engine, {}, IDENTITY, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
