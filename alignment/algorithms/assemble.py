@@ -201,15 +201,20 @@ def fit_language_model(
     optim: OptimConfig,
     training: TrainingConfig,
     run: Run,
-) -> Engine:
-    """Train on the next-token loss of the examples' targets; `held_out_loss` is logged where there is held-out data."""
+    *,
+    save: Callable[[Engine], Any],
+) -> None:
+    """Train on the next-token loss of the examples' targets; `held_out_loss` is logged where there is held-out data.
+
+    Args:
+        save: writes the model of an engine, once it is trained.
+    """
     stream, steps = stream_of(train, training)
     engine = Engine(policy.model.train(), optim, training, total_steps=steps)
     loss_fn = text_loss(engine.model)
     pack = partial(collate, micro_batch_tokens=training.micro_batch_tokens)
     evaluate = partial(mean_over, engine, pack(held_out), loss_fn) if held_out else None
-    fit(engine, stream, pack, loss_fn, training, run, evaluate=evaluate)
-    return engine
+    fit(engine, stream, pack, loss_fn, training, run, evaluate=evaluate, save=partial(save, engine))
 
 
 def text_loss(model: Any) -> Callable[[Any], LossSum]:

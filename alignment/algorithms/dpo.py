@@ -77,8 +77,9 @@ def run(config: DPOConfig) -> Path:
         loss_fn = pair_loss(engine.model, reference, config)
         collate = partial(collate_pairs, micro_batch_tokens=config.training.micro_batch_tokens)
         evaluate = partial(mean_over, engine, collate(held_out), loss_fn) if held_out else None
-        fit(engine, stream, collate, loss_fn, config.training, run_directory, evaluate=evaluate)
-        return save_policy(engine, policy, tokenizer, config.output)
+        save = partial(save_policy, engine, policy, tokenizer, config.output)
+        fit(engine, stream, collate, loss_fn, config.training, run_directory, evaluate=evaluate, save=save)
+        return Path(config.output) / "model"
 
 
 def pair_loss(policy: Any, reference: Callable[..., Any], config: DPOConfig) -> Callable[[PairBatch], LossSum]:

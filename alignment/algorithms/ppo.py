@@ -6,6 +6,7 @@ Sampling and advantages are in rollout.py, models and state in ppo_parts.py, the
 
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,18 @@ def run(config: PPOConfig) -> Path:
     with open_run(config, "ppo", parents=[config.policy, config.reward_model, config.reference]) as run_directory:
         data = read_data(config, run_directory)
         parts = build_parts(config, data)
+        save = partial(save_policy, parts.policy, parts.start, parts.tokenizer, config.output)
         first = restore(parts, config, run_directory)
+        if first == data.iterations:  # a finished run again: its model may be gone
+            save()
         for step in run_directory.steps(first, data.iterations):
             metrics, rollout = iterate(parts, config, data.prompts.rows_at(step), step)
             run_directory.log(step + 1, metrics)
             log_sample(run_directory, step + 1, parts.tokenizer, rollout)
+            if step + 1 == data.iterations:  # here a signal waits until the model is written
+                save()
             store(parts, config, run_directory, step + 1)
-        return save_policy(parts.policy, parts.start, parts.tokenizer, config.output)
+        return Path(config.output) / "model"
 
 
 def iterate(

@@ -114,9 +114,10 @@ def run(config: PretrainConfig) -> Path:
         if held_out:
             held_out_loss = loss_fn if config.distillation is None else text_loss(engine.model)
             evaluate = partial(mean_over, engine, collate(examples=held_out)(draw_once(held_out)), held_out_loss)
-        draws = Draws(stream)
-        fit(engine, draws, collate(examples=train), loss_fn, config.training, run_directory, evaluate=evaluate)
-        return save_policy(engine, policy, tokenizer, config.output)
+        draws, pack = Draws(stream), collate(examples=train)
+        save = partial(save_policy, engine, policy, tokenizer, config.output)
+        fit(engine, draws, pack, loss_fn, config.training, run_directory, evaluate=evaluate, save=save)
+        return Path(config.output) / "model"
 
 
 def read_texts(config: PretrainConfig, tokenizer: Any, run: Run, part: Part) -> list[Any]:

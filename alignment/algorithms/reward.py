@@ -62,8 +62,9 @@ def run(config: RewardConfig) -> Path:
         collate = partial(collate_pairs, micro_batch_tokens=config.training.micro_batch_tokens)
         loss_fn = pair_loss(engine.model, config.center_coef)
         evaluate = partial(mean_over, engine, collate(held_out), loss_fn) if held_out else None
-        fit(engine, stream, collate, loss_fn, config.training, run_directory, evaluate=evaluate)
-        return save_policy(engine, start, tokenizer, config.output)
+        save = partial(save_policy, engine, start, tokenizer, config.output)
+        fit(engine, stream, collate, loss_fn, config.training, run_directory, evaluate=evaluate, save=save)
+        return Path(config.output) / "model"
 
 
 def pair_loss(model: Any, center_coef: float) -> Any:

@@ -1,6 +1,7 @@
 """Supervised fine-tuning: next-token loss on the response alone. Preferences come in reward.py, dpo.py and ppo.py."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from alignment.adapters.spec import LoRASpec, PrefixSpec
@@ -43,5 +44,6 @@ def run(config: SFTConfig) -> Path:
         tokenizer = load_tokenizer(config.policy)
         train, held_out = read_split(config.data, "demonstrations", tokenizer, run_directory)
         policy = load_policy(config.policy, config.adapter, config.output)
-        engine = fit_language_model(policy, train, held_out, config.optim, config.training, run_directory)
-        return save_policy(engine, policy, tokenizer, config.output)
+        save = partial(save_policy, policy=policy, tokenizer=tokenizer, output=config.output)
+        fit_language_model(policy, train, held_out, config.optim, config.training, run_directory, save=save)
+        return Path(config.output) / "model"

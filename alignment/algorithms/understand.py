@@ -6,6 +6,7 @@ understand_use.py.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -129,8 +130,12 @@ def run(config: UnderstandConfig) -> Path:
         loss_fn = label_loss(engine.model, config.task, config.language_coef)
         pack, tokens = collate_for(config.task, form), config.training.micro_batch_tokens
         evaluate = evaluation(config, form, engine, held_out, names) if held_out else None
-        fit(engine, stream, lambda rows: pack(rows, tokens), loss_fn, config.training, run_directory, evaluate=evaluate)
-        return save(config, form, engine, model, tokenizer)
+        write = partial(save, config, form, engine, model, tokenizer)
+        fit(
+            engine, stream, lambda rows: pack(rows, tokens), loss_fn, config.training, run_directory,
+            evaluate=evaluate, save=write,
+        )  # fmt: skip
+        return Path(config.output) / "model"
 
 
 def find_source(config: UnderstandConfig) -> Path | dict[str, Any]:
