@@ -5,7 +5,7 @@ the lock free when that process ends, however it ends: what can be locked is a l
 place removes it. A file system without locks keeps its left-overs.
 
     .model.partial-1a2b3c4d     being written, or cut short
-    .model.old-1a2b3c4d         the whole one from before, for the moment in which its successor takes its name
+    .model.old-1a2b3c4d         the one from before, whole, for the moment in which its successor takes its name
     .model.removed-1a2b3c4d     being deleted
 """
 
@@ -173,11 +173,12 @@ def _put_in_place(new: Path, path: Path) -> None:
     if not os.path.lexists(path):
         os.rename(new, path)
     elif not exchange(new, path):
-        old = _hidden_name(path, "old")
+        old, removed = _hidden_name(path, "old"), _hidden_name(path, "removed")
         descriptor = _lock(path, fcntl.LOCK_EX)
         os.rename(path, old)
         os.rename(new, path)
-        remove_directory(old)
+        os.rename(old, removed)  # so that what is found under `old` is whole
+        _delete(removed)
         if descriptor is not None:
             os.close(descriptor)
 

@@ -16,7 +16,7 @@ from alignment.bands import check_bands, read_json
 from alignment.config import build, data_folder, nearest, packaged_folder
 from alignment.documents import Document, fill, references, strings
 from alignment.errors import UserError, raise_all
-from alignment.files import hash_of, sha256, write_json
+from alignment.files import hash_of, remove_directory, remove_leftovers, sha256, write_json
 from alignment.recipe import FOLDERS, Recipe, StageSettings, read_recipe
 
 STAGES = {  # verb: module, config class, function of a config. Imported when a recipe or a command needs it.
@@ -36,6 +36,8 @@ STAGES = {  # verb: module, config class, function of a config. Imported when a 
     "language": ("alignment.evaluation.run", "LanguageEvalConfig", "run_language"),
     "report": ("alignment.evaluation.summary", "ReportConfig", "run_report"),
 }
+GIT_HASH = 40  # digits; a SHA-256 has 64
+MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer.json")
 
 
 @dataclass(frozen=True)
@@ -199,10 +201,11 @@ def _content(text: str, names: dict[str, Any]) -> Any:
     """Hashes of the files that a setting names; None where it names none, or a stage, which has its own hash."""
     if references(text) - set(FOLDERS) or len(text) > 1024:
         return None
-    path = Path(fill(text, names)) if references(text) else Path(text)
+    path = Path(fill(text, names)) if references(text) else Path(os.path.expanduser(text))
     if path.is_file():
         return sha256(path)
-    if not path.is_dir() or os.sep not in text:  # a plain word may happen to be a directory's name
+    # A plain word may happen to be a directory's name; one that holds a model is meant.
+    if not path.is_dir() or (os.sep not in text and not any((path / name).is_file() for name in MODEL_FILES)):
         return None
     return {str(file.relative_to(path)): sha256(file) for file in sorted(path.rglob("*")) if file.is_file()}
 
@@ -222,8 +225,10 @@ def run_stage(stage: Stage, output: Path, *, anew: bool) -> None:
     A stage cut short with the same settings goes on where its own checkpoints allow; any other trace is removed.
     """
     directory, record = output / stage.name, read_record(output)
-    if anew or record.get(stage.name, {}).get("hash") != stage.hash:
-        shutil.rmtree(directory, ignore_errors=True)
+    changed = record.get(stage.name, {}).get("hash") != stage.hash or starts_elsewhere(directory)
+    if directory.exists() and (anew or changed):
+        remove_directory(directory)
+    remove_leftovers(directory)
     (directory / "lineage.json").unlink(missing_ok=True)
     directory.mkdir(parents=True, exist_ok=True)
     write_json(output / "stages.json", {**record, stage.name: {"hash": stage.hash}})
@@ -256,7 +261,23 @@ def write_page(directory: Path) -> None:
 def is_finished(stage: Stage, output: Path) -> bool:
     """Whether a stage ran to its end from the same code, settings, files and parents."""
     lineage = read_json(output / stage.name / "lineage.json").get("pipeline", {})
-    return lineage.get("complete") is True and lineage.get("hash") == stage.hash
+    same = lineage.get("complete") is True and lineage.get("hash") == stage.hash
+    return same and not starts_elsewhere(output / stage.name)
+
+
+def starts_elsewhere(directory: Path) -> bool:
+    """Whether a model from the Hub that a training run started from has another commit on this machine by now.
+
+    The run itself has noted the commit: it is not known before the model is fetched, when the stage first runs.
+    """
+    parents = read_json(directory / "lineage.json").get("parents", {})
+    named = parents.items() if isinstance(parents, dict) else []
+    commits = {name: commit for name, commit in named if isinstance(commit, str) and len(commit) == GIT_HASH}
+    if not commits:
+        return False
+    from alignment.training.lineage import hub_commit  # torch comes with it: only where it is needed
+
+    return any(hub_commit(name) != commit for name, commit in commits.items())
 
 
 def peak_megabytes() -> int:

@@ -1,6 +1,7 @@
 """Where a run came from: hashes of code, config, data and parents. What a run writes while it trains is in run.py."""
 
 import json
+import os
 import platform
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -105,7 +106,7 @@ def input_hashes(config: dict[str, Any]) -> dict[str, str]:
 
 def parent_hashes(parents: Sequence[str]) -> dict[str, str | None]:
     """Per parent one hash over names and contents of its files, or the commit of a model that came from the Hub."""
-    found = {name: Path(name).expanduser() for name in parents}
+    found = {name: Path(os.path.expanduser(name)) for name in parents}
     return {name: directory_hash(path) if path.is_dir() else hub_commit(name) for name, path in found.items()}
 
 

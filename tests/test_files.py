@@ -1,0 +1,154 @@
+"""Directories and files appear whole or not at all, whatever kills the writer; nothing of dead writers stays."""
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from alignment import files
+from alignment.errors import UserError
+from alignment.files import atomic_directory, write_text
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def write(path: Path, text: str) -> None:
+    """A directory of two files with this text."""
+    with atomic_directory(path) as folder:
+        for name in ("a", "b"):
+            (folder / name).write_text(text)
+
+
+def content(path: Path) -> str:
+    """The text of a whole directory."""
+    texts = [(path / name).read_text() for name in ("a", "b")]
+    assert texts[0] == texts[1] and sorted(os.listdir(path)) == ["a", "b"]
+    return texts[0]
+
+
+def killed(path: Path, after: int, *, can_exchange: bool) -> int:
+    """Replace `path` in a forked child that kills itself after `after` operations on names; its exit code."""
+    child = os.fork()
+    if child == 0:
+        calls = 0
+
+        def dying(real):
+            def call(*arguments, **options):
+                nonlocal calls
+                calls += 1
+                if calls > after:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return real(*arguments, **options)
+
+            return call
+
+        if not can_exchange and hasattr(files, "exchange"):
+            files.exchange = lambda one, other: False
+        for name in ("replace", "rename", "fsync", "unlink", "rmdir"):
+            setattr(os, name, dying(getattr(os, name)))
+        write(path, "new")
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.parametrize("can_exchange", [True, False])
+def test_a_directory_is_whole_after_a_kill_at_any_operation_and_nothing_of_it_stays(tmp_path, can_exchange):
+    found = []
+    for after in range(40):
+        path = tmp_path / str(after) / "model"
+        write(path, "old")
+        code = killed(path, after, can_exchange=can_exchange)
+        if can_exchange:
+            found.append(content(path))
+        write(path.with_name("other"), "neighbour")  # others have nothing to do with it
+        write(path, "newest")
+        assert content(path) == "newest" and sorted(os.listdir(path.parent)) == ["model", "other"]
+        if code == 0:
+            break
+    assert code == 0 and 5 < after
+    assert found == sorted(found, reverse=True), "old until one moment, new from then on"
+
+
+def test_a_directory_without_its_name_is_put_back_before_a_new_one_is_written(tmp_path):
+    path = tmp_path / "model"
+    write(path, "old")
+    path.rename(tmp_path / ".model.old-12ab")
+    with pytest.raises(RuntimeError), atomic_directory(path):
+        assert content(path) == "old"
+        raise RuntimeError("no new one comes")
+    assert os.listdir(tmp_path) == ["model"]
+
+
+def test_what_a_dead_process_of_the_same_number_left_is_no_obstacle(tmp_path):
+    path = tmp_path / "model"
+    write(path, "old")
+    for kind in ("old", "partial"):
+        left = tmp_path / f".model.{kind}-{os.getpid()}"
+        left.mkdir()
+        (left / "a").write_text("half deleted")
+    write(path, "new")
+    assert content(path) == "new" and os.listdir(tmp_path) == ["model"]
+
+
+def test_what_a_living_process_is_writing_is_left_alone(tmp_path):
+    path = tmp_path / "model"
+    code = (
+        "import sys; from pathlib import Path; from alignment.files import atomic_directory\n"
+        "with atomic_directory(Path(sys.argv[1])) as folder:\n"
+        "    (folder / 'a').write_text('theirs'); (folder / 'b').write_text('theirs')\n"
+        "    print('writing', flush=True); sys.stdin.read()"
+    )
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    assert other.stdout is not None and other.stdout.readline() == "writing\n"
+    write(path, "ours")
+    assert content(path) == "ours" and len(os.listdir(tmp_path)) == 2
+    other.communicate("")
+    assert other.returncode == 0 and content(path) == "theirs" and os.listdir(tmp_path) == ["model"]
+
+
+def test_a_text_is_whole_or_as_before_and_left_overs_go(tmp_path):
+    path = tmp_path / "config.yaml"
+    write_text(path, "old")
+    (tmp_path / ".config.yaml.partial-7").write_text("ha")
+    write_text(path, "new")
+    assert path.read_text() == "new" and os.listdir(tmp_path) == ["config.yaml"]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), OSError(errno.EDQUOT, "Disk quota exceeded"),
+     RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")],
+)  # fmt: skip
+def test_a_full_disk_is_named_with_path_and_bytes_and_changes_nothing(tmp_path, monkeypatch, error):
+    path = tmp_path / "model"
+    write(path, "old")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: type("usage", (), {"free": 17}))
+    with pytest.raises(UserError, match=r"model: the disk is full: 5 bytes of it are written.*and 17 are free"):
+        with atomic_directory(path) as folder:
+            (folder / "a").write_text("12345")
+            raise error
+    assert content(path) == "old" and os.listdir(tmp_path) == ["model"]
+
+
+def test_a_full_disk_under_a_file_of_a_directory_names_the_directory_s_own_place(tmp_path, monkeypatch):
+    def fails(path: Path, *arguments: object, **options: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", fails)
+    with pytest.raises(UserError, match=r"/model: the disk is full"):
+        with atomic_directory(tmp_path / "model") as folder:
+            write_text(folder / "config.json", "{}")
+
+
+def test_other_errors_stay_what_they_are(tmp_path):
+    with pytest.raises(PermissionError), atomic_directory(tmp_path / "model"):
+        raise PermissionError(errno.EACCES, "Permission denied")
+    assert os.listdir(tmp_path) == []
