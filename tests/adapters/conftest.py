@@ -23,8 +23,11 @@ def adapted(base):
     """`adapted(spec, scalar=False)` -> our model with a trained-looking adapter, in eval mode."""
 
     def make(spec, scalar=False):
-        model = load_scalar_model(base, new_head="normal") if scalar else load_language_model(base)
-        return disturb(attach(model, spec)).eval()
+        # A fresh adapter and a new head are drawn from torch's own generator, whose state depends on the tests before.
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            model = load_scalar_model(base, new_head="normal") if scalar else load_language_model(base)
+            return disturb(attach(model, spec)).eval()
 
     return make
 

@@ -10,8 +10,6 @@ from alignment.adapters import LoRASpec, PrefixSpec, attach, disabled, merge_ada
 from alignment.errors import UserError
 from alignment.models.checkpoint import load_language_model
 
-TIGHT = {"atol": 1e-5, "rtol": 0}
-
 
 @pytest.mark.parametrize(("stabilised", "scale"), [(False, 6.0 / 4), (True, 6.0 / math.sqrt(4))])
 def test_a_layer_gives_its_output_plus_the_scaled_update(base, stabilised, scale):
@@ -92,10 +90,11 @@ def test_disabled_leaves_gradients_as_they_were(adapted):
     "spec", [LoRASpec(rank=4), LoRASpec(rank=3, rank_stabilised=True, layers="attention.value|down")]
 )
 def test_merged_equals_unmerged_and_is_a_plain_model(adapted, base, ids, logits, spec):
-    model = adapted(spec)
+    # In float64: in float32 rounding alone moves these logits by 1e-6 to 2e-4, for the update outweighs the weights.
+    model = adapted(spec).double()
     before = logits(model, ids)
     merged = merge_adapter(model)
-    assert_close(logits(merged, ids), before, **TIGHT)
+    assert_close(logits(merged, ids), before, atol=1e-9, rtol=0)
     assert set(merged.state_dict()) == set(load_language_model(base).state_dict())
     assert all(parameter.requires_grad for parameter in merged.parameters())
 
