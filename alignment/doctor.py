@@ -70,10 +70,12 @@ def attention_kernel() -> str:
     """The kernel for documents of unequal length."""
     import torch
 
+    from alignment.models.viewing import has_kernel
+
     if not torch.cuda.is_available():
         return "scaled-dot-product, documents padded to each other"
-    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
-        return "scaled-dot-product; torch 2.10 or newer has a variable-length kernel"
+    if not all(has_kernel(index) for index in range(torch.cuda.device_count())):
+        return "scaled-dot-product; the variable-length kernel needs compute capability 8.0 (Ampere) or later"
     return "torch's variable-length kernel in bf16, scaled-dot-product in fp32"
 
 

@@ -104,7 +104,8 @@ def _decode_group(
         drawn, log_prob = _draw_step(logits, config, past, uniform[live, step])
         tokens[live, step], values[live, step] = drawn, log_prob
         stopped = torch.isin(drawn, stops)
-        lengths[live[stopped & running]] = step + 1
+        # Not by a boolean index, for which a GPU would have to say at each step how many rows it picks.
+        lengths[live] = torch.where(stopped & running, step + 1, lengths[live])
         running &= ~stopped
         if step + 1 == steps:
             break

@@ -45,6 +45,8 @@ class Attention(nn.Module):
         key = key.unflatten(-1, (-1, self.spec.head_width))
         if sight.rotation is not None:
             query, key = rotate(query, sight.rotation), rotate(key, sight.rotation)
+        if self.normed:  # under autocast a norm's fp32 weight makes them fp32, and the kernel takes one type
+            query, key = query.to(value.dtype), key.to(value.dtype)
         mixed = sight.look(query, key, value, self.spec.dropout if self.training else 0.0)
         return self.output(mixed.reshape(len(x), -1))
 

@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.nn.attention.varlen  # registers torch_attn::_varlen_attn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 Keep = Literal["nothing", "attention", "products"]
@@ -18,6 +19,7 @@ def _kept_operations(keep: Keep) -> list[Any]:
         aten._scaled_dot_product_flash_attention.default,
         aten._scaled_dot_product_efficient_attention.default,
         aten._scaled_dot_product_cudnn_attention.default,
+        torch.ops.torch_attn._varlen_attn.default,
     ]
     return {"nothing": [], "attention": attention, "products": [*attention, aten.mm.default, aten.addmm.default]}[keep]
 

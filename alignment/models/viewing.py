@@ -18,6 +18,8 @@ from alignment.models.spec_disentangled import DisentangledSpec
 from alignment.models.spec_positions import LongScaling, RotarySpec
 from alignment.ragged import Ragged
 
+KERNEL_WIDEST, KERNEL_MULTIPLE = 256, 8  # head widths that the variable-length kernel takes
+
 
 class Bearings(NamedTuple):
     """Modules that turn places into angles and distances into biases, shared by all layers of a trunk."""
@@ -113,13 +115,24 @@ def kernel_looks(layers: Sequence[BlockSpec], batch: Ragged) -> list[Look]:
 
 def kernel_applies(layers: Sequence[BlockSpec], weight: Tensor, training: bool) -> bool:
     """Whether every layer is plain enough for the variable-length kernel, and the device has it."""
-    return _in_half_precision_on_cuda(weight) and all(
-        isinstance(spec, AttentionSpec)
-        and spec.softcap is None
-        and spec.distance is None
-        and not (training and spec.dropout)
-        for spec in (layer.attention for layer in layers)
+    return (
+        _in_half_precision_on_cuda(weight)
+        and has_kernel(weight.device)
+        and all(
+            isinstance(spec, AttentionSpec)
+            and spec.head_width <= KERNEL_WIDEST
+            and spec.head_width % KERNEL_MULTIPLE == 0
+            and spec.softcap is None
+            and spec.distance is None
+            and not (training and spec.dropout)
+            for spec in (layer.attention for layer in layers)
+        )
     )
+
+
+def has_kernel(device: torch.device | int) -> bool:
+    """Whether a CUDA device is new enough for the variable-length kernel: compute capability 8.0 (Ampere) and later."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _in_half_precision_on_cuda(weight: Tensor) -> bool:

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses, generate
@@ -206,3 +207,17 @@ def test_without_room_for_the_cache_the_setting_to_lower_is_named(model, prompts
     with pytest.raises(UserError, match=f"{len(prompts)} responses side by side.* room for {longest} tokens") as error:
         drawn(model, prompts, max_new_tokens=4)
     assert "lower micro_rollout_batch_size (in ppo) or batch_size" in str(error.value)
+
+
+def test_no_step_indexes_with_booleans(model, prompts):
+    """How many rows a boolean index picks is known on the device only, so on a GPU every such step would wait for it."""
+
+    class Watching(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put_, torch.ops.aten.index_put):
+                assert all(index is None or index.dtype == torch.long for index in args[1]), function
+            return function(*args, **(kwargs or {}))
+
+    expected = drawn(model, prompts)
+    with Watching():
+        assert drawn(model, prompts) == expected

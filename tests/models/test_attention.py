@@ -1,14 +1,37 @@
-"""The variable-length kernel is called with what it needs; a stand-in plays it, so no CUDA here."""
+"""The variable-length kernel is called where it applies and with what it needs; a stand-in plays it, so no CUDA here."""
+
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import yaml
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
+from torch.nn.attention.varlen import varlen_attn
 from torch.testing import assert_close
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from alignment.doctor import attention_kernel
+from alignment.models.build import build_language_model
 from alignment.models.masks import pack
+from alignment.models.recompute import recomputed
 from alignment.models.sight import look_at_documents, look_with_kernel
 from alignment.models.spec import AttentionSpec
-from alignment.models.viewing import rectangle_mask
+from alignment.models.viewing import kernel_applies, rectangle_mask
+from alignment.ragged import Ragged
+
+CASES = [
+    (path.stem, yaml.safe_load(path.read_text(encoding="utf-8")))
+    for path in sorted((Path(__file__).parents[2] / "scripts" / "parity_cases").glob("*.yaml"))
+]
+DECODERS = {
+    name: {"model_type": case["model_type"], "vocab_size": 61, **case["config"]}
+    for name, case in CASES
+    if case["kind"] == "decoder"
+}
 
 LENGTHS = (5, 1, 9)
 STARTS = torch.tensor([0, 5, 6, 15], dtype=torch.int32)
@@ -50,3 +73,61 @@ def test_the_kernel_path_refuses_dropout_rather_than_drop_it(monkeypatch):
     x = torch.randn(15, 4, 8)
     with pytest.raises(ValueError, match="no attention dropout"):
         look_with_kernel(STARTS, max(LENGTHS), AttentionSpec(4, 4, 8, 0.3, False, False))(x, x, x, 0.1)
+
+
+@pytest.mark.parametrize("family", DECODERS)
+def test_queries_keys_and_values_have_one_type_under_autocast(family, monkeypatch):
+    """Scaled-dot-product attention casts by itself under autocast; the variable-length kernel takes one type only."""
+    from alignment.models import sight
+
+    seen, attend = [], sight.attend
+
+    def watch(q, k, v, *others):
+        seen.append((q.dtype, k.dtype, v.dtype))
+        return attend(q, k, v, *others)
+
+    monkeypatch.setattr(sight, "attend", watch)
+    model = build_language_model(DECODERS[family])
+    with torch.autocast("cpu", torch.bfloat16):
+        model(batch=Ragged.build([[3, 5, 7], [2, 4]]))
+    assert set(seen) == {(torch.bfloat16,) * 3}
+
+
+@pytest.mark.parametrize(
+    ("capability", "head_width", "applies"),
+    [((8, 0), 256, True), ((9, 0), 64, True), ((7, 5), 64, False), ((8, 0), 264, False), ((8, 0), 20, False)],
+)
+def test_old_devices_and_heads_the_kernel_does_not_take_use_padded_documents(
+    capability, head_width, applies, monkeypatch
+):
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: capability)
+    weight = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
+    [block, _] = build_language_model(DECODERS["llama"] | {"num_hidden_layers": 2}).spec.blocks
+    block = replace(block, attention=replace(block.attention, head_width=head_width))
+    assert kernel_applies([block], weight, training=True) is applies
+
+
+def test_doctor_says_that_documents_are_padded_on_old_devices(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: (7, 5))
+    assert attention_kernel().startswith("scaled-dot-product;")
+
+
+@pytest.mark.parametrize(("keep", "calls"), [("nothing", 2), ("attention", 1), ("products", 1)])
+def test_kept_activations_include_the_variable_length_kernels(keep, calls):
+    counts: Counter[str] = Counter()
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            counts[str(function)] += 1
+            return function(*args, **(kwargs or {}))
+
+    def layer(x):
+        return varlen_attn(2 * x, 2 * x, 2 * x, starts, starts, 6, 6, window_size=(-1, 0)).sin()
+
+    with FakeTensorMode(), Counting():  # the kernel itself wants a GPU; who calls it does not
+        starts = torch.zeros(2, dtype=torch.int32)
+        x = torch.zeros(6, 2, 8, dtype=torch.bfloat16, requires_grad=True)
+        recomputed(keep)(layer, x).sum().backward()
+    assert counts["torch_attn._varlen_attn.default"] == calls
