@@ -20,6 +20,7 @@ from alignment.models.external import is_external, load_external, save_external
 from alignment.models.external_models import ExternalScalarModel
 from alignment.models.families import FAMILIES, family_of, is_foreign
 from alignment.models.filed import as_today, drop_copy, in_trunk, left_aside
+from alignment.models.generation_config import read_generation_config, write_generation_config
 from alignment.models.initial import initialise_layer
 from alignment.models.layout import Place, from_hf, places_of, to_hf
 from alignment.models.readers import ScalarModel
@@ -113,11 +114,13 @@ def load_checkpoint(
     _assign(model, state, aliases)
     if new_head:
         _draw_heads(model, fresh, dtype, device)
+    if hasattr(model, "new_cache"):
+        model.generation_config = read_generation_config(directory)
     return model.eval()
 
 
 def save_model(model: Any, directory: str | Path, *, state: dict[str, Tensor] | None = None) -> None:
-    """Write config.json and model.safetensors so that plain transformers opens them.
+    """Write config.json and model.safetensors so that plain transformers opens them, and any generation_config.json.
 
     Args:
         state: our-named full state dict, where the live model is sharded; None: the model's own.
@@ -140,6 +143,7 @@ def save_model(model: Any, directory: str | Path, *, state: dict[str, Tensor] | 
     directory = Path(directory)
     config = _config_to_save(model, next(iter(tensors.values())).dtype)
     write_atomic(directory / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    write_generation_config(model, directory)
     write_json(directory / CONFIG, config)
 
 

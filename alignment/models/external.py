@@ -7,6 +7,8 @@ a checkpoint is never run. Config keys are transformers' affair here: one that i
 
 import os
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,9 @@ from alignment.models.external_models import (
     ExternalScalarModel,
     ExternalSeq2SeqModel,
 )
+from alignment.models.generation_config import generation_config_of, read_generation_config, write_generation_config
 
+SPECIAL_TOKENS = ("pad_token_id", "eos_token_id")  # of config.json, what a run may change
 KINDS: dict[str, tuple[str, Any]] = {  # kind: transformers' door to it, and the class of ours around it
     "causal": ("AutoModelForCausalLM", ExternalLanguageModel),
     "masked": ("AutoModelForMaskedLM", ExternalMaskedLanguageModel),
@@ -69,7 +73,10 @@ def load_external(
     raise_all(f"{directory}: {problem}" for problem in _problems(info, trunk))
     if new_head:
         _draw_heads(inner, trunk)
-    return wrapper(inner.to(device), settings.to_dict(), task).eval()
+    model = wrapper(inner.to(device), settings.to_dict(), task).eval()
+    if hasattr(model, "new_cache"):
+        model.generation_config = read_generation_config(directory)
+    return model
 
 
 def is_external(model: Any) -> bool:
@@ -95,12 +102,25 @@ def save_external(model: Any, directory: str | Path, *, state: dict[str, Tensor]
         raise ValueError(f"the state does not fit: differing {sorted({f'inner.{n}' for n in live} ^ state.keys())}")
     firsts = {id(tensor): name for name, tensor in reversed(live.items())}  # a tied tensor is written once
     tensors = {name: state[f"inner.{name}"].cpu() for name in live if name in firsts.values()}
-    model.inner.config.update({key: value for key, value in model.config.items() if key in ("pad_token_id",)})
-    with tempfile.TemporaryDirectory(dir=directory) as folder:
+    model.inner.config.update({key: value for key, value in model.config.items() if key in SPECIAL_TOKENS})
+    with tempfile.TemporaryDirectory(dir=directory) as folder, _plain_generation_config(model):
         model.inner.save_pretrained(folder, state_dict=tensors, max_shard_size="1000GB")
         written = sorted(Path(folder).iterdir(), key=lambda path: path.name == CONFIG)  # config last
         for path in written:
             os.replace(path, directory / path.name)
+    write_generation_config(model, directory)
+
+
+@contextmanager
+def _plain_generation_config(model: Any) -> Iterator[None]:
+    """Keep transformers from writing what travels with the model: it refuses to write some that it reads."""
+    kept = getattr(model.inner, "generation_config", None)
+    if generation_config_of(model) is not None:
+        model.inner.generation_config = model.inner.generation_config_class()
+    try:
+        yield
+    finally:
+        model.inner.generation_config = kept
 
 
 def _settings(directory: Path, task: str, changes: dict[str, Any]) -> tuple[str, Any]:
