@@ -11,7 +11,7 @@ from torch import Tensor
 
 from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter, merge_adapter, read_base
 from alignment.config import writer_of
-from alignment.data.chat import prompt_ids, response_ids, text_ids
+from alignment.data.chat import prompt_ids, response_ids, stop_token_ids, text_ids
 from alignment.data.frames import Framed, encode_pieces, frame_of
 from alignment.data.tokenizers import load_tokenizer as _load_tokenizer_directory
 from alignment.data.tokenizers import save_tokenizer
@@ -20,6 +20,7 @@ from alignment.files import atomic_directory
 from alignment.models.checkpoint import load_checkpoint, load_language_model, load_scalar_model, save_model
 from alignment.models.directory import read_config
 from alignment.models.families import FAMILIES
+from alignment.models.generation_config import set_end_tokens
 from alignment.models.readers import SequenceClassifier
 from alignment.ragged import Ragged, groups_of
 
@@ -191,10 +192,28 @@ def export(model: str, adapter: str | None, output: str) -> Path:
         merged = load_adapter(bare, find_directory(adapter))
     if adapter is not None or is_adapter(directory):
         merged = merge_adapter(merged)
+    tokenizer = load_tokenizer(adapter or model)
+    set_special_tokens(merged, tokenizer)
     with atomic_directory(Path(output)) as directory:
         save_model(merged, directory)
-        save_tokenizer(load_tokenizer(adapter or model), directory)
+        save_tokenizer(tokenizer, directory)
     return Path(output)
+
+
+def set_special_tokens(model: Any, tokenizer: Any) -> None:
+    """Put the tokenizer's padding and stop tokens into the configs of a model about to be saved."""
+    ends = _end_ids(tokenizer)
+    # Hugging Face's classifiers look for the last token that is no padding; an end token must not count as such.
+    model.config["pad_token_id"] = None if tokenizer.pad_token_id in ends else tokenizer.pad_token_id
+    set_end_tokens(model, ends, tokenizer.pad_token_id)
+
+
+def _end_ids(tokenizer: Any) -> list[int]:
+    """Tokens that end a response, or a document where the tokenizer has no chat template that works; may be empty."""
+    try:
+        return sorted(stop_token_ids(tokenizer))
+    except UserError:  # nothing was trained on such a template, and the model is worth saving all the same
+        return [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
 
 
 def _is_scalar(directory: Path) -> bool:

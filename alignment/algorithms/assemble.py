@@ -33,7 +33,7 @@ from alignment.data.tokenizers import check_vocabulary, save_tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory
 from alignment.generation import response_text
-from alignment.loading import find_directory, load_model, load_tokenizer
+from alignment.loading import find_directory, load_model, load_tokenizer, set_special_tokens
 from alignment.models.checkpoint import load_language_model, load_scalar_model, save_model
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Engine, LossSum, OptimConfig, Run, TrainingConfig, fit
@@ -143,6 +143,7 @@ def _start(
         model = merge_adapter(load_adapter(model, directory, with_head=with_head))
         base = None if output is None else str((Path(output) / "base").resolve())
         if adapter is not None and base is not None and launched_rank() == 0:
+            set_special_tokens(model, load_tokenizer(source))
             with atomic_directory(Path(base)) as folder:
                 save_model(model, folder)
     if adapter is None:
@@ -181,9 +182,7 @@ def save_policy(engine: Engine, policy: Policy, tokenizer: Any, output: str) -> 
     state = engine.full_state()
     if engine.is_main:
         model = engine.unwrapped
-        # Hugging Face's classifiers look for the last token that is no padding; an end token must not count as such.
-        pad = tokenizer.pad_token_id
-        model.config["pad_token_id"] = None if pad == tokenizer.eos_token_id else pad
+        set_special_tokens(model, tokenizer)
         with atomic_directory(directory) as folder:
             if policy.adapter is None:
                 save_model(model, folder, state=state)

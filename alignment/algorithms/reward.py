@@ -1,5 +1,6 @@
 """Reward models from pairs (Bradley and Terry). K-way groups come later; PPO uses the result in ppo.py."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -8,8 +9,17 @@ from typing import Any
 from torch import Tensor
 
 from alignment.adapters.spec import LoRASpec, PrefixSpec
-from alignment.algorithms.assemble import load_scalar, mean_over, open_run, read_split, save_policy, stream_of
+from alignment.algorithms.assemble import (
+    Policy,
+    load_scalar,
+    mean_over,
+    open_run,
+    read_split,
+    save_policy,
+    stream_of,
+)
 from alignment.data.batches import PairBatch, collate_pairs
+from alignment.data.chat import stop_token_ids
 from alignment.data.sources import DataConfig
 from alignment.loading import load_tokenizer
 from alignment.losses import bradley_terry_loss
@@ -57,6 +67,8 @@ def run(config: RewardConfig) -> Path:
         tokenizer = load_tokenizer(config.policy)
         train, held_out = read_split(config.data, "comparisons", tokenizer, run_directory)
         start = load_scalar(config.policy, config.adapter, config.output, head="normal")
+        for line in remarks(start, tokenizer):
+            run_directory.note(line)
         stream, steps = stream_of(train, config.training)
         engine = Engine(start.model.train(), config.optim, config.training, total_steps=steps)
         collate = partial(collate_pairs, micro_batch_tokens=config.training.micro_batch_tokens)
@@ -65,6 +77,18 @@ def run(config: RewardConfig) -> Path:
         save = partial(save_policy, engine, start, tokenizer, config.output)
         fit(engine, stream, collate, loss_fn, config.training, run_directory, evaluate=evaluate, save=save)
         return Path(config.output) / "model"
+
+
+def remarks(start: Policy, tokenizer: Any) -> Iterator[str]:
+    """What is worth knowing of a reward model about to be trained."""
+    yield f"score head: new, with random weights; any head that {start.source} has is left aside"
+    pad = start.model.config.get("pad_token_id")
+    if start.adapter is not None and pad in stop_token_ids(tokenizer):
+        yield (
+            f"{start.base}: its config.json has an end token ({pad}) as pad_token_id, so transformers reads this "
+            "adapter's scores before the end token, where they are others; `alignment export` writes a model that it "
+            "reads right, or set pad_token_id to null on the loaded base's config"
+        )
 
 
 def pair_loss(model: Any, center_coef: float) -> Any:
