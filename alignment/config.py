@@ -4,9 +4,10 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
@@ -26,6 +27,59 @@ WANTED = {  # pydantic's error types in the user's words
     "none_required": "must be null",
     "string_type": "must be text",
     "tuple_type": "must be a list",
+}
+
+LARGEST_WHOLE = 2**63 - 1  # torch's and numpy's whole numbers end here
+LARGEST, SMALLEST = 1e30, 1e-30  # what float32 still multiplies and divides without running over
+
+NAMES_ELSEWHERE = {  # keys of trl, transformers and axolotl: ours, and what differs
+    "base_model": "policy",
+    "bf16": "training.precision (fp32 or bf16)",
+    "cliprange": "clip_range",
+    "cliprange_value": "value_clip_range",
+    "dataset_name": "data.train",
+    "eval_steps": "training.evaluate_every_steps",
+    "fp16": "training.precision (fp32 or bf16)",
+    "gradient_accumulation_steps": "training.micro_batch_tokens (tokens per forward; accumulation follows from it)",
+    "init_kl_coef": "kl_coef",
+    "lam": "gae_lambda",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "lora_r": "adapter.rank",
+    "lora_target_modules": "adapter.layers",
+    "lr": "optim.learning_rate",
+    "lr_scheduler": "optim.schedule",
+    "lr_scheduler_type": "optim.schedule",
+    "max_prompt_length": "data.max_length (tokens of prompt and response together)",
+    "max_seq_length": "data.max_length",
+    "micro_batch_size": "training.micro_batch_tokens (tokens per forward, not rows)",
+    "model_name_or_path": "policy",
+    "num_epochs": "training.epochs",
+    "num_ppo_epochs": "epochs",
+    "num_train_epochs": "training.epochs",
+    "output_dir": "output",
+    "peft_config": "adapter",
+    "per_device_eval_batch_size": "training.micro_batch_tokens (tokens per forward, not rows)",
+    "per_device_train_batch_size": "training.batch_size (rows per update over all devices)",
+    "r": "adapter.rank",
+    "ref_model": "reference",
+    "report_to": "training.trackers",
+    "reward_model_path": "reward_model",
+    "save_steps": "training.save_every_steps",
+    "save_total_limit": "training.keep_checkpoints",
+    "sequence_len": "data.max_length",
+    "sft_model_path": "policy",
+    "target_modules": "adapter.layers",
+}
+NOT_HERE = {  # what other programs have a key for, and why there is none
+    "load_in_4bit": "weights are not quantized here",
+    "load_in_8bit": "weights are not quantized here",
+    "quantization": "weights are not quantized here",
+    "quantize": "weights are not quantized here",
+}
+WHY_NOT = {  # key, value: why a value that others have is not among those allowed
+    ("precision", "fp16"): "fp16 loses small gradients unless the loss is scaled, which is not done here",
+    ("precision", "float16"): "fp16 loses small gradients unless the loss is scaled, which is not done here",
 }
 
 # Words such as `max_new_tokens` or `eos_token` are about text; `hub_token` and `wandb_api_key` open doors.
@@ -146,12 +200,28 @@ def build(cls: type[T], document: Document) -> T:
     from pydantic import ValidationError
 
     values = {} if document.values is None else document.values
+    problems = {key: f"{document.place(key)}: {dotted(key)}: {why}" for key, why in _numbers_out_of_range(values)}
     try:
         # Through JSON: strict mode then still takes a list for a tuple and 1 for 1.0, but never a text for a number.
-        return cast(Any, _checker(cls).model_validate_json(json.dumps({"config": values}, default=str))).config
+        config = cast(Any, _checker(cls).model_validate_json(json.dumps({"config": values}, default=str))).config
     except ValidationError as error:
-        raise_all(_problems(cls, document, error.errors(include_url=False)))
+        raise_all({**problems, **_problems(cls, document, error.errors(include_url=False))}.values())
         raise
+    raise_all(problems.values())
+    return config
+
+
+def _numbers_out_of_range(values: Any, key: Key = ()) -> Iterator[tuple[Key, str]]:
+    """Keys whose numbers cannot be computed with, whatever they are for, and why; infinite ones are pydantic's."""
+    if isinstance(values, (dict, list)):
+        for name, value in values.items() if isinstance(values, dict) else enumerate(values):
+            yield from _numbers_out_of_range(value, (*key, name))
+    elif values == 0 or not _is_scalar(values) or _is_secret(key):
+        return
+    elif isinstance(values, int) and abs(values) > LARGEST_WHOLE:
+        yield key, f"must lie within 64 bits (at most {LARGEST_WHOLE}), got a number of {len(str(abs(values)))} digits"
+    elif isinstance(values, float) and math.isfinite(values) and not SMALLEST <= abs(values) <= LARGEST:
+        yield key, f"must be 0 or between {SMALLEST} and {LARGEST} in size, got {values}"
 
 
 @functools.cache
@@ -171,13 +241,26 @@ class _Found(NamedTuple):
     error: Any
 
 
-def _problems(cls: type, document: Document, errors: Sequence[Any]) -> list[str]:
+def _problems(cls: type, document: Document, errors: Sequence[Any]) -> dict[Key, str]:
     """One line for each key that is wrong."""
     found = _of_the_meant_kind([_locate(document.values, error) for error in errors])
     wrong: dict[Key, list[_Found]] = {}
     for each in found:
         wrong.setdefault(each.key, []).append(each)
-    return [f"{document.place(key)}: {dotted(key)}: {_reason(cls, group)}" for key, group in wrong.items()]
+    lines = {}
+    for key, group in wrong.items():
+        blamed = _blamed(key, group[0].error)
+        lines[blamed] = f"{document.place(blamed)}: {dotted(key)}: {_reason(cls, group)}"
+    return lines
+
+
+def _blamed(key: Key, error: Any) -> Key:
+    """The key that is wrong; what a section says of its own values begins with the name of one of its keys."""
+    if error["type"] == "value_error" and isinstance(error["input"], dict):
+        first = re.match(r"\W*(?:\w+\.)*(\w+)", str(error["ctx"]["error"]))
+        if first and first[1] in error["input"]:
+            return (*key, first[1])
+    return key
 
 
 def _locate(values: Any, error: Any) -> _Found:
@@ -208,15 +291,23 @@ def _of_the_meant_kind(found: Sequence[_Found]) -> list[_Found]:
         for each in found
         if each.members and each.key[-1:] == ("kind",) and each.error["type"] == "literal_error"
     }
+    # A member that complains of its values has accepted every key and type: it was meant.
+    meant = {(each.key, each.members) for each in found if each.members and each.error["type"] == "value_error"}
 
     def of_another(each: _Found) -> bool:
-        return any(each.key[: len(key)] == key and each.members[: len(m)] == m for key, m in others)
+        unmeant = any(
+            each.key[: len(key)] == key and len(each.members) >= len(m) and (key, each.members[: len(m)]) not in meant
+            for key, m in meant
+        )
+        return unmeant or any(each.key[: len(key)] == key and each.members[: len(m)] == m for key, m in others)
 
     def kept(each: _Found) -> bool:
         if of_another(each):  # all of them: then the kind itself is wrong, and only that is worth saying
-            meant = any(e.members and e.key[: len(each.key) - 1] == each.key[:-1] and not of_another(e) for e in found)
-            return each.key[-1:] == ("kind",) and not meant
-        deeper = any(len(e.key) > len(each.key) and e.key[: len(each.key)] == each.key for e in found)
+            known = any(e.members and e.key[: len(each.key) - 1] == each.key[:-1] and not of_another(e) for e in found)
+            return each.key[-1:] == ("kind",) and not known
+        deeper = any(
+            len(e.key) > len(each.key) and e.key[: len(each.key)] == each.key and not of_another(e) for e in found
+        )
         return not (each.members and deeper)
 
     return [each for each in found if kept(each)]
@@ -242,15 +333,32 @@ def _want(cls: type, found: _Found) -> str:
         sections = _sections(cls, found.key[:-1])
         meant = [section for section in sections if section.__name__ in found.members] or sections
         names = {field.name for section in meant for field in dataclasses.fields(section)}
-        return f"unknown key; {nearest(str(found.key[-1]), names)}"
+        return f"unknown key; {_meant_key(cls, str(found.key[-1])) or nearest(str(found.key[-1]), names)}"
     if kind == "missing":
         return "is missing; add it"
     if kind == "literal_error":
-        return f"must be {context['expected']}"
+        why = WHY_NOT.get((str(found.key[-1]), str(found.error["input"])))
+        return f"must be {context['expected']}" + (f" ({why})" if why else "")
     if kind == "value_error":
         return str(context["error"])
     message = found.error["msg"]
     return WANTED[kind] if kind in WANTED else message[:1].lower() + message[1:]
+
+
+def _meant_key(cls: type, name: str) -> str:
+    """Where a key that another section or another program has stands in this config, or why it does not; '' if unknown."""
+    if name in NOT_HERE:
+        return NOT_HERE[name]
+    ours = NAMES_ELSEWHERE.get(name, "")
+    if ours and _has_key(cls, tuple(ours.partition(" ")[0].split("."))):
+        return f"here it is called {ours}"
+    below = [(field.name, name) for field in dataclasses.fields(cast(Any, cls)) if _has_key(cls, (field.name, name))]
+    return "here it is called " + " or ".join(dotted(key) for key in below) if below else ""
+
+
+def _has_key(cls: type, key: Key) -> bool:
+    """Whether a config has such a key."""
+    return any(key[-1] == field.name for section in _sections(cls, key[:-1]) for field in dataclasses.fields(section))
 
 
 def _sections(kind: Any, key: Key) -> list[Any]:

@@ -169,16 +169,19 @@ def override(document: Document, overrides: Sequence[str]) -> Document:
 def overlay(document: Document, key: Key, value: Any, place: str) -> Document:
     """The document with one value replaced; sections on the way to it are made where they are missing."""
     sections: list[dict[str, Any]] = []
+    places: dict[Key, str] = {}
     current = document.values
     for depth, part in enumerate(key):
         if current is not None and not isinstance(current, dict):
             raise UserError(f"{dotted(key[:depth])} is not a section, so {dotted(key)} cannot be set in it")
+        if depth and current is None:
+            places[key[:depth]] = place
         sections.append(current or {})
         current = sections[-1].get(str(part))
     for part, section in zip(reversed(key), reversed(sections), strict=True):
         value = {**section, part: value}
     kept = {old: where for old, where in document.places.items() if old[: len(key)] != key}
-    return Document(value, {**kept, key: place})
+    return Document(value, {**kept, **places, key: place})
 
 
 def references(value: Any) -> set[str]:

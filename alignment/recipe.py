@@ -54,6 +54,8 @@ class Recipe:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice or not names:
             raise ValueError(f"two stages are called {', '.join(twice)}" if twice else "stages: there are none")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
         for band in self.expect:
             if band.stage not in names:
                 raise ValueError(f"expect: there is no stage {band.stage!r}; {nearest(band.stage, names)}")

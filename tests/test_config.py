@@ -153,7 +153,7 @@ def test_a_wrong_sibling_does_not_hide_an_optional_section_of_the_wrong_kind(tmp
 
 def test_a_range_error_carries_the_section_and_the_config_s_own_words(tmp_path):
     assert problems(tmp_path, GOOD.replace("1e-4", "-1.0")) == [
-        "stage.yaml:2: optim: learning_rate must be above 0, got -1.0; 1e-4 is usual"
+        "stage.yaml:3: optim: learning_rate must be above 0, got -1.0; 1e-4 is usual"
     ]
 
 

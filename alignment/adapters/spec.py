@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+MOST = 65_536  # more of anything is a slip of the hand, and would ask for terabytes
 EVERY_LINEAR = r"(attention|cross)\.(query|key|value|output)|feedforward\.(gate|up|down)"
 
 
@@ -31,6 +32,8 @@ class LoRASpec:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"rank must be at least 1, got {self.rank}; 8 to 64 is usual")
+        if self.rank > MOST:  # wider than any layer that it could stand beside
+            raise ValueError(f"rank must be at most {MOST:,}, got {self.rank}; 8 to 64 is usual")
         if self.alpha <= 0:
             raise ValueError(f"alpha must be above 0, got {self.alpha}; twice the rank is usual")
         if not 0 <= self.dropout < 1:
@@ -59,8 +62,10 @@ class PrefixSpec:
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise ValueError(f"tokens must be at least 1, got {self.tokens}; 10 to 100 is usual")
-        if self.projection_width < 0:
-            raise ValueError(f"projection_width must be 0 (off) or above, got {self.projection_width}")
+        if self.tokens > MOST:
+            raise ValueError(f"tokens must be at most {MOST:,}, got {self.tokens}; 10 to 100 is usual")
+        if not 0 <= self.projection_width <= MOST:
+            raise ValueError(f"projection_width must be 0 (off) or up to {MOST:,}, got {self.projection_width}")
 
 
 AdapterSpec = LoRASpec | PrefixSpec

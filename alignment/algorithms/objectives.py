@@ -67,10 +67,7 @@ class SpanCorruption:
     mean_span: float = 3.0
 
     def __post_init__(self) -> None:
-        if not 0 < self.density < 1:
-            raise ValueError(f"density must be between 0 and 1, got {self.density}; 0.15 is usual")
-        if self.mean_span < 1:
-            raise ValueError(f"mean_span must be at least 1, got {self.mean_span}; 3 is usual")
+        _check_spans(self.density, self.mean_span, usual=0.15)
 
 
 @dataclass(frozen=True)
@@ -87,6 +84,16 @@ class Infilling:
     kind: Literal["infilling"] = "infilling"
     density: float = 0.3
     mean_span: float = 3.0
+
+    def __post_init__(self) -> None:
+        _check_spans(self.density, self.mean_span, usual=0.3)
+
+
+def _check_spans(density: float, mean_span: float, usual: float) -> None:
+    if not 0 < density < 1:
+        raise ValueError(f"density must be between 0 and 1, got {density}; {usual} is usual")
+    if mean_span < 1:
+        raise ValueError(f"mean_span must be at least 1, got {mean_span}; 3 is usual")
 
 
 Objective = Causal | Masked | SentencePairs | SpanCorruption | Prefix | Infilling

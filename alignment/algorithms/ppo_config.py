@@ -5,6 +5,7 @@ from typing import Literal
 
 from alignment.adapters.spec import LoRASpec, PrefixSpec
 from alignment.data.sources import DataConfig
+from alignment.generation import SamplingConfig
 from alignment.training import OptimConfig, TrainingConfig
 
 
@@ -34,7 +35,7 @@ class PPOConfig:
         gamma, gae_lambda: discount and bias-variance trade of the advantages.
         missing_end_penalty: taken off the (normalised) score of a response that did not end.
         normalise_scores: shift and scale the reward model's scores to mean 0 and deviation 1 on the first samples.
-        pretrain: text of the pretraining mix.
+        pretrain: text of the pretraining mix; not read where `pretrain_coef` is 0.
         pretrain_coef: InstructGPT's gamma: weight of the text's next-token loss beside the policy loss; 0 is off.
         pretrain_batch_size: texts per update over all ranks.
         watch: gold: also log the embedded world's true reward, `gold_score`, which nothing learns from.
@@ -73,19 +74,33 @@ class PPOConfig:
     def __post_init__(self) -> None:
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature}: PPO has to sample")
-        for name in ("max_new_tokens", "micro_rollout_batch_size", "epochs", "minibatches", "pretrain_batch_size"):
+        SamplingConfig(self.max_new_tokens, self.temperature)  # checks their ranges
+        for name in ("micro_rollout_batch_size", "epochs", "minibatches", "pretrain_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("clip_range", "value_clip_range", "kl_horizon"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.kl_coef < 0:
+            raise ValueError(
+                f"kl_coef must be 0 (off) or above, got {self.kl_coef}: below, it rewards leaving the reference"
+            )
+        if self.missing_end_penalty < 0:
+            raise ValueError(
+                f"missing_end_penalty must be 0 (off) or above, got {self.missing_end_penalty}: below, it rewards not "
+                "ending"
+            )
+        if self.kl_target is not None and self.kl_target <= 0:
+            raise ValueError(f"kl_target must be above 0 nats, got {self.kl_target}; null keeps kl_coef as it is")
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError("kl_coef must be above 0 where kl_target is set: it is the controller's starting value")
         for name in ("gamma", "gae_lambda"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
         if self.pretrain_coef < 0:
             raise ValueError(f"pretrain_coef must be 0 (off) or above, got {self.pretrain_coef}")
-        if (self.pretrain_coef > 0) != (self.pretrain is not None):
-            raise ValueError("`pretrain` (the text) and `pretrain_coef` above 0 go together: give both or neither")
+        if self.pretrain_coef > 0 and self.pretrain is None:
+            raise ValueError("pretrain_coef above 0 needs `pretrain`, the text; leave it out or set it to 0")
         if self.minibatches > self.training.batch_size:
             raise ValueError(
                 f"minibatches ({self.minibatches}) cannot exceed training.batch_size ({self.training.batch_size})"

@@ -30,6 +30,7 @@ from alignment.models.checkpoint import load_checkpoint
 from alignment.models.resize import copied_from_teacher
 from alignment.training import Engine, OptimConfig, Run, TrainingConfig, fit
 
+MOST_TOKENS = 10_000_000  # of a vocabulary to train; the largest in use have some hundred thousand
 SIZED = ("bpe", "wordpiece", "unigram")  # tokenizers whose vocabulary has the size one asks for
 
 
@@ -68,6 +69,10 @@ class PretrainConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self) -> None:
+        if self.vocabulary is not None and not 1 <= self.vocabulary <= MOST_TOKENS:
+            raise ValueError(f"vocabulary must lie between 1 and {MOST_TOKENS:,} tokens, got {self.vocabulary}")
+        if self.sentinels is not None and not 0 <= self.sentinels <= MOST_TOKENS:
+            raise ValueError(f"sentinels must lie between 0 and {MOST_TOKENS:,}, got {self.sentinels}; 100 is usual")
         if (self.model is None) == (self.policy is None):
             raise ValueError("give either `model` (start from nothing) or `policy` (go on from a checkpoint)")
         trained = self.vocabulary is not None or self.tokenizer_kind not in SIZED

@@ -40,8 +40,10 @@ class Masking:
             raise ValueError(f"masking.units must be tokens, words or spans, got {self.units!r}")
         if min(self.mask_share, self.random_share) < 0 or self.mask_share + self.random_share > 1:
             raise ValueError("masking.mask_share and random_share must be shares that add up to at most 1")
-        if not 0 < self.span_stop < 1 or self.longest_span < 1:
-            raise ValueError("masking.span_stop must lie between 0 and 1, and longest_span be at least 1")
+        if not 0 < self.span_stop < 1:
+            raise ValueError(f"masking.span_stop must lie between 0 and 1, got {self.span_stop}; 0.2 is usual")
+        if not 1 <= self.longest_span <= 10_000:  # each length up to it has a chance of its own, in a table
+            raise ValueError(f"masking.longest_span must lie between 1 and 10,000 words, got {self.longest_span}")
 
 
 def budget(count: int, rate: float) -> int:

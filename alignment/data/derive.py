@@ -41,6 +41,8 @@ class PairsConfig:
     def __post_init__(self) -> None:
         if self.chosen == self.rejected:
             raise ValueError(f"chosen and rejected must be two labels, got {self.chosen!r} twice")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
 
 
 def run_pairs(config: PairsConfig) -> Path:
@@ -91,6 +93,8 @@ class ContinuationsConfig:
         for name in ("prompt_sentences", "response_sentences"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.least < 0:
+            raise ValueError(f"least must not be negative, got {self.least}; 0 keeps every paragraph")
 
 
 def run_continuations(config: ContinuationsConfig) -> Path:

@@ -67,6 +67,10 @@ class WinRateConfig:
         for name, value in (("baseline", self.baseline), ("reference", self.reference)):
             if value is not None and value not in self.models:
                 raise ValueError(f"{name} {value!r} is not among the models: {', '.join(self.models)}")
+        SamplingConfig(self.max_new_tokens, self.temperature, top_p=self.top_p, seed=self.seed)  # checks their ranges
+        for name, least in (("batch_size", 1), ("samples", 0), ("tie_margin", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.judge is None:
             raise ValueError(
                 "say who judges: judge=reward_model with reward_model=DIR (one that no policy was trained against), "

@@ -14,6 +14,8 @@ from torch import Tensor
 from alignment.generation.begin import begin
 from alignment.generation.rules import check_rules, follow_rules
 
+MOST_BEAMS = 10_000
+
 
 @dataclass(frozen=True)
 class BeamConfig:
@@ -44,6 +46,8 @@ class BeamConfig:
         check_rules(self)
         if self.beams < 1:
             raise ValueError(f"beams must be at least 1, got {self.beams}")
+        if self.beams > MOST_BEAMS:  # each is a row of the cache
+            raise ValueError(f"beams must be at most {MOST_BEAMS:,}, got {self.beams}; 4 or 5 are usual")
         if not 1 <= self.returned <= self.beams:
             raise ValueError(f"returned must lie between 1 and beams = {self.beams}, got {self.returned}")
         if self.early_stopping not in (True, False, "never"):

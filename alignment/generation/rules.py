@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+MOST_NEW_TOKENS = 10_000_000
 NOTHING = -1  # stands where a row has no token
 
 
@@ -35,6 +36,8 @@ def check_rules(rules: Rules) -> None:
     """
     if rules.max_new_tokens < 1:
         raise ValueError(f"max_new_tokens must be at least 1, got {rules.max_new_tokens}")
+    if rules.max_new_tokens > MOST_NEW_TOKENS:  # their random numbers are drawn before the first of them
+        raise ValueError(f"max_new_tokens must be at most {MOST_NEW_TOKENS:,}, got {rules.max_new_tokens}")
     if rules.repetition_penalty <= 0:
         raise ValueError(f"repetition_penalty must be above 0, got {rules.repetition_penalty}; 1 is off, 1.2 is usual")
     if rules.no_repeat_ngram_size < 0:

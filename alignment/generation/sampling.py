@@ -38,6 +38,8 @@ class SamplingConfig:
 
     def __post_init__(self) -> None:
         check_rules(self)
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
         if self.temperature < 0:
             raise ValueError(f"temperature must be 0 (greedy) or above, got {self.temperature}")
         if self.top_k < 0:

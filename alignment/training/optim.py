@@ -32,6 +32,12 @@ class OptimConfig:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.learning_rate) and self.learning_rate > 0):
             raise ValueError(f"learning_rate must be above 0, got {self.learning_rate}; 1e-5 is usual for fine-tuning")
+        # AdamW moves a weight by up to learning_rate * |g| / (|g| + eps): by the rate itself where eps is small.
+        if self.learning_rate > max(1.0, self.eps):
+            raise ValueError(
+                f"learning_rate must be at most 1, got {self.learning_rate}: every weight would move by about as much in "
+                "each update; 1e-5 is usual for fine-tuning, 1e-3 for small models"
+            )
         if self.weight_decay < 0:
             raise ValueError(f"weight_decay must not be negative, got {self.weight_decay}; 0.0 or 0.1 are usual")
         if not all(0 <= beta < 1 for beta in self.betas):

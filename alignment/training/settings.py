@@ -4,6 +4,9 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+MOST_EPOCHS = 1_000_000
+MOST_ROWS = 10_000_000
+
 
 @dataclass(frozen=True)
 class TrainingConfig:
@@ -47,9 +50,15 @@ class TrainingConfig:
             raise ValueError(f"max_steps must be at least 1, got {self.max_steps}")
         if self.epochs is not None and self.epochs <= 0:
             raise ValueError(f"epochs must be above 0, got {self.epochs}")
+        if self.epochs is not None and self.epochs > MOST_EPOCHS:
+            raise ValueError(f"epochs must be at most {MOST_EPOCHS:,}, got {self.epochs}; max_steps counts updates")
+        if not 0 <= self.seed < 2**63:
+            raise ValueError(f"seed must be at least 0 and below 2**63, got {self.seed}")
         for name, least in (("batch_size", 1), ("micro_batch_tokens", 1), ("keep_checkpoints", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if self.batch_size > MOST_ROWS:  # rows of a batch are listed, also where they come from several epochs
+            raise ValueError(f"batch_size must be at most {MOST_ROWS:,} rows, got {self.batch_size}")
         for name in ("save_every_steps", "evaluate_every_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}; 0 is off")

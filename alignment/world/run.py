@@ -20,6 +20,10 @@ class WorldRunConfig:
     seed: int = 0
     rows: WorldConfig = field(default_factory=WorldConfig)
 
+    def __post_init__(self) -> None:
+        if self.seed < 0:  # Python's generator takes -3 for 3
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+
 
 def run_world(config: WorldRunConfig) -> Path:
     """Write the world's files into `output/data` and return that directory."""

@@ -1,0 +1,138 @@
+"""Numbers no run can have and keys of other programs: code 2 and one line each, before any file or model is looked for."""
+
+import pytest
+
+from alignment.cli import main
+
+GOOD = {
+    "sft": "policy: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
+    "ppo": "policy: ./nowhere\nreward_model: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
+    "pretrain": "policy: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
+    "winrate": "models: {a: ./nowhere}\nbaseline: a\noutput: out\ndata: {train: nowhere.jsonl}\n",
+}
+HUGE = str(10**30)
+
+
+@pytest.fixture
+def refusal(tmp_path, monkeypatch, capsys):
+    """What a verb says to some overrides of good settings; it must end with code 2 and leave no output."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(verb: str, *overrides: str) -> str:
+        (tmp_path / "run.yaml").write_text(GOOD[verb])
+        code = main([*(["evaluate"] if verb == "winrate" else []), verb, "run.yaml", *overrides])
+        message = capsys.readouterr().err
+        assert code == 2, message
+        assert not (tmp_path / "out").exists()
+        return message
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("adapter", "why"),
+    [
+        ("adapter={kind: lora, rank: 0}", "rank must be at least 1, got 0"),
+        ("adapter={kind: lora, alpha: -1}", "alpha must be above 0, got -1.0"),
+        ("adapter={kind: lora, dropout: 1.5}", "dropout must be in [0, 1), got 1.5"),
+        ("adapter={kind: lora, layers: '('}", "layers is no regular expression"),
+        ("adapter={kind: prefix, tokens: 0}", "tokens must be at least 1, got 0"),
+        ("adapter={kind: prefix, projection_width: -1}", "projection_width must be 0 (off)"),
+        ("adapter={rank: 0}", "rank must be at least 1, got 0"),  # LoRA is meant, though not named
+        ("adapter.rank=1000000000", "rank must be at most 65,536"),
+    ],
+)
+def test_an_adapter_out_of_range_is_one_line(refusal, adapter, why):
+    (line,) = refusal("sft", adapter).splitlines()
+    assert line.startswith(f"error: override: adapter: {why}")
+
+
+@pytest.mark.parametrize(
+    ("verb", "setting", "why"),
+    [
+        ("ppo", "kl_coef=-0.1", "kl_coef must be 0 (off) or above, got -0.1"),
+        ("ppo", "kl_target=-6", "kl_target must be above 0 nats, got -6.0"),
+        ("ppo", "kl_target=0", "kl_target must be above 0 nats, got 0.0"),
+        ("ppo", "missing_end_penalty=-1", "missing_end_penalty must be 0 (off) or above, got -1.0"),
+        ("ppo", f"max_new_tokens={10**12}", "max_new_tokens must be at most 10,000,000"),
+        ("sft", "training.seed=-1", "seed must be at least 0 and below 2**63, got -1"),
+        ("sft", f"training.seed={2**70}", "seed must be at least 0 and below 2**63"),
+        ("sft", "training.epochs=1e308", "epochs must be at most 1,000,000, got 1e+308"),
+        ("sft", f"training.max_steps={HUGE}", "training.max_steps: must lie within 64 bits"),
+        ("sft", f"training.batch_size={10**12}", "batch_size must be at most 10,000,000 rows"),
+        ("sft", f"training.micro_batch_tokens={HUGE}", "training.micro_batch_tokens: must lie within 64 bits"),
+        ("sft", f"data.max_rows={HUGE}", "data.max_rows: must lie within 64 bits"),
+        ("sft", "training.epochs=.nan", "training.epochs: must be a finite number, got NaN"),
+        ("sft", "training.max_steps=.inf", "training.max_steps: must be a whole number, got Infinity"),
+        ("sft", "optim={learning_rate: 1e-4, eps: 1e-320}", "optim.eps: must be 0 or between 1e-30 and 1e+30 in size"),
+        ("sft", "optim={learning_rate: 1e-4, betas: [0.9, .nan]}", "optim.betas[1]: must be a finite number"),
+        ("sft", "optim={learning_rate: 2e4}", "learning_rate must be at most 1, got 20000.0"),
+        ("pretrain", "objective={kind: infilling, density: -1}", "density must be between 0 and 1, got -1.0"),
+        ("pretrain", "objective={kind: span_corruption, mean_span: 0}", "mean_span must be at least 1, got 0.0"),
+        ("pretrain", f"objective={{kind: masked, masking: {{longest_span: {10**12}}}}}", "longest_span must lie between"),
+        ("pretrain", "sentinels=-1", "sentinels must lie between 0 and 10,000,000, got -1"),
+        ("winrate", "temperature=-1", "temperature must be 0 (greedy) or above, got -1.0"),
+        ("winrate", "top_p=0", "top_p must be in (0, 1], got 0.0"),
+        ("winrate", "seed=-1", "seed must not be negative, got -1"),
+        ("winrate", "batch_size=0", "batch_size must be at least 1, got 0"),
+        ("winrate", "max_new_tokens=0", "max_new_tokens must be at least 1, got 0"),
+        ("winrate", "tie_margin=-0.5", "tie_margin must be at least 0, got -0.5"),
+    ],
+)  # fmt: skip
+def test_a_number_that_no_run_can_have_is_one_line(refusal, verb, setting, why):
+    (line,) = refusal(verb, setting).splitlines()
+    assert line.startswith("error: override: ")
+    assert why in line
+
+
+def test_a_controlled_kl_needs_a_coefficient_to_start_from(refusal):
+    assert "kl_coef must be above 0 where kl_target is set" in refusal("ppo", "kl_coef=0", "kl_target=6")
+
+
+def test_a_large_eps_makes_a_large_learning_rate_plain_gradient_descent():
+    from alignment.training import OptimConfig
+
+    OptimConfig(learning_rate=1e6, eps=1e6)
+    with pytest.raises(ValueError, match="learning_rate must be at most 1"):
+        OptimConfig(learning_rate=1e6, eps=1e-8)
+
+
+def test_a_mistyped_section_is_blamed_on_the_override_that_makes_it(refusal):
+    assert refusal("sft", "optm.learning_rate=1e-4") == (
+        "error: override: optm: unknown key; did you mean 'optim'?\n"
+    )  # fmt: skip
+
+
+def test_what_a_section_says_of_an_overridden_key_is_blamed_on_the_override(refusal):
+    assert refusal("winrate", "baseline=b").startswith("error: override: config: baseline 'b' is not among the models")
+
+
+@pytest.mark.parametrize(
+    ("setting", "advice"),
+    [
+        ("lr=1e-4", "here it is called optim.learning_rate"),
+        ("lora_r=8", "here it is called adapter.rank"),
+        ("per_device_train_batch_size=4", "here it is called training.batch_size (rows per update over all devices)"),
+        ("batch_size=4", "here it is called training.batch_size"),
+        ("num_train_epochs=3", "here it is called training.epochs"),
+        ("quantization=4bit", "weights are not quantized here"),
+        ("data.epochs=3", "here it is called training.epochs"),
+    ],
+)
+def test_keys_of_other_programs_and_sections_are_told_what_they_are_called_here(refusal, setting, advice):
+    name = setting.partition("=")[0]
+    assert refusal("sft", setting).splitlines()[0] == f"error: override: {name}: unknown key; {advice}"
+
+
+def test_every_key_that_another_program_s_name_leads_to_exists():
+    from alignment.config import NAMES_ELSEWHERE, _has_key
+    from alignment.pipeline import find_stage
+
+    classes = [find_stage(verb)[0] for verb in ("pretrain", "sft", "reward", "dpo", "ppo")]
+    for ours in NAMES_ELSEWHERE.values():
+        key = tuple(ours.partition(" ")[0].split("."))
+        assert any(_has_key(cls, key) for cls in classes), ours
+
+
+def test_fp16_is_refused_with_the_reason(refusal):
+    assert "fp16 loses small gradients unless the loss is scaled" in refusal("sft", "training.precision=fp16")
