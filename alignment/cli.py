@@ -174,9 +174,12 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Option(help="One prompt; may be given several times.")] = None,
     prompts: Annotated[str | None, typer.Option(help="File of prompts.")] = None,
     output: Annotated[str | None, typer.Option(help="File for the JSON lines; the screen by default.")] = None,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Read texts as they stand, not through the chat template.")
+    ] = False,
     debug: Debug = False,
 ) -> None:
-    """Sample responses, or search with beams.
+    """Sample responses, or search with beams. Where the model has a chat template, a text is one user message.
 
     Keys: max_new_tokens min_new_tokens temperature top_k top_p min_p repetition_penalty no_repeat_ngram_size seed beams
     length_penalty early_stopping batch_size use_generation_config.
@@ -187,7 +190,8 @@ def generate(
     from alignment.respond import read_settings, respond
 
     settings = read_settings(model, overrides or [])
-    lines = [json.dumps(row, ensure_ascii=False) for row in respond(model, adapter, prompt or str(prompts), settings)]
+    rows = respond(model, adapter, prompt or str(prompts), settings, raw=raw)
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     if output is None:
         print("\n".join(lines))
     else:

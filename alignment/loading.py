@@ -1,7 +1,7 @@
 """Models and tokenizers from a directory or the Hub, ready to use. Training starts from here too, see algorithms/assemble.py."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -54,6 +54,50 @@ def load_tokenizer(source: str) -> Any:
     if is_adapter(directory) and not (directory / "tokenizer.json").exists():
         directory = find_directory(read_base(directory))
     return _load_tokenizer_directory(directory)
+
+
+def stops_in_words(source: str, tokenizer: Any) -> str:
+    """Which tokens end a response, and which end tokens the checkpoint's files name beside them, in one sentence.
+
+    Args:
+        source: directory or Hub name of the model; an adapter without a generation config has its base model's.
+        tokenizer: the model's.
+
+    Raises:
+        UserError: a generation_config.json that is no JSON object, or whose end tokens are no ids.
+    """
+    directory = find_directory(source)
+    if is_adapter(directory) and not (directory / "generation_config.json").is_file():
+        directory = find_directory(read_base(directory))
+    path = directory / "generation_config.json"
+    named = read_generation_config(directory).get("eos_token_id") if path.is_file() else None
+    named = [] if named is None else named if isinstance(named, list) else [named]
+    if not all(type(token) is int for token in named):
+        raise UserError(f"{path}: eos_token_id must be a token's id or a list of ids, got {named!r}")
+    stops = stop_token_ids(tokenizer)
+
+    def listed(ids: Iterable[int]) -> str:
+        return ", ".join(f"{tokenizer.convert_ids_to_tokens(token)} ({token})" for token in sorted(ids))
+
+    unused = set(named) - stops
+    more = f"; {path.name} also names {listed(unused)}, which does not end a response here" if unused else ""
+    return f"a response ends at {listed(stops)}{more}"
+
+
+def read_generation_config(directory: Path) -> dict[str, Any]:
+    """The generation_config.json that a local directory has.
+
+    Raises:
+        UserError: it is no JSON object.
+    """
+    path = directory / "generation_config.json"
+    try:
+        stored = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(stored, dict):
+        raise UserError(f"{path}: must hold one JSON object, got {type(stored).__name__}")
+    return stored
 
 
 def load_model(source: str, dtype: str | torch.dtype = "float32", device: str = "cpu") -> Any:

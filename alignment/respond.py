@@ -1,6 +1,6 @@
 """Prompts in, rows of responses out: what `alignment generate` does. Sampling itself is in generation/."""
 
-import json
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
@@ -11,10 +11,10 @@ from alignment.adapters import load_adapter
 from alignment.config import build
 from alignment.data.sources import read_rows
 from alignment.documents import Document, override
-from alignment.errors import UserError
+from alignment.errors import UserError, raise_all
 from alignment.generation import SamplingConfig, decoding_config
 from alignment.generation import generate as generate_texts
-from alignment.loading import find_directory, load_model, load_tokenizer
+from alignment.loading import find_directory, load_model, load_tokenizer, read_generation_config, stops_in_words
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def read_settings(model: str, overrides: Sequence[str]) -> ResponseConfig:
     path = find_directory(model) / "generation_config.json"
     if not path.is_file():
         raise UserError(f"{path}: is not there; leave use_generation_config out")
-    known = stored_settings(json.loads(path.read_text(encoding="utf-8")))
+    known = stored_settings(read_generation_config(path.parent))
     return build(ResponseConfig, Document({**known, **document.values}, {(): str(path), **document.places}))
 
 
@@ -77,31 +77,54 @@ def stored_settings(stored: dict[str, Any]) -> dict[str, Any]:
 
 
 def respond(
-    model: str, adapter: str | None, prompts: Sequence[str] | str, config: ResponseConfig
+    model: str, adapter: str | None, prompts: Sequence[str] | str, config: ResponseConfig, *, raw: bool = False
 ) -> list[dict[str, Any]]:
     """One row per prompt: prompt, response, token_ids, log_probs (nats, of the distribution sampled from; of a
     beam search the model's own, after the rules), ended.
+
+    How the prompts are read and which tokens end a response is said on standard error.
 
     Args:
         model: directory or Hub name.
         adapter: directory of an adapter for it.
         prompts: texts, or the name of a file of prompts.
+        raw: read texts as they stand, also where the model has a chat template; else a text is one user message.
 
     Raises:
-        UserError: no such model, adapter or file; bad rows.
+        UserError: no such model, adapter or file; bad rows; messages to be read raw.
     """
     if isinstance(prompts, str):
         rows, _ = read_rows(prompts, "prompts")
         asked: list[Any] = [getattr(row, "prompt") for row in rows]  # noqa: B009  (a record of this kind has one)
     else:
         asked = list(prompts)
+    tokenizer = load_tokenizer(model)
+    stops = stops_in_words(model, tokenizer)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load_model(model, device=device)
     if adapter is not None:
         loaded = load_adapter(loaded, find_directory(adapter)).eval()
+    read, how = _read(asked, raw, tokenizer.chat_template is not None and not loaded.config.get("is_encoder_decoder"))
+    print(f"{how}; {stops}", file=sys.stderr)
     settings = asdict(config)
     settings.pop("use_generation_config")
-    made = generate_texts(loaded, load_tokenizer(model), asked, **settings)
+    made = generate_texts(loaded, tokenizer, read, **settings)
     columns = (asked, made.texts, made.token_ids, made.log_probs, made.ended)
     names = ("prompt", "response", "token_ids", "log_probs", "ended")
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _read(prompts: list[Any], raw: bool, template: bool) -> tuple[list[Any], str]:
+    """Prompts as they go into the model, and how they are read in words."""
+    if raw:
+        raise_all(
+            f"prompt {number}: is a list of messages, which only a chat template can read; leave --raw out"
+            for number, prompt in enumerate(prompts)
+            if not isinstance(prompt, str)
+        )
+    if not template:
+        return prompts, "prompts are read as they stand: the model has no chat template"
+    if raw:
+        return prompts, "prompts are read as they stand, without the model's chat template (--raw)"
+    messages = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in prompts]
+    return messages, "each prompt goes through the model's chat template (--raw reads it as it stands)"

@@ -15,7 +15,7 @@ from alignment.data.batches import collate
 from alignment.data.chat import stop_token_ids
 from alignment.data.stream import Stream
 from alignment.errors import UserError
-from alignment.loading import RewardModel, load_reward_model, load_tokenizer, same_vocabulary
+from alignment.loading import RewardModel, load_reward_model, load_tokenizer, same_vocabulary, stops_in_words
 from alignment.losses import AdaptiveKL, FixedKL
 from alignment.ragged import Ragged
 from alignment.training import Engine, Run, load_run_state, save_run_state, share
@@ -95,9 +95,10 @@ def read_data(config: PPOConfig, run: Run) -> PPOData:
         UserError: bad rows, all at once.
     """
     tokenizer = load_tokenizer(config.policy)
+    run.note(stops_in_words(config.policy, tokenizer))
     prompts = read_examples(config.data, "prompts", tokenizer, run)
     texts = None
-    if config.pretrain is not None:
+    if config.pretrain is not None and config.pretrain_coef > 0:
         examples = read_examples(config.pretrain, "text", tokenizer, run)
         texts = Stream(examples, config.pretrain_batch_size, config.training.seed + 1)
     # Batches run across the ends of epochs: a smaller last one could not be cut into the same minibatches.

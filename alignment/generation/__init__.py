@@ -65,7 +65,8 @@ def generate(
     Args:
         model: a language model or an encoder-decoder from `load_model`.
         tokenizer: the tokenizer from `load_tokenizer`.
-        prompts: texts or lists of chat messages; of an encoder-decoder texts, read with their special tokens.
+        prompts: a list of texts, read as they stand, or of lists of chat messages, read through the chat template; of
+            an encoder-decoder texts, read with their special tokens.
         max_new_tokens: longest response in tokens.
         temperature: 0 is greedy; 1 samples from the model itself.
         top_k: 0 keeps every token.
@@ -86,7 +87,7 @@ def generate(
 
     Raises:
         ValueError: a setting out of range, or one that the others leave without effect.
-        UserError: prompts that the model cannot read or that do not fit its positions.
+        UserError: prompts that the model cannot read or that do not fit its positions; one prompt instead of a list.
     """
     config = decoding_config(
         SamplingConfig(

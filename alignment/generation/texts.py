@@ -49,7 +49,21 @@ def source_ids(tokenizer: Any, texts: Sequence[Any]) -> list[list[int]]:
 
 
 def read_prompts(tokenizer: Any, prompts: Sequence[Any], start_token: int | None) -> list[list[int]]:
-    """Ids of prompts, or of source documents where responses begin with a start token."""
+    """Ids of prompts, or of source documents where responses begin with a start token.
+
+    Raises:
+        UserError: one prompt in place of a list of them, or an entry that is neither text nor messages.
+    """
+    if isinstance(prompts, str):
+        raise UserError(f"prompts must be a list, got one text, {prompts[:40]!r}; write [text]")
+    prompts = list(prompts)
+    if any(isinstance(prompt, dict) for prompt in prompts):
+        raise UserError("prompts must be a list of prompts, got the messages of one; write [messages]")
+    raise_all(
+        f"prompt {number}: must be text or a list of messages, got {type(prompt).__name__}"
+        for number, prompt in enumerate(prompts)
+        if not isinstance(prompt, (str, list, tuple))
+    )
     if start_token is None:
         return [prompt_ids(tokenizer, prompt) for prompt in prompts]
     return source_ids(tokenizer, prompts)

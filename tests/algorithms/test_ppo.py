@@ -311,3 +311,16 @@ def test_the_score_rises(ppo, read_metrics, tmp_path, tokenizer):
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         PPOConfig(policy="p", reward_model="r", data=DataConfig(train="t"), output="o", **settings)
+
+
+def test_a_text_at_coefficient_0_is_the_run_without_it_bit_for_bit(ppo, text, read_metrics):
+    run, config = ppo("without")
+    plain = run(config)
+    run, config = ppo("with", pretrain=text, pretrain_coef=0.0)
+    beside = run(config)
+    assert (plain / "model.safetensors").read_bytes() == (beside / "model.safetensors").read_bytes()
+    fixed = [
+        [{key: value for key, value in line.items() if "second" not in key} for line in read_metrics(model.parent)]
+        for model in (plain, beside)
+    ]
+    assert fixed[0] == fixed[1]

@@ -239,8 +239,9 @@ def responder(monkeypatch):
         n = len(prompts)
         return Generation(["yes"] * n, [[7, 2]] * n, [[-0.5, -0.25]] * n, [True] * n)
 
-    monkeypatch.setattr(respond, "load_model", lambda name, device: f"model {name}")
-    monkeypatch.setattr(respond, "load_tokenizer", lambda name: f"tokenizer {name}")
+    monkeypatch.setattr(respond, "load_model", lambda name, device: types.SimpleNamespace(name=name, config={}))
+    monkeypatch.setattr(respond, "load_tokenizer", lambda name: types.SimpleNamespace(name=name, chat_template=None))
+    monkeypatch.setattr(respond, "stops_in_words", lambda name, tokenizer: f"a response of {name} ends at <end> (1)")
     monkeypatch.setattr(respond, "generate_texts", generate)
     return seen
 
@@ -251,7 +252,7 @@ def test_generate_writes_one_row_per_prompt(responder, capsys, tmp_path):
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert rows[1] == {"prompt": "b", "response": "yes", "token_ids": [7, 2], "log_probs": [-0.5, -0.25], "ended": True}
     model, tokenizer, prompts, settings = responder[0]
-    assert (model, tokenizer, prompts) == ("model m", "tokenizer m", ["a", "b"])
+    assert (model.name, tokenizer.name, prompts) == ("m", "m", ["a", "b"])
     assert settings == {
         "max_new_tokens": 64, "temperature": 0, "top_k": 0, "top_p": 1.0, "seed": 4, "batch_size": 64, "min_p": 0.0,
         "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0, "beams": 1, "length_penalty": 1.0,

@@ -221,3 +221,11 @@ def test_no_step_indexes_with_booleans(model, prompts):
     expected = drawn(model, prompts)
     with Watching():
         assert drawn(model, prompts) == expected
+def test_one_text_in_place_of_a_list_is_refused_and_not_read_letter_by_letter(checkpoints, tokenizer):
+    model = load_model(checkpoints["llama"])
+    with pytest.raises(UserError, match=r"prompts must be a list, got one text, 'What is'; write \[text\]"):
+        generate(model, tokenizer, "What is", max_new_tokens=2)
+    with pytest.raises(UserError, match=r"got the messages of one; write \[messages\]"):
+        generate(model, tokenizer, [{"role": "user", "content": "What is"}], max_new_tokens=2)
+    with pytest.raises(UserError, match="prompt 1: must be text or a list of messages, got int"):
+        generate(model, tokenizer, ["What is", 7], max_new_tokens=2)
