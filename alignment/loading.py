@@ -20,7 +20,7 @@ from alignment.files import atomic_directory
 from alignment.models.checkpoint import load_checkpoint, load_language_model, load_scalar_model, save_model
 from alignment.models.directory import read_config
 from alignment.models.families import FAMILIES
-from alignment.models.generation_config import set_end_tokens
+from alignment.models.generation_config import GENERATION_CONFIG, read_generation_config, set_end_tokens
 from alignment.models.readers import SequenceClassifier
 from alignment.ragged import Ragged, groups_of
 
@@ -67,10 +67,10 @@ def stops_in_words(source: str, tokenizer: Any) -> str:
         UserError: a generation_config.json that is no JSON object, or whose end tokens are no ids.
     """
     directory = find_directory(source)
-    if is_adapter(directory) and not (directory / "generation_config.json").is_file():
+    if is_adapter(directory) and not (directory / GENERATION_CONFIG).is_file():
         directory = find_directory(read_base(directory))
-    path = directory / "generation_config.json"
-    named = read_generation_config(directory).get("eos_token_id") if path.is_file() else None
+    path = directory / GENERATION_CONFIG
+    named = (read_generation_config(directory) or {}).get("eos_token_id")
     named = [] if named is None else named if isinstance(named, list) else [named]
     if not all(type(token) is int for token in named):
         raise UserError(f"{path}: eos_token_id must be a token's id or a list of ids, got {named!r}")
@@ -82,22 +82,6 @@ def stops_in_words(source: str, tokenizer: Any) -> str:
     unused = set(named) - stops
     more = f"; {path.name} also names {listed(unused)}, which does not end a response here" if unused else ""
     return f"a response ends at {listed(stops)}{more}"
-
-
-def read_generation_config(directory: Path) -> dict[str, Any]:
-    """The generation_config.json that a local directory has.
-
-    Raises:
-        UserError: it is no JSON object.
-    """
-    path = directory / "generation_config.json"
-    try:
-        stored = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(stored, dict):
-        raise UserError(f"{path}: must hold one JSON object, got {type(stored).__name__}")
-    return stored
 
 
 def load_model(source: str, dtype: str | torch.dtype = "float32", device: str = "cpu") -> Any:

@@ -14,7 +14,8 @@ from alignment.documents import Document, override
 from alignment.errors import UserError, raise_all
 from alignment.generation import SamplingConfig, decoding_config
 from alignment.generation import generate as generate_texts
-from alignment.loading import find_directory, load_model, load_tokenizer, read_generation_config, stops_in_words
+from alignment.loading import find_directory, load_model, load_tokenizer, stops_in_words
+from alignment.models.generation_config import GENERATION_CONFIG, read_generation_config
 
 
 @dataclass(frozen=True)
@@ -58,10 +59,11 @@ def read_settings(model: str, overrides: Sequence[str]) -> ResponseConfig:
     config = build(ResponseConfig, document)
     if not config.use_generation_config:
         return config
-    path = find_directory(model) / "generation_config.json"
-    if not path.is_file():
+    path = find_directory(model) / GENERATION_CONFIG
+    stored = read_generation_config(path.parent)
+    if stored is None:
         raise UserError(f"{path}: is not there; leave use_generation_config out")
-    known = stored_settings(read_generation_config(path.parent))
+    known = stored_settings(stored)
     return build(ResponseConfig, Document({**known, **document.values}, {(): str(path), **document.places}))
 
 

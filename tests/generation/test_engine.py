@@ -221,6 +221,8 @@ def test_no_step_indexes_with_booleans(model, prompts):
     expected = drawn(model, prompts)
     with Watching():
         assert drawn(model, prompts) == expected
+
+
 def test_one_text_in_place_of_a_list_is_refused_and_not_read_letter_by_letter(checkpoints, tokenizer):
     model = load_model(checkpoints["llama"])
     with pytest.raises(UserError, match=r"prompts must be a list, got one text, 'What is'; write \[text\]"):
