@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 setup: $(VENV)/ready-for-tests
 
 quickstart: $(VENV)/ready
-	$(BIN)/alignment run quickstart --output $(OUTPUT)
+	$(BIN)/alignment run quickstart --check --output $(OUTPUT) $(ARGS)
 
 # Two workers of one thread each: torch's own threads would only fight over two cores.
 test: setup

@@ -1,5 +1,6 @@
 """Packaged configs: every one is valid, and the tiny ones run one after another from nothing."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,24 @@ def test_launch_files_are_known_to_accelerate(path):
     from accelerate.commands.config.config_args import load_config_from_file
 
     assert load_config_from_file(str(path)).num_processes >= 1
+
+
+def test_the_configs_that_the_readme_shows_are_valid(tmp_path):
+    readme = (ROOT.parent / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"```yaml\n# (\w+)\.yaml\n(.*?)```", readme, re.DOTALL)
+    assert [name for name, _ in shown] == ["sft", "dpo", "winrate", "ppo"]
+    for verb, text in shown:
+        path = tmp_path / f"{verb}.yaml"
+        path.write_text(text)
+        assert load_config(find_stage(verb)[0], str(path)).output == f"runs/mine/{verb}"
+
+
+def test_configs_of_the_8b_and_its_instructions_agree_on_the_launch_file():
+    recipe = (packaged_folder("recipes") / "hh/README.md").read_text(encoding="utf-8")
+    (file,) = re.findall(r"launch\(\) \{ accelerate launch --config_file (\S+)", recipe)
+    for stage in ("sft", "reward", "dpo", "ppo"):
+        head = (ROOT / stage / "llama_8b_lora.yaml").read_text(encoding="utf-8").partition("output:")[0]
+        assert f"--config_file {file} " in head
 
 
 def test_no_two_configs_write_into_one_directory():

@@ -1,6 +1,7 @@
 """Recipes: every one can be planned; those on real data run, cut short here and whole among the slow tests."""
 
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,9 @@ from alignment.data.sources import prompt_key, read_rows
 from alignment.data.splits import opening
 from alignment.errors import UserError
 from alignment.pipeline import plan, run_recipe
+from alignment.recipe import read_recipe
+
+ROOT = Path(__file__).resolve().parents[2]
 
 RECIPES = sorted(path.parent.name for path in packaged_folder("recipes").glob("*/recipe.yaml"))
 REAL = ("hh", "stories")
@@ -32,6 +36,18 @@ SHORT = {  # a few updates of everything
         "evaluation.text.max_rows=4",
     ],
 }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_every_recipe_says_what_is_expected_of_its_policies_and_why(name):
+    recipe, _, _ = read_recipe(name)
+    assert {"ppo", "evaluation"} <= {band.stage for band in recipe.expect}
+    assert all(band.why for band in recipe.expect)
+
+
+def test_make_quickstart_holds_the_run_against_its_bands():
+    shown = subprocess.run(["make", "--dry-run", "quickstart"], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert "alignment run quickstart --check " in shown.stdout
 
 
 def test_every_recipe_explains_itself():
