@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -10,6 +11,7 @@ from alignment.config import load_config, packaged_folder, writer_of
 from alignment.errors import UserError
 from alignment.loading import load_model
 from alignment.pipeline import find_stage
+from alignment.training import learning_rate_at
 
 ROOT = packaged_folder("configs")
 NAMES = sorted(
@@ -30,6 +32,13 @@ def verb_of(name: str) -> str:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_packaged_config_is_valid(name):
     assert load_config(find_stage(verb_of(name))[0], name).output.startswith("runs/")
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if not name.startswith("evaluate/")])
+def test_the_learning_rate_arrives_at_its_peak_in_nine_updates_of_somebody_s_few_rows(name):
+    config: Any = load_config(find_stage(verb_of(name))[0], name)
+    for optim in filter(None, (config.optim, getattr(config, "value_optim", None))):
+        assert max(learning_rate_at(update, optim, 9) for update in range(1, 10)) == optim.learning_rate
 
 
 def test_every_stage_has_a_tiny_config_and_one_for_a_real_model():

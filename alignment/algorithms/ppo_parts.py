@@ -18,7 +18,7 @@ from alignment.errors import UserError
 from alignment.loading import RewardModel, load_reward_model, load_tokenizer, same_vocabulary, stops_in_words
 from alignment.losses import AdaptiveKL, FixedKL
 from alignment.ragged import Ragged
-from alignment.training import Engine, Run, load_run_state, save_run_state, share
+from alignment.training import Engine, Run, load_run_state, note_endless_warmup, save_run_state, share
 
 
 @dataclass
@@ -167,7 +167,9 @@ def token_scorer(reward_model: RewardModel, tokenizer: Any, micro_batch_tokens: 
 
 def restore(parts: Parts, config: PPOConfig, run: Run) -> int:
     """Put back the newest checkpoint's state, if there is one; return the iteration to go on with."""
-    state = load_run_state(run, {"policy": parts.policy, "value": parts.value}, config.training)
+    engines = {"policy": parts.policy, "value": parts.value}
+    state = load_run_state(run, engines, config.training)
+    note_endless_warmup(run, engines)
     if state is None:
         return 0
     parts.updates = state["updates"]

@@ -2,7 +2,7 @@
 
 from alignment.training.checkpoints import latest_checkpoint, load_checkpoint, save_checkpoint
 from alignment.training.engine import Engine, NonFiniteError
-from alignment.training.loop import fit, load_run_state, save_run_state
+from alignment.training.loop import fit, load_run_state, note_endless_warmup, save_run_state
 from alignment.training.optim import OptimConfig, learning_rate_at
 from alignment.training.run import Run
 from alignment.training.settings import TrainingConfig
@@ -22,6 +22,7 @@ __all__ = [
     "learning_rate_at",
     "load_checkpoint",
     "load_run_state",
+    "note_endless_warmup",
     "save_checkpoint",
     "save_run_state",
     "share",

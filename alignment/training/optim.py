@@ -16,6 +16,7 @@ class OptimConfig:
         learning_rate: peak, reached after the warm-up.
         weight_decay: on matrices (weights and embeddings); biases, norms and other vectors are not decayed.
         warmup_steps: updates of linear rise from zero.
+        warmup_ratio: the same as a share of the run's updates, in [0, 1); in place of `warmup_steps`.
         min_learning_rate_share: where cosine and linear end, as a share of the peak.
         max_grad_norm: the global gradient norm is clipped to this; 0 leaves it alone.
     """
@@ -26,6 +27,7 @@ class OptimConfig:
     eps: float = 1e-8
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = 0
+    warmup_ratio: float = 0.0
     min_learning_rate_share: float = 0.0
     max_grad_norm: float = 1.0
 
@@ -48,10 +50,36 @@ class OptimConfig:
             raise ValueError(f"schedule must be cosine, linear or constant, got {self.schedule!r}")
         if self.warmup_steps < 0:
             raise ValueError(f"warmup_steps must not be negative, got {self.warmup_steps}")
+        if not 0 <= self.warmup_ratio < 1:
+            raise ValueError(f"warmup_ratio must lie in [0, 1), got {self.warmup_ratio}; 0.03 to 0.1 is usual")
+        if self.warmup_steps and self.warmup_ratio:
+            raise ValueError(
+                f"warmup_steps ({self.warmup_steps}) and warmup_ratio ({self.warmup_ratio}) both say how long the warm-up "
+                "is: leave one out, or set it to 0"
+            )
         if not 0 <= self.min_learning_rate_share <= 1:
             raise ValueError(f"min_learning_rate_share must lie in [0, 1], got {self.min_learning_rate_share}")
         if self.max_grad_norm < 0:
             raise ValueError(f"max_grad_norm must not be negative, got {self.max_grad_norm}; 1.0 is usual, 0 is off")
+
+
+def warmup_updates(config: OptimConfig, total_steps: int) -> int:
+    """Updates of the warm-up, w. A share is rounded up, as in transformers, and leaves at least one update at the peak."""
+    if config.warmup_ratio:
+        return min(math.ceil(config.warmup_ratio * total_steps), total_steps - 1)
+    return config.warmup_steps
+
+
+def endless_warmup(config: OptimConfig, total_steps: int) -> str:
+    """What to say of a warm-up that is not over before the run is; '' of any other."""
+    warmup = warmup_updates(config, total_steps)
+    if warmup < total_steps:
+        return ""
+    reached = learning_rate_at(total_steps, config, total_steps) / config.learning_rate
+    return (
+        f"the warm-up ({warmup} updates) is as long as the run ({total_steps}) or longer: the learning rate ends at "
+        f"{reached:.0%} of its peak; lower warmup_steps, or give warmup_ratio, a share of the run, in its place"
+    )
 
 
 def learning_rate_at(update: int, config: OptimConfig, total_steps: int) -> float:
@@ -67,12 +95,12 @@ def learning_rate_at(update: int, config: OptimConfig, total_steps: int) -> floa
         update: from 1.
         total_steps: updates of the whole run, over which the schedule is stretched.
     """
-    done = update - 1
-    if done < config.warmup_steps:
-        return config.learning_rate * done / config.warmup_steps
+    done, warmup = update - 1, warmup_updates(config, total_steps)
+    if done < warmup:
+        return config.learning_rate * done / warmup
     if config.schedule == "constant":
         return config.learning_rate
-    progress = min(1.0, (done - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    progress = min(1.0, (done - warmup) / max(1, total_steps - warmup))
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
     share = config.min_learning_rate_share
     return config.learning_rate * (share + (1 - share) * shape)

@@ -8,7 +8,7 @@ GOOD = {
     "sft": "policy: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
     "ppo": "policy: ./nowhere\nreward_model: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
     "pretrain": "policy: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
-    "winrate": "models: {a: ./nowhere}\nbaseline: a\noutput: out\ndata: {train: nowhere.jsonl}\n",
+    "winrate": "models: {a: ./nowhere}\nbaseline: a\njudge: longer\noutput: out\ndata: {train: nowhere.jsonl}\n",
 }
 HUGE = str(10**30)
 

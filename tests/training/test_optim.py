@@ -69,11 +69,29 @@ def test_low_precision_weights_are_refused_by_name():
 @pytest.mark.parametrize(
     "settings",
     [{"learning_rate": -1.0}, {"learning_rate": 0.0}, {"learning_rate": 1e-3, "betas": (0.9, 1.0)},
+     {"learning_rate": 1e-3, "warmup_ratio": 1.0}, {"learning_rate": 1e-3, "warmup_ratio": -0.1},
      {"learning_rate": 1e-3, "warmup_steps": -1}, {"learning_rate": 1e-3, "schedule": "cosin"}],
 )  # fmt: skip
 def test_senseless_settings_are_refused(settings):
     with pytest.raises(ValueError, match="must"):
         OptimConfig(**settings)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "steps", "warmup"), [(0.25, 12, 3), (0.2, 12, 3), (0.9, 3, 2), (0.03, 9, 1), (0.5, 1, 0)]
+)
+def test_a_warmup_ratio_is_the_warmup_of_so_many_steps(ratio, steps, warmup):
+    # a share of the run, rounded up as in transformers; one update is always left for the peak
+    as_share = OptimConfig(learning_rate=2e-4, warmup_ratio=ratio)
+    as_steps = OptimConfig(learning_rate=2e-4, warmup_steps=warmup)
+    rates = [learning_rate_at(update, as_share, steps) for update in range(1, steps + 1)]
+    assert rates == [learning_rate_at(update, as_steps, steps) for update in range(1, steps + 1)]
+    assert max(rates) == 2e-4
+
+
+def test_a_warmup_in_steps_and_as_a_share_is_refused():
+    with pytest.raises(ValueError, match="both say how long the warm-up is"):
+        OptimConfig(learning_rate=1e-3, warmup_steps=3, warmup_ratio=0.1)
 
 
 def test_number_of_updates_counts_the_last_smaller_batch():
