@@ -10,7 +10,9 @@ import torch
 
 from alignment.errors import UserError
 from alignment.training.checkpoints import Engines, checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
+from alignment.training.divergence import divergence, read_losses
 from alignment.training.engine import Engine
+from alignment.training.optim import endless_warmup
 from alignment.training.random_state import unchanged_random_state
 from alignment.training.run import Run
 from alignment.training.settings import TrainingConfig
@@ -55,6 +57,7 @@ def fit(
         UserError: the checkpoint to resume from is damaged or belongs to other settings or data.
     """
     load_run_state(run, engine, training)
+    note_endless_warmup(run, engine)
     if save is not None and engine.step == engine.total_steps:  # a finished run again: its model may be gone
         save()
     for step in run.steps(engine.step, engine.total_steps):
@@ -67,6 +70,15 @@ def fit(
                 metrics |= evaluate()
         run.log(step + 1, metrics)
         save_run_state(run, engine, training, step + 1)
+    if run.is_main and (problem := divergence(read_losses(run.output / "metrics.jsonl"))):
+        run.note(problem)
+
+
+def note_endless_warmup(run: Run, engines: Engines) -> None:
+    """Note in the run where a learning rate will not reach its peak."""
+    several = engines.values() if isinstance(engines, Mapping) else (engines,)
+    for problem in {endless_warmup(engine.config, engine.total_steps) for engine in several} - {""}:
+        run.note(problem)
 
 
 def is_due(step: int, every: int, total: int) -> bool:
