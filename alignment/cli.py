@@ -17,6 +17,9 @@ from alignment.errors import UserError
 ConfigName = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or a packaged name such as sft/tiny.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Dotted keys, YAML values.")]
 Gpus = Annotated[int | None, typer.Option(min=1, help="Start that many processes, one per GPU.")]
+Launch = Annotated[
+    str | None, typer.Option(metavar="FILE", help="Accelerate's launch file, or a packaged name such as launch/zero3.")
+]
 Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback where something goes wrong.")]
 ModelName = Annotated[str, typer.Option(help="Model directory or Hub name.")]
 AdapterName = Annotated[str | None, typer.Option(help="Directory of a LoRA or prefix adapter.")]
@@ -69,45 +72,57 @@ def recipe_name(recipe: str) -> str:
 
 
 @app.command()
-def pretrain(config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, debug: Debug = False) -> None:
+def pretrain(
+    config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, launch: Launch = None, debug: Debug = False
+) -> None:
     """Train a language model on running text."""
-    run_stage("pretrain", ["pretrain"], config, overrides, gpus, debug)
+    run_stage("pretrain", ["pretrain"], config, overrides, gpus=gpus, launch=launch, debug=debug)
 
 
 @app.command()
-def sft(config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, debug: Debug = False) -> None:
+def sft(
+    config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, launch: Launch = None, debug: Debug = False
+) -> None:
     """Fine-tune on demonstrations."""
-    run_stage("sft", ["sft"], config, overrides, gpus, debug)
+    run_stage("sft", ["sft"], config, overrides, gpus=gpus, launch=launch, debug=debug)
 
 
 @app.command()
-def reward(config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, debug: Debug = False) -> None:
+def reward(
+    config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, launch: Launch = None, debug: Debug = False
+) -> None:
     """Train a reward model on comparisons."""
-    run_stage("reward", ["reward"], config, overrides, gpus, debug)
+    run_stage("reward", ["reward"], config, overrides, gpus=gpus, launch=launch, debug=debug)
 
 
 @app.command()
-def ppo(config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, debug: Debug = False) -> None:
+def ppo(
+    config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, launch: Launch = None, debug: Debug = False
+) -> None:
     """Optimise a policy against a reward model by PPO."""
-    run_stage("ppo", ["ppo"], config, overrides, gpus, debug)
+    run_stage("ppo", ["ppo"], config, overrides, gpus=gpus, launch=launch, debug=debug)
 
 
 @app.command()
-def dpo(config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, debug: Debug = False) -> None:
+def dpo(
+    config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, launch: Launch = None, debug: Debug = False
+) -> None:
     """Optimise a policy on comparisons directly."""
-    run_stage("dpo", ["dpo"], config, overrides, gpus, debug)
+    run_stage("dpo", ["dpo"], config, overrides, gpus=gpus, launch=launch, debug=debug)
 
 
 @app.command()
-def understand(config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, debug: Debug = False) -> None:
+def understand(
+    config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, launch: Launch = None, debug: Debug = False
+) -> None:
     """Fine-tune for classes of texts, pairs or words, for answers in a context, or for choices."""
-    run_stage("understand", ["understand"], config, overrides, gpus, debug)
+    run_stage("understand", ["understand"], config, overrides, gpus=gpus, launch=launch, debug=debug)
 
 
 @evaluate.command("winrate")
 def evaluate_winrate(config: ConfigName, overrides: Overrides = None, debug: Debug = False) -> None:
     """How often each policy's responses are preferred to a baseline's."""
-    results = run_stage("winrate", ["evaluate", "winrate"], config, overrides, None, debug)
+    results = run_stage("winrate", ["evaluate", "winrate"], config, overrides, debug=debug)
     from alignment.evaluation.summary import print_table, summary_rows
 
     print_table(summary_rows(json.loads(results.read_text(encoding="utf-8"))))
@@ -116,17 +131,24 @@ def evaluate_winrate(config: ConfigName, overrides: Overrides = None, debug: Deb
 @evaluate.command("reward")
 def evaluate_reward(config: ConfigName, overrides: Overrides = None, debug: Debug = False) -> None:
     """Accuracy of a reward model on comparisons."""
-    run_stage("reward_eval", ["evaluate", "reward"], config, overrides, None, debug)
+    run_stage("reward_eval", ["evaluate", "reward"], config, overrides, debug=debug)
 
 
 @evaluate.command("language")
 def evaluate_language(config: ConfigName, overrides: Overrides = None, debug: Debug = False) -> None:
     """Loss of a language model on running text."""
-    run_stage("language", ["evaluate", "language"], config, overrides, None, debug)
+    run_stage("language", ["evaluate", "language"], config, overrides, debug=debug)
 
 
 def run_stage(
-    verb: str, words: Sequence[str], config: str, overrides: list[str] | None, gpus: int | None, debug: bool
+    verb: str,
+    words: Sequence[str],
+    config: str,
+    overrides: list[str] | None,
+    *,
+    gpus: int | None = None,
+    launch: str | None = None,
+    debug: bool = False,
 ) -> Path:
     """Check the config, then run the stage here and return what it wrote, or start the same command once per GPU."""
     from alignment.config import load_config
@@ -134,8 +156,8 @@ def run_stage(
 
     config_class, function = find_stage(verb)
     checked = load_config(config_class, config, overrides or [])
-    if gpus is not None:
-        relaunch([*words, config, *(overrides or []), *(["--debug"] if debug else [])], gpus)
+    if gpus is not None or launch is not None:
+        relaunch([*words, config, *(overrides or []), *(["--debug"] if debug else [])], gpus, launch)
     result = function(checked)
     if is_first_rank():
         write_page(Path(checked.output))
@@ -143,24 +165,38 @@ def run_stage(
     return result
 
 
-def relaunch(arguments: Sequence[str], gpus: int) -> None:
-    """Replace this process by torch's launcher, which starts the command once per GPU; it does not return.
+def relaunch(arguments: Sequence[str], gpus: int | None, launch: str | None) -> None:
+    """Replace this process by a launcher, which starts the command in several processes; it does not return.
+
+    Args:
+        gpus: processes; None: as many as the launch file says.
+        launch: file or packaged name for Accelerate's launcher; None: torch's launcher, the whole model on every GPU.
 
     Raises:
-        UserError: fewer GPUs than asked for, or this already is a launched process.
+        UserError: fewer GPUs than asked for, no such launch file, or this already is a launched process.
     """
     import torch
 
+    from alignment.config import find_packaged
+
     if "LOCAL_RANK" in os.environ:
-        raise UserError("--gpus starts processes itself; leave it out under accelerate launch or torchrun")
-    if torch.cuda.device_count() < gpus:
+        raise UserError(
+            "--gpus and --launch start processes themselves; leave them out under accelerate launch or torchrun"
+        )
+    if gpus is not None and torch.cuda.device_count() < gpus:
+        file = find_packaged(launch or "launch/ddp", "launch")
         raise UserError(
             f"--gpus {gpus}: {torch.cuda.device_count()} found; for processes on the CPU use "
-            f"`accelerate launch --cpu --num_processes {gpus} -m alignment {arguments[0]} ...`"
+            f"`accelerate launch --config_file {file} --num_processes {gpus} -m alignment {arguments[0]} ...`"
         )
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}", "-m", "alignment"]
+    if launch is None:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
+    else:
+        processes = [] if gpus is None else ["--num_processes", str(gpus)]
+        file = str(find_packaged(launch, "launch"))
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", file, *processes]
     sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *launcher, *arguments])
+    os.execv(sys.executable, [sys.executable, *launcher, "-m", "alignment", *arguments])
 
 
 # Using a model

@@ -146,7 +146,8 @@ def find_packaged(name: str, kind: str) -> Path:
 
     Args:
         name: what the user wrote.
-        kind: `configs` (a name is `stage/variant`) or `recipes` (a name is that of a folder with a recipe.yaml).
+        kind: `configs` (a name is `stage/variant`), `launch` (Accelerate's files, `launch/zero3`) or `recipes` (a name
+            is that of a folder with a recipe.yaml).
 
     Raises:
         UserError: neither; lists near names.
@@ -156,11 +157,11 @@ def find_packaged(name: str, kind: str) -> Path:
         return given
     if kind == "recipes" and (given / "recipe.yaml").is_file():
         return given / "recipe.yaml"
-    root = packaged_folder(kind)
+    root = packaged_folder("recipes" if kind == "recipes" else "configs")
     if kind == "recipes":
         known = {path.parent.name: path for path in root.glob("*/recipe.yaml")}
     else:
-        files = [path for path in root.glob("*/*.yaml") if path.parent.name != "launch"]  # those are Accelerate's
+        files = [path for path in root.glob("*/*.yaml") if (path.parent.name == "launch") == (kind == "launch")]
         known = {path.relative_to(root).with_suffix("").as_posix(): path for path in files}
     if name not in known:
         raise UserError(f"{name}: there is no such file, and no packaged one of that name; {nearest(name, known)}")

@@ -7,12 +7,13 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 
 from alignment import __version__
+from alignment.config import packaged_folder
 
 CORE = (
     "torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "trl", "accelerate", "pydantic", "scipy",
 )  # fmt: skip
 EXTRAS = {
-    "deepspeed": ("deepspeed", "ZeRO: configs/launch/zero2.yaml and zero3.yaml"),
+    "deepspeed": ("deepspeed", "ZeRO: --launch launch/zero2 and launch/zero3"),
     "bench": ("lm_eval", "make bench"),
 }
 
@@ -36,6 +37,8 @@ def examine() -> Iterator[str]:
     yield f"bf16          {'yes' if on_gpu else 'on the CPU only'}"
     yield f"processes     {', '.join(process_backends()) or 'one only: torch was built without distributed'}"
     yield f"attention     {attention_kernel()}"
+    folder = packaged_folder("configs") / "launch"
+    yield f"launch files  {', '.join(str(path) for path in sorted(folder.glob('*.yaml')))}"
     yield ""
     for extra, (module, use) in EXTRAS.items():
         state = "found" if importlib.util.find_spec(module) else f"missing: pip install 'alignment[{extra}]'"

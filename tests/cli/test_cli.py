@@ -1,6 +1,7 @@
 """The command line: exit codes, messages, and what reaches the function behind a verb; the functions are stubs."""
 
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -170,10 +171,68 @@ def test_more_gpus_than_there_are_is_code_2(stage, monkeypatch, capsys):
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert cli.main(["dpo", str(stage.file), "--gpus", "2"]) == 2
-    assert "--gpus 2: 1 found; for processes on the CPU use `accelerate launch --cpu" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert f"--gpus 2: 1 found; for processes on the CPU use `accelerate launch --config_file {ROOT}/configs/" in said
+    assert "/launch/ddp.yaml --num_processes 2 -m alignment dpo ...`" in said
+    assert "--cpu" not in said  # with it Accelerate starts a single process
     monkeypatch.setenv("LOCAL_RANK", "0")
     assert cli.main(["dpo", str(stage.file), "--gpus", "1"]) == 2
-    assert "leave it out under accelerate launch or torchrun" in capsys.readouterr().err
+    assert "leave them out under accelerate launch or torchrun" in capsys.readouterr().err
+
+
+@pytest.fixture
+def installed(monkeypatch, tmp_path) -> Path:
+    """The folder of packaged configs of an installed wheel, in a working directory without any."""
+    from alignment import config
+
+    package = tmp_path / "site-packages" / "alignment"
+    shutil.copytree(ROOT / "configs", package / "_packaged" / "configs")
+    monkeypatch.setattr(config, "__file__", str(package / "config.py"))
+    monkeypatch.chdir(tmp_path)
+    return package / "_packaged" / "configs"
+
+
+@pytest.mark.parametrize("gpus", [None, 2])
+def test_a_launch_file_has_a_name_in_the_wheel(stage, installed, monkeypatch, gpus):
+    import torch
+    from accelerate.commands.launch import launch_command_parser
+
+    started = []
+
+    def execute(program: str, arguments: list[str]) -> None:
+        started.append(arguments)
+        raise SystemExit(0)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(cli.os, "execv", execute)
+    with pytest.raises(SystemExit):
+        cli.main(["ppo", str(stage.file), "rate=0.2", "--launch", "launch/zero3", *(["--gpus", "2"] if gpus else [])])
+    ((_, dash_m, module, *arguments),) = started
+    assert (dash_m, module) == ("-m", "accelerate.commands.launch")
+    read = launch_command_parser().parse_args(arguments)
+    assert Path(read.config_file) == installed / "launch" / "zero3.yaml"
+    assert (read.num_processes, read.module, read.training_script) == (gpus, True, "alignment")
+    assert read.training_script_args == ["ppo", str(stage.file), "rate=0.2"]
+
+
+def test_a_launch_file_of_one_s_own_wins_and_a_wrong_name_gets_near_ones(stage, installed, monkeypatch, capsys):
+    assert cli.main(["sft", str(stage.file), "--launch", "launch/zero4"]) == 2
+    assert "launch/zero4: there is no such file" in (said := capsys.readouterr().err)
+    assert "did you mean 'launch/zero3' or 'launch/zero2'" in said
+    assert cli.main(["sft", "launch/zero3"]) == 2  # no config of a stage
+    assert "no packaged one of that name" in capsys.readouterr().err
+    (installed.parent / "mine.yaml").write_text("num_processes: 2\n")
+    monkeypatch.setattr(cli.os, "execv", lambda program, arguments: started.append(arguments))
+    started: list[list[str]] = []
+    assert cli.main(["sft", str(stage.file), "--launch", str(installed.parent / "mine.yaml")]) == 0
+    assert started[0][3:5] == ["--config_file", str(installed.parent / "mine.yaml")]
+
+
+def test_doctor_prints_the_path_of_every_launch_file(installed, capsys):
+    assert cli.main(["doctor"]) == 0
+    shown = capsys.readouterr().out
+    for name in ("ddp", "fsdp2", "zero2", "zero3"):
+        assert str(installed / "launch" / f"{name}.yaml") in shown
 
 
 @pytest.mark.parametrize(("inside", "code"), [(True, 0), (False, 1)])
