@@ -45,7 +45,25 @@ def find_directory(source: str) -> Path:
             snapshot_download(source, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"])
         )
     except Exception as error:
-        raise UserError(f"{source}: no such directory, and the Hub did not give it ({type(error).__name__})") from error
+        why = f"({type(error).__name__}): {_hub_refusal(error)}"
+        raise UserError(f"{source}: no such directory, and the Hub did not give it {why}") from error
+
+
+def _hub_refusal(error: Exception) -> str:
+    """Why the Hub did not give a model, and the way out."""
+    from huggingface_hub import errors, is_offline_mode
+
+    if isinstance(error, errors.GatedRepoError):
+        return "access has to be granted; accept the terms on the model's page there, then run `hf auth login`"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            "it has none of that name, or a private one; mind the spelling, and run `hf auth login` for a private one"
+        )
+    if isinstance(error, (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError, ConnectionError)):
+        if is_offline_mode():
+            return "HF_HUB_OFFLINE is set and the model is not in the cache; unset it, or give a local directory"
+        return "it cannot be reached and the model is not in the cache; download it elsewhere and give its directory"
+    return str(error)
 
 
 def load_tokenizer(source: str) -> Any:
@@ -108,6 +126,7 @@ def load_scalar(source: str, dtype: str | torch.dtype = "float32", device: Any =
     """A scalar model in eval mode, as `load_model`; its score head must be in the checkpoint or in the adapter."""
     directory, options = find_directory(source), {"dtype": _dtype(dtype), "device": device}
     if not is_adapter(directory):
+        _refuse_language_model(source, directory)
         return load_scalar_model(directory, **options).eval()
     if not is_scalar_adapter(directory):
         raise UserError(
@@ -115,6 +134,16 @@ def load_scalar(source: str, dtype: str | torch.dtype = "float32", device: Any =
         )
     model = load_scalar_model(find_directory(read_base(directory)), new_head="zero", **options)
     return load_adapter(model, directory).eval()
+
+
+def _refuse_language_model(source: str, directory: Path) -> None:
+    """Refuse a model that was saved without a score head, before its missing tensor is what one hears of."""
+    architecture = (read_config(directory).get("architectures") or [""])[0]
+    if str(architecture).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+        raise UserError(
+            f"{source}: this is no reward model but a language model ({architecture}) without a score head; train one "
+            f"from it with `alignment reward CONFIG policy={source}`"
+        )
 
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype:

@@ -142,8 +142,10 @@ def test_a_whole_text_gets_its_end_token(judge):
 
 
 def test_a_policy_is_no_reward_model(checkpoints, stage):
-    with pytest.raises(UserError, match=r"score\.weight is missing"):
-        load_reward_model(checkpoints["llama"])
+    for family, architecture in (("llama", "LlamaForCausalLM"), ("gpt2", "GPT2LMHeadModel")):
+        wanted = rf"this is no reward model but a language model \({architecture}\).*`alignment reward CONFIG policy="
+        with pytest.raises(UserError, match=wanted):
+            load_reward_model(checkpoints[family])
     with pytest.raises(UserError, match="no score head"):
         load_reward_model(str(stage("sft lora") / "model"))
 
@@ -184,3 +186,31 @@ def test_a_prefix_cannot_be_exported_and_nothing_is_written(stage, tmp_path):
     with pytest.raises(UserError, match="cannot be merged"):
         export(str(stage("sft prefix") / "model"), None, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
+
+
+# --- the Hub --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "offline", "advice"),
+    [
+        ("GatedRepoError", False, "access has to be granted; accept the terms .* `hf auth login`"),
+        ("RepositoryNotFoundError", False, "it has none of that name, or a private one; .* `hf auth login`"),
+        ("LocalEntryNotFoundError", False, "it cannot be reached and the model is not in the cache; download it"),
+        ("LocalEntryNotFoundError", True, "HF_HUB_OFFLINE is set and the model is not in the cache; unset it"),
+    ],
+)
+def test_a_model_that_the_hub_does_not_give_says_why_and_what_to_do(monkeypatch, kind, offline, advice):
+    import huggingface_hub
+
+    error_class = getattr(huggingface_hub.errors, kind)
+
+    def refuse(*arguments, **options):
+        raise error_class.__new__(error_class)  # its own arguments are a response of the Hub's
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    monkeypatch.setattr(huggingface_hub, "is_offline_mode", lambda: offline)
+    with pytest.raises(
+        UserError, match=rf"^someone/model: no such directory, and the Hub did not give it \({kind}\): {advice}"
+    ):
+        load_model("someone/model")
