@@ -134,14 +134,17 @@ def _load_directory(directory: Path, has_json: bool) -> PreTrainedTokenizerBase:
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and the chat template into a directory, each file atomically."""
+    """Write tokenizer.json, tokenizer_config.json and the chat template(s) into a directory, each file atomically."""
     directory = Path(directory)
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save_pretrained(folder)
         config = Path(folder) / "tokenizer_config.json"
         write_json(config, _portable(json.loads(config.read_text(encoding="utf-8"))))
-        for path in sorted(Path(folder).iterdir()):
-            write_atomic(directory / path.name, lambda temporary, path=path: shutil.copyfile(path, temporary))
+        for path in sorted(
+            path for path in Path(folder).rglob("*") if path.is_file()
+        ):  # named templates lie in a folder
+            target = directory / path.relative_to(folder)
+            write_atomic(target, lambda temporary, path=path: shutil.copyfile(path, temporary))
 
 
 def _portable(config: dict[str, Any]) -> dict[str, Any]:

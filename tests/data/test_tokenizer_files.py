@@ -138,3 +138,13 @@ def test_gpt2_raw_pair_under_its_new_names(real_data, tmp_path):
     shutil.copy(folder / "encoder.json", tmp_path / "vocab.json")
     shutil.copy(folder / "vocab.bpe", tmp_path / "merges.txt")
     assert chat.text_ids(load_tokenizer(tmp_path), "hello world") == [31373, 995, 50256]
+
+
+def test_a_tokenizer_with_several_named_templates_saves_and_loads(chatml, templates, tmp_path):
+    from transformers import AutoTokenizer
+
+    chatml.chat_template = {"default": templates["chatml"], "tool_use": templates["trimming"]}
+    save_tokenizer(chatml, tmp_path / "model")
+    for loaded in (load_tokenizer(tmp_path / "model"), AutoTokenizer.from_pretrained(tmp_path / "model")):
+        assert loaded.chat_template == chatml.chat_template
+    assert not any(path.name.startswith(".") for path in (tmp_path / "model").rglob("*"))
