@@ -187,9 +187,8 @@ def read_examples(
 def questions_of(config: UnderstandConfig, part: Part) -> list[Any]:
     """The questions behind span examples, by number."""
     data = config.data
-    source = data.train if part == "train" else data.evaluation or ""
     limits = {"columns": data.columns, "max_rows": data.max_rows, "on_bad_row": data.on_bad_row}
-    return read_labelled(source, "span", split=data.split, **limits)[0]
+    return read_labelled(data.sources(part), "span", split=data.split_of(part), **limits)[0]
 
 
 def evaluation(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alignment.data import chat
 from alignment.data.encoding import adds_bos, bos_id
-from alignment.data.records import Comparison, Counts, Demonstration, Messages, Prompt, Text
+from alignment.data.records import SHOWN_IDS, Comparison, Counts, Demonstration, Messages, Prompt, Text
 from alignment.errors import UserError, raise_all
 from alignment.ragged import Ragged
 
@@ -51,12 +51,13 @@ class PairExample:
 
 @dataclass(frozen=True, slots=True)
 class PromptExample:
-    """A prompt ready to be continued; `prompt` and `extra` as they were read."""
+    """A prompt ready to be continued; `prompt` and `extra` as they were read, `cut` where `ids` lack its beginning."""
 
     ids: list[int]
     prompt: str | Messages
     extra: dict[str, Any]
     row_id: str
+    cut: bool = False
 
 
 @dataclass(frozen=True)
@@ -115,9 +116,12 @@ def tokenise_demonstrations(
     bos = bos_id(tokenizer)
     single = [row for row in rows if row.messages is None]
     prompts = iter(encode_prompts(tokenizer, single))
-    responses = iter(chat.responses_ids(tokenizer, [row.response for row in single]))
+    responses = iter(chat.responses_ids(tokenizer, [row.response for row in single], [row.prompt for row in single]))
     dialogues = iter(
-        _each([row for row in rows if row.messages], lambda row: chat.chat_ids(tokenizer, row.messages or []))
+        _each(
+            [row for row in rows if row.messages],
+            lambda row: chat.chat_ids(tokenizer, row.messages or [], row.trained),
+        )
     )
     for row in rows:
         if row.messages is None:
@@ -144,7 +148,8 @@ def tokenise_comparisons(
     """Both responses after the very same prompt tokens; pairs whose tokens are equal in the end are dropped."""
     counts, pairs = Counts(rows=len(rows)), []
     prompts = encode_prompts(tokenizer, rows)
-    responses = chat.responses_ids(tokenizer, [text for row in rows for text in (row.chosen, row.rejected)])
+    sides = [(text, row.prompt) for row in rows for text in (row.chosen, row.rejected)]
+    responses = chat.responses_ids(tokenizer, [text for text, _ in sides], [prompt for _, prompt in sides])
     for row, head, chosen, rejected in zip(rows, prompts, responses[::2], responses[1::2], strict=True):
         kept_head, tails = fit(head, [chosen, rejected], max_length, bos_id(tokenizer))
         if min(len(chosen), len(rejected)) < 2:
@@ -154,10 +159,10 @@ def tokenise_comparisons(
         else:
             cut = max(len(chosen), len(rejected)) > max(map(len, tails))
             _note_cuts(counts, row.row_id, len(head) > len(kept_head), cut)
-            sides = [
+            first, second = (
                 Example(kept_head + tail, [False] * len(kept_head) + [True] * len(tail), row.row_id) for tail in tails
-            ]
-            pairs.append(PairExample(sides[0], sides[1], row.margin, row.row_id))
+            )
+            pairs.append(PairExample(first, second, row.margin, row.row_id))
     counts.kept = len(pairs)
     return pairs, _measure(counts, [side for pair in pairs for side in (pair.chosen, pair.rejected)])
 
@@ -169,8 +174,9 @@ def tokenise_prompts(
     counts, examples = Counts(rows=len(rows), kept=len(rows)), []
     for row, ids in zip(rows, encode_prompts(tokenizer, rows), strict=True):
         kept = _cut_head(ids, max_length, ids[:1] == [bos_id(tokenizer)])
-        _note_cuts(counts, row.row_id, len(ids) > len(kept), False)
-        examples.append(PromptExample(kept, row.prompt, row.extra, row.row_id))
+        cut = len(ids) > len(kept)
+        _note_cuts(counts, row.row_id, cut, False)
+        examples.append(PromptExample(kept, row.prompt, row.extra, row.row_id, cut))
     return examples, _measure(counts, examples)
 
 
@@ -185,15 +191,22 @@ def encode_prompts(
 
 
 def _each(rows: Sequence[Row], encode: Callable[[Row], Any]) -> list[Any]:
-    """`encode` of each row; what it refuses is reported for all rows at once, each by name."""
-    done, problems = [], []
+    """`encode` of each row; what it refuses is reported for all rows at once, the same refusal once with its rows."""
+    done: list[Any] = []
+    refused: dict[str, list[str]] = {}
     for row in rows:
         try:
             done.append(encode(row))
         except UserError as error:
-            problems.append(f"{row.row_id}: {error}")  # type: ignore[attr-defined]
-    raise_all(problems)
+            refused.setdefault(str(error), []).append(row.row_id)  # type: ignore[attr-defined]
+    raise_all(f"{names[0]}: {why}{_more(names[1:])}" for why, names in refused.items())
     return done
+
+
+def _more(row_ids: Sequence[str]) -> str:
+    """That other rows share a fault, and the names of the first few."""
+    shown = ", ".join(row_ids[: SHOWN_IDS - 1]) + (", ..." if len(row_ids) >= SHOWN_IDS else "")
+    return f" (likewise {len(row_ids)} more: {shown})" if row_ids else ""
 
 
 def fit(

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, cast
 
-from alignment.data.encoding import adds_bos, bos_id, encode
+from alignment.data.encoding import adds_bos, bos_id, control_strings, encode
 from alignment.data.records import Messages
 from alignment.data.templates import (
+    PROBE,
     disguise,
     encode_rendered,
     end_of_turn,
@@ -81,17 +82,40 @@ def prompts_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> l
     return [ids if bos is None else [bos, *ids] for ids in encode(tokenizer, prompts)]
 
 
-def response_ids(tokenizer: PreTrainedTokenizerBase, response: str) -> list[int]:
-    """Ids of a response and exactly one end token, also where the text already ends in it."""
-    return responses_ids(tokenizer, [response])[0]
+def response_ids(
+    tokenizer: PreTrainedTokenizerBase, response: str, prompt: str | Messages = "", *, ended: bool = True
+) -> list[int]:
+    """Ids of a response and exactly one end token, also where the text already ends in it; see `responses_ids`."""
+    return responses_ids(tokenizer, [response], [prompt], ended=[ended])[0]
 
 
-def responses_ids(tokenizer: PreTrainedTokenizerBase, responses: Sequence[str]) -> list[list[int]]:
-    """`response_ids` of many texts at once."""
-    end = end_token_id(tokenizer)
-    stops = _stop_strings(tokenizer)
-    texts = [without_end(response, stops) for response in responses]
-    return [[*ids, end] for ids in encode(tokenizer, texts, follows=True)]
+def responses_ids(
+    tokenizer: PreTrainedTokenizerBase,
+    responses: Sequence[str],
+    prompts: Sequence[str | Messages] | None = None,
+    *,
+    ended: Sequence[bool] | None = None,
+) -> list[list[int]]:
+    """`response_ids` of many texts at once.
+
+    Args:
+        prompts: what each responds to. After messages, the blanks that the template writes around a reply (Mistral's,
+            Llama 2's) are part of the response, since `prompt_ids` ends before them. None: plain texts.
+        ended: False where a response was cut off: no end token follows its text. None: all of them ended.
+    """
+    end, stops = end_token_id(tokenizer), _stop_strings(tokenizer)
+    whole = [True] * len(responses) if ended is None else ended
+    texts = [without_end(text, stops) if done else text for text, done in zip(responses, whole, strict=True)]
+    turns = [("", text) for text in texts]
+    if prompts is not None and any(isinstance(prompt, list) for prompt in prompts):
+        turn = end_of_turn(tokenizer)
+        if turn is not None and _writes_around(tokenizer, turn):
+            turns = [
+                ("", text) if isinstance(prompt, str) else _last_turn(tokenizer, prompt, text, done, turn)
+                for prompt, text, done in zip(prompts, texts, whole, strict=True)
+            ]
+    ids = _turns_ids(tokenizer, turns)
+    return [[*tokens, end] if done else tokens for tokens, done in zip(ids, whole, strict=True)]
 
 
 def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -105,11 +129,17 @@ def texts_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[
     return [[*ids, end] for ids in prompts_ids(tokenizer, texts)]
 
 
-def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[list[int], list[bool]]:
+def chat_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Messages, trained: Sequence[bool] | None = None
+) -> tuple[list[int], list[bool]]:
     """Ids of a dialogue, and which of them count: every assistant reply with its end token, and nothing else.
 
     The template is rendered up to each reply and again with it; each text must begin with the one before. So the mask
-    does not depend on markers in the template, and a template that rewrites earlier turns is noticed.
+    does not depend on markers in the template, and a template that rewrites earlier turns is noticed. What it writes
+    between the assistant's header and the reply (Mistral's blank) counts with the reply: a prompt ends before it.
+
+    Args:
+        trained: for each assistant reply whether it counts; None: all do.
 
     Returns:
         ids and mask of equal length, both ending with the last reply's end token.
@@ -129,16 +159,15 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[li
     ids: list[int] = []
     mask: list[bool] = []
     done = ""
-    for index, message in enumerate(hidden):
-        if message["role"] != "assistant":
-            continue
-        before, reply, done_next = _one_turn(tokenizer, hidden, index, done, end)
+    replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    for index, counts in zip(replies, [True] * len(replies) if trained is None else trained, strict=True):
+        before, lead, reply, done_next = _one_turn(tokenizer, hidden, index, done, end)
         context = encode_rendered(tokenizer, before, how, follows=bool(ids))
         ids += context if ids else _with_one_bos(tokenizer, context)
         mask += [False] * (len(ids) - len(mask))
-        ids += encode(tokenizer, [plain(reply, how)], follows=True)[0]
+        ids += _turns_ids(tokenizer, [(lead, plain(reply, how))])[0]
         ids.append(_token_id(tokenizer, end))
-        mask += [True] * (len(ids) - len(mask))
+        mask += [counts] * (len(ids) - len(mask))
         done = done_next
     if not any(mask) or all(mask):
         raise UserError("a dialogue needs an assistant message with something before it")
@@ -149,8 +178,9 @@ def chat_ids(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[li
 
 def _one_turn(
     tokenizer: PreTrainedTokenizerBase, messages: Messages, index: int, done: str, end: str
-) -> tuple[str, str, str]:
-    """Texts of one assistant turn: what stands before the reply, the reply, and all up to and with its end token."""
+) -> tuple[str, str, str, str]:
+    """Texts of one assistant turn: what is new up to its header, what the template writes between header and reply, the
+    reply, and all up to and with its end token."""
     opened = render(tokenizer, messages[:index], open_turn=True) if index else ""
     closed = render(tokenizer, messages[: index + 1], open_turn=False)
     if not (closed.startswith(opened) and opened.startswith(done)):
@@ -158,12 +188,52 @@ def _one_turn(
             f"{name_of(tokenizer)} rewrites earlier turns when the dialogue goes on (at message {index}), so it cannot "
             "be trained on whole dialogues; use a training template that keeps the history, or split the rows"
         )
-    body, found, _ = closed[len(opened) :].partition(end)
-    start = _start_of_reply(body, messages[index]["content"])
-    if not found or start is None:
+    turn = _split_turn(closed[len(opened) :], messages[index]["content"], end)
+    if turn is None:
         raise UserError(f"{name_of(tokenizer)} does not render the reply of message {index} as it stands, then {end!r}")
-    start, stop = len(opened) + start, len(opened) + len(body)
-    return closed[len(done) : start], closed[start:stop], closed[: stop + len(end)]
+    lead, reply = turn
+    if not index:  # nobody asked: the assistant's own header is what its first words follow
+        opened, lead = lead, ""
+    return opened[len(done) :], lead, reply, opened + lead + reply + end
+
+
+def _split_turn(turn: str, content: str, end: str) -> tuple[str, str] | None:
+    """What a template wrote before an assistant's reply, and the reply up to its end token; None: not as it stands."""
+    body, found, _ = turn.partition(end)
+    start = _start_of_reply(body, content)
+    return (body[:start], body[start:]) if found and start is not None else None
+
+
+def _writes_around(tokenizer: PreTrainedTokenizerBase, end: str) -> bool:
+    """Whether the template writes anything between the assistant's header, its reply and the end token."""
+    return _last_turn(tokenizer, [{"role": "user", "content": "Hello"}], PROBE, True, end) != ("", PROBE)
+
+
+def _last_turn(
+    tokenizer: PreTrainedTokenizerBase, prompt: Messages, response: str, ended: bool, end: str
+) -> tuple[str, str]:
+    """What the template writes before a response to messages, and the response as it writes it.
+
+    A response that begins with it already is not given it twice; one that the template rewrites stands as it is.
+    """
+    if not response.strip():
+        return "", response
+    messages, how = disguise(tokenizer, [*prompt, {"role": "assistant", "content": response}])
+    opened = render(tokenizer, messages[:-1], open_turn=True)
+    closed = render(tokenizer, messages, open_turn=False)
+    turn = _split_turn(closed[len(opened) :], messages[-1]["content"], end) if closed.startswith(opened) else None
+    if turn is None or (turn[0] and response.startswith(turn[0])):
+        return "", response
+    return turn[0], plain(turn[1], how) if ended else response
+
+
+def _turns_ids(tokenizer: PreTrainedTokenizerBase, turns: Sequence[tuple[str, str]]) -> list[list[int]]:
+    """Ids of replies after what the template writes before them: one text, but for control tokens (a whole header)."""
+    apart = [any(string in lead for string in control_strings(tokenizer)) for lead, _ in turns]
+    texts = [text if header else lead + text for header, (lead, text) in zip(apart, turns, strict=True)]
+    leads = [lead if header else "" for header, (lead, _) in zip(apart, turns, strict=True)]
+    heads = encode(tokenizer, leads, control_tokens=True, follows=True) if any(apart) else [[] for _ in turns]
+    return [head + ids for head, ids in zip(heads, encode(tokenizer, texts, follows=True), strict=True)]
 
 
 def _start_of_reply(body: str, content: str) -> int | None:

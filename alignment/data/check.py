@@ -10,12 +10,12 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from alignment.data import chat
-from alignment.data.batches import Example, PairExample, PromptExample
+from alignment.data.batches import PROMPT_CUT, RESPONSE_CUT, Example, PairExample, PromptExample
 from alignment.data.encoding import bos_id, control_strings
 from alignment.data.prepare import TOKENISE
 from alignment.data.records import Comparison, Counts, Kind, Record
 from alignment.data.show import show_example
-from alignment.data.sources import TIE, prompt_key, read_rows, record_key
+from alignment.data.sources import TIE, DataConfig, prompt_key, read_rows, record_key
 from alignment.data.tokenizers import load_tokenizer
 from alignment.errors import UserError
 
@@ -135,12 +135,6 @@ def _check_repeats(report: Report, rows: Sequence[Record]) -> None:
         report.add("warning", f"{reversed_pairs} prompts have the same two responses preferred both ways round")
 
 
-def overlap(train: Sequence[Record], evaluation: Sequence[Record]) -> list[str]:
-    """Ids of the evaluation rows whose prompt (or text) also stands in the training rows."""
-    known = {prompt_key(row) for row in train}
-    return [row.row_id for row in evaluation if prompt_key(row) in known]
-
-
 def _check_lengths(report: Report, unit: str, pairs: Sequence[tuple[int, int]]) -> None:
     """How much length alone gives away: the accuracy of always preferring the longer response, ties half."""
     if not pairs:
@@ -165,6 +159,8 @@ def _check_tokens(
         report.add(level, f"{number} rows dropped: {reason} ({', '.join(making.first[reason])})")
     for what, number in making.cut.items():
         level = "note" if report.kind == "text" else _level(number, making.rows, CUT_SHARE)
+        if what in (PROMPT_CUT, RESPONSE_CUT) and number > DataConfig.max_cut_share * making.kept:
+            level = "error"  # a run refuses so many
         report.add(level, f"{number} of {making.rows} rows at max_length {max_length}: {what}")
     sides = [side for example in examples for side in _sides(example)]
     _check_ids(report, sides, tokenizer)

@@ -103,9 +103,37 @@ def _message(message: Any, key: str) -> dict[str, str]:
     if message.get("tool_calls"):
         raise BadRow(_list_name(key), "tool calls are not supported", key)
     try:
-        return {"role": ROLES[role], "content": text_field(message, "content")}
+        return {"role": ROLES[role], "content": text_field(_joined(message), "content")}
     except BadRow as bad:
         raise BadRow(_list_name(key), f"content of a message {bad.reason.removeprefix('content: ')}", key) from bad
+
+
+def _joined(message: dict[str, Any]) -> dict[str, Any]:
+    """A message whose content is a list of text parts, as OpenAI's may be, with one text; any other as it is."""
+    parts = message.get("content")
+    if not isinstance(parts, list) or not parts:
+        return message
+    texts = [part["text"] for part in parts if isinstance(part, dict) and part.get("type") == "text" and "text" in part]
+    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
+        return message
+    return {**message, "content": "".join(texts)}
+
+
+def turn_weights(row: dict[str, Any], key: str) -> list[bool | None]:
+    """Whether each message under `key` counts, by its own `weight` (0 or 1) or `train`; None where it does not say.
+
+    Raises:
+        BadRow: another weight, or a message of someone else than the assistant that is to count.
+    """
+    weights: list[bool | None] = []
+    for message in as_chatml(row[key]):
+        value = next((message[name] for name in ("weight", "train") if message.get(name) is not None), None)
+        if value is not None and value not in (0, 1):
+            raise BadRow(key, "the weight of a message must be 0 or 1", repr(value)[:40])
+        if value and ROLES[message["role"]] != "assistant":
+            raise BadRow(key, "only the assistant's messages can count, another has weight 1", message["role"])
+        weights.append(None if value is None else bool(value))
+    return weights
 
 
 def _list_name(key: str) -> str:

@@ -1,10 +1,18 @@
 """Row shapes: which columns make which record. Choosing a shape and reporting are in sources.py."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from alignment.data.fields import BadRow, messages_field, number_field, prompt_field, reply_field, text_field
+from alignment.data.fields import (
+    BadRow,
+    messages_field,
+    number_field,
+    prompt_field,
+    reply_field,
+    text_field,
+    turn_weights,
+)
 from alignment.data.records import Comparison, Demonstration, Kind, Messages, Prompt, Record, Text
 
 HUMAN_TURN = "\n\nHuman:"
@@ -62,22 +70,72 @@ def _instruction(row: dict[str, Any]) -> str:
     return alpaca_prompt(text_field(row, "instruction"), text_field({"input": "", **row}, "input", may_be_empty=True))
 
 
+def complete(record: Record, row: dict[str, Any]) -> Record:
+    """The record with what its row says beside the columns of its shape: the system message of a dialogue.
+
+    Raises:
+        BadRow: what a record cannot express and training would leave out: tool definitions, a system message for a
+            plain text prompt, earlier turns beside an instruction, or a response that is marked as undesirable.
+    """
+    if isinstance(record, Demonstration):
+        _refuse_undesirable(row)
+    if isinstance(record, Text) or (isinstance(record, Prompt) and isinstance(record.prompt, str)):
+        return record
+    for key, what in (("tools", "tool definitions"), ("history", "earlier turns beside an instruction")):
+        value = row.get(key)
+        if value and not (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null")):
+            raise BadRow(key, f"{what} are not supported, and would be left out")
+    system = text_field({"system": None, **row}, "system", may_be_empty=True)
+    if not system.strip():
+        return record
+    if isinstance(record.prompt, str):
+        raise BadRow("system", "a plain text prompt has no place for it; write the row as messages")
+    if record.prompt[0]["role"] == "system":
+        if record.prompt[0]["content"] != system:
+            raise BadRow("system", "differs from the system message that the dialogue begins with")
+        return record
+    first = {"role": "system", "content": system}
+    if isinstance(record, Demonstration) and record.messages is not None:
+        record = replace(record, messages=[first, *record.messages])
+    return replace(record, prompt=[first, *record.prompt])
+
+
+def _refuse_undesirable(row: dict[str, Any]) -> None:
+    """KTO's rows are no demonstrations where their mark is false."""
+    for key in ("label", "kto_tag"):
+        value = row.get(key)
+        if value is False or (isinstance(value, str) and value.strip().lower() == "false"):
+            raise BadRow(key, "false marks an undesirable response (KTO's rows), which must not be imitated")
+
+
 def _dialogue(key: str) -> Callable[[dict[str, Any], str], Demonstration]:
     def parse(row: dict[str, Any], row_id: str) -> Demonstration:
         messages = messages_field(row, key)
         if messages[-1]["role"] != "assistant":
             raise BadRow(key, "the last message is not the assistant's")
-        if len(messages) == 1:
+        weights = turn_weights(row, key)
+        replies = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        counting = [place for place in replies if weights[place] is not False]
+        if not counting:
+            raise BadRow(key, "no message of the assistant counts: all have weight 0")
+        last = counting[-1]  # what follows it teaches nothing
+        if last == 0:
             raise BadRow(key, "an assistant message alone has no prompt")
-        turns = sum(message["role"] == "assistant" for message in messages)
-        return Demonstration(messages[:-1], messages[-1]["content"], row_id, messages if turns > 1 else None)
+        prompt, response = messages[:last], messages[last]["content"]
+        if len(counting) == 1:
+            return Demonstration(prompt, response, row_id)
+        trained = tuple(place in counting for place in replies if place <= last)
+        return Demonstration(prompt, response, row_id, messages[: last + 1], None if all(trained) else trained)
 
     return parse
 
 
 def _demonstration(response: str) -> Callable[[dict[str, Any], str], Demonstration]:
     def parse(row: dict[str, Any], row_id: str) -> Demonstration:
-        return Demonstration(prompt_field(row, "prompt"), reply_field(row, response), row_id)
+        record = Demonstration(prompt_field(row, "prompt"), reply_field(row, response), row_id)
+        if isinstance(row[response], list) and False in turn_weights(row, response):
+            raise BadRow(response, "has weight 0, so nothing in the row counts")
+        return record
 
     return parse
 
@@ -177,6 +235,30 @@ SHAPES: dict[Kind, tuple[Shape, ...]] = {  # the first that fits is taken
 def find_shape(kind: Kind, columns: set[str]) -> Shape | None:
     """The first shape of `kind` whose columns are all there."""
     return next((shape for shape in SHAPES[kind] if columns.issuperset(shape.columns)), None)
+
+
+# Other names of a column, for advice.
+ALIASES = {
+    "prompt": ("question", "query", "instruction", "input", "problem"),
+    "response": ("answer", "output", "solution", "reply", "completion"),
+    "chosen": ("preferred", "better"),
+    "rejected": ("dispreferred", "worse"),
+    "text": ("content", "document"),
+}
+
+
+def column_advice(kind: Kind, row: dict[str, Any]) -> str:
+    """How to name the columns of a row that has no shape of `kind`, for a message."""
+    lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if lists and kind in ("demonstrations", "prompts"):
+        return f"data.columns.messages={lists[0]}"
+    wanted = {"text": ["text"], "demonstrations": ["prompt", "response"], "prompts": ["prompt"]}
+    names = {
+        ours: next((alias for alias in ALIASES[ours] if alias in row), "COLUMN")
+        for ours in wanted.get(kind, ["prompt", "chosen", "rejected"])
+        if ours not in row
+    }
+    return " ".join(f"data.columns.{ours}={theirs}" for ours, theirs in names.items())
 
 
 def expected_columns(kind: Kind) -> str:

@@ -4,7 +4,7 @@ Read through readers.py; what they become as tokens stands in understanding.py.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 from alignment.data.fields import BadRow, number_field, text_field, type_name
@@ -201,6 +201,12 @@ def label_names(rows: Sequence[LabelledText | LabelledWords]) -> dict[int, str]:
 def labels_of(row: LabelledText | LabelledWords) -> list[str]:
     """The label names of a row."""
     return row.labels if isinstance(row, LabelledWords) else [row.label]
+
+
+def content_key(row: LabelledRow) -> str:
+    """A text that is equal for rows that differ in their labels alone, for finding duplicates."""
+    labels = ("label", "labels", "answers", "row_id")
+    return repr([getattr(row, each.name) for each in fields(row) if each.name not in labels])
 
 
 def require_labels(rows: Sequence[LabelledText | LabelledWords], names: dict[int, str]) -> dict[str, int]:

@@ -7,19 +7,25 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 from alignment.data import gpt_formats, understanding
-from alignment.data.batches import tokenise_comparisons, tokenise_demonstrations, tokenise_prompts, tokenise_texts
-from alignment.data.labelled import UnderstandingTask, label_names, read_labelled
+from alignment.data.batches import (
+    PROMPT_CUT,
+    RESPONSE_CUT,
+    tokenise_comparisons,
+    tokenise_demonstrations,
+    tokenise_prompts,
+    tokenise_texts,
+)
+from alignment.data.labelled import UnderstandingTask, content_key, label_names, read_labelled
 from alignment.data.objectives import tokenise_maskable, tokenise_plain
 from alignment.data.questions import encode_questions
 from alignment.data.records import Counts, Kind
 from alignment.data.sentence_pairs import tokenise_passages
-from alignment.data.sources import DataConfig, read_rows
+from alignment.data.sources import DataConfig, Part, overlap, read_rows
 from alignment.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Part = Literal["train", "evaluation"]
 Objective = Literal["causal", "masked", "sentence_pairs", "span_corruption", "prefix", "infilling"]
 Tokenise = Callable[[Any, Any, int], tuple[list[Any], Counts]]
 
@@ -51,7 +57,8 @@ def prepare(
     """Token sequences of one part of the data (Example, PairExample or PromptExample, by kind), and the whole tally.
 
     Raises:
-        UserError: bad rows, as `read_rows`; more rows lost than `config.max_lost_share`; no data named for this part.
+        UserError: bad rows, as `read_rows`; more rows lost than `config.max_lost_share`, or prompts or responses cut
+            than `config.max_cut_share`; no data named for this part.
     """
     return _prepare(config, kind, TOKENISE[kind], tokenizer, part)
 
@@ -88,17 +95,36 @@ def unknown_rows(examples: Sequence[Any], unknown_id: int | None) -> list[str]:
 def _prepare(
     config: DataConfig, kind: Kind, tokenise: Tokenise, tokenizer: PreTrainedTokenizerBase, part: Part
 ) -> tuple[list[Any], Counts]:
-    rows, reading = read_rows(
-        _source(config, part),
+    rows, reading = _read(config, kind, part)
+    examples, making = tokenise(rows, tokenizer, config.max_length)
+    counts = _checked(reading.then(making), config, part)
+    if part == "evaluation":  # the training rows are read once more: text alone, which is quick beside tokenising it
+        counts.trained_on = overlap(_read(config, kind, "train")[0], rows)
+    return examples, counts
+
+
+def _read(config: DataConfig, kind: Kind, part: Part) -> tuple[list[Any], Counts]:
+    return read_rows(
+        _sources(config, part),
         kind,
-        split=config.split,
+        split=config.split_of(part),
         columns=config.columns,
         max_rows=config.max_rows,
         on_bad_row=config.on_bad_row,
         skip_ties=config.skip_ties,
     )
-    examples, making = tokenise(rows, tokenizer, config.max_length)
-    return examples, _checked(reading.then(making), config, part)
+
+
+def documents_of(example: Any) -> list[Sequence[int]]:
+    """The token sequences that a model reads of an example, of whatever kind; of a passage all its sentences."""
+    if hasattr(example, "chosen"):
+        return [example.chosen.ids, example.rejected.ids]
+    if hasattr(example, "sentences"):
+        return [[token for sentence in example.sentences for token in sentence.ids]]
+    if hasattr(example, "framed"):
+        framed = example.framed if isinstance(example.framed, list) else [example.framed]
+        return [one.ids for one in framed]
+    return example.documents if hasattr(example, "documents") else [example.ids]
 
 
 def prepare_labelled(
@@ -124,14 +150,7 @@ def prepare_labelled(
     Raises:
         UserError: bad rows, unknown labels; more rows lost than `config.max_lost_share`; no data named for this part.
     """
-    rows, reading = read_labelled(
-        _source(config, part),
-        task,
-        split=config.split,
-        columns=config.columns,
-        max_rows=config.max_rows,
-        on_bad_row=config.on_bad_row,
-    )
+    rows, reading = _read_labelled(config, task, part)
     if task == "span":
         examples, making = encode_questions(rows, tokenizer, config.max_length, **options)
     elif task == "choice":
@@ -139,17 +158,32 @@ def prepare_labelled(
     else:
         names = label_names(rows) if names is None else names
         examples, making = (encode or ENCODE[task])(rows, tokenizer, config.max_length, names)
-    return examples, _checked(reading.then(making), config, part), names or {}
+    counts = _checked(reading.then(making), config, part)
+    if part == "evaluation":
+        counts.trained_on = overlap(_read_labelled(config, task, "train")[0], rows, content_key)
+    return examples, counts, names or {}
 
 
-def _source(config: DataConfig, part: Part) -> str | list[str]:
-    source = config.train if part == "train" else config.evaluation
-    if not source:
+def _read_labelled(config: DataConfig, task: UnderstandingTask, part: Part) -> tuple[list[Any], Counts]:
+    return read_labelled(
+        _sources(config, part),
+        task,
+        split=config.split_of(part),
+        columns=config.columns,
+        max_rows=config.max_rows,
+        on_bad_row=config.on_bad_row,
+    )
+
+
+def _sources(config: DataConfig, part: Part) -> list[str]:
+    sources = config.sources(part)
+    if not sources:
         raise UserError(f"data.{part} names no file")
-    return source
+    return sources
 
 
 def _checked(counts: Counts, config: DataConfig, part: Part) -> Counts:
-    source = _source(config, part)
-    counts.require(config.max_lost_share, source if isinstance(source, str) else ", ".join(source))
+    name = ", ".join(config.sources(part))
+    counts.require(config.max_lost_share, name)
+    counts.require_whole(config.max_cut_share, (PROMPT_CUT, RESPONSE_CUT), name)
     return counts

@@ -14,7 +14,8 @@ from typing import Any
 from alignment.errors import UserError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+# owner/name, owner/name[split], owner/name:config[split]
+HUB_SOURCE = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*(/[\w.-]+)?)(:(?P<config>[^\[\]:/]+))?(\[(?P<split>.+)\])?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,17 +32,18 @@ def read_raw(source: str, split: str = "train") -> Iterator[RawRow]:
     """The rows of a local file, or of a Hub data set where `source` cannot be a file name.
 
     Args:
-        source: path with one of `SUFFIXES`, or `owner/name`.
-        split: which split of a Hub data set; files have none.
+        source: path with one of `SUFFIXES`; or `owner/name`, `owner/name[split]`, `owner/name:config[split]`.
+        split: which split of a Hub data set that names none itself; files have none.
 
     Raises:
         UserError: no such file, a directory, an unknown suffix, a broken archive or table, no such data set.
     """
     path = Path(source)
     if not path.exists():
-        if _names_a_file(source):
+        found = hub_source(source, split)
+        if found is None:
             raise UserError(f"{source}: no such file")
-        return _hub_rows(source, split)
+        return _hub_rows(*found)
     if path.is_dir():
         raise UserError(f"{source}: is a directory; name a file in it ({', '.join(SUFFIXES)})")
     suffix = next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if path.name.endswith(suffix)), None)
@@ -52,13 +54,15 @@ def read_raw(source: str, split: str = "train") -> Iterator[RawRow]:
     return {".jsonl": _jsonl_rows, ".json": _json_rows, ".csv": _csv_rows}[suffix.removesuffix(".gz")](path)
 
 
-def _names_a_file(source: str) -> bool:
-    """True for what a Hub id never looks like: a path of its own, a known suffix, or more than one slash."""
-    return (
-        source.startswith((".", "/", "~"))
-        or source.endswith((*SUFFIXES, ".gz", ".txt", ".tsv"))
-        or HUB_ID.fullmatch(source) is None
-    )
+def hub_source(source: str, split: str) -> tuple[str, str | None, str] | None:
+    """Name, config (None: the only one) and split of a Hub data set; None where `source` can only be a file.
+
+    A Hub id looks like no path of its own (`./`, `/`, `~`), has no known suffix, and at most one slash.
+    """
+    found = HUB_SOURCE.fullmatch(source)
+    if found is None or found["name"].endswith((*SUFFIXES, ".gz", ".txt", ".tsv")):
+        return None
+    return found["name"], found["config"], found["split"] or split
 
 
 def _jsonl_rows(path: Path) -> Iterator[RawRow]:
@@ -166,15 +170,16 @@ def _parquet_rows(path: Path) -> Iterator[RawRow]:
         raise UserError(f"{path}: not a readable parquet file: {error}") from error
 
 
-def _hub_rows(name: str, split: str) -> Iterator[RawRow]:
+def _hub_rows(name: str, config: str | None, split: str) -> Iterator[RawRow]:
     from datasets import load_dataset
 
     try:
-        table = load_dataset(name, split=split)
+        table = load_dataset(name, split=split) if config is None else load_dataset(name, config, split=split)
     except Exception as error:  # the library raises a dozen unrelated types; each is told, none is swallowed
         raise UserError(
             f"{name}: no such file, and the Hub gave no data set of that name with split '{split}' "
             f"({type(error).__name__}: {error}); a local file needs its suffix ({', '.join(SUFFIXES)})"
         ) from error
+    label = name if config is None else f"{name}:{config}"
     for number, values in enumerate(table, start=1):
-        yield RawRow(f"{name}[{split}]:{number}", dict(values))
+        yield RawRow(f"{label}[{split}]:{number}", dict(values))

@@ -1,6 +1,6 @@
 """What a data row becomes: four kinds of record, and the tally of what was lost. Knows no file and no token."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -26,12 +26,14 @@ class Demonstration:
         prompt: plain text, or the messages before the last assistant turn.
         response: text of the (last) assistant turn.
         messages: the whole dialogue where more than one assistant turn is to be imitated, else None.
+        trained: which assistant turns of `messages` are to be imitated; None: all of them.
     """
 
     prompt: str | Messages
     response: str
     row_id: str
     messages: Messages | None = None
+    trained: tuple[bool, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,7 @@ class Counts:
         dropped: rows lost, by reason.
         cut: rows shortened, by what was cut.
         first: the first few row ids of each reason.
+        trained_on: ids of the held-out rows whose prompt (or text) also stands in the training rows.
     """
 
     rows: int = 0
@@ -80,6 +83,7 @@ class Counts:
     dropped: dict[str, int] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
     first: dict[str, list[str]] = field(default_factory=dict)
+    trained_on: list[str] = field(default_factory=list)
 
     @property
     def lost(self) -> int:
@@ -137,12 +141,34 @@ class Counts:
             + "\nmend the rows, raise data.max_length where rows were too long, or raise data.max_lost_share"
         )
 
+    def require_whole(self, max_cut_share: float, kinds: Sequence[str], source: str) -> None:
+        """Refuse to go on with rows that are mostly not whole.
+
+        Args:
+            kinds: cuts that lose what a row has to say; others (a text in pieces) are only counted.
+
+        Raises:
+            UserError: a cut of one of these kinds was made in more than `max_cut_share` of the rows kept.
+        """
+        cut = {kind: self.cut[kind] for kind in kinds if self.cut.get(kind, 0) > max_cut_share * self.kept}
+        if not cut:
+            return
+        raise UserError(
+            f"{source}: too many of the {self.kept} rows do not fit (data.max_cut_share is {max_cut_share:g})\n"
+            + "\n".join(self._reasons(cut, "cut"))
+            + "\nraise data.max_length, leave the long rows out, or raise data.max_cut_share"
+        )
+
     def lines(self) -> list[str]:
         """The tally as lines of text, for a terminal."""
         head = f"{self.kept} of {self.rows} rows kept"
         if self.documents:
             head += f", {self.documents} documents, {self.tokens} tokens"
-        return [head, *self._reasons(self.dropped, "dropped"), *self._reasons(self.cut, "cut")]
+        lines = [head, *self._reasons(self.dropped, "dropped"), *self._reasons(self.cut, "cut")]
+        if self.trained_on:
+            shown = ", ".join(self.trained_on[:SHOWN_IDS]) + (", ..." if len(self.trained_on) > SHOWN_IDS else "")
+            lines.append(f"  held out {len(self.trained_on)}: the prompt or text is also trained on ({shown})")
+        return lines
 
     def _reasons(self, table: dict[str, int], verb: str) -> list[str]:
         return [

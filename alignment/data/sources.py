@@ -1,16 +1,18 @@
 """From file or Hub id to checked records. Every bad row is reported or counted; what a row means is in formats.py."""
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from alignment.data.fields import BadRow
-from alignment.data.formats import SHAPES, Shape, expected_columns, find_shape
-from alignment.data.readers import RawRow, read_raw
+from alignment.data.formats import SHAPES, Shape, column_advice, complete, expected_columns, find_shape
+from alignment.data.readers import RawRow, hub_source, read_raw
 from alignment.data.records import Comparison, Counts, Demonstration, Kind, Record
 from alignment.errors import UserError, raise_all
+
+Part = Literal["train", "evaluation"]
 
 SHOWN_PROBLEMS = 20
 TIE = "chosen and rejected are identical"
@@ -20,15 +22,17 @@ TIE = "chosen and rejected are identical"
 class DataConfig:
     """Where rows come from, and what happens to those that do not fit."""
 
-    train: str | list[str]  # file(s) or Hub id(s)
+    train: str | list[str]  # file(s) or Hub id(s): owner/name, owner/name[split], owner/name:config[split]
     evaluation: str | list[str] | None = None
-    split: str = "train"  # of a Hub data set
+    split: str = "train"  # of a Hub data set that names none itself
+    evaluation_split: str | None = None  # the same in `evaluation`; None: as `split`
     columns: dict[str, str] = field(default_factory=dict)  # our column name -> the file's
     max_rows: int | None = None  # stop after so many good rows
     on_bad_row: Literal["error", "skip"] = "error"
     max_length: int = 1024  # tokens of prompt and response together
     skip_ties: bool = True  # pairs with equal texts: drop and count them, or treat them as bad rows
     max_lost_share: float = 0.5  # of the rows read
+    max_cut_share: float = 0.5  # of the rows kept: prompts without their beginning, or responses without their end
 
     def __post_init__(self) -> None:
         if not self.train:
@@ -39,8 +43,26 @@ class DataConfig:
             raise ValueError(f"data.max_rows must be at least 1, got {self.max_rows}")
         if self.max_length < 2:
             raise ValueError(f"data.max_length must be at least 2 tokens, got {self.max_length}")
-        if not 0 <= self.max_lost_share <= 1:
-            raise ValueError(f"data.max_lost_share must lie between 0 and 1, got {self.max_lost_share}")
+        for name in ("max_lost_share", "max_cut_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"data.{name} must lie between 0 and 1, got {getattr(self, name)}")
+        trained = {hub_source(source, self.split) for source in self.sources("train")}
+        for source in self.sources("evaluation"):
+            found = hub_source(source, self.split_of("evaluation"))
+            if found is not None and found in trained:
+                raise ValueError(
+                    f"data.evaluation: {source} is read from the split '{found[-1]}', which is trained on; name the "
+                    f"held-out one: data.evaluation_split=test, or data.evaluation={found[0]}[test]"
+                )
+
+    def sources(self, part: Part) -> list[str]:
+        """Files and Hub ids of one part; none where no data is named for it."""
+        named = self.train if part == "train" else self.evaluation or []
+        return [named] if isinstance(named, str) else named
+
+    def split_of(self, part: Part) -> str:
+        """The split read of a Hub data set that names none itself."""
+        return self.split if part == "train" or self.evaluation_split is None else self.evaluation_split
 
 
 def read_rows(
@@ -57,6 +79,7 @@ def read_rows(
 
     Args:
         source: file (.jsonl[.gz], .json, .csv, .parquet) or Hub id, or several of them.
+        split: of a Hub data set that names none itself.
         kind: text, demonstrations, comparisons or prompts.
         columns: our column name -> the source's, where they differ.
         max_rows: stop after so many good rows.
@@ -119,7 +142,7 @@ class _Reading:
 
     def _parse(self, place: str, values: dict[str, Any], shape: Shape) -> None:
         try:
-            record = shape.parse(values, place)
+            record = complete(shape.parse(values, place), values)
             self._check_form(record, place)
         except BadRow as bad:
             self._bad(place, bad.reason, f"{place}:{bad}")
@@ -162,15 +185,25 @@ def _choose_shape(name: str, rows: list[RawRow], kind: Kind, columns: dict[str, 
             )
         if shape := find_shape(kind, present):
             return shape
-    example = SHAPES[kind][0].columns[0]
+    if kind == "comparisons" and {"label", "kto_tag"} & set(found):
+        raise UserError(
+            f"{name}: no comparisons here: found columns {', '.join(found)}. Rows of one response and a label, as KTO has "
+            "them, say nothing of another response to the same prompt; give rows of prompt, chosen, rejected"
+        )
     raise UserError(
         f"{name}: no {kind} here: found columns {', '.join(found)}; expected {expected_columns(kind)}. "
-        f"Name the file's columns with data.columns.{example}=COLUMN"
+        f"Name the file's columns with {column_advice(kind, readable[0])}"
     )
 
 
 def _check_columns(name: str, kind: Kind, columns: dict[str, str], found: list[str]) -> None:
-    known = {key for shape in SHAPES[kind] for key in shape.columns} | {"input", "margin", "prompt", "instruction"}
+    known = {key for shape in SHAPES[kind] for key in shape.columns} | {
+        "input",
+        "margin",
+        "prompt",
+        "instruction",
+        "system",
+    }
     problems = []
     for ours, theirs in columns.items():
         if ours not in known:
@@ -205,3 +238,9 @@ def record_key(record: Record) -> tuple[str, ...]:
     if isinstance(record, Demonstration):
         return prompt_key(record), record.response
     return (prompt_key(record),)
+
+
+def overlap(train: Sequence[Any], evaluation: Sequence[Any], key: Callable[[Any], str] = prompt_key) -> list[str]:
+    """Ids of the evaluation rows whose prompt (or text) also stands in the training rows."""
+    known = {key(row) for row in train}
+    return [row.row_id for row in evaluation if key(row) in known]

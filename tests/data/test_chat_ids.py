@@ -1,9 +1,15 @@
 """Text to ids: one BOS, one end token, no merges at the seam, control strings stay text (HAZARDS H01-H05, I1, I2)."""
 
+import copy
+
 import pytest
 
 from alignment.data import chat
+from alignment.data.batches import tokenise_comparisons, tokenise_demonstrations
 from alignment.data.encoding import encode
+from alignment.data.prepare import prepare
+from alignment.data.records import Comparison, Demonstration
+from alignment.data.sources import DataConfig
 from alignment.errors import UserError
 
 USER = {"role": "user", "content": "hello there"}
@@ -118,16 +124,71 @@ def test_h05_supervised_spans_are_the_replies_and_their_ends(chatml):
     assert chatml.decode(ids) == "<s>" + chatml.apply_chat_template(DIALOGUE, tokenize=False).rstrip()
 
 
+def test_replies_without_weight_do_not_count(chatml):
+    ids, mask = chat.chat_ids(chatml, DIALOGUE, [True, False, True])
+    assert spans(chatml, ids, mask) == ["hello to you<|im_end|>", "$46<|im_end|>"]
+    assert ids == chat.chat_ids(chatml, DIALOGUE)[0]
+
+
+def test_weights_of_messages_reach_the_tokens_that_count(chatml, jsonl):
+    weighted = [{**m, "weight": 0} if m["content"] == "on the mat" else m for m in DIALOGUE]
+    [example], _ = prepare(DataConfig(jsonl({"messages": weighted})), "demonstrations", chatml)
+    assert spans(chatml, example.ids, example.mask) == ["hello to you<|im_end|>", "$46<|im_end|>"]
+
+
 def test_h05_trimmed_replies_count_as_the_template_wrote_them(chatml, templates):
     chatml.chat_template = templates["trimming"]
     ids, mask = chat.chat_ids(chatml, [USER, {"role": "assistant", "content": "  the mat\n"}])
     assert spans(chatml, ids, mask) == ["the mat<|im_end|>"]
 
 
-def test_h05_blank_written_before_the_reply_does_not_count(chatml, templates):
+def test_h05_blanks_written_around_the_reply_count_with_it(chatml, templates):
+    """The prompt ends before the blank, so a model that samples has to write it itself."""
     chatml.chat_template = templates["instruct"]
     ids, mask = chat.chat_ids(chatml, [USER, {"role": "assistant", "content": "the mat"}])
-    assert spans(chatml, ids, mask) == ["the mat </s>"]
+    assert spans(chatml, ids, mask) == [" the mat </s>"]
+
+
+@pytest.mark.parametrize("name", ["bpe", "metaspace"])
+def test_blanks_that_a_template_writes_around_a_reply_are_kept_in_rows_of_one_turn(name, request, templates):
+    """One template, one text: a single turn, the same turn as a dialogue, and transformers give the same ids."""
+    tokenizer = copy.deepcopy(request.getfixturevalue(name))
+    tokenizer.chat_template = templates["instruct"]
+    reply = {"role": "assistant", "content": "the mat"}
+    single = chat.prompt_ids(tokenizer, [USER]) + chat.response_ids(tokenizer, "the mat", [USER])
+    expected = tokenizer.apply_chat_template([USER, reply])["input_ids"]
+    expected = expected if name == "metaspace" else [tokenizer.bos_token_id, *expected]
+    assert single == chat.chat_ids(tokenizer, [USER, reply])[0] == expected
+    [example], _ = tokenise_demonstrations([Demonstration([USER], "the mat", "r1")], tokenizer, 64)
+    [pair], _ = tokenise_comparisons([Comparison([USER], "the mat", "a cat", None, "r1")], tokenizer, 64)
+    assert example.ids == pair.chosen.ids == expected
+    assert example.mask == pair.chosen.mask == chat.chat_ids(tokenizer, [USER, reply])[1]
+
+
+def test_a_reply_that_begins_with_the_templates_blank_is_not_given_it_twice(chatml, templates):
+    chatml.chat_template = templates["instruct"]
+    assert chat.response_ids(chatml, " the mat", [USER])[:2] == chat.response_ids(chatml, "the mat", [USER])[:2]
+
+
+def test_a_plain_prompts_response_gets_nothing_from_the_template(chatml, templates):
+    plain = chat.response_ids(chatml, "the mat")
+    chatml.chat_template = templates["instruct"]
+    assert chat.responses_ids(chatml, ["the mat"] * 2, ["hello", [USER]])[0][:-1] == plain[:-1]
+
+
+@pytest.mark.parametrize("template", ["chatml", "chatml with bos", "trimming"])
+def test_templates_that_write_nothing_around_a_reply_change_no_response(chatml, templates, template):
+    chatml.chat_template = templates[template]
+    for text in ("the mat", " the mat\n", "the mat<|im_end|>"):
+        assert chat.response_ids(chatml, text, [USER]) == chat.response_ids(chatml, text)
+
+
+def test_a_response_cut_at_its_length_gets_no_end_token(chatml, templates):
+    turn = chatml.convert_tokens_to_ids("<|im_end|>")
+    for template in ("chatml", "instruct"):
+        chatml.chat_template = templates[template]
+        assert chat.response_ids(chatml, "the mat", [USER], ended=False)[-1] not in (turn, chatml.eos_token_id)
+        assert chatml.decode(chat.response_ids(chatml, "the mat", [USER], ended=False)).strip() == "the mat"
 
 
 def test_h05_template_that_rewrites_history_is_refused_by_name(chatml, templates):

@@ -2,9 +2,10 @@
 
 import pytest
 
-from alignment.data.check import check_file, overlap
+from alignment.data.check import check_file
 from alignment.data.records import Prompt, Text
 from alignment.data.show import boundaries, show_example
+from alignment.data.sources import overlap
 from alignment.data.tokenizers import save_tokenizer
 from alignment.errors import UserError
 
@@ -65,9 +66,12 @@ def test_identical_and_equal_pairs(jsonl, bpe):
 
 
 def test_truncation_share(jsonl, bpe):
-    report = check_file(jsonl({"prompt": "the cat sat on " * 9, "response": "mat"}), "demonstrations", bpe, None, 12)
-    assert any("1 of 1 rows at max_length 12: prompt longer" in text for text in found(report, "warning"))
+    long, short = {"prompt": "the cat sat on " * 9, "response": "mat"}, {"prompt": "the", "response": "cat"}
+    report = check_file(jsonl(long, short), "demonstrations", bpe, None, 12)
+    assert any("1 of 2 rows at max_length 12: prompt longer" in text for text in found(report, "warning"))
     assert report.ok
+    report = check_file(jsonl(long, short, long), "demonstrations", bpe, None, 12)  # a run refuses so many
+    assert any("2 of 3 rows at max_length 12: prompt longer" in text for text in found(report, "error"))
 
 
 def test_missing_stop_token_is_an_error(jsonl, chatml, templates):
@@ -82,7 +86,7 @@ def test_row_that_trains_no_stop_token_is_an_error(monkeypatch, jsonl, bpe):
     """The check looks at the ids themselves, so it also finds a fault in our own preparation."""
     from alignment.data import chat
 
-    monkeypatch.setattr(chat, "responses_ids", lambda tokenizer, texts: [[50, 51, 52] for _ in texts])
+    monkeypatch.setattr(chat, "responses_ids", lambda tokenizer, texts, prompts: [[50, 51, 52] for _ in texts])
     report = check_file(jsonl({"prompt": "a", "response": "b"}), "demonstrations", bpe)
     assert found(report, "error") == [f"1 rows train no stop token ({report.source}:1)"]
 

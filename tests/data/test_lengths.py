@@ -1,5 +1,7 @@
 """Cutting to length, and pairs that become equal: nothing is lost silently (HAZARDS H06, H07, H09)."""
 
+import re
+
 import pytest
 
 from alignment.data import chat
@@ -166,7 +168,7 @@ def test_prepare_counts_reading_and_tokenising_together(jsonl, bytes_only):
     same, good = {"prompt": "x", "chosen": "a", "rejected": "a"}, {"prompt": "x", "chosen": "a", "rejected": "b"}
     path = jsonl(good, same, {**good, "rejected": "a</s>"}, good, {**good, "chosen": None})
     pairs, counts = prepare(
-        DataConfig("none", evaluation=path, on_bad_row="skip", max_lost_share=0.9),
+        DataConfig(path, evaluation=path, on_bad_row="skip", max_lost_share=0.9),
         "comparisons",
         bytes_only,
         "evaluation",
@@ -176,9 +178,42 @@ def test_prepare_counts_reading_and_tokenising_together(jsonl, bytes_only):
     assert counts.lines()[0] == "2 of 5 rows kept, 4 documents, 16 tokens"
 
 
-def test_refused_messages_are_told_for_all_rows(chatml, templates):
+def test_refused_messages_are_told_for_all_rows_and_each_refusal_once(chatml, templates):
     chatml.chat_template = templates["refusing"]
-    rows = [Prompt([{"role": "user", "content": "x"}], {}, f"r{index}") for index in range(3)]
+    rows = [
+        Prompt([{"role": role, "content": "x"}], {}, f"r{index}") for index, role in enumerate(["user"] * 9 + ["tool"])
+    ]
     with pytest.raises(UserError) as caught:
         tokenise_prompts(rows, chatml, 16)
-    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == ["r0", "r1", "r2"]
+    lines = str(caught.value).splitlines()
+    assert [line.partition(":")[0] for line in lines] == ["r0", "r9"]
+    assert lines[0].endswith("(likewise 8 more: r1, r2, ...)")
+
+
+def test_a_missing_chat_template_is_told_once(bpe, jsonl):
+    path = jsonl(*[{"prompt": [{"role": "user", "content": f"x {n}"}]} for n in range(30)])
+    with pytest.raises(UserError) as caught:
+        prepare(DataConfig(path), "prompts", bpe)
+    assert str(caught.value).count("need a chat template") == 1 and "likewise 29 more" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "told"),
+    [
+        ("prompts", {"prompt": letters(40)}, PROMPT_CUT),
+        ("demonstrations", {"prompt": "hi", "completion": letters(40)}, RESPONSE_CUT),
+        ("comparisons", {"prompt": "hi", "chosen": "a", "rejected": letters(40)}, RESPONSE_CUT),
+    ],
+)
+def test_h06_too_many_cut_rows_are_refused(bytes_only, jsonl, kind, row, told):
+    whole = {"prompt": "hi", "completion": "ho", "chosen": "a", "rejected": "b"}
+    path = jsonl(*[{**row, "id": number} for number in range(3)], whole, whole)
+    with pytest.raises(UserError, match=rf"(?s)rows.jsonl: .*cut 3: {re.escape(told)}.*raise data.max_length"):
+        prepare(DataConfig(path, max_length=16), kind, bytes_only)
+    kept, counts = prepare(DataConfig(path, max_length=16, max_cut_share=0.6), kind, bytes_only)
+    assert len(kept) == 5 and counts.cut[told] == 3
+
+
+def test_texts_in_pieces_are_no_cut_rows(bytes_only, jsonl):
+    path = jsonl(*[{"text": letters(40)}] * 3)
+    assert prepare(DataConfig(path, max_length=16), "text", bytes_only)[1].cut == {TEXT_CUT: 3}

@@ -7,6 +7,7 @@ import json
 import pytest
 
 from alignment.data.formats import alpaca_prompt
+from alignment.data.prepare import prepare
 from alignment.data.records import Comparison, Demonstration, Prompt, Text
 from alignment.data.sources import TIE, DataConfig, read_rows
 from alignment.errors import UserError
@@ -14,6 +15,7 @@ from alignment.errors import UserError
 HI = {"role": "user", "content": "hi"}
 HEY = {"role": "assistant", "content": "hey"}
 YO = {"role": "assistant", "content": "yo"}
+BE_KIND = {"role": "system", "content": "Be kind."}
 SHAREGPT = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hey"}]
 DIALOGUE = "\n\nHuman: hi\n\nAssistant: hey\n\nHuman: more\n\nAssistant:"
 
@@ -75,6 +77,37 @@ def read_one(path, kind, **options):
             {"conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": {"from": "gpt", "value": "yo"}},
             Comparison([HI], "hey", "yo", None, ""),
         ),
+        (  # OpenAI's content as a list of text parts
+            "demonstrations",
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": t} for t in ("h", "i")]}, HEY]},
+            Demonstration([HI], "hey", ""),
+        ),
+        ("demonstrations", {"system": "Be kind.", "conversations": SHAREGPT}, Demonstration([BE_KIND, HI], "hey", "")),
+        ("demonstrations", {"system": " ", "tools": "[]", "messages": [HI, HEY]}, Demonstration([HI], "hey", "")),
+        (
+            "demonstrations",
+            {"system": "Be kind.", "messages": [BE_KIND, HI, HEY]},
+            Demonstration([BE_KIND, HI], "hey", ""),
+        ),
+        (
+            "demonstrations",
+            {"system": "Be kind.", "messages": [HI, HEY, HI, YO]},
+            Demonstration([BE_KIND, HI, HEY, HI], "yo", "", [BE_KIND, HI, HEY, HI, YO]),
+        ),
+        ("demonstrations", {"prompt": "hi", "completion": "hey", "label": True}, Demonstration("hi", "hey", "")),
+        ("demonstrations", {"messages": [HI, {**HEY, "weight": 0}, HI, YO]}, Demonstration([HI, HEY, HI], "yo", "")),
+        ("demonstrations", {"messages": [HI, HEY, HI, {**YO, "weight": 0}]}, Demonstration([HI], "hey", "")),
+        (
+            "comparisons",
+            {"system": "Be kind.", "conversations": SHAREGPT[:1], "chosen": SHAREGPT[1], "rejected": YO},
+            Comparison([BE_KIND, HI], "hey", "yo", None, ""),
+        ),
+        ("prompts", {"system": "Be kind.", "messages": [HI]}, Prompt([BE_KIND, HI], {"system": "Be kind."}, "")),
+        (
+            "prompts",
+            {"prompt": "hi", "system": "a name", "tools": [1]},
+            Prompt("hi", {"system": "a name", "tools": [1]}, ""),
+        ),
         ("prompts", {"prompt": "hi", "facts": [1], "id": "x"}, Prompt("hi", {"facts": [1], "id": "x"}, "")),
         ("prompts", {"prompt": [HI]}, Prompt([HI], {}, "")),
         ("prompts", {"messages": [HI, HEY, HI]}, Prompt([HI, HEY, HI], {}, "")),
@@ -86,6 +119,23 @@ def test_every_shape_of_row(jsonl, kind, row, expected):
         if name != "row_id":
             assert getattr(record, name) == getattr(expected, name), name
     assert record.row_id.endswith("rows.jsonl:1")
+
+
+def test_a_dialogue_keeps_the_turns_that_do_not_count_as_context(jsonl):
+    dialogue = [
+        HI,
+        HEY,
+        HI,
+        {**YO, "train": False},
+        {**HI, "train": None},
+        {**HEY, "train": True},
+        HI,
+        {**YO, "weight": 0},
+    ]
+    record = read_one(jsonl({"messages": dialogue}), "demonstrations")
+    assert (record.prompt, record.response) == ([HI, HEY, HI, YO, HI], "hey")
+    assert record.messages == [HI, HEY, HI, YO, HI, HEY]
+    assert record.trained == (True, False, True)
 
 
 def test_prompt_of_a_pair_serves_as_prompt(jsonl):
@@ -246,7 +296,11 @@ def test_ties_are_counted_or_told(jsonl):
 def test_wrong_columns_say_found_expected_and_how_to_map(jsonl):
     with pytest.raises(UserError) as caught:
         read_rows(jsonl({"question": "x", "answer": "y"}), "demonstrations")
-    for part in ("found columns question, answer", "prompt + completion", "data.columns.messages=COLUMN"):
+    for part in (
+        "found columns question, answer",
+        "prompt + completion",
+        "data.columns.prompt=question data.columns.response=answer",
+    ):
         assert part in str(caught.value)
 
 
@@ -322,6 +376,67 @@ def test_hub_id_is_read_through_datasets(monkeypatch):
     assert [record.row_id for record in records] == ["owner/name[test]:1", "owner/name[test]:2"]
 
 
+@pytest.fixture
+def hub(monkeypatch):
+    """A Hub of one data set; calls of `load_dataset` are noted, and the rows say which split they are of."""
+    import datasets
+
+    calls = []
+
+    def load(*names, split):
+        calls.append((*names, split))
+        return datasets.Dataset.from_list([{"prompt": f"{split} {n}", "completion": "ok"} for n in range(3)])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("source", "call", "place"),
+    [
+        ("owner/name[test]", ("owner/name", "test"), "owner/name[test]:1"),
+        ("owner/name[test[:3]]", ("owner/name", "test[:3]"), "owner/name[test[:3]]:1"),
+        ("owner/name:en[test]", ("owner/name", "en", "test"), "owner/name:en[test]:1"),
+        ("owner/name:en", ("owner/name", "en", "train"), "owner/name:en[train]:1"),
+    ],
+)
+def test_a_hub_source_may_name_its_config_and_split(hub, source, call, place):
+    records, _ = read_rows(source, "demonstrations")
+    assert hub == [call] and records[0].row_id == place
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"evaluation": "owner/set", "evaluation_split": "test_sft"},
+        {"evaluation": "owner/set[test_sft]"},
+        {"train": "owner/set[train_sft]", "split": "test_sft", "evaluation": "owner/set"},
+    ],
+)
+def test_held_out_rows_of_a_hub_set_come_from_their_own_split(hub, bpe, settings):
+    config = DataConfig(**{"train": "owner/set", "split": "train_sft", **settings})
+    train, held_out = (prepare(config, "demonstrations", bpe, part)[0] for part in ("train", "evaluation"))
+    assert train[0].row_id == "owner/set[train_sft]:1" and held_out[0].row_id == "owner/set[test_sft]:1"
+
+
+@pytest.mark.parametrize("evaluation", ["owner/set", "owner/set[train_sft]", ["other/set", "owner/set"]])
+def test_holding_out_the_split_that_is_trained_on_is_refused(evaluation):
+    with pytest.raises(ValueError, match=r"owner/set.* 'train_sft', which is trained on; name the held-out one"):
+        DataConfig(train="owner/set", evaluation=evaluation, split="train_sft")
+
+
+def test_held_out_rows_that_are_also_trained_on_are_told(jsonl, bpe):
+    rows = [{"prompt": f"p {n}", "completion": f"c {n}"} for n in range(6)]
+    config = DataConfig(
+        train=jsonl(*rows[:4], name="train.jsonl"),
+        evaluation=jsonl({**rows[1], "completion": "other"}, rows[3], rows[5], name="held_out.jsonl"),
+    )
+    held_out = prepare(config, "demonstrations", bpe, "evaluation")[1].lines()[-1]
+    assert "held out 2: the prompt or text is also trained on" in held_out
+    assert "held_out.jsonl:1, " in held_out and "held_out.jsonl:2)" in held_out
+    assert all("held out" not in line for line in prepare(config, "demonstrations", bpe, "train")[1].lines())
+
+
 def test_hub_failure_says_both_possibilities(monkeypatch):
     import datasets
 
@@ -331,6 +446,80 @@ def test_hub_failure_says_both_possibilities(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load)
     with pytest.raises(UserError, match=r"owner/name: no such file, and the Hub .* no route"):
         read_rows("owner/name", "text")
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "message"),
+    [
+        ("demonstrations", {"prompt": "hi", "completion": "bad", "label": False}, "label: false marks an undesirable"),
+        ("demonstrations", {"messages": [HI, HEY], "kto_tag": "False"}, "kto_tag: false marks an undesirable"),
+        ("demonstrations", {"messages": [HI, HEY], "tools": [{"name": "f"}]}, "tools: tool definitions are not supp"),
+        (
+            "comparisons",
+            {"prompt": [HI], "chosen": "a", "rejected": "b", "tools": '[{"name": "f"}]'},
+            "tools: tool def",
+        ),
+        ("prompts", {"messages": [HI], "tools": [{"name": "f"}]}, "tools: tool definitions are not supported"),
+        (
+            "demonstrations",
+            {"prompt": "hi", "completion": "a", "system": "Be kind."},
+            "system: a plain text prompt has",
+        ),
+        ("demonstrations", {"messages": [BE_KIND, HI, HEY], "system": "Be curt."}, "system: differs from the system"),
+        ("demonstrations", {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history: earlier turns"),
+        ("demonstrations", {"messages": [HI, {**HEY, "weight": 0}]}, "messages: no message of the assistant counts"),
+        (
+            "demonstrations",
+            {"messages": [{**HI, "weight": 1}, HEY]},
+            "messages: only the assistant's messages can count",
+        ),
+        (
+            "demonstrations",
+            {"messages": [HI, {**HEY, "weight": 0.5}]},
+            "messages: the weight of a message must be 0 or 1 .0.5.",
+        ),
+        ("demonstrations", {"prompt": [HI], "completion": [{**HEY, "weight": 0}]}, "completion: has weight 0"),
+        (
+            "prompts",
+            {"prompt": [{**HI, "content": [{"type": "image"}]}]},
+            "prompt: content of a message must be text, is a list",
+        ),
+    ],
+)
+def test_what_a_record_cannot_say_is_refused_and_never_left_out_in_silence(jsonl, kind, row, message):
+    with pytest.raises(UserError, match=f"rows.jsonl:1:{message}"):
+        read_rows(jsonl(row), kind)
+
+
+def test_undesirable_rows_are_left_out_only_when_asked_and_counted(jsonl):
+    rows = [{"prompt": "hi", "completion": f"c {n}", "label": n != 1} for n in range(3)]
+    with pytest.raises(UserError, match=r"set data.on_bad_row=skip to leave them out"):
+        read_rows(jsonl(*rows), "demonstrations")
+    records, counts = read_rows(jsonl(*rows), "demonstrations", on_bad_row="skip")
+    assert [record.response for record in records] == ["c 0", "c 2"] and counts.lost == 1
+    assert any("false marks an undesirable response" in reason for reason in counts.dropped)
+
+
+def test_unpaired_rows_are_told_from_comparisons(jsonl):
+    with pytest.raises(UserError, match=r"as KTO has them.*give rows of prompt, chosen, rejected"):
+        read_rows(jsonl({"prompt": "hi", "completion": "bad", "label": False}), "comparisons")
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "advice"),
+    [
+        ("demonstrations", {"question": "a", "answer": "b"}, "data.columns.prompt=question data.columns.response=answer"),
+        ("demonstrations", {"prompt": "a", "said": "b"}, "with data.columns.response=COLUMN"),
+        ("demonstrations", {"turns": [HI, HEY]}, "with data.columns.messages=turns"),
+        ("prompts", {"query": "a"}, "with data.columns.prompt=query"),
+        ("comparisons", {"question": "a", "better": "b", "worse": "c"},
+         "data.columns.prompt=question data.columns.chosen=better data.columns.rejected=worse"),
+        ("text", {"document": "a"}, "with data.columns.text=document"),
+    ],
+)  # fmt: skip
+def test_advice_on_columns_names_those_that_make_a_row(jsonl, kind, row, advice):
+    with pytest.raises(UserError, match=f"{advice}$"):
+        read_rows(jsonl(row), kind)
 
 
 def test_nothing_usable_is_an_error_even_when_skipping(jsonl):
@@ -347,7 +536,14 @@ def test_unknown_kind():
 
 @pytest.mark.parametrize(
     "settings",
-    [{"train": ""}, {"on_bad_row": "warn"}, {"max_rows": 0}, {"max_length": 1}, {"max_lost_share": 1.5}],
+    [
+        {"train": ""},
+        {"on_bad_row": "warn"},
+        {"max_rows": 0},
+        {"max_length": 1},
+        {"max_lost_share": 1.5},
+        {"max_cut_share": -0.1},
+    ],
 )
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(ValueError, match=f"data.{next(iter(settings))}"):
