@@ -25,7 +25,7 @@ from alignment.adapters import (
 )
 from alignment.config import to_dict
 from alignment.data.batches import Example, collate
-from alignment.data.prepare import prepare
+from alignment.data.prepare import documents_of, prepare
 from alignment.data.records import Kind
 from alignment.data.sources import DataConfig
 from alignment.data.stream import Stream
@@ -35,6 +35,7 @@ from alignment.files import atomic_directory
 from alignment.generation import response_text
 from alignment.loading import find_directory, load_model, load_tokenizer, set_special_tokens
 from alignment.models.checkpoint import load_language_model, load_scalar_model, save_model
+from alignment.models.lengths import check_lengths
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Engine, LossSum, OptimConfig, Run, TrainingConfig, fit
 from alignment.training.world import launched_rank
@@ -88,6 +89,21 @@ def read_examples(
     for line in counts.lines():
         run.note(f"{part} {kind}: {line}")
     return examples
+
+
+def check_rows(model: Any, examples: Sequence[Any], max_length: int, new_tokens: int = 0) -> None:
+    """Refuse examples that do not fit the model's positions, before the first update and all at once.
+
+    Args:
+        max_length: of the data, `data.max_length`; no example is longer.
+        new_tokens: tokens that will follow each prompt.
+
+    Raises:
+        UserError: naming how many, the longest, and the way out.
+    """
+    lengths = [(example.row_id, min(max_length, max(map(len, documents_of(example))))) for example in examples]
+    ways = f"lower data.max_length (it is {max_length})" + (" or max_new_tokens" if new_tokens else "")
+    check_lengths(model, lengths, f"{ways}, or take a model with a longer context", new_tokens)
 
 
 def stream_of(examples: Sequence[Any], training: TrainingConfig, seed: int = 0) -> tuple[Stream, int]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from alignment.adapters.spec import LoRASpec, PrefixSpec
 from alignment.algorithms.assemble import (
+    check_rows,
     load_policy,
     mean_over,
     open_run,
@@ -71,6 +72,7 @@ def run(config: DPOConfig) -> Path:
         tokenizer = load_tokenizer(config.policy)
         train, held_out = read_split(config.data, "comparisons", tokenizer, run_directory)
         policy = load_policy(config.policy, config.adapter, config.output)
+        check_rows(policy.model, train + held_out, config.data.max_length)
         stream, steps = stream_of(train, config.training)
         engine = Engine(policy.model.eval(), config.optim, config.training, total_steps=steps)
         reference = reference_model(policy, config.reference, engine)

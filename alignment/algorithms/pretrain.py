@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from alignment.algorithms.assemble import Policy, mean_over, open_run, save_policy, stream_of, text_loss
+from alignment.algorithms.assemble import Policy, check_rows, mean_over, open_run, save_policy, stream_of, text_loss
 from alignment.algorithms.objectives import (
     Causal,
     DistillationConfig,
@@ -99,6 +99,7 @@ def run(config: PretrainConfig) -> Path:
         train = read_texts(config, tokenizer, run_directory, "train")
         held_out = read_texts(config, tokenizer, run_directory, "evaluation") if config.data.evaluation else []
         policy, teacher = find_models(config, tokenizer)
+        check_rows(policy.model, train + held_out, config.data.max_length)
         stream, steps = stream_of(train, config.training)
         engine = Engine(policy.model.train(), config.optim, config.training, total_steps=steps)
         collate = partial(

@@ -11,6 +11,7 @@ from torch import Tensor
 from alignment.adapters.spec import LoRASpec, PrefixSpec
 from alignment.algorithms.assemble import (
     Policy,
+    check_rows,
     load_scalar,
     mean_over,
     open_run,
@@ -67,6 +68,7 @@ def run(config: RewardConfig) -> Path:
         tokenizer = load_tokenizer(config.policy)
         train, held_out = read_split(config.data, "comparisons", tokenizer, run_directory)
         start = load_scalar(config.policy, config.adapter, config.output, head="normal")
+        check_rows(start.model, train + held_out, config.data.max_length)
         for line in remarks(start, tokenizer):
             run_directory.note(line)
         stream, steps = stream_of(train, config.training)

@@ -5,7 +5,14 @@ from functools import partial
 from pathlib import Path
 
 from alignment.adapters.spec import LoRASpec, PrefixSpec
-from alignment.algorithms.assemble import fit_language_model, load_policy, open_run, read_split, save_policy
+from alignment.algorithms.assemble import (
+    check_rows,
+    fit_language_model,
+    load_policy,
+    open_run,
+    read_split,
+    save_policy,
+)
 from alignment.data.sources import DataConfig
 from alignment.loading import load_tokenizer
 from alignment.training import OptimConfig, TrainingConfig
@@ -44,6 +51,7 @@ def run(config: SFTConfig) -> Path:
         tokenizer = load_tokenizer(config.policy)
         train, held_out = read_split(config.data, "demonstrations", tokenizer, run_directory)
         policy = load_policy(config.policy, config.adapter, config.output)
+        check_rows(policy.model, train + held_out, config.data.max_length)
         save = partial(save_policy, policy=policy, tokenizer=tokenizer, output=config.output)
         fit_language_model(policy, train, held_out, config.optim, config.training, run_directory, save=save)
         return Path(config.output) / "model"

@@ -12,7 +12,7 @@ from typing import Any
 
 from alignment.adapters import is_adapter
 from alignment.adapters.spec import LoRASpec
-from alignment.algorithms.assemble import open_run, stream_of
+from alignment.algorithms.assemble import check_rows, open_run, stream_of
 from alignment.algorithms.understand_parts import (
     ENCODE,
     Format,
@@ -123,6 +123,7 @@ def run(config: UnderstandConfig) -> Path:
         labels = label_settings(config.task, names)
         model = start_reader(source, config.task, labels, len(tokenizer), config.language_coef > 0)
         check_vocabulary(tokenizer, bare(model).spec.vocabulary)
+        check_rows(bare(model), train + held_out, config.data.max_length)
         model = hold(model, config.frozen_trunk, config.adapter)
         stream, steps = stream_of(train, config.training)
         engine = Engine(model, config.optim, config.training, total_steps=steps)

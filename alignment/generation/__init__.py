@@ -14,6 +14,7 @@ from alignment.generation.beam import BeamConfig, Hypotheses, beam_search
 from alignment.generation.engine import Responses, decode_responses
 from alignment.generation.sampling import SamplingConfig
 from alignment.generation.texts import read_prompts, response_text, start_token_id, target_text
+from alignment.models.lengths import check_lengths
 
 __all__ = [
     "BeamConfig",
@@ -99,6 +100,9 @@ def generate(
     check_vocabulary(tokenizer, model.spec.vocabulary)
     start_token = model.spec.start_token if hasattr(model.spec, "start_token") else start_token_id(model.config)
     ids, stops = read_prompts(tokenizer, prompts, start_token), sorted(stop_token_ids(tokenizer))
+    if start_token is None:
+        lengths = [(f"prompt {number}", len(tokens)) for number, tokens in enumerate(ids)]
+        check_lengths(model, lengths, "shorten them, or lower max_new_tokens", max_new_tokens)
     was_training = model.training
     model.eval()
     try:
