@@ -157,13 +157,20 @@ class RewardModel:
     model: Any
     tokenizer: Any
 
-    def score(self, texts: Sequence[str | tuple[Any, str]], micro_batch_tokens: int = 16_384) -> Tensor:
+    def score(
+        self,
+        texts: Sequence[str | tuple[Any, str]],
+        micro_batch_tokens: int = 16_384,
+        ended: Sequence[bool] | None = None,
+    ) -> Tensor:
         """Score whole texts, or (prompt, response) pairs; the same alone, batched or padded.
 
         Args:
             texts: a plain text is read as it stands with the end token added; a pair as in training, its prompt a text
                 or a list of messages. An encoder reads both as its tokenizer frames a text and a pair of texts.
             micro_batch_tokens: tokens per forward.
+            ended: False where a pair's response was cut off, so that no end token follows it; None: all of them ended.
+                An encoder's frame of special tokens does not depend on it.
 
         Returns:
             Scores, float32 on the CPU, [n].
@@ -174,12 +181,14 @@ class RewardModel:
         if isinstance(self.model, SequenceClassifier):
             framed = self._framed(texts)
             return self.score_ids([one.ids for one in framed], micro_batch_tokens, [one.segments for one in framed])
-        return self.score_ids([self._ids(text) for text in texts], micro_batch_tokens)
+        whole = [True] * len(texts) if ended is None else ended
+        return self.score_ids([self._ids(*row) for row in zip(texts, whole, strict=True)], micro_batch_tokens)
 
-    def _ids(self, text: str | tuple[Any, str]) -> list[int]:
+    def _ids(self, text: str | tuple[Any, str], ended: bool) -> list[int]:
         if isinstance(text, str):
             return text_ids(self.tokenizer, text)
-        return prompt_ids(self.tokenizer, text[0]) + response_ids(self.tokenizer, text[1])
+        prompt, response = text
+        return prompt_ids(self.tokenizer, prompt) + response_ids(self.tokenizer, response, prompt, ended=ended)
 
     def _framed(self, texts: Sequence[str | tuple[Any, str]]) -> list[Framed]:
         """Texts and pairs as an encoder's tokenizer frames them."""
@@ -232,6 +241,14 @@ def _scores_whole_texts(config: dict[str, Any]) -> bool:
 def same_vocabulary(one: Any, other: Any) -> bool:
     """Whether two tokenizers give the same ids the same meaning and end texts alike."""
     return one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id
+
+
+def reads_ids_of(judge: Any, policy: Any) -> bool:
+    """Whether a judge's tokenizer gives a policy's ids the meaning they had: one vocabulary, and one chat template.
+
+    A judge without a template of its own reads the policy's.
+    """
+    return same_vocabulary(judge, policy) and (not judge.chat_template or judge.chat_template == policy.chat_template)
 
 
 def export(model: str, adapter: str | None, output: str) -> Path:

@@ -526,8 +526,8 @@ def test_I9_ppo_trains_policy_and_critic_and_nothing_else(adapter, stage, make_s
         parts = build_parts(config, data)
         prompts = data.prompts.rows_at(0)
         batch = Ragged.build([prompt.ids for prompt in prompts])
-        judged = [[1, 2, 3]] * 2
-        frozen = (parts.reference(batch=batch).log_probs, parts.score(judged, judged))
+        judged = (prompts[:2], [[1, 2, 3]] * 2, [False] * 2)
+        frozen = (parts.reference(batch=batch).log_probs, parts.score(*judged))
         engines = (parts.policy, parts.value)
         before = [{name: value.clone() for name, value in engine.unwrapped.state_dict().items()} for engine in engines]
         ppo.iterate(parts, config, prompts, 0)
@@ -537,7 +537,7 @@ def test_I9_ppo_trains_policy_and_critic_and_nothing_else(adapter, stage, make_s
         new = engine.unwrapped.state_dict()
         assert {name for name, value in new.items() if not torch.equal(value, old[name])} == wanted | head
     assert torch.equal(parts.reference(batch=batch).log_probs, frozen[0]) and torch.equal(
-        parts.score(judged, judged), frozen[1]
+        parts.score(*judged), frozen[1]
     )
 
 

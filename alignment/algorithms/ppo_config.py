@@ -16,7 +16,7 @@ class PPOConfig:
     Attributes:
         policy: the checkpoint to start from, usually the SFT policy.
         reward_model: directory of the reward model.
-        data: prompts.
+        data: prompts. None are held out: what is learnt is compared by `alignment evaluate winrate`.
         output: the run's directory.
         reference: checkpoint of the reference; None: the starting checkpoint itself, also after a resume.
         critic: whose trunk the critic starts from. Its head starts at zero where scores are normalised, else it keeps
@@ -101,6 +101,12 @@ class PPOConfig:
             raise ValueError(f"pretrain_coef must be 0 (off) or above, got {self.pretrain_coef}")
         if self.pretrain_coef > 0 and self.pretrain is None:
             raise ValueError("pretrain_coef above 0 needs `pretrain`, the text; leave it out or set it to 0")
+        for name, data in (("data", self.data), ("pretrain", self.pretrain)):
+            if data is not None and data.evaluation is not None:
+                raise ValueError(
+                    f"{name}.evaluation is not read: ppo evaluates nothing while it trains; leave it out, and compare the "
+                    "results on held-out prompts with `alignment evaluate winrate`"
+                )
         if self.minibatches > self.training.batch_size:
             raise ValueError(
                 f"minibatches ({self.minibatches}) cannot exceed training.batch_size ({self.training.batch_size})"

@@ -8,15 +8,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alignment.algorithms.assemble import Policy, load_policy, load_scalar, read_examples, reference_model
+from alignment.algorithms.assemble import Policy, check_rows, load_policy, load_scalar, read_examples, reference_model
 from alignment.algorithms.ppo_config import PPOConfig
 from alignment.algorithms.rollout import Scorer
-from alignment.data.batches import collate
+from alignment.data.batches import PromptExample, collate, encode_prompts
 from alignment.data.chat import stop_token_ids
+from alignment.data.records import Prompt
 from alignment.data.stream import Stream
 from alignment.errors import UserError
-from alignment.loading import RewardModel, load_reward_model, load_tokenizer, same_vocabulary, stops_in_words
+from alignment.generation import response_text
+from alignment.loading import (
+    RewardModel,
+    load_reward_model,
+    load_tokenizer,
+    reads_ids_of,
+    same_vocabulary,
+    stops_in_words,
+)
 from alignment.losses import AdaptiveKL, FixedKL
+from alignment.models.lengths import check_lengths
+from alignment.models.readers import SequenceClassifier
 from alignment.ragged import Ragged
 from alignment.training import Engine, Run, load_run_state, note_endless_warmup, save_run_state, share
 
@@ -66,7 +77,7 @@ class Parts:
     Attributes:
         policy, value: the engines of policy and critic.
         reference: called as `reference(batch=..., temperature=...)`, without gradients.
-        score: reward model over token ids.
+        score: the reward model over prompts and responses.
         stop_ids: tokens that end a response.
         controller: gives the KL coefficient as `.coef`.
         tokenizer: decodes prompts and responses.
@@ -112,6 +123,10 @@ def build_parts(config: PPOConfig, data: PPOData) -> Parts:
     total = data.iterations * config.epochs * config.minibatches
     start = load_policy(config.policy, config.adapter, config.output)
     critic = load_critic(config, data.tokenizer)
+    for model in (start.model, critic.model):
+        check_rows(model, data.prompts.rows, config.data.max_length, config.max_new_tokens)
+    if data.texts is not None and config.pretrain is not None:
+        check_rows(start.model, data.texts.rows, config.pretrain.max_length)
     # Without dropout, or the first ratio would not be 1.
     policy = Engine(start.model.eval(), config.optim, training, total_steps=total)
     value = Engine(critic.model.eval(), config.value_optim or config.optim, training, total_steps=total)
@@ -120,13 +135,13 @@ def build_parts(config: PPOConfig, data: PPOData) -> Parts:
             f"training.batch_size {training.batch_size} on {policy.world_size} processes cannot be cut into "
             f"{config.minibatches} minibatches each; lower `minibatches` or raise the batch size"
         )
+    reward_model = load_reward_model(config.reward_model, device=policy.device)
+    check_judged(data.prompts.rows, reward_model, data.tokenizer, config)
     return Parts(
         policy=policy,
         value=value,
         reference=reference_model(start, config.reference, policy),
-        score=token_scorer(
-            load_reward_model(config.reward_model, device=policy.device), data.tokenizer, training.micro_batch_tokens
-        ),
+        score=response_scorer(reward_model, data.tokenizer, training.micro_batch_tokens),
         stop_ids=sorted(stop_token_ids(data.tokenizer)),
         controller=FixedKL(config.kl_coef)
         if config.kl_target is None
@@ -151,18 +166,54 @@ def load_critic(config: PPOConfig, tokenizer: Any) -> Policy:
     return load_scalar(config.reward_model, config.adapter, None, head=head)
 
 
-def token_scorer(reward_model: RewardModel, tokenizer: Any, micro_batch_tokens: int) -> Scorer:
-    """Scores of prompt and response ids: by the very ids where the vocabularies agree, else through the text."""
-    if same_vocabulary(tokenizer, reward_model.tokenizer):
-        return lambda prompts, responses: reward_model.score_ids(
-            [[*p, *r] for p, r in zip(prompts, responses, strict=True)], micro_batch_tokens
+def response_scorer(reward_model: RewardModel, tokenizer: Any, micro_batch_tokens: int) -> Scorer:
+    """Scores of responses: by their very ids where the tokenizers agree, else by the records' prompts and the texts.
+
+    A reward model with a tokenizer or chat template of its own reads each prompt, text or messages, through its own chat template, and
+    the end token it knows after a response that ended.
+
+    Args:
+        tokenizer: the policy's, of which the responses' ids are.
+    """
+    if reads_ids_of(reward_model.tokenizer, tokenizer):
+        return lambda prompts, responses, ended: reward_model.score_ids(
+            [[*prompt.ids, *ids] for prompt, ids in zip(prompts, responses, strict=True)], micro_batch_tokens
         )
 
-    def score(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]]) -> Tensor:
-        decode = partial(tokenizer.decode, skip_special_tokens=True)
-        return reward_model.score([(decode(p), decode(r)) for p, r in zip(prompts, responses, strict=True)])
+    def score(prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
+        pairs = [
+            (prompt.prompt, response_text(tokenizer, ids, end))
+            for prompt, ids, end in zip(prompts, responses, ended, strict=True)
+        ]
+        return reward_model.score(pairs, micro_batch_tokens, ended)
 
     return score
+
+
+def check_judged(
+    prompts: Sequence[PromptExample], reward_model: RewardModel, tokenizer: Any, config: PPOConfig
+) -> None:
+    """Refuse prompts that the reward model cannot read, or that one with a tokenizer of its own would see otherwise.
+
+    Raises:
+        UserError: prompts whose beginning was cut off, that the reward model's template refuses, or too long for it.
+    """
+    if reads_ids_of(reward_model.tokenizer, tokenizer):
+        return check_rows(reward_model.model, prompts, config.data.max_length, config.max_new_tokens)
+    cut = [prompt.row_id for prompt in prompts if prompt.cut]
+    if cut:
+        raise UserError(
+            f"{config.reward_model}: the reward model has a tokenizer or chat template of its own and reads whole prompts, while the "
+            f"policy sees {len(cut)} of {len(prompts)} without their beginning ({', '.join(cut[:3])}); raise "
+            f"data.max_length (it is {config.data.max_length}), or leave the long prompts out"
+        )
+    if isinstance(reward_model.model, SequenceClassifier):
+        return
+    ids = encode_prompts(
+        reward_model.tokenizer, [Prompt(prompt.prompt, prompt.extra, prompt.row_id) for prompt in prompts]
+    )
+    lengths = [(prompt.row_id, len(tokens)) for prompt, tokens in zip(prompts, ids, strict=True)]
+    check_lengths(reward_model.model, lengths, "leave these prompts out, or take another reward model", new_tokens=1)
 
 
 def restore(parts: Parts, config: PPOConfig, run: Run) -> int:

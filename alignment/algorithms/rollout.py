@@ -12,7 +12,8 @@ from alignment.generation import SamplingConfig, decode_responses
 from alignment.losses import gae, shape_rewards, whiten
 from alignment.ragged import Ragged, groups_of
 
-Scorer = Callable[[Sequence[Sequence[int]], Sequence[Sequence[int]]], Tensor]  # prompts, responses -> scores [B]
+# prompts, token ids of the responses, whether each ended by itself -> scores [B]
+Scorer = Callable[[Sequence[PromptExample], Sequence[Sequence[int]], Sequence[bool]], Tensor]
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ def collect(
         policy: the same as it is called in training. Its log-probabilities are the ones kept: with a cache and without
             one the same sum is rounded differently, and the first ratio must be 1.
         reference, critic: called as `model(batch=ragged)`.
-        score: reward model over token ids.
+        score: the reward model.
         numbers: global number of each row, which fixes its draws.
         micro_rollout_batch_size: responses sampled side by side; changes memory and speed, and no response.
 
@@ -135,7 +136,7 @@ def collect(
         numbers=list(numbers),
         mask=mask,
         sampled_log_probs=_frame(sampled, mask),
-        scores=score(ids, drawn.token_ids).to(device),
+        scores=score(prompts, drawn.token_ids, drawn.ended).to(device),
         ended=torch.tensor(drawn.ended, device=device),
         **frames,
     )

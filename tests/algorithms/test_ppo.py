@@ -1,6 +1,8 @@
 """PPO as it runs: what it pays for, what it starts from, and that memory settings stay memory settings."""
 
+import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +11,12 @@ import torch
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec
+from alignment.algorithms import ppo_parts
 from alignment.algorithms.ppo import improve, iterate
 from alignment.algorithms.ppo_config import PPOConfig
-from alignment.algorithms.ppo_parts import Normaliser, build_parts, load_critic, read_data, token_scorer
+from alignment.algorithms.ppo_parts import Normaliser, build_parts, load_critic, read_data
+from alignment.data.batches import PromptExample
+from alignment.data.chat import prompt_ids
 from alignment.data.sources import DataConfig
 from alignment.data.tokenizers import save_tokenizer, train_bpe
 from alignment.errors import UserError
@@ -159,7 +164,7 @@ def test_the_normaliser_makes_mean_0_and_deviation_1():
 def test_a_reward_model_that_cannot_tell_is_refused(ppo, parts_of):
     _, config = ppo()
     parts, prompts = parts_of(config)
-    parts.score = lambda prompts, responses: torch.ones(len(prompts))
+    parts.score = lambda prompts, responses, ended: torch.ones(len(prompts))
     with pytest.raises(UserError, match="same score"):
         iterate(parts, config, prompts, 0)
 
@@ -168,7 +173,7 @@ def test_a_response_is_paid_its_normalised_score_at_its_end_less_what_a_missing_
     _, config = ppo(kl_coef=0.0, missing_end_penalty=2.0)
     parts, prompts = parts_of(config)
     parts.stop_ids = list(range(0, 384, 12))  # so that some responses end and some do not
-    parts.score = lambda prompts, responses: torch.arange(float(len(prompts)))
+    parts.score = lambda prompts, responses, ended: torch.arange(float(len(prompts)))
     _, rollout = iterate(parts, config, prompts, 0)
     assert 0 < rollout.ended.sum() < len(prompts)
     last = rollout.rewards[torch.arange(len(prompts)), rollout.mask.sum(1) - 1]
@@ -250,18 +255,113 @@ def test_a_reward_model_with_another_tokenizer_reads_the_text(tokenizer, foreign
     judge = load_reward_model(foreign)
     prompts, responses = ["Where is the spa?", "When?"], [" On floor seven.", " At nine."]
     encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
-    given = token_scorer(judge, tokenizer, 1000)(
-        [[tokenizer.bos_token_id, *encode(prompt)] for prompt in prompts],
+    given = ppo_parts.response_scorer(judge, tokenizer, 1000)(
+        [PromptExample([tokenizer.bos_token_id, *encode(prompt)], prompt, {}, "r") for prompt in prompts],
         [[*encode(response), tokenizer.eos_token_id] for response in responses],
+        [True, True],
     )
-    assert_close(given, judge.score(list(zip(prompts, responses, strict=True))))
+    assert_close(given, judge.score(list(zip(prompts, responses, strict=True))), rtol=0, atol=0)
+
+
+HEADED = (  # roles as words, turns end with the end token
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+BRACKETED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }}{{ eos_token }}"
+    "{% else %}[{{ m.role }}] {{ m.content }} [/{{ m.role }}]{% endif %}{% endfor %}"
+)
+
+
+def with_template(directory, template):
+    (Path(directory) / "chat_template.jinja").write_text(template, encoding="utf-8")
+    return str(directory)
+
+
+@pytest.fixture
+def dialogues(tmp_path, stage):
+    """A policy with a chat template, and 8 prompts of messages."""
+    policy = with_template(shutil.copytree(stage("sft") / "model", tmp_path / "policy"), HEADED)
+    rows = [
+        [{"role": "system", "content": "Be kind."}, {"role": "user", "content": f"Where is room {number}?"}]
+        for number in range(8)
+    ]
+    path = tmp_path / "dialogues.jsonl"
+    path.write_text("".join(json.dumps({"prompt": row}) + "\n" for row in rows), encoding="utf-8")
+    return policy, str(path), rows
+
+
+def test_a_reward_model_with_another_tokenizer_reads_chat_prompts_through_its_own_template(
+    ppo, foreign, dialogues, tmp_path
+):
+    """What PPO notes as a sample's score is the score of its prompt's messages and its text; a response cut at its length
+    is read without an end token. Up to the rounding of another batch."""
+    policy, path, rows = dialogues
+    judge = load_reward_model(with_template(foreign, BRACKETED))
+    training = TrainingConfig(batch_size=8, max_steps=2)
+    run, config = ppo(
+        reward_directory=foreign, critic="policy", training=training, max_new_tokens=4, data=DataConfig(train=path)
+    )
+    run(replace(config, policy=policy))
+    for sample in map(json.loads, (tmp_path / "ppo" / "samples.jsonl").read_text(encoding="utf-8").splitlines()):
+        [row] = [row for row in rows if row[1]["content"] in sample["prompt"]]
+        ids = [judge.tokenizer.bos_token_id, *judge.tokenizer.apply_chat_template(row, tokenize=True)["input_ids"]]
+        ids += judge.tokenizer(" " + sample["response"], add_special_tokens=False).input_ids
+        assert sample["score"] == pytest.approx(judge.score_ids([ids]).item(), abs=5e-6)
+
+
+def test_a_response_that_ended_is_scored_with_the_reward_models_own_end(tokenizer, dialogues, foreign):
+    judge = load_reward_model(with_template(foreign, BRACKETED))
+    policy, _, rows = dialogues
+    words = tokenizer("At nine.", add_special_tokens=False).input_ids
+    prompts = [PromptExample([5], rows[0], {}, "r")] * 2
+    given = ppo_parts.response_scorer(judge, load_tokenizer(policy), 1000)(
+        prompts, [[*words, tokenizer.eos_token_id], words], [True, False]
+    )
+    expected = judge.score([(rows[0], "At nine.")] * 2, ended=[True, False])
+    assert given.tolist() == expected.tolist() and abs(expected[0] - expected[1]) > 0.1
+    assert_close(expected[:1], judge.score([(rows[0], "At nine.")]), atol=5e-6, rtol=0)
+
+
+def test_cut_prompts_are_refused_where_the_reward_model_would_see_them_whole(ppo, foreign, dialogues):
+    policy, path, _ = dialogues
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(json.dumps({"prompt": [{"role": "user", "content": "Where is it? " * 40}]}) + "\n")
+    data = DataConfig(train=path, max_length=64)
+    run, config = ppo(reward_directory=with_template(foreign, BRACKETED), critic="policy", data=data)
+    with pytest.raises(
+        UserError, match=r"1 of 9 without their beginning .*jsonl:9.*raise data.max_length \(it is 64\)"
+    ):
+        run(replace(config, policy=policy))
+
+
+def test_a_reward_model_whose_template_refuses_the_prompts_is_noticed_before_sampling(
+    ppo, foreign, dialogues, tmp_path
+):
+    policy, path, _ = dialogues
+    with_template(foreign, "{{ raise_exception('no system role') }}")
+    run, config = ppo(reward_directory=foreign, critic="policy", data=DataConfig(train=path))
+    with pytest.raises(UserError, match="no system role"):
+        run(replace(config, policy=policy))
+    assert not (tmp_path / "ppo" / "samples.jsonl").exists()
 
 
 def test_a_reward_model_with_the_same_tokenizer_reads_the_very_ids(tokenizer, stage):
     judge = load_reward_model(str(stage("reward") / "model"))
     broken = [[5, 5], [6]]  # no text encodes to these
-    scores = token_scorer(judge, tokenizer, 1000)([[0, 1], [0]], broken)
+    prompts = [PromptExample(ids, "", {}, "r") for ids in ([0, 1], [0])]
+    scores = ppo_parts.response_scorer(judge, tokenizer, 1000)(prompts, broken, [False, False])
     assert_close(scores, judge.score_ids([[0, 1, 5, 5], [0, 6]]))
+
+
+def test_a_reward_model_with_the_same_words_and_another_chat_template_reads_through_its_own(dialogues, stage, tmp_path):
+    policy, _, rows = dialogues
+    directory = with_template(shutil.copytree(stage("reward") / "model", tmp_path / "judge"), BRACKETED)
+    judge, tokenizer = load_reward_model(directory), load_tokenizer(policy)
+    words = tokenizer("At nine.", add_special_tokens=False).input_ids
+    example = PromptExample(prompt_ids(tokenizer, rows[0]), rows[0], {}, "r")
+    given = ppo_parts.response_scorer(judge, tokenizer, 1000)([example], [words], [False])
+    assert given.tolist() == judge.score([(rows[0], "At nine.")], ended=[False]).tolist()
 
 
 def test_ppo_runs_against_a_foreign_reward_model_with_a_critic_of_its_own(ppo, foreign, read_metrics, tmp_path):
@@ -292,7 +392,7 @@ def test_the_score_rises(ppo, read_metrics, tmp_path, tokenizer):
     with Run(config.output, {}, stage="ppo") as directory:
         data = read_data(config, directory)
         parts = build_parts(config, data)
-    parts.score = lambda prompts, responses: torch.tensor([float(sum(t % 8 == 3 for t in r)) for r in responses])
+    parts.score = lambda prompts, responses, ended: torch.tensor([float(sum(t % 8 == 3 for t in r)) for r in responses])
     scores = [iterate(parts, config, data.prompts.rows_at(step), step)[0]["score"] for step in range(18)]
     assert scores[-1] > scores[0] + 1.0
 
@@ -324,3 +424,10 @@ def test_a_text_at_coefficient_0_is_the_run_without_it_bit_for_bit(ppo, text, re
         for model in (plain, beside)
     ]
     assert fixed[0] == fixed[1]
+
+
+@pytest.mark.parametrize("name", ["data", "pretrain"])
+def test_held_out_rows_that_nothing_would_read_are_refused(name):
+    data = {"data": DataConfig(train="t"), name: DataConfig(train="t", evaluation="e")}
+    with pytest.raises(ValueError, match=f"{name}.evaluation is not read.*alignment evaluate winrate"):
+        PPOConfig(policy="p", reward_model="r", output="o", pretrain_coef=0.5 * (name == "pretrain"), **data)
