@@ -22,7 +22,16 @@ from alignment.evaluation.language import language_loss
 from alignment.evaluation.winrate import WinRate, win_rate
 from alignment.files import write_json, write_text
 from alignment.generation import Generation, SamplingConfig, decode_responses, response_text
-from alignment.loading import RewardModel, find_directory, load_model, load_reward_model, load_tokenizer
+from alignment.loading import (
+    RewardModel,
+    find_directory,
+    load_model,
+    load_reward_model,
+    load_tokenizer,
+    reads_ids_of,
+    same_vocabulary,
+)
+from alignment.models.lengths import check_lengths
 from alignment.ragged import Ragged, groups_of
 
 
@@ -40,7 +49,8 @@ class WinRateConfig:
             reward, for that world's prompts only).
         reward_model: directory of the judging reward model; with another judge it gives each model's mean proxy score.
         verdicts: file of verdicts for judge=verdicts; where it does not exist, it is written as a form to fill in.
-        reference: name among `models` to measure the KL from; None: the baseline.
+        reference: name among `models` to measure the KL from; None: the baseline. There is no KL between models of
+            different vocabularies.
         text: held-out running text for each model's language-model loss.
         tie_margin: largest difference of scores that is a tie.
         samples: prompts kept with every model's response.
@@ -96,6 +106,14 @@ def run_winrate(config: WinRateConfig) -> Path:
     texts = None if config.text is None else _read(config.text, "text")
     for source in (*config.models.values(), *filter(None, [config.reward_model])):
         find_directory(source)
+    foreign = [name for name in config.models if not _comparable(config, name, config.reference or config.baseline)]
+    if foreign and config.reference is not None:
+        raise UserError(
+            f"reference: {config.reference} has another vocabulary than {', '.join(foreign)}, so there is no KL between "
+            "them; leave `reference` out, or name a model with the same tokenizer"
+        )
+    if foreign:
+        print(f"no KL from {config.baseline} for {', '.join(foreign)}: another vocabulary", file=sys.stderr)
     # On the CPU until the policies are done: a wrong checkpoint is found now, and the GPU holds one model at a time.
     proxy = None if config.reward_model is None else load_reward_model(config.reward_model)
     _tell(
@@ -171,12 +189,19 @@ def _judge(
 def _proxy_scores(
     config: WinRateConfig, model: RewardModel, prompts: Sequence[Prompt], answers: dict[str, Generation]
 ) -> Scores:
-    """The reward model's score of every distinct response; it sees as much of a prompt as the policies saw."""
+    """The reward model's score of every distinct response; it sees as much of a prompt as the policies saw.
+
+    It reads the very ids where its tokenizer is the policy's, else the text, without an end token where it was cut.
+    """
     model.model.to(_device())
     ids = _prompt_ids(config, model.tokenizer, prompts)
-    distinct = list(dict.fromkeys((i, text) for answer in answers.values() for i, text in enumerate(answer.texts)))
-    documents = [[*ids[i], *response_ids(model.tokenizer, text)] for i, text in distinct]
-    return dict(zip(distinct, model.score_ids(documents).tolist(), strict=True))
+    documents: dict[tuple[int, str], list[int]] = {}
+    for name, answer in answers.items():
+        as_drawn = reads_ids_of(model.tokenizer, load_tokenizer(config.models[name]))
+        for i, (text, drawn, ended) in enumerate(zip(answer.texts, answer.token_ids, answer.ended, strict=True)):
+            read = drawn if as_drawn else response_ids(model.tokenizer, text, prompts[i].prompt, ended=ended)
+            documents.setdefault((i, text), [*ids[i], *read])
+    return dict(zip(documents, model.score_ids(list(documents.values())).tolist(), strict=True))
 
 
 def _read(data: DataConfig, kind: Any) -> list[Any]:
@@ -198,9 +223,12 @@ def _answer(config: WinRateConfig, source: str, prompts: list[Prompt]) -> Genera
     model, tokenizer = load_model(source, device=_device()), load_tokenizer(source)
     sampling = SamplingConfig(config.max_new_tokens, config.temperature, top_p=config.top_p, seed=config.seed)
     stop_ids = sorted(stop_token_ids(tokenizer))
-    drawn = decode_responses(
-        model, _prompt_ids(config, tokenizer, prompts), sampling, stop_ids, batch_size=config.batch_size
+    ids = _prompt_ids(config, tokenizer, prompts)
+    lengths = [(prompt.row_id, len(tokens)) for prompt, tokens in zip(prompts, ids, strict=True)]
+    check_lengths(
+        model, lengths, "lower max_new_tokens or shorten the prompts (data.max_length)", config.max_new_tokens
     )
+    drawn = decode_responses(model, ids, sampling, stop_ids, batch_size=config.batch_size)
     texts = [
         response_text(tokenizer, tokens, ended) for tokens, ended in zip(drawn.token_ids, drawn.ended, strict=True)
     ]
@@ -228,7 +256,7 @@ def _measure(
         result["gold"] = {part: sum(getattr(gold, part) for gold in golds) / len(golds) for part in parts}
     if scores is not None:
         result["proxy"] = sum(scores[i, text] for i, text in enumerate(answer.texts)) / len(prompts)
-    if name != reference and config.temperature == 1 and config.top_p == 1:
+    if name != reference and config.temperature == 1 and config.top_p == 1 and _comparable(config, name, reference):
         result["kl"] = _kl(config, reference, answer, prompts)
     if texts is not None and config.text is not None:
         source = config.models[name]
@@ -237,6 +265,11 @@ def _measure(
         loss = language_loss(load_model(source, device=_device()), collate(examples, 16_384), text_bytes=size)
         result["language_loss"], result["bits_per_byte"] = loss.loss, loss.bits_per_byte
     return result
+
+
+def _comparable(config: WinRateConfig, name: str, reference: str) -> bool:
+    """Whether log-probabilities of a model's tokens under the reference mean anything: whether they share a vocabulary."""
+    return same_vocabulary(*(load_tokenizer(config.models[model]) for model in (name, reference)))
 
 
 @torch.no_grad()

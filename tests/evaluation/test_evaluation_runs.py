@@ -8,10 +8,13 @@ import torch
 from alignment import cli
 from alignment.config import load_config
 from alignment.data.sources import DataConfig
+from alignment.data.tokenizers import save_tokenizer, train_bpe
 from alignment.errors import UserError
 from alignment.evaluation import run as evaluation
 from alignment.evaluation.run import WinRateConfig, run_winrate
 from alignment.loading import RewardModel
+from alignment.models.build import build_language_model, build_scalar_model
+from alignment.models.checkpoint import save_model
 from alignment.world.datasets import draw_rows
 
 
@@ -43,7 +46,7 @@ def test_prompts_longer_than_the_models_are_cut_for_policies_reference_and_judge
 
 
 def test_without_room_for_the_response_the_way_out_is_said(config_of):
-    with pytest.raises(UserError, match="lower max_new_tokens or shorten the prompts"):
+    with pytest.raises(UserError, match=r"1 of 2 .* is .*jsonl:2 .*lower max_new_tokens or shorten the prompts"):
         run_winrate(config_of(1024))
 
 
@@ -82,6 +85,53 @@ def test_the_reward_model_scores_on_the_device_of_the_policies(config_of, monkey
     monkeypatch.setattr(evaluation, "load_reward_model", spy)
     run_winrate(config_of(64))
     assert torch.device("cpu", 0) in placed
+
+
+@pytest.fixture
+def foreign(tmp_path):
+    """Directories of a language model and a reward model with a tokenizer of their own."""
+    other = train_bpe(["hello guest, where is the spa?"] * 20, 280)
+    directories = []
+    for name, build in (("policy", build_language_model), ("judge", build_scalar_model)):
+        torch.manual_seed(0)
+        model = build({
+            "model_type": "llama", "vocab_size": len(other), "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 1, "num_attention_heads": 2, "max_position_embeddings": 320, "eos_token_id": 1,
+        })  # fmt: skip
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        directories.append(tmp_path / name)
+        directories[-1].mkdir()
+        save_model(model, directories[-1])
+        save_tokenizer(other, directories[-1])
+    return [str(directory) for directory in directories]
+
+
+@pytest.mark.parametrize("judge", ["own", "foreign"])
+def test_a_response_cut_at_its_length_is_judged_without_an_end_token(judge, config_of, foreign, monkeypatch):
+    """With the policies' tokenizer the judge reads the very ids that were drawn, else the text."""
+    documents, drawn = [], []
+    score_ids, decode = RewardModel.score_ids, evaluation.decode_responses
+    monkeypatch.setattr(
+        RewardModel, "score_ids", lambda self, rows, *a: documents.extend(rows) or score_ids(self, rows, *a)
+    )
+    monkeypatch.setattr(evaluation, "decode_responses", lambda *a, **k: drawn.append(decode(*a, **k)) or drawn[-1])
+    config = config_of(64) if judge == "own" else config_of(64, reward_model=foreign[1])
+    run_winrate(config)
+    ended = [end for answer in drawn for end in answer.ended]
+    assert not any(ended) and all(document[-1] != 1 for document in documents)  # 1 is the end token of both tokenizers
+    assert len(documents) == len(ended) == 4
+    if judge == "own":
+        assert [document[-4:] for document in documents] == [tokens for answer in drawn for tokens in answer.token_ids]
+
+
+def test_there_is_no_kl_between_models_of_different_vocabularies(config_of, foreign, checkpoints, tmp_path, capsys):
+    models = {"one": checkpoints["llama"], "two": checkpoints["gpt2"], "other": foreign[0]}
+    results = json.loads(run_winrate(config_of(64, models=models)).read_text())["models"]
+    assert "kl" in results["two"] and "kl" not in results["other"] and "proxy" in results["other"]
+    assert "no KL from one for other: another vocabulary" in capsys.readouterr().err
+    with pytest.raises(UserError, match="reference: two has another vocabulary than other"):
+        run_winrate(config_of(64, models=models, reference="two"))
 
 
 # --- who judges -----------------------------------------------------------------------------------------------------
