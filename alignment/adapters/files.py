@@ -5,6 +5,7 @@ rank 3r on the whole, block by block, which is how they are written; peft sees a
 """
 
 import json
+import os
 from dataclasses import asdict, dataclass
 from math import sqrt
 from pathlib import Path
@@ -46,13 +47,19 @@ def is_scalar_adapter(directory: Path) -> bool:
 
 
 def read_base(directory: Path) -> str:
-    """The checkpoint an adapter sits on, as its config names it."""
+    """The checkpoint an adapter sits on: a local directory, looked for from the adapter's own, or a Hub name."""
     base = _read_config(directory).get("base_model_name_or_path")
     if not base:
         raise UserError(
             f"{directory}/{CONFIG}: base_model_name_or_path is empty; write the base model's directory there"
         )
-    return base
+    beside = Path(directory, base)
+    return str(beside.resolve()) if beside.is_dir() else base
+
+
+def read_revision(directory: Path) -> str | None:
+    """The commit of a base model on the Hub; None: the newest, or a local base."""
+    return _read_config(directory).get("revision")
 
 
 def read_spec(directory: Path) -> AdapterSpec:
@@ -91,17 +98,28 @@ def adapter_state(model: Any, state: dict[str, Tensor] | None = None) -> dict[st
     return kept
 
 
-def save_adapter(model: Any, directory: Path, *, base: str | None, state: dict[str, Tensor] | None = None) -> None:
+def save_adapter(
+    model: Any,
+    directory: Path,
+    *,
+    base: str | None,
+    revision: str | None = None,
+    state: dict[str, Tensor] | None = None,
+) -> None:
     """Write an adapter so that `peft.PeftModel.from_pretrained(base model, directory)` gives the same model.
 
     Args:
-        base: directory or name of the frozen weights; goes into the config.
+        base: directory or Hub name of the frozen weights. The config names a directory as seen from the adapter's, so
+            that both can be moved together.
+        revision: commit of a base on the Hub.
         state: as in `adapter_state`.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     state = adapter_state(model, state)
-    task = {"task_type": _task_type(model), "base_model_name_or_path": base}
+    if base is not None and Path(base).is_dir():
+        base = Path(os.path.relpath(Path(base).resolve(), directory.resolve())).as_posix()
+    task = {"task_type": _task_type(model), "base_model_name_or_path": base, "revision": revision}
     if model.prefix is not None:
         tensors, config = _prefix_file(model, state, task)
     else:
