@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter, merge_adapter, read_base
+from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter, merge_adapter, read_base, read_revision
 from alignment.config import writer_of
 from alignment.data.chat import prompt_ids, response_ids, stop_token_ids, text_ids
 from alignment.data.frames import Framed, encode_pieces, frame_of
@@ -25,8 +25,11 @@ from alignment.models.readers import SequenceClassifier
 from alignment.ragged import Ragged, groups_of
 
 
-def find_directory(source: str) -> Path:
+def find_directory(source: str, revision: str | None = None) -> Path:
     """The local directory of a checkpoint; a Hub name is fetched (safetensors, JSON and tokenizer files only).
+
+    Args:
+        revision: commit on the Hub; None: the newest.
 
     Raises:
         UserError: neither a directory nor a Hub name that can be reached.
@@ -41,9 +44,8 @@ def find_directory(source: str) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(
-            snapshot_download(source, allow_patterns=["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"])
-        )
+        patterns = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
+        return Path(snapshot_download(source, revision=revision, allow_patterns=patterns))
     except Exception as error:
         why = f"({type(error).__name__}): {_hub_refusal(error)}"
         raise UserError(f"{source}: no such directory, and the Hub did not give it {why}") from error
@@ -66,11 +68,27 @@ def _hub_refusal(error: Exception) -> str:
     return str(error)
 
 
+def find_base(adapter: Path) -> Path:
+    """The local directory of the model that an adapter sits on.
+
+    Raises:
+        UserError: it is neither there nor to be had from the Hub; names the adapter.
+    """
+    base = read_base(adapter)
+    try:
+        return find_directory(base, read_revision(adapter))
+    except UserError as error:
+        raise UserError(
+            f"{adapter}: the adapter's base model is missing ({error}); put it back, or write where it is as "
+            "base_model_name_or_path into adapter_config.json"
+        ) from error
+
+
 def load_tokenizer(source: str) -> Any:
     """The tokenizer of a model directory or Hub name; an adapter without one of its own uses its base model's."""
     directory = find_directory(source)
     if is_adapter(directory) and not (directory / "tokenizer.json").exists():
-        directory = find_directory(read_base(directory))
+        directory = find_base(directory)
     return _load_tokenizer_directory(directory)
 
 
@@ -119,7 +137,7 @@ def load_model(source: str, dtype: str | torch.dtype = "float32", device: str = 
     directory, options = find_directory(source), {"dtype": _dtype(dtype), "device": device}
     if not is_adapter(directory):
         return load_language_model(directory, **options).eval()
-    return load_adapter(load_language_model(find_directory(read_base(directory)), **options), directory).eval()
+    return load_adapter(load_language_model(find_base(directory), **options), directory).eval()
 
 
 def load_scalar(source: str, dtype: str | torch.dtype = "float32", device: Any = "cpu") -> Any:
@@ -132,7 +150,7 @@ def load_scalar(source: str, dtype: str | torch.dtype = "float32", device: Any =
         raise UserError(
             f"{source}: this adapter belongs to a policy and has no score head; give a reward model's directory"
         )
-    model = load_scalar_model(find_directory(read_base(directory)), new_head="zero", **options)
+    model = load_scalar_model(find_base(directory), new_head="zero", **options)
     return load_adapter(model, directory).eval()
 
 

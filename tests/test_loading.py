@@ -1,5 +1,6 @@
 """Models and tokenizers from directories and the Hub, scoring, and export."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -84,9 +85,12 @@ def test_an_adapter_brings_its_base(stage, checkpoints):
         assert not torch.allclose(adapter(ids).logits, load_model(checkpoints["llama"])(ids).logits, atol=1e-3)
 
 
-def test_an_adapter_without_a_tokenizer_uses_its_bases(stage, tmp_path, tokenizer):
+def test_an_adapter_without_a_tokenizer_uses_its_bases(stage, checkpoints, tmp_path, tokenizer):
     copied = tmp_path / "adapter"
     shutil.copytree(stage("sft lora") / "model", copied)
+    config = json.loads((copied / "adapter_config.json").read_text(encoding="utf-8"))
+    config["base_model_name_or_path"] = checkpoints["llama"]  # it stays where it was
+    (copied / "adapter_config.json").write_text(json.dumps(config), encoding="utf-8")
     for file in copied.glob("*token*"):
         file.unlink()
     assert same_vocabulary(load_tokenizer(str(copied)), tokenizer)

@@ -10,6 +10,7 @@ from alignment.adapters.files import (
     is_scalar_adapter,
     load_adapter,
     read_base,
+    read_revision,
     read_spec,
     save_adapter,
 )
@@ -21,7 +22,7 @@ from alignment.errors import UserError
 __all__ = [
     "AdapterSpec", "LoRASpec", "PrefixSpec", "adapter_state", "attach", "disabled", "is_adapter", "is_scalar_adapter",
     "load_adapter",
-    "merge_adapter", "read_base", "read_spec", "save_adapter",
+    "merge_adapter", "read_base", "read_revision", "read_spec", "save_adapter",
 ]  # fmt: skip
 
 

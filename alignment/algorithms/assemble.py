@@ -20,6 +20,7 @@ from alignment.adapters import (
     load_adapter,
     merge_adapter,
     read_base,
+    read_revision,
     read_spec,
     save_adapter,
 )
@@ -33,7 +34,7 @@ from alignment.data.tokenizers import check_vocabulary, save_tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory
 from alignment.generation import response_text
-from alignment.loading import find_directory, load_model, load_tokenizer, set_special_tokens
+from alignment.loading import find_base, find_directory, load_model, load_tokenizer, set_special_tokens
 from alignment.models.checkpoint import load_language_model, load_scalar_model, save_model
 from alignment.models.lengths import check_lengths
 from alignment.ragged import Ragged, Seq2Seq
@@ -48,7 +49,8 @@ class Policy:
     Attributes:
         model: language or scalar model, its adapter attached.
         adapter: None where every weight trains.
-        base: directory of the frozen weights under the adapter.
+        base: directory or Hub name of the frozen weights under the adapter.
+        revision: their commit, where they come from the Hub.
         source: the checkpoint it started from.
         off_is_start: whether switching the adapter off gives the starting checkpoint back.
     """
@@ -56,6 +58,7 @@ class Policy:
     model: Any
     adapter: AdapterSpec | None = None
     base: str | None = None
+    revision: str | None = None
     source: str | None = None
     off_is_start: bool = False
 
@@ -145,26 +148,32 @@ def _start(
     """
     directory = find_directory(source)
     if not is_adapter(directory):
-        model, base = loader(directory), str(directory.resolve())
+        model, (base, revision) = loader(directory), _named(source, directory)
     elif isinstance(earlier := read_spec(directory), PrefixSpec):
         if adapter not in (None, earlier):
             raise UserError(
                 f"{source}: ends in a prefix adapter, which cannot lie under another one; leave `adapter` out"
             )
-        base = read_base(directory)
-        model = load_adapter(loader(find_directory(base)), directory, with_head=with_head)
-        return Policy(model, earlier, base, source)
+        model = load_adapter(loader(find_base(directory)), directory, with_head=with_head)
+        return Policy(model, earlier, read_base(directory), read_revision(directory), source)
     else:
-        model = loader(find_directory(read_base(directory)))
+        model = loader(find_base(directory))
         model = merge_adapter(load_adapter(model, directory, with_head=with_head))
-        base = None if output is None else str((Path(output) / "base").resolve())
+        base, revision = None if output is None else str((Path(output) / "base").resolve()), None
         if adapter is not None and base is not None and launched_rank() == 0:
             set_special_tokens(model, load_tokenizer(source))
             with atomic_directory(Path(base)) as folder:
                 save_model(model, folder)
     if adapter is None:
         return Policy(model, source=source)
-    return Policy(attach(model, adapter), adapter, base, source, off_is_start=True)
+    return Policy(attach(model, adapter), adapter, base, revision, source, off_is_start=True)
+
+
+def _named(source: str, directory: Path) -> tuple[str, str | None]:
+    """How an adapter names its base: a local directory, or a Hub name and the commit that was fetched."""
+    if Path(source).expanduser().is_dir():
+        return str(directory.resolve()), None
+    return source, directory.name if directory.parent.name == "snapshots" else None
 
 
 def reference_model(policy: Policy, source: str | None, engine: Engine) -> Callable[..., Any]:
@@ -203,7 +212,7 @@ def save_policy(engine: Engine, policy: Policy, tokenizer: Any, output: str) -> 
             if policy.adapter is None:
                 save_model(model, folder, state=state)
             else:
-                save_adapter(model, folder, base=policy.base, state=state)
+                save_adapter(model, folder, base=policy.base, revision=policy.revision, state=state)
             save_tokenizer(tokenizer, folder)
     engine.wait()
     return directory

@@ -1,6 +1,7 @@
 """What every stage leaves behind: a model that plain transformers and peft open, and logs with the agreed keys."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def model_of(stage, name):
 
 def base_of(directory):
     with open(f"{directory}/adapter_config.json", encoding="utf-8") as file:
-        return json.load(file)["base_model_name_or_path"]
+        return os.path.join(directory, json.load(file)["base_model_name_or_path"])
 
 
 def padded(documents, fill):

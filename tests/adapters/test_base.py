@@ -1,0 +1,114 @@
+"""How an adapter names its base model: so that both can be moved, and shared with machines that have another cache."""
+
+import json
+import os
+import shutil
+
+import pytest
+import torch
+
+from alignment.adapters import LoRASpec, PrefixSpec
+from alignment.errors import UserError
+from alignment.loading import load_model, load_tokenizer
+from alignment.training import TrainingConfig
+
+SPECS = pytest.mark.parametrize("spec", [LoRASpec(rank=2), PrefixSpec(tokens=2)], ids=["LoRA", "prefix"])
+IDS = torch.arange(3, 30)[None]
+
+
+@pytest.fixture
+def family():
+    return "llama"  # names do not depend on it
+
+
+@pytest.fixture
+def train(make_stage):
+    """`train(policy, output, adapter)` -> the directory of an adapter after one update."""
+
+    def run(policy, output, adapter=None):
+        training = TrainingConfig(batch_size=4, max_steps=1)
+        run, config = make_stage("sft", str(policy), output, adapter=adapter, training=training)
+        return run(config)
+
+    return run
+
+
+def named(directory):
+    return json.loads((directory / "adapter_config.json").read_text())
+
+
+@torch.no_grad()
+def logits(directory):
+    return load_model(str(directory))(IDS).logits
+
+
+@pytest.fixture
+def house(base, tmp_path):
+    """A folder with a copy of the base model."""
+    shutil.copytree(base, tmp_path / "here" / "base model")
+    return tmp_path / "here"
+
+
+@SPECS
+def test_an_adapter_and_its_local_base_can_be_moved_together(house, spec, train):
+    adapter = train(house / "base model", house / "run", spec)
+    wanted, moved = logits(adapter), house.parent / "there"
+    name = named(adapter)["base_model_name_or_path"]
+    assert name == "../../base model" and named(adapter)["revision"] is None
+    os.rename(house, moved)
+    assert torch.equal(logits(moved / "run" / "model"), wanted)
+    assert len(load_tokenizer(str(moved / "run" / "model"))) == 384
+
+
+def test_an_adapter_on_an_adapter_names_the_merged_base_relatively(house, train):
+    first = train(house / "base model", house / "first", LoRASpec(rank=2))
+    second = train(first, house / "second", LoRASpec(rank=2))
+    assert named(second)["base_model_name_or_path"] == "../base"
+    wanted = logits(second)
+    shutil.move(house / "second", house.parent / "alone")
+    assert torch.equal(logits(house.parent / "alone" / "model"), wanted)
+
+
+def test_a_prefix_that_goes_on_training_names_the_same_base(house, train):
+    first = train(house / "base model", house / "first", PrefixSpec(tokens=2))
+    second = train(first, house / "deep" / "second")
+    assert named(second)["base_model_name_or_path"] == "../../../base model"
+
+
+@SPECS
+def test_an_adapter_of_a_hub_model_names_it_and_its_commit(base, spec, train, tmp_path, monkeypatch):
+    asked = []
+    snapshot = tmp_path / "cache" / "models--someone--model" / "snapshots" / "1a2b3c"
+    shutil.copytree(base, snapshot)
+
+    def fetch(name, *, revision=None, **options):
+        asked.append((name, revision))
+        return str(snapshot)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fetch)
+    adapter = train("someone/model", tmp_path / "run", spec)
+    config = named(adapter)
+    assert (config["base_model_name_or_path"], config["revision"]) == ("someone/model", "1a2b3c")
+    asked.clear()
+    load_model(str(adapter))
+    assert asked == [("someone/model", "1a2b3c")]
+
+
+@SPECS
+def test_peft_opens_an_adapter_that_names_its_base_relatively(house, spec, train):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    adapter = train(house / "base model", house / "run", spec)
+    theirs = AutoModelForCausalLM.from_pretrained(adapter / named(adapter)["base_model_name_or_path"])
+    with torch.no_grad():
+        found = PeftModel.from_pretrained(theirs, adapter).eval()(IDS).logits
+    torch.testing.assert_close(found, logits(adapter), atol=1e-5, rtol=0)
+
+
+def test_a_base_that_is_missing_is_named_with_the_adapter_that_wants_it(house, train):
+    adapter = train(house / "base model", house / "run", LoRASpec(rank=2))
+    shutil.rmtree(house / "base model")
+    for open_it in (load_model, lambda source: train(source, house / "again", LoRASpec(rank=2))):
+        with pytest.raises(UserError, match=r"run/model: the adapter's base model is missing .*base model"):
+            open_it(str(adapter))
