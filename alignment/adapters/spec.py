@@ -5,7 +5,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 MOST = 65_536  # more of anything is a slip of the hand, and would ask for terabytes
-EVERY_LINEAR = r"(attention|cross)\.(query|key|value|output)|feedforward\.(gate|up|down)"
+# Of experts each one; not the router that chooses among them.
+EVERY_LINEAR = r"(attention|cross)\.(query|key|value|output)|feedforward\.(experts\.\d+\.)?(gate|up|down)"
 
 
 @dataclass(frozen=True)
