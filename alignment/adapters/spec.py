@@ -70,3 +70,16 @@ class PrefixSpec:
 
 
 AdapterSpec = LoRASpec | PrefixSpec
+
+
+def refuse_dropout(adapter: AdapterSpec | None, stage: str) -> None:
+    """Refuse an adapter's dropout where the policy is compared with its reference token by token, dropout off.
+
+    Raises:
+        ValueError: the adapter has some.
+    """
+    if isinstance(adapter, LoRASpec) and adapter.dropout > 0:
+        raise ValueError(
+            f"adapter.dropout must be 0 in {stage}, got {adapter.dropout}: dropout is off there, so that policy and "
+            "reference start equal"
+        )

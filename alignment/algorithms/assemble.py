@@ -176,6 +176,18 @@ def _named(source: str, directory: Path) -> tuple[str, str | None]:
     return source, directory.name if directory.parent.name == "snapshots" else None
 
 
+def note_dropout_off(policy: Policy, run: Run) -> None:
+    """Say that a model's own dropout does nothing in a stage that trains in eval mode."""
+    rates = {
+        key: rate
+        for key, rate in policy.model.config.items()
+        if "drop" in key and not key.startswith(("classifier", "summary")) and isinstance(rate, float) and rate > 0
+    }
+    if rates:
+        named = ", ".join(f"{key}={rate:g}" for key, rate in sorted(rates.items()))
+        run.note(f"dropout: off, so that policy and reference start equal; {policy.source} has {named}")
+
+
 def reference_model(policy: Policy, source: str | None, engine: Engine) -> Callable[..., Any]:
     """The reference as a function of a batch, without gradients: `reference(batch=..., temperature=...)`.
 

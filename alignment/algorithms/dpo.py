@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alignment.adapters.spec import LoRASpec, PrefixSpec
+from alignment.adapters.spec import LoRASpec, PrefixSpec, refuse_dropout
 from alignment.algorithms.assemble import (
     check_rows,
     load_policy,
     mean_over,
+    note_dropout_off,
     open_run,
     read_split,
     reference_model,
@@ -40,7 +41,7 @@ class DPOConfig:
         reference: checkpoint of the reference; None: the starting checkpoint itself, also after a resume.
         beta: pull towards the reference, > 0.
         label_smoothing: share of labels assumed flipped, in [0, 0.5).
-        adapter: train an adapter; the reference is then the same weights with the adapter off.
+        adapter: train an adapter, without dropout; the reference is then the same weights with the adapter off.
     """
 
     policy: str
@@ -58,6 +59,7 @@ class DPOConfig:
             raise ValueError(f"beta must be above 0, got {self.beta}; 0.1 is usual")
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(f"label_smoothing must be in [0, 0.5), got {self.label_smoothing}")
+        refuse_dropout(self.adapter, "DPO")
 
 
 def run(config: DPOConfig) -> Path:
@@ -73,6 +75,7 @@ def run(config: DPOConfig) -> Path:
         train, held_out = read_split(config.data, "comparisons", tokenizer, run_directory)
         policy = load_policy(config.policy, config.adapter, config.output)
         check_rows(policy.model, train + held_out, config.data.max_length)
+        note_dropout_off(policy, run_directory)
         stream, steps = stream_of(train, config.training)
         engine = Engine(policy.model.eval(), config.optim, config.training, total_steps=steps)
         reference = reference_model(policy, config.reference, engine)

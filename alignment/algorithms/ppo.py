@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alignment.algorithms.assemble import log_sample, open_run, save_policy, text_loss
+from alignment.algorithms.assemble import log_sample, note_dropout_off, open_run, save_policy, text_loss
 from alignment.algorithms.ppo_config import PPOConfig
 from alignment.algorithms.ppo_parts import Parts, build_parts, read_data, restore, store
 from alignment.algorithms.rollout import Rollout, RolloutBatch, collect, rollout_batches, with_advantages
@@ -42,6 +42,7 @@ def run(config: PPOConfig) -> Path:
         data = read_data(config, run_directory)
         parts = build_parts(config, data)
         save = partial(save_policy, parts.policy, parts.start, parts.tokenizer, config.output)
+        note_dropout_off(parts.start, run_directory)
         first = restore(parts, config, run_directory)
         if first == data.iterations:  # a finished run again: its model may be gone
             save()

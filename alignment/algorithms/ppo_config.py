@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from alignment.adapters.spec import LoRASpec, PrefixSpec
+from alignment.adapters.spec import LoRASpec, PrefixSpec, refuse_dropout
 from alignment.data.sources import DataConfig
 from alignment.generation import SamplingConfig
 from alignment.training import OptimConfig, TrainingConfig
@@ -21,7 +21,8 @@ class PPOConfig:
         reference: checkpoint of the reference; None: the starting checkpoint itself, also after a resume.
         critic: whose trunk the critic starts from. Its head starts at zero where scores are normalised, else it keeps
             the reward model's. A reward model with another vocabulary cannot be the critic.
-        adapter: train adapters on policy and critic; the reference is then the policy with its adapter off.
+        adapter: train adapters, without dropout, on policy and critic; the reference is then the policy with its
+            adapter off.
         max_new_tokens: longest response, end token included.
         temperature: of the samples; log-probabilities are taken at the same one.
         micro_rollout_batch_size: responses that one process samples side by side. Each holds its keys and values for the
@@ -72,6 +73,7 @@ class PPOConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self) -> None:
+        refuse_dropout(self.adapter, "PPO")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature}: PPO has to sample")
         SamplingConfig(self.max_new_tokens, self.temperature)  # checks their ranges
