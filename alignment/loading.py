@@ -19,7 +19,8 @@ from alignment.errors import UserError
 from alignment.files import atomic_directory
 from alignment.models.checkpoint import load_checkpoint, load_language_model, load_scalar_model, save_model
 from alignment.models.directory import read_config
-from alignment.models.families import FAMILIES
+from alignment.models.external import language_kind
+from alignment.models.families import FAMILIES, family_of, is_foreign
 from alignment.models.generation_config import GENERATION_CONFIG, read_generation_config, set_end_tokens
 from alignment.models.readers import SequenceClassifier
 from alignment.ragged import Ragged, groups_of
@@ -84,6 +85,17 @@ def find_base(adapter: Path) -> Path:
         ) from error
 
 
+def kind_of(source: str) -> str:
+    """decoder, encoder or encoder-decoder, by a model's config.json or that of an adapter's base; no weights are read."""
+    directory = find_directory(source)
+    directory = find_base(directory) if is_adapter(directory) else directory
+    config = read_config(directory)
+    if is_foreign(config):
+        return {"causal": "decoder", "masked": "encoder", "pairs": "encoder-decoder"}[language_kind(directory)]
+    name = family_of(config).tasks["language"].hf_class
+    return "encoder" if name.endswith("MaskedLM") else "encoder-decoder" if "Conditional" in name else "decoder"
+
+
 def load_tokenizer(source: str) -> Any:
     """The tokenizer of a model directory or Hub name; an adapter without one of its own uses its base model's."""
     directory = find_directory(source)
@@ -104,7 +116,7 @@ def stops_in_words(source: str, tokenizer: Any) -> str:
     """
     directory = find_directory(source)
     if is_adapter(directory) and not (directory / GENERATION_CONFIG).is_file():
-        directory = find_directory(read_base(directory))
+        directory = find_base(directory)
     path = directory / GENERATION_CONFIG
     named = (read_generation_config(directory) or {}).get("eos_token_id")
     named = [] if named is None else named if isinstance(named, list) else [named]

@@ -34,7 +34,7 @@ from alignment.data.tokenizers import check_vocabulary, save_tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory
 from alignment.generation import response_text
-from alignment.loading import find_base, find_directory, load_model, load_tokenizer, set_special_tokens
+from alignment.loading import find_base, find_directory, kind_of, load_model, load_tokenizer, set_special_tokens
 from alignment.models.checkpoint import load_language_model, load_scalar_model, save_model
 from alignment.models.lengths import check_lengths
 from alignment.ragged import Ragged, Seq2Seq
@@ -117,18 +117,40 @@ def stream_of(examples: Sequence[Any], training: TrainingConfig, seed: int = 0) 
 
 
 def load_policy(source: str, adapter: AdapterSpec | None, output: str) -> Policy:
-    """The language model to train, from a model or an adapter directory."""
+    """The language model to train, from a model or an adapter directory.
+
+    Raises:
+        UserError: it is no decoder.
+    """
+    _refuse_unless_decoder(source, "a policy is a decoder; start from one")
     return _fitting(_start(source, adapter, output, load_language_model), source)
 
 
 def load_scalar(
     source: str, adapter: AdapterSpec | None, output: str | None, *, head: Literal["normal", "zero"] | None
 ) -> Policy:
-    """A reward model or critic to train; `head` makes a new score head, None keeps the checkpoint's."""
+    """A reward model or critic to train; `head` makes a new score head, None keeps the checkpoint's.
+
+    Raises:
+        UserError: it is no decoder.
+    """
+    advice = "a reward model is trained on a decoder's last token; start from a decoder"
+    _refuse_unless_decoder(
+        source, "a critic needs a value at every token; set critic=policy" if output is None else advice
+    )
     directory = find_directory(source)
     brings_head = head is None and is_adapter(directory) and is_scalar_adapter(directory)  # its base may have none
     loader = partial(load_scalar_model, new_head="zero" if brings_head else head)
     return _fitting(_start(source, adapter, output, loader, with_head=head is None), source)
+
+
+def _refuse_unless_decoder(source: str, advice: str) -> None:
+    kind = kind_of(source)
+    if kind != "decoder":
+        raise UserError(
+            f"{source}: this model is an {kind}, and {advice} (`alignment pretrain` and `alignment finetune` train "
+            f"{kind}s)"
+        )
 
 
 def _fitting(policy: Policy, source: str) -> Policy:

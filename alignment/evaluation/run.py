@@ -25,6 +25,7 @@ from alignment.generation import Generation, SamplingConfig, decode_responses, r
 from alignment.loading import (
     RewardModel,
     find_directory,
+    kind_of,
     load_model,
     load_reward_model,
     load_tokenizer,
@@ -325,8 +326,13 @@ def run_reward(config: RewardEvalConfig) -> Path:
     Ties count half. Writes `results.json`.
 
     Raises:
-        UserError: bad rows or a checkpoint without a score head.
+        UserError: bad rows, a checkpoint without a score head, or an encoder.
     """
+    if kind_of(config.reward_model) == "encoder":
+        raise UserError(
+            f"{config.reward_model}: an encoder frames prompt and response in its own way, and `alignment evaluate "
+            "reward` scores decoders; alignment.load_reward_model gives its scores of (prompt, response) pairs"
+        )
     rows = _read(config.data, "comparisons")
     model = load_reward_model(config.reward_model, device=_device())
     pairs, counts = tokenise_comparisons(rows, model.tokenizer, config.data.max_length)

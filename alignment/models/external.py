@@ -111,6 +111,11 @@ def save_external(model: Any, directory: str | Path, *, state: dict[str, Tensor]
     write_generation_config(model, directory)
 
 
+def language_kind(directory: Path) -> str:
+    """causal, masked or pairs: what kind of language model transformers has for a directory; no weights are read."""
+    return _settings(directory, "language", {})[0]
+
+
 @contextmanager
 def _plain_generation_config(model: Any) -> Iterator[None]:
     """Keep transformers from writing what travels with the model: it refuses to write some that it reads."""

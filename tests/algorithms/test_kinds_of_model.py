@@ -1,0 +1,69 @@
+"""Stages for decoders refuse encoders and encoder-decoders in words, before any weight is read."""
+
+import pytest
+import torch
+
+from alignment.data.tokenizers import save_tokenizer
+from alignment.errors import UserError
+from alignment.evaluation.run import RewardEvalConfig, run_reward
+from alignment.models.build import build_model
+from alignment.models.checkpoint import save_model
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+CONFIGS = {
+    "t5": {"d_model": 32, "d_kv": 16, "d_ff": 32, "num_layers": 1, "num_heads": 2, "decoder_start_token_id": 2},
+    "bert": SMALL | {"max_position_embeddings": 320},
+    "pegasus": {"d_model": 32, "encoder_layers": 1, "decoder_layers": 1},
+    "mpnet": SMALL,
+}
+KINDS = {"t5": "encoder-decoder", "bert": "encoder", "pegasus": "encoder-decoder", "mpnet": "encoder"}
+FOREIGN = ("pegasus", "mpnet")
+
+
+@pytest.fixture
+def directory(tmp_path, tokenizer):
+    """`directory(family, task)` -> a model of it with the world's tokenizer; of a foreign one the config alone."""
+
+    def write(family, task="language"):
+        config = {"model_type": family, "vocab_size": len(tokenizer), "pad_token_id": 2, **CONFIGS[family]}
+        folder = tmp_path / family
+        folder.mkdir()
+        if family in FOREIGN:
+            from transformers import AutoConfig
+
+            AutoConfig.for_model(**config).save_pretrained(folder)
+        else:
+            save_model(build_model(config, task), folder)
+        save_tokenizer(tokenizer, folder)
+        return str(folder)
+
+    return write
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("kind", ["sft", "dpo", "reward"])
+def test_what_is_no_decoder_is_refused_before_its_weights_are_read(kind, family, directory, make_stage, tmp_path):
+    policy = directory(family)
+    for weights in (tmp_path / family).glob("*.safetensors"):
+        weights.write_bytes(b"not read")
+    run, config = make_stage(kind, policy, tmp_path / "run")
+    with pytest.raises(UserError, match=rf"{family}: this model is an {KINDS[family]}, and a .* start from"):
+        run(config)
+
+
+def test_an_encoder_is_no_critic(directory, stage, make_stage, tmp_path):
+    judge = directory("bert", "scalar")
+    run, config = make_stage("ppo", str(stage("sft") / "model"), tmp_path / "run", reward_model=judge)
+    with pytest.raises(UserError, match=r"bert: this model is an encoder, and a critic .* set critic=policy"):
+        run(config)
+
+
+def test_evaluate_reward_says_who_scores_with_an_encoder(directory, world, tmp_path):
+    from alignment.data.sources import DataConfig
+
+    torch.manual_seed(0)
+    config = RewardEvalConfig(
+        directory("bert", "scalar"), DataConfig(train=world["comparisons"]), str(tmp_path / "out")
+    )
+    with pytest.raises(UserError, match=r"bert: an encoder frames .* alignment\.load_reward_model gives its scores"):
+        run_reward(config)
