@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from alignment.ragged import Ragged
 
-# (input_ids [b, T], attention_mask [b, T], token_type_ids [b, T] or None) -> [b, T, ...], or [b, ...] for documents
-Read = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+# (input_ids [b, T], attention_mask [b, T], token_type_ids [b, T] or None, columns wanted [c] or None: all)
+# -> [b, T or c, ...], or [b, ...] for documents
+Read = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 IDLE_CELLS = 2048  # padding that costs less than one more call
 
 
@@ -74,7 +75,10 @@ def per_token(read: Read, batch: Ragged, filler: int, wanted: Tensor | None = No
     outputs, places = [], []
     for _, (ids, mask, segments, of_tokens) in rectangles(batch, filler):
         here = chosen[of_tokens]
-        outputs.append(read(ids, mask, segments)[mask.bool()][here])
+        cells = torch.zeros_like(mask, dtype=torch.bool).masked_scatter(mask.bool(), here)  # row by row, as `of_tokens`
+        columns = None if wanted is None else cells.any(0).nonzero().squeeze(1)
+        found = read(ids, mask, segments, columns)
+        outputs.append(found[cells if columns is None or found.shape[1] != len(columns) else cells[:, columns]])
         places.append(of_tokens[here])
     in_order = torch.cat(outputs)[torch.cat(places).argsort()]
     return in_order if wanted is None else in_order[(chosen.cumsum(0) - 1)[wanted]]
@@ -84,7 +88,7 @@ def per_document(read: Read, batch: Ragged, filler: int) -> Tensor:
     """What `read` says of each document, [B, ...]."""
     outputs, order = [], []
     for rows, (ids, mask, segments, _) in rectangles(batch, filler):
-        outputs.append(read(ids, mask, segments))
+        outputs.append(read(ids, mask, segments, None))
         order += rows
     return torch.cat(outputs)[torch.tensor(order, device=batch.tokens.device).argsort()]
 
@@ -102,8 +106,10 @@ def reads_every_token(inner: Any) -> bool:
 def reader(inner: Any, *fields: str) -> Read:
     """One field of what `inner` gives, or several as the last dimension."""
 
-    def read(ids: Tensor, mask: Tensor, segments: Tensor | None) -> Tensor:
+    def read(ids: Tensor, mask: Tensor, segments: Tensor | None, columns: Tensor | None) -> Tensor:
         options: dict[str, Any] = {"use_cache": False} if takes(inner, "use_cache") else {}
+        if columns is not None and takes(inner, "logits_to_keep"):
+            options["logits_to_keep"] = columns
         if segments is not None:
             options["token_type_ids"] = segments
         out = inner(input_ids=ids, attention_mask=mask, **options)
@@ -116,7 +122,7 @@ def reader(inner: Any, *fields: str) -> Read:
 def score_reader(inner: Any) -> Read:
     """The score head on every token; transformers itself would show the last one's only, and look for it by its id."""
 
-    def read(ids: Tensor, mask: Tensor, segments: Tensor | None) -> Tensor:
+    def read(ids: Tensor, mask: Tensor, segments: Tensor | None, columns: Tensor | None) -> Tensor:
         hidden = inner.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         with torch.autocast(hidden.device.type, enabled=False):  # close scores must not become ties
             return inner.score(hidden.to(inner.score.weight.dtype))

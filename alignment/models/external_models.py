@@ -15,6 +15,7 @@ from alignment.models.external_cache import PairCache, RereadCache, SharedCache,
 from alignment.models.external_layout import per_document, per_token, reader, reads_every_token, rectangle, score_reader
 from alignment.models.heads import Output
 from alignment.models.padded import from_padded, given, to_padded
+from alignment.models.recompute import recompute_calls
 from alignment.ragged import Ragged, Seq2Seq
 
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # names for the longest document, by class
@@ -67,14 +68,14 @@ class ExternalLanguageModel(nn.Module):
         """
         if keep != "nothing":
             raise UserError(f"training.keep_activations: {keep!r} needs a model of ours; transformers' keep nothing")
-        if not self.inner.supports_gradient_checkpointing:
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        # transformers' own switch does nothing in eval mode, in which DPO and PPO train.
+        layers = [layer for layer in self.inner.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        if not (layers and self.inner.supports_gradient_checkpointing):
             raise UserError(f"training.gradient_checkpointing: {type(self.inner).__name__} does not support it")
-        # transformers is renaming the pair: from version 6 on only the first name is left.
-        name = next(name for name in ("activation", "gradient") if hasattr(self.inner, f"{name}_checkpointing_enable"))
-        if enabled:
-            getattr(self.inner, f"{name}_checkpointing_enable")({"use_reentrant": False})
-        else:
-            getattr(self.inner, f"{name}_checkpointing_disable")()
+        for layer in layers:
+            recompute_calls(layer, enabled)
 
     def forward(
         self,

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable
 from functools import partial
+from types import MethodType
 from typing import Any, Literal
 
 import torch
 import torch.nn.attention.varlen  # registers torch_attn::_varlen_attn
+from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 Keep = Literal["nothing", "attention", "products"]
@@ -35,3 +37,18 @@ def recomputed(keep: Keep) -> Callable[..., Any]:
         return partial(checkpoint, use_reentrant=False)
     contexts = partial(create_selective_checkpoint_contexts, _kept_operations(keep))
     return partial(checkpoint, use_reentrant=False, context_fn=contexts)
+
+
+def recompute_calls(module: nn.Module, enabled: bool = True) -> None:
+    """Let every call of a module that is not ours be repeated in the backward pass, in training and in eval mode."""
+    if enabled:
+        module.forward = MethodType(_repeated, module)  # bound, so that a deep copy of the module calls itself
+    else:
+        vars(module).pop("forward", None)
+
+
+def _repeated(self: nn.Module, *args: Any, **options: Any) -> Any:
+    forward = partial(type(self).forward, self)
+    if not torch.is_grad_enabled():
+        return forward(*args, **options)
+    return recomputed("nothing")(forward, *args, **options)

@@ -1,6 +1,7 @@
 """Families without a table of ours run as transformers' classes, and behave as our own models do."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -163,15 +164,52 @@ def test_recomputed_activations_give_the_same_gradient(decoder):
         with pytest.raises(UserError, match="does not support it"):
             ours.checkpoint_activations()
         return
-    gradients = []
-    for enabled in (False, True):
-        ours.checkpoint_activations(enabled)
-        ours.train().zero_grad()
-        torch.manual_seed(3)
-        ours(batch=batch).log_probs.sum().backward()
-        gradients.append({name: p.grad for name, p in ours.named_parameters() if p.grad is not None})
-    for name, gradient in gradients[0].items():
-        assert_close(gradients[1][name], gradient)
+    for training in (True, False):  # DPO and PPO train in eval mode
+        gradients, calls = [], []
+        for enabled in (False, True):
+            ours.checkpoint_activations(enabled)
+            ours.train(training).zero_grad()
+            torch.manual_seed(3)
+            with counted_calls(ours) as count:
+                ours(batch=batch).log_probs.sum().backward()
+            calls.append(len(count))
+            gradients.append({name: p.grad for name, p in ours.named_parameters() if p.grad is not None})
+        for name, gradient in gradients[0].items():
+            assert_close(gradients[1][name], gradient)
+        assert calls[0] > 0 and calls[1] == 2 * calls[0], f"every layer is computed twice, training={training}"
+        with torch.no_grad(), counted_calls(ours) as count:
+            ours(batch=batch)
+        assert len(count) == calls[0]
+
+
+@contextmanager
+def counted_calls(ours):
+    """Calls of the first part inside each of transformers' layers, a norm commonly."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    count, hooks = [], []
+    for layer in ours.modules():
+        if isinstance(layer, GradientCheckpointingLayer):
+            inside = next(layer.children())
+            hooks.append(inside.register_forward_hook(lambda *_: count.append(1)))
+    yield count
+    for hook in hooks:
+        hook.remove()
+
+
+@pytest.mark.parametrize("family", ["stablelm", "cohere", "granite", "gptj"])
+def test_the_head_reads_the_columns_with_targets_only(family, tmp_path):
+    write(family, DECODERS[family], tmp_path)
+    ours, rows = load_external(tmp_path), []
+    head = ours.inner.get_output_embeddings()
+    head.register_forward_hook(lambda module, inputs, output: rows.append(inputs[0].shape[:2].numel()))
+    masks = [[False] * (len(row) - 2) + [True] * 2 for row in DOCUMENTS[:1] + DOCUMENTS[2:]]
+    batch = Ragged.build(DOCUMENTS[:1] + DOCUMENTS[2:], masks)
+    wanted = ours(batch=Ragged.build(DOCUMENTS[:1] + DOCUMENTS[2:])).log_probs
+    assert rows == [3 * 12]  # the last column of the longest predicts nothing
+    last_two = torch.tensor([10, 11, 13, 14, 15, 16])
+    assert_close(ours(batch=batch).log_probs, wanted[last_two])
+    assert rows[1:] == [3 * 5]  # columns 10 and 11 of the longest row, 1 and 2, 0 and 1
 
 
 @torch.no_grad()
