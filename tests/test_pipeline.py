@@ -399,3 +399,48 @@ def test_packaged_recipes_are_valid(name, tmp_path, monkeypatch):
     recipe, stages = plan(name, tmp_path)
     assert recipe.name == name
     assert stages
+
+
+@pytest.mark.parametrize("name", ["~/models/m", "mymodel"])
+def test_a_model_under_the_home_directory_or_named_by_a_plain_word_is_part_of_the_hash(recipe, ran, monkeypatch, name):
+    monkeypatch.setenv("HOME", str(recipe.parent))
+    monkeypatch.chdir(recipe.parent)
+    model = Path(name).expanduser()
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    edit(recipe, "${world}/model", name)
+    go(recipe)
+    assert ran.names() == ["world", "sft", "ppo"]
+    go(recipe)
+    assert ran.names() == []
+    (model / "config.json").write_text('{"changed": true}')
+    go(recipe)
+    assert ran.names() == ["sft", "ppo"]
+
+
+def test_a_plain_word_that_is_a_directory_s_name_by_chance_is_not_hashed(recipe, ran, monkeypatch):
+    monkeypatch.chdir(recipe.parent)
+    (recipe.parent / "cosine").mkdir()
+    edit(recipe, "${world}/model", "cosine")
+    go(recipe)
+    ran.names()
+    (recipe.parent / "cosine" / "rows.txt").write_text("new")
+    go(recipe)
+    assert ran.names() == []
+
+
+def test_another_commit_of_a_hub_model_runs_the_stage_anew(recipe, ran, monkeypatch, tmp_path):
+    from alignment.training import lineage
+
+    commits = {"org/name": "a" * 40}
+    monkeypatch.setattr(lineage, "hub_commit", lambda name: commits.get(name), raising=False)
+    edit(recipe, "${world}/model", "org/name")
+    go(recipe)
+    assert ran.names() == ["world", "sft", "ppo"]
+    path = recipe.parent / "out" / "sft" / "lineage.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"parents": {"org/name": "a" * 40}}))  # as a run notes it
+    go(recipe)
+    assert ran.names() == []
+    commits["org/name"] = "b" * 40
+    go(recipe)
+    assert ran.names() == ["sft"]

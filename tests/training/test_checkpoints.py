@@ -251,3 +251,109 @@ def test_random_states_come_back(tmp_path):
     set_random_state(state)
     second = (random.random(), np.random.rand(), torch.rand(3))
     assert first[:2] == second[:2] and torch.equal(first[2], second[2])
+
+
+def test_a_damaged_checkpoint_is_kept_under_another_name_and_never_outlives_a_sound_one(tmp_path, capsys):
+    engine = saved(tmp_path, 3)
+    cut_in_half(tmp_path / "step-000003" / "model.safetensors")
+    found = latest_checkpoint(tmp_path)
+    assert found == tmp_path / "step-000002"
+    load_checkpoint(found, engine, IDENTITY)
+    save_checkpoint(tmp_path, 3, engine, {}, IDENTITY, 1)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-000003"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged-step-000003", "step-000003"]
+    assert "kept as damaged-step-000003" in capsys.readouterr().err
+
+
+def test_a_second_damaged_checkpoint_of_a_step_does_not_replace_the_first(tmp_path):
+    saved(tmp_path, 3)
+    (tmp_path / "damaged-step-000003").mkdir()
+    flip_bit(tmp_path / "step-000003" / "model.safetensors")
+    latest_checkpoint(tmp_path)
+    names = ["damaged-step-000003", "damaged-step-000003-2", "step-000001", "step-000002"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("name", ["step-000000", "step-099999"])
+def test_an_empty_directory_beside_checkpoints_neither_counts_nor_goes(tmp_path, name, keep):
+    engine = saved(tmp_path, 2, keep=2)
+    (tmp_path / name).mkdir()
+    advance(engine, 1)
+    save_checkpoint(tmp_path, 3, engine, {}, IDENTITY, keep)
+    expected = {name, "step-000003"} | ({"step-000002"} if keep == 2 else set())
+    assert {path.name for path in tmp_path.iterdir()} == expected
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-000003"
+
+
+def test_nothing_is_set_aside_where_no_checkpoint_is_whole(tmp_path):
+    saved(tmp_path, 1)
+    flip_bit(tmp_path / "step-000001" / "model.safetensors")
+    for _ in range(2):  # the second start does not begin anew either
+        with pytest.raises(UserError, match="no checkpoint in"):
+            latest_checkpoint(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+def test_every_flipped_bit_of_a_manifest_is_laid_to_the_manifest(tmp_path):
+    saved(tmp_path, 1)
+    path = tmp_path / "step-000001" / "manifest.json"
+    content = path.read_bytes()
+    for place in range(0, len(content), 7):
+        changed = bytearray(content)
+        changed[place] ^= 1 << place % 8
+        path.write_bytes(bytes(changed))
+        with pytest.raises(UserError) as caught:
+            latest_checkpoint(tmp_path)
+        assert "manifest.json" in str(caught.value) and "safetensors" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[]", "3", '"files"', "null", '{"files": {}}', '{"format": 2, "files": []}', "{", "[" * 100_000, b"\xff\xfe{}"],
+)
+def test_a_manifest_that_is_none_is_named(tmp_path, content):
+    saved(tmp_path, 1)
+    path = tmp_path / "step-000001" / "manifest.json"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=r"step-000001/manifest\.json"):
+        latest_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["above", "absolute", "link"])
+def test_a_file_outside_of_the_checkpoint_is_refused_and_not_opened(tmp_path, monkeypatch, kind):
+    saved(tmp_path / "run", 1)
+    outside = tmp_path / "secret"
+    outside.write_text("secret")
+    checkpoint = tmp_path / "run" / "step-000001"
+    name = {"above": "../../secret", "absolute": str(outside), "link": "inside"}[kind]
+    (checkpoint / "inside").symlink_to(outside)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest.pop("sum", None)
+    manifest["files"][name] = hashlib.sha256(b"secret").hexdigest()
+    manifest["sum"] = hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    opened = []
+
+    def noting(path, *arguments, real=open, **options):
+        opened.append(str(path))
+        return real(path, *arguments, **options)
+
+    monkeypatch.setattr("builtins.open", noting)
+    with pytest.raises(UserError, match="manifest.json names"):
+        latest_checkpoint(tmp_path / "run")
+    assert not any(path.endswith(("secret", "inside")) for path in opened)
+
+
+def test_a_full_disk_while_weights_are_written_is_named_with_path_and_bytes(tmp_path, monkeypatch):
+    engine = saved(tmp_path, 1)
+
+    def fails(tensors: object, path: Path) -> None:
+        path.write_bytes(b"12345")
+        raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr("alignment.training.state_files.save_file", fails)
+    with pytest.raises(UserError, match=r"step-000002: the disk is full: 5 bytes of it are written.* \d+ are free"):
+        save_checkpoint(tmp_path, 2, engine, {}, IDENTITY, 1)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step-000001"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]

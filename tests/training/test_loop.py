@@ -208,3 +208,207 @@ def test_a_signal_ends_the_run_with_a_checkpoint_and_a_second_one_at_once(tmp_pa
     else:
         assert found is not None and int(found.name[5:]) == json.loads(log.read_text().splitlines()[-1])["step"]
         assert "a checkpoint is saved" in errors
+
+
+class Interrupting:
+    """A model that "is written" to a file, and a SIGTERM that comes while it is."""
+
+    def __init__(self, output: Path, interrupt: bool = True):
+        self.path, self.interrupt, self.calls = output / "model", interrupt, 0
+
+    def __call__(self) -> None:
+        self.calls += 1
+        if self.interrupt and self.calls == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        self.path.mkdir(exist_ok=True)
+        (self.path / "weights").write_text("whole")
+
+
+@pytest.fixture
+def as_command():
+    """SIGTERM ends the process through every `finally`, as under the command line."""
+
+    def terminate(number, frame):
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def fitted(output: Path, save, evaluate=None, steps: int = 3) -> Engine:
+    """Three updates without checkpoints of their own; `save` writes the model."""
+    training = TrainingConfig(max_steps=steps)
+    with Run(output, {}, stage="toy") as run:
+        engine = toy_engine(training=training, steps=steps)
+        fit(
+            engine, ToyStream(), collate_by(4), squared_error(engine.model), training, run, evaluate=evaluate, save=save
+        )
+    return engine
+
+
+def test_a_signal_while_the_model_is_written_waits_for_it_and_a_checkpoint_is_saved(tmp_path, as_command, capsys):
+    save = Interrupting(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        fitted(tmp_path, save)
+    assert caught.value.code == 143 and "a checkpoint is saved" in capsys.readouterr().err
+    assert (save.path / "weights").read_text() == "whole"
+    assert latest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-000003"
+    again = fitted(tmp_path, save)
+    assert again.step == 3 and save.calls == 2, "nothing is trained again, and the model is there"
+
+
+def test_a_signal_after_the_last_update_is_handed_on_when_the_run_is_finished(tmp_path, as_command, capsys):
+    done = []
+    with pytest.raises(SystemExit) as caught, Run(tmp_path, {}, stage="toy") as run:
+        for step in run.steps(0, 1):
+            run.log(step + 1, {"loss": 1.0})
+        os.kill(os.getpid(), signal.SIGTERM)
+        done.append("written")
+    assert caught.value.code == 143 and done == ["written"]
+    assert "its model is written" in capsys.readouterr().err
+
+
+def test_a_signal_before_the_first_update_ends_the_run_at_once_and_says_that_nothing_was_trained(
+    tmp_path, as_command, capsys
+):
+    with pytest.raises(SystemExit) as caught, Run(tmp_path, {}, stage="toy"):
+        os.kill(os.getpid(), signal.SIGTERM)
+        raise AssertionError("loading went on")
+    assert caught.value.code == 143
+    assert "nothing was trained" in capsys.readouterr().err and not (tmp_path / "metrics.jsonl").exists()
+    fitted(tmp_path, None)
+
+
+def test_a_signal_during_an_evaluation_is_heeded_when_it_is_logged(tmp_path, as_command):
+    def evaluate() -> dict[str, float]:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return {"held_out_loss": 1.0}
+
+    with pytest.raises(SystemExit) as caught:
+        fitted(tmp_path, Interrupting(tmp_path, interrupt=False), evaluate)
+    assert caught.value.code == 143 and lines(tmp_path)[-1]["held_out_loss"] == 1.0
+    assert latest_checkpoint(tmp_path / "checkpoints") == tmp_path / "checkpoints" / "step-000003"
+
+
+def test_an_error_in_the_last_evaluation_does_not_lose_the_model(tmp_path):
+    def evaluate() -> dict[str, float]:
+        raise torch.OutOfMemoryError("out of memory")
+
+    save = Interrupting(tmp_path, interrupt=False)
+    with pytest.raises(torch.OutOfMemoryError):
+        fitted(tmp_path, save, evaluate)
+    assert (save.path / "weights").read_text() == "whole"
+
+
+@pytest.mark.parametrize("kept", ["checkpoints", "model", "metrics.jsonl"])
+def test_what_a_run_with_other_settings_has_made_is_not_replaced(tmp_path, kept):
+    train(tmp_path, save_every_steps=2 if kept == "checkpoints" else 0)
+    if kept == "model":
+        (tmp_path / "metrics.jsonl").unlink()
+        (tmp_path / "model").mkdir()
+        (tmp_path / "model" / "weights").write_text("precious")
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file() and file.name != ".lock"}
+    with pytest.raises(UserError) as caught:
+        train(tmp_path, learning_rate=2e-2)
+    assert f"{tmp_path}: holds" in str(caught.value) and kept in str(caught.value)
+    assert "config.optim.learning_rate: 0.01 -> 0.02" in str(caught.value)
+    assert "Choose another output directory, or delete this one" in str(caught.value)
+    assert before == {file: file.read_bytes() for file in before}
+    train(tmp_path)
+
+
+def test_other_data_and_another_stage_are_refused_before_a_model_is_loaded(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("{}\n")
+    config = {"data": {"train": str(rows)}}
+    with Run(tmp_path / "run", config, stage="sft") as run:
+        run.log(1, {"loss": 1.0})
+    with pytest.raises(UserError, match="stage: 'sft' -> 'dpo'"):
+        Run(tmp_path / "run", config, stage="dpo")
+    rows.write_text("{} \n")
+    with pytest.raises(UserError, match=r"data\.data\.train: "):
+        Run(tmp_path / "run", config, stage="sft")
+
+
+def test_a_model_that_no_run_has_written_is_not_replaced(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="holds model that no run"):
+        Run(tmp_path, {}, stage="toy")
+
+
+def test_a_run_that_died_before_its_first_update_is_no_obstacle(tmp_path):
+    with Run(tmp_path, {"optim": {"learning_rate": 1.0}}, stage="toy"):
+        pass
+    train(tmp_path)
+
+
+def test_a_run_with_metrics_and_no_checkpoint_begins_anew_with_the_same_settings(tmp_path):
+    whole = train(tmp_path / "whole", save_every_steps=0)
+    (tmp_path / "parts").mkdir()
+    train(tmp_path / "parts", save_every_steps=0)
+    again = train(tmp_path / "parts", save_every_steps=0)
+    assert lines(tmp_path / "parts") == lines(tmp_path / "whole")
+    assert all(torch.equal(value, weights(again)[name]) for name, value in weights(whole).items())
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "samples.jsonl"])
+@pytest.mark.parametrize(
+    "line", [b"loss 3", b"[1, 2]", b"3", b'{"loss": 1}', b'{"step": "2"}', b'{"step": null}', b'{"step": "\xff"}']
+)
+def test_a_log_that_no_run_has_written_is_named_with_its_line_before_a_model_is_loaded(tmp_path, name, line):
+    train(tmp_path)
+    good = b'{"step": 1, "text": "a\\u2028b"}\n'
+    (tmp_path / name).write_bytes(good + line + b"\n" + good)
+    with pytest.raises(UserError, match=rf"{name}:2: not a line of a run's log .*; delete the line, or the file"):
+        Run(
+            tmp_path,
+            {"output": str(tmp_path), "optim": {"learning_rate": 1e-2}, "training": {"trackers": []}},
+            stage="toy",
+        )
+
+
+def test_texts_with_other_line_ends_and_a_letter_cut_in_half_are_no_damage(tmp_path):
+    path = tmp_path / "samples.jsonl"
+    with Run(tmp_path, {}, stage="toy") as run:
+        run.sample(1, response="one\u2028two\x85three")
+        run.sample(2, response="later")
+    with open(path, "ab") as file:
+        file.write('{"step": 2, "response": "ä'.encode()[:-1])
+    truncate_lines(path, 1)
+    assert [json.loads(line)["response"] for line in path.read_text().split("\n")[:-1]] == ["one\u2028two\x85three"]
+
+
+def test_a_full_disk_under_the_metrics_is_named(tmp_path, monkeypatch):
+    def fails(*arguments: object, **options: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with Run(tmp_path, {}, stage="toy") as run:
+        monkeypatch.setattr("builtins.open", fails)
+        with pytest.raises(UserError, match=r"metrics\.jsonl: the disk is full: \d+ bytes .* \d+ are free"):
+            run.log(1, {"loss": 1.0})
+        monkeypatch.undo()
+
+
+def test_a_model_under_the_home_directory_is_part_of_the_identity(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "models" / "m").mkdir(parents=True)
+    (tmp_path / "models" / "m" / "config.json").write_text("{}")
+    with Run(tmp_path / "run", {}, stage="toy", parents=["~/models/m"]) as run:
+        before = run.identity["parents"]["~/models/m"]
+    (tmp_path / "models" / "m" / "config.json").write_text("{ }")
+    with Run(tmp_path / "run", {}, stage="toy", parents=["~/models/m"]) as run:
+        assert before and run.identity["parents"]["~/models/m"] not in (None, before)
+
+
+def test_a_hub_model_is_known_by_its_commit(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    commit = "0123456789" * 4
+    model = tmp_path / "models--org--name"
+    (model / "snapshots" / commit).mkdir(parents=True)
+    (model / "snapshots" / commit / "config.json").write_text("{}")
+    (model / "refs").mkdir()
+    (model / "refs" / "main").write_text(commit)
+    with Run(tmp_path / "run", {}, stage="toy", parents=["org/name", "org/other"]) as run:
+        assert run.identity["parents"] == {"org/name": commit, "org/other": None}
