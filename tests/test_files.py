@@ -131,10 +131,10 @@ def test_a_full_disk_is_named_with_path_and_bytes_and_changes_nothing(tmp_path, 
     path = tmp_path / "model"
     write(path, "old")
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("usage", (), {"free": 17}))
-    with pytest.raises(UserError, match=r"model: the disk is full: 5 bytes of it are written.*and 17 are free"):
-        with atomic_directory(path) as folder:
-            (folder / "a").write_text("12345")
-            raise error
+    message = r"model: the disk is full: 5 bytes of it are written.*and 17 are free"
+    with pytest.raises(UserError, match=message), atomic_directory(path) as folder:
+        (folder / "a").write_text("12345")
+        raise error
     assert content(path) == "old" and os.listdir(tmp_path) == ["model"]
 
 

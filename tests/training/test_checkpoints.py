@@ -340,7 +340,7 @@ def test_a_file_outside_of_the_checkpoint_is_refused_and_not_opened(tmp_path, mo
         return real(path, *arguments, **options)
 
     monkeypatch.setattr("builtins.open", noting)
-    with pytest.raises(UserError, match="manifest.json names"):
+    with pytest.raises(UserError, match=r"manifest\.json names"):
         latest_checkpoint(tmp_path / "run")
     assert not any(path.endswith(("secret", "inside")) for path in opened)
 
