@@ -271,8 +271,7 @@ def damage(bench: Bench, method: str) -> None:
     """Each file of the newest checkpoint in four ways, met with `keep_checkpoints=1`, the least there is to go on from."""
     expected = bench.undisturbed(method, "full")
     stopped, output = bench.folder / f"stopped-{method}", bench.folder / "cell"
-    bench.run(bench.config(method, "full", output, save_every_steps=1), lambda: stop_in(STEPS - 1))
-    shutil.copytree(output, stopped)
+    bench.run(bench.config(method, "full", stopped, save_every_steps=1), lambda: stop_in(STEPS - 1))
     newest = Path("checkpoints") / f"step-{STEPS - 1:06d}"
     for file in sorted(path.relative_to(stopped / newest) for path in (stopped / newest).rglob("*") if path.is_file()):
         for fault in (halve, empty, flip, Path.unlink):
