@@ -20,7 +20,7 @@ from alignment.algorithms.ppo_parts import Parts, build_parts, read_data, restor
 from alignment.algorithms.rollout import Rollout, RolloutBatch, collect, rollout_batches, with_advantages
 from alignment.data.batches import PromptExample
 from alignment.generation import SamplingConfig, response_text
-from alignment.losses import clipped_policy_loss, clipped_value_loss, kl_estimates
+from alignment.losses import clipped_policy_loss, clipped_tokens, clipped_value_loss, kl_estimates
 from alignment.training import LossSum, Term
 
 __all__ = ["PPOConfig", "iterate", "run"]
@@ -141,12 +141,12 @@ def policy_loss(policy: Any, config: PPOConfig, ratio_errors: list[Tensor]) -> C
         answer = policy(batch=batch.ragged, temperature=config.temperature, entropy=True)
         cost = clipped_policy_loss(answer.log_probs, batch.log_probs, batch.advantages, clip_range=config.clip_range)
         change = (answer.log_probs - batch.log_probs).detach()
-        distance = (change.exp() - 1).abs()
-        ratio_errors.append(distance.max())
+        clipped = clipped_tokens(answer.log_probs, batch.log_probs, batch.advantages, clip_range=config.clip_range)
+        ratio_errors.append((change.exp() - 1).abs().max())
         metrics = {
             "policy_loss": cost.detach().sum(),
             "approx_kl": (change**2).sum() / 2,
-            "clip_fraction": (distance > config.clip_range).float().sum(),
+            "clip_fraction": clipped.float().sum(),
             "entropy": answer.entropy.sum(),
         }
         return LossSum(cost.sum(), metrics)

@@ -38,7 +38,7 @@ FURTHER = (
     _one("learning_rate", "Learning rate"),
     _one("grad_norm", "Gradient norm", "before clipping"),
     _one("approx_kl", "KL of one update", "nats per token"),
-    _one("clip_fraction", "Clipped share", "tokens outside the clip range"),
+    _one("clip_fraction", "Clipped share", "tokens whose gradient is clipped"),
     _one("first_ratio_error", "First ratio error", "largest |ratio − 1| before any update"),
     _one("kl_coef", "KL coefficient"),
     _one("explained_variance", "Explained variance", "1: a perfect critic"),

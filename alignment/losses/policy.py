@@ -156,6 +156,25 @@ def clipped_policy_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Te
     return torch.maximum(-advantages * ratio, -advantages * clipped)
 
 
+@torch.no_grad()
+def clipped_tokens(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, clip_range: float) -> Tensor:
+    """Where `clipped_policy_loss` takes the clipped term, so that the token has no gradient.
+
+    That is a ratio above 1 + clip_range at a positive advantage, or below 1 - clip_range at a negative one. The other
+    ratios outside the range make the unclipped term the larger cost, and are not clipped.
+
+    Args:
+        log_probs, old_log_probs, advantages, clip_range: as for `clipped_policy_loss`.
+
+    Returns:
+        bool, same shape; its mean over tokens is the clip fraction.
+
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7 and figure 1.
+    """
+    ratio = torch.exp(log_probs - old_log_probs)
+    return ((ratio > 1 + clip_range) & (advantages > 0)) | ((ratio < 1 - clip_range) & (advantages < 0))
+
+
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip_range: float) -> Tensor:
     """Squared error of the critic, pessimistic about steps of more than `clip_range`, one value per token.
 

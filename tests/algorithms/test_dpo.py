@@ -1,11 +1,15 @@
 """DPO as runs; its first loss is an invariant (I7), its formula is tested with the losses."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-from alignment.algorithms.dpo import DPOConfig
+from alignment.algorithms.dpo import DPOConfig, pair_loss
+from alignment.data.batches import PairBatch
 from alignment.data.sources import DataConfig
+from alignment.ragged import Ragged
 from alignment.training import OptimConfig, TrainingConfig
 
 
@@ -47,6 +51,23 @@ def test_a_named_reference_is_the_one_compared_with(stage, make_stage, tmp_path,
         lines.append([(line["loss"], line["chosen_reward"]) for line in read_metrics(tmp_path / name)])
     assert lines[0] == lines[1]
     assert abs(lines[2][0][1]) > 1e-3
+
+
+def test_the_loss_is_worked_by_hand_with_its_beta_and_label_smoothing():
+    # margin = 0.5 * ((-1 + 3) - (-4 + 3)) = 1.5; softplus(-1.5) = 0.201413, softplus(1.5) = 1.701413
+    batch = PairBatch(Ragged.build([[1, 2], [1, 3]], weight=1), None)
+    policy, reference = (
+        lambda batch, values=values: SimpleNamespace(log_probs=torch.tensor(values))
+        for values in ([-1.0, -4.0], [-3.0, -3.0])
+    )
+    for label_smoothing, wanted in ((0.0, 0.201413), (0.1, 0.9 * 0.201413 + 0.1 * 1.701413)):
+        config = DPOConfig("p", DataConfig(train="t"), "o", beta=0.5, label_smoothing=label_smoothing)
+        result = pair_loss(policy, reference, config)(batch)
+        assert result.total.item() == pytest.approx(wanted, abs=1e-5)
+        assert {name: value.item() for name, value in result.metrics.items()} == {
+            "accuracy": 1, "ties": 0, "margin": 1.5, "chosen_reward": 1.0, "rejected_reward": -0.5,
+            "chosen_log_prob": -1, "rejected_log_prob": -4,
+        }  # fmt: skip
 
 
 @pytest.mark.parametrize("settings", [{"beta": 0.0}, {"label_smoothing": 0.5}, {"label_smoothing": -0.1}])

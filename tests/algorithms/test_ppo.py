@@ -5,6 +5,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +18,10 @@ from alignment.algorithms.ppo_config import PPOConfig
 from alignment.algorithms.ppo_parts import Normaliser, build_parts, load_critic, read_data
 from alignment.data.batches import PromptExample
 from alignment.data.chat import prompt_ids
+from alignment.algorithms.ppo import improve, iterate, policy_loss
+from alignment.algorithms.ppo_config import PPOConfig
+from alignment.algorithms.ppo_parts import Normaliser, build_parts, load_critic, read_data, token_scorer
+from alignment.algorithms.rollout import RolloutBatch, ragged_of
 from alignment.data.sources import DataConfig
 from alignment.data.tokenizers import save_tokenizer, train_bpe
 from alignment.errors import UserError
@@ -137,6 +142,25 @@ def test_the_pretraining_mix_adds_its_gradient(ppo, parts_of, text):
     assert min(alone.norm(), text_alone.norm()) > 1e-3
     assert (both - (alone + 0.5 * text_alone)).norm() <= 1e-4 * both.norm()
     assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + 0.5 * metrics["pretrain_loss"], abs=1e-5)
+
+
+def test_policy_metrics_are_worked_by_hand(ppo):
+    """Ratios 1.5, 1.5, 0.5, 0.5 at advantages 1, -1, 1, -1 and clip range 0.2: costs -1.2, 1.5, -0.5, 0.8."""
+    _, config = ppo(clip_range=0.2)
+    change = torch.tensor([1.5, 1.5, 0.5, 0.5]).log()
+    old, advantages = torch.tensor([-1.0, -2.0, -3.0, -4.0]), torch.tensor([1.0, -1.0, 1.0, -1.0])
+    batch = RolloutBatch(ragged_of([[1]], [[2, 3, 4, 5]], [0]), old, torch.zeros(4), advantages, torch.zeros(4))
+    policy = lambda **_: SimpleNamespace(log_probs=old + change, entropy=torch.tensor([0.1, 0.2, 0.3, 0.4]))  # noqa: E731
+    ratio_errors = []
+    result = policy_loss(policy, config, ratio_errors)(batch)
+    assert result.total.item() == pytest.approx(0.6, abs=1e-6)
+    assert {name: value.item() for name, value in result.metrics.items()} == pytest.approx({
+        "policy_loss": 0.6,
+        "approx_kl": (change**2).sum().item() / 2,
+        "clip_fraction": 2,  # the first and the last; the others lie outside the range, but not clipped
+        "entropy": 1.0,
+    })  # fmt: skip
+    assert ratio_errors[0].item() == pytest.approx(0.5)
 
 
 def test_rows_that_fill_no_last_batch_are_made_up_for_from_the_next_epoch(ppo, read_metrics, tmp_path):

@@ -3,6 +3,8 @@
 import copy
 
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from alignment.data import chat
 from alignment.data.batches import tokenise_comparisons, tokenise_demonstrations
@@ -10,6 +12,9 @@ from alignment.data.encoding import encode
 from alignment.data.prepare import prepare
 from alignment.data.records import Comparison, Demonstration
 from alignment.data.sources import DataConfig
+from alignment.data.batches import tokenise_demonstrations
+from alignment.data.encoding import encode
+from alignment.data.records import Demonstration
 from alignment.errors import UserError
 
 USER = {"role": "user", "content": "hello there"}
@@ -291,3 +296,35 @@ def test_h01_ends_count_where_padding_is_the_end_token(bpe):
     assert batch.targets.tolist().count(int(batch.last[0])) == batch.targets.tolist().count(int(batch.last[1])) == 1
     assert int((batch.tokens[batch.targets] == eos).sum()) == 2
     assert batch.weight == 7 + 14
+
+
+def test_every_assistant_turn_of_a_dialogue_is_trained_on(chatml):
+    row = Demonstration(DIALOGUE[:-1], "$46", "r1", DIALOGUE)
+    [whole], _ = tokenise_demonstrations([row], chatml, 1000)
+    assert spans(chatml, whole.ids, whole.mask) == ["hello to you<|im_end|>", "on the mat<|im_end|>", "$46<|im_end|>"]
+    # what is cut off stands behind the BOS; the rest keeps what counts
+    for room in range(len(whole.ids) // 2, len(whole.ids)):
+        [cut], _ = tokenise_demonstrations([row], chatml, room)
+        lost = len(whole.ids) - room
+        assert cut.ids == whole.ids[:1] + whole.ids[1 + lost :]
+        assert cut.mask == whole.mask[:1] + whole.mask[1 + lost :]
+
+
+def test_text_after_a_control_string_gets_no_blank_of_its_own(metaspace):
+    tokenizer = copy.deepcopy(metaspace)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    ids = chat.prompt_ids(tokenizer, [{"role": "user", "content": "the</s>cat"}])
+    assert ids.count(tokenizer.eos_token_id) == 1  # the template's own
+    assert tokenizer.decode(ids) == "the</s>cat</s>"
+
+
+def test_a_response_that_begins_with_a_line_break_keeps_it():
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["<unk>", "</s>"], show_progress=False)
+    tokenizer.train_from_iterator(["a\n\nb", "\n\nb", "a b"] * 20, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>")
+    anchor, melted = encode(fast, ["\n", "\n\nb"])
+    assert melted[: len(anchor)] != anchor  # two line breaks are one token
+    assert fast.decode(chat.response_ids(fast, "\nb")) == "\nb</s>"

@@ -3,6 +3,8 @@
 import pytest
 
 from alignment.data.check import check_file
+from alignment.data.batches import Example
+from alignment.data.check import check_file, overlap
 from alignment.data.records import Prompt, Text
 from alignment.data.show import boundaries, show_example
 from alignment.data.sources import overlap
@@ -145,3 +147,17 @@ def test_wrong_usage_is_refused(jsonl, bpe, tmp_path):
     ]:
         with pytest.raises(UserError, match=message):
             check_file(path, "text", **options)
+
+
+def test_what_counts_in_a_long_row_is_shown_where_it_stands(bpe):
+    example = Example([5] * 300, [False] * 290 + [True] * 10, "r1")
+    [line] = [line for line in show_example(example, bpe).splitlines() if "[" in line]
+    before, _, counted = line.partition("[")
+    assert before.count("|") == 149 and counted.count("|") == 9 and counted.endswith("]")
+
+
+def test_pairs_of_equal_length_tell_the_longer_one_nothing(jsonl):
+    rows = [{"prompt": f"p{index}", "chosen": "ab", "rejected": "ba"} for index in range(4)]
+    assert found(check_file(jsonl(*rows), "comparisons"), "note") == [
+        "chosen is +0.0 characters longer on average; 'the longer one wins' is right in 50.0%"
+    ]

@@ -217,3 +217,15 @@ def test_h06_too_many_cut_rows_are_refused(bytes_only, jsonl, kind, row, told):
 def test_texts_in_pieces_are_no_cut_rows(bytes_only, jsonl):
     path = jsonl(*[{"text": letters(40)}] * 3)
     assert prepare(DataConfig(path, max_length=16), "text", bytes_only)[1].cut == {TEXT_CUT: 3}
+    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == ["r0", "r1", "r2"]
+
+
+def test_a_later_piece_begins_with_the_bos_or_with_the_last_token_of_the_piece_before(bytes_only, metaspace):
+    for tokenizer, text in ((bytes_only, letters(20)), (metaspace, "the cat sat on the mat " * 4)):
+        whole = chat.text_ids(tokenizer, text)
+        first, *later = (example.ids for example in tokenise_texts([Text(text, "r1")], tokenizer, 8)[0])
+        assert len(later) >= 2
+        before = [first, *later[:-1]]
+        leads = [0] * len(later) if tokenizer is bytes_only else [ids[-1] for ids in before]
+        assert [ids[0] for ids in later] == leads
+        assert tokenizer is bytes_only or whole.count(tokenizer.bos_token_id) == 0

@@ -548,3 +548,8 @@ def test_unknown_kind():
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(ValueError, match=f"data.{next(iter(settings))}"):
         DataConfig(**{"train": "x.jsonl", **settings})
+
+
+def test_an_alpaca_row_with_a_blank_input_has_none():
+    assert alpaca_prompt("Go.", " \n") == alpaca_prompt("Go.", "") == alpaca_prompt("Go.")
+    assert "### Input" in alpaca_prompt("Go.", "there") and "### Input" not in alpaca_prompt("Go.")

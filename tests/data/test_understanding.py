@@ -321,3 +321,25 @@ def test_glue_rows_are_read_and_encoded_as_transformers_does(real_data, path, ta
         assert example.framed.ids == encoded["input_ids"]
         assert example.framed.segments == encoded["token_type_ids"]
         assert example.label == int(row["label"])
+
+
+def test_an_answer_is_labelled_in_the_windows_that_hold_it_whole(wordpiece):
+    answer = "lazy dog while"
+    row = Question("the dog", TEXT, [(answer, TEXT.index(answer))], "q")
+    [whole], _ = encode_questions([row], wordpiece, 200, stride=100)
+    first, last = whole.offsets[whole.start], whole.offsets[whole.end]
+    assert whole.end - whole.start >= 2
+    windows, counts = encode_questions([row], wordpiece, 12, stride=1)
+    holding = [window for window in windows if {first, last} <= set(window.offsets)]
+    assert [window for window in windows if window.start or window.end] == holding
+    for window in holding:
+        assert (window.offsets[window.start], window.offsets[window.end]) == (first, last)
+    cut = [window for window in windows if len({first, last} & set(window.offsets)) == 1]
+    assert len(holding) > 2 and len(cut) > 2  # the answer's beginning or end alone stands in some
+    assert counts.cut == {NO_ANSWER_HERE: len(windows) - len(holding)}
+
+
+def test_an_answer_counted_from_the_end_is_refused(jsonl):
+    path = jsonl({"question": "q", "context": "a cat sat", "answers": [{"text": "cat", "answer_start": -7}]})
+    with pytest.raises(UserError, match="answer_start is not where"):
+        read_labelled(path, "span")

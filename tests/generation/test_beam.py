@@ -200,3 +200,15 @@ def test_settings_of_one_way_to_decode_do_not_go_with_the_other():
         decoding_config(SamplingConfig(), early_stopping=True)
     greedy = SamplingConfig(9, temperature=0, top_k=5, repetition_penalty=1.5, no_repeat_ngram_size=3, min_new_tokens=2)
     assert decoding_config(greedy, 4, 0.5, True) == BeamConfig(4, 0.5, 9, True, 1, 1.5, 3, 2)
+
+
+def test_a_search_keeps_to_the_batch_size_in_cache_rows(tokenizer, checkpoints, monkeypatch):
+    model, sizes = load_model(checkpoints["llama"]), []
+    decode = model.decode
+    monkeypatch.setattr(model, "decode", lambda tokens, cache: (sizes.append(len(tokens)), decode(tokens, cache))[1])
+    found = []
+    for batch_size, most in ((7, 6), (100, 21)):  # two prompts of three beams each; all seven prompts at once
+        sizes.clear()
+        found.append(generate(model, tokenizer, list("abcdefg"), max_new_tokens=3, beams=3, batch_size=batch_size))
+        assert max(sizes) == most
+    assert found[0].token_ids == found[1].token_ids

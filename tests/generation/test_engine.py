@@ -80,6 +80,19 @@ def test_a_response_ends_with_its_first_stop_token_or_at_the_length(model, promp
         assert ended or len(tokens) == 16
 
 
+def test_responses_that_ended_are_not_decoded_on(checkpoints, monkeypatch):
+    """More than three quarters of the rows that a step decodes still run, and with the last of them decoding ends."""
+    model, sizes = load_language_model(checkpoints["llama"]), []
+    decode = model.decode
+    monkeypatch.setattr(model, "decode", lambda tokens, cache: (sizes.append(len(tokens)), decode(tokens, cache))[1])
+    result = drawn(model, [[7, 8]] * 24, stops=range(0, 384, 4), max_new_tokens=64)
+    lengths = torch.tensor([len(tokens) for tokens in result.token_ids])
+    assert all(result.ended) and lengths.max() < 40 and len(set(sizes)) > 5
+    running = [int((lengths > step).sum()) for step in range(1, int(lengths.max()))]
+    assert len(sizes) == len(running)
+    assert all(size >= alive > 0.75 * size for size, alive in zip(sizes, running, strict=True))
+
+
 def test_without_stop_tokens_every_response_is_full(model, prompts):
     result = drawn(model, prompts, stops=[])
     assert {len(tokens) for tokens in result.token_ids} == {16} and not any(result.ended)

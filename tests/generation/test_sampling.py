@@ -108,3 +108,12 @@ def test_a_row_draws_the_same_numbers_in_any_batch():
 def test_impossible_settings_are_refused(settings):
     with pytest.raises(ValueError):
         SamplingConfig(**settings)
+
+
+def test_top_p_stops_at_the_token_with_which_p_is_reached():
+    assert probabilities([0.0, 0.0], top_p=0.5).tolist() == [1.0, 0.0]  # a half reaches a half
+
+
+def test_a_row_and_a_seed_do_not_stand_in_for_each_other():
+    draws = {tuple(uniforms(seed, [row], 4)[0].tolist()) for seed in range(4) for row in range(4)}
+    assert len(draws) == 16

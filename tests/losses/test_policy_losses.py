@@ -11,6 +11,7 @@ from alignment.losses import (
     AdaptiveKL,
     FixedKL,
     clipped_policy_loss,
+    clipped_tokens,
     clipped_value_loss,
     gae,
     kl_estimates,
@@ -206,6 +207,17 @@ def test_policy_loss_clips_only_where_that_costs_more():
     near(cost.detach(), torch.tensor([-1.2, 1.5, -0.5, 0.8]))
     cost.sum().backward()
     near(log_probs.grad, torch.tensor([0.0, 1.5, -0.5, 0.0]))
+
+
+def test_clipped_tokens_are_those_where_the_clipped_term_is_taken():
+    # ratios 1.5 1.5 0.5 0.5 1.1 0.9 1.5 0.5 with clip 0.2: outside the range are six, and of these the clipped term is
+    # the larger cost for the first (-1.2 > -1.5) and the fourth (0.8 > 0.5) alone; at advantage 0 both are 0
+    log_probs = torch.tensor([1.5, 1.5, 0.5, 0.5, 1.1, 0.9, 1.5, 0.5]).log().requires_grad_()
+    advantages = torch.tensor([1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 0.0, 0.0])
+    clipped = clipped_tokens(log_probs, torch.zeros(8), advantages, clip_range=0.2)
+    assert clipped.tolist() == [True, False, False, True, False, False, False, False]
+    clipped_policy_loss(log_probs, torch.zeros(8), advantages, clip_range=0.2).sum().backward()
+    assert ((log_probs.grad == 0) == (clipped | (advantages == 0))).all()  # no gradient there, and only there
 
 
 def test_h35_value_loss_worked_by_hand():
