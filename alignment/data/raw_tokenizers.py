@@ -118,11 +118,13 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
     tokenizer.normalizer = _normalizer(model)
     scheme = "always" if model.normalizer_spec.add_dummy_prefix else "never"
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
-    blanks = decoders.Metaspace(prepend_scheme=scheme)
     if model.trainer_spec.byte_fallback:
-        tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse(), blanks])
+        # Not by the Metaspace decoder: it takes every blank off a first piece, and behind Fuse the whole text is one.
+        first_blank = [decoders.Strip(" ", 1, 0)] if model.normalizer_spec.add_dummy_prefix else []
+        steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *first_blank]
+        tokenizer.decoder = decoders.Sequence(steps)
     else:
-        tokenizer.decoder = blanks
+        tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
     return _named(_wrap_sentencepiece(tokenizer, model), path)
 
 

@@ -1,5 +1,6 @@
 """DPO as runs; its first loss is an invariant (I7), its formula is tested with the losses."""
 
+import json
 import math
 from types import SimpleNamespace
 
@@ -51,6 +52,7 @@ def test_a_named_reference_is_the_one_compared_with(stage, make_stage, tmp_path,
         lines.append([(line["loss"], line["chosen_reward"]) for line in read_metrics(tmp_path / name)])
     assert lines[0] == lines[1]
     assert abs(lines[2][0][1]) > 1e-3
+    assert str(stage("dpo") / "model") in json.dumps(json.loads((tmp_path / "c" / "lineage.json").read_text())["parents"])
 
 
 def test_the_loss_is_worked_by_hand_with_its_beta_and_label_smoothing():

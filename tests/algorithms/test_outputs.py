@@ -8,7 +8,9 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms import dpo, ppo, reward, sft
+from alignment.data.sources import DataConfig
 from alignment.loading import load_model, load_reward_model, load_scalar, load_tokenizer
+from alignment.training import TrainingConfig
 
 TIGHT = {"atol": 1e-5, "rtol": 0}
 TEXT = "Hotel Old Oak. The spa is on floor seven.\nGuest Clara: Where is the spa?\nConcierge: On floor seven."
@@ -128,3 +130,22 @@ def test_what_is_saved_is_what_was_trained(kind, adapter, stage, make_stage, tmp
     model = (load_scalar if kind == "reward" else load_model)(str(directory))
     with torch.no_grad():
         assert_close(model(ids).logits, trained[-1], **TIGHT)
+
+
+@pytest.mark.parametrize("kind", ["pretrain", "sft", "reward", "dpo"])
+def test_held_out_metrics_are_those_of_the_held_out_rows(kind, world, checkpoints, make_stage, tmp_path, read_metrics):
+    """The same run beside other held-out rows learns the same, and says something else of them."""
+    rows = {"pretrain": "pretrain", "sft": "demonstrations"}.get(kind, "comparisons")
+    held_out = {"pretrain": "pretrain_heldout", "sft": "comparisons_heldout"}.get(kind, "comparisons_heldout")
+    lines = []
+    for name in (rows, held_out, rows):
+        data = DataConfig(train=world[rows], evaluation=world[name], max_length=256)
+        training = TrainingConfig(batch_size=8, max_steps=1)
+        output = tmp_path / str(len(lines))
+        run, config = make_stage(kind, checkpoints["llama"], output, data=data, training=training)
+        run(config)
+        lines += read_metrics(output)
+    on_rows, on_held_out, again = ({k: v for k, v in line.items() if k.startswith("held_out_")} for line in lines)
+    assert "held_out_loss" in on_rows and on_rows == again
+    assert lines[0]["loss"] == lines[1]["loss"]
+    assert abs(on_rows["held_out_loss"] - on_held_out["held_out_loss"]) > 1e-4

@@ -52,7 +52,7 @@ def test_a_rollout_holds_what_each_model_says_of_each_token(collected):
     rollout, _, sampler = collected
     drawn = decode_responses(sampler, PROMPTS, SAMPLING, STOPS, rows=NUMBERS)
     assert (rollout.prompts, rollout.responses, rollout.numbers) == (PROMPTS, drawn.token_ids, NUMBERS)
-    assert rollout.ended.tolist() == drawn.ended and 0 < sum(drawn.ended)
+    assert rollout.ended.tolist() == drawn.ended and sum(drawn.ended) > 0
     assert len(set(map(len, drawn.token_ids))) > 1
     for row, (prompt, response) in enumerate(zip(PROMPTS, drawn.token_ids, strict=True)):
         count, tokens = len(response), torch.tensor(response).float()

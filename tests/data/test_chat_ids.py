@@ -13,8 +13,9 @@ from alignment.data.prepare import prepare
 from alignment.data.records import Comparison, Demonstration
 from alignment.data.sources import DataConfig
 from alignment.data.batches import tokenise_demonstrations
-from alignment.data.encoding import encode
+from alignment.data.encoding import control_strings, encode
 from alignment.data.records import Demonstration
+from alignment.data.tokenizers import train_bpe
 from alignment.errors import UserError
 
 USER = {"role": "user", "content": "hello there"}
@@ -328,3 +329,19 @@ def test_a_response_that_begins_with_a_line_break_keeps_it():
     anchor, melted = encode(fast, ["\n", "\n\nb"])
     assert melted[: len(anchor)] != anchor  # two line breaks are one token
     assert fast.decode(chat.response_ids(fast, "\nb")) == "\nb</s>"
+
+
+def test_control_strings_are_told_longest_first():
+    specials = ("<s>", "</s>", "<pad>", "<|turn|>", "<|turn|><|turn|>")
+    strings = control_strings(train_bpe(["x"], 300, specials))
+    assert sorted(strings) == sorted(specials)
+    assert list(map(len, strings)) == sorted(map(len, specials), reverse=True)
+
+
+@pytest.mark.parametrize("role", ["system", "user"])
+def test_a_template_that_leaves_out_any_ones_words_is_refused(chatml, role):
+    chatml.chat_template = (
+        "{% for m in messages %}{% if m.role != '" + role + "' %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}"
+    )
+    with pytest.raises(UserError, match=rf"leaves out or rewrites message \d \(role {role}\)"):
+        chat.prompt_ids(chatml, [{"role": "system", "content": "the cat"}, USER])

@@ -4,6 +4,7 @@ import pytest
 
 from alignment.data.check import check_file
 from alignment.data.batches import Example
+from alignment.data.batches import Example, PairExample
 from alignment.data.check import check_file, overlap
 from alignment.data.records import Prompt, Text
 from alignment.data.show import boundaries, show_example
@@ -161,3 +162,11 @@ def test_pairs_of_equal_length_tell_the_longer_one_nothing(jsonl):
     assert found(check_file(jsonl(*rows), "comparisons"), "note") == [
         "chosen is +0.0 characters longer on average; 'the longer one wins' is right in 50.0%"
     ]
+
+
+def test_a_pair_is_shown_with_each_response_under_its_name(bpe):
+    chosen, rejected = (Example([5, index], [False, True], "r1") for index in (6, 7))
+    text = show_example(PairExample(chosen, rejected, 0.5, "r1"), bpe)
+    assert text.startswith("r1, margin 0.5\n chosen\n")
+    before, _, after = text.partition("\n rejected\n")
+    assert "ids 5 6" in before and "ids 5 7" in after

@@ -228,3 +228,19 @@ def test_frames_are_read_off_the_tokenizer(wordpiece, unigram, bpe):
     assert frame_of(unigram).pair([50], [52]).ids == [50, unigram.eos_token_id, 52, unigram.eos_token_id]
     assert frame_of(bpe).single([50]).ids == [bpe.bos_token_id, 50]
     assert set(wordpiece.all_special_ids).isdisjoint(ordinary_ids(wordpiece).tolist())
+
+
+def test_a_mask_that_is_an_ordinary_token_comes_in_for_no_other():
+    tokenizer = train_bpe(TEXTS, 300)
+    tokenizer.add_tokens(["<mask>"])
+    symbols = MaskSymbols.of(tokenizer)
+    assert symbols.mask == len(tokenizer) - 1 in ordinary_ids(tokenizer)
+    assert symbols.mask not in symbols.ordinary and len(symbols.ordinary) == len(tokenizer) - 4
+
+
+def test_each_text_of_a_pair_begins_with_the_bos_of_a_tokenizer_that_has_one():
+    tokenizer = train_bpe(TEXTS, 300)
+    one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("the cat", "a dog"))
+    bos = tokenizer.bos_token_id
+    assert tokenizer("the cat", "a dog")["input_ids"] == [bos, *one, bos, *two]
+    assert frame_of(tokenizer).pair(one, two).ids == [bos, *one, bos, *two]

@@ -553,3 +553,23 @@ def test_impossible_settings_are_refused(settings):
 def test_an_alpaca_row_with_a_blank_input_has_none():
     assert alpaca_prompt("Go.", " \n") == alpaca_prompt("Go.", "") == alpaca_prompt("Go.")
     assert "### Input" in alpaca_prompt("Go.", "there") and "### Input" not in alpaca_prompt("Go.")
+
+
+@pytest.mark.parametrize("margin", [b"1e999", b'"inf"', b'"-Infinity"'])
+def test_an_infinite_margin_is_refused(jsonl, margin):
+    path = jsonl(b'{"prompt": "x", "chosen": "a", "rejected": "b", "margin": ' + margin + b"}")
+    with pytest.raises(UserError, match="margin: must be a finite number"):
+        read_rows(path, "comparisons")
+
+
+def test_the_first_three_rows_of_each_reason_are_named(jsonl):
+    _, counts = read_rows(jsonl({"text": "good"}, *[{"text": ""}] * 5), "text", on_bad_row="skip")
+    [rows] = counts.first.values()
+    assert [row.rpartition(":")[2] for row in rows] == ["2", "3", "4"]
+    assert counts.lines()[1].endswith(":4, ...)")
+
+
+def test_a_csv_row_with_too_many_fields_is_told(tmp_path):
+    (tmp_path / "long.csv").write_bytes(b"text,more\na,b\nc,d,e\n")
+    with pytest.raises(UserError, match=r"long.csv:3: 3 fields where the first line names 2"):
+        read_rows(tmp_path / "long.csv", "text")

@@ -214,3 +214,50 @@ def test_sentencepiece_models_agree_with_the_library_on_a_book(real_data, name):
     lines = (real_data / "tokenizers" / "sentencepiece" / "botchan.txt").read_text(encoding="utf-8").split("\n")
     lines = [line.lower() if name == "albert_spiece" else line for line in [*lines, "  ｆｕｌｌ   ｗｉｄｔｈ ① ", ""]]
     assert tokenizer(lines, add_special_tokens=False)["input_ids"] == theirs.encode(lines)
+
+
+def test_sentinels_come_in_the_order_of_their_numbers():
+    tokenizer = train_tokenizer("unigram", TEXTS, 90, sentinels=12)
+    names = [f"<extra_id_{number}>" for number in range(12)]
+    assert [token for token in tokenizer.all_special_tokens if token in names] == names
+
+
+def write_sentencepiece(path, pieces, byte_fallback=False, **normalizer):
+    """A SentencePiece unigram model with these pieces and scores after <unk>, <s> and </s>; bytes at the end."""
+    from transformers.convert_slow_tokenizer import import_protobuf
+
+    model = import_protobuf().ModelProto()
+    for number, (piece, score) in enumerate([("<unk>", 0.0), ("<s>", 0.0), ("</s>", 0.0), *pieces.items()]):
+        model.pieces.add(piece=piece, score=score, type=2 if number == 0 else 3 if number < 3 else 1)
+    for byte in range(256 if byte_fallback else 0):
+        model.pieces.add(piece=f"<0x{byte:02X}>", score=0.0, type=6)
+    model.trainer_spec.model_type, model.trainer_spec.byte_fallback = 1, byte_fallback
+    for name, value in normalizer.items():
+        setattr(model.normalizer_spec, name, value)
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+@pytest.mark.parametrize(("add_dummy_prefix", "expected"), [(True, ["▁a", "▁b"]), (False, ["a", "▁b"])])
+def test_a_sentencepiece_model_says_whether_a_blank_comes_first(tmp_path, add_dummy_prefix, expected):
+    pieces = {"▁a": -1.0, "a": -2.0, "▁b": -1.0, "▁": -3.0, "A": -9.0}
+    path = write_sentencepiece(tmp_path / "x.model", pieces, add_dummy_prefix=add_dummy_prefix)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.tokenize("a b") == expected
+    assert tokenizer.decode(tokenizer("a b", add_special_tokens=False)["input_ids"]) == "a b"
+
+
+@pytest.mark.parametrize("add_dummy_prefix", [True, False])
+def test_a_sentencepiece_model_spells_unknown_characters_in_bytes_where_it_has_them(tmp_path, add_dummy_prefix):
+    """And its decoder leaves every blank but the one that it put first."""
+    pieces, first = {"▁a": -1.0, "a": -2.0, "▁": -3.0, "A": -9.0}, "▁a" if add_dummy_prefix else "a"
+    path = write_sentencepiece(
+        tmp_path / "x.model", pieces, byte_fallback=True, add_dummy_prefix=add_dummy_prefix,
+        remove_extra_whitespaces=False,
+    )  # fmt: skip
+    with_bytes = load_tokenizer(path)
+    assert with_bytes.tokenize("a a 猫") == [first, "▁a", "▁", "<0xE7>", "<0x8C>", "<0xAB>"]
+    for text in ("a a 猫 a", "a  a"):
+        assert with_bytes.decode(with_bytes(text, add_special_tokens=False)["input_ids"]) == text
+    without = load_tokenizer(write_sentencepiece(tmp_path / "y.model", pieces))
+    assert without("a 猫", add_special_tokens=False)["input_ids"][-1] == without.unk_token_id

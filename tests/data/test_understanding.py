@@ -343,3 +343,11 @@ def test_an_answer_counted_from_the_end_is_refused(jsonl):
     path = jsonl({"question": "q", "context": "a cat sat", "answers": [{"text": "cat", "answer_start": -7}]})
     with pytest.raises(UserError, match="answer_start is not where"):
         read_labelled(path, "span")
+
+
+def test_so_many_good_rows_are_read_and_bad_ones_do_not_count(jsonl):
+    good = {"text": "a", "label": 1}
+    path, more = jsonl({"text": "", "label": 1}, good, good, good), jsonl(good, name="more.jsonl")
+    rows, counts = read_labelled([path, more], "sequence", max_rows=2, on_bad_row="skip")
+    assert [row.row_id for row in rows] == [f"{path}:2", f"{path}:3"]
+    assert (counts.rows, counts.kept, counts.lost) == (3, 2, 1)

@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from alignment.data.chat import prompt_ids
 from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses, generate
 from alignment.loading import load_model, load_tokenizer
@@ -244,3 +245,19 @@ def test_one_text_in_place_of_a_list_is_refused_and_not_read_letter_by_letter(ch
         generate(model, tokenizer, [{"role": "user", "content": "What is"}], max_new_tokens=2)
     with pytest.raises(UserError, match="prompt 1: must be text or a list of messages, got int"):
         generate(model, tokenizer, ["What is", 7], max_new_tokens=2)
+
+
+def test_settings_of_generate_reach_the_draws(checkpoints, tokenizer):
+    model, prompts = load_model(checkpoints["llama"]), ["Where?", "The spa"]
+    ids, stops = [prompt_ids(tokenizer, prompt) for prompt in prompts], [tokenizer.eos_token_id]
+    plain = {"max_new_tokens": 12, "temperature": 0.9}
+    seen = set()
+    for changes in (
+        {}, {"seed": 5}, {"top_k": 3}, {"top_p": 0.3}, {"min_p": 0.5}, {"repetition_penalty": 3.0},
+        {"temperature": 0.0, "repetition_penalty": 1.0, "no_repeat_ngram_size": 1}, {"temperature": 0.0},
+    ):  # fmt: skip
+        found = generate(model, tokenizer, prompts, **(plain | changes))
+        wanted = decode_responses(model, ids, SamplingConfig(**(plain | changes)), stops)
+        assert (found.token_ids, found.log_probs) == (wanted.token_ids, wanted.log_probs)
+        seen.add(str((found.token_ids, found.log_probs)))
+    assert len(seen) == 8  # each setting matters here
