@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: setup quickstart test test-slow lint format bench bench-model parity learn clean
+.PHONY: setup quickstart test test-slow lint format bench bench-model parity learn two-processes clean
 
 setup: $(VENV)/ready-for-tests
 
@@ -40,6 +40,10 @@ parity: setup
 
 learn: setup
 	for what in shakespeare spans distillation encoder; do $(BIN)/python scripts/learn.py $$what $(ARGS) || exit 1; done
+
+# SFT, reward model, DPO and PPO on two CPU processes, each way to spread them, beside one process.
+two-processes: setup
+	$(BIN)/python scripts/two_processes.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist

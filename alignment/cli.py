@@ -153,15 +153,17 @@ def run_stage(
     """Check the config, then run the stage here and return what it wrote, or start the same command once per GPU."""
     from alignment.config import load_config
     from alignment.pipeline import find_stage, write_page
+    from alignment.training.ranks import failing_together
 
     config_class, function = find_stage(verb)
-    checked = load_config(config_class, config, overrides or [])
-    if gpus is not None or launch is not None:
-        relaunch([*words, config, *(overrides or []), *(["--debug"] if debug else [])], gpus, launch)
-    result = function(checked)
-    if is_first_rank():
-        write_page(Path(checked.output))
-        print(result)
+    with failing_together():
+        checked = load_config(config_class, config, overrides or [])
+        if gpus is not None or launch is not None:
+            relaunch([*words, config, *(overrides or []), *(["--debug"] if debug else [])], gpus, launch)
+        result = function(checked)
+        if is_first_rank():
+            write_page(Path(checked.output))
+            print(result)
     return result
 
 
@@ -328,16 +330,27 @@ def explain(error: Exception, *, debug: bool) -> int:
         error.show()  # type: ignore[attr-defined]
         return int(error.exit_code)  # type: ignore[attr-defined]
     if isinstance(error, UserError):
-        if is_first_rank():  # every rank finds the same mistake; once is enough
-            print(f"error: {error}", file=sys.stderr)
+        say(str(error))
         return 2
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if type(error).__name__ == "OutOfMemoryError":
         what += (
             "\nlower training.micro_batch_tokens (it changes no result), or set training.gradient_checkpointing=true"
         )
-    print(f"error: {what}" + ("" if debug else "\nrun again with --debug for the traceback"), file=sys.stderr)
+    say(what + ("" if debug else "\nrun again with --debug for the traceback"))
     return 1
+
+
+def say(text: str) -> None:
+    """Print an error; among several processes with the rank, and once where many of them say the same."""
+    rank = ""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        from alignment.training.ranks import is_first_to_say
+
+        if not is_first_to_say(text):
+            return
+        rank = f"rank {os.environ.get('RANK', '0')}: "
+    print(f"error: {rank}{text}", file=sys.stderr)
 
 
 def is_first_rank() -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from alignment.adapters.lora import attach_lora, lora_layers
 from alignment.adapters.options import refused_options
-from alignment.adapters.prefix import attach_prefix, dimensions, peft_config
+from alignment.adapters.prefix import Prefix, attach_prefix, dimensions, peft_config
 from alignment.adapters.spec import AdapterSpec, LoRASpec, PrefixSpec
 from alignment.errors import UserError, raise_all
 from alignment.files import write_atomic, write_json
@@ -186,9 +186,10 @@ def _fill(model: Any, wanted: dict[str, Tensor | None], left: dict[str, Tensor],
 
 def _prefix_file(model: Any, state: dict[str, Tensor], task: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
     own = {name.removeprefix("prefix."): value for name, value in state.items() if name.startswith("prefix.")}
-    prefix = torch.func.functional_call(model.prefix, own)  # [layers, 2, P, K, head width], projection applied
-    flat = prefix.permute(2, 0, 1, 3, 4).reshape(model.prefix.spec.tokens, -1)
-    tensors = {"prompt_embeddings": flat}
+    # A copy of its own: the live one may be sharded, and all ranks would have to take part in its call.
+    prefix = Prefix(model.prefix.spec, *dimensions(model))
+    prefix.load_state_dict(own)
+    tensors = {"prompt_embeddings": prefix.flat()}  # any projection applied
     if _is_scalar(model):
         tensors["base_model.score.weight"] = state["head.weight"]
     stored = PrefixSpec(tokens=model.prefix.spec.tokens)  # the projection is only a way to train it
@@ -304,7 +305,7 @@ def _task_type(model: Any) -> str:
 
 
 def _is_scalar(model: Any) -> bool:
-    return model.head.weight.shape[0] == 1 and model.spec.vocabulary != 1
+    return model.head.out_features == 1 and model.spec.vocabulary != 1  # a sharded weight may have another shape
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

@@ -39,6 +39,7 @@ from alignment.models.checkpoint import load_language_model, load_scalar_model, 
 from alignment.models.lengths import check_lengths
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Engine, LossSum, OptimConfig, Run, TrainingConfig, fit
+from alignment.training.ranks import compare_rows, compare_start, failing_together
 from alignment.training.world import launched_rank
 
 
@@ -67,11 +68,13 @@ class Policy:
 def open_run(config: Any, stage: str, parents: Sequence[str | None]) -> Iterator[Run]:
     """The run's directory, its config and lineage written, closed whatever happens; all that is random follows its seed."""
     names = [name for name in parents if name]
-    for name in names:
-        find_directory(name)
-    torch.manual_seed(config.training.seed)  # new weights and dropout; data order and sampling have seeds of their own
-    with Run(config.output, to_dict(config), stage=stage, parents=names) as run:
-        yield run
+    with failing_together():
+        compare_start(to_dict(config))
+        for name in names:
+            find_directory(name)
+        torch.manual_seed(config.training.seed)  # new weights, dropout; data order and sampling have their own seeds
+        with Run(config.output, to_dict(config), stage=stage, parents=names) as run:
+            yield run
 
 
 def read_split(data: DataConfig, kind: Kind, tokenizer: Any, run: Run) -> tuple[list[Any], list[Any]]:
@@ -91,6 +94,7 @@ def read_examples(
     examples, counts = prepare(data, kind, tokenizer, part)
     for line in counts.lines():
         run.note(f"{part} {kind}: {line}")
+    compare_rows(f"data.{part}" if kind != "text" else f"pretrain.{part}", examples)
     return examples
 
 
@@ -298,7 +302,7 @@ def sequence_log_probs(model: Callable[..., Any], batch: Ragged) -> Tensor:
 @torch.no_grad()
 def mean_over(engine: Engine, batches: Sequence[Any], loss_fn: Callable[[Any], LossSum]) -> dict[str, float]:
     """Loss and metrics over held-out batches, in eval mode, keys prefixed `held_out_`; every rank sees all of them."""
-    was_training = engine.model.training
+    was_training = engine.unwrapped.training  # DeepSpeed's wrapper only hands the mode on, and always says True
     engine.model.eval()
     sums: dict[str, Tensor] = {}
     with engine.autocast():

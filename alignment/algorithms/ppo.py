@@ -21,7 +21,7 @@ from alignment.algorithms.rollout import Rollout, RolloutBatch, collect, rollout
 from alignment.data.batches import PromptExample
 from alignment.generation import SamplingConfig, response_text
 from alignment.losses import clipped_policy_loss, clipped_tokens, clipped_value_loss, kl_estimates
-from alignment.training import LossSum, Term
+from alignment.training import Engine, Idle, LossSum, Term
 
 __all__ = ["PPOConfig", "iterate", "run"]
 
@@ -72,7 +72,8 @@ def iterate(
     began = time.perf_counter()
     engine = parts.policy
     mine = list(range(engine.rank, len(prompts), engine.world_size))
-    with engine.gathered():
+    # Ranks have unequal work here: whole models, so that nobody waits for another one's weights.
+    with engine.gathered(), parts.value.gathered():
         rollout = collect(
             engine.unwrapped,
             engine.model,
@@ -101,6 +102,7 @@ def iterate(
     )
     metrics = rollout_metrics(rollout, engine.sum)
     metrics |= {"kl_coef": parts.controller.coef, "sampling_error": sampling_error(rollout, engine.max)}
+    metrics["distinct_share"] = distinct_share(rollout, engine.world.gather_objects)
     if config.watch == "gold":
         metrics["gold_score"] = mean_gold(parts.tokenizer, rollout, engine.sum)
     metrics |= improve(parts, config, rollout, step)
@@ -115,10 +117,12 @@ def improve(parts: Parts, config: PPOConfig, rollout: Rollout, step: int) -> dic
     """Epochs of minibatch updates on one rollout; the mean of each metric over the updates."""
     history: list[dict[str, float]] = []
     first_ratio_error = 0.0
+    prompts = int(parts.policy.sum(torch.tensor(len(rollout.prompts))))
     for epoch in range(config.epochs):
-        order = np.random.default_rng([config.training.seed, step, epoch]).permutation(len(rollout.prompts))
+        # Of the rows of all ranks, so that who is in a minibatch does not depend on the number of ranks.
+        order = np.random.default_rng([config.training.seed, step, epoch]).permutation(prompts)
         for rows in np.array_split(order, config.minibatches):
-            batches = rollout_batches(rollout, rows.tolist(), config.training.micro_batch_tokens)
+            batches = share_of(rollout, rows.tolist(), parts.policy, config.training.micro_batch_tokens)
             ratio_errors: list[Tensor] = []
             terms = [Term(batches, policy_loss(parts.policy.model, config, ratio_errors))]
             if parts.pretraining is not None:
@@ -132,6 +136,18 @@ def improve(parts: Parts, config: PPOConfig, rollout: Rollout, step: int) -> dic
             history.append(metrics | {"value_loss": value["loss"], "value_grad_norm": value["grad_norm"]})
     mean = {key: float(np.mean([metrics[key] for metrics in history])) for key in history[0]}
     return mean | {"first_ratio_error": first_ratio_error}
+
+
+def share_of(rollout: Rollout, rows: list[int], engine: Engine, micro_batch_tokens: int) -> list[Any]:
+    """This rank's micro-batches of a minibatch; a rank that owns none of its rows borrows one at weight 0.
+
+    Args:
+        rollout: of this rank, which owns every world_size-th row of the iteration.
+        rows: numbers of the minibatch's rows within the iteration, over all ranks.
+    """
+    mine = [row // engine.world_size for row in rows if row % engine.world_size == engine.rank]
+    batches = rollout_batches(rollout, mine or [0], micro_batch_tokens)
+    return batches if mine else [Idle(batch) for batch in batches]
 
 
 def policy_loss(policy: Any, config: PPOConfig, ratio_errors: list[Tensor]) -> Callable[[RolloutBatch], LossSum]:
@@ -179,8 +195,13 @@ def rollout_metrics(rollout: Rollout, add: Callable[[Tensor], Tensor]) -> dict[s
     count = torch.ones_like(rollout.scores)
     sums = add(torch.stack([column.float().sum() for column in (count, *per_response.values())])).tolist()
     metrics = {name: total / sums[0] for name, total in zip(per_response, sums[1:], strict=True)}
-    distinct = len({tuple(response) for response in rollout.responses}) / len(rollout.responses)
-    return metrics | {"distinct_share": distinct, "explained_variance": explained_variance(rollout)}
+    return metrics | {"explained_variance": explained_variance(rollout, add)}
+
+
+def distinct_share(rollout: Rollout, gather: Callable[[Any], list[Any]]) -> float:
+    """Distinct responses / responses, of all ranks; `gather` gives the value of every rank."""
+    responses = [tuple(response) for part in gather(rollout.responses) for response in part]
+    return len(set(responses)) / len(responses)
 
 
 def mean_gold(tokenizer: Any, rollout: Rollout, add: Callable[[Tensor], Tensor]) -> float:
@@ -201,10 +222,13 @@ def sampling_error(rollout: Rollout, largest: Callable[[Tensor], Tensor]) -> flo
     return float(largest((rollout.sampled_log_probs - rollout.log_probs).abs().max()))
 
 
-def explained_variance(rollout: Rollout) -> float:
-    """1 - var(returns - values) / var(returns) over this rank's response tokens: 1 is a perfect critic, 0 a constant one."""
+def explained_variance(rollout: Rollout, add: Callable[[Tensor], Tensor]) -> float:
+    """1 - var(returns - values) / var(returns) over all ranks' response tokens: 1 is a perfect critic, 0 a constant one."""
     if rollout.returns is None:
         raise ValueError("the rollout has no returns yet: see with_advantages")
-    returns, values = rollout.returns[rollout.mask], rollout.values[rollout.mask]
-    spread = returns.var()
-    return float(1 - (returns - values).var() / spread) if len(returns) > 1 and spread > 0 else 0.0
+    returns = rollout.returns[rollout.mask].double()
+    columns = torch.stack([returns, returns - rollout.values[rollout.mask].double()])  # [2, tokens]
+    *sums, count = add(torch.cat([columns.sum(1), columns.new_tensor([len(returns)])])).tolist()
+    means = columns.new_tensor(sums).unsqueeze(1) / count
+    spread, left = add(((columns - means) ** 2).sum(1)).tolist()
+    return 1 - left / spread if count > 1 and spread > 0 else 0.0

@@ -130,10 +130,10 @@ def build_parts(config: PPOConfig, data: PPOData) -> Parts:
     # Without dropout, or the first ratio would not be 1.
     policy = Engine(start.model.eval(), config.optim, training, total_steps=total)
     value = Engine(critic.model.eval(), config.value_optim or config.optim, training, total_steps=total)
-    if training.batch_size < config.minibatches * policy.world_size:
+    if training.batch_size < policy.world_size:
         raise UserError(
-            f"training.batch_size {training.batch_size} on {policy.world_size} processes cannot be cut into "
-            f"{config.minibatches} minibatches each; lower `minibatches` or raise the batch size"
+            f"training.batch_size {training.batch_size} gives some of the {policy.world_size} processes no prompt to "
+            "respond to; raise it, or start fewer processes"
         )
     reward_model = load_reward_model(config.reward_model, device=policy.device)
     check_judged(data.prompts.rows, reward_model, data.tokenizer, config)

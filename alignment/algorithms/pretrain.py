@@ -29,6 +29,7 @@ from alignment.models.build import build_model
 from alignment.models.checkpoint import load_checkpoint
 from alignment.models.resize import copied_from_teacher
 from alignment.training import Engine, OptimConfig, Run, TrainingConfig, fit
+from alignment.training.ranks import compare_rows
 
 MOST_TOKENS = 10_000_000  # of a vocabulary to train; the largest in use have some hundred thousand
 SIZED = ("bpe", "wordpiece", "unigram")  # tokenizers whose vocabulary has the size one asks for
@@ -131,6 +132,7 @@ def read_texts(config: PretrainConfig, tokenizer: Any, run: Run, part: Part) -> 
     examples, counts = prepare_text(config.data, config.objective.kind, tokenizer, part)
     for line in counts.lines():
         run.note(f"{part} text: {line}")
+    compare_rows(f"data.{part}", examples)
     return examples
 
 

@@ -37,6 +37,7 @@ from alignment.loading import find_directory, load_tokenizer
 from alignment.models.checkpoint import save_model
 from alignment.models.directory import read_config
 from alignment.training import Engine, OptimConfig, Run, TrainingConfig, fit
+from alignment.training.ranks import compare_rows
 
 
 @dataclass(frozen=True)
@@ -182,6 +183,7 @@ def read_examples(
     )
     for line in counts.lines():
         run_directory.note(f"{part} {config.task}: {line}")
+    compare_rows(f"data.{part}", examples)
     return examples, found
 
 

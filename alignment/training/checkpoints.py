@@ -29,19 +29,28 @@ from alignment.files import atomic_directory, hash_of, remove_directory, remove_
 from alignment.training.engine import Engine
 from alignment.training.lineage import differences
 from alignment.training.random_state import random_state, set_random_state
+from alignment.training.world import World
 
 MANIFEST, STATE, IDENTITY, RANDOM = "manifest.json", "state.json", "identity.json", "random.json"
 Engines = Engine | Mapping[str, Engine]
 
 
 def save_checkpoint(
-    root: Path, step: int, engines: Engines, state: dict[str, Any], identity: dict[str, Any], keep: int
+    root: Path,
+    step: int,
+    engines: Engines,
+    state: dict[str, Any],
+    identity: dict[str, Any],
+    keep: int,
+    *,
+    drawn: bool = True,
 ) -> Path:
     """Write `root/step-NNNNNN`, then delete older ones until `keep` are left; every rank must call it.
 
     Args:
         state: JSON-like, whatever the algorithm needs beside engines and random states.
         identity: JSON-like, compared on resume.
+        drawn: whether training has drawn random numbers, each rank its own, as dropout does.
 
     Raises:
         UserError: not enough room on the disk. Nothing is deleted before the new checkpoint is complete.
@@ -64,6 +73,7 @@ def save_checkpoint(
         if world.rank == 0:
             counters = {name: engine.state() for name, engine in named.items()}
             kept = {"step": step, "engines": counters, "state": state, "environment": environment(world.size)}
+            kept["drawn"] = drawn
             write_json(directory / STATE, kept)
             write_json(directory / IDENTITY, identity)
             write_json(directory / RANDOM, randoms)
@@ -94,7 +104,8 @@ def load_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -> d
         The algorithm's `state` as saved, with `step`.
 
     Raises:
-        UserError: config or data differ (each difference is listed), or a file or tensor does not fit.
+        UserError: config or data differ (each difference is listed), or a file or tensor does not fit; or another
+            number of processes could not go on as the run was.
     """
     named = _named(engines)
     world = next(iter(named.values())).world
@@ -105,6 +116,7 @@ def load_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -> d
     kept = _read(path / STATE)
     if set(kept["engines"]) != set(named):
         raise UserError(f"{path} holds the engines {sorted(kept['engines'])}, this run has {sorted(named)}")
+    check_world(path, kept, world)
     if world.rank == 0:
         for line in differences(kept["environment"], environment(world.size)):
             _warn(f"{path} was made in another environment ({line}); results may differ in the last digits")
@@ -229,6 +241,27 @@ def check_room(root: Path, engines: Mapping[str, Engine]) -> None:
     needed, free = 12 * elements, shutil.disk_usage(root).free
     if free < needed:
         raise UserError(f"{root}: a checkpoint needs about {needed} bytes and {free} are free; older ones are kept")
+
+
+def check_world(path: Path, kept: dict[str, Any], world: World) -> None:
+    """Raise UserError where a run saved by another number of processes would not go on as it was.
+
+    Rows, minibatches and samples do not depend on the number of ranks, so that only rounding differs, unless each rank
+    has drawn random numbers of its own (dropout), or has files of its own (DeepSpeed).
+    """
+    before = kept["environment"]["world_size"]
+    if before == world.size:
+        return
+    if world.kind == "zero":
+        why = "DeepSpeed's files belong to one process each"
+    elif kept.get("drawn", True):
+        why = "every process draws its own dropout, and the run would not go on as it was"
+    else:
+        return
+    raise UserError(
+        f"{path} was saved by {before} processes, and now there are {world.size}: {why}; resume with {before}, or choose "
+        "another output directory"
+    )
 
 
 def environment(world_size: int) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from alignment.errors import UserError
 from alignment.training.backend import Backend, Replicated
 from alignment.training.optim import OptimConfig, learning_rate_at
+from alignment.training.random_state import rank_seed
 from alignment.training.settings import TrainingConfig
 from alignment.training.sums import Sums, layout
 from alignment.training.terms import Idle, Term, contents, row_ids, token_count
@@ -55,6 +56,8 @@ class Engine:
             checkpoint_activations(model, training.keep_activations)
         self.world = join_world()
         self.backend = build_backend(model, config, self.world, training.precision)
+        if self.world.size > 1:  # the weights are agreed on; dropout must differ from rank to rank
+            torch.manual_seed(rank_seed(training.seed, self.world.rank))
 
     @property
     def model(self) -> Any:

@@ -13,7 +13,7 @@ from alignment.training.checkpoints import Engines, checkpoints, latest_checkpoi
 from alignment.training.divergence import divergence, read_losses
 from alignment.training.engine import Engine
 from alignment.training.optim import endless_warmup
-from alignment.training.random_state import unchanged_random_state
+from alignment.training.random_state import generator_states, unchanged_random_state
 from alignment.training.run import Run
 from alignment.training.settings import TrainingConfig
 from alignment.training.terms import LossSum, Term, share
@@ -96,6 +96,7 @@ def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict
         UserError: `training.resume` is off and there are checkpoints, or they are damaged or of another run.
     """
     world = next(iter(engines.values())).world if isinstance(engines, Mapping) else engines.world
+    run.random_start = generator_states()
     # Rank 0 looks and verifies; the others follow it, into the error too.
     path, problem = world.broadcast_object(_newest(run, training) if world.rank == 0 else None)
     if problem:
@@ -136,5 +137,8 @@ def save_run_state(
     if world.size > 1:  # ranks hear a signal at different times, and must stop after the same step
         signal = int(world.max(torch.tensor([signal])))
     if signal or (training.save_every_steps and is_due(step, training.save_every_steps, run.total)):
-        save_checkpoint(run.checkpoints, step, engines, state or {}, run.identity, training.keep_checkpoints)
+        drawn = any(world.gather_objects(generator_states() != run.random_start))
+        save_checkpoint(
+            run.checkpoints, step, engines, state or {}, run.identity, training.keep_checkpoints, drawn=drawn
+        )
     run.stopped = signal

@@ -35,6 +35,17 @@ def set_random_state(state: dict[str, Any]) -> None:
         torch.cuda.set_rng_state(_decode(saved), device)
 
 
+def generator_states() -> list[str]:
+    """States of torch's global generators, the devices' included: those that a model draws from."""
+    state = random_state()
+    return [state["torch"], *state["cuda"]]
+
+
+def rank_seed(seed: int, rank: int) -> int:
+    """A seed for one rank's global generator, far from those of the other ranks and other runs' seeds."""
+    return int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint64)[0])
+
+
 @contextmanager
 def unchanged_random_state() -> Iterator[None]:
     """What runs inside may draw at random without changing what is drawn afterwards."""

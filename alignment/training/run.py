@@ -34,6 +34,7 @@ class Run:
         identity: what a resume compares; complete on rank 0.
         total: updates or iterations of the whole run, once `steps` was called.
         request: the signal that asked this process to stop.
+        random_start: states of torch's generators before the first update of a run from its start.
         stopped: the signal on which all ranks have agreed to stop, a checkpoint being saved; 0 while going on.
     """
 
@@ -53,6 +54,7 @@ class Run:
         self.is_main = launched_rank() == 0
         self.identity: dict[str, Any] = {}
         self.total, self.stopped = 0, 0
+        self.random_start: list[str] = []
         self.request = StopRequest()
         self._progress: Progress | None = None
         self._notes: list[str] = []

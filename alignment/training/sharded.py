@@ -1,6 +1,6 @@
 """FSDP2: torch's fully_shard, one shard group per block. Checkpoints are gathered, so they load in any world."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from alignment.training import state_files
 from alignment.training.backend import autocast_context, autocast_forward, checked_step, names_without_gradient
+from alignment.training.fsdp_settings import reshard_after_forward
 from alignment.training.optim import OptimConfig, build_optimizer
 from alignment.training.world import World
 
@@ -23,7 +24,8 @@ class Sharded:
         self.world, self.config = world, config
         self.model = self.unwrapped = autocast_forward(model.to(world.device), world.device, precision)
         self.autocast = autocast_context(world.device, precision)
-        shard(model, world)
+        self._reshard_after_forward = reshard_after_forward()
+        shard(model, world, self._reshard_after_forward)
         self.optimizer = build_optimizer(model, config)
         self._missing: list[str] | None = None
 
@@ -40,29 +42,35 @@ class Sharded:
         return self._missing or []
 
     def full_state(self) -> dict[str, Tensor]:
-        return self._on_rank_0({name: whole(value) for name, value in self.unwrapped.state_dict().items()})
+        return self._on_rank_0(self.unwrapped.state_dict().items())
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        modules = [module for module in self.unwrapped.modules() if hasattr(module, "unshard")]
+        root: Any = self.unwrapped
+        modules = [module for module in root.modules() if hasattr(module, "unshard")]
+        # The first module that runs takes itself for the root of all: let it be the root even if only parts of it run.
+        root._get_fsdp_state()._lazy_init()
+        root.set_reshard_after_forward(False)  # or a block would be sharded again after its first forward
         for module in modules:
-            module.unshard()  # pyright: ignore[reportCallIssue]
+            module.unshard()
         try:
             with self.autocast():
                 yield
         finally:
+            root.set_reshard_after_forward(self._reshard_after_forward)
+            root.set_reshard_after_forward(False, recurse=False)  # its backward comes at once, and needs it whole
             for module in modules:
-                module.reshard()  # pyright: ignore[reportCallIssue]
+                module.reshard()
 
     def save(self, directory: Path) -> None:
-        weights = self.full_state()
-        state = {
-            f"{name}/{key}": whole(value)
+        kept = set(state_files.kept_names(self.unwrapped))
+        weights = self._on_rank_0((name, value) for name, value in self.unwrapped.state_dict().items() if name in kept)
+        state = self._on_rank_0(
+            (f"{name}/{key}", value)
             for name, parameter in self.unwrapped.named_parameters()
             if parameter.requires_grad
             for key, value in self.optimizer.state.get(parameter, {}).items()
-        }
-        state = self._on_rank_0(state)
+        )
         if self.world.rank == 0:
             state_files.save_weights(self.unwrapped, weights, directory)
             state_files.save_optimizer(state, directory)
@@ -80,11 +88,17 @@ class Sharded:
                     for key, tensor in state[name].items()
                 }
 
-    def _on_rank_0(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        return {name: value.cpu().contiguous() for name, value in state.items()} if self.world.rank == 0 else {}
+    def _on_rank_0(self, tensors: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
+        """Whole tensors on rank 0's CPU, gathered one at a time: together they might not fit on one device."""
+        state: dict[str, Tensor] = {}
+        for name, value in tensors:
+            tensor = whole(value)
+            if self.world.rank == 0:
+                state[name] = tensor.cpu().contiguous()
+        return state
 
 
-def shard(model: nn.Module, world: World) -> None:
+def shard(model: nn.Module, world: World, reshard_after_forward: bool = True) -> None:
     """Shard each block (a child of a ModuleList) by itself, then the rest; all ranks start from rank 0's weights."""
     from torch.distributed import broadcast
     from torch.distributed.device_mesh import init_device_mesh
@@ -97,7 +111,7 @@ def shard(model: nn.Module, world: World) -> None:
         if isinstance(module, nn.ModuleList):
             for block in module:
                 if not isinstance(block, nn.ModuleList | nn.ModuleDict):  # those are never called
-                    fully_shard(block, mesh=mesh)
+                    fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
     fully_shard(model, mesh=mesh)
 
 

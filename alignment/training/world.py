@@ -4,6 +4,7 @@ import atexit
 import os
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,6 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from alignment.errors import UserError
+from alignment.training.fsdp_settings import check_fsdp_settings
+
+# How long a rank waits for the others in one collective operation. Rank 0 hashes and writes checkpoints while the rest
+# wait: hundreds of gigabytes on a slow disk take longer than NCCL's ten minutes. A rank that fails is noticed within
+# seconds by other means (ranks.py), so a long wait costs nothing.
+TIMEOUT = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
@@ -75,6 +82,11 @@ def launched_rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def launched_size() -> int:
+    """Number of processes that the launcher started; 1 without one."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def join_world() -> World:
     """Join the processes started by `accelerate launch` or `torchrun`; alone where there was no such launch.
 
@@ -82,14 +94,14 @@ def join_world() -> World:
         UserError: a launch configuration that we do not support, or DeepSpeed asked for and not installed.
     """
     from accelerate import Accelerator
+    from accelerate.utils import InitProcessGroupKwargs
 
     deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
     fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if fsdp and os.environ.get("FSDP_VERSION", "2") != "2":
-        raise UserError("launch configuration: FSDP version 1 is not supported; use configs/launch/fsdp2.yaml")
+    if fsdp:
+        check_fsdp_settings()
     on_cpu = not torch.cuda.is_available()
-    # Without a device of its own Accelerate takes several DeepSpeed processes for one unless the transport is named.
-    handlers = _gloo() if on_cpu and deepspeed else []
+    handlers: list[Any] = [InitProcessGroupKwargs(backend=_backend(on_cpu, deepspeed), timeout=TIMEOUT)]
     # Precision is ours to set: computation in bfloat16, weights in float32, the same for every backend.
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu and not deepspeed, kwargs_handlers=handlers)
     atexit.register(_leave)
@@ -109,11 +121,13 @@ def _leave() -> None:
         time.sleep(0.5 if gloo else 0.0)
 
 
-def _gloo() -> list[Any]:
-    from accelerate.utils import InitProcessGroupKwargs, is_deepspeed_available
+def _backend(on_cpu: bool, deepspeed: bool) -> str | None:
+    """The transport to ask for by name; None leaves it to Accelerate."""
+    from accelerate.utils import is_deepspeed_available
 
-    if not is_deepspeed_available():
+    if deepspeed and not is_deepspeed_available():
         raise UserError(
             "the launch configuration asks for DeepSpeed, which is not installed: pip install 'alignment[deepspeed]'"
         )
-    return [InitProcessGroupKwargs(backend="gloo")]
+    # Without a device of its own Accelerate takes several DeepSpeed processes for one unless the transport is named.
+    return "gloo" if on_cpu and deepspeed else None

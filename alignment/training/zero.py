@@ -71,7 +71,7 @@ class Zero:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        with self._whole(list(self.unwrapped.parameters())), self.autocast():
+        with self._whole(list(self.unwrapped.parameters())), self._without_module_hooks(), self.autocast():
             yield
 
     def save(self, directory: Path) -> None:
@@ -98,6 +98,21 @@ class Zero:
         # Below stage 3, and for buffers, every rank holds whole tensors.
         with deepspeed.zero.GatheredParameters([tensor for tensor in tensors if hasattr(tensor, "ds_id")]):
             yield
+
+    @contextmanager
+    def _without_module_hooks(self) -> Iterator[None]:
+        """ZeRO-3's hooks on every module would partition its weights again after its first forward."""
+        offload = getattr(self.model.optimizer, "parameter_offload", None)
+        if offload is None:  # below stage 3
+            yield
+            return
+        for hook in (*offload.forward_hooks, *offload.backward_hooks):
+            hook.remove()
+        offload.forward_hooks, offload.backward_hooks = [], []
+        try:
+            yield
+        finally:
+            offload._register_deepspeed_module(offload.module)
 
     def _set_up(self, config: OptimConfig, precision: str) -> None:
         plugin = self.world.accelerator.deepspeed_plugin

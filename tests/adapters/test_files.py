@@ -212,3 +212,23 @@ def test_a_base_that_is_not_named_is_asked_for(adapted, base, tmp_path):
     with pytest.raises(UserError, match="base_model_name_or_path is empty"):
         load_model(str(tmp_path))
     assert load_adapter(load_language_model(base), tmp_path)  # which one it is may be said in code
+
+
+@pytest.mark.parametrize("scalar", [False, True], ids=["policy", "reward model"])
+@pytest.mark.parametrize("spec", [LoRASpec(rank=2), PrefixSpec(tokens=3, projection_width=8)], ids=["lora", "prefix"])
+def test_a_sharded_model_s_adapter_is_written_from_its_whole_state_alone(adapted, tmp_path, spec, scalar):
+    """Under ZeRO-3 live weights are empty, and a forward on one rank would wait for the others."""
+    model = adapted(spec, scalar)
+    save_adapter(model, tmp_path / "whole", base="base")
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def refuse(*_):
+        raise AssertionError("the live model was called")
+
+    for module in model.modules():
+        module.register_forward_pre_hook(refuse)
+    for parameter in model.parameters():
+        parameter.data = torch.empty(0)
+    save_adapter(model, tmp_path / "sharded", base="base", state=state)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        assert (tmp_path / "sharded" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()

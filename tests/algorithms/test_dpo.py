@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +13,10 @@ from alignment.data.batches import PairBatch
 from alignment.data.sources import DataConfig
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, TrainingConfig
+from alignment.algorithms.assemble import mean_over
+from alignment.algorithms.dpo import DPOConfig
+from alignment.data.sources import DataConfig
+from alignment.training import LossSum, OptimConfig, TrainingConfig
 
 
 @pytest.mark.parametrize("variant", ["", "lora", "prefix"])
@@ -70,6 +75,15 @@ def test_the_loss_is_worked_by_hand_with_its_beta_and_label_smoothing():
             "accuracy": 1, "ties": 0, "margin": 1.5, "chosen_reward": 1.0, "rejected_reward": -0.5,
             "chosen_log_prob": -1, "rejected_log_prob": -4,
         }  # fmt: skip
+
+
+def test_an_evaluation_leaves_the_mode_of_a_model_whose_wrapper_does_not_know_it():
+    """DeepSpeed's wrapper says that it is training whatever its module does; dropout must stay off in DPO."""
+    module = torch.nn.Dropout(0.5).eval()
+    wrapper = torch.nn.Sequential(module)  # a new module is in training mode, and its own mode is not that of its parts
+    engine = SimpleNamespace(model=wrapper, unwrapped=module, autocast=nullcontext, device=torch.device("cpu"))
+    mean_over(engine, [SimpleNamespace(weight=1.0, to=lambda device: None)], lambda batch: LossSum(torch.zeros(()), {}))  # type: ignore[arg-type]
+    assert not module.training
 
 
 @pytest.mark.parametrize("settings", [{"beta": 0.0}, {"label_smoothing": 0.5}, {"label_smoothing": -0.1}])

@@ -113,9 +113,15 @@ def test_a_traceback_comes_only_with_debug(stage, capsys, raised):
     assert "--debug" not in shown
 
 
-def test_only_the_first_rank_tells_a_user_s_mistake(stage, capsys, monkeypatch):
+def test_a_rank_tells_a_mistake_with_its_number_unless_another_rank_told_the_same(capsys, monkeypatch):
+    from alignment.training import ranks
+
     monkeypatch.setenv("RANK", "1")
-    assert cli.main(["sft", str(stage.file), "rate=-1"]) == 2
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli.explain(UserError("wrong"), debug=False) == 2
+    assert capsys.readouterr().err == "error: rank 1: wrong\n"
+    monkeypatch.setattr(ranks, "is_first_to_say", lambda text: "wrong" not in text)
+    assert cli.explain(UserError("wrong"), debug=False) == 2
     assert capsys.readouterr().err == ""
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from alignment.data.batches import Example, collate
 from alignment.models.build import build_language_model
@@ -91,12 +92,37 @@ def fail_on_last_rank(toy: Engine) -> str:
     raise AssertionError("the update was applied")
 
 
+class Collectives(TorchDispatchMode):
+    """While open, collects the names of the collective operations that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.called: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function.namespace in ("c10d", "_c10d_functional"):
+            self.called.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def sample(engine: Engine) -> tuple[torch.Tensor, list[str]]:
+    """Logits after a prompt and one more token, and the collective operations called while the weights were whole."""
+    model, prompt = engine.unwrapped, Ragged.build([[3, 1, 4, 1, 5]])
+    with engine.gathered(), Collectives() as collectives, torch.no_grad():
+        cache = model.new_cache(1, 8)
+        logits = torch.stack([model.prefill(prompt, cache), model.decode(torch.tensor([9]), cache)])
+        engine.model(batch=Ragged.build([[3, 1, 4]], [[False, True, True]]))
+    return logits, collectives.called
+
+
 def run(output: Path, mode: str) -> None:
     """Train, and write states and metrics from rank 0."""
     precision = "bf16" if mode == "bf16" else "fp32"
     toy = toy_engine(schedule="constant", training=TrainingConfig(precision=precision))
     language = language_engine(precision)
+    draws = [row[0] for row in toy.world.gather([float(torch.rand(()))])]
     engines = {"toy": toy, "language": language}
+    before, collectives = sample(language)  # ahead of any forward, as PPO does
     history = advance(toy, language, 2 if mode == "resume" else UPDATES)
     if mode == "resume":
         path = save_checkpoint(output / "checkpoints", 2, engines, {}, {}, 1)
@@ -105,18 +131,16 @@ def run(output: Path, mode: str) -> None:
         history += advance(fresh["toy"], fresh["language"], UPDATES - 2)
         engines = fresh
     states = {name: engine.full_state() for name, engine in engines.items()}
-    with engines["language"].gathered():
-        rows = torch.tensor([[3, 1, 4, 1, 5]])
-        logits = engines["language"].unwrapped.prefill(
-            Ragged.build(rows.tolist()), engines["language"].unwrapped.new_cache(1, 8)
-        )
+    after, more = sample(engines["language"])
+    collectives += more
     message = fail_on_last_rank(engines["toy"])
     if toy.is_main:
         output.mkdir(parents=True, exist_ok=True)
         for name, state in states.items():
             save_file({key: value.clone() for key, value in state.items()}, output / f"{name}.safetensors")
-        save_file({"logits": logits.float().contiguous()}, output / "logits.safetensors")
+        save_file({"before": before.float(), "after": after.float()}, output / "logits.safetensors")
         report = {"kind": toy.world.kind, "size": toy.world_size, "history": history, "message": message}
+        report |= {"draws": draws, "collectives": collectives}
         (output / "report.json").write_text(json.dumps(report))
     toy.wait()
 

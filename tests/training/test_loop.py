@@ -1,5 +1,6 @@
 """The loop: resumes exactly, stops when asked, stops before damage; the run's directory is as promised."""
 
+import hashlib
 import json
 import os
 import signal
@@ -20,10 +21,12 @@ from tests.training.toys import ToyStream, collate_by, squared_error, toy_engine
 ROOT = Path(__file__).parents[2]
 
 
-def train(output: Path, *, stop_after: int = 0, learning_rate: float = 1e-2, **settings) -> Engine:
+def train(
+    output: Path, *, stop_after: int = 0, learning_rate: float = 1e-2, dropout: float = 0.1, **settings
+) -> Engine:
     """Five updates with dropout, a checkpoint every second one, optionally stopped by SIGTERM."""
     training = TrainingConfig(**{"max_steps": 5, "save_every_steps": 2, **settings})
-    engine = toy_engine(dropout=0.1, training=training, learning_rate=learning_rate)
+    engine = toy_engine(dropout=dropout, training=training, learning_rate=learning_rate)
     config = {"output": str(output), "optim": {"learning_rate": learning_rate}, "training": {"trackers": []}}
 
     def loss_fn(batch) -> LossSum:
@@ -89,6 +92,26 @@ def test_resume_with_another_learning_rate_is_refused_and_with_another_memory_se
     with pytest.raises(UserError, match=r"config\.optim\.learning_rate: 0\.01 -> 0\.02"):
         train(tmp_path, learning_rate=2e-2)
     train(tmp_path, keep_checkpoints=1)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_another_number_of_processes_goes_on_where_only_rounding_differs_and_is_refused_with_dropout(tmp_path, dropout):
+    whole = train(tmp_path / "whole", dropout=dropout)
+    with pytest.raises(SystemExit):
+        train(tmp_path / "parts", dropout=dropout, stop_after=3)
+    path = tmp_path / "parts" / "checkpoints" / "step-000003"
+    state = json.loads((path / "state.json").read_text())
+    state["environment"]["world_size"] = 2
+    (path / "state.json").write_text(json.dumps(state))
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["state.json"] = hashlib.sha256((path / "state.json").read_bytes()).hexdigest()
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    if dropout:
+        with pytest.raises(UserError, match=r"saved by 2 processes, and now there are 1.*dropout.*resume with 2"):
+            train(tmp_path / "parts", dropout=dropout)
+    else:
+        parts = train(tmp_path / "parts", dropout=dropout)
+        assert all(torch.equal(value, weights(parts)[name]) for name, value in weights(whole).items())
 
 
 def test_resume_off_does_not_overwrite_an_earlier_run(tmp_path):

@@ -1,0 +1,39 @@
+"""Every training stage on two processes against one, by scripts/two_processes.py, whose bounds hold here too."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+EVERY_WAY = [
+    pytest.param("ddp"), pytest.param("fsdp2"),
+    pytest.param("zero2", marks=needs_deepspeed), pytest.param("zero3", marks=needs_deepspeed),
+]  # fmt: skip
+
+
+def check(*arguments: str) -> str:
+    """The table; the script's whole output is the message where a cell is outside its bounds."""
+    command = [sys.executable, str(ROOT / "scripts" / "two_processes.py"), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=1200, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.distributed
+@needs_deepspeed
+def test_sharded_ppo_with_unequal_shares_equals_one_process():
+    """7 prompts, small micro-batches, responses that end at different steps: ranks have unequal work in each phase."""
+    table = check("--ways", "fsdp2", "zero3", "--stages", "ppo", "--adapters", "full")
+    assert table.count("ppo     full") == 2
+
+
+@pytest.mark.distributed_slow
+@pytest.mark.parametrize("way", EVERY_WAY)
+def test_every_stage_and_adapter_equals_one_process_and_resumes(way):
+    assert check("--ways", way).count(way) >= 12

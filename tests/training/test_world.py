@@ -1,0 +1,22 @@
+"""The world that a launcher asks for: settings that are not honoured are refused by name."""
+
+import pytest
+
+from alignment.errors import UserError
+from alignment.training.world import join_world
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("offload_params", "true"), ("auto_wrap_policy", "SIZE_BASED_WRAP"), ("transformer_cls_to_wrap", "GPT2Block"),
+        ("activation_checkpointing", "true"), ("forward_prefetch", "true"), ("reshard_after_forward", "FULL_SHARD"),
+        ("ignored_modules", "head"), ("state_dict_type", "LOCAL_STATE_DICT"), ("version", "1"),
+    ],
+)  # fmt: skip
+def test_a_setting_of_the_launch_file_that_is_not_honoured_is_refused_by_name(monkeypatch, name, value):
+    monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    monkeypatch.setenv(f"FSDP_{name.upper()}", value)
+    with pytest.raises(UserError, match=rf"launch configuration: fsdp_{name}: {value} is not supported; "):
+        join_world()
