@@ -12,6 +12,7 @@ a policy with dropout for DPO, where it must stay off. On the CPU over gloo; one
 """
 
 import argparse
+import io
 import json
 import os
 import shutil
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import warnings
+from contextlib import redirect_stderr
 from pathlib import Path
 from typing import Any
 
@@ -206,7 +208,8 @@ def measure(two: Path, one: Path, cell: tuple[str, str]) -> dict[str, float]:
         "opened": opened(two / name / "model", cell),
     }
     if two.name in ("ddp", "fsdp2"):
-        resume(cell, two / name, two / f"{name}-alone")
+        with redirect_stderr(io.StringIO()):  # its progress
+            resume(cell, two / name, two / f"{name}-alone")
         found["alone"] = difference(weights(two / f"{name}-alone"), reference)
     return found
 

@@ -7,7 +7,7 @@ from alignment.errors import raise_all
 # Setting -> values that agree with what sharded.py does (the first is what leaving it out means), and the way out.
 # `fsdp_cpu_ram_efficient_loading`, `fsdp_sync_module_states` and `fsdp_use_orig_params` are not here: Accelerate always
 # sends them, and with any value all ranks start from rank 0's weights.
-ACCEPTED = {
+ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "VERSION": (("2",), "set it to 2, as configs/launch/fsdp2.yaml does"),
     "RESHARD_AFTER_FORWARD": (("true", "false"), "set it to true or false"),
     "OFFLOAD_PARAMS": (("false",), "set it to false, or offload with configs/launch/zero3.yaml"),

@@ -99,7 +99,10 @@ def is_first_to_say(text: str) -> bool:
     """Whether no other rank has said this before: what all ranks find wrong is told once."""
     if not dist.is_initialized():
         return True
-    return _store().add(f"alignment/said/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
+    try:
+        return _store().add(f"alignment/said/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
+    except RuntimeError:  # the store has gone with its process, and nobody is left to say it
+        return True
 
 
 def _leave_with(error: Exception | SystemExit, store: Any) -> None:
