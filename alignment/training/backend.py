@@ -57,7 +57,11 @@ class Backend(Protocol):
         ...
 
     def gathered(self) -> AbstractContextManager[None]:
-        """While open, `unwrapped` holds whole weights, and may be used in ways other than its forward."""
+        """While open, every rank holds whole weights: `unwrapped` may be used in ways other than its forward.
+
+        Opening and closing are collective operations. In between nothing communicates, neither in calls of `model`, so
+        that ranks may do unequal work; nothing may be trained.
+        """
         ...
 
     def save(self, directory: Path) -> None:

@@ -106,7 +106,10 @@ class Engine:
         return self.backend.autocast()
 
     def gathered(self) -> AbstractContextManager[None]:
-        """While open, `unwrapped` holds whole weights on every rank and computes in the run's precision."""
+        """While open, every rank holds whole weights, computes in the run's precision and need not keep in step.
+
+        Every rank must open and close it; see `Backend.gathered`.
+        """
         return self.backend.gathered()
 
     def full_state(self) -> dict[str, Tensor]:

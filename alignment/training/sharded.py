@@ -1,4 +1,4 @@
-"""FSDP2: torch's fully_shard, one shard group per block. Checkpoints are gathered, so they load in any world."""
+"""FSDP2: torch's fully_shard, one shard group per block. Checkpoints hold whole tensors, for any number of ranks."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
