@@ -85,7 +85,10 @@ def prepare(folder: Path) -> None:
         "model_type": "llama", "max_position_embeddings": 320, "hidden_size": 32, "intermediate_size": 48,
         "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": False,
     }  # fmt: skip
-    gpt2 = {"model_type": "gpt2", "n_positions": 320, "n_embd": 32, "n_layer": 2, "n_head": 4}
+    gpt2 = {
+        "model_type": "gpt2", "n_positions": 320, "n_embd": 32, "n_layer": 2, "n_head": 4,
+        "resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1,
+    }  # fmt: skip
     for name, config in (("llama", llama), ("gpt2", gpt2), ("reward", llama)):
         torch.manual_seed(0)
         model = build_language_model({**config, **special, "vocab_size": len(tokenizer)})
@@ -128,9 +131,9 @@ def resume(cell: tuple[str, str], whole: Path, resumed: Path) -> None:
     """Go on from the checkpoint in the middle of a run, in a directory of its own."""
     from alignment.training.world import join_world
 
-    world, middle = join_world(), f"checkpoints/step-{STEPS // 2:06d}"
+    world = join_world()
     if world.rank == 0:
-        shutil.copytree(whole / middle, resumed / middle)
+        shutil.copytree(whole, resumed, ignore=shutil.ignore_patterns("model", f"step-{STEPS:06d}"))
     world.barrier()
     run(cell, resumed)
 

@@ -101,17 +101,20 @@ class Zero:
 
     @contextmanager
     def _without_module_hooks(self) -> Iterator[None]:
-        """ZeRO-3's hooks on every module would partition its weights again after its first forward."""
+        """ZeRO-3's hooks would partition a module's weights again after its first forward, and compare ranks in each."""
         offload = getattr(self.model.optimizer, "parameter_offload", None)
         if offload is None:  # below stage 3
             yield
             return
-        for hook in (*offload.forward_hooks, *offload.backward_hooks):
+        for hook in (*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook):
             hook.remove()
         offload.forward_hooks, offload.backward_hooks = [], []
         try:
             yield
         finally:
+            offload.fwd_pre_hook = offload.module.register_forward_pre_hook(
+                lambda *_: offload.get_param_coordinator().reset_step()
+            )
             offload._register_deepspeed_module(offload.module)
 
     def _set_up(self, config: OptimConfig, precision: str) -> None:
