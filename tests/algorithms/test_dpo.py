@@ -8,14 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from alignment.algorithms.assemble import mean_over
 from alignment.algorithms.dpo import DPOConfig, pair_loss
 from alignment.data.batches import PairBatch
 from alignment.data.sources import DataConfig
 from alignment.ragged import Ragged
-from alignment.training import OptimConfig, TrainingConfig
-from alignment.algorithms.assemble import mean_over
-from alignment.algorithms.dpo import DPOConfig
-from alignment.data.sources import DataConfig
 from alignment.training import LossSum, OptimConfig, TrainingConfig
 
 
@@ -57,7 +54,9 @@ def test_a_named_reference_is_the_one_compared_with(stage, make_stage, tmp_path,
         lines.append([(line["loss"], line["chosen_reward"]) for line in read_metrics(tmp_path / name)])
     assert lines[0] == lines[1]
     assert abs(lines[2][0][1]) > 1e-3
-    assert str(stage("dpo") / "model") in json.dumps(json.loads((tmp_path / "c" / "lineage.json").read_text())["parents"])
+    assert str(stage("dpo") / "model") in json.dumps(
+        json.loads((tmp_path / "c" / "lineage.json").read_text())["parents"]
+    )
 
 
 def test_the_loss_is_worked_by_hand_with_its_beta_and_label_smoothing():

@@ -13,15 +13,12 @@ from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec
 from alignment.algorithms import ppo_parts
-from alignment.algorithms.ppo import improve, iterate
-from alignment.algorithms.ppo_config import PPOConfig
-from alignment.algorithms.ppo_parts import Normaliser, build_parts, load_critic, read_data
-from alignment.data.batches import PromptExample
-from alignment.data.chat import prompt_ids
 from alignment.algorithms.ppo import improve, iterate, policy_loss
 from alignment.algorithms.ppo_config import PPOConfig
-from alignment.algorithms.ppo_parts import Normaliser, build_parts, load_critic, read_data, token_scorer
+from alignment.algorithms.ppo_parts import Normaliser, build_parts, load_critic, read_data
 from alignment.algorithms.rollout import RolloutBatch, ragged_of
+from alignment.data.batches import PromptExample
+from alignment.data.chat import prompt_ids
 from alignment.data.sources import DataConfig
 from alignment.data.tokenizers import save_tokenizer, train_bpe
 from alignment.errors import UserError

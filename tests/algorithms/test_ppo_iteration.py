@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from alignment.algorithms import ppo
 from alignment.algorithms.ppo import PPOConfig, iterate, rollout_metrics, sampling_error, value_loss
 from alignment.algorithms.ppo_parts import build_parts, read_data
-from alignment.algorithms.rollout import Rollout, RolloutBatch, ragged_of, with_advantages
+from alignment.algorithms.rollout import Rollout, RolloutBatch, ragged_of, rollout_batches, with_advantages
 from alignment.data.sources import DataConfig
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model
@@ -68,11 +68,12 @@ def test_every_pass_takes_every_row_once_in_an_order_of_its_own(built, monkeypat
         training = TrainingConfig(batch_size=8, max_steps=2, seed=seed)
         config, data, parts = built(training=training, epochs=3, minibatches=2, max_new_tokens=2)
         parts.pretraining = lambda update: texts.append(update) or [Ragged.build([[1, 5, 6]])]
-        cut = ppo.rollout_batches
         for step in (0, 1):
             rows = []
             with monkeypatch.context() as patch:
-                patch.setattr(ppo, "rollout_batches", lambda r, i, n, rows=rows: rows.append(list(i)) or cut(r, i, n))
+                patch.setattr(
+                    ppo, "rollout_batches", lambda r, i, n, rows=rows: rows.append(list(i)) or rollout_batches(r, i, n)
+                )
                 iterate(parts, config, data.prompts.rows_at(step), step)
             assert [len(part) for part in rows] == [4] * 6
             for epoch in range(3):

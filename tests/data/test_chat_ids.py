@@ -8,13 +8,10 @@ from transformers import PreTrainedTokenizerFast
 
 from alignment.data import chat
 from alignment.data.batches import tokenise_comparisons, tokenise_demonstrations
-from alignment.data.encoding import encode
+from alignment.data.encoding import control_strings, encode
 from alignment.data.prepare import prepare
 from alignment.data.records import Comparison, Demonstration
 from alignment.data.sources import DataConfig
-from alignment.data.batches import tokenise_demonstrations
-from alignment.data.encoding import control_strings, encode
-from alignment.data.records import Demonstration
 from alignment.data.tokenizers import train_bpe
 from alignment.errors import UserError
 

@@ -2,10 +2,8 @@
 
 import pytest
 
-from alignment.data.check import check_file
-from alignment.data.batches import Example
 from alignment.data.batches import Example, PairExample
-from alignment.data.check import check_file, overlap
+from alignment.data.check import check_file
 from alignment.data.records import Prompt, Text
 from alignment.data.show import boundaries, show_example
 from alignment.data.sources import overlap

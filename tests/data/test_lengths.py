@@ -217,7 +217,6 @@ def test_h06_too_many_cut_rows_are_refused(bytes_only, jsonl, kind, row, told):
 def test_texts_in_pieces_are_no_cut_rows(bytes_only, jsonl):
     path = jsonl(*[{"text": letters(40)}] * 3)
     assert prepare(DataConfig(path, max_length=16), "text", bytes_only)[1].cut == {TEXT_CUT: 3}
-    assert [line.partition(":")[0] for line in str(caught.value).splitlines()] == ["r0", "r1", "r2"]
 
 
 def test_a_later_piece_begins_with_the_bos_or_with_the_last_token_of_the_piece_before(bytes_only, metaspace):

@@ -148,6 +148,8 @@ def test_a_tokenizer_with_several_named_templates_saves_and_loads(chatml, templa
     for loaded in (load_tokenizer(tmp_path / "model"), AutoTokenizer.from_pretrained(tmp_path / "model")):
         assert loaded.chat_template == chatml.chat_template
     assert not any(path.name.startswith(".") for path in (tmp_path / "model").rglob("*"))
+
+
 def test_a_saved_tokenizer_names_the_class_that_every_transformers_knows(bpe, tmp_path):
     save_tokenizer(bpe, tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
