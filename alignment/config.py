@@ -230,7 +230,9 @@ def _checker(cls: type) -> Any:
     """A pydantic model around a dataclass; its settings reach the plain dataclasses below it."""
     from pydantic import ConfigDict, create_model
 
-    strict = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    strict = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=(), hide_input_in_errors=True
+    )
     return create_model("Checked", __config__=strict, config=(cls, ...))
 
 
@@ -321,7 +323,7 @@ def _reason(cls: type, group: Sequence[_Found]) -> str:
     key, error = group[0].key, group[0].error
     if error["type"] in ("value_error", "missing", "unexpected_keyword_argument") or _is_secret(key):
         return text
-    got = repr(error["input"]) if isinstance(error["input"], str) else json.dumps(error["input"])
+    got = repr(error["input"]) if isinstance(error["input"], str) else json.dumps(_plain(error["input"]))
     shown = got if len(got) <= 80 else got[:77] + "..."
     unquoted = _is_scalar(error["input"]) and any(each.error["type"] == "string_type" for each in group)
     return f"{text}, got {shown}" + ("; put it in quotes" if unquoted else "")

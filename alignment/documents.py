@@ -1,7 +1,7 @@
 """YAML documents whose every key knows its line, and dotted overrides on top. Knows nothing of what the keys mean."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,9 @@ from alignment.errors import UserError, raise_all
 
 Key = tuple[str | int, ...]
 REFERENCE = re.compile(r"\$\{([\w-]+)\}")  # what a recipe fills in; see recipe.py
+MAX_BYTES = 4 * 2**20  # of a file: a config has a few thousand
+MAX_VALUES = 100_000  # of a document, every alias written out
+MAX_DEPTH = 64  # sections inside sections
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,11 @@ def read_yaml(path: str | Path) -> Document:
     """A YAML file with the line of every key.
 
     Raises:
-        UserError: not readable, no YAML, or a key given twice.
+        UserError: not readable, no YAML, a key given twice, or more values or deeper sections than a config has.
     """
     try:
+        if (size := Path(path).stat().st_size) > MAX_BYTES:
+            raise UserError(f"{path}: {size} bytes; a config may have {MAX_BYTES}")
         text = Path(path).read_text(encoding="utf-8")
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
@@ -79,16 +84,22 @@ def read_yaml(path: str | Path) -> Document:
 
 def parse_yaml(text: str, name: str) -> Document:
     """Like `read_yaml`, from text; `name` stands in for the file in messages."""
-    reader = _Reader(text, name)
+    reader = None
     try:
+        reader = _Reader(text, name)
         node = reader.loader.get_single_node()
         values = None if node is None else reader.convert(node, (), ())
+    except RecursionError as error:
+        raise UserError(f"{name}: sections lie more than {MAX_DEPTH} deep in each other") from error
+    except UserError:
+        raise
     except (yaml.YAMLError, ValueError) as error:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
         raise UserError(f"{name}:{line}: is not valid YAML: {getattr(error, 'problem', None) or error}") from error
     finally:
-        reader.loader.dispose()
+        if reader is not None:
+            reader.loader.dispose()
     raise_all(reader.problems)
     return Document(values, reader.places)
 
@@ -102,13 +113,19 @@ class _Reader:
         self.name = name
         self.places: dict[Key, str] = {(): f"{name}:1"}
         self.problems: list[str] = []
+        self.count = 0
 
     def convert(self, node: yaml.Node, key: Key, around: tuple[yaml.Node, ...]) -> Any:
         """The plain value of a node at a key; `around` are the nodes it lies in."""
         place = self.places.setdefault(key, f"{self.name}:{node.start_mark.line + 1}")
+        self.count += 1
+        if self.count > MAX_VALUES:  # nine levels of nine aliases are 400 million
+            raise UserError(f"{place}: more than {MAX_VALUES} values with every alias written out")
         if node in around:
             self.problems.append(f"{place}: {dotted(key)}: an alias that contains itself")
             return None
+        if len(around) > MAX_DEPTH:
+            raise UserError(f"{place}: sections lie more than {MAX_DEPTH} deep in each other")
         inside = (*around, node)
         if isinstance(node, yaml.SequenceNode):
             return [self.convert(child, (*key, index), inside) for index, child in enumerate(node.value)]
@@ -121,22 +138,30 @@ class _Reader:
         """A section; what `<<` merges into it gives way to its own keys."""
         values: dict[str, Any] = {}
         for name_node, child in node.value:
-            if name_node.value == "<<":
-                merged = self.convert(child, key, inside)
-                for section in merged if isinstance(merged, list) else [merged]:
-                    values = {**section, **values} if isinstance(section, dict) else values
-        own: set[str] = set()
-        for name_node, child in node.value:
             name, place = _with_braces(str(name_node.value)), f"{self.name}:{name_node.start_mark.line + 1}"
             if name == "<<":
                 continue
-            if name in own:
+            if name in values:
                 self.problems.append(f"{place}: {dotted((*key, name))}: stands here twice; keep one")
-            own.add(name)
-            depth = len(key) + 1
-            self.places = {old: where for old, where in self.places.items() if old[:depth] != (*key, name)}
             self.places[(*key, name)] = place
             values[name] = self.convert(child, (*key, name), inside)
+        merged: dict[str, Any] = {}
+        for name_node, child in node.value:
+            if name_node.value == "<<":
+                merged = {**self._merged(child, key, inside, values.keys()), **merged}
+        return {**merged, **values}
+
+    def _merged(self, node: yaml.Node, key: Key, inside: tuple[yaml.Node, ...], own: Collection[str]) -> dict[str, Any]:
+        """What `<<` brings in; places of what a section's `own` keys replace are not kept."""
+        places, self.places = self.places, {}
+        found = self.convert(node, key, inside)
+        added, self.places = self.places, places
+        for where, place in added.items():
+            if len(where) <= len(key) or where[len(key)] not in own:
+                self.places.setdefault(where, place)
+        values: dict[str, Any] = {}
+        for section in found if isinstance(found, list) else [found]:
+            values = {**section, **values} if isinstance(section, dict) else values
         return values
 
 
@@ -156,7 +181,8 @@ def override(document: Document, overrides: Sequence[str]) -> Document:
         name, equals, value = text.partition("=")
         key: Key = tuple(name.strip().split("."))
         if not equals or not all(key):
-            problems.append(f"override: {text!r} is not of the form key=value, such as optim.learning_rate=1e-4")
+            written = re.sub(r"[^\w.-].*", " ...", text, flags=re.DOTALL)  # what follows the key may be a secret
+            problems.append(f"override: {written!r} is not of the form key=value, such as optim.learning_rate=1e-4")
             continue
         try:
             document = overlay(document, key, parse_yaml(value, "override").values, "override")

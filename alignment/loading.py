@@ -1,6 +1,5 @@
 """Models and tokenizers from a directory or the Hub, ready to use. Training starts from here too, see algorithms/assemble.py."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -24,6 +23,7 @@ from alignment.models.families import FAMILIES, family_of, is_foreign
 from alignment.models.generation_config import GENERATION_CONFIG, read_generation_config, set_end_tokens
 from alignment.models.readers import SequenceClassifier
 from alignment.ragged import Ragged, groups_of
+from alignment.untrusted import check_directory
 
 
 def find_directory(source: str, revision: str | None = None) -> Path:
@@ -33,10 +33,11 @@ def find_directory(source: str, revision: str | None = None) -> Path:
         revision: commit on the Hub; None: the newest.
 
     Raises:
-        UserError: neither a directory nor a Hub name that can be reached.
+        UserError: neither a directory nor a Hub name that can be reached, or one whose files lie elsewhere.
     """
     path = Path(source).expanduser()
     if path.is_dir():
+        check_directory(path)
         return path
     if path.is_absolute() or source.startswith(".") or source.count("/") > 1 or path.exists():
         command = writer_of(str(path.parent)) if path.name == "model" else None
@@ -324,5 +325,5 @@ def _is_scalar(directory: Path) -> bool:
     """Whether a directory holds a reward model, or an adapter for one."""
     if is_adapter(directory):
         return is_scalar_adapter(directory)
-    architectures = json.loads((directory / "config.json").read_text(encoding="utf-8")).get("architectures") or [""]
-    return architectures[0].endswith("ForSequenceClassification")
+    architectures = read_config(directory).get("architectures") or [""]
+    return str(architectures[0]).endswith("ForSequenceClassification")

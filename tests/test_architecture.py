@@ -10,7 +10,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "alignment"
 FLOORS = [  # a room may import rooms on lower floors only, never one beside it
-    {"errors", "files", "ragged", "documents"},
+    {"errors", "files", "ragged", "documents", "untrusted", "rendering"},
     {"models", "data", "losses", "metrics", "training", "config"},
     {"adapters", "generation", "world", "loading", "bands", "recipe"},
     {"algorithms", "evaluation", "analysis"},
@@ -19,7 +19,7 @@ FLOORS = [  # a room may import rooms on lower floors only, never one beside it
     {"__main__", "__init__"},
 ]
 BESIDE = {  # the neighbours on one floor that may be looked at
-    ("files", "errors"), ("documents", "errors"),
+    ("files", "errors"), ("documents", "errors"), ("untrusted", "errors"),
     ("generation", "adapters"), ("loading", "adapters"), ("recipe", "bands"),
 }  # fmt: skip
 LONGEST_FILE = 400

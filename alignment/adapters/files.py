@@ -4,28 +4,34 @@ A file may hold one matrix where we have three (GPT-2's c_attn). Three updates o
 rank 3r on the whole, block by block, which is how they are written; peft sees an ordinary LoRA of that rank.
 """
 
-import json
 import os
+import re
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from math import sqrt
+from math import prod, sqrt
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
-from alignment.adapters.lora import attach_lora, lora_layers
+from alignment.adapters.lora import attach_lora, layers_of, lora_layers
 from alignment.adapters.options import refused_options
 from alignment.adapters.prefix import Prefix, attach_prefix, dimensions, peft_config
 from alignment.adapters.spec import AdapterSpec, LoRASpec, PrefixSpec
+from alignment.config import build
+from alignment.documents import Document
 from alignment.errors import UserError, raise_all
 from alignment.files import write_atomic, write_json
 from alignment.models.checkpoint import hf_names
+from alignment.models.directory import read_safetensors
 from alignment.models.families import family_of
+from alignment.untrusted import check_directory, read_json_object
 
 WEIGHTS, CONFIG, OURS = "adapter_model.safetensors", "adapter_config.json", "alignment_adapter.json"
 STACKS = ("trunk", "encoder", "decoder")
+SPELLED_OUT = re.compile(r"[\w|]*(?:\\\.[\w|]+)*")  # names of layers as `_spec_of` writes them, and no other pattern
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,7 @@ def is_scalar_adapter(directory: Path) -> bool:
 def read_base(directory: Path) -> str:
     """The checkpoint an adapter sits on: a local directory, looked for from the adapter's own, or a Hub name."""
     base = _read_config(directory).get("base_model_name_or_path")
-    if not base:
+    if not base or not isinstance(base, str):
         raise UserError(
             f"{directory}/{CONFIG}: base_model_name_or_path is empty; write the base model's directory there"
         )
@@ -70,18 +76,28 @@ def read_spec(directory: Path) -> AdapterSpec:
     """
     config = _read_config(directory)
     kind = config.get("peft_type")
+    where = f"{directory}/{CONFIG}"
     if kind == "PREFIX_TUNING":
-        return PrefixSpec(tokens=config["num_virtual_tokens"])
+        return _checked(PrefixSpec, {"tokens": config.get("num_virtual_tokens")}, where)
     if kind != "LORA":
-        raise UserError(f"{directory}/{CONFIG}: peft_type {kind!r} is not one of LORA, PREFIX_TUNING")
+        raise UserError(f"{where}: peft_type {kind!r} is not one of LORA, PREFIX_TUNING")
     own = Path(directory) / OURS
     if own.is_file():
-        try:
-            return LoRASpec(**json.loads(own.read_text(encoding="utf-8")))
-        except (TypeError, ValueError) as error:
-            raise UserError(f"{own}: no settings of a LoRA adapter: {error}; write the adapter again") from error
-    raise_all(f"{directory}/{CONFIG}: {problem}" for problem in refused_options(config))
-    return LoRASpec(rank=config["r"], alpha=config["lora_alpha"], rank_stabilised=bool(config.get("use_rslora")))
+        spec = _checked(LoRASpec, read_json_object(own), str(own))
+        if not SPELLED_OUT.fullmatch(spec.layers):
+            raise UserError(f"{own}: layers must name each layer in full, joined by |; write the adapter again")
+        return spec
+    raise_all(f"{where}: {problem}" for problem in refused_options(config))
+    found = {"rank": config.get("r"), "alpha": config.get("lora_alpha")}
+    return _checked(LoRASpec, {**found, "rank_stabilised": bool(config.get("use_rslora"))}, where)
+
+
+def _checked(kind: type[Any], values: dict[str, Any], where: str) -> Any:
+    """A specification whose values have been looked at as a run's config is."""
+    try:
+        return build(kind, Document(values, {(): where}))
+    except UserError as error:
+        raise UserError(f"{error}; write the adapter again") from error
 
 
 def adapter_state(model: Any, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
@@ -144,9 +160,9 @@ def load_adapter(model: Any, directory: Path, *, with_head: bool = True) -> Any:
     directory = Path(directory)
     if not (directory / WEIGHTS).is_file():
         raise UserError(f"{directory}: no {WEIGHTS}; only safetensors adapters are read")
-    tensors = load_file(directory / WEIGHTS)
-    spec = read_spec(directory)
+    spec, tensors = read_spec(directory), read_safetensors(directory / WEIGHTS)
     if isinstance(spec, PrefixSpec):
+        _check_size(directory, model, spec, tensors)
         attach_prefix(model, spec)
         wanted = {"prefix.encoder.embedding.weight": tensors.pop("prompt_embeddings", None)}
     else:
@@ -154,6 +170,7 @@ def load_adapter(model: Any, directory: Path, *, with_head: bool = True) -> Any:
         places = {place.file_name: place for place in _places(model)}
         if not own:
             spec = _layers_in_file(spec, tensors, places)
+        _check_size(directory, model, spec, tensors)
         attach_lora(model, spec)
         wanted = _lora_tensors(model, tensors, places, blocks=own)
     if _is_scalar(model):
@@ -164,6 +181,21 @@ def load_adapter(model: Any, directory: Path, *, with_head: bool = True) -> Any:
             wanted |= {"head.weight": head} if with_head else {}
     _fill(model, wanted, tensors, directory)
     return model
+
+
+def _check_size(directory: Path, model: Any, spec: AdapterSpec, tensors: Mapping[str, Tensor]) -> None:
+    """Refuse settings that ask for far more numbers than the file holds, before memory is taken for them."""
+    if isinstance(spec, PrefixSpec):
+        asked = spec.tokens * 2 * prod(dimensions(model))
+    else:
+        layers = [model.get_submodule(name) for name in layers_of(model, spec)]
+        asked = spec.rank * sum(layer.in_features + layer.out_features for layer in layers)
+    held = sum(tensor.numel() for tensor in tensors.values())
+    if asked > 4 * held:  # of a fused matrix the file holds one lora_A where we have three
+        raise UserError(
+            f"{directory}: its settings (rank, virtual tokens, layers) ask for {asked} numbers, and {WEIGHTS} holds "
+            f"{held}; write the adapter again"
+        )
 
 
 def _fill(model: Any, wanted: dict[str, Tensor | None], left: dict[str, Tensor], directory: Path) -> None:
@@ -309,7 +341,8 @@ def _is_scalar(model: Any) -> bool:
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
-    config = json.loads((Path(directory) / CONFIG).read_text(encoding="utf-8"))
+    check_directory(Path(directory))
+    config = read_json_object(Path(directory) / CONFIG)
     if "auto_map" in config:
         raise UserError(f"{directory}/{CONFIG}: 'auto_map' asks to run code from the checkpoint, which is refused")
     return config

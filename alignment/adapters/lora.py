@@ -1,26 +1,27 @@
 """LoRA through peft's layers, put into our own modules from outside. Files are in files.py."""
 
 import re
+import time
 from typing import Any
 
+import regex
 from torch import nn
 
 from alignment.adapters.spec import LoRASpec
 from alignment.errors import UserError
+
+PATTERN_SECONDS = 2.0  # for all names of a model; an honest pattern takes microseconds
 
 
 def attach_lora(model: Any, spec: LoRASpec) -> Any:
     """Freeze the model and put an update beside each linear layer that `spec.layers` names.
 
     Raises:
-        UserError: no layer has such a name.
+        UserError: as `layers_of`.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    wanted = [name for name in names if re.search(rf"(?:{spec.layers})$", name)]
-    if not wanted:
-        raise UserError(f"adapter.layers {spec.layers!r} names no linear layer; there are: {', '.join(_kinds(names))}")
+    wanted = layers_of(model, spec)
     model.requires_grad_(False)
     config = LoraConfig(
         r=spec.rank,
@@ -30,6 +31,28 @@ def attach_lora(model: Any, spec: LoRASpec) -> Any:
         target_modules=wanted,
     )
     return inject_adapter_in_model(config, model)
+
+
+def layers_of(model: Any, spec: LoRASpec) -> list[str]:
+    """Names of the linear layers that `spec.layers` names.
+
+    Raises:
+        UserError: there are none, or the pattern takes too long to say so.
+    """
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    pattern = regex.compile(rf"(?:{spec.layers})$")
+    end = time.monotonic() + PATTERN_SECONDS
+    try:
+        # `re` cannot be interrupted: with (.*)*(.*)*! on one long name it does not end.
+        wanted = [name for name in names if pattern.search(name, timeout=max(end - time.monotonic(), 1e-3))]
+    except TimeoutError as error:
+        raise UserError(
+            f"adapter.layers {spec.layers!r} takes more than {PATTERN_SECONDS:g} seconds on the names of the layers; "
+            "nest no repetitions, as in (a*)*"
+        ) from error
+    if not wanted:
+        raise UserError(f"adapter.layers {spec.layers!r} names no linear layer; there are: {', '.join(_kinds(names))}")
+    return wanted
 
 
 def lora_layers(model: Any) -> dict[str, Any]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
+
+from alignment.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,17 +47,41 @@ def _puts_a_blank_first(tokenizer: PreTrainedTokenizerBase) -> bool:
 
 
 def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], control_tokens: bool) -> list[list[int]]:
-    encoded = tokenizer(
-        list(texts),
-        add_special_tokens=False,
-        split_special_tokens=not control_tokens,
-        padding=False,
-        truncation=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-        verbose=False,  # length limits are batches.py's affair
-    )
+    with naming_panics(tokenizer):
+        encoded = tokenizer(
+            list(texts),
+            add_special_tokens=False,
+            split_special_tokens=not control_tokens,
+            padding=False,
+            truncation=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,  # length limits are batches.py's affair
+        )
     return cast("list[list[int]]", encoded["input_ids"])
+
+
+@contextmanager
+def naming_panics(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+    """Turn a panic of the tokenizers library, which is no `Exception`, into a user's error.
+
+    Raises:
+        UserError: a pattern in tokenizer.json gave up on a text (it backtracks without end), or its tables do not fit.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not is_panic(error):
+            raise
+        raise UserError(
+            f"{tokenizer.name_or_path or 'this tokenizer'}: tokenizer.json cannot read a text: {error}; take the "
+            "tokenizer that its authors publish"
+        ) from error
+
+
+def is_panic(error: BaseException) -> bool:
+    """Whether Rust code gave up; its exception's class cannot be imported."""
+    return type(error).__name__ == "PanicException"
 
 
 def bos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from alignment.data.encoding import naming_panics
 from alignment.errors import UserError
 
 if TYPE_CHECKING:
@@ -129,14 +130,15 @@ def _encoding(tokenizer: PreTrainedTokenizerBase, *texts: str) -> Any:
 def _encodings(tokenizer: PreTrainedTokenizerBase, *texts: list[str], add_special_tokens: bool) -> list[Any]:
     if not tokenizer.is_fast:
         raise UserError(f"{tokenizer.name_or_path}: not a fast tokenizer; save it with a tokenizer.json")
-    encoded = tokenizer(
-        *texts,
-        add_special_tokens=add_special_tokens,
-        split_special_tokens=True,
-        padding=False,
-        truncation=False,
-        verbose=False,
-    )
+    with naming_panics(tokenizer):
+        encoded = tokenizer(
+            *texts,
+            add_special_tokens=add_special_tokens,
+            split_special_tokens=True,
+            padding=False,
+            truncation=False,
+            verbose=False,
+        )
     return list(encoded.encodings or [])
 
 

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 RAW_PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # GPT-2's names, old and new
 WORDPIECE_FILE = "vocab.txt"
 GPT2_END, GPT2_PAD = "<|endoftext|>", "<|pad|>"
+MAX_PIECE = 1000  # characters; SentencePiece's own default is 16
 UNIGRAM, BPE = 1, 2  # model_type in a SentencePiece file
 CONTROL, USER_DEFINED = 3, 4  # type of a piece there
 
@@ -143,6 +144,9 @@ def _read_model(path: Path) -> Any:
         raise UserError(f"{path}: not a SentencePiece model: {error}") from error
     if not model.pieces:
         raise UserError(f"{path}: not a SentencePiece model: no pieces in it")
+    longest = max(len(piece.piece) for piece in model.pieces)
+    if longest > MAX_PIECE:  # every way to cut a piece in two is tried
+        raise UserError(f"{path}: a piece has {longest} characters; {MAX_PIECE} are allowed")
     return model
 
 

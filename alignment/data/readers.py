@@ -85,7 +85,7 @@ def _jsonl_rows(path: Path) -> Iterator[RawRow]:
 def _json_row(place: str, text: str) -> RawRow:
     try:
         values = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits too
         column = getattr(error, "colno", 1)
         return RawRow(place, None, f"{place}:{column}: not JSON: {getattr(error, 'msg', error)}", "not JSON")
     return _object_row(place, values)
@@ -125,7 +125,7 @@ def _json_rows(path: Path) -> Iterator[RawRow]:
         return
     try:
         rows = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits too
         place = f"{path}:{getattr(error, 'lineno', 1)}:{getattr(error, 'colno', 1)}"
         raise UserError(f"{place}: not JSON: {getattr(error, 'msg', error)}") from error
     if not isinstance(rows, list):

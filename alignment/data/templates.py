@@ -1,20 +1,21 @@
 """Chat templates rendered so that only what the template itself wrote can become a control token.
 
-A template is rendered by transformers' sandbox to text, and the text is tokenised as a whole, so ordinary messages get
-exactly the ids of `apply_chat_template(tokenize=True)` (and a BOS, should the template lack the tokenizer's). Control
-strings inside messages ("<|im_end|>" typed by a user) are swapped for private-use characters before rendering;
-afterwards the text is cut there and the strings are tokenised as plain text.
+A template is rendered by transformers' sandbox to text (in rendering.py, under limits and at a fixed date), and the text
+is tokenised as a whole, so ordinary messages get exactly the ids of `apply_chat_template(tokenize=True)` (and a BOS,
+should the template lack the tokenizer's). Control strings inside messages ("<|im_end|>" typed by a user) are swapped for
+private-use characters before rendering; afterwards the text is cut there and the strings are tokenised as plain text.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from alignment.data.encoding import control_strings, encode
 from alignment.data.records import Messages
 from alignment.errors import UserError
+from alignment.rendering import RenderError, render_template
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -67,8 +68,6 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, open_turn:
     Raises:
         UserError: there is no template, it is a book of named ones, it is too long, or it refuses the messages.
     """
-    from jinja2.exceptions import TemplateError
-
     template = tokenizer.chat_template
     if not isinstance(template, str) or not template:
         raise UserError(
@@ -79,11 +78,12 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, open_turn:
     if len(template) > MAX_TEMPLATE_CHARACTERS:
         raise UserError(f"{name_of(tokenizer)} has {len(template)} characters; {MAX_TEMPLATE_CHARACTERS} are allowed")
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=open_turn)
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+        return render_template(
+            template, messages, add_generation_prompt=open_turn, **cast("dict[str, Any]", tokenizer.special_tokens_map)
+        )
+    except RenderError as error:
         roles = ", ".join(message["role"] for message in messages)
         raise UserError(f"{name_of(tokenizer)} refuses messages of roles {roles}: {error}") from error
-    return str(text)
 
 
 def require_contents(tokenizer: PreTrainedTokenizerBase, messages: Messages, text: str) -> None:

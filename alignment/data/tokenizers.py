@@ -12,15 +12,18 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from alignment.data.encoding import is_panic
 from alignment.data.pipelines import wrap_bos
 from alignment.data.raw_tokenizers import RAW_PAIRS, WORDPIECE_FILE, find_raw
 from alignment.errors import UserError, raise_all
 from alignment.files import write_atomic, write_json
+from alignment.untrusted import check_directory, read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-FOREIGN_CODE = ("auto_map", "trust_remote_code")
+FOREIGN_CODE = ("auto_map", "trust_remote_code", "gguf_file")
+NEVER_OPENED = "special_tokens_map_file"  # old directories name its author's own path
 NOTES_OF_LOADING = ("is_local", "local_files_only")  # transformers writes how it was called; no property of a tokenizer
 
 
@@ -76,13 +79,24 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     a model type, leaves it to transformers how they are read.
 
     Raises:
-        UserError: no such directory, no tokenizer in it, unreadable files, or a request for code from elsewhere.
+        UserError: no such directory, no tokenizer in it, unreadable files, or a request for code or files from elsewhere.
     """
     path = Path(source)
-    if path.is_file():
-        return find_raw(path)  # type: ignore[return-value]
-    if not path.is_dir():
+    if not path.is_file() and not path.is_dir():
         raise UserError(f"{path}: no such directory; name one that holds tokenizer.json")
+    try:
+        return find_raw(path) if path.is_file() else _load_any(path)  # type: ignore[return-value]
+    except UserError:
+        raise
+    except BaseException as error:  # tokenizers raises bare Exception for a broken file; whatever it is, it is told
+        if not (isinstance(error, Exception) or is_panic(error)):
+            raise
+        raise UserError(f"{path}: the tokenizer cannot be read: {type(error).__name__}: {error}") from error
+
+
+def _load_any(path: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a directory, by the files that it has."""
+    check_directory(path)
     for name in ("tokenizer_config.json", "config.json"):
         _refuse_foreign_code(path / name)
     names = {file.name for file in path.iterdir()}
@@ -99,38 +113,37 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
 
 
 def _model_type(path: Path) -> str:
-    return json.loads(path.read_text(encoding="utf-8")).get("model_type", "") if path.exists() else ""
+    return read_json_object(path).get("model_type", "") if path.exists() else ""
 
 
 def _refuse_foreign_code(path: Path) -> None:
     if not path.exists():
         return
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not JSON: {error}") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: must be a JSON object")
+    config = read_json_object(path)
     raise_all(
-        f"{path}: {key} asks for code from elsewhere, which is never run; save the tokenizer as tokenizer.json"
-        for key in FOREIGN_CODE
-        if config.get(key)
+        f"{path}: {key} asks for code or files from elsewhere, which are never read; save the tokenizer as tokenizer.json"
+        for key, value in config.items()
+        if (key in FOREIGN_CODE and value)
+        or (key != NEVER_OPENED and key.endswith(("_file", "_files")) and _leads_out(path, value))
     )
+
+
+def _leads_out(path: Path, value: Any) -> bool:
+    """Whether a file that a config names, or one of several, is there and lies outside the config's directory."""
+    names = [name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str) and name]
+    return any(Path(name).name != name and (path.parent / name).exists() for name in names)
 
 
 def _load_directory(directory: Path, has_json: bool) -> PreTrainedTokenizerBase:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    try:
-        if has_json:
-            # As the file says: transformers' class for a model type may rebuild the pipeline in its own way.
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-            if tokenizer.eos_token is not None:
-                return tokenizer
-        # Old directories leave the end token's name to the class of their model type.
-        return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # tokenizers raises bare Exception for a broken file; whatever it is, it is told
-        raise UserError(f"{directory}: the tokenizer cannot be read: {type(error).__name__}: {error}") from error
+    if has_json:
+        # As the file says: transformers' class for a model type may rebuild the pipeline in its own way.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        if tokenizer.eos_token is not None:
+            return tokenizer
+    # Old directories leave the end token's name to the class of their model type.
+    return AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: str | Path) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from alignment.data.chat import prompt_ids
+from alignment.data.encoding import naming_panics
 from alignment.errors import UserError, raise_all
 
 
@@ -43,7 +44,8 @@ def source_ids(tokenizer: Any, texts: Sequence[Any]) -> list[list[int]]:
     )
     if not texts:
         return []
-    encoded = tokenizer(list(texts), padding=False, truncation=False, verbose=False)["input_ids"]
+    with naming_panics(tokenizer):
+        encoded = tokenizer(list(texts), padding=False, truncation=False, verbose=False)["input_ids"]
     raise_all(f"prompt {number}: no token" for number, ids in enumerate(encoded) if not ids)
     return encoded
 

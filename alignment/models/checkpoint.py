@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from alignment.errors import UserError, raise_all
 from alignment.files import write_atomic, write_json
 from alignment.models.build import empty_model
-from alignment.models.directory import CONFIG, WEIGHTS, read_config, read_tensors
+from alignment.models.directory import CONFIG, WEIGHTS, check_sizes, read_config, read_shapes, read_tensors
 from alignment.models.external import is_external, load_external, save_external
 from alignment.models.external_models import ExternalScalarModel
 from alignment.models.families import FAMILIES, family_of, is_foreign
+from alignment.models.families.family import Family
 from alignment.models.filed import as_today, drop_copy, in_trunk, left_aside
 from alignment.models.generation_config import read_generation_config, write_generation_config
 from alignment.models.initial import initialise_layer
@@ -86,12 +87,12 @@ def load_checkpoint(
         UserError: naming every missing, unexpected or misshapen tensor and every unknown config key.
     """
     directory = Path(directory)
-    if is_foreign(read_config(directory)):
+    filed = read_config(directory)
+    if is_foreign(filed):
         return load_external(directory, task, dtype, device, new_head=new_head, config=config)
-    config, tensors = {**read_config(directory), **(config or {})}, read_tensors(directory)
-    family = family_of(config)
-    with torch.device("meta"):  # no memory behind it: every weight comes from the file
-        model = empty_model(family.as_filed(config, tensors), task)
+    check_sizes(directory, filed, read_shapes(directory))
+    tensors = read_tensors(directory)
+    family, model = _empty(directory, {**filed, **(config or {})}, tensors, task)
     places = hf_names(model)
     needed = {place.name for place in places.values()}
     tensors = as_today(tensors, family, task, needed)
@@ -108,8 +109,9 @@ def load_checkpoint(
     }
     wanted = {name: place for name, place in places.items() if name not in fresh}
     shapes = _expected_shapes(model, wanted)
-    tensors |= {name: torch.zeros(shapes[name]) for name in family.zeros if name in shapes and name not in tensors}
-    raise_all(f"{directory}: {problem}" for problem in _problems(tensors, shapes))
+    zeros = {name for name in family.zeros if name in shapes and name not in tensors}
+    raise_all(f"{directory}: {problem}" for problem in _problems(tensors, shapes, zeros))
+    tensors |= {name: torch.zeros(shapes[name]) for name in zeros}
     state = {name: x.to(dtype=dtype, device=device) for name, x in from_hf(tensors, wanted).items()}
     _assign(model, state, aliases)
     if new_head:
@@ -117,6 +119,21 @@ def load_checkpoint(
     if hasattr(model, "new_cache"):
         model.generation_config = read_generation_config(directory)
     return model.eval()
+
+
+def _empty(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], task: str) -> tuple[Family, Any]:
+    """The family and a model without memory behind it: every weight comes from the file."""
+    try:
+        family = family_of(config)
+        with torch.device("meta"):
+            return family, empty_model(family.as_filed(config, tensors), task)
+    except UserError as error:
+        lines = str(error).split("\n")
+        raise UserError(
+            "\n".join(f"{directory}/{line}" if line.startswith(CONFIG) else line for line in lines)
+        ) from error
+    except (RuntimeError, OverflowError, MemoryError) as error:
+        raise UserError(f"{directory}/{CONFIG}: no model can be of these sizes ({error})") from error
 
 
 def save_model(model: Any, directory: str | Path, *, state: dict[str, Tensor] | None = None) -> None:
@@ -206,8 +223,8 @@ def _expected_shapes(model: nn.Module, places: dict[str, Place]) -> dict[str, to
     return {name: tensor.shape for name, tensor in to_hf(meta, places).items()}
 
 
-def _problems(tensors: dict[str, Tensor], shapes: dict[str, torch.Size]) -> Iterable[str]:
-    yield from (f"tensor {name} is missing" for name in sorted(shapes.keys() - tensors.keys()))
+def _problems(tensors: dict[str, Tensor], shapes: dict[str, torch.Size], zeros: set[str]) -> Iterable[str]:
+    yield from (f"tensor {name} is missing" for name in sorted(shapes.keys() - tensors.keys() - zeros))
     yield from (f"unexpected tensor {name}" for name in sorted(tensors.keys() - shapes.keys()))
     for name in sorted(shapes.keys() & tensors.keys()):
         if tensors[name].shape != shapes[name]:

@@ -1,14 +1,17 @@
 """Architectures without a table of ours, read and written through transformers' own classes; what they do is in
 external_models.py.
 
-Strict where it can be: safetensors on disk only, every tensor consumed and every parameter found. Code that travels with
-a checkpoint is never run. Config keys are transformers' affair here: one that it does not know passes unseen.
+Strict where it can be: safetensors in the directory only, every tensor consumed and every parameter found. Code that
+travels with a checkpoint, or that it names elsewhere, is never run. Config keys are transformers' affair here: one that
+it does not know passes unseen.
 """
 
 import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from alignment.errors import UserError, raise_all
-from alignment.models.directory import CONFIG, read_config
+from alignment.models.directory import CONFIG, check_sizes, read_config, read_shapes
 from alignment.models.external_layout import reads_every_token
 from alignment.models.external_models import (
     ExternalClassifier,
@@ -37,6 +40,13 @@ KINDS: dict[str, tuple[str, Any]] = {  # kind: transformers' door to it, and the
     "tokens": ("AutoModelForTokenClassification", ExternalClassifier),
     "span": ("AutoModelForQuestionAnswering", ExternalClassifier),
 }
+
+REDIRECTS = {  # keys by which a config sends transformers elsewhere, and what they do
+    "auto_map": "brings its own code",
+    "quantization_config": "has quantized weights, which are not read",
+    "gguf_file": "names another file for its weights",
+}
+ROOM_BESIDE = 2**26  # numbers that a model may have and its file not: tables, a new head
 
 
 def load_external(
@@ -63,6 +73,7 @@ def load_external(
     directory = Path(directory)
     kind, settings = _settings(directory, task, config or {})
     door, wrapper = KINDS[kind]
+    _check_weights(directory, door, settings)
     inner, info = _open(directory, door, settings, dtype)
     if kind == "scalar" and not reads_every_token(inner):
         raise UserError(
@@ -137,18 +148,53 @@ def _settings(directory: Path, task: str, changes: dict[str, Any]) -> tuple[str,
     name = config.get("model_type")
     if name not in CONFIG_MAPPING:
         raise UserError(f"{directory}: model_type {name!r} is neither in our tables nor in transformers'")
-    if "auto_map" in config:
-        raise UserError(
-            f"{directory}: config.json brings its own code (auto_map), which is never run; delete the key to use "
-            f"transformers' own {name!r}"
-        )
-    settings = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-    settings.update(changes | ({"num_labels": 1} if task == "scalar" else {}))
+    if (directory / "adapter_config.json").exists():
+        raise UserError(f"{directory}: holds an adapter (adapter_config.json) beside the model; move one of them away")
+    _refuse_redirects(directory, config)
+    check_sizes(directory, config, read_shapes(directory))
+    try:
+        settings = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        settings.update(changes | ({"num_labels": 1} if task == "scalar" else {}))
+    except Exception as error:  # each class checks its keys in its own way
+        raise UserError(f"{directory}/{CONFIG}: transformers refuses it ({type(error).__name__}: {error})") from error
     if task == "language":
         return _language_kind(directory, config, settings), settings
     if task not in KINDS:
         raise UserError(f"{directory}: {name} runs as transformers' class, and there is no head for {task!r} then")
     return task, settings
+
+
+def _refuse_redirects(directory: Path, config: dict[str, Any]) -> None:
+    """Refuse a config that asks for code or weights from elsewhere, in a config inside it too."""
+    for key, value in config.items():
+        if key in REDIRECTS and value:
+            raise UserError(
+                f"{directory}: config.json {REDIRECTS[key]} ({key}), which is never followed; delete the key to use "
+                f"transformers' own {config.get('model_type')!r} with the weights beside it"
+            )
+        if key.endswith("_implementation") and "/" in str(value):
+            raise UserError(f"{directory}: config.json: {key} = {value!r} is code from elsewhere, which is never run")
+        if isinstance(value, dict):
+            _refuse_redirects(directory, value)
+
+
+def _check_weights(directory: Path, door: str, settings: Any) -> None:
+    """Refuse an architecture with far more numbers than the file holds, before memory is taken for them."""
+    import transformers
+
+    if type(settings) not in getattr(transformers, door)._model_mapping:
+        raise UserError(f"{directory}: transformers has no {door.removeprefix('Auto')} for {settings.model_type!r}")
+    held = sum(map(prod, read_shapes(directory).values()))
+    try:
+        with torch.device("meta"):
+            bare = getattr(transformers, door).from_config(deepcopy(settings), trust_remote_code=False)
+    except Exception as error:  # whatever the class does with sizes that cannot be
+        raise UserError(
+            f"{directory}/{CONFIG}: no model can be built from it ({type(error).__name__}: {error})"
+        ) from error
+    asked = sum(tensor.numel() for tensor in (*bare.parameters(), *bare.buffers()))
+    if asked > 2 * held + ROOM_BESIDE:  # twice: a shared tensor is held once
+        raise UserError(f"{directory}/{CONFIG}: asks for {asked} numbers, and the weights beside it are {held}")
 
 
 def _language_kind(directory: Path, config: dict[str, Any], settings: Any) -> str:
@@ -170,15 +216,13 @@ def _open(directory: Path, door: str, settings: Any, dtype: torch.dtype) -> tupl
     """transformers' model, and what it says of the loading."""
     import transformers
 
-    if type(settings) not in getattr(transformers, door)._model_mapping:
-        raise UserError(f"{directory}: transformers has no {door.removeprefix('Auto')} for {settings.model_type!r}")
     try:
         return getattr(transformers, door).from_pretrained(
             directory, config=settings, dtype=dtype, local_files_only=True, use_safetensors=True,
             trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"{directory}: transformers could not open it ({error})") from error
+    except (OSError, ValueError, RuntimeError, LookupError, TypeError) as error:
+        raise UserError(f"{directory}: transformers could not open it ({type(error).__name__}: {error})") from error
 
 
 def _problems(info: dict[str, Any], trunk: str) -> list[str]:

@@ -49,7 +49,7 @@ def family_of(config: dict[str, Any]) -> Family:
             f"weights are those of a plain {config.get('model_type')!r}, delete the key, else convert it first"
         )
     name = config.get("model_type")
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         hint = nearest(str(name), FAMILIES)
         raise UserError(f"config.json: model_type {name!r} is not one of {', '.join(sorted(FAMILIES))}{hint}")
     return FAMILIES[name]
