@@ -84,11 +84,13 @@ def read_yaml(path: str | Path) -> Document:
 
 def parse_yaml(text: str, name: str) -> Document:
     """Like `read_yaml`, from text; `name` stands in for the file in messages."""
-    reader = None
     try:
         reader = _Reader(text, name)
-        node = reader.loader.get_single_node()
-        values = None if node is None else reader.convert(node, (), ())
+        try:
+            node = reader.loader.get_single_node()
+            values = None if node is None else reader.convert(node, (), ())
+        finally:
+            reader.loader.dispose()
     except RecursionError as error:
         raise UserError(f"{name}: sections lie more than {MAX_DEPTH} deep in each other") from error
     except UserError:
@@ -97,9 +99,6 @@ def parse_yaml(text: str, name: str) -> Document:
         mark = getattr(error, "problem_mark", None)
         line = mark.line + 1 if mark else 1
         raise UserError(f"{name}:{line}: is not valid YAML: {getattr(error, 'problem', None) or error}") from error
-    finally:
-        if reader is not None:
-            reader.loader.dispose()
     raise_all(reader.problems)
     return Document(values, reader.places)
 

@@ -10,7 +10,7 @@ from torch import nn
 from alignment.adapters.spec import LoRASpec
 from alignment.errors import UserError
 
-PATTERN_SECONDS = 2.0  # for all names of a model; an honest pattern takes microseconds
+PATTERN_SECONDS = 1.0  # for all names of a model; an honest pattern takes microseconds
 
 
 def attach_lora(model: Any, spec: LoRASpec) -> Any:

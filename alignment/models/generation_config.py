@@ -1,11 +1,11 @@
 """generation_config.json, which tells other programs where a model stops and how to sample. Our own sampling never reads it."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 from alignment.errors import UserError
 from alignment.files import write_json
+from alignment.untrusted import read_json_object
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -20,12 +20,9 @@ def read_generation_config(directory: Path) -> dict[str, Any] | None:
     if not path.is_file():
         return None
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON ({error}); mend it or delete it") from error
-    if not isinstance(config, dict):
-        raise UserError(f"{path}: must hold one JSON object, got {type(config).__name__}; mend it or delete it")
-    return config
+        return read_json_object(path)
+    except UserError as error:
+        raise UserError(f"{error}; mend it or delete it") from error
 
 
 def write_generation_config(model: Any, directory: Path) -> None:

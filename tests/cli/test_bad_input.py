@@ -103,3 +103,40 @@ def test_code_in_a_checkpoint(sft, broken_model, file):
     config = json.loads((broken_model / file).read_text())
     (broken_model / file).write_text(json.dumps({**config, "auto_map": {"AutoModel": "evil.Model"}}))
     check(sft(f"policy={broken_model}"), "auto_map", file)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "judge.api_key=open-sesame",
+        "judge.api_key=[open-sesame",
+        "judge.api_key={a: open-sesame}",
+        "judge={api_key: open-sesame}",
+        "judge=[{api_key: open-sesame}]",
+        "hub_token=open-sesame",
+        "hub_token open-sesame",
+        "hub_token:open-sesame",
+        "optim={api_key: open-sesame, learning_rate: fast}",
+    ],
+)
+def test_a_secret_is_not_on_the_screen(sft, override):
+    code, message = sft(override, "--debug")
+    assert code == 2 and "error: " in message
+    assert "open-sesame" not in message
+
+
+@pytest.mark.parametrize(
+    ("layers", "why"),
+    [("(.*)*(.*)*(.*)*!", "names no linear layer"), (r"(a|[a-z]|[a-z.]|[\w.])+[#!]", "takes more than 1 seconds")],
+)
+def test_an_adapters_pattern_that_would_never_end(sft, layers, why):
+    check(sft(f"adapter={{kind: lora, layers: '{layers}'}}"), f"adapter.layers {layers!r} {why}")
+
+
+def test_a_wrong_key_of_a_model_names_its_directory(sft, broken_model):
+    config = json.loads((broken_model / "config.json").read_text())
+    (broken_model / "config.json").write_text(json.dumps({**config, "attention_sinks": 4, "hidden_act": "none"}))
+    code, message = sft(f"policy={broken_model}")
+    assert code == 2
+    lines = [line for line in message.splitlines() if "config.json" in line]
+    assert len(lines) == 2 and all(f"{broken_model}/config.json: " in line for line in lines)

@@ -5,7 +5,7 @@ import os
 import resource
 import shutil
 import signal
-import struct
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -17,7 +17,6 @@ import torch
 
 SECONDS = 20  # wall time for one command; the slowest is a template that is ended after a second of processor time
 MEMORY = 3 * 2**30  # bytes beyond what the tests' own process has
-SECRET = "xyzzy-what-lies-outside"
 
 
 class Outcome(NamedTuple):
@@ -100,8 +99,22 @@ def good(checkpoints, foreign, tmp_path_factory) -> dict[str, Path | None]:
     return found
 
 
+@pytest.fixture(scope="session")
+def warm() -> None:
+    """Whatever a command imports is imported here, once, and not in every fork."""
+    import peft  # noqa: F401
+    from transformers import AutoTokenizer, StableLmForCausalLM  # noqa: F401
+
+    import alignment.algorithms.sft
+    import alignment.pipeline
+    import alignment.respond  # noqa: F401
+    from alignment.cli import main
+
+    main(["generate", "--model", "/nowhere/at/all", "--prompt", "a"])
+
+
 @pytest.fixture
-def run_apart(tmp_path) -> Callable[..., Outcome]:
+def run_apart(tmp_path, warm) -> Callable[..., Outcome]:
     """Runs the command line in a forked process that may take `MEMORY` bytes and `SECONDS`."""
 
     def run(*arguments: str) -> Outcome:
@@ -129,8 +142,6 @@ def _command(arguments: tuple[str, ...], output: Path) -> None:
     os.dup2(file, 2)
     code = 99
     try:
-        import sys
-
         from alignment.cli import main
 
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
@@ -145,12 +156,6 @@ def _command(arguments: tuple[str, ...], output: Path) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def safetensors_file(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
-    """The bytes of a safetensors file with any header."""
-    text = header if isinstance(header, bytes) else json.dumps(header).encode()
-    return struct.pack("<Q", len(text) if length is None else length) + text + data
 
 
 @pytest.fixture

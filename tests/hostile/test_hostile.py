@@ -145,7 +145,8 @@ HEADERS = {
 }
 for _name, _content in HEADERS.items():
     write(f"header_{_name}", "native", "model.safetensors", "model.safetensors", _content)
-    write(f"shard_header_{_name}", "foreign", "model-00001-of", "model-00001-of-00004.safetensors", _content)
+for _name in ("longer_than_the_file", "no_json", "beyond_the_file", "odd_metadata"):
+    write(f"header_{_name}", "foreign", "model-00001-of", "model-00001-of-00004.safetensors", HEADERS[_name])
 
 INDICES = {
     "no_json": "{",
@@ -213,6 +214,9 @@ def another_file_that_is_a_link(folder):
     (folder.path / "generation_config.json").write_text("{}")
     folder.link_out("generation_config.json")
 
+
+for _name, _content in {"no_json": "{", "a_list": [], "nested": '{"a":' * NEST}.items():
+    write(f"generation_config_{_name}", BOTH, "generation_config.json", "generation_config.json", _content)
 
 # --- tokenizer ------------------------------------------------------------------------------------------------------
 
