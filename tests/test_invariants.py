@@ -682,7 +682,7 @@ def test_I14_a_nan_score_ends_ppo_before_it_reaches_the_weights(stage, make_stag
         held.update(
             {name: (e, {k: v.clone() for k, v in e.unwrapped.state_dict().items()}) for name, e in engines.items()}
         )
-        parts.score = lambda prompts, responses: torch.full((len(prompts),), math.nan)
+        parts.score = lambda prompts, responses, ended: torch.full((len(prompts),), math.nan)
         return iterate(parts, config, prompts, step)
 
     monkeypatch.setattr(ppo, "iterate", watched)

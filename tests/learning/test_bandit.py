@@ -43,7 +43,7 @@ def probability_after_training(kl_coef: float, sign: float, iterations: int = 60
         policy=Engine(policy, optim, training, total_steps=4 * iterations),
         value=Engine(critic, optim, training, total_steps=4 * iterations),
         reference=torch.no_grad()(reference),
-        score=lambda prompts, responses: sign * torch.tensor([float(r[0] == WANTED) for r in responses]),
+        score=lambda prompts, responses, ended: sign * torch.tensor([float(r[0] == WANTED) for r in responses]),
         stop_ids=[],
         controller=FixedKL(kl_coef),
         normaliser=Normaliser(wanted=False),
