@@ -116,10 +116,10 @@ def test_what_is_saved_is_what_was_trained(kind, adapter, stage, make_stage, tmp
 
     save, ids, trained = STAGES[kind].save_policy, torch.arange(3, 40)[None], []
 
-    def spied(engine, *rest):
+    def spied(engine, *rest, **named):
         with torch.no_grad():
             trained.append(engine.unwrapped.eval()(ids).logits)
-        return save(engine, *rest)
+        return save(engine, *rest, **named)
 
     monkeypatch.setattr(STAGES[kind], "save_policy", spied)
     more = {"adapter": LoRASpec(rank=2)} if adapter == "lora" else {}
