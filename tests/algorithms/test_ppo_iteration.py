@@ -52,18 +52,20 @@ def test_samples_and_advantages_follow_the_settings(built):
     iterate(parts, config, data.prompts.rows_at(0), 0)  # so that policy and reference differ
     prompts = data.prompts.rows_at(2)
     drawn = draw(prompts=[prompt.ids for prompt in prompts], rows=range(16, 24))  # rows are numbered over the whole run
-    _, rollout = iterate(parts, config, prompts, 2)
+    metrics, rollout = iterate(parts, config, prompts, 2)
     assert rollout.responses == drawn.token_ids and rollout.numbers == list(range(16, 24))
     wanted = with_advantages(
         rollout, kl_coef=0.3, gain=1.0, bias=0.0, missing_end_penalty=0.4, gamma=0.9, gae_lambda=0.7, reduce=same
     )
     for name in ("rewards", "advantages", "returns"):
         assert_close(getattr(rollout, name), getattr(wanted, name))
+    seconds = metrics["seconds_rollout"] + metrics["seconds_update"]
+    assert metrics["tokens_per_second"] * seconds == pytest.approx(sum(map(len, drawn.token_ids)), rel=1e-3)
 
 
 def test_every_pass_takes_every_row_once_in_an_order_of_its_own(built, monkeypatch):
     """Orders differ by epoch, iteration and seed; each update reads the next texts."""
-    orders, texts = {}, []
+    orders, texts, cut = {}, [], ppo.rollout_batches
     for seed in (0, 1):
         training = TrainingConfig(batch_size=8, max_steps=2, seed=seed)
         config, data, parts = built(training=training, epochs=3, minibatches=2, max_new_tokens=2)
@@ -110,6 +112,7 @@ def test_the_schedule_counts_updates_and_each_network_has_its_optimiser(built, w
     )  # fmt: skip
     assert parts.policy.total_steps == parts.value.total_steps == 5 * 3 * 2
     assert (parts.policy.config, parts.value.config) == (config.optim, config.value_optim)
+    assert not parts.policy.model.training and not parts.value.model.training  # or the first ratio would not be 1
     assert (data.prompts.seed, data.prompts.batch_size) == (4, 8)
     assert data.texts.batch_size == 5 and data.texts.seed not in (0, 4)  # another order than that of the prompts
     first, second = (tuple(name for batch in parts.pretraining(update) for name in batch.row_ids) for update in (0, 1))
@@ -151,7 +154,7 @@ def test_metrics_of_a_rollout_are_worked_by_hand():
 
 
 def test_the_critics_loss_is_worked_by_hand():
-    """Errors of 0.9 after a clip to 0.5 + 0.4 cost 0.18; with the policy's range they would cost more."""
+    """Values 2 and 1 are clipped to 0.5 + 0.4, by the critic's own range; the policy's is another."""
     config = PPOConfig("p", "r", DataConfig(train="t"), "o", clip_range=0.1, value_clip_range=0.4)
     batch = RolloutBatch(
         ragged_of([[1, 5]], [[6, 7]], [0]), torch.zeros(2), torch.tensor([0.5, 0.5]), torch.zeros(2),

@@ -1,6 +1,7 @@
 """Pretraining runs of every objective: they learn, do not depend on memory settings, resume exactly, and distil."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,11 +18,16 @@ from alignment.algorithms.objectives import (
     Prefix,
     SentencePairs,
     SpanCorruption,
+    collate_for,
     labels_of,
     taught_loss,
 )
 from alignment.data.corruption import Masking
+from alignment.data.objectives import draw_once, tokenise_maskable
+from alignment.data.records import Text
+from alignment.data.sentence_pairs import tokenise_passages
 from alignment.data.sources import DataConfig
+from alignment.data.train_tokenizers import train_tokenizer
 from alignment.errors import UserError
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_model
@@ -29,6 +35,7 @@ from alignment.models.resize import copied_from_teacher, spaced_layers
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, TrainingConfig
 
+TEXT = "The cat sat on the mat. A dog came by and looked at it. Nobody knew why."
 BERT = {
     "model_type": "bert", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
     "max_position_embeddings": 64, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
@@ -202,3 +209,51 @@ def test_states_of_unequal_width_are_refused_before_training(make, tmp_path):
     with pytest.raises(UserError, match=r"cosine_coef.*student's are 16 wide, the teacher's 32"):
         pretrain.run(make("causal", "student", distillation=DistillationConfig(teacher, cosine_coef=1.0), **own))
     assert not (tmp_path / "student" / "metrics.jsonl").exists()
+
+
+def test_the_taught_loss_takes_its_own_temperature_and_weights():
+    torch.manual_seed(0)
+    student, teacher = (build_model({**LLAMA, "vocab_size": 50, "num_hidden_layers": n}) for n in (1, 2))
+    batch = Ragged.build([[1, 2, 3, 4], [5, 6, 7]])
+    config = DistillationConfig("t", temperature=3.0, soft_coef=1.0, hard_coef=0.25, cosine_coef=2.0)
+    result = taught_loss(student, teacher, config)(batch)
+    ours, theirs = student(batch=batch, distributions=True), teacher(batch=batch, distributions=True)
+    p, q = (theirs.logits / 3).log_softmax(-1), (ours.logits / 3).log_softmax(-1)
+    assert_close(result.metrics["soft_loss"], 9 * (p.exp() * (p - q)).sum())
+    cosine = (1 - F.cosine_similarity(ours.hidden, theirs.hidden)).sum()
+    total = result.metrics["soft_loss"] + 0.25 * result.metrics["hard_loss"] + 2 * cosine
+    assert_close(result.total, total)
+
+
+def test_an_objectives_settings_reach_its_batches(make):
+    """Shares of 1 mask everything and nothing is left or replaced; lengths and limits are kept to."""
+    tokenizer = train_tokenizer("wordpiece", [TEXT] * 5, 60)
+    rows = [Text(TEXT, str(number)) for number in range(6)]
+    masking, model = Masking(rate=1.0, mask_share=1.0, random_share=0.0), SimpleNamespace()
+    for objective, tokenise in ((Masked, tokenise_maskable), (SentencePairs, tokenise_passages)):
+        examples, _ = tokenise(rows, tokenizer, 24)
+        pack = collate_for(objective(masking=masking), tokenizer, examples, model, max_length=24, micro_batch_tokens=30)
+        batches = pack(draw_once(examples))
+        for batch in (getattr(batch, "ragged", batch) for batch in batches):
+            assert max(batch.lengths) <= 24 and (sum(batch.lengths) <= 30 or len(batch.lengths) == 1)
+            special = torch.isin(batch.tokens, torch.tensor(tokenizer.all_special_ids))
+            assert special.all() and (batch.tokens[batch.targets] == tokenizer.mask_token_id).all()
+
+
+def test_a_new_tokenizer_is_trained_on_the_rows_that_the_run_reads(make, tmp_path, monkeypatch):
+    calls = []
+
+    def read(source, kind, **options):
+        calls.append((source, kind, options))
+        return [Text("the cat sat", "r1")], None
+
+    monkeypatch.setattr(pretrain, "read_rows", read)
+    data = DataConfig("some.jsonl", split="s", columns={"text": "body"}, max_rows=3, on_bad_row="skip")
+    (tmp_path / "template.jinja").write_text("{{ messages }}", encoding="utf-8")
+    found = [
+        pretrain.find_tokenizer(make("causal", data=data, chat_template=template)).chat_template
+        for template in (str(tmp_path / "template.jinja"), "{{ messages }}\n", None)
+    ]
+    options = {"split": "s", "columns": {"text": "body"}, "max_rows": 3, "on_bad_row": "skip"}
+    assert calls == 3 * [("some.jsonl", "text", options)]
+    assert found == ["{{ messages }}", "{{ messages }}\n", None]

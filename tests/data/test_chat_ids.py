@@ -342,3 +342,14 @@ def test_a_template_that_leaves_out_any_ones_words_is_refused(chatml, role):
     )
     with pytest.raises(UserError, match=rf"leaves out or rewrites message \d \(role {role}\)"):
         chat.prompt_ids(chatml, [{"role": "system", "content": "the cat"}, USER])
+
+
+def test_added_words_that_are_not_special_are_no_control_strings():
+    tokenizer = train_bpe(["x"], 300)
+    tokenizer.add_tokens(["<br>"])
+    assert sorted(control_strings(tokenizer)) == ["</s>", "<pad>", "<s>"]
+
+
+def test_a_control_token_that_does_not_stand_right_after_the_reply_does_not_end_it(chatml):
+    chatml.chat_template = "{% for m in messages %}{{ m.content }} (end of turn)<|im_end|>{% endfor %}"
+    assert chat.end_token_id(chatml) == chatml.eos_token_id

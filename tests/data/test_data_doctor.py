@@ -5,6 +5,8 @@ import pytest
 from alignment.data.batches import Example, PairExample
 from alignment.data.check import check_file
 from alignment.data.records import Prompt, Text
+from alignment.data.check import check_file, overlap
+from alignment.data.records import Counts, Prompt, Text
 from alignment.data.show import boundaries, show_example
 from alignment.data.sources import overlap
 from alignment.data.tokenizers import save_tokenizer
@@ -168,3 +170,19 @@ def test_a_pair_is_shown_with_each_response_under_its_name(bpe):
     assert text.startswith("r1, margin 0.5\n chosen\n")
     before, _, after = text.partition("\n rejected\n")
     assert "ids 5 6" in before and "ids 5 7" in after
+
+
+def test_one_turn_without_a_stop_token_is_enough(monkeypatch, jsonl, bpe):
+    """A dialogue of two trained turns, the second one stopped."""
+    from alignment.data import check
+
+    ids, mask = [0, 50, 51, 52, 53, 1], [False, True, True, False, True, True]
+    made = ([Example(ids, mask, "r1")], Counts(rows=1, kept=1))
+    monkeypatch.setitem(check.TOKENISE, "demonstrations", lambda *arguments: made)
+    report = check_file(jsonl({"prompt": "a", "response": "b"}), "demonstrations", bpe)
+    assert found(report, "error") == ["1 rows train no stop token (r1)"]
+
+
+def test_a_response_cut_at_its_end_is_a_warning_and_no_missing_stop_token(jsonl, bpe):
+    report = check_file(jsonl({"prompt": "the", "response": " cat sat" * 30}), "demonstrations", bpe, max_length=12)
+    assert report.ok and any("response longer than fits" in text for text in found(report, "warning"))

@@ -573,3 +573,16 @@ def test_a_csv_row_with_too_many_fields_is_told(tmp_path):
     (tmp_path / "long.csv").write_bytes(b"text,more\na,b\nc,d,e\n")
     with pytest.raises(UserError, match=r"long.csv:3: 3 fields where the first line names 2"):
         read_rows(tmp_path / "long.csv", "text")
+
+
+def test_a_renamed_column_no_longer_stands_under_its_own_name(jsonl):
+    path = jsonl({"messages": "hi", "response": "hey"})
+    assert read_one(path, "demonstrations", columns={"prompt": "messages"}) == Demonstration("hi", "hey", f"{path}:1")
+    path = jsonl({"text": "hi", "topic": "x"})
+    assert read_one(path, "prompts", columns={"prompt": "text"}).extra == {"topic": "x"}
+
+
+def test_a_prompt_of_messages_ends_with_someone_else_than_the_assistant(jsonl):
+    assert read_one(jsonl({"prompt": [HEY, HI]}), "prompts").prompt == [HEY, HI]
+    with pytest.raises(UserError, match="ends with an assistant message"):
+        read_rows(jsonl({"prompt": [HI, HEY]}), "prompts")

@@ -114,3 +114,14 @@ def test_an_empty_part_is_refused(tmp_path):
 def test_a_text_file_that_is_not_there_is_named(tmp_path):
     with pytest.raises(UserError, match=r"none.txt: cannot be read"):
         run_split(SplitConfig(str(tmp_path / "none.txt"), "text", {"all": 1.0}, str(tmp_path / "out"), by="row"))
+
+
+def test_renamed_columns_and_skipped_rows_split_too(tmp_path):
+    rows = [{"q": f"p{n}", "a": "c" if n % 5 else ""} for n in range(40)]
+    source, columns = write(tmp_path / "rows.jsonl", rows), {"prompt": "q", "completion": "a"}
+    config = SplitConfig(source, "demonstrations", HALVES, str(tmp_path / "out"), columns=columns, on_bad_row="skip")
+    run_split(config)
+    found = [row for name in HALVES for row in read(tmp_path / "out" / f"{name}.jsonl")]
+    assert sorted(map(str, found)) == sorted(str(row) for row in rows if row["a"])
+    with pytest.raises(UserError, match="8 bad rows"):
+        run_split(SplitConfig(source, "demonstrations", HALVES, str(tmp_path / "out"), columns=columns))

@@ -65,3 +65,7 @@ def test_steps_of_an_endless_stream_need_epochs():
 def test_impossible_streams_are_refused(rows, batch_size, seed):
     with pytest.raises(ValueError):
         Stream(rows, batch_size, seed)
+
+
+def test_a_part_of_an_epoch_is_rounded_to_the_nearest_row():
+    assert [Stream(ROWS, 1, seed=0, epochs=epochs).steps() for epochs in (0.24, 0.26, 1.37, 0.01)] == [2, 3, 14, 1]

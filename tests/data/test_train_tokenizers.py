@@ -261,3 +261,16 @@ def test_a_sentencepiece_model_spells_unknown_characters_in_bytes_where_it_has_t
         assert with_bytes.decode(with_bytes(text, add_special_tokens=False)["input_ids"]) == text
     without = load_tokenizer(write_sentencepiece(tmp_path / "y.model", pieces))
     assert without("a 猫", add_special_tokens=False)["input_ids"][-1] == without.unk_token_id
+
+
+@pytest.mark.parametrize(("kind", "vocabulary"), [("unigram", 90), ("bytes", None)])
+def test_each_text_of_a_pair_ends_in_the_end_token(kind, vocabulary):
+    tokenizer = train_tokenizer(kind, TEXTS, vocabulary)
+    one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("the cat", "sat"))
+    end = tokenizer.eos_token_id
+    assert tokenizer("the cat", "sat")["input_ids"] == [*one, end, *two, end]
+
+
+def test_wordpiece_has_inner_pieces_for_characters_within_words_alone():
+    vocabulary = train_tokenizer("wordpiece", ["xat yat"] * 5, 30).get_vocab()
+    assert {"x", "y", "##a", "##t"} <= set(vocabulary) and not {"##x", "##y"} & set(vocabulary)

@@ -23,7 +23,14 @@ from alignment.data.labelled import (
     require_labels,
 )
 from alignment.data.prepare import prepare_labelled, prepare_text
-from alignment.data.questions import ANSWER_NOWHERE, NO_ANSWER_HERE, collate_spans, encode_questions, window_starts
+from alignment.data.questions import (
+    ANSWER_NOWHERE,
+    NO_ANSWER_HERE,
+    QUESTION_CUT,
+    collate_spans,
+    encode_questions,
+    window_starts,
+)
 from alignment.data.sources import DataConfig
 from alignment.data.tokenizers import load_tokenizer
 from alignment.data.train_tokenizers import train_tokenizer
@@ -351,3 +358,28 @@ def test_so_many_good_rows_are_read_and_bad_ones_do_not_count(jsonl):
     rows, counts = read_labelled([path, more], "sequence", max_rows=2, on_bad_row="skip")
     assert [row.row_id for row in rows] == [f"{path}:2", f"{path}:3"]
     assert (counts.rows, counts.kept, counts.lost) == (3, 2, 1)
+
+
+def test_a_row_is_counted_as_cut_whichever_of_its_documents_was(tokenizers):
+    tokenizer = with_marks(tokenizers["bpe"])
+    for choices in ([TEXT, "cats"], ["cats", TEXT]):
+        _, counts = encode_choices([Choice("the fox", choices, 0, "r")], tokenizer, 10)
+        assert counts.cut == {PAIR_CUT: 1} and counts.first == {PAIR_CUT: ["r"]}
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
+def test_a_cut_pair_fills_its_length_and_does_not_exceed_it(tokenizers, kind):
+    row = LabelledText(TEXT, TEXT, "yes", "r")
+    for length in (9, 10, 20):
+        [example], counts = encode_sequences([row], tokenizers[kind], length, NAMES)
+        assert len(example.framed.ids) == length and counts.cut == {PAIR_CUT: 1}
+
+
+def test_a_long_question_loses_its_end(wordpiece):
+    row = Question("over the lazy dog", TEXT, [("fox", TEXT.index("fox"))], "q")
+    [whole], _ = encode_questions([row], wordpiece, 200, stride=50)
+    [cut], counts = encode_questions([row], wordpiece, 200, stride=50, max_question=2)
+    first, second = whole.framed.starts
+    assert cut.framed.ids == whole.framed.ids[: first + 2] + whole.framed.ids[second - 1 :]
+    assert counts.cut == {QUESTION_CUT: 1}
+    assert text_of(wordpiece, cut.framed.ids[cut.start : cut.end + 1]) == "fox"

@@ -117,3 +117,10 @@ def test_top_p_stops_at_the_token_with_which_p_is_reached():
 def test_a_row_and_a_seed_do_not_stand_in_for_each_other():
     draws = {tuple(uniforms(seed, [row], 4)[0].tolist()) for seed in range(4) for row in range(4)}
     assert len(draws) == 16
+
+
+@pytest.mark.parametrize("possible", [0, 1, 2])
+def test_a_number_next_to_one_draws_the_last_possible_token(possible):
+    log_probs = torch.full((1, 3), -torch.inf)
+    log_probs[0, : possible + 1] = -torch.tensor(possible + 1.0).log()
+    assert draw(log_probs, torch.tensor([1 - 1e-16], dtype=torch.float64)).tolist() == [possible]

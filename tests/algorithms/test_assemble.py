@@ -1,0 +1,114 @@
+"""What several algorithms start from: held-out means, losses over a model, notes and samples of a run, dropout."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from alignment.adapters import LoRASpec
+from alignment.algorithms import assemble, dpo, pretrain, reward
+from alignment.algorithms.assemble import log_sample, mean_over, read_split, text_loss
+from alignment.algorithms.ppo_parts import load_critic
+from alignment.algorithms.rollout import Rollout
+from alignment.data.batches import PROMPT_CUT
+from alignment.data.sources import DataConfig
+from alignment.loading import load_tokenizer
+from alignment.models.heads import Output
+from alignment.ragged import Ragged
+from alignment.training import LossSum, TrainingConfig
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_held_out_means_are_over_what_counts_without_dropout_and_the_mode_stays(training):
+    model, modes = torch.nn.Dropout().train(training), []
+    engine = SimpleNamespace(model=model, device="cpu", autocast=nullcontext)
+
+    def loss_fn(batch):
+        modes.append(model.training)
+        total = torch.tensor(6.0 if batch.weight == 1 else 2.0)
+        return LossSum(total, {"accuracy": torch.tensor(1.0)})
+
+    batches = [Ragged.build([[1, 2]]), Ragged.build([[1, 2, 3, 4]])]  # one prediction and three
+    assert mean_over(engine, batches, loss_fn) == {"held_out_loss": 2.0, "held_out_accuracy": 0.5}
+    assert modes == [False, False] and model.training == training
+
+
+def test_the_balance_of_experts_counts_once_for_each_target():
+    batch = Ragged.build([[1, 2, 3], [4, 5]])  # three targets
+    output = Output(log_probs=torch.tensor([-1.0, -2.0, -4.0]), balance=torch.tensor(0.5))
+    result = text_loss(lambda batch: output)(batch)
+    assert result.total.item() == 7 + 3 * 0.5 and result.metrics["balance_loss"].item() == 1.5
+    assert text_loss(lambda batch: output._replace(balance=None))(batch).total.item() == 7
+
+
+def test_what_is_cut_from_either_part_is_noted(tokenizer, tmp_path):
+    row = '{"prompt": "Where is the spa, and when does it open on a Sunday?", "completion": " At nine."}\n'
+    (tmp_path / "a.jsonl").write_text(row)
+    (tmp_path / "b.jsonl").write_text(2 * row)
+    notes = []
+    data = DataConfig(str(tmp_path / "a.jsonl"), evaluation=str(tmp_path / "b.jsonl"), max_length=16)
+    train, held_out = read_split(data, "demonstrations", tokenizer, SimpleNamespace(note=notes.append))
+    assert (len(train), len(held_out)) == (1, 2)
+    assert any(note.startswith("train demonstrations: ") and f"cut 1: {PROMPT_CUT}" in note for note in notes)
+    assert any(note.startswith("evaluation demonstrations: ") and f"cut 2: {PROMPT_CUT}" in note for note in notes)
+
+
+def test_a_few_samples_are_kept_without_their_end_token(tokenizer):
+    end, words = tokenizer.eos_token_id, tokenizer("the spa", add_special_tokens=False).input_ids
+    frame = torch.zeros(3, len(words) + 1)
+    rollout = Rollout(
+        prompts=[[tokenizer.bos_token_id, *words]] * 3, responses=[[*words, end], words, words], numbers=[0, 1, 2],
+        mask=frame.bool(), log_probs=frame, sampled_log_probs=frame, reference_log_probs=frame, values=frame,
+        scores=torch.tensor([0.5, -1.0, 9.0]), ended=torch.tensor([True, False, False]),
+    )  # fmt: skip
+    kept = []
+    run = SimpleNamespace(sample=lambda step, **fields: kept.append((step, fields)))
+    log_sample(run, 7, tokenizer, rollout)
+    assert kept == [(7, {"prompt": "the spa", "response": "the spa", "score": score}) for score in (0.5, -1.0)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "module", "wanted"),
+    [("pretrain", pretrain, True), ("sft", assemble, True), ("reward", reward, True), ("dpo", dpo, False)],
+)
+def test_dropout_is_on_where_nothing_is_compared(kind, module, wanted, checkpoints, make_stage, tmp_path, monkeypatch):
+    """DPO compares the policy with itself at the start, so it trains without."""
+    modes = []
+    monkeypatch.setattr(module, "fit", lambda engine, *rest, **options: modes.append(engine.model.training))
+    run, config = make_stage(kind, checkpoints["gpt2"], tmp_path, training=TrainingConfig(batch_size=8, max_steps=1))
+    run(config)
+    assert modes == [wanted]
+
+
+def test_centering_reaches_the_loss_of_a_run(checkpoints, make_stage, tmp_path, read_metrics):
+    training, losses = TrainingConfig(batch_size=8, max_steps=1), []
+    for coef in (0.0, 100.0):
+        output = tmp_path / str(coef)
+        run, config = make_stage("reward", checkpoints["llama"], output, training=training, center_coef=coef)
+        run(config)
+        losses.append(read_metrics(output)[0]["loss"])
+    assert losses[1] > losses[0] + 0.01
+
+
+def test_new_weights_follow_the_seed(checkpoints, make_stage, tmp_path, monkeypatch):
+    heads = []
+    for seed in (0, 0, 1):
+        training = TrainingConfig(batch_size=8, max_steps=1, seed=seed)
+        run, config = make_stage("reward", checkpoints["llama"], tmp_path / str(len(heads)), training=training)
+        with monkeypatch.context() as patch:
+            keep = lambda engine, *rest, **options: heads.append(engine.unwrapped.head.weight.detach().clone())  # noqa: E731
+            patch.setattr(reward, "fit", keep)
+            run(config)
+    assert torch.equal(heads[0], heads[1]) and not torch.allclose(heads[0], heads[2])
+
+
+def test_a_critic_from_the_policy_trains_an_adapter_and_its_head_where_the_policy_does(stage, make_stage, tmp_path):
+    _, config = make_stage(
+        "ppo", str(stage("sft") / "model"), tmp_path, reward_model="-", critic="policy", adapter=LoRASpec(rank=2)
+    )
+    critic = load_critic(config, load_tokenizer(config.policy)).model
+    trained = {name for name, parameter in critic.named_parameters() if parameter.requires_grad}
+    assert any(".lora_" in name for name in trained) and any(name.startswith("head.") for name in trained)
+    assert all(".lora_" in name or name.startswith("head.") for name in trained)
+    assert critic.head.weight.abs().max() == 0

@@ -1,0 +1,77 @@
+"""Every setting of a data config reaches the reading of each kind of rows."""
+
+import pytest
+
+from alignment.data.prepare import prepare, prepare_labelled
+from alignment.data.records import Counts
+from alignment.data.sources import TIE, DataConfig
+from alignment.errors import UserError
+
+PAIR = {"q": "the", "good": " cat", "bad": " mat"}
+COLUMNS = {"prompt": "q", "chosen": "good", "rejected": "bad"}
+LABELLED = {"sentence": "the cat", "gold": "yes"}
+
+
+def test_columns_limits_and_bad_rows_of_a_config_are_kept_to(jsonl, bpe):
+    path = jsonl({**PAIR, "bad": ""}, PAIR, {**PAIR, "bad": " cat"}, {**PAIR, "q": "on"}, PAIR, PAIR)
+    config = DataConfig(path, columns=COLUMNS, max_rows=2, on_bad_row="skip")
+    examples, counts = prepare(config, "comparisons", bpe)
+    assert [example.row_id for example in examples] == [f"{path}:2", f"{path}:4"]
+    assert (counts.rows, counts.kept, counts.lost) == (4, 2, 2)
+    with pytest.raises(UserError, match="1 bad row;"):
+        prepare(DataConfig(path, columns=COLUMNS), "comparisons", bpe)
+
+
+@pytest.mark.parametrize("skip_ties", [True, False])
+def test_ties_are_dropped_or_bad_rows_as_the_config_says(jsonl, bpe, skip_ties):
+    config = DataConfig(jsonl(PAIR, {**PAIR, "bad": " cat"}), columns=COLUMNS, skip_ties=skip_ties)
+    if skip_ties:
+        assert prepare(config, "comparisons", bpe)[1].dropped == {TIE: 1}
+    else:
+        with pytest.raises(UserError, match="skip_ties=true"):
+            prepare(config, "comparisons", bpe)
+
+
+def test_labelled_rows_keep_to_the_config_too(jsonl, bpe):
+    path = jsonl({"gold": "no"}, LABELLED, {**LABELLED, "gold": "no"}, LABELLED)
+    config = DataConfig(path, columns={"text": "sentence", "label": "gold"}, max_rows=2, on_bad_row="skip")
+    examples, counts, names = prepare_labelled(config, "sequence", bpe)
+    assert [example.row_id for example in examples] == [f"{path}:2", f"{path}:3"]
+    assert (counts.rows, counts.kept, counts.lost) == (3, 2, 1) and names == {0: "no", 1: "yes"}
+
+
+def test_the_split_of_a_hub_set_is_the_configs(monkeypatch, bpe):
+    import datasets
+
+    calls = []
+
+    def load(name, split):
+        calls.append((name, split))
+        return datasets.Dataset.from_list([{"text": "a", "label": "x"}, {"text": "b", "label": "y"}])
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    config = DataConfig("owner/name", split="some")
+    prepare(config, "text", bpe)
+    prepare_labelled(config, "sequence", bpe)
+    assert calls == 2 * [("owner/name", "some")]
+
+
+def test_tallies_of_two_steps_are_those_of_both():
+    reading, making = Counts(rows=9, kept=7), Counts(rows=7, kept=6, documents=6, tokens=50)
+    for counts, number in ((reading, 1), (making, 6)):
+        counts.drop("bad", f"row {number}")
+        counts.shorten("long", f"row {number + 1}")
+    reading.drop("bad", "row 3")
+    both = reading.then(making)
+    assert (both.rows, both.kept, both.documents, both.tokens) == (9, 6, 6, 50)
+    assert both.dropped == {"bad": 3} and both.cut == {"long": 2} and both.lost == 3
+    assert both.first == {"bad": ["row 1", "row 3", "row 6"], "long": ["row 2", "row 7"]}
+    beside = reading.beside(making)
+    assert (beside.rows, beside.kept, beside.documents, beside.tokens) == (16, 13, 6, 50)
+    assert beside.dropped == {"bad": 3} and beside.cut == {"long": 2}
+
+
+def test_no_row_left_is_refused_whatever_share_may_be_lost():
+    with pytest.raises(UserError, match=r"rows.jsonl: 2 of 2 rows were dropped"):
+        Counts(rows=2, dropped={"bad": 2}, first={"bad": ["1", "2"]}).require(1.0, "rows.jsonl")
+    Counts(rows=2, kept=1, dropped={"bad": 1}, first={"bad": ["1"]}).require(0.5, "rows.jsonl")
