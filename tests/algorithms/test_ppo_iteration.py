@@ -65,7 +65,7 @@ def test_samples_and_advantages_follow_the_settings(built):
 
 def test_every_pass_takes_every_row_once_in_an_order_of_its_own(built, monkeypatch):
     """Orders differ by epoch, iteration and seed; each update reads the next texts."""
-    orders, texts, cut = {}, [], ppo.rollout_batches
+    orders, texts = {}, []
     for seed in (0, 1):
         training = TrainingConfig(batch_size=8, max_steps=2, seed=seed)
         config, data, parts = built(training=training, epochs=3, minibatches=2, max_new_tokens=2)

@@ -4,8 +4,6 @@ import pytest
 
 from alignment.data.batches import Example, PairExample
 from alignment.data.check import check_file
-from alignment.data.records import Prompt, Text
-from alignment.data.check import check_file, overlap
 from alignment.data.records import Counts, Prompt, Text
 from alignment.data.show import boundaries, show_example
 from alignment.data.sources import overlap
