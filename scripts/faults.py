@@ -48,7 +48,8 @@ METHODS = {
     "dpo": (dpo, dpo.DPOConfig, "comparisons"),
     "ppo": (ppo, ppo.PPOConfig, "prompts"),
 }
-ADAPTERS = {"full": None, "lora": LoRASpec(rank=2, dropout=0.1), "prefix": PrefixSpec(tokens=2)}
+ADAPTERS = {"full": None, "lora": LoRASpec(rank=2), "prefix": PrefixSpec(tokens=2)}
+DROPOUT = LoRASpec(rank=2, dropout=0.1)  # refused in DPO and PPO
 MODEL = {
     "model_type": "llama", "max_position_embeddings": 512, "hidden_size": 16, "intermediate_size": 24,
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False,
@@ -154,7 +155,7 @@ class Bench:
             save_tokenizer(tokenizer, directory)
 
     def config(self, method: str, adapter: str, output: Path, **training: Any) -> Any:
-        """A run of four updates with dropout where there is an adapter, and all state that a method has."""
+        """A run of four updates with all state that a method has, dropout in LoRA where it is allowed included."""
         _, kind, rows = METHODS[method]
         own: dict[str, Any] = {}
         if method == "ppo":
@@ -169,7 +170,7 @@ class Bench:
             policy=self.start,
             data=DataConfig(train=self.rows[rows], max_length=448),
             output=str(output),
-            adapter=ADAPTERS[adapter],
+            adapter=DROPOUT if adapter == "lora" and method in ("sft", "reward") else ADAPTERS[adapter],
             optim=OptimConfig(learning_rate=3e-3),
             training=TrainingConfig(**{"batch_size": 2, "max_steps": STEPS, **training}),
             **own,

@@ -37,7 +37,7 @@ def changes(stage, world):
         "ppo LoRA": {
             "training": TrainingConfig(batch_size=8, max_steps=4),
             "reward_model": reward_model,
-            "adapter": LORA,
+            "adapter": LoRASpec(rank=2),
         },
     }
 
