@@ -73,7 +73,7 @@ def metaspace():
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="first")
     trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<unk>", "<s>", "</s>"], show_progress=False)
-    tokenizer.train_from_iterator([*CORPUS, "one\ntwo"], trainer)
+    tokenizer.train_from_iterator([*CORPUS, "one\ntwo", "</s>"], trainer)
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", unk_token="<unk>")
 
 
