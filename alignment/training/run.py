@@ -58,8 +58,8 @@ class Run:
         self.request = StopRequest()
         self._progress: Progress | None = None
         self._notes: list[str] = []
-        self._lock, self._trackers = None, None
-        self._signals = ExitStack()
+        self._trackers: Trackers | None = None
+        self._held = ExitStack()  # the directory, trackers, signals: given back in turn, each whatever the others do
         self._clock = time.perf_counter()
         trackers = config.get("training", {}).get("trackers", [])
         check_trackers(trackers)
@@ -74,12 +74,13 @@ class Run:
 
     def _open(self, config: dict[str, Any], stage: str, parents: Sequence[str], trackers: Sequence[str]) -> None:
         """Rank 0's part of the start; nothing of an earlier run is changed before all checks are made."""
-        self._lock = lock(self.output)
+        self._held.callback(lock(self.output).close)
         remove_leftovers(self.output / "model")
         self.identity = identity_of(config, parents)
         refuse_other_run(self.output, stage, self.identity)
         raise_all(problem for name in LOGS for problem in read_lines(self.output / name)[1])
         self._trackers = Trackers(self.output, stage, trackers, config)
+        self._held.callback(self._trackers.close)
         self._lineage = lineage_of(stage, config, self.identity)
         write_text(self.output / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
         write_json(self.output / "lineage.json", self._lineage)
@@ -96,13 +97,8 @@ class Run:
             signal.raise_signal(self.request.number)  # to whoever heeds signals outside of a run
 
     def close(self) -> None:
-        """Finish trackers, give the directory free, and signals their usual effect back."""
-        if self._trackers is not None:
-            self._trackers.close()
-        if self._lock is not None:
-            self._lock.close()
-        self._trackers = self._lock = None
-        self._signals.close()
+        """Give signals their usual effect back, finish trackers, give the directory free."""
+        self._held.close()
 
     def steps(self, first: int, total: int) -> Iterator[int]:
         """Numbers first ... total - 1, with progress shown, until a stop was asked for and a checkpoint saved.
@@ -116,7 +112,7 @@ class Run:
         self.truncate(first)
         self._progress = Progress(first, total) if self.is_main else None
         self._clock = time.perf_counter()
-        self.request = self._signals.enter_context(stop_requests())
+        self.request = self._held.enter_context(stop_requests())
         try:
             for step in range(first, total):
                 yield step
