@@ -96,6 +96,10 @@ def good(checkpoints, foreign, tmp_path_factory) -> dict[str, Path | None]:
         found[name] = tmp_path_factory.mktemp(name)
         model = attach(load_language_model(checkpoints["llama"]), spec)
         save_adapter(model, found[name], base=checkpoints["llama"])
+        config = found[name] / "adapter_config.json"  # copies lie elsewhere: the base by its whole path
+        config.write_text(
+            json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": checkpoints["llama"]})
+        )
     return found
 
 
