@@ -22,7 +22,7 @@ from alignment.training import LossSum, TrainingConfig
 @pytest.mark.parametrize("training", [True, False])
 def test_held_out_means_are_over_what_counts_without_dropout_and_the_mode_stays(training):
     model, modes = torch.nn.Dropout().train(training), []
-    engine = SimpleNamespace(model=model, device="cpu", autocast=nullcontext)
+    engine = SimpleNamespace(model=model, unwrapped=model, device="cpu", autocast=nullcontext)
 
     def loss_fn(batch):
         modes.append(model.training)
@@ -47,7 +47,7 @@ def test_what_is_cut_from_either_part_is_noted(tokenizer, tmp_path):
     (tmp_path / "a.jsonl").write_text(row)
     (tmp_path / "b.jsonl").write_text(2 * row)
     notes = []
-    data = DataConfig(str(tmp_path / "a.jsonl"), evaluation=str(tmp_path / "b.jsonl"), max_length=16)
+    data = DataConfig(str(tmp_path / "a.jsonl"), evaluation=str(tmp_path / "b.jsonl"), max_length=16, max_cut_share=1)
     train, held_out = read_split(data, "demonstrations", tokenizer, SimpleNamespace(note=notes.append))
     assert (len(train), len(held_out)) == (1, 2)
     assert any(note.startswith("train demonstrations: ") and f"cut 1: {PROMPT_CUT}" in note for note in notes)

@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms import ppo
-from alignment.algorithms.ppo import PPOConfig, iterate, rollout_metrics, sampling_error, value_loss
+from alignment.algorithms.ppo import PPOConfig, distinct_share, iterate, rollout_metrics, sampling_error, value_loss
 from alignment.algorithms.ppo_parts import build_parts, read_data
 from alignment.algorithms.rollout import Rollout, RolloutBatch, ragged_of, rollout_batches, with_advantages
 from alignment.data.sources import DataConfig
@@ -145,10 +145,12 @@ def test_metrics_of_a_rollout_are_worked_by_hand():
     # log-ratios 0.2 - 0.4 and 1; k3 exp(-0.2) - 1 + 0.2, exp(0.4) - 1 - 0.4, exp(-1) - 1 + 1
     assert metrics == pytest.approx({
         "score": 1.5, "kl": (-0.2 + 1.0) / 4, "kl_k3": (0.018731 + 0.091825 + 0.367879) / 4,
-        "response_tokens": 5 / 4, "ended_share": 0.75, "distinct_share": 0.75,
+        "response_tokens": 5 / 4, "ended_share": 0.75,
         # returns 2 4 0 1 3 vary by 10 / 4; what is left of them, 1 2 0 0 2, by 4 / 4
         "explained_variance": 0.6,
     }, abs=1e-5)  # fmt: skip
+    assert distinct_share(rollout, lambda value: [value]) == 0.75
+    assert distinct_share(rollout, lambda value: [value, [[6, 2], [9]]]) == 4 / 6
     assert sampling_error(rollout, same) == pytest.approx(0.3)  # the sampler was further up
     assert sampling_error(replace(rollout, sampled_log_probs=rollout.log_probs - rollout.mask * 0.2), same) > 0.19
 

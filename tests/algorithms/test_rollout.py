@@ -36,7 +36,9 @@ def collected(checkpoints):
         language(lambda batch: batch.tokens[batch.targets]),
         language(lambda batch: 2 * batch.tokens[batch.targets]),
         lambda batch: SimpleNamespace(values=batch.positions.float()),
-        lambda prompts, responses: torch.tensor([100.0 * len(p) + len(r) for p, r in zip(prompts, responses, strict=True)]),
+        lambda prompts, responses, ended: torch.tensor(
+            [100.0 * len(p.ids) + len(r) + e / 2 for p, r, e in zip(prompts, responses, ended, strict=True)]
+        ),
         [PromptExample(ids, "", {}, str(ids)) for ids in PROMPTS],
         NUMBERS,
         SAMPLING,
@@ -61,7 +63,7 @@ def test_a_rollout_holds_what_each_model_says_of_each_token(collected):
         assert_close(rollout.reference_log_probs[row, :count], 2 * tokens)
         assert_close(rollout.sampled_log_probs[row, :count], torch.tensor(drawn.log_probs[row]))
         assert rollout.values[row, :count].tolist() == list(range(len(prompt) - 1, len(prompt) - 1 + count))
-        assert rollout.scores[row] == 100 * len(prompt) + count
+        assert rollout.scores[row] == 100 * len(prompt) + count + drawn.ended[row] / 2
     for frame in (rollout.log_probs, rollout.reference_log_probs, rollout.sampled_log_probs, rollout.values):
         assert (frame[~rollout.mask] == 0).all()
 

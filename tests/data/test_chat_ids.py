@@ -308,8 +308,13 @@ def test_every_assistant_turn_of_a_dialogue_is_trained_on(chatml):
         assert cut.mask == whole.mask[:1] + whole.mask[1 + lost :]
 
 
-def test_text_after_a_control_string_gets_no_blank_of_its_own(metaspace):
-    tokenizer = copy.deepcopy(metaspace)
+def test_text_after_a_control_string_gets_no_blank_of_its_own():
+    made = Tokenizer(models.BPE(unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    made.decoder = decoders.Metaspace(prepend_scheme="first")
+    trainer = trainers.BpeTrainer(vocab_size=60, special_tokens=["<unk>", "</s>"], show_progress=False)
+    made.train_from_iterator(["the cat\n", "cat", "</s>"] * 20, trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="</s>", unk_token="<unk>")
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
     ids = chat.prompt_ids(tokenizer, [{"role": "user", "content": "the</s>cat"}])
     assert ids.count(tokenizer.eos_token_id) == 1  # the template's own

@@ -181,6 +181,8 @@ def test_one_turn_without_a_stop_token_is_enough(monkeypatch, jsonl, bpe):
     assert found(report, "error") == ["1 rows train no stop token (r1)"]
 
 
-def test_a_response_cut_at_its_end_is_a_warning_and_no_missing_stop_token(jsonl, bpe):
+def test_a_response_cut_at_its_end_does_not_lack_a_stop_token(jsonl, bpe):
     report = check_file(jsonl({"prompt": "the", "response": " cat sat" * 30}), "demonstrations", bpe, max_length=12)
-    assert report.ok and any("response longer than fits" in text for text in found(report, "warning"))
+    told = [finding.text for finding in report.findings]
+    assert any("response longer than fits" in text for text in told)
+    assert not any("train no stop token" in text for text in told)

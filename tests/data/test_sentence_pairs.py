@@ -1,5 +1,6 @@
 """BERT's sentence pairs: what follows follows, the other half comes from elsewhere, and lengths do not tell."""
 
+import numpy as np
 import pytest
 import torch
 
@@ -127,3 +128,16 @@ def test_texts_of_one_sentence_are_counted_and_one_text_alone_is_refused(tokeniz
     assert counts.lost == 1
     with pytest.raises(UserError, match="at least two texts"):
         tokenise_passages(ROWS[:1], tokenizer, 48)
+
+
+def test_words_of_a_pair_begin_where_its_own_tokens_do():
+    text = "The unbelievable cat sat. A dog unbelievably watched it. Nobody knew unbelievable things."
+    tokenizer = train_tokenizer("wordpiece", [text] * 5, 70)
+    passages, _ = tokenise_passages([Text(text, "a"), Text(text, "b")], tokenizer, 200)
+    for seed in range(6):
+        generator = np.random.default_rng(seed)
+        example, *_ = make_pair(passages[0], passages, frame_of(tokenizer), 60, generator)
+        tokens = tokenizer.convert_ids_to_tokens(example.ids)
+        inner = [token.startswith("##") for token in tokens]
+        assert any(inner)
+        assert example.word_starts == [own and not within for own, within in zip(example.maskable, inner, strict=True)]

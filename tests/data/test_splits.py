@@ -125,3 +125,10 @@ def test_renamed_columns_and_skipped_rows_split_too(tmp_path):
     assert sorted(map(str, found)) == sorted(str(row) for row in rows if row["a"])
     with pytest.raises(UserError, match="8 bad rows"):
         run_split(SplitConfig(source, "demonstrations", HALVES, str(tmp_path / "out"), columns=columns))
+
+
+def test_rows_of_one_prompt_may_part_where_each_row_stands_for_itself(tmp_path):
+    rows = [{"prompt": "p", "completion": f"c{n}"} for n in range(40)]
+    source = write(tmp_path / "rows.jsonl", rows)
+    run_split(SplitConfig(source, "demonstrations", HALVES, str(tmp_path / "out"), by="row"))
+    assert min(len(read(tmp_path / "out" / f"{name}.jsonl")) for name in HALVES) > 5

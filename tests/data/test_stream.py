@@ -69,3 +69,10 @@ def test_impossible_streams_are_refused(rows, batch_size, seed):
 
 def test_a_part_of_an_epoch_is_rounded_to_the_nearest_row():
     assert [Stream(ROWS, 1, seed=0, epochs=epochs).steps() for epochs in (0.24, 0.26, 1.37, 0.01)] == [2, 3, 14, 1]
+
+
+def test_the_step_after_the_last_whole_batch_lies_outside():
+    stream = Stream(ROWS, 5, seed=0, epochs=1)
+    assert stream.steps() == 2 and len(stream.rows_at(1)) == 5
+    with pytest.raises(IndexError, match="outside the stream of 2 steps"):
+        stream.rows_at(2)

@@ -383,3 +383,9 @@ def test_a_long_question_loses_its_end(wordpiece):
     assert cut.framed.ids == whole.framed.ids[: first + 2] + whole.framed.ids[second - 1 :]
     assert counts.cut == {QUESTION_CUT: 1}
     assert text_of(wordpiece, cut.framed.ids[cut.start : cut.end + 1]) == "fox"
+
+
+def test_an_unknown_label_of_any_word_is_refused():
+    rows = [LabelledWords(["a", "b"], ["no", "yes"], "r1"), LabelledWords(["a", "b"], ["no", "maybe"], "r2")]
+    with pytest.raises(UserError, match="r2: label 'maybe' is unknown; known: no, yes"):
+        require_labels(rows, NAMES)

@@ -261,3 +261,17 @@ def test_settings_of_generate_reach_the_draws(checkpoints, tokenizer):
         assert (found.token_ids, found.log_probs) == (wanted.token_ids, wanted.log_probs)
         seen.add(str((found.token_ids, found.log_probs)))
     assert len(seen) == 8  # each setting matters here
+
+
+def test_generate_decodes_as_many_side_by_side_as_asked(checkpoints, tokenizer, monkeypatch):
+    model, sizes = load_model(checkpoints["llama"]), []
+    decode = model.decode
+    monkeypatch.setattr(model, "decode", lambda tokens, cache: (sizes.append(len(tokens)), decode(tokens, cache))[1])
+    generate(model, tokenizer, list("abcde"), max_new_tokens=3, batch_size=2)
+    assert max(sizes) == 2
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(checkpoints, tokenizer):
+    model = build_language_model(load_language_model(checkpoints["llama"]).config | {"vocab_size": len(tokenizer) - 4})
+    with pytest.raises(UserError, match="has 4 tokens that the model's vocabulary"):
+        generate(model, tokenizer, ["a"], max_new_tokens=1)

@@ -124,3 +124,10 @@ def test_a_number_next_to_one_draws_the_last_possible_token(possible):
     log_probs = torch.full((1, 3), -torch.inf)
     log_probs[0, : possible + 1] = -torch.tensor(possible + 1.0).log()
     assert draw(log_probs, torch.tensor([1 - 1e-16], dtype=torch.float64)).tolist() == [possible]
+
+
+def test_logits_of_low_precision_give_probabilities_of_full_precision():
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found = sampling_log_probs(logits, SamplingConfig(temperature=0.7))
+    assert found.dtype == torch.float32
+    assert_close(found, (logits.float() / 0.7).log_softmax(-1))
