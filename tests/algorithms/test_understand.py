@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec
-from alignment.algorithms import understand
+from alignment.algorithms import understand, understand_use
 from alignment.algorithms.understand import UnderstandConfig
 from alignment.algorithms.understand_parts import (
     LanguageBeside,
@@ -22,15 +23,15 @@ from alignment.algorithms.understand_parts import (
     reader_state,
     start_reader,
 )
-from alignment.algorithms.understand_scores import answers_to, label_loss, language_cost, read_all
+from alignment.algorithms.understand_scores import answers_to, label_loss, label_metrics, language_cost, read_all
 from alignment.algorithms.understand_use import predict
 from alignment.config import load_config
 from alignment.data.frames import Framed
 from alignment.data.gpt_formats import ViewsExample, collate_views, with_marks
-from alignment.data.labelled import LabelledText
+from alignment.data.labelled import LabelledText, LabelledWords
 from alignment.data.questions import SpanExample
 from alignment.data.sources import DataConfig
-from alignment.data.understanding import LabelledBatch
+from alignment.data.understanding import LabelledBatch, TokenExample
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
 from alignment.models.checkpoint import load_checkpoint, load_language_model
@@ -399,3 +400,73 @@ def test_tiny_configs_run_after_tiny_pretraining(tmp_path, monkeypatch, read_met
         if name != "pretrain/tiny":
             last = read_metrics(directory.parent)[-1]
             assert last["held_out_exact_match" if "span" in name else "held_out_accuracy"] > 0.8
+
+
+# What the settings reach
+
+
+def test_settings_of_a_run_reach_its_metrics_and_its_predictions(settings, rows, monkeypatch):
+    asked = {}
+
+    def spy(module, name):
+        real = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, **k: asked.setdefault(name, []).append((a[-2:], k)) or real(*a, **k)
+        )
+
+    spy(understand, "question_metrics")
+    spy(understand_use, "answers_to")
+    spy(understand_use, "encode_with")
+    spy(understand, "prepare_labelled")
+    own = {"stride": 20, "max_question": 5, "max_answer": 7, "no_answer": True}
+    data = replace(rows["span"], max_rows=3, max_length=60)
+    config = settings("bert", "span", data=data, training=TrainingConfig(batch_size=3, max_steps=1), **own)
+    model = understand.run(config)
+    assert len(understand.questions_of(config, "evaluation")) == 3
+    predict(str(model), [("Who came?", "Hugo came.")])
+    assert asked["question_metrics"] == [((7, True), {})] and asked["answers_to"][-1] == ((7, True), {})
+    windows = {"stride": 20, "max_question": 5}
+    assert [{k: v for k, v in given.items() if k in windows} for _, given in asked["prepare_labelled"]] == 2 * [windows]
+    [((length, _), given)] = asked["encode_with"]
+    assert length == 60 and given == windows
+
+
+def test_the_language_term_of_a_run_has_its_weight(settings, read_metrics):
+    config = settings("gpt2", "pair", language_coef=2.5)
+    understand.run(config)
+    for line in read_metrics(config.output):
+        assert line["loss"] == pytest.approx(line["label_loss"] + 2.5 * line["language_loss"], rel=1e-5)
+
+
+def test_the_loss_of_all_rows_is_a_mean_over_labels(checkpoints):
+    tokenizer, names = load_tokenizer(checkpoints["gpt2"]), {0: "O", 1: "B-x"}
+    model = start_reader(checkpoints["gpt2"], "tokens", label_settings("tokens", names), len(tokenizer), False).eval()
+    texts = [
+        LabelledWords(["the"], ["O"], "a"),
+        LabelledWords(["the", "spa", "is", "warm"], ["O", "B-x", "O", "O"], "b"),
+    ]
+    examples = encode_with("tokens", "tokenizer", texts, tokenizer, 64, names)
+    pack = collate_for("tokens", "tokenizer")
+    (rows, alone), (_, together) = (read_all(model, examples, pack, "tokens", tokens) for tokens in (1, 1000))
+    costs = [
+        torch.nn.functional.cross_entropy(scores, torch.tensor(example.labels), ignore_index=-100, reduction="sum")
+        for scores, example in zip(rows, examples, strict=True)
+    ]
+    assert alone == pytest.approx(together, rel=1e-5) and alone == pytest.approx(float(sum(costs)) / 5, rel=1e-5)
+
+
+def test_entities_that_are_found_too_often_cost_precision():
+    """One entity of two words; found are it and another: precision 1/2, recall 1."""
+    names = {0: "B-x", 1: "I-x", 2: "O"}
+    framed = Framed([5, 6, 7, 8], [0] * 4, [True] * 4, (0,))
+    scores = torch.eye(3)[[0, 1, 2, 0]]
+    metrics = label_metrics([TokenExample(framed, [0, 1, 2, 2], "a")], [scores], "tokens", names)
+    assert (metrics["entity_precision"], metrics["entity_recall"]) == (0.5, 1.0)
+    assert metrics["accuracy"] == 0.75
+
+
+def test_an_answer_has_no_blank_of_its_tokens():
+    framed = Framed([0, 1, 2], [0] * 3, [True] * 3, (0, 1))
+    window = SpanExample(framed, 0, 0, [None, (0, 1), (1, 3)], 0, "q")  # the second word's token begins with the blank
+    scores = torch.tensor([[0.0, 0.0], [0.0, 0.0], [5.0, 5.0]])
+    assert answers_to([window], [scores], ["a b"], 2, False) == ["b"]

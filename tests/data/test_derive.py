@@ -81,3 +81,11 @@ def test_no_paragraph_that_is_long_enough_is_said(tmp_path):
         run_continuations(ContinuationsConfig(source, str(tmp_path / "out"), prompt_sentences=9))
     with pytest.raises(ValueError, match="response_sentences must be at least 1"):
         ContinuationsConfig(source, "out", response_sentences=0)
+
+
+def test_labels_may_be_numbers_and_zero_is_one(tmp_path):
+    rows = [{"text": f"text {n}", "label": n % 2} for n in range(6)]
+    run_pairs(PairsConfig(write(tmp_path / "rows.jsonl", rows), "1", "0", str(tmp_path / "out")))
+    pairs = read(tmp_path / "out/comparisons.jsonl")
+    assert sorted(pair["rejected"] for pair in pairs) == [" text 0", " text 2", " text 4"]
+    assert sorted(pair["chosen"] for pair in pairs) == [" text 1", " text 3", " text 5"]
