@@ -123,7 +123,7 @@ def save_external(model: Any, directory: str | Path, *, state: dict[str, Tensor]
 
 
 def language_kind(directory: Path) -> str:
-    """causal, masked or pairs: what kind of language model transformers has for a directory; no weights are read."""
+    """causal, masked or pairs: what kind of language model transformers has for a directory; of weights only the shapes are read."""
     return _settings(directory, "language", {})[0]
 
 

@@ -111,7 +111,7 @@ def test_foreign_code_is_refused_by_key(bpe, tmp_path, file, key):
 def test_broken_files_are_refused(bpe, tmp_path, file, content):
     save_tokenizer(bpe, tmp_path)
     (tmp_path / file).write_text(content)
-    with pytest.raises(UserError, match=r"cannot be read|not JSON|JSON object"):
+    with pytest.raises(UserError, match=r"cannot be read|not valid JSON|JSON object"):
         load_tokenizer(tmp_path)
 
 
