@@ -75,3 +75,12 @@ def test_no_row_left_is_refused_whatever_share_may_be_lost():
     with pytest.raises(UserError, match=r"rows.jsonl: 2 of 2 rows were dropped"):
         Counts(rows=2, dropped={"bad": 2}, first={"bad": ["1", "2"]}).require(1.0, "rows.jsonl")
     Counts(rows=2, kept=1, dropped={"bad": 1}, first={"bad": ["1"]}).require(0.5, "rows.jsonl")
+
+
+def test_three_rows_are_named_for_each_reason():
+    counts = Counts(rows=5)
+    for number in range(5):
+        counts.drop("bad", str(number))
+        counts.shorten("long", str(number))
+    assert counts.first == {"bad": ["0", "1", "2"], "long": ["0", "1", "2"]}
+    assert counts.dropped == {"bad": 5} and counts.cut == {"long": 5}
