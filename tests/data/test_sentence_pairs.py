@@ -10,6 +10,7 @@ from alignment.data.objectives import MaskSymbols, draw_once
 from alignment.data.records import Text
 from alignment.data.sentence_pairs import (
     FOLLOWS,
+    OTHER,
     collate_sentence_pairs,
     group_sentences,
     make_pair,
@@ -141,3 +142,7 @@ def test_words_of_a_pair_begin_where_its_own_tokens_do():
         inner = [token.startswith("##") for token in tokens]
         assert any(inner)
         assert example.word_starts == [own and not within for own, within in zip(example.maskable, inner, strict=True)]
+
+
+def test_zero_says_that_the_second_sentence_follows_as_in_bert():
+    assert (FOLLOWS, OTHER) == (0, 1)

@@ -586,3 +586,9 @@ def test_a_prompt_of_messages_ends_with_someone_else_than_the_assistant(jsonl):
     assert read_one(jsonl({"prompt": [HEY, HI]}), "prompts").prompt == [HEY, HI]
     with pytest.raises(UserError, match="ends with an assistant message"):
         read_rows(jsonl({"prompt": [HI, HEY]}), "prompts")
+
+
+@pytest.mark.parametrize("text", [b"\\ud800x", b"x\\ud800", b"x\\udfffy"])
+def test_half_a_surrogate_pair_is_refused_wherever_it_stands(jsonl, text):
+    with pytest.raises(UserError, match="holds half a surrogate pair"):
+        read_rows(jsonl(b'{"text": "' + text + b'"}'), "text")

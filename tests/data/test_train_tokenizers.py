@@ -222,8 +222,8 @@ def test_sentinels_come_in_the_order_of_their_numbers():
     assert [token for token in tokenizer.all_special_tokens if token in names] == names
 
 
-def write_sentencepiece(path, pieces, byte_fallback=False, **normalizer):
-    """A SentencePiece unigram model with these pieces and scores after <unk>, <s> and </s>; bytes at the end."""
+def write_sentencepiece(path, pieces, byte_fallback=False, kind=1, **normalizer):
+    """A SentencePiece model, unigram (1) or merges (2), with these pieces and scores after <unk>, <s> and </s>; bytes at the end."""
     from transformers.convert_slow_tokenizer import import_protobuf
 
     model = import_protobuf().ModelProto()
@@ -231,7 +231,7 @@ def write_sentencepiece(path, pieces, byte_fallback=False, **normalizer):
         model.pieces.add(piece=piece, score=score, type=2 if number == 0 else 3 if number < 3 else 1)
     for byte in range(256 if byte_fallback else 0):
         model.pieces.add(piece=f"<0x{byte:02X}>", score=0.0, type=6)
-    model.trainer_spec.model_type, model.trainer_spec.byte_fallback = 1, byte_fallback
+    model.trainer_spec.model_type, model.trainer_spec.byte_fallback = kind, byte_fallback
     for name, value in normalizer.items():
         setattr(model.normalizer_spec, name, value)
     path.write_bytes(model.SerializeToString())
@@ -274,3 +274,12 @@ def test_each_text_of_a_pair_ends_in_the_end_token(kind, vocabulary):
 def test_wordpiece_has_inner_pieces_for_characters_within_words_alone():
     vocabulary = train_tokenizer("wordpiece", ["xat yat"] * 5, 30).get_vocab()
     assert {"x", "y", "##a", "##t"} <= set(vocabulary) and not {"##x", "##y"} & set(vocabulary)
+
+
+def test_a_sentencepiece_model_of_merges_takes_the_best_piece_first_and_bytes_for_the_rest(tmp_path):
+    pieces = {"▁ab": -1.0, "bc": -2.0, "ab": -3.0, "▁": -4.0, "a": -5.0, "b": -6.0, "c": -7.0, "A": -9.0}
+    path = write_sentencepiece(tmp_path / "x.model", pieces, byte_fallback=True, kind=2, add_dummy_prefix=True)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.tokenize("abc") == ["▁", "a", "bc"]  # "bc" comes before "ab", without which there is no "▁ab"
+    assert tokenizer.tokenize("ab猫") == ["▁ab", "<0xE7>", "<0x8C>", "<0xAB>"]
+    assert tokenizer.decode(tokenizer("ab abc猫", add_special_tokens=False)["input_ids"]) == "ab abc猫"

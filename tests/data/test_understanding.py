@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from alignment.data.choices import collate_pair_choices, encode_pair_choices
 from alignment.data.gpt_formats import (
     Marks,
     collate_views,
@@ -36,6 +37,7 @@ from alignment.data.tokenizers import load_tokenizer
 from alignment.data.train_tokenizers import train_tokenizer
 from alignment.data.understanding import (
     IGNORED,
+    NO_TEXT,
     PAIR_CUT,
     TEXT_END_CUT,
     WORDS_CUT,
@@ -389,3 +391,39 @@ def test_an_unknown_label_of_any_word_is_refused():
     rows = [LabelledWords(["a", "b"], ["no", "yes"], "r1"), LabelledWords(["a", "b"], ["no", "maybe"], "r2")]
     with pytest.raises(UserError, match="r2: label 'maybe' is unknown; known: no, yes"):
         require_labels(rows, NAMES)
+
+
+def test_choices_are_pairs_of_context_and_choice(wordpiece):
+    rows = [
+        Choice("the quick fox", ["cats watch", "lazy dog jumps over the fox"], 1, "a"),
+        Choice("over the dog", ["\u200b", "cats"], 0, "lost"),
+        Choice("the dog", ["cats", "watch", "the fox"], 2, "b"),
+    ]
+    examples, counts = encode_pair_choices(rows, wordpiece, 200)
+    assert [example.row_id for example in examples] == ["a", "b"] and counts.dropped == {NO_TEXT: 1}
+    for example, row in zip(examples, (rows[0], rows[2]), strict=True):
+        assert example.label == row.label
+        for framed, choice in zip(example.framed, row.choices, strict=True):
+            encoded = wordpiece(row.context, choice)
+            assert (framed.ids, framed.segments) == (encoded["input_ids"], encoded["token_type_ids"])
+    longest = max(len(framed.ids) for framed in examples[0].framed)
+    cut, counts = encode_pair_choices(rows[:1], wordpiece, longest - 1)
+    assert max(len(framed.ids) for framed in cut[0].framed) == longest - 1
+    assert counts.cut == {PAIR_CUT: 1}  # one of its choices was too long
+    [batch] = collate_pair_choices(examples, 1000)
+    assert batch.weight == batch.ragged.weight == 2
+    told = {"a": (1, 2), "b": (2, 3)}
+    order = list(dict.fromkeys(batch.ragged.row_ids))
+    assert batch.labels.tolist() == [told[name][0] for name in order]
+    assert batch.rows.bincount().tolist() == [told[name][1] for name in order]
+    tokens = sum(len(framed.ids) for framed in examples[0].framed)
+    assert all(len(part.ragged.tokens) <= tokens for part in collate_pair_choices(examples * 2, tokens))
+
+
+def test_texts_for_infilling_leave_room_for_what_stands_around_and_begins_them(jsonl, wordpiece):
+    path = jsonl({"text": " ".join([TEXT] * 3)})
+    for objective, special in (("infilling", 3), ("prefix", 1)):
+        examples, _ = prepare_text(DataConfig(path, max_length=20), objective, wordpiece)
+        whole = sum(len(example.ids) for example in examples)
+        assert max(len(example.ids) for example in examples) <= 20 - special
+        assert len(examples) == -(-whole // (20 - special))
