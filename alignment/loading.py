@@ -188,6 +188,15 @@ class RewardModel:
     model: Any
     tokenizer: Any
 
+    def reads_ids_of(self, tokenizer: Any) -> bool:
+        """Whether a policy's ids mean the same here: one vocabulary, one chat template, and no frame around the texts.
+
+        A reward model without a chat template reads the policy's; an encoder frames prompt and response by itself.
+        """
+        own = self.tokenizer
+        same_template = not own.chat_template or own.chat_template == tokenizer.chat_template
+        return same_vocabulary(own, tokenizer) and same_template and not isinstance(self.model, SequenceClassifier)
+
     def score(
         self,
         texts: Sequence[str | tuple[Any, str]],
@@ -272,14 +281,6 @@ def _scores_whole_texts(config: dict[str, Any]) -> bool:
 def same_vocabulary(one: Any, other: Any) -> bool:
     """Whether two tokenizers give the same ids the same meaning and end texts alike."""
     return one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id
-
-
-def reads_ids_of(judge: Any, policy: Any) -> bool:
-    """Whether a judge's tokenizer gives a policy's ids the meaning they had: one vocabulary, and one chat template.
-
-    A judge without a template of its own reads the policy's.
-    """
-    return same_vocabulary(judge, policy) and (not judge.chat_template or judge.chat_template == policy.chat_template)
 
 
 def export(model: str, adapter: str | None, output: str) -> Path:

@@ -5,9 +5,16 @@ import torch
 from torch.testing import assert_close
 
 from alignment import load_reward_model
+from alignment.algorithms.ppo_config import PPOConfig
+from alignment.algorithms.ppo_parts import check_judged
+from alignment.data.batches import PromptExample
+from alignment.data.records import Prompt
+from alignment.data.sources import DataConfig
 from alignment.data.tokenizers import save_tokenizer
 from alignment.data.train_tokenizers import train_wordpiece
 from alignment.errors import UserError
+from alignment.evaluation.run import WinRateConfig, _proxy_scores
+from alignment.generation import Generation
 
 TEXTS = ["what is the tallest tree", "a very tall one", "the redwood , by some way", "i do not know"]
 
@@ -46,3 +53,26 @@ def test_a_prompt_of_messages_is_refused(directory):
     reward = load_reward_model(str(directory[0]))
     with pytest.raises(UserError, match="give each prompt as one text"):
         reward.score([([{"role": "user", "content": TEXTS[0]}], TEXTS[2])])
+
+
+def test_ids_of_a_policy_with_the_same_vocabulary_are_not_read_without_the_frame(directory):
+    reward = load_reward_model(str(directory[0]))
+    assert not reward.reads_ids_of(reward.tokenizer)
+
+
+def test_prompts_of_messages_are_refused_before_any_is_answered(directory):
+    reward = load_reward_model(str(directory[0]))
+    prompts = [PromptExample([3, 4], [{"role": "user", "content": TEXTS[0]}], {}, "rows.jsonl:1")]
+    config = PPOConfig(policy="p", reward_model="judge", data=DataConfig("rows.jsonl"), output="run")
+    with pytest.raises(UserError, match=r"judge: the reward model is an encoder .* 1 of 1 prompts are messages"):
+        check_judged(prompts, reward, reward.tokenizer, config)
+
+
+def test_a_judging_encoder_scores_pairs_of_texts(directory):
+    judge = load_reward_model(str(directory[0]))
+    answer = Generation([TEXTS[2], TEXTS[2]], [[3], [3]], [[0.0], [0.0]], [True, True])
+    prompts = [Prompt(text, {}, f"r{row}") for row, text in enumerate(TEXTS[:2])]
+    config = WinRateConfig({"a": "x"}, "a", DataConfig("rows.jsonl"), "out", judge="longer")
+    scores = _proxy_scores(config, judge, prompts, {"a": answer})
+    expected = judge.score([(text, TEXTS[2]) for text in TEXTS[:2]]).tolist()
+    assert scores == {(row, TEXTS[2]): pytest.approx(expected[row], abs=1e-5) for row in (0, 1)}

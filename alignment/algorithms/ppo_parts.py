@@ -21,7 +21,6 @@ from alignment.loading import (
     RewardModel,
     load_reward_model,
     load_tokenizer,
-    reads_ids_of,
     same_vocabulary,
     stops_in_words,
 )
@@ -169,13 +168,13 @@ def load_critic(config: PPOConfig, tokenizer: Any) -> Policy:
 def response_scorer(reward_model: RewardModel, tokenizer: Any, micro_batch_tokens: int) -> Scorer:
     """Scores of responses: by their very ids where the tokenizers agree, else by the records' prompts and the texts.
 
-    A reward model with a tokenizer or chat template of its own reads each prompt, text or messages, through its own chat template, and
-    the end token it knows after a response that ended.
+    A reward model with a tokenizer or chat template of its own reads each prompt, text or messages, through that
+    template, and its own end token after a response that ended.
 
     Args:
         tokenizer: the policy's, of which the responses' ids are.
     """
-    if reads_ids_of(reward_model.tokenizer, tokenizer):
+    if reward_model.reads_ids_of(tokenizer):
         return lambda prompts, responses, ended: reward_model.score_ids(
             [[*prompt.ids, *ids] for prompt, ids in zip(prompts, responses, strict=True)], micro_batch_tokens
         )
@@ -198,16 +197,23 @@ def check_judged(
     Raises:
         UserError: prompts whose beginning was cut off, that the reward model's template refuses, or too long for it.
     """
-    if reads_ids_of(reward_model.tokenizer, tokenizer):
+    if reward_model.reads_ids_of(tokenizer):
         return check_rows(reward_model.model, prompts, config.data.max_length, config.max_new_tokens)
     cut = [prompt.row_id for prompt in prompts if prompt.cut]
     if cut:
         raise UserError(
-            f"{config.reward_model}: the reward model has a tokenizer or chat template of its own and reads whole prompts, while the "
-            f"policy sees {len(cut)} of {len(prompts)} without their beginning ({', '.join(cut[:3])}); raise "
+            f"{config.reward_model}: the reward model has a tokenizer or chat template of its own and reads whole prompts, "
+            f"while the policy sees {len(cut)} of {len(prompts)} without their beginning ({', '.join(cut[:3])}); raise "
             f"data.max_length (it is {config.data.max_length}), or leave the long prompts out"
         )
     if isinstance(reward_model.model, SequenceClassifier):
+        messages = [prompt.row_id for prompt in prompts if not isinstance(prompt.prompt, str)]
+        if messages:
+            raise UserError(
+                f"{config.reward_model}: the reward model is an encoder and reads texts, and {len(messages)} of "
+                f"{len(prompts)} prompts are messages ({', '.join(messages[:3])}); take a decoder as reward model, or "
+                "prompts as texts"
+            )
         return
     ids = encode_prompts(
         reward_model.tokenizer, [Prompt(prompt.prompt, prompt.extra, prompt.row_id) for prompt in prompts]

@@ -29,10 +29,10 @@ from alignment.loading import (
     load_model,
     load_reward_model,
     load_tokenizer,
-    reads_ids_of,
     same_vocabulary,
 )
 from alignment.models.lengths import check_lengths
+from alignment.models.readers import SequenceClassifier
 from alignment.ragged import Ragged, groups_of
 
 
@@ -192,13 +192,18 @@ def _proxy_scores(
 ) -> Scores:
     """The reward model's score of every distinct response; it sees as much of a prompt as the policies saw.
 
-    It reads the very ids where its tokenizer is the policy's, else the text, without an end token where it was cut.
+    It reads the very ids where its tokenizer is the policy's, else the text, without an end token where it was cut. An
+    encoder reads prompt and response as a pair of texts.
     """
     model.model.to(_device())
+    if isinstance(model.model, SequenceClassifier):
+        places = list(dict.fromkeys((i, text) for answer in answers.values() for i, text in enumerate(answer.texts)))
+        scores = model.score([(prompts[i].prompt, text) for i, text in places])
+        return dict(zip(places, scores.tolist(), strict=True))
     ids = _prompt_ids(config, model.tokenizer, prompts)
     documents: dict[tuple[int, str], list[int]] = {}
     for name, answer in answers.items():
-        as_drawn = reads_ids_of(model.tokenizer, load_tokenizer(config.models[name]))
+        as_drawn = model.reads_ids_of(load_tokenizer(config.models[name]))
         for i, (text, drawn, ended) in enumerate(zip(answer.texts, answer.token_ids, answer.ended, strict=True)):
             read = drawn if as_drawn else response_ids(model.tokenizer, text, prompts[i].prompt, ended=ended)
             documents.setdefault((i, text), [*ids[i], *read])
