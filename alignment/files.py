@@ -160,12 +160,12 @@ def _lock(path: Path, operation: int) -> int | None:
         return None
     try:
         fcntl.flock(descriptor, operation)
-        if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-            return descriptor
+        locked = os.path.samestat(os.fstat(descriptor), os.stat(path))
     except OSError:
-        pass
-    os.close(descriptor)
-    return None
+        locked = False
+    if not locked:
+        os.close(descriptor)
+    return descriptor if locked else None
 
 
 def _put_in_place(new: Path, path: Path) -> None:
