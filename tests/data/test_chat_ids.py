@@ -358,3 +358,22 @@ def test_added_words_that_are_not_special_are_no_control_strings():
 def test_a_control_token_that_does_not_stand_right_after_the_reply_does_not_end_it(chatml):
     chatml.chat_template = "{% for m in messages %}{{ m.content }} (end of turn)<|im_end|>{% endfor %}"
     assert chat.end_token_id(chatml) == chatml.eos_token_id
+
+
+def test_a_dialogue_whose_template_leaves_words_out_is_refused(chatml):
+    chatml.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role != 'system' %}{{ m.content }}{% endif %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    with pytest.raises(UserError, match=r"leaves out or rewrites message 0 \(role system\)"):
+        chat.chat_ids(chatml, DIALOGUE)
+
+
+def test_a_dialogue_of_a_sentencepiece_tokenizer_gets_no_blanks_of_its_own(metaspace):
+    tokenizer = copy.deepcopy(metaspace)
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% if m.role == 'assistant' %}{{ eos_token }}{% else %}: {% endif %}{% endfor %}"
+    messages = [{"role": role, "content": "the cat"} for role in ("user", "assistant") * 2]
+    ids, mask = chat.chat_ids(tokenizer, messages)
+    assert tokenizer.decode(ids) == "the cat: the cat</s>the cat: the cat</s>"
+    pieces = [tokenizer.convert_ids_to_tokens(index) for index, counts in zip(ids, mask, strict=True) if counts]
+    assert "".join(pieces).replace("▁", " ").count("the cat</s>") == 2

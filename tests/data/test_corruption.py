@@ -228,3 +228,12 @@ def test_of_a_pair_the_longer_text_gives_way(first, second, room, expected):
     a, b = corruption.cut_pair(range(first), range(second), room)
     assert (len(a), len(b)) == expected
     assert a == list(range(len(a))) and b == list(range(len(b)))
+
+
+@pytest.mark.parametrize("units", ["tokens", "words", "spans"])
+def test_special_tokens_add_nothing_to_what_is_chosen(units):
+    maskable = [False] * 30 + [True] * 20 + [False] * 50
+    masking = Masking(rate=0.2, units=units, longest_span=1)
+    for seed in range(20):
+        choice = corruption.choose(maskable, maskable, masking, generator(seed))
+        assert (choice != STAYS).sum() == 4

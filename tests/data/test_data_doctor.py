@@ -8,6 +8,7 @@ from alignment.data.records import Counts, Prompt, Text
 from alignment.data.show import boundaries, show_example
 from alignment.data.sources import overlap
 from alignment.data.tokenizers import save_tokenizer
+from alignment.data.train_tokenizers import train_tokenizer
 from alignment.errors import UserError
 
 
@@ -186,3 +187,22 @@ def test_a_response_cut_at_its_end_does_not_lack_a_stop_token(jsonl, bpe):
     told = [finding.text for finding in report.findings]
     assert any("response longer than fits" in text for text in told)
     assert not any("train no stop token" in text for text in told)
+
+
+@pytest.mark.parametrize("side", ["chosen", "rejected"])
+def test_control_strings_of_either_response_are_noticed(jsonl, bpe, side):
+    row = {"prompt": "x", "chosen": "the cat", "rejected": "a mat", side: "a<s>b"}
+    report = check_file(jsonl(row), "comparisons", bpe)
+    assert "1 rows hold '<s>' in their text; it is read as text, not as a token" in found(report, "warning")
+
+
+def test_columns_are_renamed_and_as_many_rows_are_shown_as_asked(jsonl, bpe):
+    path = jsonl(*[{"body": f"text {number}"} for number in range(5)])
+    for show in (0, 2):
+        assert len(check_file(path, "text", bpe, columns={"text": "body"}, show=show).samples) == show
+
+
+def test_an_unknown_token_is_noticed_wherever_it_stands(jsonl):
+    characters = train_tokenizer("characters", ["the cat"])
+    report = check_file(jsonl({"text": "the hat"}, {"text": "the cat!"}, {"text": "cat"}), "text", characters)
+    assert found(report, "warning") == [f"1 rows have unknown tokens ({report.source}:2)"]

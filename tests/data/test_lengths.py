@@ -228,3 +228,9 @@ def test_a_later_piece_begins_with_the_bos_or_with_the_last_token_of_the_piece_b
         leads = [0] * len(later) if tokenizer is bytes_only else [ids[-1] for ids in before]
         assert [ids[0] for ids in later] == leads
         assert tokenizer is bytes_only or whole.count(tokenizer.bos_token_id) == 0
+
+
+@pytest.mark.parametrize("sides", [("a", letters(40)), (letters(40), "a")])
+def test_a_pair_counts_as_cut_whichever_response_was(bytes_only, sides):
+    _, counts = tokenise_comparisons([Comparison("hi", *sides, None, "r1")], bytes_only, 24)
+    assert counts.cut == {RESPONSE_CUT: 1}

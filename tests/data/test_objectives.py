@@ -1,11 +1,14 @@
 """Pretraining objectives from texts to batches: what is masked, that epochs differ, and that batches' cuts do not."""
 
+import numpy as np
 import pytest
 import torch
 
+from alignment.data.batches import Example
 from alignment.data.corruption import Masking
 from alignment.data.frames import frame_of, ordinary_ids, sentinel_ids
 from alignment.data.objectives import (
+    TOO_SHORT,
     Draws,
     MaskSymbols,
     collate_masked,
@@ -244,3 +247,29 @@ def test_each_text_of_a_pair_begins_with_the_bos_of_a_tokenizer_that_has_one():
     bos = tokenizer.bos_token_id
     assert tokenizer("the cat", "a dog")["input_ids"] == [bos, *one, bos, *two]
     assert frame_of(tokenizer).pair(one, two).ids == [bos, *one, bos, *two]
+
+
+def test_a_text_needs_one_sentinel_more_than_it_has_spans():
+    row = [Example(list(range(100, 110)), [True] * 10, "r")]  # two tokens in ten lie in one span: two sentinels
+    corrupt = span_corruption(train_tokenizer("unigram", TEXTS, 100, sentinels=2), row, density=0.2)
+    source, target = corrupt(row[0].ids, np.random.default_rng(0))
+    assert len(source) == 8 + 1 + 1 and len(target) == 2 + 2 + 1
+    with pytest.raises(UserError, match=r"has 1 sentinels.*takes 2"):
+        span_corruption(train_tokenizer("unigram", TEXTS, 100, sentinels=1), row, density=0.2)
+
+
+def test_density_and_mean_span_reach_the_corruption():
+    ids = list(range(100, 140))
+    tokenizer = train_tokenizer("unigram", TEXTS, 100, sentinels=30)
+    corrupt = span_corruption(tokenizer, [Example(ids, [True] * 40, "r")], density=0.5, mean_span=1.0)
+    source, _ = corrupt(ids, np.random.default_rng(0))
+    assert len(set(source) & set(sentinel_ids(tokenizer))) == 20
+    wordpiece = train_tokenizer("wordpiece", TEXTS, 100)
+    source, target = infilling(wordpiece, density=1.0, mean_span=2.0)(ids, np.random.default_rng(0))
+    assert not set(source) & set(ids) and target[1:-1] == ids
+
+
+def test_a_text_of_one_token_cannot_be_read_and_written():
+    tokenizer = train_tokenizer("characters", ["abc"])
+    examples, counts = tokenise_plain([Text("a", "one"), Text("ab", "two")], tokenizer, 8)
+    assert [example.row_id for example in examples] == ["two"] and counts.dropped == {TOO_SHORT: 1}

@@ -11,9 +11,12 @@ from alignment.data.records import Text
 from alignment.data.sentence_pairs import (
     FOLLOWS,
     OTHER,
+    Passage,
+    Sentence,
     collate_sentence_pairs,
     group_sentences,
     make_pair,
+    other_sentences,
     sentences_of,
     tokenise_passages,
 )
@@ -146,3 +149,19 @@ def test_words_of_a_pair_begin_where_its_own_tokens_do():
 
 def test_zero_says_that_the_second_sentence_follows_as_in_bert():
     assert (FOLLOWS, OTHER) == (0, 1)
+
+
+def test_what_replaces_begins_anywhere_and_comes_as_near_to_the_length_as_whole_sentences_do():
+    def passage(document):
+        return Passage([Sentence([10 * document + n] * 3, [True] * 3) for n in range(4)], document, str(document))
+
+    passages = [passage(1), passage(2)]
+    firsts = set()
+    for seed in range(40):
+        chosen = other_sentences(passages[0], passages, 5, np.random.default_rng(seed))
+        assert [sentence.ids[0] for sentence in chosen] == [
+            chosen[0].ids[0],
+            chosen[0].ids[0] + 1,
+        ]  # 6 is nearer than 3
+        firsts.add(chosen[0].ids[0])
+    assert firsts == {20, 21, 22}

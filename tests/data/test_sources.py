@@ -6,10 +6,11 @@ import json
 
 import pytest
 
+from alignment.data.fields import messages_field
 from alignment.data.formats import alpaca_prompt
 from alignment.data.prepare import prepare
 from alignment.data.records import Comparison, Demonstration, Prompt, Text
-from alignment.data.sources import TIE, DataConfig, read_rows
+from alignment.data.sources import TIE, DataConfig, read_rows, record_key
 from alignment.errors import UserError
 
 HI = {"role": "user", "content": "hi"}
@@ -592,3 +593,38 @@ def test_a_prompt_of_messages_ends_with_someone_else_than_the_assistant(jsonl):
 def test_half_a_surrogate_pair_is_refused_wherever_it_stands(jsonl, text):
     with pytest.raises(UserError, match="holds half a surrogate pair"):
         read_rows(jsonl(b'{"text": "' + text + b'"}'), "text")
+
+
+def test_the_first_row_that_has_a_shape_gives_the_files(jsonl):
+    records, counts = read_rows(jsonl({"note": "x"}, {"text": "a"}, {"text": "b"}), "text", on_bad_row="skip")
+    assert [record.text for record in records] == ["a", "b"] and counts.lost == 1
+
+
+def test_a_column_of_nulls_is_no_column(jsonl):
+    path = jsonl({"messages": None, "prompt": "x", "response": "y"})
+    assert read_one(path, "demonstrations") == Demonstration("x", "y", f"{path}:1")
+
+
+def test_messages_come_before_prompt_and_completion(jsonl):
+    path = jsonl({"messages": [HI, HEY], "prompt": "x", "completion": "y"})
+    assert read_one(path, "demonstrations") == Demonstration([HI], "hey", f"{path}:1")
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("human", "user"), ("gpt", "assistant"), ("model", "assistant"), ("tool", "tool")],
+)
+def test_roles_have_one_name_each(jsonl, written, meant):
+    messages = [HI, {"role": written, "content": "x"}, HI]
+    assert read_one(jsonl({"prompt": messages}), "prompts").prompt == [HI, {"role": meant, "content": "x"}, HI]
+
+
+def test_reading_messages_changes_no_row():
+    row = {"conversations": [dict(message) for message in SHAREGPT]}
+    assert messages_field(row, "conversations") == [HI, HEY]
+    assert row == {"conversations": SHAREGPT}
+
+
+def test_demonstrations_with_other_responses_are_other_rows():
+    one, other = (record_key(Demonstration("x", response, "")) for response in ("y", "z"))
+    assert one != other and one == record_key(Demonstration("x", "y", "elsewhere"))

@@ -154,3 +154,12 @@ def test_a_saved_tokenizer_names_the_class_that_every_transformers_knows(bpe, tm
     save_tokenizer(bpe, tmp_path)
     config = json.loads((tmp_path / "tokenizer_config.json").read_text(encoding="utf-8"))
     assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_a_vocabulary_with_windows_line_ends_is_read_alike(tmp_path):
+    lines = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "cat", "##s"]
+    found = []
+    for end in ("\n", "\r\n"):
+        (tmp_path / "vocab.txt").write_bytes((end.join(lines) + end).encode())
+        found.append(load_tokenizer(tmp_path)("cats cat")["input_ids"])
+    assert found == 2 * [[2, 5, 6, 5, 3]]

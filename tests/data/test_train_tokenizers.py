@@ -283,3 +283,40 @@ def test_a_sentencepiece_model_of_merges_takes_the_best_piece_first_and_bytes_fo
     assert tokenizer.tokenize("abc") == ["▁", "a", "bc"]  # "bc" comes before "ab", without which there is no "▁ab"
     assert tokenizer.tokenize("ab猫") == ["▁ab", "<0xE7>", "<0x8C>", "<0xAB>"]
     assert tokenizer.decode(tokenizer("ab abc猫", add_special_tokens=False)["input_ids"]) == "ab abc猫"
+
+
+def test_turn_markers_of_a_trained_bpe_are_special():
+    specials = ("<s>", "</s>", "<pad>", "<|turn|>")
+    assert set(train_tokenizer("bpe", TEXTS, 320, special_tokens=specials).all_special_tokens) == set(specials)
+
+
+@pytest.mark.parametrize("lowercase", [False, True])
+def test_unigram_keeps_capitals_unless_told_otherwise(lowercase):
+    tokenizer = train_tokenizer("unigram", TEXTS, 90, lowercase=lowercase)
+    ids = tokenizer("The cat", add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == ("the cat" if lowercase else "The cat")
+
+
+def test_each_of_several_line_breaks_is_a_character():
+    tokenizer = train_tokenizer("characters", ["ab\n"])
+    assert len(tokenizer("a\n\n\nb")["input_ids"]) == 5
+    assert tokenizer.decode(tokenizer("a\n\n\nb")["input_ids"]) == "a\n\n\nb"
+
+
+def test_a_wordpiece_vocabulary_has_room_for_the_characters_or_is_refused():
+    needed = len(train_tokenizer("wordpiece", ["ab ba"], 9))  # five marks, a, b, ##a, ##b
+    assert needed == 9
+    with pytest.raises(UserError, match=r"of 8 is too small.* need 9"):
+        train_tokenizer("wordpiece", ["ab ba"], 8)
+
+
+def test_a_sentencepiece_model_says_whether_runs_of_blanks_are_one(tmp_path):
+    pieces = {"▁a": -1.0, "a": -2.0, "▁": -3.0, "A": -9.0}
+    for remove, expected in ((True, ["▁a", "▁a"]), (False, ["▁a", "▁", "▁a", "▁"])):
+        path = write_sentencepiece(tmp_path / "x.model", pieces, remove_extra_whitespaces=remove)
+        assert load_tokenizer(path).tokenize("a  a ") == expected
+
+
+def test_neighbouring_unknown_characters_of_merges_are_one_unknown_token(tmp_path):
+    path = write_sentencepiece(tmp_path / "x.model", {"▁a": -1.0, "▁": -2.0, "a": -3.0, "A": -9.0}, kind=2)
+    assert load_tokenizer(path).tokenize("a猫犬") == ["▁a", "<unk>"]

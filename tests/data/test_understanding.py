@@ -33,7 +33,7 @@ from alignment.data.questions import (
     window_starts,
 )
 from alignment.data.sources import DataConfig
-from alignment.data.tokenizers import load_tokenizer
+from alignment.data.tokenizers import load_tokenizer, train_bpe
 from alignment.data.train_tokenizers import train_tokenizer
 from alignment.data.understanding import (
     IGNORED,
@@ -427,3 +427,56 @@ def test_texts_for_infilling_leave_room_for_what_stands_around_and_begins_them(j
         whole = sum(len(example.ids) for example in examples)
         assert max(len(example.ids) for example in examples) <= 20 - special
         assert len(examples) == -(-whole // (20 - special))
+
+
+def test_a_pair_counts_as_cut_whichever_text_was_long(wordpiece):
+    for texts in (("cats", TEXT), (TEXT, "cats")):
+        assert encode_sequences([LabelledText(*texts, "yes", "r")], wordpiece, 10, NAMES)[1].cut == {PAIR_CUT: 1}
+
+
+def test_a_pair_without_a_token_on_either_side_is_dropped(wordpiece):
+    rows = [LabelledText("\u200b", "cats", "yes", "a"), LabelledText("cats", "\u200b", "yes", "b")]
+    examples, counts = encode_sequences(rows, wordpiece, 40, NAMES)
+    assert examples == [] and counts.dropped == {NO_TEXT: 2}
+
+
+def test_the_first_answer_is_the_one_to_learn(wordpiece):
+    answers = [(word, TEXT.index(word)) for word in ("fox", "cats")]
+    [window], _ = encode_questions([Question("the dog", TEXT, answers, "q")], wordpiece, 200, stride=50)
+    assert text_of(wordpiece, window.framed.ids[window.start : window.end + 1]) == "fox"
+
+
+def test_windows_of_prepared_questions_are_as_asked(jsonl, wordpiece):
+    answer = {"text": "fox", "answer_start": TEXT.index("fox")}
+    path = jsonl({"question": "over the lazy dog", "context": " ".join([TEXT] * 3), "answers": [answer]})
+    windows, _, _ = prepare_labelled(DataConfig(path, max_length=24), "span", wordpiece, stride=5, max_question=2)
+    rows, _ = read_labelled(path, "span")
+    assert windows == encode_questions(rows, wordpiece, 24, stride=5, max_question=2)[0] and len(windows) > 3
+
+
+def test_batches_of_views_and_texts_keep_to_the_limit_the_longest_first(tokenizers, wordpiece):
+    tokenizer = with_marks(tokenizers["bpe"])
+    rows = [Choice("the fox", ["cats", "lazy dog"] * (1 + n % 3), 1, str(n)) for n in range(9)]
+    views, _ = encode_choices(rows, tokenizer, 64)
+    most = max(sum(map(len, example.documents)) for example in views)
+    batches = collate_views(views, most)
+    assert all(len(batch.ragged.tokens) <= most for batch in batches) and len(batches) > 3
+    texts = [LabelledText(" ".join(["cats"] * (1 + n % 7)), None, "yes", str(n)) for n in range(20)]
+    lengths = [max(b.ragged.lengths) for b in collate_classes(encode_sequences(texts, wordpiece, 64, NAMES)[0], 20)]
+    assert lengths == sorted(lengths, reverse=True) and len(lengths) > 3
+
+
+def test_marks_leave_a_tokenizers_own_special_tokens_special():
+    plain = train_bpe([TEXT], 330, ("<s>", "</s>", "<pad>", "<turn>"))
+    assert set(with_marks(plain).all_special_tokens) == {
+        *plain.all_special_tokens,
+        "<start>",
+        "<delimiter>",
+        "<extract>",
+    }
+
+
+@pytest.mark.parametrize("label", [0.5, -1, 2, "1.5", None])
+def test_a_choice_that_is_no_number_of_one_is_refused(jsonl, label):
+    with pytest.raises(UserError, match="number of a choice"):
+        read_labelled(jsonl({"context": "c", "choices": ["x", "y"], "label": label}), "choice")
