@@ -423,10 +423,11 @@ def test_choices_are_pairs_of_context_and_choice(wordpiece):
 def test_texts_for_infilling_leave_room_for_what_stands_around_and_begins_them(jsonl, wordpiece):
     path = jsonl({"text": " ".join([TEXT] * 3)})
     for objective, special in (("infilling", 3), ("prefix", 1)):
-        examples, _ = prepare_text(DataConfig(path, max_length=20), objective, wordpiece)
-        whole = sum(len(example.ids) for example in examples)
-        assert max(len(example.ids) for example in examples) <= 20 - special
-        assert len(examples) == -(-whole // (20 - special))
+        for max_length in range(8, 24):
+            examples, _ = prepare_text(DataConfig(path, max_length=max_length), objective, wordpiece)
+            whole = sum(len(example.ids) for example in examples)
+            assert max(len(example.ids) for example in examples) <= max_length - special
+            assert len(examples) == -(-whole // (max_length - special))
 
 
 def test_a_pair_counts_as_cut_whichever_text_was_long(wordpiece):
