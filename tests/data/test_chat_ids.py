@@ -371,8 +371,10 @@ def test_a_dialogue_whose_template_leaves_words_out_is_refused(chatml):
 
 def test_a_dialogue_of_a_sentencepiece_tokenizer_gets_no_blanks_of_its_own(metaspace):
     tokenizer = copy.deepcopy(metaspace)
-    "{% for m in messages %}{{ m.content }}"
-    "{% if m.role == 'assistant' %}{{ eos_token }}{% else %}: {% endif %}{% endfor %}"
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}"
+        "{% if m.role == 'assistant' %}{{ eos_token }}{% else %}: {% endif %}{% endfor %}"
+    )
     messages = [{"role": role, "content": "the cat"} for role in ("user", "assistant") * 2]
     ids, mask = chat.chat_ids(tokenizer, messages)
     assert tokenizer.decode(ids) == "the cat: the cat</s>the cat: the cat</s>"
