@@ -163,3 +163,8 @@ def test_a_vocabulary_with_windows_line_ends_is_read_alike(tmp_path):
         (tmp_path / "vocab.txt").write_bytes((end.join(lines) + end).encode())
         found.append(load_tokenizer(tmp_path)("cats cat")["input_ids"])
     assert found == 2 * [[2, 5, 6, 5, 3]]
+
+
+def test_blanks_before_punctuation_stay(bpe):
+    text = "the cat , it 's on the mat . do n't !"
+    assert bpe.decode(bpe(text, add_special_tokens=False)["input_ids"]) == text
