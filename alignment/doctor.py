@@ -12,9 +12,9 @@ from alignment.config import packaged_folder
 CORE = (
     "torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "trl", "accelerate", "pydantic", "scipy",
 )  # fmt: skip
-EXTRAS = {
+EXTRAS = {  # as pip calls it: module, and what it is for
     "deepspeed": ("deepspeed", "ZeRO: --launch launch/zero2 and launch/zero3"),
-    "bench": ("lm_eval", "make bench"),
+    "lm-eval": ("lm_eval", "make bench"),
 }
 
 
@@ -40,9 +40,9 @@ def examine() -> Iterator[str]:
     folder = packaged_folder("configs") / "launch"
     yield f"launch files  {', '.join(str(path) for path in sorted(folder.glob('*.yaml')))}"
     yield ""
-    for extra, (module, use) in EXTRAS.items():
-        state = "found" if importlib.util.find_spec(module) else f"missing: pip install 'alignment[{extra}]'"
-        yield f"{extra:13s} {state} ({use})"
+    for package, (module, use) in EXTRAS.items():
+        state = "found" if importlib.util.find_spec(module) else f"missing: pip install {package}"
+        yield f"{package:13s} {state} ({use})"
     if is_shadowed():
         yield "alignment-handbook is installed: its package has the same name, and the two cannot share an environment"
 

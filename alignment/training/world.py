@@ -126,8 +126,6 @@ def _backend(on_cpu: bool, deepspeed: bool) -> str | None:
     from accelerate.utils import is_deepspeed_available
 
     if deepspeed and not is_deepspeed_available():
-        raise UserError(
-            "the launch configuration asks for DeepSpeed, which is not installed: pip install 'alignment[deepspeed]'"
-        )
+        raise UserError("the launch configuration asks for DeepSpeed, which is not installed: pip install deepspeed")
     # Without a device of its own Accelerate takes several DeepSpeed processes for one unless the transport is named.
     return "gloo" if on_cpu and deepspeed else None
