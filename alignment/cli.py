@@ -55,7 +55,7 @@ def run(
     debug: Debug = False,
 ) -> None:
     """Run a recipe: its stages in order; finished ones are skipped."""
-    from alignment.pipeline import run_recipe
+    from alignment.pipeline.run import run_recipe
 
     directory = Path(output) if output else Path("runs") / recipe_name(recipe)
     if not run_recipe(recipe, directory, overrides or [], start=start, only=only, check=check):
@@ -123,7 +123,7 @@ def understand(
 def evaluate_winrate(config: ConfigName, overrides: Overrides = None, debug: Debug = False) -> None:
     """How often each policy's responses are preferred to a baseline's."""
     results = run_stage("winrate", ["evaluate", "winrate"], config, overrides, debug=debug)
-    from alignment.evaluation.summary import print_table, summary_rows
+    from alignment.evaluation.report.recipe_report import print_table, summary_rows
 
     print_table(summary_rows(json.loads(results.read_text(encoding="utf-8"))))
 
@@ -151,8 +151,8 @@ def run_stage(
     debug: bool = False,
 ) -> Path:
     """Check the config, then run the stage here and return what it wrote, or start the same command once per GPU."""
-    from alignment.config import load_config
-    from alignment.pipeline import find_stage, write_page
+    from alignment.config.load import load_config
+    from alignment.pipeline.run import find_stage, write_page
     from alignment.training.ranks import failing_together
 
     config_class, function = find_stage(verb)
@@ -179,7 +179,7 @@ def relaunch(arguments: Sequence[str], gpus: int | None, launch: str | None) -> 
     """
     import torch
 
-    from alignment.config import find_packaged
+    from alignment.config.load import find_packaged
 
     if "LOCAL_RANK" in os.environ:
         raise UserError(
@@ -224,8 +224,8 @@ def generate(
     """
     if bool(prompt) == bool(prompts):
         raise UserError("generate: give either --prompt TEXT or --prompts FILE")
+    from alignment.commands.generate import read_settings, respond
     from alignment.files import write_text
-    from alignment.respond import read_settings, respond
 
     settings = read_settings(model, overrides or [])
     rows = respond(model, adapter, prompt or str(prompts), settings, raw=raw)
@@ -259,7 +259,7 @@ def data_check(
     debug: Debug = False,
 ) -> None:
     """Read a file as training would, and say what is wrong with it."""
-    from alignment.data.check import check_file
+    from alignment.data.tools.doctor import check_file
 
     report = check_file(file, kind=kind, tokenizer=tokenizer, template=template, max_length=max_length)
     print(report.render())
@@ -297,7 +297,7 @@ def layer_numbers(text: str) -> list[int]:
 @app.command()
 def doctor(debug: Debug = False) -> None:
     """Versions, devices and backends: what was found and what is missing."""
-    from alignment.doctor import examine
+    from alignment.commands.doctor import examine
 
     print("\n".join(examine()))
 

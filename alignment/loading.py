@@ -9,19 +9,19 @@ import torch
 from torch import Tensor
 
 from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter, merge_adapter, read_base, read_revision
-from alignment.config import writer_of
-from alignment.data.chat import prompt_ids, response_ids, stop_token_ids, text_ids
-from alignment.data.frames import Framed, encode_pieces, frame_of
-from alignment.data.tokenizers import load_tokenizer as _load_tokenizer_directory
-from alignment.data.tokenizers import save_tokenizer
+from alignment.config.load import writer_of
+from alignment.data.text.chat import prompt_ids, response_ids, stop_token_ids, text_ids
+from alignment.data.text.special_tokens import Framed, encode_pieces, frame_of
+from alignment.data.tokenizers.load import load_tokenizer as _load_tokenizer_directory
+from alignment.data.tokenizers.load import save_tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory
-from alignment.models.checkpoint import load_checkpoint, load_language_model, load_scalar_model, save_model
-from alignment.models.directory import read_config
-from alignment.models.external import language_kind
+from alignment.models.classifiers import SequenceClassifier
+from alignment.models.external.load import language_kind
 from alignment.models.families import FAMILIES, family_of, is_foreign
-from alignment.models.generation_config import GENERATION_CONFIG, read_generation_config, set_end_tokens
-from alignment.models.readers import SequenceClassifier
+from alignment.models.huggingface.checkpoint import load_checkpoint, load_language_model, load_scalar_model, save_model
+from alignment.models.huggingface.generation_config import GENERATION_CONFIG, read_generation_config, set_end_tokens
+from alignment.models.safetensors_files import read_config
 from alignment.ragged import Ragged, groups_of
 from alignment.untrusted import check_directory
 

@@ -23,11 +23,11 @@ from ablate_rows import ROWS, Row, heads_of, vanilla
 from torch import Tensor, nn
 
 from alignment.analysis import forward_operations
-from alignment.config import data_folder
+from alignment.config.load import data_folder
 from alignment.files import write_json, write_text
 from alignment.models.build import build_trunk
-from alignment.models.initial import initialise
-from alignment.models.language import LanguageModel
+from alignment.models.init_weights import initialise
+from alignment.models.language_model import LanguageModel
 from alignment.models.spec import TransformerSpec
 from alignment.ragged import Ragged
 from alignment.training.optim import OptimConfig, build_optimizer, learning_rate_at

@@ -21,15 +21,15 @@ from typing import Any
 import torch
 
 from alignment.algorithms import dpo, reward, sft
-from alignment.data.sources import DataConfig
-from alignment.data.tokenizers import save_tokenizer, train_bpe
-from alignment.generation.engine import decode_responses
+from alignment.data.rows.read import DataConfig
+from alignment.data.tokenizers.load import save_tokenizer, train_bpe
+from alignment.generation.decode import decode_responses
 from alignment.generation.sampling import SamplingConfig
+from alignment.hotel_world.datasets import WorldConfig, write_world
 from alignment.models.build import build_language_model
-from alignment.models.checkpoint import load_language_model, save_model
+from alignment.models.huggingface.checkpoint import load_language_model, save_model
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, TrainingConfig
-from alignment.world.datasets import WorldConfig, write_world
 
 SIZES = {
     "nano": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4},

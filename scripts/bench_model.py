@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from alignment.models.build import build_language_model
-from alignment.models.checkpoint import hf_names
-from alignment.models.layout import to_hf
+from alignment.models.huggingface.checkpoint import hf_names
+from alignment.models.huggingface.weight_map import to_hf
 from alignment.ragged import Ragged
 
 SIZES: dict[str, dict[str, int]] = {  # GPT-2's shape throughout; `batch` is documents of 256 tokens
@@ -207,7 +207,7 @@ def losses(bench: Bench) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
 
 def decode(bench: Bench) -> Measured:
     """64 tokens after prompts of up to 64, greedily, no end token: prefill and decoding."""
-    from alignment.generation.engine import decode_responses
+    from alignment.generation.decode import decode_responses
     from alignment.generation.sampling import SamplingConfig
 
     steps = 64

@@ -29,17 +29,19 @@ import torch.utils.tensorboard
 
 from alignment import files
 from alignment.adapters import LoRASpec, PrefixSpec
-from alignment.adapters import files as adapter_files
-from alignment.algorithms import dpo, ppo, reward, sft
+from alignment.adapters import peft_files as adapter_files
+from alignment.algorithms import dpo, reward, sft
+from alignment.algorithms.ppo import ppo
 from alignment.cli import explain, terminate
-from alignment.data.sources import DataConfig
-from alignment.data.tokenizers import save_tokenizer, train_bpe
+from alignment.data.rows.read import DataConfig
+from alignment.data.tokenizers.load import save_tokenizer, train_bpe
+from alignment.hotel_world.datasets import WorldConfig, write_world
 from alignment.loading import load_model, load_tokenizer
-from alignment.models import checkpoint as model_files
 from alignment.models.build import build_language_model
-from alignment.models.checkpoint import save_model
-from alignment.training import OptimConfig, Run, TrainingConfig, latest_checkpoint, state_files
-from alignment.world.datasets import WorldConfig, write_world
+from alignment.models.huggingface import checkpoint as model_files
+from alignment.models.huggingface.checkpoint import save_model
+from alignment.training import OptimConfig, Run, TrainingConfig, latest_checkpoint
+from alignment.training.backends import state_files
 
 STEPS = 4
 METHODS = {

@@ -9,8 +9,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from alignment.commands.import_llama2c import convert
 from alignment.errors import UserError
-from alignment.models.llama2c import convert
 
 
 def main() -> int:

@@ -28,11 +28,11 @@ from typing import Any
 
 import torch
 
-from alignment.algorithms import pretrain
-from alignment.algorithms.objectives import DistillationConfig, Masked, SpanCorruption, labels_of
-from alignment.algorithms.pretrain import PretrainConfig
-from alignment.data.corruption import Masking
-from alignment.data.sources import DataConfig
+from alignment.algorithms.pretrain import pretrain
+from alignment.algorithms.pretrain.objectives import DistillationConfig, Masked, SpanCorruption, labels_of
+from alignment.algorithms.pretrain.pretrain import PretrainConfig
+from alignment.data.pretraining.corruption import Masking
+from alignment.data.rows.read import DataConfig
 from alignment.data.stream import Stream
 from alignment.loading import load_model, load_tokenizer
 from alignment.training import OptimConfig, TrainingConfig
@@ -243,10 +243,10 @@ def spans(data: Path, folder: Path, arguments: argparse.Namespace) -> bool:
 @torch.no_grad()
 def span_figures(config: PretrainConfig, model: Any, tokenizer: Any) -> tuple[float, float, float, float]:
     """Loss and accuracy on held-out span tokens, the commonest token's accuracy, and the unigram loss; no sentinels."""
-    from alignment.algorithms.objectives import collate_for
-    from alignment.data.frames import sentinel_ids
-    from alignment.data.objectives import draw_once
+    from alignment.algorithms.pretrain.objectives import collate_for
     from alignment.data.prepare import prepare_text
+    from alignment.data.pretraining.examples import draw_once
+    from alignment.data.text.special_tokens import sentinel_ids
 
     train, held_out = (
         prepare_text(config.data, "span_corruption", tokenizer, part)[0] for part in ("train", "evaluation")
@@ -324,11 +324,11 @@ def pretrained_encoder(file: str, output: Path, seed: int, steps: int) -> str:
 
 def sst2(data: Path, output: Path, seed: int, **start: Any) -> float:
     """Accuracy on the 2,157 rows of dev and test after fine-tuning on train."""
-    from alignment.algorithms import understand
+    from alignment.algorithms.finetune import finetune
 
     rows = {part: str(data / "sst2" / f"{part}.jsonl.gz") for part in ("train", "dev", "test")}
-    understand.run(
-        understand.UnderstandConfig(
+    finetune.run(
+        finetune.UnderstandConfig(
             task="sequence",
             data=DataConfig(rows["train"], [rows["dev"], rows["test"]], columns={"text": "sentence"}, max_length=64),
             output=str(output),

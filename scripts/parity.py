@@ -25,7 +25,7 @@ from parity_measures import (
 from parity_reference import Case, families, read_cases, write_checkpoint
 
 from alignment.errors import UserError
-from alignment.models.checkpoint import load_checkpoint
+from alignment.models.huggingface.checkpoint import load_checkpoint
 
 BOUND = 1e-4  # largest difference of logits, log-probabilities or scores, fp32; largest relative error of a gradient
 SPAN_LABELS = 2

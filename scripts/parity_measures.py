@@ -26,10 +26,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from alignment.errors import UserError
-from alignment.generation.beam import BeamConfig, beam_search
-from alignment.generation.engine import decode_responses
+from alignment.generation.beam_search import BeamConfig, beam_search
+from alignment.generation.decode import decode_responses
 from alignment.generation.sampling import SamplingConfig
-from alignment.models.checkpoint import hf_names, load_checkpoint, save_model, to_hf
+from alignment.models.huggingface.checkpoint import hf_names, load_checkpoint, save_model, to_hf
 from alignment.ragged import Ragged, Seq2Seq
 
 GRADIENT_LENGTHS = (60, 33, 7, 90, 16)

@@ -72,10 +72,10 @@ def prepare(folder: Path) -> None:
     """Data files of the embedded world, a tokenizer, two policies and a reward model."""
     import torch
 
-    from alignment.data.tokenizers import save_tokenizer, train_bpe
+    from alignment.data.tokenizers.load import save_tokenizer, train_bpe
+    from alignment.hotel_world.datasets import WorldConfig, draw_rows, write_world
     from alignment.models.build import build_language_model
-    from alignment.models.checkpoint import load_scalar_model, save_model
-    from alignment.world.datasets import WorldConfig, draw_rows, write_world
+    from alignment.models.huggingface.checkpoint import load_scalar_model, save_model
 
     sizes = dict.fromkeys(("demonstrations", "comparisons", "comparisons_heldout", "prompts"), ROWS)
     write_world(folder / "world", sizes=WorldConfig(pretrain=20, pretrain_heldout=2, prompts_eval=2, **sizes))
@@ -129,7 +129,7 @@ def train(cells: list[tuple[str, str]], output: Path) -> None:
 
 def resume(cell: tuple[str, str], whole: Path, resumed: Path) -> None:
     """Go on from the checkpoint in the middle of a run, in a directory of its own."""
-    from alignment.training.world import join_world
+    from alignment.training.distributed import join_world
 
     world = join_world()
     if world.rank == 0:
@@ -140,7 +140,8 @@ def resume(cell: tuple[str, str], whole: Path, resumed: Path) -> None:
 
 def run(cell: tuple[str, str], output: Path) -> None:
     """Train one cell."""
-    from alignment.algorithms import dpo, ppo, reward, sft
+    from alignment.algorithms import dpo, reward, sft
+    from alignment.algorithms.ppo import ppo
 
     runs: dict[str, Any] = {"sft": sft.run, "reward": reward.run, "dpo": dpo.run, "ppo": ppo.run}
     runs[cell[0]](settings(*cell, output))
@@ -149,8 +150,9 @@ def run(cell: tuple[str, str], output: Path) -> None:
 def settings(stage: str, adapter: str, output: Path) -> Any:
     """The config of one run."""
     from alignment.adapters import LoRASpec, PrefixSpec
-    from alignment.algorithms import dpo, ppo, reward, sft
-    from alignment.data.sources import DataConfig
+    from alignment.algorithms import dpo, reward, sft
+    from alignment.algorithms.ppo import ppo
+    from alignment.data.rows.read import DataConfig
     from alignment.training import OptimConfig, TrainingConfig
 
     start = output.parent.parent / "start"
@@ -261,7 +263,7 @@ def opened(directory: Path, cell: tuple[str, str]) -> float:
     from transformers.utils import logging
 
     from alignment.adapters import load_adapter, read_base
-    from alignment.models.checkpoint import load_language_model, load_scalar_model
+    from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()

@@ -40,7 +40,7 @@ def data_folder() -> Path:
 @pytest.fixture(scope="session")
 def world(tmp_path_factory) -> dict[str, str]:
     """Files of a tiny embedded world by name."""
-    from alignment.world.datasets import WorldConfig, write_world
+    from alignment.hotel_world.datasets import WorldConfig, write_world
 
     sizes = WorldConfig(
         pretrain=40,
@@ -57,7 +57,7 @@ def world(tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def tokenizer(world):
     """Byte-level BPE of 384 tokens, trained on the world's text."""
-    from alignment.data.tokenizers import train_bpe
+    from alignment.data.tokenizers.load import train_bpe
 
     return train_bpe((row["text"] for row in read_lines(world["pretrain"])), 384)
 
@@ -65,9 +65,9 @@ def tokenizer(world):
 @pytest.fixture(scope="session")
 def write_checkpoint(tokenizer) -> Callable[..., str]:
     """Writes a model directory, `write_checkpoint(directory, "llama", **config changes)`, and returns its name."""
-    from alignment.data.tokenizers import save_tokenizer
+    from alignment.data.tokenizers.load import save_tokenizer
     from alignment.models.build import build_language_model
-    from alignment.models.checkpoint import save_model
+    from alignment.models.huggingface.checkpoint import save_model
 
     def write(directory: Path, family: str, seed: int = 0, **changes: Any) -> str:
         torch.manual_seed(seed)
@@ -133,8 +133,10 @@ def read_metrics() -> Callable[[Path], list[dict[str, Any]]]:
 
 def stage_of(kind: str, policy: str, world: dict[str, str], output: Path, **changes: Any) -> tuple[Any, Any]:
     """A stage's `run` function and a small config for it."""
-    from alignment.algorithms import dpo, ppo, pretrain, reward, sft
-    from alignment.data.sources import DataConfig
+    from alignment.algorithms import dpo, reward, sft
+    from alignment.algorithms.ppo import ppo
+    from alignment.algorithms.pretrain import pretrain
+    from alignment.data.rows.read import DataConfig
     from alignment.training import OptimConfig, TrainingConfig
 
     module, Config, rows = {

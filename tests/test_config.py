@@ -8,9 +8,9 @@ from typing import Any, Literal
 import pytest
 import yaml
 
-import alignment.config
-from alignment.config import build, load_config, to_dict
-from alignment.documents import Document, parse_yaml
+import alignment.config.load
+from alignment.config.load import build, load_config, to_dict
+from alignment.config.yaml_source import Document, parse_yaml
 from alignment.errors import UserError
 
 
@@ -224,7 +224,7 @@ def test_a_path_wins_over_a_packaged_name_and_an_unknown_name_gets_near_ones(tmp
     (packaged / "stage").mkdir(parents=True)
     (here / "stage").mkdir(parents=True)
     (packaged / "stage" / "tiny.yaml").write_text(GOOD)
-    monkeypatch.setattr(alignment.config, "packaged_folder", lambda kind: packaged)
+    monkeypatch.setattr(alignment.config.load, "packaged_folder", lambda kind: packaged)
     monkeypatch.chdir(here)
     assert load_config(Stage, "stage/tiny").policy == "base"
     (here / "stage" / "tiny").write_text(GOOD.replace("base", "mine"))

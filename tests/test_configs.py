@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import yaml
 
-from alignment.config import load_config, packaged_folder, writer_of
+from alignment.config.load import load_config, packaged_folder, writer_of
 from alignment.errors import UserError
 from alignment.loading import load_model
-from alignment.pipeline import find_stage
+from alignment.pipeline.run import find_stage
 from alignment.training import learning_rate_at
 
 ROOT = packaged_folder("configs")

@@ -5,15 +5,15 @@ import torch
 from torch.testing import assert_close
 
 from alignment import load_reward_model
-from alignment.algorithms.ppo_config import PPOConfig
-from alignment.algorithms.ppo_parts import check_judged
+from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo.setup import check_judged
 from alignment.data.batches import PromptExample
-from alignment.data.records import Prompt
-from alignment.data.sources import DataConfig
-from alignment.data.tokenizers import save_tokenizer
-from alignment.data.train_tokenizers import train_wordpiece
+from alignment.data.rows.read import DataConfig
+from alignment.data.rows.records import Prompt
+from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.train import train_wordpiece
 from alignment.errors import UserError
-from alignment.evaluation.run import WinRateConfig, _proxy_scores
+from alignment.evaluation.win_rate_run import WinRateConfig, _proxy_scores
 from alignment.generation import Generation
 
 TEXTS = ["what is the tallest tree", "a very tall one", "the redwood , by some way", "i do not know"]

@@ -19,19 +19,20 @@ from torch.nn import functional as F
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec, attach, load_adapter, merge_adapter, save_adapter
-from alignment.algorithms import dpo, ppo, reward
-from alignment.algorithms.assemble import load_policy, load_scalar, reference_model, text_loss
-from alignment.algorithms.ppo_parts import build_parts, read_data
-from alignment.algorithms.rollout import Rollout, ragged_of, rollout_batches, with_advantages
+from alignment.algorithms import dpo, reward
+from alignment.algorithms.policies import load_policy, load_scalar, reference_model, text_loss
+from alignment.algorithms.ppo import ppo
+from alignment.algorithms.ppo.rollout import Rollout, ragged_of, rollout_batches, with_advantages
+from alignment.algorithms.ppo.setup import build_parts, read_data
 from alignment.data.batches import collate, collate_pairs
-from alignment.data.chat import end_token_id
 from alignment.data.prepare import prepare
-from alignment.data.sources import DataConfig
+from alignment.data.rows.read import DataConfig
 from alignment.data.stream import Stream
+from alignment.data.text.chat import end_token_id
 from alignment.generation import generate
 from alignment.loading import export, load_model, load_reward_model
 from alignment.models.build import build_language_model, build_scalar_model
-from alignment.models.checkpoint import load_language_model, load_scalar_model, save_model
+from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model, save_model
 from alignment.ragged import Ragged
 from alignment.training import Engine, OptimConfig, Run, Term, TrainingConfig
 from alignment.training.engine import NonFiniteError
@@ -167,7 +168,7 @@ def as_messages(world, folder):
 
 def with_template(policy, tokenizer, directory):
     """The checkpoint, its tokenizer with a template that writes the BOS itself."""
-    from alignment.data.tokenizers import save_tokenizer
+    from alignment.data.tokenizers.load import save_tokenizer
 
     tokenizer = copy.deepcopy(tokenizer)
     tokenizer.chat_template = (

@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 import alignment
-from alignment.data.chat import prompt_ids, response_ids
+from alignment.data.text.chat import prompt_ids, response_ids
 from alignment.errors import UserError
 from alignment.loading import export, load_model, load_reward_model, load_tokenizer, same_vocabulary
 
@@ -129,7 +129,7 @@ def test_a_padded_call_gives_the_same_scores(judge):
 def test_a_pair_is_scored_as_it_was_trained_on(judge):
     """Prompt, response and the end token: the ids of `collate_pairs`."""
     from alignment.data.batches import collate_pairs, tokenise_comparisons
-    from alignment.data.records import Comparison
+    from alignment.data.rows.records import Comparison
 
     rows = [Comparison(p, r, r + " Indeed.", margin=None, row_id=p) for p, r in PAIRS]
     pairs, _ = tokenise_comparisons(rows, judge.tokenizer, 256)

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from alignment.metrics import (
+from alignment.algorithms.finetune.metrics import (
     answer_f1,
     answer_metrics,
     best_span,

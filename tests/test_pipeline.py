@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from alignment import pipeline
 from alignment.errors import UserError
-from alignment.pipeline import STAGES, plan, run_recipe
+from alignment.pipeline import run as pipeline
+from alignment.pipeline.run import STAGES, plan, run_recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 HOLD = """
@@ -430,7 +430,7 @@ def test_a_plain_word_that_is_a_directory_s_name_by_chance_is_not_hashed(recipe,
 
 
 def test_another_commit_of_a_hub_model_runs_the_stage_anew(recipe, ran, monkeypatch, tmp_path):
-    from alignment.training import lineage
+    from alignment.training.run import lineage
 
     commits = {"org/name": "a" * 40}
     monkeypatch.setattr(lineage, "hub_commit", lambda name: commits.get(name), raising=False)

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from alignment.adapters.files import (
+from alignment.adapters.lora import attach_lora, lora_layers, merge_lora
+from alignment.adapters.peft_files import (
     adapter_state,
     is_adapter,
     is_scalar_adapter,
@@ -14,9 +15,8 @@ from alignment.adapters.files import (
     read_spec,
     save_adapter,
 )
-from alignment.adapters.lora import attach_lora, lora_layers, merge_lora
 from alignment.adapters.prefix import attach_prefix
-from alignment.adapters.spec import AdapterSpec, LoRASpec, PrefixSpec
+from alignment.adapters.specs import AdapterSpec, LoRASpec, PrefixSpec
 from alignment.errors import UserError
 
 __all__ = [

@@ -7,7 +7,7 @@ from typing import Any
 import regex
 from torch import nn
 
-from alignment.adapters.spec import LoRASpec
+from alignment.adapters.specs import LoRASpec
 from alignment.errors import UserError
 
 PATTERN_SECONDS = 1.0  # for all names of a model; an honest pattern takes microseconds

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alignment.adapters.spec import PrefixSpec
+from alignment.adapters.specs import PrefixSpec
 from alignment.errors import UserError
 
 

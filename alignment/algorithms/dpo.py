@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alignment.adapters.spec import LoRASpec, PrefixSpec, refuse_dropout
-from alignment.algorithms.assemble import (
+from alignment.adapters.specs import LoRASpec, PrefixSpec, refuse_dropout
+from alignment.algorithms.policies import (
     check_rows,
     load_policy,
     mean_over,
@@ -24,7 +24,7 @@ from alignment.algorithms.assemble import (
 )
 from alignment.algorithms.reward import preference_metrics
 from alignment.data.batches import PairBatch, collate_pairs
-from alignment.data.sources import DataConfig
+from alignment.data.rows.read import DataConfig
 from alignment.loading import load_tokenizer
 from alignment.losses import dpo_loss
 from alignment.training import Engine, LossSum, OptimConfig, TrainingConfig, fit

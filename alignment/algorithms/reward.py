@@ -8,8 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
-from alignment.adapters.spec import LoRASpec, PrefixSpec
-from alignment.algorithms.assemble import (
+from alignment.adapters.specs import LoRASpec, PrefixSpec
+from alignment.algorithms.policies import (
     Policy,
     check_rows,
     load_scalar,
@@ -20,8 +20,8 @@ from alignment.algorithms.assemble import (
     stream_of,
 )
 from alignment.data.batches import PairBatch, collate_pairs
-from alignment.data.chat import stop_token_ids
-from alignment.data.sources import DataConfig
+from alignment.data.rows.read import DataConfig
+from alignment.data.text.chat import stop_token_ids
 from alignment.loading import load_tokenizer
 from alignment.losses import bradley_terry_loss
 from alignment.training import Engine, LossSum, OptimConfig, TrainingConfig, fit

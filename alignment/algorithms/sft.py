@@ -4,16 +4,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from alignment.adapters.spec import LoRASpec, PrefixSpec
-from alignment.algorithms.assemble import (
-    check_rows,
-    fit_language_model,
-    load_policy,
-    open_run,
-    read_split,
-    save_policy,
-)
-from alignment.data.sources import DataConfig
+from alignment.adapters.specs import LoRASpec, PrefixSpec
+from alignment.algorithms.policies import check_rows, fit_language_model, load_policy, open_run, read_split, save_policy
+from alignment.data.rows.read import DataConfig
 from alignment.loading import load_tokenizer
 from alignment.training import OptimConfig, TrainingConfig
 

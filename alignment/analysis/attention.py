@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from alignment.errors import UserError
-from alignment.models.attention import Attention, CrossAttention
-from alignment.models.disentangled import DisentangledAttention
-from alignment.models.language import active_prefix
-from alignment.models.sight import Look, LookAcross, Sight
+from alignment.models.language_model import active_prefix
+from alignment.models.layers.attention import Attention, CrossAttention
+from alignment.models.layers.disentangled import DisentangledAttention
+from alignment.models.layers.sdpa import Look, LookAcross, Sight
 from alignment.ragged import Ragged, Seq2Seq
 
 

@@ -9,14 +9,14 @@ from torch import Tensor
 from alignment.adapters import is_adapter, is_scalar_adapter
 from alignment.analysis.attention import attention_maps, pair_attention_maps
 from alignment.analysis.page import Maps, write_attention_page
-from alignment.data.tokenizers import check_vocabulary
+from alignment.data.tokenizers.load import check_vocabulary
 from alignment.errors import UserError, raise_all
 from alignment.generation import SamplingConfig, decode_responses
-from alignment.generation.texts import start_token_id
+from alignment.generation.text import start_token_id
 from alignment.loading import find_directory, load_model, load_scalar, load_tokenizer
-from alignment.models.checkpoint import load_checkpoint
-from alignment.models.directory import read_config
 from alignment.models.families import FAMILIES
+from alignment.models.huggingface.checkpoint import load_checkpoint
+from alignment.models.safetensors_files import read_config
 
 LONGEST = 128  # tokens: a cell of an enlarged map then still fits the letters of its token
 WRITTEN = 32  # tokens that an encoder-decoder writes where no target is given

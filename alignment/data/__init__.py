@@ -13,10 +13,10 @@ from alignment.data.batches import (
     tokenise_texts,
 )
 from alignment.data.prepare import prepare
-from alignment.data.records import Comparison, Counts, Demonstration, Prompt, Text
-from alignment.data.sources import DataConfig, read_rows
+from alignment.data.rows.read import DataConfig, read_rows
+from alignment.data.rows.records import Comparison, Counts, Demonstration, Prompt, Text
 from alignment.data.stream import Stream
-from alignment.data.tokenizers import check_vocabulary, load_tokenizer, save_tokenizer, train_bpe
+from alignment.data.tokenizers.load import check_vocabulary, load_tokenizer, save_tokenizer, train_bpe
 
 __all__ = [
     "Comparison",

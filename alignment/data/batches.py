@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from alignment.data import chat
-from alignment.data.encoding import adds_bos, bos_id
-from alignment.data.records import SHOWN_IDS, Comparison, Counts, Demonstration, Messages, Prompt, Text
+from alignment.data.rows.records import SHOWN_IDS, Comparison, Counts, Demonstration, Messages, Prompt, Text
+from alignment.data.text import chat
+from alignment.data.text.encoding import adds_bos, bos_id
 from alignment.errors import UserError, raise_all
 from alignment.ragged import Ragged
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
-from alignment.data import gpt_formats, understanding
 from alignment.data.batches import (
     PROMPT_CUT,
     RESPONSE_CUT,
@@ -15,12 +14,13 @@ from alignment.data.batches import (
     tokenise_prompts,
     tokenise_texts,
 )
-from alignment.data.labelled import UnderstandingTask, content_key, label_names, read_labelled
-from alignment.data.objectives import tokenise_maskable, tokenise_plain
-from alignment.data.questions import encode_questions
-from alignment.data.records import Counts, Kind
-from alignment.data.sentence_pairs import tokenise_passages
-from alignment.data.sources import DataConfig, Part, overlap, read_rows
+from alignment.data.pretraining.examples import tokenise_maskable, tokenise_plain
+from alignment.data.pretraining.next_sentence import tokenise_passages
+from alignment.data.rows.read import DataConfig, Part, overlap, read_rows
+from alignment.data.rows.records import Counts, Kind
+from alignment.data.tasks import classification, gpt1_inputs
+from alignment.data.tasks.question_answering import encode_questions
+from alignment.data.tasks.rows import UnderstandingTask, content_key, label_names, read_labelled
 from alignment.errors import UserError
 
 if TYPE_CHECKING:
@@ -44,9 +44,9 @@ TOKENISE_TEXT: dict[str, Tokenise] = {
     "infilling": partial(tokenise_plain, special=3),
 }
 ENCODE: dict[str, Callable[..., tuple[list[Any], Counts]]] = {
-    "sequence": understanding.encode_sequences,
-    "pair": understanding.encode_sequences,
-    "tokens": understanding.encode_words,
+    "sequence": classification.encode_sequences,
+    "pair": classification.encode_sequences,
+    "tokens": classification.encode_words,
 }
 UNKNOWN = "texts with characters that the tokenizer does not know: read as its unknown token"
 
@@ -141,9 +141,9 @@ def prepare_labelled(
 
     Args:
         task: sequence or pair (ClassExample), tokens (TokenExample), span (SpanExample), or choice (ViewsExample, with
-            a tokenizer from `gpt_formats.with_marks`, or as `encode` has it).
+            a tokenizer from `gpt1_inputs.with_marks`, or as `encode` has it).
         names: id2label that the rows must keep to; None: made from the rows. Span and choice have none.
-        encode: how sequences and pairs become examples, where not as BERT has them: `gpt_formats.encode_classes` or
+        encode: how sequences and pairs become examples, where not as BERT has them: `gpt1_inputs.encode_classes` or
             `encode_similarity`; how choices do, where not as GPT-1 has them: `choices.encode_pair_choices`.
         options: of span: `stride`, `max_question`.
 
@@ -154,7 +154,7 @@ def prepare_labelled(
     if task == "span":
         examples, making = encode_questions(rows, tokenizer, config.max_length, **options)
     elif task == "choice":
-        examples, making = (encode or gpt_formats.encode_choices)(rows, tokenizer, config.max_length)
+        examples, making = (encode or gpt1_inputs.encode_choices)(rows, tokenizer, config.max_length)
     else:
         names = label_names(rows) if names is None else names
         examples, making = (encode or ENCODE[task])(rows, tokenizer, config.max_length, names)

@@ -9,7 +9,7 @@ from alignment.evaluation.judges import (
     score_judge,
     write_questions,
 )
-from alignment.evaluation.language import LanguageLoss, language_loss
+from alignment.evaluation.language_loss import LanguageLoss, language_loss
 from alignment.evaluation.winrate import WinRate, agreement, merge_orders, win_rate
 
 __all__ = [

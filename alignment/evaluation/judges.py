@@ -16,7 +16,7 @@ from alignment.evaluation.winrate import LOSS, TIE, WIN, Verdict, WinRate, merge
 from alignment.files import write_text
 
 if TYPE_CHECKING:
-    from alignment.data.records import Prompt
+    from alignment.data.rows.records import Prompt
 
 Judge = Callable[[Sequence["Prompt"], Sequence[str], Sequence[str]], Sequence[Verdict]]
 """Prompts, responses shown first, responses shown second -> verdict for the one shown first; None: could not judge."""

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from alignment.data.chat import stop_token_ids
-from alignment.data.tokenizers import check_vocabulary
-from alignment.generation.beam import BeamConfig, Hypotheses, beam_search
-from alignment.generation.engine import Responses, decode_responses
+from alignment.data.text.chat import stop_token_ids
+from alignment.data.tokenizers.load import check_vocabulary
+from alignment.generation.beam_search import BeamConfig, Hypotheses, beam_search
+from alignment.generation.decode import Responses, decode_responses
 from alignment.generation.sampling import SamplingConfig
-from alignment.generation.texts import read_prompts, response_text, start_token_id, target_text
+from alignment.generation.text import read_prompts, response_text, start_token_id, target_text
 from alignment.models.lengths import check_lengths
 
 __all__ = [

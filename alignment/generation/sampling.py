@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alignment.generation.rules import Past, any_rule, check_rules, follow_rules
+from alignment.generation.logits_processors import Past, any_rule, check_rules, follow_rules
 
 
 @dataclass(frozen=True)

@@ -7,21 +7,22 @@ from typing import Any
 from torch import nn
 
 from alignment.errors import UserError
-from alignment.models.attention import Attention, CrossAttention
-from alignment.models.block import Block, NormedResidualBlock, ParallelBlock, PostNormBlock, SandwichBlock
-from alignment.models.disentangled import Convolution, ConvolvedBlock, DisentangledAttention, RelativeEmbedding
-from alignment.models.distance import Alibi, RelativeBias, RoundedAlibi
+from alignment.models.classifiers import ScalarModel, SequenceClassifier, TokenReader
 from alignment.models.encoder_decoder import Seq2SeqModel, Seq2SeqReader
-from alignment.models.experts import Experts
 from alignment.models.families import family_of
-from alignment.models.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
 from alignment.models.heads import LanguageHead, Readout, Transform
-from alignment.models.initial import initialise
-from alignment.models.language import LanguageModel, MaskedLanguageModel
-from alignment.models.norms import RMSNorm, UnitOffsetRMSNorm, WideRMSNorm
-from alignment.models.positions import LearnedPositions, SinusoidalPositions
-from alignment.models.readers import ScalarModel, SequenceClassifier, TokenReader
-from alignment.models.rotary import Rotary
+from alignment.models.init_weights import initialise
+from alignment.models.language_model import LanguageModel, MaskedLanguageModel
+from alignment.models.layers.attention import Attention, CrossAttention
+from alignment.models.layers.attention_context import Bearings
+from alignment.models.layers.block import Block, NormedResidualBlock, ParallelBlock, PostNormBlock, SandwichBlock
+from alignment.models.layers.disentangled import Convolution, ConvolvedBlock, DisentangledAttention, RelativeEmbedding
+from alignment.models.layers.experts import Experts
+from alignment.models.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
+from alignment.models.layers.norms import RMSNorm, UnitOffsetRMSNorm, WideRMSNorm
+from alignment.models.layers.position_bias import Alibi, RelativeBias, RoundedAlibi
+from alignment.models.layers.position_embeddings import LearnedPositions, SinusoidalPositions
+from alignment.models.layers.rotary import Rotary
 from alignment.models.spec import (
     AttentionSpec,
     BlockSpec,
@@ -51,7 +52,6 @@ from alignment.models.spec_positions import (
     SinusoidalPositionsSpec,
 )
 from alignment.models.transformer import Parts, Transformer
-from alignment.models.viewing import Bearings
 
 
 def build_model(config: dict[str, Any], task: str = "language") -> Any:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from alignment.errors import UserError
-from alignment.models.cache import Cache
-from alignment.models.cross import Source
+from alignment.models.activation_checkpointing import Keep
 from alignment.models.heads import Output, Readout, token_scores
-from alignment.models.language import new_cache
-from alignment.models.masks import take
+from alignment.models.language_model import new_cache
+from alignment.models.layers.cross_attention import Source
+from alignment.models.layers.kv_cache import Cache
+from alignment.models.layers.padded_layout import take
 from alignment.models.padded import from_padded, given, to_padded
-from alignment.models.recompute import Keep
 from alignment.models.spec_pairs import EncoderDecoderSpec
 from alignment.models.transformer import Transformer
 from alignment.ragged import Ragged, Seq2Seq

@@ -7,13 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from alignment.errors import UserError
-from alignment.models.cache import Cache, Memory
-from alignment.models.cross import Source, look_at_memory, looks_across, remembering
-from alignment.models.masks import seen_mask
-from alignment.models.recompute import Keep, recomputed
-from alignment.models.sight import Sight, look_at_cache, writing_to
-from alignment.models.spec import TransformerSpec
-from alignment.models.viewing import (
+from alignment.models.activation_checkpointing import Keep, recomputed
+from alignment.models.layers.attention_context import (
     Bearings,
     check_outgrown,
     document_looks,
@@ -23,6 +18,11 @@ from alignment.models.viewing import (
     rotations,
     step_masks,
 )
+from alignment.models.layers.cross_attention import Source, look_at_memory, looks_across, remembering
+from alignment.models.layers.kv_cache import Cache, Memory
+from alignment.models.layers.padded_layout import seen_mask
+from alignment.models.layers.sdpa import Sight, look_at_cache, writing_to
+from alignment.models.spec import TransformerSpec
 from alignment.ragged import Ragged
 
 

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from alignment.errors import UserError
-from alignment.training.backend import Backend, Replicated
+from alignment.training.backends.base import Backend, Replicated
+from alignment.training.distributed import World, join_world
 from alignment.training.optim import OptimConfig, learning_rate_at
-from alignment.training.random_state import rank_seed
+from alignment.training.run.random_state import rank_seed
 from alignment.training.settings import TrainingConfig
 from alignment.training.sums import Sums, layout
 from alignment.training.terms import Idle, Term, contents, row_ids, token_count
-from alignment.training.world import World, join_world
 
 
 class NonFiniteError(RuntimeError):
@@ -251,11 +251,11 @@ class Engine:
 def build_backend(model: nn.Module, config: OptimConfig, world: World, precision: str) -> Backend:
     """The backend that the launch configuration asked for."""
     if world.kind == "zero":
-        from alignment.training.zero import Zero
+        from alignment.training.backends.deepspeed import Zero
 
         return Zero(model, config, world, precision)
     if world.kind == "fsdp2":
-        from alignment.training.sharded import Sharded
+        from alignment.training.backends.fsdp2 import Sharded
 
         return Sharded(model, config, world, precision)
     return Replicated(model, config, world, precision)

@@ -9,12 +9,12 @@ from typing import Any, Protocol
 import torch
 
 from alignment.errors import UserError
-from alignment.training.checkpoints import Engines, checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
 from alignment.training.divergence import divergence, read_losses
 from alignment.training.engine import Engine
 from alignment.training.optim import endless_warmup
-from alignment.training.random_state import generator_states, unchanged_random_state
-from alignment.training.run import Run
+from alignment.training.run.checkpoints import Engines, checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
+from alignment.training.run.directory import Run
+from alignment.training.run.random_state import generator_states, unchanged_random_state
 from alignment.training.settings import TrainingConfig
 from alignment.training.terms import LossSum, Term, share
 

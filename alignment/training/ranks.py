@@ -16,8 +16,8 @@ from typing import Any
 import torch.distributed as dist
 
 from alignment.errors import raise_all
-from alignment.training.lineage import code_version, differences
-from alignment.training.world import join_world, launched_rank, launched_size
+from alignment.training.distributed import join_world, launched_rank, launched_size
+from alignment.training.run.lineage import code_version, differences
 
 FAILURE = "alignment/failure"  # key of the store: the first rank that failed, and why
 LOOK_SECONDS = 1.0  # between two looks at it

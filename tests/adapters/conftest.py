@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from alignment.adapters import attach
-from alignment.models.checkpoint import load_language_model, load_scalar_model
+from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
 
 
 @pytest.fixture(params=["gpt2", "llama"])

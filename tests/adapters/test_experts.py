@@ -7,7 +7,7 @@ from torch.testing import assert_close
 from alignment.adapters import LoRASpec, attach, save_adapter
 from alignment.loading import load_model
 from alignment.models.build import build_language_model
-from alignment.models.checkpoint import load_language_model, save_model
+from alignment.models.huggingface.checkpoint import load_language_model, save_model
 from tests.adapters.conftest import disturb
 
 MIXTRAL = {

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 from alignment.adapters import LoRASpec, PrefixSpec, is_adapter, load_adapter, read_base, read_spec, save_adapter
 from alignment.errors import UserError
 from alignment.loading import load_model, load_scalar
-from alignment.models.checkpoint import load_language_model, load_scalar_model
+from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
 
 TIGHT = {"atol": 1e-5, "rtol": 0}
 SPECS = {

@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec, attach, disabled, merge_adapter
 from alignment.errors import UserError
-from alignment.models.checkpoint import load_language_model
+from alignment.models.huggingface.checkpoint import load_language_model
 
 
 @pytest.mark.parametrize(("stabilised", "scale"), [(False, 6.0 / 4), (True, 6.0 / math.sqrt(4))])

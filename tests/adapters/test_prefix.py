@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from alignment.adapters import PrefixSpec, attach
 from alignment.generation import SamplingConfig, decode_responses
-from alignment.models.checkpoint import load_language_model
+from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.ragged import Ragged
 
 BOTH = pytest.mark.parametrize(

@@ -7,12 +7,13 @@ import pytest
 import torch
 
 from alignment.adapters import LoRASpec
-from alignment.algorithms import assemble, dpo, pretrain, reward
-from alignment.algorithms.assemble import log_sample, mean_over, read_split, text_loss
-from alignment.algorithms.ppo_parts import load_critic
-from alignment.algorithms.rollout import Rollout
+from alignment.algorithms import dpo, policies, reward
+from alignment.algorithms.policies import log_sample, mean_over, read_split, text_loss
+from alignment.algorithms.ppo.rollout import Rollout
+from alignment.algorithms.ppo.setup import load_critic
+from alignment.algorithms.pretrain import pretrain
 from alignment.data.batches import PROMPT_CUT
-from alignment.data.sources import DataConfig
+from alignment.data.rows.read import DataConfig
 from alignment.loading import load_tokenizer
 from alignment.models.heads import Output
 from alignment.ragged import Ragged
@@ -70,7 +71,7 @@ def test_a_few_samples_are_kept_without_their_end_token(tokenizer):
 
 @pytest.mark.parametrize(
     ("kind", "module", "wanted"),
-    [("pretrain", pretrain, True), ("sft", assemble, True), ("reward", reward, True), ("dpo", dpo, False)],
+    [("pretrain", pretrain, True), ("sft", policies, True), ("reward", reward, True), ("dpo", dpo, False)],
 )
 def test_dropout_is_on_where_nothing_is_compared(kind, module, wanted, checkpoints, make_stage, tmp_path, monkeypatch):
     """DPO compares the policy with itself at the start, so it trains without."""

@@ -8,10 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alignment.algorithms.assemble import mean_over
 from alignment.algorithms.dpo import DPOConfig, pair_loss
+from alignment.algorithms.policies import mean_over
 from alignment.data.batches import PairBatch
-from alignment.data.sources import DataConfig
+from alignment.data.rows.read import DataConfig
 from alignment.ragged import Ragged
 from alignment.training import LossSum, OptimConfig, TrainingConfig
 

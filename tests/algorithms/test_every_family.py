@@ -6,12 +6,12 @@ import pytest
 import torch
 import yaml
 
-from alignment.data.sources import DataConfig
-from alignment.data.tokenizers import save_tokenizer
+from alignment.data.rows.read import DataConfig
+from alignment.data.tokenizers.load import save_tokenizer
 from alignment.generation import generate
 from alignment.loading import load_model, load_reward_model, load_tokenizer
 from alignment.models.build import build_language_model
-from alignment.models.checkpoint import save_model
+from alignment.models.huggingface.checkpoint import save_model
 from alignment.training import OptimConfig, TrainingConfig
 
 CASES = {

@@ -4,11 +4,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from alignment.data.tokenizers import save_tokenizer
+from alignment.data.tokenizers.load import save_tokenizer
 from alignment.errors import UserError
-from alignment.evaluation.run import RewardEvalConfig, run_reward
+from alignment.evaluation.win_rate_run import RewardEvalConfig, run_reward
 from alignment.models.build import build_model
-from alignment.models.checkpoint import save_model
+from alignment.models.huggingface.checkpoint import save_model
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 CONFIGS = {
@@ -61,7 +61,7 @@ def test_an_encoder_is_no_critic(directory, stage, make_stage, tmp_path):
 
 
 def test_evaluate_reward_says_who_scores_with_an_encoder(directory, world, tmp_path):
-    from alignment.data.sources import DataConfig
+    from alignment.data.rows.read import DataConfig
 
     torch.manual_seed(0)
     config = RewardEvalConfig(

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.algorithms import dpo, ppo, reward, sft
-from alignment.data.sources import DataConfig
+from alignment.algorithms import dpo, reward, sft
+from alignment.algorithms.ppo import ppo
+from alignment.data.rows.read import DataConfig
 from alignment.loading import load_model, load_reward_model, load_scalar, load_tokenizer
 from alignment.training import TrainingConfig
 

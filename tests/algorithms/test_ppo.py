@@ -12,19 +12,19 @@ import torch
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec
-from alignment.algorithms import ppo_parts
-from alignment.algorithms.ppo import improve, iterate, policy_loss
-from alignment.algorithms.ppo_config import PPOConfig
-from alignment.algorithms.ppo_parts import Normaliser, build_parts, load_critic, read_data
-from alignment.algorithms.rollout import RolloutBatch, ragged_of
+from alignment.algorithms.ppo import setup
+from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo.ppo import improve, iterate, policy_loss
+from alignment.algorithms.ppo.rollout import RolloutBatch, ragged_of
+from alignment.algorithms.ppo.setup import Normaliser, build_parts, load_critic, read_data
 from alignment.data.batches import PromptExample
-from alignment.data.chat import prompt_ids
-from alignment.data.sources import DataConfig
-from alignment.data.tokenizers import save_tokenizer, train_bpe
+from alignment.data.rows.read import DataConfig
+from alignment.data.text.chat import prompt_ids
+from alignment.data.tokenizers.load import save_tokenizer, train_bpe
 from alignment.errors import UserError
 from alignment.loading import load_reward_model, load_scalar, load_tokenizer
 from alignment.models.build import build_scalar_model
-from alignment.models.checkpoint import save_model
+from alignment.models.huggingface.checkpoint import save_model
 from alignment.training import OptimConfig, Run, TrainingConfig
 
 # Adam whose eps dwarfs every gradient divides by a constant: plain gradient descent with step 1.
@@ -276,7 +276,7 @@ def test_a_reward_model_with_another_tokenizer_reads_the_text(tokenizer, foreign
     judge = load_reward_model(foreign)
     prompts, responses = ["Where is the spa?", "When?"], [" On floor seven.", " At nine."]
     encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
-    given = ppo_parts.response_scorer(judge, tokenizer, 1000)(
+    given = setup.response_scorer(judge, tokenizer, 1000)(
         [PromptExample([tokenizer.bos_token_id, *encode(prompt)], prompt, {}, "r") for prompt in prompts],
         [[*encode(response), tokenizer.eos_token_id] for response in responses],
         [True, True],
@@ -336,7 +336,7 @@ def test_a_response_that_ended_is_scored_with_the_reward_models_own_end(tokenize
     policy, _, rows = dialogues
     words = tokenizer("At nine.", add_special_tokens=False).input_ids
     prompts = [PromptExample([5], rows[0], {}, "r")] * 2
-    given = ppo_parts.response_scorer(judge, load_tokenizer(policy), 1000)(
+    given = setup.response_scorer(judge, load_tokenizer(policy), 1000)(
         prompts, [[*words, tokenizer.eos_token_id], words], [True, False]
     )
     expected = judge.score([(rows[0], "At nine.")] * 2, ended=[True, False])
@@ -371,7 +371,7 @@ def test_a_reward_model_with_the_same_tokenizer_reads_the_very_ids(tokenizer, st
     judge = load_reward_model(str(stage("reward") / "model"))
     broken = [[5, 5], [6]]  # no text encodes to these
     prompts = [PromptExample(ids, "", {}, "r") for ids in ([0, 1], [0])]
-    scores = ppo_parts.response_scorer(judge, tokenizer, 1000)(prompts, broken, [False, False])
+    scores = setup.response_scorer(judge, tokenizer, 1000)(prompts, broken, [False, False])
     assert_close(scores, judge.score_ids([[0, 1, 5, 5], [0, 6]]))
 
 
@@ -381,7 +381,7 @@ def test_a_reward_model_with_the_same_words_and_another_chat_template_reads_thro
     judge, tokenizer = load_reward_model(directory), load_tokenizer(policy)
     words = tokenizer("At nine.", add_special_tokens=False).input_ids
     example = PromptExample(prompt_ids(tokenizer, rows[0]), rows[0], {}, "r")
-    given = ppo_parts.response_scorer(judge, tokenizer, 1000)([example], [words], [False])
+    given = setup.response_scorer(judge, tokenizer, 1000)([example], [words], [False])
     assert given.tolist() == judge.score([(rows[0], "At nine.")], ended=[False]).tolist()
 
 

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.algorithms import ppo
-from alignment.algorithms.ppo import PPOConfig, distinct_share, iterate, rollout_metrics, sampling_error, value_loss
-from alignment.algorithms.ppo_parts import build_parts, read_data
-from alignment.algorithms.rollout import Rollout, RolloutBatch, ragged_of, rollout_batches, with_advantages
-from alignment.data.sources import DataConfig
+from alignment.algorithms.ppo import ppo
+from alignment.algorithms.ppo.ppo import PPOConfig, distinct_share, iterate, rollout_metrics, sampling_error, value_loss
+from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, ragged_of, rollout_batches, with_advantages
+from alignment.algorithms.ppo.setup import build_parts, read_data
+from alignment.data.rows.read import DataConfig
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model
 from alignment.models.heads import Output

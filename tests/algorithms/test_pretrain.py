@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from torch.testing import assert_close
 
-from alignment.algorithms import pretrain
-from alignment.algorithms.objectives import (
+from alignment.algorithms.pretrain import pretrain
+from alignment.algorithms.pretrain.objectives import (
     Causal,
     DistillationConfig,
     Infilling,
@@ -22,16 +22,16 @@ from alignment.algorithms.objectives import (
     labels_of,
     taught_loss,
 )
-from alignment.data.corruption import Masking
-from alignment.data.objectives import draw_once, tokenise_maskable, tokenise_plain
-from alignment.data.records import Text
-from alignment.data.sentence_pairs import tokenise_passages
-from alignment.data.sources import DataConfig
-from alignment.data.train_tokenizers import train_tokenizer
+from alignment.data.pretraining.corruption import Masking
+from alignment.data.pretraining.examples import draw_once, tokenise_maskable, tokenise_plain
+from alignment.data.pretraining.next_sentence import tokenise_passages
+from alignment.data.rows.read import DataConfig
+from alignment.data.rows.records import Text
+from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_model
-from alignment.models.resize import copied_from_teacher, spaced_layers
+from alignment.models.distill_init import copied_from_teacher, spaced_layers
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, TrainingConfig
 
@@ -135,7 +135,7 @@ def test_an_objective_that_does_not_fit_the_model_is_refused(case, model, advice
 
 
 def test_a_tokenizer_without_a_mask_or_enough_sentinels_is_refused(make, world, tokenizer, tmp_path):
-    from alignment.data.tokenizers import save_tokenizer
+    from alignment.data.tokenizers.load import save_tokenizer
 
     save_tokenizer(tokenizer, tmp_path / "tokenizer")
     with pytest.raises(UserError, match="mask"):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.algorithms.assemble import load_scalar
+from alignment.algorithms.policies import load_scalar
 from alignment.algorithms.reward import RewardConfig, pair_loss, preference_metrics
 from alignment.data.batches import Example, PairExample, collate_pairs
-from alignment.data.sources import DataConfig
+from alignment.data.rows.read import DataConfig
 from alignment.loading import load_reward_model
 from alignment.losses import bradley_terry_loss
 from alignment.models.heads import Output

@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.algorithms.rollout import Rollout, collect, rollout_batches, with_advantages
+from alignment.algorithms.ppo.rollout import Rollout, collect, rollout_batches, with_advantages
 from alignment.data.batches import PromptExample
 from alignment.generation import SamplingConfig, decode_responses
-from alignment.models.checkpoint import load_language_model
+from alignment.models.huggingface.checkpoint import load_language_model
 
 STOPS = range(0, 384, 6)
 SAMPLING = SamplingConfig(8, temperature=0.7, seed=3)

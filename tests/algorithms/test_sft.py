@@ -5,7 +5,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec
-from alignment.data.sources import DataConfig
+from alignment.data.rows.read import DataConfig
 from alignment.errors import UserError
 from alignment.training import OptimConfig, TrainingConfig
 
@@ -47,7 +47,7 @@ def test_memory_settings_change_no_result(checkpoints, make_stage, tmp_path):
 
 
 def test_pretraining_starts_from_nothing_with_a_tokenizer_of_its_own(world, make_stage, tmp_path, read_metrics):
-    from alignment.algorithms import pretrain
+    from alignment.algorithms.pretrain import pretrain
     from alignment.loading import load_model, load_tokenizer
 
     data = DataConfig(train=world["pretrain"], evaluation=world["pretrain_heldout"], max_length=128)
@@ -68,7 +68,7 @@ def test_pretraining_starts_from_nothing_with_a_tokenizer_of_its_own(world, make
 
 
 def test_a_model_with_too_few_embeddings_is_refused_before_training(world, checkpoints, make_stage, tmp_path):
-    from alignment.algorithms import pretrain
+    from alignment.algorithms.pretrain import pretrain
 
     shape = {
         "model_type": "llama",

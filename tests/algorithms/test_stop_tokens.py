@@ -7,12 +7,12 @@ import torch
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec
-from alignment.data.sources import DataConfig
-from alignment.data.tokenizers import save_tokenizer, train_bpe
+from alignment.data.rows.read import DataConfig
+from alignment.data.tokenizers.load import save_tokenizer, train_bpe
 from alignment.generation import generate
 from alignment.loading import export, load_model, load_reward_model, load_tokenizer
 from alignment.models.build import build_language_model
-from alignment.models.checkpoint import save_model
+from alignment.models.huggingface.checkpoint import save_model
 from alignment.training import OptimConfig, TrainingConfig
 
 TEMPLATE = (

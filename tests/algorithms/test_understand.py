@@ -12,9 +12,10 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec
-from alignment.algorithms import understand, understand_use
-from alignment.algorithms.understand import UnderstandConfig
-from alignment.algorithms.understand_parts import (
+from alignment.algorithms.finetune import finetune
+from alignment.algorithms.finetune import predict as predict_module
+from alignment.algorithms.finetune.finetune import UnderstandConfig
+from alignment.algorithms.finetune.model import (
     LanguageBeside,
     collate_for,
     encode_with,
@@ -23,19 +24,19 @@ from alignment.algorithms.understand_parts import (
     reader_state,
     start_reader,
 )
-from alignment.algorithms.understand_scores import answers_to, label_loss, label_metrics, language_cost, read_all
-from alignment.algorithms.understand_use import predict
-from alignment.config import load_config
-from alignment.data.frames import Framed
-from alignment.data.gpt_formats import ViewsExample, collate_views, with_marks
-from alignment.data.labelled import LabelledText, LabelledWords
-from alignment.data.questions import SpanExample
-from alignment.data.sources import DataConfig
-from alignment.data.understanding import LabelledBatch, TokenExample
+from alignment.algorithms.finetune.predict import predict
+from alignment.algorithms.finetune.scoring import answers_to, label_loss, label_metrics, language_cost, read_all
+from alignment.config.load import load_config
+from alignment.data.rows.read import DataConfig
+from alignment.data.tasks.classification import LabelledBatch, TokenExample
+from alignment.data.tasks.gpt1_inputs import ViewsExample, collate_views, with_marks
+from alignment.data.tasks.question_answering import SpanExample
+from alignment.data.tasks.rows import LabelledText, LabelledWords
+from alignment.data.text.special_tokens import Framed
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
-from alignment.models.checkpoint import load_checkpoint, load_language_model
-from alignment.pipeline import find_stage
+from alignment.models.huggingface.checkpoint import load_checkpoint, load_language_model
+from alignment.pipeline.run import find_stage
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, Run, TrainingConfig
 from tests.algorithms.labelled_rows import TASKS, write_rows
@@ -95,7 +96,7 @@ def weights(directory):
 @pytest.mark.parametrize(("family", "task"), KINDS)
 def test_a_separable_task_is_learned(settings, read_metrics, family, task):
     config = settings(family, task, training=TrainingConfig(batch_size=16, epochs=8))
-    understand.run(config)
+    finetune.run(config)
     last = read_metrics(config.output)[-1]
     assert last["held_out_exact_match" if task == "span" else "held_out_accuracy"] == 1.0
     if task == "tokens":
@@ -107,7 +108,7 @@ def test_a_separable_task_is_learned(settings, read_metrics, family, task):
 @pytest.mark.parametrize("task", TASKS)
 def test_predictions_are_the_held_out_labels(settings, rows, task):
     config = settings("bert" if task in ("tokens", "span") else "gpt2", task, training=TrainingConfig(epochs=10))
-    model = str(understand.run(config))
+    model = str(finetune.run(config))
     held_out = [json.loads(line) for line in Path(str(rows[task].evaluation)).read_text().splitlines()]
     asked = {
         "sequence": lambda row: row["text"],
@@ -136,7 +137,7 @@ def test_only_models_of_this_stage_say_how_rows_are_read(checkpoints):
 def test_transformers_gives_the_same_scores(settings, family, task):
     import transformers
 
-    directory = understand.run(settings(family, task))
+    directory = finetune.run(settings(family, task))
     kind = {"tokens": "TokenClassification", "span": "QuestionAnswering"}.get(task, "SequenceClassification")
     theirs, loading = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(directory, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
@@ -173,7 +174,7 @@ def test_a_frozen_trunk_is_left_bit_equal_and_without_dropout(
         "frozen_trunk": True,
     }
     plain, other = (
-        weights(understand.run(settings("gpt2", task, policy=start, output=out, **changes)))
+        weights(finetune.run(settings("gpt2", task, policy=start, output=out, **changes)))
         for start, out in ((checkpoints["gpt2"], str(tmp_path / "plain")), (dropping, str(tmp_path / "other")))
     )
     start = weights(checkpoints["gpt2"])
@@ -191,7 +192,7 @@ def test_the_result_does_not_depend_on_how_the_batch_is_cut(settings, tmp_path, 
     changes = {"language_coef": 0.5} if family == "gpt2" else {}
     whole, cut = (
         weights(
-            understand.run(
+            finetune.run(
                 settings(
                     family, task, output=str(tmp_path / str(tokens)), **changes,
                     training=TrainingConfig(batch_size=16, max_steps=3, micro_batch_tokens=tokens),
@@ -211,7 +212,7 @@ def test_stopped_and_resumed_equals_uninterrupted(settings, tmp_path, read_metri
         "LoRA": {"adapter": LoRASpec(rank=2, dropout=0.1)},
         "frozen": {"frozen_trunk": True},
     }[name] | {"training": TrainingConfig(batch_size=16, max_steps=4, evaluate_every_steps=2)}
-    whole = understand.run(settings("gpt2", "pair", output=str(tmp_path / "whole"), **changes))
+    whole = finetune.run(settings("gpt2", "pair", output=str(tmp_path / "whole"), **changes))
     config, log = settings("gpt2", "pair", output=str(tmp_path / "parts"), **changes), Run.log
 
     def log_and_stop(self, step, metrics):
@@ -222,9 +223,9 @@ def test_stopped_and_resumed_equals_uninterrupted(settings, tmp_path, read_metri
     with monkeypatch.context() as patch:
         patch.setattr(Run, "log", log_and_stop)
         with pytest.raises(SystemExit):
-            understand.run(config)
+            finetune.run(config)
     assert not (tmp_path / "parts" / "model").exists()
-    parts = understand.run(config)
+    parts = finetune.run(config)
     assert_close(weights(parts), weights(whole), rtol=0, atol=0)
     lines = [
         [{k: v for k, v in line.items() if k not in TIMES} for line in read_metrics(o.parent)] for o in (whole, parts)
@@ -278,7 +279,7 @@ def test_marks_are_new_rows_and_the_old_ones_stay(checkpoints, family):
 
 
 def test_both_orders_of_a_pair_count_the_same(settings):
-    model = str(understand.run(settings("gpt2", "pair", format="gpt_both_orders")))
+    model = str(finetune.run(settings("gpt2", "pair", format="gpt_both_orders")))
     texts = [("the spa is warm", "a cold bus came"), ("a cold bus came", "the spa is warm")]
     tokenizer, names = load_tokenizer(model), {0: "agrees", 1: "objects"}
     rows = [LabelledText(*pair, "agrees", str(number)) for number, pair in enumerate(texts)]
@@ -346,7 +347,7 @@ def bad(tmp_path, name, rows):
 
 
 def test_bad_rows_are_refused_before_a_model_is_loaded(settings, rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(understand, "start_reader", lambda *a: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(finetune, "start_reader", lambda *a: pytest.fail("a model was loaded"))
     text = {"text": "the spa is warm"}
     files = {
         "no label": bad(tmp_path, "a.jsonl", [text, text | {"label": -1}]),
@@ -354,15 +355,15 @@ def test_bad_rows_are_refused_before_a_model_is_loaded(settings, rows, tmp_path,
         "unknown": bad(tmp_path, "c.jsonl", [text | {"label": "splendid"}]),
     }
     with pytest.raises(UserError, match="2 bad rows"):
-        understand.run(settings("gpt2", "sequence", data=DataConfig(train=files["no label"])))
+        finetune.run(settings("gpt2", "sequence", data=DataConfig(train=files["no label"])))
     with pytest.raises(UserError, match="same label 'good'"):
-        understand.run(settings("gpt2", "sequence", data=DataConfig(train=files["one label"])))
+        finetune.run(settings("gpt2", "sequence", data=DataConfig(train=files["one label"])))
     data = DataConfig(train=rows["sequence"].train, evaluation=files["unknown"])
     with pytest.raises(UserError, match=r"c\.jsonl.*'splendid' is unknown; known: bad, good"):
-        understand.run(settings("gpt2", "sequence", data=data))
+        finetune.run(settings("gpt2", "sequence", data=data))
     question = {"question": "Who?", "context": "Nobody.", "answers": []}
     with pytest.raises(UserError, match="no_answer=true"):
-        understand.run(settings("bert", "span", data=DataConfig(train=bad(tmp_path, "d.jsonl", [question]))))
+        finetune.run(settings("bert", "span", data=DataConfig(train=bad(tmp_path, "d.jsonl", [question]))))
 
 
 def test_what_does_not_go_together_is_refused(settings, checkpoints):
@@ -371,7 +372,7 @@ def test_what_does_not_go_together_is_refused(settings, checkpoints):
         ("bert", {"language_coef": 0.5}, "needs a decoder and bert is none"),
     ]:
         with pytest.raises(UserError, match=words):
-            understand.run(settings(family, "sequence", **changes))
+            finetune.run(settings(family, "sequence", **changes))
     for task, changes, words in [
         ("tokens", {"format": "gpt"}, "does not go with task=tokens"),
         ("sequence", {"format": "gpt_both_orders"}, "does not go with task=sequence"),
@@ -389,7 +390,7 @@ def test_what_does_not_go_together_is_refused(settings, checkpoints):
 
 def test_an_adapter_is_no_start(settings, stage):
     with pytest.raises(UserError, match="alignment export"):
-        understand.run(settings("llama", "sequence", policy=str(stage("sft lora") / "model")))
+        finetune.run(settings("llama", "sequence", policy=str(stage("sft lora") / "model")))
 
 
 def test_tiny_configs_run_after_tiny_pretraining(tmp_path, monkeypatch, read_metrics):
@@ -414,15 +415,15 @@ def test_settings_of_a_run_reach_its_metrics_and_its_predictions(settings, rows,
             module, name, lambda *a, **k: asked.setdefault(name, []).append((a[-2:], k)) or real(*a, **k)
         )
 
-    spy(understand, "question_metrics")
-    spy(understand_use, "answers_to")
-    spy(understand_use, "encode_with")
-    spy(understand, "prepare_labelled")
+    spy(finetune, "question_metrics")
+    spy(predict_module, "answers_to")
+    spy(predict_module, "encode_with")
+    spy(finetune, "prepare_labelled")
     own = {"stride": 20, "max_question": 5, "max_answer": 7, "no_answer": True}
     data = replace(rows["span"], max_rows=3, max_length=60)
     config = settings("bert", "span", data=data, training=TrainingConfig(batch_size=3, max_steps=1), **own)
-    model = understand.run(config)
-    assert len(understand.questions_of(config, "evaluation")) == 3
+    model = finetune.run(config)
+    assert len(finetune.questions_of(config, "evaluation")) == 3
     predict(str(model), [("Who came?", "Hugo came.")])
     assert asked["question_metrics"] == [((7, True), {})] and asked["answers_to"][-1] == ((7, True), {})
     windows = {"stride": 20, "max_question": 5}
@@ -433,7 +434,7 @@ def test_settings_of_a_run_reach_its_metrics_and_its_predictions(settings, rows,
 
 def test_the_language_term_of_a_run_has_its_weight(settings, read_metrics):
     config = settings("gpt2", "pair", language_coef=2.5)
-    understand.run(config)
+    finetune.run(config)
     for line in read_metrics(config.output):
         assert line["loss"] == pytest.approx(line["label_loss"] + 2.5 * line["language_loss"], rel=1e-5)
 

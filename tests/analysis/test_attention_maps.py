@@ -12,12 +12,12 @@ from alignment.adapters import LoRASpec, PrefixSpec, attach
 from alignment.analysis import attention_maps, pair_attention_maps
 from alignment.analysis.attention import recorded
 from alignment.errors import UserError
-from alignment.models.attention import Attention
 from alignment.models.build import build_model, build_trunk
-from alignment.models.checkpoint import load_checkpoint
-from alignment.models.external import load_external
-from alignment.models.initial import initialise
-from alignment.models.language import LanguageModel
+from alignment.models.external.load import load_external
+from alignment.models.huggingface.checkpoint import load_checkpoint
+from alignment.models.init_weights import initialise
+from alignment.models.language_model import LanguageModel
+from alignment.models.layers.attention import Attention
 from alignment.models.spec import (
     AttentionSpec,
     BlockSpec,

@@ -16,11 +16,11 @@ from alignment.adapters import LoRASpec, attach, save_adapter
 from alignment.analysis import attention_maps, pair_attention_maps, write_attention
 from alignment.analysis.inspection import encoded, load_any, shown
 from alignment.analysis.page import Maps, address_of, png, shades, write_attention_page
-from alignment.data.tokenizers import save_tokenizer
+from alignment.data.tokenizers.load import save_tokenizer
 from alignment.errors import UserError
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_model
-from alignment.models.checkpoint import save_model
+from alignment.models.huggingface.checkpoint import save_model
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))

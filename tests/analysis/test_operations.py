@@ -10,8 +10,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from alignment.analysis import forward_operations
 from alignment.analysis.operations import keys_seen
 from alignment.models.build import build_trunk
-from alignment.models.initial import initialise
-from alignment.models.language import LanguageModel
+from alignment.models.init_weights import initialise
+from alignment.models.language_model import LanguageModel
 from alignment.models.spec import (
     AttentionSpec,
     BlockSpec,

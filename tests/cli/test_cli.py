@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from alignment import cli, pipeline
+from alignment import cli
 from alignment.errors import UserError
+from alignment.pipeline import run as pipeline
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -189,11 +190,11 @@ def test_more_gpus_than_there_are_is_code_2(stage, monkeypatch, capsys):
 @pytest.fixture
 def installed(monkeypatch, tmp_path) -> Path:
     """The folder of packaged configs of an installed wheel, in a working directory without any."""
-    from alignment import config
+    from alignment.config import load as config
 
     package = tmp_path / "site-packages" / "alignment"
     shutil.copytree(ROOT / "configs", package / "_packaged" / "configs")
-    monkeypatch.setattr(config, "__file__", str(package / "config.py"))
+    monkeypatch.setattr(config, "__file__", str(package / "config" / "load.py"))
     monkeypatch.chdir(tmp_path)
     return package / "_packaged" / "configs"
 
@@ -276,7 +277,7 @@ def test_data_check_prints_its_report(monkeypatch, capsys, ok, code):
         calls.append((path, options))
         return types.SimpleNamespace(ok=ok, render=lambda: "12 rows")
 
-    monkeypatch.setitem(sys.modules, "alignment.data.check", types.SimpleNamespace(check_file=check_file))
+    monkeypatch.setitem(sys.modules, "alignment.data.tools.doctor", types.SimpleNamespace(check_file=check_file))
     assert (
         cli.main(["data", "check", "rows.jsonl", "--kind", "comparisons", "--tokenizer", "t", "--max-length", "9"])
         == code
@@ -293,8 +294,8 @@ def test_generate_needs_prompts_of_one_kind(capsys):
 
 @pytest.fixture
 def responder(monkeypatch):
-    """alignment.respond with its model and sampling replaced; gives the settings that sampling saw."""
-    from alignment import respond
+    """alignment.commands.generate with its model and sampling replaced; gives the settings that sampling saw."""
+    from alignment.commands import generate as respond
     from alignment.generation import Generation
 
     seen = []
@@ -381,7 +382,8 @@ def test_python_dash_m_and_sigterm(tmp_path):
     """SIGTERM leaves through `finally`, with 143; a run's lock is then released."""
     (tmp_path / "stub.py").write_text(
         "import pathlib, sys, time\n"
-        "from alignment import cli, pipeline\n"
+        "from alignment import cli\n"
+        "from alignment.pipeline import run as pipeline\n"
         "def run_recipe(*a, **k):\n"
         "    try:\n"
         "        print('running', flush=True); time.sleep(60)\n"

@@ -6,13 +6,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from alignment.data import chat
 from alignment.data.batches import tokenise_comparisons, tokenise_demonstrations
-from alignment.data.encoding import control_strings, encode
 from alignment.data.prepare import prepare
-from alignment.data.records import Comparison, Demonstration
-from alignment.data.sources import DataConfig
-from alignment.data.tokenizers import train_bpe
+from alignment.data.rows.read import DataConfig
+from alignment.data.rows.records import Comparison, Demonstration
+from alignment.data.text import chat
+from alignment.data.text.encoding import control_strings, encode
+from alignment.data.tokenizers.load import train_bpe
 from alignment.errors import UserError
 
 USER = {"role": "user", "content": "hello there"}

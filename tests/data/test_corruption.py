@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from alignment.data import corruption
-from alignment.data.corruption import STAYS, Masking
+from alignment.data.pretraining import corruption
+from alignment.data.pretraining.corruption import STAYS, Masking
 
 MASK, ORDINARY = 4, np.arange(10, 1000)
 

@@ -3,12 +3,12 @@
 import pytest
 
 from alignment.data.batches import Example, PairExample
-from alignment.data.check import check_file
-from alignment.data.records import Counts, Prompt, Text
-from alignment.data.show import boundaries, show_example
-from alignment.data.sources import overlap
-from alignment.data.tokenizers import save_tokenizer
-from alignment.data.train_tokenizers import train_tokenizer
+from alignment.data.rows.read import overlap
+from alignment.data.rows.records import Counts, Prompt, Text
+from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.train import train_tokenizer
+from alignment.data.tools.doctor import check_file
+from alignment.data.tools.show import boundaries, show_example
 from alignment.errors import UserError
 
 
@@ -86,7 +86,7 @@ def test_missing_stop_token_is_an_error(jsonl, chatml, templates):
 
 def test_row_that_trains_no_stop_token_is_an_error(monkeypatch, jsonl, bpe):
     """The check looks at the ids themselves, so it also finds a fault in our own preparation."""
-    from alignment.data import chat
+    from alignment.data.text import chat
 
     monkeypatch.setattr(chat, "responses_ids", lambda tokenizer, texts, prompts: [[50, 51, 52] for _ in texts])
     report = check_file(jsonl({"prompt": "a", "response": "b"}), "demonstrations", bpe)
@@ -173,11 +173,11 @@ def test_a_pair_is_shown_with_each_response_under_its_name(bpe):
 
 def test_one_turn_without_a_stop_token_is_enough(monkeypatch, jsonl, bpe):
     """A dialogue of two trained turns, the second one stopped."""
-    from alignment.data import check
+    from alignment.data.tools import doctor
 
     ids, mask = [0, 50, 51, 52, 53, 1], [False, True, True, False, True, True]
     made = ([Example(ids, mask, "r1")], Counts(rows=1, kept=1))
-    monkeypatch.setitem(check.TOKENISE, "demonstrations", lambda *arguments: made)
+    monkeypatch.setitem(doctor.TOKENISE, "demonstrations", lambda *arguments: made)
     report = check_file(jsonl({"prompt": "a", "response": "b"}), "demonstrations", bpe)
     assert found(report, "error") == ["1 rows train no stop token (r1)"]
 

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from alignment.data.derive import ContinuationsConfig, PairsConfig, run_continuations, run_pairs
-from alignment.data.sources import read_rows
+from alignment.data.rows.read import read_rows
+from alignment.data.tools.derive import ContinuationsConfig, PairsConfig, run_continuations, run_pairs
 from alignment.errors import UserError
 
 

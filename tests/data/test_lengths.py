@@ -4,7 +4,6 @@ import re
 
 import pytest
 
-from alignment.data import chat
 from alignment.data.batches import (
     EMPTY,
     EQUAL,
@@ -18,9 +17,10 @@ from alignment.data.batches import (
     tokenise_texts,
 )
 from alignment.data.prepare import prepare
-from alignment.data.records import Comparison, Demonstration, Prompt, Text
-from alignment.data.sources import DataConfig
-from alignment.data.tokenizers import train_bpe
+from alignment.data.rows.read import DataConfig
+from alignment.data.rows.records import Comparison, Demonstration, Prompt, Text
+from alignment.data.text import chat
+from alignment.data.tokenizers.load import train_bpe
 from alignment.errors import UserError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"

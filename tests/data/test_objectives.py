@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from alignment.data.batches import Example
-from alignment.data.corruption import Masking
-from alignment.data.frames import frame_of, ordinary_ids, sentinel_ids
-from alignment.data.objectives import (
+from alignment.data.pretraining.corruption import Masking
+from alignment.data.pretraining.examples import (
     TOO_SHORT,
     Draws,
     MaskSymbols,
@@ -22,10 +21,11 @@ from alignment.data.objectives import (
     tokenise_maskable,
     tokenise_plain,
 )
-from alignment.data.records import Text
+from alignment.data.rows.records import Text
 from alignment.data.stream import Stream
-from alignment.data.tokenizers import train_bpe
-from alignment.data.train_tokenizers import train_tokenizer
+from alignment.data.text.special_tokens import frame_of, ordinary_ids, sentinel_ids
+from alignment.data.tokenizers.load import train_bpe
+from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
 
 WORDS = ["the", "unbelievable", "cat", "sat", "on", "the", "mat", "and", "watched", "another", "remarkable", "cat"]

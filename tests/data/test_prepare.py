@@ -3,8 +3,8 @@
 import pytest
 
 from alignment.data.prepare import prepare, prepare_labelled
-from alignment.data.records import Counts
-from alignment.data.sources import TIE, DataConfig
+from alignment.data.rows.read import TIE, DataConfig
+from alignment.data.rows.records import Counts
 from alignment.errors import UserError
 
 PAIR = {"q": "the", "good": " cat", "bad": " mat"}

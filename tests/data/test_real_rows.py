@@ -6,10 +6,10 @@ import json
 import pytest
 
 from alignment.data.batches import collate_pairs, tokenise_comparisons
-from alignment.data.chat import prompt_ids
 from alignment.data.prepare import TOKENISE
-from alignment.data.sources import TIE, read_rows
-from alignment.data.tokenizers import load_tokenizer
+from alignment.data.rows.read import TIE, read_rows
+from alignment.data.text.chat import prompt_ids
+from alignment.data.tokenizers.load import load_tokenizer
 from alignment.errors import UserError
 
 pytestmark = pytest.mark.real_data

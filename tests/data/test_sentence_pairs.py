@@ -4,11 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from alignment.data.corruption import Masking
-from alignment.data.frames import frame_of
-from alignment.data.objectives import MaskSymbols, draw_once
-from alignment.data.records import Text
-from alignment.data.sentence_pairs import (
+from alignment.data.pretraining.corruption import Masking
+from alignment.data.pretraining.examples import MaskSymbols, draw_once
+from alignment.data.pretraining.next_sentence import (
     FOLLOWS,
     OTHER,
     Passage,
@@ -20,7 +18,9 @@ from alignment.data.sentence_pairs import (
     sentences_of,
     tokenise_passages,
 )
-from alignment.data.train_tokenizers import train_tokenizer
+from alignment.data.rows.records import Text
+from alignment.data.text.special_tokens import frame_of
+from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
 
 # each text has words of its own, so that a sentence tells where it is from

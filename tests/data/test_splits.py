@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from alignment.data.splits import SplitConfig, part_of, read_documents, run_split
+from alignment.data.tools.split import SplitConfig, part_of, read_documents, run_split
 from alignment.errors import UserError
 
 HALVES = {"train": 0.5, "heldout": 0.5}

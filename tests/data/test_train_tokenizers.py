@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from alignment.data.tokenizers import load_tokenizer, save_tokenizer
-from alignment.data.train_tokenizers import refuse_unknown, train_tokenizer, unknown_characters
+from alignment.data.tokenizers.load import load_tokenizer, save_tokenizer
+from alignment.data.tokenizers.train import refuse_unknown, train_tokenizer, unknown_characters
 from alignment.errors import UserError
 
 TEXTS = ["The cat sat on the mat, and the other cat watched.", "Ünïted in 1999\n  <extra_id_0> </s>"] * 10

@@ -5,37 +5,9 @@ import json
 
 import pytest
 
-from alignment.data.choices import collate_pair_choices, encode_pair_choices
-from alignment.data.gpt_formats import (
-    Marks,
-    collate_views,
-    encode_choices,
-    encode_classes,
-    encode_similarity,
-    with_marks,
-)
-from alignment.data.labelled import (
-    Choice,
-    LabelledText,
-    LabelledWords,
-    Question,
-    label_names,
-    read_labelled,
-    require_labels,
-)
 from alignment.data.prepare import prepare_labelled, prepare_text
-from alignment.data.questions import (
-    ANSWER_NOWHERE,
-    NO_ANSWER_HERE,
-    QUESTION_CUT,
-    collate_spans,
-    encode_questions,
-    window_starts,
-)
-from alignment.data.sources import DataConfig
-from alignment.data.tokenizers import load_tokenizer, train_bpe
-from alignment.data.train_tokenizers import train_tokenizer
-from alignment.data.understanding import (
+from alignment.data.rows.read import DataConfig
+from alignment.data.tasks.classification import (
     IGNORED,
     NO_TEXT,
     PAIR_CUT,
@@ -47,6 +19,34 @@ from alignment.data.understanding import (
     encode_sequences,
     encode_words,
 )
+from alignment.data.tasks.gpt1_inputs import (
+    Marks,
+    collate_views,
+    encode_choices,
+    encode_classes,
+    encode_similarity,
+    with_marks,
+)
+from alignment.data.tasks.multiple_choice import collate_pair_choices, encode_pair_choices
+from alignment.data.tasks.question_answering import (
+    ANSWER_NOWHERE,
+    NO_ANSWER_HERE,
+    QUESTION_CUT,
+    collate_spans,
+    encode_questions,
+    window_starts,
+)
+from alignment.data.tasks.rows import (
+    Choice,
+    LabelledText,
+    LabelledWords,
+    Question,
+    label_names,
+    read_labelled,
+    require_labels,
+)
+from alignment.data.tokenizers.load import load_tokenizer, train_bpe
+from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
 
 TEXT = "the quick brown fox jumps over the lazy dog while unbelievable cats watch from afar"

@@ -6,16 +6,16 @@ import pytest
 import torch
 
 from alignment import cli
-from alignment.config import load_config
-from alignment.data.sources import DataConfig
-from alignment.data.tokenizers import save_tokenizer, train_bpe
+from alignment.config.load import load_config
+from alignment.data.rows.read import DataConfig
+from alignment.data.tokenizers.load import save_tokenizer, train_bpe
 from alignment.errors import UserError
-from alignment.evaluation import run as evaluation
-from alignment.evaluation.run import WinRateConfig, run_winrate
+from alignment.evaluation import win_rate_run as evaluation
+from alignment.evaluation.win_rate_run import WinRateConfig, run_winrate
+from alignment.hotel_world.datasets import draw_rows
 from alignment.loading import RewardModel
 from alignment.models.build import build_language_model, build_scalar_model
-from alignment.models.checkpoint import save_model
-from alignment.world.datasets import draw_rows
+from alignment.models.huggingface.checkpoint import save_model
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from alignment.data.records import Prompt
+from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
 from alignment.evaluation import compare, file_judge, longer_judge, score_judge, write_questions
 

@@ -9,8 +9,8 @@ import pytest
 
 from alignment.errors import UserError
 from alignment.evaluation import win_rate
-from alignment.evaluation.charts import POINTS_SHOWN, Bar, Curve, bar_chart, curve_chart, path_chart
-from alignment.evaluation.report import (
+from alignment.evaluation.report.charts import POINTS_SHOWN, Bar, Curve, bar_chart, curve_chart, path_chart
+from alignment.evaluation.report.page import (
     Answer,
     KLPoint,
     ReportData,
@@ -21,7 +21,7 @@ from alignment.evaluation.report import (
     format_duration,
     write_report,
 )
-from alignment.evaluation.run_folder import read_lines, read_record, write_run_report
+from alignment.evaluation.report.run_report import read_lines, read_record, write_run_report
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 ATTACK = '<script>alert("x")</script><img src=x onerror=alert(1)>'

@@ -7,12 +7,12 @@ import torch
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alignment.data.chat import prompt_ids
+from alignment.data.text.chat import prompt_ids
 from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses, generate
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_language_model
-from alignment.models.checkpoint import load_language_model, save_model
+from alignment.models.huggingface.checkpoint import load_language_model, save_model
 from alignment.ragged import Ragged
 
 STOPS = list(range(0, 384, 12))  # one token in twelve ends a response: rows finish one by one
@@ -150,7 +150,7 @@ def test_greedy_equals_that_of_transformers(family, checkpoints, tokenizer):
 
 def test_the_checkpoints_generation_config_is_not_looked_at(tokenizer, checkpoints, tmp_path):
     """H32: top_k = 1 in it would make 64 samples from a nearly uniform model one and the same."""
-    from alignment.data.tokenizers import save_tokenizer
+    from alignment.data.tokenizers.load import save_tokenizer
 
     model = build_language_model(load_language_model(checkpoints["llama"]).config)
     save_model(model, tmp_path)

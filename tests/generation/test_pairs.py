@@ -6,9 +6,9 @@ from torch.testing import assert_close
 
 from alignment.errors import UserError
 from alignment.generation import BeamConfig, SamplingConfig, beam_search, decode_responses, generate
-from alignment.generation.rules import Past
+from alignment.generation.logits_processors import Past
 from alignment.generation.sampling import sampling_log_probs
-from alignment.generation.texts import source_ids, start_token_id, target_text
+from alignment.generation.text import source_ids, start_token_id, target_text
 from tests.generation.peers import VOCABULARY, Peers, favourite, perturb, their_responses
 from tests.generation.stand_in import StandIn
 

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.generation import SamplingConfig, decode_responses
-from alignment.generation.rules import Past, follow_rules, forbid_repeated_ngrams, penalise_seen
+from alignment.generation.logits_processors import Past, follow_rules, forbid_repeated_ngrams, penalise_seen
 from alignment.generation.sampling import sampling_log_probs
 from tests.generation.peers import their_responses
 

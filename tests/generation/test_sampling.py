@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.generation.rules import Past
+from alignment.generation.logits_processors import Past
 from alignment.generation.sampling import SamplingConfig, draw, sampling_log_probs, uniforms
 
 

@@ -72,7 +72,7 @@ def foreign(tmp_path_factory, tokenizer) -> Path:
     """A tiny model of an architecture that runs as transformers' class, in two shards."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from alignment.data.tokenizers import save_tokenizer
+    from alignment.data.tokenizers.load import save_tokenizer
 
     torch.manual_seed(0)
     directory = tmp_path_factory.mktemp("foreign")
@@ -89,7 +89,7 @@ def foreign(tmp_path_factory, tokenizer) -> Path:
 def good(checkpoints, foreign, tmp_path_factory) -> dict[str, Path | None]:
     """The directories that are spoilt, by name; `none` is an empty one."""
     from alignment.adapters import LoRASpec, PrefixSpec, attach, save_adapter
-    from alignment.models.checkpoint import load_language_model
+    from alignment.models.huggingface.checkpoint import load_language_model
 
     found: dict[str, Path | None] = {"native": Path(checkpoints["llama"]), "foreign": foreign, "none": None}
     for name, spec in (("lora", LoRASpec(rank=4)), ("prefix", PrefixSpec(tokens=4))):
@@ -109,9 +109,6 @@ def warm() -> None:
     import peft  # noqa: F401
     from transformers import AutoTokenizer, StableLmForCausalLM  # noqa: F401
 
-    import alignment.algorithms.sft
-    import alignment.pipeline
-    import alignment.respond  # noqa: F401
     from alignment.cli import main
 
     main(["generate", "--model", "/nowhere/at/all", "--prompt", "a"])

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from alignment.data.templates import render
+from alignment.data.text.templates import render
 from alignment.errors import UserError
 
 pytestmark = [
@@ -141,7 +141,7 @@ def test_a_hostile_config_is_refused_by_name(name, run_apart, tmp_path):
 
 
 def test_time_to_read_a_config_grows_with_its_keys_and_not_with_their_square():
-    from alignment.documents import parse_yaml
+    from alignment.config.yaml_source import parse_yaml
 
     def seconds(keys: int) -> float:
         text = "base: &base\n" + "".join(f"  key_{i}: {i}\n" for i in range(keys)) + "other:\n  <<: *base\n  key_0: 1\n"
@@ -154,7 +154,7 @@ def test_time_to_read_a_config_grows_with_its_keys_and_not_with_their_square():
 
 
 def test_a_key_that_replaces_a_merged_section_keeps_its_own_line():
-    from alignment.documents import parse_yaml
+    from alignment.config.yaml_source import parse_yaml
 
     text = "a: &a\n  s: {x: 1, y: 2}\n  t: 3\nb:\n  <<: *a\n  s: {z: 4}\n"
     document = parse_yaml(text, "run.yaml")

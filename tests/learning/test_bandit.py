@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from alignment.algorithms.assemble import Policy
-from alignment.algorithms.ppo import iterate
-from alignment.algorithms.ppo_config import PPOConfig
-from alignment.algorithms.ppo_parts import Normaliser, Parts
+from alignment.algorithms.policies import Policy
+from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo.ppo import iterate
+from alignment.algorithms.ppo.setup import Normaliser, Parts
 from alignment.data.batches import PromptExample
-from alignment.data.sources import DataConfig
+from alignment.data.rows.read import DataConfig
 from alignment.losses import FixedKL
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.training import Engine, OptimConfig, TrainingConfig

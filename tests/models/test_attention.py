@@ -14,13 +14,13 @@ from torch.nn.attention.varlen import varlen_attn
 from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alignment.doctor import attention_kernel
+from alignment.commands.doctor import attention_kernel
+from alignment.models.activation_checkpointing import recomputed
 from alignment.models.build import build_language_model
-from alignment.models.masks import pack
-from alignment.models.recompute import recomputed
-from alignment.models.sight import look_at_documents, look_with_kernel
+from alignment.models.layers.attention_context import kernel_applies, rectangle_mask
+from alignment.models.layers.padded_layout import pack
+from alignment.models.layers.sdpa import look_at_documents, look_with_kernel
 from alignment.models.spec import AttentionSpec
-from alignment.models.viewing import kernel_applies, rectangle_mask
 from alignment.ragged import Ragged
 
 CASES = [
@@ -78,15 +78,15 @@ def test_the_kernel_path_refuses_dropout_rather_than_drop_it(monkeypatch):
 @pytest.mark.parametrize("family", DECODERS)
 def test_queries_keys_and_values_have_one_type_under_autocast(family, monkeypatch):
     """Scaled-dot-product attention casts by itself under autocast; the variable-length kernel takes one type only."""
-    from alignment.models import sight
+    from alignment.models.layers import sdpa
 
-    seen, attend = [], sight.attend
+    seen, attend = [], sdpa.attend
 
     def watch(q, k, v, *others):
         seen.append((q.dtype, k.dtype, v.dtype))
         return attend(q, k, v, *others)
 
-    monkeypatch.setattr(sight, "attend", watch)
+    monkeypatch.setattr(sdpa, "attend", watch)
     model = build_language_model(DECODERS[family])
     with torch.autocast("cpu", torch.bfloat16):
         model(batch=Ragged.build([[3, 5, 7], [2, 4]]))

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from alignment.errors import UserError
 from alignment.models.build import build_language_model, build_scalar_model
-from alignment.models.checkpoint import hf_names, load_language_model, load_scalar_model, save_model
+from alignment.models.huggingface.checkpoint import hf_names, load_language_model, load_scalar_model, save_model
 from alignment.ragged import Ragged
 
 IDS = torch.randint(61, (3, 20), generator=torch.Generator().manual_seed(0))

@@ -10,8 +10,8 @@ from torch.testing import assert_close
 
 from alignment.errors import UserError
 from alignment.models.build import build_model
-from alignment.models.checkpoint import hf_names, load_checkpoint, save_model
 from alignment.models.families import family_of
+from alignment.models.huggingface.checkpoint import hf_names, load_checkpoint, save_model
 from alignment.models.spec_positions import LongScaling
 from alignment.ragged import Ragged
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from alignment.models.disentangled import Convolution, DisentangledAttention, distance_classes, relative_rows
-from alignment.models.masks import pack
-from alignment.models.sight import Sight
+from alignment.models.layers.disentangled import Convolution, DisentangledAttention, distance_classes, relative_rows
+from alignment.models.layers.padded_layout import pack
+from alignment.models.layers.sdpa import Sight
 from alignment.models.spec_disentangled import DisentangledSpec
 
 BOTH = DisentangledSpec(2, 4, 8, 32, True, True, shared_projection=True)

@@ -7,8 +7,8 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from alignment.models.distance import Alibi, RelativeBias, RoundedAlibi, alibi_slopes, relative_buckets
-from alignment.models.masks import distances
+from alignment.models.layers.padded_layout import distances
+from alignment.models.layers.position_bias import Alibi, RelativeBias, RoundedAlibi, alibi_slopes, relative_buckets
 
 
 def test_slopes_of_eight_heads_are_the_papers():

@@ -7,13 +7,13 @@ import torch
 from torch.testing import assert_close
 
 from alignment.errors import UserError
-from alignment.models.attention import CrossAttention
 from alignment.models.build import build_model
-from alignment.models.cache import Memory
-from alignment.models.cross import Source, look_at_memory, looks_across, remembering
 from alignment.models.encoder_decoder import last_places, shifted
-from alignment.models.masks import pack_together, seen_mask
-from alignment.models.sight import Sight
+from alignment.models.layers.attention import CrossAttention
+from alignment.models.layers.cross_attention import Source, look_at_memory, looks_across, remembering
+from alignment.models.layers.kv_cache import Memory
+from alignment.models.layers.padded_layout import pack_together, seen_mask
+from alignment.models.layers.sdpa import Sight
 from alignment.models.spec import AttentionSpec
 from alignment.ragged import Ragged, Seq2Seq
 

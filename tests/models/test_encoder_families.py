@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from alignment.errors import UserError
 from alignment.models.build import build_model
-from alignment.models.checkpoint import load_checkpoint, save_model
+from alignment.models.huggingface.checkpoint import load_checkpoint, save_model
 from alignment.ragged import Ragged
 
 from .encoders import SHAPE, TINY

@@ -7,9 +7,9 @@ from torch.testing import assert_close
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from alignment.models.build import build_block, build_model
-from alignment.models.checkpoint import save_model
-from alignment.models.experts import Experts, balance_loss
-from alignment.models.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
+from alignment.models.huggingface.checkpoint import save_model
+from alignment.models.layers.experts import Experts, balance_loss
+from alignment.models.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
 from alignment.models.spec import AttentionSpec, BlockSpec, ExpertsSpec, LayerNormSpec, PlainFeedForwardSpec
 from alignment.ragged import Ragged
 

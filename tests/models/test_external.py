@@ -10,12 +10,12 @@ from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, attach
 from alignment.errors import UserError
-from alignment.generation.beam import BeamConfig, beam_search
-from alignment.generation.engine import decode_responses
+from alignment.generation.beam_search import BeamConfig, beam_search
+from alignment.generation.decode import decode_responses
 from alignment.generation.sampling import SamplingConfig
-from alignment.models.external import load_external, save_external
-from alignment.models.external_cache import RereadCache, SharedCache
-from alignment.models.external_layout import alike
+from alignment.models.external.cache import RereadCache, SharedCache
+from alignment.models.external.load import load_external, save_external
+from alignment.models.external.padding import alike
 from alignment.ragged import Ragged, Seq2Seq
 
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}

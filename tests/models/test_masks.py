@@ -3,7 +3,16 @@
 import torch
 from torch.testing import assert_close
 
-from alignment.models.masks import distances, gather, pack, pack_together, seen_mask, spread, take, visible
+from alignment.models.layers.padded_layout import (
+    distances,
+    gather,
+    pack,
+    pack_together,
+    seen_mask,
+    spread,
+    take,
+    visible,
+)
 
 
 def test_the_last_query_stands_where_the_last_key_does():

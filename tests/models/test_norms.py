@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
-from alignment.models.block import Block, ParallelBlock, PostNormBlock, SandwichBlock
-from alignment.models.norms import RMSNorm, UnitOffsetRMSNorm, WideRMSNorm
+from alignment.models.layers.block import Block, ParallelBlock, PostNormBlock, SandwichBlock
+from alignment.models.layers.norms import RMSNorm, UnitOffsetRMSNorm, WideRMSNorm
 
 X = torch.tensor([[3.0, 4.0], [0.0, 0.0]])  # mean square 12.5 and 0
 

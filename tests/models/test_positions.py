@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.models.positions import LearnedPositions, SinusoidalPositions
-from alignment.models.rotary import Rotary, rotary_frequencies, rotate
+from alignment.models.layers.position_embeddings import LearnedPositions, SinusoidalPositions
+from alignment.models.layers.rotary import Rotary, rotary_frequencies, rotate
 from alignment.models.spec_positions import LinearScaling, Llama3Scaling, RotarySpec
 
 LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 8192)

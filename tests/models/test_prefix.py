@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from alignment.errors import UserError
-from alignment.models.checkpoint import load_language_model
+from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.ragged import Ragged
 
 P = 5

@@ -9,9 +9,9 @@ from torch.testing import assert_close
 
 from alignment.errors import UserError
 from alignment.models.build import build_model
-from alignment.models.checkpoint import load_checkpoint, load_scalar_model, save_model
+from alignment.models.classifiers import SequenceClassifier, pooled
 from alignment.models.heads import Readout
-from alignment.models.readers import SequenceClassifier, pooled
+from alignment.models.huggingface.checkpoint import load_checkpoint, load_scalar_model, save_model
 from alignment.ragged import Ragged
 
 from .conftest import roughen

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.models.checkpoint import load_language_model
 from alignment.models.families.rope import longest_document, read_rotary
-from alignment.models.rotary import Rotary, rotary_frequencies, rotate, stretched_frequencies
+from alignment.models.huggingface.checkpoint import load_language_model
+from alignment.models.layers.rotary import Rotary, rotary_frequencies, rotate, stretched_frequencies
 from alignment.models.spec_positions import DynamicScaling, LongScaling, RotarySpec, YarnScaling
 from alignment.ragged import Ragged
 

@@ -11,14 +11,14 @@ from torch.testing import assert_close
 
 import alignment
 from alignment.adapters import LoRASpec, PrefixSpec, attach, disabled, load_adapter, save_adapter
-from alignment.data.tokenizers import load_tokenizer
+from alignment.data.tokenizers.load import load_tokenizer
 from alignment.errors import UserError
 from alignment.generation import generate
 from alignment.models.build import build_model, empty_model
-from alignment.models.checkpoint import load_checkpoint, save_model
 from alignment.models.families import family_of
 from alignment.models.families.mt5 import spec_from_config as mt5_spec
 from alignment.models.families.t5 import spec_from_config as t5_spec
+from alignment.models.huggingface.checkpoint import load_checkpoint, save_model
 from alignment.ragged import Ragged, Seq2Seq
 
 T5 = {

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from alignment.models.cache import Cache
-from alignment.models.masks import pack
-from alignment.models.sight import Look, look_at_cache, writing_to
+from alignment.models.layers.attention_context import Bearings, document_looks, step_masks
+from alignment.models.layers.kv_cache import Cache
+from alignment.models.layers.padded_layout import pack
+from alignment.models.layers.sdpa import Look, look_at_cache, writing_to
 from alignment.models.spec import AttentionSpec, BlockSpec, PlainFeedForwardSpec, RMSNormSpec
-from alignment.models.viewing import Bearings, document_looks, step_masks
 from alignment.ragged import Ragged
 
 LENGTHS = (40, 7, 1, 33, 40, 12)

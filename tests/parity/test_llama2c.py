@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment.commands import import_llama2c
 from alignment.errors import UserError
-from alignment.models import llama2c
-from alignment.models.checkpoint import load_language_model
+from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.ragged import Ragged
 
 SCRIPT = Path(__file__).resolve().parent.parent.parent / "scripts" / "import_llama2c.py"
@@ -82,7 +82,7 @@ def test_the_tokenizer_merges_by_score_and_falls_back_to_bytes(stories):
 
     directory, source = stories
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    pieces = llama2c.read_tokenizer(source / "tok512.bin", 512)
+    pieces = import_llama2c.read_tokenizer(source / "tok512.bin", 512)
     sample = (source / "tinystories_sample.txt").read_text()
     for text in [*sample.split("\n"), " two  spaces ", "naïve — “quoted”, 日本 🙂", "\ttab", "aaaaaaa"]:
         if not text:
@@ -108,20 +108,20 @@ def merged_by_score(text: str, pieces: list[tuple[str, float]]) -> list[int]:
 def test_half_split_moves_rotary_pairs_apart():
     # one head of width 4: pairs (0, 1), (2, 3) become (0, 2), (1, 3)
     rows = torch.arange(8).view(8, 1)  # two heads
-    assert llama2c.half_split(rows, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
+    assert import_llama2c.half_split(rows, 2).flatten().tolist() == [0, 2, 1, 3, 4, 6, 5, 7]
 
 
 def test_files_that_do_not_fit_are_refused(tmp_path, monkeypatch, capsys):
     path = tmp_path / "broken.bin"
     path.write_bytes(b"1234")
     with pytest.raises(UserError, match="too short"):
-        llama2c.read_checkpoint(path)
+        import_llama2c.read_checkpoint(path)
     path.write_bytes(struct.pack("<7i", 8, 16, 1, 2, 2, 300, 4) + b"\0" * 40)
     with pytest.raises(UserError, match="40 bytes of weights"):
-        llama2c.read_checkpoint(path)
+        import_llama2c.read_checkpoint(path)
     path.write_bytes(b"123456")
     with pytest.raises(UserError, match="token 0 of 3 is unreadable"):
-        llama2c.read_tokenizer(path, 3)
+        import_llama2c.read_tokenizer(path, 3)
     monkeypatch.setattr(
         sys, "argv", ["import_llama2c.py", str(tmp_path / "none"), str(path), "--output", str(tmp_path)]
     )

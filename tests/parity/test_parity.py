@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from alignment.errors import UserError
-from alignment.models.checkpoint import load_checkpoint
 from alignment.models.families import FAMILIES
+from alignment.models.huggingface.checkpoint import load_checkpoint
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # the script imports its neighbours by their bare names

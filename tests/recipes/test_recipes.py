@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from alignment.config import packaged_folder
-from alignment.data.sources import prompt_key, read_rows
-from alignment.data.splits import opening
+from alignment.config.load import packaged_folder
+from alignment.data.rows.read import prompt_key, read_rows
+from alignment.data.tools.split import opening
 from alignment.errors import UserError
-from alignment.pipeline import plan, run_recipe
-from alignment.recipe import read_recipe
+from alignment.pipeline.recipe import read_recipe
+from alignment.pipeline.run import plan, run_recipe
 
 ROOT = Path(__file__).resolve().parents[2]
 

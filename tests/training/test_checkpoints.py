@@ -21,7 +21,7 @@ from alignment.training import (
     load_checkpoint,
     save_checkpoint,
 )
-from alignment.training.random_state import random_state, set_random_state
+from alignment.training.run.random_state import random_state, set_random_state
 from tests.training.toys import squared_error, toy_batches, toy_engine, toy_rows, weights
 
 IDENTITY = {"config": {"optim": {"learning_rate": 1e-2}}, "data": {"train": "abc"}}
@@ -193,7 +193,7 @@ def test_an_error_in_the_middle_of_a_save_leaves_the_old_checkpoint(tmp_path, mo
     def fails(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("alignment.training.state_files.save_optimizer", fails)
+    monkeypatch.setattr("alignment.training.backends.state_files.save_optimizer", fails)
     with pytest.raises(UserError, match=r"step-000002: the disk is full: \d+ bytes .* and \d+ are free"):
         save_checkpoint(tmp_path, 2, engine, {}, IDENTITY, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
@@ -352,7 +352,7 @@ def test_a_full_disk_while_weights_are_written_is_named_with_path_and_bytes(tmp_
         path.write_bytes(b"12345")
         raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr("alignment.training.state_files.save_file", fails)
+    monkeypatch.setattr("alignment.training.backends.state_files.save_file", fails)
     with pytest.raises(UserError, match=r"step-000002: the disk is full: 5 bytes of it are written.* \d+ are free"):
         save_checkpoint(tmp_path, 2, engine, {}, IDENTITY, 1)
     assert latest_checkpoint(tmp_path) == tmp_path / "step-000001"

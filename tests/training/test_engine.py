@@ -8,7 +8,7 @@ from torch import nn
 
 from alignment.errors import UserError
 from alignment.training import Engine, Idle, LossSum, NonFiniteError, OptimConfig, Term, TrainingConfig, share
-from alignment.training.backend import buckets, checked_step
+from alignment.training.backends.base import buckets, checked_step
 from tests.training.toys import (
     ToyBatch,
     collate_by,

@@ -15,7 +15,7 @@ import yaml
 from alignment.errors import UserError
 from alignment.files import hash_of, sha256
 from alignment.training import Engine, LossSum, NonFiniteError, Run, TrainingConfig, fit, latest_checkpoint
-from alignment.training.run import truncate_lines
+from alignment.training.run.directory import truncate_lines
 from tests.training.toys import ToyStream, collate_by, squared_error, toy_engine, weights
 
 ROOT = Path(__file__).parents[2]

@@ -3,7 +3,7 @@
 import pytest
 
 from alignment.errors import UserError
-from alignment.training.world import join_world
+from alignment.training.distributed import join_world
 
 
 @pytest.mark.parametrize(

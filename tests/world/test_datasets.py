@@ -5,8 +5,8 @@ from itertools import combinations
 
 import pytest
 
-from alignment.world.datasets import FOLDS, RANGES, WorldConfig, draw_rows, write_world
-from alignment.world.grammar import fold, read_prompt
+from alignment.hotel_world.datasets import FOLDS, RANGES, WorldConfig, draw_rows, write_world
+from alignment.hotel_world.grammar import fold, read_prompt
 
 SMALL = WorldConfig(300, 60, 200, 200, 100, 100, 100)
 COLUMNS = {

@@ -4,10 +4,10 @@ from random import Random
 
 import pytest
 
-from alignment.world.datasets import draw_rows
-from alignment.world.gold import GoldScore, score
-from alignment.world.grammar import GUESTS, read_prompt
-from alignment.world.writers import GREETINGS, WRITERS, best_reply, draw_writer, write_reply
+from alignment.hotel_world.datasets import draw_rows
+from alignment.hotel_world.gold import GoldScore, score
+from alignment.hotel_world.grammar import GUESTS, read_prompt
+from alignment.hotel_world.writers import GREETINGS, WRITERS, best_reply, draw_writer, write_reply
 
 SHEET = "Hotel Swan: pool opens in May, bar serves cider, spa is on floor two, Novak is in room ninety."
 ONE = f"{SHEET}\nGuest Anna: What about the pool?\nConcierge:"

@@ -3,7 +3,7 @@
 from itertools import combinations
 from random import Random
 
-from alignment.world.grammar import PRIVATE, TOPICS, draw_request, draw_sheet, fold, read_prompt, write_prompt
+from alignment.hotel_world.grammar import PRIVATE, TOPICS, draw_request, draw_sheet, fold, read_prompt, write_prompt
 
 
 def test_reading_a_prompt_gives_back_what_was_written():

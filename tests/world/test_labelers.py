@@ -5,9 +5,9 @@ from random import Random
 
 import pytest
 
-from alignment.world.datasets import draw_rows
-from alignment.world.gold import score
-from alignment.world.labelers import LENGTH_TASTE, TEMPERATURE, expected_agreement, preference, prefers_first
+from alignment.hotel_world.datasets import draw_rows
+from alignment.hotel_world.gold import score
+from alignment.hotel_world.labelers import LENGTH_TASTE, TEMPERATURE, expected_agreement, preference, prefers_first
 
 PROMPT = "Hotel Swan: bar serves tea.\nGuest Anna: What about the bar?\nConcierge:"
 

@@ -26,14 +26,7 @@ from alignment.models.families.encoders import (
     with_scalar,
 )
 from alignment.models.families.family import Family, Key, Name, Task, divides, labels_of, read_keys, span_readout
-from alignment.models.spec import (
-    UNLIMITED,
-    AttentionSpec,
-    LayerNormSpec,
-    NoNormSpec,
-    ReadoutSpec,
-    TransformerSpec,
-)
+from alignment.models.spec import UNLIMITED, AttentionSpec, LayerNormSpec, NoNormSpec, ReadoutSpec, TransformerSpec
 from alignment.models.spec_disentangled import ConvolutionSpec, DisentangledSpec
 from alignment.models.spec_positions import LearnedPositionsSpec
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from alignment.models.families.family import Key, Name, divides
 from alignment.models.families.rope import longest_document, read_rotary
-from alignment.models.feedforward import ACTIVATIONS
+from alignment.models.layers.feedforward import ACTIVATIONS
 from alignment.models.spec import AttentionSpec, BlockSpec, InitSpec, NormSpec, TransformerSpec
 from alignment.models.spec_positions import RotarySpec
 

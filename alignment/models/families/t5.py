@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alignment.errors import raise_all
 from alignment.models.families.family import Family, Key, Name, Task, labels_of, read_keys, span_readout
-from alignment.models.feedforward import ACTIVATIONS
+from alignment.models.layers.feedforward import ACTIVATIONS
 from alignment.models.spec import (
     UNLIMITED,
     AttentionSpec,

@@ -1,0 +1,1 @@
+"""Fine-tuning for downstream tasks: classification, tagging, question answering, multiple choice."""

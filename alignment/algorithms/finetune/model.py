@@ -1,0 +1,199 @@
+"""What fine-tuning for understanding starts from and leaves behind: formats of rows, the model with its new head.
+
+Losses, metrics and answers are in understand_scores.py, the run in understand.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from alignment.adapters.lora import attach_lora, lora_layers
+from alignment.adapters.specs import LoRASpec
+from alignment.algorithms.finetune.scoring import Collate
+from alignment.data.tasks.classification import collate_classes, collate_token_labels, encode_sequences, encode_words
+from alignment.data.tasks.gpt1_inputs import collate_views, encode_choices, encode_classes, encode_similarity
+from alignment.data.tasks.multiple_choice import collate_pair_choices, encode_pair_choices
+from alignment.data.tasks.question_answering import collate_spans, encode_questions
+from alignment.data.tasks.rows import UnderstandingTask
+from alignment.errors import UserError
+from alignment.models.build import build_model
+from alignment.models.classifiers import pooled
+from alignment.models.families import family_of
+from alignment.models.heads import Output, token_scores
+from alignment.models.huggingface.checkpoint import load_checkpoint
+from alignment.models.language_model import active_prefix
+from alignment.models.layers.padded_layout import take
+from alignment.models.spec import InitSpec, TransformerSpec
+from alignment.ragged import Ragged
+
+Format = Literal["tokenizer", "gpt", "gpt_both_orders"]
+HEADS = {"sequence": "sequence", "pair": "sequence", "tokens": "tokens", "span": "span", "choice": "sequence"}
+ENCODE: dict[tuple[str, str], Callable[..., Any]] = {
+    ("sequence", "tokenizer"): encode_sequences,
+    ("sequence", "gpt"): encode_classes,
+    ("pair", "tokenizer"): encode_sequences,
+    ("pair", "gpt"): encode_classes,
+    ("pair", "gpt_both_orders"): encode_similarity,
+    ("tokens", "tokenizer"): encode_words,
+    ("span", "tokenizer"): encode_questions,
+    ("choice", "tokenizer"): encode_pair_choices,
+    ("choice", "gpt"): encode_choices,
+}
+
+
+def collate_for(task: UnderstandingTask, form: Format) -> Collate:
+    """How examples of a task become batches."""
+    if form != "tokenizer":
+        return collate_views
+    plain = {"tokens": collate_token_labels, "span": collate_spans, "choice": collate_pair_choices}
+    return plain.get(task, collate_classes)
+
+
+def choose_format(form: Format | None, task: UnderstandingTask, model: dict[str, Any], language_coef: float) -> Format:
+    """The format of a run: what is asked for; else GPT-1's for pairs and choices before a decoder.
+
+    A decoder's tokenizer knows no mark between two texts.
+
+    Args:
+        model: the config of the model, for its family.
+
+    Raises:
+        UserError: a decoder's format or loss for a model that is none.
+    """
+    family = family_of(model)
+    spec = family.spec_from_config(dict(model))
+    decoder = isinstance(spec, TransformerSpec) and spec.causal
+    if form not in (None, "tokenizer") and not decoder:
+        raise UserError(f"format={form} is a decoder's and {family.name} is none; leave it out")
+    if language_coef and not decoder:
+        raise UserError(f"language_coef={language_coef:g} needs a decoder and {family.name} is none; set it to 0")
+    if form is not None:
+        return form
+    return "gpt" if decoder and task in ("pair", "choice") else "tokenizer"
+
+
+def label_settings(task: UnderstandingTask, names: dict[int, str]) -> dict[str, Any]:
+    """What config.json says of the labels."""
+    if task == "choice":
+        names = {0: "score"}
+    if task == "span":
+        names = {0: "LABEL_0", 1: "LABEL_1"}
+    by_id, by_name = {str(number): name for number, name in names.items()}, {n: i for i, n in names.items()}
+    return {"num_labels": len(names), "id2label": by_id, "label2id": by_name}
+
+
+class LanguageBeside(nn.Module):
+    """A decoder's reader with the language head on the same trunk: one forward gives scores and log-probabilities.
+
+    Attributes:
+        reader: sequence classifier; what is saved.
+        language_head: tied to the reader's embedding where the family ties it.
+    """
+
+    def __init__(self, reader: Any, language_head: nn.Module):
+        super().__init__()
+        self.reader, self.language_head = reader, language_head
+        if reader.trunk.spec.tied_head:
+            self.language_head.weight = reader.trunk.embed.weight
+        self.checkpoint_activations = reader.checkpoint_activations
+
+    def forward(self, *, batch: Ragged) -> Output:
+        """`scores` [B, C], and `log_probs` [M] of all tokens but first ones."""
+        hidden = self.reader.trunk(batch, prefix=active_prefix(self.reader))
+        scores = self.reader.head(pooled(hidden, batch, self.reader.pooling))
+        before, tokens = take(hidden, batch.targets - 1), batch.tokens[batch.targets]
+        return token_scores(self.language_head, before, tokens, 1.0, False)._replace(scores=scores)
+
+
+def start_reader(source: Any, task: UnderstandingTask, labels: dict[str, Any], rows: int, language: bool) -> Any:
+    """The model to train, with a new head.
+
+    Args:
+        source: directory of a checkpoint, or the config of a fresh model.
+        labels: from `label_settings`.
+        rows: tokens that the tokenizer has; a smaller embedding of a decoder gets as many new ones.
+        language: keep the checkpoint's language head beside the new one.
+    """
+    head = HEADS[task]
+    if isinstance(source, dict):
+        reader = build_model({**source, **labels}, head)
+        beside = build_model(source, "language").head if language else None
+    else:
+        reader = load_checkpoint(source, head, new_head=True, config=labels)
+        beside = load_checkpoint(source, "language").head if language else None
+    if isinstance(reader.spec, TransformerSpec) and reader.spec.causal and rows > reader.spec.vocabulary:
+        beside = add_tokens(reader, beside, rows)
+    return reader if beside is None else LanguageBeside(reader, beside)
+
+
+@torch.no_grad()
+def add_tokens(reader: Any, language_head: Any, rows: int) -> Any:
+    """Widen a decoder's vocabulary in place to `rows` tokens, drawn as fresh ones are; returns the language head."""
+    trunk, old = reader.trunk, reader.spec.vocabulary
+    init = trunk.spec.init
+    std = init.std if isinstance(init, InitSpec) else 1.0
+
+    def widened(table: Tensor) -> nn.Parameter:
+        new = torch.randn(rows - old, *table.shape[1:], dtype=table.dtype) * (std if table.dim() > 1 else 0.0)
+        return nn.Parameter(torch.cat([table, new]))
+
+    trunk.embed.weight, trunk.embed.num_embeddings = widened(trunk.embed.weight), rows
+    trunk.spec = replace(trunk.spec, vocabulary=rows)
+    reader.config["vocab_size"] = rows
+    if language_head is not None:
+        for name, table in list(language_head.named_parameters(recurse=False)):
+            setattr(language_head, name, widened(table))
+        language_head.out_features = rows
+    return language_head
+
+
+def bare(model: Any) -> Any:
+    """The reader itself, without a language head beside it."""
+    return model.reader if isinstance(model, LanguageBeside) else model
+
+
+def trunks(model: Any) -> list[nn.Module]:
+    """All of a reader but its head."""
+    return [part for name, part in bare(model).named_children() if name != "head"]
+
+
+def hold(model: Any, frozen_trunk: bool, adapter: LoRASpec | None) -> Any:
+    """Choose what trains: everything, the head alone, or the head and an update beside the trunk's layers."""
+    if adapter is not None:
+        attach_lora(model, adapter)
+        bare(model).head.requires_grad_(True)
+    if frozen_trunk:
+        for trunk in trunks(model):
+            trunk.requires_grad_(False)
+    return model
+
+
+def training_mode(model: Any, frozen_trunk: bool) -> None:
+    """Dropout on; off in a frozen trunk, whose states are to stay what they were."""
+    model.train()
+    if frozen_trunk:
+        for trunk in trunks(model):
+            trunk.eval()
+
+
+def reader_state(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The whole state of the model as trained -> that of the plain reader, LoRA's updates in its weights."""
+    state = {name.removeprefix("reader."): x for name, x in state.items() if not name.startswith("language_head.")}
+    merged = {name.replace(".base_layer.", "."): x for name, x in state.items() if ".lora_" not in name}
+    for name, layer in lora_layers(bare(model)).items():
+        down, up = (state[f"{name}.lora_{side}.default.weight"] for side in "AB")
+        merged[f"{name}.weight"] = merged[f"{name}.weight"] + layer.scaling["default"] * up @ down
+    return merged
+
+
+def encode_with(
+    task: UnderstandingTask, form: Format, rows: Sequence[Any], tokenizer: Any, max_length: int, names: dict[int, str],
+    **options: Any,
+) -> list[Any]:  # fmt: skip
+    """Examples of rows that were not read from a file."""
+    encode = partial(ENCODE[task, form], rows, tokenizer, max_length)
+    return (encode(**options) if task == "span" else encode() if task == "choice" else encode(names))[0]

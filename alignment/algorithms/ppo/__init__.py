@@ -1,0 +1,1 @@
+"""Proximal policy optimisation: setup, rollouts, and the iteration itself."""

@@ -1,0 +1,1 @@
+"""Pretraining: next-token, masked, prefix, infilling and span objectives."""

@@ -1,0 +1,91 @@
+"""What this machine has: versions, devices, backends. Loads torch and accelerate, trains nothing."""
+
+import importlib.util
+import platform
+import shutil
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+
+from alignment import __version__
+from alignment.config.load import packaged_folder
+
+CORE = (
+    "torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "trl", "accelerate", "pydantic", "scipy",
+)  # fmt: skip
+EXTRAS = {  # as pip calls it: module, and what it is for
+    "deepspeed": ("deepspeed", "ZeRO: --launch launch/zero2 and launch/zero3"),
+    "lm-eval": ("lm_eval", "make bench"),
+}
+
+
+def examine() -> Iterator[str]:
+    """Lines of the report."""
+    import torch
+
+    yield f"alignment     {__version__}"
+    yield f"python        {platform.python_version()} on {platform.system()} {platform.machine()}"
+    for name in CORE:
+        yield f"{name:13s} {found_version(name)}"
+    yield ""
+    yield f"cpu           {torch.get_num_threads()} threads, {free_gigabytes():.0f} GB free on this disk"
+    if not torch.cuda.is_available():
+        yield "cuda          none found; everything runs on the CPU"
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        yield f"cuda:{index}        {device.name}, {device.total_memory / 2**30:.0f} GB"
+    on_gpu = torch.cuda.is_available() and torch.cuda.is_bf16_supported()
+    yield f"bf16          {'yes' if on_gpu else 'on the CPU only'}"
+    yield f"processes     {', '.join(process_backends()) or 'one only: torch was built without distributed'}"
+    yield f"attention     {attention_kernel()}"
+    folder = packaged_folder("configs") / "launch"
+    yield f"launch files  {', '.join(str(path) for path in sorted(folder.glob('*.yaml')))}"
+    yield ""
+    for package, (module, use) in EXTRAS.items():
+        state = "found" if importlib.util.find_spec(module) else f"missing: pip install {package}"
+        yield f"{package:13s} {state} ({use})"
+    if is_shadowed():
+        yield "alignment-handbook is installed: its package has the same name, and the two cannot share an environment"
+
+
+def found_version(name: str) -> str:
+    """Version of an installed distribution."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "MISSING: install the library again"
+
+
+def free_gigabytes() -> float:
+    """Free space where runs would be written."""
+    return shutil.disk_usage(".").free / 2**30
+
+
+def process_backends() -> list[str]:
+    """Ways for several processes to talk."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return []
+    return [name for name, there in (("gloo", dist.is_gloo_available()), ("nccl", dist.is_nccl_available())) if there]
+
+
+def attention_kernel() -> str:
+    """The kernel for documents of unequal length."""
+    import torch
+
+    from alignment.models.layers.attention_context import has_kernel
+
+    if not torch.cuda.is_available():
+        return "scaled-dot-product, documents padded to each other"
+    if not all(has_kernel(index) for index in range(torch.cuda.device_count())):
+        return "scaled-dot-product; the variable-length kernel needs compute capability 8.0 (Ampere) or later"
+    return "torch's variable-length kernel in bf16, scaled-dot-product in fp32"
+
+
+def is_shadowed() -> bool:
+    """Whether the handbook, whose package is called `alignment` too, is in this environment."""
+    try:
+        version("alignment-handbook")
+    except PackageNotFoundError:
+        return False
+    return True

@@ -1,0 +1,132 @@
+"""Prompts in, rows of responses out: what `alignment generate` does. Sampling itself is in generation/."""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal
+
+import torch
+
+from alignment.adapters import load_adapter
+from alignment.config.load import build
+from alignment.config.yaml_source import Document, override
+from alignment.data.rows.read import read_rows
+from alignment.errors import UserError, raise_all
+from alignment.generation import SamplingConfig, decoding_config
+from alignment.generation import generate as generate_texts
+from alignment.loading import find_directory, load_model, load_tokenizer, stops_in_words
+from alignment.models.huggingface.generation_config import GENERATION_CONFIG, read_generation_config
+
+
+@dataclass(frozen=True)
+class ResponseConfig:
+    """Settings of `alignment generate`, see `SamplingConfig`, and `BeamConfig` for the last three of decoding.
+
+    Attributes:
+        batch_size: cache rows decoded side by side: one per prompt, or per beam.
+        use_generation_config: take what is not set here from the checkpoint's generation_config.json.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    batch_size: int = 64
+    use_generation_config: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    no_repeat_ngram_size: int = 0
+    min_new_tokens: int = 0
+    beams: int = 1
+    length_penalty: float = 1.0
+    early_stopping: bool | Literal["never"] = False
+
+    def __post_init__(self) -> None:
+        sampling = SamplingConfig(**{each.name: getattr(self, each.name) for each in fields(SamplingConfig)})
+        decoding_config(sampling, self.beams, self.length_penalty, self.early_stopping)  # both check their ranges
+        if self.batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
+
+
+def read_settings(model: str, overrides: Sequence[str]) -> ResponseConfig:
+    """Settings from `key=value`, over the checkpoint's own generation config where that is asked for.
+
+    Raises:
+        UserError: every wrong key or value at once; no generation config where one is asked for.
+    """
+    document = override(Document({}), overrides)
+    config = build(ResponseConfig, document)
+    if not config.use_generation_config:
+        return config
+    path = find_directory(model) / GENERATION_CONFIG
+    stored = read_generation_config(path.parent)
+    if stored is None:
+        raise UserError(f"{path}: is not there; leave use_generation_config out")
+    known = stored_settings(stored)
+    return build(ResponseConfig, Document({**known, **document.values}, {(): str(path), **document.places}))
+
+
+def stored_settings(stored: dict[str, Any]) -> dict[str, Any]:
+    """What a generation_config.json says about decoding, in our names; keys that we have no word for are left out."""
+    known = {each.name: stored[each.name] for each in fields(SamplingConfig) if stored.get(each.name) is not None}
+    if not stored.get("do_sample", False):
+        known["temperature"] = 0.0  # transformers' default is the likeliest token
+    if (stored.get("num_beams") or 1) > 1:  # alone, the settings of beam search say nothing
+        known["beams"] = stored["num_beams"]
+        known |= {key: stored[key] for key in ("length_penalty", "early_stopping") if stored.get(key) is not None}
+    return known
+
+
+def respond(
+    model: str, adapter: str | None, prompts: Sequence[str] | str, config: ResponseConfig, *, raw: bool = False
+) -> list[dict[str, Any]]:
+    """One row per prompt: prompt, response, token_ids, log_probs (nats, of the distribution sampled from; of a
+    beam search the model's own, after the rules), ended.
+
+    How the prompts are read and which tokens end a response is said on standard error.
+
+    Args:
+        model: directory or Hub name.
+        adapter: directory of an adapter for it.
+        prompts: texts, or the name of a file of prompts.
+        raw: read texts as they stand, also where the model has a chat template; else a text is one user message.
+
+    Raises:
+        UserError: no such model, adapter or file; bad rows; messages to be read raw.
+    """
+    if isinstance(prompts, str):
+        rows, _ = read_rows(prompts, "prompts")
+        asked: list[Any] = [getattr(row, "prompt") for row in rows]  # noqa: B009  (a record of this kind has one)
+    else:
+        asked = list(prompts)
+    tokenizer = load_tokenizer(model)
+    stops = stops_in_words(model, tokenizer)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    loaded = load_model(model, device=device)
+    if adapter is not None:
+        loaded = load_adapter(loaded, find_directory(adapter)).eval()
+    read, how = _read(asked, raw, tokenizer.chat_template is not None and not loaded.config.get("is_encoder_decoder"))
+    print(f"{how}; {stops}", file=sys.stderr)
+    settings = asdict(config)
+    settings.pop("use_generation_config")
+    made = generate_texts(loaded, tokenizer, read, **settings)
+    columns = (asked, made.texts, made.token_ids, made.log_probs, made.ended)
+    names = ("prompt", "response", "token_ids", "log_probs", "ended")
+    return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
+def _read(prompts: list[Any], raw: bool, template: bool) -> tuple[list[Any], str]:
+    """Prompts as they go into the model, and how they are read in words."""
+    if raw:
+        raise_all(
+            f"prompt {number}: is a list of messages, which only a chat template can read; leave --raw out"
+            for number, prompt in enumerate(prompts)
+            if not isinstance(prompt, str)
+        )
+    if not template:
+        return prompts, "prompts are read as they stand: the model has no chat template"
+    if raw:
+        return prompts, "prompts are read as they stand, without the model's chat template (--raw)"
+    messages = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in prompts]
+    return messages, "each prompt goes through the model's chat template (--raw reads it as it stands)"

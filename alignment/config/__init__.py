@@ -1,0 +1,1 @@
+"""Stage configs: YAML with line numbers, overrides, validation."""

@@ -1,0 +1,1 @@
+"""Examples and batches of the pretraining objectives."""

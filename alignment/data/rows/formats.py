@@ -1,0 +1,266 @@
+"""Row shapes: which columns make which record. Choosing a shape and reporting are in sources.py."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from alignment.data.rows.fields import (
+    BadRow,
+    messages_field,
+    number_field,
+    prompt_field,
+    reply_field,
+    text_field,
+    turn_weights,
+)
+from alignment.data.rows.records import Comparison, Demonstration, Kind, Messages, Prompt, Record, Text
+
+HUMAN_TURN = "\n\nHuman:"
+ASSISTANT_TURN = "\n\nAssistant:"
+
+# Source: Taori et al. 2023, Stanford Alpaca, prompt with and without an input.
+ALPACA_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further context. "
+    "Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
+)
+ALPACA_PLAIN = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+    "### Instruction:\n{instruction}\n\n### Response:\n"
+)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Columns a row needs, and what makes a record of such a row: (row, row_id) -> record."""
+
+    columns: tuple[str, ...]
+    parse: Callable[[dict[str, Any], str], Record]
+
+
+def alpaca_prompt(instruction: str, context: str = "") -> str:
+    """Alpaca's prompt text for an instruction and its optional input."""
+    template = ALPACA_INPUT if context.strip() else ALPACA_PLAIN
+    return template.format(instruction=instruction, input=context)
+
+
+def split_dialogue(text: str, key: str) -> tuple[str, str]:
+    """A plain dialogue cut after its last assistant header: (prompt with the header, response).
+
+    The two joined are the text again, blanks included.
+
+    Raises:
+        BadRow: no assistant turn, an empty one, or a human turn after it.
+    """
+    head, header, response = text.rpartition(ASSISTANT_TURN)
+    if not header:
+        raise BadRow(key, f"no prompt column, and no {ASSISTANT_TURN!r} turn to split at")
+    if HUMAN_TURN in response:
+        raise BadRow(key, "ends with a human turn")
+    if not response.strip():
+        raise BadRow(key, "the last assistant turn is empty")
+    return head + header, response
+
+
+def _text(row: dict[str, Any], row_id: str) -> Text:
+    return Text(text_field(row, "text"), row_id)
+
+
+def _instruction(row: dict[str, Any]) -> str:
+    return alpaca_prompt(text_field(row, "instruction"), text_field({"input": "", **row}, "input", may_be_empty=True))
+
+
+def complete(record: Record, row: dict[str, Any]) -> Record:
+    """The record with what its row says beside the columns of its shape: the system message of a dialogue.
+
+    Raises:
+        BadRow: what a record cannot express and training would leave out: tool definitions, a system message for a
+            plain text prompt, earlier turns beside an instruction, or a response that is marked as undesirable.
+    """
+    if isinstance(record, Demonstration):
+        _refuse_undesirable(row)
+    if isinstance(record, Text) or (isinstance(record, Prompt) and isinstance(record.prompt, str)):
+        return record
+    for key, what in (("tools", "tool definitions"), ("history", "earlier turns beside an instruction")):
+        value = row.get(key)
+        if value and not (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null")):
+            raise BadRow(key, f"{what} are not supported, and would be left out")
+    system = text_field({"system": None, **row}, "system", may_be_empty=True)
+    if not system.strip():
+        return record
+    if isinstance(record.prompt, str):
+        raise BadRow("system", "a plain text prompt has no place for it; write the row as messages")
+    if record.prompt[0]["role"] == "system":
+        if record.prompt[0]["content"] != system:
+            raise BadRow("system", "differs from the system message that the dialogue begins with")
+        return record
+    first = {"role": "system", "content": system}
+    if isinstance(record, Demonstration) and record.messages is not None:
+        record = replace(record, messages=[first, *record.messages])
+    return replace(record, prompt=[first, *record.prompt])
+
+
+def _refuse_undesirable(row: dict[str, Any]) -> None:
+    """KTO's rows are no demonstrations where their mark is false."""
+    for key in ("label", "kto_tag"):
+        value = row.get(key)
+        if value is False or (isinstance(value, str) and value.strip().lower() == "false"):
+            raise BadRow(key, "false marks an undesirable response (KTO's rows), which must not be imitated")
+
+
+def _dialogue(key: str) -> Callable[[dict[str, Any], str], Demonstration]:
+    def parse(row: dict[str, Any], row_id: str) -> Demonstration:
+        messages = messages_field(row, key)
+        if messages[-1]["role"] != "assistant":
+            raise BadRow(key, "the last message is not the assistant's")
+        weights = turn_weights(row, key)
+        replies = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
+        counting = [place for place in replies if weights[place] is not False]
+        if not counting:
+            raise BadRow(key, "no message of the assistant counts: all have weight 0")
+        last = counting[-1]  # what follows it teaches nothing
+        if last == 0:
+            raise BadRow(key, "an assistant message alone has no prompt")
+        prompt, response = messages[:last], messages[last]["content"]
+        if len(counting) == 1:
+            return Demonstration(prompt, response, row_id)
+        trained = tuple(place in counting for place in replies if place <= last)
+        return Demonstration(prompt, response, row_id, messages[: last + 1], None if all(trained) else trained)
+
+    return parse
+
+
+def _demonstration(response: str) -> Callable[[dict[str, Any], str], Demonstration]:
+    def parse(row: dict[str, Any], row_id: str) -> Demonstration:
+        record = Demonstration(prompt_field(row, "prompt"), reply_field(row, response), row_id)
+        if isinstance(row[response], list) and False in turn_weights(row, response):
+            raise BadRow(response, "has weight 0, so nothing in the row counts")
+        return record
+
+    return parse
+
+
+def _alpaca(row: dict[str, Any], row_id: str) -> Demonstration:
+    return Demonstration(_instruction(row), text_field(row, "output"), row_id)
+
+
+def _chosen_side(row: dict[str, Any], row_id: str) -> Demonstration:
+    pair = _comparison(row, row_id)
+    return Demonstration(pair.prompt, pair.chosen, row_id)
+
+
+def _comparison(row: dict[str, Any], row_id: str) -> Comparison:
+    if isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list):
+        prompt, chosen, rejected = _message_pair(row)
+    elif any(row.get(key) is not None for key in ("prompt", "conversations", "instruction")):
+        prompt, chosen, rejected = _explicit_prompt(row), reply_field(row, "chosen"), reply_field(row, "rejected")
+    elif "prompt" in row and ASSISTANT_TURN not in text_field(row, "chosen"):
+        raise BadRow("prompt", "is null")
+    else:
+        prompt, chosen, rejected = _plain_pair(row)
+    return Comparison(prompt, chosen, rejected, number_field(row, "margin"), row_id)
+
+
+def _explicit_prompt(row: dict[str, Any]) -> str | Messages:
+    if row.get("prompt") is not None:
+        return prompt_field(row, "prompt")
+    return prompt_field(row, "conversations") if "conversations" in row else _instruction(row)
+
+
+def _plain_pair(row: dict[str, Any]) -> tuple[str, str, str]:
+    """HH-RLHF: two whole dialogues that differ in the last assistant turn only."""
+    prompt, chosen = split_dialogue(text_field(row, "chosen"), "chosen")
+    other, rejected = split_dialogue(text_field(row, "rejected"), "rejected")
+    if prompt != other:
+        raise BadRow("rejected", "the dialogue before the last assistant turn differs from chosen's")
+    return prompt, chosen, rejected
+
+
+def _message_pair(row: dict[str, Any]) -> tuple[str | Messages, str, str]:
+    """Message lists: the replies alone beside an explicit prompt, or whole dialogues with the prompt in them."""
+    pair = {key: messages_field(row, key) for key in ("chosen", "rejected")}
+    explicit = any(row.get(key) is not None for key in ("prompt", "conversations", "instruction"))
+    if not (explicit and all(len(messages) == 1 for messages in pair.values())):
+        from trl.data_utils import extract_prompt
+
+        pair = cast("dict[str, Messages]", extract_prompt(dict(pair)))
+        if not pair["prompt"]:
+            raise BadRow("rejected", "shares no first message with chosen, so there is no prompt")
+        prompt = prompt_field(pair, "prompt")
+    else:
+        prompt = _explicit_prompt(row)
+        # plain text before a message list is what the user said
+        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    return prompt, reply_field(pair, "chosen"), reply_field(pair, "rejected")
+
+
+def _prompt(key: str) -> Callable[[dict[str, Any], str], Prompt]:
+    def parse(row: dict[str, Any], row_id: str) -> Prompt:
+        extra = {name: value for name, value in row.items() if name != key}
+        return Prompt(prompt_field(row, key), extra, row_id)
+
+    return parse
+
+
+def _instruction_prompt(row: dict[str, Any], row_id: str) -> Prompt:
+    return Prompt(_instruction(row), dict(row), row_id)
+
+
+def _pair_prompt(row: dict[str, Any], row_id: str) -> Prompt:
+    """The prompt two responses share; they stay in `extra`."""
+    return Prompt(_comparison(row, row_id).prompt, dict(row), row_id)
+
+
+SHAPES: dict[Kind, tuple[Shape, ...]] = {  # the first that fits is taken
+    "text": (Shape(("text",), _text),),
+    "demonstrations": (
+        Shape(("messages",), _dialogue("messages")),
+        Shape(("prompt", "completion"), _demonstration("completion")),
+        Shape(("prompt", "response"), _demonstration("response")),
+        Shape(("instruction", "output"), _alpaca),
+        Shape(("chosen", "rejected"), _chosen_side),
+        Shape(("conversations",), _dialogue("conversations")),
+    ),
+    "comparisons": (Shape(("chosen", "rejected"), _comparison),),
+    "prompts": (
+        Shape(("prompt",), _prompt("prompt")),
+        Shape(("messages",), _prompt("messages")),
+        Shape(("conversations",), _prompt("conversations")),
+        Shape(("instruction",), _instruction_prompt),
+        Shape(("chosen", "rejected"), _pair_prompt),
+    ),
+}
+
+
+def find_shape(kind: Kind, columns: set[str]) -> Shape | None:
+    """The first shape of `kind` whose columns are all there."""
+    return next((shape for shape in SHAPES[kind] if columns.issuperset(shape.columns)), None)
+
+
+# Other names of a column, for advice.
+ALIASES = {
+    "prompt": ("question", "query", "instruction", "input", "problem"),
+    "response": ("answer", "output", "solution", "reply", "completion"),
+    "chosen": ("preferred", "better"),
+    "rejected": ("dispreferred", "worse"),
+    "text": ("content", "document"),
+}
+
+
+def column_advice(kind: Kind, row: dict[str, Any]) -> str:
+    """How to name the columns of a row that has no shape of `kind`, for a message."""
+    lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    if lists and kind in ("demonstrations", "prompts"):
+        return f"data.columns.messages={lists[0]}"
+    wanted = {"text": ["text"], "demonstrations": ["prompt", "response"], "prompts": ["prompt"]}
+    names = {
+        ours: next((alias for alias in ALIASES[ours] if alias in row), "COLUMN")
+        for ours in wanted.get(kind, ["prompt", "chosen", "rejected"])
+        if ours not in row
+    }
+    return " ".join(f"data.columns.{ours}={theirs}" for ours, theirs in names.items())
+
+
+def expected_columns(kind: Kind) -> str:
+    """The shapes of `kind`, for a message."""
+    return "; or ".join(" + ".join(shape.columns) for shape in SHAPES[kind])

@@ -1,0 +1,176 @@
+"""GPT-1's way to ask a language model for classes: start, text, delimiter, text, extract; the answer is read at extract.
+
+One row becomes one document, or several that are read together: both orders of a similar pair, one for each choice.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from alignment.data.pretraining.corruption import cut_pair
+from alignment.data.pretraining.examples import measured
+from alignment.data.rows.records import Counts
+from alignment.data.tasks.classification import PAIR_CUT, TEXT_END_CUT, room_for
+from alignment.data.tasks.rows import Choice, LabelledText, require_labels
+from alignment.data.text.special_tokens import encode_pieces
+from alignment.ragged import Ragged, groups_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MARKS = ("<start>", "<delimiter>", "<extract>")
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Ids of the three tokens that frame GPT-1's inputs; `extract` is where the answer is read."""
+
+    start: int
+    delimiter: int
+    extract: int
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Marks:
+        """Those of a tokenizer from `with_marks`."""
+        vocabulary = tokenizer.get_vocab()
+        return cls(*(vocabulary[mark] for mark in MARKS))
+
+
+def with_marks(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+    """A copy of the tokenizer with <start>, <delimiter> and <extract>, as new last tokens where it lacks them.
+
+    The model needs a row for each: resize its embedding to `len` of the result.
+    """
+    marked = copy.deepcopy(tokenizer)
+    lacking = [mark for mark in MARKS if mark not in marked.get_vocab()]
+    marked.add_special_tokens({"extra_special_tokens": lacking}, replace_extra_special_tokens=False)
+    return marked
+
+
+@dataclass(frozen=True, slots=True)
+class ViewsExample:
+    """A row as one document or several, all ending in the extract token, and its label."""
+
+    documents: list[list[int]]
+    label: int
+    row_id: str
+
+
+@dataclass(frozen=True)
+class ViewsBatch:
+    """B rows as D documents. Its weight is B.
+
+    Attributes:
+        ragged: the documents; the answer is read at `ragged.last`. Its targets are all tokens but first ones, for the
+            auxiliary language-model term.
+        labels: class, or number of the right choice, [B].
+        rows: row, within the batch, that each document belongs to, [D]; a row's documents come in order.
+    """
+
+    ragged: Ragged
+    labels: Tensor
+    rows: Tensor
+
+    @property
+    def weight(self) -> float:
+        """Rows that count."""
+        return float(len(self.labels))
+
+    def to(self, device: torch.device | str) -> ViewsBatch:
+        """The same batch on another device."""
+        labels, rows = (values.to(device, non_blocking=True) for values in (self.labels, self.rows))
+        return replace(self, ragged=self.ragged.to(device), labels=labels, rows=rows)
+
+
+def encode_classes(
+    rows: Sequence[LabelledText], tokenizer: PreTrainedTokenizerBase, max_length: int, names: dict[int, str]
+) -> tuple[list[ViewsExample], Counts]:
+    """Classification, start text extract; entailment, start premise delimiter hypothesis extract.
+
+    Args:
+        tokenizer: from `with_marks`.
+        names: id2label.
+
+    Source: Radford et al. 2018, "Improving language understanding by generative pre-training", section 3.3, figure 1.
+    """
+    ids = require_labels(rows, names)
+    texts = [[(row.text, row.pair)] for row in rows]
+    return _views(texts, [ids[row.label] for row in rows], [row.row_id for row in rows], tokenizer, max_length)
+
+
+def encode_similarity(
+    rows: Sequence[LabelledText], tokenizer: PreTrainedTokenizerBase, max_length: int, names: dict[int, str]
+) -> tuple[list[ViewsExample], Counts]:
+    """Similarity: both orders of the pair, as neither text comes first; their hidden states are to be added.
+
+    Source: as `encode_classes`.
+    """
+    ids = require_labels(rows, names)
+    texts = [[(row.text, row.pair), (row.pair or "", row.text)] for row in rows]
+    return _views(texts, [ids[row.label] for row in rows], [row.row_id for row in rows], tokenizer, max_length)
+
+
+def encode_choices(
+    rows: Sequence[Choice], tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> tuple[list[ViewsExample], Counts]:
+    """Multiple choice: start context delimiter choice extract, once for each choice; one score each, softmax over all.
+
+    Source: as `encode_classes`.
+    """
+    texts: list[list[tuple[str, str | None]]] = [[(row.context, choice) for choice in row.choices] for row in rows]
+    return _views(texts, [row.label for row in rows], [row.row_id for row in rows], tokenizer, max_length)
+
+
+def _views(
+    texts: Sequence[Sequence[tuple[str, str | None]]],
+    labels: Sequence[int],
+    row_ids: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+) -> tuple[list[ViewsExample], Counts]:
+    marks, counts, examples = Marks.of(tokenizer), Counts(rows=len(texts), kept=len(texts)), []
+    flat = [text or "" for views in texts for pair in views for text in pair]
+    encoded = iter([pieces.ids for pieces in encode_pieces(tokenizer, flat)])
+    for views, label, row_id in zip(texts, labels, row_ids, strict=True):
+        documents, cut = [], False
+        for _, second in views:
+            document, was_cut = _document(next(encoded), next(encoded), second is not None, marks, max_length)
+            documents.append(document)
+            cut |= was_cut
+        if cut:
+            counts.shorten(TEXT_END_CUT if views[0][1] is None else PAIR_CUT, row_id)
+        examples.append(ViewsExample(documents, label, row_id))
+    return examples, measured(counts, [document for example in examples for document in example.documents])
+
+
+def _document(first: list[int], second: list[int], pair: bool, marks: Marks, most: int) -> tuple[list[int], bool]:
+    """One document between its marks, and whether something had to be cut off."""
+    room = room_for(most, 3 if pair else 2)
+    a, b = cut_pair(first, second, room)
+    middle = [marks.delimiter, *b] if pair else []
+    return [marks.start, *a, *middle, marks.extract], len(first) + len(second) > room
+
+
+def collate_views(examples: Sequence[ViewsExample], micro_batch_tokens: int) -> list[ViewsBatch]:
+    """Rows as batches of at most `micro_batch_tokens` tokens, all documents of a row together; a longer row alone."""
+    lengths = [sum(map(len, example.documents)) for example in examples]
+    batches = []
+    for group in reversed(groups_of(lengths, micro_batch_tokens)):  # the longest first
+        chosen = [examples[number] for number in group]
+        documents = [document for example in chosen for document in example.documents]
+        views = torch.tensor([len(example.documents) for example in chosen])
+        names = [example.row_id for example in chosen for _ in example.documents]
+        batches.append(
+            ViewsBatch(
+                Ragged.build(documents, row_ids=names),
+                torch.tensor([example.label for example in chosen]),
+                torch.repeat_interleave(torch.arange(len(chosen)), views),
+            )
+        )
+    return batches

@@ -1,0 +1,72 @@
+"""Multiple choice as encoders read it: context and choice as a pair, once for each choice. GPT-1's way: gpt_formats.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from alignment.data.pretraining.corruption import cut_pair
+from alignment.data.pretraining.examples import measured
+from alignment.data.rows.records import Counts
+from alignment.data.tasks.classification import NO_TEXT, PAIR_CUT, ClassExample, ragged_of, room_for
+from alignment.data.tasks.gpt1_inputs import ViewsBatch
+from alignment.data.tasks.rows import Choice
+from alignment.data.text.special_tokens import Framed, encode_pieces, frame_of
+from alignment.ragged import groups_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True)
+class ChoiceExample:
+    """A context with each of its choices between special tokens, and the number of the right one."""
+
+    framed: list[Framed]
+    label: int
+    row_id: str
+
+
+def encode_pair_choices(
+    rows: Sequence[Choice], tokenizer: PreTrainedTokenizerBase, max_length: int
+) -> tuple[list[ChoiceExample], Counts]:
+    """Each choice with its context as the tokenizer frames a pair, cut to `max_length` at the longer one's end.
+
+    Source: Devlin et al. 2019, arXiv:1810.04805, section 4.4 (SWAG).
+    """
+    frame, counts, examples = frame_of(tokenizer), Counts(rows=len(rows)), []
+    room = room_for(max_length, frame.pair_size)
+    contexts = encode_pieces(tokenizer, [row.context for row in rows])
+    pieces = iter(encode_pieces(tokenizer, [choice for row in rows for choice in row.choices]))
+    for row, context in zip(rows, contexts, strict=True):
+        choices = [next(pieces).ids for _ in row.choices]
+        if not context.ids or not all(choices):
+            counts.drop(NO_TEXT, row.row_id)
+            continue
+        if len(context.ids) + max(map(len, choices)) > room:
+            counts.shorten(PAIR_CUT, row.row_id)
+        framed = [frame.pair(*cut_pair(context.ids, choice, room)) for choice in choices]
+        examples.append(ChoiceExample(framed, row.label, row.row_id))
+    counts.kept = len(examples)
+    return examples, measured(counts, [framed.ids for example in examples for framed in example.framed])
+
+
+def collate_pair_choices(examples: Sequence[ChoiceExample], micro_batch_tokens: int) -> list[ViewsBatch]:
+    """Rows as batches of at most `micro_batch_tokens` tokens, all choices of a row together; a longer row alone."""
+    lengths = [sum(len(framed.ids) for framed in example.framed) for example in examples]
+    batches = []
+    for group in reversed(groups_of(lengths, micro_batch_tokens)):  # the longest first
+        chosen = [examples[number] for number in group]
+        pairs = [ClassExample(framed, row.label, row.row_id) for row in chosen for framed in row.framed]
+        views = torch.tensor([len(example.framed) for example in chosen])
+        batches.append(
+            ViewsBatch(
+                replace(ragged_of(pairs), weight=float(len(chosen))),
+                torch.tensor([example.label for example in chosen]),
+                torch.repeat_interleave(torch.arange(len(chosen)), views),
+            )
+        )
+    return batches

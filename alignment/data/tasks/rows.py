@@ -1,0 +1,224 @@
+"""Rows with labels, for understanding: classes of texts and pairs, of words, answers in a context, best of choices.
+
+Read through readers.py; what they become as tokens stands in understanding.py.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, Literal
+
+from alignment.data.rows.fields import BadRow, number_field, text_field, type_name
+from alignment.data.rows.files import read_raw
+from alignment.data.rows.records import Counts
+from alignment.errors import UserError, raise_all
+
+UnderstandingTask = Literal["sequence", "pair", "tokens", "span", "choice"]
+SHOWN_PROBLEMS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledText:
+    """A text, or a pair of texts, and the name of its class."""
+
+    text: str
+    pair: str | None
+    label: str
+    row_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LabelledWords:
+    """The words of a text, and the name of each one's class."""
+
+    words: list[str]
+    labels: list[str]
+    row_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question about a context, with answers that stand in it.
+
+    Attributes:
+        answers: each one's text and its first character's place in the context; none: the context does not answer.
+    """
+
+    question: str
+    context: str
+    answers: list[tuple[str, int]]
+    row_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A context, ways to go on, and the number of the right one, from 0."""
+
+    context: str
+    choices: list[str]
+    label: int
+    row_id: str
+
+
+LabelledRow = LabelledText | LabelledWords | Question | Choice
+
+
+def read_labelled(
+    source: str | Sequence[str],
+    task: UnderstandingTask,
+    *,
+    split: str = "train",
+    columns: dict[str, str] | None = None,
+    max_rows: int | None = None,
+    on_bad_row: Literal["error", "skip"] = "error",
+) -> tuple[list[Any], Counts]:
+    """The labelled rows of one or several sources, in order, and the tally of what was dropped.
+
+    Columns by task: sequence `text`, `label`; pair `text`, `pair`, `label`; tokens `words`, `labels` (lists of equal
+    length); span `question`, `context`, `answers` (a list of {text, answer_start}, or SQuAD's two lists);
+    choice `context`, `choices`, `label` (the right one's number).
+
+    Args:
+        columns: our column name -> the source's, where they differ: {"text": "sentence1", "pair": "sentence2"}.
+        max_rows: stop after so many good rows.
+        on_bad_row: "error" reports all bad rows at once (up to 20); "skip" drops and counts them.
+
+    Raises:
+        UserError: no such source or task, bad rows, or no row at all.
+    """
+    if task not in PARSERS:
+        raise UserError(f"unknown task {task!r}; known: {', '.join(PARSERS)}")
+    rows: list[LabelledRow] = []
+    counts, problems = Counts(), []
+    for name in [source] if isinstance(source, str) else source:
+        for raw in read_raw(name, split):
+            if max_rows is not None and len(rows) >= max_rows:
+                break
+            counts.rows += 1
+            try:
+                if raw.values is None:
+                    raise BadRow(raw.reason, raw.problem)
+                rows.append(PARSERS[task](_renamed(raw.values, columns or {}), raw.place))
+            except BadRow as bad:
+                counts.drop(bad.reason if raw.values is not None else raw.reason, raw.place)
+                problems.append(f"{raw.place}: {bad}" if raw.values is not None else raw.problem)
+    if problems and on_bad_row == "error":
+        head = f"{len(problems)} bad rows; mend them, name other columns, or set data.on_bad_row=skip"
+        raise_all([head, *problems], cap=SHOWN_PROBLEMS + 1)
+    if not rows:
+        raise UserError(f"{source}: no row can be used\n" + "\n".join(counts.lines()[1:]))
+    counts.kept = len(rows)
+    return rows, counts
+
+
+def _renamed(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
+    """The row with our names beside its own; a name that the row lacks is told by the parser."""
+    return {**values, **{ours: values[theirs] for ours, theirs in columns.items() if theirs in values}}
+
+
+def _text(row: dict[str, Any], place: str) -> LabelledText:
+    return LabelledText(text_field(row, "text"), None, _label(row, "label"), place)
+
+
+def _pair(row: dict[str, Any], place: str) -> LabelledText:
+    return LabelledText(text_field(row, "text"), text_field(row, "pair"), _label(row, "label"), place)
+
+
+def _words(row: dict[str, Any], place: str) -> LabelledWords:
+    words = [text_field({"words": word}, "words") for word in _list(row, "words")]
+    labels = [_label({"labels": label}, "labels") for label in _list(row, "labels")]
+    if len(words) != len(labels):
+        raise BadRow("labels", "must be as many as words", f"{len(labels)} labels, {len(words)} words")
+    return LabelledWords(words, labels, place)
+
+
+def _question(row: dict[str, Any], place: str) -> Question:
+    context = text_field(row, "context")
+    answers = row.get("answers")
+    if isinstance(answers, dict):  # {"text": [...], "answer_start": [...]}, as the datasets library has SQuAD
+        texts, starts = _list(answers, "text", empty=True), _list(answers, "answer_start", empty=True)
+        if len(texts) != len(starts):
+            raise BadRow("answers", "must have as many starts as texts", f"{len(texts)} and {len(starts)}")
+        answers = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
+    if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
+        raise BadRow("answers", f"must be a list of text and answer_start, is {type_name(answers)}")
+    return Question(text_field(row, "question"), context, [_answer(answer, context) for answer in answers], place)
+
+
+def _answer(answer: dict[str, Any], context: str) -> tuple[str, int]:
+    text, start = text_field(answer, "text"), number_field(answer, "answer_start")
+    if start is None or start < 0 or context[int(start) : int(start) + len(text)] != text:
+        raise BadRow("answers", "answer_start is not where the answer stands in the context", f"{text[:30]!r}, {start}")
+    return text, int(start)
+
+
+def _choice(row: dict[str, Any], place: str) -> Choice:
+    choices = [text_field({"choices": choice}, "choices") for choice in _list(row, "choices")]
+    number = number_field(row, "label")
+    if number is None or number != int(number) or not 0 <= number < len(choices):
+        raise BadRow("label", "must be the number of a choice, from 0", f"{row.get('label')!r} of {len(choices)}")
+    return Choice(text_field(row, "context"), choices, int(number), place)
+
+
+def _list(row: dict[str, Any], key: str, *, empty: bool = False) -> list[Any]:
+    value = row.get(key)
+    if not isinstance(value, list) or not (value or empty):
+        raise BadRow(key, "must be a list that is not empty" if not empty else "must be a list", type_name(value))
+    return value
+
+
+def _label(row: dict[str, Any], key: str) -> str:
+    """A label's name: text, or a whole number written out; -1 marks GLUE's unlabelled rows and is refused."""
+    value = row.get(key)
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if isinstance(value, bool) or not isinstance(value, str | int) or value in ("", -1):
+        raise BadRow(key, "must be a label: text or a whole number", f"{value!r}")
+    return str(value)
+
+
+PARSERS: dict[str, Callable[[dict[str, Any], str], LabelledRow]] = {
+    "sequence": _text,
+    "pair": _pair,
+    "tokens": _words,
+    "span": _question,
+    "choice": _choice,
+}
+
+
+def label_names(rows: Sequence[LabelledText | LabelledWords]) -> dict[int, str]:
+    """`id2label` of a model's config: the labels that occur, sorted; as numbers where all of them are.
+
+    Raises:
+        UserError: fewer than two labels: there is nothing to tell apart.
+    """
+    names = {name for row in rows for name in labels_of(row)}
+    if len(names) < 2:
+        raise UserError(f"all rows have the same label {', '.join(names)!r}; a classifier needs at least two")
+    numbers = all(name.removeprefix("-").isdecimal() for name in names)
+    return dict(enumerate(sorted(names, key=int if numbers else None)))
+
+
+def labels_of(row: LabelledText | LabelledWords) -> list[str]:
+    """The label names of a row."""
+    return row.labels if isinstance(row, LabelledWords) else [row.label]
+
+
+def content_key(row: LabelledRow) -> str:
+    """A text that is equal for rows that differ in their labels alone, for finding duplicates."""
+    labels = ("label", "labels", "answers", "row_id")
+    return repr([getattr(row, each.name) for each in fields(row) if each.name not in labels])
+
+
+def require_labels(rows: Sequence[LabelledText | LabelledWords], names: dict[int, str]) -> dict[str, int]:
+    """The id of each label name, where `names` has them all.
+
+    Raises:
+        UserError: rows with labels that `names` lacks (held-out rows, or a checkpoint with labels of its own).
+    """
+    ids = {name: number for number, name in names.items()}
+    raise_all(
+        f"{row.row_id}: label {', '.join(map(repr, unknown))} is unknown; known: {', '.join(ids)}"
+        for row in rows
+        if (unknown := sorted(set(labels_of(row)) - ids.keys()))
+    )
+    return ids

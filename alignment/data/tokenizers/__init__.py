@@ -1,0 +1,1 @@
+"""Tokenizers: loaded, trained, and read from the original files of older models."""

@@ -1,0 +1,248 @@
+"""Tokenizers fitted to texts, one function per kind; byte-level BPE is in tokenizers.py, with loading and saving.
+
+All come out as transformers' `PreTrainedTokenizerFast`: what they do stands in tokenizer.json, with no class of ours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+from alignment.data.text.encoding import encode
+from alignment.data.tokenizers.load import train_bpe
+from alignment.data.tokenizers.wrap import BERT_MARKS, T5_MARKS, bert_pipeline, wrap_bert, wrap_t5
+from alignment.errors import UserError, raise_all
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+TokenizerKind = Literal["bpe", "wordpiece", "unigram", "bytes", "characters"]
+CHARACTER_MARKS = ("</s>", "<pad>", "<unk>")
+BYTES = 256
+SHOWN_CHARACTERS = 20
+
+
+def train_tokenizer(
+    kind: TokenizerKind, texts: Iterable[str], vocabulary: int | None = None, **options: Any
+) -> PreTrainedTokenizerFast:
+    """A tokenizer of the given kind fitted to the texts.
+
+    Args:
+        kind: "bpe" (byte-level, as GPT-2), "wordpiece" (BERT), "unigram" (T5, ALBERT), "bytes" (ByT5) or "characters".
+        texts: read once, in order; bytes need none.
+        vocabulary: tokens in all, special ones and sentinels among them. Bytes and characters have a size of their own
+            and take None.
+        options: further arguments of the kind's own function, such as `sentinels` or `lowercase`.
+
+    Raises:
+        UserError: an unknown kind, an option it does not have, or a vocabulary that cannot be.
+    """
+    if kind not in KINDS:
+        raise UserError(f"unknown kind of tokenizer {kind!r}; known: {', '.join(KINDS)}")
+    sized = kind in ("bpe", "wordpiece", "unigram")
+    if sized and vocabulary is None:
+        raise UserError(f"a {kind} tokenizer needs the size of its vocabulary")
+    if not sized and vocabulary is not None:
+        raise UserError(f"the vocabulary of a {kind} tokenizer has a size of its own; leave {vocabulary} out")
+    try:
+        return KINDS[kind](texts, *([vocabulary] if sized else []), **options)
+    except TypeError as error:
+        if "unexpected keyword" not in str(error):
+            raise
+        raise UserError(f"a {kind} tokenizer has no such option: {str(error).rpartition('argument ')[2]}") from error
+
+
+def train_wordpiece(texts: Iterable[str], vocabulary: int, *, lowercase: bool = True) -> PreTrainedTokenizerFast:
+    """BERT's kind: words, cut greedily into the longest known pieces; pieces within a word begin with ##.
+
+    The first ids are [PAD] [UNK] [CLS] [SEP] [MASK]. A text becomes [CLS] A [SEP], a pair [CLS] A [SEP] B [SEP] with
+    type ids 0 and 1.
+
+    Args:
+        lowercase: write all letters small and without accents, as the uncased BERT does.
+
+    Raises:
+        UserError: the vocabulary has no room for the texts' characters.
+
+    Source: Devlin et al. 2019, arXiv:1810.04805; Wu et al. 2016, arXiv:1609.08144, section 4.1.
+    """
+    from tokenizers import Tokenizer, models, trainers
+
+    texts, pipeline = list(texts), bert_pipeline(Tokenizer(models.WordPiece(unk_token="[UNK]")), lowercase=lowercase)
+    # The trainer numbers the pieces ##a, ##b, ... as its hash table yields them, and breaks ties by number: two runs
+    # differ. Named beforehand they have the same numbers each time.
+    inner = [f"##{character}" for character in _inner_characters(pipeline, texts)]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocabulary, special_tokens=[*BERT_MARKS, *inner], continuing_subword_prefix="##", show_progress=False
+    )
+    pipeline.train_from_iterator(texts, trainer)
+    if pipeline.get_vocab_size() > vocabulary:  # the trainer keeps every character, whatever it was asked for
+        raise UserError(
+            f"a wordpiece vocabulary of {vocabulary} is too small: the texts' characters and the special tokens alone "
+            f"need {pipeline.get_vocab_size()}; ask for more, or train a byte-level one (kind bpe)"
+        )
+    model = models.WordPiece(vocab=pipeline.get_vocab(), unk_token="[UNK]", max_input_chars_per_word=100)
+    return wrap_bert(bert_pipeline(Tokenizer(model), lowercase=lowercase))
+
+
+def _inner_characters(pipeline: Tokenizer, texts: Iterable[str]) -> list[str]:
+    """Characters that occur in words after their first one, in the order of their code points."""
+    normalizer, cutter = pipeline.normalizer, pipeline.pre_tokenizer
+    assert normalizer is not None and cutter is not None
+    words = {word for text in texts for word, _ in cutter.pre_tokenize_str(normalizer.normalize_str(text))}
+    return sorted({character for word in words for character in word[1:]})
+
+
+def train_unigram(
+    texts: Iterable[str], vocabulary: int, *, sentinels: int = 0, lowercase: bool = False
+) -> PreTrainedTokenizerFast:
+    """SentencePiece's kind: a blank is part of the word after it, the cut is the likeliest under a unigram model.
+
+    The first ids are <pad> </s> <unk>, as T5's; the end token follows each text. NFKC, runs of blanks become one.
+
+    Args:
+        sentinels: how many of T5's <extra_id_0>, <extra_id_1>, ...; they take the last ids, <extra_id_0> the very last.
+        lowercase: write all letters small.
+
+    Raises:
+        UserError: the vocabulary has no room for the sentinels or the texts' characters.
+
+    Source: Kudo 2018, arXiv:1804.10959; sentinels: Raffel et al. 2020, arXiv:1910.10683, section 3.1.4.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+
+    pieces = vocabulary - sentinels
+    if pieces <= len(T5_MARKS):
+        raise UserError(f"a vocabulary of {vocabulary} has no room for {sentinels} sentinels and {len(T5_MARKS)} marks")
+    tokenizer = Tokenizer(models.Unigram())
+    steps = [normalizers.NFKC(), *([normalizers.Lowercase()] if lowercase else [])]
+    tokenizer.normalizer = normalizers.Sequence(
+        [*steps, normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip(left=False, right=True)]
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
+    trainer = trainers.UnigramTrainer(
+        vocab_size=pieces, special_tokens=list(T5_MARKS), unk_token="<unk>", show_progress=False
+    )
+    try:
+        tokenizer.train_from_iterator(texts, trainer)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise UserError(f"a unigram vocabulary of {vocabulary} ({sentinels} sentinels) cannot be: {error}") from error
+    tokenizer.model = _in_order(tokenizer)
+    return wrap_t5(tokenizer, [f"<extra_id_{number}>" for number in reversed(range(sentinels))])
+
+
+def _in_order(tokenizer: Tokenizer) -> Any:
+    """The unigram model, the same at each training: the trainer leaves some things to the order of its hash tables.
+
+    The last digits of a score change with the order of summing, so scores are rounded and equal ones sorted by piece.
+    Characters that no likely piece holds get the lowest score and a step of 0.0001 each, in any order: here no step.
+    """
+    from tokenizers import models
+
+    vocabulary = [(piece, round(score, 6)) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
+    marks, pieces = vocabulary[: len(T5_MARKS)], vocabulary[len(T5_MARKS) :]
+    lowest = min(score for _, score in pieces)
+    reach = lowest + 1e-4 * sum(len(piece) == 1 for piece, _ in pieces)
+    levelled = [(piece, lowest if len(piece) == 1 and score <= reach else score) for piece, score in pieces]
+    ordered = sorted(levelled, key=lambda item: (-item[1], item[0]))
+    return models.Unigram(vocab=[*marks, *ordered], unk_id=T5_MARKS.index("<unk>"), byte_fallback=False)
+
+
+def byte_tokenizer(texts: Iterable[str] = (), *, sentinels: int = 125) -> PreTrainedTokenizerFast:
+    """ByT5's kind: a token is a byte of the text's UTF-8, its id the byte + 3; <pad> </s> <unk> are 0 1 2.
+
+    The end token follows each text.
+
+    Args:
+        texts: not read; there is nothing to fit.
+        sentinels: <extra_id_0>, <extra_id_1>, ... from id 259 upwards, as in transformers' tokenizer. (The released
+            ByT5 was trained with the ids 258, 257, ... as sentinels, which here are bytes that UTF-8 never uses.)
+
+    Source: Xue et al. 2022, arXiv:2105.13626, section 3.1.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    pieces = {**{mark: number for number, mark in enumerate(T5_MARKS)}, **_byte_pieces(len(T5_MARKS))}
+    tokenizer = Tokenizer(models.BPE(vocab=pieces, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return wrap_t5(tokenizer, [f"<extra_id_{number}>" for number in range(sentinels)])
+
+
+def _byte_pieces(first: int) -> dict[str, int]:
+    """Id of the visible character by which byte-level tokenizers write each byte.
+
+    Printable Latin-1 stands for itself; the other bytes, in order, are the characters from 256 on.
+    """
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(BYTES) if byte not in printable]
+    characters = {byte: chr(byte) for byte in printable} | {byte: chr(BYTES + n) for n, byte in enumerate(others)}
+    return {characters[byte]: first + byte for byte in range(BYTES)}
+
+
+def train_characters(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+    """One token per character (code point) that occurs in the texts, in the order of their code points.
+
+    The first ids are </s> <pad> <unk>; nothing is put around a text. A character that did not occur becomes <unk>:
+    `unknown_characters` counts such, `refuse_unknown` refuses them.
+
+    Raises:
+        UserError: no character at all.
+
+    Source: Karpathy 2015, "The unreasonable effectiveness of recurrent neural networks" (character-level modelling).
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    characters = sorted(set().union(*map(set, texts)))
+    if not characters:
+        raise UserError("no text, so no characters to make a vocabulary of")
+    end, pad, unknown = CHARACTER_MARKS
+    ids = {token: number for number, token in enumerate([*CHARACTER_MARKS, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token=unknown))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=end,
+        pad_token=pad,
+        unk_token=unknown,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def unknown_characters(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Counter[str]:
+    """How often each character of the texts occurs that the tokenizer reads, alone, as its unknown token."""
+    seen = Counter(character for text in texts for character in text)
+    ids = encode(tokenizer, list(seen))
+    return Counter({c: seen[c] for c, one in zip(seen, ids, strict=True) if tokenizer.unk_token_id in one})
+
+
+def refuse_unknown(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
+    """Raise where the texts hold a character the tokenizer does not know.
+
+    Raises:
+        UserError: naming the characters, the most frequent ones first.
+    """
+    unknown = unknown_characters(tokenizer, texts)
+    raise_all(
+        [
+            f"character {character!r} (U+{ord(character):04X}) occurs {number} times and is not in the vocabulary; "
+            "train the tokenizer on this text too, or remove it"
+            for character, number in unknown.most_common()
+        ],
+        cap=SHOWN_CHARACTERS,
+    )
+
+
+KINDS: dict[str, Callable[..., PreTrainedTokenizerFast]] = {
+    "bpe": train_bpe,
+    "wordpiece": train_wordpiece,
+    "unigram": train_unigram,
+    "bytes": byte_tokenizer,
+    "characters": train_characters,
+}

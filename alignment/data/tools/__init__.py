@@ -1,0 +1,1 @@
+"""Commands on data files: check them, show examples, split them, derive new rows."""

@@ -1,0 +1,273 @@
+"""report.html: one file that shows a run or a pipeline, with nothing to fetch. The drawing is in charts.py."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from markupsafe import Markup
+
+from alignment.evaluation.report.charts import (
+    Bar,
+    Curve,
+    bar_chart,
+    curve_chart,
+    is_drawable,
+    padded_limits,
+    path_chart,
+)
+from alignment.evaluation.report.metric_panels import FURTHER, MAIN, Panel
+from alignment.evaluation.winrate import WinRate
+from alignment.files import write_text
+
+TEMPLATES = Path(__file__).parent / "templates"
+HELD_OUT = "held_out_"
+COLOURS = 8  # as many as the style sheet names
+
+
+@dataclass(frozen=True)
+class WinRateRow:
+    """One policy's win rate against a baseline by one judge."""
+
+    policy: str
+    baseline: str
+    judge: str
+    win_rate: WinRate
+    inconsistent: int = 0
+    failures: int = 0
+
+
+@dataclass(frozen=True)
+class KLPoint:
+    """A moment of training: KL to the reference (nats per response), the optimised score and the true one."""
+
+    kl: float
+    proxy: float | None = None
+    gold: float | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A policy's response and its gold score."""
+
+    text: str
+    score: float | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A prompt (text or chat messages) and each policy's answer."""
+
+    prompt: str | Sequence[Mapping[str, str]]
+    answers: Mapping[str, Answer]
+
+
+@dataclass(frozen=True)
+class StageRecord:
+    """Where a stage's result comes from and what it took."""
+
+    name: str
+    hash: str
+    parents: Sequence[str] = ()
+    seconds: float | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """All that a report can show; a part that is empty is left out.
+
+    Attributes:
+        title, summary: a headline and a paragraph.
+        summary_table: rows of the results table: column name -> text, number or `WinRate`; the first names the row.
+        win_rates: one row for each policy, baseline and judge.
+        gold_parts: policy -> part of the gold score -> mean.
+        overoptimisation: policy -> its points in order of training.
+        stages: stage -> lines of its metrics.jsonl.
+        samples: a few prompts with each policy's answer.
+        lineage: the stages in order.
+        notes: closing remarks, a paragraph each.
+    """
+
+    title: str
+    summary: str = ""
+    summary_table: Sequence[Mapping[str, Any]] = ()
+    win_rates: Sequence[WinRateRow] = ()
+    gold_parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    overoptimisation: Mapping[str, Sequence[KLPoint]] = field(default_factory=dict)
+    stages: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
+    samples: Sequence[Sample] = ()
+    lineage: Sequence[StageRecord] = ()
+    notes: Sequence[str] = ()
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart with its words."""
+
+    title: str
+    note: str
+    svg: Markup
+
+
+def write_report(path: Path, data: ReportData) -> Path:
+    """Write a self-contained HTML page and return its path. All text is escaped, and nothing in the page can run."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"cell": format_cell, "duration": format_duration}
+    colours = policy_colours(data)
+    stages = {name: open_and_folded(name, rows) for name, rows in data.stages.items()}
+    html = environment.get_template("report.html.jinja").render(
+        data=data,
+        columns=list(dict.fromkeys(key for row in data.summary_table for key in row)),
+        colours=colours,
+        win_rate_charts=win_rate_charts(data.win_rates, colours),
+        gold_charts=gold_charts(data.gold_parts, colours),
+        overoptimisation_charts=overoptimisation_charts(data.overoptimisation, colours),
+        stages={name: charts for name, charts in stages.items() if any(charts)},
+        settings={record.name: dict(flatten(record.settings)) for record in data.lineage},
+        longest_seconds=max((record.seconds or 0 for record in data.lineage), default=0),
+    )
+    write_text(path, html)
+    return Path(path)
+
+
+def policy_colours(data: ReportData) -> dict[str, int]:
+    """One colour per policy for the whole page, in order of appearance."""
+    names = dict.fromkeys(
+        [
+            *data.gold_parts,
+            *(row.policy for row in data.win_rates),
+            *data.overoptimisation,
+            *(name for sample in data.samples for name in sample.answers),
+        ]
+    )
+    return {name: number % COLOURS for number, name in enumerate(names)}
+
+
+def win_rate_charts(rows: Sequence[WinRateRow], colours: Mapping[str, int]) -> list[Chart]:
+    """One chart for each baseline and judge."""
+    charts = []
+    for baseline, judge in dict.fromkeys((row.baseline, row.judge) for row in rows):
+        group = [row for row in rows if (row.baseline, row.judge) == (baseline, judge)]
+        bars = [
+            Bar(row.policy, row.win_rate.rate, (row.win_rate.low, row.win_rate.high), colours[row.policy])
+            for row in group
+        ]
+        svg = bar_chart(
+            f"Win rates against {baseline}, judge: {judge}", bars, limits=(0, 1.16), percent=True, line_at=0.5
+        )
+        charts.append(Chart(f"Win rate against {baseline}", f"judge: {judge}", svg))
+    return charts
+
+
+def gold_charts(parts: Mapping[str, Mapping[str, float]], colours: Mapping[str, int]) -> list[Chart]:
+    """One chart for each part of the gold score, all on the same scale."""
+    values = [value for scores in parts.values() for value in scores.values() if is_drawable(value)]
+    limits = padded_limits(values)
+    charts = []
+    for part in dict.fromkeys(part for scores in parts.values() for part in scores):
+        bars = [Bar(name, s[part], None, colours[name]) for name, s in parts.items() if is_drawable(s.get(part))]
+        charts.append(Chart(part.capitalize(), "", bar_chart(f"Gold score, part {part}", bars, limits=limits)))
+    return charts
+
+
+def overoptimisation_charts(paths: Mapping[str, Sequence[KLPoint]], colours: Mapping[str, int]) -> list[Chart]:
+    """Two charts over the same KL: the score that was optimised, and the one that was meant."""
+    charts = []
+    for name, title, note in (
+        ("proxy", "Proxy reward", "what was optimised: the reward model's score"),
+        ("gold", "Gold score", "what was meant: where this falls while the proxy rises, the policy games its reward"),
+    ):
+        curves = []
+        for policy, points in paths.items():
+            known = [p for p in points if is_drawable(p.kl) and is_drawable(getattr(p, name))]
+            if known:
+                heights = [getattr(point, name) for point in known]
+                curves.append(Curve(policy, [point.kl for point in known], heights, colours[policy]))
+        if curves:
+            svg = path_chart(f"{title} over KL", curves, "KL to the reference, nats per response", title)
+            charts.append(Chart(title, note, svg))
+    return charts
+
+
+def open_and_folded(
+    stage: str, rows: Sequence[Mapping[str, Any]], row_length: int = 3
+) -> tuple[list[Chart], list[Chart]]:
+    """A stage's charts that stand open, at least a row of them, and those that are folded away."""
+    main = stage_charts(stage, rows, MAIN)
+    further = stage_charts(stage, rows, [*FURTHER, *other_panels(rows)])
+    moved = max(row_length - len(main), 0)
+    return main + further[:moved], further[moved:]
+
+
+def stage_charts(stage: str, rows: Sequence[Mapping[str, Any]], panels: Iterable[Panel]) -> list[Chart]:
+    """The panels for which a stage has measurements."""
+    charts = []
+    for panel in panels:
+        curves = [
+            Curve(label, [row["step"] for row in known], [row[key] for row in known], number)
+            for number, (key, label) in enumerate(_keys(panel))
+            if (known := [row for row in rows if is_drawable(row.get("step")) and is_drawable(row.get(key))])
+        ]
+        if curves:
+            svg = curve_chart(f"{stage}: {panel.title}", curves, "update")
+            charts.append(Chart(panel.title, panel.note, svg))
+    return charts
+
+
+def _keys(panel: Panel) -> list[tuple[str, str]]:
+    """Metric keys of a panel and their labels, each followed by its held-out twin."""
+    if len(panel.keys) == 1:
+        (key,) = panel.keys
+        return [(key, "training"), (HELD_OUT + key, "held out")]
+    return [
+        pair for key, label in panel.keys.items() for pair in ((key, label), (HELD_OUT + key, f"{label}, held out"))
+    ]
+
+
+def other_panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+    """A panel for each metric that no known panel shows."""
+    shown = {"step", "tokens"} | {key for panel in (*MAIN, *FURTHER) for key in panel.keys}
+    keys = dict.fromkeys(key.removeprefix(HELD_OUT) for row in rows for key in row)
+    return [Panel(key.replace("_", " ").capitalize(), "", {key: key}) for key in keys if key not in shown]
+
+
+def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+    """Nested settings as dotted keys and text."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping) and value:
+            yield from flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", str(value)
+
+
+def format_cell(value: Any) -> str:
+    """A table cell: numbers with three significant digits, win rates with their interval, a dash for nothing."""
+    if value is None or value == "":
+        return "–"
+    if isinstance(value, WinRate):
+        return f"{100 * value.rate:.1f} % [{100 * value.low:.1f}, {100 * value.high:.1f}]"
+    if isinstance(value, float):
+        size = abs(value)
+        text = (
+            f"{value:,.0f}" if 1e3 <= size < 1e7 else f"{value:#.3g}" if size == 0 or size >= 1e-3 else f"{value:.2e}"
+        )
+        return text.replace("-", "\N{MINUS SIGN}")
+    return str(value)
+
+
+def format_duration(seconds: float | None) -> str:
+    """Seconds as people say them."""
+    if seconds is None:
+        return "–"
+    if seconds < 90:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

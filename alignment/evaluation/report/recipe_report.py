@@ -1,0 +1,149 @@
+"""The report of a whole recipe: every stage's curves, the evaluation's results, one table. The page itself is report.py's."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from alignment.errors import UserError
+from alignment.evaluation.report.page import Answer, KLPoint, ReportData, Sample, StageRecord, WinRateRow, write_report
+from alignment.evaluation.report.run_report import read_lines, read_record
+from alignment.evaluation.winrate import WinRate
+
+GOLD_PARTS = ("helpful", "honest", "harmless", "brief")
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """Settings of a report.
+
+    Attributes:
+        output: directory of report.html.
+        title: its heading.
+        summary: a sentence or two under it.
+        stages: name -> directory of each training run, in order.
+        evaluation: directory of `evaluate winrate`'s results; None: the page has curves and lineage alone.
+    """
+
+    output: str
+    title: str
+    summary: str = ""
+    stages: dict[str, str] = field(default_factory=dict)
+    evaluation: str | None = None
+
+
+def run_report(config: ReportConfig) -> Path:
+    """Write `output/report.html` and print its table.
+
+    Raises:
+        UserError: a stage or the evaluation is not there.
+    """
+    metrics = {name: read_lines(Path(folder) / "metrics.jsonl") for name, folder in config.stages.items()}
+    results = _read_results(config.evaluation)
+    rows = summary_rows(results) if results else []
+    data = ReportData(
+        title=config.title,
+        summary=config.summary,
+        summary_table=rows,
+        win_rates=win_rate_rows(results),
+        gold_parts={name: model["gold"] for name, model in results.get("models", {}).items() if "gold" in model},
+        overoptimisation={name: points for name, lines in metrics.items() if (points := kl_points(lines))},
+        stages=metrics,
+        samples=samples(results),
+        lineage=[_record(name, folder) for name, folder in config.stages.items()],
+    )
+    path = write_report(Path(config.output) / "report.html", data)
+    print_table(rows)
+    print(f"report: {path}")
+    return path
+
+
+def summary_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """One row per policy, the columns in the table's order."""
+    rows = []
+    for name, model in results["models"].items():
+        row: dict[str, Any] = {"policy": name}
+        if name == results["baseline"]:
+            row[f"win rate against {name}"] = "–"
+        else:
+            row[f"win rate against {results['baseline']}"] = str(WinRate(**model["win_rate"]))
+        row |= {"gold reward": model["gold"]["total"]} if "gold" in model else {}
+        row |= {label: model[key] for key, label in COLUMNS.items() if key in model}
+        rows.append(row)
+    return rows
+
+
+COLUMNS = {
+    "proxy": "reward model",
+    "kl": "KL from baseline, nats",
+    "language_loss": "text loss, nats/token",
+    "response_tokens": "tokens per reply",
+    "ended_share": "share that ended",
+}
+
+
+def win_rate_rows(results: Mapping[str, Any]) -> list[WinRateRow]:
+    """Bars of the win-rate chart."""
+    return [
+        WinRateRow(
+            name,
+            results["baseline"],
+            results["judge"],
+            WinRate(**model["win_rate"]),
+            model["inconsistent"],
+            model["failures"],
+        )
+        for name, model in results.get("models", {}).items()
+        if "win_rate" in model
+    ]
+
+
+def kl_points(lines: list[dict[str, Any]]) -> list[KLPoint]:
+    """The path of a PPO run through (KL, proxy, gold); nothing for other runs."""
+    return [KLPoint(line["kl"], line.get("score"), line.get("gold_score")) for line in lines if "kl" in line]
+
+
+def samples(results: Mapping[str, Any]) -> list[Sample]:
+    """Prompts with every policy's response."""
+    return [
+        Sample(row["prompt"], {name: Answer(each["text"], each["score"]) for name, each in row["responses"].items()})
+        for row in results.get("samples", [])
+    ]
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """The summary on standard output."""
+    if not rows:
+        return
+    from rich.console import Console
+    from rich.table import Table
+
+    from alignment.evaluation.report.page import format_cell
+
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    table = Table(*columns)
+    for row in rows:
+        table.add_row(*(format_cell(row.get(column)) for column in columns))
+    Console(width=160).print(table)
+
+
+def _record(name: str, folder: str) -> StageRecord:
+    """Lineage of one stage, under the recipe's name for it."""
+    record = read_record(Path(folder))
+    parents = [str(Path(parent).parent.name) for parent in record.parents]
+    seconds = json.loads((Path(folder).parent / "stages.json").read_text()) if _has_times(folder) else {}
+    return StageRecord(name, record.hash, parents, seconds.get(Path(folder).name, {}).get("seconds"), record.settings)
+
+
+def _has_times(folder: str) -> bool:
+    return (Path(folder).parent / "stages.json").is_file()
+
+
+def _read_results(folder: str | None) -> dict[str, Any]:
+    if folder is None:
+        return {}
+    path = Path(folder) / "results.json"
+    if not path.is_file():
+        raise UserError(f"{path}: not there; run `alignment evaluate winrate` first")
+    return json.loads(path.read_text(encoding="utf-8"))

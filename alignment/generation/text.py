@@ -1,0 +1,81 @@
+"""Text to and from the token ids of each kind of model. What stands inside a decoder's prompt is data/chat.py's affair."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from alignment.data.text.chat import prompt_ids
+from alignment.data.text.encoding import naming_panics
+from alignment.errors import UserError, raise_all
+
+
+def start_token_id(config: dict[str, Any]) -> int | None:
+    """The token that begins an encoder-decoder model's responses; None for a decoder.
+
+    Args:
+        config: the model's config.json.
+
+    Raises:
+        UserError: an encoder-decoder's config names none.
+    """
+    if not config.get("is_encoder_decoder", False):
+        return None
+    start = config.get("decoder_start_token_id")
+    if start is None:
+        raise UserError(
+            f"the {config.get('model_type')} model's config.json names no decoder_start_token_id, so its decoder cannot "
+            "begin; T5 takes its padding token, BART its end token"
+        )
+    return start
+
+
+def source_ids(tokenizer: Any, texts: Sequence[Any]) -> list[list[int]]:
+    """Ids of texts for an encoder, with what its tokenizer puts around them (T5: the end token).
+
+    Special tokens written in a text are read as such, unlike in a decoder's prompt: T5's sentinels are how one asks it
+    to fill a gap.
+
+    Raises:
+        UserError: messages instead of text, all of them at once; a text without any token.
+    """
+    raise_all(
+        f"prompt {number}: an encoder-decoder model reads text, this prompt is a list of messages"
+        for number, text in enumerate(texts)
+        if not isinstance(text, str)
+    )
+    if not texts:
+        return []
+    with naming_panics(tokenizer):
+        encoded = tokenizer(list(texts), padding=False, truncation=False, verbose=False)["input_ids"]
+    raise_all(f"prompt {number}: no token" for number, ids in enumerate(encoded) if not ids)
+    return encoded
+
+
+def read_prompts(tokenizer: Any, prompts: Sequence[Any], start_token: int | None) -> list[list[int]]:
+    """Ids of prompts, or of source documents where responses begin with a start token.
+
+    Raises:
+        UserError: one prompt in place of a list of them, or an entry that is neither text nor messages.
+    """
+    if isinstance(prompts, str):
+        raise UserError(f"prompts must be a list, got one text, {prompts[:40]!r}; write [text]")
+    prompts = list(prompts)
+    if any(isinstance(prompt, dict) for prompt in prompts):
+        raise UserError("prompts must be a list of prompts, got the messages of one; write [messages]")
+    raise_all(
+        f"prompt {number}: must be text or a list of messages, got {type(prompt).__name__}"
+        for number, prompt in enumerate(prompts)
+        if not isinstance(prompt, (str, list, tuple))
+    )
+    if start_token is None:
+        return [prompt_ids(tokenizer, prompt) for prompt in prompts]
+    return source_ids(tokenizer, prompts)
+
+
+def response_text(tokenizer: Any, tokens: Sequence[int], ended: bool) -> str:
+    """Text of a decoder's response, its stop token left off."""
+    return tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False)
+
+
+def target_text(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Text of an encoder-decoder's response without special tokens, as transformers' pipelines show it."""
+    return tokenizer.decode(list(tokens), skip_special_tokens=True)

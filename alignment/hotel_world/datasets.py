@@ -1,0 +1,148 @@
+"""The embedded world's data files, one per stage, from a seed. What the texts say is grammar.py's and writers.py's matter."""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from alignment.files import atomic_directory
+from alignment.hotel_world.grammar import (
+    GUESTS,
+    Sheet,
+    claim,
+    draw_request,
+    draw_sheet,
+    fold,
+    read_prompt,
+    sentence,
+    write_prompt,
+    write_request,
+    write_sheet,
+)  # fmt: skip
+from alignment.hotel_world.labelers import prefers_first
+from alignment.hotel_world.writers import draw_writer, write_reply
+
+FOLDS = 100  # fact sheets fall into these by their facts; every file owns a range of its own
+RANGES = {
+    "pretrain": range(0, 60),
+    "pretrain_heldout": range(60, 65),
+    "demonstrations": range(65, 75),
+    "comparisons": range(75, 85),
+    "comparisons_heldout": range(85, 90),
+    "prompts": range(90, 95),
+    "prompts_eval": range(95, 100),
+}
+
+
+@dataclass(frozen=True)
+class WorldConfig:
+    """Rows per file."""
+
+    pretrain: int = 14_000
+    pretrain_heldout: int = 300
+    demonstrations: int = 2_500
+    comparisons: int = 8_000
+    comparisons_heldout: int = 500
+    prompts: int = 2_000
+    prompts_eval: int = 300
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            if getattr(self, entry.name) < 1:
+                raise ValueError(f"{entry.name} must be at least 1 row, got {getattr(self, entry.name)}")
+
+
+def write_world(directory: Path | str, *, seed: int = 0, sizes: WorldConfig | None = None) -> dict[str, Path]:
+    """Write all files of the world and give their paths by name; the same seed and sizes give the same bytes.
+
+    The directory appears whole or not at all; one that exists is replaced.
+
+    Args:
+        directory: where the .jsonl files go.
+        seed: of everything random here. Each file has its own stream, so one file's size does not change another's rows.
+        sizes: rows per file; None for the quickstart's.
+    """
+    directory, sizes = Path(directory), sizes or WorldConfig()
+    with atomic_directory(directory) as temporary:
+        for name in RANGES:
+            rows = draw_rows(name, seed=seed, count=getattr(sizes, name))
+            lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+            (temporary / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return {name: directory / f"{name}.jsonl" for name in RANGES}
+
+
+def draw_rows(name: str, *, seed: int, count: int) -> Iterator[dict[str, Any]]:
+    """The rows of one file (a key of `RANGES`), one at a time."""
+    rng = Random(f"{seed}/{name}")
+    draw = _DRAW[name.removesuffix("_heldout").removesuffix("_eval")]
+    for _ in range(count):
+        sheet = draw_sheet(rng)
+        while fold(sheet.facts, FOLDS) not in RANGES[name]:
+            sheet = draw_sheet(rng)
+        yield draw(rng, sheet)
+
+
+def _demonstration(rng: Random, sheet: Sheet) -> dict[str, Any]:
+    prompt = write_prompt(sheet, draw_request(rng, sheet))
+    return {"prompt": prompt, "completion": write_reply(rng, read_prompt(prompt), draw_writer(rng))}
+
+
+def _comparison(rng: Random, sheet: Sheet) -> dict[str, Any]:
+    """Two replies by random writers to one prompt, in the order one labeler prefers."""
+    prompt = write_prompt(sheet, draw_request(rng, sheet))
+    first = second = write_reply(rng, read_prompt(prompt), draw_writer(rng))
+    while second == first:
+        second = write_reply(rng, read_prompt(prompt), draw_writer(rng))
+    if not prefers_first(rng, prompt, first, second):
+        first, second = second, first
+    return {"prompt": prompt, "chosen": first, "rejected": second}
+
+
+def _prompt(rng: Random, sheet: Sheet) -> dict[str, Any]:
+    request = draw_request(rng, sheet)
+    return {"prompt": write_prompt(sheet, request), "facts": dict(sheet.facts), "asked": list(request.asked)}
+
+
+def _text(rng: Random, sheet: Sheet) -> dict[str, Any]:
+    """A text about one hotel: dialogues at its desk, a letter, or a guide's entry."""
+    return {"text": rng.choices((_dialogues, _letter, _guide), (0.5, 0.2, 0.3))[0](rng, sheet)}
+
+
+def _dialogues(rng: Random, sheet: Sheet) -> str:
+    """One or two guests at the desk of one hotel, answered by concierges of mixed skill."""
+    text = write_sheet(sheet)
+    for _ in range(rng.choice((1, 2))):
+        text += write_request(draw_request(rng, sheet))
+        text += write_reply(rng, read_prompt(text), draw_writer(rng))
+    return text
+
+
+def _letter(rng: Random, sheet: Sheet) -> str:
+    """A letter that tells of the stay and comes back to what matters."""
+    writer, friend = rng.sample(GUESTS, 2)
+    told = " and ".join(claim(*fact) for fact in sheet.facts)
+    again = " ".join(sentence(claim(*fact)) for fact in rng.sample(sheet.facts, len(sheet.facts)))
+    mood = rng.choice(
+        ("we loved our week by the sea.", "we had some rain but a good time.", "the children did not want to leave.")
+    )
+    return f"Dear {friend}, {mood} At the Hotel {sheet.hotel} {told}. Do not forget. {again} Yours, {writer}"
+
+
+def _guide(rng: Random, sheet: Sheet) -> str:
+    """A guide's entry, confirmed by two visitors who each tell it in an order of their own."""
+    told = [sentence(claim(*fact)) for fact in sheet.facts]
+    visits = [f"\nVisitor {guest}: {' '.join(rng.sample(told, len(told)))}" for guest in rng.sample(GUESTS, 2)]
+    verdict = rng.choice(
+        ("It is good for families.", "It is quiet at night.", "The staff is friendly.", "It is near the station.")
+    )
+    return f"{write_sheet(sheet)} {verdict}{''.join(visits)}"
+
+
+_DRAW: dict[str, Callable[[Random, Sheet], dict[str, Any]]] = {
+    "pretrain": _text,
+    "demonstrations": _demonstration,
+    "comparisons": _comparison,
+    "prompts": _prompt,
+}

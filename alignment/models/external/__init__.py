@@ -1,0 +1,1 @@
+"""Architectures without a family table of ours, run through transformers' own classes behind our interface."""

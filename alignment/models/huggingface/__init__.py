@@ -1,0 +1,1 @@
+"""Hugging Face model directories read and written: configs, weight names, checkpoints."""

@@ -1,0 +1,54 @@
+"""Fresh weights. Everything that is loaded skips this room: see checkpoint.py."""
+
+import re
+from typing import Any
+
+from torch import nn
+
+from alignment.models.heads import LanguageHead
+from alignment.models.layers.attention import Attention, CrossAttention
+from alignment.models.layers.disentangled import RelativeEmbedding
+from alignment.models.layers.position_bias import RelativeBias
+from alignment.models.layers.position_embeddings import LearnedPositions
+from alignment.models.spec import FanInInitSpec, InitSpec
+from alignment.models.spec_pairs import EncoderDecoderSpec
+
+RESIDUAL_LAYERS = re.compile(r"(attention|cross)\.output$|feedforward\.(experts\.\d+\.)?down$")
+DRAWN = nn.Linear | nn.Embedding | nn.Conv1d | LearnedPositions | RelativeBias | RelativeEmbedding | LanguageHead
+
+
+def initialise(model: Any) -> Any:
+    """Fresh weights in place: matrices normal, biases zero, norms as they come. Returns the model in eval mode."""
+    init = (model.spec.decoder if isinstance(model.spec, EncoderDecoderSpec) else model.spec).init
+    drawn = set()
+    for name, module in model.named_modules():
+        if not isinstance(module, DRAWN):
+            continue
+        if isinstance(init, FanInInitSpec) and id(module.weight) in drawn:
+            continue  # a head that is the token table keeps that table's deviation
+        initialise_layer(module, init, name)
+        drawn.add(id(module.weight))
+    if isinstance(init, FanInInitSpec):
+        for module in model.modules():
+            if isinstance(module, Attention | CrossAttention):  # T5 does not divide scores by sqrt(K)
+                module.query.weight.data *= module.spec.head_width**-0.5
+    return model.eval()
+
+
+def initialise_layer(module: nn.Module, init: InitSpec | FanInInitSpec, name: str = "") -> None:
+    """One layer's matrix drawn, its bias and its constants zero.
+
+    Source: the two deviations are Radford et al. 2019 (GPT-2), section 2.3: residual layers divided by
+    sqrt(2 * layers); the other rule is that of Raffel et al. 2020's code for T5.
+    """
+    weight, bias = module.weight, getattr(module, "bias", None)
+    if isinstance(init, InitSpec):
+        std = init.residual_std if RESIDUAL_LAYERS.search(name) else init.std
+    elif isinstance(module, RelativeBias):
+        std = init.distance_std
+    else:
+        std = init.factor * (1.0 if isinstance(module, nn.Embedding) else weight.shape[-1] ** -0.5)  # type: ignore[operator, union-attr]
+    nn.init.normal_(weight, std=std)  # type: ignore[arg-type]
+    for constants in ([] if bias is None else [bias], module.buffers(recurse=False)):
+        for x in constants:
+            nn.init.zeros_(x)

@@ -1,0 +1,1 @@
+"""Recipes: stages in order, their files, and what is expected of them."""

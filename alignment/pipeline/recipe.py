@@ -1,0 +1,136 @@
+"""What a recipe says: stages in order, the settings of each, expected bands. Running it is pipeline.py's matter."""
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from alignment.config.load import build, find_packaged, nearest
+from alignment.config.yaml_source import Document, Key, overlay, override, read_yaml
+from alignment.errors import UserError, raise_all
+from alignment.pipeline.expectations import Band
+
+FOLDERS = ("configs", "data", "recipe")  # what `${...}` may stand for beside stages and the seed
+RESERVED = (*FOLDERS, "seed")
+
+
+@dataclass(frozen=True)
+class StageEntry:
+    """One stage as written.
+
+    Attributes:
+        name: its directory below the recipe's output, and what `${name}` stands for.
+        run: verb, a key of `pipeline.STAGES`.
+        config: packaged name, path, or the config itself.
+        settings: laid over `config`; keys may be dotted.
+    """
+
+    name: str
+    run: str
+    config: str | dict[str, Any] | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(r"[A-Za-z0-9][\w-]*", self.name) or self.name in RESERVED:
+            raise ValueError(
+                f"name must be of letters, digits, - and _, and none of {', '.join(RESERVED)}; got {self.name!r}"
+            )
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A pipeline: stages in order, and what is expected of them."""
+
+    name: str
+    stages: list[StageEntry]
+    title: str = ""
+    description: str = ""
+    seed: int = 0
+    expect: list[Band] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        names = [stage.name for stage in self.stages]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice or not names:
+            raise ValueError(f"two stages are called {', '.join(twice)}" if twice else "stages: there are none")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+        for band in self.expect:
+            if band.stage not in names:
+                raise ValueError(f"expect: there is no stage {band.stage!r}; {nearest(band.stage, names)}")
+
+
+@dataclass(frozen=True)
+class StageSettings:
+    """One stage's config, references not yet filled in.
+
+    Attributes:
+        entry: the stage as written.
+        document: its config with settings and overrides laid over it.
+    """
+
+    entry: StageEntry
+    document: Document
+
+
+def read_recipe(source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Path, list[StageSettings]]:
+    """A recipe, its folder, and the settings of each stage.
+
+    Args:
+        source: folder, path of a recipe.yaml, or packaged name.
+        overrides: `stage.key=value`, or `seed=value`.
+
+    Raises:
+        UserError: every problem at once.
+    """
+    path = find_packaged(source, "recipes")
+    own = [text for text in overrides if "." not in text.partition("=")[0]]
+    document = override(read_yaml(path), own)
+    recipe = build(Recipe, document)
+    below: dict[str, list[str]] = {stage.name: [] for stage in recipe.stages}
+    problems = []
+    for text in (text for text in overrides if text not in own):
+        name, _, rest = text.partition(".")
+        if name in below:
+            below[name].append(rest)
+        else:
+            problems.append(f"override: {text}: there is no stage {name!r}; {nearest(name, below)}")
+    settings = []
+    for place, stage in enumerate(recipe.stages):
+        try:
+            settings.append(_settings(stage, document.below(("stages", place)), path.parent, below[stage.name]))
+        except UserError as error:
+            problems.append(str(error))
+    raise_all(problems)
+    return recipe, path.parent, settings
+
+
+def _settings(stage: StageEntry, written: Document, folder: Path, overrides: Sequence[str]) -> StageSettings:
+    """Config, then settings, then overrides, each over the one before."""
+    if isinstance(stage.config, str):
+        beside = folder / stage.config
+        document = read_yaml(beside if beside.is_file() else find_packaged(stage.config, "configs"))
+    elif stage.config is None:
+        document = Document({}, {(): written.place(())})
+    else:
+        document = written.below(("config",))
+    if not isinstance(document.values, (dict, type(None))):
+        raise UserError(f"{document.place(())}: stage {stage.name}: its config must be a section of keys")
+    for name, value in stage.settings.items():
+        where = written.place(("settings", name))
+        for key, leaf in _leaves(value, tuple(name.split("."))):
+            document = overlay(document, key, leaf, where)
+    try:
+        return StageSettings(stage, override(document, overrides))
+    except UserError as error:
+        raise UserError(f"stage {stage.name}: {error}") from error
+
+
+def _leaves(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
+    """Keys and values of a section; a list or an empty section is a value."""
+    if not isinstance(value, dict) or not value:
+        yield key, value
+        return
+    for name, item in value.items():
+        yield from _leaves(item, (*key, name))

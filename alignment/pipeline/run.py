@@ -1,0 +1,305 @@
+"""Runs a recipe: stages in order, finished ones skipped by content hash. What a stage does is its own room's matter."""
+
+import gc
+import importlib
+import os
+import resource
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alignment.config.load import build, data_folder, nearest, packaged_folder
+from alignment.config.yaml_source import Document, fill, references, strings
+from alignment.errors import UserError, raise_all
+from alignment.files import hash_of, remove_directory, remove_leftovers, sha256, write_json
+from alignment.pipeline.expectations import check_bands, read_json
+from alignment.pipeline.recipe import FOLDERS, Recipe, StageSettings, read_recipe
+
+STAGES = {  # verb: module, config class, function of a config. Imported when a recipe or a command needs it.
+    "world": ("alignment.hotel_world.run", "WorldRunConfig", "run_world"),
+    "split": ("alignment.data.tools.split", "SplitConfig", "run_split"),
+    "pairs": ("alignment.data.tools.derive", "PairsConfig", "run_pairs"),
+    "continuations": ("alignment.data.tools.derive", "ContinuationsConfig", "run_continuations"),
+    "import_llama2c": ("alignment.commands.import_llama2c", "ImportConfig", "run_import"),
+    "pretrain": ("alignment.algorithms.pretrain.pretrain", "PretrainConfig", "run"),
+    "sft": ("alignment.algorithms.sft", "SFTConfig", "run"),
+    "reward": ("alignment.algorithms.reward", "RewardConfig", "run"),
+    "ppo": ("alignment.algorithms.ppo.ppo", "PPOConfig", "run"),
+    "dpo": ("alignment.algorithms.dpo", "DPOConfig", "run"),
+    "understand": ("alignment.algorithms.finetune.finetune", "UnderstandConfig", "run"),
+    "winrate": ("alignment.evaluation.win_rate_run", "WinRateConfig", "run_winrate"),
+    "reward_eval": ("alignment.evaluation.win_rate_run", "RewardEvalConfig", "run_reward"),
+    "language": ("alignment.evaluation.win_rate_run", "LanguageEvalConfig", "run_language"),
+    "report": ("alignment.evaluation.report.recipe_report", "ReportConfig", "run_report"),
+}
+GIT_HASH = 40  # digits; a SHA-256 has 64
+MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer.json")
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage ready to run.
+
+    Attributes:
+        name: also its directory's, below the recipe's output.
+        config: checked, every reference filled in.
+        run: does the work and writes into the stage's directory.
+        lineage: hashes of code, settings, files read and parent stages.
+        hash: of the lineage; equal hashes give equal results.
+    """
+
+    name: str
+    config: Any
+    run: Callable[[Any], Any]
+    lineage: dict[str, Any]
+    hash: str
+
+
+def find_stage(verb: str) -> tuple[type, Callable[[Any], Any]]:
+    """Config class and function of a verb; imports them."""
+    module, config, function = STAGES[verb]
+    loaded = importlib.import_module(module)
+    return getattr(loaded, config), getattr(loaded, function)
+
+
+def run_recipe(
+    source: str,
+    output: Path,
+    overrides: Sequence[str] = (),
+    *,
+    start: str | None = None,
+    only: str | None = None,
+    check: bool = False,
+) -> bool:
+    """Run what is not finished yet and say whether the results lie in the recipe's bands.
+
+    Args:
+        source: recipe folder, file, or packaged name.
+        output: each stage writes into a directory of its name in here.
+        overrides: `stage.key=value`, or `seed=value`.
+        start: this stage and those after it run anew, finished or not.
+        only: run this stage alone, anew; those before it must be finished.
+        check: compare with the bands; without it the answer is always True.
+
+    Raises:
+        UserError: a mistake in any stage, before the first one starts; or another run in `output`.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError(
+            "a recipe runs in one process; launch its stages one by one: accelerate launch -m alignment sft ..."
+        )
+    output = Path(output)
+    recipe, stages = plan(source, output, overrides)
+    anew, wanted = _choose([stage.name for stage in stages], start, only)
+    from alignment.training.run.directory import lock  # torch comes with it: not before the cheap checks
+
+    with closing(lock(output)):
+        _check_directories(stages, output, wanted)
+        for place, stage in enumerate(stages):
+            title = f"[{place + 1}/{len(stages)}] {stage.name}"
+            if stage.name not in wanted:
+                continue
+            if stage.name not in anew and is_finished(stage, output):
+                print(f"{title}: finished before", flush=True)
+                continue
+            print(title, flush=True)
+            run_stage(stage, output, anew=stage.name in anew)
+    return check_bands(recipe.expect, output) if check else True
+
+
+def _choose(names: list[str], start: str | None, only: str | None) -> tuple[set[str], set[str]]:
+    """Stages to run even if finished, and stages to look at."""
+    for name in (start, only):
+        if name is not None and name not in names:
+            raise UserError(f"there is no stage {name!r}; {nearest(name, names)}")
+    if start is not None and only is not None:
+        raise UserError("--from and --only exclude each other")
+    if only is not None:
+        return {only}, {only}
+    return set(names[names.index(start) :]) if start else set(), set(names)
+
+
+# Planning
+
+
+def plan(source: str, output: Path, overrides: Sequence[str] = ()) -> tuple[Recipe, list[Stage]]:
+    """A recipe's stages, every config checked and every data file found.
+
+    Raises:
+        UserError: every problem of every stage at once.
+    """
+    recipe, folder, written = read_recipe(source, overrides)
+    raise_all(problem for place, stage in enumerate(written) for problem in _wrong_references(stage, written[:place]))
+    names = {"seed": recipe.seed, "data": str(data_folder()), "recipe": str(folder)}
+    names["configs"] = str(packaged_folder("configs"))
+    names |= {stage.entry.name: str(output / stage.entry.name) for stage in written}
+    raise_all(problem for stage in written for problem in _missing_data(stage, names))
+    code, hashes, problems = code_hash(), {}, []
+    stages: list[Stage] = []
+    for stage in written:
+        try:
+            stages.append(_resolve(stage, names, hashes, code))
+            hashes[stage.entry.name] = stages[-1].hash
+        except UserError as error:
+            problems += [f"stage {stage.entry.name}: {line}" for line in str(error).splitlines()]
+            hashes[stage.entry.name] = "wrong"  # those that build on it are still checked
+    raise_all(problems)
+    return recipe, stages
+
+
+def _wrong_references(stage: StageSettings, earlier: Sequence[StageSettings]) -> list[str]:
+    """A verb that is none, or `${...}` that does not name an earlier stage."""
+    entry, problems = stage.entry, []
+    if entry.run not in STAGES:
+        problems.append(f"stage {entry.name}: there is no verb {entry.run!r}; {nearest(entry.run, STAGES)}")
+    values = dict(stage.document.values or {})
+    if values.pop("output", None) not in (None, f"${{{entry.name}}}"):
+        problems.append(
+            f"stage {entry.name}: output: a recipe's stages write into directories of their own; leave it out"
+        )
+    known = ["seed", *FOLDERS, *(each.entry.name for each in earlier)]
+    for name in sorted(references(values) - set(known)):
+        problems.append(f"stage {entry.name}: ${{{name}}} is no stage before this one; {nearest(name, known)}")
+    return problems
+
+
+def _missing_data(stage: StageSettings, names: dict[str, Any]) -> list[str]:
+    """Files under `${data}` and its like that are not there."""
+    problems = []
+    for text in strings(stage.document.values):
+        path = Path(str(fill(text, names)))
+        if references(text) & set(FOLDERS) and not path.exists():
+            advice = "; set ALIGNMENT_DATA to the folder of real data" if "data" in references(text) else ""
+            problems.append(f"stage {stage.entry.name}: {path} is not there{advice}")
+    return problems
+
+
+def _resolve(stage: StageSettings, names: dict[str, Any], hashes: dict[str, str], code: str) -> Stage:
+    """Check a stage's config and work out what its result depends on."""
+    name, values = stage.entry.name, dict(stage.document.values or {})
+    config_class, run = find_stage(stage.entry.run)
+    filled = {**fill(values, names), "output": names[name]}
+    config = build(config_class, Document(filled, stage.document.places))
+    values.pop("output", None)
+    parents = {parent: hashes[parent] for parent in sorted(references(values) & set(hashes))}
+    lineage = {
+        "verb": stage.entry.run,
+        "code": code,
+        # Directories are left out, so that a run may be moved: a parent stands here by its hash, data by its files.
+        "settings": fill(values, {"seed": names["seed"], **{name: f"${{{name}}}" for name in FOLDERS}, **parents}),
+        "parents": parents,
+        "files": {text: found for text in strings(values) if (found := _content(text, names))},
+    }
+    return Stage(name, config, run, lineage, hash_of(lineage))
+
+
+def _content(text: str, names: dict[str, Any]) -> Any:
+    """Hashes of the files that a setting names; None where it names none, or a stage, which has its own hash."""
+    if references(text) - set(FOLDERS) or len(text) > 1024:
+        return None
+    path = Path(fill(text, names)) if references(text) else Path(os.path.expanduser(text))
+    if path.is_file():
+        return sha256(path)
+    # A plain word may happen to be a directory's name; one that holds a model is meant.
+    if not path.is_dir() or (os.sep not in text and not any((path / name).is_file() for name in MODEL_FILES)):
+        return None
+    return {str(file.relative_to(path)): sha256(file) for file in sorted(path.rglob("*")) if file.is_file()}
+
+
+def code_hash() -> str:
+    """Hash of the package's source: results of other code are not results of this one."""
+    package = Path(__file__).parents[1]
+    return hash_of({str(path.relative_to(package)): sha256(path) for path in sorted(package.rglob("*.py"))})
+
+
+# Running
+
+
+def run_stage(stage: Stage, output: Path, *, anew: bool) -> None:
+    """Run a stage; its mark of completion is written last.
+
+    A stage cut short with the same settings goes on where its own checkpoints allow; any other trace is removed.
+    """
+    directory, record = output / stage.name, read_record(output)
+    changed = record.get(stage.name, {}).get("hash") != stage.hash or starts_elsewhere(directory)
+    if directory.exists() and (anew or changed):
+        remove_directory(directory)
+    remove_leftovers(directory)
+    (directory / "lineage.json").unlink(missing_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
+    write_json(output / "stages.json", {**record, stage.name: {"hash": stage.hash}})
+    started = time.monotonic()
+    try:
+        stage.run(stage.config)
+    except UserError as error:
+        raise UserError(f"stage {stage.name}: {error}") from error
+    seconds = round(time.monotonic() - started, 2)
+    gc.collect()  # models of a stage may hold on to each other; the next stage needs their memory
+    measured = {"hash": stage.hash, "seconds": seconds, "process_peak_megabytes": peak_megabytes()}
+    write_json(output / "stages.json", {**record, stage.name: measured})
+    print(f"      {seconds:.0f} s", flush=True)
+    own = {"stage": stage.lineage["verb"], "code": stage.lineage["code"], "data": stage.lineage["files"]}
+    own |= {"parents": stage.lineage["parents"], **read_json(directory / "lineage.json")}  # a training run wrote more
+    write_json(directory / "lineage.json", {**own, "pipeline": {**stage.lineage, "hash": stage.hash, "complete": True}})
+    write_page(directory)
+    if stage.lineage["verb"] == "report":
+        shutil.copyfile(directory / "report.html", output / "report.html")
+
+
+def write_page(directory: Path) -> None:
+    """Write `report.html` of a training run into its directory; nothing for a stage that logged no metrics."""
+    if (directory / "metrics.jsonl").is_file():
+        from alignment.evaluation.report.run_report import write_run_report
+
+        write_run_report(directory)
+
+
+def is_finished(stage: Stage, output: Path) -> bool:
+    """Whether a stage ran to its end from the same code, settings, files and parents."""
+    lineage = read_json(output / stage.name / "lineage.json").get("pipeline", {})
+    same = lineage.get("complete") is True and lineage.get("hash") == stage.hash
+    return same and not starts_elsewhere(output / stage.name)
+
+
+def starts_elsewhere(directory: Path) -> bool:
+    """Whether a model from the Hub that a training run started from has another commit on this machine by now.
+
+    The run itself has noted the commit: it is not known before the model is fetched, when the stage first runs.
+    """
+    parents = read_json(directory / "lineage.json").get("parents", {})
+    named = parents.items() if isinstance(parents, dict) else []
+    commits = {name: commit for name, commit in named if isinstance(commit, str) and len(commit) == GIT_HASH}
+    if not commits:
+        return False
+    from alignment.training.run.lineage import hub_commit  # torch comes with it: only where it is needed
+
+    return any(hub_commit(name) != commit for name, commit in commits.items())
+
+
+def peak_megabytes() -> int:
+    """Peak memory of this process so far; Linux counts kilobytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+
+
+def read_record(output: Path) -> dict[str, Any]:
+    """What `stages.json` says of each stage: hash, seconds, peak memory of the process so far."""
+    return read_json(output / "stages.json")
+
+
+def _check_directories(stages: Sequence[Stage], output: Path, wanted: set[str]) -> None:
+    """Nothing of the user's is overwritten, and what a lone stage builds on is there."""
+    record = read_record(output)
+    problems = []
+    for stage in stages:
+        directory = output / stage.name
+        if stage.name in wanted and stage.name not in record and directory.is_dir() and any(directory.iterdir()):
+            problems.append(f"{directory}: was not written by a recipe; choose another --output")
+    by_name = {stage.name: stage for stage in stages}
+    for parent in sorted({parent for name in wanted for parent in by_name[name].lineage["parents"]} - wanted):
+        if not is_finished(by_name[parent], output):
+            problems.append(f"stage {parent} comes first and is not finished (or something it depends on has changed)")
+    raise_all(problems)

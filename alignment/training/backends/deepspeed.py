@@ -1,0 +1,135 @@
+"""DeepSpeed ZeRO 1 to 3, prepared by Accelerate. Its own checkpoint files are pickles: only for runs of one's own.
+
+The stage and offloading come from the launch configuration. Precision, clipping and batch bookkeeping are set here, so
+that the same config file trains the same model on every backend.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from alignment.errors import UserError
+from alignment.training.backends import state_files
+from alignment.training.backends.base import autocast_context
+from alignment.training.distributed import World
+from alignment.training.optim import OptimConfig, build_optimizer
+
+TAG = "deepspeed"
+
+
+class Zero:
+    """A DeepSpeed engine around the model; several may live in one process, each with its own optimiser."""
+
+    in_step = True
+
+    def __init__(self, model: nn.Module, config: OptimConfig, world: World, precision: str):
+        self.world, self.unwrapped = world, model
+        self.autocast = autocast_context(world.device, precision)
+        self._reached, self._hooks = set(), []
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                self._hooks.append(parameter.register_hook(lambda _, name=name: self._reached.add(name)))
+        self._trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self._set_up(config, precision)
+        # Accelerate allows one model per Accelerator under DeepSpeed: each engine's World brings its own.
+        self.model: Any = world.accelerator.prepare(model, build_optimizer(model, config))[0]
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        self.model.set_gradient_accumulation_boundary(last)
+        # DeepSpeed averages over ranks. We call its engine, not Accelerate's wrapper, whose backward also steps.
+        self.model.backward(loss * self.world.size)
+
+    def step(self, learning_rate: float, values: Tensor, guarded: int) -> tuple[list[float], float]:
+        numbers = values.tolist()
+        if not all(math.isfinite(number) for number in numbers[:guarded]):
+            return numbers, math.nan
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        for group in self.model.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.model.step()
+        # On a gradient that is not finite DeepSpeed leaves the weights alone and says so afterwards.
+        return numbers, float(self.model.get_global_grad_norm()) if self.model.was_step_applied() else math.nan
+
+    def without_gradient(self) -> list[str]:
+        return [name for name in self._trainable if name not in self._reached]
+
+    def full_state(self) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = {}
+        for name, value in self.unwrapped.state_dict(keep_vars=True).items():
+            with self._whole([value]):  # one at a time: together they might not fit on one device
+                if self.world.rank == 0:
+                    state[name] = value.detach().cpu().clone()
+        for name, value in state.items():
+            assert value.numel() > 0, f"{name} came out empty: ZeRO-3 did not gather it"
+        return state
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        with self._whole(list(self.unwrapped.parameters())), self._without_module_hooks(), self.autocast():
+            yield
+
+    def save(self, directory: Path) -> None:
+        weights = self.full_state()
+        if self.world.rank == 0:
+            state_files.save_weights(self.unwrapped, weights, directory)
+        self.model.save_checkpoint(str(directory), tag=TAG, save_latest=False, exclude_frozen_parameters=True)
+
+    def load(self, directory: Path) -> None:
+        if not (directory / TAG).is_dir():
+            raise UserError(
+                f"{directory} has no {TAG}/ files: it was saved without DeepSpeed, and its optimiser state cannot be "
+                "continued with DeepSpeed; resume with the launch configuration that saved it"
+            )
+        frozen = any(not parameter.requires_grad for parameter in self.unwrapped.parameters())
+        path, _ = self.model.load_checkpoint(str(directory), tag=TAG, load_module_strict=not frozen)
+        if path is None:
+            raise UserError(f"{directory / TAG}: DeepSpeed could not read its files; was the number of ranks changed?")
+
+    @contextmanager
+    def _whole(self, tensors: list[Any]) -> Iterator[None]:
+        import deepspeed
+
+        # Below stage 3, and for buffers, every rank holds whole tensors.
+        with deepspeed.zero.GatheredParameters([tensor for tensor in tensors if hasattr(tensor, "ds_id")]):
+            yield
+
+    @contextmanager
+    def _without_module_hooks(self) -> Iterator[None]:
+        """ZeRO-3's hooks would partition a module's weights again after its first forward, and compare ranks in each."""
+        offload = getattr(self.model.optimizer, "parameter_offload", None)
+        if offload is None:  # below stage 3
+            yield
+            return
+        for hook in (*offload.forward_hooks, *offload.backward_hooks, offload.fwd_pre_hook):
+            hook.remove()
+        offload.forward_hooks, offload.backward_hooks = [], []
+        try:
+            yield
+        finally:
+            offload.fwd_pre_hook = offload.module.register_forward_pre_hook(
+                lambda *_: offload.get_param_coordinator().reset_step()
+            )
+            offload._register_deepspeed_module(offload.module)
+
+    def _set_up(self, config: OptimConfig, precision: str) -> None:
+        plugin = self.world.accelerator.deepspeed_plugin
+        if plugin.zero_stage == 0:
+            raise UserError("launch configuration: zero_stage 0 is plain data parallelism; use configs/launch/ddp.yaml")
+        settings = plugin.deepspeed_config
+        settings["train_micro_batch_size_per_gpu"] = 1  # bookkeeping only: our batches are ragged
+        settings["train_batch_size"] = self.world.size
+        settings["gradient_accumulation_steps"] = 1
+        settings["gradient_clipping"] = config.max_grad_norm
+        settings["bf16"], settings["fp16"] = {"enabled": False}, {"enabled": False}
+        settings["torch_autocast"] = {
+            "enabled": precision == "bf16",
+            "dtype": "bfloat16",
+            # With its usual list ZeRO-3 leaves gathered weights rounded to bfloat16, and those are what we save.
+            "lower_precision_safe_modules": [],
+        }

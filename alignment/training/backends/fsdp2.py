@@ -1,0 +1,130 @@
+"""FSDP2: torch's fully_shard, one shard group per block. Checkpoints hold whole tensors, for any number of ranks."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alignment.training.backends import state_files
+from alignment.training.backends.base import autocast_context, autocast_forward, checked_step, names_without_gradient
+from alignment.training.backends.fsdp_settings import reshard_after_forward
+from alignment.training.distributed import World
+from alignment.training.optim import OptimConfig, build_optimizer
+
+
+class Sharded:
+    """Weights, gradients and optimiser state split over ranks; a block's weights come together while it runs."""
+
+    in_step = True
+
+    def __init__(self, model: nn.Module, config: OptimConfig, world: World, precision: str):
+        self.world, self.config = world, config
+        self.model = self.unwrapped = autocast_forward(model.to(world.device), world.device, precision)
+        self.autocast = autocast_context(world.device, precision)
+        self._reshard_after_forward = reshard_after_forward()
+        shard(model, world, self._reshard_after_forward)
+        self.optimizer = build_optimizer(model, config)
+        self._missing: list[str] | None = None
+
+    def backward(self, loss: Tensor, last: bool) -> None:
+        # FSDP2 averages over ranks; every backward reduces, so that only a shard of the gradients is ever kept.
+        (loss * self.world.size).backward()
+
+    def step(self, learning_rate: float, values: Tensor, guarded: int) -> tuple[list[float], float]:
+        if self._missing is None:
+            self._missing = names_without_gradient(self.unwrapped)
+        return checked_step(self.optimizer, self.config.max_grad_norm, learning_rate, values, guarded)
+
+    def without_gradient(self) -> list[str]:
+        return self._missing or []
+
+    def full_state(self) -> dict[str, Tensor]:
+        return self._on_rank_0(self.unwrapped.state_dict().items())
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        root: Any = self.unwrapped
+        modules = [module for module in root.modules() if hasattr(module, "unshard")]
+        # The first module that runs takes itself for the root of all: let it be the root even if only parts of it run.
+        root._get_fsdp_state()._lazy_init()
+        root.set_reshard_after_forward(False)  # or a block would be sharded again after its first forward
+        for module in modules:
+            module.unshard()
+        try:
+            with self.autocast():
+                yield
+        finally:
+            root.set_reshard_after_forward(self._reshard_after_forward)
+            root.set_reshard_after_forward(False, recurse=False)  # its backward comes at once, and needs it whole
+            for module in modules:
+                module.reshard()
+
+    def save(self, directory: Path) -> None:
+        kept = set(state_files.kept_names(self.unwrapped))
+        weights = self._on_rank_0((name, value) for name, value in self.unwrapped.state_dict().items() if name in kept)
+        state = self._on_rank_0(
+            (f"{name}/{key}", value)
+            for name, parameter in self.unwrapped.named_parameters()
+            if parameter.requires_grad
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+        )
+        if self.world.rank == 0:
+            state_files.save_weights(self.unwrapped, weights, directory)
+            state_files.save_optimizer(state, directory)
+
+    def load(self, directory: Path) -> None:
+        here = dict(self.unwrapped.named_parameters()) | dict(self.unwrapped.named_buffers())
+        with torch.no_grad():
+            for name, tensor in state_files.read_weights(self.unwrapped, directory).items():
+                here[name].copy_(split_like(tensor, here[name]))
+        state = state_files.read_optimizer(self.unwrapped, directory)
+        for name, parameter in self.unwrapped.named_parameters():
+            if name in state:
+                self.optimizer.state[parameter] = {
+                    key: split_like(tensor, parameter) if tensor.ndim else tensor.to(self.world.device)
+                    for key, tensor in state[name].items()
+                }
+
+    def _on_rank_0(self, tensors: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
+        """Whole tensors on rank 0's CPU, gathered one at a time: together they might not fit on one device."""
+        state: dict[str, Tensor] = {}
+        for name, value in tensors:
+            tensor = whole(value)
+            if self.world.rank == 0:
+                state[name] = tensor.cpu().contiguous()
+        return state
+
+
+def shard(model: nn.Module, world: World, reshard_after_forward: bool = True) -> None:
+    """Shard each block (a child of a ModuleList) by itself, then the rest; all ranks start from rank 0's weights."""
+    from torch.distributed import broadcast
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    for tensor in [*model.parameters(), *model.buffers()]:
+        broadcast(tensor.detach(), src=0)
+    mesh = init_device_mesh(world.device.type, (world.size,))
+    for module in reversed(list(model.modules())):  # from the inside out, as fully_shard wants it
+        if isinstance(module, nn.ModuleList):
+            for block in module:
+                if not isinstance(block, nn.ModuleList | nn.ModuleDict):  # those are never called
+                    fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh)
+
+
+def whole(value: Any) -> Tensor:
+    """A tensor with all its shards; a collective operation where it is sharded."""
+    value = value.detach()
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
+def split_like(tensor: Tensor, like: Any) -> Tensor:
+    """This rank's part of a whole tensor, laid out as `like` is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    if not hasattr(like, "device_mesh"):
+        return tensor.to(like.device)
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)

@@ -1,0 +1,1 @@
+"""A run's directory: files, checkpoints, lineage, progress, signals and trackers."""

@@ -1,0 +1,226 @@
+"""A run's directory: what is written while training, by rank 0 alone. Checkpoints are in checkpoints.py."""
+
+import fcntl
+import json
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from alignment.errors import UserError, raise_all
+from alignment.files import naming_full_disk, remove_leftovers, write_json, write_text
+from alignment.training.distributed import join_world, launched_rank
+from alignment.training.run.lineage import identity_of, lineage_of, refuse_other_run
+from alignment.training.run.progress import Progress
+from alignment.training.run.signals import StopRequest, stop_requests
+from alignment.training.run.trackers import Trackers, check_trackers
+
+LOGS = ("metrics.jsonl", "samples.jsonl")
+
+
+class Run:
+    """config.yaml, lineage.json, metrics.jsonl, samples.jsonl, tensorboard/ and the progress shown; a context manager.
+
+    Attributes:
+        output: the directory.
+        checkpoints: where its checkpoints lie.
+        identity: what a resume compares; complete on rank 0.
+        total: updates or iterations of the whole run, once `steps` was called.
+        request: the signal that asked this process to stop.
+        random_start: states of torch's generators before the first update of a run from its start.
+        stopped: the signal on which all ranks have agreed to stop, a checkpoint being saved; 0 while going on.
+    """
+
+    def __init__(self, output: str | Path, config: dict[str, Any], *, stage: str, parents: Sequence[str] = ()):
+        """Make the directory and take its lock.
+
+        Args:
+            config: as resolved, secrets left out.
+            parents: checkpoints that the run starts from.
+
+        Raises:
+            UserError: the directory cannot be written, or another run is using it; it holds the model, checkpoints or
+                metrics of a run with other settings or data; its logs are broken; a tracker cannot be opened.
+        """
+        self.output = Path(output)
+        self.checkpoints = self.output / "checkpoints"
+        self.is_main = launched_rank() == 0
+        self.identity: dict[str, Any] = {}
+        self.total, self.stopped = 0, 0
+        self.random_start: list[str] = []
+        self.request = StopRequest()
+        self._progress: Progress | None = None
+        self._notes: list[str] = []
+        self._trackers: Trackers | None = None
+        self._held = ExitStack()  # the directory, trackers, signals: given back in turn, each whatever the others do
+        self._clock = time.perf_counter()
+        trackers = config.get("training", {}).get("trackers", [])
+        check_trackers(trackers)
+        if trackers:
+            join_world()  # Accelerate's trackers ask its state who this process is; every rank takes part
+        if self.is_main:
+            try:
+                self._open(config, stage, parents, trackers)
+            except BaseException:
+                self.close()
+                raise
+
+    def _open(self, config: dict[str, Any], stage: str, parents: Sequence[str], trackers: Sequence[str]) -> None:
+        """Rank 0's part of the start; nothing of an earlier run is changed before all checks are made."""
+        self._held.callback(lock(self.output).close)
+        remove_leftovers(self.output / "model")
+        self.identity = identity_of(config, parents)
+        refuse_other_run(self.output, stage, self.identity)
+        raise_all(problem for name in LOGS for problem in read_lines(self.output / name)[1])
+        self._trackers = Trackers(self.output, stage, trackers, config)
+        self._held.callback(self._trackers.close)
+        self._lineage = lineage_of(stage, config, self.identity)
+        write_text(self.output / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+        write_json(self.output / "lineage.json", self._lineage)
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self.close()
+        if not self.total and isinstance(error, KeyboardInterrupt | SystemExit):
+            self._say("stopped before the first update: nothing was trained; what earlier starts saved is untouched")
+        elif error is None and self.request.number:
+            self._say(f"signal {self.request.number} came when the run was finished; its model is written")
+            signal.raise_signal(self.request.number)  # to whoever heeds signals outside of a run
+
+    def close(self) -> None:
+        """Give signals their usual effect back, finish trackers, give the directory free."""
+        self._held.close()
+
+    def steps(self, first: int, total: int) -> Iterator[int]:
+        """Numbers first ... total - 1, with progress shown, until a stop was asked for and a checkpoint saved.
+
+        From here until the run is closed signals that ask to stop are noted and do not break off what is being written.
+
+        Raises:
+            SystemExit: 128 + the signal's number, after the update in which the signal came.
+        """
+        self.total = total
+        self.truncate(first)
+        self._progress = Progress(first, total) if self.is_main else None
+        self._clock = time.perf_counter()
+        self.request = self._held.enter_context(stop_requests())
+        try:
+            for step in range(first, total):
+                yield step
+                if self.stopped:
+                    self._say(f"stopped by signal {self.stopped} after step {step + 1}; a checkpoint is saved")
+                    raise SystemExit(128 + self.stopped)
+        finally:
+            if self._progress is not None:
+                self._progress.close()
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One line of metrics.jsonl for update `step` (from 1), and the same to the trackers and the progress shown."""
+        now = time.perf_counter()
+        seconds, self._clock = now - self._clock, now
+        line: dict[str, Any] = {"step": step, **metrics}
+        if "tokens" in metrics:
+            line.setdefault("tokens_per_second", metrics["tokens"] / max(seconds, 1e-9))
+        if not self.is_main:
+            return
+        # JSON has no word for a value that is not finite.
+        finite = {name: value if math.isfinite(value) else None for name, value in line.items()}
+        self._append("metrics.jsonl", finite)
+        if self._trackers is not None:
+            self._trackers.log(step, line)
+        if self._progress is not None:
+            self._progress.show(step, line)
+
+    def sample(self, step: int, **fields: Any) -> None:
+        """One line of samples.jsonl: a text seen in update `step`."""
+        if self.is_main:
+            self._append("samples.jsonl", {"step": step, **fields})
+
+    def note(self, text: str) -> None:
+        """A remark worth keeping, on standard error and in lineage.json: dropped rows, for one."""
+        if self.is_main:
+            self._notes.append(text)
+            write_json(self.output / "lineage.json", {**self._lineage, "notes": self._notes})
+            self._say(text)
+
+    def truncate(self, step: int) -> None:
+        """Forget what was logged after `step`: those updates are done again."""
+        if self.is_main:
+            for name in LOGS:
+                truncate_lines(self.output / name, step)
+
+    def _append(self, name: str, line: dict[str, Any]) -> None:
+        path = self.output / name
+        with naming_full_disk(path, path), open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False) + "\n")
+
+    def _say(self, text: str) -> None:
+        if self.is_main:
+            print(text, file=sys.stderr, flush=True)
+
+
+def truncate_lines(path: Path, step: int) -> None:
+    """Keep the lines of a JSON-lines file up to `step`; a last line cut short by a crash goes too.
+
+    Raises:
+        UserError: a line that no run has written.
+    """
+    lines, problems = read_lines(path)
+    raise_all(problems)
+    if path.exists():
+        write_text(path, "".join(text for number, text in lines if number <= step))
+
+
+def read_lines(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
+    """Step and text of each whole line of a run's log, and what is wrong with the others; no file has no lines."""
+    lines, problems = [], []
+    *whole, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]  # a text may hold other line ends
+    for number, content in enumerate(whole, 1):
+        try:
+            text = content.decode("utf-8")
+            step = json.loads(text)["step"]
+            if type(step) is not int:
+                raise TypeError("its step is no whole number")
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            why = "there is no step in it" if isinstance(error, LookupError) else str(error)
+            problems.append(f"{path}:{number}: not a line of a run's log ({why}); delete the line, or the file")
+        else:
+            lines.append((step, f"{text}\n"))
+    return lines, problems
+
+
+def lock(directory: Path) -> Any:
+    """Hold the directory for this process; the system lets go when the process ends, however it ends.
+
+    Raises:
+        UserError: another process holds it, or it cannot be written.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        file = open(directory / ".lock", "a+", encoding="utf-8")  # noqa: SIM115 - held for the run's life
+    except OSError as error:
+        raise UserError(
+            f"{directory}: the output directory cannot be written ({error.strerror}); choose another"
+        ) from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.seek(0)
+        holder = file.read().strip() or "unknown"
+        file.close()
+        raise UserError(
+            f"{directory} is in use by another run (process {holder}); wait for it, or choose another output"
+        ) from None
+    file.truncate(0)
+    file.write(f"{os.getpid()} on {os.uname().nodename}")
+    file.flush()
+    return file

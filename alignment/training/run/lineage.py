@@ -1,0 +1,170 @@
+"""Where a run came from: hashes of code, config, data and parents. What a run writes while it trains is in run.py."""
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from alignment.errors import UserError
+from alignment.files import hash_of, sha256
+
+# Keys that may change between a run and its resumption: they steer memory, files and looks, not the result.
+FREE_KEYS = frozenset(
+    {
+        "output", "resume", "trackers", "save_every_steps", "keep_checkpoints", "evaluate_every_steps",
+        "micro_batch_tokens", "gradient_checkpointing", "keep_activations",
+    }
+)  # fmt: skip
+
+
+def identity_of(config: dict[str, Any], parents: Sequence[str]) -> dict[str, Any]:
+    """What must be equal for a checkpoint to be continued: settings that matter, and the content of all inputs."""
+    return {"config": without_free_keys(config), "data": input_hashes(config), "parents": parent_hashes(parents)}
+
+
+def refuse_other_run(output: Path, stage: str, identity: dict[str, Any]) -> None:
+    """Raise where a directory holds what a run with other settings or data has made.
+
+    Raises:
+        UserError: every difference, and the way out.
+    """
+    made = [name for name in ("model", "checkpoints", "metrics.jsonl") if _holds_anything(output / name)]
+    if not made:
+        return
+    old = earlier_run(output)
+    new = {"stage": stage, **json.loads(json.dumps(identity))}
+    changed = [line for key in old for line in differences(old[key], new[key], key)]
+    if old and not changed:
+        return
+    why = "\n".join(["of a run with other settings:", *changed]) if old else "that no run of this kind has written"
+    raise UserError(
+        f"{output}: holds {', '.join(made)} {why}\nNothing was changed. Choose another output directory, or delete this one"
+    )
+
+
+def earlier_run(output: Path) -> dict[str, Any]:
+    """Stage and identity of the run that wrote a directory, as far as its files tell; {} where no run wrote it."""
+    found: dict[str, Any] = {}
+    try:
+        if (output / "config.yaml").is_file():
+            config = yaml.safe_load((output / "config.yaml").read_text(encoding="utf-8"))
+            found["config"] = without_free_keys(json.loads(json.dumps(config)))
+        if (output / "lineage.json").is_file():
+            lineage = json.loads((output / "lineage.json").read_text(encoding="utf-8"))
+            found |= {key: lineage[key] for key in ("stage", "data", "parents")}
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+        raise UserError(
+            f"{output}: config.yaml or lineage.json of an earlier run cannot be read ({type(error).__name__}), so it is "
+            "not known whether this run may go on from it; choose another output directory, or delete this one"
+        ) from error
+    return found
+
+
+def _holds_anything(path: Path) -> bool:
+    """Whether a directory has an entry, or a file any content."""
+    return any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0
+
+
+def differences(old: Any, new: Any, key: str = "") -> list[str]:
+    """Where two JSON-like values differ, as 'dotted.key: old -> new'."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            line
+            for name in sorted({*old, *new})
+            for line in differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+        ]
+    return [] if old == new else [f"{key}: {old!r} -> {new!r}"]
+
+
+def lineage_of(stage: str, config: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
+    """The content of lineage.json."""
+    return {
+        "stage": stage,
+        "code": code_version(),
+        "config": hash_of(config),
+        "data": identity["data"],
+        "parents": identity["parents"],
+    }
+
+
+def without_free_keys(value: Any) -> Any:
+    """A config without the keys that may change on resume."""
+    if isinstance(value, dict):
+        return {key: without_free_keys(entry) for key, entry in value.items() if key not in FREE_KEYS}
+    return value
+
+
+def input_hashes(config: dict[str, Any]) -> dict[str, str]:
+    """SHA-256 of every file that the config names, by dotted key."""
+    return {key: sha256(Path(text)) for key, text in _texts(config) if _is_file(text)}
+
+
+def parent_hashes(parents: Sequence[str]) -> dict[str, str | None]:
+    """Per parent one hash over names and contents of its files, or the commit of a model that came from the Hub."""
+    found = {name: Path(os.path.expanduser(name)) for name in parents}
+    return {name: directory_hash(path) if path.is_dir() else hub_commit(name) for name, path in found.items()}
+
+
+def hub_commit(name: str) -> str | None:
+    """Commit of the snapshot of a Hub model that lies on this machine; None where there is none. Asks no server."""
+    from huggingface_hub import try_to_load_from_cache
+
+    for file in ("config.json", "adapter_config.json"):
+        if isinstance(path := try_to_load_from_cache(name, file), str):
+            return Path(path).parent.name
+    return None
+
+
+def directory_hash(directory: Path) -> str:
+    """Hash of the names and contents of all files below a directory."""
+    files = sorted(file for file in directory.rglob("*") if file.is_file())
+    return hash_of({file.relative_to(directory).as_posix(): sha256(file) for file in files})
+
+
+def code_version() -> dict[str, Any]:
+    """This library's source as one hash, the git commit where there is one, and the versions that matter most."""
+    from importlib import metadata
+
+    package = Path(__file__).resolve().parents[2]
+    sources = {file.relative_to(package).as_posix(): sha256(file) for file in sorted(package.rglob("*.py"))}
+    versions = {
+        name: metadata.version(name)
+        for name in ("torch", "transformers", "accelerate")
+        if any(metadata.distributions(name=name))
+    }
+    versions["python"] = platform.python_version()
+    return {"source": hash_of(sources), "commit": _commit(package), "versions": versions}
+
+
+def _commit(package: Path) -> str | None:
+    command = ["git", "-C", str(package), "rev-parse", "HEAD"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return None  # installed without git: the source hash stands alone
+    return answer.stdout.strip() if answer.returncode == 0 else None
+
+
+def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every string in a config with its dotted key, the free keys left out."""
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            if name not in FREE_KEYS:
+                yield from _texts(entry, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            yield from _texts(entry, f"{key}.{index}")
+
+
+def _is_file(text: str) -> bool:
+    try:
+        return Path(text).is_file()
+    except (OSError, ValueError):  # too long for a file name, or not one at all
+        return False
