@@ -99,7 +99,7 @@ def reward(
 def ppo(
     config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, launch: Launch = None, debug: Debug = False
 ) -> None:
-    """Optimise a policy against a reward model by PPO."""
+    """Optimize a policy against a reward model by PPO."""
     run_stage("ppo", ["ppo"], config, overrides, gpus=gpus, launch=launch, debug=debug)
 
 
@@ -107,16 +107,16 @@ def ppo(
 def dpo(
     config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, launch: Launch = None, debug: Debug = False
 ) -> None:
-    """Optimise a policy on comparisons directly."""
+    """Optimize a policy on comparisons directly."""
     run_stage("dpo", ["dpo"], config, overrides, gpus=gpus, launch=launch, debug=debug)
 
 
 @app.command()
-def understand(
+def finetune(
     config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, launch: Launch = None, debug: Debug = False
 ) -> None:
     """Fine-tune for classes of texts, pairs or words, for answers in a context, or for choices."""
-    run_stage("understand", ["understand"], config, overrides, gpus=gpus, launch=launch, debug=debug)
+    run_stage("finetune", ["finetune"], config, overrides, gpus=gpus, launch=launch, debug=debug)
 
 
 @evaluate.command("winrate")

@@ -36,7 +36,7 @@ def sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a temporary neighbour of `path`, then rename it over `path`.
+    """Let `write` fill a temporary neighbor of `path`, then rename it over `path`.
 
     Raises:
         UserError: the disk is full; `path` is as it was.
@@ -63,7 +63,7 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """A temporary neighbour directory that replaces `path` when the block ends well, and vanishes when it does not.
+    """A temporary neighbor directory that replaces `path` when the block ends well, and vanishes when it does not.
 
     At every moment `path` is whole, old or new. Where the system cannot exchange two names in one step, a process
     killed between two renames leaves no `path`: then `remove_leftovers` puts the old one back.
@@ -137,7 +137,7 @@ def _is_full(error: BaseException | None) -> bool:
 
 @contextmanager
 def _neighbor(path: Path, create: Callable[[Path], Any]) -> Iterator[Path]:
-    """A new hidden neighbour of `path`, locked; what lies under its name in the end is deleted."""
+    """A new hidden neighbor of `path`, locked; what lies under its name in the end is deleted."""
     while True:
         temporary = _hidden_name(path, "partial")
         create(temporary)

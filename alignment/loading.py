@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter, merge_adapter, read_base, read_revision
-from alignment.config.load import writer_of
+from alignment.config.load import packaged_writer
 from alignment.data.text.chat import prompt_ids, response_ids, stop_token_ids, text_ids
-from alignment.data.text.special_tokens import Framed, encode_pieces, frame_of
+from alignment.data.text.special_tokens import EncodedText, frame_of, tokenize_with_offsets
 from alignment.data.tokenizers.load import load_tokenizer as _load_tokenizer_directory
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.errors import UserError
@@ -40,7 +40,7 @@ def find_directory(source: str, revision: str | None = None) -> Path:
         check_directory(path)
         return path
     if path.is_absolute() or source.startswith(".") or source.count("/") > 1 or path.exists():
-        command = writer_of(str(path.parent)) if path.name == "model" else None
+        command = packaged_writer(str(path.parent)) if path.name == "model" else None
         advice = f"`{command}` writes it" if command else "give a directory with config.json, or a Hub name"
         raise UserError(f"{source}: no such model directory; {advice}")
     from huggingface_hub import snapshot_download
@@ -230,13 +230,13 @@ class RewardModel:
         prompt, response = text
         return prompt_ids(self.tokenizer, prompt) + response_ids(self.tokenizer, response, prompt, ended=ended)
 
-    def _framed(self, texts: Sequence[str | tuple[Any, str]]) -> list[Framed]:
+    def _framed(self, texts: Sequence[str | tuple[Any, str]]) -> list[EncodedText]:
         """Texts and pairs as an encoder's tokenizer frames them."""
         parts = [(text,) if isinstance(text, str) else text for text in texts]
         if any(not isinstance(part, str) for text in parts for part in text):
             raise UserError("this reward model is an encoder and reads texts; give each prompt as one text")
         frame = frame_of(self.tokenizer)
-        pieces = iter(encode_pieces(self.tokenizer, [part for text in parts for part in text]))
+        pieces = iter(tokenize_with_offsets(self.tokenizer, [part for text in parts for part in text]))
         ids = [[next(pieces).ids for _ in text] for text in parts]
         return [frame.single(*text) if len(text) == 1 else frame.pair(*text) for text in ids]
 

@@ -26,7 +26,7 @@ from alignment.analysis import forward_operations
 from alignment.config.load import data_folder
 from alignment.files import write_json, write_text
 from alignment.models.build import build_trunk
-from alignment.models.init_weights import initialise
+from alignment.models.init_weights import initialize
 from alignment.models.language_model import LanguageModel
 from alignment.models.spec import TransformerSpec
 from alignment.ragged import Ragged
@@ -53,7 +53,7 @@ class Settings:
         """AdamW and its schedule."""
         return OptimConfig(
             self.learning_rate, weight_decay=0.1, betas=(0.9, 0.99), warmup_steps=self.steps // 20,
-            min_learning_rate_share=0.1,
+            min_learning_rate_ratio=0.1,
         )  # fmt: skip
 
 
@@ -157,7 +157,7 @@ def build(spec: TransformerSpec, seed: int) -> LanguageModel:
     """The decoder `spec` describes, with fresh weights."""
     torch.manual_seed(seed)
     head = nn.Linear(spec.output_width or spec.width, spec.vocabulary, bias=False)
-    return initialise(LanguageModel(build_trunk(spec), head, config={}))
+    return initialize(LanguageModel(build_trunk(spec), head, config={}))
 
 
 def train(spec: TransformerSpec, corpus: Corpus, settings: Settings, seed: int) -> tuple[float, float, float]:

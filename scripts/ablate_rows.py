@@ -59,8 +59,8 @@ def vanilla(vocabulary: int, width: int, layers: int, tokens: int) -> Transforme
         tokens: longest document.
     """
     heads = heads_of(width)
-    head_width = width // heads
-    attention = AttentionSpec(heads, heads, head_width, head_width**-0.5, bias=True, output_bias=True)
+    head_dim = width // heads
+    attention = AttentionSpec(heads, heads, head_dim, head_dim**-0.5, bias=True, output_bias=True)
     block = BlockSpec(attention, PlainFeedForwardSpec(4 * width, "relu", bias=True), LayerNormSpec(1e-5))
     return TransformerSpec(
         vocabulary, width, tokens, (block,) * layers, LayerNormSpec(1e-5), _init(layers), tied_head=True,
@@ -106,7 +106,7 @@ def _plain(spec: TransformerSpec) -> PlainFeedForwardSpec:
 
 def _experts(spec: TransformerSpec, chosen: int) -> TransformerSpec:
     """Four feed-forwards as wide as the one they replace; two of them chosen as in Mixtral, or one as in Switch."""
-    experts = ExpertsSpec(_plain(spec), count=4, chosen=chosen, normalised=chosen > 1, balance_coef=0.01)
+    experts = ExpertsSpec(_plain(spec), count=4, chosen=chosen, normalized=chosen > 1, balance_coef=0.01)
     return _blocks(spec, lambda block: replace(block, feedforward=experts))
 
 

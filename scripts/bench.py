@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=list(BENCHES), default=list(BENCHES))
     parser.add_argument("--size", choices=list(SIZES), default="nano")
-    parser.add_argument("--steps", type=int, default=12, help="optimiser steps in each round of the trainers")
+    parser.add_argument("--steps", type=int, default=12, help="optimizer steps in each round of the trainers")
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:

@@ -5,7 +5,7 @@
 Each figure is the median over rounds in which both take turns, with its spread; `ratio` is their time over ours, above 1
 ours is faster. Tokens are real ones: padding earns nothing. MFU is useful arithmetic (matrix products and the causal half
 of attention, real tokens only; a backward pass counts twice a forward) over what a large matrix product reaches on the
-machine in the same run. No optimiser and no data loading here: see bench.py.
+machine in the same run. No optimizer and no data loading here: see bench.py.
 """
 
 import argparse
@@ -255,7 +255,7 @@ def operations(bench: Bench, lengths: Sequence[int]) -> float:
         if x.dim() == 2 and "embed" not in name and "positions" not in name
     )
     matrices += spec.vocabulary * spec.width if spec.tied_head else 0
-    heads = sum(block.attention.heads * block.attention.head_width for block in spec.layers)
+    heads = sum(block.attention.heads * block.attention.head_dim for block in spec.layers)
     return sum(2 * matrices * length + 2 * heads * length * (length + 1) for length in lengths)
 
 

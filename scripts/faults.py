@@ -253,7 +253,7 @@ def stops(bench: Bench, method: str, adapter: str, kills: int) -> None:
         (bench.folder / "count").write_text(str(operations.count))
 
     shutil.rmtree(output, ignore_errors=True)
-    config = bench.config(method, adapter, output, save_every_steps=1, keep_checkpoints=1)
+    config = bench.config(method, adapter, output, save_every_steps=1, keep_last_checkpoints=1)
     bench.must(counting, "counting")
     total = int((bench.folder / "count").read_text())
     for number in sorted({1 + round(place * (total - 1) / max(1, kills - 1)) for place in range(kills)}):
@@ -271,7 +271,7 @@ def result_of_model(output: Path) -> str:
 
 
 def damage(bench: Bench, method: str) -> None:
-    """Each file of the newest checkpoint in four ways, met with `keep_checkpoints=1`, the least there is to go on from."""
+    """Each file of the newest checkpoint in four ways, met with `keep_last_checkpoints=1`, the least there is to go on from."""
     expected = bench.undisturbed(method, "full")
     stopped, output = bench.folder / f"stopped-{method}", bench.folder / "cell"
     bench.run(bench.config(method, "full", stopped, save_every_steps=1), lambda: stop_in(STEPS - 1))
@@ -281,7 +281,7 @@ def damage(bench: Bench, method: str) -> None:
             shutil.rmtree(output, ignore_errors=True)
             shutil.copytree(stopped, output)
             fault(output / newest / file)
-            config = bench.config(method, "full", output, save_every_steps=1, keep_checkpoints=1)
+            config = bench.config(method, "full", output, save_every_steps=1, keep_last_checkpoints=1)
             problems = met(bench, config, output / newest, file, deleted=fault is Path.unlink)
             bench.report(f"{method}: {file} {fault.__name__}", problems + bench.finish(config, expected))
 

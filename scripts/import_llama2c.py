@@ -2,7 +2,7 @@
 
     python scripts/import_llama2c.py CHECKPOINT.bin TOKENIZER.bin --output DIR
 
-Only the float32 export with the 7-integer header is read; quantised and versioned exports are not.
+Only the float32 export with the 7-integer header is read; quantized and versioned exports are not.
 """
 
 import argparse

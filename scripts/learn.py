@@ -96,7 +96,7 @@ def nano_config(files: dict[str, str], output: Path, steps: int, seed: int, **ch
         "output": str(output),
         "model": NANO,
         "tokenizer_kind": "characters",
-        "optim": OptimConfig(1e-3, weight_decay=0.1, betas=(0.9, 0.99), warmup_steps=100, min_learning_rate_share=0.1),
+        "optim": OptimConfig(1e-3, weight_decay=0.1, betas=(0.9, 0.99), warmup_steps=100, min_learning_rate_ratio=0.1),
         "training": TrainingConfig(max_steps=steps, batch_size=12, seed=seed),
     }
     return PretrainConfig(**(fields | changes))
@@ -118,7 +118,7 @@ def shakespeare(data: Path, folder: Path, arguments: argparse.Namespace) -> bool
 
 
 def peer_run(config: PretrainConfig, seed: int) -> None:
-    """The same windows, order, optimiser and steps with transformers' GPT-2; evaluation included in its time."""
+    """The same windows, order, optimizer and steps with transformers' GPT-2; evaluation included in its time."""
     from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
 
     from alignment.data.prepare import prepare_text
@@ -134,8 +134,8 @@ def peer_run(config: PretrainConfig, seed: int) -> None:
     matrices = [x for x in model.parameters() if x.dim() > 1]
     vectors = [x for x in model.parameters() if x.dim() < 2]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimiser = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99))
-    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimiser, 100, steps, min_lr_rate=0.1)
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.99))
+    schedule = get_cosine_with_min_lr_schedule_with_warmup(optimizer, 100, steps, min_lr_rate=0.1)
     stream = Stream(train, config.training.batch_size, seed)
 
     def loss_of(rows: list[Any]) -> tuple[torch.Tensor, int]:
@@ -151,9 +151,9 @@ def peer_run(config: PretrainConfig, seed: int) -> None:
         loss, _ = loss_of(stream.rows_at(step))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimiser.step()
+        optimizer.step()
         schedule.step()
-        optimiser.zero_grad()
+        optimizer.zero_grad()
     with torch.no_grad():
         found = [loss_of(held_out[i : i + 128]) for i in range(0, len(held_out), 128)]
     seconds = time.perf_counter() - began
@@ -245,7 +245,7 @@ def span_figures(config: PretrainConfig, model: Any, tokenizer: Any) -> tuple[fl
     """Loss and accuracy on held-out span tokens, the commonest token's accuracy, and the unigram loss; no sentinels."""
     from alignment.algorithms.pretrain.objectives import collate_for
     from alignment.data.prepare import prepare_text
-    from alignment.data.pretraining.examples import draw_once
+    from alignment.data.pretraining.examples import fixed_seed_rows
     from alignment.data.text.special_tokens import sentinel_ids
 
     train, held_out = (
@@ -257,7 +257,7 @@ def span_figures(config: PretrainConfig, model: Any, tokenizer: Any) -> tuple[fl
     special = torch.tensor([*sentinel_ids(tokenizer), tokenizer.eos_token_id])
     collate = collate_for(config.objective, tokenizer, held_out, model, config.data.max_length, 8192)
     loss = right = guessed = baseline = count = 0.0
-    for batch in collate(draw_once(held_out)):
+    for batch in collate(fixed_seed_rows(held_out)):
         labels, logits = labels_of(batch), model(batch=batch, distributions=True).logits
         written = ~torch.isin(labels, special)
         labels, logits = labels[written], logits[written]
@@ -328,7 +328,7 @@ def sst2(data: Path, output: Path, seed: int, **start: Any) -> float:
 
     rows = {part: str(data / "sst2" / f"{part}.jsonl.gz") for part in ("train", "dev", "test")}
     finetune.run(
-        finetune.UnderstandConfig(
+        finetune.FinetuneConfig(
             task="sequence",
             data=DataConfig(rows["train"], [rows["dev"], rows["test"]], columns={"text": "sentence"}, max_length=64),
             output=str(output),

@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from alignment.errors import UserError
 from alignment.files import write_json
-from alignment.pipeline.expectations import Band, flatten, read_json, read_metric
+from alignment.pipeline.expectations import Expectation, flatten, read_json, read_metric
 
 POLICY = ("win_rate.rate", "gold.total", "proxy", "kl", "language_loss", "response_tokens", "ended_share")
 CURVES: dict[str, tuple[Literal["first", "last", "max"], ...]] = {  # column of metrics.jsonl -> which of its lines
@@ -124,7 +124,7 @@ def curves(runs: Sequence[Path], stage: str) -> Iterator[Figure]:
     """What a training stage began and ended at."""
     for metric, places in CURVES.items():
         for over in places:
-            values = [read_metric(run / stage, Band(stage, metric, low=0, over=over)) for run in runs]
+            values = [read_metric(run / stage, Expectation(stage, metric, low=0, over=over)) for run in runs]
             if None not in values:
                 yield Figure(stage, f"{metric}, {over}", [value for value in values if value is not None])
 

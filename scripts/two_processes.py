@@ -129,9 +129,9 @@ def train(cells: list[tuple[str, str]], output: Path) -> None:
 
 def resume(cell: tuple[str, str], whole: Path, resumed: Path) -> None:
     """Go on from the checkpoint in the middle of a run, in a directory of its own."""
-    from alignment.training.distributed import join_world
+    from alignment.training.distributed import init_distributed
 
-    world = join_world()
+    world = init_distributed()
     if world.rank == 0:
         shutil.copytree(whole, resumed, ignore=shutil.ignore_patterns("model", f"step-{STEPS:06d}"))
     world.barrier()

@@ -10,7 +10,7 @@ import yaml
 
 import alignment.config.load
 from alignment.config.load import build, load_config, to_dict
-from alignment.config.yaml_source import Document, parse_yaml
+from alignment.config.yaml_source import SourcedYaml, parse_yaml
 from alignment.errors import UserError
 
 
@@ -255,4 +255,4 @@ def test_a_config_survives_the_way_through_yaml(tmp_path):
 
 def test_a_document_without_places_still_names_the_key():
     with pytest.raises(UserError, match=r"^config: polcy: unknown key; did you mean 'policy'\?"):
-        build(Stage, Document({"polcy": "x", "policy": "y", "optim": {"learning_rate": 1}}))
+        build(Stage, SourcedYaml({"polcy": "x", "policy": "y", "optim": {"learning_rate": 1}}))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import yaml
 
-from alignment.config.load import load_config, packaged_folder, writer_of
+from alignment.config.load import load_config, packaged_folder, packaged_writer
 from alignment.errors import UserError
 from alignment.loading import load_model
 from alignment.pipeline.run import find_stage
@@ -20,7 +20,7 @@ NAMES = sorted(
 EVALUATIONS = {"evaluate/reward_tiny": "reward_eval", "evaluate/language_tiny": "language"}  # the others are win rates
 TINY = [
     "pretrain/tiny", "sft/tiny", "reward/tiny", "dpo/tiny", "ppo/tiny", "evaluate/tiny", *EVALUATIONS,
-    *(name for name in NAMES if name.startswith(("pretrain/tiny_", "understand/tiny"))),
+    *(name for name in NAMES if name.startswith(("pretrain/tiny_", "finetune/tiny"))),
 ]  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def test_tiny_configs_run_one_after_another(tmp_path, monkeypatch):
 
 def test_a_missing_model_says_which_config_makes_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert writer_of("runs/tiny/reward") == "alignment reward reward/tiny"
+    assert packaged_writer("runs/tiny/reward") == "alignment reward reward/tiny"
     with pytest.raises(
         UserError, match="runs/tiny/sft/model: no such model directory; `alignment sft sft/tiny` writes"
     ):

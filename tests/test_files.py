@@ -65,7 +65,7 @@ def test_a_directory_is_whole_after_a_kill_at_any_operation_and_nothing_of_it_st
         code = killed(path, after, can_exchange=can_exchange)
         if can_exchange:
             found.append(content(path))
-        write(path.with_name("other"), "neighbour")  # others have nothing to do with it
+        write(path.with_name("other"), "neighbor")  # others have nothing to do with it
         write(path, "newest")
         assert content(path) == "newest" and sorted(os.listdir(path.parent)) == ["model", "other"]
         if code == 0:

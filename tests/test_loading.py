@@ -128,11 +128,11 @@ def test_a_padded_call_gives_the_same_scores(judge):
 
 def test_a_pair_is_scored_as_it_was_trained_on(judge):
     """Prompt, response and the end token: the ids of `collate_pairs`."""
-    from alignment.data.batches import collate_pairs, tokenise_comparisons
+    from alignment.data.batches import collate_pairs, tokenize_comparisons
     from alignment.data.rows.records import Comparison
 
     rows = [Comparison(p, r, r + " Indeed.", margin=None, row_id=p) for p, r in PAIRS]
-    pairs, _ = tokenise_comparisons(rows, judge.tokenizer, 256)
+    pairs, _ = tokenize_comparisons(rows, judge.tokenizer, 256)
     [batch] = collate_pairs(pairs, 10**6)
     with torch.no_grad():
         scores = judge.model(batch=batch.ragged).values[batch.ragged.last][:3]

@@ -49,7 +49,7 @@ def disabled(model: Any) -> Iterator[None]:
     layers = list(lora_layers(model).values())
     before = [layer._disable_adapters for layer in layers]
     had_prefix = model.prefix_enabled
-    # peft's own switch also turns gradients off and on, which sharded optimisers must not see.
+    # peft's own switch also turns gradients off and on, which sharded optimizers must not see.
     for layer in layers:
         layer._disable_adapters = True
     model.prefix_enabled = False

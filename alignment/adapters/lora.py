@@ -27,7 +27,7 @@ def attach_lora(model: Any, spec: LoRASpec) -> Any:
         r=spec.rank,
         lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType]  # peft divides it; it need not be whole
         lora_dropout=spec.dropout,
-        use_rslora=spec.rank_stabilised,
+        use_rslora=spec.rank_stabilized,
         target_modules=wanted,
     )
     return inject_adapter_in_model(config, model)

@@ -21,7 +21,7 @@ from alignment.adapters.options import refused_options
 from alignment.adapters.prefix import Prefix, attach_prefix, dimensions, peft_config
 from alignment.adapters.specs import AdapterSpec, LoRASpec, PrefixSpec
 from alignment.config.load import build
-from alignment.config.yaml_source import Document
+from alignment.config.yaml_source import SourcedYaml
 from alignment.errors import UserError, raise_all
 from alignment.files import write_atomic, write_json
 from alignment.models.families import family_of
@@ -35,7 +35,7 @@ SPELLED_OUT = re.compile(r"[\w|]*(?:\\\.[\w|]+)*")  # names of layers as `_spec_
 
 
 @dataclass(frozen=True)
-class Place:
+class HFLocation:
     """A linear layer as its file names it, and which of ours make it up, in order."""
 
     file_name: str
@@ -89,13 +89,13 @@ def read_spec(directory: Path) -> AdapterSpec:
         return spec
     raise_all(f"{where}: {problem}" for problem in refused_options(config))
     found = {"rank": config.get("r"), "alpha": config.get("lora_alpha")}
-    return _checked(LoRASpec, {**found, "rank_stabilised": bool(config.get("use_rslora"))}, where)
+    return _checked(LoRASpec, {**found, "rank_stabilized": bool(config.get("use_rslora"))}, where)
 
 
 def _checked(kind: type[Any], values: dict[str, Any], where: str) -> Any:
     """A specification whose values have been looked at as a run's config is."""
     try:
-        return build(kind, Document(values, {(): where}))
+        return build(kind, SourcedYaml(values, {(): where}))
     except UserError as error:
         raise UserError(f"{error}; write the adapter again") from error
 
@@ -248,16 +248,16 @@ def _lora_file(model: Any, state: dict[str, Tensor], task: dict[str, Any]) -> tu
         targets[place.file_name] = len(tensors[f"{whole}.lora_A.weight"])
     if _is_scalar(model):
         tensors["base_model.model.score.weight"] = state["head.weight"]
-    scale = spec.alpha / (sqrt(spec.rank) if spec.rank_stabilised else spec.rank)
+    scale = spec.alpha / (sqrt(spec.rank) if spec.rank_stabilized else spec.rank)
     odd = {name: rank for name, rank in targets.items() if rank != spec.rank}
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=spec.dropout,
-        use_rslora=spec.rank_stabilised,
+        use_rslora=spec.rank_stabilized,
         target_modules=sorted(targets),
         rank_pattern=odd,
-        alpha_pattern={name: scale * (sqrt(rank) if spec.rank_stabilised else rank) for name, rank in odd.items()},
+        alpha_pattern={name: scale * (sqrt(rank) if spec.rank_stabilized else rank) for name, rank in odd.items()},
         fan_in_fan_out=bool(family_of(model.config).transposed),
         modules_to_save=["score"] if _is_scalar(model) else None,
         **task,
@@ -266,7 +266,7 @@ def _lora_file(model: Any, state: dict[str, Tensor], task: dict[str, Any]) -> tu
 
 
 def _lora_tensors(
-    model: Any, tensors: dict[str, Tensor], places: dict[str, Place], *, blocks: bool
+    model: Any, tensors: dict[str, Tensor], places: dict[str, HFLocation], *, blocks: bool
 ) -> dict[str, Tensor | None]:
     """The file's tensors by our names; taken out of `tensors`.
 
@@ -294,25 +294,25 @@ def _lora_tensors(
     return wanted
 
 
-def _layers_in_file(spec: LoRASpec, tensors: dict[str, Tensor], places: dict[str, Place]) -> LoRASpec:
+def _layers_in_file(spec: LoRASpec, tensors: dict[str, Tensor], places: dict[str, HFLocation]) -> LoRASpec:
     """The spec with exactly the layers that someone else's file holds."""
     suffix = ".lora_A.weight"
     held = [name.removeprefix("base_model.model.").removesuffix(suffix) for name in tensors if name.endswith(suffix)]
     ours = [name for place in held if place in places for name in places[place].ours]
     return LoRASpec(
-        rank=spec.rank, alpha=spec.alpha, rank_stabilised=spec.rank_stabilised,
+        rank=spec.rank, alpha=spec.alpha, rank_stabilized=spec.rank_stabilized,
         layers="|".join(sorted({name.replace(".", r"\.") for name in ours})) or "(?!)",
     )  # fmt: skip
 
 
-def _places(model: Any) -> list[Place]:
+def _places(model: Any) -> list[HFLocation]:
     """Every linear layer of the trunk, or of encoder and decoder, from the family's weight table."""
     parts: dict[str, list[str]] = {}
     for ours, place in hf_names(model).items():
         stack, _, inside = ours.partition(".")
         if stack in STACKS and inside.startswith("blocks.") and ours.endswith(".weight") and "norm" not in ours:
             parts.setdefault(place.name.removesuffix(".weight"), []).append(ours.removesuffix(".weight"))
-    return [Place(name, tuple(ours)) for name, ours in parts.items()]
+    return [HFLocation(name, tuple(ours)) for name, ours in parts.items()]
 
 
 def _spec_of(model: Any) -> LoRASpec:
@@ -325,7 +325,7 @@ def _spec_of(model: Any) -> LoRASpec:
         alpha=some.lora_alpha["default"],
         dropout=dropout,
         layers="|".join(sorted(name.replace(".", r"\.") for name in layers)),
-        rank_stabilised=bool(some.use_rslora["default"]),
+        rank_stabilized=bool(some.use_rslora["default"]),
     )
 
 

@@ -15,12 +15,12 @@ class Prefix(nn.Module):
     Source: Li and Liang 2021, arXiv:2101.00190; parameters laid out as peft's `PrefixEncoder`.
     """
 
-    def __init__(self, spec: PrefixSpec, layers: int, heads: int, head_width: int):
+    def __init__(self, spec: PrefixSpec, layers: int, heads: int, head_dim: int):
         super().__init__()
         from peft import PrefixEncoder
 
-        self.spec, self.shape = spec, (spec.tokens, layers, 2, heads, head_width)
-        self.encoder = PrefixEncoder(peft_config(spec, layers, heads, head_width))
+        self.spec, self.shape = spec, (spec.tokens, layers, 2, heads, head_dim)
+        self.encoder = PrefixEncoder(peft_config(spec, layers, heads, head_dim))
         self.register_buffer("tokens", torch.arange(spec.tokens), persistent=False)
 
     def forward(self) -> Tensor:
@@ -32,18 +32,18 @@ class Prefix(nn.Module):
         return self.encoder(self.tokens).detach()
 
 
-def peft_config(spec: PrefixSpec, layers: int, heads: int, head_width: int, **more: Any) -> Any:
+def peft_config(spec: PrefixSpec, layers: int, heads: int, head_dim: int, **more: Any) -> Any:
     """peft's settings for such a prefix; its "attention heads" are the key-value heads that the cache has."""
     from peft import PrefixTuningConfig
 
     return PrefixTuningConfig(
         num_virtual_tokens=spec.tokens,
-        token_dim=heads * head_width,
+        token_dim=heads * head_dim,
         num_transformer_submodules=1,
         num_attention_heads=heads,
         num_layers=layers,
         prefix_projection=spec.projection_width > 0,
-        encoder_hidden_size=spec.projection_width or heads * head_width,
+        encoder_hidden_size=spec.projection_width or heads * head_dim,
         **more,
     )
 
@@ -56,7 +56,7 @@ def dimensions(model: Any) -> tuple[int, int, int]:
     """
     if not hasattr(model.spec, "blocks"):
         raise UserError("prefix tuning needs a model of one stack, not an encoder-decoder; use LoRA instead")
-    shapes = {(block.attention.key_value_heads, block.attention.head_width) for block in model.spec.blocks}
+    shapes = {(block.attention.key_value_heads, block.attention.head_dim) for block in model.spec.blocks}
     if len(shapes) != 1:
         raise UserError("prefix tuning needs the same key-value heads and head width in every layer; use LoRA instead")
     return (len(model.spec.blocks), *shapes.pop())

@@ -15,10 +15,10 @@ class LoRASpec:
 
     Attributes:
         rank: rank of the update, r.
-        alpha: its scale; the update is multiplied by alpha / rank (alpha / sqrt(rank) with `rank_stabilised`).
+        alpha: its scale; the update is multiplied by alpha / rank (alpha / sqrt(rank) with `rank_stabilized`).
         dropout: on the update's input, while training.
         layers: regular expression over the ends of our layer names, such as `attention\\.(query|value)`.
-        rank_stabilised: rsLoRA's scale.
+        rank_stabilized: rsLoRA's scale.
 
     Source: Hu et al. 2021, arXiv:2106.09685; rsLoRA Kalajdzievski 2023, arXiv:2312.03732.
     """
@@ -28,7 +28,7 @@ class LoRASpec:
     alpha: float = 32.0
     dropout: float = 0.0
     layers: str = EVERY_LINEAR
-    rank_stabilised: bool = False
+    rank_stabilized: bool = False
 
     def __post_init__(self) -> None:
         if self.rank < 1:

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: pairs straight to a policy, no reward model. Other preference losses come later."""
+"""Direct preference optimization: pairs straight to a policy, no reward model. Other preference losses come later."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field

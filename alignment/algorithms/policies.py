@@ -53,7 +53,7 @@ class Policy:
         base: directory or Hub name of the frozen weights under the adapter.
         revision: their commit, where they come from the Hub.
         source: the checkpoint it started from.
-        off_is_start: whether switching the adapter off gives the starting checkpoint back.
+        disabled_is_start: whether switching the adapter off gives the starting checkpoint back.
     """
 
     model: Any
@@ -61,7 +61,7 @@ class Policy:
     base: str | None = None
     revision: str | None = None
     source: str | None = None
-    off_is_start: bool = False
+    disabled_is_start: bool = False
 
 
 @contextmanager
@@ -192,7 +192,7 @@ def _start(
                 save_model(model, folder)
     if adapter is None:
         return Policy(model, source=source)
-    return Policy(attach(model, adapter), adapter, base, revision, source, off_is_start=True)
+    return Policy(attach(model, adapter), adapter, base, revision, source, disabled_is_start=True)
 
 
 def _named(source: str, directory: Path) -> tuple[str, str | None]:
@@ -223,7 +223,7 @@ def reference_model(policy: Policy, source: str | None, engine: Engine) -> Calla
             where it has a fresh one. Everything else is a frozen copy, read again from its named directory.
         engine: the policy's.
     """
-    if source is None and policy.off_is_start:
+    if source is None and policy.disabled_is_start:
 
         def adapter_off(**arguments: Any) -> Any:
             with torch.no_grad(), disabled(engine.unwrapped), engine.autocast():

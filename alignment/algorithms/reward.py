@@ -56,7 +56,7 @@ class RewardConfig:
 def run(config: RewardConfig) -> Path:
     """Train a reward model and return its directory, `output/model`.
 
-    Each update minimises the mean over pairs of -log sigmoid(score(chosen) - score(rejected) - margin); a score is read
+    Each update minimizes the mean over pairs of -log sigmoid(score(chosen) - score(rejected) - margin); a score is read
     at the last token of prompt + response + end token.
 
     Raises:

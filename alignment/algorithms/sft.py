@@ -33,7 +33,7 @@ class SFTConfig:
 def run(config: SFTConfig) -> Path:
     """Fine-tune and return the directory of the result, `output/model`.
 
-    Each update minimises the mean of -log p(token) over all response tokens of the global batch, end token included.
+    Each update minimizes the mean of -log p(token) over all response tokens of the global batch, end token included.
 
     Raises:
         UserError: bad data or checkpoint, before any training.

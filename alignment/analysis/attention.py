@@ -17,7 +17,7 @@ from alignment.errors import UserError
 from alignment.models.language_model import active_prefix
 from alignment.models.layers.attention import Attention, CrossAttention
 from alignment.models.layers.disentangled import DisentangledAttention
-from alignment.models.layers.sdpa import Look, LookAcross, Sight
+from alignment.models.layers.sdpa import AttentionContext, CrossAttentionFn, Look
 from alignment.ragged import Ragged, Seq2Seq
 
 
@@ -86,7 +86,7 @@ def recorded(trunk: nn.Module) -> Iterator[Recorded]:
     """Within the block, one document through `trunk` leaves the weights of each layer here."""
     maps = Recorded([], [])
 
-    def before(attention: nn.Module, inputs: tuple[Tensor, Sight]) -> tuple[Tensor, Sight]:
+    def before(attention: nn.Module, inputs: tuple[Tensor, AttentionContext]) -> tuple[Tensor, AttentionContext]:
         x, sight = inputs
         if isinstance(attention, DisentangledAttention):  # it looks for itself
             maps.own.append(_weights(partial(_mixed, attention, x, sight), _values_of(attention, x)))
@@ -115,7 +115,7 @@ def _recording(look: Look, maps: list[Tensor]) -> Look:
     return look_and_record
 
 
-def _recording_across(look: LookAcross, maps: list[Tensor]) -> LookAcross:
+def _recording_across(look: CrossAttentionFn, maps: list[Tensor]) -> CrossAttentionFn:
     """The same on an encoder's states."""
 
     def look_and_record(query: Tensor, remember: Callable[[Tensor], tuple[Tensor, Tensor]], dropout: float) -> Tensor:
@@ -155,10 +155,10 @@ def _weights(mix: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
 
 
 def _values_of(attention: DisentangledAttention, x: Tensor) -> Tensor:
-    return attention.value(x).unflatten(-1, (attention.spec.heads, attention.spec.head_width))
+    return attention.value(x).unflatten(-1, (attention.spec.heads, attention.spec.head_dim))
 
 
-def _mixed(attention: DisentangledAttention, x: Tensor, sight: Sight, values: Tensor) -> Tensor:
+def _mixed(attention: DisentangledAttention, x: Tensor, sight: AttentionContext, values: Tensor) -> Tensor:
     """What the layer makes of other values than its own, [N, H, K]: caught on the way to its output layer."""
     caught: list[Tensor] = []
     hooks = (

@@ -18,7 +18,7 @@ from alignment.models.spec import (
 def forward_operations(spec: TransformerSpec, tokens: int) -> float:
     """Multiplications and additions per token of one forward over a document, the head on every token.
 
-    A matrix of n entries takes 2 n; attention 4 * heads * head_width for each key that a query may see, so a causal
+    A matrix of n entries takes 2 n; attention 4 * heads * head_dim for each key that a query may see, so a causal
     layer is counted by its half, a window by what lies in it, and a mixture by the experts that are chosen.
 
     Args:
@@ -43,7 +43,7 @@ def block_operations(spec: BlockSpec, width: int, tokens: int) -> float:
     attention = spec.attention
     if isinstance(attention, DisentangledSpec) or spec.cross is not None or spec.convolution is not None:
         raise ValueError("operations of cross-attention, disentangled attention and convolutions are not counted")
-    inner, shared = (heads * attention.head_width for heads in (attention.heads, attention.key_value_heads))
+    inner, shared = (heads * attention.head_dim for heads in (attention.heads, attention.key_value_heads))
     projections = 2 * width * (2 * inner + 2 * shared)
     return projections + 4 * inner * keys_seen(attention, tokens) + _feedforward_operations(spec.feedforward, width)
 

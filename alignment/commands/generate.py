@@ -9,7 +9,7 @@ import torch
 
 from alignment.adapters import load_adapter
 from alignment.config.load import build
-from alignment.config.yaml_source import Document, override
+from alignment.config.yaml_source import SourcedYaml, override
 from alignment.data.rows.read import read_rows
 from alignment.errors import UserError, raise_all
 from alignment.generation import SamplingConfig, decoding_config
@@ -55,7 +55,7 @@ def read_settings(model: str, overrides: Sequence[str]) -> ResponseConfig:
     Raises:
         UserError: every wrong key or value at once; no generation config where one is asked for.
     """
-    document = override(Document({}), overrides)
+    document = override(SourcedYaml({}), overrides)
     config = build(ResponseConfig, document)
     if not config.use_generation_config:
         return config
@@ -64,7 +64,7 @@ def read_settings(model: str, overrides: Sequence[str]) -> ResponseConfig:
     if stored is None:
         raise UserError(f"{path}: is not there; leave use_generation_config out")
     known = stored_settings(stored)
-    return build(ResponseConfig, Document({**known, **document.values}, {(): str(path), **document.places}))
+    return build(ResponseConfig, SourcedYaml({**known, **document.values}, {(): str(path), **document.places}))
 
 
 def stored_settings(stored: dict[str, Any]) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """llama2.c checkpoints as Hugging Face Llama directories: safetensors and a fast tokenizer.
 
-Only the float32 export with the 7-integer header is read; quantised and versioned exports are not.
+Only the float32 export with the 7-integer header is read; quantized and versioned exports are not.
 """
 
 import struct
@@ -62,8 +62,8 @@ def read_checkpoint(path: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 def _shapes(h: Header, tied: bool) -> dict[str, tuple[int, ...]]:
     """The file's arrays in their order."""
-    head_width = h.dim // h.n_heads
-    kv_dim = h.n_kv_heads * head_width
+    head_dim = h.dim // h.n_heads
+    kv_dim = h.n_kv_heads * head_dim
     return {
         "embed": (h.vocab_size, h.dim),
         "attention_norm": (h.n_layers, h.dim),
@@ -76,8 +76,8 @@ def _shapes(h: Header, tied: bool) -> dict[str, tuple[int, ...]]:
         "w2": (h.n_layers, h.dim, h.hidden_dim),
         "w3": (h.n_layers, h.hidden_dim, h.dim),
         "norm": (h.dim,),
-        "cosines": (h.seq_len, head_width // 2),
-        "sines": (h.seq_len, head_width // 2),
+        "cosines": (h.seq_len, head_dim // 2),
+        "sines": (h.seq_len, head_dim // 2),
         **({} if tied else {"head": (h.vocab_size, h.dim)}),
     }
 
@@ -157,7 +157,7 @@ def read_tokenizer(path: Path, vocabulary: int) -> list[tuple[str, float]]:
 def build_tokenizer(pieces: list[tuple[str, float]], max_length: int) -> Any:
     """A fast tokenizer that merges by score, falls back to bytes, and puts BOS and one space in front.
 
-    sentencepiece merges, of all neighbours that make a token, the pair whose token scores highest; so every way to
+    sentencepiece merges, of all neighbors that make a token, the pair whose token scores highest; so every way to
     cut a token in two is a merge, in the order of the tokens' scores.
     """
     from tokenizers import Tokenizer, decoders, models, normalizers, processors

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
 
-from alignment.config.yaml_source import Document, Key, dotted, fill, override, read_yaml, references
+from alignment.config.yaml_source import Key, SourcedYaml, dotted, fill, override, read_yaml, references
 from alignment.errors import UserError, raise_all
 
 T = TypeVar("T")
@@ -66,7 +66,7 @@ NAMES_ELSEWHERE = {  # keys of trl, transformers and axolotl: ours, and what dif
     "report_to": "training.trackers",
     "reward_model_path": "reward_model",
     "save_steps": "training.save_every_steps",
-    "save_total_limit": "training.keep_checkpoints",
+    "save_total_limit": "training.keep_last_checkpoints",
     "sequence_len": "data.max_length",
     "sft_model_path": "policy",
     "target_modules": "adapter.layers",
@@ -106,10 +106,10 @@ def load_config(cls: type[T], source: str, overrides: Sequence[str] = ()) -> T:
     names = {"configs": str(packaged_folder("configs")), "data": str(data_folder())}
     unknown = sorted(references(document.values) - set(names))
     raise_all(f"{source}: ${{{name}}} stands for nothing outside a recipe; {nearest(name, names)}" for name in unknown)
-    return build(cls, Document(fill(document.values, names), document.places))
+    return build(cls, SourcedYaml(fill(document.values, names), document.places))
 
 
-def writer_of(output: str) -> str | None:
+def packaged_writer(output: str) -> str | None:
     """The command of a packaged config that writes into a directory; None where no config does."""
     root = packaged_folder("configs")
     for path in sorted(root.glob("*/*.yaml")):
@@ -192,7 +192,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 # Checking
 
 
-def build(cls: type[T], document: Document) -> T:
+def build(cls: type[T], document: SourcedYaml) -> T:
     """The config in a document, every key known, every type and range right.
 
     Raises:
@@ -244,7 +244,7 @@ class _Found(NamedTuple):
     error: Any
 
 
-def _problems(cls: type, document: Document, errors: Sequence[Any]) -> dict[Key, str]:
+def _problems(cls: type, document: SourcedYaml, errors: Sequence[Any]) -> dict[Key, str]:
     """One line for each key that is wrong."""
     found = _of_the_meant_kind([_locate(document.values, error) for error in errors])
     wrong: dict[Key, list[_Found]] = {}

@@ -18,7 +18,7 @@ MAX_DEPTH = 64  # sections inside sections
 
 
 @dataclass(frozen=True)
-class Document:
+class SourcedYaml:
     """Plain values, and where each came from.
 
     Attributes:
@@ -35,13 +35,13 @@ class Document:
             key = key[:-1]
         return self.places.get(key, "config")
 
-    def below(self, key: Key) -> "Document":
+    def below(self, key: Key) -> "SourcedYaml":
         """The section at a key, as a document of its own."""
         values = self.values
         for part in key:
             values = values[part]
         places = {name[len(key) :]: place for name, place in self.places.items() if name[: len(key)] == key}
-        return Document(values, {(): self.place(key), **places})
+        return SourcedYaml(values, {(): self.place(key), **places})
 
 
 class _Loader(yaml.SafeLoader):
@@ -65,7 +65,7 @@ _Loader.add_implicit_resolver(
 )
 
 
-def read_yaml(path: str | Path) -> Document:
+def read_yaml(path: str | Path) -> SourcedYaml:
     """A YAML file with the line of every key.
 
     Raises:
@@ -82,7 +82,7 @@ def read_yaml(path: str | Path) -> Document:
     return parse_yaml(text, str(path))
 
 
-def parse_yaml(text: str, name: str) -> Document:
+def parse_yaml(text: str, name: str) -> SourcedYaml:
     """Like `read_yaml`, from text; `name` stands in for the file in messages."""
     try:
         reader = _Reader(text, name)
@@ -100,7 +100,7 @@ def parse_yaml(text: str, name: str) -> Document:
         line = mark.line + 1 if mark else 1
         raise UserError(f"{name}:{line}: is not valid YAML: {getattr(error, 'problem', None) or error}") from error
     raise_all(reader.problems)
-    return Document(values, reader.places)
+    return SourcedYaml(values, reader.places)
 
 
 class _Reader:
@@ -169,7 +169,7 @@ def _with_braces(text: str) -> str:
     return text.replace("\ue000", "${").replace("\ue001", "}")
 
 
-def override(document: Document, overrides: Sequence[str]) -> Document:
+def override(document: SourcedYaml, overrides: Sequence[str]) -> SourcedYaml:
     """The document with `dotted.key=value` settings on top; the last one wins.
 
     Raises:
@@ -191,7 +191,7 @@ def override(document: Document, overrides: Sequence[str]) -> Document:
     return document
 
 
-def overlay(document: Document, key: Key, value: Any, place: str) -> Document:
+def overlay(document: SourcedYaml, key: Key, value: Any, place: str) -> SourcedYaml:
     """The document with one value replaced; sections on the way to it are made where they are missing."""
     sections: list[dict[str, Any]] = []
     places: dict[Key, str] = {}
@@ -206,7 +206,7 @@ def overlay(document: Document, key: Key, value: Any, place: str) -> Document:
     for part, section in zip(reversed(key), reversed(sections), strict=True):
         value = {**section, part: value}
     kept = {old: where for old, where in document.places.items() if old[: len(key)] != key}
-    return Document(value, {**kept, **places, key: place})
+    return SourcedYaml(value, {**kept, **places, key: place})
 
 
 def references(value: Any) -> set[str]:

@@ -1,4 +1,4 @@
-"""Rows, tokens and batches: sources -> records -> ids -> ragged micro-batches. Knows no model, loss or optimiser."""
+"""Rows, tokens and batches: sources -> records -> ids -> ragged micro-batches. Knows no model, loss or optimizer."""
 
 from alignment.data.batches import (
     Example,
@@ -7,20 +7,19 @@ from alignment.data.batches import (
     PromptExample,
     collate,
     collate_pairs,
-    tokenise_comparisons,
-    tokenise_demonstrations,
-    tokenise_prompts,
-    tokenise_texts,
+    tokenize_comparisons,
+    tokenize_demonstrations,
+    tokenize_prompts,
+    tokenize_texts,
 )
 from alignment.data.prepare import prepare
 from alignment.data.rows.read import DataConfig, read_rows
-from alignment.data.rows.records import Comparison, Counts, Demonstration, Prompt, Text
+from alignment.data.rows.records import Comparison, Demonstration, Prompt, Tally, Text
 from alignment.data.stream import Stream
 from alignment.data.tokenizers.load import check_vocabulary, load_tokenizer, save_tokenizer, train_bpe
 
 __all__ = [
     "Comparison",
-    "Counts",
     "DataConfig",
     "Demonstration",
     "Example",
@@ -29,6 +28,7 @@ __all__ = [
     "Prompt",
     "PromptExample",
     "Stream",
+    "Tally",
     "Text",
     "check_vocabulary",
     "collate",
@@ -37,9 +37,9 @@ __all__ = [
     "prepare",
     "read_rows",
     "save_tokenizer",
-    "tokenise_comparisons",
-    "tokenise_demonstrations",
-    "tokenise_prompts",
-    "tokenise_texts",
+    "tokenize_comparisons",
+    "tokenize_demonstrations",
+    "tokenize_prompts",
+    "tokenize_texts",
     "train_bpe",
 ]

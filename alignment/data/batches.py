@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 from torch import Tensor
 
-from alignment.data.rows.records import SHOWN_IDS, Comparison, Counts, Demonstration, Messages, Prompt, Text
+from alignment.data.rows.records import SHOWN_IDS, Comparison, Demonstration, Messages, Prompt, Tally, Text
 from alignment.data.text import chat
 from alignment.data.text.encoding import adds_bos, bos_id
 from alignment.errors import UserError, raise_all
@@ -78,15 +78,15 @@ class PairBatch:
         return replace(self, ragged=self.ragged.to(device), margins=margins)
 
 
-def tokenise_texts(
+def tokenize_texts(
     rows: Sequence[Text], tokenizer: "PreTrainedTokenizerBase", max_length: int
-) -> tuple[list[Example], Counts]:
+) -> tuple[list[Example], Tally]:
     """Documents to model, each at most `max_length` tokens; every token but a text's first is predicted exactly once.
 
     A longer text is cut into successive pieces. A piece after the first starts with the BOS where the tokenizer has
     one, else with the last token of the piece before: its first new token needs something to be predicted from.
     """
-    counts, examples = Counts(rows=len(rows), kept=len(rows)), []
+    counts, examples = Tally(rows=len(rows), kept=len(rows)), []
     bos = bos_id(tokenizer) if adds_bos(tokenizer) else None
     for row, ids in zip(rows, chat.texts_ids(tokenizer, [row.text for row in rows]), strict=True):
         if len(ids) > max_length:
@@ -104,15 +104,15 @@ def pieces(ids: list[int], max_length: int, bos: int | None) -> list[list[int]]:
     return cut
 
 
-def tokenise_demonstrations(
+def tokenize_demonstrations(
     rows: Sequence[Demonstration], tokenizer: "PreTrainedTokenizerBase", max_length: int
-) -> tuple[list[Example], Counts]:
+) -> tuple[list[Example], Tally]:
     """Prompt and response joined; the response and its end token count, in dialogues every assistant turn.
 
     Raises:
         UserError: the chat template is missing or refuses rows; all refusals at once.
     """
-    counts, examples = Counts(rows=len(rows)), []
+    counts, examples = Tally(rows=len(rows)), []
     bos = bos_id(tokenizer)
     single = [row for row in rows if row.messages is None]
     prompts = iter(encode_prompts(tokenizer, single))
@@ -136,17 +136,17 @@ def tokenise_demonstrations(
             continue
         kept_head, [kept_tail] = fit(head, [tail], max_length, bos)
         _note_cuts(counts, row.row_id, len(head) > len(kept_head), len(tail) > len(kept_tail))
-        kept_mask = _cut_head(mask[: len(head)], len(kept_head), head[:1] == [bos]) + [True] * len(kept_tail)
+        kept_mask = truncate_left(mask[: len(head)], len(kept_head), head[:1] == [bos]) + [True] * len(kept_tail)
         examples.append(Example(kept_head + kept_tail, kept_mask, row.row_id))
     counts.kept = len(examples)
     return examples, _measure(counts, examples)
 
 
-def tokenise_comparisons(
+def tokenize_comparisons(
     rows: Sequence[Comparison], tokenizer: "PreTrainedTokenizerBase", max_length: int
-) -> tuple[list[PairExample], Counts]:
+) -> tuple[list[PairExample], Tally]:
     """Both responses after the very same prompt tokens; pairs whose tokens are equal in the end are dropped."""
-    counts, pairs = Counts(rows=len(rows)), []
+    counts, pairs = Tally(rows=len(rows)), []
     prompts = encode_prompts(tokenizer, rows)
     sides = [(text, row.prompt) for row in rows for text in (row.chosen, row.rejected)]
     responses = chat.responses_ids(tokenizer, [text for text, _ in sides], [prompt for _, prompt in sides])
@@ -167,13 +167,13 @@ def tokenise_comparisons(
     return pairs, _measure(counts, [side for pair in pairs for side in (pair.chosen, pair.rejected)])
 
 
-def tokenise_prompts(
+def tokenize_prompts(
     rows: Sequence[Prompt], tokenizer: "PreTrainedTokenizerBase", max_length: int
-) -> tuple[list[PromptExample], Counts]:
+) -> tuple[list[PromptExample], Tally]:
     """Prompts of at most `max_length` tokens, longer ones without their beginning (the BOS stays)."""
-    counts, examples = Counts(rows=len(rows), kept=len(rows)), []
+    counts, examples = Tally(rows=len(rows), kept=len(rows)), []
     for row, ids in zip(rows, encode_prompts(tokenizer, rows), strict=True):
-        kept = _cut_head(ids, max_length, ids[:1] == [bos_id(tokenizer)])
+        kept = truncate_left(ids, max_length, ids[:1] == [bos_id(tokenizer)])
         cut = len(ids) > len(kept)
         _note_cuts(counts, row.row_id, cut, False)
         examples.append(PromptExample(kept, row.prompt, row.extra, row.row_id, cut))
@@ -220,10 +220,10 @@ def fit(
     longest = max(map(len, responses))
     floor = min(len(prompt), max(1, int(max_length * PROMPT_FLOOR)))
     room = min(len(prompt), max(floor, max_length - longest))
-    return _cut_head(prompt, room, prompt[:1] == [bos]), [response[: max_length - room] for response in responses]
+    return truncate_left(prompt, room, prompt[:1] == [bos]), [response[: max_length - room] for response in responses]
 
 
-def _cut_head(values: list[Any], length: int, keep_first: bool) -> list[Any]:
+def truncate_left(values: list[Any], length: int, keep_first: bool) -> list[Any]:
     """The last `length` values; with `keep_first` (a BOS) the first and the last `length - 1`."""
     if len(values) <= length:
         return values
@@ -236,14 +236,14 @@ def last_span(mask: Sequence[bool]) -> int:
     return max((index + 1 for index, counts in enumerate(mask) if not counts), default=0)
 
 
-def _note_cuts(counts: Counts, row_id: str, prompt: bool, response: bool) -> None:
+def _note_cuts(counts: Tally, row_id: str, prompt: bool, response: bool) -> None:
     if prompt:
         counts.shorten(PROMPT_CUT, row_id)
     if response:
         counts.shorten(RESPONSE_CUT, row_id)
 
 
-def _measure(counts: Counts, examples: Sequence[Example | PromptExample]) -> Counts:
+def _measure(counts: Tally, examples: Sequence[Example | PromptExample]) -> Tally:
     counts.documents = len(examples)
     counts.tokens = sum(len(example.ids) for example in examples)
     return counts

@@ -1,4 +1,4 @@
-"""From a data config to token sequences in one call: read, tokenise, and refuse to go on with too little."""
+"""From a data config to token sequences in one call: read, tokenize, and refuse to go on with too little."""
 
 from __future__ import annotations
 
@@ -9,41 +9,41 @@ from typing import TYPE_CHECKING, Any, Literal
 from alignment.data.batches import (
     PROMPT_CUT,
     RESPONSE_CUT,
-    tokenise_comparisons,
-    tokenise_demonstrations,
-    tokenise_prompts,
-    tokenise_texts,
+    tokenize_comparisons,
+    tokenize_demonstrations,
+    tokenize_prompts,
+    tokenize_texts,
 )
-from alignment.data.pretraining.examples import tokenise_maskable, tokenise_plain
-from alignment.data.pretraining.next_sentence import tokenise_passages
+from alignment.data.pretraining.examples import tokenize_maskable, tokenize_plain
+from alignment.data.pretraining.next_sentence import tokenize_passages
 from alignment.data.rows.read import DataConfig, Part, overlap, read_rows
-from alignment.data.rows.records import Counts, Kind
+from alignment.data.rows.records import Kind, Tally
 from alignment.data.tasks import classification, gpt1_inputs
 from alignment.data.tasks.question_answering import encode_questions
-from alignment.data.tasks.rows import UnderstandingTask, content_key, label_names, read_labelled
+from alignment.data.tasks.rows import FinetuneTask, content_key, label_names, read_labeled
 from alignment.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Objective = Literal["causal", "masked", "sentence_pairs", "span_corruption", "prefix", "infilling"]
-Tokenise = Callable[[Any, Any, int], tuple[list[Any], Counts]]
+Tokenize = Callable[[Any, Any, int], tuple[list[Any], Tally]]
 
-TOKENISE: dict[str, Tokenise] = {
-    "text": tokenise_texts,
-    "demonstrations": tokenise_demonstrations,
-    "comparisons": tokenise_comparisons,
-    "prompts": tokenise_prompts,
+TOKENIZE: dict[str, Tokenize] = {
+    "text": tokenize_texts,
+    "demonstrations": tokenize_demonstrations,
+    "comparisons": tokenize_comparisons,
+    "prompts": tokenize_prompts,
 }
-TOKENISE_TEXT: dict[str, Tokenise] = {
-    "causal": tokenise_texts,
-    "masked": tokenise_maskable,
-    "sentence_pairs": tokenise_passages,
-    "span_corruption": tokenise_plain,
-    "prefix": tokenise_plain,
-    "infilling": partial(tokenise_plain, special=3),
+TOKENIZE_TEXT: dict[str, Tokenize] = {
+    "causal": tokenize_texts,
+    "masked": tokenize_maskable,
+    "sentence_pairs": tokenize_passages,
+    "span_corruption": tokenize_plain,
+    "prefix": tokenize_plain,
+    "infilling": partial(tokenize_plain, special=3),
 }
-ENCODE: dict[str, Callable[..., tuple[list[Any], Counts]]] = {
+ENCODE: dict[str, Callable[..., tuple[list[Any], Tally]]] = {
     "sequence": classification.encode_sequences,
     "pair": classification.encode_sequences,
     "tokens": classification.encode_words,
@@ -53,19 +53,19 @@ UNKNOWN = "texts with characters that the tokenizer does not know: read as its u
 
 def prepare(
     config: DataConfig, kind: Kind, tokenizer: PreTrainedTokenizerBase, part: Part = "train"
-) -> tuple[list[Any], Counts]:
+) -> tuple[list[Any], Tally]:
     """Token sequences of one part of the data (Example, PairExample or PromptExample, by kind), and the whole tally.
 
     Raises:
         UserError: bad rows, as `read_rows`; more rows lost than `config.max_lost_share`, or prompts or responses cut
             than `config.max_cut_share`; no data named for this part.
     """
-    return _prepare(config, kind, TOKENISE[kind], tokenizer, part)
+    return _prepare(config, kind, TOKENIZE[kind], tokenizer, part)
 
 
 def prepare_text(
     config: DataConfig, objective: Objective, tokenizer: PreTrainedTokenizerBase, part: Part = "train"
-) -> tuple[list[Any], Counts]:
+) -> tuple[list[Any], Tally]:
     """Token sequences of running text for a pretraining objective, and the whole tally.
 
     Example for causal, span_corruption, prefix and infilling; MaskableExample for masked; Passage for sentence_pairs.
@@ -74,16 +74,16 @@ def prepare_text(
     Raises:
         UserError: as `prepare`; an unknown objective; what the objective itself refuses.
     """
-    if objective not in TOKENISE_TEXT:
-        raise UserError(f"unknown pretraining objective {objective!r}; known: {', '.join(TOKENISE_TEXT)}")
+    if objective not in TOKENIZE_TEXT:
+        raise UserError(f"unknown pretraining objective {objective!r}; known: {', '.join(TOKENIZE_TEXT)}")
 
-    def tokenise(rows: Any, tokenizer: Any, max_length: int) -> tuple[list[Any], Counts]:
-        examples, counts = TOKENISE_TEXT[objective](rows, tokenizer, max_length)
+    def tokenize(rows: Any, tokenizer: Any, max_length: int) -> tuple[list[Any], Tally]:
+        examples, counts = TOKENIZE_TEXT[objective](rows, tokenizer, max_length)
         for row_id in unknown_rows(examples, tokenizer.unk_token_id):
             counts.shorten(UNKNOWN, row_id)
         return examples, counts
 
-    return _prepare(config, "text", tokenise, tokenizer, part)
+    return _prepare(config, "text", tokenize, tokenizer, part)
 
 
 def unknown_rows(examples: Sequence[Any], unknown_id: int | None) -> list[str]:
@@ -93,17 +93,17 @@ def unknown_rows(examples: Sequence[Any], unknown_id: int | None) -> list[str]:
 
 
 def _prepare(
-    config: DataConfig, kind: Kind, tokenise: Tokenise, tokenizer: PreTrainedTokenizerBase, part: Part
-) -> tuple[list[Any], Counts]:
+    config: DataConfig, kind: Kind, tokenize: Tokenize, tokenizer: PreTrainedTokenizerBase, part: Part
+) -> tuple[list[Any], Tally]:
     rows, reading = _read(config, kind, part)
-    examples, making = tokenise(rows, tokenizer, config.max_length)
+    examples, making = tokenize(rows, tokenizer, config.max_length)
     counts = _checked(reading.then(making), config, part)
-    if part == "evaluation":  # the training rows are read once more: text alone, which is quick beside tokenising it
+    if part == "evaluation":  # the training rows are read once more: text alone, which is quick beside tokenizing it
         counts.trained_on = overlap(_read(config, kind, "train")[0], rows)
     return examples, counts
 
 
-def _read(config: DataConfig, kind: Kind, part: Part) -> tuple[list[Any], Counts]:
+def _read(config: DataConfig, kind: Kind, part: Part) -> tuple[list[Any], Tally]:
     return read_rows(
         _sources(config, part),
         kind,
@@ -127,21 +127,21 @@ def documents_of(example: Any) -> list[Sequence[int]]:
     return example.documents if hasattr(example, "documents") else [example.ids]
 
 
-def prepare_labelled(
+def prepare_labeled(
     config: DataConfig,
-    task: UnderstandingTask,
+    task: FinetuneTask,
     tokenizer: PreTrainedTokenizerBase,
     part: Part = "train",
     *,
     names: dict[int, str] | None = None,
-    encode: Callable[..., tuple[list[Any], Counts]] | None = None,
+    encode: Callable[..., tuple[list[Any], Tally]] | None = None,
     **options: Any,
-) -> tuple[list[Any], Counts, dict[int, str]]:
-    """Examples of one part of labelled data, the whole tally, and the labels by id.
+) -> tuple[list[Any], Tally, dict[int, str]]:
+    """Examples of one part of labeled data, the whole tally, and the labels by id.
 
     Args:
-        task: sequence or pair (ClassExample), tokens (TokenExample), span (SpanExample), or choice (ViewsExample, with
-            a tokenizer from `gpt1_inputs.with_marks`, or as `encode` has it).
+        task: sequence or pair (ClassExample), tokens (TokenExample), span (SpanExample), or choice (MultiSequenceExample, with
+            a tokenizer from `gpt1_inputs.add_gpt1_tokens`, or as `encode` has it).
         names: id2label that the rows must keep to; None: made from the rows. Span and choice have none.
         encode: how sequences and pairs become examples, where not as BERT has them: `gpt1_inputs.encode_classes` or
             `encode_similarity`; how choices do, where not as GPT-1 has them: `choices.encode_pair_choices`.
@@ -150,7 +150,7 @@ def prepare_labelled(
     Raises:
         UserError: bad rows, unknown labels; more rows lost than `config.max_lost_share`; no data named for this part.
     """
-    rows, reading = _read_labelled(config, task, part)
+    rows, reading = _read_labeled(config, task, part)
     if task == "span":
         examples, making = encode_questions(rows, tokenizer, config.max_length, **options)
     elif task == "choice":
@@ -160,12 +160,12 @@ def prepare_labelled(
         examples, making = (encode or ENCODE[task])(rows, tokenizer, config.max_length, names)
     counts = _checked(reading.then(making), config, part)
     if part == "evaluation":
-        counts.trained_on = overlap(_read_labelled(config, task, "train")[0], rows, content_key)
+        counts.trained_on = overlap(_read_labeled(config, task, "train")[0], rows, content_key)
     return examples, counts, names or {}
 
 
-def _read_labelled(config: DataConfig, task: UnderstandingTask, part: Part) -> tuple[list[Any], Counts]:
-    return read_labelled(
+def _read_labeled(config: DataConfig, task: FinetuneTask, part: Part) -> tuple[list[Any], Tally]:
+    return read_labeled(
         _sources(config, part),
         task,
         split=config.split_of(part),
@@ -182,7 +182,7 @@ def _sources(config: DataConfig, part: Part) -> list[str]:
     return sources
 
 
-def _checked(counts: Counts, config: DataConfig, part: Part) -> Counts:
+def _checked(counts: Tally, config: DataConfig, part: Part) -> Tally:
     name = ", ".join(config.sources(part))
     counts.require(config.max_lost_share, name)
     counts.require_whole(config.max_cut_share, (PROMPT_CUT, RESPONSE_CUT), name)

@@ -7,7 +7,7 @@ from alignment.evaluation.judges import (
     file_judge,
     longer_judge,
     score_judge,
-    write_questions,
+    write_annotation_form,
 )
 from alignment.evaluation.language_loss import LanguageLoss, language_loss
 from alignment.evaluation.winrate import WinRate, agreement, merge_orders, win_rate
@@ -25,5 +25,5 @@ __all__ = [
     "merge_orders",
     "score_judge",
     "win_rate",
-    "write_questions",
+    "write_annotation_form",
 ]

@@ -34,14 +34,14 @@ class Judgement:
         verdicts: for ours, one per prompt in order, both showings merged; None where the judge failed.
         inconsistent: items whose two showings disagreed; they count as ties.
         failures: items without a verdict, in no rate.
-        first_seat: mean verdict for the response shown first, over all showings; far from 0.5: position bias.
+        position_bias: mean verdict for the response shown first, over all showings; far from 0.5: position bias.
     """
 
     win_rate: WinRate
     verdicts: list[Verdict]
     inconsistent: int
     failures: int
-    first_seat: float
+    position_bias: float
 
 
 def compare(
@@ -76,8 +76,8 @@ def compare(
             "since failures are seldom a fair sample. Look at what it could not judge, or raise max_failed_share"
         )
     answered = [verdict for verdict in shown if verdict is not None]
-    first_seat = sum(answered) / len(answered)
-    return Judgement(win_rate(judged), merged.verdicts, merged.inconsistent, merged.failures, first_seat)
+    position_bias = sum(answered) / len(answered)
+    return Judgement(win_rate(judged), merged.verdicts, merged.inconsistent, merged.failures, position_bias)
 
 
 def score_judge(score: ScoreFunction, tie_margin: float = 0.0) -> Judge:
@@ -120,7 +120,9 @@ longer_judge: Judge = score_judge(lambda _, responses: [len(response) for respon
 """Prefers the response with more characters: the baseline that any judge must beat."""
 
 
-def write_questions(path: Path, prompts: Sequence["Prompt"], ours: Sequence[str], baseline: Sequence[str]) -> None:
+def write_annotation_form(
+    path: Path, prompts: Sequence["Prompt"], ours: Sequence[str], baseline: Sequence[str]
+) -> None:
     """Write every showing that `compare` asks about, verdict null, for people or another program to fill in.
 
     One JSON object per line: `id`, `prompt`, `first`, `second`, `verdict`. Nothing in a row tells which side is ours.
@@ -135,7 +137,7 @@ def write_questions(path: Path, prompts: Sequence["Prompt"], ours: Sequence[str]
 
 
 def file_judge(path: Path) -> Judge:
-    """A judge that looks verdicts up in a file of rows as `write_questions` makes them (.jsonl or .jsonl.gz).
+    """A judge that looks verdicts up in a file of rows as `write_annotation_form` makes them (.jsonl or .jsonl.gz).
 
     `verdict` is 1, 0.5 or 0 for the response shown first; null, or a showing that is not in the file, is a failure. The
     texts are part of the look-up, so that verdicts on older responses are not taken for verdicts on these.

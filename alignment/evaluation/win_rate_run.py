@@ -12,12 +12,12 @@ from typing import Any, Literal
 
 import torch
 
-from alignment.data.batches import collate, tokenise_comparisons, tokenise_prompts, tokenise_texts
+from alignment.data.batches import collate, tokenize_comparisons, tokenize_prompts, tokenize_texts
 from alignment.data.rows.read import DataConfig, read_rows
-from alignment.data.rows.records import Counts, Prompt
+from alignment.data.rows.records import Prompt, Tally
 from alignment.data.text.chat import response_ids, stop_token_ids
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.judges import Judge, compare, file_judge, longer_judge, score_judge, write_questions
+from alignment.evaluation.judges import Judge, compare, file_judge, longer_judge, score_judge, write_annotation_form
 from alignment.evaluation.language_loss import language_loss
 from alignment.evaluation.winrate import WinRate, win_rate
 from alignment.files import write_json, write_text
@@ -118,7 +118,7 @@ def run_winrate(config: WinRateConfig) -> Path:
     # On the CPU until the policies are done: a wrong checkpoint is found now, and the GPU holds one model at a time.
     proxy = None if config.reward_model is None else load_reward_model(config.reward_model)
     _tell(
-        "prompts", tokenise_prompts(prompts, load_tokenizer(config.models[config.baseline]), config.data.max_length)[1]
+        "prompts", tokenize_prompts(prompts, load_tokenizer(config.models[config.baseline]), config.data.max_length)[1]
     )
     answers = {name: _answer(config, source, prompts) for name, source in config.models.items()}
     _write_responses(output, prompts, answers)
@@ -182,7 +182,7 @@ def _judge(
         baseline = answers[config.baseline].texts
         ours = [(name, answer.texts) for name, answer in answers.items() if name != config.baseline]
         rows = [part for _, texts in ours for part in texts]
-        write_questions(path, prompts * len(ours), rows, baseline * len(ours))
+        write_annotation_form(path, prompts * len(ours), rows, baseline * len(ours))
         raise UserError(f"{path}: written as a form: fill in `verdict` (1, 0.5 or 0 for the first) and run this again")
     return file_judge(path)
 
@@ -219,7 +219,7 @@ def _read(data: DataConfig, kind: Any) -> list[Any]:
     return rows
 
 
-def _tell(what: str, counts: Counts) -> None:
+def _tell(what: str, counts: Tally) -> None:
     for line in counts.lines():
         print(f"{what}: {line}", file=sys.stderr)
 
@@ -243,7 +243,7 @@ def _answer(config: WinRateConfig, source: str, prompts: list[Prompt]) -> Genera
 
 def _prompt_ids(config: WinRateConfig, tokenizer: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Prompts of at most `data.max_length` tokens, the same cut for policies, reference and judge."""
-    return [example.ids for example in tokenise_prompts(prompts, tokenizer, config.data.max_length)[0]]
+    return [example.ids for example in tokenize_prompts(prompts, tokenizer, config.data.max_length)[0]]
 
 
 def _measure(
@@ -266,7 +266,7 @@ def _measure(
         result["kl"] = _kl(config, reference, answer, prompts)
     if texts is not None and config.text is not None:
         source = config.models[name]
-        examples, _ = tokenise_texts(texts, load_tokenizer(source), config.text.max_length)
+        examples, _ = tokenize_texts(texts, load_tokenizer(source), config.text.max_length)
         size = sum(len(row.text.encode()) for row in texts)
         loss = language_loss(load_model(source, device=_device()), collate(examples, 16_384), text_bytes=size)
         result["language_loss"], result["bits_per_byte"] = loss.loss, loss.bits_per_byte
@@ -340,7 +340,7 @@ def run_reward(config: RewardEvalConfig) -> Path:
         )
     rows = _read(config.data, "comparisons")
     model = load_reward_model(config.reward_model, device=_device())
-    pairs, counts = tokenise_comparisons(rows, model.tokenizer, config.data.max_length)
+    pairs, counts = tokenize_comparisons(rows, model.tokenizer, config.data.max_length)
     kept = {pair.row_id: pair for pair in pairs}
     rows = [row for row in rows if row.row_id in kept]
     raise_all([] if rows else [f"{config.data.train}: no comparison is left to score"])
@@ -375,8 +375,8 @@ class LanguageEvalConfig:
 def run_language(config: LanguageEvalConfig) -> Path:
     """Next-token loss in nats per token, perplexity and bits per byte, written to `results.json`."""
     rows = _read(config.data, "text")
-    tokenise = partial(tokenise_texts, tokenizer=load_tokenizer(config.model), max_length=config.data.max_length)
-    examples, _ = tokenise(rows)
+    tokenize = partial(tokenize_texts, tokenizer=load_tokenizer(config.model), max_length=config.data.max_length)
+    examples, _ = tokenize(rows)
     size = sum(len(row.text.encode()) for row in rows)
     loss = language_loss(load_model(config.model, device=_device()), collate(examples, 16_384), text_bytes=size)
     write_json(Path(config.output) / "results.json", asdict(loss))

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from alignment.generation.logits_processors import check_rules, follow_rules
+from alignment.generation.logits_processors import check_rules, process_logits
 from alignment.generation.prefill import begin
 
 MOST_BEAMS = 10_000
@@ -169,7 +169,7 @@ def _search_group(
     logits = logits[rows]
     done = torch.zeros(count, dtype=torch.bool, device=device)
     for step in range(steps):
-        log_probs = follow_rules(logits.float().log_softmax(-1), config, past)
+        log_probs = process_logits(logits.float().log_softmax(-1), config, past)
         candidates, parents = _extend(running, log_probs.unflatten(0, (-1, beams)), kept, step)
         stopped = torch.isin(candidates.tokens[..., step], stops) | (step + 1 == steps)
         finished = _finish(finished, candidates, stopped & ~done[:, None], step + 1, config)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from alignment.errors import UserError
-from alignment.generation.logits_processors import Past
+from alignment.generation.logits_processors import TokenHistory
 from alignment.generation.prefill import begin
 from alignment.generation.sampling import SamplingConfig, draw, sampling_log_probs, uniforms
 
@@ -58,7 +58,7 @@ def decode_responses(
         UserError: the device has no room for so many cache rows.
     """
     numbers = list(range(len(prompts))) if rows is None else list(rows)
-    # Neighbours of like length share a cache with little waste; the answer does not depend on the grouping.
+    # Neighbors of like length share a cache with little waste; the answer does not depend on the grouping.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     token_ids: list[list[int]] = [[] for _ in prompts]
     log_probs: list[list[float]] = [[] for _ in prompts]
@@ -124,7 +124,7 @@ def _decode_group(
     return _collect(tokens, values, lengths, stops)
 
 
-def _draw_step(logits: Tensor, config: SamplingConfig, past: Past, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def _draw_step(logits: Tensor, config: SamplingConfig, past: TokenHistory, uniform: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens [B] and their log-probabilities [B]."""
     log_probs = sampling_log_probs(logits, config, past)
     drawn = log_probs.argmax(-1) if config.temperature == 0 else draw(log_probs, uniform)

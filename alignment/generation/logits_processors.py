@@ -48,12 +48,12 @@ def check_rules(rules: Rules) -> None:
         )
 
 
-def any_rule(rules: Rules) -> bool:
+def is_active(rules: Rules) -> bool:
     """Whether anything in the past matters."""
     return rules.repetition_penalty != 1 or rules.no_repeat_ngram_size > 0 or rules.min_new_tokens > 0
 
 
-class Past:
+class TokenHistory:
     """The tokens that each row has so far, prompts and responses meeting at one column.
 
     Attributes:
@@ -89,7 +89,7 @@ class Past:
         self.tokens = self.tokens[rows]
 
 
-def follow_rules(scores: Tensor, rules: Rules, past: Past) -> Tensor:
+def process_logits(scores: Tensor, rules: Rules, past: TokenHistory) -> Tensor:
     """Scores after the rules: -inf where a token is forbidden.
 
     Args:
@@ -98,7 +98,7 @@ def follow_rules(scores: Tensor, rules: Rules, past: Past) -> Tensor:
         past: what the rows hold.
     """
     if rules.repetition_penalty != 1:
-        scores = penalise_seen(scores, past.seen, rules.repetition_penalty)
+        scores = penalize_seen(scores, past.seen, rules.repetition_penalty)
     if rules.no_repeat_ngram_size:
         scores = forbid_repeated_ngrams(scores, past.seen, rules.no_repeat_ngram_size)
     if past.new_tokens < rules.min_new_tokens:
@@ -106,7 +106,7 @@ def follow_rules(scores: Tensor, rules: Rules, past: Past) -> Tensor:
     return scores
 
 
-def penalise_seen(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
+def penalize_seen(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Make tokens that were there less likely: score / penalty where the score is positive, score * penalty elsewhere.
 
     The paper divides always, which makes a token with a negative score likelier; multiplying those is how everyone

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from alignment.generation.logits_processors import Past
+from alignment.generation.logits_processors import TokenHistory
 from alignment.ragged import Ragged, Seq2Seq
 
 
-class Beginning(NamedTuple):
+class Prefilled(NamedTuple):
     """Prompts that a model has read.
 
     Attributes:
@@ -20,12 +20,12 @@ class Beginning(NamedTuple):
 
     cache: Any
     logits: Tensor
-    past: Past
+    past: TokenHistory
 
 
 def begin(
     model: Any, prompts: Sequence[Sequence[int]], steps: int, stops: Tensor, start_token: int | None
-) -> Beginning:
+) -> Prefilled:
     """Let a model read its prompts.
 
     Args:
@@ -40,4 +40,4 @@ def begin(
     read = Ragged.build(prompts)
     batch = read if start_token is None else Seq2Seq(read, Ragged.build(written))
     cache = model.new_cache(len(prompts), max(len(document) for document in written) + steps)
-    return Beginning(cache, model.prefill(batch.to(stops.device), cache), Past(written, steps, stops))
+    return Prefilled(cache, model.prefill(batch.to(stops.device), cache), TokenHistory(written, steps, stops))

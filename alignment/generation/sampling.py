@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alignment.generation.logits_processors import Past, any_rule, check_rules, follow_rules
+from alignment.generation.logits_processors import TokenHistory, check_rules, is_active, process_logits
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class SamplingConfig:
             raise ValueError(f"min_p must be in [0, 1], got {self.min_p}; 0 is off, 0.05 to 0.1 is usual")
 
 
-def sampling_log_probs(logits: Tensor, config: SamplingConfig, past: Past | None = None) -> Tensor:
+def sampling_log_probs(logits: Tensor, config: SamplingConfig, past: TokenHistory | None = None) -> Tensor:
     """Log-probabilities of exactly the distribution that is sampled from.
 
     In this order: repetition penalty and other rules, temperature, top-k, top-p, min-p.
@@ -70,10 +70,10 @@ def sampling_log_probs(logits: Tensor, config: SamplingConfig, past: Past | None
         2024, arXiv:2407.01082; repetition penalty Keskar et al. 2019, arXiv:1909.05858.
     """
     logits = logits.float()
-    if any_rule(config):
+    if is_active(config):
         if past is None:
             raise ValueError("repetition_penalty, no_repeat_ngram_size and min_new_tokens need the tokens so far: past")
-        logits = follow_rules(logits, config, past)
+        logits = process_logits(logits, config, past)
     if config.temperature == 0:
         likeliest = torch.full_like(logits, -torch.inf)
         return likeliest.scatter(-1, logits.argmax(-1, keepdim=True), 0.0)

@@ -64,7 +64,7 @@ def shape_rewards(
 
 @torch.no_grad()
 def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lambda: float) -> tuple[Tensor, Tensor]:
-    """Advantages and returns by generalised advantage estimation, without gradient: both are targets.
+    """Advantages and returns by generalized advantage estimation, without gradient: both are targets.
 
     delta_t = reward_t + gamma * value_{t+1} - value_t
     advantage_t = delta_t + gamma * gae_lambda * advantage_{t+1}
@@ -126,16 +126,16 @@ def whiten(
     kept = _kept(values, mask)
     count, total = reduce(torch.stack([mask.sum().to(kept.dtype), kept.sum()])).unbind()
     mean = total / count.clamp(min=1)
-    centred = _kept(kept - mean, mask)
-    variance = reduce(centred.square().sum()) / count.clamp(min=1)
-    whitened = centred * torch.rsqrt(variance + 1e-8)
+    centered = _kept(kept - mean, mask)
+    variance = reduce(centered.square().sum()) / count.clamp(min=1)
+    whitened = centered * torch.rsqrt(variance + 1e-8)
     if not shift_mean:
         whitened = _kept(whitened + mean, mask)
     return torch.where(count < 2, kept, whitened)
 
 
 def clipped_policy_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, clip_range: float) -> Tensor:
-    """PPO's pessimistic surrogate, to be minimised, one value per token.
+    """PPO's pessimistic surrogate, to be minimized, one value per token.
 
     ratio = exp(log p - log p_old)
     cost  = max(-advantage * ratio, -advantage * clip(ratio, 1 - clip_range, 1 + clip_range))

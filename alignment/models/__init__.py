@@ -2,7 +2,7 @@
 
 Where to read, in order; each step needs only those before it.
 
-1. `spec` says what an architecture is: frozen dataclasses of its parts, one by one. `spec_positions`, `spec_pairs` and
+1. `spec` says what an architecture is: frozen dataclasses of its parts, one by one. `spec_positions`, `spec_encoder_decoder` and
    `spec_disentangled` hold those for places, encoder-decoders and DeBERTa. A part is chosen by the type of its
    specification.
 2. The parts, each a small module with its formula and source: `norms`; `positions` (what is added to embeddings),

@@ -7,11 +7,11 @@ from typing import Any
 from torch import nn
 
 from alignment.errors import UserError
-from alignment.models.classifiers import ScalarModel, SequenceClassifier, TokenReader
-from alignment.models.encoder_decoder import Seq2SeqModel, Seq2SeqReader
+from alignment.models.classifiers import ScalarModel, SequenceClassifier, TokenClassifier
+from alignment.models.encoder_decoder import Seq2SeqClassifier, Seq2SeqModel
 from alignment.models.families import family_of
-from alignment.models.heads import LanguageHead, Readout, Transform
-from alignment.models.init_weights import initialise
+from alignment.models.heads import ClassificationHead, LanguageHead, Transform
+from alignment.models.init_weights import initialize
 from alignment.models.language_model import LanguageModel, MaskedLanguageModel
 from alignment.models.layers.attention import Attention, CrossAttention
 from alignment.models.layers.attention_context import Bearings
@@ -19,8 +19,8 @@ from alignment.models.layers.block import Block, NormedResidualBlock, ParallelBl
 from alignment.models.layers.disentangled import Convolution, ConvolvedBlock, DisentangledAttention, RelativeEmbedding
 from alignment.models.layers.experts import Experts
 from alignment.models.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
-from alignment.models.layers.norms import RMSNorm, UnitOffsetRMSNorm, WideRMSNorm
-from alignment.models.layers.position_bias import Alibi, RelativeBias, RoundedAlibi
+from alignment.models.layers.norms import Float32RMSNorm, RMSNorm, UnitOffsetRMSNorm
+from alignment.models.layers.position_bias import Alibi, BFloat16Alibi, RelativeBias
 from alignment.models.layers.position_embeddings import LearnedPositions, SinusoidalPositions
 from alignment.models.layers.rotary import Rotary
 from alignment.models.spec import (
@@ -42,7 +42,7 @@ from alignment.models.spec import (
     WideRMSNormSpec,
 )
 from alignment.models.spec_disentangled import ConvolutionSpec, DisentangledSpec
-from alignment.models.spec_pairs import EncoderDecoderSpec
+from alignment.models.spec_encoder_decoder import EncoderDecoderSpec
 from alignment.models.spec_positions import (
     AlibiSpec,
     LearnedPositionsSpec,
@@ -66,7 +66,7 @@ def build_model(config: dict[str, Any], task: str = "language") -> Any:
         UserError: unknown family, unknown key, or a value that cannot be; a task the family does not have.
     """
     config = {**family_of(config).fresh_config, **config}
-    return initialise(empty_model(config, task))
+    return initialize(empty_model(config, task))
 
 
 def build_language_model(config: dict[str, Any]) -> Any:
@@ -90,7 +90,7 @@ def empty_model(config: dict[str, Any], task: str) -> Any:
         task = "sequence"
     spec = family.spec_from_config(config)
     if isinstance(spec, EncoderDecoderSpec):
-        return _pair_model(spec, None if readout is None else readout(config), config, task)
+        return encoder_decoder_model(spec, None if readout is None else readout(config), config, task)
     trunk = build_trunk(spec)
     if task == "scalar":
         return ScalarModel(trunk, config)
@@ -104,18 +104,18 @@ def empty_model(config: dict[str, Any], task: str) -> Any:
     if task == "sequence":
         assert read.pooling is not None
         return SequenceClassifier(trunk, _readout(read, spec.output_width or spec.width), config, read.pooling)
-    return TokenReader(trunk, _readout(read, spec.output_width or spec.width), config, task)  # type: ignore[arg-type]
+    return TokenClassifier(trunk, _readout(read, spec.output_width or spec.width), config, task)  # type: ignore[arg-type]
 
 
-def _pair_model(spec: EncoderDecoderSpec, read: ReadoutSpec | None, config: dict[str, Any], task: str) -> Any:
+def encoder_decoder_model(spec: EncoderDecoderSpec, read: ReadoutSpec | None, config: dict[str, Any], task: str) -> Any:
     """An encoder-decoder with its head; a classifier of tokens has the encoder alone."""
     encoder = build_trunk(spec.encoder)
     if task == "tokens" and read is not None:
-        return TokenReader(encoder, _readout(read, spec.encoder.width), config, "tokens")
+        return TokenClassifier(encoder, _readout(read, spec.encoder.width), config, "tokens")
     decoder = build_trunk(spec.decoder)
     if read is None:
         return Seq2SeqModel(encoder, decoder, _language_head(spec.decoder), config, spec)
-    return Seq2SeqReader(encoder, decoder, _readout(read, spec.decoder.width), config, spec, task)  # type: ignore[arg-type]
+    return Seq2SeqClassifier(encoder, decoder, _readout(read, spec.decoder.width), config, spec, task)  # type: ignore[arg-type]
 
 
 def build_trunk(spec: TransformerSpec) -> Transformer:
@@ -180,7 +180,7 @@ def _norm(spec: NormSpec, width: int) -> Callable[[], nn.Module]:
         case RMSNormSpec(eps=eps):
             return partial(RMSNorm, width, eps)
         case WideRMSNormSpec(eps=eps):
-            return partial(WideRMSNorm, width, eps)
+            return partial(Float32RMSNorm, width, eps)
         case UnitOffsetRMSNormSpec(eps=eps):
             return partial(UnitOffsetRMSNorm, width, eps)
         case NoNormSpec():
@@ -195,7 +195,7 @@ def _feedforward(spec: FeedForwardSpec, width: int) -> nn.Module:
             return GatedFeedForward(width, spec.width, ACTIVATIONS[spec.activation], spec.bias, spec.dropout)
         case ExpertsSpec():
             experts = [_feedforward(spec.expert, width) for _ in range(spec.count)]
-            return Experts(width, experts, spec.chosen, spec.normalised, spec.balance_coef > 0)
+            return Experts(width, experts, spec.chosen, spec.normalized, spec.balance_coef > 0)
 
 
 def _positions(spec: PositionsSpec | None, width: int) -> nn.Module | None:
@@ -221,9 +221,9 @@ def _bearings(spec: TransformerSpec) -> Bearings:
         case AlibiSpec(scale=scale):
             return Bearings(rotaries, Alibi(heads, scale))
         case RoundedAlibiSpec(scale=scale):
-            return Bearings(rotaries, RoundedAlibi(heads, scale))
+            return Bearings(rotaries, BFloat16Alibi(heads, scale))
         case RelativeBiasSpec(buckets=buckets, max_distance=far):
-            return Bearings(rotaries, RelativeBias(buckets, far, heads, both_sides=not causal))
+            return Bearings(rotaries, RelativeBias(buckets, far, heads, bidirectional=not causal))
 
 
 def _transform(spec: TransformSpec | None, width: int) -> Transform | None:
@@ -240,7 +240,7 @@ def _language_head(spec: TransformerSpec) -> nn.Module:
     return LanguageHead(spec.head, width, spec.vocabulary, _transform(spec.head.transform, width))
 
 
-def _readout(spec: ReadoutSpec, width: int) -> Readout:
+def _readout(spec: ReadoutSpec, width: int) -> ClassificationHead:
     inner = width if spec.transform is None else spec.transform.width
     output = nn.Linear(inner, spec.outputs, bias=spec.bias)
-    return Readout(_transform(spec.transform, width), output, spec.dropout, spec.input_dropout)
+    return ClassificationHead(_transform(spec.transform, width), output, spec.dropout, spec.input_dropout)

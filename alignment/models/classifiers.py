@@ -5,7 +5,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from alignment.models.heads import Output, Readout
+from alignment.models.heads import ClassificationHead, Output
 from alignment.models.language_model import LanguageModel, active_prefix
 from alignment.models.padded import from_padded, given, to_padded
 from alignment.models.spec import Pooling
@@ -62,7 +62,7 @@ class SequenceClassifier(nn.Module):
     source = "native"
     task = "sequence"
 
-    def __init__(self, trunk: Transformer, head: Readout, config: dict[str, Any], pooling: Pooling):
+    def __init__(self, trunk: Transformer, head: ClassificationHead, config: dict[str, Any], pooling: Pooling):
         super().__init__()
         self.trunk, self.head, self.config = trunk, head, config
         self.pooling: Pooling = pooling
@@ -92,12 +92,14 @@ class SequenceClassifier(nn.Module):
         return Output(scores=scores, logits=scores)
 
 
-class TokenReader(nn.Module):
+class TokenClassifier(nn.Module):
     """Scores for each token: its class (`task` "tokens"), or whether an answer starts and ends there ("span")."""
 
     source = "native"
 
-    def __init__(self, trunk: Transformer, head: Readout, config: dict[str, Any], task: Literal["tokens", "span"]):
+    def __init__(
+        self, trunk: Transformer, head: ClassificationHead, config: dict[str, Any], task: Literal["tokens", "span"]
+    ):
         super().__init__()
         self.trunk, self.head, self.config, self.task = trunk, head, config, task
         self.prefix: nn.Module | None = None

@@ -14,7 +14,7 @@ def spaced_layers(few: int, many: int) -> list[int]:
 
 
 @torch.no_grad()
-def copied_from_teacher(student: Any, teacher: Any) -> None:
+def init_from_teacher(student: Any, teacher: Any) -> None:
     """Overwrite the student's weights with the teacher's, each of its layers by one of the teacher's.
 
     Raises:

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from alignment.errors import UserError
 from alignment.models.activation_checkpointing import Keep
-from alignment.models.heads import Output, Readout, token_scores
+from alignment.models.heads import ClassificationHead, Output, token_scores
 from alignment.models.language_model import new_cache
 from alignment.models.layers.cross_attention import Source
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.padded_layout import take
 from alignment.models.padded import from_padded, given, to_padded
-from alignment.models.spec_pairs import EncoderDecoderSpec
+from alignment.models.spec_encoder_decoder import EncoderDecoderSpec
 from alignment.models.transformer import Transformer
 from alignment.ragged import Ragged, Seq2Seq
 
@@ -109,7 +109,7 @@ class Seq2SeqModel(nn.Module):
         return self.head(self.decoder.step(tokens, cache))
 
 
-class Seq2SeqReader(nn.Module):
+class Seq2SeqClassifier(nn.Module):
     """Scores read off the decoder while it repeats the document that the encoder has read.
 
     At the document's last end token for its class (`task` "sequence"), at every token for whether an answer starts and
@@ -125,7 +125,7 @@ class Seq2SeqReader(nn.Module):
         self,
         encoder: Transformer,
         decoder: Transformer,
-        head: Readout,
+        head: ClassificationHead,
         config: dict[str, Any],
         spec: EncoderDecoderSpec,
         task: Literal["sequence", "span"],

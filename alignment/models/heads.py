@@ -80,7 +80,7 @@ class LanguageHead(nn.Module):
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
 
-class Readout(nn.Module):
+class ClassificationHead(nn.Module):
     """output(transform(x)): a few numbers, of a document or of a token. Dropout before and after the transform."""
 
     def __init__(

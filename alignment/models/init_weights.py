@@ -11,13 +11,13 @@ from alignment.models.layers.disentangled import RelativeEmbedding
 from alignment.models.layers.position_bias import RelativeBias
 from alignment.models.layers.position_embeddings import LearnedPositions
 from alignment.models.spec import FanInInitSpec, InitSpec
-from alignment.models.spec_pairs import EncoderDecoderSpec
+from alignment.models.spec_encoder_decoder import EncoderDecoderSpec
 
 RESIDUAL_LAYERS = re.compile(r"(attention|cross)\.output$|feedforward\.(experts\.\d+\.)?down$")
 DRAWN = nn.Linear | nn.Embedding | nn.Conv1d | LearnedPositions | RelativeBias | RelativeEmbedding | LanguageHead
 
 
-def initialise(model: Any) -> Any:
+def initialize(model: Any) -> Any:
     """Fresh weights in place: matrices normal, biases zero, norms as they come. Returns the model in eval mode."""
     init = (model.spec.decoder if isinstance(model.spec, EncoderDecoderSpec) else model.spec).init
     drawn = set()
@@ -26,16 +26,16 @@ def initialise(model: Any) -> Any:
             continue
         if isinstance(init, FanInInitSpec) and id(module.weight) in drawn:
             continue  # a head that is the token table keeps that table's deviation
-        initialise_layer(module, init, name)
+        initialize_layer(module, init, name)
         drawn.add(id(module.weight))
     if isinstance(init, FanInInitSpec):
         for module in model.modules():
             if isinstance(module, Attention | CrossAttention):  # T5 does not divide scores by sqrt(K)
-                module.query.weight.data *= module.spec.head_width**-0.5
+                module.query.weight.data *= module.spec.head_dim**-0.5
     return model.eval()
 
 
-def initialise_layer(module: nn.Module, init: InitSpec | FanInInitSpec, name: str = "") -> None:
+def initialize_layer(module: nn.Module, init: InitSpec | FanInInitSpec, name: str = "") -> None:
     """One layer's matrix drawn, its bias and its constants zero.
 
     Source: the two deviations are Radford et al. 2019 (GPT-2), section 2.3: residual layers divided by

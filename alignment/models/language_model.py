@@ -24,7 +24,7 @@ class LanguageModel(nn.Module):
         spec: what the trunk is.
         config: the Hugging Face config.json it was made from and is saved with.
         task: which of its family's heads it has.
-        prefix: module whose call gives keys and values in front of every document, [layers, 2, P, K, head_width].
+        prefix: module whose call gives keys and values in front of every document, [layers, 2, P, K, head_dim].
         prefix_enabled: whether `prefix` acts.
     """
 
@@ -184,7 +184,7 @@ def new_cache(trunk: Transformer, rows: int, capacity: int) -> Cache:
     device = weight.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
     return Cache(
-        len(trunk.spec.layers), rows, capacity, attention.key_value_heads, attention.head_width,
+        len(trunk.spec.layers), rows, capacity, attention.key_value_heads, attention.head_dim,
         dtype=dtype, device=weight.device,
     )  # fmt: skip
 

@@ -58,7 +58,7 @@ class AttentionSpec:
     """Multi-head attention; grouped-query where `key_value_heads` is below `heads`, which it divides.
 
     Attributes:
-        scale: factor on the scores, commonly head_width ** -0.5.
+        scale: factor on the scores, commonly head_dim ** -0.5.
         bias: whether query, key and value have one; `output_bias` for the layer after.
         dropout: probability on the attention weights, in training only.
         causal: a token sees itself and what is before it; else both sides.
@@ -70,7 +70,7 @@ class AttentionSpec:
 
     heads: int
     key_value_heads: int
-    head_width: int
+    head_dim: int
     scale: float
     bias: bool
     output_bias: bool
@@ -109,14 +109,14 @@ class ExpertsSpec:
     """Several feed-forwards, of which each token takes `chosen`.
 
     Attributes:
-        normalised: the weights of the chosen are made to sum to 1.
+        normalized: the weights of the chosen are made to sum to 1.
         balance_coef: factor on the load-balancing loss, in training only.
     """
 
     expert: PlainFeedForwardSpec | GatedFeedForwardSpec
     count: int
     chosen: int
-    normalised: bool = True
+    normalized: bool = True
     balance_coef: float = 0.0
 
 

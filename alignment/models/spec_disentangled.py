@@ -6,7 +6,7 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class ConvolutionSpec:
-    """activation(convolution over `width` neighbouring tokens); `width` is odd, `groups` of channels stay apart."""
+    """activation(convolution over `width` neighboring tokens); `width` is odd, `groups` of channels stay apart."""
 
     width: int
     activation: str
@@ -28,7 +28,7 @@ class DisentangledSpec:
     """
 
     heads: int
-    head_width: int
+    head_dim: int
     buckets: int
     max_distance: int
     content_to_position: bool

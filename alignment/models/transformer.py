@@ -10,7 +10,7 @@ from alignment.errors import UserError
 from alignment.models.activation_checkpointing import Keep, recomputed
 from alignment.models.layers.attention_context import (
     Bearings,
-    check_outgrown,
+    check_original_context,
     document_looks,
     kernel_applies,
     kernel_looks,
@@ -19,9 +19,9 @@ from alignment.models.layers.attention_context import (
     step_masks,
 )
 from alignment.models.layers.cross_attention import Source, look_at_memory, looks_across, remembering
-from alignment.models.layers.kv_cache import Cache, Memory
+from alignment.models.layers.kv_cache import Cache, CrossAttentionCache
 from alignment.models.layers.padded_layout import seen_mask
-from alignment.models.layers.sdpa import Sight, look_at_cache, writing_to
+from alignment.models.layers.sdpa import AttentionContext, look_at_cache, writing_to
 from alignment.models.spec import TransformerSpec
 from alignment.ragged import Ragged
 
@@ -87,7 +87,7 @@ class Transformer(nn.Module):
 
         Args:
             batch: documents end to end, N tokens.
-            prefix: keys and values in front of every document, [layers, 2, P, K, head_width]; places then start at P.
+            prefix: keys and values in front of every document, [layers, 2, P, K, head_dim]; places then start at P.
             cache: filled with the keys and values, for `step` to go on from; without gradient only.
             rows: cache row of each document, [B]; None: 0, 1, ...
             source: what an encoder read, one document for each of the batch's; with a cache, for all of its rows.
@@ -120,7 +120,7 @@ class Transformer(nn.Module):
         relative = None if self.relative is None else self.relative()
         routed: list[Tensor] = [] if router_logits is None else router_logits
         sights = [
-            Sight(look, turn, over, packing, relative, routed)
+            AttentionContext(look, turn, over, packing, relative, routed)
             for look, turn, over in zip(looks, turns, across, strict=True)
         ]
         return self._run(batch.tokens, places, batch.segments, sights)
@@ -131,12 +131,12 @@ class Transformer(nn.Module):
             raise ValueError(f"the cache holds {cache.capacity} tokens per row and one row is full")
         places, width = cache.lengths, cache.longest + 1
         layers, bearings = self.spec.layers, Bearings(self._rotaries, self.distance)
-        check_outgrown(cache, layers)
+        check_original_context(cache, layers)
         addresses = cache.addresses(torch.arange(len(places), device=places.device), places)
         turns = rotations(layers, bearings, places, width, lambda: places + 1)
         news = step_masks(layers, bearings, places, addresses, width)
         sights = [
-            Sight(
+            AttentionContext(
                 look_at_cache(cache, layer, new, block.attention),  # type: ignore[arg-type]
                 turn,
                 None
@@ -154,7 +154,7 @@ class Transformer(nn.Module):
         looks = looks_across(specs, source, batch)
         if cache is None:
             return looks
-        cache.memory = Memory(seen_mask(source.batch.starts.long().diff(), max(source.batch.lengths)))
+        cache.memory = CrossAttentionCache(seen_mask(source.batch.starts.long().diff(), max(source.batch.lengths)))
         return [remembering(cache.memory, source, look) for look in looks]
 
     def embedded(self, tokens: Tensor, places: Tensor, segments: Tensor | None) -> Tensor:
@@ -175,7 +175,9 @@ class Transformer(nn.Module):
             x = self.project_in(x)
         return x
 
-    def _run(self, tokens: Tensor, places: Tensor, segments: Tensor | None, sights: Sequence[Sight]) -> Tensor:
+    def _run(
+        self, tokens: Tensor, places: Tensor, segments: Tensor | None, sights: Sequence[AttentionContext]
+    ) -> Tensor:
         x = self.embedded(tokens, places, segments)
         call = recomputed(self.recompute) if self.recompute and torch.is_grad_enabled() else None
         for layer, sight in enumerate(sights):

@@ -11,7 +11,7 @@ from alignment.errors import UserError
 
 
 @dataclass(frozen=True)
-class Band:
+class Expectation:
     """Where a measured number has to lie for the recipe to have worked.
 
     Attributes:
@@ -34,7 +34,7 @@ class Band:
             raise ValueError("a band needs low, high or both")
 
 
-def check_bands(bands: Sequence[Band], output: Path) -> bool:
+def check_bands(bands: Sequence[Expectation], output: Path) -> bool:
     """Print what was measured beside what was expected; True where everything lies inside."""
     rows = [("stage", "metric", "measured", "expected", "", "why")]
     inside = True
@@ -53,7 +53,7 @@ def check_bands(bands: Sequence[Band], output: Path) -> bool:
     return inside
 
 
-def read_metric(directory: Path, band: Band) -> float | None:
+def read_metric(directory: Path, band: Expectation) -> float | None:
     """A number that a stage left behind: a dotted key of results.json, else a column of metrics.jsonl."""
     values = flatten(read_json(directory / "results.json"))
     if band.metric in values:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from alignment.config.load import build, find_packaged, nearest
-from alignment.config.yaml_source import Document, Key, overlay, override, read_yaml
+from alignment.config.yaml_source import Key, SourcedYaml, overlay, override, read_yaml
 from alignment.errors import UserError, raise_all
-from alignment.pipeline.expectations import Band
+from alignment.pipeline.expectations import Expectation
 
 FOLDERS = ("configs", "data", "recipe")  # what `${...}` may stand for beside stages and the seed
 RESERVED = (*FOLDERS, "seed")
@@ -47,7 +47,7 @@ class Recipe:
     title: str = ""
     description: str = ""
     seed: int = 0
-    expect: list[Band] = field(default_factory=list)
+    expect: list[Expectation] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         names = [stage.name for stage in self.stages]
@@ -71,7 +71,7 @@ class StageSettings:
     """
 
     entry: StageEntry
-    document: Document
+    document: SourcedYaml
 
 
 def read_recipe(source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Path, list[StageSettings]]:
@@ -106,13 +106,13 @@ def read_recipe(source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Pat
     return recipe, path.parent, settings
 
 
-def _settings(stage: StageEntry, written: Document, folder: Path, overrides: Sequence[str]) -> StageSettings:
+def _settings(stage: StageEntry, written: SourcedYaml, folder: Path, overrides: Sequence[str]) -> StageSettings:
     """Config, then settings, then overrides, each over the one before."""
     if isinstance(stage.config, str):
         beside = folder / stage.config
         document = read_yaml(beside if beside.is_file() else find_packaged(stage.config, "configs"))
     elif stage.config is None:
-        document = Document({}, {(): written.place(())})
+        document = SourcedYaml({}, {(): written.place(())})
     else:
         document = written.below(("config",))
     if not isinstance(document.values, (dict, type(None))):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.config.load import build, data_folder, nearest, packaged_folder
-from alignment.config.yaml_source import Document, fill, references, strings
+from alignment.config.yaml_source import SourcedYaml, fill, references, strings
 from alignment.errors import UserError, raise_all
 from alignment.files import hash_of, remove_directory, remove_leftovers, sha256, write_json
 from alignment.pipeline.expectations import check_bands, read_json
@@ -30,7 +30,7 @@ STAGES = {  # verb: module, config class, function of a config. Imported when a 
     "reward": ("alignment.algorithms.reward", "RewardConfig", "run"),
     "ppo": ("alignment.algorithms.ppo.ppo", "PPOConfig", "run"),
     "dpo": ("alignment.algorithms.dpo", "DPOConfig", "run"),
-    "understand": ("alignment.algorithms.finetune.finetune", "UnderstandConfig", "run"),
+    "finetune": ("alignment.algorithms.finetune.finetune", "FinetuneConfig", "run"),
     "winrate": ("alignment.evaluation.win_rate_run", "WinRateConfig", "run_winrate"),
     "reward_eval": ("alignment.evaluation.win_rate_run", "RewardEvalConfig", "run_reward"),
     "language": ("alignment.evaluation.win_rate_run", "LanguageEvalConfig", "run_language"),
@@ -183,7 +183,7 @@ def _resolve(stage: StageSettings, names: dict[str, Any], hashes: dict[str, str]
     name, values = stage.entry.name, dict(stage.document.values or {})
     config_class, run = find_stage(stage.entry.run)
     filled = {**fill(values, names), "output": names[name]}
-    config = build(config_class, Document(filled, stage.document.places))
+    config = build(config_class, SourcedYaml(filled, stage.document.places))
     values.pop("output", None)
     parents = {parent: hashes[parent] for parent in sorted(references(values) & set(hashes))}
     lineage = {

@@ -1,4 +1,4 @@
-"""Training: one optimiser step, the ways to spread it over processes, the loop around it, its files. No losses here."""
+"""Training: one optimizer step, the ways to spread it over processes, the loop around it, its files. No losses here."""
 
 from alignment.training.engine import Engine, NonFiniteError
 from alignment.training.loop import fit, load_run_state, note_endless_warmup, save_run_state
@@ -6,17 +6,17 @@ from alignment.training.optim import OptimConfig, learning_rate_at
 from alignment.training.run.checkpoints import latest_checkpoint, load_checkpoint, save_checkpoint
 from alignment.training.run.directory import Run
 from alignment.training.settings import TrainingConfig
-from alignment.training.terms import Idle, LossSum, Term, share
+from alignment.training.terms import LossSum, Term, ZeroWeightBatch, share
 
 __all__ = [
     "Engine",
-    "Idle",
     "LossSum",
     "NonFiniteError",
     "OptimConfig",
     "Run",
     "Term",
     "TrainingConfig",
+    "ZeroWeightBatch",
     "fit",
     "latest_checkpoint",
     "learning_rate_at",

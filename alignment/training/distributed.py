@@ -21,7 +21,7 @@ TIMEOUT = timedelta(hours=2)
 
 
 @dataclass(frozen=True)
-class World:
+class ProcessGroup:
     """This process among all. With one process nothing here communicates or waits for a device.
 
     Attributes:
@@ -87,7 +87,7 @@ def launched_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def join_world() -> World:
+def init_distributed() -> ProcessGroup:
     """Join the processes started by `accelerate launch` or `torchrun`; alone where there was no such launch.
 
     Raises:
@@ -106,7 +106,7 @@ def join_world() -> World:
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu and not deepspeed, kwargs_handlers=handlers)
     atexit.register(_leave)
     kind = "zero" if deepspeed else "single" if accelerator.num_processes == 1 else "fsdp2" if fsdp else "ddp"
-    return World(kind, accelerator.process_index, accelerator.num_processes, accelerator.device, accelerator)
+    return ProcessGroup(kind, accelerator.process_index, accelerator.num_processes, accelerator.device, accelerator)
 
 
 def _leave() -> None:

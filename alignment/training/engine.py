@@ -1,4 +1,4 @@
-"""The engine owns one optimiser step and nothing else: no data order, no logging, no files but its own state.
+"""The engine owns one optimizer step and nothing else: no data order, no logging, no files but its own state.
 
 Micro-batch size, accumulation and number of ranks are memory settings: the weights after an update do not depend on
 them, up to rounding.
@@ -14,13 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from alignment.errors import UserError
-from alignment.training.backends.base import Backend, Replicated
-from alignment.training.distributed import World, join_world
+from alignment.training.backends.base import Backend, ReplicatedBackend
+from alignment.training.distributed import ProcessGroup, init_distributed
 from alignment.training.optim import OptimConfig, learning_rate_at
 from alignment.training.run.random_state import rank_seed
 from alignment.training.settings import TrainingConfig
-from alignment.training.sums import Sums, layout
-from alignment.training.terms import Idle, Term, contents, row_ids, token_count
+from alignment.training.sums import MetricSums, layout
+from alignment.training.terms import Term, ZeroWeightBatch, contents, row_ids, token_count
 
 
 class NonFiniteError(RuntimeError):
@@ -28,7 +28,7 @@ class NonFiniteError(RuntimeError):
 
 
 class Engine:
-    """A model, its optimiser and the processes they live in.
+    """A model, its optimizer and the processes they live in.
 
     Call `engine.model`, never the bare module, in loss functions. Several engines may live in one process.
     A trainable parameter that gets no gradient in an update is left as it is in that update; one that gets none in the
@@ -54,7 +54,7 @@ class Engine:
         self.untrained: list[str] = []
         if training.gradient_checkpointing:
             checkpoint_activations(model, training.keep_activations)
-        self.world = join_world()
+        self.world = init_distributed()
         self.backend = build_backend(model, config, self.world, training.precision)
         if self.world.size > 1:  # the weights are agreed on; dropout must differ from rank to rank
             torch.manual_seed(rank_seed(training.seed, self.world.rank))
@@ -66,7 +66,7 @@ class Engine:
 
     @property
     def unwrapped(self) -> Any:
-        """The module as it was handed in; whole only inside `gathered()`."""
+        """The module as it was handed in; whole only inside `full_parameters()`."""
         return self.backend.unwrapped
 
     @property
@@ -105,19 +105,19 @@ class Engine:
         """While open, matrix products run in the run's precision, those of other models too."""
         return self.backend.autocast()
 
-    def gathered(self) -> AbstractContextManager[None]:
+    def full_parameters(self) -> AbstractContextManager[None]:
         """While open, every rank holds whole weights, computes in the run's precision and need not keep in step.
 
         Every rank must open and close it; see `Backend.gathered`.
         """
-        return self.backend.gathered()
+        return self.backend.full_parameters()
 
     def full_state(self) -> dict[str, Tensor]:
         """Whole float32 state dict on rank 0's CPU, {} elsewhere; every rank must call it."""
         return self.backend.full_state()
 
     def state(self) -> dict[str, int]:
-        """What, beside weights and optimiser, makes the next update."""
+        """What, beside weights and optimizer, makes the next update."""
         return {"step": self.step}
 
     def load_state(self, state: dict[str, int]) -> None:
@@ -125,7 +125,7 @@ class Engine:
         self.step = int(state["step"])
 
     def save(self, directory: Path) -> None:
-        """Write weights and optimiser into an existing directory; every rank must call it."""
+        """Write weights and optimizer into an existing directory; every rank must call it."""
         self.backend.save(directory)
 
     def load(self, directory: Path) -> None:
@@ -137,7 +137,7 @@ class Engine:
         self.backend.load(directory)
 
     def update(self, *terms: Term) -> dict[str, float]:
-        """One optimiser step on the sum of `terms`, each averaged over its own global weight.
+        """One optimizer step on the sum of `terms`, each averaged over its own global weight.
 
         loss = sum over terms of coef * (sum of totals over all micro-batches and ranks) / (sum of weights likewise)
 
@@ -149,13 +149,13 @@ class Engine:
             each metric of the loss functions divided by its term's global weight.
 
         Raises:
-            NonFiniteError: loss or gradient norm is not finite; weights and optimiser are untouched.
+            NonFiniteError: loss or gradient norm is not finite; weights and optimizer are untouched.
             UserError: the device ran out of memory.
             ValueError: a term without micro-batches on some rank, or with weight 0 over all.
         """
         number = self.step + 1
         weights, rounds, tokens = self._agree(terms)
-        sums = [Sums() for _ in terms]
+        sums = [MetricSums() for _ in terms]
         for position, (term, weight, wanted) in enumerate(zip(terms, weights, rounds, strict=True)):
             last_term = position == len(terms) - 1
             for index, batch in enumerate(self._fill(term, wanted)):
@@ -190,7 +190,10 @@ class Engine:
         weights = [sum((float(batch.weight) for batch in term.micro_batches), 0.0) for term in terms]
         counts = [float(len(term.micro_batches)) for term in terms]
         tokens = sum(
-            token_count(batch) for term in terms for batch in term.micro_batches if not isinstance(batch, Idle)
+            token_count(batch)
+            for term in terms
+            for batch in term.micro_batches
+            if not isinstance(batch, ZeroWeightBatch)
         )
         everyone = self.world.gather([*weights, *counts, float(tokens)])
         columns = list(zip(*everyone, strict=True))
@@ -207,11 +210,11 @@ class Engine:
     def _fill(self, term: Term, wanted: int) -> list[Any]:
         """The term's batches; where ranks must keep in step, the last one again at weight 0 until there are enough."""
         batches = list(term.micro_batches)
-        if not self.backend.in_step:
+        if not self.backend.collective_forward:
             return batches
-        return batches + [Idle(contents(batches[-1]))] * (wanted - len(batches))
+        return batches + [ZeroWeightBatch(contents(batches[-1]))] * (wanted - len(batches))
 
-    def _add(self, sums: Sums, term: Term, batch: Any, factor: float, last: bool, number: int) -> None:
+    def _add(self, sums: MetricSums, term: Term, batch: Any, factor: float, last: bool, number: int) -> None:
         """Forward and backward of one micro-batch; one of weight 0 runs too: all ranks know the same metrics."""
         counts = float(batch.weight) > 0
         try:
@@ -226,7 +229,7 @@ class Engine:
         sums.add(loss, batch, counts)
 
     def _check(
-        self, number: int, terms: tuple[Term, ...], sums: list[Sums], losses: list[float], grad_norm: float
+        self, number: int, terms: tuple[Term, ...], sums: list[MetricSums], losses: list[float], grad_norm: float
     ) -> None:
         """Raise where a loss or the gradient norm is not finite; every rank comes to the same answer."""
         if all(math.isfinite(value) for value in (*losses, grad_norm)):
@@ -248,17 +251,17 @@ class Engine:
         )
 
 
-def build_backend(model: nn.Module, config: OptimConfig, world: World, precision: str) -> Backend:
+def build_backend(model: nn.Module, config: OptimConfig, world: ProcessGroup, precision: str) -> Backend:
     """The backend that the launch configuration asked for."""
     if world.kind == "zero":
-        from alignment.training.backends.deepspeed import Zero
+        from alignment.training.backends.deepspeed import DeepSpeedBackend
 
-        return Zero(model, config, world, precision)
+        return DeepSpeedBackend(model, config, world, precision)
     if world.kind == "fsdp2":
-        from alignment.training.backends.fsdp2 import Sharded
+        from alignment.training.backends.fsdp2 import FSDP2Backend
 
-        return Sharded(model, config, world, precision)
-    return Replicated(model, config, world, precision)
+        return FSDP2Backend(model, config, world, precision)
+    return ReplicatedBackend(model, config, world, precision)
 
 
 def checkpoint_activations(model: nn.Module, keep: str = "nothing") -> None:

@@ -139,6 +139,6 @@ def save_run_state(
     if signal or (training.save_every_steps and is_due(step, training.save_every_steps, run.total)):
         drawn = any(world.gather_objects(generator_states() != run.random_start))
         save_checkpoint(
-            run.checkpoints, step, engines, state or {}, run.identity, training.keep_checkpoints, drawn=drawn
+            run.checkpoints, step, engines, state or {}, run.identity, training.keep_last_checkpoints, drawn=drawn
         )
     run.stopped = signal

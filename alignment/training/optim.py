@@ -17,7 +17,7 @@ class OptimConfig:
         weight_decay: on matrices (weights and embeddings); biases, norms and other vectors are not decayed.
         warmup_steps: updates of linear rise from zero.
         warmup_ratio: the same as a share of the run's updates, in [0, 1); in place of `warmup_steps`.
-        min_learning_rate_share: where cosine and linear end, as a share of the peak.
+        min_learning_rate_ratio: where cosine and linear end, as a share of the peak.
         max_grad_norm: the global gradient norm is clipped to this; 0 leaves it alone.
     """
 
@@ -28,7 +28,7 @@ class OptimConfig:
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     warmup_steps: int = 0
     warmup_ratio: float = 0.0
-    min_learning_rate_share: float = 0.0
+    min_learning_rate_ratio: float = 0.0
     max_grad_norm: float = 1.0
 
     def __post_init__(self) -> None:
@@ -57,8 +57,8 @@ class OptimConfig:
                 f"warmup_steps ({self.warmup_steps}) and warmup_ratio ({self.warmup_ratio}) both say how long the warm-up "
                 "is: leave one out, or set it to 0"
             )
-        if not 0 <= self.min_learning_rate_share <= 1:
-            raise ValueError(f"min_learning_rate_share must lie in [0, 1], got {self.min_learning_rate_share}")
+        if not 0 <= self.min_learning_rate_ratio <= 1:
+            raise ValueError(f"min_learning_rate_ratio must lie in [0, 1], got {self.min_learning_rate_ratio}")
         if self.max_grad_norm < 0:
             raise ValueError(f"max_grad_norm must not be negative, got {self.max_grad_norm}; 1.0 is usual, 0 is off")
 
@@ -87,7 +87,7 @@ def learning_rate_at(update: int, config: OptimConfig, total_steps: int) -> floa
 
     With k = update - 1 updates done before it, w warm-up updates and T in all:
         k < w:  peak * k / w
-        else:   peak * (s + (1 - s) * shape((k - w) / (T - w)))     s = min_learning_rate_share
+        else:   peak * (s + (1 - s) * shape((k - w) / (T - w)))     s = min_learning_rate_ratio
     The first update of a run with a warm-up thus uses 0, and the end value belongs to update T + 1: the convention of
     transformers' schedules. Without a warm-up the first update uses the peak.
 
@@ -102,7 +102,7 @@ def learning_rate_at(update: int, config: OptimConfig, total_steps: int) -> floa
         return config.learning_rate
     progress = min(1.0, (done - warmup) / max(1, total_steps - warmup))
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
-    share = config.min_learning_rate_share
+    share = config.min_learning_rate_ratio
     return config.learning_rate * (share + (1 - share) * shape)
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from alignment.errors import raise_all
-from alignment.training.distributed import join_world, launched_rank, launched_size
+from alignment.training.distributed import init_distributed, launched_rank, launched_size
 from alignment.training.run.lineage import code_version, differences
 
 FAILURE = "alignment/failure"  # key of the store: the first rank that failed, and why
@@ -80,7 +80,7 @@ def failing_together() -> Iterator[None]:
     if launched_size() == 1 or _watching:
         yield
         return
-    join_world()
+    init_distributed()
     store = _store()
     closed, _watching = threading.Event(), True
     threading.Thread(target=_watch, args=(store, closed), daemon=True).start()

@@ -1,4 +1,4 @@
-"""Settings shared by every training loop. The optimiser's are in optim.py, an algorithm's own in its file."""
+"""Settings shared by every training loop. The optimizer's are in optim.py, an algorithm's own in its file."""
 
 import math
 from dataclasses import dataclass, field
@@ -17,13 +17,13 @@ class TrainingConfig:
         max_steps: updates of the whole run.
         batch_size: rows per update over all ranks.
         micro_batch_tokens: tokens per forward on one rank; a memory setting that changes no result.
-        seed: of data order, initialisation and dropout.
-        precision: of the computation; weights and optimiser state are float32 either way.
+        seed: of data order, initialization and dropout.
+        precision: of the computation; weights and optimizer state are float32 either way.
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
         keep_activations: what is kept even so: nothing (least memory), attention's results, or those of all matrix
             products too (least to repeat).
         save_every_steps: 0 saves a checkpoint only when a signal stops the run.
-        keep_checkpoints: the newest so many stay on disk.
+        keep_last_checkpoints: the newest so many stay on disk.
         evaluate_every_steps: 0 evaluates only after the last update.
         resume: go on from the newest complete checkpoint in the run's directory.
         trackers: further trackers known to Accelerate, such as wandb, mlflow or trackio.
@@ -38,7 +38,7 @@ class TrainingConfig:
     gradient_checkpointing: bool = False
     keep_activations: Literal["nothing", "attention", "products"] = "nothing"
     save_every_steps: int = 0
-    keep_checkpoints: int = 2
+    keep_last_checkpoints: int = 2
     evaluate_every_steps: int = 0
     resume: bool = True
     trackers: list[str] = field(default_factory=list)
@@ -54,7 +54,7 @@ class TrainingConfig:
             raise ValueError(f"epochs must be at most {MOST_EPOCHS:,}, got {self.epochs}; max_steps counts updates")
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be at least 0 and below 2**63, got {self.seed}")
-        for name, least in (("batch_size", 1), ("micro_batch_tokens", 1), ("keep_checkpoints", 1)):
+        for name, least in (("batch_size", 1), ("micro_batch_tokens", 1), ("keep_last_checkpoints", 1)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.batch_size > MOST_ROWS:  # rows of a batch are listed, also where they come from several epochs

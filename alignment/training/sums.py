@@ -8,7 +8,7 @@ from torch import Tensor
 from alignment.training.terms import LossSum, Term
 
 
-class Sums:
+class MetricSums:
     """Sums of one term on this rank, as tensors on the device: nothing is fetched until the update's end."""
 
     def __init__(self) -> None:
@@ -27,7 +27,9 @@ class Sums:
             self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
 
 
-def layout(terms: tuple[Term, ...], sums: list[Sums], device: torch.device) -> tuple[list[tuple[int, str]], Tensor]:
+def layout(
+    terms: tuple[Term, ...], sums: list[MetricSums], device: torch.device
+) -> tuple[list[tuple[int, str]], Tensor]:
     """All sums in one vector: the terms' totals, then their metrics, named by term and key."""
     zero = torch.zeros((), device=device)
     names = [(position, name) for position, part in enumerate(sums) for name in sorted(part.metrics)]

@@ -41,15 +41,15 @@ class Term:
 
 
 @dataclass(frozen=True)
-class Idle:
+class ZeroWeightBatch:
     """A borrowed batch that counts nothing: for a rank without rows of its own, which must still keep in step."""
 
     batch: Any
     weight: float = 0.0
 
-    def to(self, device: Any) -> "Idle":
+    def to(self, device: Any) -> "ZeroWeightBatch":
         """The same on another device."""
-        return Idle(self.batch.to(device))
+        return ZeroWeightBatch(self.batch.to(device))
 
 
 def share(
@@ -62,12 +62,12 @@ def share(
     mine = list(rows[rank::world_size])
     if mine:
         return list(collate(mine))
-    return [Idle(batch) for batch in collate([rows[0]])]
+    return [ZeroWeightBatch(batch) for batch in collate([rows[0]])]
 
 
 def contents(batch: Any) -> Any:
     """The batch itself, without the wrapper of a borrowed one."""
-    return batch.batch if isinstance(batch, Idle) else batch
+    return batch.batch if isinstance(batch, ZeroWeightBatch) else batch
 
 
 def token_count(batch: Any) -> int:

@@ -18,7 +18,7 @@ SPECS = {
     "LoRA on query and value": LoRASpec(rank=3, layers=r"attention\.(query|value)"),
     "LoRA on key": LoRASpec(rank=3, layers=r"attention\.key"),
     "LoRA on one block": LoRASpec(rank=2, layers=r"blocks\.1\.(attention\.(key|output)|feedforward\.up)"),
-    "rsLoRA": LoRASpec(rank=4, alpha=3.0, rank_stabilised=True, dropout=0.1),
+    "rsLoRA": LoRASpec(rank=4, alpha=3.0, rank_stabilized=True, dropout=0.1),
     "prefix": PrefixSpec(tokens=3),
     "projected prefix": PrefixSpec(tokens=3, projection_width=8),
 }

@@ -11,9 +11,9 @@ from alignment.errors import UserError
 from alignment.models.huggingface.checkpoint import load_language_model
 
 
-@pytest.mark.parametrize(("stabilised", "scale"), [(False, 6.0 / 4), (True, 6.0 / math.sqrt(4))])
-def test_a_layer_gives_its_output_plus_the_scaled_update(base, stabilised, scale):
-    spec = LoRASpec(rank=4, alpha=6.0, rank_stabilised=stabilised, layers="attention.output")
+@pytest.mark.parametrize(("stabilized", "scale"), [(False, 6.0 / 4), (True, 6.0 / math.sqrt(4))])
+def test_a_layer_gives_its_output_plus_the_scaled_update(base, stabilized, scale):
+    spec = LoRASpec(rank=4, alpha=6.0, rank_stabilized=stabilized, layers="attention.output")
     layer = attach(load_language_model(base), spec).get_submodule("trunk.blocks.0.attention.output")
     down, up = layer.lora_A["default"].weight, layer.lora_B["default"].weight
     torch.nn.init.normal_(up)
@@ -87,7 +87,7 @@ def test_disabled_leaves_gradients_as_they_were(adapted):
 
 
 @pytest.mark.parametrize(
-    "spec", [LoRASpec(rank=4), LoRASpec(rank=3, rank_stabilised=True, layers="attention.value|down")]
+    "spec", [LoRASpec(rank=4), LoRASpec(rank=3, rank_stabilized=True, layers="attention.value|down")]
 )
 def test_merged_equals_unmerged_and_is_a_plain_model(adapted, base, ids, logits, spec):
     # In float64: in float32 rounding alone moves these logits by 1e-6 to 2e-4, for the update outweighs the weights.

@@ -16,7 +16,7 @@ from alignment.algorithms.ppo import setup
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.ppo import improve, iterate, policy_loss
 from alignment.algorithms.ppo.rollout import RolloutBatch, ragged_of
-from alignment.algorithms.ppo.setup import Normaliser, build_parts, load_critic, read_data
+from alignment.algorithms.ppo.setup import ScoreNormalizer, build_parts, load_critic, read_data
 from alignment.data.batches import PromptExample
 from alignment.data.rows.read import DataConfig
 from alignment.data.text.chat import prompt_ids
@@ -83,7 +83,7 @@ def test_memory_settings_change_no_result(ppo, parts_of, text):
         training = TrainingConfig(batch_size=8, max_steps=1, micro_batch_tokens=micro_batch_tokens)
         _, config = ppo(
             name, training=training, optim=replace(PLAIN_DESCENT, learning_rate=1e4), pretrain=text, pretrain_coef=0.5,
-            normalise_scores=False,
+            normalize_scores=False,
         )  # fmt: skip
         parts, prompts = parts_of(config)
         before = [weights_of(engine) for engine in (parts.policy, parts.value)]
@@ -170,16 +170,16 @@ def test_rows_that_fill_no_last_batch_are_made_up_for_from_the_next_epoch(ppo, r
 # --- rewards --------------------------------------------------------------------------------------------------------
 
 
-def test_the_normaliser_makes_mean_0_and_deviation_1():
+def test_the_normalizer_makes_mean_0_and_deviation_1():
     """H25: mean -1.25 and deviation 0.8 give gain 1.25 and bias 1.5625; later scores do not move them."""
     scores, add = torch.tensor([-2.05, -0.45]), lambda x: x
-    normaliser = Normaliser()
-    normaliser.fit_once(scores, add)
-    assert (normaliser.gain, normaliser.bias) == pytest.approx((1.25, 1.5625), rel=1e-6)
-    shaped = normaliser.gain * scores + normaliser.bias
+    normalizer = ScoreNormalizer()
+    normalizer.fit_once(scores, add)
+    assert (normalizer.gain, normalizer.bias) == pytest.approx((1.25, 1.5625), rel=1e-6)
+    shaped = normalizer.gain * scores + normalizer.bias
     assert abs(shaped.mean()) < 1e-6 and shaped.std(correction=0).item() == pytest.approx(1, abs=1e-6)
-    normaliser.fit_once(scores + 5, add)
-    assert normaliser.gain == pytest.approx(1.25)
+    normalizer.fit_once(scores + 5, add)
+    assert normalizer.gain == pytest.approx(1.25)
 
 
 def test_a_reward_model_that_cannot_tell_is_refused(ppo, parts_of):
@@ -190,7 +190,7 @@ def test_a_reward_model_that_cannot_tell_is_refused(ppo, parts_of):
         iterate(parts, config, prompts, 0)
 
 
-def test_a_response_is_paid_its_normalised_score_at_its_end_less_what_a_missing_end_costs(ppo, parts_of):
+def test_a_response_is_paid_its_normalized_score_at_its_end_less_what_a_missing_end_costs(ppo, parts_of):
     _, config = ppo(kl_coef=0.0, missing_end_penalty=2.0)
     parts, prompts = parts_of(config)
     parts.stop_ids = list(range(0, 384, 12))  # so that some responses end and some do not
@@ -226,7 +226,7 @@ def test_a_fixed_coefficient_stays(stage, read_metrics):
 
 @pytest.mark.parametrize("reward_model", ["reward", "reward lora", "reward prefix", "reward lora on a whole policy"])
 def test_the_critic_is_the_reward_model_with_a_head_of_zeros(ppo, stage, make_stage, tmp_path, reward_model):
-    """Where scores are normalised the head's scale means nothing; else it is kept. True of adapters too."""
+    """Where scores are normalized the head's scale means nothing; else it is kept. True of adapters too."""
     if reward_model == "reward lora on a whole policy":
         run, config = make_stage("reward", str(stage("sft") / "model"), tmp_path / "reward", adapter=LoRASpec(rank=2))
         directory = str(run(config))
@@ -235,8 +235,8 @@ def test_the_critic_is_the_reward_model_with_a_head_of_zeros(ppo, stage, make_st
     ids = torch.arange(3, 40)[None]
     judge = load_scalar(directory)
     adapter = LoRASpec(rank=2) if reward_model != "reward prefix" else None
-    for normalise, factor in ((True, 0.0), (False, 1.0)):
-        _, config = ppo(reward_directory=directory, adapter=adapter, normalise_scores=normalise)
+    for normalize, factor in ((True, 0.0), (False, 1.0)):
+        _, config = ppo(reward_directory=directory, adapter=adapter, normalize_scores=normalize)
         critic = load_critic(config, load_tokenizer(config.policy)).model.eval()
         with torch.no_grad():
             assert_close(critic(ids).values, factor * judge(ids).values, atol=1e-5, rtol=0)

@@ -43,7 +43,7 @@ def test_samples_and_advantages_follow_the_settings(built):
     training = TrainingConfig(batch_size=8, max_steps=3, seed=3)
     config, data, parts = built(
         training=training, gamma=0.9, gae_lambda=0.7, kl_coef=0.3, missing_end_penalty=0.4, temperature=0.7,
-        max_new_tokens=5, optim=OptimConfig(learning_rate=1e-2), normalise_scores=False,
+        max_new_tokens=5, optim=OptimConfig(learning_rate=1e-2), normalize_scores=False,
     )  # fmt: skip
     parts.stop_ids = list(range(0, 384, 12))
     draw = partial(
@@ -103,7 +103,7 @@ def test_a_run_goes_through_its_prompts(stage, make_stage, tmp_path, monkeypatch
     assert all(name in parents for name in (config.policy, reward_model, config.reference))
 
 
-def test_the_schedule_counts_updates_and_each_network_has_its_optimiser(built, world):
+def test_the_schedule_counts_updates_and_each_network_has_its_optimizer(built, world):
     text = DataConfig(train=world["pretrain"], max_length=128)
     training = TrainingConfig(batch_size=8, max_steps=5, seed=4)
     config, data, parts = built(

@@ -19,19 +19,19 @@ from alignment.algorithms.pretrain.objectives import (
     SentencePairs,
     SpanCorruption,
     collate_for,
+    distillation_loss_fn,
     labels_of,
-    taught_loss,
 )
 from alignment.data.pretraining.corruption import Masking
-from alignment.data.pretraining.examples import draw_once, tokenise_maskable, tokenise_plain
-from alignment.data.pretraining.next_sentence import tokenise_passages
+from alignment.data.pretraining.examples import fixed_seed_rows, tokenize_maskable, tokenize_plain
+from alignment.data.pretraining.next_sentence import tokenize_passages
 from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Text
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_model
-from alignment.models.distill_init import copied_from_teacher, spaced_layers
+from alignment.models.distill_init import init_from_teacher, spaced_layers
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, TrainingConfig
 
@@ -163,7 +163,7 @@ def test_the_taught_loss_is_its_three_terms():
     student, teacher = (build_model({**LLAMA, "vocab_size": 50, "num_hidden_layers": n}) for n in (1, 2))
     batch = Ragged.build([[1, 2, 3, 4], [5, 6, 7]])
     config = DistillationConfig("t", temperature=2.0, soft_coef=5.0, hard_coef=2.0, cosine_coef=1.0)
-    loss = taught_loss(student, teacher, config)(batch)
+    loss = distillation_loss_fn(student, teacher, config)(batch)
     ours, theirs = student(batch=batch, distributions=True), teacher(batch=batch, distributions=True)
     p, q = (theirs.logits / 2).log_softmax(-1), (ours.logits / 2).log_softmax(-1)
     soft = 4 * (p.exp() * (p - q)).sum()
@@ -182,7 +182,7 @@ def test_layers_copied_from_a_teacher_are_evenly_spaced():
     )
     config = {**LLAMA, "vocab_size": 50}
     student, teacher = build_model({**config, "num_hidden_layers": 2}), build_model({**config, "num_hidden_layers": 4})
-    copied_from_teacher(student, teacher)
+    init_from_teacher(student, teacher)
     for ours, theirs in ((0, 1), (1, 3)):
         for a, b in zip(
             student.trunk.blocks[ours].parameters(), teacher.trunk.blocks[theirs].parameters(), strict=True
@@ -190,7 +190,7 @@ def test_layers_copied_from_a_teacher_are_evenly_spaced():
             assert torch.equal(a, b)
     assert torch.equal(student.head.weight, teacher.head.weight)
     with pytest.raises(UserError, match=r"copy_layers.*(head|embed)\.weight"):
-        copied_from_teacher(build_model({**config, "hidden_size": 48}), teacher)
+        init_from_teacher(build_model({**config, "hidden_size": 48}), teacher)
 
 
 def test_settings_that_contradict_each_other_are_refused(make):
@@ -216,7 +216,7 @@ def test_the_taught_loss_takes_its_own_temperature_and_weights():
     student, teacher = (build_model({**LLAMA, "vocab_size": 50, "num_hidden_layers": n}) for n in (1, 2))
     batch = Ragged.build([[1, 2, 3, 4], [5, 6, 7]])
     config = DistillationConfig("t", temperature=3.0, soft_coef=1.0, hard_coef=0.25, cosine_coef=2.0)
-    result = taught_loss(student, teacher, config)(batch)
+    result = distillation_loss_fn(student, teacher, config)(batch)
     ours, theirs = student(batch=batch, distributions=True), teacher(batch=batch, distributions=True)
     p, q = (theirs.logits / 3).log_softmax(-1), (ours.logits / 3).log_softmax(-1)
     assert_close(result.metrics["soft_loss"], 9 * (p.exp() * (p - q)).sum())
@@ -230,17 +230,17 @@ def test_an_objectives_settings_reach_its_batches(make):
     tokenizer = train_tokenizer("wordpiece", [TEXT] * 5, 60)
     rows = [Text(TEXT, str(number)) for number in range(6)]
     masking, model = Masking(rate=1.0, mask_share=1.0, random_share=0.0), SimpleNamespace()
-    for objective, tokenise in ((Masked, tokenise_maskable), (SentencePairs, tokenise_passages)):
-        examples, _ = tokenise(rows, tokenizer, 24)
+    for objective, tokenize in ((Masked, tokenize_maskable), (SentencePairs, tokenize_passages)):
+        examples, _ = tokenize(rows, tokenizer, 24)
         pack = collate_for(objective(masking=masking), tokenizer, examples, model, max_length=24, micro_batch_tokens=30)
-        batches = pack(draw_once(examples))
+        batches = pack(fixed_seed_rows(examples))
         for batch in (getattr(batch, "ragged", batch) for batch in batches):
             assert max(batch.lengths) <= 24 and (sum(batch.lengths) <= 30 or len(batch.lengths) == 1)
             special = torch.isin(batch.tokens, torch.tensor(tokenizer.all_special_ids))
             assert special.all() and (batch.tokens[batch.targets] == tokenizer.mask_token_id).all()
-    examples, _ = tokenise_plain(rows, tokenizer, 24)
+    examples, _ = tokenize_plain(rows, tokenizer, 24)
     objective, model = Infilling(density=0.9, mean_span=2.0), SimpleNamespace(spec=SimpleNamespace(start_token=7))
-    for batch in collate_for(objective, tokenizer, examples, model, 24, 60)(draw_once(examples)):
+    for batch in collate_for(objective, tokenizer, examples, model, 24, 60)(fixed_seed_rows(examples)):
         assert (batch.target.tokens[batch.target.starts[:-1].long()] == 7).all()
         assert sum(batch.lengths) <= 60 or len(batch.lengths) == 2
         masks = (batch.source.tokens == tokenizer.mask_token_id).sum()  # by default three in ten tokens, in spans of 3

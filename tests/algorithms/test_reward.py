@@ -84,8 +84,8 @@ def test_loss_and_metrics_of_four_margins():
 
 def test_centering_costs_the_square_of_the_sum():
     batch, model = scores_as_given([1.0], [3.0])
-    plain, centred = (pair_loss(model, center_coef=coef)(batch).total for coef in (0.0, 0.01))
-    assert_close(centred - plain, torch.tensor(0.16))
+    plain, centered = (pair_loss(model, center_coef=coef)(batch).total for coef in (0.0, 0.01))
+    assert_close(centered - plain, torch.tensor(0.16))
 
 
 def test_margins_of_the_rows_reach_the_loss(make_stage, checkpoints, tmp_path, read_metrics):

@@ -15,7 +15,7 @@ from alignment.errors import UserError
 from alignment.models.build import build_model, build_trunk
 from alignment.models.external.load import load_external
 from alignment.models.huggingface.checkpoint import load_checkpoint
-from alignment.models.init_weights import initialise
+from alignment.models.init_weights import initialize
 from alignment.models.language_model import LanguageModel
 from alignment.models.layers.attention import Attention
 from alignment.models.spec import (
@@ -95,7 +95,7 @@ def test_transformers_own_classes_give_theirs(tmp_path):
 
 # Parts, one by one, on a small stack of our own
 
-PLAIN = AttentionSpec(heads=4, key_value_heads=4, head_width=8, scale=8**-0.5, bias=True, output_bias=True)
+PLAIN = AttentionSpec(heads=4, key_value_heads=4, head_dim=8, scale=8**-0.5, bias=True, output_bias=True)
 PARTS = {
     "plain": PLAIN,
     "both sides": replace(PLAIN, causal=False),
@@ -115,7 +115,7 @@ def stack(attention: AttentionSpec) -> LanguageModel:
     block = BlockSpec(attention, PlainFeedForwardSpec(64, "relu", bias=True), LayerNormSpec(1e-5))
     spec = TransformerSpec(61, 32, 64, (block, block), LayerNormSpec(1e-5), InitSpec(0.4, 0.4), tied_head=False)
     torch.manual_seed(0)
-    return initialise(LanguageModel(build_trunk(spec), torch.nn.Linear(32, 61, bias=False), {}))
+    return initialize(LanguageModel(build_trunk(spec), torch.nn.Linear(32, 61, bias=False), {}))
 
 
 @pytest.fixture(params=sorted(PARTS))
@@ -200,7 +200,7 @@ def test_shared_layers_have_a_map_each(ids):
     model = stack(PLAIN)
     spec = replace(model.spec, blocks=model.spec.blocks[:1], order=(0, 0, 0))
     torch.manual_seed(0)
-    shared = initialise(LanguageModel(build_trunk(spec), torch.nn.Linear(32, 61, bias=False), {}))
+    shared = initialize(LanguageModel(build_trunk(spec), torch.nn.Linear(32, 61, bias=False), {}))
     maps = attention_maps(shared, ids)
     assert len(maps) == 3
     assert not torch.allclose(maps[0], maps[1], atol=1e-3)

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from alignment.analysis import forward_operations
 from alignment.analysis.operations import keys_seen
 from alignment.models.build import build_trunk
-from alignment.models.init_weights import initialise
+from alignment.models.init_weights import initialize
 from alignment.models.language_model import LanguageModel
 from alignment.models.spec import (
     AttentionSpec,
@@ -43,7 +43,7 @@ SPECS = {
     "gated": with_block(feedforward=GatedFeedForwardSpec(64, "silu", bias=True)),
     "experts": with_block(feedforward=ExpertsSpec(PLAIN, count=4, chosen=2)),
     "grouped": with_block(attention=replace(ATTENTION, key_value_heads=2)),
-    "wide heads": with_block(attention=replace(ATTENTION, head_width=16)),
+    "wide heads": with_block(attention=replace(ATTENTION, head_dim=16)),
     "shared": replace(SPEC, blocks=(BLOCK,), order=(0, 0, 0)),
     "narrow table": replace(SPEC, projection=ProjectionSpec(16, bias=False, before_positions=True), output_width=16),
 }
@@ -54,7 +54,7 @@ def test_matrix_products_and_attention_are_torchs_count(name):
     """To the last operation: the count is exact, so the tolerance is none."""
     spec = SPECS[name]
     head = torch.nn.Linear(spec.output_width or spec.width, spec.vocabulary, bias=False)
-    model = initialise(LanguageModel(build_trunk(spec), head, {}))
+    model = initialize(LanguageModel(build_trunk(spec), head, {}))
     # In plain steps: the counter has no formula for the CPU's fused kernel, and counts it as nothing.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, TOKENS, dtype=torch.long))

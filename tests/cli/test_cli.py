@@ -52,7 +52,7 @@ VERBS = [
     ["reward"],
     ["ppo"],
     ["dpo"],
-    ["understand"],
+    ["finetune"],
     *(
         ["evaluate", name] for name in ("reward", "language")
     ),  # winrate prints a table besides: see test_evaluation_runs

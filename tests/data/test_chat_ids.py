@@ -6,7 +6,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from alignment.data.batches import tokenise_comparisons, tokenise_demonstrations
+from alignment.data.batches import tokenize_comparisons, tokenize_demonstrations
 from alignment.data.prepare import prepare
 from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Comparison, Demonstration
@@ -162,8 +162,8 @@ def test_blanks_that_a_template_writes_around_a_reply_are_kept_in_rows_of_one_tu
     expected = tokenizer.apply_chat_template([USER, reply])["input_ids"]
     expected = expected if name == "metaspace" else [tokenizer.bos_token_id, *expected]
     assert single == chat.chat_ids(tokenizer, [USER, reply])[0] == expected
-    [example], _ = tokenise_demonstrations([Demonstration([USER], "the mat", "r1")], tokenizer, 64)
-    [pair], _ = tokenise_comparisons([Comparison([USER], "the mat", "a cat", None, "r1")], tokenizer, 64)
+    [example], _ = tokenize_demonstrations([Demonstration([USER], "the mat", "r1")], tokenizer, 64)
+    [pair], _ = tokenize_comparisons([Comparison([USER], "the mat", "a cat", None, "r1")], tokenizer, 64)
     assert example.ids == pair.chosen.ids == expected
     assert example.mask == pair.chosen.mask == chat.chat_ids(tokenizer, [USER, reply])[1]
 
@@ -298,11 +298,11 @@ def test_h01_ends_count_where_padding_is_the_end_token(bpe):
 
 def test_every_assistant_turn_of_a_dialogue_is_trained_on(chatml):
     row = Demonstration(DIALOGUE[:-1], "$46", "r1", DIALOGUE)
-    [whole], _ = tokenise_demonstrations([row], chatml, 1000)
+    [whole], _ = tokenize_demonstrations([row], chatml, 1000)
     assert spans(chatml, whole.ids, whole.mask) == ["hello to you<|im_end|>", "on the mat<|im_end|>", "$46<|im_end|>"]
     # what is cut off stands behind the BOS; the rest keeps what counts
     for room in range(len(whole.ids) // 2, len(whole.ids)):
-        [cut], _ = tokenise_demonstrations([row], chatml, room)
+        [cut], _ = tokenize_demonstrations([row], chatml, room)
         lost = len(whole.ids) - room
         assert cut.ids == whole.ids[:1] + whole.ids[1 + lost :]
         assert cut.mask == whole.mask[:1] + whole.mask[1 + lost :]

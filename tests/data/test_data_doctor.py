@@ -4,7 +4,7 @@ import pytest
 
 from alignment.data.batches import Example, PairExample
 from alignment.data.rows.read import overlap
-from alignment.data.rows.records import Counts, Prompt, Text
+from alignment.data.rows.records import Prompt, Tally, Text
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.data.tools.doctor import check_file
@@ -126,9 +126,9 @@ def test_boundaries():
 
 
 def test_bytes_of_a_character_are_shown_as_the_vocabulary_spells_them(bpe):
-    from alignment.data.batches import tokenise_texts
+    from alignment.data.batches import tokenize_texts
 
-    [example], _ = tokenise_texts([Text("猫", "r")], bpe, 9)
+    [example], _ = tokenize_texts([Text("猫", "r")], bpe, 9)
     assert "\ufffd" not in show_example(example, bpe)
 
 
@@ -176,8 +176,8 @@ def test_one_turn_without_a_stop_token_is_enough(monkeypatch, jsonl, bpe):
     from alignment.data.tools import doctor
 
     ids, mask = [0, 50, 51, 52, 53, 1], [False, True, True, False, True, True]
-    made = ([Example(ids, mask, "r1")], Counts(rows=1, kept=1))
-    monkeypatch.setitem(doctor.TOKENISE, "demonstrations", lambda *arguments: made)
+    made = ([Example(ids, mask, "r1")], Tally(rows=1, kept=1))
+    monkeypatch.setitem(doctor.TOKENIZE, "demonstrations", lambda *arguments: made)
     report = check_file(jsonl({"prompt": "a", "response": "b"}), "demonstrations", bpe)
     assert found(report, "error") == ["1 rows train no stop token (r1)"]
 

@@ -1,4 +1,4 @@
-"""Rows made from other rows: pairs of labelled texts, continuations of running text."""
+"""Rows made from other rows: pairs of labeled texts, continuations of running text."""
 
 import json
 

@@ -11,10 +11,10 @@ from alignment.data.batches import (
     RESPONSE_CUT,
     TEXT_CUT,
     fit,
-    tokenise_comparisons,
-    tokenise_demonstrations,
-    tokenise_prompts,
-    tokenise_texts,
+    tokenize_comparisons,
+    tokenize_demonstrations,
+    tokenize_prompts,
+    tokenize_texts,
 )
 from alignment.data.prepare import prepare
 from alignment.data.rows.read import DataConfig
@@ -40,7 +40,7 @@ def bytes_only():
 def test_h06_long_prompt_gives_way_and_the_response_stays(bytes_only):
     # 16 tokens: BOS, the last 9 of the prompt's 40, the response's 5, the end token
     row = Demonstration(letters(40), "hello", "r1")
-    [example], counts = tokenise_demonstrations([row], bytes_only, 16)
+    [example], counts = tokenize_demonstrations([row], bytes_only, 16)
     assert len(example.ids) == 16
     assert sum(example.mask) == 6
     assert bytes_only.decode(example.ids) == "<s>" + letters(40)[-9:] + "hello</s>"
@@ -49,7 +49,7 @@ def test_h06_long_prompt_gives_way_and_the_response_stays(bytes_only):
 
 def test_h06_long_response_is_cut_at_its_end_and_counted(bytes_only):
     # a quarter of 16 stays with the prompt, BOS among it; 12 tokens of the response, none of them the end token
-    [example], counts = tokenise_demonstrations([Demonstration("prompt", letters(40), "r1")], bytes_only, 16)
+    [example], counts = tokenize_demonstrations([Demonstration("prompt", letters(40), "r1")], bytes_only, 16)
     assert bytes_only.decode(example.ids) == "<s>mpt" + letters(40)[:12]
     assert example.mask == [False] * 4 + [True] * 12
     assert counts.cut == {PROMPT_CUT: 1, RESPONSE_CUT: 1}
@@ -76,7 +76,7 @@ def test_h06_dialogue_keeps_its_last_reply(chatml):
     long = [{"role": "user", "content": "the mat " * 30}, {"role": "assistant", "content": "the cat " * 30}]
     last = [{"role": "user", "content": "price"}, {"role": "assistant", "content": "$46"}]
     row = Demonstration([*long, last[0]], "$46", "r1", [*long, *last])
-    [example], counts = tokenise_demonstrations([row], chatml, 30)
+    [example], counts = tokenize_demonstrations([row], chatml, 30)
     assert len(example.ids) == len(example.mask) == 30
     assert example.ids[0] == chatml.bos_token_id
     assert chatml.decode(example.ids).endswith(
@@ -87,15 +87,15 @@ def test_h06_dialogue_keeps_its_last_reply(chatml):
 
 def test_h06_response_of_nothing_but_the_end_token_is_dropped(bytes_only):
     rows = [Demonstration("hi", "</s>", "r1"), Demonstration("hi", "ho", "r2")]
-    examples, counts = tokenise_demonstrations(rows, bytes_only, 16)
+    examples, counts = tokenize_demonstrations(rows, bytes_only, 16)
     assert [example.row_id for example in examples] == ["r2"]
     assert (counts.rows, counts.kept, counts.dropped) == (2, 1, {EMPTY: 1})
-    pairs, counts = tokenise_comparisons([Comparison("hi", "ho", "</s>", None, "r1")], bytes_only, 16)
+    pairs, counts = tokenize_comparisons([Comparison("hi", "ho", "</s>", None, "r1")], bytes_only, 16)
     assert (pairs, counts.dropped) == ([], {EMPTY: 1})
 
 
 def test_h06_prompts_are_cut_from_the_left(bytes_only):
-    [example], counts = tokenise_prompts([Prompt(letters(40), {"a": 1}, "r1")], bytes_only, 10)
+    [example], counts = tokenize_prompts([Prompt(letters(40), {"a": 1}, "r1")], bytes_only, 10)
     assert bytes_only.decode(example.ids) == "<s>" + letters(40)[-9:]
     assert (example.prompt, example.extra, counts.cut) == (letters(40), {"a": 1}, {PROMPT_CUT: 1})
 
@@ -105,20 +105,20 @@ def test_h07_pair_that_becomes_equal_is_dropped_and_counted(bytes_only):
         Comparison("hi", letters(40) + "yes", letters(40) + "no", None, "r1"),
         Comparison("hi", "a", "b", 1.0, "r2"),
     ]
-    pairs, counts = tokenise_comparisons(rows, bytes_only, 24)
+    pairs, counts = tokenize_comparisons(rows, bytes_only, 24)
     assert [pair.row_id for pair in pairs] == ["r2"]
     assert (counts.kept, counts.dropped, counts.first[EQUAL]) == (1, {EQUAL: 1}, ["r1"])
-    pairs, counts = tokenise_comparisons(rows, bytes_only, 64)
+    pairs, counts = tokenize_comparisons(rows, bytes_only, 64)
     assert (len(pairs), counts.lost) == (2, 0)
 
 
 def test_h07_texts_that_differ_only_in_the_end_token_are_equal(bytes_only):
-    _, counts = tokenise_comparisons([Comparison("hi", "a", "a</s>", None, "r1")], bytes_only, 24)
+    _, counts = tokenize_comparisons([Comparison("hi", "a", "a</s>", None, "r1")], bytes_only, 24)
     assert counts.dropped == {EQUAL: 1}
 
 
 def test_h04_both_sides_of_a_cut_pair_share_their_prompt(bytes_only):
-    [pair], _ = tokenise_comparisons([Comparison(letters(40), "a", letters(10), None, "r1")], bytes_only, 24)
+    [pair], _ = tokenize_comparisons([Comparison(letters(40), "a", letters(10), None, "r1")], bytes_only, 24)
     prompt = pair.chosen.mask.index(True)
     assert prompt == pair.rejected.mask.index(True) == 13
     assert pair.chosen.ids[:prompt] == pair.rejected.ids[:prompt]
@@ -129,7 +129,7 @@ def test_long_texts_are_cut_into_pieces_and_nothing_is_lost(bytes_only, metaspac
     for tokenizer in (bytes_only, metaspace):
         row = Text(letters(length) if tokenizer is bytes_only else "cat " * length, "r1")
         whole = chat.text_ids(tokenizer, row.text)
-        examples, counts = tokenise_texts([row], tokenizer, 8)
+        examples, counts = tokenize_texts([row], tokenizer, 8)
         predicted = [index for example in examples for index in example.ids[1:]]
         assert predicted == whole[1:]  # every token but the first is predicted once, in order
         assert all(2 <= len(example.ids) <= 8 for example in examples)
@@ -164,7 +164,7 @@ def test_losing_more_than_the_share_is_refused_with_the_reasons(jsonl, bytes_onl
         assert part in str(caught.value)
 
 
-def test_prepare_counts_reading_and_tokenising_together(jsonl, bytes_only):
+def test_prepare_counts_reading_and_tokenizing_together(jsonl, bytes_only):
     same, good = {"prompt": "x", "chosen": "a", "rejected": "a"}, {"prompt": "x", "chosen": "a", "rejected": "b"}
     path = jsonl(good, same, {**good, "rejected": "a</s>"}, good, {**good, "chosen": None})
     pairs, counts = prepare(
@@ -184,7 +184,7 @@ def test_refused_messages_are_told_for_all_rows_and_each_refusal_once(chatml, te
         Prompt([{"role": role, "content": "x"}], {}, f"r{index}") for index, role in enumerate(["user"] * 9 + ["tool"])
     ]
     with pytest.raises(UserError) as caught:
-        tokenise_prompts(rows, chatml, 16)
+        tokenize_prompts(rows, chatml, 16)
     lines = str(caught.value).splitlines()
     assert [line.partition(":")[0] for line in lines] == ["r0", "r9"]
     assert lines[0].endswith("(likewise 8 more: r1, r2, ...)")
@@ -222,7 +222,7 @@ def test_texts_in_pieces_are_no_cut_rows(bytes_only, jsonl):
 def test_a_later_piece_begins_with_the_bos_or_with_the_last_token_of_the_piece_before(bytes_only, metaspace):
     for tokenizer, text in ((bytes_only, letters(20)), (metaspace, "the cat sat on the mat " * 4)):
         whole = chat.text_ids(tokenizer, text)
-        first, *later = (example.ids for example in tokenise_texts([Text(text, "r1")], tokenizer, 8)[0])
+        first, *later = (example.ids for example in tokenize_texts([Text(text, "r1")], tokenizer, 8)[0])
         assert len(later) >= 2
         before = [first, *later[:-1]]
         leads = [0] * len(later) if tokenizer is bytes_only else [ids[-1] for ids in before]
@@ -232,5 +232,5 @@ def test_a_later_piece_begins_with_the_bos_or_with_the_last_token_of_the_piece_b
 
 @pytest.mark.parametrize("sides", [("a", letters(40)), (letters(40), "a")])
 def test_a_pair_counts_as_cut_whichever_response_was(bytes_only, sides):
-    _, counts = tokenise_comparisons([Comparison("hi", *sides, None, "r1")], bytes_only, 24)
+    _, counts = tokenize_comparisons([Comparison("hi", *sides, None, "r1")], bytes_only, 24)
     assert counts.cut == {RESPONSE_CUT: 1}

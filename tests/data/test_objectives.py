@@ -8,18 +8,18 @@ from alignment.data.batches import Example
 from alignment.data.pretraining.corruption import Masking
 from alignment.data.pretraining.examples import (
     TOO_SHORT,
-    Draws,
-    MaskSymbols,
+    EpochStream,
+    MaskTokens,
     collate_masked,
     collate_seq2seq,
     decoder_start_id,
-    draw_once,
-    even_parts,
+    even_slices,
+    fixed_seed_rows,
     infilling,
-    prefix_modelling,
+    prefix_modeling,
     span_corruption,
-    tokenise_maskable,
-    tokenise_plain,
+    tokenize_maskable,
+    tokenize_plain,
 )
 from alignment.data.rows.records import Text
 from alignment.data.stream import Stream
@@ -58,7 +58,7 @@ def documents(batches):
 
 
 def test_a_text_is_framed_and_its_words_begin_where_the_tokenizer_says(wordpiece):
-    [example], counts = tokenise_maskable([Text("unbelievable cats [SEP]", "a")], wordpiece, 64)
+    [example], counts = tokenize_maskable([Text("unbelievable cats [SEP]", "a")], wordpiece, 64)
     tokens = wordpiece.convert_ids_to_tokens(example.ids)
     assert (tokens[0], tokens[-1]) == ("[CLS]", "[SEP]")
     assert tokens.count("[SEP]") == 1  # the one typed in the text is spelt out
@@ -68,9 +68,9 @@ def test_a_text_is_framed_and_its_words_begin_where_the_tokenizer_says(wordpiece
 
 
 def test_targets_are_corrupted_places_with_the_old_tokens_as_labels(wordpiece):
-    examples, _ = tokenise_maskable(ROWS, wordpiece, 64)
-    symbols = MaskSymbols.of(wordpiece)
-    batches = collate_masked(draw_once(examples), Masking(), symbols, 100)
+    examples, _ = tokenize_maskable(ROWS, wordpiece, 64)
+    symbols = MaskTokens.of(wordpiece)
+    batches = collate_masked(fixed_seed_rows(examples), Masking(), symbols, 100)
     special = set(wordpiece.all_special_ids)
     assert all(batch.weight == len(batch.targets) == len(batch.labels) for batch in batches)
     assert all(len(batch.tokens) <= 100 for batch in batches)
@@ -85,9 +85,9 @@ def test_targets_are_corrupted_places_with_the_old_tokens_as_labels(wordpiece):
 
 
 def test_masks_do_not_depend_on_ranks_or_micro_batches_but_on_the_epoch(wordpiece):
-    examples, _ = tokenise_maskable(ROWS, wordpiece, 64)
-    symbols = MaskSymbols.of(wordpiece)
-    draws = Draws(Stream(examples, batch_size=10, seed=3))
+    examples, _ = tokenize_maskable(ROWS, wordpiece, 64)
+    symbols = MaskTokens.of(wordpiece)
+    draws = EpochStream(Stream(examples, batch_size=10, seed=3))
 
     def seen(step, tokens, ranks):
         rows = draws.rows_at(step)
@@ -102,7 +102,7 @@ def test_masks_do_not_depend_on_ranks_or_micro_batches_but_on_the_epoch(wordpiec
 
 
 def test_a_batch_across_an_epochs_end_knows_both_epochs():
-    draws = Draws(Stream(list("abc"), batch_size=2, seed=0))
+    draws = EpochStream(Stream(list("abc"), batch_size=2, seed=0))
     assert [draw.epoch for step in range(3) for draw in draws.rows_at(step)] == [0, 0, 0, 1, 1, 1]
     assert sorted(draw.row for draw in draws.rows_at(0) + draws.rows_at(1)[:1]) == ["a", "b", "c"]
     [one, two] = draws.rows_at(0)
@@ -113,50 +113,50 @@ def test_a_rows_chance_is_not_the_streams_order():
     # numpy fills short seeds with zeros: without a mark of their own, row 0's draws would be those of the order
     import numpy as np
 
-    [draw] = draw_once(["a"], seed=5)
+    [draw] = fixed_seed_rows(["a"], seed=5)
     assert draw.generator().random() != np.random.default_rng([5, 0]).random()
 
 
 def test_long_texts_are_cut_into_even_parts_that_lose_nothing(wordpiece):
-    assert [(part.start, part.stop) for part in even_parts(10, 4)] == [(0, 3), (3, 6), (6, 10)]
+    assert [(part.start, part.stop) for part in even_slices(10, 4)] == [(0, 3), (3, 6), (6, 10)]
     for length in range(1, 50):
         for most in range(3, 9):
-            parts = even_parts(length, most)
+            parts = even_slices(length, most)
             assert [n for part in parts for n in range(part.start, part.stop)] == list(range(length))
             assert len(parts) == -(-length // most)
             assert all(part.stop - part.start <= most for part in parts)
             assert length == 1 or min(part.stop - part.start for part in parts) >= 2
-    whole, _ = tokenise_maskable([Text(" ".join(TEXTS), "a")], wordpiece, 10_000)
-    parts, counts = tokenise_maskable([Text(" ".join(TEXTS), "a")], wordpiece, 16)
+    whole, _ = tokenize_maskable([Text(" ".join(TEXTS), "a")], wordpiece, 10_000)
+    parts, counts = tokenize_maskable([Text(" ".join(TEXTS), "a")], wordpiece, 16)
     assert [token for part in parts for token in part.ids[1:-1]] == whole[0].ids[1:-1]
     assert all(len(part.ids) <= 16 and part.word_starts[1] for part in parts)
     assert sum(counts.cut.values()) == 1
 
 
 def test_texts_without_a_token_are_counted(wordpiece, unigram):
-    _, counts = tokenise_maskable([Text("\u200b", "a"), Text("cat", "b")], wordpiece, 16)
+    _, counts = tokenize_maskable([Text("\u200b", "a"), Text("cat", "b")], wordpiece, 16)
     assert (counts.kept, counts.lost) == (1, 1)
-    _, counts = tokenise_plain([Text("cat sat", "a"), Text("\u200b", "b")], unigram, 16)
+    _, counts = tokenize_plain([Text("cat sat", "a"), Text("\u200b", "b")], unigram, 16)
     assert counts.rows == counts.kept + counts.lost == 2
 
 
 def test_a_tokenizer_without_mask_token_is_refused_and_bpe_can_have_one():
     with pytest.raises(UserError, match="no mask token"):
-        MaskSymbols.of(train_bpe(TEXTS, 300))
+        MaskTokens.of(train_bpe(TEXTS, 300))
     roberta = train_bpe(TEXTS, 300, ("<s>", "</s>", "<pad>", "<mask>"))
-    symbols = MaskSymbols.of(roberta)
+    symbols = MaskTokens.of(roberta)
     assert symbols.mask == 3
     assert {0, 1, 2, 3}.isdisjoint(symbols.ordinary.tolist())
     assert len(symbols.ordinary) == len(roberta) - 4
-    [example], _ = tokenise_maskable([Text("the cat sat", "a")], roberta, 64)
+    [example], _ = tokenize_maskable([Text("the cat sat", "a")], roberta, 64)
     assert sum(example.word_starts) == 3
 
 
 def test_no_room_for_text_is_refused(wordpiece, unigram):
     with pytest.raises(UserError, match="no room"):
-        tokenise_maskable(ROWS, wordpiece, 2)
+        tokenize_maskable(ROWS, wordpiece, 2)
     with pytest.raises(UserError, match="no room"):
-        tokenise_plain(ROWS, unigram, 3)
+        tokenize_plain(ROWS, unigram, 3)
 
 
 def sides(batches):
@@ -170,9 +170,9 @@ def sides(batches):
 
 
 def test_span_corruption_batches_hold_every_token_once(unigram):
-    examples, _ = tokenise_plain(ROWS, unigram, 200)
+    examples, _ = tokenize_plain(ROWS, unigram, 200)
     corrupt, start = span_corruption(unigram, examples), decoder_start_id(unigram)
-    batches = collate_seq2seq(draw_once(examples), corrupt, start, 150)
+    batches = collate_seq2seq(fixed_seed_rows(examples), corrupt, start, 150)
     assert all(len(b.source.tokens) + len(b.target.tokens) <= 150 or len(b.source.lengths) == 1 for b in batches)
     sentinels = sentinel_ids(unigram)
     assert sentinels == list(range(len(unigram) - 1, len(unigram) - 21, -1))
@@ -191,20 +191,20 @@ def test_span_corruption_batches_hold_every_token_once(unigram):
 
 def test_the_source_is_never_longer_than_max_length(unigram):
     for longest in range(4, 40):
-        examples, _ = tokenise_plain([Text(" ".join(TEXTS), "a")], unigram, longest)
-        batches = collate_seq2seq(draw_once(examples), span_corruption(unigram, examples), 0, 10_000)
+        examples, _ = tokenize_plain([Text(" ".join(TEXTS), "a")], unigram, longest)
+        batches = collate_seq2seq(fixed_seed_rows(examples), span_corruption(unigram, examples), 0, 10_000)
         assert max(length for batch in batches for length in batch.source.lengths) <= longest
 
 
 def test_too_few_sentinels_are_told_before_training(unigram):
-    examples, _ = tokenise_plain([Text(" ".join(TEXTS), "a")], unigram, 1000)
+    examples, _ = tokenize_plain([Text(" ".join(TEXTS), "a")], unigram, 1000)
     with pytest.raises(UserError, match=r"has 20 sentinels .* takes \d+; lower data.max_length"):
         span_corruption(unigram, examples)
 
 
-def test_prefix_modelling_reads_the_beginning_and_writes_the_rest(unigram):
-    examples, _ = tokenise_plain(ROWS, unigram, 200)
-    found = sides(collate_seq2seq(draw_once(examples), prefix_modelling(unigram), 0, 200))
+def test_prefix_modeling_reads_the_beginning_and_writes_the_rest(unigram):
+    examples, _ = tokenize_plain(ROWS, unigram, 200)
+    found = sides(collate_seq2seq(fixed_seed_rows(examples), prefix_modeling(unigram), 0, 200))
     for example in examples:
         source, target = found[example.row_id]
         assert source[:-1] + target[1:-1] == example.ids
@@ -213,8 +213,8 @@ def test_prefix_modelling_reads_the_beginning_and_writes_the_rest(unigram):
 
 def test_infilling_writes_the_whole_text():
     bart = train_bpe(TEXTS, 300, ("<s>", "</s>", "<pad>", "<mask>"))
-    examples, _ = tokenise_plain(ROWS, bart, 200, special=3)
-    found = sides(collate_seq2seq(draw_once(examples), infilling(bart), 1, 200))
+    examples, _ = tokenize_plain(ROWS, bart, 200, special=3)
+    found = sides(collate_seq2seq(fixed_seed_rows(examples), infilling(bart), 1, 200))
     for example in examples:
         source, target = found[example.row_id]
         assert target == [1, 0, *example.ids]  # this tokenizer puts nothing after a text
@@ -236,7 +236,7 @@ def test_frames_are_read_off_the_tokenizer(wordpiece, unigram, bpe):
 def test_a_mask_that_is_an_ordinary_token_comes_in_for_no_other():
     tokenizer = train_bpe(TEXTS, 300)
     tokenizer.add_tokens(["<mask>"])
-    symbols = MaskSymbols.of(tokenizer)
+    symbols = MaskTokens.of(tokenizer)
     assert symbols.mask == len(tokenizer) - 1 in ordinary_ids(tokenizer)
     assert symbols.mask not in symbols.ordinary and len(symbols.ordinary) == len(tokenizer) - 4
 
@@ -271,5 +271,5 @@ def test_density_and_mean_span_reach_the_corruption():
 
 def test_a_text_of_one_token_cannot_be_read_and_written():
     tokenizer = train_tokenizer("characters", ["abc"])
-    examples, counts = tokenise_plain([Text("a", "one"), Text("ab", "two")], tokenizer, 8)
+    examples, counts = tokenize_plain([Text("a", "one"), Text("ab", "two")], tokenizer, 8)
     assert [example.row_id for example in examples] == ["two"] and counts.dropped == {TOO_SHORT: 1}

@@ -2,14 +2,14 @@
 
 import pytest
 
-from alignment.data.prepare import prepare, prepare_labelled
+from alignment.data.prepare import prepare, prepare_labeled
 from alignment.data.rows.read import TIE, DataConfig
-from alignment.data.rows.records import Counts
+from alignment.data.rows.records import Tally
 from alignment.errors import UserError
 
 PAIR = {"q": "the", "good": " cat", "bad": " mat"}
 COLUMNS = {"prompt": "q", "chosen": "good", "rejected": "bad"}
-LABELLED = {"sentence": "the cat", "gold": "yes"}
+LABELED = {"sentence": "the cat", "gold": "yes"}
 
 
 def test_columns_limits_and_bad_rows_of_a_config_are_kept_to(jsonl, bpe):
@@ -32,10 +32,10 @@ def test_ties_are_dropped_or_bad_rows_as_the_config_says(jsonl, bpe, skip_ties):
             prepare(config, "comparisons", bpe)
 
 
-def test_labelled_rows_keep_to_the_config_too(jsonl, bpe):
-    path = jsonl({"gold": "no"}, LABELLED, {**LABELLED, "gold": "no"}, LABELLED)
+def test_labeled_rows_keep_to_the_config_too(jsonl, bpe):
+    path = jsonl({"gold": "no"}, LABELED, {**LABELED, "gold": "no"}, LABELED)
     config = DataConfig(path, columns={"text": "sentence", "label": "gold"}, max_rows=2, on_bad_row="skip")
-    examples, counts, names = prepare_labelled(config, "sequence", bpe)
+    examples, counts, names = prepare_labeled(config, "sequence", bpe)
     assert [example.row_id for example in examples] == [f"{path}:2", f"{path}:3"]
     assert (counts.rows, counts.kept, counts.lost) == (3, 2, 1) and names == {0: "no", 1: "yes"}
 
@@ -52,12 +52,12 @@ def test_the_split_of_a_hub_set_is_the_configs(monkeypatch, bpe):
     monkeypatch.setattr(datasets, "load_dataset", load)
     config = DataConfig("owner/name", split="some")
     prepare(config, "text", bpe)
-    prepare_labelled(config, "sequence", bpe)
+    prepare_labeled(config, "sequence", bpe)
     assert calls == 2 * [("owner/name", "some")]
 
 
 def test_tallies_of_two_steps_are_those_of_both():
-    reading, making = Counts(rows=9, kept=7), Counts(rows=7, kept=6, documents=6, tokens=50)
+    reading, making = Tally(rows=9, kept=7), Tally(rows=7, kept=6, documents=6, tokens=50)
     for counts, number in ((reading, 1), (making, 6)):
         counts.drop("bad", f"row {number}")
         counts.shorten("long", f"row {number + 1}")
@@ -73,12 +73,12 @@ def test_tallies_of_two_steps_are_those_of_both():
 
 def test_no_row_left_is_refused_whatever_share_may_be_lost():
     with pytest.raises(UserError, match=r"rows.jsonl: 2 of 2 rows were dropped"):
-        Counts(rows=2, dropped={"bad": 2}, first={"bad": ["1", "2"]}).require(1.0, "rows.jsonl")
-    Counts(rows=2, kept=1, dropped={"bad": 1}, first={"bad": ["1"]}).require(0.5, "rows.jsonl")
+        Tally(rows=2, dropped={"bad": 2}, first={"bad": ["1", "2"]}).require(1.0, "rows.jsonl")
+    Tally(rows=2, kept=1, dropped={"bad": 1}, first={"bad": ["1"]}).require(0.5, "rows.jsonl")
 
 
 def test_three_rows_are_named_for_each_reason():
-    counts = Counts(rows=5)
+    counts = Tally(rows=5)
     for number in range(5):
         counts.drop("bad", str(number))
         counts.shorten("long", str(number))

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
-from alignment.data.batches import collate_pairs, tokenise_comparisons
-from alignment.data.prepare import TOKENISE
+from alignment.data.batches import collate_pairs, tokenize_comparisons
+from alignment.data.prepare import TOKENIZE
 from alignment.data.rows.read import TIE, read_rows
 from alignment.data.text.chat import prompt_ids
 from alignment.data.tokenizers.load import load_tokenizer
@@ -74,7 +74,7 @@ def test_hh_rlhf_dirt_of_all_parts(real_data):
 def test_real_files_of_every_kind_become_tokens(real_data, name, kind, columns):
     tokenizer = load_tokenizer(real_data / "tokenizers" / "gpt2")
     records, counts = read_rows(real_data / f"{name}.jsonl.gz", kind, columns=columns, on_bad_row="skip", max_rows=200)
-    examples, making = TOKENISE[kind](records, tokenizer, 512)
+    examples, making = TOKENIZE[kind](records, tokenizer, 512)
     assert counts.kept + counts.lost == counts.rows
     assert counts.kept >= 0.95 * counts.rows
     assert making.kept >= 0.95 * making.rows
@@ -86,9 +86,9 @@ def test_messages_of_pairs_are_refused_without_a_template_and_rendered_with_one(
     records, _ = read_rows(real_data / "llamafactory_demo" / "dpo_en.jsonl.gz", "comparisons", on_bad_row="skip")
     assert len(records) > 200
     with pytest.raises(UserError, match=r"dpo_en.jsonl.gz:1: .* need a chat template"):
-        tokenise_comparisons(records, tokenizer, 512)
+        tokenize_comparisons(records, tokenizer, 512)
     tokenizer.chat_template = templates["chatml"]
-    pairs, counts = tokenise_comparisons(records, tokenizer, 512)
+    pairs, counts = tokenize_comparisons(records, tokenizer, 512)
     assert counts.kept == len(pairs) > 200
     assert sum(batch.weight for batch in collate_pairs(pairs, 4096)) == len(pairs)
 
@@ -98,7 +98,7 @@ def test_pair_prompts_are_the_tokens_of_the_prompt_alone(real_data):
     records, _ = read_rows(
         real_data / "hh_rlhf" / "helpful-online.jsonl.gz", "comparisons", on_bad_row="skip", max_rows=50
     )
-    pairs, _ = tokenise_comparisons(records, tokenizer, 4096)
+    pairs, _ = tokenize_comparisons(records, tokenizer, 4096)
     for record, pair in zip(records, pairs, strict=True):
         prompt = prompt_ids(tokenizer, record.prompt)
         for side, text in ((pair.chosen, record.chosen), (pair.rejected, record.rejected)):

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from alignment.data.pretraining.corruption import Masking
-from alignment.data.pretraining.examples import MaskSymbols, draw_once
+from alignment.data.pretraining.examples import MaskTokens, fixed_seed_rows
 from alignment.data.pretraining.next_sentence import (
     FOLLOWS,
     OTHER,
@@ -16,7 +16,7 @@ from alignment.data.pretraining.next_sentence import (
     make_pair,
     other_sentences,
     sentences_of,
-    tokenise_passages,
+    tokenize_passages,
 )
 from alignment.data.rows.records import Text
 from alignment.data.text.special_tokens import frame_of
@@ -37,9 +37,11 @@ def tokenizer():
 
 
 def make(tokenizer, max_length, seed=0):
-    passages, counts = tokenise_passages(ROWS, tokenizer, max_length)
+    passages, counts = tokenize_passages(ROWS, tokenizer, max_length)
     frame = frame_of(tokenizer)
-    pairs = [make_pair(draw.row, passages, frame, max_length, draw.generator()) for draw in draw_once(passages, seed)]
+    pairs = [
+        make_pair(draw.row, passages, frame, max_length, draw.generator()) for draw in fixed_seed_rows(passages, seed)
+    ]
     return passages, counts, pairs
 
 
@@ -93,8 +95,8 @@ def test_pairs_keep_to_the_length_and_what_is_cut_is_counted(tokenizer):
     for passage, (example, _, label, cut) in zip(passages, pairs, strict=True):
         if label == FOLLOWS:
             assert cut == sum(len(sentence.ids) for sentence in passage.sentences) - sum(example.maskable)
-    frame, symbols = frame_of(tokenizer), MaskSymbols.of(tokenizer)
-    batches = collate_sentence_pairs(draw_once(passages), passages, frame, Masking(), symbols, 14, 60)
+    frame, symbols = frame_of(tokenizer), MaskTokens.of(tokenizer)
+    batches = collate_sentence_pairs(fixed_seed_rows(passages), passages, frame, Masking(), symbols, 14, 60)
     assert sum(batch.cut_tokens for batch in batches) == sum(cut for *_, cut in pairs) > 0
 
 
@@ -109,9 +111,9 @@ def test_the_replacement_is_about_as_long_as_what_it_replaces(tokenizer):
 
 def test_batches_carry_masks_segments_and_labels_however_they_are_cut(tokenizer):
     passages, _, pairs = make(tokenizer, 48)
-    frame, symbols = frame_of(tokenizer), MaskSymbols.of(tokenizer)
+    frame, symbols = frame_of(tokenizer), MaskTokens.of(tokenizer)
     whole, parts = (
-        collate_sentence_pairs(draw_once(passages), passages, frame, Masking(), symbols, 48, tokens)
+        collate_sentence_pairs(fixed_seed_rows(passages), passages, frame, Masking(), symbols, 48, tokens)
         for tokens in (100_000, 120)
     )
     [batch] = whole
@@ -128,16 +130,16 @@ def test_batches_carry_masks_segments_and_labels_however_they_are_cut(tokenizer)
 
 
 def test_texts_of_one_sentence_are_counted_and_one_text_alone_is_refused(tokenizer):
-    _, counts = tokenise_passages([*ROWS, Text("only one.", "x")], tokenizer, 48)
+    _, counts = tokenize_passages([*ROWS, Text("only one.", "x")], tokenizer, 48)
     assert counts.lost == 1
     with pytest.raises(UserError, match="at least two texts"):
-        tokenise_passages(ROWS[:1], tokenizer, 48)
+        tokenize_passages(ROWS[:1], tokenizer, 48)
 
 
 def test_words_of_a_pair_begin_where_its_own_tokens_do():
     text = "The unbelievable cat sat. A dog unbelievably watched it. Nobody knew unbelievable things."
     tokenizer = train_tokenizer("wordpiece", [text] * 5, 70)
-    passages, _ = tokenise_passages([Text(text, "a"), Text(text, "b")], tokenizer, 200)
+    passages, _ = tokenize_passages([Text(text, "a"), Text(text, "b")], tokenizer, 200)
     for seed in range(6):
         generator = np.random.default_rng(seed)
         example, *_ = make_pair(passages[0], passages, frame_of(tokenizer), 60, generator)

@@ -317,6 +317,6 @@ def test_a_sentencepiece_model_says_whether_runs_of_blanks_are_one(tmp_path):
         assert load_tokenizer(path).tokenize("a  a ") == expected
 
 
-def test_neighbouring_unknown_characters_of_merges_are_one_unknown_token(tmp_path):
+def test_neighboring_unknown_characters_of_merges_are_one_unknown_token(tmp_path):
     path = write_sentencepiece(tmp_path / "x.model", {"▁a": -1.0, "▁": -2.0, "a": -3.0, "A": -9.0}, kind=2)
     assert load_tokenizer(path).tokenize("a猫犬") == ["▁a", "<unk>"]

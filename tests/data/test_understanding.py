@@ -1,11 +1,11 @@
-"""Labelled rows to batches: classes, pairs, words, answers, GPT-1's formats. Every loss of a label is counted."""
+"""Labeled rows to batches: classes, pairs, words, answers, GPT-1's formats. Every loss of a label is counted."""
 
 import gzip
 import json
 
 import pytest
 
-from alignment.data.prepare import prepare_labelled, prepare_text
+from alignment.data.prepare import prepare_labeled, prepare_text
 from alignment.data.rows.read import DataConfig
 from alignment.data.tasks.classification import (
     IGNORED,
@@ -20,12 +20,12 @@ from alignment.data.tasks.classification import (
     encode_words,
 )
 from alignment.data.tasks.gpt1_inputs import (
-    Marks,
+    GPT1Tokens,
+    add_gpt1_tokens,
     collate_views,
     encode_choices,
     encode_classes,
     encode_similarity,
-    with_marks,
 )
 from alignment.data.tasks.multiple_choice import collate_pair_choices, encode_pair_choices
 from alignment.data.tasks.question_answering import (
@@ -38,11 +38,11 @@ from alignment.data.tasks.question_answering import (
 )
 from alignment.data.tasks.rows import (
     Choice,
-    LabelledText,
-    LabelledWords,
+    LabeledText,
+    LabeledWords,
     Question,
     label_names,
-    read_labelled,
+    read_labeled,
     require_labels,
 )
 from alignment.data.tokenizers.load import load_tokenizer, train_bpe
@@ -72,9 +72,9 @@ NAMES = {0: "no", 1: "yes"}
 
 def test_a_class_and_a_pair_are_framed_and_cut_at_the_longer_text(wordpiece):
     rows = [
-        LabelledText("the quick fox", None, "yes", "a"),
-        LabelledText("the lazy dog jumps over the quick brown fox", None, "no", "b"),
-        LabelledText("the lazy dog jumps over the quick brown fox", "cats watch", "no", "c"),
+        LabeledText("the quick fox", None, "yes", "a"),
+        LabeledText("the lazy dog jumps over the quick brown fox", None, "no", "b"),
+        LabeledText("the lazy dog jumps over the quick brown fox", "cats watch", "no", "c"),
     ]
     whole, _ = encode_sequences(rows, wordpiece, 200, NAMES)
     cut, counts = encode_sequences(rows, wordpiece, len(whole[0].framed.ids), NAMES)
@@ -95,7 +95,7 @@ def test_a_class_and_a_pair_are_framed_and_cut_at_the_longer_text(wordpiece):
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram", "characters", "bytes"])
 def test_a_words_label_stands_at_its_first_token_whatever_the_tokenizer(tokenizers, kind):
     tokenizer, words = tokenizers[kind], ["unbelievable", "cats", "watch", "the", "dog"]
-    row = LabelledWords(words, ["a", "b", "a", "b", "c"], "r")
+    row = LabeledWords(words, ["a", "b", "a", "b", "c"], "r")
     [example], counts = encode_words([row], tokenizer, 200, {0: "a", 1: "b", 2: "c"})
     places = [place for place, label in enumerate(example.labels) if label != IGNORED]
     assert [example.labels[place] for place in places] == [0, 1, 0, 1, 2] and not counts.cut
@@ -108,7 +108,7 @@ def test_a_words_label_stands_at_its_first_token_whatever_the_tokenizer(tokenize
 
 
 def test_labels_that_are_lost_are_counted(wordpiece):
-    row = LabelledWords(["the", "\u200b", "dog", "cats"], ["a", "b", "a", "b"], "r")
+    row = LabeledWords(["the", "\u200b", "dog", "cats"], ["a", "b", "a", "b"], "r")
     [example], counts = encode_words([row], wordpiece, 4, {0: "a", 1: "b"})
     kept = sum(label != IGNORED for label in example.labels)
     assert kept + counts.cut[WORDS_LOST] + counts.cut[WORDS_CUT] == 4
@@ -173,13 +173,13 @@ def test_a_stride_that_skips_text_is_refused(wordpiece):
 
 def test_gpt_formats(tokenizers):
     plain = tokenizers["bpe"]
-    tokenizer = with_marks(plain)
+    tokenizer = add_gpt1_tokens(plain)
     assert len(tokenizer) == len(plain) + 3 and "<start>" not in plain.get_vocab()
-    assert len(with_marks(tokenizer)) == len(tokenizer)
+    assert len(add_gpt1_tokens(tokenizer)) == len(tokenizer)
     start, delimiter, extract = (tokenizer.convert_tokens_to_ids(m) for m in ("<start>", "<delimiter>", "<extract>"))
-    assert Marks.of(tokenizer) == Marks(start, delimiter, extract)
+    assert GPT1Tokens.of(tokenizer) == GPT1Tokens(start, delimiter, extract)
     ids = {text: plain(text, add_special_tokens=False)["input_ids"] for text in ("the fox", "lazy dog", "cats")}
-    one, pair = LabelledText("the fox", None, "no", "a"), LabelledText("the fox", "lazy dog", "yes", "b")
+    one, pair = LabeledText("the fox", None, "no", "a"), LabeledText("the fox", "lazy dog", "yes", "b")
     a, b, c = ids["the fox"], ids["lazy dog"], ids["cats"]
 
     classes, _ = encode_classes([one, pair], tokenizer, 64, NAMES)
@@ -207,9 +207,9 @@ def test_gpt_formats(tokenizers):
 
 
 def test_label_names_are_sorted_as_numbers_where_they_are_numbers():
-    rows = [LabelledText("x", None, label, label) for label in ("10", "2", "2", "0")]
+    rows = [LabeledText("x", None, label, label) for label in ("10", "2", "2", "0")]
     assert label_names(rows) == {0: "0", 1: "2", 2: "10"}
-    words = [LabelledWords(["a", "b"], ["O", "B-PER"], "w"), LabelledWords(["c"], ["I-PER"], "v")]
+    words = [LabeledWords(["a", "b"], ["O", "B-PER"], "w"), LabeledWords(["c"], ["I-PER"], "v")]
     assert label_names(words) == {0: "B-PER", 1: "I-PER", 2: "O"}
     with pytest.raises(UserError, match="same label"):
         label_names(rows[1:3])
@@ -219,18 +219,18 @@ def test_label_names_are_sorted_as_numbers_where_they_are_numbers():
 
 def test_rows_are_read_under_other_names(jsonl):
     path = jsonl({"sentence1": "a", "sentence2": "b", "gold": 1}, {"sentence1": "c", "sentence2": "d", "gold": "0"})
-    rows, counts = read_labelled(path, "pair", columns={"text": "sentence1", "pair": "sentence2", "label": "gold"})
+    rows, counts = read_labeled(path, "pair", columns={"text": "sentence1", "pair": "sentence2", "label": "gold"})
     assert [(row.text, row.pair, row.label) for row in rows] == [("a", "b", "1"), ("c", "d", "0")]
     assert counts.kept == counts.rows == 2
     assert rows[1].row_id == f"{path}:2"
     path = jsonl(
         {"question": "q", "context": "a cat", "answers": {"text": ["cat"], "answer_start": [2]}}, name="q.jsonl"
     )
-    assert read_labelled(path, "span")[0][0].answers == [("cat", 2)]
+    assert read_labeled(path, "span")[0][0].answers == [("cat", 2)]
     path = jsonl({"context": "c", "choices": ["x", "y"], "label": "1"}, name="c.jsonl")
-    assert read_labelled(path, "choice")[0] == [Choice("c", ["x", "y"], 1, f"{path}:1")]
+    assert read_labeled(path, "choice")[0] == [Choice("c", ["x", "y"], 1, f"{path}:1")]
     path = jsonl({"words": ["a", "b"], "labels": [0, 2]}, name="w.jsonl")
-    assert read_labelled(path, "tokens")[0] == [LabelledWords(["a", "b"], ["0", "2"], f"{path}:1")]
+    assert read_labeled(path, "tokens")[0] == [LabeledWords(["a", "b"], ["0", "2"], f"{path}:1")]
 
 
 @pytest.mark.parametrize(
@@ -256,25 +256,25 @@ def test_bad_rows_are_told_by_place_or_counted(jsonl, task, row, message):
     }[task]
     path = jsonl(good, row, b"{")
     with pytest.raises(UserError, match=f"(?s)2 bad rows.*:2: .*{message}.*:3:.*not JSON"):
-        read_labelled(path, task)
-    rows, counts = read_labelled(path, task, on_bad_row="skip")
+        read_labeled(path, task)
+    rows, counts = read_labeled(path, task, on_bad_row="skip")
     assert (len(rows), counts.lost, counts.kept, counts.rows) == (1, 2, 1, 3)
     with pytest.raises(UserError, match="unknown task"):
-        read_labelled(path, "poetry")
+        read_labeled(path, "poetry")
 
 
 def test_one_call_from_config_to_examples_and_names(jsonl, wordpiece):
     train = jsonl({"text": "the fox", "label": "yes"}, {"text": "the dog", "label": "no"})
     held_out = jsonl({"text": "cats", "label": "maybe"}, name="held.jsonl")
     config = DataConfig(train=train, evaluation=held_out, max_length=32)
-    examples, counts, names = prepare_labelled(config, "sequence", wordpiece)
+    examples, counts, names = prepare_labeled(config, "sequence", wordpiece)
     assert names == {0: "no", 1: "yes"} and [example.label for example in examples] == [1, 0]
     assert counts.documents == 2
     with pytest.raises(UserError, match="'maybe' is unknown; known: no, yes"):
-        prepare_labelled(config, "sequence", wordpiece, "evaluation", names=names)
-    tokenizer = with_marks(wordpiece)
-    views, _, _ = prepare_labelled(config, "sequence", tokenizer, encode=encode_classes)
-    assert views[0].documents[0][-1] == Marks.of(tokenizer).extract
+        prepare_labeled(config, "sequence", wordpiece, "evaluation", names=names)
+    tokenizer = add_gpt1_tokens(wordpiece)
+    views, _, _ = prepare_labeled(config, "sequence", tokenizer, encode=encode_classes)
+    assert views[0].documents[0][-1] == GPT1Tokens.of(tokenizer).extract
 
 
 @pytest.mark.parametrize("objective", ["causal", "masked", "sentence_pairs", "span_corruption", "prefix", "infilling"])
@@ -292,7 +292,7 @@ def test_running_text_is_prepared_for_every_objective_and_unknown_characters_cou
 @pytest.mark.real_data
 def test_every_xquad_answer_is_found_again(real_data):
     tokenizer = load_tokenizer(real_data / "tokenizers" / "bert_uncased")
-    rows, counts = read_labelled(str(real_data / "xquad_en" / "xquad_en.jsonl.gz"), "span")
+    rows, counts = read_labeled(str(real_data / "xquad_en" / "xquad_en.jsonl.gz"), "span")
     assert counts.kept == counts.rows == 948
     windows, _ = encode_questions(rows, tokenizer, 384, stride=128)
     found, whole = set(), 0
@@ -321,7 +321,7 @@ def test_glue_rows_are_read_and_encoded_as_transformers_does(real_data, path, ta
     file = real_data / f"{path}.jsonl.gz"
     tokenizer = load_tokenizer(real_data / "tokenizers" / "bert_uncased")
     config = DataConfig(train=str(file), columns=columns, max_length=512)
-    examples, counts, names = prepare_labelled(config, task, tokenizer)
+    examples, counts, names = prepare_labeled(config, task, tokenizer)
     with gzip.open(file, "rt", encoding="utf-8") as lines:
         raw = [json.loads(line) for line in lines]
     assert counts.kept == len(raw) and not counts.cut and names == {0: "0", 1: "1"}
@@ -332,7 +332,7 @@ def test_glue_rows_are_read_and_encoded_as_transformers_does(real_data, path, ta
         assert example.label == int(row["label"])
 
 
-def test_an_answer_is_labelled_in_the_windows_that_hold_it_whole(wordpiece):
+def test_an_answer_is_labeled_in_the_windows_that_hold_it_whole(wordpiece):
     answer = "lazy dog while"
     row = Question("the dog", TEXT, [(answer, TEXT.index(answer))], "q")
     [whole], _ = encode_questions([row], wordpiece, 200, stride=100)
@@ -351,19 +351,19 @@ def test_an_answer_is_labelled_in_the_windows_that_hold_it_whole(wordpiece):
 def test_an_answer_counted_from_the_end_is_refused(jsonl):
     path = jsonl({"question": "q", "context": "a cat sat", "answers": [{"text": "cat", "answer_start": -7}]})
     with pytest.raises(UserError, match="answer_start is not where"):
-        read_labelled(path, "span")
+        read_labeled(path, "span")
 
 
 def test_so_many_good_rows_are_read_and_bad_ones_do_not_count(jsonl):
     good = {"text": "a", "label": 1}
     path, more = jsonl({"text": "", "label": 1}, good, good, good), jsonl(good, name="more.jsonl")
-    rows, counts = read_labelled([path, more], "sequence", max_rows=2, on_bad_row="skip")
+    rows, counts = read_labeled([path, more], "sequence", max_rows=2, on_bad_row="skip")
     assert [row.row_id for row in rows] == [f"{path}:2", f"{path}:3"]
     assert (counts.rows, counts.kept, counts.lost) == (3, 2, 1)
 
 
 def test_a_row_is_counted_as_cut_whichever_of_its_documents_was(tokenizers):
-    tokenizer = with_marks(tokenizers["bpe"])
+    tokenizer = add_gpt1_tokens(tokenizers["bpe"])
     for choices in ([TEXT, "cats"], ["cats", TEXT]):
         _, counts = encode_choices([Choice("the fox", choices, 0, "r")], tokenizer, 10)
         assert counts.cut == {PAIR_CUT: 1} and counts.first == {PAIR_CUT: ["r"]}
@@ -371,7 +371,7 @@ def test_a_row_is_counted_as_cut_whichever_of_its_documents_was(tokenizers):
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe", "unigram"])
 def test_a_cut_pair_fills_its_length_and_does_not_exceed_it(tokenizers, kind):
-    row = LabelledText(TEXT, TEXT, "yes", "r")
+    row = LabeledText(TEXT, TEXT, "yes", "r")
     for length in (9, 10, 20):
         [example], counts = encode_sequences([row], tokenizers[kind], length, NAMES)
         assert len(example.framed.ids) == length and counts.cut == {PAIR_CUT: 1}
@@ -388,7 +388,7 @@ def test_a_long_question_loses_its_end(wordpiece):
 
 
 def test_an_unknown_label_of_any_word_is_refused():
-    rows = [LabelledWords(["a", "b"], ["no", "yes"], "r1"), LabelledWords(["a", "b"], ["no", "maybe"], "r2")]
+    rows = [LabeledWords(["a", "b"], ["no", "yes"], "r1"), LabeledWords(["a", "b"], ["no", "maybe"], "r2")]
     with pytest.raises(UserError, match="r2: label 'maybe' is unknown; known: no, yes"):
         require_labels(rows, NAMES)
 
@@ -432,11 +432,11 @@ def test_texts_for_infilling_leave_room_for_what_stands_around_and_begins_them(j
 
 def test_a_pair_counts_as_cut_whichever_text_was_long(wordpiece):
     for texts in (("cats", TEXT), (TEXT, "cats")):
-        assert encode_sequences([LabelledText(*texts, "yes", "r")], wordpiece, 10, NAMES)[1].cut == {PAIR_CUT: 1}
+        assert encode_sequences([LabeledText(*texts, "yes", "r")], wordpiece, 10, NAMES)[1].cut == {PAIR_CUT: 1}
 
 
 def test_a_pair_without_a_token_on_either_side_is_dropped(wordpiece):
-    rows = [LabelledText("\u200b", "cats", "yes", "a"), LabelledText("cats", "\u200b", "yes", "b")]
+    rows = [LabeledText("\u200b", "cats", "yes", "a"), LabeledText("cats", "\u200b", "yes", "b")]
     examples, counts = encode_sequences(rows, wordpiece, 40, NAMES)
     assert examples == [] and counts.dropped == {NO_TEXT: 2}
 
@@ -450,26 +450,26 @@ def test_the_first_answer_is_the_one_to_learn(wordpiece):
 def test_windows_of_prepared_questions_are_as_asked(jsonl, wordpiece):
     answer = {"text": "fox", "answer_start": TEXT.index("fox")}
     path = jsonl({"question": "over the lazy dog", "context": " ".join([TEXT] * 3), "answers": [answer]})
-    windows, _, _ = prepare_labelled(DataConfig(path, max_length=24), "span", wordpiece, stride=5, max_question=2)
-    rows, _ = read_labelled(path, "span")
+    windows, _, _ = prepare_labeled(DataConfig(path, max_length=24), "span", wordpiece, stride=5, max_question=2)
+    rows, _ = read_labeled(path, "span")
     assert windows == encode_questions(rows, wordpiece, 24, stride=5, max_question=2)[0] and len(windows) > 3
 
 
 def test_batches_of_views_and_texts_keep_to_the_limit_the_longest_first(tokenizers, wordpiece):
-    tokenizer = with_marks(tokenizers["bpe"])
+    tokenizer = add_gpt1_tokens(tokenizers["bpe"])
     rows = [Choice("the fox", ["cats", "lazy dog"] * (1 + n % 3), 1, str(n)) for n in range(9)]
     views, _ = encode_choices(rows, tokenizer, 64)
     most = max(sum(map(len, example.documents)) for example in views)
     batches = collate_views(views, most)
     assert all(len(batch.ragged.tokens) <= most for batch in batches) and len(batches) > 3
-    texts = [LabelledText(" ".join(["cats"] * (1 + n % 7)), None, "yes", str(n)) for n in range(20)]
+    texts = [LabeledText(" ".join(["cats"] * (1 + n % 7)), None, "yes", str(n)) for n in range(20)]
     lengths = [max(b.ragged.lengths) for b in collate_classes(encode_sequences(texts, wordpiece, 64, NAMES)[0], 20)]
     assert lengths == sorted(lengths, reverse=True) and len(lengths) > 3
 
 
 def test_marks_leave_a_tokenizers_own_special_tokens_special():
     plain = train_bpe([TEXT], 330, ("<s>", "</s>", "<pad>", "<turn>"))
-    assert set(with_marks(plain).all_special_tokens) == {
+    assert set(add_gpt1_tokens(plain).all_special_tokens) == {
         *plain.all_special_tokens,
         "<start>",
         "<delimiter>",
@@ -480,4 +480,4 @@ def test_marks_leave_a_tokenizers_own_special_tokens_special():
 @pytest.mark.parametrize("label", [0.5, -1, 2, "1.5", None])
 def test_a_choice_that_is_no_number_of_one_is_refused(jsonl, label):
     with pytest.raises(UserError, match="number of a choice"):
-        read_labelled(jsonl({"context": "c", "choices": ["x", "y"], "label": label}), "choice")
+        read_labeled(jsonl({"context": "c", "choices": ["x", "y"], "label": label}), "choice")

@@ -108,7 +108,7 @@ class Collectives(TorchDispatchMode):
 def sample(engine: Engine) -> tuple[torch.Tensor, list[str]]:
     """Logits after a prompt and one more token, and the collective operations called while the weights were whole."""
     model, prompt = engine.unwrapped, Ragged.build([[3, 1, 4, 1, 5]])
-    with engine.gathered(), Collectives() as collectives, torch.no_grad():
+    with engine.full_parameters(), Collectives() as collectives, torch.no_grad():
         cache = model.new_cache(1, 8)
         logits = torch.stack([model.prefill(prompt, cache), model.decode(torch.tensor([9]), cache)])
         engine.model(batch=Ragged.build([[3, 1, 4]], [[False, True, True]]))

@@ -8,7 +8,7 @@ import pytest
 
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
-from alignment.evaluation import compare, file_judge, longer_judge, score_judge, write_questions
+from alignment.evaluation import compare, file_judge, longer_judge, score_judge, write_annotation_form
 
 PROMPTS = [Prompt(f"question {i}", {}, f"row {i}") for i in range(4)]
 OURS = ["a long answer", "short", "same", "ours"]
@@ -19,7 +19,7 @@ def test_i16_a_judge_that_always_says_first_gives_half_and_is_found_out():
     result = compare(PROMPTS, OURS, BASELINE, lambda prompts, first, second: [1.0] * len(prompts))
     assert result.win_rate.rate == 0.5 and result.win_rate.ties == 4
     assert result.inconsistent == 4 and result.failures == 0
-    assert result.first_seat == 1.0
+    assert result.position_bias == 1.0
 
 
 def test_i16_failures_are_counted_and_never_scored_as_losses():
@@ -40,7 +40,7 @@ def test_i16_failures_are_counted_and_never_scored_as_losses():
 def test_longer_judge_counts_characters():
     result = compare(PROMPTS, OURS, BASELINE, longer_judge)
     assert result.verdicts == [1.0, 0.0, 0.5, 0.0]
-    assert result.inconsistent == 0 and result.first_seat == 0.5
+    assert result.inconsistent == 0 and result.position_bias == 0.5
 
 
 def test_score_judge_scores_each_distinct_response_once():
@@ -78,7 +78,7 @@ def filled_in(path, judge):
 
 def test_verdicts_go_out_as_questions_and_come_back_from_a_file(tmp_path):
     path = tmp_path / "questions.jsonl"
-    write_questions(path, PROMPTS, OURS, BASELINE)
+    write_annotation_form(path, PROMPTS, OURS, BASELINE)
     rows = filled_in(path, lambda a, b: (len(a) > len(b)) + (len(a) == len(b)) / 2)
     assert len(rows) == 7  # both orders of 4 pairs; the two orders of equal texts are one question
     packed = tmp_path / "verdicts.jsonl.gz"
@@ -88,7 +88,7 @@ def test_verdicts_go_out_as_questions_and_come_back_from_a_file(tmp_path):
 
 def test_verdicts_on_other_texts_are_failures(tmp_path):
     path = tmp_path / "verdicts.jsonl"
-    write_questions(path, PROMPTS, OURS, BASELINE)
+    write_annotation_form(path, PROMPTS, OURS, BASELINE)
     with pytest.raises(UserError, match="failed on 4 of 4"):  # a form not filled in
         compare(PROMPTS, OURS, BASELINE, file_judge(path))
     path.write_text("".join(json.dumps(row) + "\n" for row in filled_in(path, lambda a, b: 0.5)))

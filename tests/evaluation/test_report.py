@@ -68,7 +68,7 @@ def full_data(name: str = "PPO") -> ReportData:
         ],
         win_rates=[WinRateRow(name, "SFT", "gold", win_rate([1.0] * 70 + [0.5] * 10 + [0.0] * 20), 3, 2)],
         gold_parts={"SFT": {"helpful": 0.4, "brief": -0.21}, name: {"helpful": 0.875, "brief": 0.5}},
-        overoptimisation={name: [KLPoint(0.1, 0.5, 2.0), KLPoint(3.0, 1.5, 2.5), KLPoint(math.nan, 2.0, None)]},
+        overoptimization={name: [KLPoint(0.1, 0.5, 2.0), KLPoint(3.0, 1.5, 2.5), KLPoint(math.nan, 2.0, None)]},
         stages={"ppo": rows, "empty": []},
         samples=[
             Sample(f"Where is breakfast? {ATTACK}", {name: Answer(f"In the hall. {ATTACK}", 3.25)}),
@@ -139,7 +139,7 @@ def test_every_inner_reference_has_its_target(html):
     )
 
 
-def test_charts_use_the_colours_of_the_page(html):
+def test_charts_use_the_colors_of_the_page(html):
     svg = "".join(re.findall(r"<svg.*?</svg>", html, re.DOTALL))
     assert "var(--series-0)" in svg and "var(--ink)" in svg
     assert not re.search(r"#[0-9a-f]{6}\b", svg)

@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.generation import SamplingConfig, decode_responses
-from alignment.generation.logits_processors import Past, follow_rules, forbid_repeated_ngrams, penalise_seen
+from alignment.generation.logits_processors import TokenHistory, forbid_repeated_ngrams, penalize_seen, process_logits
 from alignment.generation.sampling import sampling_log_probs
 from tests.generation.peers import their_responses
 
@@ -31,7 +31,7 @@ def as_ids(documents) -> Any:
 def test_a_seen_token_is_divided_where_positive_and_multiplied_where_negative():
     scores = torch.tensor([[4.0, 4.0, -4.0, -4.0], [4.0, 4.0, -4.0, -4.0]])
     seen = torch.tensor([[0, 2, 2], [-1, -1, 3]])  # token 2 was there twice and counts once
-    assert penalise_seen(scores, seen, 2.0).tolist() == [[2.0, 4.0, -8.0, -4.0], [4.0, 4.0, -4.0, -8.0]]
+    assert penalize_seen(scores, seen, 2.0).tolist() == [[2.0, 4.0, -8.0, -4.0], [4.0, 4.0, -4.0, -8.0]]
 
 
 def test_the_penalty_equals_that_of_transformers():
@@ -39,8 +39,8 @@ def test_the_penalty_equals_that_of_transformers():
 
     documents, logits = random_past((12, 12, 12)), random_logits(3)
     wanted = RepetitionPenaltyLogitsProcessor(1.7)(as_ids(documents), logits)
-    past = Past(documents, 4, NO_STOPS)
-    assert torch.equal(follow_rules(logits, SamplingConfig(repetition_penalty=1.7), past), wanted)
+    past = TokenHistory(documents, 4, NO_STOPS)
+    assert torch.equal(process_logits(logits, SamplingConfig(repetition_penalty=1.7), past), wanted)
 
 
 def test_a_repeated_pair_is_forbidden():
@@ -64,22 +64,22 @@ def test_repeated_runs_are_those_of_transformers(size):
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 1.3}, *({"no_repeat_ngram_size": n} for n in (1, 2, 4))])
 def test_a_shorter_prompt_beside_a_longer_one_changes_nothing(settings):
     documents, logits = random_past((9, 3, 1), vocabulary=6), random_logits(3, vocabulary=6)
-    config, together = SamplingConfig(**settings), Past(documents, 2, NO_STOPS)
+    config, together = SamplingConfig(**settings), TokenHistory(documents, 2, NO_STOPS)
     for row, document in enumerate(documents):
-        alone = follow_rules(logits[row : row + 1], config, Past([document], 2, NO_STOPS))
-        assert torch.equal(follow_rules(logits, config, together)[row : row + 1], alone)
+        alone = process_logits(logits[row : row + 1], config, TokenHistory([document], 2, NO_STOPS))
+        assert torch.equal(process_logits(logits, config, together)[row : row + 1], alone)
 
 
 def test_no_stop_token_before_the_shortest_length():
-    config, past = SamplingConfig(min_new_tokens=2), Past([[0], [1, 1]], 3, torch.tensor([1, 2]))
+    config, past = SamplingConfig(min_new_tokens=2), TokenHistory([[0], [1, 1]], 3, torch.tensor([1, 2]))
     for allowed in (False, False, True):
-        scores = follow_rules(torch.zeros(2, 4), config, past)
+        scores = process_logits(torch.zeros(2, 4), config, past)
         assert (scores == -INF).tolist() == [[False, not allowed, not allowed, False]] * 2
         past.append(torch.tensor([3, 3]))
 
 
 def test_the_past_grows_and_moves():
-    past = Past([[7, 8], [9]], 2, NO_STOPS)
+    past = TokenHistory([[7, 8], [9]], 2, NO_STOPS)
     assert past.seen.tolist() == [[7, 8], [-1, 9]] and past.new_tokens == 0
     past.append(torch.tensor([3, 4]))
     past.reorder(torch.tensor([1, 1, 0]))
@@ -114,7 +114,7 @@ def test_greedy_responses_under_rules_are_those_of_transformers(peers, random_pr
     assert len({len(tokens) for tokens in plain}) >= 4
 
 
-def test_drawn_log_probs_are_those_of_the_penalised_distribution(peers, random_prompts):
+def test_drawn_log_probs_are_those_of_the_penalized_distribution(peers, random_prompts):
     """Worked out again from the model's logits over the whole text and the tokens before each place."""
     config = SamplingConfig(12, temperature=0.7, top_p=0.9, min_p=0.02, repetition_penalty=1.5)
     found = decode_responses(peers.ours, random_prompts, config, peers.stops)
@@ -122,6 +122,6 @@ def test_drawn_log_probs_are_those_of_the_penalised_distribution(peers, random_p
         with torch.no_grad():
             logits = peers.ours(torch.tensor([prompt + tokens])).logits[0]
         for place, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True)):
-            past = Past([prompt + tokens[:place]], 1, NO_STOPS)
+            past = TokenHistory([prompt + tokens[:place]], 1, NO_STOPS)
             wanted = sampling_log_probs(logits[len(prompt) + place - 1][None], config, past)[0, token]
             assert_close(torch.tensor(log_prob), wanted, atol=1e-4, rtol=0)

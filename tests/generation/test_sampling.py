@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.generation.logits_processors import Past
+from alignment.generation.logits_processors import TokenHistory
 from alignment.generation.sampling import SamplingConfig, draw, sampling_log_probs, uniforms
 
 
@@ -23,7 +23,7 @@ def test_zero_temperature_is_greedy():
     assert probabilities([1.0, 3.0, 2.0], temperature=0.0).tolist() == [0.0, 1.0, 0.0]
 
 
-def test_top_k_keeps_the_likeliest_and_renormalises():
+def test_top_k_keeps_the_likeliest_and_renormalizes():
     weights = torch.tensor([0.5, 0.3, 0.2]).log().tolist()
     assert_close(probabilities(weights, top_k=2), torch.tensor([0.625, 0.375, 0.0]))
 
@@ -62,7 +62,7 @@ def test_the_distribution_is_that_of_transformers(settings):
     )
     processors = model._get_logits_processor(GenerationConfig(do_sample=True, **{"top_k": 0, **settings}), 30)
     wanted = processors(tokens, logits).log_softmax(-1)
-    past = Past(tokens.tolist(), 1, torch.tensor([], dtype=torch.long))
+    past = TokenHistory(tokens.tolist(), 1, torch.tensor([], dtype=torch.long))
     found = sampling_log_probs(logits, SamplingConfig(**settings), past)
     assert_close(found, wanted, atol=1e-6, rtol=0)
     assert 8 < (found > -torch.inf).sum() < 400

@@ -8,7 +8,7 @@ import torch
 from alignment.algorithms.policies import Policy
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.ppo import iterate
-from alignment.algorithms.ppo.setup import Normaliser, Parts
+from alignment.algorithms.ppo.setup import Parts, ScoreNormalizer
 from alignment.data.batches import PromptExample
 from alignment.data.rows.read import DataConfig
 from alignment.losses import FixedKL
@@ -33,7 +33,7 @@ def probability_after_training(kl_coef: float, sign: float, iterations: int = 60
     training = TrainingConfig(batch_size=256, max_steps=iterations, seed=seed)
     config = PPOConfig(
         policy="", reward_model="", data=DataConfig(train="none.jsonl"), output="", max_new_tokens=1, epochs=4, kl_coef=kl_coef,
-        missing_end_penalty=0.0, normalise_scores=False, training=training,
+        missing_end_penalty=0.0, normalize_scores=False, training=training,
     )  # fmt: skip
     policy, reference = uniform_model(), uniform_model().eval()
     critic = build_scalar_model(CONFIG)
@@ -46,7 +46,7 @@ def probability_after_training(kl_coef: float, sign: float, iterations: int = 60
         score=lambda prompts, responses, ended: sign * torch.tensor([float(r[0] == WANTED) for r in responses]),
         stop_ids=[],
         controller=FixedKL(kl_coef),
-        normaliser=Normaliser(wanted=False),
+        normalizer=ScoreNormalizer(wanted=False),
         tokenizer=None,
         start=Policy(policy),
     )

@@ -94,16 +94,16 @@ def test_queries_keys_and_values_have_one_type_under_autocast(family, monkeypatc
 
 
 @pytest.mark.parametrize(
-    ("capability", "head_width", "applies"),
+    ("capability", "head_dim", "applies"),
     [((8, 0), 256, True), ((9, 0), 64, True), ((7, 5), 64, False), ((8, 0), 264, False), ((8, 0), 20, False)],
 )
 def test_old_devices_and_heads_the_kernel_does_not_take_use_padded_documents(
-    capability, head_width, applies, monkeypatch
+    capability, head_dim, applies, monkeypatch
 ):
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda device=None: capability)
     weight = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
     [block, _] = build_language_model(DECODERS["llama"] | {"num_hidden_layers": 2}).spec.blocks
-    block = replace(block, attention=replace(block.attention, head_width=head_width))
+    block = replace(block, attention=replace(block.attention, head_dim=head_dim))
     assert kernel_applies([block], weight, training=True) is applies
 
 

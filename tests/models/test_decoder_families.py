@@ -206,7 +206,7 @@ def test_fused_rows_come_key_head_by_key_head(name, queries, groups, tmp_path):
     tensors = load_file(tmp_path / "model.safetensors")
     fused = next(tensors[key] for key in sorted(tensors) if key.endswith("query_key_value.weight"))
     attention = model.trunk.blocks[0].attention
-    width = attention.spec.head_width
+    width = attention.spec.head_dim
     rows = fused.split([queries, width, width] * groups)
     assert torch.equal(torch.cat(rows[0::3]), attention.query.weight)
     assert torch.equal(torch.cat(rows[1::3]), attention.key.weight)

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from alignment.models.layers.disentangled import Convolution, DisentangledAttention, distance_classes, relative_rows
 from alignment.models.layers.padded_layout import pack
-from alignment.models.layers.sdpa import Sight
+from alignment.models.layers.sdpa import AttentionContext
 from alignment.models.spec_disentangled import DisentangledSpec
 
 BOTH = DisentangledSpec(2, 4, 8, 32, True, True, shared_projection=True)
@@ -20,8 +20,8 @@ def no_look(*_: object) -> Tensor:
     raise AssertionError("this attention looks by itself")
 
 
-def sight(relative: Tensor) -> Sight:
-    return Sight(no_look, packing=pack(LENGTHS, BOTH.heads), relative=relative)
+def sight(relative: Tensor) -> AttentionContext:
+    return AttentionContext(no_look, packing=pack(LENGTHS, BOTH.heads), relative=relative)
 
 
 def drawn(spec: DisentangledSpec) -> tuple[DisentangledAttention, Tensor, Tensor]:
@@ -35,9 +35,9 @@ def naive(layer: DisentangledAttention, x: Tensor, relative: Tensor) -> Tensor:
     spec = layer.spec
     shared = spec.shared_projection
     span, terms = len(relative) // 2, 1 + spec.content_to_position + spec.position_to_content
-    mixed = torch.zeros(len(x), spec.heads * spec.head_width)
+    mixed = torch.zeros(len(x), spec.heads * spec.head_dim)
     for head in range(spec.heads):
-        own = slice(head * spec.head_width, (head + 1) * spec.head_width)
+        own = slice(head * spec.head_dim, (head + 1) * spec.head_dim)
         q, k, v = layer.query(x)[:, own], layer.key(x)[:, own], layer.value(x)[:, own]
         scores = torch.zeros(len(x), len(x))
         for i in range(len(x)):
@@ -51,7 +51,7 @@ def naive(layer: DisentangledAttention, x: Tensor, relative: Tensor) -> Tensor:
                     total = total + q[i] @ (layer.key if shared else layer.place_key)(row)[own]
                 if spec.position_to_content:
                     total = total + k[j] @ (layer.query if shared else layer.place_query)(row)[own]
-                scores[i, j] = total / (spec.head_width * terms) ** 0.5
+                scores[i, j] = total / (spec.head_dim * terms) ** 0.5
         mixed[:, own] = scores.softmax(-1) @ v
     return layer.output(mixed)
 

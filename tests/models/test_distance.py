@@ -8,7 +8,7 @@ from transformers.models.falcon.modeling_falcon import build_alibi_tensor as fal
 from transformers.models.t5.modeling_t5 import T5Attention
 
 from alignment.models.layers.padded_layout import distances
-from alignment.models.layers.position_bias import Alibi, RelativeBias, RoundedAlibi, alibi_slopes, relative_buckets
+from alignment.models.layers.position_bias import Alibi, BFloat16Alibi, RelativeBias, alibi_slopes, relative_buckets
 
 
 def test_slopes_of_eight_heads_are_the_papers():
@@ -35,30 +35,30 @@ def test_alibi_lowers_scores_by_slope_times_distance():
 @pytest.mark.parametrize("heads", [4, 12])
 def test_rounded_alibi_is_falcons(heads):
     expected = falcon_alibi(torch.ones(1, 700, dtype=torch.long), heads, torch.float32) / 8**0.5
-    assert_close(RoundedAlibi(heads, 8**-0.5)(distances(1, 700)), expected.view(heads, 1, 700))
+    assert_close(BFloat16Alibi(heads, 8**-0.5)(distances(1, 700)), expected.view(heads, 1, 700))
 
 
 def test_rounded_alibi_rounds_by_hand():
     # bfloat16 has 8 bits: 257 becomes 256, half of it 128. The slope of head 0 of 8 is 1/2.
-    assert RoundedAlibi(8)(distances(1, 258))[0, 0, -1] == 128.0
+    assert BFloat16Alibi(8)(distances(1, 258))[0, 0, -1] == 128.0
 
 
 def test_rounded_alibi_is_alibi_where_nothing_rounds():
     # Slopes that are powers of two and places below 256 are whole in bfloat16.
     apart = distances(200, 200)
     hidden = (apart > 0)[None]
-    ours, exact = (part(8)(apart).masked_fill(hidden, -torch.inf).softmax(-1) for part in (RoundedAlibi, Alibi))
+    ours, exact = (part(8)(apart).masked_fill(hidden, -torch.inf).softmax(-1) for part in (BFloat16Alibi, Alibi))
     assert_close(ours, exact)
 
 
 def test_rounded_alibi_covers_a_batch_of_rows():
-    assert RoundedAlibi(4)(torch.zeros(5, 1, 9)).shape == Alibi(4)(torch.zeros(5, 1, 9)).shape == (5, 4, 1, 9)
+    assert BFloat16Alibi(4)(torch.zeros(5, 1, 9)).shape == Alibi(4)(torch.zeros(5, 1, 9)).shape == (5, 4, 1, 9)
 
 
-def bucket_by_integers(distance: int, buckets: int, max_distance: int, both_sides: bool) -> int:
+def bucket_by_integers(distance: int, buckets: int, max_distance: int, bidirectional: bool) -> int:
     """The same from whole numbers alone: (d / exact)^n >= (max / exact)^k says that step k has begun."""
     offset = 0
-    if both_sides:
+    if bidirectional:
         buckets //= 2
         offset, distance = (buckets, distance) if distance > 0 else (0, -distance)
     else:
@@ -72,13 +72,13 @@ def bucket_by_integers(distance: int, buckets: int, max_distance: int, both_side
 
 
 @pytest.mark.parametrize(("buckets", "max_distance"), [(32, 128), (16, 50), (8, 20)])
-@pytest.mark.parametrize("both_sides", [True, False])
-def test_buckets(buckets, max_distance, both_sides):
+@pytest.mark.parametrize("bidirectional", [True, False])
+def test_buckets(buckets, max_distance, bidirectional):
     apart = torch.arange(-300, 301)
-    ours = relative_buckets(apart, buckets, max_distance, both_sides)
-    theirs = T5Attention._relative_position_bucket(apart, both_sides, buckets, max_distance)
+    ours = relative_buckets(apart, buckets, max_distance, bidirectional)
+    theirs = T5Attention._relative_position_bucket(apart, bidirectional, buckets, max_distance)
     assert torch.equal(ours, theirs)
-    exact = [bucket_by_integers(d, buckets, max_distance, both_sides) for d in apart.tolist()]
+    exact = [bucket_by_integers(d, buckets, max_distance, bidirectional) for d in apart.tolist()]
     # A logarithm in fp32 may fall short of a step that begins at this very distance; there it is one bucket less.
     short = [d for d, a, b in zip(apart.tolist(), ours.tolist(), exact, strict=True) if a != b]
     assert all(ours[d + 300] == exact[d + 300] - 1 for d in short)
@@ -86,7 +86,7 @@ def test_buckets(buckets, max_distance, both_sides):
 
 
 def test_relative_bias_reads_one_number_per_head_and_bucket():
-    module = RelativeBias(32, 128, heads=3, both_sides=False)
+    module = RelativeBias(32, 128, heads=3, bidirectional=False)
     torch.nn.init.normal_(module.weight)
     bias = module(distances(40, 40))
     assert bias.shape == (3, 40, 40)
@@ -95,7 +95,7 @@ def test_relative_bias_reads_one_number_per_head_and_bucket():
 
 
 def test_relative_bias_is_trained_by_all_distances_of_a_bucket():
-    module = RelativeBias(4, 8, heads=1, both_sides=False)
+    module = RelativeBias(4, 8, heads=1, bidirectional=False)
     torch.nn.init.zeros_(module.weight)
     module(distances(3, 3)).sum().backward()
     # of 9 pairs: 3 at distance 0 and 3 to the right (bucket 0), 2 at distance 1, 1 at distance 2

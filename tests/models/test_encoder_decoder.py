@@ -11,9 +11,9 @@ from alignment.models.build import build_model
 from alignment.models.encoder_decoder import last_places, shifted
 from alignment.models.layers.attention import CrossAttention
 from alignment.models.layers.cross_attention import Source, look_at_memory, looks_across, remembering
-from alignment.models.layers.kv_cache import Memory
-from alignment.models.layers.padded_layout import pack_together, seen_mask
-from alignment.models.layers.sdpa import Sight
+from alignment.models.layers.kv_cache import CrossAttentionCache
+from alignment.models.layers.padded_layout import pad_layouts, seen_mask
+from alignment.models.layers.sdpa import AttentionContext
 from alignment.models.spec import AttentionSpec
 from alignment.ragged import Ragged, Seq2Seq
 
@@ -65,7 +65,7 @@ def test_cross_attention_is_a_softmax_over_the_documents_own_source():
     states, x = torch.randn(sum(lengths), 10), torch.randn(sum(targets), 12)
     source = Source(states, Ragged.build([[1] * n for n in lengths]))
     [look] = looks_across([layer.spec], source, Ragged.build([[1] * n for n in targets]))
-    found = layer(x, Sight(look=None, across=look)).split(targets)  # type: ignore[arg-type]
+    found = layer(x, AttentionContext(look=None, across=look)).split(targets)  # type: ignore[arg-type]
     for memory, read, mixed in zip(states.split(lengths), x.split(targets), found, strict=True):
         heads = []
         for head in range(3):
@@ -83,13 +83,13 @@ def test_cross_attention_from_memory_equals_the_whole_one():
     states, x = torch.randn(sum(lengths), 10), torch.randn(3, 12)
     source = Source(states, Ragged.build([[1] * n for n in lengths]))
     [look] = looks_across([layer.spec], source, Ragged.build([[1]] * 3))
-    memory = Memory(seen_mask(torch.tensor(lengths), max(lengths)))
-    whole = layer(x, Sight(look=None, across=remembering(memory, source, look)))  # type: ignore[arg-type]
+    memory = CrossAttentionCache(seen_mask(torch.tensor(lengths), max(lengths)))
+    whole = layer(x, AttentionContext(look=None, across=remembering(memory, source, look)))  # type: ignore[arg-type]
     assert memory.keys[0].shape == memory.values[0].shape == (3, 3, 9, 5)
-    kept = layer(x, Sight(look=None, across=look_at_memory(memory, 0, layer.spec)))  # type: ignore[arg-type]
+    kept = layer(x, AttentionContext(look=None, across=look_at_memory(memory, 0, layer.spec)))  # type: ignore[arg-type]
     assert_close(kept, whole)
     memory.select(torch.tensor([2, 0]))
-    chosen = layer(x[[2, 0]], Sight(look=None, across=look_at_memory(memory, 0, layer.spec)))  # type: ignore[arg-type]
+    chosen = layer(x[[2, 0]], AttentionContext(look=None, across=look_at_memory(memory, 0, layer.spec)))  # type: ignore[arg-type]
     assert_close(chosen, whole[[2, 0]])
 
 
@@ -99,7 +99,7 @@ def test_a_decoder_without_a_source_says_so(model):
 
 
 def test_packings_of_sources_and_targets_hold_the_same_rows_in_the_same_order():
-    ours, theirs = pack_together((300, 2, 5, 120), (1, 400, 5, 3), 8)
+    ours, theirs = pad_layouts((300, 2, 5, 120), (1, 400, 5, 3), 8)
     assert len(ours.groups) > 1  # else the order could not differ
     order = {length: row for row, length in enumerate((300, 2, 5, 120))}
     expected = [[(1, 400, 5, 3)[order[length]] for length in group] for group in ours.lengths]
@@ -188,7 +188,7 @@ def test_t5_tells_left_from_right_in_the_encoder_by_its_buckets_alone():
         model.encoder.distance.weight[: 8 // 2] = 1.0  # buckets of what is to the left, the token itself included
         model.encoder.distance.weight[0] = 0.0
     assert (model.encoder(order) - model.encoder(reverse).flip(0)).abs().max() > 1e-3
-    assert model.encoder.distance.both_sides and not model.decoder.distance.both_sides
+    assert model.encoder.distance.bidirectional and not model.decoder.distance.bidirectional
 
 
 def test_prefill_and_decoding_equal_the_whole_forward(model):

@@ -22,10 +22,10 @@ MIXTRAL = {
 ROWS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5], [8, 9, 7, 9, 3]]
 
 
-def experts(kind: type, count: int, chosen: int, normalised: bool) -> Experts:
+def experts(kind: type, count: int, chosen: int, normalized: bool) -> Experts:
     torch.manual_seed(0)
     parts = [kind(WIDTH, 6, ACTIVATIONS["silu"], True) for _ in range(count)]
-    return Experts(WIDTH, parts, chosen, normalised, balanced=False)
+    return Experts(WIDTH, parts, chosen, normalized, balanced=False)
 
 
 @torch.no_grad()
@@ -35,23 +35,23 @@ def token_by_token(layer: Experts, x: torch.Tensor) -> torch.Tensor:
     for token in x:
         probabilities = (layer.router.weight @ token).softmax(0).tolist()
         best = sorted(range(len(probabilities)), key=probabilities.__getitem__, reverse=True)[: layer.chosen]
-        total = sum(probabilities[e] for e in best) if layer.normalised else 1.0
+        total = sum(probabilities[e] for e in best) if layer.normalized else 1.0
         out.append(sum(probabilities[e] / total * layer.experts[e](token[None])[0] for e in best))
     return torch.stack(out)
 
 
 @pytest.mark.parametrize("kind", [FeedForward, GatedFeedForward])
-@pytest.mark.parametrize(("count", "chosen", "normalised"), [(4, 2, True), (4, 1, False), (3, 3, True), (1, 1, True)])
-def test_experts_are_the_sum_over_the_chosen(kind, count, chosen, normalised):
-    layer, x = experts(kind, count, chosen, normalised), torch.randn(50, WIDTH)
+@pytest.mark.parametrize(("count", "chosen", "normalized"), [(4, 2, True), (4, 1, False), (3, 3, True), (1, 1, True)])
+def test_experts_are_the_sum_over_the_chosen(kind, count, chosen, normalized):
+    layer, x = experts(kind, count, chosen, normalized), torch.randn(50, WIDTH)
     assert_close(layer(x), token_by_token(layer, x))
 
 
 def test_switch_trains_its_router_through_the_probability_of_the_one_chosen():
-    # With one expert per token a normalised weight is 1 whatever the router says; Switch keeps the probability.
+    # With one expert per token a normalized weight is 1 whatever the router says; Switch keeps the probability.
     x = torch.randn(20, WIDTH)
-    for normalised, moves in ((True, False), (False, True)):
-        layer = experts(FeedForward, 4, 1, normalised)
+    for normalized, moves in ((True, False), (False, True)):
+        layer = experts(FeedForward, 4, 1, normalized)
         layer(x).square().sum().backward()
         assert layer.router.weight.grad is not None
         assert (layer.router.weight.grad.abs().max() > 1e-4) == moves
@@ -75,10 +75,10 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros():
 
 def test_a_switch_layer_is_built_from_its_specification():
     attention = AttentionSpec(2, 2, 4, 0.5, True, True)
-    switch = ExpertsSpec(PlainFeedForwardSpec(12, "relu", bias=False), count=4, chosen=1, normalised=False)
+    switch = ExpertsSpec(PlainFeedForwardSpec(12, "relu", bias=False), count=4, chosen=1, normalized=False)
     layer = build_block(BlockSpec(attention, switch, LayerNormSpec(1e-5)), WIDTH).feedforward
     assert isinstance(layer, Experts)
-    assert (len(layer.experts), layer.chosen, layer.normalised) == (4, 1, False)
+    assert (len(layer.experts), layer.chosen, layer.normalized) == (4, 1, False)
 
 
 def test_balance_of_even_and_of_collapsed_routing():

@@ -142,7 +142,7 @@ def test_generation_equals_transformers(decoder):
             assert found[row] == whole[len(document) :], beams
 
 
-def test_a_rows_result_and_gradient_do_not_depend_on_its_neighbours(decoder):
+def test_a_rows_result_and_gradient_do_not_depend_on_its_neighbors(decoder):
     ours, _ = decoder
     whole = ours(batch=Ragged.build(DOCUMENTS)).log_probs
     whole.sum().backward()

@@ -7,7 +7,7 @@ from alignment.models.layers.padded_layout import (
     distances,
     gather,
     pack,
-    pack_together,
+    pad_layouts,
     seen_mask,
     spread,
     take,
@@ -27,7 +27,7 @@ def test_visible_cuts_at_the_query_and_at_the_window():
 
 
 def test_two_sets_packed_together_share_their_rows():
-    ours, theirs = pack_together([5, 90, 6, 40], [100, 3, 7, 40], heads=64)
+    ours, theirs = pad_layouts([5, 90, 6, 40], [100, 3, 7, 40], heads=64)
     assert [documents for documents, _ in ours.groups] == [documents for documents, _ in theirs.groups]
     one, other = torch.arange(141.0), torch.arange(150.0)
     assert torch.equal(gather(spread(one, ours), ours), one) and torch.equal(

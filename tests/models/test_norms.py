@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from alignment.models.layers.block import Block, ParallelBlock, PostNormBlock, SandwichBlock
-from alignment.models.layers.norms import RMSNorm, UnitOffsetRMSNorm, WideRMSNorm
+from alignment.models.layers.norms import Float32RMSNorm, RMSNorm, UnitOffsetRMSNorm
 
 X = torch.tensor([[3.0, 4.0], [0.0, 0.0]])  # mean square 12.5 and 0
 
@@ -16,7 +16,7 @@ def with_weight(norm: nn.Module, *weight: float) -> nn.Module:
     return norm
 
 
-@pytest.mark.parametrize("norm", [RMSNorm(2, 0.0625), WideRMSNorm(2, 0.0625)])
+@pytest.mark.parametrize("norm", [RMSNorm(2, 0.0625), Float32RMSNorm(2, 0.0625)])
 def test_rms_norm_divides_by_the_root_of_the_mean_square_plus_eps(norm):
     # sqrt(12.5 + 0.0625) = 3.5443; a row of zeros stays one, for eps keeps the divisor above 0
     expected = torch.tensor([[2 * 3 / 3.544361, -4 / 3.544361], [0.0, 0.0]])
@@ -38,7 +38,7 @@ def reference(name: str, width: int, eps: float) -> nn.Module:
     return {"llama": LlamaRMSNorm, "olmo2": Olmo2RMSNorm, "gemma": GemmaRMSNorm}[name](width, eps=eps)
 
 
-OURS = {"llama": RMSNorm, "olmo2": WideRMSNorm, "gemma": UnitOffsetRMSNorm}
+OURS = {"llama": RMSNorm, "olmo2": Float32RMSNorm, "gemma": UnitOffsetRMSNorm}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -54,7 +54,7 @@ def test_each_norm_rounds_as_its_reference(name, dtype):
 
 def test_the_rounding_orders_differ_in_bfloat16():
     x = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
-    early, wide = (norm(64, 1e-6).bfloat16() for norm in (RMSNorm, WideRMSNorm))
+    early, wide = (norm(64, 1e-6).bfloat16() for norm in (RMSNorm, Float32RMSNorm))
     early.weight.data = wide.weight.data = torch.linspace(0.3, 1.7, 64).bfloat16()
     assert not torch.equal(early(x), wide(x))
 

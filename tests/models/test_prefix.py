@@ -16,7 +16,7 @@ class Prefix(nn.Module):
     def __init__(self, spec):
         super().__init__()
         attention = spec.blocks[0].attention
-        shape = (len(spec.blocks), 2, P, attention.key_value_heads, attention.head_width)
+        shape = (len(spec.blocks), 2, P, attention.key_value_heads, attention.head_dim)
         self.weight = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(2)))
 
     def forward(self):
@@ -97,7 +97,7 @@ def test_prefix_equals_peft(family, tmp_path):
     ours.prefix = Prefix(ours.spec)
     with torch.no_grad():
         weight.normal_()
-        table = weight.view(P, 2, 2, attention.key_value_heads, attention.head_width)  # P, layer, key or value
+        table = weight.view(P, 2, 2, attention.key_value_heads, attention.head_dim)  # P, layer, key or value
         ours.prefix.weight.copy_(table.permute(1, 2, 0, 3, 4))
         ids = torch.randint(61, (3, 17))
         expected = theirs(input_ids=ids, attention_mask=torch.ones_like(ids)).logits

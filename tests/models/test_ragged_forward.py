@@ -40,7 +40,7 @@ def test_i5_log_probs_do_not_depend_on_side_pad_length_batch_mates_or_packing(mo
                 assert_close(log_probs_from_logits(model(ids, mask).logits, mask, documents), packed, **TIGHT)
 
 
-def test_h08_a_neighbour_replaced_changes_nothing(model, documents, batch):
+def test_h08_a_neighbor_replaced_changes_nothing(model, documents, batch):
     other = [[(token + 17) % 61 for token in documents[0]], *documents[1:]]
     with torch.no_grad():
         before, after = model(batch=batch).log_probs, model(batch=Ragged.build(other)).log_probs

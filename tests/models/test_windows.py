@@ -32,7 +32,7 @@ def layers_of(*specs: AttentionSpec) -> list[BlockSpec]:
 def random_heads(spec: AttentionSpec, tokens: int, seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     counts = (spec.heads, spec.key_value_heads, spec.key_value_heads)
-    return [torch.randn(tokens, heads, spec.head_width, dtype=torch.double, generator=generator) for heads in counts]
+    return [torch.randn(tokens, heads, spec.head_dim, dtype=torch.double, generator=generator) for heads in counts]
 
 
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:

@@ -92,7 +92,7 @@ def test_the_tokenizer_merges_by_score_and_falls_back_to_bytes(stories):
 
 
 def merged_by_score(text: str, pieces: list[tuple[str, float]]) -> list[int]:
-    """The reference rule: a space in front, characters or their bytes, then the best-scoring neighbours, one by one."""
+    """The reference rule: a space in front, characters or their bytes, then the best-scoring neighbors, one by one."""
     ids = {piece: number for number, (piece, _) in enumerate(pieces)}
     tokens: list[str] = []
     for character in ("▁" + text).replace(" ", "▁"):

@@ -11,7 +11,7 @@ from alignment.models.families import FAMILIES
 from alignment.models.huggingface.checkpoint import load_checkpoint
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))  # the script imports its neighbours by their bare names
+sys.path.insert(0, str(SCRIPTS))  # the script imports its neighbors by their bare names
 import parity  # noqa: E402
 import parity_measures  # noqa: E402
 import parity_reference  # noqa: E402

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from alignment.analysis import forward_operations
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
-sys.path.insert(0, str(SCRIPTS))  # the script imports its neighbour by its bare name
+sys.path.insert(0, str(SCRIPTS))  # the script imports its neighbor by its bare name
 import ablate  # noqa: E402
 from ablate_rows import ROWS, vanilla  # noqa: E402
 

@@ -62,7 +62,7 @@ def test_saved_and_loaded_goes_on_bit_by_bit(tmp_path):
     assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(whole).items())
 
 
-def test_optimiser_state_follows_names_and_not_order(tmp_path):
+def test_optimizer_state_follows_names_and_not_order(tmp_path):
     class Pair(nn.Module):
         def __init__(self, names: list[str]):
             super().__init__()

@@ -7,7 +7,16 @@ import torch
 from torch import nn
 
 from alignment.errors import UserError
-from alignment.training import Engine, Idle, LossSum, NonFiniteError, OptimConfig, Term, TrainingConfig, share
+from alignment.training import (
+    Engine,
+    LossSum,
+    NonFiniteError,
+    OptimConfig,
+    Term,
+    TrainingConfig,
+    ZeroWeightBatch,
+    share,
+)
 from alignment.training.backends.base import buckets, checked_step
 from tests.training.toys import (
     ToyBatch,
@@ -127,7 +136,7 @@ def test_a_borrowed_batch_changes_nothing():
     rows = toy_rows(0)
     plain, lent = toy_engine(), toy_engine()
     plain.update(Term(toy_batches(rows, [8]), squared_error(plain.model)))
-    batches = [*toy_batches(rows, [8]), Idle(toy_batches(rows[:1], [1])[0])]
+    batches = [*toy_batches(rows, [8]), ZeroWeightBatch(toy_batches(rows[:1], [1])[0])]
     metrics = lent.update(Term(batches, squared_error(lent.model)))
     assert all(torch.equal(value, weights(lent)[name]) for name, value in weights(plain).items())
     assert metrics["tokens"] == 8 * 5
@@ -138,7 +147,7 @@ def test_shares_deal_rows_round_and_lend_one_to_a_rank_without():
     names = [[name for batch in share(rows, collate_by(2), rank, 2) for name in batch.row_ids] for rank in (0, 1)]
     assert names == [["row-0-0", "row-0-2"], ["row-0-1"]]
     (lent,) = share(rows[:1], collate_by(2), 1, 2)
-    assert isinstance(lent, Idle) and lent.weight == 0.0 and lent.batch.row_ids == ("row-0-0",)
+    assert isinstance(lent, ZeroWeightBatch) and lent.weight == 0.0 and lent.batch.row_ids == ("row-0-0",)
 
 
 @pytest.mark.parametrize("poison", ["loss", "gradient"])

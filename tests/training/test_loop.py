@@ -91,7 +91,7 @@ def test_resume_with_another_learning_rate_is_refused_and_with_another_memory_se
         train(tmp_path, stop_after=3)
     with pytest.raises(UserError, match=r"config\.optim\.learning_rate: 0\.01 -> 0\.02"):
         train(tmp_path, learning_rate=2e-2)
-    train(tmp_path, keep_checkpoints=1)
+    train(tmp_path, keep_last_checkpoints=1)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])

@@ -38,7 +38,7 @@ def test_the_logged_rate_is_the_one_of_the_update_whatever_the_accumulation(micr
     [("linear", 0.0, [1.0, 0.75, 0.5, 0.25]), ("constant", 0.0, [1.0] * 4), ("linear", 0.2, [1.0, 0.8, 0.6, 0.4])],
 )
 def test_other_schedules_start_at_the_peak_without_a_warmup(schedule, share_left, expected):
-    config = OptimConfig(learning_rate=1.0, schedule=schedule, min_learning_rate_share=share_left)
+    config = OptimConfig(learning_rate=1.0, schedule=schedule, min_learning_rate_ratio=share_left)
     assert [learning_rate_at(update, config, 4) for update in (1, 2, 3, 4)] == pytest.approx(expected)
 
 
@@ -50,7 +50,7 @@ def test_matrices_decay_and_vectors_do_not():
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
 
 
-def test_frozen_parameters_are_not_given_to_the_optimiser():
+def test_frozen_parameters_are_not_given_to_the_optimizer():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[0].requires_grad_(False)
     held = {

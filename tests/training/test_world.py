@@ -1,9 +1,9 @@
-"""The world that a launcher asks for: settings that are not honoured are refused by name."""
+"""The world that a launcher asks for: settings that are not honored are refused by name."""
 
 import pytest
 
 from alignment.errors import UserError
-from alignment.training.distributed import join_world
+from alignment.training.distributed import init_distributed
 
 
 @pytest.mark.parametrize(
@@ -19,4 +19,4 @@ def test_a_setting_of_the_launch_file_that_is_not_honoured_is_refused_by_name(mo
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv(f"FSDP_{name.upper()}", value)
     with pytest.raises(UserError, match=rf"launch configuration: fsdp_{name}: {value} is not supported; "):
-        join_world()
+        init_distributed()

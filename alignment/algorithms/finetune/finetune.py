@@ -1,7 +1,7 @@
-"""Fine-tuning for understanding: classes of texts and pairs, of words, answers in a context, the best of some choices.
+"""Fine-tuning for downstream tasks: classes of texts and pairs, of words, answers in a context, the best of some choices.
 
-Formats and models are in understand_parts.py, losses and metrics in understand_scores.py, use of the result in
-understand_use.py.
+Formats and models are in model.py, losses and metrics in scoring.py, use of the result in
+predict.py.
 """
 
 from collections.abc import Callable
@@ -21,15 +21,15 @@ from alignment.algorithms.finetune.model import (
     hold,
     label_settings,
     reader_state,
-    start_reader,
+    start_classifier,
     training_mode,
 )
 from alignment.algorithms.finetune.scoring import label_loss, label_metrics, question_metrics, read_all
 from alignment.algorithms.policies import check_rows, open_run, stream_of
-from alignment.data.prepare import Part, prepare_labelled
+from alignment.data.prepare import Part, prepare_labeled
 from alignment.data.rows.read import DataConfig
-from alignment.data.tasks.gpt1_inputs import with_marks
-from alignment.data.tasks.rows import UnderstandingTask, read_labelled
+from alignment.data.tasks.gpt1_inputs import add_gpt1_tokens
+from alignment.data.tasks.rows import FinetuneTask, read_labeled
 from alignment.data.tokenizers.load import check_vocabulary, save_tokenizer
 from alignment.errors import UserError, raise_all
 from alignment.files import atomic_directory
@@ -41,12 +41,12 @@ from alignment.training.ranks import compare_rows
 
 
 @dataclass(frozen=True)
-class UnderstandConfig:
+class FinetuneConfig:
     """Settings of one run.
 
     Attributes:
-        task: sequence, pair, tokens, span or choice; their columns stand at `data.labelled.read_labelled`.
-        data: labelled rows; held-out ones as `evaluation`.
+        task: sequence, pair, tokens, span or choice; their columns stand at `data.labeled.read_labeled`.
+        data: labeled rows; held-out ones as `evaluation`.
         output: the run's directory.
         policy: checkpoint to start from, encoder, decoder or both; its head is left aside and a new one drawn.
         model: a fresh model instead, as the keys of a Hugging Face config.json.
@@ -65,7 +65,7 @@ class UnderstandConfig:
     Source: Devlin et al. 2019, arXiv:1810.04805, section 4; Radford et al. 2018, section 3.
     """
 
-    task: UnderstandingTask
+    task: FinetuneTask
     data: DataConfig
     output: str
     policy: str | None = None
@@ -100,29 +100,29 @@ class UnderstandConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
-def run(config: UnderstandConfig) -> Path:
+def run(config: FinetuneConfig) -> Path:
     """Fine-tune and return the directory of the result, `output/model`.
 
-    Each update minimises the mean of -log p(label) over the labels of the global batch: rows, labelled words, or
+    Each update minimizes the mean of -log p(label) over the labels of the global batch: rows, labeled words, or
     windows. Plain transformers opens the result with the class of its head; a choice's with
     AutoModelForSequenceClassification, one score for each.
 
     Raises:
         UserError: bad rows, labels or settings, before a model is loaded; a bad checkpoint.
     """
-    with open_run(config, "understand", parents=[config.policy, config.tokenizer]) as run_directory:
+    with open_run(config, "finetune", parents=[config.policy, config.tokenizer]) as run_directory:
         source = find_source(config)
         settings = source if isinstance(source, dict) else read_config(source)
         form = choose_format(config.format, config.task, settings, config.language_coef)
         run_directory.note(f"format: {form}")
         tokenizer = load_tokenizer(config.tokenizer or config.policy or "")
-        tokenizer = tokenizer if form == "tokenizer" else with_marks(tokenizer)
+        tokenizer = tokenizer if form == "tokenizer" else add_gpt1_tokens(tokenizer)
         train, names = read_examples(config, form, tokenizer, run_directory, "train")
         held_out, _ = read_examples(config, form, tokenizer, run_directory, "evaluation", names)
         if isinstance(source, dict):
             source = fresh_settings(tokenizer) | source
         labels = label_settings(config.task, names)
-        model = start_reader(source, config.task, labels, len(tokenizer), config.language_coef > 0)
+        model = start_classifier(source, config.task, labels, len(tokenizer), config.language_coef > 0)
         check_vocabulary(tokenizer, bare(model).spec.vocabulary)
         check_rows(bare(model), train + held_out, config.data.max_length)
         model = hold(model, config.frozen_trunk, config.adapter)
@@ -140,7 +140,7 @@ def run(config: UnderstandConfig) -> Path:
         return Path(config.output) / "model"
 
 
-def find_source(config: UnderstandConfig) -> Path | dict[str, Any]:
+def find_source(config: FinetuneConfig) -> Path | dict[str, Any]:
     """What the model starts from: a checkpoint's directory, or the config of a fresh one.
 
     Raises:
@@ -161,13 +161,13 @@ def fresh_settings(tokenizer: Any) -> dict[str, Any]:
 
 
 def read_examples(
-    config: UnderstandConfig, form: Format, tokenizer: Any, run_directory: Run, part: Part,
+    config: FinetuneConfig, form: Format, tokenizer: Any, run_directory: Run, part: Part,
     names: dict[int, str] | None = None,
 ) -> tuple[list[Any], dict[int, str]]:  # fmt: skip
     """Examples of one part and the labels by id; what was dropped or cut is noted. No held-out data: no examples.
 
     Raises:
-        UserError: as `prepare_labelled`; questions without an answer where `no_answer` is off.
+        UserError: as `prepare_labeled`; questions without an answer where `no_answer` is off.
     """
     if part == "evaluation" and config.data.evaluation is None:
         return [], names or {}
@@ -178,7 +178,7 @@ def read_examples(
             if not row.answers
         )
     options = {"stride": config.stride, "max_question": config.max_question} if config.task == "span" else {}
-    examples, counts, found = prepare_labelled(
+    examples, counts, found = prepare_labeled(
         config.data, config.task, tokenizer, part, names=names, encode=ENCODE[config.task, form], **options
     )
     for line in counts.lines():
@@ -187,15 +187,15 @@ def read_examples(
     return examples, found
 
 
-def questions_of(config: UnderstandConfig, part: Part) -> list[Any]:
+def questions_of(config: FinetuneConfig, part: Part) -> list[Any]:
     """The questions behind span examples, by number."""
     data = config.data
     limits = {"columns": data.columns, "max_rows": data.max_rows, "on_bad_row": data.on_bad_row}
-    return read_labelled(data.sources(part), "span", split=data.split_of(part), **limits)[0]
+    return read_labeled(data.sources(part), "span", split=data.split_of(part), **limits)[0]
 
 
 def evaluation(
-    config: UnderstandConfig, form: Format, engine: Engine, held_out: list[Any], names: dict[int, str]
+    config: FinetuneConfig, form: Format, engine: Engine, held_out: list[Any], names: dict[int, str]
 ) -> Callable[[], dict[str, float]]:
     """Metrics of the held-out rows, keys prefixed `held_out_`; every rank reads all of them."""
     collate, task = collate_for(config.task, form), config.task
@@ -216,7 +216,7 @@ def evaluation(
     return evaluate
 
 
-def save(config: UnderstandConfig, form: Format, engine: Engine, model: Any, tokenizer: Any) -> Path:
+def save(config: FinetuneConfig, form: Format, engine: Engine, model: Any, tokenizer: Any) -> Path:
     """Write `output/model` in Hugging Face layout and return it; how rows are read is in its config, for `predict`."""
     directory = Path(config.output) / "model"
     state = engine.full_state()
@@ -227,7 +227,7 @@ def save(config: UnderstandConfig, form: Format, engine: Engine, model: Any, tok
         reader.config["pad_token_id"] = None if pad == tokenizer.eos_token_id else pad
         kept = ("task", "stride", "max_question", "max_answer", "no_answer")
         own = {name: getattr(config, name) for name in kept} | {"format": form, "max_length": config.data.max_length}
-        reader.config["task_specific_params"] = {"understand": own}
+        reader.config["task_specific_params"] = {"finetune": own}
         with atomic_directory(directory) as folder:
             save_model(reader, folder, state=reader_state(model, state))
             save_tokenizer(tokenizer, folder)

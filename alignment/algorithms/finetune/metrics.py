@@ -1,4 +1,4 @@
-"""How right classes, labelled words and quoted answers are: counts, F1, Matthews' correlation, exact match.
+"""How right classes, labeled words and quoted answers are: counts, F1, Matthews' correlation, exact match.
 
 Pure functions of labels and predictions. Reads no model; win rates and losses are in evaluation/.
 """
@@ -37,13 +37,13 @@ def accuracy(table: Tensor) -> float:
 
 
 def class_f1(table: Tensor) -> list[float]:
-    """F1 of each class, 2 right / (labelled + predicted); 0 for a class that is neither labelled nor predicted."""
+    """F1 of each class, 2 right / (labeled + predicted); 0 for a class that is neither labeled nor predicted."""
     both = table.sum(0) + table.sum(1)
     return (2 * table.diagonal() / both.clamp(min=1)).tolist()
 
 
 def macro_f1(table: Tensor) -> float:
-    """Mean F1 over the classes that are labelled or predicted at least once."""
+    """Mean F1 over the classes that are labeled or predicted at least once."""
     occurring = (table.sum(0) + table.sum(1) > 0).tolist()
     scores = [score for score, counts in zip(class_f1(table), occurring, strict=True) if counts]
     return sum(scores) / len(scores)
@@ -52,17 +52,17 @@ def macro_f1(table: Tensor) -> float:
 def matthews(table: Tensor) -> float:
     """Correlation of labels and predictions, in [-1, 1]; 0 where either is always the same class.
 
-    r = (n right - sum_k labelled_k predicted_k) / sqrt((n^2 - sum_k labelled_k^2) (n^2 - sum_k predicted_k^2))
+    r = (n right - sum_k labeled_k predicted_k) / sqrt((n^2 - sum_k labeled_k^2) (n^2 - sum_k predicted_k^2))
 
     Source: Matthews 1975 for two classes; for more Gorodkin 2004, "Comparing two K-category assignments by a
     K-category correlation coefficient", eq. 8.
     """
     counts = table.double()
-    labelled, predicted, rows = counts.sum(1), counts.sum(0), counts.sum()
-    spread = (rows**2 - labelled.square().sum()) * (rows**2 - predicted.square().sum())
+    labeled, predicted, rows = counts.sum(1), counts.sum(0), counts.sum()
+    spread = (rows**2 - labeled.square().sum()) * (rows**2 - predicted.square().sum())
     if spread == 0:
         return 0.0
-    return float((rows * counts.trace() - labelled @ predicted) / spread.sqrt())
+    return float((rows * counts.trace() - labeled @ predicted) / spread.sqrt())
 
 
 def class_metrics(labels: Sequence[int], predictions: Sequence[int], classes: int) -> dict[str, float]:
@@ -72,7 +72,7 @@ def class_metrics(labels: Sequence[int], predictions: Sequence[int], classes: in
     return metrics | ({"f1": class_f1(table)[1]} if classes == 2 else {})
 
 
-# Labelled words
+# Labeled words
 
 
 def is_begin_inside(names: Iterable[str]) -> bool:
@@ -110,7 +110,7 @@ def entity_metrics(labels: Sequence[Sequence[str]], predictions: Sequence[Sequen
 # Answers
 
 
-def normalised(text: str) -> str:
+def normalized(text: str) -> str:
     """The text small, without punctuation and articles, blanks single.
 
     Source: Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1, and their evaluation script.
@@ -119,20 +119,20 @@ def normalised(text: str) -> str:
 
 
 def exact_match(answer: str, golds: Sequence[str]) -> float:
-    """1 where the answer is one of `golds` once normalised, else 0; no gold answer stands for the empty one."""
-    return float(normalised(answer) in [normalised(gold) for gold in _told(golds)])
+    """1 where the answer is one of `golds` once normalized, else 0; no gold answer stands for the empty one."""
+    return float(normalized(answer) in [normalized(gold) for gold in _told(golds)])
 
 
 def answer_f1(answer: str, golds: Sequence[str]) -> float:
     """Overlap of words with the best of `golds`; an empty answer overlaps with an empty gold one alone.
 
-    Source: as `normalised`; empty answers Rajpurkar et al. 2018, arXiv:1806.03822, and their script.
+    Source: as `normalized`; empty answers Rajpurkar et al. 2018, arXiv:1806.03822, and their script.
     """
-    return max(_word_f1(normalised(answer).split(), normalised(gold).split()) for gold in _told(golds))
+    return max(_word_f1(normalized(answer).split(), normalized(gold).split()) for gold in _told(golds))
 
 
 def _told(golds: Sequence[str]) -> Sequence[str]:
-    return [gold for gold in golds if normalised(gold)] or [""]
+    return [gold for gold in golds if normalized(gold)] or [""]
 
 
 def _word_f1(words: list[str], gold: list[str]) -> float:

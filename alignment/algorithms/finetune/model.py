@@ -1,6 +1,6 @@
-"""What fine-tuning for understanding starts from and leaves behind: formats of rows, the model with its new head.
+"""What Fine-tuning for downstream tasks starts from and leaves behind: formats of rows, the model with its new head.
 
-Losses, metrics and answers are in understand_scores.py, the run in understand.py.
+Losses, metrics and answers are in scoring.py, the run in finetune.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from alignment.data.tasks.classification import collate_classes, collate_token_l
 from alignment.data.tasks.gpt1_inputs import collate_views, encode_choices, encode_classes, encode_similarity
 from alignment.data.tasks.multiple_choice import collate_pair_choices, encode_pair_choices
 from alignment.data.tasks.question_answering import collate_spans, encode_questions
-from alignment.data.tasks.rows import UnderstandingTask
+from alignment.data.tasks.rows import FinetuneTask
 from alignment.errors import UserError
 from alignment.models.build import build_model
 from alignment.models.classifiers import pooled
@@ -45,7 +45,7 @@ ENCODE: dict[tuple[str, str], Callable[..., Any]] = {
 }
 
 
-def collate_for(task: UnderstandingTask, form: Format) -> Collate:
+def collate_for(task: FinetuneTask, form: Format) -> Collate:
     """How examples of a task become batches."""
     if form != "tokenizer":
         return collate_views
@@ -53,7 +53,7 @@ def collate_for(task: UnderstandingTask, form: Format) -> Collate:
     return plain.get(task, collate_classes)
 
 
-def choose_format(form: Format | None, task: UnderstandingTask, model: dict[str, Any], language_coef: float) -> Format:
+def choose_format(form: Format | None, task: FinetuneTask, model: dict[str, Any], language_coef: float) -> Format:
     """The format of a run: what is asked for; else GPT-1's for pairs and choices before a decoder.
 
     A decoder's tokenizer knows no mark between two texts.
@@ -76,7 +76,7 @@ def choose_format(form: Format | None, task: UnderstandingTask, model: dict[str,
     return "gpt" if decoder and task in ("pair", "choice") else "tokenizer"
 
 
-def label_settings(task: UnderstandingTask, names: dict[int, str]) -> dict[str, Any]:
+def label_settings(task: FinetuneTask, names: dict[int, str]) -> dict[str, Any]:
     """What config.json says of the labels."""
     if task == "choice":
         names = {0: "score"}
@@ -86,7 +86,7 @@ def label_settings(task: UnderstandingTask, names: dict[int, str]) -> dict[str, 
     return {"num_labels": len(names), "id2label": by_id, "label2id": by_name}
 
 
-class LanguageBeside(nn.Module):
+class DoubleHeadsModel(nn.Module):
     """A decoder's reader with the language head on the same trunk: one forward gives scores and log-probabilities.
 
     Attributes:
@@ -109,7 +109,7 @@ class LanguageBeside(nn.Module):
         return token_scores(self.language_head, before, tokens, 1.0, False)._replace(scores=scores)
 
 
-def start_reader(source: Any, task: UnderstandingTask, labels: dict[str, Any], rows: int, language: bool) -> Any:
+def start_classifier(source: Any, task: FinetuneTask, labels: dict[str, Any], rows: int, language: bool) -> Any:
     """The model to train, with a new head.
 
     Args:
@@ -127,7 +127,7 @@ def start_reader(source: Any, task: UnderstandingTask, labels: dict[str, Any], r
         beside = load_checkpoint(source, "language").head if language else None
     if isinstance(reader.spec, TransformerSpec) and reader.spec.causal and rows > reader.spec.vocabulary:
         beside = add_tokens(reader, beside, rows)
-    return reader if beside is None else LanguageBeside(reader, beside)
+    return reader if beside is None else DoubleHeadsModel(reader, beside)
 
 
 @torch.no_grad()
@@ -153,7 +153,7 @@ def add_tokens(reader: Any, language_head: Any, rows: int) -> Any:
 
 def bare(model: Any) -> Any:
     """The reader itself, without a language head beside it."""
-    return model.reader if isinstance(model, LanguageBeside) else model
+    return model.reader if isinstance(model, DoubleHeadsModel) else model
 
 
 def trunks(model: Any) -> list[nn.Module]:
@@ -191,7 +191,7 @@ def reader_state(model: Any, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def encode_with(
-    task: UnderstandingTask, form: Format, rows: Sequence[Any], tokenizer: Any, max_length: int, names: dict[int, str],
+    task: FinetuneTask, form: Format, rows: Sequence[Any], tokenizer: Any, max_length: int, names: dict[int, str],
     **options: Any,
 ) -> list[Any]:  # fmt: skip
     """Examples of rows that were not read from a file."""

@@ -1,4 +1,4 @@
-"""A model fine-tuned for understanding, put to use: texts in, classes and answers out. Trains nothing."""
+"""A model fine-tuned for a downstream task, put to use: texts in, classes and answers out. Trains nothing."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,8 +8,8 @@ import torch
 from alignment.algorithms.finetune.model import HEADS, collate_for, encode_with
 from alignment.algorithms.finetune.scoring import answers_to, read_all
 from alignment.data.tasks.classification import first_tokens
-from alignment.data.tasks.rows import Choice, LabelledText, LabelledWords, Question
-from alignment.data.text.special_tokens import encode_pieces
+from alignment.data.tasks.rows import Choice, LabeledText, LabeledWords, Question
+from alignment.data.text.special_tokens import tokenize_with_offsets
 from alignment.errors import UserError, raise_all
 from alignment.loading import find_directory, load_tokenizer
 from alignment.models.huggingface.checkpoint import load_checkpoint
@@ -17,7 +17,7 @@ from alignment.models.safetensors_files import read_config
 
 
 def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_384) -> list[Any]:
-    """What a model of `alignment understand` says of each row, in order.
+    """What a model of `alignment finetune` says of each row, in order.
 
     Rows by task: sequence, a text -> its label; pair, (text, text) -> its label; tokens, a list of words -> a list of
     labels, None for words beyond `max_length` or without a token; span, (question, context) -> the answer, "" for none;
@@ -33,9 +33,9 @@ def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_38
         return []
     directory = find_directory(source)
     config, tokenizer = read_config(directory), load_tokenizer(source)
-    own = (config.get("task_specific_params") or {}).get("understand")
+    own = (config.get("task_specific_params") or {}).get("finetune")
     if own is None:
-        raise UserError(f"{source}: config.json does not say how rows are read; `alignment understand` writes it there")
+        raise UserError(f"{source}: config.json does not say how rows are read; `alignment finetune` writes it there")
     task, form = own["task"], own["format"]
     names = {int(number): name for number, name in (config.get("id2label") or {}).items()}
     read_as = [_row(task, row, number, names) for number, row in enumerate(rows)]
@@ -65,11 +65,11 @@ def _row(task: str, row: Any, number: int, names: dict[int, str]) -> Any:
     name, place = names.get(0, ""), str(number)
     match task:
         case "sequence":
-            return LabelledText(row, None, name, place)
+            return LabeledText(row, None, name, place)
         case "pair":
-            return LabelledText(row[0], row[1], name, place)
+            return LabeledText(row[0], row[1], name, place)
         case "tokens":
-            return LabelledWords(list(row), [name] * len(row), place)
+            return LabeledWords(list(row), [name] * len(row), place)
         case "span":
             return Question(row[0], row[1], [], place)
         case _:
@@ -79,7 +79,7 @@ def _row(task: str, row: Any, number: int, names: dict[int, str]) -> Any:
 def _word_labels(words: Sequence[str], example: Any, scores: Any, tokenizer: Any, names: dict[int, str]) -> list[Any]:
     lead, own = example.framed.starts[0], example.framed.ordinary
     found: list[str | None] = []
-    for place in first_tokens(words, encode_pieces(tokenizer, [" ".join(words)])[0]):
+    for place in first_tokens(words, tokenize_with_offsets(tokenizer, [" ".join(words)])[0]):
         read = place is not None and place + lead < len(own) and own[place + lead]
         found.append(names[int(scores[place + lead].argmax())] if read else None)  # type: ignore[operator]
     return found

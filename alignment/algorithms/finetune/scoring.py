@@ -1,4 +1,4 @@
-"""From a reader's scores to losses, held-out metrics and answers. What rows become as tokens is in understand_parts.py."""
+"""From a reader's scores to losses, held-out metrics and answers. What rows become as tokens is in model.py."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -15,16 +15,16 @@ from alignment.algorithms.finetune.metrics import (
     entity_metrics,
     is_begin_inside,
 )
-from alignment.data.tasks.classification import IGNORED, ClassExample, LabelledBatch, TokenExample
-from alignment.data.tasks.gpt1_inputs import ViewsBatch, ViewsExample
+from alignment.data.tasks.classification import IGNORED, ClassExample, LabeledBatch, TokenExample
+from alignment.data.tasks.gpt1_inputs import MultiSequenceBatch, MultiSequenceExample
 from alignment.data.tasks.multiple_choice import ChoiceExample
 from alignment.data.tasks.question_answering import SpanBatch, SpanExample
-from alignment.data.tasks.rows import UnderstandingTask
+from alignment.data.tasks.rows import FinetuneTask
 from alignment.ragged import groups_of
 from alignment.training import LossSum
 
-Example = ClassExample | TokenExample | SpanExample | ViewsExample | ChoiceExample
-Batch = LabelledBatch | SpanBatch | ViewsBatch
+Example = ClassExample | TokenExample | SpanExample | MultiSequenceExample | ChoiceExample
+Batch = LabeledBatch | SpanBatch | MultiSequenceBatch
 Collate = Callable[[list[Any], int], Sequence[Batch]]
 
 
@@ -44,7 +44,7 @@ class Reading(NamedTuple):
     log_probs: Tensor | None
 
 
-def read(model: Any, batch: Batch, task: UnderstandingTask) -> Reading:
+def read(model: Any, batch: Batch, task: FinetuneTask) -> Reading:
     """A batch's scores and their cost.
 
     Source: spans: Devlin et al. 2019, arXiv:1810.04805, section 4.2; choices: Radford et al. 2018, section 3.3.
@@ -58,11 +58,11 @@ def read(model: Any, batch: Batch, task: UnderstandingTask) -> Reading:
     return Reading(rows, cost, right.float(), output.log_probs)
 
 
-def scores_of_rows(scores: Tensor, batch: Batch, task: UnderstandingTask) -> Sequence[Tensor]:
+def scores_of_rows(scores: Tensor, batch: Batch, task: FinetuneTask) -> Sequence[Tensor]:
     """The model's scores, cut into those of each example; see `Reading.rows`."""
     if task in ("tokens", "span"):
         return scores.split(list(batch.ragged.lengths))
-    if not isinstance(batch, ViewsBatch):
+    if not isinstance(batch, MultiSequenceBatch):
         return scores.unbind()
     if task == "choice":
         return scores.squeeze(-1).split(batch.rows.bincount().tolist())
@@ -70,7 +70,7 @@ def scores_of_rows(scores: Tensor, batch: Batch, task: UnderstandingTask) -> Seq
     return scores.new_zeros(len(batch.labels), scores.shape[-1]).index_add(0, batch.rows, scores).unbind()
 
 
-def rivals(rows: Sequence[Tensor], task: UnderstandingTask) -> Tensor:
+def rivals(rows: Sequence[Tensor], task: FinetuneTask) -> Tensor:
     """Scores that compete with each other, a row for each label, -inf where there is no rival.
 
     Tokens [N, C]; spans [2B, T], starts before ends; else [B, C].
@@ -89,7 +89,7 @@ def labels_of(batch: Batch) -> Tensor:
     return torch.cat([batch.answer_starts - firsts, batch.answer_ends - firsts])
 
 
-def label_loss(model: Any, task: UnderstandingTask, language_coef: float) -> Callable[[Batch], LossSum]:
+def label_loss(model: Any, task: FinetuneTask, language_coef: float) -> Callable[[Batch], LossSum]:
     """-log p(label), plus `language_coef` times the language-model loss of the same texts.
 
     L3 = L2 + lambda L1; L1 is the mean over a text's tokens, the mean over the texts of a row, and summed over rows
@@ -116,12 +116,12 @@ def language_cost(log_probs: Tensor, batch: Batch) -> Tensor:
     ragged = batch.ragged
     predicted = (ragged.starts.long().diff() - 1).clamp(min=1)
     costs = -log_probs.new_zeros(len(ragged.lengths)).index_add(0, ragged.target_rows, log_probs) / predicted
-    return (costs / batch.rows.bincount()[batch.rows] if isinstance(batch, ViewsBatch) else costs).sum()
+    return (costs / batch.rows.bincount()[batch.rows] if isinstance(batch, MultiSequenceBatch) else costs).sum()
 
 
 @torch.no_grad()
 def read_all(
-    model: Any, examples: Sequence[Example], collate: Collate, task: UnderstandingTask, micro_batch_tokens: int
+    model: Any, examples: Sequence[Example], collate: Collate, task: FinetuneTask, micro_batch_tokens: int
 ) -> tuple[list[Tensor], float]:
     """Scores of every example, in order and on the CPU, and the mean cost of their labels.
 
@@ -143,14 +143,14 @@ def read_all(
 
 def length_of(example: Example) -> int:
     """Tokens of all documents of an example."""
-    if isinstance(example, ViewsExample):
+    if isinstance(example, MultiSequenceExample):
         return sum(map(len, example.documents))
     framed = example.framed if isinstance(example, ChoiceExample) else [example.framed]
     return sum(len(each.ids) for each in framed)
 
 
 def label_metrics(
-    examples: Sequence[Any], rows: Sequence[Tensor], task: UnderstandingTask, names: dict[int, str]
+    examples: Sequence[Any], rows: Sequence[Tensor], task: FinetuneTask, names: dict[int, str]
 ) -> dict[str, float]:
     """Metrics of classes, words and choices; entities too where the labels are B-, I- and O."""
     if task == "choice":

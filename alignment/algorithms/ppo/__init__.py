@@ -1,1 +1,1 @@
-"""Proximal policy optimisation: setup, rollouts, and the iteration itself."""
+"""Proximal policy optimization: setup, rollouts, and the iteration itself."""

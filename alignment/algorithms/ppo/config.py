@@ -19,7 +19,7 @@ class PPOConfig:
         data: prompts. None are held out: what is learnt is compared by `alignment evaluate winrate`.
         output: the run's directory.
         reference: checkpoint of the reference; None: the starting checkpoint itself, also after a resume.
-        critic: whose trunk the critic starts from. Its head starts at zero where scores are normalised, else it keeps
+        critic: whose trunk the critic starts from. Its head starts at zero where scores are normalized, else it keeps
             the reward model's. A reward model with another vocabulary cannot be the critic.
         adapter: train adapters, without dropout, on policy and critic; the reference is then the policy with its
             adapter off.
@@ -34,13 +34,13 @@ class PPOConfig:
         kl_horizon: responses over which the controller reacts.
         clip_range, value_clip_range: half widths of the trusted range of ratio and value.
         gamma, gae_lambda: discount and bias-variance trade of the advantages.
-        missing_end_penalty: taken off the (normalised) score of a response that did not end.
-        normalise_scores: shift and scale the reward model's scores to mean 0 and deviation 1 on the first samples.
+        missing_end_penalty: taken off the (normalized) score of a response that did not end.
+        normalize_scores: shift and scale the reward model's scores to mean 0 and deviation 1 on the first samples.
         pretrain: text of the pretraining mix; not read where `pretrain_coef` is 0.
         pretrain_coef: InstructGPT's gamma: weight of the text's next-token loss beside the policy loss; 0 is off.
         pretrain_batch_size: texts per update over all ranks.
         watch: gold: also log the embedded world's true reward, `gold_score`, which nothing learns from.
-        value_optim: the critic's optimiser; None: as the policy's.
+        value_optim: the critic's optimizer; None: as the policy's.
     """
 
     policy: str
@@ -63,7 +63,7 @@ class PPOConfig:
     gamma: float = 1.0
     gae_lambda: float = 0.95
     missing_end_penalty: float = 1.0
-    normalise_scores: bool = True
+    normalize_scores: bool = True
     pretrain: DataConfig | None = None
     pretrain_coef: float = 0.0
     pretrain_batch_size: int = 32

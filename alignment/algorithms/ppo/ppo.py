@@ -1,4 +1,4 @@
-"""Proximal policy optimisation against a reward model, with a KL penalty and InstructGPT's pretraining mix.
+"""Proximal policy optimization against a reward model, with a KL penalty and InstructGPT's pretraining mix.
 
 Left out of the textbook algorithm: no early stop on KL, no trunk shared by policy and critic, no entropy bonus.
 Sampling and advantages are in rollout.py, models and state in setup.py, the formulas in losses/policy.py.
@@ -21,7 +21,7 @@ from alignment.algorithms.ppo.setup import Parts, build_parts, read_data, restor
 from alignment.data.batches import PromptExample
 from alignment.generation import SamplingConfig, response_text
 from alignment.losses import clipped_policy_loss, clipped_tokens, clipped_value_loss, kl_estimates
-from alignment.training import Engine, Idle, LossSum, Term
+from alignment.training import Engine, LossSum, Term, ZeroWeightBatch
 
 __all__ = ["PPOConfig", "iterate", "run"]
 
@@ -73,7 +73,7 @@ def iterate(
     engine = parts.policy
     mine = list(range(engine.rank, len(prompts), engine.world_size))
     # Ranks have unequal work here: whole models, so that nobody waits for another one's weights.
-    with engine.gathered(), parts.value.gathered():
+    with engine.full_parameters(), parts.value.full_parameters():
         rollout = collect(
             engine.unwrapped,
             engine.model,
@@ -89,12 +89,12 @@ def iterate(
             micro_rollout_batch_size=config.micro_rollout_batch_size,
         )
     sampled = time.perf_counter()
-    parts.normaliser.fit_once(rollout.scores, engine.sum)
+    parts.normalizer.fit_once(rollout.scores, engine.sum)
     rollout = with_advantages(
         rollout,
         kl_coef=parts.controller.coef,
-        gain=parts.normaliser.gain,
-        bias=parts.normaliser.bias,
+        gain=parts.normalizer.gain,
+        bias=parts.normalizer.bias,
         missing_end_penalty=config.missing_end_penalty,
         gamma=config.gamma,
         gae_lambda=config.gae_lambda,
@@ -147,7 +147,7 @@ def share_of(rollout: Rollout, rows: list[int], engine: Engine, micro_batch_toke
     """
     mine = [row // engine.world_size for row in rows if row % engine.world_size == engine.rank]
     batches = rollout_batches(rollout, mine or [0], micro_batch_tokens)
-    return batches if mine else [Idle(batch) for batch in batches]
+    return batches if mine else [ZeroWeightBatch(batch) for batch in batches]
 
 
 def policy_loss(policy: Any, config: PPOConfig, ratio_errors: list[Tensor]) -> Callable[[RolloutBatch], LossSum]:

@@ -158,7 +158,7 @@ def with_advantages(
     reward_t = -kl_coef * (log p - log p_ref)_t + [t last] * (gain * score + bias - [not ended] * missing_end_penalty)
 
     Args:
-        gain, bias: normalise the reward model's scores.
+        gain, bias: normalize the reward model's scores.
         reduce: adds a tensor over all ranks, for whitening.
 
     Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2; GAE Schulman et al. 2016, arXiv:1506.02438, eq. 16.

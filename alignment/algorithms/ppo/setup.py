@@ -26,7 +26,7 @@ from alignment.training import Engine, Run, load_run_state, note_endless_warmup,
 
 
 @dataclass
-class Normaliser:
+class ScoreNormalizer:
     """Makes scores mean 0 and deviation 1 on the first samples: gain * score + bias.
 
     Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2 (there on samples of the reference, as here).
@@ -48,7 +48,7 @@ class Normaliser:
         if deviation == 0:
             raise UserError(
                 "the reward model gives every sampled response the same score, so PPO has nothing to learn from; "
-                "check the reward model with `alignment evaluate reward`, or set normalise_scores=false"
+                "check the reward model with `alignment evaluate reward`, or set normalize_scores=false"
             )
         self.gain, self.bias, self.fitted = 1 / deviation, -mean / deviation, True
 
@@ -87,13 +87,13 @@ class Parts:
     controller: AdaptiveKL | FixedKL
     tokenizer: Any
     start: Policy
-    normaliser: Normaliser = field(default_factory=Normaliser)
+    normalizer: ScoreNormalizer = field(default_factory=ScoreNormalizer)
     pretraining: Callable[[int], list[Ragged]] | None = None
     updates: int = 0
 
 
 def read_data(config: PPOConfig, run: Run) -> PPOData:
-    """Read and tokenise prompts and pretraining text.
+    """Read and tokenize prompts and pretraining text.
 
     Raises:
         UserError: bad rows, all at once.
@@ -111,7 +111,7 @@ def read_data(config: PPOConfig, run: Run) -> PPOData:
 
 
 def build_parts(config: PPOConfig, data: PPOData) -> Parts:
-    """Load the four networks and put the optimisers on two of them."""
+    """Load the four networks and put the optimizers on two of them."""
     training = config.training
     total = data.iterations * config.epochs * config.minibatches
     start = load_policy(config.policy, config.adapter, config.output)
@@ -139,7 +139,7 @@ def build_parts(config: PPOConfig, data: PPOData) -> Parts:
         controller=FixedKL(config.kl_coef)
         if config.kl_target is None
         else AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon),
-        normaliser=Normaliser(wanted=config.normalise_scores),
+        normalizer=ScoreNormalizer(wanted=config.normalize_scores),
         pretraining=None if data.texts is None else partial(_texts_of, data.texts, policy, training.micro_batch_tokens),
         tokenizer=data.tokenizer,
         start=start,
@@ -155,7 +155,7 @@ def load_critic(config: PPOConfig, tokenizer: Any) -> Policy:
             f"{config.reward_model}: the reward model's tokenizer differs from the policy's, so it cannot become the "
             "critic; set critic=policy"
         )
-    head = "zero" if config.normalise_scores else None
+    head = "zero" if config.normalize_scores else None
     return load_scalar(config.reward_model, config.adapter, None, head=head)
 
 
@@ -225,7 +225,7 @@ def restore(parts: Parts, config: PPOConfig, run: Run) -> int:
         return 0
     parts.updates = state["updates"]
     parts.controller.coef = state["kl_coef"]
-    parts.normaliser = Normaliser(**state["normaliser"])
+    parts.normalizer = ScoreNormalizer(**state["normalizer"])
     return state["step"]
 
 
@@ -234,7 +234,7 @@ def store(parts: Parts, config: PPOConfig, run: Run, step: int) -> None:
     state = {
         "updates": parts.updates,
         "kl_coef": parts.controller.coef,
-        "normaliser": vars(parts.normaliser),
+        "normalizer": vars(parts.normalizer),
     }
     save_run_state(run, {"policy": parts.policy, "value": parts.value}, config.training, step, state)
 

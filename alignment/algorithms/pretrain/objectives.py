@@ -15,12 +15,12 @@ from torch.nn import functional as F
 from alignment.data.batches import collate
 from alignment.data.pretraining.corruption import Masking
 from alignment.data.pretraining.examples import (
-    Draw,
-    MaskSymbols,
+    MaskTokens,
+    SeededRow,
     collate_masked,
     collate_seq2seq,
     infilling,
-    prefix_modelling,
+    prefix_modeling,
     span_corruption,
 )
 from alignment.data.pretraining.next_sentence import SentencePairBatch, collate_sentence_pairs
@@ -72,7 +72,7 @@ class SpanCorruption:
 
 @dataclass(frozen=True)
 class Prefix:
-    """The rest of a text from its beginning, which the encoder reads (T5's prefix language modelling)."""
+    """The rest of a text from its beginning, which the encoder reads (T5's prefix language modeling)."""
 
     kind: Literal["prefix"] = "prefix"
 
@@ -97,7 +97,7 @@ def _check_spans(density: float, mean_span: float, usual: float) -> None:
 
 
 Objective = Causal | Masked | SentencePairs | SpanCorruption | Prefix | Infilling
-Collate = Callable[[Sequence[Draw[Any]]], list[Any]]
+Collate = Callable[[Sequence[SeededRow[Any]]], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -151,14 +151,14 @@ def collate_for(
         case Causal():
             return lambda draws: collate([draw.row for draw in draws], micro_batch_tokens)
         case Masked(masking=masking):
-            symbols = MaskSymbols.of(tokenizer)
+            symbols = MaskTokens.of(tokenizer)
             return partial(collate_masked, masking=masking, symbols=symbols, micro_batch_tokens=micro_batch_tokens)
         case SentencePairs(masking=masking):
             return partial(
                 collate_sentence_pairs,
                 passages=examples,
                 masking=masking,
-                symbols=MaskSymbols.of(tokenizer),
+                symbols=MaskTokens.of(tokenizer),
                 frame=frame_of(tokenizer),
                 max_length=max_length,
                 micro_batch_tokens=micro_batch_tokens,
@@ -166,7 +166,7 @@ def collate_for(
         case SpanCorruption(density=density, mean_span=mean_span):
             corrupt = span_corruption(tokenizer, examples, density=density, mean_span=mean_span)
         case Prefix():
-            corrupt = prefix_modelling(tokenizer)
+            corrupt = prefix_modeling(tokenizer)
         case Infilling(density=density, mean_span=mean_span):
             corrupt = infilling(tokenizer, density=density, mean_span=mean_span)
     start = model.spec.start_token
@@ -190,7 +190,7 @@ def sentence_pair_loss(model: Any) -> Callable[[SentencePairBatch], LossSum]:
     return loss_fn
 
 
-def taught_loss(student: Any, teacher: Any, config: DistillationConfig) -> Callable[[Any], LossSum]:
+def distillation_loss_fn(student: Any, teacher: Any, config: DistillationConfig) -> Callable[[Any], LossSum]:
     """The three terms of distillation at every target; see `DistillationConfig`. Experts are not balanced here.
 
     Args:

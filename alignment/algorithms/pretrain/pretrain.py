@@ -13,12 +13,12 @@ from alignment.algorithms.pretrain.objectives import (
     Objective,
     SentencePairs,
     collate_for,
+    distillation_loss_fn,
     sentence_pair_loss,
     task_of,
-    taught_loss,
 )
 from alignment.data.prepare import Part, prepare_text
-from alignment.data.pretraining.examples import Draws, draw_once
+from alignment.data.pretraining.examples import EpochStream, fixed_seed_rows
 from alignment.data.rows.read import DataConfig, read_rows
 from alignment.data.rows.records import Text
 from alignment.data.tokenizers.load import check_vocabulary
@@ -26,7 +26,7 @@ from alignment.data.tokenizers.train import TokenizerKind, train_tokenizer
 from alignment.errors import UserError
 from alignment.loading import find_directory, load_tokenizer
 from alignment.models.build import build_model
-from alignment.models.distill_init import copied_from_teacher
+from alignment.models.distill_init import init_from_teacher
 from alignment.models.huggingface.checkpoint import load_checkpoint
 from alignment.training import Engine, OptimConfig, Run, TrainingConfig, fit
 from alignment.training.ranks import compare_rows
@@ -114,14 +114,14 @@ def run(config: PretrainConfig) -> Path:
         if isinstance(config.objective, SentencePairs):
             loss_fn = sentence_pair_loss(engine.model)
         elif config.distillation is not None and teacher is not None:
-            loss_fn = taught_loss(engine.model, teacher.to(engine.device), config.distillation)
+            loss_fn = distillation_loss_fn(engine.model, teacher.to(engine.device), config.distillation)
         else:
             loss_fn = text_loss(engine.model)
         evaluate = None
         if held_out:
             held_out_loss = loss_fn if config.distillation is None else text_loss(engine.model)
-            evaluate = partial(mean_over, engine, collate(examples=held_out)(draw_once(held_out)), held_out_loss)
-        draws, pack = Draws(stream), collate(examples=train)
+            evaluate = partial(mean_over, engine, collate(examples=held_out)(fixed_seed_rows(held_out)), held_out_loss)
+        draws, pack = EpochStream(stream), collate(examples=train)
         save = partial(save_policy, engine, policy, tokenizer, config.output)
         fit(engine, draws, pack, loss_fn, config.training, run_directory, evaluate=evaluate, save=save)
         return Path(config.output) / "model"
@@ -190,7 +190,7 @@ def find_models(config: PretrainConfig, tokenizer: Any) -> tuple[Policy, Any]:
         if config.distillation.cosine_coef:
             check_states(policy.model, teacher)
         if config.distillation.copy_layers:
-            copied_from_teacher(policy.model, teacher)
+            init_from_teacher(policy.model, teacher)
     return policy, teacher
 
 

@@ -1,6 +1,6 @@
 """Pretraining objectives as data: texts to examples, and each epoch's examples to batches, corrupted anew.
 
-What is done to the ids stands in corruption.py; causal language modelling is in batches.py.
+What is done to the ids stands in corruption.py; causal language modeling is in batches.py.
 """
 
 from __future__ import annotations
@@ -17,10 +17,17 @@ import torch
 from alignment.data.batches import TEXT_CUT, Example
 from alignment.data.pretraining import corruption
 from alignment.data.pretraining.corruption import STAYS, Ids, Masking
-from alignment.data.rows.records import Counts, Text
+from alignment.data.rows.records import Tally, Text
 from alignment.data.stream import Stream
 from alignment.data.text.chat import document_end_id
-from alignment.data.text.special_tokens import Framed, encode_pieces, frame_of, mask_id, ordinary_ids, sentinel_ids
+from alignment.data.text.special_tokens import (
+    EncodedText,
+    frame_of,
+    mask_id,
+    ordinary_ids,
+    sentinel_ids,
+    tokenize_with_offsets,
+)
 from alignment.errors import UserError
 from alignment.ragged import Ragged, Seq2Seq, groups_of
 
@@ -29,15 +36,15 @@ if TYPE_CHECKING:
 
 NO_TOKEN = "text of which the tokenizer makes no token"
 TOO_SHORT = "text of a single token, which cannot be both read and written"
-OWN_CHANCE = 0x6D61736B  # keeps a row's draws apart from the order of rows: numpy pads seeds with zeros
+CORRUPTION_SALT = 0x6D61736B  # keeps a row's draws apart from the order of rows: numpy pads seeds with zeros
 
 Row = TypeVar("Row")
 Corrupt = Callable[[Ids, np.random.Generator], tuple[list[int], list[int]]]  # a text -> what is read, what is written
 
 
 @dataclass(frozen=True, slots=True)
-class Draw(Generic[Row]):
-    """A row as it is dealt in one epoch. Its chance depends on nothing else: no rank, no batch, no neighbour."""
+class SeededRow(Generic[Row]):
+    """A row as it is dealt in one epoch. Its chance depends on nothing else: no rank, no batch, no neighbor."""
 
     row: Row
     seed: int
@@ -46,27 +53,27 @@ class Draw(Generic[Row]):
 
     def generator(self) -> np.random.Generator:
         """A fresh generator, the same one at each call."""
-        return np.random.default_rng([self.seed, self.epoch, self.index, OWN_CHANCE])
+        return np.random.default_rng([self.seed, self.epoch, self.index, CORRUPTION_SALT])
 
 
 @dataclass(frozen=True)
-class Draws(Generic[Row]):
+class EpochStream(Generic[Row]):
     """A stream whose rows know their epoch, for objectives that corrupt a row differently each time it is seen."""
 
     stream: Stream[Row]
 
-    def rows_at(self, step: int) -> list[Draw[Row]]:
+    def rows_at(self, step: int) -> list[SeededRow[Row]]:
         """The rows of batch `step`, as `Stream.rows_at`."""
         first, rows = step * self.stream.batch_size, self.stream.rows
         return [
-            Draw(rows[index], self.stream.seed, (first + place) // len(rows), index)
+            SeededRow(rows[index], self.stream.seed, (first + place) // len(rows), index)
             for place, index in enumerate(self.stream.positions_at(step))
         ]
 
 
-def draw_once(rows: Sequence[Row], seed: int = 0) -> list[Draw[Row]]:
+def fixed_seed_rows(rows: Sequence[Row], seed: int = 0) -> list[SeededRow[Row]]:
     """All rows in order with one fixed corruption each: held-out data, the same at every evaluation."""
-    return [Draw(row, seed, 0, index) for index, row in enumerate(rows)]
+    return [SeededRow(row, seed, 0, index) for index, row in enumerate(rows)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,14 +87,14 @@ class MaskableExample:
 
 
 @dataclass(frozen=True)
-class MaskSymbols:
+class MaskTokens:
     """The mask token, and the ids that random replacements come from."""
 
     mask: int
     ordinary: np.ndarray
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> MaskSymbols:
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> MaskTokens:
         """Those of a tokenizer.
 
         Raises:
@@ -97,28 +104,28 @@ class MaskSymbols:
         return cls(mask, np.setdiff1d(ordinary_ids(tokenizer), [mask]))
 
 
-def tokenise_maskable(
+def tokenize_maskable(
     rows: Sequence[Text], tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> tuple[list[MaskableExample], Counts]:
-    """Texts for masked language modelling; a longer one is cut into successive pieces of about equal length."""
-    frame, counts = frame_of(tokenizer), Counts(rows=len(rows))
+) -> tuple[list[MaskableExample], Tally]:
+    """Texts for masked language modeling; a longer one is cut into successive pieces of about equal length."""
+    frame, counts = frame_of(tokenizer), Tally(rows=len(rows))
     room = _room(max_length, frame.size, least=1)
     examples = []
-    for row, pieces in zip(rows, encode_pieces(tokenizer, [row.text for row in rows]), strict=True):
+    for row, pieces in zip(rows, tokenize_with_offsets(tokenizer, [row.text for row in rows]), strict=True):
         if not pieces.ids:
             counts.drop(NO_TOKEN, row.row_id)
             continue
         counts.kept += 1
         if len(pieces.ids) > room:
             counts.shorten(TEXT_CUT, row.row_id)
-        for part in even_parts(len(pieces.ids), room):
+        for part in even_slices(len(pieces.ids), room):
             framed = frame.single(pieces.ids[part])
             starts = word_starts_in(framed, [pieces.word_starts[part]])
             examples.append(MaskableExample(framed.ids, framed.ordinary, starts, row.row_id))
     return examples, measured(counts, [example.ids for example in examples])
 
 
-def word_starts_in(framed: Framed, texts: Sequence[Sequence[bool]]) -> list[bool]:
+def word_starts_in(framed: EncodedText, texts: Sequence[Sequence[bool]]) -> list[bool]:
     """Where words begin in a framed text or pair; a text's first token begins one, whatever it was cut from."""
     starts = [False] * len(framed.ids)
     for first, text in zip(framed.starts, texts, strict=True):
@@ -126,7 +133,7 @@ def word_starts_in(framed: Framed, texts: Sequence[Sequence[bool]]) -> list[bool
     return starts
 
 
-def even_parts(length: int, most: int) -> list[slice]:
+def even_slices(length: int, most: int) -> list[slice]:
     """Successive stretches of `length` tokens, as few as can be, each of at most `most` and of about equal size."""
     number = -(-length // most)
     edges = [length * place // number for place in range(number + 1)]
@@ -134,7 +141,7 @@ def even_parts(length: int, most: int) -> list[slice]:
 
 
 def collate_masked(
-    draws: Sequence[Draw[MaskableExample]], masking: Masking, symbols: MaskSymbols, micro_batch_tokens: int
+    draws: Sequence[SeededRow[MaskableExample]], masking: Masking, symbols: MaskTokens, micro_batch_tokens: int
 ) -> list[Ragged]:
     """Masked texts as ragged batches: `targets` are the chosen places, `labels` what stood there. Weight: targets."""
     masked = [(draw.row, *mask_example(draw.row, masking, symbols, draw.generator())) for draw in draws]
@@ -143,7 +150,7 @@ def collate_masked(
 
 
 def mask_example(
-    example: MaskableExample, masking: Masking, symbols: MaskSymbols, generator: np.random.Generator
+    example: MaskableExample, masking: Masking, symbols: MaskTokens, generator: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
     """The example's ids, corrupted, and True at the chosen places, both [N]."""
     choice = corruption.choose(example.maskable, example.word_starts, masking, generator)
@@ -162,9 +169,9 @@ def masked_batch(masked: Sequence[tuple[MaskableExample, np.ndarray, np.ndarray]
     )
 
 
-def tokenise_plain(
+def tokenize_plain(
     rows: Sequence[Text], tokenizer: PreTrainedTokenizerBase, max_length: int, special: int = 1
-) -> tuple[list[Example], Counts]:
+) -> tuple[list[Example], Tally]:
     """Texts for encoder-decoders, no special tokens, cut so that what is read has at most `max_length` tokens.
 
     A longer text is cut into successive pieces of about equal length; a text of a single token is dropped.
@@ -172,15 +179,15 @@ def tokenise_plain(
     Args:
         special: room to leave for special tokens: 1 for the end token, 3 for BART's start, first and last.
     """
-    room, counts, examples = _room(max_length, special, least=3), Counts(rows=len(rows)), []
-    for row, pieces in zip(rows, encode_pieces(tokenizer, [row.text for row in rows]), strict=True):
+    room, counts, examples = _room(max_length, special, least=3), Tally(rows=len(rows)), []
+    for row, pieces in zip(rows, tokenize_with_offsets(tokenizer, [row.text for row in rows]), strict=True):
         if len(pieces.ids) < 2:
             counts.drop(TOO_SHORT if pieces.ids else NO_TOKEN, row.row_id)
             continue
         counts.kept += 1
         if len(pieces.ids) > room:
             counts.shorten(TEXT_CUT, row.row_id)
-        for part in even_parts(len(pieces.ids), room):
+        for part in even_slices(len(pieces.ids), room):
             examples.append(Example(pieces.ids[part], [True] * (part.stop - part.start), row.row_id))
     return examples, measured(counts, [example.ids for example in examples])
 
@@ -205,7 +212,7 @@ def span_corruption(
     return lambda ids, generator: _ended(corrupt(ids, generator=generator), end)
 
 
-def prefix_modelling(tokenizer: PreTrainedTokenizerBase) -> Corrupt:
+def prefix_modeling(tokenizer: PreTrainedTokenizerBase) -> Corrupt:
     """Read the first part of a text, write the rest; each with the end token after it."""
     end = document_end_id(tokenizer)
     return lambda ids, generator: _ended(corruption.split_prefix(ids, generator), end)
@@ -238,7 +245,7 @@ def decoder_start_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def collate_seq2seq(
-    draws: Sequence[Draw[Example]], corrupt: Corrupt, start_id: int, micro_batch_tokens: int
+    draws: Sequence[SeededRow[Example]], corrupt: Corrupt, start_id: int, micro_batch_tokens: int
 ) -> list[Seq2Seq]:
     """Corrupted texts as pairs of source and target, both sides together at most `micro_batch_tokens` tokens a batch.
 
@@ -256,7 +263,7 @@ def collate_seq2seq(
     return batches
 
 
-def measured(counts: Counts, documents: Sequence[Ids]) -> Counts:
+def measured(counts: Tally, documents: Sequence[Ids]) -> Tally:
     """The tally with the number of documents and of their tokens filled in."""
     return replace(counts, documents=len(documents), tokens=sum(map(len, documents)))
 

@@ -14,16 +14,16 @@ from torch import Tensor
 
 from alignment.data.pretraining.corruption import Masking, cut_pair
 from alignment.data.pretraining.examples import (
-    Draw,
     MaskableExample,
-    MaskSymbols,
+    MaskTokens,
+    SeededRow,
     mask_example,
     masked_batch,
     measured,
     word_starts_in,
 )
-from alignment.data.rows.records import Counts, Text
-from alignment.data.text.special_tokens import Frame, encode_pieces, frame_of
+from alignment.data.rows.records import Tally, Text
+from alignment.data.text.special_tokens import SpecialTokenTemplate, frame_of, tokenize_with_offsets
 from alignment.errors import UserError
 from alignment.ragged import Ragged, groups_of
 
@@ -92,20 +92,20 @@ def sentences_of(text: str) -> list[str]:
     return [sentence for sentence in SENTENCE_END.split(text) if sentence.strip()]
 
 
-def tokenise_passages(
+def tokenize_passages(
     rows: Sequence[Text], tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> tuple[list[Passage], Counts]:
+) -> tuple[list[Passage], Tally]:
     """Texts as passages of successive sentences; each sentence is in one passage.
 
     Raises:
         UserError: fewer than two texts have two sentences: there is no other text to take a sentence from.
     """
-    frame, counts = frame_of(tokenizer), Counts(rows=len(rows))
+    frame, counts = frame_of(tokenizer), Tally(rows=len(rows))
     room, passages = max_length - frame.pair_size, []
     if room < 2:
         raise UserError(f"data.max_length {max_length} leaves no room for two sentences and {frame.pair_size} marks")
     for document, row in enumerate(rows):
-        pieces = encode_pieces(tokenizer, sentences_of(row.text))
+        pieces = tokenize_with_offsets(tokenizer, sentences_of(row.text))
         sentences = [Sentence(piece.ids, piece.word_starts) for piece in pieces if piece.ids]
         if len(sentences) < 2:
             counts.drop(ONE_SENTENCE, row.row_id)
@@ -138,11 +138,11 @@ def group_sentences(lengths: Sequence[int], room: int) -> list[slice]:
 
 
 def collate_sentence_pairs(
-    draws: Sequence[Draw[Passage]],
+    draws: Sequence[SeededRow[Passage]],
     passages: Sequence[Passage],
-    frame: Frame,
+    frame: SpecialTokenTemplate,
     masking: Masking,
-    symbols: MaskSymbols,
+    symbols: MaskTokens,
     max_length: int,
     micro_batch_tokens: int,
 ) -> list[SentencePairBatch]:
@@ -170,7 +170,11 @@ def _pair_batch(
 
 
 def make_pair(
-    passage: Passage, passages: Sequence[Passage], frame: Frame, max_length: int, generator: np.random.Generator
+    passage: Passage,
+    passages: Sequence[Passage],
+    frame: SpecialTokenTemplate,
+    max_length: int,
+    generator: np.random.Generator,
 ) -> tuple[MaskableExample, list[int], int, int]:
     """A passage cut in two at a random sentence, its second half replaced or not.
 

@@ -31,7 +31,7 @@ ALPACA_PLAIN = (
 
 
 @dataclass(frozen=True)
-class Shape:
+class RowFormat:
     """Columns a row needs, and what makes a record of such a row: (row, row_id) -> record."""
 
     columns: tuple[str, ...]
@@ -211,28 +211,28 @@ def _pair_prompt(row: dict[str, Any], row_id: str) -> Prompt:
     return Prompt(_comparison(row, row_id).prompt, dict(row), row_id)
 
 
-SHAPES: dict[Kind, tuple[Shape, ...]] = {  # the first that fits is taken
-    "text": (Shape(("text",), _text),),
+SHAPES: dict[Kind, tuple[RowFormat, ...]] = {  # the first that fits is taken
+    "text": (RowFormat(("text",), _text),),
     "demonstrations": (
-        Shape(("messages",), _dialogue("messages")),
-        Shape(("prompt", "completion"), _demonstration("completion")),
-        Shape(("prompt", "response"), _demonstration("response")),
-        Shape(("instruction", "output"), _alpaca),
-        Shape(("chosen", "rejected"), _chosen_side),
-        Shape(("conversations",), _dialogue("conversations")),
+        RowFormat(("messages",), _dialogue("messages")),
+        RowFormat(("prompt", "completion"), _demonstration("completion")),
+        RowFormat(("prompt", "response"), _demonstration("response")),
+        RowFormat(("instruction", "output"), _alpaca),
+        RowFormat(("chosen", "rejected"), _chosen_side),
+        RowFormat(("conversations",), _dialogue("conversations")),
     ),
-    "comparisons": (Shape(("chosen", "rejected"), _comparison),),
+    "comparisons": (RowFormat(("chosen", "rejected"), _comparison),),
     "prompts": (
-        Shape(("prompt",), _prompt("prompt")),
-        Shape(("messages",), _prompt("messages")),
-        Shape(("conversations",), _prompt("conversations")),
-        Shape(("instruction",), _instruction_prompt),
-        Shape(("chosen", "rejected"), _pair_prompt),
+        RowFormat(("prompt",), _prompt("prompt")),
+        RowFormat(("messages",), _prompt("messages")),
+        RowFormat(("conversations",), _prompt("conversations")),
+        RowFormat(("instruction",), _instruction_prompt),
+        RowFormat(("chosen", "rejected"), _pair_prompt),
     ),
 }
 
 
-def find_shape(kind: Kind, columns: set[str]) -> Shape | None:
+def match_format(kind: Kind, columns: set[str]) -> RowFormat | None:
     """The first shape of `kind` whose columns are all there."""
     return next((shape for shape in SHAPES[kind] if columns.issuperset(shape.columns)), None)
 

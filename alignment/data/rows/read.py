@@ -8,8 +8,8 @@ from typing import Any, Literal, get_args
 
 from alignment.data.rows.fields import BadRow
 from alignment.data.rows.files import RawRow, hub_source, read_raw
-from alignment.data.rows.formats import SHAPES, Shape, column_advice, complete, expected_columns, find_shape
-from alignment.data.rows.records import Comparison, Counts, Demonstration, Kind, Record
+from alignment.data.rows.formats import SHAPES, RowFormat, column_advice, complete, expected_columns, match_format
+from alignment.data.rows.records import Comparison, Demonstration, Kind, Record, Tally
 from alignment.errors import UserError, raise_all
 
 Part = Literal["train", "evaluation"]
@@ -74,7 +74,7 @@ def read_rows(
     max_rows: int | None = None,
     on_bad_row: Literal["error", "skip"] = "error",
     skip_ties: bool = True,
-) -> tuple[list[Record], Counts]:
+) -> tuple[list[Record], Tally]:
     """The records of one or several sources, in order, and the tally of what was dropped.
 
     Args:
@@ -93,7 +93,7 @@ def read_rows(
         raise UserError(f"unknown kind of rows {kind!r}; known: {', '.join(get_args(Kind))}")
     sources = [source] if isinstance(source, str | Path) else list(source)
     records: list[Record] = []
-    counts = Counts()
+    counts = Tally()
     problems: list[str] = []
     for name in map(str, sources):
         left = None if max_rows is None else max_rows - len(records)
@@ -119,7 +119,7 @@ class _Reading:
         self.skip_ties, self.max_rows = skip_ties, max_rows
         self.records: list[Record] = []
         self.problems: list[str] = []
-        self.counts = Counts()
+        self.counts = Tally()
         self.form: type | None = None  # of the prompts in this source: text or messages
         self.form_place = ""
 
@@ -140,7 +140,7 @@ class _Reading:
         if not self.records and (keep_going or not self.problems):
             raise UserError(f"{name}: no row can be used\n" + "\n".join(self.counts.lines()[1:]))
 
-    def _parse(self, place: str, values: dict[str, Any], shape: Shape) -> None:
+    def _parse(self, place: str, values: dict[str, Any], shape: RowFormat) -> None:
         try:
             record = complete(shape.parse(values, place), values)
             self._check_form(record, place)
@@ -169,7 +169,7 @@ class _Reading:
         self.problems.append(problem)
 
 
-def _choose_shape(name: str, rows: list[RawRow], kind: Kind, columns: dict[str, str]) -> Shape | None:
+def _choose_shape(name: str, rows: list[RawRow], kind: Kind, columns: dict[str, str]) -> RowFormat | None:
     """The shape of the first readable row that has one; None where no row is readable at all."""
     readable = [row.values for row in rows if row.values is not None]
     if not readable:
@@ -183,7 +183,7 @@ def _choose_shape(name: str, rows: list[RawRow], kind: Kind, columns: dict[str, 
                 f"{name}: rows with responses + ranking (K-way groups) cannot be read yet; "
                 "write each ordered pair as a row of prompt, chosen, rejected"
             )
-        if shape := find_shape(kind, present):
+        if shape := match_format(kind, present):
             return shape
     if kind == "comparisons" and {"label", "kto_tag"} & set(found):
         raise UserError(

@@ -62,13 +62,13 @@ SHOWN_IDS = 3
 
 
 @dataclass
-class Counts:
+class Tally:
     """Tally of one preparation: nothing is dropped or cut without standing here.
 
     Attributes:
         rows: rows read.
         kept: rows that survive.
-        documents: token sequences made of them (0 before tokenisation; a pair counts two).
+        documents: token sequences made of them (0 before tokenization; a pair counts two).
         tokens: tokens of these documents.
         dropped: rows lost, by reason.
         cut: rows shortened, by what was cut.
@@ -105,7 +105,7 @@ class Counts:
         if len(ids) < SHOWN_IDS:
             ids.append(row_id)
 
-    def then(self, later: "Counts") -> "Counts":
+    def then(self, later: "Tally") -> "Tally":
         """The tally of this step followed by `later`, which worked on the rows this one kept."""
         return replace(
             later,
@@ -115,9 +115,9 @@ class Counts:
             first=_join(self.first, later.first),
         )
 
-    def beside(self, other: "Counts") -> "Counts":
+    def beside(self, other: "Tally") -> "Tally":
         """The tally of two sources together."""
-        return Counts(
+        return Tally(
             rows=self.rows + other.rows,
             kept=self.kept + other.kept,
             documents=self.documents + other.documents,

@@ -1,4 +1,4 @@
-"""Labelled rows to token sequences and batches: classes of texts, of pairs and of words.
+"""Labeled rows to token sequences and batches: classes of texts, of pairs and of words.
 
 Questions are in questions.py, GPT-1's formats in gpt_formats.py; metrics are no affair of the data.
 """
@@ -14,9 +14,9 @@ from torch import Tensor
 
 from alignment.data.pretraining.corruption import cut_pair
 from alignment.data.pretraining.examples import measured
-from alignment.data.rows.records import Counts
-from alignment.data.tasks.rows import LabelledText, LabelledWords, require_labels
-from alignment.data.text.special_tokens import Framed, Pieces, encode_pieces, frame_of
+from alignment.data.rows.records import Tally
+from alignment.data.tasks.rows import LabeledText, LabeledWords, require_labels
+from alignment.data.text.special_tokens import EncodedText, TokenizedText, frame_of, tokenize_with_offsets
 from alignment.errors import UserError
 from alignment.ragged import Ragged, groups_of
 
@@ -36,7 +36,7 @@ NO_TEXT = "text of which the tokenizer makes no token"
 class ClassExample:
     """A text or pair between its special tokens, and the id of its class."""
 
-    framed: Framed
+    framed: EncodedText
     label: int
     row_id: str
 
@@ -45,13 +45,13 @@ class ClassExample:
 class TokenExample:
     """A text between its special tokens; `labels` is the class of a word at its first token, else `IGNORED`, [N]."""
 
-    framed: Framed
+    framed: EncodedText
     labels: list[int]
     row_id: str
 
 
 @dataclass(frozen=True)
-class LabelledBatch:
+class LabeledBatch:
     """Texts with classes.
 
     Attributes:
@@ -63,14 +63,14 @@ class LabelledBatch:
     labels: Tensor
     weight: float
 
-    def to(self, device: torch.device | str) -> LabelledBatch:
+    def to(self, device: torch.device | str) -> LabeledBatch:
         """The same batch on another device."""
         return replace(self, ragged=self.ragged.to(device), labels=self.labels.to(device, non_blocking=True))
 
 
 def encode_sequences(
-    rows: Sequence[LabelledText], tokenizer: PreTrainedTokenizerBase, max_length: int, names: dict[int, str]
-) -> tuple[list[ClassExample], Counts]:
+    rows: Sequence[LabeledText], tokenizer: PreTrainedTokenizerBase, max_length: int, names: dict[int, str]
+) -> tuple[list[ClassExample], Tally]:
     """Texts or pairs as the tokenizer frames them, cut to `max_length` at their ends.
 
     Args:
@@ -79,15 +79,15 @@ def encode_sequences(
     Raises:
         UserError: labels that `names` lacks.
     """
-    frame, ids, counts = frame_of(tokenizer), require_labels(rows, names), Counts(rows=len(rows))
-    firsts = encode_pieces(tokenizer, [row.text for row in rows])
-    seconds = encode_pieces(tokenizer, [row.pair or "" for row in rows])
+    frame, ids, counts = frame_of(tokenizer), require_labels(rows, names), Tally(rows=len(rows))
+    firsts = tokenize_with_offsets(tokenizer, [row.text for row in rows])
+    seconds = tokenize_with_offsets(tokenizer, [row.pair or "" for row in rows])
     examples = []
     for row, first, second in zip(rows, firsts, seconds, strict=True):
         if not first.ids or (row.pair is not None and not second.ids):
             counts.drop(NO_TEXT, row.row_id)
             continue
-        room = room_for(max_length, frame.size if row.pair is None else frame.pair_size)
+        room = text_budget(max_length, frame.size if row.pair is None else frame.pair_size)
         second_ids = [] if row.pair is None else second.ids
         kept, kept_second = cut_pair(first.ids, second_ids, room)
         if len(first.ids) + len(second_ids) > room:
@@ -98,7 +98,7 @@ def encode_sequences(
     return examples, measured(counts, [example.framed.ids for example in examples])
 
 
-def room_for(max_length: int, special: int) -> int:
+def text_budget(max_length: int, special: int) -> int:
     """Tokens of text that fit beside the special ones.
 
     Raises:
@@ -110,8 +110,8 @@ def room_for(max_length: int, special: int) -> int:
 
 
 def encode_words(
-    rows: Sequence[LabelledWords], tokenizer: PreTrainedTokenizerBase, max_length: int, names: dict[int, str]
-) -> tuple[list[TokenExample], Counts]:
+    rows: Sequence[LabeledWords], tokenizer: PreTrainedTokenizerBase, max_length: int, names: dict[int, str]
+) -> tuple[list[TokenExample], Tally]:
     """Words joined by blanks; each word's label stands at its first token, its other tokens count nothing.
 
     Raises:
@@ -119,9 +119,9 @@ def encode_words(
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 5.3.
     """
-    frame, ids, counts = frame_of(tokenizer), require_labels(rows, names), Counts(rows=len(rows), kept=len(rows))
-    room, examples = room_for(max_length, frame.size), []
-    for row, pieces in zip(rows, encode_pieces(tokenizer, [" ".join(row.words) for row in rows]), strict=True):
+    frame, ids, counts = frame_of(tokenizer), require_labels(rows, names), Tally(rows=len(rows), kept=len(rows))
+    room, examples = text_budget(max_length, frame.size), []
+    for row, pieces in zip(rows, tokenize_with_offsets(tokenizer, [" ".join(row.words) for row in rows]), strict=True):
         firsts = first_tokens(row.words, pieces)
         kept = {place: ids[label] for place, label in zip(firsts, row.labels, strict=True) if place is not None}
         for _ in range(firsts.count(None)):
@@ -135,7 +135,7 @@ def encode_words(
     return examples, measured(counts, [example.framed.ids for example in examples])
 
 
-def first_tokens(words: Sequence[str], pieces: Pieces) -> list[int | None]:
+def first_tokens(words: Sequence[str], pieces: TokenizedText) -> list[int | None]:
     """The first token of each word in the text of words joined by blanks; None where a word has none to itself."""
     text = " ".join(words)
     owner: list[Any] = []
@@ -149,33 +149,33 @@ def first_tokens(words: Sequence[str], pieces: Pieces) -> list[int | None]:
     return firsts
 
 
-def collate_classes(examples: Sequence[ClassExample], micro_batch_tokens: int) -> list[LabelledBatch]:
+def collate_classes(examples: Sequence[ClassExample], micro_batch_tokens: int) -> list[LabeledBatch]:
     """Classified texts as batches of at most `micro_batch_tokens` tokens; a longer text stands alone."""
     return [
-        LabelledBatch(ragged_of(group), torch.tensor([example.label for example in group]), float(len(group)))
+        LabeledBatch(ragged_of(group), torch.tensor([example.label for example in group]), float(len(group)))
         for group in grouped(examples, micro_batch_tokens)
     ]
 
 
-def collate_token_labels(examples: Sequence[TokenExample], micro_batch_tokens: int) -> list[LabelledBatch]:
+def collate_token_labels(examples: Sequence[TokenExample], micro_batch_tokens: int) -> list[LabeledBatch]:
     """Texts with classified words as batches, as `collate_classes`."""
     batches = []
     for group in grouped(examples, micro_batch_tokens):
         labels = torch.tensor([label for example in group for label in example.labels])
-        batches.append(LabelledBatch(ragged_of(group), labels, float((labels != IGNORED).sum())))
+        batches.append(LabeledBatch(ragged_of(group), labels, float((labels != IGNORED).sum())))
     return batches
 
 
-class Labelled(Protocol):
+class Labeled(Protocol):
     """An example that lies between special tokens and knows its row."""
 
     @property
-    def framed(self) -> Framed: ...
+    def framed(self) -> EncodedText: ...
     @property
     def row_id(self) -> str: ...
 
 
-Example = TypeVar("Example", bound=Labelled)
+Example = TypeVar("Example", bound=Labeled)
 
 
 def grouped(examples: Sequence[Example], micro_batch_tokens: int) -> list[list[Example]]:
@@ -184,7 +184,7 @@ def grouped(examples: Sequence[Example], micro_batch_tokens: int) -> list[list[E
     return [[examples[number] for number in group] for group in reversed(groups)]
 
 
-def ragged_of(group: Sequence[Labelled]) -> Ragged:
+def ragged_of(group: Sequence[Labeled]) -> Ragged:
     """Examples end to end, weight their number; segments only where one has a second sentence marked."""
     ragged = Ragged.build(
         [example.framed.ids for example in group], weight=len(group), row_ids=[example.row_id for example in group]

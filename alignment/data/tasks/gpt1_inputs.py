@@ -15,10 +15,10 @@ from torch import Tensor
 
 from alignment.data.pretraining.corruption import cut_pair
 from alignment.data.pretraining.examples import measured
-from alignment.data.rows.records import Counts
-from alignment.data.tasks.classification import PAIR_CUT, TEXT_END_CUT, room_for
-from alignment.data.tasks.rows import Choice, LabelledText, require_labels
-from alignment.data.text.special_tokens import encode_pieces
+from alignment.data.rows.records import Tally
+from alignment.data.tasks.classification import PAIR_CUT, TEXT_END_CUT, text_budget
+from alignment.data.tasks.rows import Choice, LabeledText, require_labels
+from alignment.data.text.special_tokens import tokenize_with_offsets
 from alignment.ragged import Ragged, groups_of
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ MARKS = ("<start>", "<delimiter>", "<extract>")
 
 
 @dataclass(frozen=True)
-class Marks:
+class GPT1Tokens:
     """Ids of the three tokens that frame GPT-1's inputs; `extract` is where the answer is read."""
 
     start: int
@@ -36,13 +36,13 @@ class Marks:
     extract: int
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> Marks:
-        """Those of a tokenizer from `with_marks`."""
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> GPT1Tokens:
+        """Those of a tokenizer from `add_gpt1_tokens`."""
         vocabulary = tokenizer.get_vocab()
         return cls(*(vocabulary[mark] for mark in MARKS))
 
 
-def with_marks(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+def add_gpt1_tokens(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
     """A copy of the tokenizer with <start>, <delimiter> and <extract>, as new last tokens where it lacks them.
 
     The model needs a row for each: resize its embedding to `len` of the result.
@@ -54,7 +54,7 @@ def with_marks(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
 
 
 @dataclass(frozen=True, slots=True)
-class ViewsExample:
+class MultiSequenceExample:
     """A row as one document or several, all ending in the extract token, and its label."""
 
     documents: list[list[int]]
@@ -63,7 +63,7 @@ class ViewsExample:
 
 
 @dataclass(frozen=True)
-class ViewsBatch:
+class MultiSequenceBatch:
     """B rows as D documents. Its weight is B.
 
     Attributes:
@@ -82,19 +82,19 @@ class ViewsBatch:
         """Rows that count."""
         return float(len(self.labels))
 
-    def to(self, device: torch.device | str) -> ViewsBatch:
+    def to(self, device: torch.device | str) -> MultiSequenceBatch:
         """The same batch on another device."""
         labels, rows = (values.to(device, non_blocking=True) for values in (self.labels, self.rows))
         return replace(self, ragged=self.ragged.to(device), labels=labels, rows=rows)
 
 
 def encode_classes(
-    rows: Sequence[LabelledText], tokenizer: PreTrainedTokenizerBase, max_length: int, names: dict[int, str]
-) -> tuple[list[ViewsExample], Counts]:
+    rows: Sequence[LabeledText], tokenizer: PreTrainedTokenizerBase, max_length: int, names: dict[int, str]
+) -> tuple[list[MultiSequenceExample], Tally]:
     """Classification, start text extract; entailment, start premise delimiter hypothesis extract.
 
     Args:
-        tokenizer: from `with_marks`.
+        tokenizer: from `add_gpt1_tokens`.
         names: id2label.
 
     Source: Radford et al. 2018, "Improving language understanding by generative pre-training", section 3.3, figure 1.
@@ -105,8 +105,8 @@ def encode_classes(
 
 
 def encode_similarity(
-    rows: Sequence[LabelledText], tokenizer: PreTrainedTokenizerBase, max_length: int, names: dict[int, str]
-) -> tuple[list[ViewsExample], Counts]:
+    rows: Sequence[LabeledText], tokenizer: PreTrainedTokenizerBase, max_length: int, names: dict[int, str]
+) -> tuple[list[MultiSequenceExample], Tally]:
     """Similarity: both orders of the pair, as neither text comes first; their hidden states are to be added.
 
     Source: as `encode_classes`.
@@ -118,7 +118,7 @@ def encode_similarity(
 
 def encode_choices(
     rows: Sequence[Choice], tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> tuple[list[ViewsExample], Counts]:
+) -> tuple[list[MultiSequenceExample], Tally]:
     """Multiple choice: start context delimiter choice extract, once for each choice; one score each, softmax over all.
 
     Source: as `encode_classes`.
@@ -133,10 +133,10 @@ def _views(
     row_ids: Sequence[str],
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
-) -> tuple[list[ViewsExample], Counts]:
-    marks, counts, examples = Marks.of(tokenizer), Counts(rows=len(texts), kept=len(texts)), []
+) -> tuple[list[MultiSequenceExample], Tally]:
+    marks, counts, examples = GPT1Tokens.of(tokenizer), Tally(rows=len(texts), kept=len(texts)), []
     flat = [text or "" for views in texts for pair in views for text in pair]
-    encoded = iter([pieces.ids for pieces in encode_pieces(tokenizer, flat)])
+    encoded = iter([pieces.ids for pieces in tokenize_with_offsets(tokenizer, flat)])
     for views, label, row_id in zip(texts, labels, row_ids, strict=True):
         documents, cut = [], False
         for _, second in views:
@@ -145,19 +145,19 @@ def _views(
             cut |= was_cut
         if cut:
             counts.shorten(TEXT_END_CUT if views[0][1] is None else PAIR_CUT, row_id)
-        examples.append(ViewsExample(documents, label, row_id))
+        examples.append(MultiSequenceExample(documents, label, row_id))
     return examples, measured(counts, [document for example in examples for document in example.documents])
 
 
-def _document(first: list[int], second: list[int], pair: bool, marks: Marks, most: int) -> tuple[list[int], bool]:
+def _document(first: list[int], second: list[int], pair: bool, marks: GPT1Tokens, most: int) -> tuple[list[int], bool]:
     """One document between its marks, and whether something had to be cut off."""
-    room = room_for(most, 3 if pair else 2)
+    room = text_budget(most, 3 if pair else 2)
     a, b = cut_pair(first, second, room)
     middle = [marks.delimiter, *b] if pair else []
     return [marks.start, *a, *middle, marks.extract], len(first) + len(second) > room
 
 
-def collate_views(examples: Sequence[ViewsExample], micro_batch_tokens: int) -> list[ViewsBatch]:
+def collate_views(examples: Sequence[MultiSequenceExample], micro_batch_tokens: int) -> list[MultiSequenceBatch]:
     """Rows as batches of at most `micro_batch_tokens` tokens, all documents of a row together; a longer row alone."""
     lengths = [sum(map(len, example.documents)) for example in examples]
     batches = []
@@ -167,7 +167,7 @@ def collate_views(examples: Sequence[ViewsExample], micro_batch_tokens: int) -> 
         views = torch.tensor([len(example.documents) for example in chosen])
         names = [example.row_id for example in chosen for _ in example.documents]
         batches.append(
-            ViewsBatch(
+            MultiSequenceBatch(
                 Ragged.build(documents, row_ids=names),
                 torch.tensor([example.label for example in chosen]),
                 torch.repeat_interleave(torch.arange(len(chosen)), views),

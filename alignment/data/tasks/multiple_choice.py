@@ -10,11 +10,11 @@ import torch
 
 from alignment.data.pretraining.corruption import cut_pair
 from alignment.data.pretraining.examples import measured
-from alignment.data.rows.records import Counts
-from alignment.data.tasks.classification import NO_TEXT, PAIR_CUT, ClassExample, ragged_of, room_for
-from alignment.data.tasks.gpt1_inputs import ViewsBatch
+from alignment.data.rows.records import Tally
+from alignment.data.tasks.classification import NO_TEXT, PAIR_CUT, ClassExample, ragged_of, text_budget
+from alignment.data.tasks.gpt1_inputs import MultiSequenceBatch
 from alignment.data.tasks.rows import Choice
-from alignment.data.text.special_tokens import Framed, encode_pieces, frame_of
+from alignment.data.text.special_tokens import EncodedText, frame_of, tokenize_with_offsets
 from alignment.ragged import groups_of
 
 if TYPE_CHECKING:
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
 class ChoiceExample:
     """A context with each of its choices between special tokens, and the number of the right one."""
 
-    framed: list[Framed]
+    framed: list[EncodedText]
     label: int
     row_id: str
 
 
 def encode_pair_choices(
     rows: Sequence[Choice], tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> tuple[list[ChoiceExample], Counts]:
+) -> tuple[list[ChoiceExample], Tally]:
     """Each choice with its context as the tokenizer frames a pair, cut to `max_length` at the longer one's end.
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 4.4 (SWAG).
     """
-    frame, counts, examples = frame_of(tokenizer), Counts(rows=len(rows)), []
-    room = room_for(max_length, frame.pair_size)
-    contexts = encode_pieces(tokenizer, [row.context for row in rows])
-    pieces = iter(encode_pieces(tokenizer, [choice for row in rows for choice in row.choices]))
+    frame, counts, examples = frame_of(tokenizer), Tally(rows=len(rows)), []
+    room = text_budget(max_length, frame.pair_size)
+    contexts = tokenize_with_offsets(tokenizer, [row.context for row in rows])
+    pieces = iter(tokenize_with_offsets(tokenizer, [choice for row in rows for choice in row.choices]))
     for row, context in zip(rows, contexts, strict=True):
         choices = [next(pieces).ids for _ in row.choices]
         if not context.ids or not all(choices):
@@ -54,7 +54,7 @@ def encode_pair_choices(
     return examples, measured(counts, [framed.ids for example in examples for framed in example.framed])
 
 
-def collate_pair_choices(examples: Sequence[ChoiceExample], micro_batch_tokens: int) -> list[ViewsBatch]:
+def collate_pair_choices(examples: Sequence[ChoiceExample], micro_batch_tokens: int) -> list[MultiSequenceBatch]:
     """Rows as batches of at most `micro_batch_tokens` tokens, all choices of a row together; a longer row alone."""
     lengths = [sum(len(framed.ids) for framed in example.framed) for example in examples]
     batches = []
@@ -63,7 +63,7 @@ def collate_pair_choices(examples: Sequence[ChoiceExample], micro_batch_tokens: 
         pairs = [ClassExample(framed, row.label, row.row_id) for row in chosen for framed in row.framed]
         views = torch.tensor([len(example.framed) for example in chosen])
         batches.append(
-            ViewsBatch(
+            MultiSequenceBatch(
                 replace(ragged_of(pairs), weight=float(len(chosen))),
                 torch.tensor([example.label for example in chosen]),
                 torch.repeat_interleave(torch.arange(len(chosen)), views),

@@ -10,10 +10,16 @@ import torch
 from torch import Tensor
 
 from alignment.data.pretraining.examples import measured
-from alignment.data.rows.records import Counts
-from alignment.data.tasks.classification import grouped, ragged_of, room_for
+from alignment.data.rows.records import Tally
+from alignment.data.tasks.classification import grouped, ragged_of, text_budget
 from alignment.data.tasks.rows import Question
-from alignment.data.text.special_tokens import Frame, Framed, Pieces, encode_pieces, frame_of
+from alignment.data.text.special_tokens import (
+    EncodedText,
+    SpecialTokenTemplate,
+    TokenizedText,
+    frame_of,
+    tokenize_with_offsets,
+)
 from alignment.errors import UserError
 from alignment.ragged import Ragged
 
@@ -21,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 QUESTION_CUT = "question longer than max_question: its end cut off"
-NO_ANSWER_HERE = "windows without the answer: labelled with the first token"
+NO_ANSWER_HERE = "windows without the answer: labeled with the first token"
 ANSWER_NOWHERE = "answer in no window as a whole: it is never seen"
 
 
@@ -36,7 +42,7 @@ class SpanExample:
         question: number of the row it is a window of.
     """
 
-    framed: Framed
+    framed: EncodedText
     start: int
     end: int
     offsets: list[tuple[int, int] | None]
@@ -70,7 +76,7 @@ def encode_questions(
     *,
     stride: int = 128,
     max_question: int = 64,
-) -> tuple[list[SpanExample], Counts]:
+) -> tuple[list[SpanExample], Tally]:
     """Question and context as a pair, a long context in overlapping windows, the answer as first and last token.
 
     The first answer of a row is the one to learn. A window that does not hold all of it, and every window of a
@@ -85,14 +91,14 @@ def encode_questions(
 
     Source: Devlin et al. 2019, arXiv:1810.04805, sections 4.2 and 4.3; windows: google-research/bert, run_squad.py.
     """
-    frame, counts, examples = frame_of(tokenizer), Counts(rows=len(rows), kept=len(rows)), []
-    questions = encode_pieces(tokenizer, [row.question for row in rows])
-    contexts = encode_pieces(tokenizer, [row.context for row in rows])
+    frame, counts, examples = frame_of(tokenizer), Tally(rows=len(rows), kept=len(rows)), []
+    questions = tokenize_with_offsets(tokenizer, [row.question for row in rows])
+    contexts = tokenize_with_offsets(tokenizer, [row.context for row in rows])
     for number, (row, question, context) in enumerate(zip(rows, questions, contexts, strict=True)):
         if len(question.ids) > max_question:
             counts.shorten(QUESTION_CUT, row.row_id)
         asked = question.ids[:max_question]
-        room = room_for(max_length, frame.pair_size + len(asked))
+        room = text_budget(max_length, frame.pair_size + len(asked))
         if not 1 <= stride <= room:
             raise UserError(f"stride must be from 1 to the {room} tokens that a window has room for, got {stride}")
         answer = token_span(context, *row.answers[0]) if row.answers else None
@@ -114,7 +120,7 @@ def window_starts(length: int, room: int, stride: int) -> list[int]:
     return list(range(0, max(1, length - room + stride), stride))
 
 
-def token_span(pieces: Pieces, answer: str, start: int) -> tuple[int, int] | None:
+def token_span(pieces: TokenizedText, answer: str, start: int) -> tuple[int, int] | None:
     """First and last token that hold the answer's characters; None where the tokenizer has none for them."""
     stop = start + len(answer)
     held = [place for place, (first, last) in enumerate(pieces.offsets) if first < stop and last > start]
@@ -122,9 +128,9 @@ def token_span(pieces: Pieces, answer: str, start: int) -> tuple[int, int] | Non
 
 
 def _window(
-    frame: Frame,
+    frame: SpecialTokenTemplate,
     question: list[int],
-    context: Pieces,
+    context: TokenizedText,
     first: int,
     room: int,
     answer: tuple[int, int] | None,

@@ -1,6 +1,6 @@
-"""Rows with labels, for understanding: classes of texts and pairs, of words, answers in a context, best of choices.
+"""Rows with labels, for downstream tasks: classes of texts and pairs, of words, answers in a context, best of choices.
 
-Read through readers.py; what they become as tokens stands in understanding.py.
+Read through readers.py; what they become as tokens stands in classification.py.
 """
 
 from collections.abc import Callable, Sequence
@@ -9,15 +9,15 @@ from typing import Any, Literal
 
 from alignment.data.rows.fields import BadRow, number_field, text_field, type_name
 from alignment.data.rows.files import read_raw
-from alignment.data.rows.records import Counts
+from alignment.data.rows.records import Tally
 from alignment.errors import UserError, raise_all
 
-UnderstandingTask = Literal["sequence", "pair", "tokens", "span", "choice"]
+FinetuneTask = Literal["sequence", "pair", "tokens", "span", "choice"]
 SHOWN_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True)
-class LabelledText:
+class LabeledText:
     """A text, or a pair of texts, and the name of its class."""
 
     text: str
@@ -27,7 +27,7 @@ class LabelledText:
 
 
 @dataclass(frozen=True, slots=True)
-class LabelledWords:
+class LabeledWords:
     """The words of a text, and the name of each one's class."""
 
     words: list[str]
@@ -59,19 +59,19 @@ class Choice:
     row_id: str
 
 
-LabelledRow = LabelledText | LabelledWords | Question | Choice
+LabeledRow = LabeledText | LabeledWords | Question | Choice
 
 
-def read_labelled(
+def read_labeled(
     source: str | Sequence[str],
-    task: UnderstandingTask,
+    task: FinetuneTask,
     *,
     split: str = "train",
     columns: dict[str, str] | None = None,
     max_rows: int | None = None,
     on_bad_row: Literal["error", "skip"] = "error",
-) -> tuple[list[Any], Counts]:
-    """The labelled rows of one or several sources, in order, and the tally of what was dropped.
+) -> tuple[list[Any], Tally]:
+    """The labeled rows of one or several sources, in order, and the tally of what was dropped.
 
     Columns by task: sequence `text`, `label`; pair `text`, `pair`, `label`; tokens `words`, `labels` (lists of equal
     length); span `question`, `context`, `answers` (a list of {text, answer_start}, or SQuAD's two lists);
@@ -87,8 +87,8 @@ def read_labelled(
     """
     if task not in PARSERS:
         raise UserError(f"unknown task {task!r}; known: {', '.join(PARSERS)}")
-    rows: list[LabelledRow] = []
-    counts, problems = Counts(), []
+    rows: list[LabeledRow] = []
+    counts, problems = Tally(), []
     for name in [source] if isinstance(source, str) else source:
         for raw in read_raw(name, split):
             if max_rows is not None and len(rows) >= max_rows:
@@ -115,20 +115,20 @@ def _renamed(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
     return {**values, **{ours: values[theirs] for ours, theirs in columns.items() if theirs in values}}
 
 
-def _text(row: dict[str, Any], place: str) -> LabelledText:
-    return LabelledText(text_field(row, "text"), None, _label(row, "label"), place)
+def _text(row: dict[str, Any], place: str) -> LabeledText:
+    return LabeledText(text_field(row, "text"), None, _label(row, "label"), place)
 
 
-def _pair(row: dict[str, Any], place: str) -> LabelledText:
-    return LabelledText(text_field(row, "text"), text_field(row, "pair"), _label(row, "label"), place)
+def _pair(row: dict[str, Any], place: str) -> LabeledText:
+    return LabeledText(text_field(row, "text"), text_field(row, "pair"), _label(row, "label"), place)
 
 
-def _words(row: dict[str, Any], place: str) -> LabelledWords:
+def _words(row: dict[str, Any], place: str) -> LabeledWords:
     words = [text_field({"words": word}, "words") for word in _list(row, "words")]
     labels = [_label({"labels": label}, "labels") for label in _list(row, "labels")]
     if len(words) != len(labels):
         raise BadRow("labels", "must be as many as words", f"{len(labels)} labels, {len(words)} words")
-    return LabelledWords(words, labels, place)
+    return LabeledWords(words, labels, place)
 
 
 def _question(row: dict[str, Any], place: str) -> Question:
@@ -167,7 +167,7 @@ def _list(row: dict[str, Any], key: str, *, empty: bool = False) -> list[Any]:
 
 
 def _label(row: dict[str, Any], key: str) -> str:
-    """A label's name: text, or a whole number written out; -1 marks GLUE's unlabelled rows and is refused."""
+    """A label's name: text, or a whole number written out; -1 marks GLUE's unlabeled rows and is refused."""
     value = row.get(key)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -176,7 +176,7 @@ def _label(row: dict[str, Any], key: str) -> str:
     return str(value)
 
 
-PARSERS: dict[str, Callable[[dict[str, Any], str], LabelledRow]] = {
+PARSERS: dict[str, Callable[[dict[str, Any], str], LabeledRow]] = {
     "sequence": _text,
     "pair": _pair,
     "tokens": _words,
@@ -185,7 +185,7 @@ PARSERS: dict[str, Callable[[dict[str, Any], str], LabelledRow]] = {
 }
 
 
-def label_names(rows: Sequence[LabelledText | LabelledWords]) -> dict[int, str]:
+def label_names(rows: Sequence[LabeledText | LabeledWords]) -> dict[int, str]:
     """`id2label` of a model's config: the labels that occur, sorted; as numbers where all of them are.
 
     Raises:
@@ -198,18 +198,18 @@ def label_names(rows: Sequence[LabelledText | LabelledWords]) -> dict[int, str]:
     return dict(enumerate(sorted(names, key=int if numbers else None)))
 
 
-def labels_of(row: LabelledText | LabelledWords) -> list[str]:
+def labels_of(row: LabeledText | LabeledWords) -> list[str]:
     """The label names of a row."""
-    return row.labels if isinstance(row, LabelledWords) else [row.label]
+    return row.labels if isinstance(row, LabeledWords) else [row.label]
 
 
-def content_key(row: LabelledRow) -> str:
+def content_key(row: LabeledRow) -> str:
     """A text that is equal for rows that differ in their labels alone, for finding duplicates."""
     labels = ("label", "labels", "answers", "row_id")
     return repr([getattr(row, each.name) for each in fields(row) if each.name not in labels])
 
 
-def require_labels(rows: Sequence[LabelledText | LabelledWords], names: dict[int, str]) -> dict[str, int]:
+def require_labels(rows: Sequence[LabeledText | LabeledWords], names: dict[int, str]) -> dict[str, int]:
     """The id of each label name, where `names` has them all.
 
     Raises:

@@ -1,7 +1,7 @@
 """The one place where text becomes ids: every stage, sampling and evaluation go through here. Cutting is in batches.py.
 
 The rules: a sequence has exactly one BOS where the tokenizer or its template has one, and a response exactly one end
-token; prompt and response are tokenised apart and joined by ids, as sampling does; a control string typed inside a text
+token; prompt and response are tokenized apart and joined by ids, as sampling does; a control string typed inside a text
 ("</s>") stays text. Messages become text through the chat template (templates.py); plain text never enters a template.
 """
 

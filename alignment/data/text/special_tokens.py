@@ -19,7 +19,7 @@ SENTINEL = "<extra_id_{}>"
 
 
 @dataclass(frozen=True, slots=True)
-class Framed:
+class EncodedText:
     """A text or a pair between its special tokens.
 
     Attributes:
@@ -36,7 +36,7 @@ class Framed:
 
 
 @dataclass(frozen=True)
-class Frame:
+class SpecialTokenTemplate:
     """Special tokens before, between and after; a tokenizer's own rule, read off an example.
 
     Attributes:
@@ -59,23 +59,23 @@ class Frame:
         """Special tokens around two texts."""
         return sum(map(len, self.around_pair))
 
-    def single(self, ids: Sequence[int]) -> Framed:
+    def single(self, ids: Sequence[int]) -> EncodedText:
         """One text with what stands around it."""
         lead, tail = self.around
         ordinary = [False] * len(lead) + [True] * len(ids) + [False] * len(tail)
-        return Framed([*lead, *ids, *tail], [0] * len(ordinary), ordinary, (len(lead),))
+        return EncodedText([*lead, *ids, *tail], [0] * len(ordinary), ordinary, (len(lead),))
 
-    def pair(self, first: Sequence[int], second: Sequence[int]) -> Framed:
+    def pair(self, first: Sequence[int], second: Sequence[int]) -> EncodedText:
         """Two texts with what stands around and between them."""
         lead, middle, tail = self.around_pair
         stretches = [lead, first, middle, second, tail]
         segments = [segment for stretch, segment in zip(stretches, self.segments, strict=True) for _ in stretch]
         ordinary = [place in (1, 3) for place, stretch in enumerate(stretches) for _ in stretch]
         starts = (len(lead), len(lead) + len(first) + len(middle))
-        return Framed([token for stretch in stretches for token in stretch], segments, ordinary, starts)
+        return EncodedText([token for stretch in stretches for token in stretch], segments, ordinary, starts)
 
 
-def frame_of(tokenizer: PreTrainedTokenizerBase) -> Frame:
+def frame_of(tokenizer: PreTrainedTokenizerBase) -> SpecialTokenTemplate:
     """The frame that the tokenizer's post-processor puts around texts.
 
     Raises:
@@ -87,7 +87,7 @@ def frame_of(tokenizer: PreTrainedTokenizerBase) -> Frame:
     (first, last), (start, stop) = ((which[0], which[-1] + 1) for which in places)
     types = two.type_ids
     middle = types[last] if start > last else types[first]
-    return Frame(
+    return SpecialTokenTemplate(
         (one.ids[: own[0]], one.ids[own[-1] + 1 :]),
         (two.ids[:first], two.ids[last:start], two.ids[stop:]),
         (types[0], types[first], middle, types[start], types[-1]),
@@ -95,7 +95,7 @@ def frame_of(tokenizer: PreTrainedTokenizerBase) -> Frame:
 
 
 @dataclass(frozen=True, slots=True)
-class Pieces:
+class TokenizedText:
     """Ids of one text, nothing around them.
 
     Attributes:
@@ -109,12 +109,12 @@ class Pieces:
     offsets: list[tuple[int, int]]
 
 
-def encode_pieces(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[Pieces]:
+def tokenize_with_offsets(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[TokenizedText]:
     """Ids of each text with word starts and places; strings like "[SEP]" in a text are spelt out."""
     if not texts:
         return []
     return [
-        Pieces(encoding.ids, _word_starts(encoding.word_ids), encoding.offsets)
+        TokenizedText(encoding.ids, _word_starts(encoding.word_ids), encoding.offsets)
         for encoding in _encodings(tokenizer, list(texts), add_special_tokens=False)
     ]
 

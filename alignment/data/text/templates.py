@@ -1,9 +1,9 @@
 """Chat templates rendered so that only what the template itself wrote can become a control token.
 
 A template is rendered by transformers' sandbox to text (in rendering.py, under limits and at a fixed date), and the text
-is tokenised as a whole, so ordinary messages get exactly the ids of `apply_chat_template(tokenize=True)` (and a BOS,
+is tokenized as a whole, so ordinary messages get exactly the ids of `apply_chat_template(tokenize=True)` (and a BOS,
 should the template lack the tokenizer's). Control strings inside messages ("<|im_end|>" typed by a user) are swapped for
-private-use characters before rendering; afterwards the text is cut there and the strings are tokenised as plain text.
+private-use characters before rendering; afterwards the text is cut there and the strings are tokenized as plain text.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROBE = "alignmentprobe"  # a word no template contains
 
 
 @dataclass(frozen=True)
-class Disguise:
+class EscapedControlTokens:
     """How control strings in messages are hidden from template and tokenizer: "<open><number><close>"."""
 
     opening: str
@@ -46,11 +46,13 @@ class Disguise:
         return re.sub(pattern, lambda match: f"{self.opening}{numbers[match[0]]}{self.closing}", text)
 
 
-def disguise(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[Messages, Disguise]:
+def disguise(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[Messages, EscapedControlTokens]:
     """The messages with their control strings hidden, and how to find them again."""
     present = "".join(message["content"] for message in messages)
     unused = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in present)
-    how = Disguise(next(unused), next(unused), tuple(text for text in control_strings(tokenizer) if text in present))
+    how = EscapedControlTokens(
+        next(unused), next(unused), tuple(text for text in control_strings(tokenizer) if text in present)
+    )
     return [{**message, "content": how.hide(message["content"])} for message in messages], how
 
 
@@ -93,7 +95,9 @@ def require_contents(tokenizer: PreTrainedTokenizerBase, messages: Messages, tex
             raise UserError(f"{name_of(tokenizer)} leaves out or rewrites message {index} (role {message['role']})")
 
 
-def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str, how: Disguise, *, follows: bool) -> list[int]:
+def encode_rendered(
+    tokenizer: PreTrainedTokenizerBase, text: str, how: EscapedControlTokens, *, follows: bool
+) -> list[int]:
     """Ids of rendered text: the template's control tokens as such, hidden strings as plain text."""
     ids: list[int] = []
     for number, piece in enumerate(how.mark.split(text)):  # text, number, text, number, ..., text
@@ -107,7 +111,7 @@ def encode_rendered(tokenizer: PreTrainedTokenizerBase, text: str, how: Disguise
     return ids
 
 
-def plain(text: str, how: Disguise) -> str:
+def plain(text: str, how: EscapedControlTokens) -> str:
     """The text with hidden strings back in place."""
     return how.mark.sub(lambda match: how.strings[int(match[1])], text)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alignment.data.text.encoding import is_panic
-from alignment.data.tokenizers.original_files import RAW_PAIRS, WORDPIECE_FILE, find_raw
+from alignment.data.tokenizers.original_files import RAW_PAIRS, WORDPIECE_FILE, load_original
 from alignment.data.tokenizers.wrap import wrap_bos
 from alignment.errors import UserError, raise_all
 from alignment.files import write_atomic, write_json
@@ -72,7 +72,7 @@ def train_bpe(
 
 
 def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a local directory: tokenizer.json and its neighbours, or its authors' own files.
+    """The tokenizer of a local directory: tokenizer.json and its neighbors, or its authors' own files.
 
     Those are GPT-2's pair (encoder.json + vocab.bpe, or vocab.json + merges.txt), BERT's vocab.txt, and a SentencePiece
     model; the latter two may be named themselves. A directory with a tokenizer_config.json, or a config.json that names
@@ -85,7 +85,7 @@ def load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
     if not path.is_file() and not path.is_dir():
         raise UserError(f"{path}: no such directory; name one that holds tokenizer.json")
     try:
-        return find_raw(path) if path.is_file() else _load_any(path)  # type: ignore[return-value]
+        return load_original(path) if path.is_file() else _load_any(path)  # type: ignore[return-value]
     except UserError:
         raise
     except BaseException as error:  # tokenizers raises bare Exception for a broken file; whatever it is, it is told
@@ -102,7 +102,7 @@ def _load_any(path: Path) -> PreTrainedTokenizerBase:
     names = {file.name for file in path.iterdir()}
     if not names & {"tokenizer.json", "tokenizer_config.json"}:
         pair = any(set(pair) <= names for pair in RAW_PAIRS)
-        if (pair or not _model_type(path / "config.json")) and (raw := find_raw(path)) is not None:
+        if (pair or not _model_type(path / "config.json")) and (raw := load_original(path)) is not None:
             return raw
         if not any(name == WORDPIECE_FILE or name.endswith(".model") for name in names):
             raise UserError(

@@ -21,7 +21,7 @@ UNIGRAM, BPE = 1, 2  # model_type in a SentencePiece file
 CONTROL, USER_DEFINED = 3, 4  # type of a piece there
 
 
-def find_raw(path: Path) -> PreTrainedTokenizerFast | None:
+def load_original(path: Path) -> PreTrainedTokenizerFast | None:
     """The tokenizer of a raw file, or of the raw files in a directory; None where there are none.
 
     Raises:
@@ -168,7 +168,7 @@ def _unigram(model: Any) -> Any:
 
 
 def _bpe(model: Any) -> Any:
-    """SentencePiece merges the neighbours that make the best piece: each way to cut a piece in two is a merge."""
+    """SentencePiece merges the neighbors that make the best piece: each way to cut a piece in two is a merge."""
     from tokenizers import models
 
     ids = {piece.piece: number for number, piece in enumerate(model.pieces)}

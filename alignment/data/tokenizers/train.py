@@ -193,7 +193,7 @@ def train_characters(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     Raises:
         UserError: no character at all.
 
-    Source: Karpathy 2015, "The unreasonable effectiveness of recurrent neural networks" (character-level modelling).
+    Source: Karpathy 2015, "The unreasonable effectiveness of recurrent neural networks" (character-level modeling).
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast

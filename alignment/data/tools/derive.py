@@ -1,4 +1,4 @@
-"""Rows of one kind made from another: comparisons from labelled texts, demonstrations from running text."""
+"""Rows of one kind made from another: comparisons from labeled texts, demonstrations from running text."""
 
 import json
 import re
@@ -18,7 +18,7 @@ SENTENCE_END = re.compile(r"(?:(?<=[.!?])|(?<=[.!?][\"'”’]))\s+")  # the quo
 
 @dataclass(frozen=True)
 class PairsConfig:
-    """Settings of comparisons from labelled texts.
+    """Settings of comparisons from labeled texts.
 
     Attributes:
         source: a file of rows with a text and a label.

@@ -10,9 +10,9 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from alignment.data.batches import PROMPT_CUT, RESPONSE_CUT, Example, PairExample, PromptExample
-from alignment.data.prepare import TOKENISE
+from alignment.data.prepare import TOKENIZE
 from alignment.data.rows.read import TIE, DataConfig, prompt_key, read_rows, record_key
-from alignment.data.rows.records import Comparison, Counts, Kind, Record
+from alignment.data.rows.records import Comparison, Kind, Record, Tally
 from alignment.data.text import chat
 from alignment.data.text.encoding import bos_id, control_strings
 from alignment.data.tokenizers.load import load_tokenizer
@@ -41,7 +41,7 @@ class Report:
 
     source: str
     kind: Kind
-    counts: Counts
+    counts: Tally
     findings: list[Finding] = field(default_factory=list)
     samples: list[str] = field(default_factory=list)
 
@@ -149,7 +149,7 @@ def _check_tokens(
     report: Report, rows: Sequence[Record], tokenizer: PreTrainedTokenizerBase, max_length: int, show: int
 ) -> None:
     try:
-        examples, making = TOKENISE[report.kind](rows, tokenizer, max_length)  # type: ignore[arg-type]
+        examples, making = TOKENIZE[report.kind](rows, tokenizer, max_length)  # type: ignore[arg-type]
     except UserError as error:
         report.add("error", str(error))
         return
@@ -193,7 +193,7 @@ def _check_ids(report: Report, sides: Sequence[Example], tokenizer: PreTrainedTo
         _report_rows(report, "warning", "have unknown tokens", sides, lambda side: unknown in side.ids)
 
 
-def _check_stops(report: Report, sides: Sequence[Example], tokenizer: PreTrainedTokenizerBase, making: Counts) -> None:
+def _check_stops(report: Report, sides: Sequence[Example], tokenizer: PreTrainedTokenizerBase, making: Tally) -> None:
     """Every trained span must end with a token that generation stops at, unless it was cut there."""
     if report.kind in ("text", "prompts"):
         return

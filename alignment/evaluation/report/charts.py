@@ -1,4 +1,4 @@
-"""Charts as inline SVG in the page's own colours, light or dark. What to draw, and in which words, is in report.py."""
+"""Charts as inline SVG in the page's own colors, light or dark. What to draw, and in which words, is in report.py."""
 
 import io
 import math
@@ -14,10 +14,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-# Placeholder colours: matplotlib draws with them, and the page's style sheet says what they are.
+# Placeholder colors: matplotlib draws with them, and the page's style sheet says what they are.
 INK, MUTED, GRID = "#a00000", "#a00001", "#a00002"
 SERIES = tuple(f"#a000{number:02x}" for number in range(0x10, 0x18))
-VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid"} | {colour: f"series-{i}" for i, colour in enumerate(SERIES)}
+VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid"} | {color: f"series-{i}" for i, color in enumerate(SERIES)}
 
 WIDTH = 330  # in units that are CSS pixels at full size, so that letters stay readable in a narrow window
 POINTS_SHOWN = 240  # per curve
@@ -54,22 +54,22 @@ STYLE: Any = {
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: a label, places and heights, and the number of its colour."""
+    """One line: a label, places and heights, and the number of its color."""
 
     label: str
     x: Sequence[float]
     y: Sequence[float]
-    colour: int = 0
+    color: int = 0
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: a label, its value, an interval around it if there is one, and the number of its colour."""
+    """One bar: a label, its value, an interval around it if there is one, and the number of its color."""
 
     label: str
     value: float
     interval: tuple[float, float] | None = None
-    colour: int = 0
+    color: int = 0
 
 
 def curve_chart(label: str, curves: Sequence[Curve], x_label: str) -> Markup:
@@ -91,10 +91,10 @@ def path_chart(label: str, curves: Sequence[Curve], x_label: str, y_label: str) 
     with mpl.rc_context(STYLE):
         figure, axes = _figure(250)
         for curve in curves:
-            colour = SERIES[curve.colour % len(SERIES)]
+            color = SERIES[curve.color % len(SERIES)]
             x, y = _thin(np.asarray(curve.x, float)), _thin(np.asarray(curve.y, float))
-            axes.plot(x, y, color=colour, linewidth=1.2, marker="o", markersize=2.6, alpha=0.75, label=curve.label)
-            axes.plot(x[-1], y[-1], color=colour, marker="o", markersize=7.5, markeredgewidth=0)
+            axes.plot(x, y, color=color, linewidth=1.2, marker="o", markersize=2.6, alpha=0.75, label=curve.label)
+            axes.plot(x[-1], y[-1], color=color, marker="o", markersize=7.5, markeredgewidth=0)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.xaxis.set_major_locator(MaxNLocator(5))
@@ -117,7 +117,7 @@ def bar_chart(
         figure, axes = _figure(44 + 27 * len(bars))
         places = np.arange(len(bars))[::-1]
         for place, bar in zip(places, bars, strict=True):
-            axes.barh(place, bar.value, height=0.62, color=SERIES[bar.colour % len(SERIES)], linewidth=0)
+            axes.barh(place, bar.value, height=0.62, color=SERIES[bar.color % len(SERIES)], linewidth=0)
             low, high = bar.interval or (bar.value, bar.value)
             if bar.interval:
                 axes.plot([low, high], [place, place], color=INK, linewidth=1.6, solid_capstyle="butt")
@@ -166,21 +166,21 @@ def _figure(height: float) -> tuple[Figure, Axes]:
 
 def _draw_curve(axes: Axes, curve: Curve) -> None:
     x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
-    colour = SERIES[curve.colour % len(SERIES)]
+    color = SERIES[curve.color % len(SERIES)]
     if len(y) < 40 or _is_smooth(y):
-        axes.plot(_thin(x), _thin(y), color=colour, label=curve.label, marker="o" if len(y) < 25 else "", markersize=3)
+        axes.plot(_thin(x), _thin(y), color=color, label=curve.label, marker="o" if len(y) < 25 else "", markersize=3)
         return
-    axes.plot(_thin(x), _thin(y), color=colour, linewidth=0.9, alpha=0.35)
-    axes.plot(_thin(x), _thin(_moving_average(y, len(y) // 12)), color=colour, label=curve.label)
+    axes.plot(_thin(x), _thin(y), color=color, linewidth=0.9, alpha=0.35)
+    axes.plot(_thin(x), _thin(_moving_average(y, len(y) // 12)), color=color, label=curve.label)
 
 
 def _is_smooth(values: np.ndarray) -> bool:
-    """True where neighbours lie on a line, as in a schedule: averaging would only bend it."""
+    """True where neighbors lie on a line, as in a schedule: averaging would only bend it."""
     return bool(np.median(np.abs(np.diff(values, 2))) <= 0.01 * np.ptp(values))
 
 
 def _moving_average(values: np.ndarray, width: int) -> np.ndarray:
-    """Mean of about `width` neighbours around each value, fewer at the ends."""
+    """Mean of about `width` neighbors around each value, fewer at the ends."""
     window = np.ones(2 * (width // 2) + 1)
     return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
 
@@ -218,7 +218,7 @@ def is_drawable(value: object) -> bool:
 
 
 def _inline(figure: Figure, label: str) -> Markup:
-    """The figure as an SVG element for an HTML page: page colours and typeface, no addresses, no names to collide."""
+    """The figure as an SVG element for an HTML page: page colors and typeface, no addresses, no names to collide."""
     buffer = io.StringIO()
     with mpl.rc_context({"svg.hashsalt": label}):  # names of clips and markers: apart for every chart, equal every time
         figure.savefig(buffer, format="svg", metadata={"Date": None})
@@ -230,6 +230,6 @@ def _inline(figure: Figure, label: str) -> Markup:
     svg = re.sub(r"font-family: [^;\"]+;? ?", "", svg)  # the style sheet names the typeface
     svg = re.sub(r"font: ((?:\w+ )?[\d.]+px) [^;\"]+", r"font: \1 var(--sans)", svg)  # as older versions write it
     svg = re.sub(r' d="[^"]*"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]).replace("\n", ""), svg)
-    for colour, name in VARIABLES.items():
-        svg = svg.replace(colour, f"var(--{name})")
+    for color, name in VARIABLES.items():
+        svg = svg.replace(color, f"var(--{name})")
     return Markup(svg.replace("<svg", Markup('<svg role="img" aria-label="{}"').format(label), 1))

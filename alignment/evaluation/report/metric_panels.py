@@ -19,7 +19,7 @@ def _one(key: str, title: str, note: str = "") -> Panel:
 
 MAIN = (
     _one("loss", "Loss", "nats"),
-    _one("accuracy", "Accuracy", "share of pairs ranked as labelled; ties count half"),
+    _one("accuracy", "Accuracy", "share of pairs ranked as labeled; ties count half"),
     _one("score", "Score", "mean reward-model score per response"),
     _one("kl", "KL to the reference", "nats per response"),
     Panel("Implicit rewards", "beta times log-ratio", {"chosen_reward": "chosen", "rejected_reward": "rejected"}),

@@ -40,7 +40,7 @@ class WinRateRow:
 
 @dataclass(frozen=True)
 class KLPoint:
-    """A moment of training: KL to the reference (nats per response), the optimised score and the true one."""
+    """A moment of training: KL to the reference (nats per response), the optimized score and the true one."""
 
     kl: float
     proxy: float | None = None
@@ -83,7 +83,7 @@ class ReportData:
         summary_table: rows of the results table: column name -> text, number or `WinRate`; the first names the row.
         win_rates: one row for each policy, baseline and judge.
         gold_parts: policy -> part of the gold score -> mean.
-        overoptimisation: policy -> its points in order of training.
+        overoptimization: policy -> its points in order of training.
         stages: stage -> lines of its metrics.jsonl.
         samples: a few prompts with each policy's answer.
         lineage: the stages in order.
@@ -95,7 +95,7 @@ class ReportData:
     summary_table: Sequence[Mapping[str, Any]] = ()
     win_rates: Sequence[WinRateRow] = ()
     gold_parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-    overoptimisation: Mapping[str, Sequence[KLPoint]] = field(default_factory=dict)
+    overoptimization: Mapping[str, Sequence[KLPoint]] = field(default_factory=dict)
     stages: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     samples: Sequence[Sample] = ()
     lineage: Sequence[StageRecord] = ()
@@ -121,15 +121,15 @@ def write_report(path: Path, data: ReportData) -> Path:
         lstrip_blocks=True,
     )
     environment.filters |= {"cell": format_cell, "duration": format_duration}
-    colours = policy_colours(data)
+    colors = policy_colors(data)
     stages = {name: open_and_folded(name, rows) for name, rows in data.stages.items()}
     html = environment.get_template("report.html.jinja").render(
         data=data,
         columns=list(dict.fromkeys(key for row in data.summary_table for key in row)),
-        colours=colours,
-        win_rate_charts=win_rate_charts(data.win_rates, colours),
-        gold_charts=gold_charts(data.gold_parts, colours),
-        overoptimisation_charts=overoptimisation_charts(data.overoptimisation, colours),
+        colors=colors,
+        win_rate_charts=win_rate_charts(data.win_rates, colors),
+        gold_charts=gold_charts(data.gold_parts, colors),
+        overoptimization_charts=overoptimization_charts(data.overoptimization, colors),
         stages={name: charts for name, charts in stages.items() if any(charts)},
         settings={record.name: dict(flatten(record.settings)) for record in data.lineage},
         longest_seconds=max((record.seconds or 0 for record in data.lineage), default=0),
@@ -138,26 +138,26 @@ def write_report(path: Path, data: ReportData) -> Path:
     return Path(path)
 
 
-def policy_colours(data: ReportData) -> dict[str, int]:
-    """One colour per policy for the whole page, in order of appearance."""
+def policy_colors(data: ReportData) -> dict[str, int]:
+    """One color per policy for the whole page, in order of appearance."""
     names = dict.fromkeys(
         [
             *data.gold_parts,
             *(row.policy for row in data.win_rates),
-            *data.overoptimisation,
+            *data.overoptimization,
             *(name for sample in data.samples for name in sample.answers),
         ]
     )
     return {name: number % COLOURS for number, name in enumerate(names)}
 
 
-def win_rate_charts(rows: Sequence[WinRateRow], colours: Mapping[str, int]) -> list[Chart]:
+def win_rate_charts(rows: Sequence[WinRateRow], colors: Mapping[str, int]) -> list[Chart]:
     """One chart for each baseline and judge."""
     charts = []
     for baseline, judge in dict.fromkeys((row.baseline, row.judge) for row in rows):
         group = [row for row in rows if (row.baseline, row.judge) == (baseline, judge)]
         bars = [
-            Bar(row.policy, row.win_rate.rate, (row.win_rate.low, row.win_rate.high), colours[row.policy])
+            Bar(row.policy, row.win_rate.rate, (row.win_rate.low, row.win_rate.high), colors[row.policy])
             for row in group
         ]
         svg = bar_chart(
@@ -167,22 +167,22 @@ def win_rate_charts(rows: Sequence[WinRateRow], colours: Mapping[str, int]) -> l
     return charts
 
 
-def gold_charts(parts: Mapping[str, Mapping[str, float]], colours: Mapping[str, int]) -> list[Chart]:
+def gold_charts(parts: Mapping[str, Mapping[str, float]], colors: Mapping[str, int]) -> list[Chart]:
     """One chart for each part of the gold score, all on the same scale."""
     values = [value for scores in parts.values() for value in scores.values() if is_drawable(value)]
     limits = padded_limits(values)
     charts = []
     for part in dict.fromkeys(part for scores in parts.values() for part in scores):
-        bars = [Bar(name, s[part], None, colours[name]) for name, s in parts.items() if is_drawable(s.get(part))]
+        bars = [Bar(name, s[part], None, colors[name]) for name, s in parts.items() if is_drawable(s.get(part))]
         charts.append(Chart(part.capitalize(), "", bar_chart(f"Gold score, part {part}", bars, limits=limits)))
     return charts
 
 
-def overoptimisation_charts(paths: Mapping[str, Sequence[KLPoint]], colours: Mapping[str, int]) -> list[Chart]:
-    """Two charts over the same KL: the score that was optimised, and the one that was meant."""
+def overoptimization_charts(paths: Mapping[str, Sequence[KLPoint]], colors: Mapping[str, int]) -> list[Chart]:
+    """Two charts over the same KL: the score that was optimized, and the one that was meant."""
     charts = []
     for name, title, note in (
-        ("proxy", "Proxy reward", "what was optimised: the reward model's score"),
+        ("proxy", "Proxy reward", "what was optimized: the reward model's score"),
         ("gold", "Gold score", "what was meant: where this falls while the proxy rises, the policy games its reward"),
     ):
         curves = []
@@ -190,7 +190,7 @@ def overoptimisation_charts(paths: Mapping[str, Sequence[KLPoint]], colours: Map
             known = [p for p in points if is_drawable(p.kl) and is_drawable(getattr(p, name))]
             if known:
                 heights = [getattr(point, name) for point in known]
-                curves.append(Curve(policy, [point.kl for point in known], heights, colours[policy]))
+                curves.append(Curve(policy, [point.kl for point in known], heights, colors[policy]))
         if curves:
             svg = path_chart(f"{title} over KL", curves, "KL to the reference, nats per response", title)
             charts.append(Chart(title, note, svg))

@@ -48,7 +48,7 @@ def run_report(config: ReportConfig) -> Path:
         summary_table=rows,
         win_rates=win_rate_rows(results),
         gold_parts={name: model["gold"] for name, model in results.get("models", {}).items() if "gold" in model},
-        overoptimisation={name: points for name, lines in metrics.items() if (points := kl_points(lines))},
+        overoptimization={name: points for name, lines in metrics.items() if (points := kl_points(lines))},
         stages=metrics,
         samples=samples(results),
         lineage=[_record(name, folder) for name, folder in config.stages.items()],

@@ -21,7 +21,7 @@ from alignment.models.spec import (
     TransformerSpec,
     TransformSpec,
 )
-from alignment.models.spec_pairs import EncoderDecoderSpec
+from alignment.models.spec_encoder_decoder import EncoderDecoderSpec
 from alignment.models.spec_positions import LearnedPositionsSpec
 
 KEYS = {
@@ -173,9 +173,9 @@ def _stack(value: Mapping[str, Any], side: str) -> TransformerSpec:
 
 def _attention(value: Mapping[str, Any], side: str, *, causal: bool) -> AttentionSpec:
     heads = value[f"{side}_attention_heads"]
-    head_width = value["d_model"] // heads
-    scale = head_width**-0.5
-    return AttentionSpec(heads, heads, head_width, scale, True, True, value["attention_dropout"], causal=causal)
+    head_dim = value["d_model"] // heads
+    scale = head_dim**-0.5
+    return AttentionSpec(heads, heads, head_dim, scale, True, True, value["attention_dropout"], causal=causal)
 
 
 def _sequence_readout(config: Mapping[str, Any]) -> ReadoutSpec:

@@ -168,13 +168,13 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
 
 def _attention(value: Mapping[str, Any], terms: list[str], longest: int) -> AttentionSpec | DisentangledSpec:
     heads, dropout = value["num_attention_heads"], value["attention_probs_dropout_prob"]
-    head_width = value["attention_head_size"] or value["hidden_size"] // heads
+    head_dim = value["attention_head_size"] or value["hidden_size"] // heads
     if not value["relative_attention"] or not terms:
-        scale = (head_width * (1 + len(terms))) ** -0.5  # the terms count even where they do not act
-        return AttentionSpec(heads, heads, head_width, scale, True, True, dropout, causal=False)
+        scale = (head_dim * (1 + len(terms))) ** -0.5  # the terms count even where they do not act
+        return AttentionSpec(heads, heads, head_dim, scale, True, True, dropout, causal=False)
     return DisentangledSpec(
         heads,
-        head_width,
+        head_dim,
         buckets=max(value["position_buckets"], 0),
         max_distance=longest,
         content_to_position="c2p" in terms,

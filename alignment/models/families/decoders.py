@@ -91,13 +91,13 @@ def grouped_attention(
         problems.append(f"config.json: num_key_value_heads = {shared!r} does not divide num_attention_heads")
     if problems:
         return AttentionSpec(1, 1, 2, 1.0, bias, output_bias), problems
-    head_width = value.get("head_dim") or width // heads
+    head_dim = value.get("head_dim") or width // heads
     given = {key: more.pop(key) for key in ("theta", "partial", "parameters") if key in more}
-    rotary, problems = read_rotary(config, head_width, value["max_position_embeddings"], **given)
-    if not problems and "partial" not in given and rotary.width != head_width:
+    rotary, problems = read_rotary(config, head_dim, value["max_position_embeddings"], **given)
+    if not problems and "partial" not in given and rotary.width != head_dim:
         problems = ["config.json: partial_rotary_factor is not supported: this family turns whole heads"]
-    settings = {"scale": head_width**-0.5, "dropout": value.get("attention_dropout", 0.0), "rotary": rotary, **more}
-    return AttentionSpec(heads, shared, head_width, bias=bias, output_bias=output_bias, **settings), problems
+    settings = {"scale": head_dim**-0.5, "dropout": value.get("attention_dropout", 0.0), "rotary": rotary, **more}
+    return AttentionSpec(heads, shared, head_dim, bias=bias, output_bias=output_bias, **settings), problems
 
 
 def llama_like(

@@ -144,9 +144,9 @@ def bert_problems(value: Mapping[str, Any]) -> list[str]:
 def bert_block(value: Mapping[str, Any]) -> BlockSpec:
     """One layer, from BERT's keys."""
     heads = value["num_attention_heads"]
-    head_width = value["hidden_size"] // heads
+    head_dim = value["hidden_size"] // heads
     attention = AttentionSpec(
-        heads, heads, head_width, head_width**-0.5, True, True, value["attention_probs_dropout_prob"], causal=False
+        heads, heads, head_dim, head_dim**-0.5, True, True, value["attention_probs_dropout_prob"], causal=False
     )
     feedforward = PlainFeedForwardSpec(value["intermediate_size"], value["hidden_act"], bias=True)
     norm = LayerNormSpec(value["layer_norm_eps"])

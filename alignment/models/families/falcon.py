@@ -89,8 +89,8 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
     value["num_key_value_heads"] = _key_heads(value)
     more: dict[str, Any] = {}
     if value["alibi"] and not problems:
-        head_width = value["hidden_size"] // value["num_attention_heads"]
-        more = {"rotary": None, "distance": RoundedAlibiSpec(head_width**-0.5)}
+        head_dim = value["hidden_size"] // value["num_attention_heads"]
+        more = {"rotary": None, "distance": RoundedAlibiSpec(head_dim**-0.5)}
     attention, attention_problems = grouped_attention(config, value, value["bias"], value["bias"], **more)
     problems += attention_problems + activation_problems(value["activation"], "activation") + _norm_problems(value)
     raise_all([*old_problems, *problems])

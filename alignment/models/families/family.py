@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from alignment.models.spec import ReadoutSpec, TransformerSpec
-from alignment.models.spec_pairs import EncoderDecoderSpec
+from alignment.models.spec_encoder_decoder import EncoderDecoderSpec
 
 # One line of a weight table: Hugging Face name, our name. A tuple on our side: one tensor there, cut along its
 # output axis, is several here. {} is a number: of the layer, of the expert.

@@ -99,11 +99,11 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
 
 
 def _block(value: dict[str, Any], layer: int) -> BlockSpec:
-    head_width = value["n_embd"] // value["n_head"]
-    scale = head_width**-0.5 if value["scale_attn_weights"] else 1.0
+    head_dim = value["n_embd"] // value["n_head"]
+    scale = head_dim**-0.5 if value["scale_attn_weights"] else 1.0
     if value["scale_attn_by_inverse_layer_idx"]:
         scale /= layer + 1
-    attention = AttentionSpec(value["n_head"], value["n_head"], head_width, scale, True, True, value["attn_pdrop"])
+    attention = AttentionSpec(value["n_head"], value["n_head"], head_dim, scale, True, True, value["attn_pdrop"])
     inner = value["n_inner"] or 4 * value["n_embd"]
     feedforward = PlainFeedForwardSpec(inner, value["activation_function"], bias=True)
     return BlockSpec(attention, feedforward, LayerNormSpec(value["layer_norm_epsilon"]), value["resid_pdrop"])

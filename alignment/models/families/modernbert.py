@@ -199,9 +199,9 @@ def _rotaries(config: Mapping[str, Any], value: Mapping[str, Any]) -> tuple[dict
 
 def _block(value: Mapping[str, Any], layer: int, window: int | None, rotaries: Mapping[bool, RotarySpec]) -> BlockSpec:
     heads = value["num_attention_heads"]
-    head_width, bias = value["hidden_size"] // heads, value["attention_bias"]
+    head_dim, bias = value["hidden_size"] // heads, value["attention_bias"]
     attention = AttentionSpec(
-        heads, heads, head_width, head_width**-0.5, bias, bias,
+        heads, heads, head_dim, head_dim**-0.5, bias, bias,
         causal=False, window=window, rotary=rotaries[window is not None],
     )  # fmt: skip
     feedforward = GatedFeedForwardSpec(

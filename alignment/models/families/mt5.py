@@ -22,7 +22,7 @@ from alignment.models.families.t5 import (
     t5_spec,
     t5_tasks,
 )
-from alignment.models.spec_pairs import EncoderDecoderSpec
+from alignment.models.spec_encoder_decoder import EncoderDecoderSpec
 
 OWN_KEYS = {
     "vocab_size": Key(int, 250112, 1),

@@ -103,8 +103,8 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
 
 def _block(value: dict[str, Any], norm: LayerNormSpec) -> BlockSpec:
     heads, bias = value["num_attention_heads"], value["enable_bias"]
-    head_width = value["hidden_size"] // heads
-    attention = AttentionSpec(heads, heads, head_width, head_width**-0.5, bias, bias, value["attention_dropout"])
+    head_dim = value["hidden_size"] // heads
+    attention = AttentionSpec(heads, heads, head_dim, head_dim**-0.5, bias, bias, value["attention_dropout"])
     feedforward = PlainFeedForwardSpec(
         value["ffn_dim"], value["activation_function"], bias, value["activation_dropout"]
     )

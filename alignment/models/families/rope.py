@@ -41,7 +41,7 @@ KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
 
 def read_rotary(
     config: Mapping[str, Any],
-    head_width: int,
+    head_dim: int,
     max_positions: int,
     *,
     theta: float = 10000.0,
@@ -51,14 +51,14 @@ def read_rotary(
     """The rotary positions of a config, and the problems found.
 
     Args:
-        head_width: coordinates of one head.
+        head_dim: coordinates of one head.
         max_positions: `max_position_embeddings`; the original context where none is named.
         theta, partial: the family's defaults.
         parameters: the mapping to read, where a config has several (one per kind of layer); else its own.
     """
     problems = _shape_problems(config) if parameters is None else []
     if problems:
-        return RotarySpec(theta, head_width), problems
+        return RotarySpec(theta, head_dim), problems
     found = parameters if parameters is not None else config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = {key: value for key, value in found.items() if value is not None}
     kind = rope.pop("rope_type", rope.pop("type", "default"))
@@ -70,9 +70,9 @@ def read_rotary(
         hint = nearest(str(kind), KINDS)
         return RotarySpec(1.0, 2), [f"config.json: rope_type {kind!r} is not one of {', '.join(KINDS)}{hint}"]
     problems = _problems({"rope_theta": theta, PARTIAL: partial, **rope}, kind)
-    width = 0 if problems else int(head_width * partial)
+    width = 0 if problems else int(head_dim * partial)
     if not problems and (width < 2 or width % 2):
-        problems = [f"config.json: rotary positions turn pairs, so head_dim must be even, got {width} of {head_width}"]
+        problems = [f"config.json: rotary positions turn pairs, so head_dim must be even, got {width} of {head_dim}"]
     if problems:
         return RotarySpec(1.0, 2), problems
     # As transformers has it, what the config says beside the mapping goes before what the mapping says.

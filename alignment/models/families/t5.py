@@ -27,7 +27,7 @@ from alignment.models.spec import (
     TransformerSpec,
     TransformSpec,
 )
-from alignment.models.spec_pairs import EncoderDecoderSpec
+from alignment.models.spec_encoder_decoder import EncoderDecoderSpec
 from alignment.models.spec_positions import RelativeBiasSpec
 
 KEYS = {

@@ -21,9 +21,9 @@ from alignment.models.external.models import ExternalScalarModel
 from alignment.models.families import FAMILIES, family_of, is_foreign
 from alignment.models.families.family import Family
 from alignment.models.huggingface.generation_config import read_generation_config, write_generation_config
-from alignment.models.huggingface.legacy_names import as_today, drop_copy, in_trunk, left_aside
-from alignment.models.huggingface.weight_map import Place, from_hf, places_of, to_hf
-from alignment.models.init_weights import initialise_layer
+from alignment.models.huggingface.legacy_names import drop_other_heads, drop_tied_copy, in_trunk, rename_legacy_keys
+from alignment.models.huggingface.weight_map import HFLocation, from_hf, map_weights, to_hf
+from alignment.models.init_weights import initialize_layer
 from alignment.models.safetensors_files import CONFIG, WEIGHTS, check_sizes, read_config, read_shapes, read_tensors
 
 
@@ -95,15 +95,15 @@ def load_checkpoint(
     family, model = _empty(directory, {**filed, **(config or {})}, tensors, task)
     places = hf_names(model)
     needed = {place.name for place in places.values()}
-    tensors = as_today(tensors, family, task, needed)
-    tensors = left_aside(tensors, family, task, new_head, places)
+    tensors = rename_legacy_keys(tensors, family, task, needed)
+    tensors = drop_other_heads(tensors, family, task, new_head, places)
     aliases = _aliases(model)
     for alias, original in aliases.items():
         copy = places.pop(alias)
-        drop_copy(tensors, copy.name, places[original].name, directory)
+        drop_tied_copy(tensors, copy.name, places[original].name, directory)
     for name, original in family.copies:
         if name not in needed and original in needed:
-            drop_copy(tensors, name, original, directory)
+            drop_tied_copy(tensors, name, original, directory)
     fresh = {
         name: place for name, place in places.items() if new_head and not in_trunk(name) and place.name not in tensors
     }
@@ -164,7 +164,7 @@ def save_model(model: Any, directory: str | Path, *, state: dict[str, Tensor] | 
     write_json(directory / CONFIG, config)
 
 
-def hf_names(model: Any) -> dict[str, Place]:
+def hf_names(model: Any) -> dict[str, HFLocation]:
     """Every parameter of the architecture, by our name, with its place in a Hugging Face file.
 
     An attached prefix or adapter is no part of the architecture and is not listed.
@@ -176,7 +176,7 @@ def hf_names(model: Any) -> dict[str, Place]:
     prefix, usual = family.prefix(model.task), family.trunk_prefix
     lines = (*family.names, *family.renamed(model.config))
     trunk = ((prefix + hf.removeprefix(usual) if hf.startswith(usual) else hf, ours) for hf, ours in lines)
-    return places_of(shapes, (*trunk, *family.tasks[model.task].names), family, bare.spec)
+    return map_weights(shapes, (*trunk, *family.tasks[model.task].names), family, bare.spec)
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -212,12 +212,12 @@ def _draw_heads(model: Any, fresh: Iterable[str], dtype: torch.dtype, device: st
         if isinstance(module, nn.LayerNorm):
             module.reset_parameters()
         else:
-            initialise_layer(module, init, owner)
+            initialize_layer(module, init, owner)
         for name, parameter in kept.items():
             setattr(module, name, parameter)
 
 
-def _expected_shapes(model: nn.Module, places: dict[str, Place]) -> dict[str, torch.Size]:
+def _expected_shapes(model: nn.Module, places: dict[str, HFLocation]) -> dict[str, torch.Size]:
     """Shapes as the file should have them, by the file's names."""
     meta = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in places}
     return {name: tensor.shape for name, tensor in to_hf(meta, places).items()}

@@ -8,10 +8,10 @@ from torch import Tensor
 
 from alignment.errors import UserError
 from alignment.models.families.family import Family
-from alignment.models.huggingface.weight_map import Place, pattern_of
+from alignment.models.huggingface.weight_map import HFLocation, pattern_of
 
 
-def as_today(tensors: dict[str, Tensor], family: Family, task: str, needed: set[str]) -> dict[str, Tensor]:
+def rename_legacy_keys(tensors: dict[str, Tensor], family: Family, task: str, needed: set[str]) -> dict[str, Tensor]:
     """The file's weights, named as today with the head of `task`; what is ignored and not needed is left out."""
     tensors = _named_as_in_head({_of_today(name, family): x for name, x in tensors.items()}, family, task)
     return {
@@ -44,8 +44,8 @@ def _named_as_in_head(tensors: dict[str, Tensor], family: Family, task: str) -> 
     }
 
 
-def left_aside(
-    tensors: dict[str, Tensor], family: Family, task: str, new_head: bool, places: dict[str, Place]
+def drop_other_heads(
+    tensors: dict[str, Tensor], family: Family, task: str, new_head: bool, places: dict[str, HFLocation]
 ) -> dict[str, Tensor]:
     """Without the heads that are not asked for: known ones of other tasks, or all where a new one is drawn."""
     needed = {place.name for place in places.values()}
@@ -64,7 +64,7 @@ def left_aside(
     }
 
 
-def drop_copy(tensors: dict[str, Tensor], name: str, original: str, directory: Path) -> None:
+def drop_tied_copy(tensors: dict[str, Tensor], name: str, original: str, directory: Path) -> None:
     """A file may hold a shared tensor twice; both must then be the same."""
     copy, kept = tensors.pop(name, None), tensors.get(original)
     if copy is None:

@@ -9,7 +9,7 @@ from torch import Tensor
 from alignment.models.families.family import Family, Name
 
 
-class Place(NamedTuple):
+class HFLocation(NamedTuple):
     """Where a parameter of ours lives in a Hugging Face file.
 
     Attributes:
@@ -32,7 +32,9 @@ def pattern_of(name: str) -> str:
     return ".".join("{}" if piece.isdigit() else piece for piece in name.split("."))
 
 
-def places_of(shapes: Mapping[str, torch.Size], table: Iterable[Name], family: Family, spec: Any) -> dict[str, Place]:
+def map_weights(
+    shapes: Mapping[str, torch.Size], table: Iterable[Name], family: Family, spec: Any
+) -> dict[str, HFLocation]:
     """The place of each of our parameters that the table knows.
 
     Args:
@@ -52,11 +54,11 @@ def places_of(shapes: Mapping[str, torch.Size], table: Iterable[Name], family: F
         numbers = [piece for piece in name.split(".") if piece.isdigit()]
         rows = tuple(shapes[other.format(*numbers)][0] for other in parts)
         groups = next((count(spec) for end, count in family.interleaved.items() if hf.endswith(end)), 1)
-        places[name] = Place(hf.format(*numbers), part, rows, hf.endswith(family.transposed), groups)
+        places[name] = HFLocation(hf.format(*numbers), part, rows, hf.endswith(family.transposed), groups)
     return places
 
 
-def to_hf(state: dict[str, Tensor], places: dict[str, Place]) -> dict[str, Tensor]:
+def to_hf(state: dict[str, Tensor], places: dict[str, HFLocation]) -> dict[str, Tensor]:
     """Our tensors under Hugging Face's names: slices joined, matrices turned where the family stores them so."""
     slices: dict[str, dict[int, Tensor]] = {}
     for name, tensor in state.items():
@@ -66,7 +68,7 @@ def to_hf(state: dict[str, Tensor], places: dict[str, Place]) -> dict[str, Tenso
     return {name: (tensor.T if shared[name].transposed else tensor).contiguous() for name, tensor in joined.items()}
 
 
-def from_hf(tensors: dict[str, Tensor], places: dict[str, Place]) -> dict[str, Tensor]:
+def from_hf(tensors: dict[str, Tensor], places: dict[str, HFLocation]) -> dict[str, Tensor]:
     """Hugging Face's tensors under our names; the inverse of `to_hf`."""
     state = {}
     for name, place in places.items():
@@ -81,7 +83,7 @@ def _join(parts: list[Tensor], groups: int) -> Tensor:
     return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
 
 
-def _cut(tensor: Tensor, place: Place) -> Tensor:
+def _cut(tensor: Tensor, place: HFLocation) -> Tensor:
     if len(place.rows) == 1:
         return tensor
     pieces = tensor.unflatten(0, (place.groups, -1)).split([rows // place.groups for rows in place.rows], dim=1)

@@ -1,6 +1,6 @@
 """Multi-head and grouped-query attention on the same documents, and cross-attention on what an encoder read.
 
-What may be seen is not decided here: a layer is handed its `Sight` (sight.py). DeBERTa's attention is in disentangled.py.
+What may be seen is not decided here: a layer is handed its `AttentionContext` (sight.py). DeBERTa's attention is in disentangled.py.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from alignment.models.layers.rotary import rotate
 from alignment.models.spec import AttentionSpec
 
 if TYPE_CHECKING:
-    from alignment.models.layers.sdpa import Sight
+    from alignment.models.layers.sdpa import AttentionContext
 
 
 class Attention(nn.Module):
@@ -24,25 +24,25 @@ class Attention(nn.Module):
 
     def __init__(self, spec: AttentionSpec, width: int, norm: Callable[[int], nn.Module] | None = None):
         super().__init__()
-        inner, shared = spec.heads * spec.head_width, spec.key_value_heads * spec.head_width
+        inner, shared = spec.heads * spec.head_dim, spec.key_value_heads * spec.head_dim
         self.query = nn.Linear(width, inner, bias=spec.bias)
         self.key = nn.Linear(width, shared, bias=spec.bias)
         self.value = nn.Linear(width, shared, bias=spec.bias)
         self.output = nn.Linear(inner, width, bias=spec.output_bias)
         if norm is not None:
             alone = spec.norm_heads == "each"
-            self.query_norm = norm(spec.head_width if alone else inner)
-            self.key_norm = norm(spec.head_width if alone else shared)
+            self.query_norm = norm(spec.head_dim if alone else inner)
+            self.key_norm = norm(spec.head_dim if alone else shared)
         self.normed = norm is not None
         self.spec = spec
 
-    def forward(self, x: Tensor, sight: "Sight") -> Tensor:
+    def forward(self, x: Tensor, sight: "AttentionContext") -> Tensor:
         """x: [N, D] -> [N, D]."""
-        query, key, value = self.query(x), self.key(x), self.value(x).unflatten(-1, (-1, self.spec.head_width))
+        query, key, value = self.query(x), self.key(x), self.value(x).unflatten(-1, (-1, self.spec.head_dim))
         if self.normed:
             query, key = self._norm(query, self.query_norm), self._norm(key, self.key_norm)
-        query = query.unflatten(-1, (-1, self.spec.head_width))
-        key = key.unflatten(-1, (-1, self.spec.head_width))
+        query = query.unflatten(-1, (-1, self.spec.head_dim))
+        key = key.unflatten(-1, (-1, self.spec.head_dim))
         if sight.rotation is not None:
             query, key = rotate(query, sight.rotation), rotate(key, sight.rotation)
         if self.normed:  # under autocast a norm's fp32 weight makes them fp32, and the kernel takes one type
@@ -52,9 +52,7 @@ class Attention(nn.Module):
 
     def _norm(self, x: Tensor, norm: nn.Module) -> Tensor:
         """x [N, H * K], normed head by head or whole."""
-        return (
-            norm(x) if self.spec.norm_heads == "all" else norm(x.unflatten(-1, (-1, self.spec.head_width))).flatten(1)
-        )
+        return norm(x) if self.spec.norm_heads == "all" else norm(x.unflatten(-1, (-1, self.spec.head_dim))).flatten(1)
 
 
 class CrossAttention(nn.Module):
@@ -65,7 +63,7 @@ class CrossAttention(nn.Module):
 
     def __init__(self, spec: AttentionSpec, width: int, memory_width: int):
         super().__init__()
-        inner, shared = spec.heads * spec.head_width, spec.key_value_heads * spec.head_width
+        inner, shared = spec.heads * spec.head_dim, spec.key_value_heads * spec.head_dim
         self.query = nn.Linear(width, inner, bias=spec.bias)
         self.key = nn.Linear(memory_width, shared, bias=spec.bias)
         self.value = nn.Linear(memory_width, shared, bias=spec.bias)
@@ -74,13 +72,13 @@ class CrossAttention(nn.Module):
 
     def remember(self, memory: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of an encoder's states [M, D'], [M, KV, K] each."""
-        head_width = self.spec.head_width
-        return self.key(memory).unflatten(-1, (-1, head_width)), self.value(memory).unflatten(-1, (-1, head_width))
+        head_dim = self.spec.head_dim
+        return self.key(memory).unflatten(-1, (-1, head_dim)), self.value(memory).unflatten(-1, (-1, head_dim))
 
-    def forward(self, x: Tensor, sight: "Sight") -> Tensor:
+    def forward(self, x: Tensor, sight: "AttentionContext") -> Tensor:
         """x: [N, D] -> [N, D]."""
         if sight.across is None:
             raise ValueError("a decoder with cross-attention was called without an encoder's states")
-        query = self.query(x).unflatten(-1, (-1, self.spec.head_width))
+        query = self.query(x).unflatten(-1, (-1, self.spec.head_dim))
         mixed = sight.across(query, self.remember, self.spec.dropout if self.training else 0.0)
         return self.output(mixed.reshape(len(x), -1))

@@ -1,4 +1,4 @@
-"""Builds each layer's `Sight` for one forward: what layers have in common (masks, angles, biases) is made once."""
+"""Builds each layer's `AttentionContext` for one forward: what layers have in common (masks, angles, biases) is made once."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cache
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from alignment.errors import UserError
 from alignment.models.layers.cross_attention import key_mask
 from alignment.models.layers.kv_cache import Cache
-from alignment.models.layers.padded_layout import Packing, distances, pack, visible
+from alignment.models.layers.padded_layout import PaddedLayout, distances, pack, visible
 from alignment.models.layers.rotary import Rotary, Rotation
 from alignment.models.layers.sdpa import Look, NewTokens, look_at_documents, look_with_kernel
 from alignment.models.spec import AttentionSpec, BlockSpec
@@ -38,7 +38,7 @@ def rotations(
 
 
 def document_looks(
-    layers: Sequence[BlockSpec], bearings: Bearings, batch: Ragged, packing: Packing, prefix: Tensor | None
+    layers: Sequence[BlockSpec], bearings: Bearings, batch: Ragged, packing: PaddedLayout, prefix: Tensor | None
 ) -> list[Look]:
     """How each layer sees whole documents, padded to rectangles. `prefix` [layers, 2, P, KV, K] precedes all of them."""
     offset = 0 if prefix is None else prefix.shape[2]
@@ -120,8 +120,8 @@ def kernel_applies(layers: Sequence[BlockSpec], weight: Tensor, training: bool) 
         and has_kernel(weight.device)
         and all(
             isinstance(spec, AttentionSpec)
-            and spec.head_width <= KERNEL_WIDEST
-            and spec.head_width % KERNEL_MULTIPLE == 0
+            and spec.head_dim <= KERNEL_WIDEST
+            and spec.head_dim % KERNEL_MULTIPLE == 0
             and spec.softcap is None
             and spec.distance is None
             and not (training and spec.dropout)
@@ -142,7 +142,7 @@ def _in_half_precision_on_cuda(weight: Tensor) -> bool:
     return dtype in (torch.bfloat16, torch.float16)
 
 
-def pack_documents(layers: Sequence[BlockSpec], batch: Ragged) -> Packing:
+def pack_documents(layers: Sequence[BlockSpec], batch: Ragged) -> PaddedLayout:
     """The batch's documents as rectangles."""
     return pack(batch.lengths, layers[0].attention.heads, batch.tokens.device)
 
@@ -164,7 +164,7 @@ def step_masks(
     return [new(spec.window, spec.distance is not None) for spec in specs if isinstance(spec, AttentionSpec)]
 
 
-def check_outgrown(cache: Cache, layers: Sequence[BlockSpec]) -> None:
+def check_original_context(cache: Cache, layers: Sequence[BlockSpec]) -> None:
     """Refuse a row's first token beyond the original context of stretched positions (Phi-3).
 
     All that the row holds was computed with other angles than a document of this length has.

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from alignment.models.layers.sdpa import Sight
+    from alignment.models.layers.sdpa import AttentionContext
 
 Norm = Callable[[], nn.Module]
 
@@ -33,7 +33,7 @@ class Block(nn.Module):
         self.feedforward_norm, self.feedforward = norm(), feedforward
         self.dropout, self.crosses = dropout, cross is not None
 
-    def forward(self, x: Tensor, sight: "Sight") -> Tensor:
+    def forward(self, x: Tensor, sight: "AttentionContext") -> Tensor:
         """x: [N, D] -> [N, D]."""
         x = x + self.dropout(self.attention(self.attention_norm(x), sight))
         if self.crosses:
@@ -50,7 +50,7 @@ class NormedResidualBlock(nn.Module):
         self.feedforward_norm, self.feedforward = norm(), feedforward
         self.dropout = dropout
 
-    def forward(self, x: Tensor, sight: "Sight") -> Tensor:
+    def forward(self, x: Tensor, sight: "AttentionContext") -> Tensor:
         """x: [N, D] -> [N, D]."""
         x = self.attention_norm(x)
         x = self.feedforward_norm(x + self.dropout(self.attention(x, sight)))
@@ -75,7 +75,7 @@ class PostNormBlock(nn.Module):
         self.feedforward, self.feedforward_norm = feedforward, norm()
         self.dropout, self.crosses = dropout, cross is not None
 
-    def forward(self, x: Tensor, sight: "Sight") -> Tensor:
+    def forward(self, x: Tensor, sight: "AttentionContext") -> Tensor:
         """x: [N, D] -> [N, D]."""
         x = self.attention_norm(x + self.dropout(self.attention(x, sight)))
         if self.crosses:
@@ -95,7 +95,7 @@ class SandwichBlock(nn.Module):
         self.feedforward_norm, self.feedforward, self.feedforward_output_norm = inner(), feedforward, norm()
         self.dropout = dropout
 
-    def forward(self, x: Tensor, sight: "Sight") -> Tensor:
+    def forward(self, x: Tensor, sight: "AttentionContext") -> Tensor:
         """x: [N, D] -> [N, D]."""
         x = x + self.dropout(self.attention_output_norm(self.attention(self.attention_norm(x), sight)))
         return x + self.dropout(self.feedforward_output_norm(self.feedforward(self.feedforward_norm(x), sight)))
@@ -114,7 +114,7 @@ class ParallelBlock(nn.Module):
             self.feedforward_norm = norm()
         self.feedforward, self.dropout, self.shared = feedforward, dropout, shared
 
-    def forward(self, x: Tensor, sight: "Sight") -> Tensor:
+    def forward(self, x: Tensor, sight: "AttentionContext") -> Tensor:
         """x: [N, D] -> [N, D]."""
         normed = self.attention_norm(x)
         attended = self.dropout(self.attention(normed, sight))

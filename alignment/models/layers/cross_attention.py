@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from alignment.models.layers.kv_cache import Memory
-from alignment.models.layers.padded_layout import Packing, gather, pack_together, seen_mask, spread
-from alignment.models.layers.sdpa import LookAcross, attend, attend_from_one
+from alignment.models.layers.kv_cache import CrossAttentionCache
+from alignment.models.layers.padded_layout import PaddedLayout, gather, pad_layouts, seen_mask, spread
+from alignment.models.layers.sdpa import CrossAttentionFn, attend, attend_from_one
 from alignment.models.spec import AttentionSpec
 from alignment.ragged import Ragged
 
@@ -21,10 +21,10 @@ class Source:
     batch: Ragged
 
 
-def looks_across(specs: Sequence[AttentionSpec], source: Source, targets: Ragged) -> list[LookAcross]:
+def looks_across(specs: Sequence[AttentionSpec], source: Source, targets: Ragged) -> list[CrossAttentionFn]:
     """For each layer, attention of every target document on its source."""
     device = targets.tokens.device
-    ours, theirs = pack_together(targets.lengths, source.batch.lengths, specs[0].heads, device)
+    ours, theirs = pad_layouts(targets.lengths, source.batch.lengths, specs[0].heads, device)
     masks = [
         key_mask(lengths, columns, device) for lengths, (_, columns) in zip(theirs.lengths, theirs.groups, strict=True)
     ]
@@ -37,8 +37,8 @@ def key_mask(lengths: Sequence[int], columns: int, device: torch.device | str) -
 
 
 def look_at_source(
-    spec: AttentionSpec, states: Tensor, ours: Packing, theirs: Packing, masks: Sequence[Tensor | None]
-) -> LookAcross:
+    spec: AttentionSpec, states: Tensor, ours: PaddedLayout, theirs: PaddedLayout, masks: Sequence[Tensor | None]
+) -> CrossAttentionFn:
     """Cross-attention from one layer's tokens on `states`."""
 
     def look(query: Tensor, remember: Callable[[Tensor], tuple[Tensor, Tensor]], dropout: float) -> Tensor:
@@ -49,7 +49,7 @@ def look_at_source(
     return look
 
 
-def look_at_memory(memory: Memory, layer: int, spec: AttentionSpec) -> LookAcross:
+def look_at_memory(memory: CrossAttentionCache, layer: int, spec: AttentionSpec) -> CrossAttentionFn:
     """Cross-attention from one new token per row on kept keys and values."""
 
     def look(query: Tensor, remember: Callable[[Tensor], tuple[Tensor, Tensor]], dropout: float) -> Tensor:
@@ -58,7 +58,7 @@ def look_at_memory(memory: Memory, layer: int, spec: AttentionSpec) -> LookAcros
     return look
 
 
-def remembering(memory: Memory, source: Source, look: LookAcross) -> LookAcross:
+def remembering(memory: CrossAttentionCache, source: Source, look: CrossAttentionFn) -> CrossAttentionFn:
     """`look`, whose keys and values are also put into `memory`, as the next layer's."""
     lengths, width = source.batch.lengths, max(source.batch.lengths)
 

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alignment.models.layers.cross_attention import key_mask
-from alignment.models.layers.padded_layout import Packing, distances, gather, spread
+from alignment.models.layers.padded_layout import PaddedLayout, distances, gather, spread
 from alignment.models.spec_disentangled import DisentangledSpec
 
 if TYPE_CHECKING:
-    from alignment.models.layers.sdpa import Sight
+    from alignment.models.layers.sdpa import AttentionContext
 
 
 class RelativeEmbedding(nn.Module):
@@ -43,7 +43,7 @@ class DisentangledAttention(nn.Module):
         terms = 1 + spec.content_to_position + spec.position_to_content
         if terms == 1:
             raise ValueError("without a term of distances this is plain attention: use AttentionSpec")
-        inner = spec.heads * spec.head_width
+        inner = spec.heads * spec.head_dim
         self.query, self.key = nn.Linear(width, inner), nn.Linear(width, inner)
         self.value, self.output = nn.Linear(width, inner), nn.Linear(inner, width)
         if not spec.shared_projection:
@@ -52,9 +52,9 @@ class DisentangledAttention(nn.Module):
             if spec.position_to_content:
                 self.place_query = nn.Linear(width, inner)
         self.spec = spec
-        self.scale = (spec.head_width * terms) ** -0.5
+        self.scale = (spec.head_dim * terms) ** -0.5
 
-    def forward(self, x: Tensor, sight: "Sight") -> Tensor:
+    def forward(self, x: Tensor, sight: "AttentionContext") -> Tensor:
         """x: [N, D] -> [N, D]."""
         packing = sight.packing
         if sight.relative is None or packing is None:
@@ -68,7 +68,7 @@ class DisentangledAttention(nn.Module):
         return self.output(gather(mixed, packing).flatten(1))
 
     def _heads(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.spec.heads, self.spec.head_width))
+        return x.unflatten(-1, (self.spec.heads, self.spec.head_dim))
 
     def _of_places(self, relative: Tensor) -> "Places":
         spec = self.spec
@@ -135,7 +135,7 @@ class Convolution(nn.Module):
         super().__init__()
         self.layer, self.activation, self.dropout = layer, activation, dropout
 
-    def forward(self, x: Tensor, packing: Packing) -> Tensor:
+    def forward(self, x: Tensor, packing: PaddedLayout) -> Tensor:
         """x: [N, D] -> [N, D]."""
         rectangles = zip(spread(x, packing), packing.lengths, strict=True)
         mixed = gather([self.layer(_zeros_at_padding(*pair).mT).mT for pair in rectangles], packing)
@@ -157,7 +157,7 @@ class ConvolvedBlock(nn.Module):
         super().__init__()
         self.block, self.convolution, self.norm = block, convolution, norm
 
-    def forward(self, x: Tensor, sight: "Sight") -> Tensor:
+    def forward(self, x: Tensor, sight: "AttentionContext") -> Tensor:
         """x: [N, D] -> [N, D]."""
         if sight.packing is None:
             raise ValueError("a convolution needs documents laid out in rectangles")

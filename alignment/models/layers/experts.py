@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from alignment.models.layers.sdpa import Sight
+    from alignment.models.layers.sdpa import AttentionContext
 
 
 class Experts(nn.Module):
@@ -19,23 +19,23 @@ class Experts(nn.Module):
 
     Attributes:
         chosen: experts per token.
-        normalised: the weights of the chosen sum to 1 (Mixtral), or are the probabilities as they are (Switch).
+        normalized: the weights of the chosen sum to 1 (Mixtral), or are the probabilities as they are (Switch).
         balanced: leave the router's logits in `sight.router_logits`, for `balance_loss`.
     """
 
-    def __init__(self, width: int, experts: Sequence[nn.Module], chosen: int, normalised: bool, balanced: bool):
+    def __init__(self, width: int, experts: Sequence[nn.Module], chosen: int, normalized: bool, balanced: bool):
         super().__init__()
         self.router = nn.Linear(width, len(experts), bias=False)
         self.experts = nn.ModuleList(experts)
-        self.chosen, self.normalised, self.balanced = chosen, normalised, balanced
+        self.chosen, self.normalized, self.balanced = chosen, normalized, balanced
 
-    def forward(self, x: Tensor, sight: "Sight | None" = None) -> Tensor:
+    def forward(self, x: Tensor, sight: "AttentionContext | None" = None) -> Tensor:
         """x: [N, D] -> [N, D]."""
         logits = self.router(x)
         if self.balanced and sight is not None and torch.is_grad_enabled():
             sight.router_logits.append(logits)
         weights, picked = logits.float().softmax(-1).topk(self.chosen, dim=-1)  # [N, chosen]
-        if self.normalised:
+        if self.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         # Places (token, choice) sorted by expert: each expert reads its tokens as one matrix.
         order = picked.flatten().argsort(stable=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from alignment.models.layers.sdpa import Sight
+    from alignment.models.layers.sdpa import AttentionContext
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ class FeedForward(nn.Module):
         self.activation = activation
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
-    def forward(self, x: Tensor, sight: "Sight | None" = None) -> Tensor:
+    def forward(self, x: Tensor, sight: "AttentionContext | None" = None) -> Tensor:
         """x: [N, D] -> [N, D]; what the layer may see is nothing to it."""
         return self.down(self.dropout(self.activation(self.up(x))))
 
@@ -68,6 +68,6 @@ class GatedFeedForward(nn.Module):
         self.activation = activation
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
-    def forward(self, x: Tensor, sight: "Sight | None" = None) -> Tensor:
+    def forward(self, x: Tensor, sight: "AttentionContext | None" = None) -> Tensor:
         """x: [N, D] -> [N, D]; what the layer may see is nothing to it."""
         return self.down(self.dropout(self.activation(self.gate(x)) * self.up(x)))

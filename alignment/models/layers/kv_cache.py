@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 
-class Memory:
+class CrossAttentionCache:
     """Keys and values of encoded documents, one row per document being continued.
 
     Attributes:
-        keys, values: one [rows, K, S, head_width] per layer.
+        keys, values: one [rows, K, S, head_dim] per layer.
         mask: True at real tokens, [rows, 1, 1, S].
         owners: which of the documents first encoded each row holds, [rows].
     """
@@ -39,7 +39,7 @@ class Cache:
     """Preallocated keys and values of every layer.
 
     Attributes:
-        keys, values: one [rows, K, capacity, head_width] per layer.
+        keys, values: one [rows, K, capacity, head_dim] per layer.
         lengths: filled slots of each row, [rows].
         longest: the largest of `lengths`, as a plain number; after `reorder` perhaps more than that.
     """
@@ -50,18 +50,18 @@ class Cache:
         rows: int,
         capacity: int,
         key_value_heads: int,
-        head_width: int,
+        head_dim: int,
         *,
         dtype: torch.dtype,
         device: torch.device,
     ):
-        shape = (rows, key_value_heads, capacity, head_width)
+        shape = (rows, key_value_heads, capacity, head_dim)
         # Zeros, not whatever was in memory: a masked slot is multiplied by 0, and 0 * NaN is NaN.
         self.keys = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.values = [torch.zeros(shape, dtype=dtype, device=device) for _ in range(layers)]
         self.lengths = torch.zeros(rows, dtype=torch.long, device=device)
         self.longest = 0
-        self.memory: Memory | None = None
+        self.memory: CrossAttentionCache | None = None
 
     @property
     def rows(self) -> int:
@@ -80,12 +80,12 @@ class Cache:
         return (heads_of_rows * self.capacity + slots[:, None]).flatten()
 
     def write(self, layer: int, addresses: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values [n, K, head_width] at `addresses` [n * K]."""
+        """Put keys and values [n, K, head_dim] at `addresses` [n * K]."""
         for store, new in ((self.keys[layer], keys), (self.values[layer], values)):
             store.flatten(0, 2).index_copy_(0, addresses, new.flatten(0, 1).to(store.dtype))
 
     def read(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
-        """The first `width` slots of every row, [rows, K, width, head_width], without a copy."""
+        """The first `width` slots of every row, [rows, K, width, head_dim], without a copy."""
         return self.keys[layer][:, :, :width], self.values[layer][:, :, :width]
 
     def keep(self, rows: Tensor) -> None:

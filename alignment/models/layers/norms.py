@@ -20,7 +20,7 @@ class RMSNorm(nn.Module):
         return self.weight * root_mean_square_removed(x.float(), self.eps).to(x.dtype)
 
 
-class WideRMSNorm(nn.Module):
+class Float32RMSNorm(nn.Module):
     """weight * x / sqrt(mean(x^2) + eps), all of it in fp32 before rounding, as OLMo 2 does."""
 
     def __init__(self, width: int, eps: float):

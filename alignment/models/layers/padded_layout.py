@@ -32,7 +32,7 @@ def seen_mask(lengths: Tensor, width: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Packing:
+class PaddedLayout:
     """Documents as the rows of a few rectangles, each rectangle for documents of similar length, padded on the right.
 
     Right padding needs no mask under causal attention: a real token never looks that far.
@@ -50,16 +50,16 @@ class Packing:
     source: Tensor | None = None
 
 
-def pack(lengths: Sequence[int], heads: int, device: torch.device | str = "cpu") -> Packing:
+def pack(lengths: Sequence[int], heads: int, device: torch.device | str = "cpu") -> PaddedLayout:
     """The packing of documents with these `lengths` that costs least, by a greedy rule."""
     if min(lengths) == max(lengths):
-        return Packing(((len(lengths), lengths[0]),), (tuple(lengths),))
+        return PaddedLayout(((len(lengths), lengths[0]),), (tuple(lengths),))
     return _packing(lengths, _rectangles(_columns(lengths, heads)), device)
 
 
-def pack_together(
+def pad_layouts(
     ours: Sequence[int], theirs: Sequence[int], heads: int, device: torch.device | str = "cpu"
-) -> tuple[Packing, Packing]:
+) -> tuple[PaddedLayout, PaddedLayout]:
     """Packings of two sets of documents such that rectangle i of both holds the same rows in the same order."""
     rectangles = _rectangles(_columns([max(pair) for pair in zip(ours, theirs, strict=True)], heads))
     one, other = ([(rows, max(lengths[i] for i in rows)) for rows, _ in rectangles] for lengths in (ours, theirs))
@@ -74,7 +74,7 @@ def _rectangles(columns: Sequence[int]) -> list[tuple[list[int], int]]:
 
 def _packing(
     lengths: Sequence[int], rectangles: Sequence[tuple[list[int], int]], device: torch.device | str
-) -> Packing:
+) -> PaddedLayout:
     """The packing with these rectangles: (documents, columns) each."""
     begins = [0] * len(lengths)
     begin = 0
@@ -88,7 +88,7 @@ def _packing(
     source = torch.zeros(begin, dtype=torch.long).index_copy_(0, slots, tokens)
     groups = tuple((len(rows), width) for rows, width in rectangles)
     sizes = tuple(tuple(lengths[row] for row in rows) for rows, _ in rectangles)
-    return Packing(groups, sizes, slots.to(device, non_blocking=True), source.to(device, non_blocking=True))
+    return PaddedLayout(groups, sizes, slots.to(device, non_blocking=True), source.to(device, non_blocking=True))
 
 
 def _columns(lengths: Sequence[int], heads: int) -> list[int]:
@@ -138,7 +138,7 @@ class _Spread(torch.autograd.Function):
         return grad.index_select(0, slots), None, None
 
 
-def spread(x: Tensor, packing: Packing) -> tuple[Tensor, ...]:
+def spread(x: Tensor, packing: PaddedLayout) -> tuple[Tensor, ...]:
     """Tokens [N, ...] as rectangles, one [documents, columns, ...] per group. `gather` is the way back."""
     if packing.slots is not None:
         x = _Spread.apply(x, packing.source, packing.slots)
@@ -146,7 +146,7 @@ def spread(x: Tensor, packing: Packing) -> tuple[Tensor, ...]:
     return tuple(piece.unflatten(0, group) for piece, group in zip(pieces, packing.groups, strict=True))
 
 
-def gather(rectangles: Sequence[Tensor], packing: Packing) -> Tensor:
+def gather(rectangles: Sequence[Tensor], packing: PaddedLayout) -> Tensor:
     """Rectangles as tokens again, [N, ...]."""
     flat = [rectangle.flatten(0, 1) for rectangle in rectangles]
     x = flat[0] if len(flat) == 1 else torch.cat(flat)

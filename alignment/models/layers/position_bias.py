@@ -26,7 +26,7 @@ class Alibi(nn.Module):
         return -slopes[:, None, None] * distances.abs().float().unsqueeze(-3)
 
 
-class RoundedAlibi(nn.Module):
+class BFloat16Alibi(nn.Module):
     """scale * bf16(bf16(slope) * bf16(place of the key)): ALiBi as models trained in bfloat16 know it.
 
     Without rounding this is `Alibi`, for softmax does not see what all keys of a query have in common. With it, biases
@@ -61,29 +61,29 @@ class RelativeBias(nn.Module):
     Source: Raffel et al. 2020, arXiv:1910.10683, section 2.1.
     """
 
-    def __init__(self, buckets: int, max_distance: int, heads: int, both_sides: bool):
+    def __init__(self, buckets: int, max_distance: int, heads: int, bidirectional: bool):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(buckets, heads))
-        self.max_distance, self.both_sides = max_distance, both_sides
+        self.max_distance, self.bidirectional = max_distance, bidirectional
 
     def forward(self, distances: Tensor) -> Tensor:
         """distances: [..., Q, T] -> [..., H, Q, T]."""
-        buckets = relative_buckets(distances, len(self.weight), self.max_distance, self.both_sides)
+        buckets = relative_buckets(distances, len(self.weight), self.max_distance, self.bidirectional)
         return nn.functional.embedding(buckets, self.weight).movedim(-1, -3)
 
 
-def relative_buckets(distances: Tensor, buckets: int, max_distance: int, both_sides: bool) -> Tensor:
+def relative_buckets(distances: Tensor, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
     """The bucket of each distance: near ones alone, far ones in logarithmic steps up to `max_distance`.
 
     Args:
         distances: key place minus query place, any shape.
-        buckets: in all; with `both_sides` half of them for keys to the right.
+        buckets: in all; with `bidirectional` half of them for keys to the right.
 
     Returns:
         long, the same shape, in [0, buckets).
     """
     offset = torch.zeros_like(distances)
-    if both_sides:
+    if bidirectional:
         buckets //= 2
         offset = (distances > 0).long() * buckets
         distances = distances.abs()

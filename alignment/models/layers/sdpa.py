@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from alignment.models.layers.kv_cache import Cache
-from alignment.models.layers.padded_layout import Packing, gather, spread
+from alignment.models.layers.padded_layout import PaddedLayout, gather, spread
 from alignment.models.layers.rotary import Rotation
 from alignment.models.spec import AttentionSpec
 
 # (queries [N, H, K], keys [N, KV, K], values [N, KV, K], dropout) -> [N, H, K]
 Look = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 # (queries [N, H, K], states of the encoder -> its keys and values, dropout) -> [N, H, K]
-LookAcross = Callable[[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]], float], Tensor]
+CrossAttentionFn = Callable[[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]], float], Tensor]
 
 
 @dataclass(frozen=True)
-class Sight:
+class AttentionContext:
     """All that one layer is told about the batch.
 
     Attributes:
@@ -37,8 +37,8 @@ class Sight:
 
     look: Look
     rotation: Rotation | None = None
-    across: LookAcross | None = None
-    packing: Packing | None = None
+    across: CrossAttentionFn | None = None
+    packing: PaddedLayout | None = None
     relative: Tensor | None = None
     router_logits: list[Tensor] = field(default_factory=list)
 
@@ -82,7 +82,7 @@ def _attend_capped(
 
 
 def look_at_documents(
-    packing: Packing, spec: AttentionSpec, masks: Sequence[Tensor | None], prefix: Tensor | None
+    packing: PaddedLayout, spec: AttentionSpec, masks: Sequence[Tensor | None], prefix: Tensor | None
 ) -> Look:
     """Attention inside each document, padded to rectangles with a mask each; `prefix` [2, P, KV, K] precedes all."""
 

@@ -1,1 +1,1 @@
-"""Ways to spread an optimiser step over processes: replicated, FSDP2, DeepSpeed."""
+"""Ways to spread an optimizer step over processes: replicated, FSDP2, DeepSpeed."""

@@ -15,25 +15,25 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from alignment.training.backends import state_files
-from alignment.training.distributed import World
+from alignment.training.distributed import ProcessGroup
 from alignment.training.optim import OptimConfig, build_optimizer
 
 BUCKET_ELEMENTS = 32 * 1024 * 1024  # gradients sent at once: 128 MB in float32, past where larger messages go faster
 
 
 class Backend(Protocol):
-    """One prepared model with its optimiser.
+    """One prepared model with its optimizer.
 
     Attributes:
         model: call this one; every forward of training goes through it.
         unwrapped: the module as it was handed in, for generation and saving.
-        in_step: all ranks must run equally many forwards and backwards (they communicate in each).
+        collective_forward: all ranks must run equally many forwards and backwards (they communicate in each).
         autocast: makes contexts in which matrix products run in the run's precision.
     """
 
     model: nn.Module
     unwrapped: nn.Module
-    in_step: bool
+    collective_forward: bool
     autocast: Callable[[], AbstractContextManager[Any]]
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -56,7 +56,7 @@ class Backend(Protocol):
         """The whole state dict in float32 on the CPU of rank 0, empty on other ranks; a collective operation."""
         ...
 
-    def gathered(self) -> AbstractContextManager[None]:
+    def full_parameters(self) -> AbstractContextManager[None]:
         """While open, every rank holds whole weights: `unwrapped` may be used in ways other than its forward.
 
         Opening and closing are collective operations. In between nothing communicates, neither in calls of `model`, so
@@ -77,7 +77,7 @@ class Backend(Protocol):
         ...
 
 
-class Replicated:
+class ReplicatedBackend:
     """The whole model on every rank: one process, or data-parallel replicas.
 
     Replicas sum their gradients once, after the last backward, in large buckets. torch's DistributedDataParallel would
@@ -85,9 +85,9 @@ class Replicated:
     on all ranks; an update made of several terms and of unequal shares keeps neither promise.
     """
 
-    in_step = False
+    collective_forward = False
 
-    def __init__(self, model: nn.Module, config: OptimConfig, world: World, precision: str):
+    def __init__(self, model: nn.Module, config: OptimConfig, world: ProcessGroup, precision: str):
         self.world, self.config = world, config
         self.model = self.unwrapped = autocast_forward(model.to(world.device), world.device, precision)
         self.autocast = autocast_context(world.device, precision)
@@ -113,7 +113,7 @@ class Replicated:
         return {name: value.detach().cpu() for name, value in self.unwrapped.state_dict().items()}
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def full_parameters(self) -> Iterator[None]:
         with self.autocast():
             yield
 

@@ -15,18 +15,18 @@ from torch import Tensor, nn
 from alignment.errors import UserError
 from alignment.training.backends import state_files
 from alignment.training.backends.base import autocast_context
-from alignment.training.distributed import World
+from alignment.training.distributed import ProcessGroup
 from alignment.training.optim import OptimConfig, build_optimizer
 
 TAG = "deepspeed"
 
 
-class Zero:
-    """A DeepSpeed engine around the model; several may live in one process, each with its own optimiser."""
+class DeepSpeedBackend:
+    """A DeepSpeed engine around the model; several may live in one process, each with its own optimizer."""
 
-    in_step = True
+    collective_forward = True
 
-    def __init__(self, model: nn.Module, config: OptimConfig, world: World, precision: str):
+    def __init__(self, model: nn.Module, config: OptimConfig, world: ProcessGroup, precision: str):
         self.world, self.unwrapped = world, model
         self.autocast = autocast_context(world.device, precision)
         self._reached, self._hooks = set(), []
@@ -70,7 +70,7 @@ class Zero:
         return state
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def full_parameters(self) -> Iterator[None]:
         with self._whole(list(self.unwrapped.parameters())), self._without_module_hooks(), self.autocast():
             yield
 
@@ -83,7 +83,7 @@ class Zero:
     def load(self, directory: Path) -> None:
         if not (directory / TAG).is_dir():
             raise UserError(
-                f"{directory} has no {TAG}/ files: it was saved without DeepSpeed, and its optimiser state cannot be "
+                f"{directory} has no {TAG}/ files: it was saved without DeepSpeed, and its optimizer state cannot be "
                 "continued with DeepSpeed; resume with the launch configuration that saved it"
             )
         frozen = any(not parameter.requires_grad for parameter in self.unwrapped.parameters())

@@ -11,16 +11,16 @@ from torch import Tensor, nn
 from alignment.training.backends import state_files
 from alignment.training.backends.base import autocast_context, autocast_forward, checked_step, names_without_gradient
 from alignment.training.backends.fsdp_settings import reshard_after_forward
-from alignment.training.distributed import World
+from alignment.training.distributed import ProcessGroup
 from alignment.training.optim import OptimConfig, build_optimizer
 
 
-class Sharded:
-    """Weights, gradients and optimiser state split over ranks; a block's weights come together while it runs."""
+class FSDP2Backend:
+    """Weights, gradients and optimizer state split over ranks; a block's weights come together while it runs."""
 
-    in_step = True
+    collective_forward = True
 
-    def __init__(self, model: nn.Module, config: OptimConfig, world: World, precision: str):
+    def __init__(self, model: nn.Module, config: OptimConfig, world: ProcessGroup, precision: str):
         self.world, self.config = world, config
         self.model = self.unwrapped = autocast_forward(model.to(world.device), world.device, precision)
         self.autocast = autocast_context(world.device, precision)
@@ -45,7 +45,7 @@ class Sharded:
         return self._on_rank_0(self.unwrapped.state_dict().items())
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def full_parameters(self) -> Iterator[None]:
         root: Any = self.unwrapped
         modules = [module for module in root.modules() if hasattr(module, "unshard")]
         # The first module that runs takes itself for the root of all: let it be the root even if only parts of it run.
@@ -98,7 +98,7 @@ class Sharded:
         return state
 
 
-def shard(model: nn.Module, world: World, reshard_after_forward: bool = True) -> None:
+def shard(model: nn.Module, world: ProcessGroup, reshard_after_forward: bool = True) -> None:
     """Shard each block (a child of a ModuleList) by itself, then the rest; all ranks start from rank 0's weights."""
     from torch.distributed import broadcast
     from torch.distributed.device_mesh import init_device_mesh

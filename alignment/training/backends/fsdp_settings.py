@@ -1,4 +1,4 @@
-"""What the launch file's `fsdp_config` may say: honoured, or refused by name. Accelerate hands it over as FSDP_* variables."""
+"""What the launch file's `fsdp_config` may say: honored, or refused by name. Accelerate hands it over as FSDP_* variables."""
 
 import os
 

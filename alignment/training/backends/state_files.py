@@ -1,4 +1,4 @@
-"""A model's weights and its optimiser's state as safetensors, keyed by parameter name. No pickle; no rotation here.
+"""A model's weights and its optimizer's state as safetensors, keyed by parameter name. No pickle; no rotation here.
 
 Frozen parameters are left out: a run that trains an adapter rebuilds its base model from where it came.
 """

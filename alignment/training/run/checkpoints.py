@@ -26,7 +26,7 @@ import torch
 
 from alignment.errors import UserError, raise_all
 from alignment.files import atomic_directory, hash_of, remove_directory, remove_leftovers, sha256, write_json
-from alignment.training.distributed import World
+from alignment.training.distributed import ProcessGroup
 from alignment.training.engine import Engine
 from alignment.training.run.lineage import differences
 from alignment.training.run.random_state import random_state, set_random_state
@@ -243,7 +243,7 @@ def check_room(root: Path, engines: Mapping[str, Engine]) -> None:
         raise UserError(f"{root}: a checkpoint needs about {needed} bytes and {free} are free; older ones are kept")
 
 
-def check_world(path: Path, kept: dict[str, Any], world: World) -> None:
+def check_world(path: Path, kept: dict[str, Any], world: ProcessGroup) -> None:
     """Raise UserError where a run saved by another number of processes would not go on as it was.
 
     Rows, minibatches and samples do not depend on the number of ranks, so that only rounding differs, unless each rank

@@ -16,7 +16,7 @@ import yaml
 
 from alignment.errors import UserError, raise_all
 from alignment.files import naming_full_disk, remove_leftovers, write_json, write_text
-from alignment.training.distributed import join_world, launched_rank
+from alignment.training.distributed import init_distributed, launched_rank
 from alignment.training.run.lineage import identity_of, lineage_of, refuse_other_run
 from alignment.training.run.progress import Progress
 from alignment.training.run.signals import StopRequest, stop_requests
@@ -64,7 +64,7 @@ class Run:
         trackers = config.get("training", {}).get("trackers", [])
         check_trackers(trackers)
         if trackers:
-            join_world()  # Accelerate's trackers ask its state who this process is; every rank takes part
+            init_distributed()  # Accelerate's trackers ask its state who this process is; every rank takes part
         if self.is_main:
             try:
                 self._open(config, stage, parents, trackers)

@@ -14,9 +14,9 @@ from alignment.errors import UserError
 from alignment.files import hash_of, sha256
 
 # Keys that may change between a run and its resumption: they steer memory, files and looks, not the result.
-FREE_KEYS = frozenset(
+RESUMABLE_KEYS = frozenset(
     {
-        "output", "resume", "trackers", "save_every_steps", "keep_checkpoints", "evaluate_every_steps",
+        "output", "resume", "trackers", "save_every_steps", "keep_last_checkpoints", "evaluate_every_steps",
         "micro_batch_tokens", "gradient_checkpointing", "keep_activations",
     }
 )  # fmt: skip
@@ -95,7 +95,7 @@ def lineage_of(stage: str, config: dict[str, Any], identity: dict[str, Any]) -> 
 def without_free_keys(value: Any) -> Any:
     """A config without the keys that may change on resume."""
     if isinstance(value, dict):
-        return {key: without_free_keys(entry) for key, entry in value.items() if key not in FREE_KEYS}
+        return {key: without_free_keys(entry) for key, entry in value.items() if key not in RESUMABLE_KEYS}
     return value
 
 
@@ -156,7 +156,7 @@ def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield key, value
     elif isinstance(value, dict):
         for name, entry in value.items():
-            if name not in FREE_KEYS:
+            if name not in RESUMABLE_KEYS:
                 yield from _texts(entry, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list | tuple):
         for index, entry in enumerate(value):

@@ -57,7 +57,7 @@ def check_trackers(names: Sequence[str]) -> None:
 
 
 def open_tracker(name: str, output: Path, stage: str, config: dict[str, Any]) -> Any:
-    """One of Accelerate's trackers, started with the run's config. Accelerate's state must be there, see join_world.
+    """One of Accelerate's trackers, started with the run's config. Accelerate's state must be there, see init_distributed.
 
     Raises:
         UserError: the tracker does not start: no account, no server.

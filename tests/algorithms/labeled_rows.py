@@ -1,4 +1,4 @@
-"""Labelled rows of each task that a very small model can learn; `python labelled_rows.py DIRECTORY` writes tiny_data's.
+"""Labeled rows of each task that a very small model can learn; `python labeled_rows.py DIRECTORY` writes tiny_data's.
 
 Held-out rows are drawn as training rows are, from other seeds; a few may be equal.
 """
@@ -75,5 +75,5 @@ def write_rows(directory: Path, task: str, count: int, seed: int, name: str) -> 
 
 if __name__ == "__main__":
     for each in TASKS:
-        write_rows(Path(sys.argv[1]), each, 96, 0, f"understand_{each}.jsonl")
-        write_rows(Path(sys.argv[1]), each, 32, 1, f"understand_{each}_heldout.jsonl")
+        write_rows(Path(sys.argv[1]), each, 96, 0, f"finetune_{each}.jsonl")
+        write_rows(Path(sys.argv[1]), each, 32, 1, f"finetune_{each}_heldout.jsonl")

@@ -1,4 +1,4 @@
-"""Fine-tuning for understanding: what it learns, what it leaves alone, and that others read its results alike."""
+"""Fine-tuning for downstream tasks: what it learns, what it leaves alone, and that others read its results alike."""
 
 import json
 import os
@@ -14,32 +14,32 @@ from torch.testing import assert_close
 from alignment.adapters import LoRASpec
 from alignment.algorithms.finetune import finetune
 from alignment.algorithms.finetune import predict as predict_module
-from alignment.algorithms.finetune.finetune import UnderstandConfig
+from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.finetune.model import (
-    LanguageBeside,
+    DoubleHeadsModel,
     collate_for,
     encode_with,
     hold,
     label_settings,
     reader_state,
-    start_reader,
+    start_classifier,
 )
 from alignment.algorithms.finetune.predict import predict
 from alignment.algorithms.finetune.scoring import answers_to, label_loss, label_metrics, language_cost, read_all
 from alignment.config.load import load_config
 from alignment.data.rows.read import DataConfig
-from alignment.data.tasks.classification import LabelledBatch, TokenExample
-from alignment.data.tasks.gpt1_inputs import ViewsExample, collate_views, with_marks
+from alignment.data.tasks.classification import LabeledBatch, TokenExample
+from alignment.data.tasks.gpt1_inputs import MultiSequenceExample, add_gpt1_tokens, collate_views
 from alignment.data.tasks.question_answering import SpanExample
-from alignment.data.tasks.rows import LabelledText, LabelledWords
-from alignment.data.text.special_tokens import Framed
+from alignment.data.tasks.rows import LabeledText, LabeledWords
+from alignment.data.text.special_tokens import EncodedText
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
 from alignment.models.huggingface.checkpoint import load_checkpoint, load_language_model
 from alignment.pipeline.run import find_stage
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, Run, TrainingConfig
-from tests.algorithms.labelled_rows import TASKS, write_rows
+from tests.algorithms.labeled_rows import TASKS, write_rows
 
 BERT = {
     "model_type": "bert", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -81,7 +81,7 @@ def settings(rows, checkpoints, tmp_path):
             "optim": OptimConfig(learning_rate=3e-3, eps=1e-5),
             "training": TrainingConfig(batch_size=16, max_steps=2),
         }
-        return UnderstandConfig(task=task, **{**start, **defaults, **changes})
+        return FinetuneConfig(task=task, **{**start, **defaults, **changes})
 
     return make
 
@@ -238,7 +238,7 @@ def test_stopped_and_resumed_equals_uninterrupted(settings, tmp_path, read_metri
 
 def test_the_language_term_is_a_mean_over_tokens_texts_and_a_sum_over_rows():
     """Row 0: texts of 2 and 1 predicted tokens, means 2 and 6, hence 4; row 1: one text, mean 5; together 9."""
-    documents = [ViewsExample([[1, 2, 3], [4, 5]], 0, "a"), ViewsExample([[6, 7, 8]], 1, "b")]
+    documents = [MultiSequenceExample([[1, 2, 3], [4, 5]], 0, "a"), MultiSequenceExample([[6, 7, 8]], 1, "b")]
     [batch] = collate_views(documents, 100)
     by_target = {(2,): -1.0, (3,): -3.0, (5,): -6.0, (7,): -4.0, (8,): -6.0}
     log_probs = torch.tensor([by_target[(int(token),)] for token in batch.ragged.tokens[batch.ragged.targets]])
@@ -248,8 +248,8 @@ def test_the_language_term_is_a_mean_over_tokens_texts_and_a_sum_over_rows():
 @pytest.mark.parametrize("family", ["gpt2", "llama"])  # tied to the embedding, and a matrix of its own
 def test_the_language_head_beside_is_the_checkpoint_s(checkpoints, family):
     tokenizer, names = load_tokenizer(checkpoints[family]), {0: "no", 1: "yes"}
-    model = start_reader(checkpoints[family], "sequence", label_settings("sequence", names), len(tokenizer), True)
-    texts = [LabelledText("the spa is warm", None, "yes", "a"), LabelledText("no", None, "no", "b")]
+    model = start_classifier(checkpoints[family], "sequence", label_settings("sequence", names), len(tokenizer), True)
+    texts = [LabeledText("the spa is warm", None, "yes", "a"), LabeledText("no", None, "no", "b")]
     [batch] = collate_for("sequence", "tokenizer")(
         encode_with("sequence", "tokenizer", texts, tokenizer, 64, names), 100
     )
@@ -259,17 +259,17 @@ def test_the_language_head_beside_is_the_checkpoint_s(checkpoints, family):
     assert result.metrics["language_loss"].item() == pytest.approx(sum(means), rel=1e-5)
     scores = model(batch=batch.ragged).scores
     assert_close(scores, model.reader(batch=batch.ragged).scores)
-    assert isinstance(batch, LabelledBatch)
+    assert isinstance(batch, LabeledBatch)
     cost = torch.nn.functional.cross_entropy(scores, batch.labels, reduction="sum")
     assert_close(result.total, cost + 0.5 * result.metrics["language_loss"])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_marks_are_new_rows_and_the_old_ones_stay(checkpoints, family):
-    tokenizer = with_marks(load_tokenizer(checkpoints[family]))
+    tokenizer = add_gpt1_tokens(load_tokenizer(checkpoints[family]))
     before = load_language_model(checkpoints[family])
-    model = start_reader(checkpoints[family], "choice", label_settings("choice", {}), len(tokenizer), True)
-    assert isinstance(model, LanguageBeside) and model.reader.spec.vocabulary == len(tokenizer)
+    model = start_classifier(checkpoints[family], "choice", label_settings("choice", {}), len(tokenizer), True)
+    assert isinstance(model, DoubleHeadsModel) and model.reader.spec.vocabulary == len(tokenizer)
     old = len(tokenizer) - 3
     assert torch.equal(model.reader.trunk.embed.weight[:old], before.trunk.embed.weight)
     head = model.language_head.get_parameter("weight")
@@ -282,7 +282,7 @@ def test_both_orders_of_a_pair_count_the_same(settings):
     model = str(finetune.run(settings("gpt2", "pair", format="gpt_both_orders")))
     texts = [("the spa is warm", "a cold bus came"), ("a cold bus came", "the spa is warm")]
     tokenizer, names = load_tokenizer(model), {0: "agrees", 1: "objects"}
-    rows = [LabelledText(*pair, "agrees", str(number)) for number, pair in enumerate(texts)]
+    rows = [LabeledText(*pair, "agrees", str(number)) for number, pair in enumerate(texts)]
     examples = encode_with("pair", "gpt_both_orders", rows, tokenizer, 96, names)
     reader = load_checkpoint(model, "sequence")
     scores, _ = read_all(reader, examples, collate_for("pair", "gpt_both_orders"), "pair", 1000)
@@ -296,14 +296,14 @@ def test_both_orders_of_a_pair_count_the_same(settings):
 
 def test_a_saved_update_is_the_one_that_was_trained(checkpoints):
     labels = label_settings("sequence", {0: "no", 1: "yes"})
-    model = hold(start_reader(checkpoints["gpt2"], "sequence", labels, 0, True), False, LoRASpec(rank=2, alpha=3.0))
+    model = hold(start_classifier(checkpoints["gpt2"], "sequence", labels, 0, True), False, LoRASpec(rank=2, alpha=3.0))
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert all(".lora_" in name or name.startswith("reader.head.") for name in trained)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_B" in name:
                 parameter.normal_(generator=torch.Generator().manual_seed(0), std=0.1)
-    plain = start_reader(checkpoints["gpt2"], "sequence", labels, 0, False)
+    plain = start_classifier(checkpoints["gpt2"], "sequence", labels, 0, False)
     batch = Ragged.build([[5, 6, 7], [8, 9]])
     before = plain(batch=batch).scores
     plain.load_state_dict(reader_state(model, model.state_dict()))
@@ -317,7 +317,7 @@ def test_a_saved_update_is_the_one_that_was_trained(checkpoints):
 def window(question, scores, words, first):
     """A window of one-letter words from letter `first` of the context, behind a first token that is no word."""
     offsets = [None, *((first + 2 * place, first + 2 * place + 1) for place in range(words))]
-    framed = Framed([0] * (words + 1), [0] * (words + 1), [True] * (words + 1), (0, 1))
+    framed = EncodedText([0] * (words + 1), [0] * (words + 1), [True] * (words + 1), (0, 1))
     return SpanExample(framed, 0, 0, offsets, question, str(question)), torch.tensor(scores)
 
 
@@ -347,7 +347,7 @@ def bad(tmp_path, name, rows):
 
 
 def test_bad_rows_are_refused_before_a_model_is_loaded(settings, rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(finetune, "start_reader", lambda *a: pytest.fail("a model was loaded"))
+    monkeypatch.setattr(finetune, "start_classifier", lambda *a: pytest.fail("a model was loaded"))
     text = {"text": "the spa is warm"}
     files = {
         "no label": bad(tmp_path, "a.jsonl", [text, text | {"label": -1}]),
@@ -395,7 +395,7 @@ def test_an_adapter_is_no_start(settings, stage):
 
 def test_tiny_configs_run_after_tiny_pretraining(tmp_path, monkeypatch, read_metrics):
     monkeypatch.chdir(tmp_path)
-    for name in ("pretrain/tiny", *(f"understand/tiny{end}" for end in ("", "_pair", "_tokens", "_span", "_choice"))):
+    for name in ("pretrain/tiny", *(f"finetune/tiny{end}" for end in ("", "_pair", "_tokens", "_span", "_choice"))):
         config_class, run = find_stage(name.partition("/")[0])
         directory = run(load_config(config_class, name))
         if name != "pretrain/tiny":
@@ -418,7 +418,7 @@ def test_settings_of_a_run_reach_its_metrics_and_its_predictions(settings, rows,
     spy(finetune, "question_metrics")
     spy(predict_module, "answers_to")
     spy(predict_module, "encode_with")
-    spy(finetune, "prepare_labelled")
+    spy(finetune, "prepare_labeled")
     own = {"stride": 20, "max_question": 5, "max_answer": 7, "no_answer": True}
     data = replace(rows["span"], max_rows=3, max_length=60)
     config = settings("bert", "span", data=data, training=TrainingConfig(batch_size=3, max_steps=1), **own)
@@ -427,7 +427,7 @@ def test_settings_of_a_run_reach_its_metrics_and_its_predictions(settings, rows,
     predict(str(model), [("Who came?", "Hugo came.")])
     assert asked["question_metrics"] == [((7, True), {})] and asked["answers_to"][-1] == ((7, True), {})
     windows = {"stride": 20, "max_question": 5}
-    assert [{k: v for k, v in given.items() if k in windows} for _, given in asked["prepare_labelled"]] == 2 * [windows]
+    assert [{k: v for k, v in given.items() if k in windows} for _, given in asked["prepare_labeled"]] == 2 * [windows]
     [((length, _), given)] = asked["encode_with"]
     assert length == 60 and given == windows
 
@@ -441,10 +441,12 @@ def test_the_language_term_of_a_run_has_its_weight(settings, read_metrics):
 
 def test_the_loss_of_all_rows_is_a_mean_over_labels(checkpoints):
     tokenizer, names = load_tokenizer(checkpoints["gpt2"]), {0: "O", 1: "B-x"}
-    model = start_reader(checkpoints["gpt2"], "tokens", label_settings("tokens", names), len(tokenizer), False).eval()
+    model = start_classifier(
+        checkpoints["gpt2"], "tokens", label_settings("tokens", names), len(tokenizer), False
+    ).eval()
     texts = [
-        LabelledWords(["the"], ["O"], "a"),
-        LabelledWords(["the", "spa", "is", "warm"], ["O", "B-x", "O", "O"], "b"),
+        LabeledWords(["the"], ["O"], "a"),
+        LabeledWords(["the", "spa", "is", "warm"], ["O", "B-x", "O", "O"], "b"),
     ]
     examples = encode_with("tokens", "tokenizer", texts, tokenizer, 64, names)
     pack = collate_for("tokens", "tokenizer")
@@ -459,7 +461,7 @@ def test_the_loss_of_all_rows_is_a_mean_over_labels(checkpoints):
 def test_entities_that_are_found_too_often_cost_precision():
     """One entity of two words; found are it and another: precision 1/2, recall 1."""
     names = {0: "B-x", 1: "I-x", 2: "O"}
-    framed = Framed([5, 6, 7, 8], [0] * 4, [True] * 4, (0,))
+    framed = EncodedText([5, 6, 7, 8], [0] * 4, [True] * 4, (0,))
     scores = torch.eye(3)[[0, 1, 2, 0]]
     metrics = label_metrics([TokenExample(framed, [0, 1, 2, 2], "a")], [scores], "tokens", names)
     assert (metrics["entity_precision"], metrics["entity_recall"]) == (0.5, 1.0)
@@ -467,7 +469,7 @@ def test_entities_that_are_found_too_often_cost_precision():
 
 
 def test_an_answer_has_no_blank_of_its_tokens():
-    framed = Framed([0, 1, 2], [0] * 3, [True] * 3, (0, 1))
+    framed = EncodedText([0, 1, 2], [0] * 3, [True] * 3, (0, 1))
     window = SpanExample(framed, 0, 0, [None, (0, 1), (1, 3)], 0, "q")  # the second word's token begins with the blank
     scores = torch.tensor([[0.0, 0.0], [0.0, 0.0], [5.0, 5.0]])
     assert answers_to([window], [scores], ["a b"], 2, False) == ["b"]

@@ -16,7 +16,7 @@ from alignment.algorithms.finetune.metrics import (
     entity_metrics,
     exact_match,
     is_begin_inside,
-    normalised,
+    normalized,
 )
 
 LABELS = [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
@@ -31,7 +31,7 @@ def test_two_classes():
 
 
 def test_three_classes():
-    """labelled (2, 2, 1), predicted (1, 3, 1), 4 of 5 right: r = (20 - (2 + 6 + 1)) / sqrt((25 - 9) (25 - 11))."""
+    """labeled (2, 2, 1), predicted (1, 3, 1), 4 of 5 right: r = (20 - (2 + 6 + 1)) / sqrt((25 - 9) (25 - 11))."""
     metrics = class_metrics([0, 0, 1, 1, 2], [0, 1, 1, 1, 2], 3)
     assert metrics == pytest.approx(
         {"accuracy": 0.8, "macro_f1": (2 / 3 + 4 / 5 + 1) / 3, "matthews": 11 / math.sqrt(16 * 14)}
@@ -85,7 +85,7 @@ def test_which_labels_mark_entities():
 
 
 def test_answers_are_compared_without_case_articles_and_punctuation():
-    assert normalised("The  U.S., an area") == "us area"
+    assert normalized("The  U.S., an area") == "us area"
     assert exact_match("the Spa!", ["A pool", "spa"]) == 1.0
     assert exact_match("theatre", ["atre"]) == 0.0
 
