@@ -6,7 +6,8 @@ import signal
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -20,7 +21,6 @@ Gpus = Annotated[int | None, typer.Option(min=1, help="Start that many processes
 Launch = Annotated[
     str | None, typer.Option(metavar="FILE", help="Accelerate's launch file, or a packaged name such as launch/zero3.")
 ]
-Debug = Annotated[bool, typer.Option("--debug", help="Show a traceback where something goes wrong.")]
 ModelName = Annotated[str, typer.Option(help="Model directory or Hub name.")]
 AdapterName = Annotated[str | None, typer.Option(help="Directory of a LoRA or prefix adapter.")]
 
@@ -40,6 +40,13 @@ app.add_typer(data, name="data")
 app.add_typer(inspect, name="inspect")
 
 
+@app.callback()
+def options(
+    debug: Annotated[bool, typer.Option("--debug", help="Show a traceback where something goes wrong.")] = False,
+) -> None:
+    """Options of every verb. `main` reads them: they may stand before the verb or after it."""
+
+
 @app.command()
 def run(
     recipe: Annotated[str, typer.Argument(metavar="RECIPE", help="A recipe folder, or a packaged name: quickstart.")],
@@ -52,7 +59,6 @@ def run(
     check: Annotated[
         bool, typer.Option("--check", help="Fail where a result lies outside the recipe's bands.")
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Run a recipe: its stages in order; finished ones are skipped."""
     from alignment.pipeline.run import run_recipe
@@ -68,103 +74,83 @@ def recipe_name(recipe: str) -> str:
     return path.resolve().parent.name if path.name == "recipe.yaml" else path.resolve().name.removesuffix(".yaml")
 
 
-# Training
+# Stages
+
+TRAINING = {
+    "pretrain": "Train a language model on running text.",
+    "sft": "Fine-tune on demonstrations.",
+    "reward": "Train a reward model on comparisons.",
+    "ppo": "Optimize a policy against a reward model by PPO.",
+    "dpo": "Optimize a policy on comparisons directly.",
+    "finetune": "Fine-tune for a downstream task: classification, tagging, question answering, multiple choice.",
+}
 
 
-@app.command()
-def pretrain(
-    config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, launch: Launch = None, debug: Debug = False
-) -> None:
-    """Train a language model on running text."""
-    run_stage("pretrain", ["pretrain"], config, overrides, gpus=gpus, launch=launch, debug=debug)
+def add_training_verb(verb: str, help_text: str) -> None:
+    """Add the command that runs a training stage in this process, or in several that it starts."""
+
+    @app.command(verb, help=help_text)
+    def train(
+        context: typer.Context,
+        config: ConfigName,
+        overrides: Overrides = None,
+        gpus: Gpus = None,
+        launch: Launch = None,
+    ) -> None:
+        with open_stage(verb, config, overrides) as (run, checked):
+            if gpus is not None or launch is not None:
+                debug = ["--debug"] if context.find_root().params["debug"] else []
+                relaunch([verb, config, *(overrides or []), *debug], gpus, launch)
+            show_result(run(checked), checked)
 
 
-@app.command()
-def sft(
-    config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, launch: Launch = None, debug: Debug = False
-) -> None:
-    """Fine-tune on demonstrations."""
-    run_stage("sft", ["sft"], config, overrides, gpus=gpus, launch=launch, debug=debug)
-
-
-@app.command()
-def reward(
-    config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, launch: Launch = None, debug: Debug = False
-) -> None:
-    """Train a reward model on comparisons."""
-    run_stage("reward", ["reward"], config, overrides, gpus=gpus, launch=launch, debug=debug)
-
-
-@app.command()
-def ppo(
-    config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, launch: Launch = None, debug: Debug = False
-) -> None:
-    """Optimize a policy against a reward model by PPO."""
-    run_stage("ppo", ["ppo"], config, overrides, gpus=gpus, launch=launch, debug=debug)
-
-
-@app.command()
-def dpo(
-    config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, launch: Launch = None, debug: Debug = False
-) -> None:
-    """Optimize a policy on comparisons directly."""
-    run_stage("dpo", ["dpo"], config, overrides, gpus=gpus, launch=launch, debug=debug)
-
-
-@app.command()
-def finetune(
-    config: ConfigName, overrides: Overrides = None, gpus: Gpus = None, launch: Launch = None, debug: Debug = False
-) -> None:
-    """Fine-tune for classes of texts, pairs or words, for answers in a context, or for choices."""
-    run_stage("finetune", ["finetune"], config, overrides, gpus=gpus, launch=launch, debug=debug)
+for _verb, _help in TRAINING.items():
+    add_training_verb(_verb, _help)
 
 
 @evaluate.command("winrate")
-def evaluate_winrate(config: ConfigName, overrides: Overrides = None, debug: Debug = False) -> None:
+def evaluate_winrate(config: ConfigName, overrides: Overrides = None) -> None:
     """How often each policy's responses are preferred to a baseline's."""
-    results = run_stage("winrate", ["evaluate", "winrate"], config, overrides, debug=debug)
+    with open_stage("winrate", config, overrides) as (run, checked):
+        show_result(results := run(checked), checked)
     from alignment.evaluation.report.recipe_report import print_table, summary_rows
 
     print_table(summary_rows(json.loads(results.read_text(encoding="utf-8"))))
 
 
 @evaluate.command("reward")
-def evaluate_reward(config: ConfigName, overrides: Overrides = None, debug: Debug = False) -> None:
+def evaluate_reward(config: ConfigName, overrides: Overrides = None) -> None:
     """Accuracy of a reward model on comparisons."""
-    run_stage("reward_eval", ["evaluate", "reward"], config, overrides, debug=debug)
+    with open_stage("reward_eval", config, overrides) as (run, checked):
+        show_result(run(checked), checked)
 
 
 @evaluate.command("language")
-def evaluate_language(config: ConfigName, overrides: Overrides = None, debug: Debug = False) -> None:
+def evaluate_language(config: ConfigName, overrides: Overrides = None) -> None:
     """Loss of a language model on running text."""
-    run_stage("language", ["evaluate", "language"], config, overrides, debug=debug)
+    with open_stage("language", config, overrides) as (run, checked):
+        show_result(run(checked), checked)
 
 
-def run_stage(
-    verb: str,
-    words: Sequence[str],
-    config: str,
-    overrides: list[str] | None,
-    *,
-    gpus: int | None = None,
-    launch: str | None = None,
-    debug: bool = False,
-) -> Path:
-    """Check the config, then run the stage here and return what it wrote, or start the same command once per GPU."""
+@contextmanager
+def open_stage(verb: str, config: str, overrides: list[str] | None) -> Iterator[tuple[Callable[[Any], Path], Any]]:
+    """The function of a stage and its checked config; while open, an error on one rank ends the others too."""
     from alignment.config.load import load_config
-    from alignment.pipeline.run import find_stage, write_page
+    from alignment.pipeline.stages import find_stage
     from alignment.training.ranks import failing_together
 
-    config_class, function = find_stage(verb)
+    config_class, run = find_stage(verb)
     with failing_together():
-        checked = load_config(config_class, config, overrides or [])
-        if gpus is not None or launch is not None:
-            relaunch([*words, config, *(overrides or []), *(["--debug"] if debug else [])], gpus, launch)
-        result = function(checked)
-        if is_first_rank():
-            write_page(Path(checked.output))
-            print(result)
-    return result
+        yield run, load_config(config_class, config, overrides or [])
+
+
+def show_result(result: Path, config: Any) -> None:
+    """Write the page of a run that logged metrics and print the path of its result, on the first rank."""
+    from alignment.pipeline.stages import write_page
+
+    if is_first_rank():
+        write_page(Path(config.output))
+        print(result)
 
 
 def relaunch(arguments: Sequence[str], gpus: int | None, launch: str | None) -> None:
@@ -215,7 +201,6 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Read texts as they stand, not through the chat template.")
     ] = False,
-    debug: Debug = False,
 ) -> None:
     """Sample responses, or search with beams. Where the model has a chat template, a text is one user message.
 
@@ -241,7 +226,6 @@ def export(
     model: ModelName,
     output: Annotated[str, typer.Option(help="Directory to write.")],
     adapter: AdapterName = None,
-    debug: Debug = False,
 ) -> None:
     """Write a model, its adapter merged in, as a plain Hugging Face directory."""
     from alignment import loading
@@ -256,7 +240,6 @@ def data_check(
     tokenizer: Annotated[str | None, typer.Option(help="Directory of a tokenizer: shows tokens and masks.")] = None,
     template: Annotated[str | None, typer.Option(help="File with a chat template in place of the tokenizer's.")] = None,
     max_length: Annotated[int, typer.Option(min=2, help="Tokens per row; what is longer is cut.")] = 1024,
-    debug: Debug = False,
 ) -> None:
     """Read a file as training would, and say what is wrong with it."""
     from alignment.data.tools.doctor import check_file
@@ -277,7 +260,6 @@ def inspect_attention(
     ] = None,
     output: Annotated[str, typer.Option(help="HTML file to write.")] = "attention.html",
     layers: Annotated[str | None, typer.Option(metavar="0,3", help="Layers to show, from 0; all by default.")] = None,
-    debug: Debug = False,
 ) -> None:
     """Write a page with the attention maps of every layer and head."""
     numbers = None if layers is None else layer_numbers(layers)
@@ -295,7 +277,7 @@ def layer_numbers(text: str) -> list[int]:
 
 
 @app.command()
-def doctor(debug: Debug = False) -> None:
+def doctor() -> None:
     """Versions, devices and backends: what was found and what is missing."""
     from alignment.commands.doctor import examine
 
@@ -312,6 +294,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         0 done; 2 the user's input is wrong; 130 and 143 stopped by SIGINT and SIGTERM; 1 anything else.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in arguments
+    arguments = [*(["--debug"] if debug else []), *(argument for argument in arguments if argument != "--debug")]
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, terminate)
     try:
@@ -319,9 +303,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return 128 + signal.SIGINT
     except Exception as error:
-        if "--debug" in arguments:
+        if debug:
             traceback.print_exc()
-        return explain(error, debug="--debug" in arguments)
+        return explain(error, debug=debug)
 
 
 def explain(error: Exception, *, debug: bool) -> int:

@@ -10,7 +10,7 @@ import yaml
 from alignment.config.load import load_config, packaged_folder, packaged_writer
 from alignment.errors import UserError
 from alignment.loading import load_model
-from alignment.pipeline.run import find_stage
+from alignment.pipeline.stages import find_stage
 from alignment.training import learning_rate_at
 
 ROOT = packaged_folder("configs")

@@ -7,17 +7,20 @@ import sys
 import types
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from alignment.errors import UserError
 from alignment.pipeline import run as pipeline
-from alignment.pipeline.run import STAGES, plan, run_recipe
+from alignment.pipeline import stages
+from alignment.pipeline.run import plan, run_recipe
+from alignment.pipeline.stages import STAGES
 
 ROOT = Path(__file__).resolve().parent.parent
 HOLD = """
 import sys, time
-from alignment.training.run import lock
+from alignment.training.run.directory import lock
 held = lock(__import__("pathlib").Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)
@@ -87,7 +90,7 @@ class Ran(list):
 def ran(monkeypatch) -> Ran:
     ran = Ran()
 
-    def run(config) -> None:
+    def run(config: Any) -> None:
         ran.append(config)
         output = Path(config.output)
         (output / "trace").write_text((output / "trace").read_text() + "x" if (output / "trace").exists() else "x")
@@ -97,11 +100,17 @@ def ran(monkeypatch) -> Ran:
         (output / "lineage.json").write_text('{"parents": ["by the stage itself"]}')
 
     fakes = types.ModuleType("fakes")
-    vars(fakes).update(MakeConfig=MakeConfig, TrainConfig=TrainConfig, run=run)
+
+    def make(config: MakeConfig) -> None:
+        run(config)
+
+    def train(config: TrainConfig) -> None:
+        run(config)
+
+    vars(fakes).update(make=make, train=train)
     monkeypatch.setitem(sys.modules, "fakes", fakes)
-    monkeypatch.setattr(
-        pipeline, "STAGES", {"make": ("fakes", "MakeConfig", "run"), "train": ("fakes", "TrainConfig", "run")}
-    )
+    monkeypatch.setattr(stages, "STAGES", fake_stages := {"make": "fakes:make", "train": "fakes:train"})
+    monkeypatch.setattr(pipeline, "STAGES", fake_stages)
     monkeypatch.setattr(pipeline, "code_hash", lambda: "code")
     return ran
 
@@ -374,10 +383,10 @@ def test_the_lock_is_released_when_a_stage_fails(recipe, ran):
 
 
 def test_a_user_s_mistake_inside_a_stage_names_the_stage(recipe, ran, monkeypatch):
-    def broken(config) -> None:
+    def broken(config: MakeConfig) -> None:
         raise UserError("rows.jsonl:3: no prompt")
 
-    monkeypatch.setattr(sys.modules["fakes"], "run", broken)
+    monkeypatch.setattr(sys.modules["fakes"], "make", broken)
     assert refusal(recipe) == "stage world: rows.jsonl:3: no prompt"
 
 
@@ -388,7 +397,7 @@ def test_several_processes_are_refused(recipe, ran, monkeypatch):
 
 @pytest.mark.parametrize("verb", sorted(STAGES))
 def test_every_verb_has_its_config_and_function(verb):
-    config, function = pipeline.find_stage(verb)
+    config, function = stages.find_stage(verb)
     assert "output" in config.__dataclass_fields__
     assert callable(function)
 

@@ -1,7 +1,6 @@
 """Runs a recipe: stages in order, finished ones skipped by content hash. What a stage does is its own room's matter."""
 
 import gc
-import importlib
 import os
 import resource
 import shutil
@@ -18,24 +17,8 @@ from alignment.errors import UserError, raise_all
 from alignment.files import hash_of, remove_directory, remove_leftovers, sha256, write_json
 from alignment.pipeline.expectations import check_bands, read_json
 from alignment.pipeline.recipe import FOLDERS, Recipe, StageSettings, read_recipe
+from alignment.pipeline.stages import STAGES, find_stage, write_page
 
-STAGES = {  # verb: module, config class, function of a config. Imported when a recipe or a command needs it.
-    "world": ("alignment.hotel_world.run", "WorldRunConfig", "run_world"),
-    "split": ("alignment.data.tools.split", "SplitConfig", "run_split"),
-    "pairs": ("alignment.data.tools.derive", "PairsConfig", "run_pairs"),
-    "continuations": ("alignment.data.tools.derive", "ContinuationsConfig", "run_continuations"),
-    "import_llama2c": ("alignment.commands.import_llama2c", "ImportConfig", "run_import"),
-    "pretrain": ("alignment.algorithms.pretrain.pretrain", "PretrainConfig", "run"),
-    "sft": ("alignment.algorithms.sft", "SFTConfig", "run"),
-    "reward": ("alignment.algorithms.reward", "RewardConfig", "run"),
-    "ppo": ("alignment.algorithms.ppo.ppo", "PPOConfig", "run"),
-    "dpo": ("alignment.algorithms.dpo", "DPOConfig", "run"),
-    "finetune": ("alignment.algorithms.finetune.finetune", "FinetuneConfig", "run"),
-    "winrate": ("alignment.evaluation.win_rate_run", "WinRateConfig", "run_winrate"),
-    "reward_eval": ("alignment.evaluation.win_rate_run", "RewardEvalConfig", "run_reward"),
-    "language": ("alignment.evaluation.win_rate_run", "LanguageEvalConfig", "run_language"),
-    "report": ("alignment.evaluation.report.recipe_report", "ReportConfig", "run_report"),
-}
 GIT_HASH = 40  # digits; a SHA-256 has 64
 MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer.json")
 
@@ -57,13 +40,6 @@ class Stage:
     run: Callable[[Any], Any]
     lineage: dict[str, Any]
     hash: str
-
-
-def find_stage(verb: str) -> tuple[type, Callable[[Any], Any]]:
-    """Config class and function of a verb; imports them."""
-    module, config, function = STAGES[verb]
-    loaded = importlib.import_module(module)
-    return getattr(loaded, config), getattr(loaded, function)
 
 
 def run_recipe(
@@ -248,14 +224,6 @@ def run_stage(stage: Stage, output: Path, *, anew: bool) -> None:
     write_page(directory)
     if stage.lineage["verb"] == "report":
         shutil.copyfile(directory / "report.html", output / "report.html")
-
-
-def write_page(directory: Path) -> None:
-    """Write `report.html` of a training run into its directory; nothing for a stage that logged no metrics."""
-    if (directory / "metrics.jsonl").is_file():
-        from alignment.evaluation.report.run_report import write_run_report
-
-        write_run_report(directory)
 
 
 def is_finished(stage: Stage, output: Path) -> bool:

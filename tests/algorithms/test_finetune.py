@@ -36,7 +36,7 @@ from alignment.data.text.special_tokens import EncodedText
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
 from alignment.models.huggingface.checkpoint import load_checkpoint, load_language_model
-from alignment.pipeline.run import find_stage
+from alignment.pipeline.stages import find_stage
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, Run, TrainingConfig
 from tests.algorithms.labeled_rows import TASKS, write_rows

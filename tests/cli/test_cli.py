@@ -15,6 +15,7 @@ import pytest
 from alignment import cli
 from alignment.errors import UserError
 from alignment.pipeline import run as pipeline
+from alignment.pipeline import stages
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -42,7 +43,7 @@ def stage(monkeypatch, tmp_path) -> types.SimpleNamespace:
             raise stub.raises
         return Path(config.output) / "model"
 
-    monkeypatch.setattr(pipeline, "find_stage", lambda verb: (StageConfig, run))
+    monkeypatch.setattr(stages, "find_stage", lambda verb: (StageConfig, run))
     return stub
 
 

@@ -126,7 +126,7 @@ def test_keys_of_other_programs_and_sections_are_told_what_they_are_called_here(
 
 def test_every_key_that_another_program_s_name_leads_to_exists():
     from alignment.config.load import NAMES_ELSEWHERE, _has_key
-    from alignment.pipeline.run import find_stage
+    from alignment.pipeline.stages import find_stage
 
     classes = [find_stage(verb)[0] for verb in ("pretrain", "sft", "reward", "dpo", "ppo")]
     for ours in NAMES_ELSEWHERE.values():

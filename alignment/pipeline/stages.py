@@ -1,0 +1,40 @@
+"""The table of stages: which function each verb runs. A stage is imported when a recipe or a command needs it."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, get_type_hints
+
+STAGES = {  # verb: "module:function"; the function takes the stage's config, whose class is the parameter's annotation
+    "hotel_world": "alignment.hotel_world.run:run_world",
+    "split": "alignment.data.tools.split:run_split",
+    "pairs": "alignment.data.tools.derive:run_pairs",
+    "continuations": "alignment.data.tools.derive:run_continuations",
+    "import_llama2c": "alignment.commands.import_llama2c:run_import",
+    "pretrain": "alignment.algorithms.pretrain.pretrain:run",
+    "sft": "alignment.algorithms.sft:run",
+    "reward": "alignment.algorithms.reward:run",
+    "ppo": "alignment.algorithms.ppo.ppo:run",
+    "dpo": "alignment.algorithms.dpo:run",
+    "finetune": "alignment.algorithms.finetune.finetune:run",
+    "winrate": "alignment.evaluation.win_rate_run:run_winrate",
+    "reward_eval": "alignment.evaluation.win_rate_run:run_reward",
+    "language": "alignment.evaluation.win_rate_run:run_language",
+    "report": "alignment.evaluation.report.recipe_report:run_report",
+}
+
+
+def find_stage(verb: str) -> tuple[type, Callable[[Any], Any]]:
+    """Config class and function of a verb; imports them."""
+    module, _, name = STAGES[verb].partition(":")
+    function = getattr(importlib.import_module(module), name)
+    (config_class,) = (hint for parameter, hint in get_type_hints(function).items() if parameter != "return")
+    return config_class, function
+
+
+def write_page(directory: Path) -> None:
+    """Write `report.html` of a training run into its directory; nothing for a stage that logged no metrics."""
+    if (directory / "metrics.jsonl").is_file():
+        from alignment.evaluation.report.run_report import write_run_report
+
+        write_run_report(directory)
