@@ -128,7 +128,10 @@ def test_no_file_is_too_long():
         ({"models/a.py": "import alignment.data.text.chat"}, "models/a.py:1: models may not import data"),
         ({"losses/a.py": "from alignment import data"}, "losses/a.py:1: losses may not import data"),
         ({"algorithms/a.py": "import alignment.evaluation"}, "algorithms/a.py:1: algorithms may not import evaluation"),
-        ({"adapters/a.py": "def f():\n    from ..hotel_world import gold"}, "adapters/a.py:2: adapters may not import hotel_world"),
+        (
+            {"adapters/a.py": "def f():\n    from ..hotel_world import gold"},
+            "adapters/a.py:2: adapters may not import hotel_world",
+        ),
         ({"errors.py": "from .pipeline import plan"}, "errors.py:1: errors may not import pipeline"),
         ({"data/a.py": "from alignment import load_model"}, "data/a.py:1: data may not import loading"),
     ],
