@@ -329,7 +329,7 @@ def sst2(data: Path, output: Path, seed: int, **start: Any) -> float:
     rows = {part: str(data / "sst2" / f"{part}.jsonl.gz") for part in ("train", "dev", "test")}
     finetune.run(
         finetune.FinetuneConfig(
-            task="sequence",
+            task="classification",
             data=DataConfig(rows["train"], [rows["dev"], rows["test"]], columns={"text": "sentence"}, max_length=64),
             output=str(output),
             optim=OptimConfig(5e-4, warmup_steps=50, weight_decay=0.01, schedule="linear"),

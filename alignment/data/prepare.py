@@ -44,9 +44,9 @@ TOKENIZE_TEXT: dict[str, Tokenize] = {
     "infilling": partial(tokenize_plain, special=3),
 }
 ENCODE: dict[str, Callable[..., tuple[list[Any], Tally]]] = {
-    "sequence": classification.encode_sequences,
-    "pair": classification.encode_sequences,
-    "tokens": classification.encode_words,
+    "classification": classification.encode_sequences,
+    "pair_classification": classification.encode_sequences,
+    "token_classification": classification.encode_words,
 }
 UNKNOWN = "texts with characters that the tokenizer does not know: read as its unknown token"
 
@@ -140,20 +140,21 @@ def prepare_labeled(
     """Examples of one part of labeled data, the whole tally, and the labels by id.
 
     Args:
-        task: sequence or pair (ClassExample), tokens (TokenExample), span (SpanExample), or choice (MultiSequenceExample, with
-            a tokenizer from `gpt1_inputs.add_gpt1_tokens`, or as `encode` has it).
-        names: id2label that the rows must keep to; None: made from the rows. Span and choice have none.
+        task: classification or pair_classification (ClassExample), token_classification (TokenExample),
+            question_answering (SpanExample), or multiple_choice (MultiSequenceExample, with a tokenizer from
+            `gpt1_inputs.add_gpt1_tokens`, or as `encode` has it).
+        names: id2label that the rows must keep to; None: made from the rows. Questions and choices have none.
         encode: how sequences and pairs become examples, where not as BERT has them: `gpt1_inputs.encode_classes` or
             `encode_similarity`; how choices do, where not as GPT-1 has them: `choices.encode_pair_choices`.
-        options: of span: `stride`, `max_question`.
+        options: of question_answering: `stride`, `max_question`.
 
     Raises:
         UserError: bad rows, unknown labels; more rows lost than `config.max_lost_share`; no data named for this part.
     """
     rows, reading = _read_labeled(config, task, part)
-    if task == "span":
+    if task == "question_answering":
         examples, making = encode_questions(rows, tokenizer, config.max_length, **options)
-    elif task == "choice":
+    elif task == "multiple_choice":
         examples, making = (encode or gpt1_inputs.encode_choices)(rows, tokenizer, config.max_length)
     else:
         names = label_names(rows) if names is None else names

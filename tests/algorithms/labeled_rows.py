@@ -16,13 +16,13 @@ TOWNS = ["Rome", "Oslo", "Bern", "Riga"]
 PEOPLE = ["Hugo", "Karin", "Ines", "Olaf"]
 
 
-def sequence(rng: random.Random) -> dict[str, Any]:
+def classification(rng: random.Random) -> dict[str, Any]:
     """What is thought of two places."""
     label, words = rng.choice([("good", GOOD), ("bad", BAD)])
     return {"text": " and ".join(f"the {rng.choice(PLACES)} is {rng.choice(words)}" for _ in range(2)), "label": label}
 
 
-def pair(rng: random.Random) -> dict[str, Any]:
+def pair_classification(rng: random.Random) -> dict[str, Any]:
     """Whether the second text says that the first is right to complain."""
     label, words = rng.choice([("agrees", BAD), ("objects", GOOD)])
     place, other = rng.sample(PLACES, 2)
@@ -33,7 +33,7 @@ def pair(rng: random.Random) -> dict[str, Any]:
     }
 
 
-def tokens(rng: random.Random) -> dict[str, Any]:
+def token_classification(rng: random.Random) -> dict[str, Any]:
     """Persons and towns in a sentence."""
     person, town = rng.choice(PEOPLE), rng.choice(TOWNS)
     words = ["the", "guest", person, "came", "from", "New", town, "by", rng.choice(["bus", "train"])]
@@ -42,7 +42,7 @@ def tokens(rng: random.Random) -> dict[str, Any]:
     return {"words": words[cut:], "labels": labels[cut:]}
 
 
-def span(rng: random.Random) -> dict[str, Any]:
+def question_answering(rng: random.Random) -> dict[str, Any]:
     """Who came, in a sentence that begins in different ways."""
     person, start = rng.choice(PEOPLE), " ".join(rng.sample(PLACES, rng.randint(1, 3)))
     context = f"{start}: {person} came by {rng.choice(['bus', 'train'])}."
@@ -50,7 +50,7 @@ def span(rng: random.Random) -> dict[str, Any]:
     return {"question": "Who came?", "context": context, "answers": answers}
 
 
-def choice(rng: random.Random) -> dict[str, Any]:
+def multiple_choice(rng: random.Random) -> dict[str, Any]:
     """The good one among three ways to go on."""
     label = rng.randrange(3)
     words = [rng.choice(GOOD if number == label else BAD) for number in range(3)]
@@ -58,11 +58,11 @@ def choice(rng: random.Random) -> dict[str, Any]:
 
 
 TASKS: dict[str, Callable[[random.Random], dict[str, Any]]] = {
-    "sequence": sequence,
-    "pair": pair,
-    "tokens": tokens,
-    "span": span,
-    "choice": choice,
+    "classification": classification,
+    "pair_classification": pair_classification,
+    "token_classification": token_classification,
+    "question_answering": question_answering,
+    "multiple_choice": multiple_choice,
 }
 
 

@@ -47,7 +47,7 @@ BERT = {
 }  # fmt: skip
 KINDS = [
     *((family, task) for family in ("gpt2", "bert") for task in TASKS),
-    *(("llama", task) for task in ("sequence", "span")),
+    *(("llama", task) for task in ("classification", "question_answering")),
 ]
 TIMES = ("tokens_per_second",)
 
@@ -68,7 +68,7 @@ def rows(tmp_path_factory):
 
 @pytest.fixture
 def settings(rows, checkpoints, tmp_path):
-    """`settings("bert", "span", **changes)`: a small config; encoders start from nothing."""
+    """`settings("bert", "question_answering", **changes)`: a small config; encoders start from nothing."""
 
     def make(family, task, **changes):
         start = (
@@ -98,29 +98,36 @@ def test_a_separable_task_is_learned(settings, read_metrics, family, task):
     config = settings(family, task, training=TrainingConfig(batch_size=16, epochs=8))
     finetune.run(config)
     last = read_metrics(config.output)[-1]
-    assert last["held_out_exact_match" if task == "span" else "held_out_accuracy"] == 1.0
-    if task == "tokens":
+    assert last["held_out_exact_match" if task == "question_answering" else "held_out_accuracy"] == 1.0
+    if task == "token_classification":
         assert last["held_out_entity_f1"] == 1.0
-    if task == "span":
+    if task == "question_answering":
         assert last["held_out_f1"] == 1.0
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_predictions_are_the_held_out_labels(settings, rows, task):
-    config = settings("bert" if task in ("tokens", "span") else "gpt2", task, training=TrainingConfig(epochs=10))
+    config = settings(
+        "bert" if task in ("token_classification", "question_answering") else "gpt2",
+        task,
+        training=TrainingConfig(epochs=10),
+    )
     model = str(finetune.run(config))
     held_out = [json.loads(line) for line in Path(str(rows[task].evaluation)).read_text().splitlines()]
     asked = {
-        "sequence": lambda row: row["text"],
-        "pair": lambda row: (row["text"], row["pair"]),
-        "tokens": lambda row: row["words"],
-        "span": lambda row: (row["question"], row["context"]),
-        "choice": lambda row: (row["context"], row["choices"]),
+        "classification": lambda row: row["text"],
+        "pair_classification": lambda row: (row["text"], row["pair"]),
+        "token_classification": lambda row: row["words"],
+        "question_answering": lambda row: (row["question"], row["context"]),
+        "multiple_choice": lambda row: (row["context"], row["choices"]),
     }[task]
-    told = {"tokens": lambda row: row["labels"], "span": lambda row: row["answers"][0]["text"]}
+    told = {
+        "token_classification": lambda row: row["labels"],
+        "question_answering": lambda row: row["answers"][0]["text"],
+    }
     found = predict(model, [asked(row) for row in held_out], micro_batch_tokens=200)
     assert found == [told.get(task, lambda row: row["label"])(row) for row in held_out]
-    if task == "tokens":
+    if task == "token_classification":
         long = predict(model, [["the"] * 200])[0]
         assert len(long) == 200 and long[0] == "O" and long[-1] is None
 
@@ -138,10 +145,12 @@ def test_transformers_gives_the_same_scores(settings, family, task):
     import transformers
 
     directory = finetune.run(settings(family, task))
-    kind = {"tokens": "TokenClassification", "span": "QuestionAnswering"}.get(task, "SequenceClassification")
+    kind = {"token_classification": "TokenClassification", "question_answering": "QuestionAnswering"}.get(
+        task, "SequenceClassification"
+    )
     theirs, loading = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(directory, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
-    head = {"tokens": "tokens", "span": "span"}.get(task, "sequence")
+    head = {"token_classification": "tokens", "question_answering": "span"}.get(task, "sequence")
     ours = load_checkpoint(directory, head)
     ids = torch.randint(5, 300, (3, 12), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(12) < torch.tensor([[12], [7], [9]])
@@ -149,12 +158,18 @@ def test_transformers_gives_the_same_scores(settings, family, task):
     with torch.no_grad():
         scores = ours(ids, mask.long()).scores
         output = theirs.eval()(input_ids=ids, attention_mask=mask.long())
-    logits = torch.stack([output.start_logits, output.end_logits], -1) if task == "span" else output.logits
-    if task in ("tokens", "span"):
+    logits = (
+        torch.stack([output.start_logits, output.end_logits], -1) if task == "question_answering" else output.logits
+    )
+    if task in ("token_classification", "question_answering"):
         logits, scores = logits[mask], scores[mask]
     assert_close(scores, logits, atol=2e-5, rtol=1e-4)
-    names = {"sequence": ["bad", "good"], "pair": ["agrees", "objects"], "choice": ["score"]}.get(task)
-    names = ["B-person", "B-town", "I-town", "O"] if task == "tokens" else names
+    names = {
+        "classification": ["bad", "good"],
+        "pair_classification": ["agrees", "objects"],
+        "multiple_choice": ["score"],
+    }.get(task)
+    names = ["B-person", "B-town", "I-town", "O"] if task == "token_classification" else names
     if names is not None:
         assert theirs.config.id2label == dict(enumerate(names))
         assert theirs.config.label2id == {name: number for number, name in enumerate(names)}
@@ -163,7 +178,7 @@ def test_transformers_gives_the_same_scores(settings, family, task):
 # What it leaves alone
 
 
-@pytest.mark.parametrize("task", ["sequence", "tokens"])
+@pytest.mark.parametrize("task", ["classification", "token_classification"])
 def test_a_frozen_trunk_is_left_bit_equal_and_without_dropout(
     settings, checkpoints, write_checkpoint, tmp_path, read_metrics, task
 ):
@@ -186,7 +201,8 @@ def test_a_frozen_trunk_is_left_bit_equal_and_without_dropout(
 
 
 @pytest.mark.parametrize(
-    ("family", "task"), [("gpt2", "pair"), ("gpt2", "choice"), *(("bert", task) for task in TASKS)]
+    ("family", "task"),
+    [("gpt2", "pair_classification"), ("gpt2", "multiple_choice"), *(("bert", task) for task in TASKS)],
 )
 def test_the_result_does_not_depend_on_how_the_batch_is_cut(settings, tmp_path, family, task):
     changes = {"language_coef": 0.5} if family == "gpt2" else {}
@@ -212,8 +228,8 @@ def test_stopped_and_resumed_equals_uninterrupted(settings, tmp_path, read_metri
         "LoRA": {"adapter": LoRASpec(rank=2, dropout=0.1)},
         "frozen": {"frozen_trunk": True},
     }[name] | {"training": TrainingConfig(batch_size=16, max_steps=4, evaluate_every_steps=2)}
-    whole = finetune.run(settings("gpt2", "pair", output=str(tmp_path / "whole"), **changes))
-    config, log = settings("gpt2", "pair", output=str(tmp_path / "parts"), **changes), Run.log
+    whole = finetune.run(settings("gpt2", "pair_classification", output=str(tmp_path / "whole"), **changes))
+    config, log = settings("gpt2", "pair_classification", output=str(tmp_path / "parts"), **changes), Run.log
 
     def log_and_stop(self, step, metrics):
         log(self, step, metrics)
@@ -248,13 +264,15 @@ def test_the_language_term_is_a_mean_over_tokens_texts_and_a_sum_over_rows():
 @pytest.mark.parametrize("family", ["gpt2", "llama"])  # tied to the embedding, and a matrix of its own
 def test_the_language_head_beside_is_the_checkpoint_s(checkpoints, family):
     tokenizer, names = load_tokenizer(checkpoints[family]), {0: "no", 1: "yes"}
-    model = start_classifier(checkpoints[family], "sequence", label_settings("sequence", names), len(tokenizer), True)
+    model = start_classifier(
+        checkpoints[family], "classification", label_settings("classification", names), len(tokenizer), True
+    )
     texts = [LabeledText("the spa is warm", None, "yes", "a"), LabeledText("no", None, "no", "b")]
-    [batch] = collate_for("sequence", "tokenizer")(
-        encode_with("sequence", "tokenizer", texts, tokenizer, 64, names), 100
+    [batch] = collate_for("classification", "tokenizer")(
+        encode_with("classification", "tokenizer", texts, tokenizer, 64, names), 100
     )
     log_probs = load_language_model(checkpoints[family])(batch=batch.ragged).log_probs.detach()
-    result = label_loss(model, "sequence", 0.5)(batch)
+    result = label_loss(model, "classification", 0.5)(batch)
     means = [float(-log_probs[batch.ragged.target_rows == row].mean()) for row in (0, 1)]
     assert result.metrics["language_loss"].item() == pytest.approx(sum(means), rel=1e-5)
     scores = model(batch=batch.ragged).scores
@@ -268,7 +286,9 @@ def test_the_language_head_beside_is_the_checkpoint_s(checkpoints, family):
 def test_marks_are_new_rows_and_the_old_ones_stay(checkpoints, family):
     tokenizer = add_gpt1_tokens(load_tokenizer(checkpoints[family]))
     before = load_language_model(checkpoints[family])
-    model = start_classifier(checkpoints[family], "choice", label_settings("choice", {}), len(tokenizer), True)
+    model = start_classifier(
+        checkpoints[family], "multiple_choice", label_settings("multiple_choice", {}), len(tokenizer), True
+    )
     assert isinstance(model, DoubleHeadsModel) and model.reader.spec.vocabulary == len(tokenizer)
     old = len(tokenizer) - 3
     assert torch.equal(model.reader.trunk.embed.weight[:old], before.trunk.embed.weight)
@@ -279,13 +299,15 @@ def test_marks_are_new_rows_and_the_old_ones_stay(checkpoints, family):
 
 
 def test_both_orders_of_a_pair_count_the_same(settings):
-    model = str(finetune.run(settings("gpt2", "pair", format="gpt_both_orders")))
+    model = str(finetune.run(settings("gpt2", "pair_classification", format="gpt1_similarity")))
     texts = [("the spa is warm", "a cold bus came"), ("a cold bus came", "the spa is warm")]
     tokenizer, names = load_tokenizer(model), {0: "agrees", 1: "objects"}
     rows = [LabeledText(*pair, "agrees", str(number)) for number, pair in enumerate(texts)]
-    examples = encode_with("pair", "gpt_both_orders", rows, tokenizer, 96, names)
+    examples = encode_with("pair_classification", "gpt1_similarity", rows, tokenizer, 96, names)
     reader = load_checkpoint(model, "sequence")
-    scores, _ = read_all(reader, examples, collate_for("pair", "gpt_both_orders"), "pair", 1000)
+    scores, _ = read_all(
+        reader, examples, collate_for("pair_classification", "gpt1_similarity"), "pair_classification", 1000
+    )
     assert_close(scores[0], scores[1])
     alone = [reader(batch=Ragged.build([document])).scores[0] for document in examples[0].documents]
     assert_close(scores[0], sum(alone))
@@ -295,15 +317,17 @@ def test_both_orders_of_a_pair_count_the_same(settings):
 
 
 def test_a_saved_update_is_the_one_that_was_trained(checkpoints):
-    labels = label_settings("sequence", {0: "no", 1: "yes"})
-    model = hold(start_classifier(checkpoints["gpt2"], "sequence", labels, 0, True), False, LoRASpec(rank=2, alpha=3.0))
+    labels = label_settings("classification", {0: "no", 1: "yes"})
+    model = hold(
+        start_classifier(checkpoints["gpt2"], "classification", labels, 0, True), False, LoRASpec(rank=2, alpha=3.0)
+    )
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     assert all(".lora_" in name or name.startswith("reader.head.") for name in trained)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_B" in name:
                 parameter.normal_(generator=torch.Generator().manual_seed(0), std=0.1)
-    plain = start_classifier(checkpoints["gpt2"], "sequence", labels, 0, False)
+    plain = start_classifier(checkpoints["gpt2"], "classification", labels, 0, False)
     batch = Ragged.build([[5, 6, 7], [8, 9]])
     before = plain(batch=batch).scores
     plain.load_state_dict(reader_state(model, model.state_dict()))
@@ -355,34 +379,36 @@ def test_bad_rows_are_refused_before_a_model_is_loaded(settings, rows, tmp_path,
         "unknown": bad(tmp_path, "c.jsonl", [text | {"label": "splendid"}]),
     }
     with pytest.raises(UserError, match="2 bad rows"):
-        finetune.run(settings("gpt2", "sequence", data=DataConfig(train=files["no label"])))
+        finetune.run(settings("gpt2", "classification", data=DataConfig(train=files["no label"])))
     with pytest.raises(UserError, match="same label 'good'"):
-        finetune.run(settings("gpt2", "sequence", data=DataConfig(train=files["one label"])))
-    data = DataConfig(train=rows["sequence"].train, evaluation=files["unknown"])
+        finetune.run(settings("gpt2", "classification", data=DataConfig(train=files["one label"])))
+    data = DataConfig(train=rows["classification"].train, evaluation=files["unknown"])
     with pytest.raises(UserError, match=r"c\.jsonl.*'splendid' is unknown; known: bad, good"):
-        finetune.run(settings("gpt2", "sequence", data=data))
+        finetune.run(settings("gpt2", "classification", data=data))
     question = {"question": "Who?", "context": "Nobody.", "answers": []}
     with pytest.raises(UserError, match="no_answer=true"):
-        finetune.run(settings("bert", "span", data=DataConfig(train=bad(tmp_path, "d.jsonl", [question]))))
+        finetune.run(
+            settings("bert", "question_answering", data=DataConfig(train=bad(tmp_path, "d.jsonl", [question])))
+        )
 
 
 def test_what_does_not_go_together_is_refused(settings, checkpoints):
     for family, changes, words in [
-        ("bert", {"format": "gpt"}, "format=gpt is a decoder's and bert is none"),
+        ("bert", {"format": "gpt1"}, "format=gpt1 is a decoder's and bert is none"),
         ("bert", {"language_coef": 0.5}, "needs a decoder and bert is none"),
     ]:
         with pytest.raises(UserError, match=words):
-            finetune.run(settings(family, "sequence", **changes))
+            finetune.run(settings(family, "classification", **changes))
     for task, changes, words in [
-        ("tokens", {"format": "gpt"}, "does not go with task=tokens"),
-        ("sequence", {"format": "gpt_both_orders"}, "does not go with task=sequence"),
-        ("tokens", {"language_coef": 0.5}, "language_coef goes with"),
-        ("pair", {"language_coef": 0.5, "frozen_trunk": True}, "language_coef goes with"),
-        ("pair", {"language_coef": -1.0}, "must be 0"),
-        ("pair", {"adapter": LoRASpec(), "frozen_trunk": True}, "leave one of them out"),
-        ("span", {"max_answer": 0}, "max_answer must be at least 1"),
-        ("pair", {"policy": None}, "either `model`"),
-        ("pair", {"policy": None, "model": BERT}, "needs `tokenizer`"),
+        ("token_classification", {"format": "gpt1"}, "does not go with task=token_classification"),
+        ("classification", {"format": "gpt1_similarity"}, "does not go with task=classification"),
+        ("token_classification", {"language_coef": 0.5}, "language_coef goes with"),
+        ("pair_classification", {"language_coef": 0.5, "frozen_trunk": True}, "language_coef goes with"),
+        ("pair_classification", {"language_coef": -1.0}, "must be 0"),
+        ("pair_classification", {"adapter": LoRASpec(), "frozen_trunk": True}, "leave one of them out"),
+        ("question_answering", {"max_answer": 0}, "max_answer must be at least 1"),
+        ("pair_classification", {"policy": None}, "either `model`"),
+        ("pair_classification", {"policy": None, "model": BERT}, "needs `tokenizer`"),
     ]:
         with pytest.raises(ValueError, match=words):
             settings("gpt2", task, **changes)
@@ -390,17 +416,23 @@ def test_what_does_not_go_together_is_refused(settings, checkpoints):
 
 def test_an_adapter_is_no_start(settings, stage):
     with pytest.raises(UserError, match="alignment export"):
-        finetune.run(settings("llama", "sequence", policy=str(stage("sft lora") / "model")))
+        finetune.run(settings("llama", "classification", policy=str(stage("sft lora") / "model")))
 
 
 def test_tiny_configs_run_after_tiny_pretraining(tmp_path, monkeypatch, read_metrics):
     monkeypatch.chdir(tmp_path)
-    for name in ("pretrain/tiny", *(f"finetune/tiny{end}" for end in ("", "_pair", "_tokens", "_span", "_choice"))):
+    for name in (
+        "pretrain/tiny",
+        *(
+            f"finetune/tiny{end}"
+            for end in ("", "_pair_classification", "_token_classification", "_question_answering", "_multiple_choice")
+        ),
+    ):
         config_class, run = find_stage(name.partition("/")[0])
         directory = run(load_config(config_class, name))
         if name != "pretrain/tiny":
             last = read_metrics(directory.parent)[-1]
-            assert last["held_out_exact_match" if "span" in name else "held_out_accuracy"] > 0.8
+            assert last["held_out_exact_match" if "question_answering" in name else "held_out_accuracy"] > 0.8
 
 
 # What the settings reach
@@ -420,8 +452,10 @@ def test_settings_of_a_run_reach_its_metrics_and_its_predictions(settings, rows,
     spy(predict_module, "encode_with")
     spy(finetune, "prepare_labeled")
     own = {"stride": 20, "max_question": 5, "max_answer": 7, "no_answer": True}
-    data = replace(rows["span"], max_rows=3, max_length=60)
-    config = settings("bert", "span", data=data, training=TrainingConfig(batch_size=3, max_steps=1), **own)
+    data = replace(rows["question_answering"], max_rows=3, max_length=60)
+    config = settings(
+        "bert", "question_answering", data=data, training=TrainingConfig(batch_size=3, max_steps=1), **own
+    )
     model = finetune.run(config)
     assert len(finetune.questions_of(config, "evaluation")) == 3
     predict(str(model), [("Who came?", "Hugo came.")])
@@ -433,7 +467,7 @@ def test_settings_of_a_run_reach_its_metrics_and_its_predictions(settings, rows,
 
 
 def test_the_language_term_of_a_run_has_its_weight(settings, read_metrics):
-    config = settings("gpt2", "pair", language_coef=2.5)
+    config = settings("gpt2", "pair_classification", language_coef=2.5)
     finetune.run(config)
     for line in read_metrics(config.output):
         assert line["loss"] == pytest.approx(line["label_loss"] + 2.5 * line["language_loss"], rel=1e-5)
@@ -442,15 +476,21 @@ def test_the_language_term_of_a_run_has_its_weight(settings, read_metrics):
 def test_the_loss_of_all_rows_is_a_mean_over_labels(checkpoints):
     tokenizer, names = load_tokenizer(checkpoints["gpt2"]), {0: "O", 1: "B-x"}
     model = start_classifier(
-        checkpoints["gpt2"], "tokens", label_settings("tokens", names), len(tokenizer), False
+        checkpoints["gpt2"],
+        "token_classification",
+        label_settings("token_classification", names),
+        len(tokenizer),
+        False,
     ).eval()
     texts = [
         LabeledWords(["the"], ["O"], "a"),
         LabeledWords(["the", "spa", "is", "warm"], ["O", "B-x", "O", "O"], "b"),
     ]
-    examples = encode_with("tokens", "tokenizer", texts, tokenizer, 64, names)
-    pack = collate_for("tokens", "tokenizer")
-    (rows, alone), (_, together) = (read_all(model, examples, pack, "tokens", tokens) for tokens in (1, 1000))
+    examples = encode_with("token_classification", "tokenizer", texts, tokenizer, 64, names)
+    pack = collate_for("token_classification", "tokenizer")
+    (rows, alone), (_, together) = (
+        read_all(model, examples, pack, "token_classification", tokens) for tokens in (1, 1000)
+    )
     costs = [
         torch.nn.functional.cross_entropy(scores, torch.tensor(example.labels), ignore_index=-100, reduction="sum")
         for scores, example in zip(rows, examples, strict=True)
@@ -463,7 +503,7 @@ def test_entities_that_are_found_too_often_cost_precision():
     names = {0: "B-x", 1: "I-x", 2: "O"}
     framed = EncodedText([5, 6, 7, 8], [0] * 4, [True] * 4, (0,))
     scores = torch.eye(3)[[0, 1, 2, 0]]
-    metrics = label_metrics([TokenExample(framed, [0, 1, 2, 2], "a")], [scores], "tokens", names)
+    metrics = label_metrics([TokenExample(framed, [0, 1, 2, 2], "a")], [scores], "token_classification", names)
     assert (metrics["entity_precision"], metrics["entity_recall"]) == (0.5, 1.0)
     assert metrics["accuracy"] == 0.75
 

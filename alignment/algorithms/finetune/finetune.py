@@ -45,22 +45,23 @@ class FinetuneConfig:
     """Settings of one run.
 
     Attributes:
-        task: sequence, pair, tokens, span or choice; their columns stand at `data.labeled.read_labeled`.
+        task: classification, pair_classification, token_classification, question_answering or multiple_choice; for their
+            columns see `read_labeled` in data/tasks/rows.py.
         data: labeled rows; held-out ones as `evaluation`.
         output: the run's directory.
         policy: checkpoint to start from, encoder, decoder or both; its head is left aside and a new one drawn.
         model: a fresh model instead, as the keys of a Hugging Face config.json.
         tokenizer: directory of its tokenizer; with `policy` the checkpoint's own is the default.
-        format: "tokenizer" frames texts as the tokenizer does. "gpt" marks start, delimiter and end with tokens of their
-            own, new ones at the vocabulary's end; "gpt_both_orders" reads a pair in both orders. None: gpt for a
-            decoder's pairs and choices, else tokenizer.
+        format: "tokenizer": texts and pairs between the tokenizer's own special tokens. "gpt1": GPT-1's start, delimiter
+            and extract tokens, added at the vocabulary's end; "gpt1_similarity" reads a pair in both orders. None: gpt1
+            for a decoder's pairs and choices, else tokenizer.
         frozen_trunk: train the head alone (BERT's pooler is of the head), with no dropout below it.
         language_coef: GPT-1's auxiliary language-model term, lambda; decoders only, 0.5 is theirs.
         adapter: train a LoRA beside the frozen trunk, and the head; the result is saved merged. New marks stay as drawn.
-        stride: span: tokens from the start of a window over the context to the start of the next.
-        max_question: span: tokens left of a longer question.
-        max_answer: span: tokens that an answer may have.
-        no_answer: span: questions may have no answer.
+        stride: question_answering: tokens from the start of a window over the context to the start of the next.
+        max_question: question_answering: tokens left of a longer question.
+        max_answer: question_answering: tokens that an answer may have.
+        no_answer: question_answering: questions may have no answer.
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 4; Radford et al. 2018, section 3.
     """
@@ -91,7 +92,7 @@ class FinetuneConfig:
             raise ValueError(f"format={self.format} does not go with task={self.task}")
         if self.language_coef < 0:
             raise ValueError(f"language_coef must be 0 (off) or above, got {self.language_coef}; 0.5 is usual")
-        if self.language_coef and (self.task in ("tokens", "span") or self.frozen_trunk):
+        if self.language_coef and (self.task in ("token_classification", "question_answering") or self.frozen_trunk):
             raise ValueError("language_coef goes with sequences, pairs and choices, and with a trunk that trains")
         if self.frozen_trunk and self.adapter is not None:
             raise ValueError("frozen_trunk leaves nothing for `adapter` to change; leave one of them out")
@@ -171,13 +172,15 @@ def read_examples(
     """
     if part == "evaluation" and config.data.evaluation is None:
         return [], names or {}
-    if config.task == "span" and not config.no_answer:
+    if config.task == "question_answering" and not config.no_answer:
         raise_all(
             f"{row.row_id}: a question without an answer; set no_answer=true, or leave the row out"
             for row in questions_of(config, part)
             if not row.answers
         )
-    options = {"stride": config.stride, "max_question": config.max_question} if config.task == "span" else {}
+    options = (
+        {"stride": config.stride, "max_question": config.max_question} if config.task == "question_answering" else {}
+    )
     examples, counts, found = prepare_labeled(
         config.data, config.task, tokenizer, part, names=names, encode=ENCODE[config.task, form], **options
     )
@@ -191,7 +194,7 @@ def questions_of(config: FinetuneConfig, part: Part) -> list[Any]:
     """The questions behind span examples, by number."""
     data = config.data
     limits = {"columns": data.columns, "max_rows": data.max_rows, "on_bad_row": data.on_bad_row}
-    return read_labeled(data.sources(part), "span", split=data.split_of(part), **limits)[0]
+    return read_labeled(data.sources(part), "question_answering", split=data.split_of(part), **limits)[0]
 
 
 def evaluation(
@@ -199,7 +202,7 @@ def evaluation(
 ) -> Callable[[], dict[str, float]]:
     """Metrics of the held-out rows, keys prefixed `held_out_`; every rank reads all of them."""
     collate, task = collate_for(config.task, form), config.task
-    questions = questions_of(config, "evaluation") if task == "span" else []
+    questions = questions_of(config, "evaluation") if task == "question_answering" else []
 
     def evaluate() -> dict[str, float]:
         engine.model.eval()
@@ -207,7 +210,7 @@ def evaluation(
             rows, loss = read_all(engine.model, held_out, collate, task, config.training.micro_batch_tokens)
         engine.model.train()
         training_mode(engine.unwrapped, config.frozen_trunk)
-        if task == "span":
+        if task == "question_answering":
             metrics = question_metrics(held_out, rows, questions, config.max_answer, config.no_answer)
         else:
             metrics = label_metrics(held_out, rows, task, names)

@@ -30,18 +30,24 @@ from alignment.models.layers.padded_layout import take
 from alignment.models.spec import InitSpec, TransformerSpec
 from alignment.ragged import Ragged
 
-Format = Literal["tokenizer", "gpt", "gpt_both_orders"]
-HEADS = {"sequence": "sequence", "pair": "sequence", "tokens": "tokens", "span": "span", "choice": "sequence"}
+Format = Literal["tokenizer", "gpt1", "gpt1_similarity"]
+HEADS = {  # the task of our model classes that each fine-tuning task trains
+    "classification": "sequence",
+    "pair_classification": "sequence",
+    "token_classification": "tokens",
+    "question_answering": "span",
+    "multiple_choice": "sequence",
+}
 ENCODE: dict[tuple[str, str], Callable[..., Any]] = {
-    ("sequence", "tokenizer"): encode_sequences,
-    ("sequence", "gpt"): encode_classes,
-    ("pair", "tokenizer"): encode_sequences,
-    ("pair", "gpt"): encode_classes,
-    ("pair", "gpt_both_orders"): encode_similarity,
-    ("tokens", "tokenizer"): encode_words,
-    ("span", "tokenizer"): encode_questions,
-    ("choice", "tokenizer"): encode_pair_choices,
-    ("choice", "gpt"): encode_choices,
+    ("classification", "tokenizer"): encode_sequences,
+    ("classification", "gpt1"): encode_classes,
+    ("pair_classification", "tokenizer"): encode_sequences,
+    ("pair_classification", "gpt1"): encode_classes,
+    ("pair_classification", "gpt1_similarity"): encode_similarity,
+    ("token_classification", "tokenizer"): encode_words,
+    ("question_answering", "tokenizer"): encode_questions,
+    ("multiple_choice", "tokenizer"): encode_pair_choices,
+    ("multiple_choice", "gpt1"): encode_choices,
 }
 
 
@@ -49,7 +55,11 @@ def collate_for(task: FinetuneTask, form: Format) -> Collate:
     """How examples of a task become batches."""
     if form != "tokenizer":
         return collate_views
-    plain = {"tokens": collate_token_labels, "span": collate_spans, "choice": collate_pair_choices}
+    plain = {
+        "token_classification": collate_token_labels,
+        "question_answering": collate_spans,
+        "multiple_choice": collate_pair_choices,
+    }
     return plain.get(task, collate_classes)
 
 
@@ -73,14 +83,14 @@ def choose_format(form: Format | None, task: FinetuneTask, model: dict[str, Any]
         raise UserError(f"language_coef={language_coef:g} needs a decoder and {family.name} is none; set it to 0")
     if form is not None:
         return form
-    return "gpt" if decoder and task in ("pair", "choice") else "tokenizer"
+    return "gpt1" if decoder and task in ("pair_classification", "multiple_choice") else "tokenizer"
 
 
 def label_settings(task: FinetuneTask, names: dict[int, str]) -> dict[str, Any]:
     """What config.json says of the labels."""
-    if task == "choice":
+    if task == "multiple_choice":
         names = {0: "score"}
-    if task == "span":
+    if task == "question_answering":
         names = {0: "LABEL_0", 1: "LABEL_1"}
     by_id, by_name = {str(number): name for number, name in names.items()}, {n: i for i, n in names.items()}
     return {"num_labels": len(names), "id2label": by_id, "label2id": by_name}
@@ -196,4 +206,6 @@ def encode_with(
 ) -> list[Any]:  # fmt: skip
     """Examples of rows that were not read from a file."""
     encode = partial(ENCODE[task, form], rows, tokenizer, max_length)
-    return (encode(**options) if task == "span" else encode() if task == "choice" else encode(names))[0]
+    return (
+        encode(**options) if task == "question_answering" else encode() if task == "multiple_choice" else encode(names)
+    )[0]

@@ -39,7 +39,7 @@ def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_38
     task, form = own["task"], own["format"]
     names = {int(number): name for number, name in (config.get("id2label") or {}).items()}
     read_as = [_row(task, row, number, names) for number, row in enumerate(rows)]
-    options = {name: own[name] for name in ("stride", "max_question")} if task == "span" else {}
+    options = {name: own[name] for name in ("stride", "max_question")} if task == "question_answering" else {}
     examples = encode_with(task, form, read_as, tokenizer, own["max_length"], names, **options)
     known = {example.row_id for example in examples}
     raise_all(
@@ -48,11 +48,11 @@ def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_38
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = load_checkpoint(directory, HEADS[task], device=device)
     scores, _ = read_all(model, examples, collate_for(task, form), task, micro_batch_tokens)
-    if task == "span":
+    if task == "question_answering":
         return answers_to(examples, scores, [context for _, context in rows], own["max_answer"], own["no_answer"])
-    if task == "choice":
+    if task == "multiple_choice":
         return [int(each.argmax()) for each in scores]
-    if task == "tokens":
+    if task == "token_classification":
         return [
             _word_labels(words, example, each, tokenizer, names)
             for words, example, each in zip(rows, examples, scores, strict=True)
@@ -64,13 +64,13 @@ def _row(task: str, row: Any, number: int, names: dict[int, str]) -> Any:
     """The row as training reads it, its label any."""
     name, place = names.get(0, ""), str(number)
     match task:
-        case "sequence":
+        case "classification":
             return LabeledText(row, None, name, place)
-        case "pair":
+        case "pair_classification":
             return LabeledText(row[0], row[1], name, place)
-        case "tokens":
+        case "token_classification":
             return LabeledWords(list(row), [name] * len(row), place)
-        case "span":
+        case "question_answering":
             return Question(row[0], row[1], [], place)
         case _:
             return Choice(row[0], list(row[1]), 0, place)

@@ -52,7 +52,7 @@ def read(model: Any, batch: Batch, task: FinetuneTask) -> Reading:
     output = model(batch=batch.ragged)
     rows = scores_of_rows(output.scores, batch, task)
     table, labels = rivals(rows, task), labels_of(batch)
-    share = 0.5 if task == "span" else 1.0
+    share = 0.5 if task == "question_answering" else 1.0
     cost = share * F.cross_entropy(table, labels, ignore_index=IGNORED, reduction="sum")
     right = share * (table.argmax(-1) == labels).sum()
     return Reading(rows, cost, right.float(), output.log_probs)
@@ -60,11 +60,11 @@ def read(model: Any, batch: Batch, task: FinetuneTask) -> Reading:
 
 def scores_of_rows(scores: Tensor, batch: Batch, task: FinetuneTask) -> Sequence[Tensor]:
     """The model's scores, cut into those of each example; see `Reading.rows`."""
-    if task in ("tokens", "span"):
+    if task in ("token_classification", "question_answering"):
         return scores.split(list(batch.ragged.lengths))
     if not isinstance(batch, MultiSequenceBatch):
         return scores.unbind()
-    if task == "choice":
+    if task == "multiple_choice":
         return scores.squeeze(-1).split(batch.rows.bincount().tolist())
     # Both orders of a similar pair: with a linear head the sum of scores is the score of the summed states.
     return scores.new_zeros(len(batch.labels), scores.shape[-1]).index_add(0, batch.rows, scores).unbind()
@@ -75,10 +75,10 @@ def rivals(rows: Sequence[Tensor], task: FinetuneTask) -> Tensor:
 
     Tokens [N, C]; spans [2B, T], starts before ends; else [B, C].
     """
-    if task == "tokens":
+    if task == "token_classification":
         return torch.cat(list(rows))
     table = pad_sequence(list(rows), batch_first=True, padding_value=-torch.inf)
-    return torch.cat(table.unbind(-1)) if task == "span" else table
+    return torch.cat(table.unbind(-1)) if task == "question_answering" else table
 
 
 def labels_of(batch: Batch) -> Tensor:
@@ -153,10 +153,10 @@ def label_metrics(
     examples: Sequence[Any], rows: Sequence[Tensor], task: FinetuneTask, names: dict[int, str]
 ) -> dict[str, float]:
     """Metrics of classes, words and choices; entities too where the labels are B-, I- and O."""
-    if task == "choice":
+    if task == "multiple_choice":
         right = [int(scores.argmax()) == example.label for example, scores in zip(examples, rows, strict=True)]
         return {"accuracy": sum(right) / len(right)}
-    if task != "tokens":
+    if task != "token_classification":
         predictions = [int(scores.argmax()) for scores in rows]
         return class_metrics([example.label for example in examples], predictions, len(names))
     labels = [[label for label in example.labels if label != IGNORED] for example in examples]

@@ -12,7 +12,9 @@ from alignment.data.rows.files import read_raw
 from alignment.data.rows.records import Tally
 from alignment.errors import UserError, raise_all
 
-FinetuneTask = Literal["sequence", "pair", "tokens", "span", "choice"]
+FinetuneTask = Literal[
+    "classification", "pair_classification", "token_classification", "question_answering", "multiple_choice"
+]
 SHOWN_PROBLEMS = 20
 
 
@@ -73,9 +75,9 @@ def read_labeled(
 ) -> tuple[list[Any], Tally]:
     """The labeled rows of one or several sources, in order, and the tally of what was dropped.
 
-    Columns by task: sequence `text`, `label`; pair `text`, `pair`, `label`; tokens `words`, `labels` (lists of equal
-    length); span `question`, `context`, `answers` (a list of {text, answer_start}, or SQuAD's two lists);
-    choice `context`, `choices`, `label` (the right one's number).
+    Columns by task: classification `text`, `label`; pair_classification `text`, `pair`, `label`; token_classification
+    `words`, `labels` (lists of equal length); question_answering `question`, `context`, `answers` (a list of
+    {text, answer_start}, or SQuAD's two lists); multiple_choice `context`, `choices`, `label` (the right one's number).
 
     Args:
         columns: our column name -> the source's, where they differ: {"text": "sentence1", "pair": "sentence2"}.
@@ -177,11 +179,11 @@ def _label(row: dict[str, Any], key: str) -> str:
 
 
 PARSERS: dict[str, Callable[[dict[str, Any], str], LabeledRow]] = {
-    "sequence": _text,
-    "pair": _pair,
-    "tokens": _words,
-    "span": _question,
-    "choice": _choice,
+    "classification": _text,
+    "pair_classification": _pair,
+    "token_classification": _words,
+    "question_answering": _question,
+    "multiple_choice": _choice,
 }
 
 

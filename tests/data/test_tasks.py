@@ -219,40 +219,46 @@ def test_label_names_are_sorted_as_numbers_where_they_are_numbers():
 
 def test_rows_are_read_under_other_names(jsonl):
     path = jsonl({"sentence1": "a", "sentence2": "b", "gold": 1}, {"sentence1": "c", "sentence2": "d", "gold": "0"})
-    rows, counts = read_labeled(path, "pair", columns={"text": "sentence1", "pair": "sentence2", "label": "gold"})
+    rows, counts = read_labeled(
+        path, "pair_classification", columns={"text": "sentence1", "pair": "sentence2", "label": "gold"}
+    )
     assert [(row.text, row.pair, row.label) for row in rows] == [("a", "b", "1"), ("c", "d", "0")]
     assert counts.kept == counts.rows == 2
     assert rows[1].row_id == f"{path}:2"
     path = jsonl(
         {"question": "q", "context": "a cat", "answers": {"text": ["cat"], "answer_start": [2]}}, name="q.jsonl"
     )
-    assert read_labeled(path, "span")[0][0].answers == [("cat", 2)]
+    assert read_labeled(path, "question_answering")[0][0].answers == [("cat", 2)]
     path = jsonl({"context": "c", "choices": ["x", "y"], "label": "1"}, name="c.jsonl")
-    assert read_labeled(path, "choice")[0] == [Choice("c", ["x", "y"], 1, f"{path}:1")]
+    assert read_labeled(path, "multiple_choice")[0] == [Choice("c", ["x", "y"], 1, f"{path}:1")]
     path = jsonl({"words": ["a", "b"], "labels": [0, 2]}, name="w.jsonl")
-    assert read_labeled(path, "tokens")[0] == [LabeledWords(["a", "b"], ["0", "2"], f"{path}:1")]
+    assert read_labeled(path, "token_classification")[0] == [LabeledWords(["a", "b"], ["0", "2"], f"{path}:1")]
 
 
 @pytest.mark.parametrize(
     ("task", "row", "message"),
     [
-        ("sequence", {"text": "a"}, "label: must be a label"),
-        ("sequence", {"text": "a", "label": -1}, "label: must be a label"),
-        ("sequence", {"text": " ", "label": 1}, "text: is only white space"),
-        ("pair", {"text": "a", "label": 1}, "pair: missing"),
-        ("tokens", {"words": ["a"], "labels": ["x", "y"]}, "must be as many as words"),
-        ("span", {"question": "q", "context": "a cat", "answers": [{"text": "cat", "answer_start": 3}]}, "not where"),
-        ("span", {"question": "q", "context": "a cat"}, "answers: must be a list"),
-        ("choice", {"context": "c", "choices": ["a"], "label": 1}, "number of a choice"),
+        ("classification", {"text": "a"}, "label: must be a label"),
+        ("classification", {"text": "a", "label": -1}, "label: must be a label"),
+        ("classification", {"text": " ", "label": 1}, "text: is only white space"),
+        ("pair_classification", {"text": "a", "label": 1}, "pair: missing"),
+        ("token_classification", {"words": ["a"], "labels": ["x", "y"]}, "must be as many as words"),
+        (
+            "question_answering",
+            {"question": "q", "context": "a cat", "answers": [{"text": "cat", "answer_start": 3}]},
+            "not where",
+        ),
+        ("question_answering", {"question": "q", "context": "a cat"}, "answers: must be a list"),
+        ("multiple_choice", {"context": "c", "choices": ["a"], "label": 1}, "number of a choice"),
     ],
 )
 def test_bad_rows_are_told_by_place_or_counted(jsonl, task, row, message):
     good = {
-        "sequence": {"text": "a", "label": 1},
-        "pair": {"text": "a", "pair": "b", "label": 1},
-        "tokens": {"words": ["a"], "labels": ["x"]},
-        "span": {"question": "q", "context": "a cat", "answers": []},
-        "choice": {"context": "c", "choices": ["a"], "label": 0},
+        "classification": {"text": "a", "label": 1},
+        "pair_classification": {"text": "a", "pair": "b", "label": 1},
+        "token_classification": {"words": ["a"], "labels": ["x"]},
+        "question_answering": {"question": "q", "context": "a cat", "answers": []},
+        "multiple_choice": {"context": "c", "choices": ["a"], "label": 0},
     }[task]
     path = jsonl(good, row, b"{")
     with pytest.raises(UserError, match=f"(?s)2 bad rows.*:2: .*{message}.*:3:.*not JSON"):
@@ -267,13 +273,13 @@ def test_one_call_from_config_to_examples_and_names(jsonl, wordpiece):
     train = jsonl({"text": "the fox", "label": "yes"}, {"text": "the dog", "label": "no"})
     held_out = jsonl({"text": "cats", "label": "maybe"}, name="held.jsonl")
     config = DataConfig(train=train, evaluation=held_out, max_length=32)
-    examples, counts, names = prepare_labeled(config, "sequence", wordpiece)
+    examples, counts, names = prepare_labeled(config, "classification", wordpiece)
     assert names == {0: "no", 1: "yes"} and [example.label for example in examples] == [1, 0]
     assert counts.documents == 2
     with pytest.raises(UserError, match="'maybe' is unknown; known: no, yes"):
-        prepare_labeled(config, "sequence", wordpiece, "evaluation", names=names)
+        prepare_labeled(config, "classification", wordpiece, "evaluation", names=names)
     tokenizer = add_gpt1_tokens(wordpiece)
-    views, _, _ = prepare_labeled(config, "sequence", tokenizer, encode=encode_classes)
+    views, _, _ = prepare_labeled(config, "classification", tokenizer, encode=encode_classes)
     assert views[0].documents[0][-1] == GPT1Tokens.of(tokenizer).extract
 
 
@@ -292,7 +298,7 @@ def test_running_text_is_prepared_for_every_objective_and_unknown_characters_cou
 @pytest.mark.real_data
 def test_every_xquad_answer_is_found_again(real_data):
     tokenizer = load_tokenizer(real_data / "tokenizers" / "bert_uncased")
-    rows, counts = read_labeled(str(real_data / "xquad_en" / "xquad_en.jsonl.gz"), "span")
+    rows, counts = read_labeled(str(real_data / "xquad_en" / "xquad_en.jsonl.gz"), "question_answering")
     assert counts.kept == counts.rows == 948
     windows, _ = encode_questions(rows, tokenizer, 384, stride=128)
     found, whole = set(), 0
@@ -311,10 +317,10 @@ def test_every_xquad_answer_is_found_again(real_data):
 @pytest.mark.parametrize(
     ("path", "task", "columns"),
     [
-        ("sst2/dev", "sequence", {"text": "sentence"}),
-        ("cola/train", "sequence", {"text": "sentence"}),
-        ("mrpc/test", "pair", {"text": "sentence1", "pair": "sentence2"}),
-        ("rte/dev", "pair", {"text": "sentence1", "pair": "sentence2"}),
+        ("sst2/dev", "classification", {"text": "sentence"}),
+        ("cola/train", "classification", {"text": "sentence"}),
+        ("mrpc/test", "pair_classification", {"text": "sentence1", "pair": "sentence2"}),
+        ("rte/dev", "pair_classification", {"text": "sentence1", "pair": "sentence2"}),
     ],
 )
 def test_glue_rows_are_read_and_encoded_as_transformers_does(real_data, path, task, columns):
@@ -351,13 +357,13 @@ def test_an_answer_is_labeled_in_the_windows_that_hold_it_whole(wordpiece):
 def test_an_answer_counted_from_the_end_is_refused(jsonl):
     path = jsonl({"question": "q", "context": "a cat sat", "answers": [{"text": "cat", "answer_start": -7}]})
     with pytest.raises(UserError, match="answer_start is not where"):
-        read_labeled(path, "span")
+        read_labeled(path, "question_answering")
 
 
 def test_so_many_good_rows_are_read_and_bad_ones_do_not_count(jsonl):
     good = {"text": "a", "label": 1}
     path, more = jsonl({"text": "", "label": 1}, good, good, good), jsonl(good, name="more.jsonl")
-    rows, counts = read_labeled([path, more], "sequence", max_rows=2, on_bad_row="skip")
+    rows, counts = read_labeled([path, more], "classification", max_rows=2, on_bad_row="skip")
     assert [row.row_id for row in rows] == [f"{path}:2", f"{path}:3"]
     assert (counts.rows, counts.kept, counts.lost) == (3, 2, 1)
 
@@ -450,8 +456,10 @@ def test_the_first_answer_is_the_one_to_learn(wordpiece):
 def test_windows_of_prepared_questions_are_as_asked(jsonl, wordpiece):
     answer = {"text": "fox", "answer_start": TEXT.index("fox")}
     path = jsonl({"question": "over the lazy dog", "context": " ".join([TEXT] * 3), "answers": [answer]})
-    windows, _, _ = prepare_labeled(DataConfig(path, max_length=24), "span", wordpiece, stride=5, max_question=2)
-    rows, _ = read_labeled(path, "span")
+    windows, _, _ = prepare_labeled(
+        DataConfig(path, max_length=24), "question_answering", wordpiece, stride=5, max_question=2
+    )
+    rows, _ = read_labeled(path, "question_answering")
     assert windows == encode_questions(rows, wordpiece, 24, stride=5, max_question=2)[0] and len(windows) > 3
 
 
@@ -480,4 +488,4 @@ def test_marks_leave_a_tokenizers_own_special_tokens_special():
 @pytest.mark.parametrize("label", [0.5, -1, 2, "1.5", None])
 def test_a_choice_that_is_no_number_of_one_is_refused(jsonl, label):
     with pytest.raises(UserError, match="number of a choice"):
-        read_labeled(jsonl({"context": "c", "choices": ["x", "y"], "label": label}), "choice")
+        read_labeled(jsonl({"context": "c", "choices": ["x", "y"], "label": label}), "multiple_choice")
