@@ -1,23 +1,23 @@
 """The whole of RLHF: a transformer stack, pretraining, SFT, reward models, PPO, DPO, adapters, evaluation.
 
-The names below load their rooms when first used, so that `import alignment` costs nothing.
+The names below are imported on first use, so that `import alignment` is fast.
 """
 
 from importlib import import_module
 from typing import Any
 
-_HOMES = {
+_MODULES = {
     "load_model": "alignment.loading",
     "load_tokenizer": "alignment.loading",
-    "load_reward_model": "alignment.loading",
+    "load_reward_model": "alignment.reward_model",
     "generate": "alignment.generation",
 }
 
-__all__ = sorted(_HOMES)
+__all__ = sorted(_MODULES)
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'alignment' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    return getattr(import_module(_MODULES[name]), name)

@@ -228,9 +228,9 @@ def export(
     adapter: AdapterName = None,
 ) -> None:
     """Write a model, its adapter merged in, as a plain Hugging Face directory."""
-    from alignment import loading
+    from alignment.commands.export import export_model
 
-    print(loading.export(model, adapter, output))
+    print(export_model(model, adapter, output))
 
 
 @data.command("check")

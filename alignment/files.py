@@ -1,12 +1,14 @@
-"""Writes that either happen whole or not at all, and content hashes. Knows nothing of what it writes.
+"""Atomic writes, content hashes, and safe reading of files that others wrote.
 
-What is being written lies beside its place under a hidden name, locked by the process that writes it. The system gives
-the lock free when that process ends, however it ends: what can be locked is a left-over, and the next write to the same
-place removes it. A file system without locks keeps its left-overs.
+A write goes to a hidden file or directory beside the target, locked by the writing process, and is renamed at the end.
+The system releases the lock when the process ends, however it ends: a hidden file that can be locked is a leftover, and
+the next write to the same target removes it. A file system without locks keeps its leftovers.
 
     .model.partial-1a2b3c4d     being written, or cut short
-    .model.old-1a2b3c4d         the one from before, whole, for the moment in which its successor takes its name
+    .model.old-1a2b3c4d         the previous version, whole, for the moment in which its successor takes its name
     .model.removed-1a2b3c4d     being deleted
+
+Reading is limited to files that lie in their own directory (or the Hub's cache) and have a size that such files can have.
 """
 
 import ctypes
@@ -18,16 +20,21 @@ import os
 import re
 import secrets
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from alignment.errors import UserError
+from alignment.errors import UserError, raise_all
+
+MAX_JSON_BYTES = 256 * 2**20  # far above any index of shards or vocabulary
+READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".bpe")  # weights are mapped instead and may have any size
+CHAT_TEMPLATE_DIRECTORY = "additional_chat_templates"  # the one subdirectory that transformers reads
 
 
 def sync(path: Path) -> None:
-    """Ask the disk to keep a file or a directory entry before we go on."""
+    """Flush a file or a directory entry to the disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -36,7 +43,7 @@ def sync(path: Path) -> None:
 
 
 def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
-    """Let `write` fill a temporary neighbor of `path`, then rename it over `path`.
+    """Let `write` fill a temporary file beside `path`, then rename it over `path`.
 
     Raises:
         UserError: the disk is full; `path` is as it was.
@@ -44,7 +51,7 @@ def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path)
-    with _neighbor(path, Path.touch) as temporary, naming_full_disk(path, temporary):
+    with _neighbor(path, Path.touch) as temporary, explain_full_disk(path, temporary):
         write(temporary)
         sync(temporary)
         os.replace(temporary, path)
@@ -63,10 +70,10 @@ def write_json(path: Path, value: Any) -> None:
 
 @contextmanager
 def atomic_directory(path: Path) -> Iterator[Path]:
-    """A temporary neighbor directory that replaces `path` when the block ends well, and vanishes when it does not.
+    """Yield a temporary directory beside `path` that replaces `path` on success and is deleted on an error.
 
-    At every moment `path` is whole, old or new. Where the system cannot exchange two names in one step, a process
-    killed between two renames leaves no `path`: then `remove_leftovers` puts the old one back.
+    `path` is complete at every moment, old or new. Where the system cannot exchange two names in one step, a process
+    killed between two renames leaves no `path`: then `remove_leftovers` restores the old one.
 
     Raises:
         UserError: the disk is full; `path` is as it was.
@@ -74,24 +81,24 @@ def atomic_directory(path: Path) -> Iterator[Path]:
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     remove_leftovers(path)
-    with _neighbor(path, Path.mkdir) as temporary, naming_full_disk(path, temporary):
+    with _neighbor(path, Path.mkdir) as temporary, explain_full_disk(path, temporary):
         yield temporary
         for file in temporary.rglob("*"):
             sync(file)
         sync(temporary)
-        _put_in_place(temporary, path)
+        _replace(temporary, path)
         sync(path.parent)
 
 
 def remove_directory(path: Path) -> None:
-    """Delete a directory so that no half of it is ever found under its name."""
+    """Delete a directory; it is renamed first, so that a partly deleted one never has its name."""
     hidden = _hidden_name(path, "removed")
     os.rename(path, hidden)
     _delete(hidden)
 
 
 def remove_leftovers(path: Path) -> None:
-    """Delete what processes that are gone left of `path`; put the old one back where its successor never came."""
+    """Delete what dead processes left beside `path`; restore the previous version if its successor is missing."""
     hidden = re.compile(rf"\.{re.escape(path.name)}\.(partial|old|removed)-\w+")
     for left in list(path.parent.iterdir()) if path.parent.is_dir() else []:
         kind = hidden.fullmatch(left.name)
@@ -106,12 +113,12 @@ def remove_leftovers(path: Path) -> None:
 
 
 @contextmanager
-def naming_full_disk(path: Path, written: Path) -> Iterator[None]:
-    """Turn the error of a full disk, which names no file, into one that names the file and the bytes.
+def explain_full_disk(path: Path, written: Path) -> Iterator[None]:
+    """Turn the system's error for a full disk, which names no file, into one that names the file and the bytes.
 
     Args:
-        path: what is being written, for the user.
-        written: what there is of it so far.
+        path: the target, for the message.
+        written: the temporary file or directory written so far.
 
     Raises:
         UserError: the disk, or the user's share of it, is full.
@@ -119,7 +126,7 @@ def naming_full_disk(path: Path, written: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not (_is_full(error) or _is_full(error.__cause__)):  # a file inside a directory has named itself already
+        if not (_is_full(error) or _is_full(error.__cause__)):  # an inner call has already explained it
             raise
         files = [written, *written.rglob("*")] if written.is_dir() else [written]
         size = sum(file.stat().st_size for file in files if file.is_file())
@@ -131,18 +138,18 @@ def naming_full_disk(path: Path, written: Path) -> Iterator[None]:
 
 
 def _is_full(error: BaseException | None) -> bool:
-    """Whether the system had no room; safetensors has an error type of its own, with the system's words in its text."""
+    """Whether an error means a full disk; safetensors raises its own type with the system's message in its text."""
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or os.strerror(errno.ENOSPC) in str(error)
 
 
 @contextmanager
 def _neighbor(path: Path, create: Callable[[Path], Any]) -> Iterator[Path]:
-    """A new hidden neighbor of `path`, locked; what lies under its name in the end is deleted."""
+    """Yield a new locked hidden file or directory beside `path`; whatever has its name at the end is deleted."""
     while True:
         temporary = _hidden_name(path, "partial")
         create(temporary)
         descriptor = _lock(temporary, fcntl.LOCK_EX)
-        if descriptor is not None or temporary.exists():  # else another process took it for a left-over in between
+        if descriptor is not None or temporary.exists():  # otherwise another process removed it as a leftover
             break
     try:
         yield temporary
@@ -153,7 +160,7 @@ def _neighbor(path: Path, create: Callable[[Path], Any]) -> Iterator[Path]:
 
 
 def _lock(path: Path, operation: int) -> int | None:
-    """A descriptor that locks `path` for this process; None where it is held, gone, or on a disk without locks."""
+    """A descriptor that locks `path`; None if it is locked already, gone, or on a file system without locks."""
     try:
         descriptor = os.open(path, os.O_RDONLY)
     except OSError:
@@ -168,8 +175,8 @@ def _lock(path: Path, operation: int) -> int | None:
     return descriptor if locked else None
 
 
-def _put_in_place(new: Path, path: Path) -> None:
-    """Give `new` the name `path`; what had it before lies under the name of `new`, or is deleted."""
+def _replace(new: Path, path: Path) -> None:
+    """Rename `new` to `path`; what was at `path` is afterwards at `new`, or deleted."""
     if not os.path.lexists(path):
         os.rename(new, path)
     elif not exchange(new, path):
@@ -177,14 +184,14 @@ def _put_in_place(new: Path, path: Path) -> None:
         descriptor = _lock(path, fcntl.LOCK_EX)
         os.rename(path, old)
         os.rename(new, path)
-        os.rename(old, removed)  # so that what is found under `old` is whole
+        os.rename(old, removed)  # so that anything named `old` is complete
         _delete(removed)
         if descriptor is not None:
             os.close(descriptor)
 
 
 def exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step; False where the system or the file system cannot. Linux alone has the call."""
+    """Swap two names in one step (Linux only); False if the system or the file system cannot."""
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     here, swap = -100, 2  # AT_FDCWD, RENAME_EXCHANGE
     return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), swap) == 0
@@ -195,7 +202,7 @@ def _hidden_name(path: Path, kind: str) -> Path:
 
 
 def _delete(path: Path) -> None:
-    """Delete a file, a link or a directory as far as the system allows; what stays is a left-over."""
+    """Delete a file, a link or a directory; what the system does not let us delete stays as a leftover."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -212,5 +219,74 @@ def sha256(path: Path) -> str:
 
 
 def hash_of(value: Any) -> str:
-    """Hex SHA-256 of a JSON-like value; the same for any order of keys."""
+    """Hex SHA-256 of a JSON-like value, independent of the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def check_directory(directory: Path) -> None:
+    """Refuse a model, tokenizer or adapter directory with files from outside, special files or oversized files.
+
+    A symbolic link may point to another file of the directory, or into `blobs/` of the Hub's cache, whose snapshots
+    consist of such links. A link to anywhere else could make a private file of this machine part of a model.
+
+    Raises:
+        UserError: naming every link that leaves the directory, every device, pipe or socket, and every file that is too
+            large for its kind.
+    """
+    directory = Path(directory)
+    try:
+        raise_all(_file_problems(directory))
+    except OSError as error:
+        raise UserError(f"{directory}: cannot be read: {error.strerror or error}") from error
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file.
+
+    Raises:
+        UserError: not readable, larger than `MAX_JSON_BYTES`, no JSON, nested too deeply, or no object.
+    """
+    try:
+        size = path.stat().st_size
+        if size > MAX_JSON_BYTES:
+            raise UserError(_too_large(path, size))
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except UserError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: not valid JSON (nested too deeply)") from error
+    except ValueError as error:  # no JSON, no UTF-8, or a number of thousands of digits
+        raise UserError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: must hold one JSON object, got {type(value).__name__}")
+    return value
+
+
+def _file_problems(directory: Path) -> Iterator[str]:
+    """One message per file that `check_directory` refuses."""
+    roots = _allowed_roots(directory)
+    for path in [*sorted(directory.iterdir()), *sorted((directory / CHAT_TEMPLATE_DIRECTORY).glob("*"))]:
+        if path.is_symlink():
+            real = Path(os.path.realpath(path))
+            if real.exists() and not any(real.is_relative_to(root) for root in roots):
+                yield f"{path}: a link to {real}, outside the directory, is not followed; put the file itself there"
+                continue
+        mode = path.stat().st_mode if path.exists() else stat.S_IFREG  # a dangling link is a missing file
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            yield f"{path}: neither a file nor a directory; remove it"
+        elif path.suffix in READ_WHOLE and path.exists() and path.stat().st_size > MAX_JSON_BYTES:
+            yield _too_large(path, path.stat().st_size)
+
+
+def _allowed_roots(directory: Path) -> list[Path]:
+    """Resolved directories in which a file of `directory` may lie."""
+    own = Path(os.path.realpath(directory))
+    blobs = own.parent.parent / "blobs"
+    in_cache = own.parent.name == "snapshots" and blobs.is_dir() and not blobs.is_symlink()
+    return [own, blobs] if in_cache else [own]
+
+
+def _too_large(path: Path, size: int) -> str:
+    return f"{path}: {size} bytes; files of its kind may have {MAX_JSON_BYTES}"

@@ -25,7 +25,7 @@ from parity_measures import (
 from parity_reference import Case, families, read_cases, write_checkpoint
 
 from alignment.errors import UserError
-from alignment.models.huggingface.checkpoint import load_checkpoint
+from alignment.models.huggingface.checkpoint import load_pretrained
 
 BOUND = 1e-4  # largest difference of logits, log-probabilities or scores, fp32; largest relative error of a gradient
 SPAN_LABELS = 2
@@ -34,7 +34,7 @@ SPAN_LABELS = 2
 def case_measures(case: Case, directory: Path) -> dict[str, float]:
     """Every number of one checkpoint; `greedy` and `beam` count prompts that differ."""
     reference = write_checkpoint(case, directory)
-    model = load_checkpoint(directory, "language")
+    model = load_pretrained(directory, "language")
     found: dict[str, float] = logit_differences(case, reference, model)
     found["grad"] = gradient_difference(case, reference, model, directory / "gradients")
     found["export"] = export_difference(case, reference, model, directory / "export")

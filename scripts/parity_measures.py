@@ -29,7 +29,7 @@ from alignment.errors import UserError
 from alignment.generation.beam_search import BeamConfig, beam_search
 from alignment.generation.decode import decode_responses
 from alignment.generation.sampling import SamplingConfig
-from alignment.models.huggingface.checkpoint import hf_names, load_checkpoint, save_model, to_hf
+from alignment.models.huggingface.checkpoint import hf_names, load_pretrained, save_model, to_hf
 from alignment.ragged import Ragged, Seq2Seq
 
 GRADIENT_LENGTHS = (60, 33, 7, 90, 16)
@@ -197,7 +197,7 @@ def refusals(directory: Path) -> dict[str, bool]:
         save_file(broken_tensors, weights, metadata={"format": "pt"})
         config_path.write_text(json.dumps(broken_config))
         try:
-            load_checkpoint(directory, "language")
+            load_pretrained(directory, "language")
             results[kind] = False
         except UserError as error:
             results[kind] = name in str(error)
@@ -209,7 +209,7 @@ def head_difference(case: Case, task: str, labels: int, directory: Path) -> floa
     """Largest |difference| of scores of a checkpoint with a head, padded and in batch form."""
     more = {} if task == "next_sentence" else {"num_labels": labels}
     reference = write_checkpoint(case, directory, HEAD_DOORS[task], **more)
-    model = load_checkpoint(directory, task)
+    model = load_pretrained(directory, task)
     rows = documents(case)
     if case.kind == "seq2seq":  # a sequence is read at its end token
         rows = [[*row[:-1], reference.config.eos_token_id] for row in rows]

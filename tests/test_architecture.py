@@ -10,16 +10,16 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "alignment"
 FLOORS = [  # a room may import rooms on lower floors only, never one beside it
-    {"errors", "files", "ragged", "untrusted", "losses"},
+    {"errors", "files", "ragged", "losses"},
     {"models", "data", "training", "config"},
-    {"adapters", "generation", "hotel_world", "loading"},
+    {"adapters", "generation", "hotel_world", "loading", "reward_model"},
     {"algorithms", "evaluation", "analysis"},
     {"pipeline", "commands"},
     {"cli"},
     {"__main__", "__init__"},
 ]
 BESIDE = {  # the neighbors on one floor that may be looked at
-    ("files", "errors"), ("untrusted", "errors"), ("generation", "adapters"), ("loading", "adapters"),
+    ("files", "errors"), ("generation", "adapters"), ("loading", "adapters"), ("reward_model", "adapters"), ("reward_model", "loading"),
 }  # fmt: skip
 LONGEST_FILE = 400
 

@@ -57,7 +57,7 @@ def test_a_prompt_of_messages_is_refused(directory):
 
 def test_ids_of_a_policy_with_the_same_vocabulary_are_not_read_without_the_frame(directory):
     reward = load_reward_model(str(directory[0]))
-    assert not reward.reads_ids_of(reward.tokenizer)
+    assert not reward.shares_token_ids(reward.tokenizer)
 
 
 def test_prompts_of_messages_are_refused_before_any_is_answered(directory):

@@ -24,16 +24,18 @@ from alignment.algorithms.policies import load_policy, load_scalar, reference_mo
 from alignment.algorithms.ppo import ppo
 from alignment.algorithms.ppo.rollout import Rollout, ragged_of, rollout_batches, with_advantages
 from alignment.algorithms.ppo.setup import build_parts, read_data
+from alignment.commands.export import export_model
 from alignment.data.batches import collate, collate_pairs
 from alignment.data.prepare import prepare
 from alignment.data.rows.read import DataConfig
 from alignment.data.stream import Stream
 from alignment.data.text.chat import end_token_id
 from alignment.generation import generate
-from alignment.loading import export, load_model, load_reward_model
+from alignment.loading import load_model
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model, save_model
 from alignment.ragged import Ragged
+from alignment.reward_model import load_reward_model
 from alignment.training import Engine, OptimConfig, Run, Term, TrainingConfig
 from alignment.training.engine import NonFiniteError
 
@@ -588,7 +590,7 @@ def test_I10_a_stage_saves_the_model_it_trained(variant, stage):
     assert torch.equal(scores, load_reward_model(model).score(texts))
     assert scores.std() > 0
     if "lora" in variant:
-        export(model, None, str(stage(f"reward {variant}").parent / f"merged {variant}"))
+        export_model(model, None, str(stage(f"reward {variant}").parent / f"merged {variant}"))
         merged = load_reward_model(str(stage(f"reward {variant}").parent / f"merged {variant}"))
         assert_close(merged.score(texts), scores, atol=1e-5, rtol=0)
 

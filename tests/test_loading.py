@@ -9,9 +9,11 @@ import torch
 from torch.testing import assert_close
 
 import alignment
+from alignment.commands.export import export_model
 from alignment.data.text.chat import prompt_ids, response_ids
 from alignment.errors import UserError
-from alignment.loading import export, load_model, load_reward_model, load_tokenizer, same_vocabulary
+from alignment.loading import load_model, load_tokenizer, same_vocabulary
+from alignment.reward_model import load_reward_model
 
 PAIRS = [
     ("Where is the spa?", " On floor seven."),
@@ -162,7 +164,7 @@ def test_an_exported_policy_is_one_plain_directory(name, stage, tmp_path):
     from transformers import AutoModelForCausalLM
 
     source = str(stage(name) / "model")
-    output = export(source, None, str(tmp_path / "out"))
+    output = export_model(source, None, str(tmp_path / "out"))
     assert not (output / "adapter_config.json").exists() and (output / "tokenizer.json").exists()
     ids = torch.arange(3, 30)[None]
     with torch.no_grad():
@@ -173,7 +175,7 @@ def test_an_exported_policy_is_one_plain_directory(name, stage, tmp_path):
 
 def test_an_adapter_may_be_put_on_a_named_model(stage, checkpoints, tmp_path):
     adapter = str(stage("sft lora") / "model")
-    output = export(checkpoints["llama"], adapter, str(tmp_path / "out"))
+    output = export_model(checkpoints["llama"], adapter, str(tmp_path / "out"))
     ids = torch.arange(3, 30)[None]
     with torch.no_grad():
         assert_close(load_model(str(output))(ids).logits, load_model(adapter)(ids).logits, **TIGHT)
@@ -182,13 +184,13 @@ def test_an_adapter_may_be_put_on_a_named_model(stage, checkpoints, tmp_path):
 @pytest.mark.parametrize("name", ["reward", "reward lora", "reward lora gpt2"])
 def test_an_exported_reward_model_keeps_its_head(name, stage, tmp_path):
     source = str(stage(name) / "model")
-    output = export(source, None, str(tmp_path / "out"))
+    output = export_model(source, None, str(tmp_path / "out"))
     assert_close(load_reward_model(str(output)).score(PAIRS), load_reward_model(source).score(PAIRS), **TIGHT)
 
 
 def test_a_prefix_cannot_be_exported_and_nothing_is_written(stage, tmp_path):
     with pytest.raises(UserError, match="cannot be merged"):
-        export(str(stage("sft prefix") / "model"), None, str(tmp_path / "out"))
+        export_model(str(stage("sft prefix") / "model"), None, str(tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 

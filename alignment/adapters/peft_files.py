@@ -23,11 +23,10 @@ from alignment.adapters.specs import AdapterSpec, LoRASpec, PrefixSpec
 from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml
 from alignment.errors import UserError, raise_all
-from alignment.files import write_atomic, write_json
+from alignment.files import check_directory, read_json_object, write_atomic, write_json
 from alignment.models.families import family_of
 from alignment.models.huggingface.checkpoint import hf_names
 from alignment.models.safetensors_files import read_safetensors
-from alignment.untrusted import check_directory, read_json_object
 
 WEIGHTS, CONFIG, OURS = "adapter_model.safetensors", "adapter_config.json", "alignment_adapter.json"
 STACKS = ("trunk", "encoder", "decoder")

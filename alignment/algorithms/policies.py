@@ -34,7 +34,7 @@ from alignment.data.tokenizers.load import check_vocabulary, save_tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory
 from alignment.generation import response_text
-from alignment.loading import find_base, find_directory, kind_of, load_model, load_tokenizer, set_special_tokens
+from alignment.loading import architecture_of, find_base, find_directory, load_model, load_tokenizer, set_special_tokens
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model, save_model
 from alignment.models.lengths import check_lengths
 from alignment.ragged import Ragged, Seq2Seq
@@ -149,7 +149,7 @@ def load_scalar(
 
 
 def _refuse_unless_decoder(source: str, advice: str) -> None:
-    kind = kind_of(source)
+    kind = architecture_of(source)
     if kind != "decoder":
         raise UserError(
             f"{source}: this model is an {kind}, and {advice} (`alignment pretrain` and `alignment finetune` train "

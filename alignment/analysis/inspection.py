@@ -13,10 +13,11 @@ from alignment.data.tokenizers.load import check_vocabulary
 from alignment.errors import UserError, raise_all
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.generation.text import start_token_id
-from alignment.loading import find_directory, load_model, load_scalar, load_tokenizer
+from alignment.loading import find_directory, load_model, load_tokenizer
 from alignment.models.families import FAMILIES
-from alignment.models.huggingface.checkpoint import load_checkpoint
+from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.safetensors_files import read_config
+from alignment.reward_model import load_reward_network
 
 LONGEST = 128  # tokens: a cell of an enlarged map then still fits the letters of its token
 WRITTEN = 32  # tokens that an encoder-decoder writes where no target is given
@@ -61,10 +62,10 @@ def load_any(source: str) -> Any:
     """The model of a directory whatever its head: attention is the trunk's affair. An encoder-decoder keeps its own."""
     directory = find_directory(source)
     if is_adapter(directory):
-        return load_scalar(source) if is_scalar_adapter(directory) else load_model(source)
+        return load_reward_network(source) if is_scalar_adapter(directory) else load_model(source)
     config = read_config(directory)
     if config.get("model_type") in FAMILIES and not config.get("is_encoder_decoder", False):
-        return load_checkpoint(directory, "language", new_head=True)
+        return load_pretrained(directory, "language", new_head=True)
     return load_model(source)
 
 

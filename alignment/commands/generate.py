@@ -14,7 +14,7 @@ from alignment.data.rows.read import read_rows
 from alignment.errors import UserError, raise_all
 from alignment.generation import SamplingConfig, decoding_config
 from alignment.generation import generate as generate_texts
-from alignment.loading import find_directory, load_model, load_tokenizer, stops_in_words
+from alignment.loading import describe_stop_tokens, find_directory, load_model, load_tokenizer
 from alignment.models.huggingface.generation_config import GENERATION_CONFIG, read_generation_config
 
 
@@ -101,7 +101,7 @@ def respond(
     else:
         asked = list(prompts)
     tokenizer = load_tokenizer(model)
-    stops = stops_in_words(model, tokenizer)
+    stops = describe_stop_tokens(model, tokenizer)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load_model(model, device=device)
     if adapter is not None:

@@ -22,18 +22,11 @@ from alignment.evaluation.language_loss import language_loss
 from alignment.evaluation.winrate import WinRate, win_rate
 from alignment.files import write_json, write_text
 from alignment.generation import Generation, SamplingConfig, decode_responses, response_text
-from alignment.loading import (
-    RewardModel,
-    find_directory,
-    kind_of,
-    load_model,
-    load_reward_model,
-    load_tokenizer,
-    same_vocabulary,
-)
+from alignment.loading import architecture_of, find_directory, load_model, load_tokenizer, same_vocabulary
 from alignment.models.classifiers import SequenceClassifier
 from alignment.models.lengths import check_lengths
 from alignment.ragged import Ragged, groups_of
+from alignment.reward_model import RewardModel, load_reward_model
 
 
 @dataclass(frozen=True)
@@ -203,7 +196,7 @@ def _proxy_scores(
     ids = _prompt_ids(config, model.tokenizer, prompts)
     documents: dict[tuple[int, str], list[int]] = {}
     for name, answer in answers.items():
-        as_drawn = model.reads_ids_of(load_tokenizer(config.models[name]))
+        as_drawn = model.shares_token_ids(load_tokenizer(config.models[name]))
         for i, (text, drawn, ended) in enumerate(zip(answer.texts, answer.token_ids, answer.ended, strict=True)):
             read = drawn if as_drawn else response_ids(model.tokenizer, text, prompts[i].prompt, ended=ended)
             documents.setdefault((i, text), [*ids[i], *read])
@@ -333,7 +326,7 @@ def run_reward(config: RewardEvalConfig) -> Path:
     Raises:
         UserError: bad rows, a checkpoint without a score head, or an encoder.
     """
-    if kind_of(config.reward_model) == "encoder":
+    if architecture_of(config.reward_model) == "encoder":
         raise UserError(
             f"{config.reward_model}: an encoder frames prompt and response in its own way, and `alignment evaluate "
             "reward` scores decoders; alignment.load_reward_model gives its scores of (prompt, response) pairs"

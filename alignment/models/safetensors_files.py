@@ -10,7 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from alignment.errors import UserError, raise_all
-from alignment.untrusted import check_directory, read_json_object
+from alignment.files import check_directory, read_json_object
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
@@ -32,7 +32,7 @@ def read_config(directory: Path) -> dict[str, Any]:
     return read_json_object(path)
 
 
-def read_tensors(directory: Path) -> dict[str, Tensor]:
+def read_state_dict(directory: Path) -> dict[str, Tensor]:
     """All tensors of model.safetensors, or of the shards its index names.
 
     Raises:
@@ -44,7 +44,7 @@ def read_tensors(directory: Path) -> dict[str, Tensor]:
 
 
 def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor that `read_tensors` would give, from the files' headers alone."""
+    """The shape of each tensor that `read_state_dict` would give, from the files' headers alone."""
     return {name: shape for shapes in _shapes_by_file(directory).values() for name, shape in shapes.items()}
 
 
@@ -52,7 +52,7 @@ def weight_files(directory: Path) -> list[str]:
     """Names of the safetensors files that hold a directory's weights, each of them in the directory itself.
 
     Raises:
-        UserError: as `read_tensors`.
+        UserError: as `read_state_dict`.
     """
     return list(_shapes_by_file(directory))
 

@@ -9,8 +9,9 @@ from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec, is_adapter, load_adapter, read_base, read_spec, save_adapter
 from alignment.errors import UserError
-from alignment.loading import load_model, load_scalar
+from alignment.loading import load_model
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
+from alignment.reward_model import load_reward_network
 
 TIGHT = {"atol": 1e-5, "rtol": 0}
 SPECS = {
@@ -48,7 +49,7 @@ def test_our_directory_opens_here_by_its_own_name(adapted, base, ids, logits, tm
     model = adapted(spec, scalar)
     save_adapter(model, tmp_path, base=base)
     assert is_adapter(tmp_path) and read_base(tmp_path) == base
-    again = (load_scalar if scalar else load_model)(str(tmp_path))
+    again = (load_reward_network if scalar else load_model)(str(tmp_path))
     assert_close(logits(again, ids), logits(model, ids), atol=0 if spec != SPECS["projected prefix"] else 1e-6, rtol=0)
     if isinstance(spec, LoRASpec):
         assert (read_spec(tmp_path).rank, read_spec(tmp_path).dropout) == (spec.rank, spec.dropout)
@@ -74,7 +75,7 @@ THEIRS = {
 @pytest.mark.parametrize("number", range(4))
 def test_a_lora_that_peft_made_opens_here(family, plain, ids, logits, tmp_path, number, scalar):
     theirs = made_by_peft(plain(scalar), tmp_path, scalar, THEIRS[family][number])
-    ours = (load_scalar if scalar else load_model)(str(tmp_path))
+    ours = (load_reward_network if scalar else load_model)(str(tmp_path))
     assert_close(logits(ours, ids), logits(theirs, ids), **TIGHT)
 
 
@@ -167,7 +168,7 @@ def test_a_reward_adapter_without_its_score_head_is_refused(adapted, base, tmp_p
         tmp_path, lambda tensors: {name: x for name, x in tensors.items() if not name.endswith("score.weight")}
     )
     with pytest.raises(UserError, match=r"head\.weight is missing"):
-        load_scalar(str(tmp_path))
+        load_reward_network(str(tmp_path))
 
 
 def test_missing_unknown_and_misshapen_tensors_are_named(adapted, base, tmp_path):
@@ -195,7 +196,7 @@ def edit_tensors(directory, change):
 def test_a_policys_adapter_is_no_reward_model(adapted, base, tmp_path):
     save_adapter(adapted(LoRASpec(rank=2)), tmp_path, base=base)
     with pytest.raises(UserError, match="no score head"):
-        load_scalar(str(tmp_path))
+        load_reward_network(str(tmp_path))
 
 
 def test_a_scalar_model_keeps_its_own_head_where_asked(adapted, base, tmp_path):

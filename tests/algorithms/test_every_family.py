@@ -9,9 +9,10 @@ import yaml
 from alignment.data.rows.read import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.generation import generate
-from alignment.loading import load_model, load_reward_model, load_tokenizer
+from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import save_model
+from alignment.reward_model import load_reward_model
 from alignment.training import OptimConfig, TrainingConfig
 
 CASES = {

@@ -35,7 +35,7 @@ from alignment.data.tasks.rows import LabeledText, LabeledWords
 from alignment.data.text.special_tokens import EncodedText
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
-from alignment.models.huggingface.checkpoint import load_checkpoint, load_language_model
+from alignment.models.huggingface.checkpoint import load_language_model, load_pretrained
 from alignment.pipeline.stages import find_stage
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, Run, TrainingConfig
@@ -151,7 +151,7 @@ def test_transformers_gives_the_same_scores(settings, family, task):
     theirs, loading = getattr(transformers, f"AutoModelFor{kind}").from_pretrained(directory, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     head = {"token_classification": "tokens", "question_answering": "span"}.get(task, "sequence")
-    ours = load_checkpoint(directory, head)
+    ours = load_pretrained(directory, head)
     ids = torch.randint(5, 300, (3, 12), generator=torch.Generator().manual_seed(0))
     mask = torch.arange(12) < torch.tensor([[12], [7], [9]])
     ids = ids.masked_fill(~mask, theirs.config.pad_token_id or 0)
@@ -304,7 +304,7 @@ def test_both_orders_of_a_pair_count_the_same(settings):
     tokenizer, names = load_tokenizer(model), {0: "agrees", 1: "objects"}
     rows = [LabeledText(*pair, "agrees", str(number)) for number, pair in enumerate(texts)]
     examples = encode_with("pair_classification", "gpt1_similarity", rows, tokenizer, 96, names)
-    reader = load_checkpoint(model, "sequence")
+    reader = load_pretrained(model, "sequence")
     scores, _ = read_all(
         reader, examples, collate_for("pair_classification", "gpt1_similarity"), "pair_classification", 1000
     )

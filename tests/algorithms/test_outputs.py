@@ -10,7 +10,8 @@ from torch.testing import assert_close
 from alignment.algorithms import dpo, reward, sft
 from alignment.algorithms.ppo import ppo
 from alignment.data.rows.read import DataConfig
-from alignment.loading import load_model, load_reward_model, load_scalar, load_tokenizer
+from alignment.loading import load_model, load_tokenizer
+from alignment.reward_model import load_reward_model, load_reward_network
 from alignment.training import TrainingConfig
 
 TIGHT = {"atol": 1e-5, "rtol": 0}
@@ -128,7 +129,7 @@ def test_what_is_saved_is_what_was_trained(kind, adapter, stage, make_stage, tmp
     run, config = make_stage(kind, model_of(stage, f"sft {adapter}".strip()), tmp_path, **more)
     directory = run(config)
     assert directory == tmp_path / "model"
-    model = (load_scalar if kind == "reward" else load_model)(str(directory))
+    model = (load_reward_network if kind == "reward" else load_model)(str(directory))
     with torch.no_grad():
         assert_close(model(ids).logits, trained[-1], **TIGHT)
 

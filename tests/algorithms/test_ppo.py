@@ -22,9 +22,10 @@ from alignment.data.rows.read import DataConfig
 from alignment.data.text.chat import prompt_ids
 from alignment.data.tokenizers.load import save_tokenizer, train_bpe
 from alignment.errors import UserError
-from alignment.loading import load_reward_model, load_scalar, load_tokenizer
+from alignment.loading import load_tokenizer
 from alignment.models.build import build_scalar_model
 from alignment.models.huggingface.checkpoint import save_model
+from alignment.reward_model import load_reward_model, load_reward_network
 from alignment.training import OptimConfig, Run, TrainingConfig
 
 # Adam whose eps dwarfs every gradient divides by a constant: plain gradient descent with step 1.
@@ -233,7 +234,7 @@ def test_the_critic_is_the_reward_model_with_a_head_of_zeros(ppo, stage, make_st
     else:
         directory = str(stage(reward_model) / "model")
     ids = torch.arange(3, 40)[None]
-    judge = load_scalar(directory)
+    judge = load_reward_network(directory)
     adapter = LoRASpec(rank=2) if reward_model != "reward prefix" else None
     for normalize, factor in ((True, 0.0), (False, 1.0)):
         _, config = ppo(reward_directory=directory, adapter=adapter, normalize_scores=normalize)

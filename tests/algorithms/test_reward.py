@@ -12,9 +12,9 @@ from alignment.algorithms.policies import load_scalar
 from alignment.algorithms.reward import RewardConfig, pair_loss, preference_metrics
 from alignment.data.batches import Example, PairExample, collate_pairs
 from alignment.data.rows.read import DataConfig
-from alignment.loading import load_reward_model
 from alignment.losses import bradley_terry_loss
 from alignment.models.heads import Output
+from alignment.reward_model import load_reward_model
 from alignment.training import OptimConfig, TrainingConfig
 
 WORDS = ["the spa", "a tour", "the bus", "breakfast", "the pool", "parking"]

@@ -7,12 +7,14 @@ import torch
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec
+from alignment.commands.export import export_model
 from alignment.data.rows.read import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer, train_bpe
 from alignment.generation import generate
-from alignment.loading import export, load_model, load_reward_model, load_tokenizer
+from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import save_model
+from alignment.reward_model import load_reward_model
 from alignment.training import OptimConfig, TrainingConfig
 
 TEMPLATE = (
@@ -89,7 +91,7 @@ def continued(directory):
 def test_transformers_stops_where_we_do(kind, learnt, tmp_path):
     directory = learnt["lora" if kind == "merged" else "full"]
     if kind != "full":
-        directory = export(str(directory), None, str(tmp_path / "out"))
+        directory = export_model(str(directory), None, str(tmp_path / "out"))
     tokenizer = load_tokenizer(str(directory))
     ours = generate(load_model(str(directory)), tokenizer, [QUESTION], max_new_tokens=40, temperature=0.0)
     assert ours.texts == ["I am fine."] and ours.token_ids[0][-1] == tokenizer.convert_tokens_to_ids("<|im_end|>")
@@ -100,7 +102,7 @@ def test_transformers_stops_where_we_do(kind, learnt, tmp_path):
 
 
 def test_a_generation_config_is_carried_along(learnt, tmp_path):
-    directory = export(str(learnt["full"]), None, str(tmp_path / "out"))
+    directory = export_model(str(learnt["full"]), None, str(tmp_path / "out"))
     for folder in (learnt["full"], directory):
         config = json.loads((folder / "generation_config.json").read_text())
         assert config == {"temperature": 0.6, "top_p": 0.9, "eos_token_id": [1, 4], "pad_token_id": 2}
@@ -134,7 +136,7 @@ def test_a_model_that_runs_as_transformers_class_carries_its_generation_config_t
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
     save_tokenizer(chatml, tmp_path / "base")
     (tmp_path / "base" / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "do_sample": False}))
-    directory = export(str(tmp_path / "base"), None, str(tmp_path / "out"))
+    directory = export_model(str(tmp_path / "base"), None, str(tmp_path / "out"))
     written = json.loads((directory / "generation_config.json").read_text())
     assert written == {"temperature": 0.6, "do_sample": False, "eos_token_id": [1, 4], "pad_token_id": 2}
     assert AutoConfig.from_pretrained(directory).eos_token_id == [1, 4]
@@ -169,7 +171,7 @@ def test_transformers_scores_as_we_do_where_the_base_pads_with_its_end_token(kin
     from transformers import AutoModelForSequenceClassification
 
     directory = judge(1, LoRASpec(rank=4) if kind == "lora" else None)
-    directory = export(str(directory), None, str(tmp_path / "out"))
+    directory = export_model(str(directory), None, str(tmp_path / "out"))
     ours = load_reward_model(str(directory))
     theirs = AutoModelForSequenceClassification.from_pretrained(directory)
     for text in ("I am fine.", "How are you?"):

@@ -14,7 +14,7 @@ from alignment.analysis.attention import recorded
 from alignment.errors import UserError
 from alignment.models.build import build_model, build_trunk
 from alignment.models.external.load import load_external
-from alignment.models.huggingface.checkpoint import load_checkpoint
+from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.init_weights import initialize
 from alignment.models.language_model import LanguageModel
 from alignment.models.layers.attention import Attention
@@ -59,7 +59,7 @@ def test_maps_are_transformers(family, tmp_path):
     case = one_of(family)
     reference = write_checkpoint(case, tmp_path)
     ids = ids_of(case)
-    found = attention_maps(load_checkpoint(tmp_path), ids)
+    found = attention_maps(load_pretrained(tmp_path), ids)
     expected = [layer[0] for layer in eager(reference, input_ids=torch.tensor([ids])).attentions]
     assert len(found) == len(expected) > 1
     for ours, theirs in zip(found, expected, strict=True):
@@ -71,7 +71,7 @@ def test_maps_of_both_sides_and_between_are_transformers(family, tmp_path):
     case = one_of(family)
     reference = write_checkpoint(case, tmp_path)
     source, target = ids_of(case), [reference.config.decoder_start_token_id, *ids_of(case, 1)[:20]]
-    found = pair_attention_maps(load_checkpoint(tmp_path), source, target)
+    found = pair_attention_maps(load_pretrained(tmp_path), source, target)
     output = eager(reference, input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([target]))
     for ours, theirs in zip(
         found, (output.encoder_attentions, output.decoder_attentions, output.cross_attentions), strict=True
@@ -88,7 +88,7 @@ def test_transformers_own_classes_give_theirs(tmp_path):
     ids = ids_of(case)
     external = load_external(tmp_path)
     before = external.inner.config._attn_implementation
-    for ours, theirs in zip(attention_maps(load_checkpoint(tmp_path), ids), attention_maps(external, ids), strict=True):
+    for ours, theirs in zip(attention_maps(load_pretrained(tmp_path), ids), attention_maps(external, ids), strict=True):
         assert_close(ours, theirs, atol=1e-5, rtol=0)
     assert external.inner.config._attn_implementation == before != "eager"
 

@@ -308,7 +308,9 @@ def responder(monkeypatch):
 
     monkeypatch.setattr(respond, "load_model", lambda name, device: types.SimpleNamespace(name=name, config={}))
     monkeypatch.setattr(respond, "load_tokenizer", lambda name: types.SimpleNamespace(name=name, chat_template=None))
-    monkeypatch.setattr(respond, "stops_in_words", lambda name, tokenizer: f"a response of {name} ends at <end> (1)")
+    monkeypatch.setattr(
+        respond, "describe_stop_tokens", lambda name, tokenizer: f"a response of {name} ends at <end> (1)"
+    )
     monkeypatch.setattr(respond, "generate_texts", generate)
     return seen
 

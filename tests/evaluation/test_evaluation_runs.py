@@ -13,9 +13,9 @@ from alignment.errors import UserError
 from alignment.evaluation import win_rate_run as evaluation
 from alignment.evaluation.win_rate_run import WinRateConfig, run_winrate
 from alignment.hotel_world.datasets import draw_rows
-from alignment.loading import RewardModel
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import save_model
+from alignment.reward_model import RewardModel
 
 
 @pytest.fixture

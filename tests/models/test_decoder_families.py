@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from alignment.errors import UserError
 from alignment.models.build import build_model
 from alignment.models.families import family_of
-from alignment.models.huggingface.checkpoint import hf_names, load_checkpoint, save_model
+from alignment.models.huggingface.checkpoint import hf_names, load_pretrained, save_model
 from alignment.models.spec_positions import LongScaling
 from alignment.ragged import Ragged
 
@@ -88,7 +88,7 @@ def our_logits(model: Any, rows: list[list[int]]) -> torch.Tensor:
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_files_of_transformers_and_back(name, tmp_path):
     reference, rows = written_by_transformers(TINY[name], tmp_path / "theirs"), documents()
-    model = load_checkpoint(tmp_path / "theirs")
+    model = load_pretrained(tmp_path / "theirs")
     assert_close(our_logits(model, rows), their_logits(reference, rows), atol=1e-4, rtol=0)
     save_model(model, tmp_path / "ours")
     theirs, ours = (load_file(tmp_path / side / "model.safetensors") for side in ("theirs", "ours"))
@@ -119,7 +119,7 @@ def test_heads_are_drawn_saved_and_read_again(name, task, tmp_path):
     labels = {"id2label": {str(i): str(i) for i in range(3)}} if task in ("sequence", "tokens") else {}
     model = build_model({**config, **labels}, task)
     save_model(model, tmp_path)
-    again = load_checkpoint(tmp_path, task)
+    again = load_pretrained(tmp_path, task)
     batch = Ragged.build(documents())
     kind = "values" if task == "scalar" else "scores"
     assert torch.equal(getattr(model(batch=batch), kind), getattr(again(batch=batch), kind))
@@ -175,7 +175,7 @@ def test_published_gpt1_file_opens(tmp_path):
     old |= {f"h.{layer}.attn.bias": torch.ones(1, 1, 64, 64).tril() for layer in range(2)}
     save_file(old, tmp_path / "model.safetensors")
     rows = documents()
-    assert_close(our_logits(load_checkpoint(tmp_path), rows), their_logits(reference, rows), atol=1e-4, rtol=0)
+    assert_close(our_logits(load_pretrained(tmp_path), rows), their_logits(reference, rows), atol=1e-4, rtol=0)
 
 
 def test_published_pythia_file_opens(tmp_path):
@@ -192,7 +192,7 @@ def test_published_pythia_file_opens(tmp_path):
     config |= {"rotary_pct": rope["partial_rotary_factor"], "rotary_emb_base": rope["rope_theta"]}
     (tmp_path / "config.json").write_text(json.dumps(config))
     rows = documents()
-    assert_close(our_logits(load_checkpoint(tmp_path), rows), their_logits(reference, rows), atol=1e-4, rtol=0)
+    assert_close(our_logits(load_pretrained(tmp_path), rows), their_logits(reference, rows), atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_longrope_of_a_document_is_its_own_affair(tmp_path):
     config = {**TINY["phi3"], **STRETCHED}
     rows = documents((30, 16, 5, 17))
     reference = written_by_transformers(config, tmp_path)
-    model = load_checkpoint(tmp_path)
+    model = load_pretrained(tmp_path)
     assert isinstance(model.spec.blocks[0].attention.rotary.scaling, LongScaling)
     assert_close(our_logits(model, rows), their_logits(reference, rows), atol=1e-4, rtol=0)
 
@@ -254,7 +254,7 @@ def test_mixtral_files_have_the_published_names(tmp_path):
     written_by_transformers(TINY["mixtral"], tmp_path)
     names = set(load_file(tmp_path / "model.safetensors"))
     assert "model.layers.1.block_sparse_moe.experts.2.w3.weight" in names
-    assert {place.name for place in hf_names(load_checkpoint(tmp_path)).values()} == names
+    assert {place.name for place in hf_names(load_pretrained(tmp_path)).values()} == names
 
 
 def test_fresh_mixtral_is_balanced_and_a_loaded_one_as_its_config_says():

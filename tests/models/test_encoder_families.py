@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from alignment.errors import UserError
 from alignment.models.build import build_model
-from alignment.models.huggingface.checkpoint import load_checkpoint, save_model
+from alignment.models.huggingface.checkpoint import load_pretrained, save_model
 from alignment.ragged import Ragged
 
 from .encoders import SHAPE, TINY
@@ -57,7 +57,7 @@ def test_heads_come_from_transformers_and_go_back_bit_by_bit(model_type, task, i
 
     labels = {} if task == "span" else {"num_labels": 3}
     reference = written_by_transformers(model_type, task, tmp_path / "theirs", **labels)
-    model = load_checkpoint(tmp_path / "theirs", task)
+    model = load_pretrained(tmp_path / "theirs", task)
     assert_close(model(ids).scores, scores_of(reference(ids)), atol=1e-5, rtol=1e-5)
     save_model(model, tmp_path / "ours")
     again = getattr(transformers, CLASSES[task]).from_pretrained(tmp_path / "ours")
@@ -74,13 +74,13 @@ def test_a_pretrained_encoder_gets_a_new_head_that_transformers_opens(model_type
 
     written_by_transformers(model_type, "language", tmp_path / "pretrained")
     changes = {"num_labels": 3, "id2label": {"0": "a", "1": "b", "2": "c"}}  # of no use to a span
-    model = load_checkpoint(tmp_path / "pretrained", task, new_head=True, config=changes)
+    model = load_pretrained(tmp_path / "pretrained", task, new_head=True, config=changes)
     assert model.head.output.weight.std() > 0
     save_model(model, tmp_path / "ours")
     again = getattr(transformers, CLASSES[task]).from_pretrained(tmp_path / "ours").eval()
     assert_close(scores_of(again(ids)), model(ids).scores, atol=1e-5, rtol=1e-5)
     with pytest.raises(UserError, match="is missing"):
-        load_checkpoint(tmp_path / "pretrained", task)
+        load_pretrained(tmp_path / "pretrained", task)
 
 
 @pytest.mark.parametrize("model_type", ["bert", "albert"])
@@ -90,8 +90,8 @@ def test_both_pretraining_heads_are_kept_and_one_may_be_left_aside(model_type, i
     segments = torch.zeros_like(ids)
     segments[:, 12:] = 1
     theirs = reference(ids, token_type_ids=segments)
-    both = load_checkpoint(tmp_path, "next_sentence")(ids, None, segments)
-    alone = load_checkpoint(tmp_path, "language")(ids, None, segments)
+    both = load_pretrained(tmp_path, "next_sentence")(ids, None, segments)
+    alone = load_pretrained(tmp_path, "language")(ids, None, segments)
     follows = theirs.seq_relationship_logits if model_type == "bert" else theirs.sop_logits
     assert_close(both.logits, theirs.prediction_logits, atol=1e-5, rtol=1e-5)
     assert_close(both.scores, follows, atol=1e-5, rtol=1e-5)
@@ -103,7 +103,7 @@ def test_both_pretraining_heads_are_kept_and_one_may_be_left_aside(model_type, i
 def test_the_pooler_of_a_pretrained_encoder_stays_under_a_new_head(tmp_path):
     written_by_transformers("bert", "next_sentence", tmp_path)
     pooler = load_file(tmp_path / "model.safetensors")["bert.pooler.dense.weight"]
-    model = load_checkpoint(tmp_path, "sequence", new_head=True)
+    model = load_pretrained(tmp_path, "sequence", new_head=True)
     assert torch.equal(model.head.transform.dense.weight, pooler)
 
 
@@ -111,7 +111,7 @@ def test_the_pooler_of_a_pretrained_encoder_stays_under_a_new_head(tmp_path):
 def test_names_of_the_first_files_are_understood(ids, tmp_path):
     """LayerNorm's gamma and beta, buffers of places, the tied decoder and its bias written out once more."""
     written_by_transformers("bert", "next_sentence", tmp_path)
-    expected = load_checkpoint(tmp_path, "language")(ids).logits
+    expected = load_pretrained(tmp_path, "language")(ids).logits
     tensors = load_file(tmp_path / "model.safetensors")
     tensors |= {
         "bert.embeddings.position_ids": torch.arange(64)[None],
@@ -122,8 +122,8 @@ def test_names_of_the_first_files_are_understood(ids, tmp_path):
     for new, name in old.items():
         tensors = {key.replace(new, name): tensor for key, tensor in tensors.items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert torch.equal(load_checkpoint(tmp_path, "language")(ids).logits, expected)
-    load_checkpoint(tmp_path, "tokens", new_head=True)
+    assert torch.equal(load_pretrained(tmp_path, "language")(ids).logits, expected)
+    load_pretrained(tmp_path, "tokens", new_head=True)
 
 
 def test_a_copy_of_the_bias_that_differs_is_refused(tmp_path):
@@ -132,17 +132,17 @@ def test_a_copy_of_the_bias_that_differs_is_refused(tmp_path):
     tensors["cls.predictions.decoder.bias"] = tensors["cls.predictions.bias"] + 1
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"cls\.predictions\.decoder\.bias differs"):
-        load_checkpoint(tmp_path, "language")
+        load_pretrained(tmp_path, "language")
 
 
 @torch.no_grad()
 def test_an_encoder_saved_without_a_head_is_a_start_for_one(ids, tmp_path):
     written_by_transformers("bert", "next_sentence", tmp_path)
-    with_head = load_checkpoint(tmp_path, "tokens", new_head=True)
+    with_head = load_pretrained(tmp_path, "tokens", new_head=True)
     tensors = load_file(tmp_path / "model.safetensors")
     bare = {name.removeprefix("bert."): x for name, x in tensors.items() if name.startswith("bert.")}
     save_file(bare, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    model = load_checkpoint(tmp_path, "sequence", new_head=True)
+    model = load_pretrained(tmp_path, "sequence", new_head=True)
     assert torch.equal(model.trunk(Ragged.build(ids.tolist())), with_head.trunk(Ragged.build(ids.tolist())))
     assert torch.equal(model.head.transform.dense.bias, tensors["bert.pooler.dense.bias"])
 
@@ -150,12 +150,12 @@ def test_an_encoder_saved_without_a_head_is_a_start_for_one(ids, tmp_path):
 @torch.no_grad()
 def test_what_debertas_files_carry_and_no_model_reads_is_left_out(ids, tmp_path):
     written_by_transformers("deberta-v2", "sequence", tmp_path)
-    expected = load_checkpoint(tmp_path, "sequence")(ids).scores
+    expected = load_pretrained(tmp_path, "sequence")(ids).scores
     tensors = load_file(tmp_path / "model.safetensors")
     surplus = {"deberta.embeddings.position_embeddings.weight": (64, 32), "mask_predictions.dense.weight": (32, 32)}
     tensors |= {name: torch.zeros(shape) for name, shape in surplus.items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert torch.equal(load_checkpoint(tmp_path, "sequence")(ids).scores, expected)
+    assert torch.equal(load_pretrained(tmp_path, "sequence")(ids).scores, expected)
 
 
 def test_absolute_places_that_the_config_asks_for_are_never_left_out(tmp_path):
@@ -164,7 +164,7 @@ def test_absolute_places_that_the_config_asks_for_are_never_left_out(tmp_path):
     del tensors["deberta.embeddings.position_embeddings.weight"]
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"position_embeddings\.weight is missing"):
-        load_checkpoint(tmp_path, "sequence")
+        load_pretrained(tmp_path, "sequence")
 
 
 def test_debertas_documents_may_be_longer_than_any_it_was_trained_on():
@@ -178,7 +178,7 @@ def test_debertas_documents_may_be_longer_than_any_it_was_trained_on():
 def test_new_encoders_have_no_dropout_and_loaded_ones_have_what_their_file_says(tmp_path):
     assert build_model({"model_type": "bert", **SHAPE}).spec.blocks[0].dropout == 0
     written_by_transformers("bert", "language", tmp_path)
-    spec = load_checkpoint(tmp_path, "language").spec
+    spec = load_pretrained(tmp_path, "language").spec
     assert (spec.embedding_dropout, spec.blocks[0].dropout, spec.blocks[0].attention.dropout) == (0.1, 0.1, 0.1)
 
 
@@ -187,7 +187,7 @@ def test_an_untied_decoder_keeps_its_own_weight_and_bias(ids, tmp_path):
     import transformers
 
     reference = written_by_transformers("bert", "language", tmp_path / "theirs", tie_word_embeddings=False)
-    model = load_checkpoint(tmp_path / "theirs", "language")
+    model = load_pretrained(tmp_path / "theirs", "language")
     assert torch.equal(model.head.bias, reference.cls.predictions.decoder.bias)
     save_model(model, tmp_path / "ours")
     assert json.loads((tmp_path / "ours" / "config.json").read_text())["tie_word_embeddings"] is False

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from alignment.errors import UserError
 from alignment.models.build import build_model
 from alignment.models.families import family_of
-from alignment.models.huggingface.checkpoint import load_checkpoint, save_model
+from alignment.models.huggingface.checkpoint import load_pretrained, save_model
 from alignment.models.spec import RMSNormSpec, UnitOffsetRMSNormSpec, WideRMSNormSpec
 from alignment.models.spec_positions import LinearScaling, RotarySpec, YarnScaling
 from alignment.ragged import Ragged
@@ -237,10 +237,10 @@ def test_a_span_head_names_its_trunk_as_transformers_does(name, tmp_path):
     assert "transformer.embed_tokens.weight" in tensors and "qa_outputs.bias" in tensors
     assert not any(tensor.startswith("model.") for tensor in tensors)
     batch = Ragged.build([[5, 6, 7], [8]])
-    again = load_checkpoint(tmp_path, "span")
+    again = load_pretrained(tmp_path, "span")
     assert torch.equal(again(batch=batch).scores, span(batch=batch).scores)
     # the trunk serves another head, whose file names it otherwise
-    sequence = load_checkpoint(tmp_path, "sequence", new_head=True)
+    sequence = load_pretrained(tmp_path, "sequence", new_head=True)
     assert torch.equal(sequence.trunk(batch), span.trunk(batch))
     save_model(sequence, tmp_path / "sequence")
     assert "model.embed_tokens.weight" in load_file(tmp_path / "sequence" / "model.safetensors")
@@ -254,10 +254,10 @@ def test_a_bare_trunk_and_old_buffers_are_read(name, tmp_path):
     tensors = load_file(path) | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     save_file(tensors, path, metadata={"format": "pt"})
     batch = Ragged.build([[5, 6, 7], [8]])
-    assert torch.equal(load_checkpoint(tmp_path, "language").trunk(batch), model.trunk(batch))
+    assert torch.equal(load_pretrained(tmp_path, "language").trunk(batch), model.trunk(batch))
     bare = {tensor.removeprefix("model."): x for tensor, x in tensors.items() if tensor.startswith("model.")}
     save_file(bare, path, metadata={"format": "pt"})
-    scalar = load_checkpoint(tmp_path, "scalar", new_head=True)
+    scalar = load_pretrained(tmp_path, "scalar", new_head=True)
     assert torch.equal(scalar.trunk(batch), model.trunk(batch))
 
 
@@ -278,4 +278,4 @@ def test_saved_configs_are_json_and_load_again(tmp_path):
     save_model(model, tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     assert saved["architectures"] == ["Gemma3ForCausalLM"]
-    assert load_checkpoint(tmp_path, "language").spec == model.spec
+    assert load_pretrained(tmp_path, "language").spec == model.spec

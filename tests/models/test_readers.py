@@ -11,7 +11,7 @@ from alignment.errors import UserError
 from alignment.models.build import build_model
 from alignment.models.classifiers import SequenceClassifier, pooled
 from alignment.models.heads import ClassificationHead
-from alignment.models.huggingface.checkpoint import load_checkpoint, load_scalar_model, save_model
+from alignment.models.huggingface.checkpoint import load_pretrained, load_scalar_model, save_model
 from alignment.ragged import Ragged
 
 from .conftest import roughen
@@ -87,7 +87,7 @@ def test_an_encoder_with_one_class_scores_texts_and_gives_no_values_of_tokens(tm
     assert isinstance(model, SequenceClassifier)
     assert model(batch=Ragged.build(ROWS)).scores.shape == (3, 1)
     save_model(model, tmp_path)
-    again = load_checkpoint(tmp_path, "scalar")
+    again = load_pretrained(tmp_path, "scalar")
     assert_close(again(batch=Ragged.build(ROWS)).scores, model(batch=Ragged.build(ROWS)).scores)
     with pytest.raises(UserError, match="number at every token"):
         load_scalar_model(tmp_path)
@@ -96,7 +96,7 @@ def test_an_encoder_with_one_class_scores_texts_and_gives_no_values_of_tokens(tm
 def test_a_classifier_of_several_classes_is_no_scalar_model(tmp_path):
     save_model(build_model({**BERT, "num_labels": 3}, "sequence"), tmp_path)
     with pytest.raises(UserError, match=r"classifier\.weight has shape \(3, 32\)"):
-        load_checkpoint(tmp_path, "scalar")
+        load_pretrained(tmp_path, "scalar")
 
 
 def test_a_task_the_family_has_not_is_refused():

@@ -18,7 +18,7 @@ from alignment.models.build import build_model, empty_model
 from alignment.models.families import family_of
 from alignment.models.families.mt5 import spec_from_config as mt5_spec
 from alignment.models.families.t5 import spec_from_config as t5_spec
-from alignment.models.huggingface.checkpoint import load_checkpoint, save_model
+from alignment.models.huggingface.checkpoint import load_pretrained, save_model
 from alignment.ragged import Ragged, Seq2Seq
 
 T5 = {
@@ -177,7 +177,7 @@ def test_a_t5_head_of_its_own_is_kept_whatever_the_config_says(tmp_path, tied):
         (tmp_path / "config.json").write_text(json.dumps(config))
     own = torch.randn(61, 24, generator=torch.Generator().manual_seed(3))
     edit(tmp_path, lambda tensors: {**tensors, "lm_head.weight": own}, **keys)
-    ours = load_checkpoint(tmp_path)
+    ours = load_pretrained(tmp_path)
     theirs = transformers.T5ForConditionalGeneration.from_pretrained(tmp_path).eval()
     assert ours.head.weight is not ours.encoder.embed.weight
     assert torch.equal(ours.head.weight, own)
@@ -192,20 +192,20 @@ def test_an_mt5_head_of_its_own_is_kept(tmp_path):
     own = torch.randn(61, 24)
     edit(tmp_path, lambda tensors: {**tensors, "lm_head.weight": own})
     theirs = transformers.MT5ForConditionalGeneration.from_pretrained(tmp_path).eval()
-    assert_close(logits_of(load_checkpoint(tmp_path)), logits_of(theirs), atol=1e-4, rtol=0)
+    assert_close(logits_of(load_pretrained(tmp_path)), logits_of(theirs), atol=1e-4, rtol=0)
 
 
 def test_an_untied_t5_without_its_head_is_refused(tmp_path):
     written(tmp_path, "t5")
     edit(tmp_path, lambda tensors: tensors, tie_word_embeddings=False)
     with pytest.raises(UserError, match=r"tensor lm_head\.weight is missing"):
-        load_checkpoint(tmp_path)
+        load_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("name", sorted(TINY))
 def test_older_files_hold_the_token_table_more_than_once(name, tmp_path):
     written(tmp_path, name)
-    expected = logits_of(load_checkpoint(tmp_path))
+    expected = logits_of(load_pretrained(tmp_path))
     stem = "model." if name == "bart" else ""
     stacks = [f"{stem}{side}.embed_tokens.weight" for side in ("encoder", "decoder")]
     unused = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
@@ -216,15 +216,15 @@ def test_older_files_hold_the_token_table_more_than_once(name, tmp_path):
         return {**tensors, **{copy: table.clone() for copy in (*stacks, "lm_head.weight")}, **more}
 
     edit(tmp_path, older)
-    assert torch.equal(logits_of(load_checkpoint(tmp_path)), expected)
+    assert torch.equal(logits_of(load_pretrained(tmp_path)), expected)
     edit(tmp_path, lambda tensors: {**tensors, stacks[0]: tensors[stacks[0]] + 1})
     with pytest.raises(UserError, match=f"{stacks[0]} differs"):
-        load_checkpoint(tmp_path)
+        load_pretrained(tmp_path)
 
 
 def test_a_bare_bart_has_no_prefix_and_no_constants_for_its_logits(tmp_path):
     written(tmp_path, "bart")
-    with_constants = load_checkpoint(tmp_path)
+    with_constants = load_pretrained(tmp_path)
     constants = with_constants.head.offset.clone()
     assert constants.abs().max() > 0.1
 
@@ -233,12 +233,12 @@ def test_a_bare_bart_has_no_prefix_and_no_constants_for_its_logits(tmp_path):
         return {**kept, "encoder.embed_tokens.weight": kept["shared.weight"].clone()}
 
     edit(tmp_path, bare)
-    assert_close(logits_of(load_checkpoint(tmp_path)), logits_of(with_constants) - constants)
+    assert_close(logits_of(load_pretrained(tmp_path)), logits_of(with_constants) - constants)
 
 
 def test_barts_constants_are_saved_and_not_trained(tmp_path):
     written(tmp_path, "bart")
-    model = load_checkpoint(tmp_path)
+    model = load_pretrained(tmp_path)
     assert "head.offset" in model.state_dict()
     assert all("offset" not in name for name, _ in model.named_parameters())
     save_model(model, tmp_path / "again")
@@ -261,7 +261,7 @@ def test_heads_give_transformers_scores(name, task, tmp_path):
     config = transformers.AutoConfig.for_model(name, **TINY[name], num_labels=labels)
     reference = model_class(config).eval()
     reference.save_pretrained(tmp_path)
-    model = load_checkpoint(tmp_path, task)
+    model = load_pretrained(tmp_path, task)
     rows = texts(END[name])
     ids, mask = padded(rows, config.pad_token_id)
     out = reference(input_ids=ids, attention_mask=mask)
@@ -283,22 +283,22 @@ def test_heads_give_transformers_scores(name, task, tmp_path):
 @pytest.mark.parametrize(("name", "task"), [("t5", "sequence"), ("t5", "tokens"), ("t5", "span"), ("bart", "sequence")])
 def test_a_language_model_becomes_a_reader_with_a_new_head(name, task, tmp_path):
     written(tmp_path, name, **({"feed_forward_proj": "gated-gelu"} if name == "t5" else {}))
-    language = load_checkpoint(tmp_path)
+    language = load_pretrained(tmp_path)
     torch.manual_seed(0)
-    reader = load_checkpoint(tmp_path, task, new_head=True, config={"num_labels": 2})
+    reader = load_pretrained(tmp_path, task, new_head=True, config={"num_labels": 2})
     encoder = reader.trunk if task == "tokens" else reader.encoder
     for key, value in language.encoder.state_dict().items():
         assert torch.equal(encoder.state_dict()[key], value), key
     assert reader.head.output.weight.abs().max() > 0
     assert reader(batch=Ragged.build(texts(END[name]))).scores.shape[-1] == 2
     with pytest.raises(UserError, match="is missing"):
-        load_checkpoint(tmp_path, task)
+        load_pretrained(tmp_path, task)
 
 
 def test_a_classifiers_stacks_become_a_language_model(tmp_path):
     config: Any = transformers.AutoConfig.for_model("t5", **T5)
     transformers.T5ForSequenceClassification(config).save_pretrained(tmp_path)
-    reader, language = load_checkpoint(tmp_path, "sequence"), load_checkpoint(tmp_path, new_head=True)
+    reader, language = load_pretrained(tmp_path, "sequence"), load_pretrained(tmp_path, new_head=True)
     for key, value in reader.decoder.state_dict().items():
         assert torch.equal(language.decoder.state_dict()[key], value), key
     assert language.head.weight is language.encoder.embed.weight
@@ -352,7 +352,7 @@ def test_lora_on_both_stacks_is_what_peft_makes_of_the_file(name, tmp_path):
     from peft import PeftModel
 
     reference = written(tmp_path / "base", name)
-    model = attach(load_checkpoint(tmp_path / "base"), LoRASpec(rank=4, layers=r"(attention|cross)\.(query|value)"))
+    model = attach(load_pretrained(tmp_path / "base"), LoRASpec(rank=4, layers=r"(attention|cross)\.(query|value)"))
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
@@ -365,7 +365,7 @@ def test_lora_on_both_stacks_is_what_peft_makes_of_the_file(name, tmp_path):
     assert (adapted - logits_of(reference)).abs().max() > 0.1
     save_adapter(model, tmp_path / "adapter", base=str(tmp_path / "base"))
     assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["task_type"] == "SEQ_2_SEQ_LM"
-    again = load_adapter(load_checkpoint(tmp_path / "base"), tmp_path / "adapter")
+    again = load_adapter(load_pretrained(tmp_path / "base"), tmp_path / "adapter")
     assert torch.equal(logits_of(again), adapted)
     theirs = PeftModel.from_pretrained(reference, str(tmp_path / "adapter")).eval()
     assert_close(logits_of(theirs), adapted, atol=1e-4, rtol=0)

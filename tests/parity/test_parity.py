@@ -8,7 +8,7 @@ import torch
 
 from alignment.errors import UserError
 from alignment.models.families import FAMILIES
-from alignment.models.huggingface.checkpoint import load_checkpoint
+from alignment.models.huggingface.checkpoint import load_pretrained
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # the script imports its neighbors by their bare names
@@ -58,7 +58,7 @@ def test_positions_to_255_are_tested_in_every_family():
 def pair(tmp_path):
     """A case, transformers' model of it and ours."""
     case = parity_reference.read_cases("llama")["grouped queries"]
-    return case, parity_reference.write_checkpoint(case, tmp_path / "model"), load_checkpoint(tmp_path / "model")
+    return case, parity_reference.write_checkpoint(case, tmp_path / "model"), load_pretrained(tmp_path / "model")
 
 
 @pytest.mark.parametrize("name", ["blocks.1.attention.key.weight", "blocks.2.feedforward_norm.weight", "embed.weight"])
@@ -111,7 +111,7 @@ def test_a_row_that_cannot_open_is_reported_and_the_next_one_goes_on(monkeypatch
         raise UserError("tensor a is missing\ntensor b is missing")
 
     monkeypatch.setattr(sys, "argv", ["parity.py", "--family", "gpt2", "llama"])
-    monkeypatch.setattr(parity, "load_checkpoint", refuse)
+    monkeypatch.setattr(parity, "load_pretrained", refuse)
     assert parity.main() == 1
     rows = capsys.readouterr().out.splitlines()
     assert [row.split() for row in rows] == [

@@ -24,7 +24,7 @@ from alignment.models.build import build_model
 from alignment.models.classifiers import pooled
 from alignment.models.families import family_of
 from alignment.models.heads import Output, token_scores
-from alignment.models.huggingface.checkpoint import load_checkpoint
+from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.language_model import active_prefix
 from alignment.models.layers.padded_layout import take
 from alignment.models.spec import InitSpec, TransformerSpec
@@ -133,8 +133,8 @@ def start_classifier(source: Any, task: FinetuneTask, labels: dict[str, Any], ro
         reader = build_model({**source, **labels}, head)
         beside = build_model(source, "language").head if language else None
     else:
-        reader = load_checkpoint(source, head, new_head=True, config=labels)
-        beside = load_checkpoint(source, "language").head if language else None
+        reader = load_pretrained(source, head, new_head=True, config=labels)
+        beside = load_pretrained(source, "language").head if language else None
     if isinstance(reader.spec, TransformerSpec) and reader.spec.causal and rows > reader.spec.vocabulary:
         beside = add_tokens(reader, beside, rows)
     return reader if beside is None else DoubleHeadsModel(reader, beside)

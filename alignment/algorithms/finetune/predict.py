@@ -12,7 +12,7 @@ from alignment.data.tasks.rows import Choice, LabeledText, LabeledWords, Questio
 from alignment.data.text.special_tokens import tokenize_with_offsets
 from alignment.errors import UserError, raise_all
 from alignment.loading import find_directory, load_tokenizer
-from alignment.models.huggingface.checkpoint import load_checkpoint
+from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.safetensors_files import read_config
 
 
@@ -46,7 +46,7 @@ def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_38
         f"row {row.row_id}: text of which the tokenizer makes no token" for row in read_as if row.row_id not in known
     )
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_checkpoint(directory, HEADS[task], device=device)
+    model = load_pretrained(directory, HEADS[task], device=device)
     scores, _ = read_all(model, examples, collate_for(task, form), task, micro_batch_tokens)
     if task == "question_answering":
         return answers_to(examples, scores, [context for _, context in rows], own["max_answer"], own["no_answer"])

@@ -17,11 +17,12 @@ from alignment.data.stream import Stream
 from alignment.data.text.chat import stop_token_ids
 from alignment.errors import UserError
 from alignment.generation import response_text
-from alignment.loading import RewardModel, load_reward_model, load_tokenizer, same_vocabulary, stops_in_words
+from alignment.loading import describe_stop_tokens, load_tokenizer, same_vocabulary
 from alignment.losses import AdaptiveKL, FixedKL
 from alignment.models.classifiers import SequenceClassifier
 from alignment.models.lengths import check_lengths
 from alignment.ragged import Ragged
+from alignment.reward_model import RewardModel, load_reward_model
 from alignment.training import Engine, Run, load_run_state, note_endless_warmup, save_run_state, share
 
 
@@ -99,7 +100,7 @@ def read_data(config: PPOConfig, run: Run) -> PPOData:
         UserError: bad rows, all at once.
     """
     tokenizer = load_tokenizer(config.policy)
-    run.note(stops_in_words(config.policy, tokenizer))
+    run.note(describe_stop_tokens(config.policy, tokenizer))
     prompts = read_examples(config.data, "prompts", tokenizer, run)
     texts = None
     if config.pretrain is not None and config.pretrain_coef > 0:
@@ -168,7 +169,7 @@ def response_scorer(reward_model: RewardModel, tokenizer: Any, micro_batch_token
     Args:
         tokenizer: the policy's, of which the responses' ids are.
     """
-    if reward_model.reads_ids_of(tokenizer):
+    if reward_model.shares_token_ids(tokenizer):
         return lambda prompts, responses, ended: reward_model.score_ids(
             [[*prompt.ids, *ids] for prompt, ids in zip(prompts, responses, strict=True)], micro_batch_tokens
         )
@@ -191,7 +192,7 @@ def check_judged(
     Raises:
         UserError: prompts whose beginning was cut off, that the reward model's template refuses, or too long for it.
     """
-    if reward_model.reads_ids_of(tokenizer):
+    if reward_model.shares_token_ids(tokenizer):
         return check_rows(reward_model.model, prompts, config.data.max_length, config.max_new_tokens)
     cut = [prompt.row_id for prompt in prompts if prompt.cut]
     if cut:

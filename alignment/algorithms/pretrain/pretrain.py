@@ -27,7 +27,7 @@ from alignment.errors import UserError
 from alignment.loading import find_directory, load_tokenizer
 from alignment.models.build import build_model
 from alignment.models.distill_init import init_from_teacher
-from alignment.models.huggingface.checkpoint import load_checkpoint
+from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.training import Engine, OptimConfig, Run, TrainingConfig, fit
 from alignment.training.ranks import compare_rows
 
@@ -176,11 +176,11 @@ def find_models(config: PretrainConfig, tokenizer: Any) -> tuple[Policy, Any]:
     if config.policy is None:
         policy = fresh_policy(config, tokenizer, task)
     else:
-        policy = Policy(load_checkpoint(find_directory(config.policy), task), source=config.policy)
+        policy = Policy(load_pretrained(find_directory(config.policy), task), source=config.policy)
     check_vocabulary(tokenizer, policy.model.spec.vocabulary)
     check_kind(config.objective, policy.model)
     if config.distillation is not None:
-        teacher = load_checkpoint(find_directory(config.distillation.teacher), task).requires_grad_(False)
+        teacher = load_pretrained(find_directory(config.distillation.teacher), task).requires_grad_(False)
         check_kind(config.objective, teacher)
         if teacher.spec.vocabulary != policy.model.spec.vocabulary:
             raise UserError(

@@ -16,8 +16,7 @@ from alignment.data.text.encoding import is_panic
 from alignment.data.tokenizers.original_files import RAW_PAIRS, WORDPIECE_FILE, load_original
 from alignment.data.tokenizers.wrap import wrap_bos
 from alignment.errors import UserError, raise_all
-from alignment.files import write_atomic, write_json
-from alignment.untrusted import check_directory, read_json_object
+from alignment.files import check_directory, read_json_object, write_atomic, write_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

@@ -27,6 +27,7 @@ from alignment.models.external.models import (
     ExternalSeq2SeqModel,
 )
 from alignment.models.external.padding import reads_every_token
+from alignment.models.families.family import Architecture
 from alignment.models.huggingface.generation_config import (
     generation_config_of,
     read_generation_config,
@@ -126,9 +127,10 @@ def save_external(model: Any, directory: str | Path, *, state: dict[str, Tensor]
     write_generation_config(model, directory)
 
 
-def language_kind(directory: Path) -> str:
-    """causal, masked or pairs: what kind of language model transformers has for a directory; of weights only the shapes are read."""
-    return _settings(directory, "language", {})[0]
+def external_architecture(directory: Path) -> Architecture:
+    """Which kind of language model transformers has for a directory; of the weights only the shapes are read."""
+    kind, _ = _settings(directory, "language", {})
+    return "encoder" if kind == "masked" else "encoder-decoder" if kind == "pairs" else "decoder"
 
 
 @contextmanager

@@ -55,6 +55,6 @@ def family_of(config: dict[str, Any]) -> Family:
     return FAMILIES[name]
 
 
-def is_foreign(config: dict[str, Any]) -> bool:
+def is_external_type(config: dict[str, Any]) -> bool:
     """Whether `config["model_type"]` names a family that is not ours."""
     return isinstance(config.get("model_type"), str) and config["model_type"] not in FAMILIES

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 
@@ -13,6 +13,7 @@ from alignment.models.spec_encoder_decoder import EncoderDecoderSpec
 # One line of a weight table: Hugging Face name, our name. A tuple on our side: one tensor there, cut along its
 # output axis, is several here. {} is a number: of the layer, of the expert.
 Name = tuple[str, str | tuple[str, ...]]
+Architecture = Literal["decoder", "encoder", "encoder-decoder"]
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,12 @@ class Family:
     zeros: tuple[str, ...] = ()
     fresh_config: Mapping[str, Any] = field(default_factory=dict)
     as_filed: Callable[[dict[str, Any], Mapping[str, Tensor]], dict[str, Any]] = lambda config, tensors: config
+
+    @property
+    def architecture(self) -> Architecture:
+        """Decoder, encoder or encoder-decoder, by the class of the language model."""
+        name = self.tasks["language"].hf_class
+        return "encoder" if name.endswith("MaskedLM") else "encoder-decoder" if "Conditional" in name else "decoder"
 
     def prefix(self, task: str) -> str:
         """What precedes the trunk's names in a file with the head of `task`."""

@@ -18,20 +18,20 @@ from alignment.models.build import empty_model
 from alignment.models.classifiers import ScalarModel
 from alignment.models.external.load import is_external, load_external, save_external
 from alignment.models.external.models import ExternalScalarModel
-from alignment.models.families import FAMILIES, family_of, is_foreign
+from alignment.models.families import FAMILIES, family_of, is_external_type
 from alignment.models.families.family import Family
 from alignment.models.huggingface.generation_config import read_generation_config, write_generation_config
 from alignment.models.huggingface.legacy_names import drop_other_heads, drop_tied_copy, in_trunk, rename_legacy_keys
 from alignment.models.huggingface.weight_map import HFLocation, from_hf, map_weights, to_hf
 from alignment.models.init_weights import initialize_layer
-from alignment.models.safetensors_files import CONFIG, WEIGHTS, check_sizes, read_config, read_shapes, read_tensors
+from alignment.models.safetensors_files import CONFIG, WEIGHTS, check_sizes, read_config, read_shapes, read_state_dict
 
 
 def load_language_model(
     directory: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Any:
-    """The language model of a Hugging Face directory, in eval mode; see `load_checkpoint`."""
-    return load_checkpoint(directory, "language", dtype, device)
+    """The language model of a Hugging Face directory, in eval mode; see `load_pretrained`."""
+    return load_pretrained(directory, "language", dtype, device)
 
 
 def load_scalar_model(
@@ -47,12 +47,12 @@ def load_scalar_model(
             commonly, is left aside and a new one made; "normal" has standard deviation 1 / sqrt(D + 1).
 
     Raises:
-        UserError: as for `load_checkpoint`; also where the head is missing, or an encoder's, which has one number for a
+        UserError: as for `load_pretrained`; also where the head is missing, or an encoder's, which has one number for a
             whole text and none per token.
 
     Source: the initial deviation is Stiennon et al. 2020, arXiv:2009.01325, appendix B.1.
     """
-    model = load_checkpoint(directory, "scalar", dtype, device, new_head=new_head is not None)
+    model = load_pretrained(directory, "scalar", dtype, device, new_head=new_head is not None)
     if not isinstance(model, ScalarModel | ExternalScalarModel):
         raise UserError(
             f"{directory}: an encoder scores whole texts (alignment.load_reward_model does), while training and values "
@@ -65,7 +65,7 @@ def load_scalar_model(
     return model
 
 
-def load_checkpoint(
+def load_pretrained(
     directory: str | Path,
     task: str = "language",
     dtype: torch.dtype = torch.float32,
@@ -88,10 +88,10 @@ def load_checkpoint(
     """
     directory = Path(directory)
     filed = read_config(directory)
-    if is_foreign(filed):
+    if is_external_type(filed):
         return load_external(directory, task, dtype, device, new_head=new_head, config=config)
     check_sizes(directory, filed, read_shapes(directory))
-    tensors = read_tensors(directory)
+    tensors = read_state_dict(directory)
     family, model = _empty(directory, {**filed, **(config or {})}, tensors, task)
     places = hf_names(model)
     needed = {place.name for place in places.values()}

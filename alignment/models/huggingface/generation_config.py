@@ -4,8 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.errors import UserError
-from alignment.files import write_json
-from alignment.untrusted import read_json_object
+from alignment.files import read_json_object, write_json
 
 GENERATION_CONFIG = "generation_config.json"
 

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from alignment.errors import UserError, raise_all
-from alignment.files import naming_full_disk, remove_leftovers, write_json, write_text
+from alignment.files import explain_full_disk, remove_leftovers, write_json, write_text
 from alignment.training.distributed import init_distributed, launched_rank
 from alignment.training.run.lineage import identity_of, lineage_of, refuse_other_run
 from alignment.training.run.progress import Progress
@@ -160,7 +160,7 @@ class Run:
 
     def _append(self, name: str, line: dict[str, Any]) -> None:
         path = self.output / name
-        with naming_full_disk(path, path), open(path, "a", encoding="utf-8") as file:
+        with explain_full_disk(path, path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
     def _say(self, text: str) -> None:
