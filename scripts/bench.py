@@ -25,7 +25,7 @@ from alignment.data.rows.read import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer, train_bpe
 from alignment.generation.decode import decode_responses
 from alignment.generation.sampling import SamplingConfig
-from alignment.hotel_world.datasets import WorldConfig, write_world
+from alignment.hotel_world.datasets import RowCounts, write_world
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import load_language_model, save_model
 from alignment.ragged import Ragged
@@ -46,9 +46,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        files = write_world(
-            Path(folder) / "world", sizes=WorldConfig(pretrain=800, demonstrations=600, comparisons=600)
-        )
+        files = write_world(Path(folder) / "world", sizes=RowCounts(pretrain=800, demonstrations=600, comparisons=600))
         checkpoint = make_checkpoint(Path(folder) / "model", files["pretrain"], arguments.size)
         for name in arguments.only:
             ours, peer, impl, unit = BENCHES[name](checkpoint, files, Path(folder), arguments.steps)

@@ -35,7 +35,7 @@ from alignment.algorithms.ppo import ppo
 from alignment.cli import explain, terminate
 from alignment.data.rows.read import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer, train_bpe
-from alignment.hotel_world.datasets import WorldConfig, write_world
+from alignment.hotel_world.datasets import RowCounts, write_world
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_language_model
 from alignment.models.huggingface import checkpoint as model_files
@@ -137,7 +137,7 @@ class Bench:
     def __init__(self, folder: Path):
         self.folder, self.cells, self.failed, self.whole = folder, 0, 0, {}
         sizes = {"pretrain": 12, "pretrain_heldout": 1, "demonstrations": 8, "comparisons": 8, "comparisons_heldout": 1}
-        found = write_world(folder / "world", sizes=WorldConfig(**sizes, prompts=8, prompts_eval=1))
+        found = write_world(folder / "world", sizes=RowCounts(**sizes, prompts=8, prompts_eval=1))
         self.rows = {name: str(path) for name, path in found.items()}
         self.start, self.reward_model = str(folder / "start"), str(folder / "judge" / "model")
         self.must(self.write_start, "start")

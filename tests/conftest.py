@@ -40,9 +40,9 @@ def data_folder() -> Path:
 @pytest.fixture(scope="session")
 def world(tmp_path_factory) -> dict[str, str]:
     """Files of a tiny embedded world by name."""
-    from alignment.hotel_world.datasets import WorldConfig, write_world
+    from alignment.hotel_world.datasets import RowCounts, write_world
 
-    sizes = WorldConfig(
+    sizes = RowCounts(
         pretrain=40,
         pretrain_heldout=8,
         demonstrations=24,

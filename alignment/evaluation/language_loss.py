@@ -2,12 +2,18 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from alignment.data.batches import collate, tokenize_texts
+from alignment.data.rows.read import DataConfig
 from alignment.errors import UserError
+from alignment.evaluation.inputs import best_device, read_records
+from alignment.files import write_json
+from alignment.loading import load_model, load_tokenizer
 from alignment.ragged import Ragged
 
 
@@ -58,3 +64,22 @@ def language_loss(model: Any, batches: Iterable[Ragged], *, text_bytes: int | No
     loss = total / tokens
     bits = None if text_bytes is None else float(total) / (math.log(2) * text_bytes)
     return LanguageLoss(float(loss), tokens, float(loss.exp()), bits)
+
+
+@dataclass(frozen=True)
+class LanguageEvalConfig:
+    """Settings of a language model's loss on running text."""
+
+    model: str
+    data: DataConfig
+    output: str
+
+
+def run(config: LanguageEvalConfig) -> Path:
+    """Next-token loss in nats per token, perplexity and bits per byte, written to `results.json`."""
+    rows = read_records(config.data, "text")
+    examples, _ = tokenize_texts(rows, load_tokenizer(config.model), config.data.max_length)
+    size = sum(len(row.text.encode()) for row in rows)
+    loss = language_loss(load_model(config.model, device=best_device()), collate(examples, 16_384), text_bytes=size)
+    write_json(Path(config.output) / "results.json", asdict(loss))
+    return Path(config.output) / "results.json"

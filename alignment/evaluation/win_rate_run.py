@@ -1,28 +1,24 @@
-"""The evaluations behind `alignment evaluate`: win rates, reward-model accuracy, language-model loss. Settings and files only.
-
-Who judges is in judges.py, intervals in winrate.py, the page in report.py.
-"""
+"""The evaluation behind `alignment evaluate winrate`: sample every model's responses and judge them against a baseline's."""
 
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from alignment.data.batches import collate, tokenize_comparisons, tokenize_prompts, tokenize_texts
-from alignment.data.rows.read import DataConfig, read_rows
-from alignment.data.rows.records import Prompt, Tally
+from alignment.data.batches import collate, tokenize_prompts, tokenize_texts
+from alignment.data.rows.read import DataConfig
+from alignment.data.rows.records import Prompt
 from alignment.data.text.chat import response_ids, stop_token_ids
-from alignment.errors import UserError, raise_all
+from alignment.errors import UserError
+from alignment.evaluation.inputs import best_device, print_tally, read_records
 from alignment.evaluation.judges import Judge, compare, file_judge, longer_judge, score_judge, write_annotation_form
 from alignment.evaluation.language_loss import language_loss
-from alignment.evaluation.winrate import WinRate, win_rate
 from alignment.files import write_json, write_text
 from alignment.generation import Generation, SamplingConfig, decode_responses, response_text
-from alignment.loading import architecture_of, find_directory, load_model, load_tokenizer, same_vocabulary
+from alignment.loading import find_directory, load_model, load_tokenizer, same_vocabulary
 from alignment.models.classifiers import SequenceClassifier
 from alignment.models.lengths import check_lengths
 from alignment.ragged import Ragged, groups_of
@@ -87,17 +83,17 @@ class WinRateConfig:
             raise ValueError("judge=verdicts needs `verdicts`, a file")
 
 
-def run_winrate(config: WinRateConfig) -> Path:
+def run(config: WinRateConfig) -> Path:
     """Sample every model's responses, judge them against the baseline's, and write `results.json` and `responses.jsonl`.
 
     Raises:
         UserError: bad prompts, prompts that the judge cannot judge, a missing model, or verdicts still to be filled in.
     """
     output = Path(config.output)
-    prompts: list[Prompt] = _read(config.data, "prompts")
+    prompts: list[Prompt] = read_records(config.data, "prompts")
     if config.judge == "gold":
         _refuse_foreign(prompts)
-    texts = None if config.text is None else _read(config.text, "text")
+    texts = None if config.text is None else read_records(config.text, "text")
     for source in (*config.models.values(), *filter(None, [config.reward_model])):
         find_directory(source)
     foreign = [name for name in config.models if not _comparable(config, name, config.reference or config.baseline)]
@@ -110,7 +106,7 @@ def run_winrate(config: WinRateConfig) -> Path:
         print(f"no KL from {config.baseline} for {', '.join(foreign)}: another vocabulary", file=sys.stderr)
     # On the CPU until the policies are done: a wrong checkpoint is found now, and the GPU holds one model at a time.
     proxy = None if config.reward_model is None else load_reward_model(config.reward_model)
-    _tell(
+    print_tally(
         "prompts", tokenize_prompts(prompts, load_tokenizer(config.models[config.baseline]), config.data.max_length)[1]
     )
     answers = {name: _answer(config, source, prompts) for name, source in config.models.items()}
@@ -188,7 +184,7 @@ def _proxy_scores(
     It reads the very ids where its tokenizer is the policy's, else the text, without an end token where it was cut. An
     encoder reads prompt and response as a pair of texts.
     """
-    model.model.to(_device())
+    model.model.to(best_device())
     if isinstance(model.model, SequenceClassifier):
         places = list(dict.fromkeys((i, text) for answer in answers.values() for i, text in enumerate(answer.texts)))
         scores = model.score([(prompts[i].prompt, text) for i, text in places])
@@ -203,23 +199,9 @@ def _proxy_scores(
     return dict(zip(documents, model.score_ids(list(documents.values())).tolist(), strict=True))
 
 
-def _read(data: DataConfig, kind: Any) -> list[Any]:
-    """Records of one source; what was dropped is said on standard error."""
-    rows, counts = read_rows(
-        data.train, kind, split=data.split, columns=data.columns, max_rows=data.max_rows, on_bad_row=data.on_bad_row
-    )
-    _tell(kind, counts)
-    return rows
-
-
-def _tell(what: str, counts: Tally) -> None:
-    for line in counts.lines():
-        print(f"{what}: {line}", file=sys.stderr)
-
-
 def _answer(config: WinRateConfig, source: str, prompts: list[Prompt]) -> Generation:
     """One model's responses; the model is let go again."""
-    model, tokenizer = load_model(source, device=_device()), load_tokenizer(source)
+    model, tokenizer = load_model(source, device=best_device()), load_tokenizer(source)
     sampling = SamplingConfig(config.max_new_tokens, config.temperature, top_p=config.top_p, seed=config.seed)
     stop_ids = sorted(stop_token_ids(tokenizer))
     ids = _prompt_ids(config, tokenizer, prompts)
@@ -261,7 +243,7 @@ def _measure(
         source = config.models[name]
         examples, _ = tokenize_texts(texts, load_tokenizer(source), config.text.max_length)
         size = sum(len(row.text.encode()) for row in texts)
-        loss = language_loss(load_model(source, device=_device()), collate(examples, 16_384), text_bytes=size)
+        loss = language_loss(load_model(source, device=best_device()), collate(examples, 16_384), text_bytes=size)
         result["language_loss"], result["bits_per_byte"] = loss.loss, loss.bits_per_byte
     return result
 
@@ -275,13 +257,13 @@ def _comparable(config: WinRateConfig, name: str, reference: str) -> bool:
 def _kl(config: WinRateConfig, reference: str, answer: Generation, prompts: list[Prompt]) -> float:
     """KL from the reference over whole responses, nats: mean of log p - log p_ref over the model's own samples."""
     source = config.models[reference]
-    model, tokenizer = load_model(source, device=_device()), load_tokenizer(source)
+    model, tokenizer = load_model(source, device=best_device()), load_tokenizer(source)
     ids = _prompt_ids(config, tokenizer, prompts)
     total = sum(sum(values) for values in answer.log_probs)
     for group in groups_of([len(p) + len(r) for p, r in zip(ids, answer.token_ids, strict=True)], 16_384):
         documents = [[*ids[i], *answer.token_ids[i]] for i in group]
         masks = [[False] * len(ids[i]) + [True] * len(answer.token_ids[i]) for i in group]
-        total -= float(model(batch=Ragged.build(documents, masks).to(_device())).log_probs.sum())
+        total -= float(model(batch=Ragged.build(documents, masks).to(best_device())).log_probs.sum())
     return total / len(prompts)
 
 
@@ -307,74 +289,3 @@ def _samples(config: WinRateConfig, prompts: list[Prompt], answers: dict[str, Ge
         for row, text, gold in zip(rows, texts, golds, strict=True):
             row["responses"][name] = {"text": text, "score": gold}
     return rows
-
-
-@dataclass(frozen=True)
-class RewardEvalConfig:
-    """Settings of a reward model's accuracy on comparisons."""
-
-    reward_model: str
-    data: DataConfig
-    output: str
-
-
-def run_reward(config: RewardEvalConfig) -> Path:
-    """Accuracy of a reward model with its 95 % interval, beside that of always preferring the longer response.
-
-    Ties count half. Writes `results.json`.
-
-    Raises:
-        UserError: bad rows, a checkpoint without a score head, or an encoder.
-    """
-    if architecture_of(config.reward_model) == "encoder":
-        raise UserError(
-            f"{config.reward_model}: an encoder frames prompt and response in its own way, and `alignment evaluate "
-            "reward` scores decoders; alignment.load_reward_model gives its scores of (prompt, response) pairs"
-        )
-    rows = _read(config.data, "comparisons")
-    model = load_reward_model(config.reward_model, device=_device())
-    pairs, counts = tokenize_comparisons(rows, model.tokenizer, config.data.max_length)
-    kept = {pair.row_id: pair for pair in pairs}
-    rows = [row for row in rows if row.row_id in kept]
-    raise_all([] if rows else [f"{config.data.train}: no comparison is left to score"])
-    chosen = model.score_ids([pair.chosen.ids for pair in pairs])
-    rejected = model.score_ids([pair.rejected.ids for pair in pairs])
-    results = {
-        "accuracy": _accuracy((chosen - rejected).tolist()),
-        "always_longer": _accuracy([len(row.chosen) - len(row.rejected) for row in rows]),
-        "margin": float((chosen - rejected).mean()),
-        "score": {"chosen": float(chosen.mean()), "rejected": float(rejected.mean())},
-        "left_out": counts.lines(),
-    }
-    write_json(Path(config.output) / "results.json", results)
-    return Path(config.output) / "results.json"
-
-
-def _accuracy(margins: Sequence[float]) -> dict[str, Any]:
-    """Share of positive margins, zeros counting half, with its interval."""
-    rate: WinRate = win_rate([1.0 if margin > 0 else 0.5 if margin == 0 else 0.0 for margin in margins])
-    return asdict(rate)
-
-
-@dataclass(frozen=True)
-class LanguageEvalConfig:
-    """Settings of a language model's loss on running text."""
-
-    model: str
-    data: DataConfig
-    output: str
-
-
-def run_language(config: LanguageEvalConfig) -> Path:
-    """Next-token loss in nats per token, perplexity and bits per byte, written to `results.json`."""
-    rows = _read(config.data, "text")
-    tokenize = partial(tokenize_texts, tokenizer=load_tokenizer(config.model), max_length=config.data.max_length)
-    examples, _ = tokenize(rows)
-    size = sum(len(row.text.encode()) for row in rows)
-    loss = language_loss(load_model(config.model, device=_device()), collate(examples, 16_384), text_bytes=size)
-    write_json(Path(config.output) / "results.json", asdict(loss))
-    return Path(config.output) / "results.json"
-
-
-def _device() -> str:
-    return "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,7 +1,7 @@
 """The embedded world: generated hotel texts, their gold reward and simulated labelers. No model, no training."""
 
-from alignment.hotel_world.datasets import WorldConfig, write_world
+from alignment.hotel_world.datasets import RowCounts, write_world
 from alignment.hotel_world.gold import GoldScore, score
 from alignment.hotel_world.writers import best_reply
 
-__all__ = ["GoldScore", "WorldConfig", "best_reply", "score", "write_world"]
+__all__ = ["GoldScore", "RowCounts", "best_reply", "score", "write_world"]

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -37,7 +37,7 @@ RANGES = {
 
 
 @dataclass(frozen=True)
-class WorldConfig:
+class RowCounts:
     """Rows per file."""
 
     pretrain: int = 14_000
@@ -54,7 +54,33 @@ class WorldConfig:
                 raise ValueError(f"{entry.name} must be at least 1 row, got {getattr(self, entry.name)}")
 
 
-def write_world(directory: Path | str, *, seed: int = 0, sizes: WorldConfig | None = None) -> dict[str, Path]:
+@dataclass(frozen=True)
+class HotelWorldConfig:
+    """Settings of one world.
+
+    Attributes:
+        output: the stage's directory; the files go into its `data`.
+        seed: of everything random in it.
+        rows: rows per file.
+    """
+
+    output: str
+    seed: int = 0
+    rows: RowCounts = field(default_factory=RowCounts)
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:  # Python's generator takes -3 for 3
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+
+
+def run(config: HotelWorldConfig) -> Path:
+    """Write the world's files into `output/data` and return that directory."""
+    directory = Path(config.output) / "data"
+    write_world(directory, seed=config.seed, sizes=config.rows)
+    return directory
+
+
+def write_world(directory: Path | str, *, seed: int = 0, sizes: RowCounts | None = None) -> dict[str, Path]:
     """Write all files of the world and give their paths by name; the same seed and sizes give the same bytes.
 
     The directory appears whole or not at all; one that exists is replaced.
@@ -64,7 +90,7 @@ def write_world(directory: Path | str, *, seed: int = 0, sizes: WorldConfig | No
         seed: of everything random here. Each file has its own stream, so one file's size does not change another's rows.
         sizes: rows per file; None for the quickstart's.
     """
-    directory, sizes = Path(directory), sizes or WorldConfig()
+    directory, sizes = Path(directory), sizes or RowCounts()
     with atomic_directory(directory) as temporary:
         for name in RANGES:
             rows = draw_rows(name, seed=seed, count=getattr(sizes, name))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 STAGES = {  # verb: "module:function"; the function takes the stage's config, whose class is the parameter's annotation
-    "hotel_world": "alignment.hotel_world.run:run_world",
+    "hotel_world": "alignment.hotel_world.datasets:run",
     "split": "alignment.data.tools.split:run_split",
     "pairs": "alignment.data.tools.derive:run_pairs",
     "continuations": "alignment.data.tools.derive:run_continuations",
@@ -17,10 +17,10 @@ STAGES = {  # verb: "module:function"; the function takes the stage's config, wh
     "ppo": "alignment.algorithms.ppo.ppo:run",
     "dpo": "alignment.algorithms.dpo:run",
     "finetune": "alignment.algorithms.finetune.finetune:run",
-    "winrate": "alignment.evaluation.win_rate_run:run_winrate",
-    "reward_eval": "alignment.evaluation.win_rate_run:run_reward",
-    "language": "alignment.evaluation.win_rate_run:run_language",
-    "report": "alignment.evaluation.report.recipe_report:run_report",
+    "winrate": "alignment.evaluation.win_rate_run:run",
+    "reward_eval": "alignment.evaluation.reward_accuracy:run",
+    "language": "alignment.evaluation.language_loss:run",
+    "report": "alignment.evaluation.report.recipe_report:run",
 }
 
 

@@ -6,7 +6,7 @@ from safetensors.torch import save_file
 
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.errors import UserError
-from alignment.evaluation.win_rate_run import RewardEvalConfig, run_reward
+from alignment.evaluation import reward_accuracy
 from alignment.models.build import build_model
 from alignment.models.huggingface.checkpoint import save_model
 
@@ -64,8 +64,8 @@ def test_evaluate_reward_says_who_scores_with_an_encoder(directory, world, tmp_p
     from alignment.data.rows.read import DataConfig
 
     torch.manual_seed(0)
-    config = RewardEvalConfig(
+    config = reward_accuracy.RewardEvalConfig(
         directory("bert", "scalar"), DataConfig(train=world["comparisons"]), str(tmp_path / "out")
     )
     with pytest.raises(UserError, match=r"bert: an encoder frames .* alignment\.load_reward_model gives its scores"):
-        run_reward(config)
+        reward_accuracy.run(config)

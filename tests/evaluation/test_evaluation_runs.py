@@ -11,7 +11,7 @@ from alignment.data.rows.read import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer, train_bpe
 from alignment.errors import UserError
 from alignment.evaluation import win_rate_run as evaluation
-from alignment.evaluation.win_rate_run import WinRateConfig, run_winrate
+from alignment.evaluation.win_rate_run import WinRateConfig
 from alignment.hotel_world.datasets import draw_rows
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import save_model
@@ -40,14 +40,14 @@ def config_of(tmp_path, checkpoints, stage):
 
 
 def test_prompts_longer_than_the_models_are_cut_for_policies_reference_and_judge(config_of):
-    results = json.loads(run_winrate(config_of(64)).read_text())
+    results = json.loads(evaluation.run(config_of(64)).read_text())
     assert results["models"]["two"]["win_rate"]["n"] == 2
     assert {"kl", "proxy"} <= results["models"]["two"].keys()
 
 
 def test_without_room_for_the_response_the_way_out_is_said(config_of):
     with pytest.raises(UserError, match=r"1 of 2 .* is .*jsonl:2 .*lower max_new_tokens or shorten the prompts"):
-        run_winrate(config_of(1024))
+        evaluation.run(config_of(1024))
 
 
 # --- the reward model as the judge ----------------------------------------------------------------------------------
@@ -63,7 +63,7 @@ def test_every_response_is_scored_once_for_mean_score_and_verdicts_alike(config_
 
     monkeypatch.setattr(RewardModel, "score_ids", spy)
     models = {"one": checkpoints["llama"], "again": checkpoints["llama"], "two": checkpoints["gpt2"]}
-    results = json.loads(run_winrate(config_of(64, models=models)).read_text())["models"]
+    results = json.loads(evaluation.run(config_of(64, models=models)).read_text())["models"]
     # Two prompts; the models "one" and "again" give the same responses, so there are four to score.
     assert len(scored) == len(set(scored)) == 4
     assert results["again"]["proxy"] == results["one"]["proxy"] != results["two"]["proxy"]
@@ -73,7 +73,7 @@ def test_every_response_is_scored_once_for_mean_score_and_verdicts_alike(config_
 def test_the_reward_model_scores_on_the_device_of_the_policies(config_of, monkeypatch):
     """A second device is not at hand: the judge may be put there when it is loaded or later, but before it scores."""
     placed, load = [], evaluation.load_reward_model
-    monkeypatch.setattr(evaluation, "_device", lambda: torch.device("cpu", 0))
+    monkeypatch.setattr(evaluation, "best_device", lambda: torch.device("cpu", 0))
 
     def spy(source, dtype="float32", device="cpu"):
         judge = load(source, dtype, device)
@@ -83,7 +83,7 @@ def test_the_reward_model_scores_on_the_device_of_the_policies(config_of, monkey
         return judge
 
     monkeypatch.setattr(evaluation, "load_reward_model", spy)
-    run_winrate(config_of(64))
+    evaluation.run(config_of(64))
     assert torch.device("cpu", 0) in placed
 
 
@@ -117,7 +117,7 @@ def test_a_response_cut_at_its_length_is_judged_without_an_end_token(judge, conf
     )
     monkeypatch.setattr(evaluation, "decode_responses", lambda *a, **k: drawn.append(decode(*a, **k)) or drawn[-1])
     config = config_of(64) if judge == "own" else config_of(64, reward_model=foreign[1])
-    run_winrate(config)
+    evaluation.run(config)
     ended = [end for answer in drawn for end in answer.ended]
     assert not any(ended) and all(document[-1] != 1 for document in documents)  # 1 is the end token of both tokenizers
     assert len(documents) == len(ended) == 4
@@ -127,11 +127,11 @@ def test_a_response_cut_at_its_length_is_judged_without_an_end_token(judge, conf
 
 def test_there_is_no_kl_between_models_of_different_vocabularies(config_of, foreign, checkpoints, tmp_path, capsys):
     models = {"one": checkpoints["llama"], "two": checkpoints["gpt2"], "other": foreign[0]}
-    results = json.loads(run_winrate(config_of(64, models=models)).read_text())["models"]
+    results = json.loads(evaluation.run(config_of(64, models=models)).read_text())["models"]
     assert "kl" in results["two"] and "kl" not in results["other"] and "proxy" in results["other"]
     assert "no KL from one for other: another vocabulary" in capsys.readouterr().err
     with pytest.raises(UserError, match="reference: two has another vocabulary than other"):
-        run_winrate(config_of(64, models=models, reference="two"))
+        evaluation.run(config_of(64, models=models, reference="two"))
 
 
 # --- who judges -----------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ def test_the_gold_judge_refuses_prompts_of_another_world_before_any_model_is_loa
     models = {"one": "/nowhere/a", "two": "/nowhere/b"}
     config = config_of(256, judge="gold", data=DataConfig(train=str(path)), models=models)
     with pytest.raises(UserError, match=r"mixed\.jsonl:3: judge=gold .* 1 of 3 are none; take judge=reward_model"):
-        run_winrate(config)
+        evaluation.run(config)
 
 
 def test_the_gold_judge_refuses_messages(config_of, tmp_path):
@@ -169,7 +169,7 @@ def test_the_gold_judge_refuses_messages(config_of, tmp_path):
     path = tmp_path / "chat.jsonl"
     path.write_text(json.dumps({"prompt": [{"role": "user", "content": text}]}) + "\n")
     with pytest.raises(UserError, match=r"chat\.jsonl:1: judge=gold .* 1 of 1 are none"):
-        run_winrate(config_of(256, judge="gold", data=DataConfig(train=str(path))))
+        evaluation.run(config_of(256, judge="gold", data=DataConfig(train=str(path))))
 
 
 def test_the_gold_judge_takes_every_prompt_of_its_world(config_of, tmp_path):
@@ -177,7 +177,7 @@ def test_the_gold_judge_takes_every_prompt_of_its_world(config_of, tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in draw_rows("prompts_eval", seed=3, count=200)))
     models = {"one": "/nowhere/a", "two": "/nowhere/b"}
     with pytest.raises(UserError, match="/nowhere/a: no such model directory"):  # the prompts were taken
-        run_winrate(config_of(256, judge="gold", data=DataConfig(train=str(path)), models=models))
+        evaluation.run(config_of(256, judge="gold", data=DataConfig(train=str(path)), models=models))
 
 
 def test_the_verb_prints_a_table_of_the_policies(config_of, tmp_path, capsys):

@@ -5,10 +5,10 @@ from itertools import combinations
 
 import pytest
 
-from alignment.hotel_world.datasets import FOLDS, RANGES, WorldConfig, draw_rows, write_world
+from alignment.hotel_world.datasets import FOLDS, RANGES, RowCounts, draw_rows, write_world
 from alignment.hotel_world.grammar import fold, read_prompt
 
-SMALL = WorldConfig(300, 60, 200, 200, 100, 100, 100)
+SMALL = RowCounts(300, 60, 200, 200, 100, 100, 100)
 COLUMNS = {
     "pretrain": {"text"},
     "demonstrations": {"prompt", "completion"},
@@ -86,11 +86,11 @@ def test_more_rows_begin_with_the_same_rows():
 
 def test_writing_again_replaces_the_files(tmp_path):
     write_world(tmp_path / "world", seed=1, sizes=SMALL)
-    paths = write_world(tmp_path / "world", seed=2, sizes=WorldConfig(*[3] * 7))
+    paths = write_world(tmp_path / "world", seed=2, sizes=RowCounts(*[3] * 7))
     assert all(len(path.read_text().splitlines()) == 3 for path in paths.values())
     assert [path.name for path in tmp_path.iterdir()] == ["world"]
 
 
 def test_a_file_without_rows_is_refused():
     with pytest.raises(ValueError, match="prompts must be at least 1 row"):
-        WorldConfig(prompts=0)
+        RowCounts(prompts=0)

@@ -11,8 +11,6 @@ from alignment.evaluation.report.page import Answer, KLPoint, ReportData, Sample
 from alignment.evaluation.report.run_report import read_lines, read_record
 from alignment.evaluation.winrate import WinRate
 
-GOLD_PARTS = ("helpful", "honest", "harmless", "brief")
-
 
 @dataclass(frozen=True)
 class ReportConfig:
@@ -33,7 +31,7 @@ class ReportConfig:
     evaluation: str | None = None
 
 
-def run_report(config: ReportConfig) -> Path:
+def run(config: ReportConfig) -> Path:
     """Write `output/report.html` and print its table.
 
     Raises:

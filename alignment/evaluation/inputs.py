@@ -1,0 +1,29 @@
+"""Rows of one source for an evaluation, and the device it runs on."""
+
+import sys
+from typing import Any
+
+import torch
+
+from alignment.data.rows.read import DataConfig, read_rows
+from alignment.data.rows.records import Kind, Tally
+
+
+def read_records(data: DataConfig, kind: Kind) -> list[Any]:
+    """Records of `data.train`; what was dropped is printed on standard error."""
+    rows, tally = read_rows(
+        data.train, kind, split=data.split, columns=data.columns, max_rows=data.max_rows, on_bad_row=data.on_bad_row
+    )
+    print_tally(kind, tally)
+    return rows
+
+
+def print_tally(what: str, tally: Tally) -> None:
+    """Print what reading or tokenizing dropped and cut, on standard error."""
+    for line in tally.lines():
+        print(f"{what}: {line}", file=sys.stderr)
+
+
+def best_device() -> str:
+    """ "cuda" where there is a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"

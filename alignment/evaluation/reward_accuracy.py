@@ -1,0 +1,61 @@
+"""The evaluation behind `alignment evaluate reward`: how often a reward model prefers the chosen response."""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from alignment.data.batches import tokenize_comparisons
+from alignment.data.rows.read import DataConfig
+from alignment.errors import UserError, raise_all
+from alignment.evaluation.inputs import best_device, read_records
+from alignment.evaluation.winrate import win_rate
+from alignment.files import write_json
+from alignment.loading import architecture_of
+from alignment.reward_model import load_reward_model
+
+
+@dataclass(frozen=True)
+class RewardEvalConfig:
+    """Settings of a reward model's accuracy on comparisons."""
+
+    reward_model: str
+    data: DataConfig
+    output: str
+
+
+def run(config: RewardEvalConfig) -> Path:
+    """Accuracy of a reward model with its 95 % interval, beside that of always preferring the longer response.
+
+    Ties count half. Writes `results.json`.
+
+    Raises:
+        UserError: bad rows, a checkpoint without a score head, or an encoder.
+    """
+    if architecture_of(config.reward_model) == "encoder":
+        raise UserError(
+            f"{config.reward_model}: an encoder frames prompt and response in its own way, and `alignment evaluate "
+            "reward` scores decoders; alignment.load_reward_model gives its scores of (prompt, response) pairs"
+        )
+    rows = read_records(config.data, "comparisons")
+    model = load_reward_model(config.reward_model, device=best_device())
+    pairs, counts = tokenize_comparisons(rows, model.tokenizer, config.data.max_length)
+    kept = {pair.row_id: pair for pair in pairs}
+    rows = [row for row in rows if row.row_id in kept]
+    raise_all([] if rows else [f"{config.data.train}: no comparison is left to score"])
+    chosen = model.score_ids([pair.chosen.ids for pair in pairs])
+    rejected = model.score_ids([pair.rejected.ids for pair in pairs])
+    results = {
+        "accuracy": _accuracy((chosen - rejected).tolist()),
+        "always_longer": _accuracy([len(row.chosen) - len(row.rejected) for row in rows]),
+        "margin": float((chosen - rejected).mean()),
+        "score": {"chosen": float(chosen.mean()), "rejected": float(rejected.mean())},
+        "left_out": counts.lines(),
+    }
+    write_json(Path(config.output) / "results.json", results)
+    return Path(config.output) / "results.json"
+
+
+def _accuracy(margins: Sequence[float]) -> dict[str, Any]:
+    """Share of positive margins, zeros counting half, with its interval."""
+    return asdict(win_rate([1.0 if margin > 0 else 0.5 if margin == 0 else 0.0 for margin in margins]))
