@@ -1,0 +1,290 @@
+"""Counts what keeps the code readable: the files behind one algorithm, words, holes in types, doubles, long functions.
+
+    python scripts/house.py                                  # measure | counted | target
+    python scripts/house.py --list any                       # what is behind a number
+    python scripts/house.py --package OTHER/alignment        # of another checkout
+
+The architecture test holds each number at its ceiling.
+"""
+
+import argparse
+import ast
+import difflib
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from house_calls import Calls, decorators
+from house_code import Class, Function, Package, circles, own_nodes, room_of, wrong_imports
+from house_words import retired, unknown_words
+
+ROOT = Path(__file__).resolve().parent.parent
+MOST_POSITIONAL, MOST_LINES, SMALL_FILE = 5, 60, 60
+FORMULAS = {
+    "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "kl_div", "log_softmax", "logsigmoid",
+    "mse_loss", "nll_loss", "softplus",
+}  # fmt: skip
+STAGE = "alignment.algorithms.dpo:run"
+
+
+class House(Package):
+    """A package and what is counted in it; every measure is the list of what it counts."""
+
+    # DPO from the command to the loss
+
+    @cached_property
+    def calls(self) -> Calls:
+        """The calls that `alignment dpo` reaches.
+
+        They start from cli.py's function `dpo`; where commands are made in a loop, from the first function inside a
+        function of cli.py that leads to the algorithm's `run`.
+        """
+        inner = [f.name for f in self.functions.values() if f.outer and f.module.name == "alignment.cli"]
+        for start in ["alignment.cli:dpo"] if "alignment.cli:dpo" in self.functions else inner:
+            calls = Calls(self, start, STAGE)
+            if calls.path(STAGE):
+                return calls
+        raise LookupError(f"no command of cli.py was found to lead to {STAGE}")
+
+    @cached_property
+    def way(self) -> list[str]:
+        """A shortest chain of calls from the command to `dpo_loss`; a function that was handed in counts as called."""
+        end = next(name for name in self.functions if name.endswith(":dpo_loss"))
+        found = self.calls.path(end)
+        if not found:
+            raise LookupError(f"no chain of calls from {self.calls.start} to {end} was found")
+        return found
+
+    def hops(self) -> list[str]:
+        """The calls of the way, each under the name of what is called."""
+        return self.way[1:]
+
+    def files_narrow(self) -> list[str]:
+        """Files with a function of the way, one that it calls on every run, or one that this calls on every run.
+
+        On every run: not in a branch, an `except` or a `raise`. Without models/.
+        """
+        return files_of(self.calls.around(self.way, 2))
+
+    def files_called(self) -> list[str]:
+        """Files with a function that can be reached from the command by calls, whatever the config. Without models/."""
+        return files_of(self.calls.edges)
+
+    def files_loaded(self, algorithm: str = "dpo") -> list[str]:
+        """Files loaded with the algorithm's module: its imports, theirs, and so on. Without models/.
+
+        Imports inside functions and under `if TYPE_CHECKING` are not counted, nor is a room's __init__ for a file in it.
+        """
+        return self.closure(f"alignment.algorithms.{algorithm}", leave_out="models")
+
+    def shared_lines(self) -> list[str]:
+        """Lines that reward.py and dpo.py have in common and in the same order, blank ones aside."""
+        reward, dpo = self._page("reward"), self._page("dpo")
+        blocks = difflib.SequenceMatcher(None, reward, dpo, autojunk=False).get_matching_blocks()
+        return [line for block in blocks for line in reward[block.a : block.a + block.size]]
+
+    def shared_share(self) -> int:
+        """Shared lines in percent of the shorter page."""
+        return round(100 * len(self.shared_lines()) / min(len(self._page("reward")), len(self._page("dpo"))))
+
+    def _page(self, name: str) -> list[str]:
+        lines = self.modules[f"alignment.algorithms.{name}"].lines
+        return [line.strip() for line in lines if line.strip()]
+
+    # Functions and classes
+
+    def any_parameters(self) -> list[str]:
+        """Parameters, `*args` and `**kwargs` aside, whose annotation has `Any` in it."""
+        found = []
+        for function in self.functions.values():
+            given = function.node.args
+            for item in (*given.posonlyargs, *given.args, *given.kwonlyargs):
+                if item.annotation is not None and "Any" in names_in(item.annotation):
+                    found.append(f"{self.where(function)}: {function.node.name}({item.arg})")
+        return found
+
+    def many_positional(self) -> list[str]:
+        """Functions with more than 5 positional parameters, `self` aside; commands of cli.py are called by typer."""
+        found = []
+        for function in self.functions.values():
+            number = len(function.node.args.posonlyargs) + len(function.node.args.args)
+            number -= function.owner is not None and "staticmethod" not in decorators(function.node)
+            if number > MOST_POSITIONAL and not is_command(function):
+                found.append(f"{self.where(function)}: {function.node.name}, {number}")
+        return found
+
+    def long_functions(self) -> list[str]:
+        """Functions above 60 lines, signature and docstring included."""
+        found = []
+        for function in self.functions.values():
+            lines = (function.node.end_lineno or 0) - function.node.lineno + 1
+            if lines > MOST_LINES:
+                found.append(f"{self.where(function)}: {function.node.name}, {lines}")
+        return found
+
+    def doubled_names(self) -> list[str]:
+        """Public functions and classes of one name in several modules; `run`, `*Config` and commands aside.
+
+        `models/families/` counts as one module: each family has the same functions by design.
+        """
+        homes: dict[str, set[str]] = {}
+        for name, known in {**self.functions, **self.classes}.items():
+            module, _, plain = name.partition(":")
+            open_to_all = "." not in plain and not plain.startswith("_")
+            expected = plain == "run" or plain.endswith("Config") or (isinstance(known, Function) and is_command(known))
+            if open_to_all and not expected:
+                home = module.partition(".families")[0] + ".families" if ".families" in module else module
+                homes.setdefault(plain, set()).add(home)
+        return [f"{name}: {', '.join(sorted(found))}" for name, found in sorted(homes.items()) if len(found) > 1]
+
+    def borrowed_methods(self) -> list[str]:
+        """Assignments in a class's body of an attribute of another class: `forward = Other.forward`."""
+        found = []
+        for known in self.classes.values():
+            for line in known.node.body:
+                if isinstance(line, ast.Assign):
+                    for part in ast.walk(line.value):
+                        if self._is_method_of_another(part, known):
+                            found.append(f"{self.where(known)}: {ast.unparse(line)}")
+        return found
+
+    def _is_method_of_another(self, node: ast.AST, known: Class) -> bool:
+        if not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
+            return False
+        other = self.lookup(known.module.name, node.value.id)
+        return isinstance(other, Class) and other is not known and f"{other.name}.{node.attr}" in self.functions
+
+    def formulas(self) -> list[str]:
+        """Formulas that are minimized in algorithms/, evaluation/ and models/ and not named in losses/.
+
+        Uses of torch's loss functions, and squares in a function that makes a LossSum; those within a dictionary are
+        metrics.
+        """
+        found = []
+        for function in self.functions.values():
+            if room_of(function.module.name) not in ("algorithms", "evaluation", "models"):
+                continue
+            nodes = list(own_nodes(function))
+            in_metrics = {id(part) for node in nodes if isinstance(node, ast.Dict) for part in ast.walk(node)}
+            makes_loss = any(isinstance(node, ast.Name) and node.id == "LossSum" for node in nodes)
+            for node in nodes:
+                named = isinstance(node, ast.Attribute | ast.Name) and names_in(node) & FORMULAS
+                square = makes_loss and isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow)
+                if isinstance(node, ast.expr) and (named or square) and id(node) not in in_metrics:
+                    line = function.module.lines[node.lineno - 1].strip()
+                    found.append(f"{function.module.path.relative_to(self.directory)}:{node.lineno}: {line}")
+        return list(dict.fromkeys(found))
+
+    # Files
+
+    def loose_files(self) -> list[str]:
+        """Files at the top of the package, its entrances aside."""
+        return sorted(path.name for path in self.directory.glob("*.py") if not path.name.startswith("__"))
+
+    def small_files(self) -> list[str]:
+        """Files below 60 lines, families and entrances aside."""
+        found = []
+        for module in self.modules.values():
+            if len(module.lines) < SMALL_FILE and ".families." not in module.name and module.path.name[:2] != "__":
+                found.append(f"{module.path.relative_to(self.directory)}: {len(module.lines)}")
+        return found
+
+    def without_docstring(self) -> list[str]:
+        """Modules that do not say what they hold."""
+        return [str(module.path) for module in self.modules.values() if not ast.get_docstring(module.tree)]
+
+    def floors(self) -> tuple[list[set[str]], set[tuple[str, str]]] | None:
+        """FLOORS and BESIDE of the architecture test next to the package."""
+        test = self.directory.resolve().parent / "tests" / "test_architecture.py"
+        tables = {}
+        for line in ast.parse(test.read_text(encoding="utf-8")).body if test.exists() else []:
+            if isinstance(line, ast.Assign) and (name := ast.unparse(line.targets[0])) in ("FLOORS", "BESIDE"):
+                tables[name] = ast.literal_eval(line.value)
+        return (tables["FLOORS"], tables["BESIDE"]) if tables else None
+
+    def upward_imports(self) -> list[str]:
+        """Imports of a room on the same or a higher floor."""
+        floors = self.floors()
+        return [] if floors is None else wrong_imports(self, *floors)
+
+    def circles(self) -> list[str]:
+        """Rings of modules that import each other."""
+        return [" -> ".join(ring) for ring in circles(self)]
+
+    def lines(self) -> int:
+        """Lines of the package."""
+        return sum(len(module.lines) for module in self.modules.values())
+
+    def where(self, known: Function | Class) -> str:
+        """File and line of a definition."""
+        return f"{known.module.path.relative_to(self.directory)}:{known.node.lineno}"
+
+
+class Measure(NamedTuple):
+    """A line of the table: its key for --list, what it says, what it counts, its target, its number if not a length."""
+
+    key: str
+    title: str
+    items: Callable[[House], Iterable[str]]
+    target: str
+    number: Callable[[House], int] | None = None
+
+
+MEASURES = [
+    Measure("narrow", "files of DPO on the way to the loss, and two calls around it", House.files_narrow, "20"),
+    Measure("called", "files of DPO, every call", House.files_called, "34"),
+    Measure("loaded", "files of DPO, import closure", House.files_loaded, "35"),
+    Measure("hops", "calls from the command to dpo_loss", House.hops, "5"),
+    Measure("shared", "lines of reward.py and dpo.py in common, %", House.shared_lines, "20", House.shared_share),
+    Measure("any", "parameters of type Any", House.any_parameters, "150"),
+    Measure("positional", "functions with more than 5 positional parameters", House.many_positional, "6"),
+    Measure("long", "functions above 60 lines", House.long_functions, "0"),
+    Measure("doubled", "public names defined twice", House.doubled_names, "0"),
+    Measure("borrowed", "methods borrowed from another class", House.borrowed_methods, "0"),
+    Measure("formulas", "minimized formulas outside losses/", House.formulas, "0"),
+    Measure("upward", "upward imports", House.upward_imports, "0"),
+    Measure("circles", "circles of imports", House.circles, "0"),
+    Measure("retired", "retired words in names and docstrings", retired, "0"),
+    Measure("words", "words that a reader of torch does not know", unknown_words, "5"),
+    Measure("loose", "loose files at the top", House.loose_files, "6"),
+    Measure("small", "files below 60 lines", House.small_files, "12"),
+    Measure("files", "files", lambda house: sorted(house.modules), "172"),
+    Measure("lines", "lines", lambda _: [], "23700", House.lines),
+]
+
+
+def files_of(functions: Iterable[str]) -> list[str]:
+    """The modules of some functions, without those of models/."""
+    return sorted({name.split(":")[0] for name in functions if room_of(name.split(":")[0]) != "models"})
+
+
+def names_in(node: ast.AST) -> set[str]:
+    """Every name and last part of a dotted name in a tree."""
+    found = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return found | {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
+
+
+def is_command(function: Function) -> bool:
+    """Whether typer calls it: a function of cli.py with a decorator `command`."""
+    return room_of(function.module.name) == "cli" and "command" in decorators(function.node)
+
+
+def main() -> None:
+    """Print the table, or what is behind one of its numbers."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--package", type=Path, default=ROOT / "alignment", help="directory of the package")
+    parser.add_argument("--list", choices=[measure.key for measure in MEASURES], help="print what a measure counts")
+    arguments = parser.parse_args()
+    house = House(arguments.package)
+    if arguments.list:
+        print("\n".join(next(measure for measure in MEASURES if measure.key == arguments.list).items(house)))
+        return
+    print(f"{'':10} {'measure':66} {'counted':>7} {'target':>7}")
+    for measure in MEASURES:
+        number = measure.number(house) if measure.number else len(list(measure.items(house)))
+        print(f"{measure.key:10} {measure.title:66} {number:>7} {measure.target:>7}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""The words of the package: those retired in favor of the field's, and those that a reader of torch does not know.
+
+A retired word is looked for in the names that the package defines (modules, classes, functions, parameters, fields,
+variables), and retired parts and phrases in the first line of docstrings too. To retire a word, add it to a table.
+"""
+
+import ast
+import importlib.util
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from house_code import Module, Package
+
+RETIRED_PARTS = {  # a part of a name, between underscores or capitals -> the field's word
+    # models
+    "sight": "attention_context", "look": "attend", "looks": "attention", "bearings": "PositionModules",
+    "viewing": "attention_context", "remembering": "with_memory_write", "outgrown": "original_context",
+    "packing": "PaddedLayout", "places": "positions", "place": "position, location", "readout": "ClassificationHead",
+    "filed": "legacy_names", "today": "current", "recomputed": "activation_checkpointing",
+    # data
+    "framed": "EncodedText", "frame": "SpecialTokenTemplate", "frames": "special_tokens", "stretch": "segment",
+    "stretches": "segments", "symbols": "MaskTokens", "marks": "GPT1Tokens", "disguise": "escape", "beside": "with",
+    "ordinary": "is_text",
+    # algorithms
+    "understand": "finetune", "understanding": "tasks", "assemble": "runs, policies", "rivals": "label_logits",
+    "trunks": "backbone_modules", "taught": "distillation", "improve": "update", "mine": "local_rows",
+    # training, generation, evaluation, the top
+    "guarded": "num_losses", "gathered": "full_parameters", "beginning": "Prefilled",
+    "seat": "position_bias", "showings": "orders", "meant": "expected", "respond": "generate",
+    "bands": "expectations", "band": "Expectation", "told": "given", "affair": "-",
+    # spelling
+    "initialise": "initialize", "labelled": "labeled", "modelling": "modeling", "normalise": "normalize",
+    "normalised": "normalized", "normaliser": "normalizer", "optimisation": "optimization", "optimiser": "optimizer",
+    "overoptimisation": "overoptimization", "penalise": "penalize", "colour": "color", "colours": "colors",
+    "judgement": "judgment", "stabilised": "stabilized", "tokenise": "tokenize", "tokenised": "tokenized",
+    "summarise": "summarize", "centre": "center",
+}  # fmt: skip
+RETIRED_NAMES = {  # a whole name, underscores at its ends aside -> the field's
+    # models
+    "Memory": "CrossAttentionCache", "Places": "RelativeProjections", "both_sides": "bidirectional",
+    "head_width": "head_dim", "spread": "pad", "distances": "relative_positions", "RoundedAlibi": "BFloat16Alibi",
+    "WideRMSNorm": "Float32RMSNorm", "readers": "classifiers", "TokenReader": "TokenClassifier",
+    "Seq2SeqReader": "Seq2SeqClassifier", "PairCache": "EncoderDecoderCache", "PairMaps": "EncoderDecoderMaps",
+    "spec_pairs": "encoder_decoder", "pair_model": "encoder_decoder", "left_aside": "drop_other_heads",
+    "initial": "init_weights", "resize": "distill_init", "pack": "pad_layout", "pack_together": "pad_layouts",
+    "Parts": "TransformerModules, PPOState",
+    # data
+    "Draw": "SeededRow", "Draws": "EpochStream", "draw_once": "fixed_seed_rows", "cut_head": "truncate_left",
+    "even_parts": "even_slices", "find_shape": "match_format",
+    "OWN_CHANCE": "CORRUPTION_SALT", "pipelines": "wrap", "raw_tokenizers": "original_files",
+    "Pieces": "TokenizedText", "Counts": "Tally", "room_for": "text_budget", "ViewsBatch": "MultiSequenceBatch",
+    "ViewsExample": "MultiSequenceExample",
+    # algorithms
+    "LanguageBeside": "DoubleHeadsModel", "Reading": "Predictions", "fit_once": "fit", "hold": "freeze",
+    "off_is_start": "disabled_is_start", "pair_loss": "*_loss_fn", "text_loss": "language_loss_fn",
+    "fitting": "check_tokenizer", "read_all": "predict", "bare": "unwrap",
+    # training, generation, evaluation, the top
+    "Idle": "ZeroWeightBatch",
+    "FREE_KEYS": "RESUMABLE_KEYS", "Replicated": "ReplicatedBackend", "Sharded": "FSDP2Backend", "Sums": "MetricSums",
+    "World": "ProcessGroup", "Zero": "DeepSpeedBackend", "in_step": "collective_forward",
+    "join_world": "init_distributed", "keep_checkpoints": "keep_last_checkpoints",
+    "min_learning_rate_share": "min_learning_rate_ratio", "NOTHING": "NO_TOKEN", "Past": "TokenHistory",
+    "any_rule": "is_active", "begin": "prefill", "follow_rules": "process_logits", "Document": "SourcedYaml",
+    "writer_of": "packaged_writer",
+}  # fmt: skip
+RETIRED_TEXT = (  # a word or phrase of a docstring's first line
+    "sight", "look at", "looks", "bearings", "places", "readout", "filed", "framed", "stretches", "draws", "disguise",
+    "rivals", "trunks", "told", "affair", "affairs", "'s matter", "the same of", "the same, if", "those of", "see there",
+    "meant", "of today",
+)  # fmt: skip
+EXCEPTIONS = {  # a name in one file that may keep a retired part -> why
+    "cli.py:frame": "the stack frame that a signal handler gets",
+    "signals.py:frame": "the stack frame that a signal handler gets",
+    "metrics.py:spread": "the spread of numbers around their mean",
+    "ppo.py:spread": "the spread of numbers around their mean",
+}
+
+OUR_OWN = {"ragged", "term", "gold", "labelers", "lineage"}  # explained in the glossary
+FIELD = (  # words of papers and tools that the libraries' names lack
+    "advantages alpaca bradley confusion corrupt corruption critic dialogue distilbert distill doctor finetune gae "
+    "hypotheses infill infilling judge manifest matthews modernbert neox overoptimization penalize png ppo prefill "
+    "rectangle sandwich smollm terry unpad varlen whiten winrate yaml"
+)
+PLAIN = (  # plain English in its plain meaning
+    "agreement claim earlier endless examine explained gigabytes grammar hotel inspection lost megabytes opening "
+    "own panel panic picture preferred relaunch rounded say seen sheet shown tally topic verb"
+)
+LIBRARIES = ("torch", "transformers", "trl", "peft", "accelerate", "datasets", "tokenizers", "safetensors")
+IN_TEXT = re.compile(rf"(?<![\w`])(?:{'|'.join(RETIRED_TEXT)})\b", re.IGNORECASE)
+PARTS = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
+
+
+def parts_of(name: str) -> list[str]:
+    """`RaggedBatch_of` -> ragged, batch, of."""
+    return [part.lower() for part in PARTS.findall(name)]
+
+
+def retired(package: Package) -> list[str]:
+    """Names and first lines of docstrings with a retired word."""
+    found = []
+    for module in package.modules.values():
+        where = module.path.relative_to(package.directory)
+        for line, name in sorted({*defined_names(module)}):
+            if (word := retired_word(name)) and f"{module.path.name}:{name}" not in EXCEPTIONS:
+                found.append(f"{where}:{line}: {name} ({word})")
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                first = (ast.get_docstring(node) or "").split("\n")[0]
+                if words := IN_TEXT.findall(first):
+                    found.append(f"{where}:{getattr(node, 'lineno', 1)}: docstring ({', '.join(words)})")
+    return found
+
+
+def retired_word(name: str) -> str | None:
+    """`word -> the field's` where a name is retired or has a retired part."""
+    plain = name.strip("_")
+    if plain in RETIRED_NAMES:
+        return f"-> {RETIRED_NAMES[plain]}"
+    return next((f"{part} -> {RETIRED_PARTS[part]}" for part in parts_of(plain) if part in RETIRED_PARTS), None)
+
+
+def defined_names(module: Module) -> Iterator[tuple[int, str]]:
+    """Line and name of everything that a module names: itself, classes, functions, parameters, variables, fields."""
+    yield 1, module.name.split(".")[-1]
+    for node in ast.walk(module.tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+                yield node.lineno, name
+            case ast.arg(arg=name) | ast.Name(id=name, ctx=ast.Store()) | ast.alias(asname=str(name)):
+                yield node.lineno, name
+            case ast.Attribute(attr=name, value=ast.Name(id="self"), ctx=ast.Store()):
+                yield node.lineno, name
+
+
+def unknown_words(package: Package) -> list[str]:
+    """Parts of public names that are retired, or that no library and no list here has; with names."""
+    known = library_words() | OUR_OWN | set(FIELD.split()) | set(PLAIN.split())
+    found: dict[str, set[str]] = {}
+    for name in public_names(package):
+        if name in RETIRED_NAMES:
+            found[name] = {name}
+        for part in parts_of(name):
+            if part in RETIRED_PARTS or (len(part) > 2 and not known & set(stems(part))):
+                found.setdefault(part, set()).add(name)
+    return [f"{part}: {', '.join(sorted(names)[:4])}" for part, names in sorted(found.items())]
+
+
+def public_names(package: Package) -> set[str]:
+    """Names of modules, and of classes, functions and methods without an underscore at their start."""
+    found = {module.split(".")[-1] for module in package.modules}
+    for name, function in package.functions.items():
+        if function.outer is None and not any(part.startswith("_") for part in name.split(":")[1].split(".")):
+            found.add(function.node.name)
+    return found | {known.node.name for known in package.classes.values() if not known.node.name.startswith("_")}
+
+
+def stems(word: str) -> Iterator[str]:
+    """The word and what it may be an inflection of: `padded` of `pad`, `queries` of `query`."""
+    yield word
+    for ending in ("s", "es", "d", "ed", "r", "er", "ers", "ing", "ings", "ly"):
+        if word.endswith(ending) and len(word) - len(ending) > 2:
+            base = word.removesuffix(ending)
+            yield from (base, f"{base}e", f"{base}s")
+            if base[-1] == base[-2]:
+                yield base[:-1]
+    if word.endswith(("ies", "ied")):
+        yield word[:-3] + "y"
+    yield from (word.removeprefix(start) for start in ("un", "re") if word.startswith(start) and len(word) > 5)
+
+
+def library_words() -> set[str]:
+    """Parts of the names of functions and classes that the installed libraries of the field define."""
+    words: set[str] = set()
+    named = re.compile(r"^\s*(?:async )?(?:def|class)\s+(\w+)", re.MULTILINE)
+    for library in LIBRARIES:
+        found = importlib.util.find_spec(library)
+        for folder in (found.submodule_search_locations or []) if found else []:
+            for path in Path(folder).rglob("*.py"):
+                for name in set(named.findall(path.read_text(encoding="utf-8", errors="replace"))):
+                    words.update(parts_of(name))
+    return words
