@@ -1,29 +1,65 @@
-"""The batch form: documents end to end, no padding; alone, or as pairs of source and target. Made by `data`, read by
-`models`, weighed by `training`.
-"""
+"""Batches without padding: documents end to end in one tensor. The `Batch` protocol is what training needs of any batch."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+Row = TypeVar("Row")
+Self = TypeVar("Self")
+Moved = TypeVar("Moved", bound="DeviceBatch")
+
+
+class Batch(Protocol):
+    """A micro-batch, as the training engine sees it.
+
+    Attributes:
+        weight: what the batch counts for in the mean of its term (tokens, pairs, ...), over this batch alone.
+        lengths: tokens of each document that the model reads.
+        row_ids: name of the data row behind each document, for messages; may be empty.
+    """
+
+    @property
+    def weight(self) -> float: ...
+    @property
+    def lengths(self) -> tuple[int, ...]: ...
+    @property
+    def row_ids(self) -> tuple[str, ...]: ...
+    def to(self: Self, device: torch.device | str) -> Self: ...
+
 
 @dataclass(frozen=True)
-class Ragged:
+class DeviceBatch:
+    """Base of the batch classes: moves all tensors among the fields to a device."""
+
+    def to(self: Moved, device: torch.device | str) -> Moved:
+        """The same batch on `device`; itself where everything is there already."""
+        held = {field.name: getattr(self, field.name) for field in fields(self)}
+        held = {name: value for name, value in held.items() if isinstance(value, Tensor | DeviceBatch)}
+        moved = {
+            name: value.to(device) if isinstance(value, DeviceBatch) else value.to(device, non_blocking=True)
+            for name, value in held.items()
+        }
+        return self if all(moved[name] is held[name] for name in held) else replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class Ragged(DeviceBatch):
     """Tokens of B documents lying end to end, N in all, of which M are predictions that count.
 
     Attributes:
         tokens: token ids, [N].
-        positions: place of each token in its own document, from 0, [N].
+        positions: position of each token in its own document, from 0, [N].
         starts: index of each document's first token, then N; int32 as variable-length kernels want it, [B + 1].
         lengths: tokens of each document, as plain numbers, so that no shape has to be fetched from a device.
-        targets: indices into `tokens` of the tokens to predict, [M]; never a document's first token, but in masked text.
+        target_index: indices into `tokens` of the tokens to predict, [M]; a document's first token only in masked text.
         target_rows: document of each target, [M].
         weight: what the batch counts for in the mean of its term (tokens, pairs, ...), over this batch alone.
         row_ids: name of the data row behind each document, for messages.
-        labels: what should stand at the targets, where that is not what stands there (masked text), [M].
+        labels: ids to predict at the targets, where they differ from `tokens` (masked text), [M].
         segments: sentence of a pair that each token belongs to, 0 or 1, [N].
     """
 
@@ -31,7 +67,7 @@ class Ragged:
     positions: Tensor
     starts: Tensor
     lengths: tuple[int, ...]
-    targets: Tensor
+    target_index: Tensor
     target_rows: Tensor
     weight: float
     row_ids: tuple[str, ...] = ()
@@ -71,74 +107,101 @@ class Ragged:
             positions=positions,
             starts=starts.to(torch.int32),
             lengths=lengths,
-            targets=targets,
+            target_index=targets,
             target_rows=rows[targets],
             weight=float(len(targets)) if weight is None else float(weight),
             row_ids=tuple(row_ids),
         )
 
     @cached_property
+    def firsts(self) -> Tensor:
+        """Index of each document's first token, [B]."""
+        return self.starts[:-1].long()
+
+    @cached_property
     def last(self) -> Tensor:
         """Index of each document's last token, [B]."""
         return self.starts[1:].long() - 1
 
-    def to(self, device: torch.device | str) -> "Ragged":
-        """The same batch on another device; itself where it already is there."""
-        if self.tokens.device == torch.device(device):
-            return self
-        moved = {
-            name: getattr(self, name).to(device, non_blocking=True)
-            for name in ("tokens", "positions", "starts", "targets", "target_rows", "labels", "segments")
-            if getattr(self, name) is not None
-        }
-        return replace(self, **moved)
+    @cached_property
+    def sizes(self) -> Tensor:
+        """Tokens of each document, on the device of the tokens, [B]."""
+        return self.starts.long().diff()
 
 
 @dataclass(frozen=True)
-class Seq2Seq:
-    """Documents for an encoder, and for each the one its decoder writes.
+class RaggedBatch(DeviceBatch):
+    """Base of the batches that carry more than tokens."""
 
-    Attributes:
-        source: what is read.
-        target: what is written; each document begins with the token that starts the decoder, which is never a target.
-    """
-
-    source: Ragged
-    target: Ragged
+    ragged: Ragged
 
     @property
     def weight(self) -> float:
-        """Target tokens that count."""
-        return self.target.weight
+        """What the batch counts for in the mean of its term."""
+        return self.ragged.weight
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each document, sources first."""
-        return self.source.lengths + self.target.lengths
+        """Tokens of each document."""
+        return self.ragged.lengths
+
+    @property
+    def row_ids(self) -> tuple[str, ...]:
+        """Name of the data row behind each document."""
+        return self.ragged.row_ids
+
+
+@dataclass(frozen=True)
+class Seq2Seq(DeviceBatch):
+    """Documents for an encoder, and for each the document of its decoder.
+
+    Attributes:
+        encoder: what the encoder reads.
+        decoder: what the decoder writes; each document begins with the decoder's start token, which is no target.
+    """
+
+    encoder: Ragged
+    decoder: Ragged
+
+    @property
+    def weight(self) -> float:
+        """Tokens of the decoder that count."""
+        return self.decoder.weight
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document, those of the encoder first."""
+        return self.encoder.lengths + self.decoder.lengths
 
     @property
     def row_ids(self) -> tuple[str, ...]:
         """Name of the data row behind each pair."""
-        return self.target.row_ids
-
-    def to(self, device: torch.device | str) -> "Seq2Seq":
-        """The same batch on another device."""
-        return Seq2Seq(self.source.to(device), self.target.to(device))
+        return self.decoder.row_ids
 
 
-def groups_of(lengths: Sequence[int], limit: int) -> list[list[int]]:
-    """Row numbers in groups of like length, each of at most `limit` tokens; a longer row stands alone.
+def group_by_length(lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Row numbers in groups of similar length, from short to long, each of at most `limit` tokens.
 
     Args:
-        lengths: tokens of each row.
+        lengths: tokens of each row; a row longer than `limit` is a group of its own.
         limit: tokens that one group may hold.
     """
+    return fill_groups(sorted(range(len(lengths)), key=lambda row: lengths[row]), lengths, limit)
+
+
+def group_rows_by_length(rows: Sequence[Row], lengths: Sequence[int], limit: int) -> list[list[Row]]:
+    """The rows themselves in the groups of `group_by_length`, the longest group first, where memory peaks."""
+    return [[rows[number] for number in group] for group in reversed(group_by_length(lengths, limit))]
+
+
+def fill_groups(order: Sequence[int], lengths: Sequence[int], limit: int) -> list[list[int]]:
+    """Row numbers in the given order, cut into groups before their tokens exceed `limit`."""
     groups: list[list[int]] = []
-    held = 0
-    for row in sorted(range(len(lengths)), key=lambda i: lengths[i]):
-        if not groups or held + lengths[row] > limit:
+    filled = 0
+    for row in order:
+        if not groups or filled + lengths[row] > limit:
             groups.append([])
-            held = 0
+            filled = 0
         groups[-1].append(row)
-        held += lengths[row]
+        filled += lengths[row]
     return groups

@@ -17,7 +17,7 @@ from alignment.models.classifiers import SequenceClassifier
 from alignment.models.families import FAMILIES
 from alignment.models.huggingface.checkpoint import load_pretrained, load_scalar_model
 from alignment.models.safetensors_files import read_config
-from alignment.ragged import Ragged, groups_of
+from alignment.ragged import Ragged, group_by_length
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class RewardModel:
         """
         scores = torch.zeros(len(documents))
         device = next(self.model.parameters()).device
-        for group in groups_of([len(document) for document in documents], micro_batch_tokens):
+        for group in group_by_length([len(document) for document in documents], micro_batch_tokens):
             batch = Ragged.build([documents[i] for i in group])
             if segments is not None:
                 batch = replace(batch, segments=torch.tensor([part for i in group for part in segments[i]]))

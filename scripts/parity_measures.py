@@ -61,16 +61,16 @@ def ragged(case: Case, rows: list[list[int]], targets: list[list[int]] | None = 
     segments = torch.tensor([s for row in segments_of(rows) for s in row]) if case.token_types else None
     return Ragged(
         batch.tokens, batch.positions, batch.starts, batch.lengths, everything,
-        torch.repeat_interleave(batch.starts.long().diff()), float(len(everything)),
+        torch.repeat_interleave(batch.sizes), float(len(everything)),
         labels=batch.tokens, segments=segments,
     )  # fmt: skip
 
 
 def target_log_probs(case: Case, logits: Tensor, batch: Any) -> Tensor:
     """What `model(batch=...)` should give, from logits at all tokens [N, V]."""
-    part = batch.target if isinstance(batch, Seq2Seq) else batch
-    rows = part.targets - (0 if case.kind == "encoder" else 1)
-    return logits[rows].log_softmax(-1).gather(-1, part.tokens[part.targets, None]).squeeze(-1)
+    part = batch.decoder if isinstance(batch, Seq2Seq) else batch
+    rows = part.target_index - (0 if case.kind == "encoder" else 1)
+    return logits[rows].log_softmax(-1).gather(-1, part.tokens[part.target_index, None]).squeeze(-1)
 
 
 @torch.no_grad()

@@ -98,7 +98,7 @@ def supervised(batches, tokenizer):
     texts = []
     for batch in batches:
         for row in range(len(batch.lengths)):
-            ids = batch.tokens[batch.targets[batch.target_rows == row]].tolist()
+            ids = batch.tokens[batch.target_index[batch.target_rows == row]].tolist()
             assert ids.count(end_token_id(tokenizer)) == 1 and ids[-1] == end_token_id(tokenizer)
             texts.append(tokenizer.decode(ids[:-1]))
     return texts
@@ -107,7 +107,7 @@ def supervised(batches, tokenizer):
 def test_I1_a_rollout_trains_on_what_was_drawn_and_nothing_else():
     """Proves: PPO's targets are the sampled tokens, the end token among them, and never the prompt's (H01, H34)."""
     batch = ragged_of([[1, 5, 6], [1]], [[7, 2], [8, 9, 2]], [0, 1])
-    assert batch.tokens[batch.targets].tolist() == [7, 2, 8, 9, 2]
+    assert batch.tokens[batch.target_index].tolist() == [7, 2, 8, 9, 2]
 
 
 @pytest.mark.parametrize("form", ["text", "messages"])
@@ -319,7 +319,7 @@ def test_I4_what_stands_at_uncounted_tokens_changes_nothing(case, junk, world, t
 def read_places(case, batch):
     """Indices of the tokens whose state may count."""
     ragged = getattr(batch, "ragged", batch)
-    return ragged.last if case == "reward model" else ragged.targets - 1
+    return ragged.last if case == "reward model" else ragged.target_index - 1
 
 
 def spoil(model, places, junk):

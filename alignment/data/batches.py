@@ -4,7 +4,7 @@ Nothing is cached on disk: ids always come from the tokenizer and the rows at ha
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -14,7 +14,7 @@ from alignment.data.rows.records import SHOWN_IDS, Comparison, Demonstration, Me
 from alignment.data.text import chat
 from alignment.data.text.encoding import adds_bos, bos_id
 from alignment.errors import UserError, raise_all
-from alignment.ragged import Ragged
+from alignment.ragged import Ragged, RaggedBatch, fill_groups
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -61,21 +61,10 @@ class PromptExample:
 
 
 @dataclass(frozen=True)
-class PairBatch:
+class PairBatch(RaggedBatch):
     """B pairs as 2B documents: all chosen, then all rejected in the same order. Its weight is B."""
 
-    ragged: Ragged
     margins: Tensor | None  # [B]; None where no row has one
-
-    @property
-    def weight(self) -> float:
-        """Pairs that count."""
-        return self.ragged.weight
-
-    def to(self, device: torch.device | str) -> "PairBatch":
-        """The same batch on another device."""
-        margins = None if self.margins is None else self.margins.to(device, non_blocking=True)
-        return replace(self, ragged=self.ragged.to(device), margins=margins)
 
 
 def tokenize_texts(
@@ -260,14 +249,14 @@ def collate(examples: Sequence[Example], micro_batch_tokens: int) -> list[Ragged
             [example.mask for example in group],
             row_ids=[example.row_id for example in group],
         )
-        for group in _groups(examples, micro_batch_tokens, lambda example: (len(example.ids),))
+        for group in _longest_first(examples, [(len(example.ids),) for example in examples], micro_batch_tokens)
     ]
 
 
 def collate_pairs(pairs: Sequence[PairExample], micro_batch_tokens: int) -> list[PairBatch]:
     """Pair batches of at most `micro_batch_tokens` tokens each, both sides together; a longer pair stands alone."""
-    groups = _groups(pairs, micro_batch_tokens, lambda pair: (len(pair.chosen.ids), len(pair.rejected.ids)))
-    return [_pair_batch(group) for group in groups]
+    lengths = [(len(pair.chosen.ids), len(pair.rejected.ids)) for pair in pairs]
+    return [_pair_batch(group) for group in _longest_first(pairs, lengths, micro_batch_tokens)]
 
 
 def _pair_batch(pairs: Sequence[PairExample]) -> PairBatch:
@@ -284,15 +273,7 @@ def _pair_batch(pairs: Sequence[PairExample]) -> PairBatch:
     return PairBatch(ragged, torch.tensor([margin or 0.0 for margin in margins]))  # no margin: a plain comparison
 
 
-def _groups(rows: Sequence[Row], most_tokens: int, lengths: Callable[[Row], tuple[int, ...]]) -> list[list[Row]]:
-    """Rows from long to short (equal ones in their order), cut before a group's tokens exceed `most_tokens`."""
-    groups: list[list[Row]] = []
-    filled = 0
-    for row in sorted(rows, key=lambda row: -max(lengths(row))):
-        tokens = sum(lengths(row))
-        if not groups or filled + tokens > most_tokens:
-            groups.append([])
-            filled = 0
-        groups[-1].append(row)
-        filled += tokens
-    return groups
+def _longest_first(rows: Sequence[Row], lengths: Sequence[tuple[int, ...]], limit: int) -> list[list[Row]]:
+    """Rows from long to short by their longest document (equal ones in their order), in groups of `limit` tokens."""
+    order = sorted(range(len(rows)), key=lambda number: -max(lengths[number]))
+    return [[rows[number] for number in group] for group in fill_groups(order, [sum(each) for each in lengths], limit)]

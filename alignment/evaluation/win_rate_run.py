@@ -21,7 +21,7 @@ from alignment.generation import Generation, SamplingConfig, decode_responses, r
 from alignment.loading import find_directory, load_model, load_tokenizer, same_vocabulary
 from alignment.models.classifiers import SequenceClassifier
 from alignment.models.lengths import check_lengths
-from alignment.ragged import Ragged, groups_of
+from alignment.ragged import Ragged, group_by_length
 from alignment.reward_model import RewardModel, load_reward_model
 
 
@@ -260,7 +260,7 @@ def _kl(config: WinRateConfig, reference: str, answer: Generation, prompts: list
     model, tokenizer = load_model(source, device=best_device()), load_tokenizer(source)
     ids = _prompt_ids(config, tokenizer, prompts)
     total = sum(sum(values) for values in answer.log_probs)
-    for group in groups_of([len(p) + len(r) for p, r in zip(ids, answer.token_ids, strict=True)], 16_384):
+    for group in group_by_length([len(p) + len(r) for p, r in zip(ids, answer.token_ids, strict=True)], 16_384):
         documents = [[*ids[i], *answer.token_ids[i]] for i in group]
         masks = [[False] * len(ids[i]) + [True] * len(answer.token_ids[i]) for i in group]
         total -= float(model(batch=Ragged.build(documents, masks).to(best_device())).log_probs.sum())

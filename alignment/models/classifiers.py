@@ -132,9 +132,9 @@ class TokenClassifier(nn.Module):
 def pooled(hidden: Tensor, batch: Ragged, pooling: Pooling) -> Tensor:
     """One vector per document, [N, D] -> [B, D]."""
     if pooling == "first":
-        return hidden[batch.starts[:-1].long()]
+        return hidden[batch.firsts]
     if pooling == "last":
         return hidden[batch.last]
-    sizes = batch.starts.long().diff()
+    sizes = batch.sizes
     rows = torch.repeat_interleave(sizes, output_size=len(hidden))
     return hidden.new_zeros(len(sizes), hidden.shape[-1]).index_add(0, rows, hidden) / sizes[:, None]

@@ -83,16 +83,16 @@ class Seq2SeqModel(nn.Module):
             target, places = from_padded(given(decoder_input_ids), decoder_attention_mask)
             logits = self.head(self.states(Seq2Seq(source, target)))
             return Output(logits=to_padded(logits, places, given(decoder_input_ids).shape))
-        hidden, target = self.states(batch), batch.target
-        before = take(hidden, target.targets - 1)
+        hidden, target = self.states(batch), batch.decoder
+        before = take(hidden, target.target_index - 1)
         if distributions:
             return Output(logits=self.head(before), hidden=before)
-        return token_scores(self.head, before, target.tokens[target.targets], temperature, entropy)
+        return token_scores(self.head, before, target.tokens[target.target_index], temperature, entropy)
 
     def states(self, batch: Seq2Seq, cache: Cache | None = None) -> Tensor:
         """Hidden states of the target's tokens, [N, D]; `cache` is filled for decoding to go on from."""
-        source = Source(self.encoder(batch.source), batch.source)
-        return self.decoder(batch.target, source=source, cache=cache)
+        source = Source(self.encoder(batch.encoder), batch.encoder)
+        return self.decoder(batch.decoder, source=source, cache=cache)
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         """An empty cache for `rows` targets of up to `capacity` tokens each, the start token included."""
@@ -101,7 +101,7 @@ class Seq2SeqModel(nn.Module):
     @torch.no_grad()
     def prefill(self, batch: Seq2Seq, cache: Cache) -> Tensor:
         """Logits [B, V] after each target's last token; all rows of the cache are filled at once."""
-        return self.head(self.states(batch, cache)[batch.target.last])
+        return self.head(self.states(batch, cache)[batch.decoder.last])
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, cache: Cache) -> Tensor:
@@ -165,7 +165,7 @@ class Seq2SeqClassifier(nn.Module):
 def shifted(batch: Ragged, start_token: int) -> Ragged:
     """The documents one place later: the start token in front, the last token gone."""
     tokens = batch.tokens.roll(1)
-    tokens[batch.starts[:-1].long()] = start_token
+    tokens[batch.firsts] = start_token
     return replace(batch, tokens=tokens)
 
 
@@ -176,7 +176,7 @@ def last_places(batch: Ragged, token: int | None) -> Tensor:
         UserError: a document has none.
     """
     places = torch.arange(len(batch.tokens), device=batch.tokens.device)
-    rows = torch.repeat_interleave(batch.starts.long().diff(), output_size=len(places))
+    rows = torch.repeat_interleave(batch.sizes, output_size=len(places))
     found = torch.where(batch.tokens == -1 if token is None else batch.tokens == token, places, -1)
     last = found.new_full((len(batch.lengths),), -1).scatter_reduce(0, rows, found, "amax")
     missing = (last < 0).nonzero().flatten().tolist()

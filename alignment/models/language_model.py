@@ -79,10 +79,10 @@ class LanguageModel(nn.Module):
             return Output(logits=to_padded(logits, places, given(input_ids).shape))
         routed: list[Tensor] = []
         hidden = self.trunk(batch, prefix=active_prefix(self), router_logits=routed)
-        before = take(hidden, batch.targets - 1)
+        before = take(hidden, batch.target_index - 1)
         if distributions:
             return Output(logits=self.head(before), hidden=before)
-        output = token_scores(self.head, before, batch.tokens[batch.targets], temperature, entropy)
+        output = token_scores(self.head, before, batch.tokens[batch.target_index], temperature, entropy)
         return output._replace(balance=expert_balance(self.spec, routed))
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
@@ -156,14 +156,14 @@ class MaskedLanguageModel(nn.Module):
             logits = to_padded(self.head(hidden), places, given(input_ids).shape)
             return Output(logits=logits, scores=self._follows(hidden, batch))
         hidden = self.trunk(batch)
-        masked = take(hidden, batch.targets)
+        masked = take(hidden, batch.target_index)
         if distributions:
             return Output(logits=self.head(masked), hidden=masked, scores=self._follows(hidden, batch))
-        labels = batch.tokens[batch.targets] if batch.labels is None else batch.labels
+        labels = batch.tokens[batch.target_index] if batch.labels is None else batch.labels
         return token_scores(self.head, masked, labels, 1.0, False)._replace(scores=self._follows(hidden, batch))
 
     def _follows(self, hidden: Tensor, batch: Ragged) -> Tensor | None:
-        return None if self.next_sentence is None else self.next_sentence(hidden[batch.starts[:-1].long()])
+        return None if self.next_sentence is None else self.next_sentence(hidden[batch.firsts])
 
 
 def active_prefix(model: Any) -> Tensor | None:

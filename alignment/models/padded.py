@@ -28,7 +28,7 @@ def from_padded(
         positions=kept(real.cumsum(1) - 1),
         starts=F.pad(real.sum(1).cumsum(0), (1, 0)).to(torch.int32),
         lengths=lengths,
-        targets=nothing,
+        target_index=nothing,
         target_rows=nothing,
         weight=0.0,
         segments=None if segments is None else kept(segments),

@@ -154,7 +154,7 @@ class Transformer(nn.Module):
         looks = looks_across(specs, source, batch)
         if cache is None:
             return looks
-        cache.memory = CrossAttentionCache(seen_mask(source.batch.starts.long().diff(), max(source.batch.lengths)))
+        cache.memory = CrossAttentionCache(seen_mask(source.batch.sizes, max(source.batch.lengths)))
         return [remembering(cache.memory, source, look) for look in looks]
 
     def embedded(self, tokens: Tensor, places: Tensor, segments: Tensor | None) -> Tensor:
@@ -200,7 +200,7 @@ class Transformer(nn.Module):
 
 def _sizes(batch: Ragged) -> Tensor:
     """Tokens of the document each token belongs to, [N]."""
-    sizes = batch.starts.long().diff()
+    sizes = batch.sizes
     return sizes.repeat_interleave(sizes, output_size=len(batch.tokens))
 
 
@@ -211,7 +211,7 @@ def _reserve(cache: Cache, batch: Ragged, rows: Tensor, offset: int) -> Tensor:
     longest = max(batch.lengths) + offset
     if longest > cache.capacity:
         raise ValueError(f"the cache holds {cache.capacity} tokens per row, a document needs {longest}")
-    sizes = batch.starts.long().diff()
+    sizes = batch.sizes
     cache.lengths[rows] = sizes + offset
     cache.longest = max(cache.longest, longest)
     rows_of_tokens = torch.repeat_interleave(rows, sizes, output_size=len(batch.tokens))

@@ -257,7 +257,7 @@ def test_the_language_term_is_a_mean_over_tokens_texts_and_a_sum_over_rows():
     documents = [MultiSequenceExample([[1, 2, 3], [4, 5]], 0, "a"), MultiSequenceExample([[6, 7, 8]], 1, "b")]
     [batch] = collate_views(documents, 100)
     by_target = {(2,): -1.0, (3,): -3.0, (5,): -6.0, (7,): -4.0, (8,): -6.0}
-    log_probs = torch.tensor([by_target[(int(token),)] for token in batch.ragged.tokens[batch.ragged.targets]])
+    log_probs = torch.tensor([by_target[(int(token),)] for token in batch.ragged.tokens[batch.ragged.target_index]])
     assert language_cost(log_probs, batch).item() == pytest.approx(9.0)
 
 

@@ -237,14 +237,14 @@ def test_an_objectives_settings_reach_its_batches(make):
         for batch in (getattr(batch, "ragged", batch) for batch in batches):
             assert max(batch.lengths) <= 24 and (sum(batch.lengths) <= 30 or len(batch.lengths) == 1)
             special = torch.isin(batch.tokens, torch.tensor(tokenizer.all_special_ids))
-            assert special.all() and (batch.tokens[batch.targets] == tokenizer.mask_token_id).all()
+            assert special.all() and (batch.tokens[batch.target_index] == tokenizer.mask_token_id).all()
     examples, _ = tokenize_plain(rows, tokenizer, 24)
     objective, model = Infilling(density=0.9, mean_span=2.0), SimpleNamespace(spec=SimpleNamespace(start_token=7))
     for batch in collate_for(objective, tokenizer, examples, model, 24, 60)(fixed_seed_rows(examples)):
-        assert (batch.target.tokens[batch.target.starts[:-1].long()] == 7).all()
+        assert (batch.decoder.tokens[batch.decoder.firsts] == 7).all()
         assert sum(batch.lengths) <= 60 or len(batch.lengths) == 2
-        masks = (batch.source.tokens == tokenizer.mask_token_id).sum()  # by default three in ten tokens, in spans of 3
-        assert masks > 0.6 * (len(batch.source.tokens) - 2 * len(batch.source.lengths))
+        masks = (batch.encoder.tokens == tokenizer.mask_token_id).sum()  # by default three in ten tokens, in spans of 3
+        assert masks > 0.6 * (len(batch.encoder.tokens) - 2 * len(batch.encoder.lengths))
 
 
 def test_a_new_tokenizer_is_trained_on_the_rows_that_the_run_reads(make, tmp_path, monkeypatch):

@@ -33,8 +33,8 @@ def collected(checkpoints):
     sampler = load_language_model(checkpoints["llama"])
     rollout = collect(
         sampler,
-        language(lambda batch: batch.tokens[batch.targets]),
-        language(lambda batch: 2 * batch.tokens[batch.targets]),
+        language(lambda batch: batch.tokens[batch.target_index]),
+        language(lambda batch: 2 * batch.tokens[batch.target_index]),
         lambda batch: SimpleNamespace(values=batch.positions.float()),
         lambda prompts, responses, ended: torch.tensor(
             [100.0 * len(p.ids) + len(r) + e / 2 for p, r, e in zip(prompts, responses, ended, strict=True)]
@@ -138,4 +138,5 @@ def test_batches_hold_what_the_rollout_knows_of_their_rows(limit):
     }
     for name, values in known.items():
         assert_close(torch.cat([getattr(batch, name) for batch in batches]), torch.tensor(values))
-    assert [token for batch in batches for token in batch.ragged.tokens[batch.ragged.targets].tolist()] == [7, 6, 2]
+    targets = [batch.ragged.tokens[batch.ragged.target_index].tolist() for batch in batches]
+    assert sum(targets, []) == [7, 6, 2]

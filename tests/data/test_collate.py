@@ -41,7 +41,7 @@ def test_collating_twice_gives_the_same_batches(examples):
 
 def test_h08_no_target_lies_on_a_seam():
     [batch] = collate([example(3, "a", 0), example(2, "b", 0)], 100)
-    assert batch.targets.tolist() == [1, 2, 4]
+    assert batch.target_index.tolist() == [1, 2, 4]
     assert batch.positions.tolist() == [0, 1, 2, 0, 1]
 
 

@@ -51,7 +51,7 @@ def documents(batches):
             own = batch.target_rows == row
             found[batch.row_ids[row]] = (
                 batch.tokens[start:stop].tolist(),
-                (batch.targets[own] - start).tolist(),
+                (batch.target_index[own] - start).tolist(),
                 batch.labels[own].tolist(),
             )
     return found
@@ -72,7 +72,7 @@ def test_targets_are_corrupted_places_with_the_old_tokens_as_labels(wordpiece):
     symbols = MaskTokens.of(wordpiece)
     batches = collate_masked(fixed_seed_rows(examples), Masking(), symbols, 100)
     special = set(wordpiece.all_special_ids)
-    assert all(batch.weight == len(batch.targets) == len(batch.labels) for batch in batches)
+    assert all(batch.weight == len(batch.target_index) == len(batch.labels) for batch in batches)
     assert all(len(batch.tokens) <= 100 for batch in batches)
     found = documents(batches)
     assert set(found) == {row.row_id for row in ROWS}
@@ -163,8 +163,8 @@ def sides(batches):
     """row id -> (source ids, target ids)."""
     found = {}
     for batch in batches:
-        parts = [torch.split(side.tokens, side.lengths) for side in (batch.source, batch.target)]
-        for name, source, target in zip(batch.source.row_ids, *parts, strict=True):
+        parts = [torch.split(side.tokens, side.lengths) for side in (batch.encoder, batch.decoder)]
+        for name, source, target in zip(batch.encoder.row_ids, *parts, strict=True):
             found[name] = (source.tolist(), target.tolist())
     return found
 
@@ -173,7 +173,7 @@ def test_span_corruption_batches_hold_every_token_once(unigram):
     examples, _ = tokenize_plain(ROWS, unigram, 200)
     corrupt, start = span_corruption(unigram, examples), decoder_start_id(unigram)
     batches = collate_seq2seq(fixed_seed_rows(examples), corrupt, start, 150)
-    assert all(len(b.source.tokens) + len(b.target.tokens) <= 150 or len(b.source.lengths) == 1 for b in batches)
+    assert all(len(b.encoder.tokens) + len(b.decoder.tokens) <= 150 or len(b.encoder.lengths) == 1 for b in batches)
     sentinels = sentinel_ids(unigram)
     assert sentinels == list(range(len(unigram) - 1, len(unigram) - 21, -1))
     found = sides(batches)
@@ -184,16 +184,16 @@ def test_span_corruption_batches_hold_every_token_once(unigram):
         texts = [token for token in source[:-1] + target[1:-1] if token not in sentinels]
         assert sorted(texts) == sorted(example.ids)
     for batch in batches:
-        assert batch.weight == sum(length - 1 for length in batch.target.lengths)
-        assert len(batch.source.targets) == 0
-        assert batch.target.positions[batch.target.targets].min() == 1
+        assert batch.weight == sum(length - 1 for length in batch.decoder.lengths)
+        assert len(batch.encoder.target_index) == 0
+        assert batch.decoder.positions[batch.decoder.target_index].min() == 1
 
 
 def test_the_source_is_never_longer_than_max_length(unigram):
     for longest in range(4, 40):
         examples, _ = tokenize_plain([Text(" ".join(TEXTS), "a")], unigram, longest)
         batches = collate_seq2seq(fixed_seed_rows(examples), span_corruption(unigram, examples), 0, 10_000)
-        assert max(length for batch in batches for length in batch.source.lengths) <= longest
+        assert max(length for batch in batches for length in batch.encoder.lengths) <= longest
 
 
 def test_too_few_sentinels_are_told_before_training(unigram):

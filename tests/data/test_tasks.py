@@ -201,7 +201,7 @@ def test_gpt_formats(tokenizers):
     ]
     labels = dict(zip(dict.fromkeys(batch.ragged.row_ids), batch.labels.tolist(), strict=True))
     assert labels == {"a": 0, "b": 1, "c": 1}
-    assert len(batch.ragged.targets) == len(batch.ragged.tokens) - 5  # every token but each first one
+    assert len(batch.ragged.target_index) == len(batch.ragged.tokens) - 5  # every token but each first one
     cut, counts = encode_classes([pair], tokenizer, 3 + len(a) + len(b) - 1, NAMES)
     assert sum(counts.cut.values()) == 1 and len(cut[0].documents[0]) == 3 + len(a) + len(b) - 1
 

@@ -21,7 +21,7 @@ class Certain(torch.nn.Module):
 
     def forward(self, batch: Ragged) -> SimpleNamespace:
         self.modes.append(self.training)
-        return SimpleNamespace(log_probs=-math.log(2) * batch.tokens[batch.targets].float() + self.weight)
+        return SimpleNamespace(log_probs=-math.log(2) * batch.tokens[batch.target_index].float() + self.weight)
 
 
 DOCUMENTS = [[0, 1, 1], [0, 4], [0, 2, 2, 2]]  # bits of the targets: 1 1, 4, 2 2 2; in all 12 over 6 tokens

@@ -19,10 +19,10 @@ class PairsCache:
 
     def __init__(self, rows: int, capacity: int):
         self.lengths, self.capacity = torch.zeros(rows, dtype=torch.long), capacity
-        self.states, self.mask, self.targets = (torch.empty(0) for _ in range(3))
+        self.states, self.mask, self.target_index = (torch.empty(0) for _ in range(3))
 
     def reorder(self, rows: Tensor) -> None:
-        self.states, self.mask, self.targets = self.states[rows], self.mask[rows], self.targets[rows]
+        self.states, self.mask, self.target_index = self.states[rows], self.mask[rows], self.target_index[rows]
 
     def keep(self, rows: Tensor) -> None:
         self.reorder(rows)
@@ -41,11 +41,11 @@ class StandIn(nn.Module):
 
     @torch.no_grad()
     def prefill(self, batch: Seq2Seq, cache: PairsCache) -> Tensor:
-        ids, cache.mask = rectangle(batch.source)
+        ids, cache.mask = rectangle(batch.encoder)
         cache.states = self.inner.get_encoder()(input_ids=ids, attention_mask=cache.mask).last_hidden_state
         self.encoded += len(ids)
         cache.targets = torch.empty(len(ids), 0, dtype=torch.long)
-        return self.decode(rectangle(batch.target)[0].squeeze(1), cache)
+        return self.decode(rectangle(batch.decoder)[0].squeeze(1), cache)
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, cache: PairsCache) -> Tensor:

@@ -18,7 +18,7 @@ def test_log_probs_are_the_log_softmax_at_the_token_before(model, documents):
         for document in documents:
             log_probs = (model(torch.tensor([document])).logits[0] / 0.7).log_softmax(-1)
             expected += [log_probs[i - 1, document[i]] for i in range(len(document)) if i % 3 == 1]
-    assert ours.shape == (len(batch.targets),)
+    assert ours.shape == (len(batch.target_index),)
     assert_close(ours, torch.stack(expected), atol=1e-5, rtol=0)
 
 
@@ -59,7 +59,7 @@ def test_many_logits_are_not_kept(model, batch, monkeypatch):
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
         model(batch=batch)
     # 61 * 32 is the head's weight; no saved tensor may be [127, 61] or [10, 61]
-    assert 10 * 61 not in sizes and len(batch.targets) * 61 not in sizes
+    assert 10 * 61 not in sizes and len(batch.target_index) * 61 not in sizes
 
 
 def test_impossible_tokens_do_not_spoil_the_entropy():

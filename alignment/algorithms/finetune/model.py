@@ -115,7 +115,7 @@ class DoubleHeadsModel(nn.Module):
         """`scores` [B, C], and `log_probs` [M] of all tokens but first ones."""
         hidden = self.reader.trunk(batch, prefix=active_prefix(self.reader))
         scores = self.reader.head(pooled(hidden, batch, self.reader.pooling))
-        before, tokens = take(hidden, batch.targets - 1), batch.tokens[batch.targets]
+        before, tokens = take(hidden, batch.target_index - 1), batch.tokens[batch.target_index]
         return token_scores(self.language_head, before, tokens, 1.0, False)._replace(scores=scores)
 
 

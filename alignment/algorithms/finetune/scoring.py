@@ -20,7 +20,7 @@ from alignment.data.tasks.gpt1_inputs import MultiSequenceBatch, MultiSequenceEx
 from alignment.data.tasks.multiple_choice import ChoiceExample
 from alignment.data.tasks.question_answering import SpanBatch, SpanExample
 from alignment.data.tasks.rows import FinetuneTask
-from alignment.ragged import groups_of
+from alignment.ragged import group_by_length
 from alignment.training import LossSum
 
 Example = ClassExample | TokenExample | SpanExample | MultiSequenceExample | ChoiceExample
@@ -85,7 +85,7 @@ def labels_of(batch: Batch) -> Tensor:
     """The label of each row of `rivals`."""
     if not isinstance(batch, SpanBatch):
         return batch.labels
-    firsts = batch.ragged.starts[:-1].long()
+    firsts = batch.ragged.firsts
     return torch.cat([batch.answer_starts - firsts, batch.answer_ends - firsts])
 
 
@@ -114,7 +114,7 @@ def label_loss(model: Any, task: FinetuneTask, language_coef: float) -> Callable
 def language_cost(log_probs: Tensor, batch: Batch) -> Tensor:
     """-log p of all tokens but first ones: mean over a text, mean over a row's texts, sum over rows; log_probs: [M]."""
     ragged = batch.ragged
-    predicted = (ragged.starts.long().diff() - 1).clamp(min=1)
+    predicted = (ragged.sizes - 1).clamp(min=1)
     costs = -log_probs.new_zeros(len(ragged.lengths)).index_add(0, ragged.target_rows, log_probs) / predicted
     return (costs / batch.rows.bincount()[batch.rows] if isinstance(batch, MultiSequenceBatch) else costs).sum()
 
@@ -131,7 +131,7 @@ def read_all(
     device = next(model.parameters()).device
     rows: list[Tensor] = [torch.empty(0)] * len(examples)
     cost, weight = torch.zeros((), dtype=torch.float64), 0.0
-    for group in groups_of([length_of(example) for example in examples], micro_batch_tokens):
+    for group in group_by_length([length_of(example) for example in examples], micro_batch_tokens):
         [batch] = collate([examples[number] for number in group], micro_batch_tokens)
         reading = read(model, batch.to(device), task)
         for number, scores in zip(group, reading.rows, strict=True):

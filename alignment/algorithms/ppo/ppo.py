@@ -174,7 +174,7 @@ def value_loss(critic: Any, config: PPOConfig) -> Callable[[RolloutBatch], LossS
     """The clipped squared error of the critic, summed over response tokens."""
 
     def loss_fn(batch: RolloutBatch) -> LossSum:
-        values = critic(batch=batch.ragged).values[batch.ragged.targets - 1]
+        values = critic(batch=batch.ragged).values[batch.ragged.target_index - 1]
         cost = clipped_value_loss(values, batch.values, batch.returns, clip_range=config.value_clip_range)
         return LossSum(cost.sum(), {})
 

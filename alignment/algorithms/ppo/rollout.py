@@ -10,7 +10,7 @@ from torch import Tensor
 from alignment.data.batches import PromptExample
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.losses import gae, shape_rewards, whiten
-from alignment.ragged import Ragged, groups_of
+from alignment.ragged import Ragged, RaggedBatch, group_by_length
 
 # prompts, token ids of the responses, whether each ended by itself -> scores [B]
 Scorer = Callable[[Sequence[PromptExample], Sequence[Sequence[int]], Sequence[bool]], Tensor]
@@ -49,27 +49,13 @@ class Rollout:
 
 
 @dataclass(frozen=True)
-class RolloutBatch:
+class RolloutBatch(RaggedBatch):
     """Some rows of a rollout for one forward: the ragged tokens and, for each response token, what was known of it, [M]."""
 
-    ragged: Ragged
     log_probs: Tensor
     values: Tensor
     advantages: Tensor
     returns: Tensor
-
-    @property
-    def weight(self) -> float:
-        return self.ragged.weight
-
-    @property
-    def row_ids(self) -> tuple[str, ...]:
-        return self.ragged.row_ids
-
-    def to(self, device: torch.device | str) -> "RolloutBatch":
-        """The same batch on another device."""
-        names = ("log_probs", "values", "advantages", "returns")
-        return RolloutBatch(self.ragged.to(device), *(getattr(self, name).to(device) for name in names))
 
 
 def ragged_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], numbers: Sequence[int]) -> Ragged:
@@ -119,14 +105,15 @@ def collect(
         mask[row, : len(tokens)] = True
     sampled = torch.tensor([value for values in drawn.log_probs for value in values], device=device)
     frames = {name: torch.zeros(mask.shape, device=device) for name in ("log_probs", "reference_log_probs", "values")}
-    for group in groups_of([len(p) + len(r) for p, r in zip(ids, drawn.token_ids, strict=True)], micro_batch_tokens):
+    lengths = [len(prompt) + len(response) for prompt, response in zip(ids, drawn.token_ids, strict=True)]
+    for group in group_by_length(lengths, micro_batch_tokens):
         rows = torch.tensor(group, device=device)
         batch = ragged_of([ids[i] for i in group], [drawn.token_ids[i] for i in group], [numbers[i] for i in group])
         batch = batch.to(device)
         answers = {
             "log_probs": policy(batch=batch, temperature=sampling.temperature).log_probs,
             "reference_log_probs": reference(batch=batch, temperature=sampling.temperature).log_probs,
-            "values": critic(batch=batch).values[batch.targets - 1],  # the state before the token
+            "values": critic(batch=batch).values[batch.target_index - 1],  # the state before the token
         }
         for name, answer in answers.items():
             frames[name][rows] = _frame(answer.float(), mask[rows])
@@ -177,7 +164,7 @@ def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: i
         raise ValueError("the rollout has no advantages yet: see with_advantages")
     lengths = [len(rollout.prompts[i]) + len(rollout.responses[i]) for i in rows]
     batches = []
-    for group in groups_of(lengths, micro_batch_tokens):
+    for group in group_by_length(lengths, micro_batch_tokens):
         chosen = [rows[i] for i in group]
         mask = rollout.mask[chosen]
         ragged = ragged_of(

@@ -216,5 +216,5 @@ def distillation_loss_fn(student: Any, teacher: Any, config: DistillationConfig)
 
 def labels_of(batch: Ragged | Seq2Seq) -> Tensor:
     """What belongs at the batch's targets, [M]."""
-    written = batch.target if isinstance(batch, Seq2Seq) else batch
-    return written.tokens[written.targets] if written.labels is None else written.labels
+    written = batch.decoder if isinstance(batch, Seq2Seq) else batch
+    return written.tokens[written.target_index] if written.labels is None else written.labels

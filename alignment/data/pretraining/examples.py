@@ -29,7 +29,7 @@ from alignment.data.text.special_tokens import (
     tokenize_with_offsets,
 )
 from alignment.errors import UserError
-from alignment.ragged import Ragged, Seq2Seq, groups_of
+from alignment.ragged import Ragged, Seq2Seq, group_rows_by_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -145,8 +145,8 @@ def collate_masked(
 ) -> list[Ragged]:
     """Masked texts as ragged batches: `targets` are the chosen places, `labels` what stood there. Weight: targets."""
     masked = [(draw.row, *mask_example(draw.row, masking, symbols, draw.generator())) for draw in draws]
-    groups = groups_of([len(ids) for _, ids, _ in masked], micro_batch_tokens)
-    return [masked_batch([masked[number] for number in group]) for group in reversed(groups)]  # the longest first
+    groups = group_rows_by_length(masked, [len(ids) for _, ids, _ in masked], micro_batch_tokens)
+    return [masked_batch(group) for group in groups]
 
 
 def mask_example(
@@ -165,7 +165,7 @@ def masked_batch(masked: Sequence[tuple[MaskableExample, np.ndarray, np.ndarray]
     rows = torch.repeat_interleave(torch.arange(len(masked)), torch.tensor(ragged.lengths))
     originals = torch.tensor([token for example, _, _ in masked for token in example.ids])
     return replace(
-        ragged, targets=targets, target_rows=rows[targets], labels=originals[targets], weight=float(len(targets))
+        ragged, target_index=targets, target_rows=rows[targets], labels=originals[targets], weight=float(len(targets))
     )
 
 
@@ -252,12 +252,11 @@ def collate_seq2seq(
     Each target begins with `start_id`, which starts the decoder and is never predicted.
     """
     sides = [corrupt(draw.row.ids, draw.generator()) for draw in draws]
-    groups = groups_of([len(source) + 1 + len(target) for source, target in sides], micro_batch_tokens)
+    rows = [(draw.row.row_id, source, [start_id, *target]) for draw, (source, target) in zip(draws, sides, strict=True)]
+    lengths = [len(source) + len(target) for _, source, target in rows]
     batches = []
-    for group in reversed(groups):  # the longest first
-        names = [draws[number].row.row_id for number in group]
-        sources = [sides[number][0] for number in group]
-        targets = [[start_id, *sides[number][1]] for number in group]
+    for group in group_rows_by_length(rows, lengths, micro_batch_tokens):
+        names, sources, targets = zip(*group, strict=True)
         nothing = [[False] * len(source) for source in sources]
         batches.append(Seq2Seq(Ragged.build(sources, nothing, row_ids=names), Ragged.build(targets, row_ids=names)))
     return batches

@@ -25,7 +25,7 @@ from alignment.data.pretraining.examples import (
 from alignment.data.rows.records import Tally, Text
 from alignment.data.text.special_tokens import SpecialTokenTemplate, frame_of, tokenize_with_offsets
 from alignment.errors import UserError
-from alignment.ragged import Ragged, groups_of
+from alignment.ragged import RaggedBatch, group_rows_by_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,7 +54,7 @@ class Passage:
 
 
 @dataclass(frozen=True)
-class SentencePairBatch:
+class SentencePairBatch(RaggedBatch):
     """B pairs, masked. Its weight is B.
 
     Attributes:
@@ -63,7 +63,6 @@ class SentencePairBatch:
         cut_tokens: tokens cut off so that pairs fit.
     """
 
-    ragged: Ragged
     labels: Tensor
     cut_tokens: int = 0
 
@@ -81,10 +80,6 @@ class SentencePairBatch:
         """
         counts = torch.bincount(self.ragged.target_rows, minlength=len(self.labels))
         return 1.0 / counts[self.ragged.target_rows]
-
-    def to(self, device: torch.device | str) -> SentencePairBatch:
-        """The same batch on another device."""
-        return replace(self, ragged=self.ragged.to(device), labels=self.labels.to(device, non_blocking=True))
 
 
 def sentences_of(text: str) -> list[str]:
@@ -157,8 +152,8 @@ def collate_sentence_pairs(
         generator = draw.generator()
         example, segments, label, cut = make_pair(draw.row, passages, frame, max_length, generator)
         made.append((example, *mask_example(example, masking, symbols, generator), segments, label, cut))
-    groups = groups_of([len(pair[0].ids) for pair in made], micro_batch_tokens)
-    return [_pair_batch([made[number] for number in group]) for group in reversed(groups)]  # the longest first
+    groups = group_rows_by_length(made, [len(pair[0].ids) for pair in made], micro_batch_tokens)
+    return [_pair_batch(group) for group in groups]
 
 
 def _pair_batch(

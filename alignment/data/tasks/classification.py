@@ -18,7 +18,7 @@ from alignment.data.rows.records import Tally
 from alignment.data.tasks.rows import LabeledText, LabeledWords, require_labels
 from alignment.data.text.special_tokens import EncodedText, TokenizedText, frame_of, tokenize_with_offsets
 from alignment.errors import UserError
-from alignment.ragged import Ragged, groups_of
+from alignment.ragged import Ragged, RaggedBatch, group_rows_by_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,21 +51,14 @@ class TokenExample:
 
 
 @dataclass(frozen=True)
-class LabeledBatch:
-    """Texts with classes.
+class LabeledBatch(RaggedBatch):
+    """Texts with classes. Its weight is the number of labels that count.
 
     Attributes:
         labels: class of each document, [B]; or of each token, `IGNORED` where none counts, [N].
-        weight: labels that count.
     """
 
-    ragged: Ragged
     labels: Tensor
-    weight: float
-
-    def to(self, device: torch.device | str) -> LabeledBatch:
-        """The same batch on another device."""
-        return replace(self, ragged=self.ragged.to(device), labels=self.labels.to(device, non_blocking=True))
 
 
 def encode_sequences(
@@ -152,7 +145,7 @@ def first_tokens(words: Sequence[str], pieces: TokenizedText) -> list[int | None
 def collate_classes(examples: Sequence[ClassExample], micro_batch_tokens: int) -> list[LabeledBatch]:
     """Classified texts as batches of at most `micro_batch_tokens` tokens; a longer text stands alone."""
     return [
-        LabeledBatch(ragged_of(group), torch.tensor([example.label for example in group]), float(len(group)))
+        LabeledBatch(ragged_of(group), torch.tensor([example.label for example in group]))
         for group in grouped(examples, micro_batch_tokens)
     ]
 
@@ -162,7 +155,8 @@ def collate_token_labels(examples: Sequence[TokenExample], micro_batch_tokens: i
     batches = []
     for group in grouped(examples, micro_batch_tokens):
         labels = torch.tensor([label for example in group for label in example.labels])
-        batches.append(LabeledBatch(ragged_of(group), labels, float((labels != IGNORED).sum())))
+        ragged = replace(ragged_of(group), weight=float((labels != IGNORED).sum()))
+        batches.append(LabeledBatch(ragged, labels))
     return batches
 
 
@@ -180,8 +174,7 @@ Example = TypeVar("Example", bound=Labeled)
 
 def grouped(examples: Sequence[Example], micro_batch_tokens: int) -> list[list[Example]]:
     """Examples in groups of like length, each of at most `micro_batch_tokens` tokens, the longest first."""
-    groups = groups_of([len(example.framed.ids) for example in examples], micro_batch_tokens)
-    return [[examples[number] for number in group] for group in reversed(groups)]
+    return group_rows_by_length(examples, [len(example.framed.ids) for example in examples], micro_batch_tokens)
 
 
 def ragged_of(group: Sequence[Labeled]) -> Ragged:

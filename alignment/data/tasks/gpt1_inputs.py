@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +19,7 @@ from alignment.data.rows.records import Tally
 from alignment.data.tasks.classification import PAIR_CUT, TEXT_END_CUT, text_budget
 from alignment.data.tasks.rows import Choice, LabeledText, require_labels
 from alignment.data.text.special_tokens import tokenize_with_offsets
-from alignment.ragged import Ragged, groups_of
+from alignment.ragged import Ragged, RaggedBatch, group_rows_by_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -63,7 +63,7 @@ class MultiSequenceExample:
 
 
 @dataclass(frozen=True)
-class MultiSequenceBatch:
+class MultiSequenceBatch(RaggedBatch):
     """B rows as D documents. Its weight is B.
 
     Attributes:
@@ -73,7 +73,6 @@ class MultiSequenceBatch:
         rows: row, within the batch, that each document belongs to, [D]; a row's documents come in order.
     """
 
-    ragged: Ragged
     labels: Tensor
     rows: Tensor
 
@@ -81,11 +80,6 @@ class MultiSequenceBatch:
     def weight(self) -> float:
         """Rows that count."""
         return float(len(self.labels))
-
-    def to(self, device: torch.device | str) -> MultiSequenceBatch:
-        """The same batch on another device."""
-        labels, rows = (values.to(device, non_blocking=True) for values in (self.labels, self.rows))
-        return replace(self, ragged=self.ragged.to(device), labels=labels, rows=rows)
 
 
 def encode_classes(
@@ -161,8 +155,7 @@ def collate_views(examples: Sequence[MultiSequenceExample], micro_batch_tokens: 
     """Rows as batches of at most `micro_batch_tokens` tokens, all documents of a row together; a longer row alone."""
     lengths = [sum(map(len, example.documents)) for example in examples]
     batches = []
-    for group in reversed(groups_of(lengths, micro_batch_tokens)):  # the longest first
-        chosen = [examples[number] for number in group]
+    for chosen in group_rows_by_length(examples, lengths, micro_batch_tokens):
         documents = [document for example in chosen for document in example.documents]
         views = torch.tensor([len(example.documents) for example in chosen])
         names = [example.row_id for example in chosen for _ in example.documents]

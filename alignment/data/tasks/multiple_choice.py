@@ -15,7 +15,7 @@ from alignment.data.tasks.classification import NO_TEXT, PAIR_CUT, ClassExample,
 from alignment.data.tasks.gpt1_inputs import MultiSequenceBatch
 from alignment.data.tasks.rows import Choice
 from alignment.data.text.special_tokens import EncodedText, frame_of, tokenize_with_offsets
-from alignment.ragged import groups_of
+from alignment.ragged import group_rows_by_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,8 +58,7 @@ def collate_pair_choices(examples: Sequence[ChoiceExample], micro_batch_tokens: 
     """Rows as batches of at most `micro_batch_tokens` tokens, all choices of a row together; a longer row alone."""
     lengths = [sum(len(framed.ids) for framed in example.framed) for example in examples]
     batches = []
-    for group in reversed(groups_of(lengths, micro_batch_tokens)):  # the longest first
-        chosen = [examples[number] for number in group]
+    for chosen in group_rows_by_length(examples, lengths, micro_batch_tokens):
         pairs = [ClassExample(framed, row.label, row.row_id) for row in chosen for framed in row.framed]
         views = torch.tensor([len(example.framed) for example in chosen])
         batches.append(

@@ -21,7 +21,7 @@ from alignment.data.text.special_tokens import (
     tokenize_with_offsets,
 )
 from alignment.errors import UserError
-from alignment.ragged import Ragged
+from alignment.ragged import RaggedBatch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,10 +51,9 @@ class SpanExample:
 
 
 @dataclass(frozen=True)
-class SpanBatch:
+class SpanBatch(RaggedBatch):
     """B windows; their answers' first and last tokens as indices into `ragged.tokens`, [B]. Its weight is B."""
 
-    ragged: Ragged
     answer_starts: Tensor
     answer_ends: Tensor
 
@@ -62,11 +61,6 @@ class SpanBatch:
     def weight(self) -> float:
         """Windows that count."""
         return float(len(self.answer_starts))
-
-    def to(self, device: torch.device | str) -> SpanBatch:
-        """The same batch on another device."""
-        starts, ends = (answers.to(device, non_blocking=True) for answers in (self.answer_starts, self.answer_ends))
-        return SpanBatch(self.ragged.to(device), starts, ends)
 
 
 def encode_questions(
@@ -152,7 +146,6 @@ def collate_spans(examples: Sequence[SpanExample], micro_batch_tokens: int) -> l
     batches = []
     for group in grouped(examples, micro_batch_tokens):
         ragged = ragged_of(group)
-        firsts = ragged.starts[:-1].long()
         starts, ends = (torch.tensor([getattr(window, side) for window in group]) for side in ("start", "end"))
-        batches.append(SpanBatch(ragged, firsts + starts, firsts + ends))
+        batches.append(SpanBatch(ragged, ragged.firsts + starts, ragged.firsts + ends))
     return batches

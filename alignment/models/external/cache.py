@@ -159,13 +159,13 @@ class PairCache:
 
     def fill(self, inner: Any, batch: Seq2Seq) -> Tensor:
         """Read sources and targets; logits [B, V] after each target."""
-        if len(set(batch.target.lengths)) > 1:
+        if len(set(batch.decoder.lengths)) > 1:
             raise ValueError("decoding with this class begins with targets of one length, a start token each")
         self._past = None
-        ids, self._source_mask, _, _ = rectangle(batch.source, inner.config.pad_token_id or 0)
+        ids, self._source_mask, _, _ = rectangle(batch.encoder, inner.config.pad_token_id or 0)
         self._memory = inner.get_encoder()(input_ids=ids, attention_mask=self._source_mask).last_hidden_state
         self.lengths = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
-        return self._read(inner, batch.target.tokens.view(len(ids), -1))
+        return self._read(inner, batch.decoder.tokens.view(len(ids), -1))
 
     def step(self, inner: Any, tokens: Tensor) -> Tensor:
         """Read one more token per row [B]; logits [B, V] after it."""

@@ -104,7 +104,7 @@ class ExternalLanguageModel(nn.Module):
         if batch is None:
             ragged, places = from_padded(given(input_ids), attention_mask)
             return Output(logits=to_padded(per_token(read, ragged, _filler(self)), places, given(input_ids).shape))
-        logits = per_token(read, batch, _filler(self), batch.targets - 1)
+        logits = per_token(read, batch, _filler(self), batch.target_index - 1)
         return _scored(logits, batch, temperature, entropy, distributions)
 
     def new_cache(self, rows: int, capacity: int) -> SharedCache | RereadCache:
@@ -147,7 +147,7 @@ class ExternalMaskedLanguageModel(nn.Module):
         if batch is None:
             ragged, places = from_padded(given(input_ids), attention_mask, token_type_ids)
             return Output(logits=to_padded(per_token(read, ragged, _filler(self)), places, given(input_ids).shape))
-        logits = per_token(read, batch, _filler(self), batch.targets)
+        logits = per_token(read, batch, _filler(self), batch.target_index)
         return _scored(logits, batch, temperature, entropy, distributions)
 
 
@@ -176,8 +176,8 @@ class ExternalSeq2SeqModel(nn.Module):
             target, places = from_padded(given(decoder_input_ids), decoder_attention_mask)
             logits = self._read(Seq2Seq(from_padded(given(input_ids), attention_mask)[0], target))
             return Output(logits=to_padded(logits, places, given(decoder_input_ids).shape))
-        logits = self._read(batch)[batch.target.targets - 1]
-        return _scored(logits, batch.target, temperature, entropy, distributions)
+        logits = self._read(batch)[batch.decoder.target_index - 1]
+        return _scored(logits, batch.decoder, temperature, entropy, distributions)
 
     def new_cache(self, rows: int, capacity: int) -> PairCache:
         """An empty cache for `rows` targets of up to `capacity` tokens each."""
@@ -196,7 +196,7 @@ class ExternalSeq2SeqModel(nn.Module):
 
     def _read(self, batch: Seq2Seq) -> Tensor:
         """Logits of every target token, [N, V]."""
-        source, target = rectangle(batch.source, _filler(self)), rectangle(batch.target, _filler(self))
+        source, target = rectangle(batch.encoder, _filler(self)), rectangle(batch.decoder, _filler(self))
         logits = self.inner(
             input_ids=source.ids, attention_mask=source.mask, decoder_input_ids=target.ids,
             decoder_attention_mask=target.mask, use_cache=False,
@@ -276,7 +276,7 @@ def _scored(logits: Tensor, batch: Ragged, temperature: float, entropy: bool, di
     """Of targets' logits [M, V]: themselves, or the targets' log-probabilities (and entropies) in fp32."""
     if distributions:
         return Output(logits=logits)
-    labels = batch.tokens[batch.targets] if batch.labels is None else batch.labels
+    labels = batch.tokens[batch.target_index] if batch.labels is None else batch.labels
     logits = logits.float() / temperature
     log_probs = -F.cross_entropy(logits, labels, reduction="none")
     if not entropy:
