@@ -138,5 +138,5 @@ def test_batches_hold_what_the_rollout_knows_of_their_rows(limit):
     }
     for name, values in known.items():
         assert_close(torch.cat([getattr(batch, name) for batch in batches]), torch.tensor(values))
-    targets = [batch.ragged.tokens[batch.ragged.target_index].tolist() for batch in batches]
-    assert sum(targets, []) == [7, 6, 2]
+    targets = torch.cat([batch.ragged.tokens[batch.ragged.target_index] for batch in batches])
+    assert targets.tolist() == [7, 6, 2]
