@@ -170,7 +170,7 @@ class Seq2Seq(DeviceBatch):
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of each document, those of the encoder first."""
+        """Tokens of each document, the encoder's first."""
         return self.encoder.lengths + self.decoder.lengths
 
     @property
