@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: setup quickstart test test-slow lint format bench bench-model house parity learn two-processes clean
+.PHONY: setup quickstart test test-slow lint format bench bench-model house parity learn two-processes witness clean
 
 setup: $(VENV)/ready-for-tests
 
@@ -48,6 +48,10 @@ learn: setup
 # SFT, reward model, DPO and PPO on two CPU processes, each way to spread them, beside one process.
 two-processes: setup
 	$(BIN)/python scripts/two_processes.py $(ARGS)
+
+# What every stage computes, to the last bit: ARGS='record before.json', later ARGS='compare before.json after.json'.
+witness: setup
+	$(BIN)/python scripts/witness.py $(ARGS)
 
 clean:
 	rm -rf $(VENV) build dist
