@@ -131,10 +131,10 @@ def resume(cell: tuple[str, str], whole: Path, resumed: Path) -> None:
     """Go on from the checkpoint in the middle of a run, in a directory of its own."""
     from alignment.training.distributed import init_distributed
 
-    world = init_distributed()
-    if world.rank == 0:
+    process_group = init_distributed()
+    if process_group.is_main:
         shutil.copytree(whole, resumed, ignore=shutil.ignore_patterns("model", f"step-{STEPS:06d}"))
-    world.barrier()
+    process_group.barrier()
     run(cell, resumed)
 
 

@@ -532,12 +532,14 @@ def test_I9_ppo_trains_policy_and_critic_and_nothing_else(adapter, stage, make_s
         judged = (prompts[:2], [[1, 2, 3]] * 2, [False] * 2)
         frozen = (parts.reference(batch=batch).log_probs, parts.score(*judged))
         engines = (parts.policy, parts.value)
-        before = [{name: value.clone() for name, value in engine.unwrapped.state_dict().items()} for engine in engines]
+        before = [
+            {name: value.clone() for name, value in engine.backend.unwrapped.state_dict().items()} for engine in engines
+        ]
         ppo.iterate(parts, config, prompts, 0)
     for engine, old in zip(engines, before, strict=True):
         wanted = {name for name in old if not adapter or ".lora_" in name or name.startswith("prefix.")}
         head = {"head.weight"} if engine is parts.value else set()
-        new = engine.unwrapped.state_dict()
+        new = engine.backend.unwrapped.state_dict()
         assert {name for name, value in new.items() if not torch.equal(value, old[name])} == wanted | head
     assert torch.equal(parts.reference(batch=batch).log_probs, frozen[0]) and torch.equal(
         parts.score(*judged), frozen[1]
@@ -683,7 +685,10 @@ def test_I14_a_nan_score_ends_ppo_before_it_reaches_the_weights(stage, make_stag
     def watched(parts, config, prompts, step):
         engines = {"policy": parts.policy, "value": parts.value}
         held.update(
-            {name: (e, {k: v.clone() for k, v in e.unwrapped.state_dict().items()}) for name, e in engines.items()}
+            {
+                name: (e, {k: v.clone() for k, v in e.backend.unwrapped.state_dict().items()})
+                for name, e in engines.items()
+            }
         )
         parts.score = lambda prompts, responses, ended: torch.full((len(prompts),), math.nan)
         return iterate(parts, config, prompts, step)
@@ -693,5 +698,5 @@ def test_I14_a_nan_score_ends_ppo_before_it_reaches_the_weights(stage, make_stag
     with pytest.raises(NonFiniteError, match="rollout"):
         run(config)
     for engine, before in held.values():
-        assert_close(engine.unwrapped.state_dict(), before, rtol=0, atol=0)
+        assert_close(engine.backend.unwrapped.state_dict(), before, rtol=0, atol=0)
     assert not (tmp_path / "model").exists()

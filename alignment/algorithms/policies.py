@@ -226,14 +226,14 @@ def reference_model(policy: Policy, source: str | None, engine: Engine) -> Calla
     if source is None and policy.disabled_is_start:
 
         def adapter_off(**arguments: Any) -> Any:
-            with torch.no_grad(), disabled(engine.unwrapped), engine.autocast():
+            with torch.no_grad(), disabled(engine.backend.unwrapped), engine.backend.autocast():
                 return engine.model(**arguments)
 
         return adapter_off
-    frozen = load_model(source or policy.source or "", device=str(engine.device)).requires_grad_(False)
+    frozen = load_model(source or policy.source or "", device=str(engine.process_group.device)).requires_grad_(False)
 
     def copy(**arguments: Any) -> Any:
-        with torch.no_grad(), engine.autocast():
+        with torch.no_grad(), engine.backend.autocast():
             return frozen(**arguments)
 
     return copy
@@ -242,9 +242,9 @@ def reference_model(policy: Policy, source: str | None, engine: Engine) -> Calla
 def save_policy(engine: Engine, policy: Policy, tokenizer: Any, output: str) -> Path:
     """Write `output/model` in Hugging Face layout (or peft's, for an adapter) and return it."""
     directory = Path(output) / "model"
-    state = engine.full_state()
-    if engine.is_main:
-        model = engine.unwrapped
+    state = engine.backend.full_state()
+    if engine.process_group.is_main:
+        model = engine.backend.unwrapped
         set_special_tokens(model, tokenizer)
         with atomic_directory(directory) as folder:
             if policy.adapter is None:
@@ -252,7 +252,7 @@ def save_policy(engine: Engine, policy: Policy, tokenizer: Any, output: str) -> 
             else:
                 save_adapter(model, folder, base=policy.base, revision=policy.revision, state=state)
             save_tokenizer(tokenizer, folder)
-    engine.wait()
+    engine.process_group.barrier()
     return directory
 
 
@@ -302,14 +302,14 @@ def sequence_log_probs(model: Callable[..., Any], batch: Ragged) -> Tensor:
 @torch.no_grad()
 def mean_over(engine: Engine, batches: Sequence[Any], loss_fn: Callable[[Any], LossSum]) -> dict[str, float]:
     """Loss and metrics over held-out batches, in eval mode, keys prefixed `held_out_`; every rank sees all of them."""
-    was_training = engine.unwrapped.training  # DeepSpeed's wrapper only hands the mode on, and always says True
+    was_training = engine.backend.unwrapped.training  # DeepSpeed's wrapper only hands the mode on, and always says True
     engine.model.eval()
     sums: dict[str, Tensor] = {}
-    with engine.autocast():
+    with engine.backend.autocast():
         for batch in batches:
-            result = loss_fn(batch.to(engine.device))
+            result = loss_fn(batch.to(engine.process_group.device))
             for key, value in {"loss": result.total, **result.metrics}.items():
-                sums[key] = sums.get(key, torch.zeros((), device=engine.device)) + value.float()
+                sums[key] = sums.get(key, torch.zeros((), device=engine.process_group.device)) + value.float()
     engine.model.train(was_training)
     weight = sum(batch.weight for batch in batches)
     return {f"held_out_{key}": float(value) / weight for key, value in sums.items()}

@@ -3,10 +3,10 @@
 from alignment.training.engine import Engine, NonFiniteError
 from alignment.training.loop import fit, load_run_state, note_endless_warmup, save_run_state
 from alignment.training.optim import OptimConfig, learning_rate_at
-from alignment.training.run.checkpoints import latest_checkpoint, load_checkpoint, save_checkpoint
+from alignment.training.run.checkpoints import latest_checkpoint, restore_checkpoint, save_checkpoint
 from alignment.training.run.directory import Run
 from alignment.training.settings import TrainingConfig
-from alignment.training.terms import LossSum, Term, ZeroWeightBatch, share
+from alignment.training.terms import LossSum, Term, ZeroWeightBatch, shard_rows
 
 __all__ = [
     "Engine",
@@ -20,10 +20,10 @@ __all__ = [
     "fit",
     "latest_checkpoint",
     "learning_rate_at",
-    "load_checkpoint",
     "load_run_state",
     "note_endless_warmup",
+    "restore_checkpoint",
     "save_checkpoint",
     "save_run_state",
-    "share",
+    "shard_rows",
 ]

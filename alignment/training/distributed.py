@@ -35,6 +35,11 @@ class ProcessGroup:
     device: torch.device
     accelerator: Any
 
+    @property
+    def is_main(self) -> bool:
+        """Whether this is rank 0, which alone writes files."""
+        return self.rank == 0
+
     def sum(self, values: Tensor) -> Tensor:
         """Sum over ranks, elementwise."""
         return self._reduce(values, dist.ReduceOp.SUM)
@@ -105,7 +110,7 @@ def init_distributed() -> ProcessGroup:
     # Precision is ours to set: computation in bfloat16, weights in float32, the same for every backend.
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu and not deepspeed, kwargs_handlers=handlers)
     atexit.register(_leave)
-    kind = "zero" if deepspeed else "single" if accelerator.num_processes == 1 else "fsdp2" if fsdp else "ddp"
+    kind = "deepspeed" if deepspeed else "single" if accelerator.num_processes == 1 else "fsdp2" if fsdp else "ddp"
     return ProcessGroup(kind, accelerator.process_index, accelerator.num_processes, accelerator.device, accelerator)
 
 

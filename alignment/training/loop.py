@@ -12,11 +12,18 @@ from alignment.errors import UserError
 from alignment.training.divergence import divergence, read_losses
 from alignment.training.engine import Engine
 from alignment.training.optim import endless_warmup
-from alignment.training.run.checkpoints import Engines, checkpoints, latest_checkpoint, load_checkpoint, save_checkpoint
+from alignment.training.run.checkpoints import (
+    Engines,
+    checkpoints,
+    latest_checkpoint,
+    process_group_of,
+    restore_checkpoint,
+    save_checkpoint,
+)
 from alignment.training.run.directory import Run
 from alignment.training.run.random_state import generator_states, unchanged_random_state
 from alignment.training.settings import TrainingConfig
-from alignment.training.terms import LossSum, Term, share
+from alignment.training.terms import LossSum, Term, shard_rows
 
 
 class Rows(Protocol):
@@ -61,7 +68,7 @@ def fit(
     if save is not None and engine.step == engine.total_steps:  # a finished run again: its model may be gone
         save()
     for step in run.steps(engine.step, engine.total_steps):
-        batches = share(stream.rows_at(step), collate, engine.rank, engine.world_size)
+        batches = shard_rows(stream.rows_at(step), collate, engine.process_group.rank, engine.process_group.size)
         metrics = engine.update(Term(batches, loss_fn))
         if save is not None and step + 1 == engine.total_steps:
             save()
@@ -95,16 +102,16 @@ def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict
     Raises:
         UserError: `training.resume` is off and there are checkpoints, or they are damaged or of another run.
     """
-    world = next(iter(engines.values())).world if isinstance(engines, Mapping) else engines.world
+    process_group = process_group_of(engines)
     run.random_start = generator_states()
     # Rank 0 looks and verifies; the others follow it, into the error too.
-    path, problem = world.broadcast_object(_newest(run, training) if world.rank == 0 else None)
+    path, problem = process_group.broadcast_object(_newest(run, training) if process_group.is_main else None)
     if problem:
         raise UserError(problem)
     if path is None:
         return None
-    identity = world.broadcast_object(run.identity)
-    state = load_checkpoint(path, engines, identity)
+    identity = process_group.broadcast_object(run.identity)
+    state = restore_checkpoint(path, engines, identity)
     run.note(f"resumed from {path}")
     return state
 
@@ -132,12 +139,12 @@ def save_run_state(
     Args:
         state: JSON-like, given back by `load_run_state`.
     """
-    world = next(iter(engines.values())).world if isinstance(engines, Mapping) else engines.world
+    process_group = process_group_of(engines)
     signal = run.request.number
-    if world.size > 1:  # ranks hear a signal at different times, and must stop after the same step
-        signal = int(world.max(torch.tensor([signal])))
+    if process_group.size > 1:  # ranks hear a signal at different times, and must stop after the same step
+        signal = int(process_group.max(torch.tensor([signal])))
     if signal or (training.save_every_steps and is_due(step, training.save_every_steps, run.total)):
-        drawn = any(world.gather_objects(generator_states() != run.random_start))
+        drawn = any(process_group.gather_objects(generator_states() != run.random_start))
         save_checkpoint(
             run.checkpoints, step, engines, state or {}, run.identity, training.keep_last_checkpoints, drawn=drawn
         )

@@ -1,9 +1,10 @@
-"""What one update is made of: terms, their micro-batches and their sums. How it is run is in engine.py."""
+"""What one update consists of: terms, their micro-batches, and the sums of their losses and metrics."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -42,41 +43,73 @@ class Term:
 
 @dataclass(frozen=True)
 class ZeroWeightBatch:
-    """A borrowed batch that counts nothing: for a rank without rows of its own, which must still keep in step."""
+    """A zero-weight copy of another rank's batch, so that a rank with an empty shard still joins the collectives."""
 
     batch: Any
     weight: float = 0.0
 
     def to(self, device: Any) -> "ZeroWeightBatch":
-        """The same on another device."""
+        """The copy on another device, its weight still 0."""
         return ZeroWeightBatch(self.batch.to(device))
 
 
-def share(
+class MetricSums:
+    """Sums of one term's losses and metrics on this rank, kept on the device: nothing is fetched during the update."""
+
+    def __init__(self) -> None:
+        self.totals: list[Tensor] = []
+        self.batches: list[Any] = []
+        self.metrics: dict[str, Tensor] = {}
+
+    def add(self, loss: LossSum, batch: Any) -> None:
+        """Add one micro-batch. One of weight 0 contributes the names of its metrics and no value."""
+        counts = float(batch.weight) > 0
+        factor = 1.0 if counts else 0.0
+        if counts:
+            self.totals.append(loss.total.detach().float())
+            self.batches.append(batch)
+        for name, value in loss.metrics.items():
+            value = value.detach().float() * factor
+            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
+
+
+def flatten_sums(sums: list[MetricSums], device: torch.device) -> tuple[list[tuple[int, str]], Tensor]:
+    """All sums of an update in one vector, for a single reduction over ranks.
+
+    Returns:
+        (term's position, name) of each metric; and the vector: the total of each term, then these metrics.
+    """
+    zero = torch.zeros((), device=device)
+    names = [(position, name) for position, part in enumerate(sums) for name in sorted(part.metrics)]
+    totals = [torch.stack(part.totals).sum() if part.totals else zero for part in sums]
+    return names, torch.stack([*totals, *(sums[position].metrics[name] for position, name in names)])
+
+
+def shard_rows(
     rows: Sequence[Any], collate: Callable[[list[Any]], Sequence[Any]], rank: int = 0, world_size: int = 1
 ) -> list[Any]:
     """Micro-batches of rank `rank`: every world_size-th row of the global batch.
 
-    A rank without a row borrows the first one at weight 0, so that collective operations match.
+    A rank without a row gets the first row of all at weight 0, so that it still joins the collective operations.
     """
-    mine = list(rows[rank::world_size])
-    if mine:
-        return list(collate(mine))
+    local_rows = list(rows[rank::world_size])
+    if local_rows:
+        return list(collate(local_rows))
     return [ZeroWeightBatch(batch) for batch in collate([rows[0]])]
 
 
-def contents(batch: Any) -> Any:
-    """The batch itself, without the wrapper of a borrowed one."""
+def unwrap_batch(batch: Any) -> Any:
+    """The batch inside a `ZeroWeightBatch`; any other batch itself."""
     return batch.batch if isinstance(batch, ZeroWeightBatch) else batch
 
 
 def token_count(batch: Any) -> int:
     """Tokens that a batch sends through the model: the sum of its (or its `ragged`'s) `lengths`, or 0."""
-    batch = contents(batch)
+    batch = unwrap_batch(batch)
     return sum(getattr(getattr(batch, "ragged", batch), "lengths", ()))
 
 
 def row_ids(batch: Any) -> tuple[str, ...]:
-    """Names of the data rows in a batch, as far as it knows them."""
-    batch = contents(batch)
+    """Ids of the data rows in a batch; empty where the batch does not carry them."""
+    batch = unwrap_batch(batch)
     return tuple(getattr(batch, "row_ids", None) or getattr(getattr(batch, "ragged", None), "row_ids", ()))

@@ -80,7 +80,11 @@ def test_an_evaluation_leaves_the_mode_of_a_model_whose_wrapper_does_not_know_it
     """DeepSpeed's wrapper says that it is training whatever its module does; dropout must stay off in DPO."""
     module = torch.nn.Dropout(0.5).eval()
     wrapper = torch.nn.Sequential(module)  # a new module is in training mode, and its own mode is not that of its parts
-    engine = SimpleNamespace(model=wrapper, unwrapped=module, autocast=nullcontext, device=torch.device("cpu"))
+    engine = SimpleNamespace(
+        model=wrapper,
+        backend=SimpleNamespace(unwrapped=module, autocast=nullcontext),
+        process_group=SimpleNamespace(device=torch.device("cpu")),
+    )
     mean_over(engine, [SimpleNamespace(weight=1.0, to=lambda device: None)], lambda batch: LossSum(torch.zeros(()), {}))  # type: ignore[arg-type]
     assert not module.training
 

@@ -120,7 +120,7 @@ def test_what_is_saved_is_what_was_trained(kind, adapter, stage, make_stage, tmp
 
     def spied(engine, *rest, **named):
         with torch.no_grad():
-            trained.append(engine.unwrapped.eval()(ids).logits)
+            trained.append(engine.backend.unwrapped.eval()(ids).logits)
         return save(engine, *rest, **named)
 
     monkeypatch.setattr(STAGES[kind], "save_policy", spied)

@@ -23,7 +23,11 @@ from alignment.training import LossSum, TrainingConfig
 @pytest.mark.parametrize("training", [True, False])
 def test_held_out_means_are_over_what_counts_without_dropout_and_the_mode_stays(training):
     model, modes = torch.nn.Dropout().train(training), []
-    engine = SimpleNamespace(model=model, unwrapped=model, device="cpu", autocast=nullcontext)
+    engine = SimpleNamespace(
+        model=model,
+        backend=SimpleNamespace(unwrapped=model, autocast=nullcontext),
+        process_group=SimpleNamespace(device="cpu"),
+    )
 
     def loss_fn(batch):
         modes.append(model.training)
@@ -98,7 +102,7 @@ def test_new_weights_follow_the_seed(checkpoints, make_stage, tmp_path, monkeypa
         training = TrainingConfig(batch_size=8, max_steps=1, seed=seed)
         run, config = make_stage("reward", checkpoints["llama"], tmp_path / str(len(heads)), training=training)
         with monkeypatch.context() as patch:
-            keep = lambda engine, *rest, **options: heads.append(engine.unwrapped.head.weight.detach().clone())  # noqa: E731
+            keep = lambda engine, *rest, **options: heads.append(engine.backend.unwrapped.head.weight.detach().clone())  # noqa: E731
             patch.setattr(reward, "fit", keep)
             run(config)
     assert torch.equal(heads[0], heads[1]) and not torch.allclose(heads[0], heads[2])

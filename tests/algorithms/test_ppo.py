@@ -61,7 +61,7 @@ def text(world):
 
 
 def weights_of(engine):
-    return torch.cat([parameter.detach().flatten().clone() for parameter in engine.unwrapped.parameters()])
+    return torch.cat([parameter.detach().flatten().clone() for parameter in engine.backend.unwrapped.parameters()])
 
 
 # --- the update -----------------------------------------------------------------------------------------------------
@@ -107,9 +107,11 @@ def test_sampling_fewer_responses_side_by_side_changes_none(ppo, parts_of, monke
         _, config = ppo(f"rows{rows}", micro_rollout_batch_size=rows)
         parts, prompts = parts_of(config)
         caches = []
-        new_cache = parts.policy.unwrapped.new_cache
+        new_cache = parts.policy.backend.unwrapped.new_cache
         monkeypatch.setattr(
-            parts.policy.unwrapped, "new_cache", lambda count, length: caches.append(count) or new_cache(count, length)
+            parts.policy.backend.unwrapped,
+            "new_cache",
+            lambda count, length: caches.append(count) or new_cache(count, length),
         )
         return iterate(parts, config, prompts, 1)[1].responses, caches
 

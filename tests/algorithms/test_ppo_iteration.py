@@ -47,7 +47,7 @@ def test_samples_and_advantages_follow_the_settings(built):
     )  # fmt: skip
     parts.stop_ids = list(range(0, 384, 12))
     draw = partial(
-        decode_responses, parts.policy.unwrapped, config=SamplingConfig(5, 0.7, seed=3), stop_ids=parts.stop_ids
+        decode_responses, parts.policy.backend.unwrapped, config=SamplingConfig(5, 0.7, seed=3), stop_ids=parts.stop_ids
     )
     iterate(parts, config, data.prompts.rows_at(0), 0)  # so that policy and reference differ
     prompts = data.prompts.rows_at(2)
@@ -126,7 +126,7 @@ def test_a_named_reference_is_asked(built, stage):
     with torch.no_grad():
         wanted = load_model(reference)(batch=batch).log_probs
         assert_close(parts.reference(batch=batch, temperature=1.0).log_probs, wanted, atol=1e-5, rtol=0)
-        assert (parts.policy.unwrapped(batch=batch).log_probs - wanted).abs().max() > 1e-2
+        assert (parts.policy.backend.unwrapped(batch=batch).log_probs - wanted).abs().max() > 1e-2
 
 
 def test_metrics_of_a_rollout_are_worked_by_hand():

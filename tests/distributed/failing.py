@@ -21,7 +21,7 @@ def fail_in_update_2(fault: str) -> None:
     update = Engine.update
 
     def failing(engine: Engine, *terms: Any) -> dict[str, float]:
-        if engine.rank == 1 and engine.step == 1:
+        if engine.process_group.rank == 1 and engine.step == 1:
             if fault == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
             raise ValueError("no such luck")

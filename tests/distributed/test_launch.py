@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 ROOT = Path(__file__).parents[2]
-KINDS = {"ddp": "ddp", "fsdp2": "fsdp2", "zero2": "zero", "zero3": "zero"}
+KINDS = {"ddp": "ddp", "fsdp2": "fsdp2", "zero2": "deepspeed", "zero3": "deepspeed"}
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
 REPLICAS_AND_ZERO_3 = [
     pytest.param("ddp", marks=pytest.mark.distributed),

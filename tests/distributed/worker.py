@@ -23,9 +23,9 @@ from alignment.training import (
     OptimConfig,
     Term,
     TrainingConfig,
-    load_checkpoint,
+    restore_checkpoint,
     save_checkpoint,
-    share,
+    shard_rows,
 )
 from tests.training.toys import collate_by, squared_error, toy_engine, toy_rows, weights
 
@@ -67,8 +67,15 @@ def advance(toy: Engine, language: Engine, updates: int) -> list[dict[str, float
     """Updates of both engines in turn; micro-batches of 2 rows on rank 0 and of 3 on rank 1."""
     history = []
     for step in range(toy.step, toy.step + updates):
-        rows = share(toy_rows(step, ROWS[step]), collate_by(2 + toy.rank), toy.rank, toy.world_size)
-        texts = share(documents(step), lambda part: collate(part, 40), language.rank, language.world_size)
+        rows = shard_rows(
+            toy_rows(step, ROWS[step]),
+            collate_by(2 + toy.process_group.rank),
+            toy.process_group.rank,
+            toy.process_group.size,
+        )
+        texts = shard_rows(
+            documents(step), lambda part: collate(part, 40), language.process_group.rank, language.process_group.size
+        )
         toy_metrics = toy.update(Term(rows, squared_error(toy.model)))
         language_metrics = language.update(Term(texts, next_token(language)))
         history += [toy_metrics, language_metrics]
@@ -81,10 +88,14 @@ def fail_on_last_rank(toy: Engine) -> str:
 
     def loss_fn(batch: Any) -> LossSum:
         good = squared_error(toy.model)(batch)
-        return LossSum(good.total * (float("nan") if toy.rank == toy.world_size - 1 else 1.0), good.metrics)
+        return LossSum(
+            good.total * (float("nan") if toy.process_group.rank == toy.process_group.size - 1 else 1.0), good.metrics
+        )
 
     try:
-        toy.update(Term(share(toy_rows(9), collate_by(4), toy.rank, toy.world_size), loss_fn))
+        toy.update(
+            Term(shard_rows(toy_rows(9), collate_by(4), toy.process_group.rank, toy.process_group.size), loss_fn)
+        )
     except NonFiniteError as error:
         after = weights(toy)
         assert all(torch.equal(value, after[name]) for name, value in before.items())
@@ -107,8 +118,8 @@ class Collectives(TorchDispatchMode):
 
 def sample(engine: Engine) -> tuple[torch.Tensor, list[str]]:
     """Logits after a prompt and one more token, and the collective operations called while the weights were whole."""
-    model, prompt = engine.unwrapped, Ragged.build([[3, 1, 4, 1, 5]])
-    with engine.full_parameters(), Collectives() as collectives, torch.no_grad():
+    model, prompt = engine.backend.unwrapped, Ragged.build([[3, 1, 4, 1, 5]])
+    with engine.backend.full_parameters(), Collectives() as collectives, torch.no_grad():
         cache = model.new_cache(1, 8)
         logits = torch.stack([model.prefill(prompt, cache), model.decode(torch.tensor([9]), cache)])
         engine.model(batch=Ragged.build([[3, 1, 4]], [[False, True, True]]))
@@ -120,29 +131,34 @@ def run(output: Path, mode: str) -> None:
     precision = "bf16" if mode == "bf16" else "fp32"
     toy = toy_engine(schedule="constant", training=TrainingConfig(precision=precision))
     language = language_engine(precision)
-    draws = [row[0] for row in toy.world.gather([float(torch.rand(()))])]
+    draws = [row[0] for row in toy.process_group.gather([float(torch.rand(()))])]
     engines = {"toy": toy, "language": language}
     before, collectives = sample(language)  # ahead of any forward, as PPO does
     history = advance(toy, language, 2 if mode == "resume" else UPDATES)
     if mode == "resume":
         path = save_checkpoint(output / "checkpoints", 2, engines, {}, {}, 1)
         fresh = {"toy": toy_engine(seed=7, schedule="constant"), "language": language_engine(precision, seed=7)}
-        load_checkpoint(path, fresh, {})
+        restore_checkpoint(path, fresh, {})
         history += advance(fresh["toy"], fresh["language"], UPDATES - 2)
         engines = fresh
-    states = {name: engine.full_state() for name, engine in engines.items()}
+    states = {name: engine.backend.full_state() for name, engine in engines.items()}
     after, more = sample(engines["language"])
     collectives += more
     message = fail_on_last_rank(engines["toy"])
-    if toy.is_main:
+    if toy.process_group.is_main:
         output.mkdir(parents=True, exist_ok=True)
         for name, state in states.items():
             save_file({key: value.clone() for key, value in state.items()}, output / f"{name}.safetensors")
         save_file({"before": before.float(), "after": after.float()}, output / "logits.safetensors")
-        report = {"kind": toy.world.kind, "size": toy.world_size, "history": history, "message": message}
+        report = {
+            "kind": toy.process_group.kind,
+            "size": toy.process_group.size,
+            "history": history,
+            "message": message,
+        }
         report |= {"draws": draws, "collectives": collectives}
         (output / "report.json").write_text(json.dumps(report))
-    toy.wait()
+    toy.process_group.barrier()
 
 
 if __name__ == "__main__":

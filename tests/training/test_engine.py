@@ -15,9 +15,10 @@ from alignment.training import (
     Term,
     TrainingConfig,
     ZeroWeightBatch,
-    share,
+    shard_rows,
 )
-from alignment.training.backends.base import buckets, checked_step
+from alignment.training.backends.base import checked_step
+from alignment.training.backends.replicated import buckets
 from tests.training.toys import (
     ToyBatch,
     collate_by,
@@ -71,7 +72,9 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut(cut, monkeypatch):
         monkeypatch.setattr(
             engine.backend.optimizer,
             "step",
-            lambda: seen.extend(parameter.grad.clone().flatten() for parameter in engine.unwrapped.parameters()),
+            lambda: seen.extend(
+                parameter.grad.clone().flatten() for parameter in engine.backend.unwrapped.parameters()
+            ),
         )
         engine.update(Term(toy_batches(toy_rows(0), cut), squared_error(engine.model)))
         return torch.cat(seen)
@@ -144,9 +147,9 @@ def test_a_borrowed_batch_changes_nothing():
 
 def test_shares_deal_rows_round_and_lend_one_to_a_rank_without():
     rows = toy_rows(0, 3)
-    names = [[name for batch in share(rows, collate_by(2), rank, 2) for name in batch.row_ids] for rank in (0, 1)]
+    names = [[name for batch in shard_rows(rows, collate_by(2), rank, 2) for name in batch.row_ids] for rank in (0, 1)]
     assert names == [["row-0-0", "row-0-2"], ["row-0-1"]]
-    (lent,) = share(rows[:1], collate_by(2), 1, 2)
+    (lent,) = shard_rows(rows[:1], collate_by(2), 1, 2)
     assert isinstance(lent, ZeroWeightBatch) and lent.weight == 0.0 and lent.batch.row_ids == ("row-0-0",)
 
 
@@ -191,7 +194,7 @@ def test_bf16_computes_in_bf16_and_updates_float32_weights():
     assert seen == [torch.bfloat16]
     assert {value.dtype for value in after.values()} == {torch.float32}
     assert changed / total > 0.9
-    with engine.autocast():
+    with engine.backend.autocast():
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
 
 

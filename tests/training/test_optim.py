@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from alignment.training import OptimConfig, Term, TrainingConfig, learning_rate_at, share
+from alignment.training import OptimConfig, Term, TrainingConfig, learning_rate_at, shard_rows
 from alignment.training.optim import build_optimizer, parameter_groups
 from tests.training.toys import collate_by, squared_error, toy_engine, toy_rows
 
@@ -25,10 +25,10 @@ def test_the_logged_rate_is_the_one_of_the_update_whatever_the_accumulation(micr
     engine = toy_engine(learning_rate=2e-4, warmup_steps=3, steps=12)
     logged = []
     for step in range(12):
-        before = [parameter.detach().clone() for parameter in engine.unwrapped.parameters()]
-        batches = share(toy_rows(step, 4), collate_by(micro_batch))
+        before = [parameter.detach().clone() for parameter in engine.backend.unwrapped.parameters()]
+        batches = shard_rows(toy_rows(step, 4), collate_by(micro_batch))
         logged.append(engine.update(Term(batches, squared_error(engine.model)))["learning_rate"])
-        moved = any(not torch.equal(a, b) for a, b in zip(before, engine.unwrapped.parameters(), strict=True))
+        moved = any(not torch.equal(a, b) for a, b in zip(before, engine.backend.unwrapped.parameters(), strict=True))
         assert moved == (step > 0)  # the first update of a warm-up uses 0
     assert logged == pytest.approx(EXPECTED[:12], rel=1e-4, abs=1e-12)
 

@@ -98,7 +98,7 @@ def toy_engine(
 
 def weights(engine: Engine) -> dict[str, Tensor]:
     """A copy of every weight."""
-    return {name: value.clone() for name, value in engine.full_state().items()}
+    return {name: value.clone() for name, value in engine.backend.full_state().items()}
 
 
 def relative_change_error(before: dict[str, Tensor], one: dict[str, Tensor], other: dict[str, Tensor]) -> float:

@@ -206,10 +206,10 @@ def evaluation(
 
     def evaluate() -> dict[str, float]:
         engine.model.eval()
-        with engine.autocast():
+        with engine.backend.autocast():
             rows, loss = read_all(engine.model, held_out, collate, task, config.training.micro_batch_tokens)
         engine.model.train()
-        training_mode(engine.unwrapped, config.frozen_trunk)
+        training_mode(engine.backend.unwrapped, config.frozen_trunk)
         if task == "question_answering":
             metrics = question_metrics(held_out, rows, questions, config.max_answer, config.no_answer)
         else:
@@ -222,8 +222,8 @@ def evaluation(
 def save(config: FinetuneConfig, form: Format, engine: Engine, model: Any, tokenizer: Any) -> Path:
     """Write `output/model` in Hugging Face layout and return it; how rows are read is in its config, for `predict`."""
     directory = Path(config.output) / "model"
-    state = engine.full_state()
-    if engine.is_main:
+    state = engine.backend.full_state()
+    if engine.process_group.is_main:
         reader = bare(model)
         # Hugging Face's classifiers look for the last token that is no padding; an end token must not count as such.
         pad = tokenizer.pad_token_id
@@ -234,5 +234,5 @@ def save(config: FinetuneConfig, form: Format, engine: Engine, model: Any, token
         with atomic_directory(directory) as folder:
             save_model(reader, folder, state=reader_state(model, state))
             save_tokenizer(tokenizer, folder)
-    engine.wait()
+    engine.process_group.barrier()
     return directory

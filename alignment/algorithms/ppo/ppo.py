@@ -71,11 +71,11 @@ def iterate(
     """
     began = time.perf_counter()
     engine = parts.policy
-    mine = list(range(engine.rank, len(prompts), engine.world_size))
+    mine = list(range(engine.process_group.rank, len(prompts), engine.process_group.size))
     # Ranks have unequal work here: whole models, so that nobody waits for another one's weights.
-    with engine.full_parameters(), parts.value.full_parameters():
+    with engine.backend.full_parameters(), parts.value.backend.full_parameters():
         rollout = collect(
-            engine.unwrapped,
+            engine.backend.unwrapped,
             engine.model,
             parts.reference,
             parts.value.model,
@@ -84,12 +84,12 @@ def iterate(
             [step * config.training.batch_size + i for i in mine],
             SamplingConfig(config.max_new_tokens, config.temperature, seed=config.training.seed),
             parts.stop_ids,
-            device=engine.device,
+            device=engine.process_group.device,
             micro_batch_tokens=config.training.micro_batch_tokens,
             micro_rollout_batch_size=config.micro_rollout_batch_size,
         )
     sampled = time.perf_counter()
-    parts.normalizer.fit_once(rollout.scores, engine.sum)
+    parts.normalizer.fit_once(rollout.scores, engine.process_group.sum)
     rollout = with_advantages(
         rollout,
         kl_coef=parts.controller.coef,
@@ -98,13 +98,13 @@ def iterate(
         missing_end_penalty=config.missing_end_penalty,
         gamma=config.gamma,
         gae_lambda=config.gae_lambda,
-        reduce=engine.sum,
+        reduce=engine.process_group.sum,
     )
-    metrics = rollout_metrics(rollout, engine.sum)
-    metrics |= {"kl_coef": parts.controller.coef, "sampling_error": sampling_error(rollout, engine.max)}
-    metrics["distinct_share"] = distinct_share(rollout, engine.world.gather_objects)
+    metrics = rollout_metrics(rollout, engine.process_group.sum)
+    metrics |= {"kl_coef": parts.controller.coef, "sampling_error": sampling_error(rollout, engine.process_group.max)}
+    metrics["distinct_share"] = distinct_share(rollout, engine.process_group.gather_objects)
     if config.watch == "gold":
-        metrics["gold_score"] = mean_gold(parts.tokenizer, rollout, engine.sum)
+        metrics["gold_score"] = mean_gold(parts.tokenizer, rollout, engine.process_group.sum)
     metrics |= improve(parts, config, rollout, step)
     parts.controller.update(metrics["kl"], len(prompts))
     ended = time.perf_counter()
@@ -117,7 +117,7 @@ def improve(parts: Parts, config: PPOConfig, rollout: Rollout, step: int) -> dic
     """Epochs of minibatch updates on one rollout; the mean of each metric over the updates."""
     history: list[dict[str, float]] = []
     first_ratio_error = 0.0
-    prompts = int(parts.policy.sum(torch.tensor(len(rollout.prompts))))
+    prompts = int(parts.policy.process_group.sum(torch.tensor(len(rollout.prompts))))
     for epoch in range(config.epochs):
         # Of the rows of all ranks, so that who is in a minibatch does not depend on the number of ranks.
         order = np.random.default_rng([config.training.seed, step, epoch]).permutation(prompts)
@@ -132,7 +132,7 @@ def improve(parts: Parts, config: PPOConfig, rollout: Rollout, step: int) -> dic
             value = parts.value.update(Term(batches, value_loss(parts.value.model, config)))
             parts.updates += 1
             if not history:
-                first_ratio_error = float(parts.policy.max(torch.stack(ratio_errors).max()))
+                first_ratio_error = float(parts.policy.process_group.max(torch.stack(ratio_errors).max()))
             history.append(metrics | {"value_loss": value["loss"], "value_grad_norm": value["grad_norm"]})
     mean = {key: float(np.mean([metrics[key] for metrics in history])) for key in history[0]}
     return mean | {"first_ratio_error": first_ratio_error}
@@ -145,7 +145,9 @@ def share_of(rollout: Rollout, rows: list[int], engine: Engine, micro_batch_toke
         rollout: of this rank, which owns every world_size-th row of the iteration.
         rows: numbers of the minibatch's rows within the iteration, over all ranks.
     """
-    mine = [row // engine.world_size for row in rows if row % engine.world_size == engine.rank]
+    mine = [
+        row // engine.process_group.size for row in rows if row % engine.process_group.size == engine.process_group.rank
+    ]
     batches = rollout_batches(rollout, mine or [0], micro_batch_tokens)
     return batches if mine else [ZeroWeightBatch(batch) for batch in batches]
 

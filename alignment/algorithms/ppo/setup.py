@@ -23,7 +23,7 @@ from alignment.models.classifiers import SequenceClassifier
 from alignment.models.lengths import check_lengths
 from alignment.ragged import Ragged
 from alignment.reward_model import RewardModel, load_reward_model
-from alignment.training import Engine, Run, load_run_state, note_endless_warmup, save_run_state, share
+from alignment.training import Engine, Run, load_run_state, note_endless_warmup, save_run_state, shard_rows
 
 
 @dataclass
@@ -124,12 +124,12 @@ def build_parts(config: PPOConfig, data: PPOData) -> Parts:
     # Without dropout, or the first ratio would not be 1.
     policy = Engine(start.model.eval(), config.optim, training, total_steps=total)
     value = Engine(critic.model.eval(), config.value_optim or config.optim, training, total_steps=total)
-    if training.batch_size < policy.world_size:
+    if training.batch_size < policy.process_group.size:
         raise UserError(
-            f"training.batch_size {training.batch_size} gives some of the {policy.world_size} processes no prompt to "
+            f"training.batch_size {training.batch_size} gives some of the {policy.process_group.size} processes no prompt to "
             "respond to; raise it, or start fewer processes"
         )
-    reward_model = load_reward_model(config.reward_model, device=policy.device)
+    reward_model = load_reward_model(config.reward_model, device=policy.process_group.device)
     check_judged(data.prompts.rows, reward_model, data.tokenizer, config)
     return Parts(
         policy=policy,
@@ -243,4 +243,4 @@ def store(parts: Parts, config: PPOConfig, run: Run, step: int) -> None:
 def _texts_of(texts: Stream, engine: Engine, micro_batch_tokens: int, update: int) -> list[Ragged]:
     """This rank's share of the texts of one update."""
     pack = partial(collate, micro_batch_tokens=micro_batch_tokens)
-    return share(texts.rows_at(update), pack, engine.rank, engine.world_size)
+    return shard_rows(texts.rows_at(update), pack, engine.process_group.rank, engine.process_group.size)

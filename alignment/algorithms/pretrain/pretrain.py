@@ -114,7 +114,7 @@ def run(config: PretrainConfig) -> Path:
         if isinstance(config.objective, SentencePairs):
             loss_fn = sentence_pair_loss(engine.model)
         elif config.distillation is not None and teacher is not None:
-            loss_fn = distillation_loss_fn(engine.model, teacher.to(engine.device), config.distillation)
+            loss_fn = distillation_loss_fn(engine.model, teacher.to(engine.process_group.device), config.distillation)
         else:
             loss_fn = text_loss(engine.model)
         evaluate = None

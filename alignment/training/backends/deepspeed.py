@@ -26,26 +26,26 @@ class DeepSpeedBackend:
 
     collective_forward = True
 
-    def __init__(self, model: nn.Module, config: OptimConfig, world: ProcessGroup, precision: str):
-        self.world, self.unwrapped = world, model
-        self.autocast = autocast_context(world.device, precision)
+    def __init__(self, model: nn.Module, config: OptimConfig, process_group: ProcessGroup, precision: str):
+        self.process_group, self.unwrapped = process_group, model
+        self.autocast = autocast_context(process_group.device, precision)
         self._reached, self._hooks = set(), []
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_hook(lambda _, name=name: self._reached.add(name)))
         self._trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         self._set_up(config, precision)
-        # Accelerate allows one model per Accelerator under DeepSpeed: each engine's World brings its own.
-        self.model: Any = world.accelerator.prepare(model, build_optimizer(model, config))[0]
+        # Accelerate allows one model per Accelerator under DeepSpeed: each engine's process group has its own.
+        self.model: Any = process_group.accelerator.prepare(model, build_optimizer(model, config))[0]
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self.model.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks. We call its engine, not Accelerate's wrapper, whose backward also steps.
-        self.model.backward(loss * self.world.size)
+        self.model.backward(loss * self.process_group.size)
 
-    def step(self, learning_rate: float, values: Tensor, guarded: int) -> tuple[list[float], float]:
+    def step(self, learning_rate: float, values: Tensor, num_losses: int) -> tuple[list[float], float]:
         numbers = values.tolist()
-        if not all(math.isfinite(number) for number in numbers[:guarded]):
+        if not all(math.isfinite(number) for number in numbers[:num_losses]):
             return numbers, math.nan
         for hook in self._hooks:
             hook.remove()
@@ -63,7 +63,7 @@ class DeepSpeedBackend:
         state: dict[str, Tensor] = {}
         for name, value in self.unwrapped.state_dict(keep_vars=True).items():
             with self._whole([value]):  # one at a time: together they might not fit on one device
-                if self.world.rank == 0:
+                if self.process_group.is_main:
                     state[name] = value.detach().cpu().clone()
         for name, value in state.items():
             assert value.numel() > 0, f"{name} came out empty: ZeRO-3 did not gather it"
@@ -76,7 +76,7 @@ class DeepSpeedBackend:
 
     def save(self, directory: Path) -> None:
         weights = self.full_state()
-        if self.world.rank == 0:
+        if self.process_group.is_main:
             state_files.save_weights(self.unwrapped, weights, directory)
         self.model.save_checkpoint(str(directory), tag=TAG, save_latest=False, exclude_frozen_parameters=True)
 
@@ -118,12 +118,12 @@ class DeepSpeedBackend:
             offload._register_deepspeed_module(offload.module)
 
     def _set_up(self, config: OptimConfig, precision: str) -> None:
-        plugin = self.world.accelerator.deepspeed_plugin
+        plugin = self.process_group.accelerator.deepspeed_plugin
         if plugin.zero_stage == 0:
             raise UserError("launch configuration: zero_stage 0 is plain data parallelism; use configs/launch/ddp.yaml")
         settings = plugin.deepspeed_config
         settings["train_micro_batch_size_per_gpu"] = 1  # bookkeeping only: our batches are ragged
-        settings["train_batch_size"] = self.world.size
+        settings["train_batch_size"] = self.process_group.size
         settings["gradient_accumulation_steps"] = 1
         settings["gradient_clipping"] = config.max_grad_norm
         settings["bf16"], settings["fp16"] = {"enabled": False}, {"enabled": False}

@@ -20,23 +20,23 @@ class FSDP2Backend:
 
     collective_forward = True
 
-    def __init__(self, model: nn.Module, config: OptimConfig, world: ProcessGroup, precision: str):
-        self.world, self.config = world, config
-        self.model = self.unwrapped = autocast_forward(model.to(world.device), world.device, precision)
-        self.autocast = autocast_context(world.device, precision)
+    def __init__(self, model: nn.Module, config: OptimConfig, process_group: ProcessGroup, precision: str):
+        self.process_group, self.config = process_group, config
+        self.model = self.unwrapped = autocast_forward(model.to(process_group.device), process_group.device, precision)
+        self.autocast = autocast_context(process_group.device, precision)
         self._reshard_after_forward = reshard_after_forward()
-        shard(model, world, self._reshard_after_forward)
+        shard(model, process_group, self._reshard_after_forward)
         self.optimizer = build_optimizer(model, config)
         self._missing: list[str] | None = None
 
     def backward(self, loss: Tensor, last: bool) -> None:
         # FSDP2 averages over ranks; every backward reduces, so that only a shard of the gradients is ever kept.
-        (loss * self.world.size).backward()
+        (loss * self.process_group.size).backward()
 
-    def step(self, learning_rate: float, values: Tensor, guarded: int) -> tuple[list[float], float]:
+    def step(self, learning_rate: float, values: Tensor, num_losses: int) -> tuple[list[float], float]:
         if self._missing is None:
             self._missing = names_without_gradient(self.unwrapped)
-        return checked_step(self.optimizer, self.config.max_grad_norm, learning_rate, values, guarded)
+        return checked_step(self.optimizer, self.config.max_grad_norm, learning_rate, values, num_losses)
 
     def without_gradient(self) -> list[str]:
         return self._missing or []
@@ -71,7 +71,7 @@ class FSDP2Backend:
             if parameter.requires_grad
             for key, value in self.optimizer.state.get(parameter, {}).items()
         )
-        if self.world.rank == 0:
+        if self.process_group.is_main:
             state_files.save_weights(self.unwrapped, weights, directory)
             state_files.save_optimizer(state, directory)
 
@@ -84,7 +84,7 @@ class FSDP2Backend:
         for name, parameter in self.unwrapped.named_parameters():
             if name in state:
                 self.optimizer.state[parameter] = {
-                    key: split_like(tensor, parameter) if tensor.ndim else tensor.to(self.world.device)
+                    key: split_like(tensor, parameter) if tensor.ndim else tensor.to(self.process_group.device)
                     for key, tensor in state[name].items()
                 }
 
@@ -93,12 +93,12 @@ class FSDP2Backend:
         state: dict[str, Tensor] = {}
         for name, value in tensors:
             tensor = whole(value)
-            if self.world.rank == 0:
+            if self.process_group.is_main:
                 state[name] = tensor.cpu().contiguous()
         return state
 
 
-def shard(model: nn.Module, world: ProcessGroup, reshard_after_forward: bool = True) -> None:
+def shard(model: nn.Module, process_group: ProcessGroup, reshard_after_forward: bool = True) -> None:
     """Shard each block (a child of a ModuleList) by itself, then the rest; all ranks start from rank 0's weights."""
     from torch.distributed import broadcast
     from torch.distributed.device_mesh import init_device_mesh
@@ -106,7 +106,7 @@ def shard(model: nn.Module, world: ProcessGroup, reshard_after_forward: bool = T
 
     for tensor in [*model.parameters(), *model.buffers()]:
         broadcast(tensor.detach(), src=0)
-    mesh = init_device_mesh(world.device.type, (world.size,))
+    mesh = init_device_mesh(process_group.device.type, (process_group.size,))
     for module in reversed(list(model.modules())):  # from the inside out, as fully_shard wants it
         if isinstance(module, nn.ModuleList):
             for block in module:

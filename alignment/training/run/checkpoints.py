@@ -56,32 +56,32 @@ def save_checkpoint(
         UserError: not enough room on the disk. Nothing is deleted before the new checkpoint is complete.
     """
     named = _named(engines)
-    world = next(iter(named.values())).world
+    process_group = process_group_of(engines)
     path = root / f"step-{step:06d}"
-    randoms = world.gather_objects(random_state())
+    randoms = process_group.gather_objects(random_state())
     with ExitStack() as stack:
-        if world.rank == 0:
+        if process_group.is_main:
             check_room(root, named)
             temporary = stack.enter_context(atomic_directory(path))
-        directory = Path(world.broadcast_object(str(temporary) if world.rank == 0 else None))
+        directory = Path(process_group.broadcast_object(str(temporary) if process_group.is_main else None))
         for name, engine in named.items():
-            if world.rank == 0:
+            if process_group.is_main:
                 (directory / name).mkdir(exist_ok=True)
-            world.barrier()
-            engine.save(directory / name)
-        world.barrier()
-        if world.rank == 0:
-            counters = {name: engine.state() for name, engine in named.items()}
-            kept = {"step": step, "engines": counters, "state": state, "environment": environment(world.size)}
+            process_group.barrier()
+            engine.backend.save(directory / name)
+        process_group.barrier()
+        if process_group.is_main:
+            counters = {name: {"step": engine.step} for name, engine in named.items()}
+            kept = {"step": step, "engines": counters, "state": state, "environment": environment(process_group.size)}
             kept["drawn"] = drawn
             write_json(directory / STATE, kept)
             write_json(directory / IDENTITY, identity)
             write_json(directory / RANDOM, randoms)
             manifest = {"format": 2, "step": step, "files": hashes(directory)}
             write_json(directory / MANIFEST, manifest | {"sum": hash_of(manifest)})
-    if world.rank == 0:
+    if process_group.is_main:
         delete_older(path, keep)
-    world.barrier()
+    process_group.barrier()
     return path
 
 
@@ -97,7 +97,7 @@ def delete_older(newest: Path, keep: int) -> None:
         remove_directory(path)
 
 
-def load_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -> dict[str, Any]:
+def restore_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -> dict[str, Any]:
     """Put a verified checkpoint back into the engines and the global random states; every rank must call it.
 
     Returns:
@@ -108,7 +108,7 @@ def load_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -> d
             number of processes could not go on as the run was.
     """
     named = _named(engines)
-    world = next(iter(named.values())).world
+    process_group = process_group_of(engines)
     raise_all(
         f"{path} was made with other settings: {line}; take the old ones back, or choose another output directory"
         for line in differences(_read(path / IDENTITY), json.loads(json.dumps(identity)))
@@ -116,16 +116,16 @@ def load_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -> d
     kept = _read(path / STATE)
     if set(kept["engines"]) != set(named):
         raise UserError(f"{path} holds the engines {sorted(kept['engines'])}, this run has {sorted(named)}")
-    check_world(path, kept, world)
-    if world.rank == 0:
-        for line in differences(kept["environment"], environment(world.size)):
+    check_world_size(path, kept, process_group)
+    if process_group.is_main:
+        for line in differences(kept["environment"], environment(process_group.size)):
             _warn(f"{path} was made in another environment ({line}); results may differ in the last digits")
     for name, engine in named.items():
-        engine.load(path / name)
-        engine.load_state(kept["engines"][name])
+        engine.backend.load(path / name)
+        engine.step = int(kept["engines"][name]["step"])
     randoms = _read(path / RANDOM)
-    if world.rank < len(randoms):
-        set_random_state(randoms[world.rank])
+    if process_group.rank < len(randoms):
+        set_random_state(randoms[process_group.rank])
     return kept["state"] | {"step": kept["step"]}
 
 
@@ -235,7 +235,7 @@ def check_room(root: Path, engines: Mapping[str, Engine]) -> None:
     elements = sum(
         getattr(parameter, "ds_numel", parameter.numel())
         for engine in engines.values()
-        for parameter in engine.unwrapped.parameters()
+        for parameter in engine.backend.unwrapped.parameters()
         if parameter.requires_grad
     )
     needed, free = 12 * elements, shutil.disk_usage(root).free
@@ -243,23 +243,23 @@ def check_room(root: Path, engines: Mapping[str, Engine]) -> None:
         raise UserError(f"{root}: a checkpoint needs about {needed} bytes and {free} are free; older ones are kept")
 
 
-def check_world(path: Path, kept: dict[str, Any], world: ProcessGroup) -> None:
+def check_world_size(path: Path, kept: dict[str, Any], process_group: ProcessGroup) -> None:
     """Raise UserError where a run saved by another number of processes would not go on as it was.
 
     Rows, minibatches and samples do not depend on the number of ranks, so that only rounding differs, unless each rank
     has drawn random numbers of its own (dropout), or has files of its own (DeepSpeed).
     """
     before = kept["environment"]["world_size"]
-    if before == world.size:
+    if before == process_group.size:
         return
-    if world.kind == "zero":
+    if process_group.kind == "deepspeed":
         why = "DeepSpeed's files belong to one process each"
     elif kept.get("drawn", True):
         why = "every process draws its own dropout, and the run would not go on as it was"
     else:
         return
     raise UserError(
-        f"{path} was saved by {before} processes, and now there are {world.size}: {why}; resume with {before}, or choose "
+        f"{path} was saved by {before} processes, and now there are {process_group.size}: {why}; resume with {before}, or choose "
         "another output directory"
     )
 
@@ -272,6 +272,11 @@ def environment(world_size: int) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "world_size": world_size,
     }
+
+
+def process_group_of(engines: Engines) -> ProcessGroup:
+    """The processes that train together; all engines of a run have the same."""
+    return next(iter(_named(engines).values())).process_group
 
 
 def _named(engines: Engines) -> dict[str, Engine]:
