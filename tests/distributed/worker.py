@@ -65,17 +65,10 @@ def next_token(engine: Engine) -> Any:
 
 def advance(toy: Engine, language: Engine, updates: int) -> list[dict[str, float]]:
     """Updates of both engines in turn; micro-batches of 2 rows on rank 0 and of 3 on rank 1."""
-    history = []
+    history, group = [], toy.process_group
     for step in range(toy.step, toy.step + updates):
-        rows = shard_rows(
-            toy_rows(step, ROWS[step]),
-            collate_by(2 + toy.process_group.rank),
-            toy.process_group.rank,
-            toy.process_group.size,
-        )
-        texts = shard_rows(
-            documents(step), lambda part: collate(part, 40), language.process_group.rank, language.process_group.size
-        )
+        rows = shard_rows(toy_rows(step, ROWS[step]), collate_by(2 + group.rank), group.rank, group.size)
+        texts = shard_rows(documents(step), lambda part: collate(part, 40), group.rank, group.size)
         toy_metrics = toy.update(Term(rows, squared_error(toy.model)))
         language_metrics = language.update(Term(texts, next_token(language)))
         history += [toy_metrics, language_metrics]
@@ -84,18 +77,14 @@ def advance(toy: Engine, language: Engine, updates: int) -> list[dict[str, float
 
 def fail_on_last_rank(toy: Engine) -> str:
     """Message of an update in which the last rank alone meets a loss that is not finite; the weights must stay."""
-    before = weights(toy)
+    before, group = weights(toy), toy.process_group
 
     def loss_fn(batch: Any) -> LossSum:
         good = squared_error(toy.model)(batch)
-        return LossSum(
-            good.total * (float("nan") if toy.process_group.rank == toy.process_group.size - 1 else 1.0), good.metrics
-        )
+        return LossSum(good.total * (float("nan") if group.rank == group.size - 1 else 1.0), good.metrics)
 
     try:
-        toy.update(
-            Term(shard_rows(toy_rows(9), collate_by(4), toy.process_group.rank, toy.process_group.size), loss_fn)
-        )
+        toy.update(Term(shard_rows(toy_rows(9), collate_by(4), group.rank, group.size), loss_fn))
     except NonFiniteError as error:
         after = weights(toy)
         assert all(torch.equal(value, after[name]) for name, value in before.items())
