@@ -123,6 +123,8 @@ class Calls:
             case ast.Call(func=called, args=args):
                 if isinstance(called, ast.Name) and called.id == "partial" and args:
                     return self.values(args[0], function)
+                if isinstance(called, ast.Name) and called.id in ("zip", "enumerate"):
+                    return set().union(*(self.values(value, function) for value in args))
                 if isinstance(called, ast.Name) and called.id == "super" and function.owner is not None:
                     return {Instance(base) for base in self._bases(function.owner)}
                 return set().union(*(self._returned(value) for value in self.values(called, function)))
@@ -241,12 +243,14 @@ def decorators(node: FunctionNode) -> set[str]:
 
 def parameters(node: FunctionNode) -> list[str]:
     """Names of a function's parameters in order."""
-    return [item.arg for item in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
+    several = [] if node.args.vararg is None else [node.args.vararg]
+    return [item.arg for item in (*node.args.posonlyargs, *node.args.args, *several, *node.args.kwonlyargs)]
 
 
 def annotation_of(node: FunctionNode, name: str) -> ast.AST | None:
     """The annotation of a parameter."""
-    every = (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
+    several = [] if node.args.vararg is None else [node.args.vararg]
+    every = (*node.args.posonlyargs, *node.args.args, *several, *node.args.kwonlyargs)
     return next((item.annotation for item in every if item.arg == name), None)
 
 
