@@ -245,7 +245,7 @@ def span_figures(config: PretrainConfig, model: Any, tokenizer: Any) -> tuple[fl
     """Loss and accuracy on held-out span tokens, the commonest token's accuracy, and the unigram loss; no sentinels."""
     from alignment.algorithms.pretrain.objectives import collate_for
     from alignment.data.prepare import prepare_text
-    from alignment.data.pretraining.examples import fixed_seed_rows
+    from alignment.data.pretraining.corruption import fixed_seed_rows
     from alignment.data.text.special_tokens import sentinel_ids
 
     train, held_out = (

@@ -41,11 +41,11 @@ TOKENIZE_TEXT: dict[str, Tokenize] = {
     "sentence_pairs": tokenize_passages,
     "span_corruption": tokenize_plain,
     "prefix": tokenize_plain,
-    "infilling": partial(tokenize_plain, special=3),
+    "infilling": partial(tokenize_plain, special_tokens=3),
 }
 ENCODE: dict[str, Callable[..., tuple[list[Any], Tally]]] = {
-    "classification": classification.encode_sequences,
-    "pair_classification": classification.encode_sequences,
+    "classification": classification.encode_texts,
+    "pair_classification": classification.encode_texts,
     "token_classification": classification.encode_words,
 }
 UNKNOWN = "texts with characters that the tokenizer does not know: read as its unknown token"
@@ -121,9 +121,10 @@ def documents_of(example: Any) -> list[Sequence[int]]:
         return [example.chosen.ids, example.rejected.ids]
     if hasattr(example, "sentences"):
         return [[token for sentence in example.sentences for token in sentence.ids]]
-    if hasattr(example, "framed"):
-        framed = example.framed if isinstance(example.framed, list) else [example.framed]
-        return [one.ids for one in framed]
+    if hasattr(example, "encoded"):
+        return [example.encoded.ids]
+    if hasattr(example, "pairs"):
+        return [pair.ids for pair in example.pairs]
     return example.documents if hasattr(example, "documents") else [example.ids]
 
 
@@ -144,8 +145,8 @@ def prepare_labeled(
             question_answering (SpanExample), or multiple_choice (MultiSequenceExample, with a tokenizer from
             `gpt1_inputs.add_gpt1_tokens`, or as `encode` has it).
         names: id2label that the rows must keep to; None: made from the rows. Questions and choices have none.
-        encode: how sequences and pairs become examples, where not as BERT has them: `gpt1_inputs.encode_classes` or
-            `encode_similarity`; how choices do, where not as GPT-1 has them: `choices.encode_pair_choices`.
+        encode: how sequences and pairs become examples, where not as BERT has them: `gpt1_inputs.encode_gpt1_texts` or
+            `encode_gpt1_similarity`; how choices do, where not as GPT-1 has them: `multiple_choice.encode_choices`.
         options: of question_answering: `stride`, `max_question`.
 
     Raises:
@@ -155,7 +156,7 @@ def prepare_labeled(
     if task == "question_answering":
         examples, making = encode_questions(rows, tokenizer, config.max_length, **options)
     elif task == "multiple_choice":
-        examples, making = (encode or gpt1_inputs.encode_choices)(rows, tokenizer, config.max_length)
+        examples, making = (encode or gpt1_inputs.encode_gpt1_choices)(rows, tokenizer, config.max_length)
     else:
         names = label_names(rows) if names is None else names
         examples, making = (encode or ENCODE[task])(rows, tokenizer, config.max_length, names)

@@ -29,7 +29,7 @@ from alignment.algorithms.finetune.scoring import answers_to, label_loss, label_
 from alignment.config.load import load_config
 from alignment.data.rows.read import DataConfig
 from alignment.data.tasks.classification import LabeledBatch, TokenExample
-from alignment.data.tasks.gpt1_inputs import MultiSequenceExample, add_gpt1_tokens, collate_views
+from alignment.data.tasks.gpt1_inputs import MultiSequenceExample, add_gpt1_tokens, collate_multi_sequence
 from alignment.data.tasks.question_answering import SpanExample
 from alignment.data.tasks.rows import LabeledText, LabeledWords
 from alignment.data.text.special_tokens import EncodedText
@@ -255,7 +255,7 @@ def test_stopped_and_resumed_equals_uninterrupted(settings, tmp_path, read_metri
 def test_the_language_term_is_a_mean_over_tokens_texts_and_a_sum_over_rows():
     """Row 0: texts of 2 and 1 predicted tokens, means 2 and 6, hence 4; row 1: one text, mean 5; together 9."""
     documents = [MultiSequenceExample([[1, 2, 3], [4, 5]], 0, "a"), MultiSequenceExample([[6, 7, 8]], 1, "b")]
-    [batch] = collate_views(documents, 100)
+    [batch] = collate_multi_sequence(documents, 100)
     by_target = {(2,): -1.0, (3,): -3.0, (5,): -6.0, (7,): -4.0, (8,): -6.0}
     log_probs = torch.tensor([by_target[(int(token),)] for token in batch.ragged.tokens[batch.ragged.target_index]])
     assert language_cost(log_probs, batch).item() == pytest.approx(9.0)
@@ -341,8 +341,8 @@ def test_a_saved_update_is_the_one_that_was_trained(checkpoints):
 def window(question, scores, words, first):
     """A window of one-letter words from letter `first` of the context, behind a first token that is no word."""
     offsets = [None, *((first + 2 * place, first + 2 * place + 1) for place in range(words))]
-    framed = EncodedText([0] * (words + 1), [0] * (words + 1), [True] * (words + 1), (0, 1))
-    return SpanExample(framed, 0, 0, offsets, question, str(question)), torch.tensor(scores)
+    encoded = EncodedText([0] * (words + 1), [0] * (words + 1), [True] * (words + 1), (0, 1))
+    return SpanExample(encoded, 0, 0, offsets, question, str(question)), torch.tensor(scores)
 
 
 def test_windows_of_a_question_are_compared_by_score():
@@ -501,15 +501,15 @@ def test_the_loss_of_all_rows_is_a_mean_over_labels(checkpoints):
 def test_entities_that_are_found_too_often_cost_precision():
     """One entity of two words; found are it and another: precision 1/2, recall 1."""
     names = {0: "B-x", 1: "I-x", 2: "O"}
-    framed = EncodedText([5, 6, 7, 8], [0] * 4, [True] * 4, (0,))
+    encoded = EncodedText([5, 6, 7, 8], [0] * 4, [True] * 4, (0,))
     scores = torch.eye(3)[[0, 1, 2, 0]]
-    metrics = label_metrics([TokenExample(framed, [0, 1, 2, 2], "a")], [scores], "token_classification", names)
+    metrics = label_metrics([TokenExample(encoded, [0, 1, 2, 2], "a")], [scores], "token_classification", names)
     assert (metrics["entity_precision"], metrics["entity_recall"]) == (0.5, 1.0)
     assert metrics["accuracy"] == 0.75
 
 
 def test_an_answer_has_no_blank_of_its_tokens():
-    framed = EncodedText([0, 1, 2], [0] * 3, [True] * 3, (0, 1))
-    window = SpanExample(framed, 0, 0, [None, (0, 1), (1, 3)], 0, "q")  # the second word's token begins with the blank
+    encoded = EncodedText([0, 1, 2], [0] * 3, [True] * 3, (0, 1))
+    window = SpanExample(encoded, 0, 0, [None, (0, 1), (1, 3)], 0, "q")  # the second word's token begins with the blank
     scores = torch.tensor([[0.0, 0.0], [0.0, 0.0], [5.0, 5.0]])
     assert answers_to([window], [scores], ["a b"], 2, False) == ["b"]

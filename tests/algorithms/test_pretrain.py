@@ -22,8 +22,8 @@ from alignment.algorithms.pretrain.objectives import (
     distillation_loss_fn,
     labels_of,
 )
-from alignment.data.pretraining.corruption import Masking
-from alignment.data.pretraining.examples import fixed_seed_rows, tokenize_maskable, tokenize_plain
+from alignment.data.pretraining.corruption import Masking, fixed_seed_rows
+from alignment.data.pretraining.examples import tokenize_maskable, tokenize_plain
 from alignment.data.pretraining.next_sentence import tokenize_passages
 from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Text

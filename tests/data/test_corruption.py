@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from alignment.data.pretraining import corruption
-from alignment.data.pretraining.corruption import STAYS, Masking
+from alignment.data.pretraining.corruption import NOT_CHOSEN, Masking
+from alignment.data.text.truncation import truncate_pair
 
 MASK, ORDINARY = 4, np.arange(10, 1000)
 
@@ -13,7 +14,7 @@ def generator(*seed: int) -> np.random.Generator:
     return np.random.default_rng(seed)
 
 
-def framed(length: int) -> tuple[list[int], list[bool]]:
+def encoded(length: int) -> tuple[list[int], list[bool]]:
     """[CLS] text [SEP] with text ids of their own."""
     return [2, *range(10, 10 + length), 3], [False, *[True] * length, False]
 
@@ -28,21 +29,21 @@ def test_the_budget_is_the_rounded_share_and_at_least_one(count, expected):
     # 0.15 * 10 = 1.5, which rounds to the even 2; 0.15 * 127 = 19.05
     assert corruption.budget(count, 0.15) == expected
     choice = corruption.choose_tokens([True] * count, 0.15, generator(count))
-    assert (choice != STAYS).sum() == expected
+    assert (choice != NOT_CHOSEN).sum() == expected
 
 
 def test_special_tokens_are_never_chosen_and_every_other_one_can_be():
-    _, maskable = framed(8)
-    counts = sum((corruption.choose_tokens(maskable, 0.25, generator(n)) != STAYS).astype(int) for n in range(800))
+    _, maskable = encoded(8)
+    counts = sum((corruption.choose_tokens(maskable, 0.25, generator(n)) != NOT_CHOSEN).astype(int) for n in range(800))
     assert counts[0] == counts[-1] == 0
     assert all(within(count, 800, 2 / 8) for count in counts[1:-1])
 
 
 def test_eighty_ten_ten_and_no_special_token_at_random():
-    ids, maskable = framed(20_000)
+    ids, maskable = encoded(20_000)
     choice = corruption.choose_tokens(maskable, 0.15, generator(0))
     new = corruption.replace_chosen(ids, choice, ORDINARY, MASK, Masking(), generator(1))
-    chosen = choice != STAYS
+    chosen = choice != NOT_CHOSEN
     assert chosen.sum() == 3000
     assert (new[~chosen] == np.array(ids)[~chosen]).all()
     masked, kept = new[chosen] == MASK, new[chosen] == np.array(ids)[chosen]
@@ -52,7 +53,7 @@ def test_eighty_ten_ten_and_no_special_token_at_random():
 
 
 def test_masking_alone_and_nothing_at_all_are_limits():
-    ids, maskable = framed(50)
+    ids, maskable = encoded(50)
     choice = corruption.choose_tokens(maskable, 1.0, generator(0))
     everything = Masking(rate=1.0, mask_share=1.0, random_share=0.0)
     assert corruption.replace_chosen(ids, choice, ORDINARY, MASK, everything, generator(1)).tolist() == (
@@ -73,7 +74,7 @@ def test_whole_words_stand_or_fall_together_within_the_budget():
     starts = [place == 0 for length in lengths for place in range(length)]
     maskable = [True] * len(starts)
     for seed in range(20):
-        chosen = corruption.choose_words(maskable, starts, 0.15, generator(seed)) != STAYS
+        chosen = corruption.choose_words(maskable, starts, 0.15, generator(seed)) != NOT_CHOSEN
         words = corruption.words_of(maskable, starts)
         assert all(len(set(chosen[start:stop])) == 1 for start, stop in words)
         room = corruption.budget(len(starts), 0.15)
@@ -84,7 +85,7 @@ def test_a_word_longer_than_the_budget_is_chosen_where_there_is_no_other():
     choice = corruption.choose_words(
         [False, True, True, True, False], [False, True, False, False, False], 0.15, generator(0)
     )
-    assert (choice != STAYS).tolist() == [False, True, True, True, False]
+    assert (choice != NOT_CHOSEN).tolist() == [False, True, True, True, False]
 
 
 def test_span_lengths_have_the_published_mean():
@@ -103,7 +104,7 @@ def test_spans_are_whole_words_share_one_fate_and_meet_the_budget():
     words = corruption.words_of(maskable, starts)
     for seed in range(20):
         choice = corruption.choose(maskable, starts, masking, generator(seed))
-        chosen = choice != STAYS
+        chosen = choice != NOT_CHOSEN
         room = corruption.budget(sum(maskable), 0.15)
         assert room <= chosen.sum() <= room + 2
         assert not chosen[0] and not chosen[-1]
@@ -120,12 +121,12 @@ def test_no_span_runs_over_a_special_token():
     for seed in range(200):
         choice = corruption.choose(maskable, maskable, Masking(rate=1.0, units="spans"), generator(seed))
         assert set(choice[1:3]).isdisjoint(choice[4:6])
-        assert (choice != STAYS).tolist() == maskable
+        assert (choice != NOT_CHOSEN).tolist() == maskable
 
 
 @pytest.mark.parametrize("units", ["tokens", "words", "spans"])
 def test_the_same_generator_gives_the_same_masks_and_another_one_others(units):
-    ids, maskable = framed(200)
+    ids, maskable = encoded(200)
     masking = Masking(units=units)
 
     def masks(seed: int) -> list[int]:
@@ -191,7 +192,7 @@ def test_span_plan_is_worked_by_hand():
 def test_segments_are_cut_in_every_way_equally_often():
     # 5 in 3 parts: C(4, 2) = 6 ways
     chance = generator(0)
-    seen = [tuple(corruption.segment(5, 3, chance).tolist()) for _ in range(3000)]
+    seen = [tuple(corruption.random_partition(5, 3, chance).tolist()) for _ in range(3000)]
     assert len(set(seen)) == 6
     assert all(sum(way) == 5 and min(way) >= 1 for way in set(seen))
     assert all(within(seen.count(way), 3000, 1 / 6) for way in set(seen))
@@ -225,7 +226,7 @@ def test_infilled_spans_have_the_poisson_mean():
     [(5, 3, 8, (5, 3)), (5, 3, 6, (3, 3)), (5, 3, 5, (3, 2)), (1, 9, 4, (1, 3)), (9, 0, 4, (4, 0))],
 )
 def test_of_a_pair_the_longer_text_gives_way(first, second, room, expected):
-    a, b = corruption.cut_pair(range(first), range(second), room)
+    a, b = truncate_pair(range(first), range(second), room)
     assert (len(a), len(b)) == expected
     assert a == list(range(len(a))) and b == list(range(len(b)))
 
@@ -236,4 +237,4 @@ def test_special_tokens_add_nothing_to_what_is_chosen(units):
     masking = Masking(rate=0.2, units=units, longest_span=1)
     for seed in range(20):
         choice = corruption.choose(maskable, maskable, masking, generator(seed))
-        assert (choice != STAYS).sum() == 4
+        assert (choice != NOT_CHOSEN).sum() == 4

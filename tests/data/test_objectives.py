@@ -5,16 +5,12 @@ import pytest
 import torch
 
 from alignment.data.batches import Example
-from alignment.data.pretraining.corruption import Masking
+from alignment.data.pretraining.corruption import EpochStream, Masking, fixed_seed_rows
 from alignment.data.pretraining.examples import (
     TOO_SHORT,
-    EpochStream,
     MaskTokens,
     collate_masked,
     collate_seq2seq,
-    decoder_start_id,
-    even_slices,
-    fixed_seed_rows,
     infilling,
     prefix_modeling,
     span_corruption,
@@ -24,6 +20,7 @@ from alignment.data.pretraining.examples import (
 from alignment.data.rows.records import Text
 from alignment.data.stream import Stream
 from alignment.data.text.special_tokens import frame_of, ordinary_ids, sentinel_ids
+from alignment.data.text.truncation import even_slices
 from alignment.data.tokenizers.load import train_bpe
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
@@ -57,7 +54,7 @@ def documents(batches):
     return found
 
 
-def test_a_text_is_framed_and_its_words_begin_where_the_tokenizer_says(wordpiece):
+def test_a_text_is_encoded_and_its_words_begin_where_the_tokenizer_says(wordpiece):
     [example], counts = tokenize_maskable([Text("unbelievable cats [SEP]", "a")], wordpiece, 64)
     tokens = wordpiece.convert_ids_to_tokens(example.ids)
     assert (tokens[0], tokens[-1]) == ("[CLS]", "[SEP]")
@@ -67,31 +64,31 @@ def test_a_text_is_framed_and_its_words_begin_where_the_tokenizer_says(wordpiece
     assert (counts.kept, counts.documents, counts.tokens) == (1, 1, len(tokens))
 
 
-def test_targets_are_corrupted_places_with_the_old_tokens_as_labels(wordpiece):
+def test_targets_are_corrupted_positions_with_the_old_tokens_as_labels(wordpiece):
     examples, _ = tokenize_maskable(ROWS, wordpiece, 64)
-    symbols = MaskTokens.of(wordpiece)
-    batches = collate_masked(fixed_seed_rows(examples), Masking(), symbols, 100)
+    mask_tokens = MaskTokens.of(wordpiece)
+    batches = collate_masked(fixed_seed_rows(examples), Masking(), mask_tokens, 100)
     special = set(wordpiece.all_special_ids)
     assert all(batch.weight == len(batch.target_index) == len(batch.labels) for batch in batches)
     assert all(len(batch.tokens) <= 100 for batch in batches)
     found = documents(batches)
     assert set(found) == {row.row_id for row in ROWS}
     for example in examples:
-        ids, places, labels = found[example.row_id]
-        assert labels == [example.ids[place] for place in places] and labels
+        ids, positions, labels = found[example.row_id]
+        assert labels == [example.ids[position] for position in positions] and labels
         assert special.isdisjoint(labels)
-        assert len(places) == max(1, round(0.15 * (len(ids) - 2)))
-        assert all(a == b for n, (a, b) in enumerate(zip(ids, example.ids, strict=True)) if n not in places)
+        assert len(positions) == max(1, round(0.15 * (len(ids) - 2)))
+        assert all(a == b for n, (a, b) in enumerate(zip(ids, example.ids, strict=True)) if n not in positions)
 
 
 def test_masks_do_not_depend_on_ranks_or_micro_batches_but_on_the_epoch(wordpiece):
     examples, _ = tokenize_maskable(ROWS, wordpiece, 64)
-    symbols = MaskTokens.of(wordpiece)
-    draws = EpochStream(Stream(examples, batch_size=10, seed=3))
+    mask_tokens = MaskTokens.of(wordpiece)
+    stream = EpochStream(Stream(examples, batch_size=10, seed=3))
 
     def seen(step, tokens, ranks):
-        rows = draws.rows_at(step)
-        parts = [collate_masked(rows[rank::ranks], Masking(), symbols, tokens) for rank in range(ranks)]
+        rows = stream.rows_at(step)
+        parts = [collate_masked(rows[rank::ranks], Masking(), mask_tokens, tokens) for rank in range(ranks)]
         return documents([batch for part in parts for batch in part])
 
     assert seen(1, 1000, 1) == seen(1, 30, 1) == seen(1, 60, 3)
@@ -102,19 +99,19 @@ def test_masks_do_not_depend_on_ranks_or_micro_batches_but_on_the_epoch(wordpiec
 
 
 def test_a_batch_across_an_epochs_end_knows_both_epochs():
-    draws = EpochStream(Stream(list("abc"), batch_size=2, seed=0))
-    assert [draw.epoch for step in range(3) for draw in draws.rows_at(step)] == [0, 0, 0, 1, 1, 1]
-    assert sorted(draw.row for draw in draws.rows_at(0) + draws.rows_at(1)[:1]) == ["a", "b", "c"]
-    [one, two] = draws.rows_at(0)
+    stream = EpochStream(Stream(list("abc"), batch_size=2, seed=0))
+    assert [row.epoch for step in range(3) for row in stream.rows_at(step)] == [0, 0, 0, 1, 1, 1]
+    assert sorted(row.row for row in stream.rows_at(0) + stream.rows_at(1)[:1]) == ["a", "b", "c"]
+    [one, two] = stream.rows_at(0)
     assert one.generator().random() == one.generator().random() != two.generator().random()
 
 
 def test_a_rows_chance_is_not_the_streams_order():
-    # numpy fills short seeds with zeros: without a mark of their own, row 0's draws would be those of the order
+    # numpy pads short seeds with zeros: without its salt, row 0's corruption would follow the order's random numbers
     import numpy as np
 
-    [draw] = fixed_seed_rows(["a"], seed=5)
-    assert draw.generator().random() != np.random.default_rng([5, 0]).random()
+    [row] = fixed_seed_rows(["a"], seed=5)
+    assert row.generator().random() != np.random.default_rng([5, 0]).random()
 
 
 def test_long_texts_are_cut_into_even_parts_that_lose_nothing(wordpiece):
@@ -144,10 +141,10 @@ def test_a_tokenizer_without_mask_token_is_refused_and_bpe_can_have_one():
     with pytest.raises(UserError, match="no mask token"):
         MaskTokens.of(train_bpe(TEXTS, 300))
     roberta = train_bpe(TEXTS, 300, ("<s>", "</s>", "<pad>", "<mask>"))
-    symbols = MaskTokens.of(roberta)
-    assert symbols.mask == 3
-    assert {0, 1, 2, 3}.isdisjoint(symbols.ordinary.tolist())
-    assert len(symbols.ordinary) == len(roberta) - 4
+    mask_tokens = MaskTokens.of(roberta)
+    assert mask_tokens.mask_id == 3
+    assert {0, 1, 2, 3}.isdisjoint(mask_tokens.random_ids.tolist())
+    assert len(mask_tokens.random_ids) == len(roberta) - 4
     [example], _ = tokenize_maskable([Text("the cat sat", "a")], roberta, 64)
     assert sum(example.word_starts) == 3
 
@@ -171,7 +168,7 @@ def sides(batches):
 
 def test_span_corruption_batches_hold_every_token_once(unigram):
     examples, _ = tokenize_plain(ROWS, unigram, 200)
-    corrupt, start = span_corruption(unigram, examples), decoder_start_id(unigram)
+    corrupt, start = span_corruption(unigram, examples), unigram.pad_token_id
     batches = collate_seq2seq(fixed_seed_rows(examples), corrupt, start, 150)
     assert all(len(b.encoder.tokens) + len(b.decoder.tokens) <= 150 or len(b.encoder.lengths) == 1 for b in batches)
     sentinels = sentinel_ids(unigram)
@@ -213,7 +210,7 @@ def test_prefix_modeling_reads_the_beginning_and_writes_the_rest(unigram):
 
 def test_infilling_writes_the_whole_text():
     bart = train_bpe(TEXTS, 300, ("<s>", "</s>", "<pad>", "<mask>"))
-    examples, _ = tokenize_plain(ROWS, bart, 200, special=3)
+    examples, _ = tokenize_plain(ROWS, bart, 200, special_tokens=3)
     found = sides(collate_seq2seq(fixed_seed_rows(examples), infilling(bart), 1, 200))
     for example in examples:
         source, target = found[example.row_id]
@@ -236,9 +233,9 @@ def test_frames_are_read_off_the_tokenizer(wordpiece, unigram, bpe):
 def test_a_mask_that_is_an_ordinary_token_comes_in_for_no_other():
     tokenizer = train_bpe(TEXTS, 300)
     tokenizer.add_tokens(["<mask>"])
-    symbols = MaskTokens.of(tokenizer)
-    assert symbols.mask == len(tokenizer) - 1 in ordinary_ids(tokenizer)
-    assert symbols.mask not in symbols.ordinary and len(symbols.ordinary) == len(tokenizer) - 4
+    mask_tokens = MaskTokens.of(tokenizer)
+    assert mask_tokens.mask_id == len(tokenizer) - 1 in ordinary_ids(tokenizer)
+    assert mask_tokens.mask_id not in mask_tokens.random_ids and len(mask_tokens.random_ids) == len(tokenizer) - 4
 
 
 def test_each_text_of_a_pair_begins_with_the_bos_of_a_tokenizer_that_has_one():

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from alignment.data.pretraining.corruption import Masking
-from alignment.data.pretraining.examples import MaskTokens, fixed_seed_rows
+from alignment.data.pretraining.corruption import Masking, fixed_seed_rows
+from alignment.data.pretraining.examples import MaskTokens
 from alignment.data.pretraining.next_sentence import (
     FOLLOWS,
-    OTHER,
+    OTHER_TEXT,
     Passage,
     Sentence,
     collate_sentence_pairs,
@@ -38,9 +38,9 @@ def tokenizer():
 
 def make(tokenizer, max_length, seed=0):
     passages, counts = tokenize_passages(ROWS, tokenizer, max_length)
-    frame = frame_of(tokenizer)
+    template = frame_of(tokenizer)
     pairs = [
-        make_pair(draw.row, passages, frame, max_length, draw.generator()) for draw in fixed_seed_rows(passages, seed)
+        make_pair(row.row, passages, template, max_length, row.generator()) for row in fixed_seed_rows(passages, seed)
     ]
     return passages, counts, pairs
 
@@ -50,17 +50,17 @@ def test_sentences_end_at_stops_and_lines():
 
 
 @pytest.mark.parametrize(
-    ("lengths", "room", "expected"),
+    ("lengths", "budget", "expected"),
     [
         ([3, 3, 3, 3], 6, [2, 2]),
-        ([3, 3, 3], 6, [3]),  # nobody stands alone
+        ([3, 3, 3], 6, [3]),  # no sentence is alone
         ([2, 2, 2, 5], 6, [2, 2]),  # the last takes one from a group of three
         ([9, 9, 1, 1], 6, [2, 2]),  # two sentences at least, however long
         ([1, 1], 9, [2]),
     ],
 )
-def test_sentences_come_in_groups_of_two_or_more(lengths, room, expected):
-    groups = group_sentences(lengths, room)
+def test_sentences_come_in_groups_of_two_or_more(lengths, budget, expected):
+    groups = group_sentences(lengths, budget)
     assert [part.stop - part.start for part in groups] == expected
     assert [n for part in groups for n in range(part.start, part.stop)] == list(range(len(lengths)))
 
@@ -69,7 +69,8 @@ def test_pairs_follow_or_come_from_another_text_half_of_the_time(tokenizer):
     labels = []
     for seed in range(20):
         _, _, pairs = make(tokenizer, 48, seed)
-        for example, segments, label, _ in pairs:
+        for pair in pairs:
+            example, segments, label = pair.example, pair.segments, pair.label
             tokens = tokenizer.convert_ids_to_tokens(example.ids)
             edge = segments.index(1)
             assert (tokens[0], tokens[edge - 1], tokens[-1]) == ("[CLS]", "[SEP]", "[SEP]")
@@ -88,37 +89,54 @@ def test_pairs_follow_or_come_from_another_text_half_of_the_time(tokenizer):
 
 def test_pairs_keep_to_the_length_and_what_is_cut_is_counted(tokenizer):
     passages, counts, pairs = make(tokenizer, 14)
-    room = 14 - 3
-    assert all(len(example.ids) <= 14 for example, *_ in pairs)
-    long = sum(sum(len(sentence.ids) for sentence in passage.sentences) > room for passage in passages)
+    budget = 14 - 3
+    assert all(len(pair.example.ids) <= 14 for pair in pairs)
+    long = sum(sum(len(sentence.ids) for sentence in passage.sentences) > budget for passage in passages)
     assert sum(counts.cut.values()) == long > 0
-    for passage, (example, _, label, cut) in zip(passages, pairs, strict=True):
-        if label == FOLLOWS:
-            assert cut == sum(len(sentence.ids) for sentence in passage.sentences) - sum(example.maskable)
-    frame, symbols = frame_of(tokenizer), MaskTokens.of(tokenizer)
-    batches = collate_sentence_pairs(fixed_seed_rows(passages), passages, frame, Masking(), symbols, 14, 60)
-    assert sum(batch.cut_tokens for batch in batches) == sum(cut for *_, cut in pairs) > 0
+    for passage, pair in zip(passages, pairs, strict=True):
+        if pair.label == FOLLOWS:
+            tokens = sum(len(sentence.ids) for sentence in passage.sentences)
+            assert pair.cut_tokens == tokens - sum(pair.example.maskable)
+    template, mask_tokens = frame_of(tokenizer), MaskTokens.of(tokenizer)
+    batches = collate_sentence_pairs(
+        fixed_seed_rows(passages),
+        passages,
+        template=template,
+        masking=Masking(),
+        mask_tokens=mask_tokens,
+        max_length=14,
+        micro_batch_tokens=60,
+    )
+    assert sum(batch.cut_tokens for batch in batches) == sum(pair.cut_tokens for pair in pairs) > 0
 
 
 def test_the_replacement_is_about_as_long_as_what_it_replaces(tokenizer):
     sizes = {0: [], 1: []}
     for seed in range(40):
-        for _, segments, label, _ in make(tokenizer, 64, seed)[2]:
-            sizes[label].append(sum(segments))
+        for pair in make(tokenizer, 64, seed)[2]:
+            sizes[pair.label].append(sum(pair.segments))
     follows, other = (torch.tensor(sizes[label], dtype=torch.float) for label in (0, 1))
     assert abs(float(follows.mean() - other.mean())) < 0.25 * float(follows.std())
 
 
 def test_batches_carry_masks_segments_and_labels_however_they_are_cut(tokenizer):
     passages, _, pairs = make(tokenizer, 48)
-    frame, symbols = frame_of(tokenizer), MaskTokens.of(tokenizer)
+    template, mask_tokens = frame_of(tokenizer), MaskTokens.of(tokenizer)
     whole, parts = (
-        collate_sentence_pairs(fixed_seed_rows(passages), passages, frame, Masking(), symbols, 48, tokens)
+        collate_sentence_pairs(
+            fixed_seed_rows(passages),
+            passages,
+            template=template,
+            masking=Masking(),
+            mask_tokens=mask_tokens,
+            max_length=48,
+            micro_batch_tokens=tokens,
+        )
         for tokens in (100_000, 120)
     )
     [batch] = whole
     assert batch.weight == len(pairs) == sum(part.weight for part in parts)
-    assert sorted(batch.labels.tolist()) == sorted(label for _, _, label, _ in pairs)
+    assert sorted(batch.labels.tolist()) == sorted(pair.label for pair in pairs)
     assert batch.ragged.segments is not None and len(batch.ragged.segments) == len(batch.ragged.tokens)
     assert batch.ragged.weight == sum(part.ragged.weight for part in parts)
     assert sorted(batch.ragged.labels.tolist()) == sorted(t for part in parts for t in part.ragged.labels.tolist())
@@ -142,7 +160,7 @@ def test_words_of_a_pair_begin_where_its_own_tokens_do():
     passages, _ = tokenize_passages([Text(text, "a"), Text(text, "b")], tokenizer, 200)
     for seed in range(6):
         generator = np.random.default_rng(seed)
-        example, *_ = make_pair(passages[0], passages, frame_of(tokenizer), 60, generator)
+        example = make_pair(passages[0], passages, frame_of(tokenizer), 60, generator).example
         tokens = tokenizer.convert_ids_to_tokens(example.ids)
         inner = [token.startswith("##") for token in tokens]
         assert any(inner)
@@ -150,7 +168,7 @@ def test_words_of_a_pair_begin_where_its_own_tokens_do():
 
 
 def test_zero_says_that_the_second_sentence_follows_as_in_bert():
-    assert (FOLLOWS, OTHER) == (0, 1)
+    assert (FOLLOWS, OTHER_TEXT) == (0, 1)
 
 
 def test_what_replaces_begins_anywhere_and_comes_as_near_to_the_length_as_whole_sentences_do():

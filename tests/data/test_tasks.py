@@ -8,7 +8,6 @@ import pytest
 from alignment.data.prepare import prepare_labeled, prepare_text
 from alignment.data.rows.read import DataConfig
 from alignment.data.tasks.classification import (
-    IGNORED,
     NO_TEXT,
     PAIR_CUT,
     TEXT_END_CUT,
@@ -16,18 +15,18 @@ from alignment.data.tasks.classification import (
     WORDS_LOST,
     collate_classes,
     collate_token_labels,
-    encode_sequences,
+    encode_texts,
     encode_words,
 )
 from alignment.data.tasks.gpt1_inputs import (
     GPT1Tokens,
     add_gpt1_tokens,
-    collate_views,
-    encode_choices,
-    encode_classes,
-    encode_similarity,
+    collate_multi_sequence,
+    encode_gpt1_choices,
+    encode_gpt1_similarity,
+    encode_gpt1_texts,
 )
-from alignment.data.tasks.multiple_choice import collate_pair_choices, encode_pair_choices
+from alignment.data.tasks.multiple_choice import collate_choices, encode_choices
 from alignment.data.tasks.question_answering import (
     ANSWER_NOWHERE,
     NO_ANSWER_HERE,
@@ -48,6 +47,7 @@ from alignment.data.tasks.rows import (
 from alignment.data.tokenizers.load import load_tokenizer, train_bpe
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
+from alignment.losses.classification import IGNORED
 
 TEXT = "the quick brown fox jumps over the lazy dog while unbelievable cats watch from afar"
 KINDS = {"wordpiece": 120, "bpe": 330, "unigram": 60, "characters": None, "bytes": None}
@@ -70,23 +70,25 @@ def text_of(tokenizer, ids):
 NAMES = {0: "no", 1: "yes"}
 
 
-def test_a_class_and_a_pair_are_framed_and_cut_at_the_longer_text(wordpiece):
+def test_a_text_and_a_pair_are_encoded_and_truncated_at_the_longer_text(wordpiece):
     rows = [
         LabeledText("the quick fox", None, "yes", "a"),
         LabeledText("the lazy dog jumps over the quick brown fox", None, "no", "b"),
         LabeledText("the lazy dog jumps over the quick brown fox", "cats watch", "no", "c"),
     ]
-    whole, _ = encode_sequences(rows, wordpiece, 200, NAMES)
-    cut, counts = encode_sequences(rows, wordpiece, len(whole[0].framed.ids), NAMES)
+    whole, _ = encode_texts(rows, wordpiece, 200, NAMES)
+    cut, counts = encode_texts(rows, wordpiece, len(whole[0].encoded.ids), NAMES)
     assert [example.label for example in whole] == [1, 0, 0]
     assert cut[0] == whole[0]
-    assert cut[1].framed.ids[:-1] == whole[1].framed.ids[: len(whole[0].framed.ids) - 1]
+    assert cut[1].encoded.ids[:-1] == whole[1].encoded.ids[: len(whole[0].encoded.ids) - 1]
     assert counts.cut == {TEXT_END_CUT: 1, PAIR_CUT: 1}
-    assert counts.tokens == sum(len(example.framed.ids) for example in cut)
+    assert counts.tokens == sum(len(example.encoded.ids) for example in cut)
     [batch] = collate_classes(whole, 1000)
     assert batch.weight == batch.ragged.weight == 3
     assert dict(zip(batch.ragged.row_ids, batch.labels.tolist(), strict=True)) == {"a": 1, "b": 0, "c": 0}
-    assert batch.ragged.segments.sum() == sum(whole[2].framed.segments) == len(wordpiece("cats watch")["input_ids"]) - 1
+    assert (
+        batch.ragged.segments.sum() == sum(whole[2].encoded.segments) == len(wordpiece("cats watch")["input_ids"]) - 1
+    )
     [single] = collate_classes(whole[:2], 1000)
     assert single.ragged.segments is None
     assert sum(part.weight for part in collate_classes(whole, 20)) == 3
@@ -97,11 +99,11 @@ def test_a_words_label_stands_at_its_first_token_whatever_the_tokenizer(tokenize
     tokenizer, words = tokenizers[kind], ["unbelievable", "cats", "watch", "the", "dog"]
     row = LabeledWords(words, ["a", "b", "a", "b", "c"], "r")
     [example], counts = encode_words([row], tokenizer, 200, {0: "a", 1: "b", 2: "c"})
-    places = [place for place, label in enumerate(example.labels) if label != IGNORED]
-    assert [example.labels[place] for place in places] == [0, 1, 0, 1, 2] and not counts.cut
-    ends = [*places[1:], len(example.framed.ids)]
-    assert [text_of(tokenizer, example.framed.ids[a:b]) for a, b in zip(places, ends, strict=True)] == words
-    assert all(example.framed.ordinary[place] for place in places)
+    positions = [position for position, label in enumerate(example.labels) if label != IGNORED]
+    assert [example.labels[position] for position in positions] == [0, 1, 0, 1, 2] and not counts.cut
+    ends = [*positions[1:], len(example.encoded.ids)]
+    assert [text_of(tokenizer, example.encoded.ids[a:b]) for a, b in zip(positions, ends, strict=True)] == words
+    assert all(example.encoded.ordinary[position] for position in positions)
     [batch] = collate_token_labels([example], 1000)
     assert batch.weight == 5 and batch.labels.tolist() == example.labels
     assert len(batch.labels) == len(batch.ragged.tokens)
@@ -121,7 +123,7 @@ def test_an_answer_is_found_again_from_its_tokens(tokenizers, kind):
     for answer in ("the", "quick brown", "unbelievable cats", "afar", "lazy"):
         row = Question("over the dog", context, [(answer, context.index(answer))], "q")
         [window], _ = encode_questions([row], tokenizer, 300, stride=50)
-        assert text_of(tokenizer, window.framed.ids[window.start : window.end + 1]) == answer
+        assert text_of(tokenizer, window.encoded.ids[window.start : window.end + 1]) == answer
         first, last = window.offsets[window.start], window.offsets[window.end]
         assert context[first[0] : last[1]].strip() == answer
 
@@ -131,7 +133,7 @@ def test_windows_overlap_reach_the_end_and_count_where_the_answer_is_not(wordpie
     place = context.index("afar")
     row = Question("the dog", context, [("afar", place)], "q")
     windows, counts = encode_questions([row], wordpiece, 48, stride=20)
-    assert all(len(window.framed.ids) <= 48 for window in windows)
+    assert all(len(window.encoded.ids) <= 48 for window in windows)
     seen = {offset for window in windows for offset in window.offsets if offset is not None}
     [whole], _ = encode_questions([row], wordpiece, 1000, stride=100)
     assert seen == {offset for offset in whole.offsets if offset is not None}
@@ -171,7 +173,7 @@ def test_a_stride_that_skips_text_is_refused(wordpiece):
         encode_questions([Question("the dog", TEXT, [], "q")], wordpiece, 30, stride=30)
 
 
-def test_gpt_formats(tokenizers):
+def test_gpt1_inputs(tokenizers):
     plain = tokenizers["bpe"]
     tokenizer = add_gpt1_tokens(plain)
     assert len(tokenizer) == len(plain) + 3 and "<start>" not in plain.get_vocab()
@@ -182,18 +184,18 @@ def test_gpt_formats(tokenizers):
     one, pair = LabeledText("the fox", None, "no", "a"), LabeledText("the fox", "lazy dog", "yes", "b")
     a, b, c = ids["the fox"], ids["lazy dog"], ids["cats"]
 
-    classes, _ = encode_classes([one, pair], tokenizer, 64, NAMES)
+    classes, _ = encode_gpt1_texts([one, pair], tokenizer, 64, NAMES)
     assert [example.documents for example in classes] == [
         [[start, *a, extract]],
         [[start, *a, delimiter, *b, extract]],
     ]
-    [similar], _ = encode_similarity([pair], tokenizer, 64, NAMES)
+    [similar], _ = encode_gpt1_similarity([pair], tokenizer, 64, NAMES)
     assert similar.documents == [[start, *a, delimiter, *b, extract], [start, *b, delimiter, *a, extract]]
-    [choice], _ = encode_choices([Choice("the fox", ["cats", "lazy dog"], 1, "c")], tokenizer, 64)
+    [choice], _ = encode_gpt1_choices([Choice("the fox", ["cats", "lazy dog"], 1, "c")], tokenizer, 64)
     assert choice.documents == [[start, *a, delimiter, *c, extract], [start, *a, delimiter, *b, extract]]
     assert (choice.label, similar.label, classes[0].label) == (1, 1, 0)
 
-    [batch] = collate_views([classes[0], similar, choice], 1000)
+    [batch] = collate_multi_sequence([classes[0], similar, choice], 1000)
     assert batch.weight == 3
     assert (batch.ragged.tokens[batch.ragged.last] == extract).all()
     assert len(batch.ragged.lengths) == 5 and [batch.rows.tolist().count(row) for row in range(3)] == [
@@ -202,7 +204,7 @@ def test_gpt_formats(tokenizers):
     labels = dict(zip(dict.fromkeys(batch.ragged.row_ids), batch.labels.tolist(), strict=True))
     assert labels == {"a": 0, "b": 1, "c": 1}
     assert len(batch.ragged.target_index) == len(batch.ragged.tokens) - 5  # every token but each first one
-    cut, counts = encode_classes([pair], tokenizer, 3 + len(a) + len(b) - 1, NAMES)
+    cut, counts = encode_gpt1_texts([pair], tokenizer, 3 + len(a) + len(b) - 1, NAMES)
     assert sum(counts.cut.values()) == 1 and len(cut[0].documents[0]) == 3 + len(a) + len(b) - 1
 
 
@@ -279,7 +281,7 @@ def test_one_call_from_config_to_examples_and_names(jsonl, wordpiece):
     with pytest.raises(UserError, match="'maybe' is unknown; known: no, yes"):
         prepare_labeled(config, "classification", wordpiece, "evaluation", names=names)
     tokenizer = add_gpt1_tokens(wordpiece)
-    views, _, _ = prepare_labeled(config, "classification", tokenizer, encode=encode_classes)
+    views, _, _ = prepare_labeled(config, "classification", tokenizer, encode=encode_gpt1_texts)
     assert views[0].documents[0][-1] == GPT1Tokens.of(tokenizer).extract
 
 
@@ -333,8 +335,8 @@ def test_glue_rows_are_read_and_encoded_as_transformers_does(real_data, path, ta
     assert counts.kept == len(raw) and not counts.cut and names == {0: "0", 1: "1"}
     for row, example in list(zip(raw, examples, strict=True))[:200]:
         encoded = tokenizer(*[row[column] for column in columns.values()])
-        assert example.framed.ids == encoded["input_ids"]
-        assert example.framed.segments == encoded["token_type_ids"]
+        assert example.encoded.ids == encoded["input_ids"]
+        assert example.encoded.segments == encoded["token_type_ids"]
         assert example.label == int(row["label"])
 
 
@@ -371,7 +373,7 @@ def test_so_many_good_rows_are_read_and_bad_ones_do_not_count(jsonl):
 def test_a_row_is_counted_as_cut_whichever_of_its_documents_was(tokenizers):
     tokenizer = add_gpt1_tokens(tokenizers["bpe"])
     for choices in ([TEXT, "cats"], ["cats", TEXT]):
-        _, counts = encode_choices([Choice("the fox", choices, 0, "r")], tokenizer, 10)
+        _, counts = encode_gpt1_choices([Choice("the fox", choices, 0, "r")], tokenizer, 10)
         assert counts.cut == {PAIR_CUT: 1} and counts.first == {PAIR_CUT: ["r"]}
 
 
@@ -379,18 +381,18 @@ def test_a_row_is_counted_as_cut_whichever_of_its_documents_was(tokenizers):
 def test_a_cut_pair_fills_its_length_and_does_not_exceed_it(tokenizers, kind):
     row = LabeledText(TEXT, TEXT, "yes", "r")
     for length in (9, 10, 20):
-        [example], counts = encode_sequences([row], tokenizers[kind], length, NAMES)
-        assert len(example.framed.ids) == length and counts.cut == {PAIR_CUT: 1}
+        [example], counts = encode_texts([row], tokenizers[kind], length, NAMES)
+        assert len(example.encoded.ids) == length and counts.cut == {PAIR_CUT: 1}
 
 
 def test_a_long_question_loses_its_end(wordpiece):
     row = Question("over the lazy dog", TEXT, [("fox", TEXT.index("fox"))], "q")
     [whole], _ = encode_questions([row], wordpiece, 200, stride=50)
     [cut], counts = encode_questions([row], wordpiece, 200, stride=50, max_question=2)
-    first, second = whole.framed.starts
-    assert cut.framed.ids == whole.framed.ids[: first + 2] + whole.framed.ids[second - 1 :]
+    first, second = whole.encoded.starts
+    assert cut.encoded.ids == whole.encoded.ids[: first + 2] + whole.encoded.ids[second - 1 :]
     assert counts.cut == {QUESTION_CUT: 1}
-    assert text_of(wordpiece, cut.framed.ids[cut.start : cut.end + 1]) == "fox"
+    assert text_of(wordpiece, cut.encoded.ids[cut.start : cut.end + 1]) == "fox"
 
 
 def test_an_unknown_label_of_any_word_is_refused():
@@ -405,25 +407,25 @@ def test_choices_are_pairs_of_context_and_choice(wordpiece):
         Choice("over the dog", ["\u200b", "cats"], 0, "lost"),
         Choice("the dog", ["cats", "watch", "the fox"], 2, "b"),
     ]
-    examples, counts = encode_pair_choices(rows, wordpiece, 200)
+    examples, counts = encode_choices(rows, wordpiece, 200)
     assert [example.row_id for example in examples] == ["a", "b"] and counts.dropped == {NO_TEXT: 1}
     for example, row in zip(examples, (rows[0], rows[2]), strict=True):
         assert example.label == row.label
-        for framed, choice in zip(example.framed, row.choices, strict=True):
+        for pair, choice in zip(example.pairs, row.choices, strict=True):
             encoded = wordpiece(row.context, choice)
-            assert (framed.ids, framed.segments) == (encoded["input_ids"], encoded["token_type_ids"])
-    longest = max(len(framed.ids) for framed in examples[0].framed)
-    cut, counts = encode_pair_choices(rows[:1], wordpiece, longest - 1)
-    assert max(len(framed.ids) for framed in cut[0].framed) == longest - 1
+            assert (pair.ids, pair.segments) == (encoded["input_ids"], encoded["token_type_ids"])
+    longest = max(len(pair.ids) for pair in examples[0].pairs)
+    cut, counts = encode_choices(rows[:1], wordpiece, longest - 1)
+    assert max(len(pair.ids) for pair in cut[0].pairs) == longest - 1
     assert counts.cut == {PAIR_CUT: 1}  # one of its choices was too long
-    [batch] = collate_pair_choices(examples, 1000)
+    [batch] = collate_choices(examples, 1000)
     assert batch.weight == batch.ragged.weight == 2
     told = {"a": (1, 2), "b": (2, 3)}
     order = list(dict.fromkeys(batch.ragged.row_ids))
     assert batch.labels.tolist() == [told[name][0] for name in order]
     assert batch.rows.bincount().tolist() == [told[name][1] for name in order]
-    tokens = sum(len(framed.ids) for framed in examples[0].framed)
-    assert all(len(part.ragged.tokens) <= tokens for part in collate_pair_choices(examples * 2, tokens))
+    tokens = sum(len(pair.ids) for pair in examples[0].pairs)
+    assert all(len(part.ragged.tokens) <= tokens for part in collate_choices(examples * 2, tokens))
 
 
 def test_texts_for_infilling_leave_room_for_what_stands_around_and_begins_them(jsonl, wordpiece):
@@ -438,19 +440,19 @@ def test_texts_for_infilling_leave_room_for_what_stands_around_and_begins_them(j
 
 def test_a_pair_counts_as_cut_whichever_text_was_long(wordpiece):
     for texts in (("cats", TEXT), (TEXT, "cats")):
-        assert encode_sequences([LabeledText(*texts, "yes", "r")], wordpiece, 10, NAMES)[1].cut == {PAIR_CUT: 1}
+        assert encode_texts([LabeledText(*texts, "yes", "r")], wordpiece, 10, NAMES)[1].cut == {PAIR_CUT: 1}
 
 
 def test_a_pair_without_a_token_on_either_side_is_dropped(wordpiece):
     rows = [LabeledText("\u200b", "cats", "yes", "a"), LabeledText("cats", "\u200b", "yes", "b")]
-    examples, counts = encode_sequences(rows, wordpiece, 40, NAMES)
+    examples, counts = encode_texts(rows, wordpiece, 40, NAMES)
     assert examples == [] and counts.dropped == {NO_TEXT: 2}
 
 
 def test_the_first_answer_is_the_one_to_learn(wordpiece):
     answers = [(word, TEXT.index(word)) for word in ("fox", "cats")]
     [window], _ = encode_questions([Question("the dog", TEXT, answers, "q")], wordpiece, 200, stride=50)
-    assert text_of(wordpiece, window.framed.ids[window.start : window.end + 1]) == "fox"
+    assert text_of(wordpiece, window.encoded.ids[window.start : window.end + 1]) == "fox"
 
 
 def test_windows_of_prepared_questions_are_as_asked(jsonl, wordpiece):
@@ -466,16 +468,16 @@ def test_windows_of_prepared_questions_are_as_asked(jsonl, wordpiece):
 def test_batches_of_views_and_texts_keep_to_the_limit_the_longest_first(tokenizers, wordpiece):
     tokenizer = add_gpt1_tokens(tokenizers["bpe"])
     rows = [Choice("the fox", ["cats", "lazy dog"] * (1 + n % 3), 1, str(n)) for n in range(9)]
-    views, _ = encode_choices(rows, tokenizer, 64)
+    views, _ = encode_gpt1_choices(rows, tokenizer, 64)
     most = max(sum(map(len, example.documents)) for example in views)
-    batches = collate_views(views, most)
+    batches = collate_multi_sequence(views, most)
     assert all(len(batch.ragged.tokens) <= most for batch in batches) and len(batches) > 3
     texts = [LabeledText(" ".join(["cats"] * (1 + n % 7)), None, "yes", str(n)) for n in range(20)]
-    lengths = [max(b.ragged.lengths) for b in collate_classes(encode_sequences(texts, wordpiece, 64, NAMES)[0], 20)]
+    lengths = [max(b.ragged.lengths) for b in collate_classes(encode_texts(texts, wordpiece, 64, NAMES)[0], 20)]
     assert lengths == sorted(lengths, reverse=True) and len(lengths) > 3
 
 
-def test_marks_leave_a_tokenizers_own_special_tokens_special():
+def test_gpt1_tokens_leave_a_tokenizers_own_special_tokens_special():
     plain = train_bpe([TEXT], 330, ("<s>", "</s>", "<pad>", "<turn>"))
     assert set(add_gpt1_tokens(plain).all_special_tokens) == {
         *plain.all_special_tokens,

@@ -14,9 +14,14 @@ from torch import Tensor, nn
 from alignment.adapters.lora import attach_lora, lora_layers
 from alignment.adapters.specs import LoRASpec
 from alignment.algorithms.finetune.scoring import Collate
-from alignment.data.tasks.classification import collate_classes, collate_token_labels, encode_sequences, encode_words
-from alignment.data.tasks.gpt1_inputs import collate_views, encode_choices, encode_classes, encode_similarity
-from alignment.data.tasks.multiple_choice import collate_pair_choices, encode_pair_choices
+from alignment.data.tasks.classification import collate_classes, collate_token_labels, encode_texts, encode_words
+from alignment.data.tasks.gpt1_inputs import (
+    collate_multi_sequence,
+    encode_gpt1_choices,
+    encode_gpt1_similarity,
+    encode_gpt1_texts,
+)
+from alignment.data.tasks.multiple_choice import collate_choices, encode_choices
 from alignment.data.tasks.question_answering import collate_spans, encode_questions
 from alignment.data.tasks.rows import FinetuneTask
 from alignment.errors import UserError
@@ -39,26 +44,26 @@ HEADS = {  # the task of our model classes that each fine-tuning task trains
     "multiple_choice": "sequence",
 }
 ENCODE: dict[tuple[str, str], Callable[..., Any]] = {
-    ("classification", "tokenizer"): encode_sequences,
-    ("classification", "gpt1"): encode_classes,
-    ("pair_classification", "tokenizer"): encode_sequences,
-    ("pair_classification", "gpt1"): encode_classes,
-    ("pair_classification", "gpt1_similarity"): encode_similarity,
+    ("classification", "tokenizer"): encode_texts,
+    ("classification", "gpt1"): encode_gpt1_texts,
+    ("pair_classification", "tokenizer"): encode_texts,
+    ("pair_classification", "gpt1"): encode_gpt1_texts,
+    ("pair_classification", "gpt1_similarity"): encode_gpt1_similarity,
     ("token_classification", "tokenizer"): encode_words,
     ("question_answering", "tokenizer"): encode_questions,
-    ("multiple_choice", "tokenizer"): encode_pair_choices,
-    ("multiple_choice", "gpt1"): encode_choices,
+    ("multiple_choice", "tokenizer"): encode_choices,
+    ("multiple_choice", "gpt1"): encode_gpt1_choices,
 }
 
 
 def collate_for(task: FinetuneTask, form: Format) -> Collate:
     """How examples of a task become batches."""
     if form != "tokenizer":
-        return collate_views
+        return collate_multi_sequence
     plain = {
         "token_classification": collate_token_labels,
         "question_answering": collate_spans,
-        "multiple_choice": collate_pair_choices,
+        "multiple_choice": collate_choices,
     }
     return plain.get(task, collate_classes)
 

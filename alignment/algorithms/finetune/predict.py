@@ -77,7 +77,7 @@ def _row(task: str, row: Any, number: int, names: dict[int, str]) -> Any:
 
 
 def _word_labels(words: Sequence[str], example: Any, scores: Any, tokenizer: Any, names: dict[int, str]) -> list[Any]:
-    lead, own = example.framed.starts[0], example.framed.ordinary
+    lead, own = example.encoded.starts[0], example.encoded.ordinary
     found: list[str | None] = []
     for place in first_tokens(words, tokenize_with_offsets(tokenizer, [" ".join(words)])[0]):
         read = place is not None and place + lead < len(own) and own[place + lead]

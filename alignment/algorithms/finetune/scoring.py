@@ -15,11 +15,12 @@ from alignment.algorithms.finetune.metrics import (
     entity_metrics,
     is_begin_inside,
 )
-from alignment.data.tasks.classification import IGNORED, ClassExample, LabeledBatch, TokenExample
+from alignment.data.tasks.classification import ClassExample, LabeledBatch, TokenExample
 from alignment.data.tasks.gpt1_inputs import MultiSequenceBatch, MultiSequenceExample
 from alignment.data.tasks.multiple_choice import ChoiceExample
 from alignment.data.tasks.question_answering import SpanBatch, SpanExample
 from alignment.data.tasks.rows import FinetuneTask
+from alignment.losses.classification import IGNORED
 from alignment.ragged import group_by_length
 from alignment.training import LossSum
 
@@ -145,8 +146,8 @@ def length_of(example: Example) -> int:
     """Tokens of all documents of an example."""
     if isinstance(example, MultiSequenceExample):
         return sum(map(len, example.documents))
-    framed = example.framed if isinstance(example, ChoiceExample) else [example.framed]
-    return sum(len(each.ids) for each in framed)
+    encoded = example.pairs if isinstance(example, ChoiceExample) else [example.encoded]
+    return sum(len(each.ids) for each in encoded)
 
 
 def label_metrics(

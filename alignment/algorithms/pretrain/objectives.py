@@ -13,10 +13,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from alignment.data.batches import collate
-from alignment.data.pretraining.corruption import Masking
+from alignment.data.pretraining.corruption import Masking, SeededRow
 from alignment.data.pretraining.examples import (
     MaskTokens,
-    SeededRow,
     collate_masked,
     collate_seq2seq,
     infilling,
@@ -149,17 +148,19 @@ def collate_for(
     """
     match objective:
         case Causal():
-            return lambda draws: collate([draw.row for draw in draws], micro_batch_tokens)
+            return lambda rows: collate([row.row for row in rows], micro_batch_tokens)
         case Masked(masking=masking):
-            symbols = MaskTokens.of(tokenizer)
-            return partial(collate_masked, masking=masking, symbols=symbols, micro_batch_tokens=micro_batch_tokens)
+            mask_tokens = MaskTokens.of(tokenizer)
+            return partial(
+                collate_masked, masking=masking, mask_tokens=mask_tokens, micro_batch_tokens=micro_batch_tokens
+            )
         case SentencePairs(masking=masking):
             return partial(
                 collate_sentence_pairs,
                 passages=examples,
                 masking=masking,
-                symbols=MaskTokens.of(tokenizer),
-                frame=frame_of(tokenizer),
+                mask_tokens=MaskTokens.of(tokenizer),
+                template=frame_of(tokenizer),
                 max_length=max_length,
                 micro_batch_tokens=micro_batch_tokens,
             )

@@ -18,7 +18,7 @@ from alignment.algorithms.pretrain.objectives import (
     task_of,
 )
 from alignment.data.prepare import Part, prepare_text
-from alignment.data.pretraining.examples import EpochStream, fixed_seed_rows
+from alignment.data.pretraining.corruption import EpochStream, fixed_seed_rows
 from alignment.data.rows.read import DataConfig, read_rows
 from alignment.data.rows.records import Text
 from alignment.data.tokenizers.load import check_vocabulary

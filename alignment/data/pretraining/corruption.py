@@ -1,29 +1,67 @@
-"""What pretraining objectives do to a text's token ids: masks, spans, cuts, pairs. Pure; chance comes in as a generator.
+"""Corruption of token ids by pretraining objectives: masked tokens, masked spans, text infilling, prefixes.
 
-Batches are made in objectives.py. The same generator gives the same corruption, whatever else is in the batch.
+The functions are pure: randomness comes from a generator argument, and each row of an epoch has a generator of its own.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
+from alignment.data.stream import Stream
+
 Ids = Sequence[int]
-STAYS = -1  # in an array of choices: this token is left alone
+Row = TypeVar("Row")
+NOT_CHOSEN = -1  # in an array of choices: this token is left alone
+CORRUPTION_SALT = 0x6D61736B  # separates corruption from the order of rows: numpy pads seeds with zeros
+
+
+@dataclass(frozen=True, slots=True)
+class SeededRow(Generic[Row]):
+    """A row with the seed of its corruption, a function of (seed, epoch, index) only: not of rank, batch or neighbors."""
+
+    row: Row
+    seed: int
+    epoch: int
+    index: int
+
+    def generator(self) -> np.random.Generator:
+        """A fresh generator in the same state at each call."""
+        return np.random.default_rng([self.seed, self.epoch, self.index, CORRUPTION_SALT])
+
+
+@dataclass(frozen=True)
+class EpochStream(Generic[Row]):
+    """A stream whose rows carry their epoch, so that a row is corrupted differently each time it is seen."""
+
+    stream: Stream[Row]
+
+    def rows_at(self, step: int) -> list[SeededRow[Row]]:
+        """The rows of batch `step`, in the order of `Stream.rows_at`."""
+        first, rows = step * self.stream.batch_size, self.stream.rows
+        return [
+            SeededRow(rows[index], self.stream.seed, (first + offset) // len(rows), index)
+            for offset, index in enumerate(self.stream.positions_at(step))
+        ]
+
+
+def fixed_seed_rows(rows: Sequence[Row], seed: int = 0) -> list[SeededRow[Row]]:
+    """All rows in order, each with one fixed corruption: held-out data is the same at every evaluation."""
+    return [SeededRow(row, seed, 0, index) for index, row in enumerate(rows)]
 
 
 @dataclass(frozen=True)
 class Masking:
-    """How much of a text is masked, in which units, and what stands there instead.
+    """How much of a text is masked, in which units, and what replaces it.
 
     Attributes:
-        rate: share of the ordinary tokens chosen, in (0, 1].
+        rate: share of the text's tokens that is chosen, in (0, 1].
         units: "tokens" (BERT), "words" (whole words) or "spans" of whole words (SpanBERT).
-        mask_share: share of the chosen that become the mask token.
-        random_share: share of the chosen that become some other token; the rest stay as they are.
-        span_stop: chance that a span ends after each of its words, in (0, 1).
-        longest_span: words of the longest span.
+        mask_share: share of the chosen tokens that become the mask token.
+        random_share: share of the chosen tokens that become a random token; the rest stay as they are.
+        span_stop: probability that a span ends after each of its words, in (0, 1).
+        longest_span: most words of a span.
     """
 
     rate: float = 0.15
@@ -42,12 +80,12 @@ class Masking:
             raise ValueError("masking.mask_share and random_share must be shares that add up to at most 1")
         if not 0 < self.span_stop < 1:
             raise ValueError(f"masking.span_stop must lie between 0 and 1, got {self.span_stop}; 0.2 is usual")
-        if not 1 <= self.longest_span <= 10_000:  # each length up to it has a chance of its own, in a table
+        if not 1 <= self.longest_span <= 10_000:  # a table holds the probability of each length
             raise ValueError(f"masking.longest_span must lie between 1 and 10,000 words, got {self.longest_span}")
 
 
 def budget(count: int, rate: float) -> int:
-    """How many of `count` tokens are chosen: their share, rounded, and at least one."""
+    """Number of tokens chosen out of `count`: the share `rate`, rounded, and at least one."""
     return max(1, round(rate * count))
 
 
@@ -55,40 +93,40 @@ def choose_tokens(maskable: Sequence[bool], rate: float, generator: np.random.Ge
     """Choose single tokens, each set of them equally likely.
 
     Args:
-        maskable: True for ordinary tokens, [N]; at least one.
+        maskable: True for the text's own tokens, False for special ones, [N]; at least one True.
 
     Returns:
-        [N]: `STAYS`, or the number of the draw that decides what becomes of the token.
+        Group of each token, [N]: `NOT_CHOSEN`, or a number from 0; tokens of one group are replaced in the same way.
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1.
     """
-    places = np.flatnonzero(maskable)
-    chosen = generator.choice(places, budget(len(places), rate), replace=False)
+    positions = np.flatnonzero(maskable)
+    chosen = generator.choice(positions, budget(len(positions), rate), replace=False)
     return _numbered(len(maskable), np.sort(chosen))
 
 
 def choose_words(
     maskable: Sequence[bool], word_starts: Sequence[bool], rate: float, generator: np.random.Generator
 ) -> np.ndarray:
-    """Choose whole words in random order; one that would exceed the budget is passed over.
+    """Choose whole words in random order; a word that would exceed the budget is skipped.
 
-    Where every word is longer than the budget, the first one drawn is chosen all the same.
+    If every word is longer than the budget, the first word in that order is chosen all the same.
 
     Args:
-        maskable: True for ordinary tokens, [N]; at least one.
+        maskable: True for the text's own tokens, [N]; at least one.
         word_starts: True where a word begins, [N].
 
     Returns:
-        As `choose_tokens`: each piece of a word has a draw of its own.
+        Group of each token, [N], as in `choose_tokens`: each token of a word is a group of its own.
 
     Source: BERT's whole-word masking, google-research/bert, README of 31 May 2019.
     """
     words = words_of(maskable, word_starts)
-    room = budget(sum(maskable), rate)
+    most = budget(sum(maskable), rate)
     order, chosen = generator.permutation(len(words)), []
     for number in order:
         start, stop = words[number]
-        if len(chosen) + stop - start <= room:
+        if len(chosen) + stop - start <= most:
             chosen += range(start, stop)
     if not chosen:
         chosen = list(range(*words[order[0]]))
@@ -100,55 +138,55 @@ def choose_spans(
 ) -> np.ndarray:
     """Choose spans of whole words until the budget is met; the last word may exceed it.
 
-    Lengths in words are geometric, cut at `longest_span` (a mean of 3.8 at 0.2 and 10); the first word is any word not
-    yet chosen. A span ends early at a special token, at a word chosen before and where the budget is met.
+    Lengths in words are geometric, truncated at `longest_span` (a mean of 3.8 at 0.2 and 10); a span begins at any word
+    not chosen yet. It ends early at a special token, at a word chosen before and where the budget is met.
 
     Returns:
-        As `choose_tokens`: all tokens of a span share one draw.
+        Group of each token, [N], as in `choose_tokens`: the tokens of a span are one group.
 
     Source: Joshi et al. 2020, arXiv:1907.10529, section 3.1.
     """
     words = words_of(maskable, word_starts)
-    room = budget(sum(maskable), masking.rate)
-    chances = span_lengths(masking.span_stop, masking.longest_span)
-    choice, spans, taken = np.full(len(maskable), STAYS), 0, 0
+    most = budget(sum(maskable), masking.rate)
+    probabilities = span_lengths(masking.span_stop, masking.longest_span)
+    choice, spans, count = np.full(len(maskable), NOT_CHOSEN), 0, 0
     for number in generator.permutation(len(words)):
-        if taken >= room:
+        if count >= most:
             break
-        length = 1 + generator.choice(len(chances), p=chances)
+        length = 1 + generator.choice(len(probabilities), p=probabilities)
         end = None
         for start, stop in words[number : number + length]:
-            if taken >= room or choice[start] != STAYS or end not in (None, start):
+            if count >= most or choice[start] != NOT_CHOSEN or end not in (None, start):
                 break
             choice[start:stop] = spans
-            taken, end = taken + stop - start, stop
+            count, end = count + stop - start, stop
         spans += end is not None
     return choice
 
 
 def span_lengths(stop: float, longest: int) -> np.ndarray:
-    """Chances of the lengths 1 .. longest under a geometric distribution cut there, [longest]."""
-    chances = stop * (1 - stop) ** np.arange(longest)
-    return chances / chances.sum()
+    """Probabilities of the lengths 1 .. longest under a geometric distribution truncated there, [longest]."""
+    probabilities = stop * (1 - stop) ** np.arange(longest)
+    return probabilities / probabilities.sum()
 
 
 def words_of(maskable: Sequence[bool], word_starts: Sequence[bool]) -> list[tuple[int, int]]:
-    """First token of each word, and the one after its last; special tokens belong to none."""
+    """(start, stop) of each word in tokens; special tokens belong to no word."""
     words: list[tuple[int, int]] = []
-    for place, (inside, starts) in enumerate(zip(maskable, word_starts, strict=True)):
+    for position, (inside, starts) in enumerate(zip(maskable, word_starts, strict=True)):
         if not inside:
             continue
-        if starts or not words or words[-1][1] != place:
-            words.append((place, place + 1))
+        if starts or not words or words[-1][1] != position:
+            words.append((position, position + 1))
         else:
-            words[-1] = (words[-1][0], place + 1)
+            words[-1] = (words[-1][0], position + 1)
     return words
 
 
 def choose(
     maskable: Sequence[bool], word_starts: Sequence[bool], masking: Masking, generator: np.random.Generator
 ) -> np.ndarray:
-    """The choice in the units that `masking` names, as `choose_tokens`."""
+    """Group of each token, [N], chosen in the units that `masking` names."""
     if masking.units == "spans":
         return choose_spans(maskable, word_starts, masking, generator)
     if masking.units == "words":
@@ -157,74 +195,83 @@ def choose(
 
 
 def replace_chosen(
-    ids: Ids, choice: np.ndarray, ordinary: np.ndarray, mask_id: int, masking: Masking, generator: np.random.Generator
+    ids: Ids,
+    choice: np.ndarray,
+    masking: Masking,
+    generator: np.random.Generator,
+    *,
+    mask_id: int,
+    random_ids: np.ndarray,
 ) -> np.ndarray:
-    """Ids with the chosen tokens masked, replaced at random, or left, by one draw for each number in `choice`.
+    """Ids with each chosen group masked, replaced by random tokens, or left as it is.
 
     Args:
-        choice: [N], as `choose_tokens` gives it.
-        ordinary: ids a random token is drawn from; no special ones.
+        choice: group of each token, [N], from `choose_tokens`.
+        random_ids: ids that random tokens are drawn from; no special ones.
 
     Returns:
         New ids, [N].
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1 (80 %, 10 %, 10 %).
     """
-    chosen = choice != STAYS
-    fate = generator.random(choice.max() + 1)[choice]
-    substitutes = generator.choice(ordinary, len(ids))
-    masked = chosen & (fate < masking.mask_share)
-    exchanged = chosen & ~masked & (fate < masking.mask_share + masking.random_share)
-    return np.where(masked, mask_id, np.where(exchanged, substitutes, ids))
+    chosen = choice != NOT_CHOSEN
+    uniform = generator.random(choice.max() + 1)[choice]
+    random_tokens = generator.choice(random_ids, len(ids))
+    masked = chosen & (uniform < masking.mask_share)
+    randomized = chosen & ~masked & (uniform < masking.mask_share + masking.random_share)
+    return np.where(masked, mask_id, np.where(randomized, random_tokens, ids))
 
 
 def corrupt_spans(
     ids: Ids, sentinels: Ids, generator: np.random.Generator, *, density: float = 0.15, mean_span: float = 3.0
 ) -> tuple[list[int], list[int]]:
-    """Text with spans replaced by sentinels, and the spans, each behind its sentinel; a last sentinel closes them.
+    """The text with each span replaced by a sentinel, and the spans, each after its sentinel and closed by a last one.
 
-    "a b c d e" -> "a <0> d <1>" and "<0> b c <1> e <2>". Spans and the gaps between them are cut at random, each way
-    equally likely; a gap comes first, a span last. Special tokens are added by the caller.
+    "a b c d e" -> "a <0> d <1>" and "<0> b c <1> e <2>". The lengths of the spans and of the gaps between them are a
+    uniformly random partition; a gap comes first, a span last. The caller adds special tokens.
 
     Args:
         ids: at least two tokens.
         sentinels: in the order of their use, one more than there are spans (`sentinels_needed`).
         density: share of the tokens in spans.
-        mean_span: tokens of a span, on average.
+        mean_span: mean tokens of a span.
+
+    Returns:
+        Source and target ids.
 
     Source: Raffel et al. 2020, arXiv:1910.10683, section 3.1.4 and figure 2.
     """
     noise, spans = span_plan(len(ids), density, mean_span)
-    gaps, holes = (segment(total, spans, generator) for total in (len(ids) - noise, noise))
+    gaps, lengths = (random_partition(total, spans, generator) for total in (len(ids) - noise, noise))
     source: list[int] = []
     target: list[int] = []
-    at = 0
-    for sentinel, gap, hole in zip(sentinels, gaps, holes, strict=False):
-        source += [*ids[at : at + gap], sentinel]
-        target += [sentinel, *ids[at + gap : at + gap + hole]]
-        at += gap + hole
+    start = 0
+    for sentinel, gap, length in zip(sentinels, gaps, lengths, strict=False):
+        source += [*ids[start : start + gap], sentinel]
+        target += [sentinel, *ids[start + gap : start + gap + length]]
+        start += gap + length
     return source, [*target, sentinels[spans]]
 
 
 def span_plan(length: int, density: float, mean_span: float) -> tuple[int, int]:
-    """How many tokens of a text lie in spans, and in how many spans; at least one of each, and one token outside."""
+    """Number of tokens in spans and number of spans; at least one of each, and at least one token outside."""
     noise = min(max(round(length * density), 1), length - 1)
     return noise, min(max(round(noise / mean_span), 1), noise, length - noise)
 
 
 def sentinels_needed(length: int, density: float = 0.15, mean_span: float = 3.0) -> int:
-    """Sentinels that a text of so many tokens takes, the closing one among them."""
+    """Number of sentinels that a text of `length` tokens takes, the closing one among them."""
     return span_plan(length, density, mean_span)[1] + 1
 
 
-def segment(total: int, parts: int, generator: np.random.Generator) -> np.ndarray:
-    """`total` in `parts` whole numbers of at least 1, each way to cut it equally likely, [parts]."""
+def random_partition(total: int, parts: int, generator: np.random.Generator) -> np.ndarray:
+    """`parts` whole numbers of at least 1 that add up to `total`, all partitions equally likely, [parts]."""
     cuts = np.sort(generator.choice(total - 1, parts - 1, replace=False)) + 1
     return np.diff(np.concatenate([[0], cuts, [total]]))
 
 
 def split_prefix(ids: Ids, generator: np.random.Generator) -> tuple[list[int], list[int]]:
-    """A text of at least two tokens cut at a random place: what is read, and what is written; neither is empty.
+    """A text of at least two tokens cut at a random position into source and target; neither is empty.
 
     Source: Raffel et al. 2020, arXiv:1910.10683, section 3.2.1 (prefix language model).
     """
@@ -235,39 +282,29 @@ def split_prefix(ids: Ids, generator: np.random.Generator) -> tuple[list[int], l
 def infill(
     ids: Ids, mask_id: int, generator: np.random.Generator, *, density: float = 0.3, mean_span: float = 3.0
 ) -> list[int]:
-    """Text in which spans of Poisson length each become one mask token; a span of length 0 puts one in between.
+    """The text with each span of Poisson length replaced by one mask token; a span of length 0 inserts one.
 
-    It never gets longer than it was: a length of 0 that would make it so is drawn again.
+    The result is never longer than the text: a length of 0 that would make it longer is drawn again.
 
     Source: Lewis et al. 2020, arXiv:1910.13461, section 2.2 (text infilling; lambda = 3, 30 % of the tokens).
     """
-    room, lengths = budget(len(ids), density), []
-    while sum(lengths) < room:
-        length = min(int(generator.poisson(mean_span)), room - sum(lengths))
+    masked, lengths = budget(len(ids), density), []
+    while sum(lengths) < masked:
+        length = min(int(generator.poisson(mean_span)), masked - sum(lengths))
         if length or len(lengths) < sum(lengths):
             lengths.append(length)
     parts = len(lengths) + 1
-    gaps = segment(len(ids) - room + parts, parts, generator) - 1  # a gap may be empty
+    gaps = random_partition(len(ids) - masked + parts, parts, generator) - 1  # a gap may be empty
     corrupted: list[int] = []
-    at = 0
+    start = 0
     for gap, length in zip(gaps, lengths, strict=False):
-        corrupted += [*ids[at : at + gap], mask_id]
-        at += int(gap) + length
-    return corrupted + list(ids[at:])
+        corrupted += [*ids[start : start + gap], mask_id]
+        start += int(gap) + length
+    return corrupted + list(ids[start:])
 
 
-def cut_pair(first: Ids, second: Ids, room: int) -> tuple[list[int], list[int]]:
-    """Two texts cut at their ends to `room` tokens together: the longer one gives way, token by token.
-
-    Source: Devlin et al. 2019, google-research/bert, create_pretraining_data.py.
-    """
-    a, b = len(first), len(second)
-    while a + b > room:
-        a, b = (a - 1, b) if a > b else (a, b - 1)
-    return list(first[:a]), list(second[:b])
-
-
-def _numbered(length: int, places: np.ndarray) -> np.ndarray:
-    choice = np.full(length, STAYS)
-    choice[places] = np.arange(len(places))
+def _numbered(length: int, positions: np.ndarray) -> np.ndarray:
+    """Each of `positions` as a group of its own, [length]."""
+    choice = np.full(length, NOT_CHOSEN)
+    choice[positions] = np.arange(len(positions))
     return choice

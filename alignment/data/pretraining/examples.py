@@ -1,6 +1,7 @@
-"""Pretraining objectives as data: texts to examples, and each epoch's examples to batches, corrupted anew.
+"""Examples and batches of masked language modeling, span corruption, prefix language modeling and infilling.
 
-What is done to the ids stands in corruption.py; causal language modeling is in batches.py.
+The corruption itself is in corruption.py, next-sentence prediction in next_sentence.py. Causal language modeling needs no
+corruption: its examples and batches are those of data/batches.py.
 """
 
 from __future__ import annotations
@@ -8,17 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from alignment.data.batches import TEXT_CUT, Example
 from alignment.data.pretraining import corruption
-from alignment.data.pretraining.corruption import STAYS, Ids, Masking
+from alignment.data.pretraining.corruption import NOT_CHOSEN, Ids, Masking, SeededRow
 from alignment.data.rows.records import Tally, Text
-from alignment.data.stream import Stream
 from alignment.data.text.chat import document_end_id
 from alignment.data.text.special_tokens import (
     EncodedText,
@@ -28,6 +27,7 @@ from alignment.data.text.special_tokens import (
     sentinel_ids,
     tokenize_with_offsets,
 )
+from alignment.data.text.truncation import even_slices, text_budget
 from alignment.errors import UserError
 from alignment.ragged import Ragged, Seq2Seq, group_rows_by_length
 
@@ -35,50 +35,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NO_TOKEN = "text of which the tokenizer makes no token"
-TOO_SHORT = "text of a single token, which cannot be both read and written"
-CORRUPTION_SALT = 0x6D61736B  # keeps a row's draws apart from the order of rows: numpy pads seeds with zeros
-
-Row = TypeVar("Row")
-Corrupt = Callable[[Ids, np.random.Generator], tuple[list[int], list[int]]]  # a text -> what is read, what is written
-
-
-@dataclass(frozen=True, slots=True)
-class SeededRow(Generic[Row]):
-    """A row as it is dealt in one epoch. Its chance depends on nothing else: no rank, no batch, no neighbor."""
-
-    row: Row
-    seed: int
-    epoch: int
-    index: int
-
-    def generator(self) -> np.random.Generator:
-        """A fresh generator, the same one at each call."""
-        return np.random.default_rng([self.seed, self.epoch, self.index, CORRUPTION_SALT])
-
-
-@dataclass(frozen=True)
-class EpochStream(Generic[Row]):
-    """A stream whose rows know their epoch, for objectives that corrupt a row differently each time it is seen."""
-
-    stream: Stream[Row]
-
-    def rows_at(self, step: int) -> list[SeededRow[Row]]:
-        """The rows of batch `step`, as `Stream.rows_at`."""
-        first, rows = step * self.stream.batch_size, self.stream.rows
-        return [
-            SeededRow(rows[index], self.stream.seed, (first + place) // len(rows), index)
-            for place, index in enumerate(self.stream.positions_at(step))
-        ]
-
-
-def fixed_seed_rows(rows: Sequence[Row], seed: int = 0) -> list[SeededRow[Row]]:
-    """All rows in order with one fixed corruption each: held-out data, the same at every evaluation."""
-    return [SeededRow(row, seed, 0, index) for index, row in enumerate(rows)]
+TOO_SHORT = "text of a single token, too short for a source and a target"
+Corrupt = Callable[[Ids, np.random.Generator], tuple[list[int], list[int]]]  # a text -> source and target
 
 
 @dataclass(frozen=True, slots=True)
 class MaskableExample:
-    """A text between its special tokens; `maskable` is True for its own tokens, `word_starts` where a word begins."""
+    """A text with its special tokens; `maskable` is True for its own tokens, `word_starts` where a word begins."""
 
     ids: list[int]
     maskable: list[bool]
@@ -88,14 +51,14 @@ class MaskableExample:
 
 @dataclass(frozen=True)
 class MaskTokens:
-    """The mask token, and the ids that random replacements come from."""
+    """The id of the mask token, and the ids that random replacements are drawn from."""
 
-    mask: int
-    ordinary: np.ndarray
+    mask_id: int
+    random_ids: np.ndarray
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase) -> MaskTokens:
-        """Those of a tokenizer.
+        """The mask tokens of a tokenizer; random replacements are all its tokens that are not special.
 
         Raises:
             UserError: it has no mask token.
@@ -107,59 +70,58 @@ class MaskTokens:
 def tokenize_maskable(
     rows: Sequence[Text], tokenizer: PreTrainedTokenizerBase, max_length: int
 ) -> tuple[list[MaskableExample], Tally]:
-    """Texts for masked language modeling; a longer one is cut into successive pieces of about equal length."""
-    frame, counts = frame_of(tokenizer), Tally(rows=len(rows))
-    room = _room(max_length, frame.size, least=1)
+    """Texts for masked language modeling; a longer text is split into successive parts of about equal length."""
+    template, counts = frame_of(tokenizer), Tally(rows=len(rows))
+    budget = text_budget(max_length, template.size, least=1)
     examples = []
-    for row, pieces in zip(rows, tokenize_with_offsets(tokenizer, [row.text for row in rows]), strict=True):
-        if not pieces.ids:
+    for row, text in zip(rows, tokenize_with_offsets(tokenizer, [row.text for row in rows]), strict=True):
+        if not text.ids:
             counts.drop(NO_TOKEN, row.row_id)
             continue
         counts.kept += 1
-        if len(pieces.ids) > room:
+        if len(text.ids) > budget:
             counts.shorten(TEXT_CUT, row.row_id)
-        for part in even_slices(len(pieces.ids), room):
-            framed = frame.single(pieces.ids[part])
-            starts = word_starts_in(framed, [pieces.word_starts[part]])
-            examples.append(MaskableExample(framed.ids, framed.ordinary, starts, row.row_id))
+        for part in even_slices(len(text.ids), budget):
+            encoded = template.single(text.ids[part])
+            starts = word_starts_in(encoded, [text.word_starts[part]])
+            examples.append(MaskableExample(encoded.ids, encoded.ordinary, starts, row.row_id))
     return examples, measured(counts, [example.ids for example in examples])
 
 
-def word_starts_in(framed: EncodedText, texts: Sequence[Sequence[bool]]) -> list[bool]:
-    """Where words begin in a framed text or pair; a text's first token begins one, whatever it was cut from."""
-    starts = [False] * len(framed.ids)
-    for first, text in zip(framed.starts, texts, strict=True):
+def word_starts_in(encoded: EncodedText, texts: Sequence[Sequence[bool]]) -> list[bool]:
+    """Where words begin in an encoded text or pair; the first token of a text begins a word, even of a part of a text.
+
+    Args:
+        texts: word starts of the text, or of both texts of a pair.
+    """
+    starts = [False] * len(encoded.ids)
+    for first, text in zip(encoded.starts, texts, strict=True):
         starts[first : first + len(text)] = [True, *text[1:]] if text else []
     return starts
 
 
-def even_slices(length: int, most: int) -> list[slice]:
-    """Successive stretches of `length` tokens, as few as can be, each of at most `most` and of about equal size."""
-    number = -(-length // most)
-    edges = [length * place // number for place in range(number + 1)]
-    return [slice(start, stop) for start, stop in pairwise(edges)]
-
-
 def collate_masked(
-    draws: Sequence[SeededRow[MaskableExample]], masking: Masking, symbols: MaskTokens, micro_batch_tokens: int
+    rows: Sequence[SeededRow[MaskableExample]], masking: Masking, mask_tokens: MaskTokens, micro_batch_tokens: int
 ) -> list[Ragged]:
-    """Masked texts as ragged batches: `targets` are the chosen places, `labels` what stood there. Weight: targets."""
-    masked = [(draw.row, *mask_example(draw.row, masking, symbols, draw.generator())) for draw in draws]
+    """Masked texts as ragged batches: targets are the chosen positions, `labels` the original tokens. Weight: targets."""
+    masked = [(row.row, *mask_example(row.row, masking, mask_tokens, row.generator())) for row in rows]
     groups = group_rows_by_length(masked, [len(ids) for _, ids, _ in masked], micro_batch_tokens)
     return [masked_batch(group) for group in groups]
 
 
 def mask_example(
-    example: MaskableExample, masking: Masking, symbols: MaskTokens, generator: np.random.Generator
+    example: MaskableExample, masking: Masking, mask_tokens: MaskTokens, generator: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The example's ids, corrupted, and True at the chosen places, both [N]."""
+    """The example's ids, corrupted, and True at the chosen positions, both [N]."""
     choice = corruption.choose(example.maskable, example.word_starts, masking, generator)
-    ids = corruption.replace_chosen(example.ids, choice, symbols.ordinary, symbols.mask, masking, generator)
-    return ids, choice != STAYS
+    ids = corruption.replace_chosen(
+        example.ids, choice, masking, generator, mask_id=mask_tokens.mask_id, random_ids=mask_tokens.random_ids
+    )
+    return ids, choice != NOT_CHOSEN
 
 
 def masked_batch(masked: Sequence[tuple[MaskableExample, np.ndarray, np.ndarray]]) -> Ragged:
-    """One ragged batch of examples with their corrupted ids and chosen places."""
+    """One ragged batch of examples with their corrupted ids and chosen positions."""
     ragged = Ragged.build([ids.tolist() for _, ids, _ in masked], row_ids=[example.row_id for example, _, _ in masked])
     targets = torch.from_numpy(np.flatnonzero(np.concatenate([chosen for _, _, chosen in masked])))
     rows = torch.repeat_interleave(torch.arange(len(masked)), torch.tensor(ragged.lengths))
@@ -170,35 +132,36 @@ def masked_batch(masked: Sequence[tuple[MaskableExample, np.ndarray, np.ndarray]
 
 
 def tokenize_plain(
-    rows: Sequence[Text], tokenizer: PreTrainedTokenizerBase, max_length: int, special: int = 1
+    rows: Sequence[Text], tokenizer: PreTrainedTokenizerBase, max_length: int, special_tokens: int = 1
 ) -> tuple[list[Example], Tally]:
-    """Texts for encoder-decoders, no special tokens, cut so that what is read has at most `max_length` tokens.
+    """Texts for encoder-decoders, without special tokens, short enough that a source has at most `max_length` tokens.
 
-    A longer text is cut into successive pieces of about equal length; a text of a single token is dropped.
+    A longer text is split into successive parts of about equal length; a text of a single token is dropped.
 
     Args:
-        special: room to leave for special tokens: 1 for the end token, 3 for BART's start, first and last.
+        special_tokens: number of tokens that corruption will add: 1 for the end token, 3 for BART's decoder start,
+            first and last token.
     """
-    room, counts, examples = _room(max_length, special, least=3), Tally(rows=len(rows)), []
-    for row, pieces in zip(rows, tokenize_with_offsets(tokenizer, [row.text for row in rows]), strict=True):
-        if len(pieces.ids) < 2:
-            counts.drop(TOO_SHORT if pieces.ids else NO_TOKEN, row.row_id)
+    budget, counts, examples = text_budget(max_length, special_tokens, least=3), Tally(rows=len(rows)), []
+    for row, text in zip(rows, tokenize_with_offsets(tokenizer, [row.text for row in rows]), strict=True):
+        if len(text.ids) < 2:
+            counts.drop(TOO_SHORT if text.ids else NO_TOKEN, row.row_id)
             continue
         counts.kept += 1
-        if len(pieces.ids) > room:
+        if len(text.ids) > budget:
             counts.shorten(TEXT_CUT, row.row_id)
-        for part in even_slices(len(pieces.ids), room):
-            examples.append(Example(pieces.ids[part], [True] * (part.stop - part.start), row.row_id))
+        for part in even_slices(len(text.ids), budget):
+            examples.append(Example(text.ids[part], [True] * (part.stop - part.start), row.row_id))
     return examples, measured(counts, [example.ids for example in examples])
 
 
 def span_corruption(
     tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], *, density: float = 0.15, mean_span: float = 3.0
 ) -> Corrupt:
-    """T5's objective: both sides of `corrupt_spans`, each with the end token after it.
+    """T5's span corruption of a text: source and target of `corrupt_spans`, each with the end token after it.
 
     Raises:
-        UserError: the tokenizer has fewer sentinels than the longest example takes.
+        UserError: the tokenizer has fewer sentinels than the longest example needs.
     """
     sentinels, end = sentinel_ids(tokenizer), document_end_id(tokenizer)
     needed = max(corruption.sentinels_needed(len(example.ids), density, mean_span) for example in examples)
@@ -209,53 +172,42 @@ def span_corruption(
             "lengthen the mean span, or train the tokenizer with more sentinels"
         )
     corrupt = partial(corruption.corrupt_spans, sentinels=sentinels, density=density, mean_span=mean_span)
-    return lambda ids, generator: _ended(corrupt(ids, generator=generator), end)
+    return lambda ids, generator: _with_end_token(corrupt(ids, generator=generator), end)
 
 
 def prefix_modeling(tokenizer: PreTrainedTokenizerBase) -> Corrupt:
-    """Read the first part of a text, write the rest; each with the end token after it."""
+    """T5's prefix language modeling of a text: its first part and the rest, each with the end token after it."""
     end = document_end_id(tokenizer)
-    return lambda ids, generator: _ended(corruption.split_prefix(ids, generator), end)
+    return lambda ids, generator: _with_end_token(corruption.split_prefix(ids, generator), end)
 
 
 def infilling(tokenizer: PreTrainedTokenizerBase, *, density: float = 0.3, mean_span: float = 3.0) -> Corrupt:
-    """BART's objective: read a text with spans masked, write all of it, both between the tokenizer's special tokens."""
-    mask, frame = mask_id(tokenizer), frame_of(tokenizer)
+    """BART's text infilling: the text with masked spans and the whole text, both with the tokenizer's special tokens."""
+    mask, template = mask_id(tokenizer), frame_of(tokenizer)
 
     def corrupt(ids: Ids, generator: np.random.Generator) -> tuple[list[int], list[int]]:
         source = corruption.infill(ids, mask, generator, density=density, mean_span=mean_span)
-        return frame.single(source).ids, frame.single(ids).ids
+        return template.single(source).ids, template.single(ids).ids
 
     return corrupt
 
 
-def _ended(sides: tuple[list[int], list[int]], end: int) -> tuple[list[int], list[int]]:
+def _with_end_token(sides: tuple[list[int], list[int]], end: int) -> tuple[list[int], list[int]]:
     return [*sides[0], end], [*sides[1], end]
 
 
-def decoder_start_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that T5's decoder starts from: the padding token.
-
-    Raises:
-        UserError: there is none.
-    """
-    if tokenizer.pad_token_id is None:
-        raise UserError(f"{tokenizer.name_or_path or 'the tokenizer'} has no padding token to start a decoder from")
-    return int(tokenizer.pad_token_id)  # type: ignore[arg-type]
-
-
 def collate_seq2seq(
-    draws: Sequence[SeededRow[Example]], corrupt: Corrupt, start_id: int, micro_batch_tokens: int
+    rows: Sequence[SeededRow[Example]], corrupt: Corrupt, start_id: int, micro_batch_tokens: int
 ) -> list[Seq2Seq]:
-    """Corrupted texts as pairs of source and target, both sides together at most `micro_batch_tokens` tokens a batch.
+    """Corrupted texts as batches for encoder-decoders, source and target together at most `micro_batch_tokens` tokens.
 
     Each target begins with `start_id`, which starts the decoder and is never predicted.
     """
-    sides = [corrupt(draw.row.ids, draw.generator()) for draw in draws]
-    rows = [(draw.row.row_id, source, [start_id, *target]) for draw, (source, target) in zip(draws, sides, strict=True)]
-    lengths = [len(source) + len(target) for _, source, target in rows]
+    sides = [corrupt(row.row.ids, row.generator()) for row in rows]
+    pairs = [(row.row.row_id, source, [start_id, *target]) for row, (source, target) in zip(rows, sides, strict=True)]
+    lengths = [len(source) + len(target) for _, source, target in pairs]
     batches = []
-    for group in group_rows_by_length(rows, lengths, micro_batch_tokens):
+    for group in group_rows_by_length(pairs, lengths, micro_batch_tokens):
         names, sources, targets = zip(*group, strict=True)
         nothing = [[False] * len(source) for source in sources]
         batches.append(Seq2Seq(Ragged.build(sources, nothing, row_ids=names), Ragged.build(targets, row_ids=names)))
@@ -265,10 +217,3 @@ def collate_seq2seq(
 def measured(counts: Tally, documents: Sequence[Ids]) -> Tally:
     """The tally with the number of documents and of their tokens filled in."""
     return replace(counts, documents=len(documents), tokens=sum(map(len, documents)))
-
-
-def _room(max_length: int, special: int, least: int) -> int:
-    """Tokens of text that fit beside the special ones."""
-    if max_length - special < least:
-        raise UserError(f"data.max_length {max_length} leaves no room beside {special} special tokens; raise it")
-    return max_length - special

@@ -1,29 +1,27 @@
-"""Labeled rows to token sequences and batches: classes of texts, of pairs and of words.
+"""Examples and batches of text, pair and token classification, with the tokenizer's own special tokens.
 
-Questions are in questions.py, GPT-1's formats in gpt_formats.py; metrics are no affair of the data.
+GPT-1's inputs for the same tasks are in gpt1_inputs.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from alignment.data.pretraining.corruption import cut_pair
 from alignment.data.pretraining.examples import measured
 from alignment.data.rows.records import Tally
 from alignment.data.tasks.rows import LabeledText, LabeledWords, require_labels
 from alignment.data.text.special_tokens import EncodedText, TokenizedText, frame_of, tokenize_with_offsets
-from alignment.errors import UserError
+from alignment.data.text.truncation import text_budget, truncate_pair
+from alignment.losses.classification import IGNORED
 from alignment.ragged import Ragged, RaggedBatch, group_rows_by_length
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-IGNORED = -100  # label of a token that counts nothing, as torch's cross_entropy has it
 
 TEXT_END_CUT = "text longer than max_length: its end cut off"
 PAIR_CUT = "pair longer than max_length: the longer text's end cut off"
@@ -34,18 +32,18 @@ NO_TEXT = "text of which the tokenizer makes no token"
 
 @dataclass(frozen=True, slots=True)
 class ClassExample:
-    """A text or pair between its special tokens, and the id of its class."""
+    """A text or pair with its special tokens, and the id of its class."""
 
-    framed: EncodedText
+    encoded: EncodedText
     label: int
     row_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class TokenExample:
-    """A text between its special tokens; `labels` is the class of a word at its first token, else `IGNORED`, [N]."""
+    """A text with its special tokens; `labels` is the class of a word at its first token, else `IGNORED`, [N]."""
 
-    framed: EncodedText
+    encoded: EncodedText
     labels: list[int]
     row_id: str
 
@@ -61,10 +59,10 @@ class LabeledBatch(RaggedBatch):
     labels: Tensor
 
 
-def encode_sequences(
+def encode_texts(
     rows: Sequence[LabeledText], tokenizer: PreTrainedTokenizerBase, max_length: int, names: dict[int, str]
 ) -> tuple[list[ClassExample], Tally]:
-    """Texts or pairs as the tokenizer frames them, cut to `max_length` at their ends.
+    """Texts or pairs with the tokenizer's special tokens, truncated to `max_length` at their ends.
 
     Args:
         names: id2label, from `label_names` of the training rows or from a checkpoint.
@@ -72,7 +70,7 @@ def encode_sequences(
     Raises:
         UserError: labels that `names` lacks.
     """
-    frame, ids, counts = frame_of(tokenizer), require_labels(rows, names), Tally(rows=len(rows))
+    template, ids, counts = frame_of(tokenizer), require_labels(rows, names), Tally(rows=len(rows))
     firsts = tokenize_with_offsets(tokenizer, [row.text for row in rows])
     seconds = tokenize_with_offsets(tokenizer, [row.pair or "" for row in rows])
     examples = []
@@ -80,107 +78,106 @@ def encode_sequences(
         if not first.ids or (row.pair is not None and not second.ids):
             counts.drop(NO_TEXT, row.row_id)
             continue
-        room = text_budget(max_length, frame.size if row.pair is None else frame.pair_size)
+        budget = text_budget(max_length, template.size if row.pair is None else template.pair_size)
         second_ids = [] if row.pair is None else second.ids
-        kept, kept_second = cut_pair(first.ids, second_ids, room)
-        if len(first.ids) + len(second_ids) > room:
+        kept, kept_second = truncate_pair(first.ids, second_ids, budget)
+        if len(first.ids) + len(second_ids) > budget:
             counts.shorten(TEXT_END_CUT if row.pair is None else PAIR_CUT, row.row_id)
-        framed = frame.single(kept) if row.pair is None else frame.pair(kept, kept_second)
-        examples.append(ClassExample(framed, ids[row.label], row.row_id))
+        encoded = template.single(kept) if row.pair is None else template.pair(kept, kept_second)
+        examples.append(ClassExample(encoded, ids[row.label], row.row_id))
     counts.kept = len(examples)
-    return examples, measured(counts, [example.framed.ids for example in examples])
-
-
-def text_budget(max_length: int, special: int) -> int:
-    """Tokens of text that fit beside the special ones.
-
-    Raises:
-        UserError: fewer than two.
-    """
-    if max_length - special < 2:
-        raise UserError(f"data.max_length {max_length} leaves no room beside {special} special tokens; raise it")
-    return max_length - special
+    return examples, measured(counts, [example.encoded.ids for example in examples])
 
 
 def encode_words(
     rows: Sequence[LabeledWords], tokenizer: PreTrainedTokenizerBase, max_length: int, names: dict[int, str]
 ) -> tuple[list[TokenExample], Tally]:
-    """Words joined by blanks; each word's label stands at its first token, its other tokens count nothing.
+    """Words joined by blanks; each word's label is that of its first token, its other tokens are ignored.
 
     Raises:
         UserError: labels that `names` lacks.
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 5.3.
     """
-    frame, ids, counts = frame_of(tokenizer), require_labels(rows, names), Tally(rows=len(rows), kept=len(rows))
-    room, examples = text_budget(max_length, frame.size), []
-    for row, pieces in zip(rows, tokenize_with_offsets(tokenizer, [" ".join(row.words) for row in rows]), strict=True):
-        firsts = first_tokens(row.words, pieces)
-        kept = {place: ids[label] for place, label in zip(firsts, row.labels, strict=True) if place is not None}
+    template, ids, counts = frame_of(tokenizer), require_labels(rows, names), Tally(rows=len(rows), kept=len(rows))
+    budget, examples = text_budget(max_length, template.size), []
+    for row, text in zip(rows, tokenize_with_offsets(tokenizer, [" ".join(row.words) for row in rows]), strict=True):
+        firsts = first_tokens(row.words, text)
+        kept = {first: ids[label] for first, label in zip(firsts, row.labels, strict=True) if first is not None}
         for _ in range(firsts.count(None)):
             counts.shorten(WORDS_LOST, row.row_id)
-        for _ in range(sum(place >= room for place in kept)):
+        for _ in range(sum(first >= budget for first in kept)):
             counts.shorten(WORDS_CUT, row.row_id)
-        framed = frame.single(pieces.ids[:room])
-        lead = framed.starts[0]
-        labels = [kept.get(place - lead, IGNORED) if own else IGNORED for place, own in enumerate(framed.ordinary)]
-        examples.append(TokenExample(framed, labels, row.row_id))
-    return examples, measured(counts, [example.framed.ids for example in examples])
+        encoded = template.single(text.ids[:budget])
+        shift = encoded.starts[0]
+        labels = [
+            kept.get(position - shift, IGNORED) if is_text else IGNORED
+            for position, is_text in enumerate(encoded.ordinary)
+        ]
+        examples.append(TokenExample(encoded, labels, row.row_id))
+    return examples, measured(counts, [example.encoded.ids for example in examples])
 
 
-def first_tokens(words: Sequence[str], pieces: TokenizedText) -> list[int | None]:
-    """The first token of each word in the text of words joined by blanks; None where a word has none to itself."""
+def first_tokens(words: Sequence[str], tokenized: TokenizedText) -> list[int | None]:
+    """Index of each word's first token; None for a word without a token of its own.
+
+    Args:
+        tokenized: the words joined by blanks.
+    """
     text = " ".join(words)
-    owner: list[Any] = []
+    word_of: list[int | None] = []  # by character
     for number, word in enumerate(words):
-        owner += [number] * len(word) + [None]  # the blank after a word belongs to none
+        word_of += [number] * len(word) + [None]  # the blank after a word belongs to no word
     firsts: list[int | None] = [None] * len(words)
-    for place, (start, stop) in enumerate(pieces.offsets):
-        inside = next((at for at in range(start, stop) if not text[at].isspace()), None)  # past a token's own blank
-        if inside is not None and firsts[owner[inside]] is None:
-            firsts[owner[inside]] = place
+    for index, (start, stop) in enumerate(tokenized.offsets):
+        inside = next((at for at in range(start, stop) if not text[at].isspace()), None)  # skip the token's own blank
+        word = None if inside is None else word_of[inside]
+        if word is not None and firsts[word] is None:
+            firsts[word] = index
     return firsts
 
 
 def collate_classes(examples: Sequence[ClassExample], micro_batch_tokens: int) -> list[LabeledBatch]:
-    """Classified texts as batches of at most `micro_batch_tokens` tokens; a longer text stands alone."""
+    """Classified texts as batches of at most `micro_batch_tokens` tokens; a longer text is a batch of its own."""
     return [
-        LabeledBatch(ragged_of(group), torch.tensor([example.label for example in group]))
-        for group in grouped(examples, micro_batch_tokens)
+        LabeledBatch(build_ragged(group), torch.tensor([example.label for example in group]))
+        for group in group_encoded(examples, micro_batch_tokens)
     ]
 
 
 def collate_token_labels(examples: Sequence[TokenExample], micro_batch_tokens: int) -> list[LabeledBatch]:
-    """Texts with classified words as batches, as `collate_classes`."""
+    """Texts with classified words as batches of at most `micro_batch_tokens` tokens; a longer text is one of its own."""
     batches = []
-    for group in grouped(examples, micro_batch_tokens):
+    for group in group_encoded(examples, micro_batch_tokens):
         labels = torch.tensor([label for example in group for label in example.labels])
-        ragged = replace(ragged_of(group), weight=float((labels != IGNORED).sum()))
+        ragged = replace(build_ragged(group), weight=float((labels != IGNORED).sum()))
         batches.append(LabeledBatch(ragged, labels))
     return batches
 
 
-class Labeled(Protocol):
-    """An example that lies between special tokens and knows its row."""
+class EncodedExample(Protocol):
+    """An example with one encoded text or pair."""
 
     @property
-    def framed(self) -> EncodedText: ...
+    def encoded(self) -> EncodedText: ...
     @property
     def row_id(self) -> str: ...
 
 
-Example = TypeVar("Example", bound=Labeled)
+AnyEncoded = TypeVar("AnyEncoded", bound=EncodedExample)
 
 
-def grouped(examples: Sequence[Example], micro_batch_tokens: int) -> list[list[Example]]:
-    """Examples in groups of like length, each of at most `micro_batch_tokens` tokens, the longest first."""
-    return group_rows_by_length(examples, [len(example.framed.ids) for example in examples], micro_batch_tokens)
+def group_encoded(examples: Sequence[AnyEncoded], micro_batch_tokens: int) -> list[list[AnyEncoded]]:
+    """Examples in groups of similar length, each of at most `micro_batch_tokens` tokens, the longest first."""
+    return group_rows_by_length(examples, [len(example.encoded.ids) for example in examples], micro_batch_tokens)
 
 
-def ragged_of(group: Sequence[Labeled]) -> Ragged:
-    """Examples end to end, weight their number; segments only where one has a second sentence marked."""
+def build_ragged(examples: Sequence[EncodedExample]) -> Ragged:
+    """The examples as one ragged batch, its weight their number; segments only where an example has a second one."""
     ragged = Ragged.build(
-        [example.framed.ids for example in group], weight=len(group), row_ids=[example.row_id for example in group]
+        [example.encoded.ids for example in examples],
+        weight=len(examples),
+        row_ids=[example.row_id for example in examples],
     )
-    segments = torch.tensor([segment for example in group for segment in example.framed.segments])
+    segments = torch.tensor([segment for example in examples for segment in example.encoded.segments])
     return replace(ragged, segments=segments) if segments.any() else ragged

@@ -1,4 +1,4 @@
-"""Questions about a context to token sequences: windows over long contexts, answers as first and last token."""
+"""Examples and batches of extractive question answering: overlapping windows over the context, answers as token spans."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from alignment.data.pretraining.examples import measured
 from alignment.data.rows.records import Tally
-from alignment.data.tasks.classification import grouped, ragged_of, text_budget
+from alignment.data.tasks.classification import build_ragged, group_encoded
 from alignment.data.tasks.rows import Question
 from alignment.data.text.special_tokens import (
     EncodedText,
@@ -20,6 +20,7 @@ from alignment.data.text.special_tokens import (
     frame_of,
     tokenize_with_offsets,
 )
+from alignment.data.text.truncation import text_budget
 from alignment.errors import UserError
 from alignment.ragged import RaggedBatch
 
@@ -36,13 +37,13 @@ class SpanExample:
     """A question with one window of its context.
 
     Attributes:
-        start: the answer's first token; 0 where the window does not hold the answer.
+        start: the answer's first token; 0 where the window does not contain the answer.
         end: its last token, itself included.
-        offsets: characters of the context behind each token, None outside the context, [N].
-        question: number of the row it is a window of.
+        offsets: first character in the context of each token and the one after its last; None outside the context, [N].
+        question: index of the question's row.
     """
 
-    framed: EncodedText
+    encoded: EncodedText
     start: int
     end: int
     offsets: list[tuple[int, int] | None]
@@ -73,79 +74,86 @@ def encode_questions(
 ) -> tuple[list[SpanExample], Tally]:
     """Question and context as a pair, a long context in overlapping windows, the answer as first and last token.
 
-    The first answer of a row is the one to learn. A window that does not hold all of it, and every window of a
-    question without an answer, points at its first token.
+    The first answer of a row is the label. A window that does not contain all of it, and every window of a question
+    without an answer, is labeled with its first token.
 
     Args:
         stride: tokens from the start of one window to the start of the next.
-        max_question: tokens that are left of a longer question.
+        max_question: tokens that a longer question is truncated to.
 
     Raises:
         UserError: `stride` is longer than a window, so that text would be skipped, or there is no room for context.
 
     Source: Devlin et al. 2019, arXiv:1810.04805, sections 4.2 and 4.3; windows: google-research/bert, run_squad.py.
     """
-    frame, counts, examples = frame_of(tokenizer), Tally(rows=len(rows), kept=len(rows)), []
+    template, counts, examples = frame_of(tokenizer), Tally(rows=len(rows), kept=len(rows)), []
     questions = tokenize_with_offsets(tokenizer, [row.question for row in rows])
     contexts = tokenize_with_offsets(tokenizer, [row.context for row in rows])
     for number, (row, question, context) in enumerate(zip(rows, questions, contexts, strict=True)):
         if len(question.ids) > max_question:
             counts.shorten(QUESTION_CUT, row.row_id)
-        asked = question.ids[:max_question]
-        room = text_budget(max_length, frame.pair_size + len(asked))
-        if not 1 <= stride <= room:
-            raise UserError(f"stride must be from 1 to the {room} tokens that a window has room for, got {stride}")
+        question_ids = question.ids[:max_question]
+        budget = text_budget(max_length, template.pair_size + len(question_ids))
+        if not 1 <= stride <= budget:
+            raise UserError(f"stride must be from 1 to the {budget} tokens that a window has room for, got {stride}")
         answer = token_span(context, *row.answers[0]) if row.answers else None
-        made = [
-            _window(frame, asked, context, first, room, answer, number, row.row_id)
-            for first in window_starts(len(context.ids), room, stride)
+        windows = [
+            _window(template, question_ids, context, first, budget, answer=answer, question=number, row_id=row.row_id)
+            for first in window_starts(len(context.ids), budget, stride)
         ]
-        without = sum(window.start == 0 for window in made)
+        without = sum(window.start == 0 for window in windows)
         for _ in range(without):
             counts.shorten(NO_ANSWER_HERE, row.row_id)
-        if row.answers and without == len(made):
+        if row.answers and without == len(windows):
             counts.shorten(ANSWER_NOWHERE, row.row_id)
-        examples += made
-    return examples, measured(counts, [example.framed.ids for example in examples])
+        examples += windows
+    return examples, measured(counts, [example.encoded.ids for example in examples])
 
 
-def window_starts(length: int, room: int, stride: int) -> list[int]:
-    """First tokens of windows of `room` tokens, `stride` apart; the last one reaches the end."""
-    return list(range(0, max(1, length - room + stride), stride))
+def window_starts(length: int, size: int, stride: int) -> list[int]:
+    """First tokens of windows of `size` tokens, `stride` apart; the last window reaches the end of the text."""
+    return list(range(0, max(1, length - size + stride), stride))
 
 
-def token_span(pieces: TokenizedText, answer: str, start: int) -> tuple[int, int] | None:
-    """First and last token that hold the answer's characters; None where the tokenizer has none for them."""
+def token_span(text: TokenizedText, answer: str, start: int) -> tuple[int, int] | None:
+    """First and last token of an answer; None where no token covers a character of it.
+
+    Args:
+        start: the answer's first character in the text.
+    """
     stop = start + len(answer)
-    held = [place for place, (first, last) in enumerate(pieces.offsets) if first < stop and last > start]
-    return (held[0], held[-1]) if held else None
+    inside = [index for index, (first, last) in enumerate(text.offsets) if first < stop and last > start]
+    return (inside[0], inside[-1]) if inside else None
 
 
 def _window(
-    frame: SpecialTokenTemplate,
-    question: list[int],
+    template: SpecialTokenTemplate,
+    question_ids: list[int],
     context: TokenizedText,
     first: int,
-    room: int,
+    size: int,
+    *,
     answer: tuple[int, int] | None,
-    number: int,
+    question: int,
     row_id: str,
 ) -> SpanExample:
-    framed = frame.pair(question, context.ids[first : first + room])
-    shift, own = framed.starts[1], context.offsets[first : first + room]
-    offsets: list[tuple[int, int] | None] = [None] * len(framed.ids)
-    offsets[shift : shift + len(own)] = own
+    """The question with tokens `first` .. `first + size` of the context."""
+    encoded = template.pair(question_ids, context.ids[first : first + size])
+    shift, inside = encoded.starts[1], context.offsets[first : first + size]
+    offsets: list[tuple[int, int] | None] = [None] * len(encoded.ids)
+    offsets[shift : shift + len(inside)] = inside
     start, end = (0, 0)
-    if answer is not None and first <= answer[0] and answer[1] < first + room:
-        start, end = (place - first + shift for place in answer)
-    return SpanExample(framed, start, end, offsets, number, row_id)
+    if answer is not None and first <= answer[0] and answer[1] < first + size:
+        start, end = (token - first + shift for token in answer)
+    return SpanExample(encoded, start, end, offsets, question, row_id)
 
 
 def collate_spans(examples: Sequence[SpanExample], micro_batch_tokens: int) -> list[SpanBatch]:
-    """Windows with their answers as batches, as `collate_classes`."""
+    """Windows with their answers as batches of at most `micro_batch_tokens` tokens; a longer window is one of its own."""
     batches = []
-    for group in grouped(examples, micro_batch_tokens):
-        ragged = ragged_of(group)
-        starts, ends = (torch.tensor([getattr(window, side) for window in group]) for side in ("start", "end"))
+    for group in group_encoded(examples, micro_batch_tokens):
+        ragged = build_ragged(group)
+        starts = torch.tensor([window.start for window in group])
+        ends = torch.tensor([window.end for window in group])
         batches.append(SpanBatch(ragged, ragged.firsts + starts, ragged.firsts + ends))
     return batches
