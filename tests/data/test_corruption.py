@@ -42,7 +42,7 @@ def test_special_tokens_are_never_chosen_and_every_other_one_can_be():
 def test_eighty_ten_ten_and_no_special_token_at_random():
     ids, maskable = encoded(20_000)
     choice = corruption.choose_tokens(maskable, 0.15, generator(0))
-    new = corruption.replace_chosen(ids, choice, ORDINARY, MASK, Masking(), generator(1))
+    new = corruption.replace_chosen(ids, choice, Masking(), generator(1), mask_id=MASK, random_ids=ORDINARY)
     chosen = choice != NOT_CHOSEN
     assert chosen.sum() == 3000
     assert (new[~chosen] == np.array(ids)[~chosen]).all()
@@ -56,11 +56,13 @@ def test_masking_alone_and_nothing_at_all_are_limits():
     ids, maskable = encoded(50)
     choice = corruption.choose_tokens(maskable, 1.0, generator(0))
     everything = Masking(rate=1.0, mask_share=1.0, random_share=0.0)
-    assert corruption.replace_chosen(ids, choice, ORDINARY, MASK, everything, generator(1)).tolist() == (
-        [2, *[MASK] * 50, 3]
-    )
+    assert corruption.replace_chosen(
+        ids, choice, everything, generator(1), mask_id=MASK, random_ids=ORDINARY
+    ).tolist() == ([2, *[MASK] * 50, 3])
     nothing = Masking(mask_share=0.0, random_share=0.0)
-    assert corruption.replace_chosen(ids, choice, ORDINARY, MASK, nothing, generator(1)).tolist() == ids
+    assert (
+        corruption.replace_chosen(ids, choice, nothing, generator(1), mask_id=MASK, random_ids=ORDINARY).tolist() == ids
+    )
 
 
 def test_words_are_the_runs_between_starts_and_special_tokens():
@@ -109,7 +111,7 @@ def test_spans_are_whole_words_share_one_fate_and_meet_the_budget():
         assert room <= chosen.sum() <= room + 2
         assert not chosen[0] and not chosen[-1]
         assert all(len(set(choice[start:stop])) == 1 for start, stop in words)
-        new = corruption.replace_chosen(ids, choice, ORDINARY, MASK, masking, generator(seed, 1))
+        new = corruption.replace_chosen(ids, choice, masking, generator(seed, 1), mask_id=MASK, random_ids=ORDINARY)
         for span in range(choice.max() + 1):
             places = np.flatnonzero(choice == span)
             assert (np.diff(places) == 1).all()
@@ -132,7 +134,7 @@ def test_the_same_generator_gives_the_same_masks_and_another_one_others(units):
     def masks(seed: int) -> list[int]:
         chance = generator(seed)
         choice = corruption.choose(maskable, maskable, masking, chance)
-        return corruption.replace_chosen(ids, choice, ORDINARY, MASK, masking, chance).tolist()
+        return corruption.replace_chosen(ids, choice, masking, chance, mask_id=MASK, random_ids=ORDINARY).tolist()
 
     assert masks(5) == masks(5) != masks(6)
 
