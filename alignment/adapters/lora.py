@@ -1,4 +1,4 @@
-"""LoRA through peft's layers, put into our own modules from outside. Files are in files.py."""
+"""LoRA: peft's layers injected into our modules."""
 
 import re
 import time
@@ -10,22 +10,22 @@ from torch import nn
 from alignment.adapters.specs import LoRASpec
 from alignment.errors import UserError
 
-PATTERN_SECONDS = 1.0  # for all names of a model; an honest pattern takes microseconds
+PATTERN_SECONDS = 1.0  # for all names of a model; an ordinary pattern takes microseconds
 
 
 def attach_lora(model: Any, spec: LoRASpec) -> Any:
-    """Freeze the model and put an update beside each linear layer that `spec.layers` names.
+    """Freeze the model, add a low-rank update to each linear layer that `spec.layers` matches, and return the model.
 
     Raises:
-        UserError: as `layers_of`.
+        UserError: no layer matches, or the pattern takes too long.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    wanted = layers_of(model, spec)
+    wanted = matching_layers(model, spec)
     model.requires_grad_(False)
     config = LoraConfig(
         r=spec.rank,
-        lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType]  # peft divides it; it need not be whole
+        lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType]  # any number works
         lora_dropout=spec.dropout,
         use_rslora=spec.rank_stabilized,
         target_modules=wanted,
@@ -33,17 +33,17 @@ def attach_lora(model: Any, spec: LoRASpec) -> Any:
     return inject_adapter_in_model(config, model)
 
 
-def layers_of(model: Any, spec: LoRASpec) -> list[str]:
-    """Names of the linear layers that `spec.layers` names.
+def matching_layers(model: Any, spec: LoRASpec) -> list[str]:
+    """Names of the linear layers that `spec.layers` matches.
 
     Raises:
-        UserError: there are none, or the pattern takes too long to say so.
+        UserError: no layer matches, or the pattern takes too long.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
     pattern = regex.compile(rf"(?:{spec.layers})$")
     end = time.monotonic() + PATTERN_SECONDS
     try:
-        # `re` cannot be interrupted: with (.*)*(.*)*! on one long name it does not end.
+        # `re` has no timeout, and (.*)*(.*)*! on one long name never ends.
         wanted = [name for name in names if pattern.search(name, timeout=max(end - time.monotonic(), 1e-3))]
     except TimeoutError as error:
         raise UserError(
@@ -51,19 +51,21 @@ def layers_of(model: Any, spec: LoRASpec) -> list[str]:
             "nest no repetitions, as in (a*)*"
         ) from error
     if not wanted:
-        raise UserError(f"adapter.layers {spec.layers!r} names no linear layer; there are: {', '.join(_kinds(names))}")
+        raise UserError(
+            f"adapter.layers {spec.layers!r} names no linear layer; there are: {', '.join(_without_numbers(names))}"
+        )
     return wanted
 
 
 def lora_layers(model: Any) -> dict[str, Any]:
-    """The adapted linear layers by name; empty where there is no LoRA."""
+    """The linear layers with a LoRA update by name; empty without LoRA."""
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 def merge_lora(model: Any) -> Any:
-    """Add each update to the weight beside it and take the adapter out; gradients are on again everywhere."""
+    """Add each update to its layer's weight and remove the adapter; all parameters are trainable afterwards."""
     for name, layer in lora_layers(model).items():
         layer.merge(safe_merge=True)
         parent, _, own = name.rpartition(".")
@@ -73,6 +75,6 @@ def merge_lora(model: Any) -> Any:
     return model.requires_grad_(True)
 
 
-def _kinds(names: list[str]) -> list[str]:
-    """Layer names without their numbers."""
+def _without_numbers(names: list[str]) -> list[str]:
+    """Layer names with * for each number, every one once."""
     return sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})

@@ -1,9 +1,10 @@
-"""Adapter directories in peft's own format, both ways. Names and fused matrices follow the family's weight table.
+"""Adapter directories in peft's format, read and written. Layer names and fused matrices follow the family's weight table.
 
-A file may hold one matrix where we have three (GPT-2's c_attn). Three updates of rank r on its parts are one update of
-rank 3r on the whole, block by block, which is how they are written; peft sees an ordinary LoRA of that rank.
+Where a file holds one matrix for several of our layers (GPT-2's c_attn holds query, key and value), their n updates of
+rank r are written as one block-diagonal update of rank n * r on the whole matrix, an ordinary LoRA for peft.
 """
 
+import difflib
 import os
 import re
 from collections.abc import Mapping
@@ -16,9 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from alignment.adapters.lora import attach_lora, layers_of, lora_layers
-from alignment.adapters.options import refused_options
-from alignment.adapters.prefix import Prefix, attach_prefix, dimensions, peft_config
+from alignment.adapters.lora import attach_lora, lora_layers, matching_layers
+from alignment.adapters.prefix import PrefixAdapter, attach_prefix, peft_config, prefix_dimensions
 from alignment.adapters.specs import AdapterSpec, LoRASpec, PrefixSpec
 from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml
@@ -28,71 +28,85 @@ from alignment.models.families import family_of
 from alignment.models.huggingface.checkpoint import hf_names
 from alignment.models.safetensors_files import read_safetensors
 
-WEIGHTS, CONFIG, OURS = "adapter_model.safetensors", "adapter_config.json", "alignment_adapter.json"
+WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+SPEC = "alignment_adapter.json"  # our own settings, in files that we write
 STACKS = ("trunk", "encoder", "decoder")
-SPELLED_OUT = re.compile(r"[\w|]*(?:\\\.[\w|]+)*")  # names of layers as `_spec_of` writes them, and no other pattern
+FULL_NAMES = re.compile(r"[\w|]*(?:\\\.[\w|]+)*")  # layer names as `_lora_spec` writes them, and no other pattern
+
+# Options of LoRA files from other programs that are supported; any other option must have peft's default.
+SUPPORTED_OPTIONS = {
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "r", "lora_alpha", "lora_dropout", "use_rslora", "target_modules", "exclude_modules", "layers_to_transform",
+    "layers_pattern", "modules_to_save", "fan_in_fan_out",
+}  # fmt: skip
+UNCHANGED_BASE = (True, False, None, "gaussian", "orthogonal", "eva")  # other `init_lora_weights` change the base too
 
 
 @dataclass(frozen=True)
-class HFLocation:
-    """A linear layer as its file names it, and which of ours make it up, in order."""
+class TargetModule:
+    """A linear layer of a peft file.
+
+    Attributes:
+        file_name: its name there.
+        layers: names of our layers that make it up, in order.
+    """
 
     file_name: str
-    ours: tuple[str, ...]
+    layers: tuple[str, ...]
 
 
 def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds an adapter rather than a model."""
+    """Whether a directory holds an adapter and not a model."""
     return (Path(directory) / CONFIG).is_file()
 
 
 def is_scalar_adapter(directory: Path) -> bool:
-    """Whether an adapter belongs to a reward model and so must hold a score head."""
+    """Whether an adapter is that of a reward model, which must contain a score head."""
     return _read_config(directory).get("task_type") == "SEQ_CLS"
 
 
 def read_base(directory: Path) -> str:
-    """The checkpoint an adapter sits on: a local directory, looked for from the adapter's own, or a Hub name."""
+    """An adapter's base model: a local directory, relative to the adapter's own where it exists there, or a Hub name."""
     base = _read_config(directory).get("base_model_name_or_path")
     if not base or not isinstance(base, str):
         raise UserError(
             f"{directory}/{CONFIG}: base_model_name_or_path is empty; write the base model's directory there"
         )
-    beside = Path(directory, base)
-    return str(beside.resolve()) if beside.is_dir() else base
+    local = Path(directory, base)
+    return str(local.resolve()) if local.is_dir() else base
 
 
 def read_revision(directory: Path) -> str | None:
-    """The commit of a base model on the Hub; None: the newest, or a local base."""
+    """The base model's commit on the Hub; None for the newest or for a local directory."""
     return _read_config(directory).get("revision")
 
 
 def read_spec(directory: Path) -> AdapterSpec:
-    """What kind of adapter a directory holds.
+    """The settings of a directory's adapter.
 
     Raises:
-        UserError: a kind or an option that we do not have.
+        UserError: the kind or an option of the adapter is not supported.
     """
     config = _read_config(directory)
     kind = config.get("peft_type")
     where = f"{directory}/{CONFIG}"
     if kind == "PREFIX_TUNING":
-        return _checked(PrefixSpec, {"tokens": config.get("num_virtual_tokens")}, where)
+        return _build_spec(PrefixSpec, {"tokens": config.get("num_virtual_tokens")}, where)
     if kind != "LORA":
         raise UserError(f"{where}: peft_type {kind!r} is not one of LORA, PREFIX_TUNING")
-    own = Path(directory) / OURS
-    if own.is_file():
-        spec = _checked(LoRASpec, read_json_object(own), str(own))
-        if not SPELLED_OUT.fullmatch(spec.layers):
-            raise UserError(f"{own}: layers must name each layer in full, joined by |; write the adapter again")
+    path = Path(directory) / SPEC
+    if path.is_file():
+        spec = _build_spec(LoRASpec, read_json_object(path), str(path))
+        if not FULL_NAMES.fullmatch(spec.layers):
+            raise UserError(f"{path}: layers must name each layer in full, joined by |; write the adapter again")
         return spec
-    raise_all(f"{where}: {problem}" for problem in refused_options(config))
+    raise_all(f"{where}: {problem}" for problem in _unsupported_options(config))
     found = {"rank": config.get("r"), "alpha": config.get("lora_alpha")}
-    return _checked(LoRASpec, {**found, "rank_stabilized": bool(config.get("use_rslora"))}, where)
+    return _build_spec(LoRASpec, {**found, "rank_stabilized": bool(config.get("use_rslora"))}, where)
 
 
-def _checked(kind: type[Any], values: dict[str, Any], where: str) -> Any:
-    """A specification whose values have been looked at as a run's config is."""
+def _build_spec(kind: type[Any], values: dict[str, Any], where: str) -> Any:
+    """A spec from JSON values, checked as a run's config is."""
     try:
         return build(kind, SourcedYaml(values, {(): where}))
     except UserError as error:
@@ -100,11 +114,11 @@ def _checked(kind: type[Any], values: dict[str, Any], where: str) -> Any:
 
 
 def adapter_state(model: Any, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The adapter's own weights by our names, the score head of a scalar model among them.
+    """The adapter's weights by our names, with the score head of a scalar model.
 
     Args:
-        model: with its adapter attached.
-        state: the whole state where the live one is sharded.
+        model: a model with its adapter attached.
+        state: the full state dict where the model is sharded; None: the model's own.
     """
     whole: dict[str, Tensor] = model.state_dict() if state is None else state
     kept = {name: value for name, value in whole.items() if ".lora_" in name or name.startswith("prefix.")}
@@ -124,10 +138,12 @@ def save_adapter(
     """Write an adapter so that `peft.PeftModel.from_pretrained(base model, directory)` gives the same model.
 
     Args:
-        base: directory or Hub name of the frozen weights. The config names a directory as seen from the adapter's, so
-            that both can be moved together.
-        revision: commit of a base on the Hub.
-        state: as in `adapter_state`.
+        model: a model with its adapter attached.
+        directory: directory to write.
+        base: directory or Hub name of the frozen weights. A directory is written relative to the adapter's, so that
+            both can be moved together.
+        revision: commit of a base model on the Hub.
+        state: the full state dict where the model is sharded; None: the model's own.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -139,7 +155,7 @@ def save_adapter(
         tensors, config = _prefix_file(model, state, task)
     else:
         tensors, config = _lora_file(model, state, task)
-        write_json(directory / OURS, asdict(_spec_of(model)))
+        write_json(directory / SPEC, asdict(_lora_spec(model)))
     tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}
     write_atomic(directory / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
     config.inference_mode = True
@@ -147,14 +163,15 @@ def save_adapter(
 
 
 def load_adapter(model: Any, directory: Path, *, with_head: bool = True) -> Any:
-    """Attach the adapter of a directory to its base model and return it.
+    """Attach the adapter of a directory to its base model and return the model.
 
     Args:
-        model: the base model; of a policy's adapter it may be a scalar model, whose score head then stays.
-        with_head: take the score head of a reward model's adapter; False keeps the one that `model` has.
+        model: the base model. A policy's adapter also fits a scalar model, which then keeps its score head.
+        directory: an adapter in peft's format.
+        with_head: load the score head of a reward model's adapter; False keeps that of `model`.
 
     Raises:
-        UserError: the weights are missing, unknown or of another shape.
+        UserError: tensors are missing, unexpected or of another shape.
     """
     directory = Path(directory)
     if not (directory / WEIGHTS).is_file():
@@ -165,45 +182,47 @@ def load_adapter(model: Any, directory: Path, *, with_head: bool = True) -> Any:
         attach_prefix(model, spec)
         wanted = {"prefix.encoder.embedding.weight": tensors.pop("prompt_embeddings", None)}
     else:
-        own = (directory / OURS).is_file()
-        places = {place.file_name: place for place in _places(model)}
-        if not own:
-            spec = _layers_in_file(spec, tensors, places)
+        written_by_us = (directory / SPEC).is_file()
+        modules = {module.file_name: module for module in _target_modules(model)}
+        if not written_by_us:
+            spec = _with_layers_of_file(spec, tensors, modules)
         _check_size(directory, model, spec, tensors)
         attach_lora(model, spec)
-        wanted = _lora_tensors(model, tensors, places, blocks=own)
+        wanted = _lora_tensors(model, tensors, modules, block_diagonal=written_by_us)
     if _is_scalar(model):
         model.head.requires_grad_(True)
         if is_scalar_adapter(directory):
             score = next((name for name in tensors if name.endswith("score.weight")), "")
             head = tensors.pop(score, None)
             wanted |= {"head.weight": head} if with_head else {}
-    _fill(model, wanted, tensors, directory)
+    _load_strictly(model, wanted, tensors, directory)
     return model
 
 
 def _check_size(directory: Path, model: Any, spec: AdapterSpec, tensors: Mapping[str, Tensor]) -> None:
-    """Refuse settings that ask for far more numbers than the file holds, before memory is taken for them."""
+    """Refuse settings that need far more parameters than the file has, before allocating them."""
     if isinstance(spec, PrefixSpec):
-        asked = spec.tokens * 2 * prod(dimensions(model))
+        asked = spec.tokens * 2 * prod(prefix_dimensions(model))
     else:
-        layers = [model.get_submodule(name) for name in layers_of(model, spec)]
+        layers = [model.get_submodule(name) for name in matching_layers(model, spec)]
         asked = spec.rank * sum(layer.in_features + layer.out_features for layer in layers)
     held = sum(tensor.numel() for tensor in tensors.values())
-    if asked > 4 * held:  # of a fused matrix the file holds one lora_A where we have three
+    if asked > 4 * held:  # a fused matrix has one lora_A in the file where we have three
         raise UserError(
             f"{directory}: its settings (rank, virtual tokens, layers) ask for {asked} numbers, and {WEIGHTS} holds "
             f"{held}; write the adapter again"
         )
 
 
-def _fill(model: Any, wanted: dict[str, Tensor | None], left: dict[str, Tensor], directory: Path) -> None:
-    """Copy tensors into the model, strictly."""
+def _load_strictly(
+    model: Any, wanted: dict[str, Tensor | None], unexpected: dict[str, Tensor], directory: Path
+) -> None:
+    """Copy tensors into the model; any missing, unexpected or misshapen tensor is an error."""
     parameters = dict(model.named_parameters())
     problems = [
         f"{directory}/{WEIGHTS}: tensor for {name} is missing" for name, value in wanted.items() if value is None
     ]
-    problems += [f"{directory}/{WEIGHTS}: tensor {name} belongs nowhere in this model" for name in left]
+    problems += [f"{directory}/{WEIGHTS}: tensor {name} belongs nowhere in this model" for name in unexpected]
     problems += [
         f"{directory}/{WEIGHTS}: {name} has shape {list(value.shape)}, the model wants {list(parameters[name].shape)}"
         for name, value in wanted.items()
@@ -216,47 +235,51 @@ def _fill(model: Any, wanted: dict[str, Tensor | None], left: dict[str, Tensor],
 
 
 def _prefix_file(model: Any, state: dict[str, Tensor], task: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """Tensors and config of a prefix in peft's format."""
     own = {name.removeprefix("prefix."): value for name, value in state.items() if name.startswith("prefix.")}
-    # A copy of its own: the live one may be sharded, and all ranks would have to take part in its call.
-    prefix = Prefix(model.prefix.spec, *dimensions(model))
+    # Computed by a copy: the model's own prefix may be sharded, and every rank would have to join its forward.
+    prefix = PrefixAdapter(model.prefix.spec, *prefix_dimensions(model))
     prefix.load_state_dict(own)
-    tensors = {"prompt_embeddings": prefix.flat()}  # any projection applied
+    tensors = {"prompt_embeddings": prefix.prompt_embeddings()}  # any projection applied
     if _is_scalar(model):
         tensors["base_model.score.weight"] = state["head.weight"]
-    stored = PrefixSpec(tokens=model.prefix.spec.tokens)  # the projection is only a way to train it
-    return tensors, peft_config(stored, *dimensions(model), **task)
+    stored = PrefixSpec(tokens=model.prefix.spec.tokens)  # the projection is needed in training only
+    return tensors, peft_config(stored, *prefix_dimensions(model), **task)
 
 
 def _lora_file(model: Any, state: dict[str, Tensor], task: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+    """Tensors and config of a LoRA in peft's format."""
     from peft import LoraConfig
 
-    spec, layers, tensors = _spec_of(model), lora_layers(model), {}
-    targets: dict[str, int] = {}  # file name -> rank there
-    for place in _places(model):
-        if not any(name in layers for name in place.ours):
+    spec, layers, tensors = _lora_spec(model), lora_layers(model), {}
+    targets: dict[str, int] = {}  # name in the file -> rank
+    for module in _target_modules(model):
+        if not any(name in layers for name in module.layers):
             continue
         down, up = [], []
-        for name in place.ours:
+        for name in module.layers:
             width = layers[name].out_features if name in layers else model.get_submodule(name).out_features
             adapted = name in layers
             down += [state[f"{name}.lora_A.default.weight"]] if adapted else []
             up.append(state[f"{name}.lora_B.default.weight"] if adapted else torch.zeros(width, 0))
-        whole = f"base_model.model.{place.file_name}"
+        whole = f"base_model.model.{module.file_name}"
         tensors[f"{whole}.lora_A.weight"] = torch.cat([part.cpu() for part in down])
         tensors[f"{whole}.lora_B.weight"] = torch.block_diag(*(part.cpu() for part in up))
-        targets[place.file_name] = len(tensors[f"{whole}.lora_A.weight"])
+        targets[module.file_name] = len(tensors[f"{whole}.lora_A.weight"])
     if _is_scalar(model):
         tensors["base_model.model.score.weight"] = state["head.weight"]
     scale = spec.alpha / (sqrt(spec.rank) if spec.rank_stabilized else spec.rank)
-    odd = {name: rank for name, rank in targets.items() if rank != spec.rank}
+    other_ranks = {name: rank for name, rank in targets.items() if rank != spec.rank}
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=spec.dropout,
         use_rslora=spec.rank_stabilized,
         target_modules=sorted(targets),
-        rank_pattern=odd,
-        alpha_pattern={name: scale * (sqrt(rank) if spec.rank_stabilized else rank) for name, rank in odd.items()},
+        rank_pattern=other_ranks,
+        alpha_pattern={
+            name: scale * (sqrt(rank) if spec.rank_stabilized else rank) for name, rank in other_ranks.items()
+        },
         fan_in_fan_out=bool(family_of(model.config).transposed),
         modules_to_save=["score"] if _is_scalar(model) else None,
         **task,
@@ -265,78 +288,79 @@ def _lora_file(model: Any, state: dict[str, Tensor], task: dict[str, Any]) -> tu
 
 
 def _lora_tensors(
-    model: Any, tensors: dict[str, Tensor], places: dict[str, HFLocation], *, blocks: bool
+    model: Any, tensors: dict[str, Tensor], modules: dict[str, TargetModule], *, block_diagonal: bool
 ) -> dict[str, Tensor | None]:
-    """The file's tensors by our names; taken out of `tensors`.
+    """The LoRA tensors of a file by our names; they are removed from `tensors`.
 
     Args:
-        blocks: the file's fused updates are ours, block by block; otherwise their parts share one lora_A.
+        block_diagonal: fused updates consist of one block per layer; otherwise their layers share one lora_A.
     """
     layers, wanted = lora_layers(model), {}
-    for file_name, place in places.items():
-        adapted = [name for name in place.ours if name in layers]
+    for file_name, module in modules.items():
+        adapted = [name for name in module.layers if name in layers]
         if not adapted:
             continue
         down = tensors.pop(f"base_model.model.{file_name}.lora_A.weight", None)
         up = tensors.pop(f"base_model.model.{file_name}.lora_B.weight", None)
-        heights = [model.get_submodule(name).out_features for name in place.ours]
+        heights = [model.get_submodule(name).out_features for name in module.layers]
         if up is not None and len(up) != sum(heights):
             raise UserError(f"{WEIGHTS}: {file_name}.lora_B has {len(up)} rows, the model wants {sum(heights)}")
         rows = [None] * len(heights) if up is None else up.split(heights)
-        for name, part in zip(place.ours, rows, strict=True):
+        for name, part in zip(module.layers, rows, strict=True):
             if name not in layers:
                 continue
             rank, index = layers[name].r["default"], adapted.index(name)
-            block = slice(index * rank, (index + 1) * rank) if blocks else slice(None)
+            block = slice(index * rank, (index + 1) * rank) if block_diagonal else slice(None)
             wanted[f"{name}.lora_A.default.weight"] = None if down is None else down[block]
             wanted[f"{name}.lora_B.default.weight"] = None if part is None else part[:, block]
     return wanted
 
 
-def _layers_in_file(spec: LoRASpec, tensors: dict[str, Tensor], places: dict[str, HFLocation]) -> LoRASpec:
-    """The spec with exactly the layers that someone else's file holds."""
+def _with_layers_of_file(spec: LoRASpec, tensors: dict[str, Tensor], modules: dict[str, TargetModule]) -> LoRASpec:
+    """The spec with exactly the layers of a file that another program wrote."""
     suffix = ".lora_A.weight"
     held = [name.removeprefix("base_model.model.").removesuffix(suffix) for name in tensors if name.endswith(suffix)]
-    ours = [name for place in held if place in places for name in places[place].ours]
+    ours = [name for module in held if module in modules for name in modules[module].layers]
     return LoRASpec(
         rank=spec.rank, alpha=spec.alpha, rank_stabilized=spec.rank_stabilized,
         layers="|".join(sorted({name.replace(".", r"\.") for name in ours})) or "(?!)",
     )  # fmt: skip
 
 
-def _places(model: Any) -> list[HFLocation]:
-    """Every linear layer of the trunk, or of encoder and decoder, from the family's weight table."""
-    parts: dict[str, list[str]] = {}
-    for ours, place in hf_names(model).items():
+def _target_modules(model: Any) -> list[TargetModule]:
+    """Every linear layer of the model's blocks as the family's weight table names it."""
+    layers: dict[str, list[str]] = {}
+    for ours, location in hf_names(model).items():
         stack, _, inside = ours.partition(".")
         if stack in STACKS and inside.startswith("blocks.") and ours.endswith(".weight") and "norm" not in ours:
-            parts.setdefault(place.name.removesuffix(".weight"), []).append(ours.removesuffix(".weight"))
-    return [HFLocation(name, tuple(ours)) for name, ours in parts.items()]
+            layers.setdefault(location.name.removesuffix(".weight"), []).append(ours.removesuffix(".weight"))
+    return [TargetModule(name, tuple(ours)) for name, ours in layers.items()]
 
 
-def _spec_of(model: Any) -> LoRASpec:
-    """The spec of the LoRA a model carries, its layers spelled out."""
+def _lora_spec(model: Any) -> LoRASpec:
+    """The settings of a model's LoRA, with the full name of every layer."""
     layers = lora_layers(model)
-    some = next(iter(layers.values()))
-    dropout = getattr(some.lora_dropout["default"], "p", 0.0)
+    first = next(iter(layers.values()))
+    dropout = getattr(first.lora_dropout["default"], "p", 0.0)
     return LoRASpec(
-        rank=some.r["default"],
-        alpha=some.lora_alpha["default"],
+        rank=first.r["default"],
+        alpha=first.lora_alpha["default"],
         dropout=dropout,
         layers="|".join(sorted(name.replace(".", r"\.") for name in layers)),
-        rank_stabilized=bool(some.use_rslora["default"]),
+        rank_stabilized=bool(first.use_rslora["default"]),
     )
 
 
 def _task_type(model: Any) -> str:
-    """peft's name for the kind of model."""
+    """peft's `task_type` of a model."""
     if hasattr(model, "decoder"):
         return "SEQ_2_SEQ_LM"
     return "SEQ_CLS" if _is_scalar(model) else "CAUSAL_LM"
 
 
 def _is_scalar(model: Any) -> bool:
-    return model.head.out_features == 1 and model.spec.vocabulary != 1  # a sharded weight may have another shape
+    # The layer's attributes are asked, because a sharded weight has another shape.
+    return model.head.out_features == 1 and model.spec.vocabulary != 1
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -345,3 +369,24 @@ def _read_config(directory: Path) -> dict[str, Any]:
     if "auto_map" in config:
         raise UserError(f"{directory}/{CONFIG}: 'auto_map' asks to run code from the checkpoint, which is refused")
     return config
+
+
+def _unsupported_options(config: dict[str, Any]) -> list[str]:
+    """One message per option of an adapter_config.json that would change the result and is not supported."""
+    from peft import LoraConfig
+
+    defaults = vars(LoraConfig())
+    problems = []
+    for key, value in config.items():
+        if key in SUPPORTED_OPTIONS or not value or value == defaults.get(key):
+            continue
+        if key not in defaults:
+            close = difflib.get_close_matches(key, defaults, 1)
+            problems.append(f"{key} is no option that we know" + (f"; is it {close[0]}?" if close else ""))
+        elif key != "init_lora_weights":
+            problems.append(f"{key} = {value!r} is not supported, only {defaults[key]!r}")
+        elif value not in UNCHANGED_BASE:
+            problems.append(
+                f"{key} = {value!r} belongs to changed base weights; convert it to plain LoRA with peft first"
+            )
+    return problems

@@ -1,4 +1,4 @@
-"""Prefix tuning: trained keys and values before every document, through peft's encoder. Files are in files.py."""
+"""Prefix tuning: trained keys and values before every document, computed by peft's encoder."""
 
 from typing import Any
 
@@ -9,10 +9,10 @@ from alignment.adapters.specs import PrefixSpec
 from alignment.errors import UserError
 
 
-class Prefix(nn.Module):
-    """The prefix of every layer, [layers, 2 (keys, values), P, K, head width].
+class PrefixAdapter(nn.Module):
+    """Keys and values of P virtual tokens for every layer, [layers, 2, P, K, head_dim].
 
-    Source: Li and Liang 2021, arXiv:2101.00190; parameters laid out as peft's `PrefixEncoder`.
+    Source: Li and Liang 2021, arXiv:2101.00190; the parameters are those of peft's `PrefixEncoder`.
     """
 
     def __init__(self, spec: PrefixSpec, layers: int, heads: int, head_dim: int):
@@ -24,16 +24,16 @@ class Prefix(nn.Module):
         self.register_buffer("tokens", torch.arange(spec.tokens), persistent=False)
 
     def forward(self) -> Tensor:
-        """[layers, 2, P, K, head width]."""
+        """Keys and values, [layers, 2, P, K, head_dim]."""
         return self.encoder(self.tokens).view(self.shape).permute(1, 2, 0, 3, 4)
 
-    def flat(self) -> Tensor:
-        """As peft stores it, any projection applied: [P, layers * 2 * K * head width]."""
+    def prompt_embeddings(self) -> Tensor:
+        """The prefix in peft's file format, after any projection, [P, layers * 2 * K * head_dim]."""
         return self.encoder(self.tokens).detach()
 
 
-def peft_config(spec: PrefixSpec, layers: int, heads: int, head_dim: int, **more: Any) -> Any:
-    """peft's settings for such a prefix; its "attention heads" are the key-value heads that the cache has."""
+def peft_config(spec: PrefixSpec, layers: int, heads: int, head_dim: int, **options: Any) -> Any:
+    """The prefix as peft's config; its "attention heads" are the key-value heads of the cache."""
     from peft import PrefixTuningConfig
 
     return PrefixTuningConfig(
@@ -44,26 +44,26 @@ def peft_config(spec: PrefixSpec, layers: int, heads: int, head_dim: int, **more
         num_layers=layers,
         prefix_projection=spec.projection_width > 0,
         encoder_hidden_size=spec.projection_width or heads * head_dim,
-        **more,
+        **options,
     )
 
 
-def dimensions(model: Any) -> tuple[int, int, int]:
-    """Layers, key-value heads and head width, which all layers must share.
+def prefix_dimensions(model: Any) -> tuple[int, int, int]:
+    """Number of layers, key-value heads and head_dim, which all layers must share.
 
     Raises:
-        UserError: layers differ, or there are two stacks of them.
+        UserError: layers differ, or the model is an encoder-decoder.
     """
     if not hasattr(model.spec, "blocks"):
-        raise UserError("prefix tuning needs a model of one stack, not an encoder-decoder; use LoRA instead")
+        raise UserError("prefix tuning needs a decoder or encoder, not an encoder-decoder; use LoRA instead")
     shapes = {(block.attention.key_value_heads, block.attention.head_dim) for block in model.spec.blocks}
     if len(shapes) != 1:
-        raise UserError("prefix tuning needs the same key-value heads and head width in every layer; use LoRA instead")
+        raise UserError("prefix tuning needs the same key-value heads and head_dim in every layer; use LoRA instead")
     return (len(model.spec.blocks), *shapes.pop())
 
 
 def attach_prefix(model: Any, spec: PrefixSpec) -> Any:
-    """Freeze the model and give it a fresh prefix; the score head of a scalar model goes on training."""
+    """Freeze the model, attach a new prefix and return the model."""
     model.requires_grad_(False)
-    model.prefix = Prefix(spec, *dimensions(model)).to(next(model.parameters()).device)
+    model.prefix = PrefixAdapter(spec, *prefix_dimensions(model)).to(next(model.parameters()).device)
     return model

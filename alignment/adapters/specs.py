@@ -1,24 +1,24 @@
-"""What an adapter is: its settings, checked on their own. How it is attached: lora.py and prefix.py."""
+"""Settings of adapters, with their checks."""
 
 import re
 from dataclasses import dataclass
 from typing import Literal
 
-MOST = 65_536  # more of anything is a slip of the hand, and would ask for terabytes
-# Of experts each one; not the router that chooses among them.
+MAX_SIZE = 65_536  # a larger rank or prefix is a typing error and would need terabytes
+# Every expert of a mixture, but not its router.
 EVERY_LINEAR = r"(attention|cross)\.(query|key|value|output)|feedforward\.(experts\.\d+\.)?(gate|up|down)"
 
 
 @dataclass(frozen=True)
 class LoRASpec:
-    """Low-rank updates beside frozen linear layers: W x + (alpha / rank) B A x.
+    """Low-rank updates of frozen linear layers: W x + (alpha / rank) B A x.
 
     Attributes:
         rank: rank of the update, r.
-        alpha: its scale; the update is multiplied by alpha / rank (alpha / sqrt(rank) with `rank_stabilized`).
-        dropout: on the update's input, while training.
-        layers: regular expression over the ends of our layer names, such as `attention\\.(query|value)`.
-        rank_stabilized: rsLoRA's scale.
+        alpha: scale; the update is multiplied by alpha / rank, or by alpha / sqrt(rank) with `rank_stabilized`.
+        dropout: dropout on the update's input in training.
+        layers: regular expression that matches the end of our layer names, such as `attention\\.(query|value)`.
+        rank_stabilized: use rsLoRA's scale.
 
     Source: Hu et al. 2021, arXiv:2106.09685; rsLoRA Kalajdzievski 2023, arXiv:2312.03732.
     """
@@ -33,8 +33,8 @@ class LoRASpec:
     def __post_init__(self) -> None:
         if self.rank < 1:
             raise ValueError(f"rank must be at least 1, got {self.rank}; 8 to 64 is usual")
-        if self.rank > MOST:  # wider than any layer that it could stand beside
-            raise ValueError(f"rank must be at most {MOST:,}, got {self.rank}; 8 to 64 is usual")
+        if self.rank > MAX_SIZE:  # larger than any layer it could be added to
+            raise ValueError(f"rank must be at most {MAX_SIZE:,}, got {self.rank}; 8 to 64 is usual")
         if self.alpha <= 0:
             raise ValueError(f"alpha must be above 0, got {self.alpha}; twice the rank is usual")
         if not 0 <= self.dropout < 1:
@@ -47,11 +47,11 @@ class LoRASpec:
 
 @dataclass(frozen=True)
 class PrefixSpec:
-    """Trained keys and values in front of every document, in every layer; the model itself stays frozen.
+    """Trained keys and values before every document in every layer of a frozen model.
 
     Attributes:
         tokens: number of virtual tokens.
-        projection_width: width of the two-layer network through which the prefix is trained; 0 trains it directly.
+        projection_width: hidden width of the two-layer network that computes the prefix in training; 0: no network.
 
     Source: Li and Liang 2021, arXiv:2101.00190.
     """
@@ -63,20 +63,20 @@ class PrefixSpec:
     def __post_init__(self) -> None:
         if self.tokens < 1:
             raise ValueError(f"tokens must be at least 1, got {self.tokens}; 10 to 100 is usual")
-        if self.tokens > MOST:
-            raise ValueError(f"tokens must be at most {MOST:,}, got {self.tokens}; 10 to 100 is usual")
-        if not 0 <= self.projection_width <= MOST:
-            raise ValueError(f"projection_width must be 0 (off) or up to {MOST:,}, got {self.projection_width}")
+        if self.tokens > MAX_SIZE:
+            raise ValueError(f"tokens must be at most {MAX_SIZE:,}, got {self.tokens}; 10 to 100 is usual")
+        if not 0 <= self.projection_width <= MAX_SIZE:
+            raise ValueError(f"projection_width must be 0 (off) or up to {MAX_SIZE:,}, got {self.projection_width}")
 
 
 AdapterSpec = LoRASpec | PrefixSpec
 
 
 def refuse_dropout(adapter: AdapterSpec | None, stage: str) -> None:
-    """Refuse an adapter's dropout where the policy is compared with its reference token by token, dropout off.
+    """Refuse adapter dropout in stages that compare the policy with its reference token by token, without dropout.
 
     Raises:
-        ValueError: the adapter has some.
+        ValueError: `adapter.dropout` is above 0.
     """
     if isinstance(adapter, LoRASpec) and adapter.dropout > 0:
         raise ValueError(

@@ -1,0 +1,58 @@
+"""Attach an adapter to a model, switch it off for a while, merge it into the weights."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from alignment.adapters.lora import attach_lora, lora_layers, merge_lora
+from alignment.adapters.prefix import attach_prefix
+from alignment.adapters.specs import AdapterSpec, LoRASpec
+from alignment.errors import UserError
+
+
+def attach(model: Any, spec: AdapterSpec) -> Any:
+    """Freeze `model`, attach a new adapter and return the model; the score head of a scalar model stays trainable.
+
+    Raises:
+        UserError: the model runs through transformers' class, or the adapter does not fit it.
+    """
+    if model.source != "native":
+        raise UserError(
+            f"adapters need an architecture of our own, and {model.config['model_type']!r} runs as transformers' class; "
+            "leave `adapter` out and train all weights"
+        )
+    model = attach_lora(model, spec) if isinstance(spec, LoRASpec) else attach_prefix(model, spec)
+    if model.head.weight.dim() == 2 and model.head.weight.shape[0] == 1:
+        model.head.requires_grad_(True)
+    return model
+
+
+@contextmanager
+def disabled(model: Any) -> Iterator[None]:
+    """Switch the model's adapter off within the block, also when the block raises."""
+    layers = list(lora_layers(model).values())
+    before = [layer._disable_adapters for layer in layers]
+    had_prefix = model.prefix_enabled
+    # peft's own switch also changes requires_grad, which sharded optimizers must not see.
+    for layer in layers:
+        layer._disable_adapters = True
+    model.prefix_enabled = False
+    try:
+        yield
+    finally:
+        for layer, was_disabled in zip(layers, before, strict=True):
+            layer._disable_adapters = was_disabled
+        model.prefix_enabled = had_prefix
+
+
+def merge_adapter(model: Any) -> Any:
+    """Merge a model's LoRA into its weights and return the model.
+
+    Raises:
+        UserError: the adapter is a prefix, which is no change of weights.
+    """
+    if model.prefix is not None:
+        raise UserError(
+            "a prefix adapter is no change of weights and cannot be merged; keep it as an adapter directory"
+        )
+    return merge_lora(model)
