@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from alignment.models.build import build_language_model
-from alignment.models.huggingface.checkpoint import hf_names
+from alignment.models.huggingface.checkpoint import hf_locations
 from alignment.models.huggingface.weight_map import to_hf
 from alignment.ragged import Ragged
 
@@ -122,7 +122,7 @@ def models(size: str, device: str, dtype: torch.dtype) -> tuple[Any, Any]:
     ours = build_language_model(config)
     kind = config.pop("model_type")
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **config), attn_implementation="sdpa")
-    tensors = to_hf(dict(ours.named_parameters()), hf_names(ours))
+    tensors = to_hf(dict(ours.named_parameters()), hf_locations(ours))
     missing, unexpected = theirs.load_state_dict(tensors, strict=False)
     assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
     theirs.tie_weights()

@@ -29,7 +29,7 @@ from alignment.errors import UserError
 from alignment.generation.beam_search import BeamConfig, beam_search
 from alignment.generation.decode import decode_responses
 from alignment.generation.sampling import SamplingConfig
-from alignment.models.huggingface.checkpoint import hf_names, load_pretrained, save_model, to_hf
+from alignment.models.huggingface.checkpoint import hf_locations, load_pretrained, save_model, to_hf
 from alignment.ragged import Ragged, Seq2Seq
 
 GRADIENT_LENGTHS = (60, 33, 7, 90, 16)
@@ -131,7 +131,7 @@ def gradient_difference(case: Case, reference: Any, model: Any, directory: Path)
     logits = logits_of(case, reference, "right", rows, targets)
     loss(logits, target_log_probs(case, logits, batch)).backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    ours, theirs = to_hf(gradients, hf_names(model)), gradients_as_saved(reference, directory)
+    ours, theirs = to_hf(gradients, hf_locations(model)), gradients_as_saved(reference, directory)
     theirs = {name: gradient for name, gradient in theirs.items() if name in ours or gradient.any()}
     if missing := {name for name, gradient in theirs.items() if gradient.any()} - ours.keys():
         raise UserError(f"no gradient of ours for {sorted(missing)}")

@@ -25,7 +25,7 @@ from alignment.config.yaml_source import SourcedYaml
 from alignment.errors import UserError, raise_all
 from alignment.files import check_directory, read_json_object, write_atomic, write_json
 from alignment.models.families import family_of
-from alignment.models.huggingface.checkpoint import hf_names
+from alignment.models.huggingface.checkpoint import hf_locations
 from alignment.models.safetensors_files import read_safetensors
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -330,7 +330,7 @@ def _with_layers_of_file(spec: LoRASpec, tensors: dict[str, Tensor], modules: di
 def _target_modules(model: Any) -> list[TargetModule]:
     """Every linear layer of the model's blocks as the family's weight table names it."""
     layers: dict[str, list[str]] = {}
-    for ours, location in hf_names(model).items():
+    for ours, location in hf_locations(model).items():
         stack, _, inside = ours.partition(".")
         if stack in STACKS and inside.startswith("blocks.") and ours.endswith(".weight") and "norm" not in ours:
             layers.setdefault(location.name.removesuffix(".weight"), []).append(ours.removesuffix(".weight"))

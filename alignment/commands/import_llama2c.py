@@ -15,7 +15,7 @@ from torch import Tensor
 from alignment.errors import UserError
 from alignment.files import atomic_directory
 from alignment.models.build import build_language_model
-from alignment.models.huggingface.checkpoint import from_hf, hf_names, save_model
+from alignment.models.huggingface.checkpoint import from_hf, hf_locations, save_model
 
 SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1, 2, as in every Llama vocabulary
 FIRST_BYTE = len(SPECIAL)  # then one token for each byte
@@ -189,7 +189,7 @@ def convert(checkpoint: Path, tokenizer: Path, output: Path) -> None:
     config, tensors = read_checkpoint(checkpoint)
     pieces = read_tokenizer(tokenizer, config["vocab_size"])
     model = build_language_model(config)
-    places = hf_names(model)
+    places = hf_locations(model)
     if config["tie_word_embeddings"]:
         del places["head.weight"]
     model.load_state_dict(from_hf(tensors, places), strict=not config["tie_word_embeddings"])

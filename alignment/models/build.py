@@ -65,7 +65,7 @@ def build_model(config: dict[str, Any], task: str = "language") -> Any:
     Raises:
         UserError: unknown family, unknown key, or a value that cannot be; a task the family does not have.
     """
-    config = {**family_of(config).fresh_config, **config}
+    config = {**family_of(config).new_model_config, **config}
     return initialize(empty_model(config, task))
 
 

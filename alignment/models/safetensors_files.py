@@ -1,4 +1,4 @@
-"""What lies in a model directory, read with suspicion: config.json and safetensors, whole or in shards."""
+"""config.json and safetensors files of a model directory, in one file or in shards, checked while they are read."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -14,16 +14,16 @@ from alignment.files import check_directory, read_json_object
 
 WEIGHTS, INDEX, CONFIG = "model.safetensors", "model.safetensors.index.json", "config.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.bin.index.json")
-COUNTS = re.compile(r"(?:.*_)?(?:layers?|experts?|groups?)")  # config keys: how often a part is built
-SIZES = re.compile(r"(?:.*_)?(?:size|dim|embd|inner|heads?|model|ff|kv|buckets|rank)")  # how large
-MOST_SHARED_LAYERS = 1024  # a network whose layers share weights may have more layers than tensors
+COUNTS = re.compile(r"(?:.*_)?(?:layers?|experts?|groups?)")  # config keys that count modules
+SIZES = re.compile(r"(?:.*_)?(?:size|dim|embd|inner|heads?|model|ff|kv|buckets|rank)")  # config keys that are widths
+MAX_SHARED_LAYERS = 1024  # layers that share weights may be more than there are tensors
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """config.json of a local directory.
+    """The content of a directory's config.json.
 
     Raises:
-        UserError: there is none, it is no JSON object, or files of the directory lie elsewhere.
+        UserError: there is no such file, it is no JSON object, or the directory links to files elsewhere.
     """
     path = Path(directory) / CONFIG
     if not path.is_file():
@@ -33,10 +33,10 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 
 def read_state_dict(directory: Path) -> dict[str, Tensor]:
-    """All tensors of model.safetensors, or of the shards its index names.
+    """All tensors of model.safetensors, or of the shards in its index, by Hugging Face's names.
 
     Raises:
-        UserError: no safetensors file, a pickle instead, or an index that does not match its shards.
+        UserError: there is no safetensors file, only a pickle, or the index does not match its shards.
     """
     return {
         name: tensor for file in weight_files(directory) for name, tensor in read_safetensors(directory / file).items()
@@ -44,29 +44,29 @@ def read_state_dict(directory: Path) -> dict[str, Tensor]:
 
 
 def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor that `read_state_dict` would give, from the files' headers alone."""
+    """The shape of each tensor that `read_state_dict` returns, from the files' headers alone."""
     return {name: shape for shapes in _shapes_by_file(directory).values() for name, shape in shapes.items()}
 
 
 def weight_files(directory: Path) -> list[str]:
-    """Names of the safetensors files that hold a directory's weights, each of them in the directory itself.
+    """Names of the safetensors files with a directory's weights.
 
     Raises:
-        UserError: as `read_state_dict`.
+        UserError: there is no safetensors file, only a pickle, or the index does not match its shards.
     """
     return list(_shapes_by_file(directory))
 
 
 def check_sizes(directory: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a config whose sizes the weights cannot have, before a part is built or memory taken for it.
+    """Refuse a config with sizes that its weights cannot have, before memory is allocated for a model of these sizes.
 
-    Every layer has a tensor of its own, unless layers share theirs, and no width exceeds the largest tensor. What
-    passes may still be wrong, and is then found tensor by tensor.
+    There cannot be more layers than tensors (unless layers share weights), nor a width above the size of the largest
+    tensor. A config that passes may still be wrong; loading then finds it tensor by tensor.
 
     Raises:
         UserError: naming each such key.
     """
-    count = max(len(shapes), MOST_SHARED_LAYERS)
+    count = max(len(shapes), MAX_SHARED_LAYERS)
     largest = max([2**16, *(prod(shape) for shape in shapes.values())])
     raise_all(
         f"{directory}/{CONFIG}: {key} = {value:.6g} is more than the weights can have, which are {len(shapes)} tensors, "
@@ -77,7 +77,7 @@ def check_sizes(directory: Path, config: Mapping[str, Any], shapes: Mapping[str,
 
 
 def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
-    """Every number in a config with the nearest key above it."""
+    """Every number of a config with its key, that of the innermost mapping around it."""
     if isinstance(value, Mapping):
         for name, item in value.items():
             yield from _numbers(item, name)
@@ -89,6 +89,7 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
 
 
 def _shapes_by_file(directory: Path) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The shapes of the tensors of each safetensors file of a directory."""
     check_directory(directory)
     if (directory / WEIGHTS).is_file():
         return {WEIGHTS: _file_shapes(directory / WEIGHTS)}
@@ -112,11 +113,11 @@ def _shapes_by_file(directory: Path) -> dict[str, dict[str, tuple[int, ...]]]:
     )
     raise_all(f"{path}: shard {shard} is missing" for shard in shards if not (directory / shard).is_file())
     found = {shard: _file_shapes(directory / shard) for shard in shards}
-    placed = {name: shard for shard, shapes in found.items() for name in shapes}
+    file_of = {name: shard for shard, shapes in found.items() for name in shapes}
     raise_all(
-        f"{path}: tensor {name} is listed in {weight_map.get(name)} and found in {placed.get(name)}"
-        for name in sorted(weight_map.keys() | placed.keys())
-        if weight_map.get(name) != placed.get(name)
+        f"{path}: tensor {name} is listed in {weight_map.get(name)} and found in {file_of.get(name)}"
+        for name in sorted(weight_map.keys() | file_of.keys())
+        if weight_map.get(name) != file_of.get(name)
     )
     return found
 
@@ -130,10 +131,10 @@ def _file_shapes(path: Path) -> dict[str, tuple[int, ...]]:
 
 
 def read_safetensors(path: Path) -> dict[str, Tensor]:
-    """All tensors of one file.
+    """All tensors of one safetensors file.
 
     Raises:
-        UserError: it is no safetensors file, or a damaged one.
+        UserError: the file cannot be read as safetensors.
     """
     try:
         with safe_open(path, framework="pt") as file:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 
 from alignment.errors import UserError
 from alignment.models.build import build_language_model, build_scalar_model
-from alignment.models.huggingface.checkpoint import hf_names, load_language_model, load_scalar_model, save_model
+from alignment.models.huggingface.checkpoint import hf_locations, load_language_model, load_scalar_model, save_model
 from alignment.ragged import Ragged
 
 IDS = torch.randint(61, (3, 20), generator=torch.Generator().manual_seed(0))
@@ -127,7 +127,7 @@ def test_an_attached_part_is_not_saved_silently(config, tmp_path):
 
 def test_the_table_covers_every_parameter_once(model, scalar_model):
     for one in (model, scalar_model):
-        places = hf_names(one)
+        places = hf_locations(one)
         assert set(places) == set(one.state_dict())
         assert len({place[:2] for place in places.values()}) == len(places)
 

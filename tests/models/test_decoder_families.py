@@ -11,7 +11,7 @@ from torch.testing import assert_close
 from alignment.errors import UserError
 from alignment.models.build import build_model
 from alignment.models.families import family_of
-from alignment.models.huggingface.checkpoint import hf_names, load_pretrained, save_model
+from alignment.models.huggingface.checkpoint import hf_locations, load_pretrained, save_model
 from alignment.models.spec_positions import LongScaling
 from alignment.ragged import Ragged
 
@@ -216,7 +216,7 @@ def test_fused_rows_come_key_head_by_key_head(name, queries, groups, tmp_path):
 def test_falcon_files_name_their_norms_by_how_many_there_are():
     def norms(**keys) -> set[str]:
         model = build_model({"model_type": "falcon", **TINY_FALCON, **keys})
-        names = {place.name for place in hf_names(model).values() if ".h.0." in place.name}
+        names = {place.name for place in hf_locations(model).values() if ".h.0." in place.name}
         return {name.split(".")[3] for name in names if "ln_" in name or "layernorm" in name}
 
     assert norms() == {"input_layernorm"}
@@ -254,7 +254,7 @@ def test_mixtral_files_have_the_published_names(tmp_path):
     written_by_transformers(TINY["mixtral"], tmp_path)
     names = set(load_file(tmp_path / "model.safetensors"))
     assert "model.layers.1.block_sparse_moe.experts.2.w3.weight" in names
-    assert {place.name for place in hf_names(load_pretrained(tmp_path)).values()} == names
+    assert {place.name for place in hf_locations(load_pretrained(tmp_path)).values()} == names
 
 
 def test_fresh_mixtral_is_balanced_and_a_loaded_one_as_its_config_says():

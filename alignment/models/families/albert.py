@@ -95,9 +95,9 @@ POOLED_CLASSIFIER = (
 )  # fmt: skip
 POOLER = ("albert.pooler.weight", "albert.pooler.bias")
 
-LEFT_POOLER = (r"albert\.pooler\.(weight|bias)",)
-LEFT_ORDER = (r"sop_classifier\.classifier\.(weight|bias)",)
-LEFT_BIAS = (r"predictions\.bias",)  # it does not act where the decoder, untied, has its own
+UNUSED_POOLER = (r"albert\.pooler\.(weight|bias)",)
+UNUSED_SENTENCE_ORDER = (r"sop_classifier\.classifier\.(weight|bias)",)
+UNUSED_BIAS = (r"predictions\.bias",)  # it does not act where the decoder, untied, has its own
 
 
 def sequence_readout(config: Mapping[str, Any]) -> ReadoutSpec:
@@ -143,17 +143,25 @@ ALBERT = Family(
     trunk_prefix="albert.",
     tasks=with_scalar(
         {
-            "language": Task("AlbertForMaskedLM", PREDICTIONS, beside=(*LEFT_POOLER, *LEFT_ORDER, *LEFT_BIAS)),
-            "next_sentence": Task(
-                "AlbertForPreTraining", (*PREDICTIONS, *SENTENCE_ORDER), sequence_readout, beside=LEFT_BIAS, kept=POOLER
+            "language": Task(
+                "AlbertForMaskedLM", PREDICTIONS, other_heads=(*UNUSED_POOLER, *UNUSED_SENTENCE_ORDER, *UNUSED_BIAS)
             ),
-            "sequence": Task("AlbertForSequenceClassification", POOLED_CLASSIFIER, sequence_readout, kept=POOLER),
-            "tokens": Task("AlbertForTokenClassification", CLASSIFIER, token_readout, beside=LEFT_POOLER),
-            "span": Task("AlbertForQuestionAnswering", SPAN, span_readout, beside=LEFT_POOLER),
+            "next_sentence": Task(
+                "AlbertForPreTraining",
+                (*PREDICTIONS, *SENTENCE_ORDER),
+                sequence_readout,
+                other_heads=UNUSED_BIAS,
+                kept_by_new_head=POOLER,
+            ),
+            "sequence": Task(
+                "AlbertForSequenceClassification", POOLED_CLASSIFIER, sequence_readout, kept_by_new_head=POOLER
+            ),
+            "tokens": Task("AlbertForTokenClassification", CLASSIFIER, token_readout, other_heads=UNUSED_POOLER),
+            "span": Task("AlbertForQuestionAnswering", SPAN, span_readout, other_heads=UNUSED_POOLER),
         }
     ),
-    ignored=(POSITION_IDS,),
-    copies=(("predictions.decoder.bias", "predictions.bias"),),
-    renamed=head_bias("predictions."),
-    fresh_config={"classifier_dropout_prob": 0.0},
+    ignored_tensors=(POSITION_IDS,),
+    tied_copies=(("predictions.decoder.bias", "predictions.bias"),),
+    names_from_config=head_bias("predictions."),
+    new_model_config={"classifier_dropout_prob": 0.0},
 )

@@ -195,8 +195,8 @@ BART = Family(
         "sequence": Task("BartForSequenceClassification", CLASSIFIER, _sequence_readout),
         "span": Task("BartForQuestionAnswering", SPAN, span_readout),
     },
-    ignored=(r"(model\.)?(encoder|decoder)\.version",),
-    copies=(("model.encoder.embed_tokens.weight", "model.shared.weight"),),
-    zeros=("final_logits_bias",),
-    fresh_config={"dropout": 0.0, "is_encoder_decoder": True, "decoder_start_token_id": 2},
+    ignored_tensors=(r"(model\.)?(encoder|decoder)\.version",),
+    tied_copies=(("model.encoder.embed_tokens.weight", "model.shared.weight"),),
+    zeros_if_missing=("final_logits_bias",),
+    new_model_config={"dropout": 0.0, "is_encoder_decoder": True, "decoder_start_token_id": 2},
 )

@@ -64,9 +64,9 @@ POOLED_CLASSIFIER = (
 POOLER = ("bert.pooler.dense.weight", "bert.pooler.dense.bias")
 
 # Most encoders are published as they were pretrained, with the pooler and both heads.
-LEFT_POOLER = (r"bert\.pooler\.dense\.(weight|bias)",)
-LEFT_FOLLOWS = (r"cls\.seq_relationship\.(weight|bias)",)
-LEFT_BIAS = (r"cls\.predictions\.bias",)  # it does not act where the decoder, untied, has its own
+UNUSED_POOLER = (r"bert\.pooler\.dense\.(weight|bias)",)
+UNUSED_NEXT_SENTENCE = (r"cls\.seq_relationship\.(weight|bias)",)
+UNUSED_BIAS = (r"cls\.predictions\.bias",)  # it does not act where the decoder, untied, has its own
 
 
 def sequence_readout(config: Mapping[str, Any]) -> ReadoutSpec:
@@ -97,22 +97,26 @@ BERT = Family(
     trunk_prefix="bert.",
     tasks=with_scalar(
         {
-            "language": Task("BertForMaskedLM", PREDICTIONS, beside=(*LEFT_POOLER, *LEFT_FOLLOWS, *LEFT_BIAS)),
+            "language": Task(
+                "BertForMaskedLM", PREDICTIONS, other_heads=(*UNUSED_POOLER, *UNUSED_NEXT_SENTENCE, *UNUSED_BIAS)
+            ),
             "next_sentence": Task(
                 "BertForPreTraining",
                 (*PREDICTIONS, *NEXT_SENTENCE),
                 next_sentence_readout,
-                beside=LEFT_BIAS,
-                kept=POOLER,
+                other_heads=UNUSED_BIAS,
+                kept_by_new_head=POOLER,
             ),
-            "sequence": Task("BertForSequenceClassification", POOLED_CLASSIFIER, sequence_readout, kept=POOLER),
-            "tokens": Task("BertForTokenClassification", CLASSIFIER, token_readout, beside=LEFT_POOLER),
-            "span": Task("BertForQuestionAnswering", SPAN, span_readout, beside=LEFT_POOLER),
+            "sequence": Task(
+                "BertForSequenceClassification", POOLED_CLASSIFIER, sequence_readout, kept_by_new_head=POOLER
+            ),
+            "tokens": Task("BertForTokenClassification", CLASSIFIER, token_readout, other_heads=UNUSED_POOLER),
+            "span": Task("BertForQuestionAnswering", SPAN, span_readout, other_heads=UNUSED_POOLER),
         }
     ),
-    ignored=(POSITION_IDS,),
-    older={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
-    copies=(("cls.predictions.decoder.bias", "cls.predictions.bias"),),
-    renamed=head_bias("cls.predictions."),
-    fresh_config=NO_DROPOUT,
+    ignored_tensors=(POSITION_IDS,),
+    legacy_names={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    tied_copies=(("cls.predictions.decoder.bias", "cls.predictions.bias"),),
+    names_from_config=head_bias("cls.predictions."),
+    new_model_config=NO_DROPOUT,
 )

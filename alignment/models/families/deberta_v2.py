@@ -107,8 +107,8 @@ POOLED_CLASSIFIER = (
 )  # fmt: skip
 # The head has two spellings, of which the config's `legacy` chooses one; only the first may be untied.
 LEGACY, NEW = "cls.predictions.", "lm_predictions.lm_head."
-LEFT_LEGACY = (r"cls\.predictions\.(transform\.(dense|LayerNorm)\.(weight|bias)|decoder\.(weight|bias)|bias)",)
-LEFT_NEW = (r"lm_predictions\.lm_head\.((dense|LayerNorm)\.(weight|bias)|bias)",)
+UNUSED_LEGACY_HEAD = (r"cls\.predictions\.(transform\.(dense|LayerNorm)\.(weight|bias)|decoder\.(weight|bias)|bias)",)
+UNUSED_NEW_HEAD = (r"lm_predictions\.lm_head\.((dense|LayerNorm)\.(weight|bias)|bias)",)
 
 
 def head_lines(config: Mapping[str, Any]) -> tuple[Name, ...]:
@@ -232,19 +232,21 @@ DEBERTA_V2 = Family(
     trunk_prefix="deberta.",
     tasks=with_scalar(
         {
-            "language": Task("DebertaV2ForMaskedLM", (), beside=(*LEFT_LEGACY, *LEFT_NEW)),
-            "sequence": Task("DebertaV2ForSequenceClassification", POOLED_CLASSIFIER, sequence_readout, kept=()),
+            "language": Task("DebertaV2ForMaskedLM", (), other_heads=(*UNUSED_LEGACY_HEAD, *UNUSED_NEW_HEAD)),
+            "sequence": Task(
+                "DebertaV2ForSequenceClassification", POOLED_CLASSIFIER, sequence_readout, kept_by_new_head=()
+            ),
             "tokens": Task("DebertaV2ForTokenClassification", CLASSIFIER, token_readout),
             "span": Task("DebertaV2ForQuestionAnswering", SPAN, span_readout),
         }
     ),
     # The third line is a table that v3's files carry and do not use, and a norm of a table that is not there.
-    ignored=(
+    ignored_tensors=(
         POSITION_IDS,
         r"mask_predictions\..*",  # the head that told replaced tokens from original ones
         r"(deberta\.)?(embeddings\.position_embeddings|encoder\.LayerNorm|encoder\.rel_embeddings)\.(weight|bias)",
     ),
-    copies=((LEGACY + "decoder.bias", LEGACY + "bias"),),
-    renamed=head_lines,
-    fresh_config=NO_DROPOUT,
+    tied_copies=((LEGACY + "decoder.bias", LEGACY + "bias"),),
+    names_from_config=head_lines,
+    new_model_config=NO_DROPOUT,
 )

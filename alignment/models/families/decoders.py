@@ -61,7 +61,7 @@ QUERY_KEY_NORMS: tuple[Name, ...] = (
     ("model.layers.{}.self_attn.k_norm.weight",  "trunk.blocks.{}.attention.key_norm.weight"),
 )  # fmt: skip
 # Once saved as a buffer.
-FREQUENCIES = r"(\w+\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
+INV_FREQ = r"(\w+\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 

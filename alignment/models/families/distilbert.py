@@ -124,6 +124,6 @@ DISTILBERT = Family(
             "span": Task("DistilBertForQuestionAnswering", SPAN, span_readout),
         }
     ),
-    ignored=(POSITION_IDS,),
-    fresh_config={"dropout": 0.0, "attention_dropout": 0.0},
+    ignored_tensors=(POSITION_IDS,),
+    new_model_config={"dropout": 0.0, "attention_dropout": 0.0},
 )

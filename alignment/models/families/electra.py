@@ -72,7 +72,7 @@ PREDICTIONS = (  # Hugging Face name           ours
     ("generator_lm_head.bias",                  "head.bias"),
 )  # fmt: skip
 
-LEFT_DISCRIMINATOR = (r"discriminator_predictions\.(dense|dense_prediction)\.(weight|bias)",)
+UNUSED_DISCRIMINATOR = (r"discriminator_predictions\.(dense|dense_prediction)\.(weight|bias)",)
 
 
 def sequence_readout(config: Mapping[str, Any]) -> ReadoutSpec:
@@ -104,12 +104,14 @@ ELECTRA = Family(
         {
             "language": Task("ElectraForMaskedLM", PREDICTIONS),
             "sequence": Task(
-                "ElectraForSequenceClassification", DENSE_CLASSIFIER, sequence_readout, beside=LEFT_DISCRIMINATOR
+                "ElectraForSequenceClassification", DENSE_CLASSIFIER, sequence_readout, other_heads=UNUSED_DISCRIMINATOR
             ),
-            "tokens": Task("ElectraForTokenClassification", CLASSIFIER, token_readout, beside=LEFT_DISCRIMINATOR),
-            "span": Task("ElectraForQuestionAnswering", SPAN, span_readout, beside=LEFT_DISCRIMINATOR),
+            "tokens": Task(
+                "ElectraForTokenClassification", CLASSIFIER, token_readout, other_heads=UNUSED_DISCRIMINATOR
+            ),
+            "span": Task("ElectraForQuestionAnswering", SPAN, span_readout, other_heads=UNUSED_DISCRIMINATOR),
         }
     ),
-    ignored=(POSITION_IDS,),
-    fresh_config=NO_DROPOUT,
+    ignored_tensors=(POSITION_IDS,),
+    new_model_config=NO_DROPOUT,
 )

@@ -130,7 +130,7 @@ def _norm_problems(value: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _renamed(config: Mapping[str, Any]) -> tuple[Name, ...]:
+def _names_from_config(config: Mapping[str, Any]) -> tuple[Name, ...]:
     value, _ = read_keys(dict(config), KEYS)
     return SIDE_BY_SIDE if _wiring(value) == "parallel" else ()
 
@@ -143,5 +143,5 @@ FALCON = Family(
     tasks=decoder_tasks("Falcon", ("sequence", "span"))
     | {"tokens": dropped_token_task("FalconForTokenClassification", classifier_dropout)},
     interleaved=fused_by_key_head("query_key_value"),
-    renamed=_renamed,
+    names_from_config=_names_from_config,
 )

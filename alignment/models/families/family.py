@@ -1,4 +1,4 @@
-"""What a family is, and the strict reading of a config that all share: each key understood, or known to be harmless."""
+"""The description of a family (one architecture of Hugging Face), and the strict reading of configs."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -10,53 +10,53 @@ from torch import Tensor
 from alignment.models.spec import ReadoutSpec, TransformerSpec
 from alignment.models.spec_encoder_decoder import EncoderDecoderSpec
 
-# One line of a weight table: Hugging Face name, our name. A tuple on our side: one tensor there, cut along its
-# output axis, is several here. {} is a number: of the layer, of the expert.
+# One line of a weight table: Hugging Face name, our name. A tuple of our names: the tensor of the file is cut along
+# its output axis into several of ours. {} stands for a number, of a layer or of an expert.
 Name = tuple[str, str | tuple[str, ...]]
 Architecture = Literal["decoder", "encoder", "encoder-decoder"]
 
 
 @dataclass(frozen=True)
 class Task:
-    """One kind of model that a family has: trunk and head.
+    """One model class of a family: the trunk with one kind of head.
 
     Attributes:
-        hf_class: for `architectures` in config.json.
+        hf_class: transformers' class, `architectures` in config.json.
         names: the head's weight table.
-        readout: config -> what the head is, for tasks other than language and scalar.
-        beside: patterns of tensors of other heads that may lie in the file and are left aside.
-        trunk_prefix: what precedes trunk names with this head, where it is not the family's.
-        kept: tensors that a new head starts from where the file has them, as BERT's pooler.
+        readout: config -> specification of the head; None for language and scalar.
+        other_heads: patterns of tensors of other heads, which a file may contain and which are dropped.
+        trunk_prefix: prefix of the trunk's names in files of this class; None: the family's.
+        kept_by_new_head: tensors of the file that a new head starts from, such as BERT's pooler.
     """
 
     hf_class: str
     names: tuple[Name, ...]
     readout: Callable[[Mapping[str, Any]], ReadoutSpec] | None = None
-    beside: tuple[str, ...] = ()
+    other_heads: tuple[str, ...] = ()
     trunk_prefix: str | None = None
-    kept: tuple[str, ...] = ()
+    kept_by_new_head: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Family:
-    """One architecture as Hugging Face writes it.
+    """One architecture as Hugging Face's files describe it.
 
     Attributes:
-        name: `model_type`.
+        name: `model_type` in config.json.
         spec_from_config: config -> specification; raises UserError.
         names: the trunk's weight table.
-        trunk_prefix: what precedes trunk names in a file with a head, and is absent in a bare trunk's.
-        tasks: by our name: language, scalar, next_sentence, sequence, tokens, span.
-        transposed: endings of names whose matrices are stored [in, out].
-        interleaved: ending of a name whose rows are cut into several of ours -> how many groups they come in, each
-            group with rows of all parts one after the other; without an entry there is one group.
-        ignored: patterns of tensors that files carry and that are no weights, or none that this config uses.
-        older: endings of names in older files -> what they are called now.
-        copies: (name, original) of tensors that files may hold twice; both must then be equal.
-        renamed: config -> lines that take the place of lines above, where it decides how files name a tensor.
-        zeros: tensors that files may lack, being zeros then.
-        fresh_config: values for a new model where transformers' default would not do.
-        as_filed: config, tensors -> the config of a file whose tensors tell what its config.json does not.
+        trunk_prefix: prefix of the trunk's names in a file with a head; files of a bare trunk omit it.
+        tasks: model classes by our name: language, scalar, next_sentence, sequence, tokens, span.
+        transposed: suffixes of tensors that are stored [in, out].
+        interleaved: suffix of a fused tensor -> function of the specification that gives its number of groups; each
+            group has some rows of every part. Without an entry there is one group.
+        ignored_tensors: patterns of tensors in files that are no weights, or not used by this config.
+        legacy_names: suffix of a tensor's name in older files -> its present suffix.
+        tied_copies: (name, original) of tensors that a file may contain twice; both must be equal.
+        names_from_config: config -> lines that replace lines of `names`, where the config decides on a tensor's name.
+        zeros_if_missing: tensors that a file may lack; they are zero then.
+        new_model_config: config values of a new model that differ from transformers' defaults.
+        config_from_tensors: config, tensors -> the config, corrected by what only the tensors show.
     """
 
     name: str
@@ -66,13 +66,15 @@ class Family:
     tasks: Mapping[str, Task]
     transposed: tuple[str, ...] = ()
     interleaved: Mapping[str, Callable[[Any], int]] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-    older: Mapping[str, str] = field(default_factory=dict)
-    copies: tuple[tuple[str, str], ...] = ()
-    renamed: Callable[[Mapping[str, Any]], tuple[Name, ...]] = lambda config: ()
-    zeros: tuple[str, ...] = ()
-    fresh_config: Mapping[str, Any] = field(default_factory=dict)
-    as_filed: Callable[[dict[str, Any], Mapping[str, Tensor]], dict[str, Any]] = lambda config, tensors: config
+    ignored_tensors: tuple[str, ...] = ()
+    legacy_names: Mapping[str, str] = field(default_factory=dict)
+    tied_copies: tuple[tuple[str, str], ...] = ()
+    names_from_config: Callable[[Mapping[str, Any]], tuple[Name, ...]] = lambda config: ()
+    zeros_if_missing: tuple[str, ...] = ()
+    new_model_config: Mapping[str, Any] = field(default_factory=dict)
+    config_from_tensors: Callable[[dict[str, Any], Mapping[str, Tensor]], dict[str, Any]] = lambda config, tensors: (
+        config
+    )
 
     @property
     def architecture(self) -> Architecture:
@@ -81,7 +83,7 @@ class Family:
         return "encoder" if name.endswith("MaskedLM") else "encoder-decoder" if "Conditional" in name else "decoder"
 
     def prefix(self, task: str) -> str:
-        """What precedes the trunk's names in a file with the head of `task`."""
+        """Prefix of the trunk's names in a file of this task's class."""
         own = self.tasks[task].trunk_prefix
         return self.trunk_prefix if own is None else own
 
@@ -89,11 +91,12 @@ class Family:
 def decoder_tasks(
     stem: str, heads: Iterable[str] = ("sequence", "tokens"), span_prefix: str | None = None
 ) -> dict[str, Task]:
-    """The tasks of a decoder whose classes are named `stem`ForCausalLM and so on, with the usual names of heads.
+    """The tasks of a decoder with transformers' usual class names and head names.
 
     Args:
-        heads: which of sequence, tokens and span transformers has a class for.
-        span_prefix: what that for span puts before the trunk's names, where it is not the family's.
+        stem: class names begin with it, such as Llama in LlamaForCausalLM.
+        heads: those of sequence, tokens and span that transformers has a class for.
+        span_prefix: prefix of the trunk's names in files of the span class; None: the family's.
     """
     tasks = {
         "language": Task(f"{stem}ForCausalLM", (("lm_head.weight", "head.weight"),)),
@@ -117,7 +120,7 @@ def decoder_tasks(
 
 
 def labels_of(config: Mapping[str, Any], default: int = 2) -> int:
-    """Classes of a classifier, as transformers counts them: `default` where nothing is said."""
+    """Number of classes in a config, by transformers' rule."""
     return int(config.get("num_labels") or len(config.get("id2label") or ()) or default)
 
 
@@ -132,12 +135,12 @@ def token_readout(config: Mapping[str, Any]) -> ReadoutSpec:
 
 
 def span_readout(config: Mapping[str, Any]) -> ReadoutSpec:
-    """One linear layer on every token: does an answer start here, does it end here."""
+    """One linear layer on every token with two outputs, start and end of the answer."""
     return ReadoutSpec(2)
 
 
-# Keys of any family that change nothing in the forward pass of a decoder. Sampling defaults are among them on purpose:
-# how to sample is the run's to say.
+# Keys of any family that do not change the forward pass of a decoder. Sampling defaults are among them on purpose: a run
+# has its own sampling settings.
 HARMLESS = frozenset(
     {
         "_attn_implementation_autoset", "_commit_hash", "_name_or_path", "_num_labels", "architectures",
@@ -154,7 +157,7 @@ HARMLESS = frozenset(
     }
 )  # fmt: skip
 
-# Keys that would change the forward pass, with the values that leave it alone.
+# Keys that change the forward pass, with the values that are supported.
 FIXED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False,),
     "chunk_size_feed_forward": (0,),
@@ -168,9 +171,13 @@ FIXED: dict[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class Key:
-    """A config key we act on: its type, the default transformers gives it, and the least value allowed.
+    """A config key that the specification depends on.
 
-    `nullable`: null is a value of its own; where the default is null it is anyway.
+    Attributes:
+        type: type of its value; an integer also passes for float.
+        default: transformers' default.
+        least: smallest value allowed.
+        nullable: null is allowed; it also is where the default is null.
     """
 
     type: type
@@ -187,18 +194,19 @@ def read_keys(
     fixed: Mapping[str, tuple[Any, ...]] | None = None,
     by_hand: Iterable[str] = (),
 ) -> tuple[dict[str, Any], list[str]]:
-    """The values of `keys`, defaults filled in, and every problem found in `config`.
+    """The values of `keys` with defaults filled in, and every problem found in `config`.
 
     Args:
         config: a Hugging Face config.
-        harmless: further keys of this family that change nothing.
-        fixed: further keys with the only values we can follow.
-        by_hand: keys the caller reads itself.
+        keys: the keys to read.
+        harmless: further keys of this family that do not change the forward pass.
+        fixed: further keys with the values that are supported.
+        by_hand: keys that the caller reads itself.
     """
     fixed = {**FIXED, **(fixed or {})}
     known = {*keys, *by_hand, *fixed, *HARMLESS, *harmless}
     problems = [
-        f"config.json: unknown key {name!r}{nearest(name, known)}; a key that is not understood is never ignored"
+        f"config.json: unknown key {name!r}{did_you_mean(name, known)}; a key that is not understood is never ignored"
         for name in config
         if name not in known
     ]
@@ -223,12 +231,12 @@ def _value_problem(name: str, value: Any, key: Key) -> str | None:
     return None
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """'; did you mean ...?' with the closest known name, or nothing."""
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """'; did you mean ...?' with the closest known name, or an empty text."""
     close = get_close_matches(name, list(known), n=1, cutoff=0.75)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def divides(small: Any, large: Any) -> bool:
-    """Whether `small` goes into `large`; values of a wrong type, reported elsewhere, give False."""
+    """Whether `small` divides `large`; False for values of a wrong type, which `read_keys` reports."""
     return isinstance(small, int) and isinstance(large, int) and small > 0 and large % small == 0

@@ -8,9 +8,9 @@ from typing import Any
 
 from alignment.errors import raise_all
 from alignment.models.families.decoders import (
-    FREQUENCIES,
     GROUPED_KEYS,
     INPUT_NORMS,
+    INV_FREQ,
     PROJECTIONS,
     activation_problems,
     grouped_attention,
@@ -67,5 +67,5 @@ GEMMA = Family(
     names=NAMES,
     trunk_prefix="model.",
     tasks=decoder_tasks("Gemma"),
-    ignored=(FREQUENCIES,),
+    ignored_tensors=(INV_FREQ,),
 )

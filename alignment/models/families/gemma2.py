@@ -9,7 +9,7 @@ from typing import Any
 
 from alignment.errors import raise_all
 from alignment.models.families.decoders import (
-    FREQUENCIES,
+    INV_FREQ,
     PROJECTIONS,
     SANDWICH_NORMS,
     activation_problems,
@@ -93,5 +93,5 @@ GEMMA2 = Family(
     names=NAMES,
     trunk_prefix="model.",
     tasks=decoder_tasks("Gemma2"),
-    ignored=(FREQUENCIES,),
+    ignored_tensors=(INV_FREQ,),
 )

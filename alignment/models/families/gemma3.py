@@ -11,7 +11,7 @@ from typing import Any
 
 from alignment.errors import raise_all
 from alignment.models.families.decoders import (
-    FREQUENCIES,
+    INV_FREQ,
     LAYER_TYPES,
     PROJECTIONS,
     QUERY_KEY_NORMS,
@@ -98,5 +98,5 @@ GEMMA3 = Family(
     names=NAMES,
     trunk_prefix="model.",
     tasks=decoder_tasks("Gemma3Text", ("sequence",)) | {"language": decoder_tasks("Gemma3")["language"]},
-    ignored=(FREQUENCIES,),
+    ignored_tensors=(INV_FREQ,),
 )

@@ -122,7 +122,7 @@ GPT2 = Family(
         ),
     },
     transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
-    ignored=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),  # the causal mask, once saved as a buffer
+    ignored_tensors=(r"(transformer\.)?h\.\d+\.attn\.(bias|masked_bias)",),  # the causal mask, once saved as a buffer
     # Dropout costs a preference method its first ratio of 1; whoever wants it writes it into the config.
-    fresh_config={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    new_model_config={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 )

@@ -97,6 +97,6 @@ GPT_NEOX = Family(
     },
     interleaved=fused_by_key_head("query_key_value"),
     # once saved as buffers
-    ignored=(r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
-    fresh_config={"classifier_dropout": 0.0},
+    ignored_tensors=(r"(gpt_neox\.)?layers\.\d+\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+    new_model_config={"classifier_dropout": 0.0},
 )

@@ -8,9 +8,9 @@ from typing import Any
 
 from alignment.errors import raise_all
 from alignment.models.families.decoders import (
-    FREQUENCIES,
     GROUPED_KEYS,
     INPUT_NORMS,
+    INV_FREQ,
     PROJECTIONS,
     activation_problems,
     grouped_attention,
@@ -47,5 +47,5 @@ LLAMA = Family(
     names=NAMES,
     trunk_prefix="model.",
     tasks=decoder_tasks("Llama", ("sequence", "tokens", "span"), span_prefix="transformer."),
-    ignored=(FREQUENCIES,),
+    ignored_tensors=(INV_FREQ,),
 )

@@ -72,5 +72,7 @@ MIXTRAL = Family(
     names=NAMES,
     trunk_prefix="model.",
     tasks=decoder_tasks("Mixtral", ("sequence", "tokens", "span")),
-    fresh_config={"output_router_logits": True},  # from random weights a router that is not balanced starves experts
+    new_model_config={
+        "output_router_logits": True
+    },  # from random weights a router that is not balanced starves experts
 )

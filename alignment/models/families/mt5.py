@@ -12,10 +12,10 @@ from alignment.errors import raise_all
 from alignment.models.families.family import Family, Key, Name
 from alignment.models.families.t5 import (
     KEYS,
-    T5_COPIES,
-    T5_FRESH,
-    T5_IGNORED,
+    T5_IGNORED_TENSORS,
     T5_NAMES,
+    T5_NEW_MODEL_CONFIG,
+    T5_TIED_COPIES,
     gated_names,
     head_differs,
     read_t5,
@@ -44,7 +44,7 @@ def spec_from_config(config: dict[str, Any]) -> EncoderDecoderSpec:
     return t5_spec(value, config, scaled=False)
 
 
-def _renamed(config: Mapping[str, Any]) -> tuple[Name, ...]:
+def _names_from_config(config: Mapping[str, Any]) -> tuple[Name, ...]:
     return gated_names({"feed_forward_proj": OWN_KEYS["feed_forward_proj"].default, **config})
 
 
@@ -58,9 +58,9 @@ MT5 = Family(
     names=T5_NAMES,
     trunk_prefix="transformer.",
     tasks=t5_tasks("MT5"),
-    ignored=T5_IGNORED,
-    copies=T5_COPIES,
-    renamed=_renamed,
-    fresh_config=T5_FRESH,
-    as_filed=_own_head,
+    ignored_tensors=T5_IGNORED_TENSORS,
+    tied_copies=T5_TIED_COPIES,
+    names_from_config=_names_from_config,
+    new_model_config=T5_NEW_MODEL_CONFIG,
+    config_from_tensors=_own_head,
 )

@@ -7,8 +7,8 @@ from typing import Any
 
 from alignment.errors import raise_all
 from alignment.models.families.decoders import (
-    FREQUENCIES,
     GROUPED_KEYS,
+    INV_FREQ,
     PROJECTIONS,
     QUERY_KEY_NORMS,
     SANDWICH_NORMS,
@@ -52,5 +52,5 @@ OLMO2 = Family(
     names=NAMES,
     trunk_prefix="model.",
     tasks=decoder_tasks("Olmo2", ("sequence",)),
-    ignored=(FREQUENCIES,),
+    ignored_tensors=(INV_FREQ,),
 )

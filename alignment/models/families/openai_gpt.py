@@ -100,6 +100,6 @@ OPENAI_GPT = Family(
     tasks=decoder_tasks("OpenAIGPT", ("sequence",))
     | {"language": Task("OpenAIGPTLMHeadModel", (("lm_head.weight", "head.weight"),))},
     transposed=("c_attn.weight", "c_proj.weight", "c_fc.weight"),
-    ignored=(r"(transformer\.)?(h\.\d+\.attn\.bias|position_ids)",),  # once saved as buffers
-    fresh_config={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    ignored_tensors=(r"(transformer\.)?(h\.\d+\.attn\.bias|position_ids)",),  # once saved as buffers
+    new_model_config={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
 )

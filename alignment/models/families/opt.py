@@ -117,5 +117,5 @@ OPT = Family(
     names=NAMES,
     trunk_prefix="model.",
     tasks=decoder_tasks("OPT", ("sequence", "span")),
-    fresh_config={"dropout": 0.0},
+    new_model_config={"dropout": 0.0},
 )

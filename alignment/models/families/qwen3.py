@@ -5,7 +5,7 @@ Source: Qwen team 2025, arXiv:2505.09388, section 2; transformers, `models/qwen3
 
 from typing import Any
 
-from alignment.models.families.decoders import FREQUENCIES, INPUT_NORMS, PROJECTIONS, QUERY_KEY_NORMS, grouped_attention
+from alignment.models.families.decoders import INPUT_NORMS, INV_FREQ, PROJECTIONS, QUERY_KEY_NORMS, grouped_attention
 from alignment.models.families.family import Family, Key, decoder_tasks, read_keys
 from alignment.models.families.qwen2 import KEYS as QWEN2_KEYS
 from alignment.models.families.qwen2 import windowed_decoder
@@ -35,5 +35,5 @@ QWEN3 = Family(
     names=NAMES,
     trunk_prefix="model.",
     tasks=decoder_tasks("Qwen3", ("sequence", "tokens", "span"), span_prefix="transformer."),
-    ignored=(FREQUENCIES,),
+    ignored_tensors=(INV_FREQ,),
 )

@@ -47,8 +47,8 @@ PREDICTIONS = (  # Hugging Face name   ours
     ("lm_head.decoder.weight",         "head.weight"),
 )  # fmt: skip
 
-LEFT_POOLER = (r"roberta\.pooler\.dense\.(weight|bias)",)  # transformers' own; it was never trained
-LEFT_BIAS = (r"lm_head\.bias",)  # it does not act where the decoder, untied, has its own
+UNUSED_POOLER = (r"roberta\.pooler\.dense\.(weight|bias)",)  # transformers' own; it was never trained
+UNUSED_BIAS = (r"lm_head\.bias",)  # it does not act where the decoder, untied, has its own
 
 
 def sequence_readout(config: Mapping[str, Any]) -> ReadoutSpec:
@@ -87,16 +87,16 @@ ROBERTA = Family(
     trunk_prefix="roberta.",
     tasks=with_scalar(
         {
-            "language": Task("RobertaForMaskedLM", PREDICTIONS, beside=(*LEFT_POOLER, *LEFT_BIAS)),
+            "language": Task("RobertaForMaskedLM", PREDICTIONS, other_heads=(*UNUSED_POOLER, *UNUSED_BIAS)),
             "sequence": Task(
-                "RobertaForSequenceClassification", DENSE_CLASSIFIER, sequence_readout, beside=LEFT_POOLER
+                "RobertaForSequenceClassification", DENSE_CLASSIFIER, sequence_readout, other_heads=UNUSED_POOLER
             ),
-            "tokens": Task("RobertaForTokenClassification", CLASSIFIER, token_readout, beside=LEFT_POOLER),
-            "span": Task("RobertaForQuestionAnswering", SPAN, span_readout, beside=LEFT_POOLER),
+            "tokens": Task("RobertaForTokenClassification", CLASSIFIER, token_readout, other_heads=UNUSED_POOLER),
+            "span": Task("RobertaForQuestionAnswering", SPAN, span_readout, other_heads=UNUSED_POOLER),
         }
     ),
-    ignored=(POSITION_IDS,),
-    copies=(("lm_head.decoder.bias", "lm_head.bias"),),
-    renamed=head_bias("lm_head."),
-    fresh_config=NO_DROPOUT,
+    ignored_tensors=(POSITION_IDS,),
+    tied_copies=(("lm_head.decoder.bias", "lm_head.bias"),),
+    names_from_config=head_bias("lm_head."),
+    new_model_config=NO_DROPOUT,
 )

@@ -249,16 +249,20 @@ def t5_tasks(stem: str) -> dict[str, Task]:
     return {
         "language": Task(f"{stem}ForConditionalGeneration", (("lm_head.weight", "head.weight"),), trunk_prefix=""),
         "sequence": Task(f"{stem}ForSequenceClassification", CLASSIFIER, sequence_readout),
-        "tokens": Task(f"{stem}ForTokenClassification", tokens, token_readout, beside=(r"transformer\.decoder\..*",)),
+        "tokens": Task(
+            f"{stem}ForTokenClassification", tokens, token_readout, other_heads=(r"transformer\.decoder\..*",)
+        ),
         "span": Task(f"{stem}ForQuestionAnswering", span, span_readout, trunk_prefix=""),
     }
 
 
 T5_NAMES = (*_weights(GATED), *_weights((*ENCODER, *DECODER)))
 # Each stack's file name for the shared table, in older files; and a bias that never acted.
-T5_COPIES = tuple((f"{prefix}encoder.embed_tokens.weight", f"{prefix}shared.weight") for prefix in ("", "transformer."))
-T5_IGNORED = (r"(transformer\.)?decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",)
-T5_FRESH = {"dropout_rate": 0.0, "is_encoder_decoder": True, "decoder_start_token_id": 0}
+T5_TIED_COPIES = tuple(
+    (f"{prefix}encoder.embed_tokens.weight", f"{prefix}shared.weight") for prefix in ("", "transformer.")
+)
+T5_IGNORED_TENSORS = (r"(transformer\.)?decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",)
+T5_NEW_MODEL_CONFIG = {"dropout_rate": 0.0, "is_encoder_decoder": True, "decoder_start_token_id": 0}
 
 T5 = Family(
     name="t5",
@@ -266,9 +270,9 @@ T5 = Family(
     names=T5_NAMES,
     trunk_prefix="transformer.",
     tasks=t5_tasks("T5"),
-    ignored=T5_IGNORED,
-    copies=T5_COPIES,
-    renamed=gated_names,
-    fresh_config=T5_FRESH,
-    as_filed=_own_head,
+    ignored_tensors=T5_IGNORED_TENSORS,
+    tied_copies=T5_TIED_COPIES,
+    names_from_config=gated_names,
+    new_model_config=T5_NEW_MODEL_CONFIG,
+    config_from_tensors=_own_head,
 )

@@ -1,10 +1,10 @@
-"""Hugging Face directory <-> our state dict, both ways, strict, safetensors only. Tokenizers and adapters are not here.
+"""Models loaded from and saved to Hugging Face directories, safetensors only.
 
-Strict: every tensor is consumed, every parameter found, every config key understood; anything else is refused by name.
-How one file tensor becomes several of ours and back is in layout.py.
+Loading is strict: every tensor of the file is used, every parameter is found and every config key is understood;
+anything else is an error that names it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +21,13 @@ from alignment.models.external.models import ExternalScalarModel
 from alignment.models.families import FAMILIES, family_of, is_external_type
 from alignment.models.families.family import Family
 from alignment.models.huggingface.generation_config import read_generation_config, write_generation_config
-from alignment.models.huggingface.legacy_names import drop_other_heads, drop_tied_copy, in_trunk, rename_legacy_keys
+from alignment.models.huggingface.legacy_names import (
+    drop_all_heads,
+    drop_other_heads,
+    drop_tied_copy,
+    in_trunk,
+    rename_legacy_keys,
+)
 from alignment.models.huggingface.weight_map import HFLocation, from_hf, map_weights, to_hf
 from alignment.models.init_weights import initialize_layer
 from alignment.models.safetensors_files import CONFIG, WEIGHTS, check_sizes, read_config, read_shapes, read_state_dict
@@ -30,7 +36,7 @@ from alignment.models.safetensors_files import CONFIG, WEIGHTS, check_sizes, rea
 def load_language_model(
     directory: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
 ) -> Any:
-    """The language model of a Hugging Face directory, in eval mode; see `load_pretrained`."""
+    """Load the language model of a Hugging Face directory in eval mode; errors as in `load_pretrained`."""
     return load_pretrained(directory, "language", dtype, device)
 
 
@@ -40,17 +46,20 @@ def load_scalar_model(
     device: str | torch.device = "cpu",
     new_head: Literal["normal", "zero"] | None = None,
 ) -> ScalarModel | ExternalScalarModel:
-    """The scalar model (reward or value) of a Hugging Face directory, in eval mode.
+    """Load the scalar model (reward or value) of a Hugging Face directory in eval mode.
 
     Args:
-        new_head: None: the head must be in the file. "normal" or "zero": whatever head the file has, a language head
-            commonly, is left aside and a new one made; "normal" has standard deviation 1 / sqrt(D + 1).
+        directory: a local model directory.
+        dtype: type of the weights.
+        device: device of the weights.
+        new_head: None: the file must contain the head. "normal" or "zero": the file's head, usually a language head, is
+            dropped and a new one created with standard deviation 1 / sqrt(D + 1) or with zeros.
 
     Raises:
-        UserError: as for `load_pretrained`; also where the head is missing, or an encoder's, which has one number for a
-            whole text and none per token.
+        UserError: as in `load_pretrained`; or the head is missing; or the model is an encoder, which has one score per
+            text and none per token.
 
-    Source: the initial deviation is Stiennon et al. 2020, arXiv:2009.01325, appendix B.1.
+    Source: standard deviation of a new head: Stiennon et al. 2020, arXiv:2009.01325, appendix B.1.
     """
     model = load_pretrained(directory, "scalar", dtype, device, new_head=new_head is not None)
     if not isinstance(model, ScalarModel | ExternalScalarModel):
@@ -74,59 +83,58 @@ def load_pretrained(
     new_head: bool = False,
     config: dict[str, Any] | None = None,
 ) -> Any:
-    """The model of a Hugging Face directory, in eval mode; `model.train()` turns its dropout on.
+    """Load the model of a Hugging Face directory in eval mode; `model.train()` turns its dropout on.
 
-    A `model_type` without a table of ours is opened through transformers' own class (`model.source` says which).
+    A `model_type` without a family of ours is loaded through transformers' own class (see `model.source`).
 
     Args:
-        task: language, scalar, next_sentence, sequence, tokens or span, as far as the family has it.
-        new_head: leave the file's heads aside, whichever they are, and draw a new one.
+        directory: a local model directory.
+        task: language, scalar, next_sentence, sequence, tokens or span, if the family has it.
+        dtype: type of the weights.
+        device: device of the weights.
+        new_head: drop the file's heads and create a new one.
         config: changes to config.json, for example the number of labels of a new head.
 
     Raises:
         UserError: naming every missing, unexpected or misshapen tensor and every unknown config key.
     """
     directory = Path(directory)
-    filed = read_config(directory)
-    if is_external_type(filed):
+    stored = read_config(directory)
+    if is_external_type(stored):
         return load_external(directory, task, dtype, device, new_head=new_head, config=config)
-    check_sizes(directory, filed, read_shapes(directory))
+    check_sizes(directory, stored, read_shapes(directory))
     tensors = read_state_dict(directory)
-    family, model = _empty(directory, {**filed, **(config or {})}, tensors, task)
-    places = hf_names(model)
-    needed = {place.name for place in places.values()}
+    family, model = _empty_model(directory, {**stored, **(config or {})}, tensors, task)
+    locations = hf_locations(model)
+    needed = {location.name for location in locations.values()}
     tensors = rename_legacy_keys(tensors, family, task, needed)
-    tensors = drop_other_heads(tensors, family, task, new_head, places)
+    tensors = (drop_all_heads if new_head else drop_other_heads)(tensors, family, task, locations)
     aliases = _aliases(model)
     for alias, original in aliases.items():
-        copy = places.pop(alias)
-        drop_tied_copy(tensors, copy.name, places[original].name, directory)
-    for name, original in family.copies:
+        copy = locations.pop(alias)
+        drop_tied_copy(tensors, copy.name, locations[original].name, directory)
+    for name, original in family.tied_copies:
         if name not in needed and original in needed:
             drop_tied_copy(tensors, name, original, directory)
-    fresh = {
-        name: place for name, place in places.items() if new_head and not in_trunk(name) and place.name not in tensors
+    new = {
+        name for name, location in locations.items() if new_head and not in_trunk(name) and location.name not in tensors
     }
-    wanted = {name: place for name, place in places.items() if name not in fresh}
-    shapes = _expected_shapes(model, wanted)
-    zeros = {name for name in family.zeros if name in shapes and name not in tensors}
-    raise_all(f"{directory}: {problem}" for problem in _problems(tensors, shapes, zeros))
-    tensors |= {name: torch.zeros(shapes[name]) for name in zeros}
-    state = {name: x.to(dtype=dtype, device=device) for name, x in from_hf(tensors, wanted).items()}
+    stored_locations = {name: location for name, location in locations.items() if name not in new}
+    tensors |= _checked_zeros(directory, tensors, _expected_shapes(model, stored_locations), family)
+    state = {name: x.to(dtype=dtype, device=device) for name, x in from_hf(tensors, stored_locations).items()}
     _assign(model, state, aliases)
-    if new_head:
-        _draw_heads(model, fresh, dtype, device)
+    _initialize(model, new, dtype, device)
     if hasattr(model, "new_cache"):
         model.generation_config = read_generation_config(directory)
     return model.eval()
 
 
-def _empty(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], task: str) -> tuple[Family, Any]:
-    """The family and a model without memory behind it: every weight comes from the file."""
+def _empty_model(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], task: str) -> tuple[Family, Any]:
+    """The family and its model on the meta device, without memory for the weights."""
     try:
         family = family_of(config)
         with torch.device("meta"):
-            return family, empty_model(family.as_filed(config, tensors), task)
+            return family, empty_model(family.config_from_tensors(config, tensors), task)
     except UserError as error:
         lines = str(error).split("\n")
         raise UserError(
@@ -137,26 +145,28 @@ def _empty(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], 
 
 
 def save_model(model: Any, directory: str | Path, *, state: dict[str, Tensor] | None = None) -> None:
-    """Write config.json and model.safetensors so that plain transformers opens them, and any generation_config.json.
+    """Write config.json, model.safetensors and any generation_config.json so that plain transformers can load them.
 
     Args:
-        state: our-named full state dict, where the live model is sharded; None: the model's own.
+        model: any model of this library.
+        directory: an existing directory.
+        state: the full state dict by our names where the model is sharded; None: the model's own.
 
     Raises:
-        ValueError: the state has parameters the architecture does not have (an adapter still attached) or lacks some.
+        ValueError: the state lacks parameters of the architecture or has others (an adapter is still attached).
     """
     if is_external(model):
         return save_external(model, directory, state=state)
-    live: dict[str, Tensor] = model.state_dict() if state is None else state
-    places = hf_names(model)
-    expected = set(places) - set(_aliases(model))
-    extra = set(live) - set(places)
-    if extra or not expected <= set(live):
+    full: dict[str, Tensor] = model.state_dict() if state is None else state
+    locations = hf_locations(model)
+    expected = set(locations) - set(_aliases(model))
+    extra = set(full) - set(locations)
+    if extra or not expected <= set(full):
         raise ValueError(
-            f"the state does not fit the architecture: missing {sorted(expected - set(live))}, "
+            f"the state does not fit the architecture: missing {sorted(expected - set(full))}, "
             f"unexpected {sorted(extra)}; merge or detach adapters before saving"
         )
-    tensors = to_hf({name: live[name].cpu() for name in expected}, places)
+    tensors = to_hf({name: full[name].cpu() for name in expected}, locations)
     directory = Path(directory)
     config = _config_to_save(model, next(iter(tensors.values())).dtype)
     write_atomic(directory / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
@@ -164,25 +174,25 @@ def save_model(model: Any, directory: str | Path, *, state: dict[str, Tensor] | 
     write_json(directory / CONFIG, config)
 
 
-def hf_names(model: Any) -> dict[str, HFLocation]:
-    """Every parameter of the architecture, by our name, with its place in a Hugging Face file.
+def hf_locations(model: Any) -> dict[str, HFLocation]:
+    """The location of each parameter of the architecture in a Hugging Face file, by our name.
 
-    An attached prefix or adapter is no part of the architecture and is not listed.
+    The parameters of an attached adapter are not listed.
     """
     family = family_of(model.config)
     with torch.device("meta"):
-        bare = empty_model(model.config, model.task)
-    shapes = {name: parameter.shape for name, parameter in bare.state_dict().items()}
+        base = empty_model(model.config, model.task)
+    shapes = {name: parameter.shape for name, parameter in base.state_dict().items()}
     prefix, usual = family.prefix(model.task), family.trunk_prefix
-    lines = (*family.names, *family.renamed(model.config))
+    lines = (*family.names, *family.names_from_config(model.config))
     trunk = ((prefix + hf.removeprefix(usual) if hf.startswith(usual) else hf, ours) for hf, ours in lines)
-    return map_weights(shapes, (*trunk, *family.tasks[model.task].names), family, bare.spec)
+    return map_weights(shapes, (*trunk, *family.tasks[model.task].names), family, base.spec)
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
-    """Names of parameters that are another one once more -> that one's name.
+    """Second names of shared parameters -> their first name.
 
-    By identity, not by what a config once said: the two may have been parted since.
+    Sharing is seen by identity and not by the config, since a model may have been untied after loading.
     """
     first: dict[int, str] = {}
     aliases = {}
@@ -194,7 +204,7 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 
 
 def _assign(model: nn.Module, state: dict[str, Tensor], aliases: dict[str, str]) -> None:
-    """Give parameters without memory their tensors; shared ones stay shared."""
+    """Put tensors in place of the parameters on the meta device; shared parameters stay shared."""
     model.load_state_dict(state, assign=True, strict=False)
     for alias, original in aliases.items():
         owner, _, leaf = alias.rpartition(".")
@@ -202,28 +212,41 @@ def _assign(model: nn.Module, state: dict[str, Tensor], aliases: dict[str, str])
             setattr(model.get_submodule(owner), leaf, model.get_parameter(original))
 
 
-def _draw_heads(model: Any, fresh: Iterable[str], dtype: torch.dtype, device: str | torch.device) -> None:
-    """Fresh weights for what is not in the trunk."""
+def _initialize(model: Any, names: Iterable[str], dtype: torch.dtype, device: str | torch.device) -> None:
+    """Initialize the modules of the named parameters, which are those of a new head."""
     init = getattr(model.spec, "decoder", model.spec).init
-    for owner in sorted({name.rpartition(".")[0] for name in fresh}):
+    for owner in sorted({name.rpartition(".")[0] for name in names}):
         module = model.get_submodule(owner)
-        kept = {name: x for name, x in module.named_parameters(recurse=False) if not x.is_meta}
+        loaded = {name: x for name, x in module.named_parameters(recurse=False) if not x.is_meta}
         module.to_empty(device=device, recurse=False).to(dtype)
         if isinstance(module, nn.LayerNorm):
             module.reset_parameters()
         else:
             initialize_layer(module, init, owner)
-        for name, parameter in kept.items():
+        for name, parameter in loaded.items():
             setattr(module, name, parameter)
 
 
-def _expected_shapes(model: nn.Module, places: dict[str, HFLocation]) -> dict[str, torch.Size]:
-    """Shapes as the file should have them, by the file's names."""
-    meta = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in places}
-    return {name: tensor.shape for name, tensor in to_hf(meta, places).items()}
+def _expected_shapes(model: nn.Module, locations: dict[str, HFLocation]) -> dict[str, torch.Size]:
+    """The shape of each tensor that the file must have, by its name there."""
+    meta = {name: tensor.to("meta") for name, tensor in model.state_dict().items() if name in locations}
+    return {name: tensor.shape for name, tensor in to_hf(meta, locations).items()}
 
 
-def _problems(tensors: dict[str, Tensor], shapes: dict[str, torch.Size], zeros: set[str]) -> Iterable[str]:
+def _checked_zeros(
+    directory: Path, tensors: dict[str, Tensor], shapes: dict[str, torch.Size], family: Family
+) -> dict[str, Tensor]:
+    """Zeros for the tensors that the family lets a file omit.
+
+    Raises:
+        UserError: naming every other missing tensor and every unexpected or misshapen one.
+    """
+    zeros = {name for name in family.zeros_if_missing if name in shapes and name not in tensors}
+    raise_all(f"{directory}: {problem}" for problem in _tensor_problems(tensors, shapes, zeros))
+    return {name: torch.zeros(shapes[name]) for name in zeros}
+
+
+def _tensor_problems(tensors: dict[str, Tensor], shapes: dict[str, torch.Size], zeros: set[str]) -> Iterator[str]:
     yield from (f"tensor {name} is missing" for name in sorted(shapes.keys() - tensors.keys() - zeros))
     yield from (f"unexpected tensor {name}" for name in sorted(tensors.keys() - shapes.keys()))
     for name in sorted(shapes.keys() & tensors.keys()):
@@ -232,13 +255,14 @@ def _problems(tensors: dict[str, Tensor], shapes: dict[str, torch.Size], zeros: 
 
 
 def _config_to_save(model: Any, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json of a saved model: its config with the class, the type and the sizes that the weights have."""
     task = FAMILIES[model.config["model_type"]].tasks[model.task]
     config = {key: value for key, value in model.config.items() if key not in ("torch_dtype", "_name_or_path")}
     vocabulary = (model.encoder if hasattr(model, "encoder") else model.trunk).embed.num_embeddings
     config |= {"dtype": str(dtype).removeprefix("torch."), "vocab_size": vocabulary, "architectures": [task.hf_class]}
     if isinstance(model, ScalarModel):
         return config | {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
-    if task.readout is None or model.task == "span":  # neither has classes: an answer's start and end are fixed
+    if task.readout is None or model.task == "span":  # a span head has two fixed outputs and no classes
         for key in ("num_labels", "id2label", "label2id"):
             config.pop(key, None)
     return config if task.readout else config | {"tie_word_embeddings": "head.weight" in _aliases(model)}

@@ -1,4 +1,4 @@
-"""generation_config.json, which tells other programs where a model stops and how to sample. Our own sampling never reads it."""
+"""generation_config.json: the stop tokens and sampling defaults of a model for other programs; our sampling ignores it."""
 
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,10 @@ GENERATION_CONFIG = "generation_config.json"
 
 
 def read_generation_config(directory: Path) -> dict[str, Any] | None:
-    """generation_config.json of a local directory; None where there is none.
+    """The content of a directory's generation_config.json; None if there is no such file.
 
     Raises:
-        UserError: it is no JSON object.
+        UserError: the file is no JSON object.
     """
     path = Path(directory) / GENERATION_CONFIG
     if not path.is_file():
@@ -25,28 +25,29 @@ def read_generation_config(directory: Path) -> dict[str, Any] | None:
 
 
 def write_generation_config(model: Any, directory: Path) -> None:
-    """Write what travels with the model, where anything does."""
+    """Write the model's generation config, if it has one."""
     config = generation_config_of(model)
     if config is not None:
         write_json(Path(directory) / GENERATION_CONFIG, config)
 
 
 def generation_config_of(model: Any) -> dict[str, Any] | None:
-    """What travels with a model; None of one that was opened without such a file, or that does not generate."""
+    """A model's generation config; None if it was loaded without that file or does not generate."""
     return getattr(model, "generation_config", None)
 
 
 def set_end_tokens(model: Any, end_ids: list[int], pad_id: int | None) -> None:
-    """Let a model that generates tell other programs its end tokens, in both config files.
+    """Set the end tokens and the padding token in both configs of a model; a model that does not generate is unchanged.
 
     Args:
-        end_ids: tokens at which responses end; none: what the configs say stays.
-        pad_id: the tokenizer's padding, which fills the rows of a batch that have ended.
+        model: any model of this library.
+        end_ids: tokens at which responses end; an empty list leaves the configs as they are.
+        pad_id: the tokenizer's padding token, which fills finished rows of a batch.
     """
     if not hasattr(model, "new_cache"):
         return
     config = generation_config_of(model)
-    config = _defaults_in(model.config) if config is None else dict(config)
+    config = _generation_keys(model.config) if config is None else dict(config)
     if end_ids:
         model.config["eos_token_id"] = end_ids[0] if len(end_ids) == 1 else end_ids
         config["eos_token_id"] = model.config["eos_token_id"]
@@ -55,8 +56,8 @@ def set_end_tokens(model: Any, end_ids: list[int], pad_id: int | None) -> None:
     model.generation_config = config
 
 
-def _defaults_in(config: dict[str, Any]) -> dict[str, Any]:
-    """What transformers would take from config.json if there were no generation_config.json."""
+def _generation_keys(config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of config.json that transformers would use in place of a generation_config.json."""
     from transformers import GenerationConfig
 
     keys = [key for key in vars(GenerationConfig()) if not key.startswith("_") and key != "transformers_version"]

@@ -1,6 +1,7 @@
-"""What a file holds, under the names that its family has today: older names, other heads, tensors held twice."""
+"""Tensors of a file brought to the present names of one model class: older names, other heads, tensors saved twice."""
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -10,62 +11,87 @@ from alignment.errors import UserError
 from alignment.models.families.family import Family
 from alignment.models.huggingface.weight_map import HFLocation, pattern_of
 
+STACKS = ("trunk", "encoder", "decoder")
+
 
 def rename_legacy_keys(tensors: dict[str, Tensor], family: Family, task: str, needed: set[str]) -> dict[str, Tensor]:
-    """The file's weights, named as today with the head of `task`; what is ignored and not needed is left out."""
-    tensors = _named_as_in_head({_of_today(name, family): x for name, x in tensors.items()}, family, task)
+    """A file's tensors under their present names, without those that the family ignores.
+
+    Args:
+        tensors: by name in the file.
+        family: has the legacy names.
+        task: whose trunk prefix the names get.
+        needed: names of tensors that the model needs; they are kept also where the family ignores them.
+    """
+    present = {_present_name(name, family): tensor for name, tensor in tensors.items()}
     return {
-        name: x
-        for name, x in tensors.items()
-        if name in needed or not any(re.fullmatch(pattern, name) for pattern in family.ignored)
+        name: tensor
+        for name, tensor in _with_trunk_prefix(present, family, task).items()
+        if name in needed or not any(re.fullmatch(pattern, name) for pattern in family.ignored_tensors)
     }
 
 
-def _of_today(name: str, family: Family) -> str:
-    for old, new in family.older.items():
-        if name.endswith(old):
-            return name.removesuffix(old) + new
+def _present_name(name: str, family: Family) -> str:
+    for legacy, present in family.legacy_names.items():
+        if name.endswith(legacy):
+            return name.removesuffix(legacy) + present
     return name
 
 
-def _named_as_in_head(tensors: dict[str, Tensor], family: Family, task: str) -> dict[str, Tensor]:
-    """The trunk's names with the prefix of `task`, whatever head the file has or has not."""
+def _with_trunk_prefix(tensors: dict[str, Tensor], family: Family, task: str) -> dict[str, Tensor]:
+    """The trunk's tensors with the name prefix of `task`, whichever class the file was saved from."""
     wanted, prefixes = family.prefix(task), {family.prefix(other) for other in family.tasks} - {""}
     used = next((prefix for prefix in sorted(prefixes) if any(name.startswith(prefix) for name in tensors)), "")
     if used == wanted:
         return tensors
-    # Some heads keep a part of theirs in the trunk: BERT's pooler.
-    lines = (*family.names, *family.copies, *(line for other in family.tasks.values() for line in other.names))
+    # The tables of the heads are searched too: part of a head may be in the trunk, as BERT's pooler is.
+    lines = (*family.names, *family.tied_copies, *(line for other in family.tasks.values() for line in other.names))
     trunk = {pattern_of(hf) for hf, _ in lines if hf.startswith(family.trunk_prefix)}
     bare = {name: name.removeprefix(used) for name in tensors}
     return {
-        wanted + bare[name] if pattern_of(family.trunk_prefix + bare[name]) in trunk else name: x
-        for name, x in tensors.items()
+        wanted + bare[name] if pattern_of(family.trunk_prefix + bare[name]) in trunk else name: tensor
+        for name, tensor in tensors.items()
     }
 
 
 def drop_other_heads(
-    tensors: dict[str, Tensor], family: Family, task: str, new_head: bool, places: dict[str, HFLocation]
+    tensors: dict[str, Tensor], family: Family, task: str, locations: Mapping[str, HFLocation]
 ) -> dict[str, Tensor]:
-    """Without the heads that are not asked for: known ones of other tasks, or all where a new one is drawn."""
-    needed = {place.name for place in places.values()}
-    if new_head:
-        heads = {pattern_of(hf) for other in family.tasks.values() for hf, _ in other.names}
-        heads |= {pattern_of(copy) for copy, original in family.copies if original not in needed}
-        beside = [pattern for other in family.tasks.values() for pattern in other.beside]
-        needed = {*family.tasks[task].kept, *(place.name for name, place in places.items() if in_trunk(name))}
-    else:
-        heads, beside = set(), list(family.tasks[task].beside)
+    """A file's tensors without the heads of other tasks that may lie beside the head of `task`."""
+    needed = {location.name for location in locations.values()}
+    return _without(tensors, needed, set(), family.tasks[task].other_heads)
+
+
+def drop_all_heads(
+    tensors: dict[str, Tensor], family: Family, task: str, locations: Mapping[str, HFLocation]
+) -> dict[str, Tensor]:
+    """A file's tensors without any head, for a model of `task` with a new one; what the new head starts from stays."""
+    needed = {location.name for location in locations.values()}
+    heads = {pattern_of(hf) for other in family.tasks.values() for hf, _ in other.names}
+    heads |= {pattern_of(copy) for copy, original in family.tied_copies if original not in needed}
+    others = tuple(pattern for other in family.tasks.values() for pattern in other.other_heads)
+    trunk = {location.name for name, location in locations.items() if in_trunk(name)}
+    return _without(tensors, trunk | set(family.tasks[task].kept_by_new_head), heads, others)
+
+
+def _without(
+    tensors: dict[str, Tensor], needed: set[str], heads: set[str], patterns: tuple[str, ...]
+) -> dict[str, Tensor]:
+    """The tensors that are needed, and those that neither `heads` (name patterns) nor `patterns` (regular) name."""
     return {
-        name: x
-        for name, x in tensors.items()
+        name: tensor
+        for name, tensor in tensors.items()
         if name in needed
-        or (pattern_of(name) not in heads and not any(re.fullmatch(pattern, name) for pattern in beside))
+        or (pattern_of(name) not in heads and not any(re.fullmatch(pattern, name) for pattern in patterns))
     }
 
 
 def drop_tied_copy(tensors: dict[str, Tensor], name: str, original: str, directory: Path) -> None:
-    """A file may hold a shared tensor twice; both must then be the same."""
+    """Remove `name` from `tensors`, a copy of the shared tensor `original`, or rename it where `original` is missing.
+
+    Raises:
+        UserError: both are there and differ.
+    """
     copy, kept = tensors.pop(name, None), tensors.get(original)
     if copy is None:
         return
@@ -79,4 +105,5 @@ def drop_tied_copy(tensors: dict[str, Tensor], name: str, original: str, directo
 
 
 def in_trunk(name: str) -> bool:
-    return name.split(".")[0] in ("trunk", "encoder", "decoder")
+    """Whether a parameter, by our name, belongs to the trunk and not to a head."""
+    return name.split(".")[0] in STACKS
