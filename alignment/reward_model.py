@@ -16,6 +16,7 @@ from alignment.loading import find_base, find_directory, load_tokenizer, same_vo
 from alignment.models.classifiers import SequenceClassifier
 from alignment.models.families import FAMILIES
 from alignment.models.huggingface.checkpoint import load_pretrained, load_scalar_model
+from alignment.models.outputs import ValueOutput
 from alignment.models.safetensors_files import read_config
 from alignment.ragged import Ragged, group_by_length
 
@@ -102,7 +103,7 @@ class RewardModel:
             if segments is not None:
                 batch = replace(batch, segments=torch.tensor([part for i in group for part in segments[i]]))
             output, last = self.model(batch=batch.to(device)), batch.last.to(device)
-            found = output.values[last] if output.scores is None else output.scores[:, 0]
+            found = output.values[last] if isinstance(output, ValueOutput) else output.logits[:, 0]
             scores[group] = found.float().cpu()
         return scores
 

@@ -258,7 +258,7 @@ def span_figures(config: PretrainConfig, model: Any, tokenizer: Any) -> tuple[fl
     collate = collate_for(config.objective, tokenizer, held_out, model, config.data.max_length, 8192)
     loss = right = guessed = baseline = count = 0.0
     for batch in collate(fixed_seed_rows(held_out)):
-        labels, logits = labels_of(batch), model(batch=batch, distributions=True).logits
+        labels, logits = labels_of(batch), model(batch=batch, return_logits=True).logits
         written = ~torch.isin(labels, special)
         labels, logits = labels[written], logits[written]
         loss += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()

@@ -217,9 +217,10 @@ def head_difference(case: Case, task: str, labels: int, directory: Path) -> floa
     segments = padded(segments_of(rows), "right", 0)[0] if case.token_types else None
     out = call(reference, ids, mask, segments)
     ours = model(ids, mask, **({"token_type_ids": segments} if case.token_types else {}))
-    in_batch = model(batch=ragged(case, rows)).scores
+    in_batch = model(batch=ragged(case, rows))
     whole, flat = SCORES[task](out, mask.bool())
-    differences = [ours.scores - whole, in_batch - flat]
+    field = "next_sentence_logits" if task == "next_sentence" else "logits"
+    differences = [getattr(ours, field) - whole, getattr(in_batch, field) - flat]
     if task == "next_sentence":
         differences.append(ours.logits[mask.bool()] - out.prediction_logits[mask.bool()])
     return max(map(_largest, differences))

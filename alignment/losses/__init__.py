@@ -1,7 +1,7 @@
 """Pure functions: tensors in, unreduced tensors out. Reduction, weights and models are elsewhere."""
 
 from alignment.losses.distillation import distillation_loss, hidden_cosine_loss
-from alignment.losses.language import entropy, token_log_probs
+from alignment.losses.language import chunked_token_log_probs, entropy, log_softmax, token_log_probs
 from alignment.losses.policy import (
     AdaptiveKL,
     FixedKL,
@@ -19,6 +19,7 @@ __all__ = [
     "AdaptiveKL",
     "FixedKL",
     "bradley_terry_loss",
+    "chunked_token_log_probs",
     "clipped_policy_loss",
     "clipped_tokens",
     "clipped_value_loss",
@@ -28,6 +29,7 @@ __all__ = [
     "gae",
     "hidden_cosine_loss",
     "kl_estimates",
+    "log_softmax",
     "shape_rewards",
     "token_log_probs",
     "whiten",

@@ -1,8 +1,10 @@
-"""What a student owes its teacher: the teacher's distribution at a temperature, and its hidden states' directions."""
+"""Knowledge distillation: losses on the teacher's softened distribution and on the direction of its hidden states."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from alignment.losses.language import log_softmax
 
 
 def distillation_loss(student_logits: Tensor, teacher_logits: Tensor, *, temperature: float) -> Tensor:
@@ -30,7 +32,7 @@ def distillation_loss(student_logits: Tensor, teacher_logits: Tensor, *, tempera
         raise ValueError(f"temperature must be above 0, got {temperature}; 2 is usual")
     if student_logits.shape != teacher_logits.shape:
         raise ValueError(f"student and teacher differ: {tuple(student_logits.shape)}, {tuple(teacher_logits.shape)}")
-    student, teacher = (_log_softmax(logits / temperature) for logits in (student_logits, teacher_logits))
+    student, teacher = (log_softmax(logits / temperature) for logits in (student_logits, teacher_logits))
     impossible = teacher == -torch.inf  # 0 * (-inf - ...) would be NaN, in the gradient too
     gap = teacher.masked_fill(impossible, 0.0) - student.masked_fill(impossible, 0.0)
     return temperature**2 * (teacher.exp() * gap).sum(-1)
@@ -50,7 +52,3 @@ def hidden_cosine_loss(student: Tensor, teacher: Tensor) -> Tensor:
     """
     wide = torch.promote_types(student.dtype, torch.float32)
     return 1 - F.cosine_similarity(student.to(wide), teacher.to(wide), dim=-1)
-
-
-def _log_softmax(logits: Tensor) -> Tensor:
-    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))

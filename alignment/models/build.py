@@ -10,7 +10,7 @@ from alignment.errors import UserError
 from alignment.models.classifiers import ScalarModel, SequenceClassifier, TokenClassifier
 from alignment.models.encoder_decoder import Seq2SeqClassifier, Seq2SeqModel
 from alignment.models.families import family_of
-from alignment.models.heads import ClassificationHead, LanguageHead, Transform
+from alignment.models.heads import ClassificationHead, LanguageHead, Transform, VocabularyHead
 from alignment.models.init_weights import initialize
 from alignment.models.language_model import LanguageModel, MaskedLanguageModel
 from alignment.models.layers.attention import Attention, CrossAttention
@@ -233,7 +233,7 @@ def _transform(spec: TransformSpec | None, width: int) -> Transform | None:
     return Transform(dense, ACTIVATIONS[spec.activation], _norm(spec.norm, spec.width)())
 
 
-def _language_head(spec: TransformerSpec) -> nn.Module:
+def _language_head(spec: TransformerSpec) -> VocabularyHead:
     width = spec.output_width or spec.width
     if spec.head == LanguageHeadSpec():
         return nn.Linear(width, spec.vocabulary, bias=False)

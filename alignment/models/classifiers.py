@@ -5,8 +5,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from alignment.models.heads import ClassificationHead, Output
+from alignment.models.heads import ClassificationHead
 from alignment.models.language_model import LanguageModel, active_prefix
+from alignment.models.outputs import ClassifierOutput, ValueOutput
 from alignment.models.padded import from_padded, given, to_padded
 from alignment.models.spec import Pooling
 from alignment.models.transformer import Transformer
@@ -32,7 +33,7 @@ class ScalarModel(nn.Module):
 
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *, batch: Ragged | None = None
-    ) -> Output:
+    ) -> ValueOutput:
         """Values of every token.
 
         Args:
@@ -43,11 +44,11 @@ class ScalarModel(nn.Module):
             each row's last real token as the mask has it, wherever the padding sits.
         """
         if batch is not None:
-            return Output(values=self._values(batch))
+            return ValueOutput(self._values(batch))
         shape = given(input_ids).shape
         batch, places = from_padded(given(input_ids), attention_mask)
         values = self._values(batch)
-        return Output(logits=values[batch.last, None], values=to_padded(values, places, shape))
+        return ValueOutput(to_padded(values, places, shape), values[batch.last, None])
 
     def _values(self, batch: Ragged) -> Tensor:
         hidden = self.trunk(batch, prefix=active_prefix(self))
@@ -57,7 +58,7 @@ class ScalarModel(nn.Module):
 
 
 class SequenceClassifier(nn.Module):
-    """One score per class for each document, read at its first token, at its last, or from the mean of all."""
+    """One logit per class for each document, read at its first token, at its last, or from the mean of all."""
 
     source = "native"
     task = "sequence"
@@ -79,8 +80,8 @@ class SequenceClassifier(nn.Module):
         token_type_ids: Tensor | None = None,
         *,
         batch: Ragged | None = None,
-    ) -> Output:
-        """`scores` [B, C], and the same as `logits` where transformers' users look for them.
+    ) -> ClassifierOutput:
+        """Class logits of each document, [B, C].
 
         Args:
             input_ids, attention_mask, token_type_ids: [B, T], padded on either side.
@@ -88,12 +89,11 @@ class SequenceClassifier(nn.Module):
         """
         if batch is None:
             batch, _ = from_padded(given(input_ids), attention_mask, token_type_ids)
-        scores = self.head(pooled(self.trunk(batch, prefix=active_prefix(self)), batch, self.pooling))
-        return Output(scores=scores, logits=scores)
+        return ClassifierOutput(self.head(pooled(self.trunk(batch, prefix=active_prefix(self)), batch, self.pooling)))
 
 
 class TokenClassifier(nn.Module):
-    """Scores for each token: its class (`task` "tokens"), or whether an answer starts and ends there ("span")."""
+    """Logits for each token: its class (`task` "tokens"), or whether an answer starts and ends there ("span")."""
 
     source = "native"
 
@@ -115,18 +115,18 @@ class TokenClassifier(nn.Module):
         token_type_ids: Tensor | None = None,
         *,
         batch: Ragged | None = None,
-    ) -> Output:
-        """`scores`: [N, C] of a batch, [B, T, C] of a padded rectangle with zeros at padding.
+    ) -> ClassifierOutput:
+        """Class logits of each token: [N, C] of a batch, [B, T, C] of a padded rectangle with zeros at padding.
 
         Args:
             input_ids, attention_mask, token_type_ids: [B, T], padded on either side.
             batch: documents end to end, instead.
         """
         if batch is not None:
-            return Output(scores=self.head(self.trunk(batch, prefix=active_prefix(self))))
+            return ClassifierOutput(self.head(self.trunk(batch, prefix=active_prefix(self))))
         batch, places = from_padded(given(input_ids), attention_mask, token_type_ids)
-        scores = self.head(self.trunk(batch, prefix=active_prefix(self)))
-        return Output(scores=to_padded(scores, places, given(input_ids).shape))
+        logits = self.head(self.trunk(batch, prefix=active_prefix(self)))
+        return ClassifierOutput(to_padded(logits, places, given(input_ids).shape))
 
 
 def pooled(hidden: Tensor, batch: Ragged, pooling: Pooling) -> Tensor:

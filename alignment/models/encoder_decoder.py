@@ -10,12 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from alignment.errors import UserError
+from alignment.losses import chunked_token_log_probs
 from alignment.models.activation_checkpointing import Keep
-from alignment.models.heads import ClassificationHead, Output, token_scores
+from alignment.models.heads import ClassificationHead, VocabularyHead
 from alignment.models.language_model import new_cache
 from alignment.models.layers.cross_attention import Source
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.padded_layout import take
+from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput
 from alignment.models.padded import from_padded, given, to_padded
 from alignment.models.spec_encoder_decoder import EncoderDecoderSpec
 from alignment.models.transformer import Transformer
@@ -40,7 +42,7 @@ class Seq2SeqModel(nn.Module):
         self,
         encoder: Transformer,
         decoder: Transformer,
-        head: nn.Module,
+        head: VocabularyHead,
         config: dict[str, Any],
         spec: EncoderDecoderSpec,
     ):
@@ -65,29 +67,32 @@ class Seq2SeqModel(nn.Module):
         batch: Seq2Seq | None = None,
         temperature: float = 1.0,
         entropy: bool = False,
-        distributions: bool = False,
-    ) -> Output:
+        return_logits: bool = False,
+    ) -> LanguageOutput | LogitsOutput:
         """Logits of padded targets, or log-probabilities of a batch's target tokens.
 
         Args:
             input_ids, attention_mask: source, [B, S], padded on either side.
             decoder_input_ids, decoder_attention_mask: target with the start token in front, [B, T].
             batch: pairs of documents, instead.
-            temperature, entropy, distributions: as for `LanguageModel.forward`.
+            temperature, entropy, return_logits: as for `LanguageModel.forward`.
 
         Returns:
-            Output with `logits` [B, T, V], or with `log_probs` [M] of the target's target tokens.
+            `LogitsOutput` of a padded call or with `return_logits`, else `LanguageOutput`.
         """
         if batch is None:
             source, _ = from_padded(given(input_ids), attention_mask)
             target, places = from_padded(given(decoder_input_ids), decoder_attention_mask)
             logits = self.head(self.states(Seq2Seq(source, target)))
-            return Output(logits=to_padded(logits, places, given(decoder_input_ids).shape))
+            return LogitsOutput(to_padded(logits, places, given(decoder_input_ids).shape))
         hidden, target = self.states(batch), batch.decoder
         before = take(hidden, target.target_index - 1)
-        if distributions:
-            return Output(logits=self.head(before), hidden=before)
-        return token_scores(self.head, before, target.tokens[target.target_index], temperature, entropy)
+        if return_logits:
+            return LogitsOutput(self.head(before), before)
+        log_probs, entropies = chunked_token_log_probs(
+            self.head, before, target.tokens[target.target_index], temperature=temperature, entropy=entropy
+        )
+        return LanguageOutput(log_probs, entropies)
 
     def states(self, batch: Seq2Seq, cache: Cache | None = None) -> Tensor:
         """Hidden states of the target's tokens, [N, D]; `cache` is filled for decoding to go on from."""
@@ -139,8 +144,8 @@ class Seq2SeqClassifier(nn.Module):
 
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *, batch: Ragged | None = None
-    ) -> Output:
-        """`scores`: [B, C] for sequences; for spans [N, 2] of a batch, [B, T, 2] of a padded rectangle.
+    ) -> ClassifierOutput:
+        """Logits: [B, C] for sequences; for spans [N, 2] of a batch, [B, T, 2] of a padded rectangle.
 
         Args:
             input_ids, attention_mask: [B, T], padded on either side; places are counted from each row's first token.
@@ -156,10 +161,9 @@ class Seq2SeqClassifier(nn.Module):
         source = Source(self.encoder(documents), documents)
         hidden = self.decoder(shifted(documents, self.spec.start_token), source=source)
         if self.task == "sequence":
-            scores = self.head(hidden[last_places(documents, self.spec.end_token)])
-            return Output(scores=scores, logits=scores)
-        scores = self.head(hidden)
-        return Output(scores=scores if batch is not None else to_padded(scores, places, given(input_ids).shape))
+            return ClassifierOutput(self.head(hidden[last_places(documents, self.spec.end_token)]))
+        logits = self.head(hidden)
+        return ClassifierOutput(logits if batch is not None else to_padded(logits, places, given(input_ids).shape))
 
 
 def shifted(batch: Ragged, start_token: int) -> Ragged:

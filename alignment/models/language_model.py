@@ -6,11 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from alignment.errors import UserError
+from alignment.losses import chunked_token_log_probs
 from alignment.models.activation_checkpointing import Keep
-from alignment.models.heads import Output, token_scores
+from alignment.models.heads import VocabularyHead
 from alignment.models.layers.experts import balance_loss
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.padded_layout import take
+from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.models.padded import from_padded, given, to_padded
 from alignment.models.spec import AttentionSpec, ExpertsSpec, TransformerSpec
 from alignment.models.transformer import Transformer
@@ -30,7 +32,7 @@ class LanguageModel(nn.Module):
 
     source = "native"
 
-    def __init__(self, trunk: Transformer, head: nn.Module, config: dict[str, Any], task: str = "language"):
+    def __init__(self, trunk: Transformer, head: VocabularyHead, config: dict[str, Any], task: str = "language"):
         super().__init__()
         self.trunk, self.head = trunk, head
         if trunk.spec.tied_head:
@@ -56,8 +58,8 @@ class LanguageModel(nn.Module):
         batch: Ragged | None = None,
         temperature: float = 1.0,
         entropy: bool = False,
-        distributions: bool = False,
-    ) -> Output:
+        return_logits: bool = False,
+    ) -> LanguageOutput | LogitsOutput:
         """Logits of a padded rectangle, or log-probabilities of a ragged batch's targets.
 
         log_probs_t = log_softmax(logits_{t-1} / temperature)[token_t], in fp32
@@ -68,22 +70,24 @@ class LanguageModel(nn.Module):
             batch: documents end to end, instead of `input_ids`; the head runs on the M rows before its targets only.
             temperature: > 0, for the batch call.
             entropy: also give the entropy of each predicting distribution.
-            distributions: give the logits behind every target, [M, V], and the states they came from, [M, D], instead.
+            return_logits: for the batch call: return the logits behind every target and the states they came from.
 
         Returns:
-            Output with `logits`, or with `log_probs` (and `entropy`, `balance`).
+            `LogitsOutput` of a padded call or with `return_logits`, else `LanguageOutput`.
         """
         if batch is None:
             batch, places = from_padded(given(input_ids), attention_mask)
             logits = self.head(self.trunk(batch, prefix=active_prefix(self)))
-            return Output(logits=to_padded(logits, places, given(input_ids).shape))
+            return LogitsOutput(to_padded(logits, places, given(input_ids).shape))
         routed: list[Tensor] = []
         hidden = self.trunk(batch, prefix=active_prefix(self), router_logits=routed)
         before = take(hidden, batch.target_index - 1)
-        if distributions:
-            return Output(logits=self.head(before), hidden=before)
-        output = token_scores(self.head, before, batch.tokens[batch.target_index], temperature, entropy)
-        return output._replace(balance=expert_balance(self.spec, routed))
+        if return_logits:
+            return LogitsOutput(self.head(before), before)
+        log_probs, entropies = chunked_token_log_probs(
+            self.head, before, batch.tokens[batch.target_index], temperature=temperature, entropy=entropy
+        )
+        return LanguageOutput(log_probs, entropies, expert_balance(self.spec, routed))
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         """An empty cache for `rows` documents of up to `capacity` tokens each; room for a prefix is added."""
@@ -117,7 +121,7 @@ class MaskedLanguageModel(nn.Module):
     def __init__(
         self,
         trunk: Transformer,
-        head: nn.Module,
+        head: VocabularyHead,
         config: dict[str, Any],
         task: Literal["language", "next_sentence"],
         next_sentence: nn.Module | None = None,
@@ -138,31 +142,32 @@ class MaskedLanguageModel(nn.Module):
         token_type_ids: Tensor | None = None,
         *,
         batch: Ragged | None = None,
-        distributions: bool = False,
-    ) -> Output:
+        return_logits: bool = False,
+    ) -> LanguageOutput | LogitsOutput:
         """Logits of a padded rectangle, or log-probabilities of a ragged batch's labels at its targets.
 
         Args:
             input_ids, attention_mask, token_type_ids: [B, T].
             batch: documents end to end, instead; its `labels` are what belongs at its `targets`.
-            distributions: give the logits at every target, [M, V], and the states they came from, [M, D], instead.
+            return_logits: for the batch call: return the logits at every target and the states they came from.
 
         Returns:
-            Output with `logits` or `log_probs`, and `scores` [B, 2] where the model judges whether B follows A.
+            `LogitsOutput` of a padded call or with `return_logits`, else `LanguageOutput`.
         """
         if batch is None:
             batch, places = from_padded(given(input_ids), attention_mask, token_type_ids)
             hidden = self.trunk(batch)
             logits = to_padded(self.head(hidden), places, given(input_ids).shape)
-            return Output(logits=logits, scores=self._follows(hidden, batch))
+            return LogitsOutput(logits, next_sentence_logits=self._next_sentence_logits(hidden, batch))
         hidden = self.trunk(batch)
         masked = take(hidden, batch.target_index)
-        if distributions:
-            return Output(logits=self.head(masked), hidden=masked, scores=self._follows(hidden, batch))
+        if return_logits:
+            return LogitsOutput(self.head(masked), masked, self._next_sentence_logits(hidden, batch))
         labels = batch.tokens[batch.target_index] if batch.labels is None else batch.labels
-        return token_scores(self.head, masked, labels, 1.0, False)._replace(scores=self._follows(hidden, batch))
+        log_probs, _ = chunked_token_log_probs(self.head, masked, labels)
+        return LanguageOutput(log_probs, next_sentence_logits=self._next_sentence_logits(hidden, batch))
 
-    def _follows(self, hidden: Tensor, batch: Ragged) -> Tensor | None:
+    def _next_sentence_logits(self, hidden: Tensor, batch: Ragged) -> Tensor | None:
         return None if self.next_sentence is None else self.next_sentence(hidden[batch.firsts])
 
 

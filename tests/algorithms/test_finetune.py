@@ -156,7 +156,7 @@ def test_transformers_gives_the_same_scores(settings, family, task):
     mask = torch.arange(12) < torch.tensor([[12], [7], [9]])
     ids = ids.masked_fill(~mask, theirs.config.pad_token_id or 0)
     with torch.no_grad():
-        scores = ours(ids, mask.long()).scores
+        scores = ours(ids, mask.long()).logits
         output = theirs.eval()(input_ids=ids, attention_mask=mask.long())
     logits = (
         torch.stack([output.start_logits, output.end_logits], -1) if task == "question_answering" else output.logits
@@ -275,8 +275,8 @@ def test_the_language_head_beside_is_the_checkpoint_s(checkpoints, family):
     result = label_loss(model, "classification", 0.5)(batch)
     means = [float(-log_probs[batch.ragged.target_rows == row].mean()) for row in (0, 1)]
     assert result.metrics["language_loss"].item() == pytest.approx(sum(means), rel=1e-5)
-    scores = model(batch=batch.ragged).scores
-    assert_close(scores, model.reader(batch=batch.ragged).scores)
+    scores = model(batch=batch.ragged).logits
+    assert_close(scores, model.reader(batch=batch.ragged).logits)
     assert isinstance(batch, LabeledBatch)
     cost = torch.nn.functional.cross_entropy(scores, batch.labels, reduction="sum")
     assert_close(result.total, cost + 0.5 * result.metrics["language_loss"])
@@ -309,7 +309,7 @@ def test_both_orders_of_a_pair_count_the_same(settings):
         reader, examples, collate_for("pair_classification", "gpt1_similarity"), "pair_classification", 1000
     )
     assert_close(scores[0], scores[1])
-    alone = [reader(batch=Ragged.build([document])).scores[0] for document in examples[0].documents]
+    alone = [reader(batch=Ragged.build([document])).logits[0] for document in examples[0].documents]
     assert_close(scores[0], sum(alone))
 
 
@@ -329,10 +329,10 @@ def test_a_saved_update_is_the_one_that_was_trained(checkpoints):
                 parameter.normal_(generator=torch.Generator().manual_seed(0), std=0.1)
     plain = start_classifier(checkpoints["gpt2"], "classification", labels, 0, False)
     batch = Ragged.build([[5, 6, 7], [8, 9]])
-    before = plain(batch=batch).scores
+    before = plain(batch=batch).logits
     plain.load_state_dict(reader_state(model, model.state_dict()))
-    assert_close(plain(batch=batch).scores, model(batch=batch).scores)
-    assert not torch.allclose(plain(batch=batch).scores, before, atol=1e-3)
+    assert_close(plain(batch=batch).logits, model(batch=batch).logits)
+    assert not torch.allclose(plain(batch=batch).logits, before, atol=1e-3)
 
 
 # Answers

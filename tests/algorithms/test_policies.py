@@ -15,7 +15,7 @@ from alignment.algorithms.pretrain import pretrain
 from alignment.data.batches import PROMPT_CUT
 from alignment.data.rows.read import DataConfig
 from alignment.loading import load_tokenizer
-from alignment.models.heads import Output
+from alignment.models.outputs import LanguageOutput
 from alignment.ragged import Ragged
 from alignment.training import LossSum, TrainingConfig
 
@@ -41,7 +41,7 @@ def test_held_out_means_are_over_what_counts_without_dropout_and_the_mode_stays(
 
 def test_the_balance_of_experts_counts_once_for_each_target():
     batch = Ragged.build([[1, 2, 3], [4, 5]])  # three targets
-    output = Output(log_probs=torch.tensor([-1.0, -2.0, -4.0]), balance=torch.tensor(0.5))
+    output = LanguageOutput(log_probs=torch.tensor([-1.0, -2.0, -4.0]), balance=torch.tensor(0.5))
     result = text_loss(lambda batch: output)(batch)
     assert result.total.item() == 7 + 3 * 0.5 and result.metrics["balance_loss"].item() == 1.5
     assert text_loss(lambda batch: output._replace(balance=None))(batch).total.item() == 7

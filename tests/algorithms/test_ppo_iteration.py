@@ -15,7 +15,7 @@ from alignment.algorithms.ppo.setup import build_parts, read_data
 from alignment.data.rows.read import DataConfig
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model
-from alignment.models.heads import Output
+from alignment.models.outputs import ValueOutput
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, Run, TrainingConfig
 
@@ -162,6 +162,6 @@ def test_the_critics_loss_is_worked_by_hand():
         ragged_of([[1, 5]], [[6, 7]], [0]), torch.zeros(2), torch.tensor([0.5, 0.5]), torch.zeros(2),
         torch.tensor([1.5, 1.0]),
     )  # fmt: skip
-    critic = lambda batch: Output(values=torch.tensor([9.0, 2.0, 1.0, 9.0]))  # noqa: E731  2 and 1 stand before the response's tokens
+    critic = lambda batch: ValueOutput(values=torch.tensor([9.0, 2.0, 1.0, 9.0]))  # noqa: E731  2 and 1 stand before the response's tokens
     # (0.9 - 1.5)^2 / 2 = 0.18 beats (2 - 1.5)^2 / 2; (0.9 - 1)^2 / 2 = 0.005 beats (1 - 1)^2 / 2
     assert value_loss(critic, config)(batch).total.item() == pytest.approx(0.185, abs=1e-6)

@@ -13,7 +13,7 @@ from alignment.algorithms.reward import RewardConfig, pair_loss, preference_metr
 from alignment.data.batches import Example, PairExample, collate_pairs
 from alignment.data.rows.read import DataConfig
 from alignment.losses import bradley_terry_loss
-from alignment.models.heads import Output
+from alignment.models.outputs import ValueOutput
 from alignment.reward_model import load_reward_model
 from alignment.training import OptimConfig, TrainingConfig
 
@@ -68,7 +68,7 @@ def scores_as_given(chosen, rejected):
     [batch] = collate_pairs(pairs, 10**6)
     values = torch.full((len(batch.ragged.tokens),), 1e9)
     values[batch.ragged.last] = torch.tensor([*chosen, *rejected])
-    return batch, lambda batch: Output(values=values)
+    return batch, lambda batch: ValueOutput(values=values)
 
 
 def test_loss_and_metrics_of_four_margins():

@@ -127,7 +127,7 @@ def test_batches_equal_pairs_alone_and_padded_ones_on_either_side(model):
     assert batch.weight == len(output.log_probs) == sum(TARGETS) - len(TARGETS)
     entropies = [-(row.softmax(-1) * row.log_softmax(-1)).sum(-1) for row in alone]
     assert_close(output.entropy, torch.cat([e[:-1] for e in entropies]), atol=1e-5, rtol=1e-5)
-    distributions = model(batch=batch, distributions=True)
+    distributions = model(batch=batch, return_logits=True)
     assert_close(distributions.logits, torch.cat([row[:-1] for row in alone]), atol=1e-5, rtol=1e-5)
     assert_close(model.head(distributions.hidden), distributions.logits)
 
@@ -260,13 +260,13 @@ def test_read_outs_are_the_same_alone_batched_and_padded(name, task):
     config = {**CONFIGS[name], "eos_token_id": 1}
     model = build_model({**config, "num_labels": 3} if task == "sequence" else config, task)
     rows = [[*row, 1] for row in documents((9, 1, 30))]
-    batched = model(batch=Ragged.build(rows)).scores
-    alone = torch.cat([model(batch=Ragged.build([row])).scores for row in rows])
+    batched = model(batch=Ragged.build(rows)).logits
+    alone = torch.cat([model(batch=Ragged.build([row])).logits for row in rows])
     assert batched.shape == ((3, 3) if task == "sequence" else (43, 2))
     assert_close(batched, alone, atol=1e-5, rtol=1e-5)
     for side in ("left", "right"):
         ids, mask = padded(rows, side)
-        scores = model(ids, mask).scores
+        scores = model(ids, mask).logits
         assert_close(scores if task == "sequence" else scores[mask], batched, atol=1e-5, rtol=1e-5)
 
 

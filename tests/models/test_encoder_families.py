@@ -58,7 +58,7 @@ def test_heads_come_from_transformers_and_go_back_bit_by_bit(model_type, task, i
     labels = {} if task == "span" else {"num_labels": 3}
     reference = written_by_transformers(model_type, task, tmp_path / "theirs", **labels)
     model = load_pretrained(tmp_path / "theirs", task)
-    assert_close(model(ids).scores, scores_of(reference(ids)), atol=1e-5, rtol=1e-5)
+    assert_close(model(ids).logits, scores_of(reference(ids)), atol=1e-5, rtol=1e-5)
     save_model(model, tmp_path / "ours")
     again = getattr(transformers, CLASSES[task]).from_pretrained(tmp_path / "ours")
     expected, found = reference.state_dict(), again.state_dict()
@@ -78,7 +78,7 @@ def test_a_pretrained_encoder_gets_a_new_head_that_transformers_opens(model_type
     assert model.head.output.weight.std() > 0
     save_model(model, tmp_path / "ours")
     again = getattr(transformers, CLASSES[task]).from_pretrained(tmp_path / "ours").eval()
-    assert_close(scores_of(again(ids)), model(ids).scores, atol=1e-5, rtol=1e-5)
+    assert_close(scores_of(again(ids)), model(ids).logits, atol=1e-5, rtol=1e-5)
     with pytest.raises(UserError, match="is missing"):
         load_pretrained(tmp_path / "pretrained", task)
 
@@ -94,9 +94,9 @@ def test_both_pretraining_heads_are_kept_and_one_may_be_left_aside(model_type, i
     alone = load_pretrained(tmp_path, "language")(ids, None, segments)
     follows = theirs.seq_relationship_logits if model_type == "bert" else theirs.sop_logits
     assert_close(both.logits, theirs.prediction_logits, atol=1e-5, rtol=1e-5)
-    assert_close(both.scores, follows, atol=1e-5, rtol=1e-5)
+    assert_close(both.next_sentence_logits, follows, atol=1e-5, rtol=1e-5)
     assert_close(alone.logits, both.logits)
-    assert alone.scores is None
+    assert alone.next_sentence_logits is None
 
 
 @torch.no_grad()
@@ -150,12 +150,12 @@ def test_an_encoder_saved_without_a_head_is_a_start_for_one(ids, tmp_path):
 @torch.no_grad()
 def test_what_debertas_files_carry_and_no_model_reads_is_left_out(ids, tmp_path):
     written_by_transformers("deberta-v2", "sequence", tmp_path)
-    expected = load_pretrained(tmp_path, "sequence")(ids).scores
+    expected = load_pretrained(tmp_path, "sequence")(ids).logits
     tensors = load_file(tmp_path / "model.safetensors")
     surplus = {"deberta.embeddings.position_embeddings.weight": (64, 32), "mask_predictions.dense.weight": (32, 32)}
     tensors |= {name: torch.zeros(shape) for name, shape in surplus.items()}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    assert torch.equal(load_pretrained(tmp_path, "sequence")(ids).scores, expected)
+    assert torch.equal(load_pretrained(tmp_path, "sequence")(ids).logits, expected)
 
 
 def test_absolute_places_that_the_config_asks_for_are_never_left_out(tmp_path):

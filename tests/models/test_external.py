@@ -101,7 +101,7 @@ def test_ragged_log_probs_equal_those_of_padded_logits(decoder):
         expected = log_softmax.gather(-1, ids[:, 1:, None]).squeeze(-1)[real]
         assert_close(out.log_probs, expected, atol=2e-5, rtol=1e-5)
         assert_close(out.entropy, -(log_softmax.exp() * log_softmax).sum(-1)[real], atol=2e-5, rtol=1e-5)
-    logits = ours(batch=batch, distributions=True).logits
+    logits = ours(batch=batch, return_logits=True).logits
     assert_close(logits, ours(ids, mask).logits[:, :-1][real], atol=2e-5, rtol=1e-5)
 
 
@@ -259,7 +259,7 @@ def test_a_language_model_starts_models_with_new_heads(tmp_path):
     scalar = load_external(tmp_path, "scalar", new_head=True)
     assert scalar.head is scalar.inner.score and 0.01 < scalar.head.weight.std().item() < 0.03  # drawn with 0.02
     classifier = load_external(tmp_path, "sequence", new_head=True, config={"num_labels": 5})
-    assert classifier(batch=Ragged.build(DOCUMENTS)).scores.shape == (4, 5)
+    assert classifier(batch=Ragged.build(DOCUMENTS)).logits.shape == (4, 5)
     assert torch.equal(scalar.inner.model.embed_tokens.weight, theirs.model.embed_tokens.weight)
     save_external(scalar, tmp_path / "saved")
     again = load_external(tmp_path / "saved", "scalar")
@@ -283,7 +283,7 @@ def test_an_encoder(tmp_path):
     batch = Ragged(built.tokens, built.positions, built.starts, built.lengths, places, places, 1.0, labels=labels)
     expected = alone.log_softmax(-1)[places, labels]
     assert_close(ours(batch=batch).log_probs, expected, atol=2e-5, rtol=1e-5)
-    assert_close(ours(batch=batch, distributions=True).logits, alone[places], atol=2e-5, rtol=1e-5)
+    assert_close(ours(batch=batch, return_logits=True).logits, alone[places], atol=2e-5, rtol=1e-5)
 
 
 @torch.no_grad()
@@ -299,9 +299,9 @@ def test_classifiers(task, family, config, tmp_path):
         expected = torch.cat([torch.stack([out.start_logits[0], out.end_logits[0]], -1) for out in outs])
     else:
         expected = torch.cat([out.logits if task == "sequence" else out.logits[0] for out in outs])
-    assert_close(ours(batch=Ragged.build(DOCUMENTS)).scores, expected, atol=2e-5, rtol=1e-5)
+    assert_close(ours(batch=Ragged.build(DOCUMENTS)).logits, expected, atol=2e-5, rtol=1e-5)
     ids, mask = rectangle(DOCUMENTS, "left")
-    scores = ours(ids, mask).scores
+    scores = ours(ids, mask).logits
     assert_close(scores if task == "sequence" else scores[mask.bool()], expected, atol=2e-5, rtol=1e-5)
 
 

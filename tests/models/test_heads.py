@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.models import heads
+from alignment.losses import entropy, language
 from alignment.ragged import Ragged
 
 
@@ -43,8 +43,8 @@ def test_chunks_change_neither_numbers_nor_gradients(kept, model, batch, monkeyp
         return output, [parameter.grad.clone() for parameter in model.parameters()]
 
     whole, gradients = run()
-    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", {"cpu": 61 * 10})  # 127 targets: 13 chunks
-    monkeypatch.setattr(heads, "KEPT_ELEMENTS", {"cpu": kept})
+    monkeypatch.setattr(language, "CHUNK_ELEMENTS", {"cpu": 61 * 10})  # 127 targets: 13 chunks
+    monkeypatch.setattr(language, "KEPT_ELEMENTS", {"cpu": kept})
     cut, cut_gradients = run()
     assert_close(cut.log_probs, whole.log_probs, atol=1e-6, rtol=0)
     assert_close(cut.entropy, whole.entropy, atol=1e-6, rtol=0)
@@ -54,8 +54,8 @@ def test_chunks_change_neither_numbers_nor_gradients(kept, model, batch, monkeyp
 
 def test_many_logits_are_not_kept(model, batch, monkeypatch):
     sizes = []
-    monkeypatch.setattr(heads, "CHUNK_ELEMENTS", {"cpu": 61 * 10})
-    monkeypatch.setattr(heads, "KEPT_ELEMENTS", {"cpu": 61 * 100})  # 127 targets are more
+    monkeypatch.setattr(language, "CHUNK_ELEMENTS", {"cpu": 61 * 10})
+    monkeypatch.setattr(language, "KEPT_ELEMENTS", {"cpu": 61 * 100})  # 127 targets are more
     with torch.autograd.graph.saved_tensors_hooks(lambda x: (sizes.append(x.numel()), x)[1], lambda x: x):
         model(batch=batch)
     # 61 * 32 is the head's weight; no saved tensor may be [127, 61] or [10, 61]
@@ -64,7 +64,7 @@ def test_many_logits_are_not_kept(model, batch, monkeypatch):
 
 def test_impossible_tokens_do_not_spoil_the_entropy():
     logits = torch.tensor([[0.0, 0.0, float("-inf")]])
-    assert_close(heads._entropy(logits), torch.tensor([math.log(2)]))
+    assert_close(entropy(logits), torch.tensor([math.log(2)]))
 
 
 def test_h23_score_is_read_at_the_last_real_token(scalar_model, documents):

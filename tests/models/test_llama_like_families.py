@@ -238,7 +238,7 @@ def test_a_span_head_names_its_trunk_as_transformers_does(name, tmp_path):
     assert not any(tensor.startswith("model.") for tensor in tensors)
     batch = Ragged.build([[5, 6, 7], [8]])
     again = load_pretrained(tmp_path, "span")
-    assert torch.equal(again(batch=batch).scores, span(batch=batch).scores)
+    assert torch.equal(again(batch=batch).logits, span(batch=batch).logits)
     # the trunk serves another head, whose file names it otherwise
     sequence = load_pretrained(tmp_path, "sequence", new_head=True)
     assert torch.equal(sequence.trunk(batch), span.trunk(batch))

@@ -45,10 +45,10 @@ def test_pooling_takes_the_first_vector_the_last_or_the_mean_of_each_document():
 @torch.no_grad()
 def test_classes_of_a_document_do_not_depend_on_the_call_or_on_padding(config, side):
     model = roughen(build_model({**config, "num_labels": 3}, "sequence"))
-    scores = model(batch=Ragged.build(ROWS)).scores
+    scores = model(batch=Ragged.build(ROWS)).logits
     assert scores.shape == (3, 3)
-    assert_close(model(*padded(side)).scores, scores)
-    alone = torch.cat([model(torch.tensor([row])).scores for row in ROWS])
+    assert_close(model(*padded(side)).logits, scores)
+    alone = torch.cat([model(torch.tensor([row])).logits for row in ROWS])
     assert_close(scores, alone, atol=1e-5, rtol=1e-5)
 
 
@@ -56,9 +56,9 @@ def test_classes_of_a_document_do_not_depend_on_the_call_or_on_padding(config, s
 @torch.no_grad()
 def test_scores_of_tokens_lie_at_their_places_with_zeros_at_padding(task, columns):
     model = roughen(build_model({**BERT, "num_labels": 3}, task))
-    scores = model(batch=Ragged.build(ROWS)).scores
+    scores = model(batch=Ragged.build(ROWS)).logits
     ids, mask = padded("left")
-    rectangle = model(ids, mask).scores
+    rectangle = model(ids, mask).logits
     assert rectangle.shape == (3, 5, columns)
     assert_close(rectangle[mask.bool()], scores)
     assert not rectangle[~mask.bool()].any()
@@ -68,8 +68,8 @@ def test_scores_of_tokens_lie_at_their_places_with_zeros_at_padding(task, column
 def test_the_second_sentence_of_a_pair_is_told_apart_by_its_segment():
     model = roughen(build_model(BERT, "sequence"))
     ids, segments = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[0, 0, 1, 1]])
-    assert not torch.allclose(model(ids, None, segments).scores, model(ids).scores)
-    assert_close(model(ids, None, torch.zeros_like(ids)).scores, model(ids).scores)
+    assert not torch.allclose(model(ids, None, segments).logits, model(ids).logits)
+    assert_close(model(ids, None, torch.zeros_like(ids)).logits, model(ids).logits)
 
 
 def test_a_readout_drops_before_and_after_its_transform_in_training_only():
@@ -85,10 +85,10 @@ def test_a_readout_drops_before_and_after_its_transform_in_training_only():
 def test_an_encoder_with_one_class_scores_texts_and_gives_no_values_of_tokens(tmp_path):
     model = roughen(build_model(BERT, "scalar"))
     assert isinstance(model, SequenceClassifier)
-    assert model(batch=Ragged.build(ROWS)).scores.shape == (3, 1)
+    assert model(batch=Ragged.build(ROWS)).logits.shape == (3, 1)
     save_model(model, tmp_path)
     again = load_pretrained(tmp_path, "scalar")
-    assert_close(again(batch=Ragged.build(ROWS)).scores, model(batch=Ragged.build(ROWS)).scores)
+    assert_close(again(batch=Ragged.build(ROWS)).logits, model(batch=Ragged.build(ROWS)).logits)
     with pytest.raises(UserError, match="number at every token"):
         load_scalar_model(tmp_path)
 

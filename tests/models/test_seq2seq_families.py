@@ -266,7 +266,7 @@ def test_heads_give_transformers_scores(name, task, tmp_path):
     ids, mask = padded(rows, config.pad_token_id)
     out = reference(input_ids=ids, attention_mask=mask)
     expected = torch.stack([out.start_logits, out.end_logits], -1) if task == "span" else out.logits
-    scores, batched = model(ids, mask).scores, model(batch=Ragged.build(rows)).scores
+    scores, batched = model(ids, mask).logits, model(batch=Ragged.build(rows)).logits
     if task == "sequence":
         assert_close(scores, expected, atol=1e-5, rtol=0)
         assert_close(batched, expected, atol=1e-5, rtol=0)
@@ -290,7 +290,7 @@ def test_a_language_model_becomes_a_reader_with_a_new_head(name, task, tmp_path)
     for key, value in language.encoder.state_dict().items():
         assert torch.equal(encoder.state_dict()[key], value), key
     assert reader.head.output.weight.abs().max() > 0
-    assert reader(batch=Ragged.build(texts(END[name]))).scores.shape[-1] == 2
+    assert reader(batch=Ragged.build(texts(END[name]))).logits.shape[-1] == 2
     with pytest.raises(UserError, match="is missing"):
         load_pretrained(tmp_path, task)
 

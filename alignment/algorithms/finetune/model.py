@@ -25,13 +25,15 @@ from alignment.data.tasks.multiple_choice import collate_choices, encode_choices
 from alignment.data.tasks.question_answering import collate_spans, encode_questions
 from alignment.data.tasks.rows import FinetuneTask
 from alignment.errors import UserError
+from alignment.losses import chunked_token_log_probs
 from alignment.models.build import build_model
 from alignment.models.classifiers import pooled
 from alignment.models.families import family_of
-from alignment.models.heads import Output, token_scores
+from alignment.models.heads import VocabularyHead
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.language_model import active_prefix
 from alignment.models.layers.padded_layout import take
+from alignment.models.outputs import DoubleHeadsOutput
 from alignment.models.spec import InitSpec, TransformerSpec
 from alignment.ragged import Ragged
 
@@ -109,19 +111,20 @@ class DoubleHeadsModel(nn.Module):
         language_head: tied to the reader's embedding where the family ties it.
     """
 
-    def __init__(self, reader: Any, language_head: nn.Module):
+    def __init__(self, reader: Any, language_head: VocabularyHead):
         super().__init__()
         self.reader, self.language_head = reader, language_head
         if reader.trunk.spec.tied_head:
             self.language_head.weight = reader.trunk.embed.weight
         self.checkpoint_activations = reader.checkpoint_activations
 
-    def forward(self, *, batch: Ragged) -> Output:
-        """`scores` [B, C], and `log_probs` [M] of all tokens but first ones."""
+    def forward(self, *, batch: Ragged) -> DoubleHeadsOutput:
+        """Class logits and log-probabilities in one forward."""
         hidden = self.reader.trunk(batch, prefix=active_prefix(self.reader))
-        scores = self.reader.head(pooled(hidden, batch, self.reader.pooling))
+        logits = self.reader.head(pooled(hidden, batch, self.reader.pooling))
         before, tokens = take(hidden, batch.target_index - 1), batch.tokens[batch.target_index]
-        return token_scores(self.language_head, before, tokens, 1.0, False)._replace(scores=scores)
+        log_probs, _ = chunked_token_log_probs(self.language_head, before, tokens)
+        return DoubleHeadsOutput(logits, log_probs)
 
 
 def start_classifier(source: Any, task: FinetuneTask, labels: dict[str, Any], rows: int, language: bool) -> Any:

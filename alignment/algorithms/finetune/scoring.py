@@ -21,6 +21,7 @@ from alignment.data.tasks.multiple_choice import ChoiceExample
 from alignment.data.tasks.question_answering import SpanBatch, SpanExample
 from alignment.data.tasks.rows import FinetuneTask
 from alignment.losses.classification import IGNORED
+from alignment.models.outputs import DoubleHeadsOutput
 from alignment.ragged import group_by_length
 from alignment.training import LossSum
 
@@ -51,12 +52,12 @@ def read(model: Any, batch: Batch, task: FinetuneTask) -> Reading:
     Source: spans: Devlin et al. 2019, arXiv:1810.04805, section 4.2; choices: Radford et al. 2018, section 3.3.
     """
     output = model(batch=batch.ragged)
-    rows = scores_of_rows(output.scores, batch, task)
+    rows = scores_of_rows(output.logits, batch, task)
     table, labels = rivals(rows, task), labels_of(batch)
     share = 0.5 if task == "question_answering" else 1.0
     cost = share * F.cross_entropy(table, labels, ignore_index=IGNORED, reduction="sum")
     right = share * (table.argmax(-1) == labels).sum()
-    return Reading(rows, cost, right.float(), output.log_probs)
+    return Reading(rows, cost, right.float(), output.log_probs if isinstance(output, DoubleHeadsOutput) else None)
 
 
 def scores_of_rows(scores: Tensor, batch: Batch, task: FinetuneTask) -> Sequence[Tensor]:

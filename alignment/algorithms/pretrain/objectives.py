@@ -183,8 +183,8 @@ def sentence_pair_loss(model: Any) -> Callable[[SentencePairBatch], LossSum]:
     def loss_fn(batch: SentencePairBatch) -> LossSum:
         output = model(batch=batch.ragged)
         masked = -(output.log_probs * batch.token_shares).sum()
-        follows = F.cross_entropy(output.scores, batch.labels, reduction="sum")
-        right = (output.scores.argmax(-1) == batch.labels).float().sum()
+        follows = F.cross_entropy(output.next_sentence_logits, batch.labels, reduction="sum")
+        right = (output.next_sentence_logits.argmax(-1) == batch.labels).float().sum()
         metrics = {"masked_loss": masked, "next_sentence_loss": follows, "next_sentence_accuracy": right}
         return LossSum(masked + follows, metrics)
 
@@ -201,8 +201,8 @@ def distillation_loss_fn(student: Any, teacher: Any, config: DistillationConfig)
 
     def loss_fn(batch: Ragged | Seq2Seq) -> LossSum:
         with torch.no_grad():
-            theirs = teacher(batch=batch, distributions=True)
-        ours = student(batch=batch, distributions=True)
+            theirs = teacher(batch=batch, return_logits=True)
+        ours = student(batch=batch, return_logits=True)
         soft = distillation_loss(ours.logits, theirs.logits, temperature=config.temperature).sum()
         hard = F.cross_entropy(ours.logits.float(), labels_of(batch), reduction="sum")
         total = config.soft_coef * soft + config.hard_coef * hard

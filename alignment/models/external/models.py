@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from alignment.errors import UserError
+from alignment.losses import entropy, token_log_probs
 from alignment.models.activation_checkpointing import recompute_calls
 from alignment.models.external.cache import PairCache, RereadCache, SharedCache, check_capacity, shares_well
 from alignment.models.external.padding import (
@@ -21,7 +21,7 @@ from alignment.models.external.padding import (
     rectangle,
     score_reader,
 )
-from alignment.models.heads import Output
+from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput, ValueOutput
 from alignment.models.padded import from_padded, given, to_padded
 from alignment.ragged import Ragged, Seq2Seq
 
@@ -92,20 +92,20 @@ class ExternalLanguageModel(nn.Module):
         batch: Ragged | None = None,
         temperature: float = 1.0,
         entropy: bool = False,
-        distributions: bool = False,
-    ) -> Output:
+        return_logits: bool = False,
+    ) -> LanguageOutput | LogitsOutput:
         """Logits [B, T, V] of a padded rectangle, zeros at padding; or what a ragged batch's targets are given.
 
         Args:
             input_ids, attention_mask, batch, temperature, entropy: as for `language.LanguageModel.forward`.
-            distributions: `logits` [M, V] of the targets instead of their log-probabilities.
+            return_logits: `logits` [M, V] of the targets instead of their log-probabilities.
         """
         read = reader(self.inner, "logits")
         if batch is None:
             ragged, places = from_padded(given(input_ids), attention_mask)
-            return Output(logits=to_padded(per_token(read, ragged, _filler(self)), places, given(input_ids).shape))
+            return LogitsOutput(to_padded(per_token(read, ragged, _filler(self)), places, given(input_ids).shape))
         logits = per_token(read, batch, _filler(self), batch.target_index - 1)
-        return _scored(logits, batch, temperature, entropy, distributions)
+        return _target_output(logits, batch, temperature, entropy, return_logits)
 
     def new_cache(self, rows: int, capacity: int) -> SharedCache | RereadCache:
         """An empty cache for `rows` documents of up to `capacity` tokens each."""
@@ -140,15 +140,15 @@ class ExternalMaskedLanguageModel(nn.Module):
         batch: Ragged | None = None,
         temperature: float = 1.0,
         entropy: bool = False,
-        distributions: bool = False,
-    ) -> Output:
+        return_logits: bool = False,
+    ) -> LanguageOutput | LogitsOutput:
         """Logits [B, T, V] of a padded rectangle, zeros at padding; or what a ragged batch's labels are given."""
         read = reader(self.inner, "logits")
         if batch is None:
             ragged, places = from_padded(given(input_ids), attention_mask, token_type_ids)
-            return Output(logits=to_padded(per_token(read, ragged, _filler(self)), places, given(input_ids).shape))
+            return LogitsOutput(to_padded(per_token(read, ragged, _filler(self)), places, given(input_ids).shape))
         logits = per_token(read, batch, _filler(self), batch.target_index)
-        return _scored(logits, batch, temperature, entropy, distributions)
+        return _target_output(logits, batch, temperature, entropy, return_logits)
 
 
 class ExternalSeq2SeqModel(nn.Module):
@@ -169,15 +169,15 @@ class ExternalSeq2SeqModel(nn.Module):
         batch: Seq2Seq | None = None,
         temperature: float = 1.0,
         entropy: bool = False,
-        distributions: bool = False,
-    ) -> Output:
+        return_logits: bool = False,
+    ) -> LanguageOutput | LogitsOutput:
         """Logits [B, T, V] of padded targets, zeros at padding; or what a batch's targets are given."""
         if batch is None:
             target, places = from_padded(given(decoder_input_ids), decoder_attention_mask)
             logits = self._read(Seq2Seq(from_padded(given(input_ids), attention_mask)[0], target))
-            return Output(logits=to_padded(logits, places, given(decoder_input_ids).shape))
+            return LogitsOutput(to_padded(logits, places, given(decoder_input_ids).shape))
         logits = self._read(batch)[batch.decoder.target_index - 1]
-        return _scored(logits, batch.decoder, temperature, entropy, distributions)
+        return _target_output(logits, batch.decoder, temperature, entropy, return_logits)
 
     def new_cache(self, rows: int, capacity: int) -> PairCache:
         """An empty cache for `rows` targets of up to `capacity` tokens each."""
@@ -219,20 +219,20 @@ class ExternalScalarModel(nn.Module):
 
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *, batch: Ragged | None = None
-    ) -> Output:
+    ) -> ValueOutput:
         """`values` [N]; or [B, T] with zeros at padding, and `logits` [B, 1] at each row's last real token."""
         if batch is not None:
-            return Output(values=self._values(batch))
+            return ValueOutput(self._values(batch))
         ragged, places = from_padded(given(input_ids), attention_mask)
         values = self._values(ragged)
-        return Output(logits=values[ragged.last, None], values=to_padded(values, places, given(input_ids).shape))
+        return ValueOutput(to_padded(values, places, given(input_ids).shape), values[ragged.last, None])
 
     def _values(self, batch: Ragged) -> Tensor:
         return per_token(score_reader(self.inner), batch, _filler(self)).squeeze(-1).float()
 
 
 class ExternalClassifier(nn.Module):
-    """Scores of documents [B, C] (task "sequence"), of tokens [N, C] ("tokens") or of span ends [N, 2] ("span")."""
+    """Class logits of documents [B, C] (task "sequence"), of tokens [N, C] ("tokens") or of span ends [N, 2] ("span")."""
 
     inner: Any
     task: str
@@ -248,21 +248,17 @@ class ExternalClassifier(nn.Module):
         token_type_ids: Tensor | None = None,
         *,
         batch: Ragged | None = None,
-    ) -> Output:
-        """Output with `scores`; those of tokens in a padded call are [B, T, C], zeros at padding."""
+    ) -> ClassifierOutput:
+        """Class logits; those of tokens in a padded call are [B, T, C], zeros at padding."""
         if batch is not None:
-            return self._output(self._scores(batch))
+            return ClassifierOutput(self._logits(batch).float())
         ragged, places = from_padded(given(input_ids), attention_mask, token_type_ids)
-        scores = self._scores(ragged)
+        logits = self._logits(ragged)
         if self.task != "sequence":
-            scores = to_padded(scores, places, given(input_ids).shape)
-        return self._output(scores)
+            logits = to_padded(logits, places, given(input_ids).shape)
+        return ClassifierOutput(logits.float())
 
-    def _output(self, scores: Tensor) -> Output:
-        scores = scores.float()
-        return Output(scores=scores, logits=scores if self.task == "sequence" else None)
-
-    def _scores(self, batch: Ragged) -> Tensor:
+    def _logits(self, batch: Ragged) -> Tensor:
         if self.task == "tokens":
             return per_token(reader(self.inner, "logits"), batch, _filler(self))
         if self.task == "span":
@@ -272,18 +268,15 @@ class ExternalClassifier(nn.Module):
         return per_document(reader(self.inner, "logits"), batch, _filler(self))
 
 
-def _scored(logits: Tensor, batch: Ragged, temperature: float, entropy: bool, distributions: bool) -> Output:
-    """Of targets' logits [M, V]: themselves, or the targets' log-probabilities (and entropies) in fp32."""
-    if distributions:
-        return Output(logits=logits)
+def _target_output(
+    logits: Tensor, batch: Ragged, temperature: float, entropies: bool, return_logits: bool
+) -> LanguageOutput | LogitsOutput:
+    """Of targets' logits [M, V]: the logits, or the targets' log-probabilities (and entropies) in fp32."""
+    if return_logits:
+        return LogitsOutput(logits)
     labels = batch.tokens[batch.target_index] if batch.labels is None else batch.labels
     logits = logits.float() / temperature
-    log_probs = -F.cross_entropy(logits, labels, reduction="none")
-    if not entropy:
-        return Output(log_probs=log_probs)
-    all_log_probs = logits.detach().log_softmax(-1)
-    entropies = -(all_log_probs.exp() * all_log_probs).nan_to_num(0.0).sum(-1)
-    return Output(log_probs=log_probs, entropy=entropies)
+    return LanguageOutput(token_log_probs(logits, labels), entropy(logits.detach()) if entropies else None)
 
 
 def _filler(model: Any) -> int:

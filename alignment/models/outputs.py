@@ -1,0 +1,69 @@
+"""What the models return: named tuples, so that wrappers (DDP, FSDP2, DeepSpeed) find the tensors in them."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class LanguageOutput(NamedTuple):
+    """Log-probabilities of a batch's targets, from a language model called with `batch`.
+
+    Attributes:
+        log_probs: of each target token, nats, fp32, [M].
+        entropy: of the distribution behind each target, nats, without gradient, [M]; where asked for.
+        balance: load-balancing loss of the experts times its coefficient, scalar; where the model trains one.
+        next_sentence_logits: not next, next, [B, 2]; of encoders with a next-sentence head.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    balance: Tensor | None = None
+    next_sentence_logits: Tensor | None = None
+
+
+class LogitsOutput(NamedTuple):
+    """Logits over the vocabulary, from a language model called with `input_ids` or with `return_logits`.
+
+    Attributes:
+        logits: [B, T, V] of a padded call, zeros at padding; [M, V] of a batch's targets.
+        hidden: with `return_logits`, the states that the logits were computed from, [M, D].
+        next_sentence_logits: not next, next, [B, 2]; of encoders with a next-sentence head.
+    """
+
+    logits: Tensor
+    hidden: Tensor | None = None
+    next_sentence_logits: Tensor | None = None
+
+
+class ValueOutput(NamedTuple):
+    """One number per token, from a scalar model (reward or value).
+
+    Attributes:
+        values: fp32, [N] of a batch; [B, T] of a padded call, zeros at padding.
+        logits: padded call: the value at each row's last real token, [B, 1].
+    """
+
+    values: Tensor
+    logits: Tensor | None = None
+
+
+class ClassifierOutput(NamedTuple):
+    """Class logits, fp32.
+
+    Attributes:
+        logits: per document [B, C]; per token [N, C] of a batch, [B, T, C] of a padded call with zeros at padding.
+    """
+
+    logits: Tensor
+
+
+class DoubleHeadsOutput(NamedTuple):
+    """Class logits of each document and log-probabilities of its tokens.
+
+    Attributes:
+        logits: [B, C].
+        log_probs: of all tokens but first ones, nats, fp32, [M].
+    """
+
+    logits: Tensor
+    log_probs: Tensor

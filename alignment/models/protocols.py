@@ -1,0 +1,112 @@
+"""What training loops, generation and evaluation need of a model; our modules and the wrapped ones of transformers fit."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, overload
+
+from torch import Tensor, nn
+
+from alignment.models.outputs import LanguageOutput, LogitsOutput, ValueOutput
+from alignment.ragged import Ragged, Seq2Seq
+
+
+class Module(Protocol):
+    """The part of `nn.Module` that callers use, with the config a checkpoint is saved with.
+
+    Attributes:
+        config: Hugging Face's config.json.
+    """
+
+    config: dict[str, Any]
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        """All parameters, each once."""
+        ...
+
+    def train(self, mode: bool = True) -> Any:
+        """Switch to training mode; returns the model."""
+        ...
+
+    def eval(self) -> Any:
+        """Switch to eval mode; returns the model."""
+        ...
+
+
+class LanguageModelSpec(Protocol):
+    """Sizes that every language model knows."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the token table."""
+        ...
+
+    @property
+    def max_positions(self) -> int:
+        """Longest document, tokens."""
+        ...
+
+
+class DecodingCache(Protocol):
+    """What a model keeps of the documents it is continuing, one row per document.
+
+    Attributes:
+        lengths: tokens of each row, [rows].
+    """
+
+    lengths: Tensor
+
+    @property
+    def rows(self) -> int:
+        """Documents held."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """Most tokens one document may have."""
+        ...
+
+    def keep(self, rows: Tensor) -> None:
+        """Hold only these rows from now on, in this order; rows: indices, or one boolean per row, [n]."""
+        ...
+
+    def reorder(self, rows: Tensor) -> None:
+        """Put row `rows[i]` at position i; a row may come several times, or not at all. rows: indices, [n]."""
+        ...
+
+
+class GenerativeModel(Module, Protocol):
+    """A policy or a reference: a decoder, or an encoder-decoder, that can be trained and continued token by token."""
+
+    @property
+    def spec(self) -> LanguageModelSpec:
+        """Sizes."""
+        ...
+
+    @overload
+    def __call__(
+        self, *, batch: Ragged | Seq2Seq, temperature: float = 1.0, entropy: bool = False
+    ) -> LanguageOutput: ...
+    @overload
+    def __call__(self, input_ids: Tensor, attention_mask: Tensor | None = None) -> LogitsOutput: ...
+
+    @property
+    def new_cache(self) -> Callable[[int, int], DecodingCache]:
+        """(rows, capacity) -> an empty cache of the model's own kind, for documents of up to `capacity` tokens each."""
+        ...
+
+    @property
+    def prefill(self) -> Callable[..., Tensor]:
+        """(batch, cache) -> logits [B, V] after each document's last token; the documents now fill the cache."""
+        ...
+
+    @property
+    def decode(self) -> Callable[..., Tensor]:
+        """(tokens [B], cache) -> logits [B, V] after one more token for every cache row."""
+        ...
+
+
+class ScoringModel(Module, Protocol):
+    """A reward or value model: one number per token."""
+
+    def __call__(self, *, batch: Ragged) -> ValueOutput:
+        """Values of every token, [N]."""
+        ...
