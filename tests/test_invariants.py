@@ -20,7 +20,7 @@ from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec, attach, load_adapter, merge_adapter, save_adapter
 from alignment.algorithms import dpo, reward
-from alignment.algorithms.policies import load_policy, load_scalar, reference_model, text_loss
+from alignment.algorithms.policies import language_loss_fn, load_policy, load_value_model, reference_of
 from alignment.algorithms.ppo import ppo
 from alignment.algorithms.ppo.rollout import Rollout, ragged_of, rollout_batches, with_advantages
 from alignment.algorithms.ppo.setup import build_parts, read_data
@@ -210,7 +210,7 @@ PPO_SETTINGS = SimpleNamespace(temperature=0.8, clip_range=0.2, value_clip_range
 
 def language_case(model, world, tokenizer, rollout, cut):
     examples = examples_of("demonstrations", world, tokenizer)
-    return text_loss(model), cut_rows(examples, cut, lambda rows: collate(rows, 10**6))
+    return language_loss_fn(model), cut_rows(examples, cut, lambda rows: collate(rows, 10**6))
 
 
 def pair_case(model, world, tokenizer, rollout, cut, loss_fn):
@@ -220,7 +220,7 @@ def pair_case(model, world, tokenizer, rollout, cut, loss_fn):
 
 
 def reward_case(*arguments):
-    return pair_case(*arguments, lambda model: reward.pair_loss(model, center_coef=0.01))
+    return pair_case(*arguments, lambda model: reward.reward_loss_fn(model, center_coef=0.01))
 
 
 def dpo_case(*arguments):
@@ -228,7 +228,7 @@ def dpo_case(*arguments):
         reference = torch.no_grad()(copy.deepcopy(model))
         with torch.no_grad():
             model.head.weight += 0.05 * torch.randn(model.head.weight.shape, generator=torch.Generator().manual_seed(2))
-        return dpo.pair_loss(model, reference, dpo.DPOConfig(policy="", data=DataConfig(train="-"), output=""))
+        return dpo.dpo_loss_fn(model, reference, dpo.DPOConfig(policy="", data=DataConfig(train="-"), output=""))
 
     return pair_case(*arguments, loss_fn)
 
@@ -474,11 +474,11 @@ def test_I7_the_reference_stays_where_it_was(family, stage, world, tokenizer, tm
     start = str(stage("sft" if family == "llama" else "sft gpt2") / "model")
     batch = collate_pairs(examples_of("comparisons", world, tokenizer, 4), 10**6)[0]
     for adapter in (None, LoRASpec(rank=2, dropout=0.2)):
-        policy = load_policy(start, adapter, str(tmp_path))
+        policy = load_policy(start, adapter, tokenizer, str(tmp_path))
         engine = Engine(policy.model.eval(), OptimConfig(learning_rate=1e-2), TrainingConfig(), total_steps=10)
-        reference = reference_model(policy, None, engine)
+        reference = reference_of(policy, None, engine)
         before = reference(batch=batch.ragged).log_probs
-        loss_fn = dpo.pair_loss(
+        loss_fn = dpo.dpo_loss_fn(
             engine.model, reference, dpo.DPOConfig(policy="", data=DataConfig(train="-"), output="")
         )
         for _ in range(10):
@@ -500,8 +500,8 @@ def test_I9_what_should_train_changes_and_the_rest_stays(
 ):
     """Proves: after two updates (the first cannot move a LoRA's A, its B being 0) every trainable tensor has changed, and
     every frozen one is the same bit for bit; with an adapter exactly adapter and score head train (H20, H22)."""
-    loader = load_policy if kind == "SFT" else partial(load_scalar, head="normal")
-    model = loader(checkpoints[family], ADAPTERS.get(adapter or ""), str(tmp_path)).model
+    loader = load_policy if kind == "SFT" else partial(load_value_model, head="normal")
+    model = loader(checkpoints[family], ADAPTERS.get(adapter or ""), tokenizer, str(tmp_path)).model
     before = {name: value.clone() for name, value in model.state_dict().items()}
     engine = Engine(
         model.train(), OptimConfig(learning_rate=1e-2), TrainingConfig(gradient_checkpointing=recompute), total_steps=9

@@ -1,4 +1,4 @@
-"""Direct preference optimization: pairs straight to a policy, no reward model. Other preference losses come later."""
+"""Direct preference optimization (DPO): a policy learns from pairs of responses, without a reward model."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -6,28 +6,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from alignment.adapters.specs import LoRASpec, PrefixSpec, refuse_dropout
 from alignment.algorithms.policies import (
-    check_rows,
     load_policy,
-    mean_over,
     note_dropout_off,
-    open_run,
-    read_split,
-    reference_model,
+    reference_of,
     save_policy,
     sequence_log_probs,
-    stream_of,
 )
 from alignment.algorithms.reward import preference_metrics
+from alignment.algorithms.runs import check_rows, open_run, read_split, stream_of
 from alignment.data.batches import PairBatch, collate_pairs
 from alignment.data.rows.read import DataConfig
 from alignment.loading import load_tokenizer
-from alignment.losses import dpo_loss
-from alignment.training import Engine, LossSum, OptimConfig, TrainingConfig, fit
+from alignment.losses import dpo_loss, implicit_rewards
+from alignment.training import Engine, LossFn, LossSum, OptimConfig, TrainingConfig, fit
 
 
 @dataclass(frozen=True)
@@ -70,46 +63,40 @@ def run(config: DPOConfig) -> Path:
 
     Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7.
     """
-    with open_run(config, "dpo", parents=[config.policy, config.reference]) as run_directory:
+    with open_run(config, "dpo", parents=[config.policy, config.reference]) as run:
         tokenizer = load_tokenizer(config.policy)
-        train, held_out = read_split(config.data, "comparisons", tokenizer, run_directory)
-        policy = load_policy(config.policy, config.adapter, config.output)
+        train, held_out = read_split(config.data, "comparisons", tokenizer, run)
+        policy = load_policy(config.policy, config.adapter, tokenizer, config.output)
         check_rows(policy.model, train + held_out, config.data.max_length)
-        note_dropout_off(policy, run_directory)
-        stream, steps = stream_of(train, config.training)
-        engine = Engine(policy.model.eval(), config.optim, config.training, total_steps=steps)
-        reference = reference_model(policy, config.reference, engine)
-        loss_fn = pair_loss(engine.model, reference, config)
-        collate = partial(collate_pairs, micro_batch_tokens=config.training.micro_batch_tokens)
-        evaluate = partial(mean_over, engine, collate(held_out), loss_fn) if held_out else None
-        save = partial(save_policy, engine, policy, tokenizer, config.output)
-        fit(engine, stream, collate, loss_fn, config.training, run_directory, evaluate=evaluate, save=save)
-        return Path(config.output) / "model"
+        note_dropout_off(policy, run)
+        stream = stream_of(train, config.training)
+        engine = Engine(
+            policy.model.eval(), config.optim, config.training, total_steps=config.training.steps(len(train))
+        )
+        loss_fn = dpo_loss_fn(engine.model, reference_of(policy, config.reference, engine), config)
+        save = partial(save_policy, engine, policy, run.output)
+        fit(engine, stream, collate_pairs, loss_fn, training=config.training, run=run, held_out=held_out, save=save)
+        return run.output / "model"
 
 
-def pair_loss(policy: Any, reference: Callable[..., Any], config: DPOConfig) -> Callable[[PairBatch], LossSum]:
-    """The loss function of `run`: batch of pairs -> sum over pairs."""
+def dpo_loss_fn(policy: Callable[..., Any], reference: Callable[..., Any], config: DPOConfig) -> LossFn:
+    """Loss function of DPO: `dpo_loss`, summed over the batch's pairs. `reference` computes no gradients."""
 
     def loss_fn(batch: PairBatch) -> LossSum:
         policy_chosen, policy_rejected = sequence_log_probs(policy, batch.ragged).chunk(2)  # [2B], chosen first
-        with torch.no_grad():
-            reference_chosen, reference_rejected = sequence_log_probs(reference, batch.ragged).chunk(2)
+        reference_chosen, reference_rejected = sequence_log_probs(reference, batch.ragged).chunk(2)
         cost = dpo_loss(
             policy_chosen, policy_rejected, reference_chosen, reference_rejected,
             beta=config.beta, label_smoothing=config.label_smoothing,
         )  # fmt: skip
-        chosen = config.beta * (policy_chosen - reference_chosen).detach()
-        rejected = config.beta * (policy_rejected - reference_rejected).detach()
-        return LossSum(cost.sum(), _metrics(chosen, rejected, policy_chosen, policy_rejected))
+        chosen_reward = implicit_rewards(policy_chosen, reference_chosen, config.beta).detach()
+        rejected_reward = implicit_rewards(policy_rejected, reference_rejected, config.beta).detach()
+        metrics = preference_metrics(chosen_reward - rejected_reward) | {
+            "chosen_reward": chosen_reward.sum(),
+            "rejected_reward": rejected_reward.sum(),
+            "chosen_log_prob": policy_chosen.detach().sum(),  # both may fall while the margin grows
+            "rejected_log_prob": policy_rejected.detach().sum(),
+        }
+        return LossSum(cost.sum(), metrics)
 
     return loss_fn
-
-
-def _metrics(chosen: Tensor, rejected: Tensor, policy_chosen: Tensor, policy_rejected: Tensor) -> dict[str, Tensor]:
-    """Sums over pairs; the log-probabilities show displacement: both may fall while the margin grows."""
-    return preference_metrics(chosen - rejected) | {
-        "chosen_reward": chosen.sum(),
-        "rejected_reward": rejected.sum(),
-        "chosen_log_prob": policy_chosen.detach().sum(),
-        "rejected_log_prob": policy_rejected.detach().sum(),
-    }

@@ -1,7 +1,7 @@
-"""The parts that several algorithms start from: rows, policies, references, losses over a model. No training loop here."""
+"""Networks about to be trained: how a policy or a value model is loaded, which reference it has, how it is saved."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,23 +24,14 @@ from alignment.adapters import (
     read_spec,
     save_adapter,
 )
-from alignment.config.load import to_dict
-from alignment.data.batches import Example, collate
-from alignment.data.prepare import documents_of, prepare
-from alignment.data.rows.read import DataConfig
-from alignment.data.rows.records import Kind
-from alignment.data.stream import Stream
 from alignment.data.tokenizers.load import check_vocabulary, save_tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory
-from alignment.generation import response_text
-from alignment.loading import architecture_of, find_base, find_directory, load_model, load_tokenizer, set_special_tokens
+from alignment.loading import architecture_of, find_base, find_directory, load_model, set_special_tokens
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model, save_model
-from alignment.models.lengths import check_lengths
 from alignment.ragged import Ragged, Seq2Seq
-from alignment.training import Engine, LossSum, OptimConfig, Run, TrainingConfig, fit
+from alignment.training import Engine, LossFn, LossSum, Run
 from alignment.training.distributed import launched_rank
-from alignment.training.ranks import compare_rows, compare_start, failing_together
 
 
 @dataclass(frozen=True)
@@ -48,7 +39,8 @@ class Policy:
     """A network about to be trained, and what is needed to save it.
 
     Attributes:
-        model: language or scalar model, its adapter attached.
+        model: language model or value model, its adapter attached.
+        tokenizer: saved beside the model.
         adapter: None where every weight trains.
         base: directory or Hub name of the frozen weights under the adapter.
         revision: their commit, where they come from the Hub.
@@ -57,6 +49,7 @@ class Policy:
     """
 
     model: Any
+    tokenizer: Any
     adapter: AdapterSpec | None = None
     base: str | None = None
     revision: str | None = None
@@ -64,79 +57,39 @@ class Policy:
     disabled_is_start: bool = False
 
 
-@contextmanager
-def open_run(config: Any, stage: str, parents: Sequence[str | None]) -> Iterator[Run]:
-    """The run's directory, its config and lineage written, closed whatever happens; all that is random follows its seed."""
-    names = [name for name in parents if name]
-    with failing_together():
-        compare_start(to_dict(config))
-        for name in names:
-            find_directory(name)
-        torch.manual_seed(config.training.seed)  # new weights, dropout; data order and sampling have their own seeds
-        with Run(config.output, to_dict(config), stage=stage, parents=names) as run:
-            yield run
-
-
-def read_split(data: DataConfig, kind: Kind, tokenizer: Any, run: Run) -> tuple[list[Any], list[Any]]:
-    """Training and held-out examples; what was dropped or cut is noted in the run.
-
-    Raises:
-        UserError: bad rows, all at once; or more of them lost than `data.max_lost_share`.
-    """
-    train = read_examples(data, kind, tokenizer, run)
-    return train, [] if data.evaluation is None else read_examples(data, kind, tokenizer, run, "evaluation")
-
-
-def read_examples(
-    data: DataConfig, kind: Kind, tokenizer: Any, run: Run, part: Literal["train", "evaluation"] = "train"
-) -> list[Any]:
-    """Examples of one part of the data."""
-    examples, counts = prepare(data, kind, tokenizer, part)
-    for line in counts.lines():
-        run.note(f"{part} {kind}: {line}")
-    compare_rows(f"data.{part}" if kind != "text" else f"pretrain.{part}", examples)
-    return examples
-
-
-def check_rows(model: Any, examples: Sequence[Any], max_length: int, new_tokens: int = 0) -> None:
-    """Refuse examples that do not fit the model's positions, before the first update and all at once.
-
-    Args:
-        max_length: of the data, `data.max_length`; no example is longer.
-        new_tokens: tokens that will follow each prompt.
-
-    Raises:
-        UserError: naming how many, the longest, and the way out.
-    """
-    lengths = [(example.row_id, min(max_length, max(map(len, documents_of(example))))) for example in examples]
-    ways = f"lower data.max_length (it is {max_length})" + (" or max_new_tokens" if new_tokens else "")
-    check_lengths(model, lengths, f"{ways}, or take a model with a longer context", new_tokens)
-
-
-def stream_of(examples: Sequence[Any], training: TrainingConfig, seed: int = 0) -> tuple[Stream, int]:
-    """Examples in the run's order, and its number of steps; the last batch of the last epoch may be smaller."""
-    epochs = training.epochs if training.max_steps is None else None
-    stream = Stream(examples, training.batch_size, training.seed + seed, epochs)
-    return stream, training.max_steps or stream.steps()
-
-
-def load_policy(source: str, adapter: AdapterSpec | None, output: str) -> Policy:
+def load_policy(source: str, adapter: AdapterSpec | None, tokenizer: Any, output: str) -> Policy:
     """The language model to train, from a model or an adapter directory.
 
+    Args:
+        source: directory or Hub name.
+        adapter: attached to the model; None trains every weight.
+        tokenizer: the checkpoint's.
+        output: the run's directory; where `source` is an adapter, its merged weights are written to `output/base`.
+
     Raises:
-        UserError: it is no decoder.
+        UserError: the model is no decoder, or its tokenizer has ids that the model has no row for.
     """
     _refuse_unless_decoder(source, "a policy is a decoder; start from one")
-    return _fitting(_start(source, adapter, output, load_language_model), source)
+    return _load_start(source, adapter, tokenizer, output, load=load_language_model)
 
 
-def load_scalar(
-    source: str, adapter: AdapterSpec | None, output: str | None, *, head: Literal["normal", "zero"] | None
+def load_value_model(
+    source: str,
+    adapter: AdapterSpec | None,
+    tokenizer: Any,
+    output: str | None,
+    *,
+    head: Literal["normal", "zero"] | None,
 ) -> Policy:
-    """A reward model or critic to train; `head` makes a new score head, None keeps the checkpoint's.
+    """A model with one number per token to train: a reward model or PPO's value model.
+
+    Args:
+        source, adapter, tokenizer: as for `load_policy`.
+        output: as for `load_policy`; None: the model is never saved.
+        head: the new head's weights; None keeps the checkpoint's head.
 
     Raises:
-        UserError: it is no decoder.
+        UserError: as for `load_policy`.
     """
     advice = "a reward model is trained on a decoder's last token; start from a decoder"
     _refuse_unless_decoder(
@@ -144,8 +97,8 @@ def load_scalar(
     )
     directory = find_directory(source)
     brings_head = head is None and is_adapter(directory) and is_scalar_adapter(directory)  # its base may have none
-    loader = partial(load_scalar_model, new_head="zero" if brings_head else head)
-    return _fitting(_start(source, adapter, output, loader, with_head=head is None), source)
+    load = partial(load_scalar_model, new_head="zero" if brings_head else head)
+    return _load_start(source, adapter, tokenizer, output, load=load, with_head=head is None)
 
 
 def _refuse_unless_decoder(source: str, advice: str) -> None:
@@ -157,53 +110,54 @@ def _refuse_unless_decoder(source: str, advice: str) -> None:
         )
 
 
-def _fitting(policy: Policy, source: str) -> Policy:
-    """The same, if the checkpoint's tokenizer gives no id that its model has no row for."""
-    check_vocabulary(load_tokenizer(source), policy.model.spec.vocabulary)
-    return policy
-
-
-def _start(
-    source: str, adapter: AdapterSpec | None, output: str | None, loader: Callable[..., Any], *, with_head: bool = True
+def _load_start(
+    source: str,
+    adapter: AdapterSpec | None,
+    tokenizer: Any,
+    output: str | None,
+    *,
+    load: Callable[[Path], Any],
+    with_head: bool = True,
 ) -> Policy:
-    """Load, put an earlier adapter into the weights, attach the new one.
+    """Load the starting checkpoint, merge its adapter into the weights, and attach the new adapter.
 
-    A new adapter sits on the *starting* policy, so that switching it off gives that policy and not its base. A prefix
-    is no change of weights: a start that has one goes on training it. The merged start is written to `output/base`,
-    where the new adapter's file finds it; an `output` of None is for a model that is never saved.
+    A new adapter is attached to the *starting* policy, so that disabling it gives that policy and not its base. A
+    prefix cannot be merged into weights: a start that has one goes on training it. The merged start is written to
+    `output/base`, which the new adapter's files name as their base.
     """
     directory = find_directory(source)
     if not is_adapter(directory):
-        model, (base, revision) = loader(directory), _named(source, directory)
+        model, (base, revision) = load(directory), _name_and_revision(source, directory)
     elif isinstance(earlier := read_spec(directory), PrefixSpec):
         if adapter not in (None, earlier):
             raise UserError(
                 f"{source}: ends in a prefix adapter, which cannot lie under another one; leave `adapter` out"
             )
-        model = load_adapter(loader(find_base(directory)), directory, with_head=with_head)
-        return Policy(model, earlier, read_base(directory), read_revision(directory), source)
+        model = load_adapter(load(find_base(directory)), directory, with_head=with_head)
+        check_vocabulary(tokenizer, model.spec.vocabulary)
+        return Policy(model, tokenizer, earlier, read_base(directory), read_revision(directory), source)
     else:
-        model = loader(find_base(directory))
-        model = merge_adapter(load_adapter(model, directory, with_head=with_head))
+        model = merge_adapter(load_adapter(load(find_base(directory)), directory, with_head=with_head))
         base, revision = None if output is None else str((Path(output) / "base").resolve()), None
         if adapter is not None and base is not None and launched_rank() == 0:
-            set_special_tokens(model, load_tokenizer(source))
+            set_special_tokens(model, tokenizer)
             with atomic_directory(Path(base)) as folder:
                 save_model(model, folder)
+    check_vocabulary(tokenizer, model.spec.vocabulary)
     if adapter is None:
-        return Policy(model, source=source)
-    return Policy(attach(model, adapter), adapter, base, revision, source, disabled_is_start=True)
+        return Policy(model, tokenizer, source=source)
+    return Policy(attach(model, adapter), tokenizer, adapter, base, revision, source, disabled_is_start=True)
 
 
-def _named(source: str, directory: Path) -> tuple[str, str | None]:
-    """How an adapter names its base: a local directory, or a Hub name and the commit that was fetched."""
+def _name_and_revision(source: str, directory: Path) -> tuple[str, str | None]:
+    """The name by which an adapter's files find its base: a local directory, or a Hub name and the fetched commit."""
     if Path(source).expanduser().is_dir():
         return str(directory.resolve()), None
     return source, directory.name if directory.parent.name == "snapshots" else None
 
 
 def note_dropout_off(policy: Policy, run: Run) -> None:
-    """Say that a model's own dropout does nothing in a stage that trains in eval mode."""
+    """Note in the run that the model's own dropout is off, in a stage that trains in eval mode."""
     rates = {
         key: rate
         for key, rate in policy.model.config.items()
@@ -214,73 +168,54 @@ def note_dropout_off(policy: Policy, run: Run) -> None:
         run.note(f"dropout: off, so that policy and reference start equal; {policy.source} has {named}")
 
 
-def reference_model(policy: Policy, source: str | None, engine: Engine) -> Callable[..., Any]:
+def reference_of(policy: Policy, source: str | None, engine: Engine) -> Callable[..., Any]:
     """The reference as a function of a batch, without gradients: `reference(batch=..., temperature=...)`.
 
     Args:
-        policy: how the policy was loaded.
-        source: checkpoint of the reference; None: the policy's own start, which is the policy with its adapter off
-            where it has a fresh one. Everything else is a frozen copy, read again from its named directory.
+        policy: the network in training.
+        source: checkpoint of the reference; None: the checkpoint that the policy started from. That is the policy with
+            its adapter disabled where it has a fresh one; otherwise a frozen copy is loaded.
         engine: the policy's.
     """
-    if source is None and policy.disabled_is_start:
+    shares_weights = source is None and policy.disabled_is_start
+    model = (
+        engine.model
+        if shares_weights
+        else load_model(source or policy.source or "", device=str(engine.process_group.device))
+    )
+    if not shares_weights:
+        model.requires_grad_(False)
 
-        def adapter_off(**arguments: Any) -> Any:
-            with torch.no_grad(), disabled(engine.backend.unwrapped), engine.backend.autocast():
-                return engine.model(**arguments)
+    def reference(batch: Ragged, temperature: float = 1.0) -> Any:
+        without_adapter = disabled(engine.backend.unwrapped) if shares_weights else nullcontext()
+        with torch.no_grad(), without_adapter, engine.backend.autocast():
+            return model(batch=batch, temperature=temperature)
 
-        return adapter_off
-    frozen = load_model(source or policy.source or "", device=str(engine.process_group.device)).requires_grad_(False)
-
-    def copy(**arguments: Any) -> Any:
-        with torch.no_grad(), engine.backend.autocast():
-            return frozen(**arguments)
-
-    return copy
+    return reference
 
 
-def save_policy(engine: Engine, policy: Policy, tokenizer: Any, output: str) -> Path:
+def save_policy(engine: Engine, policy: Policy, output: str | Path) -> Path:
     """Write `output/model` in Hugging Face layout (or peft's, for an adapter) and return it."""
     directory = Path(output) / "model"
     state = engine.backend.full_state()
     if engine.process_group.is_main:
         model = engine.backend.unwrapped
-        set_special_tokens(model, tokenizer)
+        set_special_tokens(model, policy.tokenizer)
         with atomic_directory(directory) as folder:
             if policy.adapter is None:
                 save_model(model, folder, state=state)
             else:
                 save_adapter(model, folder, base=policy.base, revision=policy.revision, state=state)
-            save_tokenizer(tokenizer, folder)
+            save_tokenizer(policy.tokenizer, folder)
     engine.process_group.barrier()
     return directory
 
 
-def fit_language_model(
-    policy: Policy,
-    train: list[Example],
-    held_out: list[Example],
-    optim: OptimConfig,
-    training: TrainingConfig,
-    run: Run,
-    *,
-    save: Callable[[Engine], Any],
-) -> None:
-    """Train on the next-token loss of the examples' targets; `held_out_loss` is logged where there is held-out data.
+def language_loss_fn(model: Any) -> LossFn:
+    """Loss function of a language model: -log p(token), summed over the batch's targets.
 
-    Args:
-        save: writes the model of an engine, once it is trained.
+    Mixtures of experts add their load-balancing loss, times the number of targets.
     """
-    stream, steps = stream_of(train, training)
-    engine = Engine(policy.model.train(), optim, training, total_steps=steps)
-    loss_fn = text_loss(engine.model)
-    pack = partial(collate, micro_batch_tokens=training.micro_batch_tokens)
-    evaluate = partial(mean_over, engine, pack(held_out), loss_fn) if held_out else None
-    fit(engine, stream, pack, loss_fn, training, run, evaluate=evaluate, save=partial(save, engine))
-
-
-def text_loss(model: Any) -> Callable[[Any], LossSum]:
-    """-log p(token), summed over the batch's targets; mixtures of experts add their balance, times the targets."""
 
     def loss_fn(batch: Ragged | Seq2Seq) -> LossSum:
         output = model(batch=batch)
@@ -297,30 +232,3 @@ def sequence_log_probs(model: Callable[..., Any], batch: Ragged) -> Tensor:
     """Log-probability of each document's targets together, nats, [B]."""
     log_probs = model(batch=batch).log_probs  # [M]
     return log_probs.new_zeros(len(batch.lengths)).index_add(0, batch.target_rows, log_probs)
-
-
-@torch.no_grad()
-def mean_over(engine: Engine, batches: Sequence[Any], loss_fn: Callable[[Any], LossSum]) -> dict[str, float]:
-    """Loss and metrics over held-out batches, in eval mode, keys prefixed `held_out_`; every rank sees all of them."""
-    was_training = engine.backend.unwrapped.training  # DeepSpeed's wrapper only hands the mode on, and always says True
-    engine.model.eval()
-    sums: dict[str, Tensor] = {}
-    with engine.backend.autocast():
-        for batch in batches:
-            result = loss_fn(batch.to(engine.process_group.device))
-            for key, value in {"loss": result.total, **result.metrics}.items():
-                sums[key] = sums.get(key, torch.zeros((), device=engine.process_group.device)) + value.float()
-    engine.model.train(was_training)
-    weight = sum(batch.weight for batch in batches)
-    return {f"held_out_{key}": float(value) / weight for key, value in sums.items()}
-
-
-def log_sample(run: Run, step: int, tokenizer: Any, rollout: Any, count: int = 2) -> None:
-    """Keep a few of an iteration's responses as text."""
-    for row in range(min(count, len(rollout.prompts))):
-        run.sample(
-            step,
-            prompt=tokenizer.decode(rollout.prompts[row], skip_special_tokens=True),
-            response=response_text(tokenizer, rollout.responses[row], bool(rollout.ended[row])),
-            score=float(rollout.scores[row]),
-        )

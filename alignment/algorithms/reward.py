@@ -1,4 +1,4 @@
-"""Reward models from pairs (Bradley and Terry). K-way groups come later; PPO uses the result in ppo.py."""
+"""Reward models, trained on pairs of responses by the Bradley-Terry loss."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -9,22 +9,14 @@ from typing import Any
 from torch import Tensor
 
 from alignment.adapters.specs import LoRASpec, PrefixSpec
-from alignment.algorithms.policies import (
-    Policy,
-    check_rows,
-    load_scalar,
-    mean_over,
-    open_run,
-    read_split,
-    save_policy,
-    stream_of,
-)
+from alignment.algorithms.policies import Policy, load_value_model, save_policy
+from alignment.algorithms.runs import check_rows, open_run, read_split, stream_of
 from alignment.data.batches import PairBatch, collate_pairs
 from alignment.data.rows.read import DataConfig
 from alignment.data.text.chat import stop_token_ids
 from alignment.loading import load_tokenizer
-from alignment.losses import bradley_terry_loss
-from alignment.training import Engine, LossSum, OptimConfig, TrainingConfig, fit
+from alignment.losses import bradley_terry_loss, center_penalty
+from alignment.training import Engine, LossFn, LossSum, OptimConfig, TrainingConfig, fit
 
 
 @dataclass(frozen=True)
@@ -64,46 +56,44 @@ def run(config: RewardConfig) -> Path:
 
     Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4; margin Touvron et al. 2023, arXiv:2307.09288, eq. 2.
     """
-    with open_run(config, "reward", parents=[config.policy]) as run_directory:
+    with open_run(config, "reward", parents=[config.policy]) as run:
         tokenizer = load_tokenizer(config.policy)
-        train, held_out = read_split(config.data, "comparisons", tokenizer, run_directory)
-        start = load_scalar(config.policy, config.adapter, config.output, head="normal")
-        check_rows(start.model, train + held_out, config.data.max_length)
-        for line in remarks(start, tokenizer):
-            run_directory.note(line)
-        stream, steps = stream_of(train, config.training)
-        engine = Engine(start.model.train(), config.optim, config.training, total_steps=steps)
-        collate = partial(collate_pairs, micro_batch_tokens=config.training.micro_batch_tokens)
-        loss_fn = pair_loss(engine.model, config.center_coef)
-        evaluate = partial(mean_over, engine, collate(held_out), loss_fn) if held_out else None
-        save = partial(save_policy, engine, start, tokenizer, config.output)
-        fit(engine, stream, collate, loss_fn, config.training, run_directory, evaluate=evaluate, save=save)
-        return Path(config.output) / "model"
+        train, held_out = read_split(config.data, "comparisons", tokenizer, run)
+        reward_model = load_value_model(config.policy, config.adapter, tokenizer, config.output, head="normal")
+        check_rows(reward_model.model, train + held_out, config.data.max_length)
+        for line in notes(reward_model):
+            run.note(line)
+        stream = stream_of(train, config.training)
+        steps = config.training.steps(len(train))
+        engine = Engine(reward_model.model.train(), config.optim, config.training, total_steps=steps)
+        loss_fn = reward_loss_fn(engine.model, config.center_coef)
+        save = partial(save_policy, engine, reward_model, run.output)
+        fit(engine, stream, collate_pairs, loss_fn, training=config.training, run=run, held_out=held_out, save=save)
+        return run.output / "model"
 
 
-def remarks(start: Policy, tokenizer: Any) -> Iterator[str]:
-    """What is worth knowing of a reward model about to be trained."""
-    yield f"score head: new, with random weights; any head that {start.source} has is left aside"
-    pad = start.model.config.get("pad_token_id")
-    if start.adapter is not None and pad in stop_token_ids(tokenizer):
+def notes(reward_model: Policy) -> Iterator[str]:
+    """What a user should know about a reward model before it is trained."""
+    yield f"score head: new, with random weights; any head that {reward_model.source} has is left aside"
+    pad = reward_model.model.config.get("pad_token_id")
+    if reward_model.adapter is not None and pad in stop_token_ids(reward_model.tokenizer):
         yield (
-            f"{start.base}: its config.json has an end token ({pad}) as pad_token_id, so transformers reads this "
+            f"{reward_model.base}: its config.json has an end token ({pad}) as pad_token_id, so transformers reads this "
             "adapter's scores before the end token, where they are others; `alignment export` writes a model that it "
             "reads right, or set pad_token_id to null on the loaded base's config"
         )
 
 
-def pair_loss(model: Any, center_coef: float) -> Any:
-    """The loss function of `run`: batch of pairs -> sum over pairs, with accuracy (ties count half) and ties."""
+def reward_loss_fn(model: Any, center_coef: float) -> LossFn:
+    """Loss function of a reward model: Bradley-Terry, summed over the batch's pairs, plus `center_penalty`."""
 
     def loss_fn(batch: PairBatch) -> LossSum:
         chosen, rejected = pair_scores(model, batch)  # [B] each
         cost = bradley_terry_loss(chosen, rejected, batch.margins)
         if center_coef:
-            cost = cost + center_coef * (chosen + rejected) ** 2
-        return LossSum(
-            cost.sum(), preference_metrics(chosen - rejected) | {"score": (chosen + rejected).detach().sum() / 2}
-        )
+            cost = cost + center_coef * center_penalty(chosen, rejected)
+        score = (chosen + rejected).detach().sum() / 2
+        return LossSum(cost.sum(), preference_metrics(chosen - rejected) | {"score": score})
 
     return loss_fn
 

@@ -1,14 +1,16 @@
-"""Supervised fine-tuning: next-token loss on the response alone. Preferences come in reward.py, dpo.py and ppo.py."""
+"""Supervised fine-tuning (SFT): next-token loss on the response alone."""
 
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 from alignment.adapters.specs import LoRASpec, PrefixSpec
-from alignment.algorithms.policies import check_rows, fit_language_model, load_policy, open_run, read_split, save_policy
+from alignment.algorithms.policies import language_loss_fn, load_policy, save_policy
+from alignment.algorithms.runs import check_rows, open_run, read_split, stream_of
+from alignment.data.batches import collate
 from alignment.data.rows.read import DataConfig
 from alignment.loading import load_tokenizer
-from alignment.training import OptimConfig, TrainingConfig
+from alignment.training import Engine, OptimConfig, TrainingConfig, fit
 
 
 @dataclass(frozen=True)
@@ -40,11 +42,17 @@ def run(config: SFTConfig) -> Path:
 
     Source: Ouyang et al. 2022, arXiv:2203.02155, section 3.5.
     """
-    with open_run(config, "sft", parents=[config.policy]) as run_directory:
+    with open_run(config, "sft", parents=[config.policy]) as run:
         tokenizer = load_tokenizer(config.policy)
-        train, held_out = read_split(config.data, "demonstrations", tokenizer, run_directory)
-        policy = load_policy(config.policy, config.adapter, config.output)
+        train, held_out = read_split(config.data, "demonstrations", tokenizer, run)
+        policy = load_policy(config.policy, config.adapter, tokenizer, config.output)
         check_rows(policy.model, train + held_out, config.data.max_length)
-        save = partial(save_policy, policy=policy, tokenizer=tokenizer, output=config.output)
-        fit_language_model(policy, train, held_out, config.optim, config.training, run_directory, save=save)
-        return Path(config.output) / "model"
+        stream = stream_of(train, config.training)
+        engine = Engine(
+            policy.model.train(), config.optim, config.training, total_steps=config.training.steps(len(train))
+        )
+        fit(
+            engine, stream, collate, language_loss_fn(engine.model),
+            training=config.training, run=run, held_out=held_out, save=partial(save_policy, engine, policy, run.output),
+        )  # fmt: skip
+        return run.output / "model"

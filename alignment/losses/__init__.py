@@ -13,12 +13,13 @@ from alignment.losses.policy import (
     shape_rewards,
     whiten,
 )
-from alignment.losses.preference import bradley_terry_loss, dpo_loss
+from alignment.losses.preference import bradley_terry_loss, center_penalty, dpo_loss, implicit_rewards
 
 __all__ = [
     "AdaptiveKL",
     "FixedKL",
     "bradley_terry_loss",
+    "center_penalty",
     "chunked_token_log_probs",
     "clipped_policy_loss",
     "clipped_tokens",
@@ -28,6 +29,7 @@ __all__ = [
     "entropy",
     "gae",
     "hidden_cosine_loss",
+    "implicit_rewards",
     "kl_estimates",
     "log_softmax",
     "shape_rewards",

@@ -1,5 +1,6 @@
-"""Losses over pairs, a chosen and a rejected response each: Bradley-Terry and DPO. K-way rankings are not here."""
+"""Losses over pairs, a chosen and a rejected response each: Bradley-Terry and DPO."""
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -23,6 +24,37 @@ def bradley_terry_loss(chosen: Tensor, rejected: Tensor, margin: Tensor | float 
     return F.softplus(-lead if margin is None else margin - lead)
 
 
+def center_penalty(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """Penalty that holds a reward model's scores near 0, one value per pair: (chosen + rejected)^2.
+
+    Args:
+        chosen: score of the preferred response, [B].
+        rejected: score of the other one, [B].
+
+    Returns:
+        Unreduced cost, [B].
+
+    Source: Eisenstein et al. 2023, arXiv:2312.09244, section 3.
+    """
+    return (chosen + rejected) ** 2
+
+
+def implicit_rewards(policy: Tensor, reference: Tensor, beta: float) -> Tensor:
+    """Reward that DPO's policy stands for: beta * (log p - log p_ref), up to a constant per prompt.
+
+    Args:
+        policy: log-probability of each whole response under the policy, nats, [B].
+        reference: under the reference, [B].
+        beta: pull towards the reference, > 0.
+
+    Returns:
+        [B].
+
+    Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 5.
+    """
+    return beta * (policy - reference)
+
+
 def dpo_loss(
     policy_chosen: Tensor,
     policy_rejected: Tensor,
@@ -32,10 +64,10 @@ def dpo_loss(
     beta: float,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Cost of ranking each pair the way its label says, one value per pair.
+    """Bradley-Terry loss of the pair's implicit rewards, one value per pair.
 
     margin = beta * [(policy - reference) of chosen - (policy - reference) of rejected]
-    cost   = (1 - eps) * softplus(-margin) + eps * softplus(margin)
+    cost   = -(1 - eps) * log sigmoid(margin) - eps * log sigmoid(-margin)
 
     Args:
         policy_chosen: log-probability of the whole chosen response, the sum over its tokens and end token, nats, [B].
@@ -57,4 +89,6 @@ def dpo_loss(
     if not 0 <= label_smoothing < 0.5:
         raise ValueError(f"label_smoothing must be in [0, 0.5), got {label_smoothing}: at 0.5 labels say nothing")
     margin = beta * ((policy_chosen - reference_chosen) - (policy_rejected - reference_rejected))
-    return (1 - label_smoothing) * F.softplus(-margin) + label_smoothing * F.softplus(margin)
+    zero = torch.zeros_like(margin)  # beta is taken out of the difference of the implicit rewards: one rounding less
+    right, flipped = bradley_terry_loss(margin, zero), bradley_terry_loss(zero, margin)
+    return (1 - label_smoothing) * right + label_smoothing * flipped

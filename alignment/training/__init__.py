@@ -1,7 +1,15 @@
 """Training: one optimizer step, the ways to spread it over processes, the loop around it, its files. No losses here."""
 
 from alignment.training.engine import Engine, NonFiniteError
-from alignment.training.loop import fit, load_run_state, note_endless_warmup, save_run_state
+from alignment.training.loop import (
+    Collate,
+    LossFn,
+    fit,
+    held_out_metrics,
+    load_run_state,
+    note_endless_warmup,
+    save_run_state,
+)
 from alignment.training.optim import OptimConfig, learning_rate_at
 from alignment.training.run.checkpoints import latest_checkpoint, restore_checkpoint, save_checkpoint
 from alignment.training.run.directory import Run
@@ -9,7 +17,9 @@ from alignment.training.settings import TrainingConfig
 from alignment.training.terms import LossSum, Term, ZeroWeightBatch, shard_rows
 
 __all__ = [
+    "Collate",
     "Engine",
+    "LossFn",
     "LossSum",
     "NonFiniteError",
     "OptimConfig",
@@ -18,6 +28,7 @@ __all__ = [
     "TrainingConfig",
     "ZeroWeightBatch",
     "fit",
+    "held_out_metrics",
     "latest_checkpoint",
     "learning_rate_at",
     "load_run_state",

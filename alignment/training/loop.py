@@ -4,9 +4,11 @@ PPO has a loop of its own, and shares `load_run_state` and `save_run_state`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from alignment.errors import UserError
 from alignment.training.divergence import divergence, read_losses
@@ -25,8 +27,10 @@ from alignment.training.run.random_state import generator_states, unchanged_rand
 from alignment.training.settings import TrainingConfig
 from alignment.training.terms import LossSum, Term, shard_rows
 
+LossFn = Callable[[Any], LossSum]  # a micro-batch -> its sums
 
-class Rows(Protocol):
+
+class RowStream(Protocol):
     """Global batches of rows by number; `data.stream.Stream` is one."""
 
     def rows_at(self, step: int) -> Sequence[Any]:
@@ -34,27 +38,35 @@ class Rows(Protocol):
         ...
 
 
+class Collate(Protocol):
+    """Rows -> micro-batches of at most `micro_batch_tokens` tokens each; `data.batches.collate_pairs` is one."""
+
+    def __call__(self, rows: Sequence[Any], /, micro_batch_tokens: int) -> Sequence[Any]: ...
+
+
 def fit(
     engine: Engine,
-    stream: Rows,
-    collate: Callable[[list[Any]], Sequence[Any]],
-    loss_fn: Callable[[Any], LossSum],
+    stream: RowStream,
+    collate: Collate,
+    loss_fn: LossFn,
+    *,
     training: TrainingConfig,
     run: Run,
-    *,
+    held_out: Sequence[Any] = (),
     evaluate: Callable[[], dict[str, float]] | None = None,
     save: Callable[[], Any] | None = None,
 ) -> None:
     """Train from the newest checkpoint, or from the start, to `engine.total_steps`.
 
-    A signal that asks the run to stop is heeded at the end of an update, when its evaluation is done and logged.
+    A signal that asks the run to stop takes effect at the end of an update, when its evaluation is done and logged.
 
     Args:
         stream: row order as a pure function of the step, the same on every rank.
         collate: rows -> micro-batches; each rank collates every world_size-th row of a global batch.
         loss_fn: micro-batch -> sums; it calls `engine.model`.
-        evaluate: metrics added to the log line of every `training.evaluate_every_steps`-th update and of the last one;
-            it may draw random numbers without changing the training.
+        held_out: rows over which loss and metrics are averaged after every `training.evaluate_every_steps`-th update
+            and after the last one, and added to its log line.
+        evaluate: metrics to log in place of those means; it may draw random numbers without changing the training.
         save: writes the trained model, right after the last update: an error in the last evaluation does not lose it,
             and a signal that comes meanwhile waits for it.
 
@@ -63,12 +75,15 @@ def fit(
         SystemExit: 143 or 130 after SIGTERM or SIGINT, a checkpoint being saved.
         UserError: the checkpoint to resume from is damaged or belongs to other settings or data.
     """
+    to_batches = partial(collate, micro_batch_tokens=training.micro_batch_tokens)
+    if held_out and evaluate is None:
+        evaluate = partial(held_out_metrics, engine, to_batches(held_out), loss_fn)
     load_run_state(run, engine, training)
     note_endless_warmup(run, engine)
     if save is not None and engine.step == engine.total_steps:  # a finished run again: its model may be gone
         save()
     for step in run.steps(engine.step, engine.total_steps):
-        batches = shard_rows(stream.rows_at(step), collate, engine.process_group.rank, engine.process_group.size)
+        batches = shard_rows(stream.rows_at(step), to_batches, engine.process_group.rank, engine.process_group.size)
         metrics = engine.update(Term(batches, loss_fn))
         if save is not None and step + 1 == engine.total_steps:
             save()
@@ -79,6 +94,24 @@ def fit(
         save_run_state(run, engine, training, step + 1)
     if run.is_main and (problem := divergence(read_losses(run.output / "metrics.jsonl"))):
         run.note(problem)
+
+
+@torch.no_grad()
+def held_out_metrics(engine: Engine, batches: Sequence[Any], loss_fn: LossFn) -> dict[str, float]:
+    """Mean loss and metrics over held-out batches, in eval mode, keys prefixed `held_out_`; every rank reads them all."""
+    was_training = (
+        engine.backend.unwrapped.training
+    )  # DeepSpeed's wrapper only passes the mode on, and always says True
+    engine.model.eval()
+    sums: dict[str, Tensor] = {}
+    with engine.backend.autocast():
+        for batch in batches:
+            result = loss_fn(batch.to(engine.process_group.device))
+            for key, value in {"loss": result.total, **result.metrics}.items():
+                sums[key] = sums.get(key, torch.zeros((), device=engine.process_group.device)) + value.float()
+    engine.model.train(was_training)
+    weight = sum(batch.weight for batch in batches)
+    return {f"held_out_{key}": float(value) / weight for key, value in sums.items()}
 
 
 def note_endless_warmup(run: Run, engines: Engines) -> None:

@@ -8,12 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from alignment.algorithms.dpo import DPOConfig, pair_loss
-from alignment.algorithms.policies import mean_over
+from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
 from alignment.data.batches import PairBatch
 from alignment.data.rows.read import DataConfig
 from alignment.ragged import Ragged
-from alignment.training import LossSum, OptimConfig, TrainingConfig
+from alignment.training import LossSum, OptimConfig, TrainingConfig, held_out_metrics
 
 
 @pytest.mark.parametrize("variant", ["", "lora", "prefix"])
@@ -68,7 +67,7 @@ def test_the_loss_is_worked_by_hand_with_its_beta_and_label_smoothing():
     )
     for label_smoothing, wanted in ((0.0, 0.201413), (0.1, 0.9 * 0.201413 + 0.1 * 1.701413)):
         config = DPOConfig("p", DataConfig(train="t"), "o", beta=0.5, label_smoothing=label_smoothing)
-        result = pair_loss(policy, reference, config)(batch)
+        result = dpo_loss_fn(policy, reference, config)(batch)
         assert result.total.item() == pytest.approx(wanted, abs=1e-5)
         assert {name: value.item() for name, value in result.metrics.items()} == {
             "accuracy": 1, "ties": 0, "margin": 1.5, "chosen_reward": 1.0, "rejected_reward": -0.5,
@@ -85,7 +84,9 @@ def test_an_evaluation_leaves_the_mode_of_a_model_whose_wrapper_does_not_know_it
         backend=SimpleNamespace(unwrapped=module, autocast=nullcontext),
         process_group=SimpleNamespace(device=torch.device("cpu")),
     )
-    mean_over(engine, [SimpleNamespace(weight=1.0, to=lambda device: None)], lambda batch: LossSum(torch.zeros(()), {}))  # type: ignore[arg-type]
+    held_out_metrics(
+        engine, [SimpleNamespace(weight=1.0, to=lambda device: None)], lambda batch: LossSum(torch.zeros(()), {})
+    )  # type: ignore[arg-type]
     assert not module.training
 
 

@@ -7,17 +7,19 @@ import pytest
 import torch
 
 from alignment.adapters import LoRASpec
-from alignment.algorithms import dpo, policies, reward
-from alignment.algorithms.policies import log_sample, mean_over, read_split, text_loss
+from alignment.algorithms import dpo, reward, sft
+from alignment.algorithms.policies import language_loss_fn
+from alignment.algorithms.ppo.ppo import log_sample
 from alignment.algorithms.ppo.rollout import Rollout
 from alignment.algorithms.ppo.setup import load_critic
 from alignment.algorithms.pretrain import pretrain
+from alignment.algorithms.runs import read_split
 from alignment.data.batches import PROMPT_CUT
 from alignment.data.rows.read import DataConfig
 from alignment.loading import load_tokenizer
 from alignment.models.outputs import LanguageOutput
 from alignment.ragged import Ragged
-from alignment.training import LossSum, TrainingConfig
+from alignment.training import LossSum, TrainingConfig, held_out_metrics
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -35,16 +37,16 @@ def test_held_out_means_are_over_what_counts_without_dropout_and_the_mode_stays(
         return LossSum(total, {"accuracy": torch.tensor(1.0)})
 
     batches = [Ragged.build([[1, 2]]), Ragged.build([[1, 2, 3, 4]])]  # one prediction and three
-    assert mean_over(engine, batches, loss_fn) == {"held_out_loss": 2.0, "held_out_accuracy": 0.5}
+    assert held_out_metrics(engine, batches, loss_fn) == {"held_out_loss": 2.0, "held_out_accuracy": 0.5}
     assert modes == [False, False] and model.training == training
 
 
 def test_the_balance_of_experts_counts_once_for_each_target():
     batch = Ragged.build([[1, 2, 3], [4, 5]])  # three targets
     output = LanguageOutput(log_probs=torch.tensor([-1.0, -2.0, -4.0]), balance=torch.tensor(0.5))
-    result = text_loss(lambda batch: output)(batch)
+    result = language_loss_fn(lambda batch: output)(batch)
     assert result.total.item() == 7 + 3 * 0.5 and result.metrics["balance_loss"].item() == 1.5
-    assert text_loss(lambda batch: output._replace(balance=None))(batch).total.item() == 7
+    assert language_loss_fn(lambda batch: output._replace(balance=None))(batch).total.item() == 7
 
 
 def test_what_is_cut_from_either_part_is_noted(tokenizer, tmp_path):
@@ -75,7 +77,7 @@ def test_a_few_samples_are_kept_without_their_end_token(tokenizer):
 
 @pytest.mark.parametrize(
     ("kind", "module", "wanted"),
-    [("pretrain", pretrain, True), ("sft", policies, True), ("reward", reward, True), ("dpo", dpo, False)],
+    [("pretrain", pretrain, True), ("sft", sft, True), ("reward", reward, True), ("dpo", dpo, False)],
 )
 def test_dropout_is_on_where_nothing_is_compared(kind, module, wanted, checkpoints, make_stage, tmp_path, monkeypatch):
     """DPO compares the policy with itself at the start, so it trains without."""

@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.algorithms.policies import load_scalar
-from alignment.algorithms.reward import RewardConfig, pair_loss, preference_metrics
+from alignment.algorithms.policies import load_value_model
+from alignment.algorithms.reward import RewardConfig, preference_metrics, reward_loss_fn
 from alignment.data.batches import Example, PairExample, collate_pairs
 from alignment.data.rows.read import DataConfig
+from alignment.loading import load_tokenizer
 from alignment.losses import bradley_terry_loss
 from alignment.models.outputs import ValueOutput
 from alignment.reward_model import load_reward_model
@@ -57,7 +58,9 @@ def test_a_new_head_has_the_stated_spread(write_checkpoint, tmp_path):
     """H25: 1 / sqrt(128 + 1) = 0.088."""
     policy = write_checkpoint(tmp_path, "llama", hidden_size=128, num_hidden_layers=1)
     torch.manual_seed(0)
-    heads = torch.cat([load_scalar(policy, None, "", head="normal").model.head.weight for _ in range(20)])
+    tokenizer = load_tokenizer(policy)
+    models = [load_value_model(policy, None, tokenizer, "", head="normal").model for _ in range(20)]
+    heads = torch.cat([model.head.weight for model in models])
     assert heads.std().item() == pytest.approx(0.088, rel=0.05)
 
 
@@ -74,7 +77,7 @@ def scores_as_given(chosen, rejected):
 def test_loss_and_metrics_of_four_margins():
     """H26: margins 0.7, -0.3, 0, 3.1 cost 0.498688 in the mean; accuracy (1 + 0 + 1/2 + 1) / 4 with one tie."""
     batch, model = scores_as_given([0.7, 0.0, 0.2, 3.1], [0.0, 0.3, 0.2, 0.0])
-    result = pair_loss(model, center_coef=0.0)(batch)
+    result = reward_loss_fn(model, center_coef=0.0)(batch)
     assert result.total.item() / 4 == pytest.approx(0.498688, abs=1e-6)
     assert {name: value.item() / 4 for name, value in result.metrics.items()} == pytest.approx(
         {"accuracy": 0.625, "ties": 0.25, "margin": 0.875, "score": (4.0 + 0.5) / 8}
@@ -84,7 +87,7 @@ def test_loss_and_metrics_of_four_margins():
 
 def test_centering_costs_the_square_of_the_sum():
     batch, model = scores_as_given([1.0], [3.0])
-    plain, centered = (pair_loss(model, center_coef=coef)(batch).total for coef in (0.0, 0.01))
+    plain, centered = (reward_loss_fn(model, center_coef=coef)(batch).total for coef in (0.0, 0.01))
     assert_close(centered - plain, torch.tensor(0.16))
 
 

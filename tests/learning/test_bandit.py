@@ -48,7 +48,7 @@ def probability_after_training(kl_coef: float, sign: float, iterations: int = 60
         controller=FixedKL(kl_coef),
         normalizer=ScoreNormalizer(wanted=False),
         tokenizer=None,
-        start=Policy(policy),
+        start=Policy(policy, None),
     )
     prompts = [PromptExample([1], "", {}, str(i)) for i in range(training.batch_size)]
     for step in range(iterations):

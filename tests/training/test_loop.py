@@ -35,7 +35,7 @@ def train(
         return squared_error(engine.model)(batch)
 
     with Run(output, config, stage="toy") as run:
-        fit(engine, ToyStream(), collate_by(3), loss_fn, training, run)
+        fit(engine, ToyStream(), collate_by(3), loss_fn, training=training, run=run)
     return engine
 
 
@@ -132,7 +132,7 @@ def test_nothing_that_is_not_finite_reaches_the_disk(tmp_path):
         return LossSum(good.total * (float("nan") if engine.step + 1 == 3 else 1.0), good.metrics)
 
     with Run(tmp_path, {}, stage="toy") as run, pytest.raises(NonFiniteError, match="update 3"):
-        fit(engine, ToyStream(), collate_by(4), loss_fn, training, run)
+        fit(engine, ToyStream(), collate_by(4), loss_fn, training=training, run=run)
     found = latest_checkpoint(tmp_path / "checkpoints")
     assert found is not None and found.name == "step-000002"
     assert [line["step"] for line in lines(tmp_path)] == [1, 2]
@@ -147,7 +147,15 @@ def test_evaluation_is_logged_where_due_and_draws_do_not_disturb_training(tmp_pa
         return {"held_out_loss": float(torch.rand(()))}
 
     with Run(tmp_path / "checked", {}, stage="toy") as run:
-        fit(engine, ToyStream(), collate_by(3), squared_error(engine.model), training, run, evaluate=evaluate)
+        fit(
+            engine,
+            ToyStream(),
+            collate_by(3),
+            squared_error(engine.model),
+            training=training,
+            run=run,
+            evaluate=evaluate,
+        )
     assert [line["step"] for line in lines(tmp_path / "checked") if "held_out_loss" in line] == [2, 4, 5]
     assert all(torch.equal(value, weights(engine)[name]) for name, value in weights(plain).items())
 
@@ -202,7 +210,7 @@ def loss_fn(batch):
     time.sleep(0.02 if engine.step < 3 else float(sys.argv[2]))
     return squared_error(engine.model)(batch)
 with Run(sys.argv[1], {}, stage="toy") as run:
-    fit(engine, ToyStream(), collate_by(8), loss_fn, training, run)
+    fit(engine, ToyStream(), collate_by(8), loss_fn, training=training, run=run)
 """
 
 
@@ -267,7 +275,14 @@ def fitted(output: Path, save, evaluate=None, steps: int = 3) -> Engine:
     with Run(output, {}, stage="toy") as run:
         engine = toy_engine(training=training, steps=steps)
         fit(
-            engine, ToyStream(), collate_by(4), squared_error(engine.model), training, run, evaluate=evaluate, save=save
+            engine,
+            ToyStream(),
+            collate_by(4),
+            squared_error(engine.model),
+            training=training,
+            run=run,
+            evaluate=evaluate,
+            save=save,
         )
     return engine
 

@@ -47,7 +47,7 @@ def train(output, trackers: list[str]) -> None:
     training = TrainingConfig(max_steps=2)
     with Run(output, config, stage="toy") as run:
         engine = toy_engine(steps=2, training=training)
-        fit(engine, ToyStream(), collate_by(4), squared_error(engine.model), training, run)
+        fit(engine, ToyStream(), collate_by(4), squared_error(engine.model), training=training, run=run)
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))

@@ -16,7 +16,7 @@ def notes(output, learning_rate=1e-3, steps=9, **optim) -> list[str]:
     training = TrainingConfig(max_steps=steps)
     engine = toy_engine(learning_rate=learning_rate, training=training, steps=steps, **optim)
     with Run(output, {"training": {"trackers": []}}, stage="toy") as run:
-        fit(engine, ToyStream(), collate_by(4), squared_error(engine.model), training, run)
+        fit(engine, ToyStream(), collate_by(4), squared_error(engine.model), training=training, run=run)
     return json.loads((output / "lineage.json").read_text()).get("notes", [])
 
 

@@ -62,7 +62,7 @@ def toy_batches(rows: list[Any], sizes: list[int]) -> list[ToyBatch]:
 
 def collate_by(size: int):
     """A collate function that makes micro-batches of `size` rows."""
-    return lambda rows: [
+    return lambda rows, micro_batch_tokens=0: [
         toy_batches(rows[at : at + size], [len(rows[at : at + size])])[0] for at in range(0, len(rows), size)
     ]
 

@@ -25,7 +25,7 @@ from alignment.algorithms.finetune.model import (
     training_mode,
 )
 from alignment.algorithms.finetune.scoring import label_loss, label_metrics, question_metrics, read_all
-from alignment.algorithms.policies import check_rows, open_run, stream_of
+from alignment.algorithms.runs import check_rows, open_run, stream_of
 from alignment.data.prepare import Part, prepare_labeled
 from alignment.data.rows.read import DataConfig
 from alignment.data.tasks.gpt1_inputs import add_gpt1_tokens
@@ -127,15 +127,14 @@ def run(config: FinetuneConfig) -> Path:
         check_vocabulary(tokenizer, bare(model).spec.vocabulary)
         check_rows(bare(model), train + held_out, config.data.max_length)
         model = hold(model, config.frozen_trunk, config.adapter)
-        stream, steps = stream_of(train, config.training)
+        stream, steps = stream_of(train, config.training), config.training.steps(len(train))
         engine = Engine(model, config.optim, config.training, total_steps=steps)
         training_mode(model, config.frozen_trunk)
         loss_fn = label_loss(engine.model, config.task, config.language_coef)
-        pack, tokens = collate_for(config.task, form), config.training.micro_batch_tokens
         evaluate = evaluation(config, form, engine, held_out, names) if held_out else None
         write = partial(save, config, form, engine, model, tokenizer)
         fit(
-            engine, stream, lambda rows: pack(rows, tokens), loss_fn, config.training, run_directory,
+            engine, stream, collate_for(config.task, form), loss_fn, training=config.training, run=run_directory,
             evaluate=evaluate, save=write,
         )  # fmt: skip
         return Path(config.output) / "model"

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from alignment.adapters.lora import attach_lora, lora_layers
 from alignment.adapters.specs import LoRASpec
-from alignment.algorithms.finetune.scoring import Collate
 from alignment.data.tasks.classification import collate_classes, collate_token_labels, encode_texts, encode_words
 from alignment.data.tasks.gpt1_inputs import (
     collate_multi_sequence,
@@ -36,6 +35,7 @@ from alignment.models.layers.padded_layout import take
 from alignment.models.outputs import DoubleHeadsOutput
 from alignment.models.spec import InitSpec, TransformerSpec
 from alignment.ragged import Ragged
+from alignment.training import Collate
 
 Format = Literal["tokenizer", "gpt1", "gpt1_similarity"]
 HEADS = {  # the task of our model classes that each fine-tuning task trains

@@ -23,11 +23,10 @@ from alignment.data.tasks.rows import FinetuneTask
 from alignment.losses.classification import IGNORED
 from alignment.models.outputs import DoubleHeadsOutput
 from alignment.ragged import group_by_length
-from alignment.training import LossSum
+from alignment.training import Collate, LossSum
 
 Example = ClassExample | TokenExample | SpanExample | MultiSequenceExample | ChoiceExample
 Batch = LabeledBatch | SpanBatch | MultiSequenceBatch
-Collate = Callable[[list[Any], int], Sequence[Batch]]
 
 
 class Reading(NamedTuple):

@@ -14,14 +14,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alignment.algorithms.policies import log_sample, note_dropout_off, open_run, save_policy, text_loss
+from alignment.algorithms.policies import language_loss_fn, note_dropout_off, save_policy
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, collect, rollout_batches, with_advantages
 from alignment.algorithms.ppo.setup import Parts, build_parts, read_data, restore, store
+from alignment.algorithms.runs import open_run
 from alignment.data.batches import PromptExample
 from alignment.generation import SamplingConfig, response_text
 from alignment.losses import clipped_policy_loss, clipped_tokens, clipped_value_loss, kl_estimates
-from alignment.training import Engine, LossSum, Term, ZeroWeightBatch
+from alignment.training import Engine, LossSum, Run, Term, ZeroWeightBatch
 
 __all__ = ["PPOConfig", "iterate", "run"]
 
@@ -41,7 +42,7 @@ def run(config: PPOConfig) -> Path:
     with open_run(config, "ppo", parents=[config.policy, config.reward_model, config.reference]) as run_directory:
         data = read_data(config, run_directory)
         parts = build_parts(config, data)
-        save = partial(save_policy, parts.policy, parts.start, parts.tokenizer, config.output)
+        save = partial(save_policy, parts.policy, parts.start, config.output)
         note_dropout_off(parts.start, run_directory)
         first = restore(parts, config, run_directory)
         if first == data.iterations:  # a finished run again: its model may be gone
@@ -127,7 +128,7 @@ def improve(parts: Parts, config: PPOConfig, rollout: Rollout, step: int) -> dic
             terms = [Term(batches, policy_loss(parts.policy.model, config, ratio_errors))]
             if parts.pretraining is not None:
                 texts = parts.pretraining(parts.updates)
-                terms.append(Term(texts, text_loss(parts.policy.model), config.pretrain_coef, "pretrain"))
+                terms.append(Term(texts, language_loss_fn(parts.policy.model), config.pretrain_coef, "pretrain"))
             metrics = parts.policy.update(*terms)
             value = parts.value.update(Term(batches, value_loss(parts.value.model, config)))
             parts.updates += 1
@@ -234,3 +235,14 @@ def explained_variance(rollout: Rollout, add: Callable[[Tensor], Tensor]) -> flo
     means = columns.new_tensor(sums).unsqueeze(1) / count
     spread, left = add(((columns - means) ** 2).sum(1)).tolist()
     return 1 - left / spread if count > 1 and spread > 0 else 0.0
+
+
+def log_sample(run: Run, step: int, tokenizer: Any, rollout: Rollout, count: int = 2) -> None:
+    """Keep a few of an iteration's responses as text."""
+    for row in range(min(count, len(rollout.prompts))):
+        run.sample(
+            step,
+            prompt=tokenizer.decode(rollout.prompts[row], skip_special_tokens=True),
+            response=response_text(tokenizer, rollout.responses[row], bool(rollout.ended[row])),
+            score=float(rollout.scores[row]),
+        )

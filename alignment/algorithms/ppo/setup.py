@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alignment.algorithms.policies import Policy, check_rows, load_policy, load_scalar, read_examples, reference_model
+from alignment.algorithms.policies import Policy, load_policy, load_value_model, reference_of
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.rollout import Scorer
+from alignment.algorithms.runs import check_rows, read_examples
 from alignment.data.batches import PromptExample, collate, encode_prompts
 from alignment.data.rows.records import Prompt
 from alignment.data.stream import Stream
@@ -115,7 +116,7 @@ def build_parts(config: PPOConfig, data: PPOData) -> Parts:
     """Load the four networks and put the optimizers on two of them."""
     training = config.training
     total = data.iterations * config.epochs * config.minibatches
-    start = load_policy(config.policy, config.adapter, config.output)
+    start = load_policy(config.policy, config.adapter, data.tokenizer, config.output)
     critic = load_critic(config, data.tokenizer)
     for model in (start.model, critic.model):
         check_rows(model, data.prompts.rows, config.data.max_length, config.max_new_tokens)
@@ -134,7 +135,7 @@ def build_parts(config: PPOConfig, data: PPOData) -> Parts:
     return Parts(
         policy=policy,
         value=value,
-        reference=reference_model(start, config.reference, policy),
+        reference=reference_of(start, config.reference, policy),
         score=response_scorer(reward_model, data.tokenizer, training.micro_batch_tokens),
         stop_ids=sorted(stop_token_ids(data.tokenizer)),
         controller=FixedKL(config.kl_coef)
@@ -150,14 +151,15 @@ def build_parts(config: PPOConfig, data: PPOData) -> Parts:
 def load_critic(config: PPOConfig, tokenizer: Any) -> Policy:
     """The critic: the trunk of the reward model or of the policy with one number per token on top."""
     if config.critic == "policy":
-        return load_scalar(config.policy, config.adapter, None, head="zero")
-    if not same_vocabulary(tokenizer, load_tokenizer(config.reward_model)):
+        return load_value_model(config.policy, config.adapter, tokenizer, None, head="zero")
+    own = load_tokenizer(config.reward_model)
+    if not same_vocabulary(tokenizer, own):
         raise UserError(
             f"{config.reward_model}: the reward model's tokenizer differs from the policy's, so it cannot become the "
             "critic; set critic=policy"
         )
     head = "zero" if config.normalize_scores else None
-    return load_scalar(config.reward_model, config.adapter, None, head=head)
+    return load_value_model(config.reward_model, config.adapter, own, None, head=head)
 
 
 def response_scorer(reward_model: RewardModel, tokenizer: Any, micro_batch_tokens: int) -> Scorer:

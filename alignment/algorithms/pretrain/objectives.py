@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from alignment.data.batches import collate
-from alignment.data.pretraining.corruption import Masking, SeededRow
+from alignment.data.pretraining.corruption import Masking
 from alignment.data.pretraining.examples import (
     MaskTokens,
     collate_masked,
@@ -26,7 +26,7 @@ from alignment.data.pretraining.next_sentence import SentencePairBatch, collate_
 from alignment.data.text.special_tokens import frame_of
 from alignment.losses.distillation import distillation_loss, hidden_cosine_loss
 from alignment.ragged import Ragged, Seq2Seq
-from alignment.training import LossSum
+from alignment.training import Collate, LossSum
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,6 @@ def _check_spans(density: float, mean_span: float, usual: float) -> None:
 
 
 Objective = Causal | Masked | SentencePairs | SpanCorruption | Prefix | Infilling
-Collate = Callable[[Sequence[SeededRow[Any]]], list[Any]]
 
 
 @dataclass(frozen=True)
@@ -148,7 +147,9 @@ def collate_for(
     """
     match objective:
         case Causal():
-            return lambda rows: collate([row.row for row in rows], micro_batch_tokens)
+            return lambda rows, micro_batch_tokens=micro_batch_tokens: collate(
+                [row.row for row in rows], micro_batch_tokens
+            )
         case Masked(masking=masking):
             mask_tokens = MaskTokens.of(tokenizer)
             return partial(

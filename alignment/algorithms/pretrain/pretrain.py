@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from alignment.algorithms.policies import Policy, check_rows, mean_over, open_run, save_policy, stream_of, text_loss
+from alignment.algorithms.policies import Policy, language_loss_fn, save_policy
 from alignment.algorithms.pretrain.objectives import (
     Causal,
     DistillationConfig,
@@ -17,6 +17,7 @@ from alignment.algorithms.pretrain.objectives import (
     sentence_pair_loss,
     task_of,
 )
+from alignment.algorithms.runs import check_rows, open_run, stream_of
 from alignment.data.prepare import Part, prepare_text
 from alignment.data.pretraining.corruption import EpochStream, fixed_seed_rows
 from alignment.data.rows.read import DataConfig, read_rows
@@ -28,7 +29,7 @@ from alignment.loading import find_directory, load_tokenizer
 from alignment.models.build import build_model
 from alignment.models.distill_init import init_from_teacher
 from alignment.models.huggingface.checkpoint import load_pretrained
-from alignment.training import Engine, OptimConfig, Run, TrainingConfig, fit
+from alignment.training import Engine, OptimConfig, Run, TrainingConfig, fit, held_out_metrics
 from alignment.training.ranks import compare_rows
 
 MOST_TOKENS = 10_000_000  # of a vocabulary to train; the largest in use have some hundred thousand
@@ -101,7 +102,7 @@ def run(config: PretrainConfig) -> Path:
         held_out = read_texts(config, tokenizer, run_directory, "evaluation") if config.data.evaluation else []
         policy, teacher = find_models(config, tokenizer)
         check_rows(policy.model, train + held_out, config.data.max_length)
-        stream, steps = stream_of(train, config.training)
+        stream, steps = stream_of(train, config.training), config.training.steps(len(train))
         engine = Engine(policy.model.train(), config.optim, config.training, total_steps=steps)
         collate = partial(
             collate_for,
@@ -116,14 +117,17 @@ def run(config: PretrainConfig) -> Path:
         elif config.distillation is not None and teacher is not None:
             loss_fn = distillation_loss_fn(engine.model, teacher.to(engine.process_group.device), config.distillation)
         else:
-            loss_fn = text_loss(engine.model)
+            loss_fn = language_loss_fn(engine.model)
         evaluate = None
         if held_out:
-            held_out_loss = loss_fn if config.distillation is None else text_loss(engine.model)
-            evaluate = partial(mean_over, engine, collate(examples=held_out)(fixed_seed_rows(held_out)), held_out_loss)
+            held_out_loss = loss_fn if config.distillation is None else language_loss_fn(engine.model)
+            batches = collate(examples=held_out)(
+                fixed_seed_rows(held_out), micro_batch_tokens=config.training.micro_batch_tokens
+            )
+            evaluate = partial(held_out_metrics, engine, batches, held_out_loss)
         draws, pack = EpochStream(stream), collate(examples=train)
-        save = partial(save_policy, engine, policy, tokenizer, config.output)
-        fit(engine, draws, pack, loss_fn, config.training, run_directory, evaluate=evaluate, save=save)
+        save = partial(save_policy, engine, policy, config.output)
+        fit(engine, draws, pack, loss_fn, training=config.training, run=run_directory, evaluate=evaluate, save=save)
         return Path(config.output) / "model"
 
 
@@ -176,7 +180,7 @@ def find_models(config: PretrainConfig, tokenizer: Any) -> tuple[Policy, Any]:
     if config.policy is None:
         policy = fresh_policy(config, tokenizer, task)
     else:
-        policy = Policy(load_pretrained(find_directory(config.policy), task), source=config.policy)
+        policy = Policy(load_pretrained(find_directory(config.policy), task), tokenizer, source=config.policy)
     check_vocabulary(tokenizer, policy.model.spec.vocabulary)
     check_kind(config.objective, policy.model)
     if config.distillation is not None:
@@ -242,4 +246,4 @@ def fresh_policy(config: PretrainConfig, tokenizer: Any, task: str = "language")
     }
     if KINDS[config.objective.kind] == "Seq2SeqModel":
         settings["decoder_start_token_id"] = tokenizer.pad_token_id  # T5's custom
-    return Policy(build_model({**settings, **config.model}, task))
+    return Policy(build_model({**settings, **config.model}, task), tokenizer)

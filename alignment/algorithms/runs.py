@@ -1,0 +1,91 @@
+"""The frame of a training run: its directory, its rows, their order. Networks are in policies.py, the loop in training."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, Protocol
+
+import torch
+
+from alignment.config.load import to_dict
+from alignment.data.prepare import documents_of, prepare
+from alignment.data.rows.read import DataConfig
+from alignment.data.rows.records import Kind
+from alignment.data.stream import Stream
+from alignment.loading import find_directory
+from alignment.models.lengths import check_lengths
+from alignment.training import Run, TrainingConfig
+from alignment.training.ranks import compare_rows, compare_start, failing_together
+
+
+class RunConfig(Protocol):
+    """The settings that every training stage has."""
+
+    @property
+    def output(self) -> str: ...
+
+    @property
+    def training(self) -> TrainingConfig: ...
+
+
+@contextmanager
+def open_run(config: RunConfig, stage: str, parents: Sequence[str | None]) -> Iterator[Run]:
+    """The run's directory with its config and lineage, closed whatever happens; torch's generators are seeded.
+
+    Args:
+        config: the stage's settings.
+        stage: the stage's name in lineage.json.
+        parents: checkpoints that the run starts from; None is skipped.
+
+    Raises:
+        UserError: a parent is missing, or the directory belongs to another run; see `Run`.
+    """
+    names = [name for name in parents if name]
+    with failing_together():
+        compare_start(to_dict(config))
+        for name in names:
+            find_directory(name)
+        torch.manual_seed(config.training.seed)  # new weights, dropout; data order and sampling have their own seeds
+        with Run(config.output, to_dict(config), stage=stage, parents=names) as run:
+            yield run
+
+
+def read_split(data: DataConfig, kind: Kind, tokenizer: Any, run: Run) -> tuple[list[Any], list[Any]]:
+    """Training and held-out examples; rows that were dropped or cut are noted in the run.
+
+    Raises:
+        UserError: bad rows, all at once; or more of them lost than `data.max_lost_share`.
+    """
+    train = read_examples(data, kind, tokenizer, run)
+    return train, [] if data.evaluation is None else read_examples(data, kind, tokenizer, run, "evaluation")
+
+
+def read_examples(
+    data: DataConfig, kind: Kind, tokenizer: Any, run: Run, part: Literal["train", "evaluation"] = "train"
+) -> list[Any]:
+    """Examples of one part of the data; rows that were dropped or cut are noted in the run."""
+    examples, counts = prepare(data, kind, tokenizer, part)
+    for line in counts.lines():
+        run.note(f"{part} {kind}: {line}")
+    compare_rows(f"data.{part}" if kind != "text" else f"pretrain.{part}", examples)
+    return examples
+
+
+def check_rows(model: Any, examples: Sequence[Any], max_length: int, new_tokens: int = 0) -> None:
+    """Refuse examples that do not fit the model's positions, before the first update and all at once.
+
+    Args:
+        max_length: `data.max_length`; no example is longer.
+        new_tokens: tokens that will follow each prompt.
+
+    Raises:
+        UserError: naming how many, the longest, and the way out.
+    """
+    lengths = [(example.row_id, min(max_length, max(map(len, documents_of(example))))) for example in examples]
+    ways = f"lower data.max_length (it is {max_length})" + (" or max_new_tokens" if new_tokens else "")
+    check_lengths(model, lengths, f"{ways}, or take a model with a longer context", new_tokens)
+
+
+def stream_of(examples: Sequence[Any], training: TrainingConfig) -> Stream:
+    """Examples in the run's order; the last batch of the last epoch may be smaller."""
+    epochs = training.epochs if training.max_steps is None else None
+    return Stream(examples, training.batch_size, training.seed, epochs)
