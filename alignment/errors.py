@@ -1,5 +1,6 @@
-"""The one error a user can cause. Everything else is a defect of ours and keeps its own type."""
+"""The one error that a user can cause, and suggestions for misspelled names. Any other exception is a bug."""
 
+import difflib
 from collections.abc import Iterable
 
 
@@ -19,3 +20,15 @@ def raise_all(problems: Iterable[str], cap: int = 20) -> None:
     if len(problems) > cap:
         shown.append(f"... and {len(problems) - cap} more")
     raise UserError("\n".join(shown))
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`did you mean 'x' or 'y'?` with the names closest to a misspelled one; empty where none is close."""
+    close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+    return f"did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def suggest(name: str, known: Iterable[str]) -> str:
+    """`did_you_mean`; where no name is close, the list of all."""
+    known = sorted(known)
+    return did_you_mean(name, known) or "known: " + (", ".join(known) or "none")

@@ -196,7 +196,7 @@ def test_wrong_overrides_are_all_named_as_overrides(tmp_path):
     ("text", "message"),
     [
         ("policy: [a\nbatch_size: 2\n", "stage.yaml:2: is not valid YAML"),
-        ("policy: a\npolicy: b\n", "stage.yaml:2: policy: stands here twice; keep one"),
+        ("policy: a\npolicy: b\n", "stage.yaml:2: policy: is given twice; keep one"),
         ("policy: &a [*a]\n", "policy[0]: an alias that contains itself"),
         ("policy: !!python/name:os.system ''\n", "stage.yaml:1: is not valid YAML"),
         ("- a\n- b\n", "stage.yaml:1: config: must be a section of keys"),
@@ -253,6 +253,6 @@ def test_a_config_survives_the_way_through_yaml(tmp_path):
     assert load(tmp_path, yaml.safe_dump(to_dict(config) | {"hub_token": None})) == config
 
 
-def test_a_document_without_places_still_names_the_key():
+def test_a_document_without_locations_still_names_the_key():
     with pytest.raises(UserError, match=r"^config: polcy: unknown key; did you mean 'policy'\?"):
         build(Stage, SourcedYaml({"polcy": "x", "policy": "y", "optim": {"learning_rate": 1}}))

@@ -101,8 +101,8 @@ def test_a_reference_that_stands_for_nothing_is_named(tmp_path):
     path.write_text("output: out\nreward_model: ${sft}/model\ndata: {train: '${config}/rows.jsonl'}\n")
     with pytest.raises(UserError) as error:
         load_config(find_stage("reward_eval")[0], str(path))
-    assert "${config} stands for nothing outside a recipe; did you mean 'configs'?" in str(error.value)
-    assert "${sft} stands for nothing outside a recipe" in str(error.value)
+    assert "${config} is not defined outside a recipe; did you mean 'configs'?" in str(error.value)
+    assert "${sft} is not defined outside a recipe" in str(error.value)
 
 
 def test_data_stands_for_the_folder_of_real_data(tmp_path, monkeypatch):

@@ -64,7 +64,7 @@ def read_settings(model: str, overrides: Sequence[str]) -> ResponseConfig:
     if stored is None:
         raise UserError(f"{path}: is not there; leave use_generation_config out")
     known = stored_settings(stored)
-    return build(ResponseConfig, SourcedYaml({**known, **document.values}, {(): str(path), **document.places}))
+    return build(ResponseConfig, SourcedYaml({**known, **document.values}, {(): str(path), **document.locations}))
 
 
 def stored_settings(stored: dict[str, Any]) -> dict[str, Any]:

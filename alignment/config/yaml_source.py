@@ -1,4 +1,4 @@
-"""YAML documents whose every key knows its line, and dotted overrides on top. Knows nothing of what the keys mean."""
+"""YAML with the file and line of every key, dotted overrides, and `${...}` references. What keys mean is not known here."""
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -11,41 +11,41 @@ import yaml
 from alignment.errors import UserError, raise_all
 
 Key = tuple[str | int, ...]
-REFERENCE = re.compile(r"\$\{([\w-]+)\}")  # what a recipe fills in; see recipe.py
-MAX_BYTES = 4 * 2**20  # of a file: a config has a few thousand
-MAX_VALUES = 100_000  # of a document, every alias written out
-MAX_DEPTH = 64  # sections inside sections
+REFERENCE = re.compile(r"\$\{([\w-]+)\}")  # ${name}, replaced by `fill`
+MAX_BYTES = 4 * 2**20  # per file; a config has a few thousand
+MAX_VALUES = 100_000  # per document, every alias expanded
+MAX_DEPTH = 64  # of nested sections
 
 
 @dataclass(frozen=True)
 class SourcedYaml:
-    """Plain values, and where each came from.
+    """Plain values and the source of each.
 
     Attributes:
         values: mappings, lists, text, numbers, booleans, None.
-        places: path of keys -> `file:line` or `override`; what is missing here lies where its parent lies.
+        locations: path of keys -> `file:line` or `override`; a key without an entry has the location of its parent.
     """
 
     values: Any
-    places: Mapping[Key, str] = field(default_factory=dict)
+    locations: Mapping[Key, str] = field(default_factory=dict)
 
-    def place(self, key: Key) -> str:
-        """Where a key stands, or the nearest thing around it."""
-        while key and key not in self.places:
+    def location(self, key: Key) -> str:
+        """Location of a key, or of the nearest section around it that has one."""
+        while key and key not in self.locations:
             key = key[:-1]
-        return self.places.get(key, "config")
+        return self.locations.get(key, "config")
 
-    def below(self, key: Key) -> "SourcedYaml":
-        """The section at a key, as a document of its own."""
+    def section(self, key: Key) -> "SourcedYaml":
+        """The values below a key as a document of their own."""
         values = self.values
         for part in key:
             values = values[part]
-        places = {name[len(key) :]: place for name, place in self.places.items() if name[: len(key)] == key}
-        return SourcedYaml(values, {(): self.place(key), **places})
+        locations = {name[len(key) :]: where for name, where in self.locations.items() if name[: len(key)] == key}
+        return SourcedYaml(values, {(): self.location(key), **locations})
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's plain scalars: 1e-4 is a number, `no` and 2026-01-01 are text. PyYAML alone goes by YAML 1.1."""
+    """Resolves plain scalars by YAML 1.2: 1e-4 is a number, `no` and 2026-01-01 are text. PyYAML follows YAML 1.1."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML keeps this table on the class)
 
@@ -69,7 +69,7 @@ def read_yaml(path: str | Path) -> SourcedYaml:
     """A YAML file with the line of every key.
 
     Raises:
-        UserError: not readable, no YAML, a key given twice, or more values or deeper sections than a config has.
+        UserError: not readable, not YAML, a key given twice, or above `MAX_BYTES`, `MAX_VALUES` or `MAX_DEPTH`.
     """
     try:
         if (size := Path(path).stat().st_size) > MAX_BYTES:
@@ -83,7 +83,7 @@ def read_yaml(path: str | Path) -> SourcedYaml:
 
 
 def parse_yaml(text: str, name: str) -> SourcedYaml:
-    """Like `read_yaml`, from text; `name` stands in for the file in messages."""
+    """Like `read_yaml`, from text; `name` is shown in place of the file in messages."""
     try:
         reader = _Reader(text, name)
         try:
@@ -92,7 +92,7 @@ def parse_yaml(text: str, name: str) -> SourcedYaml:
         finally:
             reader.loader.dispose()
     except RecursionError as error:
-        raise UserError(f"{name}: sections lie more than {MAX_DEPTH} deep in each other") from error
+        raise UserError(f"{name}: sections are nested more than {MAX_DEPTH} deep") from error
     except UserError:
         raise
     except (yaml.YAMLError, ValueError) as error:
@@ -100,77 +100,77 @@ def parse_yaml(text: str, name: str) -> SourcedYaml:
         line = mark.line + 1 if mark else 1
         raise UserError(f"{name}:{line}: is not valid YAML: {getattr(error, 'problem', None) or error}") from error
     raise_all(reader.problems)
-    return SourcedYaml(values, reader.places)
+    return SourcedYaml(values, reader.locations)
 
 
 class _Reader:
-    """Turns YAML nodes into plain values and keeps the line of each."""
+    """Converts YAML nodes to plain values and records the line of each."""
 
     def __init__(self, text: str, name: str):
-        # Inside [...] and {...} YAML reads the braces of ${name} as its own: they travel as private characters.
+        # Inside [...] and {...} YAML parses the braces of ${name} as a mapping, so private characters replace them.
         self.loader = _Loader(REFERENCE.sub("\ue000\\1\ue001", text))
         self.name = name
-        self.places: dict[Key, str] = {(): f"{name}:1"}
+        self.locations: dict[Key, str] = {(): f"{name}:1"}
         self.problems: list[str] = []
         self.count = 0
 
-    def convert(self, node: yaml.Node, key: Key, around: tuple[yaml.Node, ...]) -> Any:
-        """The plain value of a node at a key; `around` are the nodes it lies in."""
-        place = self.places.setdefault(key, f"{self.name}:{node.start_mark.line + 1}")
+    def convert(self, node: yaml.Node, key: Key, ancestors: tuple[yaml.Node, ...]) -> Any:
+        """The plain value of a node at a key; `ancestors` are the nodes that contain it."""
+        location = self.locations.setdefault(key, f"{self.name}:{node.start_mark.line + 1}")
         self.count += 1
         if self.count > MAX_VALUES:  # nine levels of nine aliases are 400 million
-            raise UserError(f"{place}: more than {MAX_VALUES} values with every alias written out")
-        if node in around:
-            self.problems.append(f"{place}: {dotted(key)}: an alias that contains itself")
+            raise UserError(f"{location}: more than {MAX_VALUES} values with every alias expanded")
+        if node in ancestors:
+            self.problems.append(f"{location}: {dotted(key)}: an alias that contains itself")
             return None
-        if len(around) > MAX_DEPTH:
-            raise UserError(f"{place}: sections lie more than {MAX_DEPTH} deep in each other")
-        inside = (*around, node)
+        if len(ancestors) > MAX_DEPTH:
+            raise UserError(f"{location}: sections are nested more than {MAX_DEPTH} deep")
+        path = (*ancestors, node)
         if isinstance(node, yaml.SequenceNode):
-            return [self.convert(child, (*key, index), inside) for index, child in enumerate(node.value)]
+            return [self.convert(child, (*key, index), path) for index, child in enumerate(node.value)]
         if isinstance(node, yaml.MappingNode):
-            return self._mapping(node, key, inside)
+            return self._mapping(node, key, path)
         value = self.loader.construct_object(node)
-        return _with_braces(value) if isinstance(value, str) else value
+        return _restore_braces(value) if isinstance(value, str) else value
 
-    def _mapping(self, node: yaml.MappingNode, key: Key, inside: tuple[yaml.Node, ...]) -> dict[str, Any]:
-        """A section; what `<<` merges into it gives way to its own keys."""
+    def _mapping(self, node: yaml.MappingNode, key: Key, path: tuple[yaml.Node, ...]) -> dict[str, Any]:
+        """A section; its own keys override those that `<<` merges into it."""
         values: dict[str, Any] = {}
         for name_node, child in node.value:
-            name, place = _with_braces(str(name_node.value)), f"{self.name}:{name_node.start_mark.line + 1}"
+            name, location = _restore_braces(str(name_node.value)), f"{self.name}:{name_node.start_mark.line + 1}"
             if name == "<<":
                 continue
             if name in values:
-                self.problems.append(f"{place}: {dotted((*key, name))}: stands here twice; keep one")
-            self.places[(*key, name)] = place
-            values[name] = self.convert(child, (*key, name), inside)
+                self.problems.append(f"{location}: {dotted((*key, name))}: is given twice; keep one")
+            self.locations[(*key, name)] = location
+            values[name] = self.convert(child, (*key, name), path)
         merged: dict[str, Any] = {}
         for name_node, child in node.value:
             if name_node.value == "<<":
-                merged = {**self._merged(child, key, inside, values.keys()), **merged}
+                merged = {**self._merged(child, key, path, values.keys()), **merged}
         return {**merged, **values}
 
-    def _merged(self, node: yaml.Node, key: Key, inside: tuple[yaml.Node, ...], own: Collection[str]) -> dict[str, Any]:
-        """What `<<` brings in; places of what a section's `own` keys replace are not kept."""
-        places, self.places = self.places, {}
-        found = self.convert(node, key, inside)
-        added, self.places = self.places, places
-        for where, place in added.items():
-            if len(where) <= len(key) or where[len(key)] not in own:
-                self.places.setdefault(where, place)
+    def _merged(self, node: yaml.Node, key: Key, path: tuple[yaml.Node, ...], own: Collection[str]) -> dict[str, Any]:
+        """The keys that `<<` merges into a section; no location is recorded for those that its `own` keys replace."""
+        locations, self.locations = self.locations, {}
+        merged = self.convert(node, key, path)
+        added, self.locations = self.locations, locations
+        for name, location in added.items():
+            if len(name) <= len(key) or name[len(key)] not in own:
+                self.locations.setdefault(name, location)
         values: dict[str, Any] = {}
-        for section in found if isinstance(found, list) else [found]:
+        for section in merged if isinstance(merged, list) else [merged]:
             values = {**section, **values} if isinstance(section, dict) else values
         return values
 
 
-def _with_braces(text: str) -> str:
-    """A reference as it was written."""
+def _restore_braces(text: str) -> str:
+    """Text with its references as they were written."""
     return text.replace("\ue000", "${").replace("\ue001", "}")
 
 
 def override(document: SourcedYaml, overrides: Sequence[str]) -> SourcedYaml:
-    """The document with `dotted.key=value` settings on top; the last one wins.
+    """The document with `dotted.key=value` settings applied; the last one wins.
 
     Raises:
         UserError: no `=`, or a key below something that is not a section.
@@ -180,7 +180,7 @@ def override(document: SourcedYaml, overrides: Sequence[str]) -> SourcedYaml:
         name, equals, value = text.partition("=")
         key: Key = tuple(name.strip().split("."))
         if not equals or not all(key):
-            written = re.sub(r"[^\w.-].*", " ...", text, flags=re.DOTALL)  # what follows the key may be a secret
+            written = re.sub(r"[^\w.-].*", " ...", text, flags=re.DOTALL)  # the rest may be a secret
             problems.append(f"override: {written!r} is not of the form key=value, such as optim.learning_rate=1e-4")
             continue
         try:
@@ -191,30 +191,30 @@ def override(document: SourcedYaml, overrides: Sequence[str]) -> SourcedYaml:
     return document
 
 
-def overlay(document: SourcedYaml, key: Key, value: Any, place: str) -> SourcedYaml:
-    """The document with one value replaced; sections on the way to it are made where they are missing."""
+def overlay(document: SourcedYaml, key: Key, value: object, location: str) -> SourcedYaml:
+    """The document with one value replaced; missing sections above it are created."""
     sections: list[dict[str, Any]] = []
-    places: dict[Key, str] = {}
+    locations: dict[Key, str] = {}
     current = document.values
     for depth, part in enumerate(key):
         if current is not None and not isinstance(current, dict):
             raise UserError(f"{dotted(key[:depth])} is not a section, so {dotted(key)} cannot be set in it")
         if depth and current is None:
-            places[key[:depth]] = place
+            locations[key[:depth]] = location
         sections.append(current or {})
         current = sections[-1].get(str(part))
     for part, section in zip(reversed(key), reversed(sections), strict=True):
         value = {**section, part: value}
-    kept = {old: where for old, where in document.places.items() if old[: len(key)] != key}
-    return SourcedYaml(value, {**kept, **places, key: place})
+    kept = {name: where for name, where in document.locations.items() if name[: len(key)] != key}
+    return SourcedYaml(value, {**kept, **locations, key: location})
 
 
-def references(value: Any) -> set[str]:
+def references(value: object) -> set[str]:
     """Names in `${...}` anywhere in a value."""
     return {name for text in strings(value) for name in REFERENCE.findall(text)}
 
 
-def strings(value: Any) -> Iterator[str]:
+def strings(value: object) -> Iterator[str]:
     """Every text in a value."""
     if isinstance(value, str):
         yield value
@@ -223,8 +223,8 @@ def strings(value: Any) -> Iterator[str]:
             yield from strings(item)
 
 
-def fill(value: Any, names: Mapping[str, Any]) -> Any:
-    """A value with its references filled in; a text that is one reference takes the referred value's type."""
+def fill(value: object, names: Mapping[str, object]) -> Any:
+    """A value with its references replaced; a text that is a single reference becomes the value of that name."""
     if isinstance(value, dict):
         return {key: fill(item, names) for key, item in value.items()}
     if isinstance(value, list):
@@ -236,6 +236,6 @@ def fill(value: Any, names: Mapping[str, Any]) -> Any:
 
 
 def dotted(key: Key) -> str:
-    """`data.train[0].path`; the whole document is `config`."""
+    """`data.train[0].path`; `config` for the whole document."""
     text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key)
     return text.removeprefix(".") or "config"

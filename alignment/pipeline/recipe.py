@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from alignment.config.load import build, find_packaged, nearest
+from alignment.config.load import build, find_packaged
 from alignment.config.yaml_source import Key, SourcedYaml, overlay, override, read_yaml
-from alignment.errors import UserError, raise_all
+from alignment.errors import UserError, raise_all, suggest
 from alignment.pipeline.expectations import Expectation
 
 FOLDERS = ("configs", "data", "recipe")  # what `${...}` may stand for beside stages and the seed
@@ -58,7 +58,7 @@ class Recipe:
             raise ValueError(f"seed must not be negative, got {self.seed}")
         for band in self.expect:
             if band.stage not in names:
-                raise ValueError(f"expect: there is no stage {band.stage!r}; {nearest(band.stage, names)}")
+                raise ValueError(f"expect: there is no stage {band.stage!r}; {suggest(band.stage, names)}")
 
 
 @dataclass(frozen=True)
@@ -95,11 +95,11 @@ def read_recipe(source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Pat
         if name in below:
             below[name].append(rest)
         else:
-            problems.append(f"override: {text}: there is no stage {name!r}; {nearest(name, below)}")
+            problems.append(f"override: {text}: there is no stage {name!r}; {suggest(name, below)}")
     settings = []
     for place, stage in enumerate(recipe.stages):
         try:
-            settings.append(_settings(stage, document.below(("stages", place)), path.parent, below[stage.name]))
+            settings.append(_settings(stage, document.section(("stages", place)), path.parent, below[stage.name]))
         except UserError as error:
             problems.append(str(error))
     raise_all(problems)
@@ -112,13 +112,13 @@ def _settings(stage: StageEntry, written: SourcedYaml, folder: Path, overrides: 
         beside = folder / stage.config
         document = read_yaml(beside if beside.is_file() else find_packaged(stage.config, "configs"))
     elif stage.config is None:
-        document = SourcedYaml({}, {(): written.place(())})
+        document = SourcedYaml({}, {(): written.location(())})
     else:
-        document = written.below(("config",))
+        document = written.section(("config",))
     if not isinstance(document.values, (dict, type(None))):
-        raise UserError(f"{document.place(())}: stage {stage.name}: its config must be a section of keys")
+        raise UserError(f"{document.location(())}: stage {stage.name}: its config must be a section of keys")
     for name, value in stage.settings.items():
-        where = written.place(("settings", name))
+        where = written.location(("settings", name))
         for key, leaf in _leaves(value, tuple(name.split("."))):
             document = overlay(document, key, leaf, where)
     try:

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from alignment.config.load import build, data_folder, nearest, packaged_folder
+from alignment.config.load import build, data_folder, packaged_folder
 from alignment.config.yaml_source import SourcedYaml, fill, references, strings
-from alignment.errors import UserError, raise_all
+from alignment.errors import UserError, raise_all, suggest
 from alignment.files import hash_of, remove_directory, remove_leftovers, sha256, write_json
 from alignment.pipeline.expectations import check_bands, read_json
 from alignment.pipeline.recipe import FOLDERS, Recipe, StageSettings, read_recipe
@@ -91,7 +91,7 @@ def _choose(names: list[str], start: str | None, only: str | None) -> tuple[set[
     """Stages to run even if finished, and stages to look at."""
     for name in (start, only):
         if name is not None and name not in names:
-            raise UserError(f"there is no stage {name!r}; {nearest(name, names)}")
+            raise UserError(f"there is no stage {name!r}; {suggest(name, names)}")
     if start is not None and only is not None:
         raise UserError("--from and --only exclude each other")
     if only is not None:
@@ -131,7 +131,7 @@ def _wrong_references(stage: StageSettings, earlier: Sequence[StageSettings]) ->
     """A verb that is none, or `${...}` that does not name an earlier stage."""
     entry, problems = stage.entry, []
     if entry.run not in STAGES:
-        problems.append(f"stage {entry.name}: there is no verb {entry.run!r}; {nearest(entry.run, STAGES)}")
+        problems.append(f"stage {entry.name}: there is no verb {entry.run!r}; {suggest(entry.run, STAGES)}")
     values = dict(stage.document.values or {})
     if values.pop("output", None) not in (None, f"${{{entry.name}}}"):
         problems.append(
@@ -139,7 +139,7 @@ def _wrong_references(stage: StageSettings, earlier: Sequence[StageSettings]) ->
         )
     known = ["seed", *FOLDERS, *(each.entry.name for each in earlier)]
     for name in sorted(references(values) - set(known)):
-        problems.append(f"stage {entry.name}: ${{{name}}} is no stage before this one; {nearest(name, known)}")
+        problems.append(f"stage {entry.name}: ${{{name}}} is no stage before this one; {suggest(name, known)}")
     return problems
 
 
@@ -159,7 +159,7 @@ def _resolve(stage: StageSettings, names: dict[str, Any], hashes: dict[str, str]
     name, values = stage.entry.name, dict(stage.document.values or {})
     config_class, run = find_stage(stage.entry.run)
     filled = {**fill(values, names), "output": names[name]}
-    config = build(config_class, SourcedYaml(filled, stage.document.places))
+    config = build(config_class, SourcedYaml(filled, stage.document.locations))
     values.pop("output", None)
     parents = {parent: hashes[parent] for parent in sorted(references(values) & set(hashes))}
     lineage = {

@@ -125,13 +125,13 @@ def test_keys_of_other_programs_and_sections_are_told_what_they_are_called_here(
 
 
 def test_every_key_that_another_program_s_name_leads_to_exists():
-    from alignment.config.load import NAMES_ELSEWHERE, _has_key
+    from alignment.config.problems import KEYS_OF_OTHER_LIBRARIES, has_key
     from alignment.pipeline.stages import find_stage
 
     classes = [find_stage(verb)[0] for verb in ("pretrain", "sft", "reward", "dpo", "ppo")]
-    for ours in NAMES_ELSEWHERE.values():
+    for ours in KEYS_OF_OTHER_LIBRARIES.values():
         key = tuple(ours.partition(" ")[0].split("."))
-        assert any(_has_key(cls, key) for cls in classes), ours
+        assert any(has_key(cls, key) for cls in classes), ours
 
 
 def test_fp16_is_refused_with_the_reason(refusal):

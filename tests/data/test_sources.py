@@ -312,8 +312,8 @@ def test_wrong_column_mapping_is_told_with_the_nearest_names(jsonl):
             "demonstrations",
             columns={"promt": "question", "response": "anser"},
         )
-    assert "data.columns.promt: demonstrations have no such column; did you mean prompt?" in str(caught.value)
-    assert "data.columns.response=anser: no such column; did you mean answer?" in str(caught.value)
+    assert "data.columns.promt: demonstrations have no such column; did you mean 'prompt'?" in str(caught.value)
+    assert "data.columns.response=anser: no such column; did you mean 'answer'?" in str(caught.value)
 
 
 def test_groups_of_k_are_refused_clearly(jsonl):

@@ -159,8 +159,8 @@ def test_a_key_that_replaces_a_merged_section_keeps_its_own_line():
     text = "a: &a\n  s: {x: 1, y: 2}\n  t: 3\nb:\n  <<: *a\n  s: {z: 4}\n"
     document = parse_yaml(text, "run.yaml")
     assert document.values["b"] == {"s": {"z": 4}, "t": 3}
-    assert document.place(("b", "s", "z")) == "run.yaml:6" == document.place(("b", "s", "x"))
-    assert document.place(("b", "t")) == "run.yaml:3"
+    assert document.location(("b", "s", "z")) == "run.yaml:6" == document.location(("b", "s", "x"))
+    assert document.location(("b", "t")) == "run.yaml:3"
 
 
 # --- rows -----------------------------------------------------------------------------------------------------------

@@ -1,6 +1,5 @@
 """From file or Hub id to checked records. Every bad row is reported or counted; what a row means is in formats.py."""
 
-import difflib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +9,7 @@ from alignment.data.rows.fields import BadRow
 from alignment.data.rows.files import RawRow, hub_source, read_raw
 from alignment.data.rows.formats import SHAPES, RowFormat, column_advice, complete, expected_columns, match_format
 from alignment.data.rows.records import Comparison, Demonstration, Kind, Record, Tally
-from alignment.errors import UserError, raise_all
+from alignment.errors import UserError, raise_all, suggest
 
 Part = Literal["train", "evaluation"]
 
@@ -207,16 +206,10 @@ def _check_columns(name: str, kind: Kind, columns: dict[str, str], found: list[s
     problems = []
     for ours, theirs in columns.items():
         if ours not in known:
-            problems.append(f"data.columns.{ours}: {kind} have no such column{_nearest(ours, known)}")
+            problems.append(f"data.columns.{ours}: {kind} have no such column; {suggest(ours, known)}")
         if theirs not in found:
-            problems.append(f"{name}: data.columns.{ours}={theirs}: no such column{_nearest(theirs, found)}")
+            problems.append(f"{name}: data.columns.{ours}={theirs}: no such column; {suggest(theirs, found)}")
     raise_all(problems)
-
-
-def _nearest(word: str, words: Iterable[str]) -> str:
-    words = sorted(words)
-    close = difflib.get_close_matches(word, words, n=1)
-    return f"; did you mean {close[0]}?" if close else f"; there are {', '.join(words)}"
 
 
 def _renamed(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:

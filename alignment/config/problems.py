@@ -1,0 +1,266 @@
+"""Pydantic's validation errors as one line per wrong key, with a way out. Values of keys that hold secrets are not shown."""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Hashable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast, get_args, get_origin, get_type_hints
+
+from alignment.config.yaml_source import Key, SourcedYaml, dotted
+from alignment.errors import suggest
+
+if TYPE_CHECKING:
+    from pydantic_core import ErrorDetails
+
+EXPECTED = {  # pydantic error type -> what the value must be
+    "bool_type": "must be true or false",
+    "dataclass_type": "must be a section of keys",
+    "dict_type": "must be a section of keys",
+    "finite_number": "must be a finite number",
+    "float_type": "must be a number",
+    "int_type": "must be a whole number",
+    "list_type": "must be a list",
+    "none_required": "must be null",
+    "string_type": "must be text",
+    "tuple_type": "must be a list",
+}
+
+KEYS_OF_OTHER_LIBRARIES = {  # key of trl, transformers or axolotl -> our key, and what differs
+    "base_model": "policy",
+    "bf16": "training.precision (fp32 or bf16)",
+    "cliprange": "clip_range",
+    "cliprange_value": "value_clip_range",
+    "dataset_name": "data.train",
+    "eval_steps": "training.evaluate_every_steps",
+    "fp16": "training.precision (fp32 or bf16)",
+    "gradient_accumulation_steps": "training.micro_batch_tokens (tokens per forward; accumulation follows from it)",
+    "init_kl_coef": "kl_coef",
+    "lam": "gae_lambda",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "lora_r": "adapter.rank",
+    "lora_target_modules": "adapter.layers",
+    "lr": "optim.learning_rate",
+    "lr_scheduler": "optim.schedule",
+    "lr_scheduler_type": "optim.schedule",
+    "max_prompt_length": "data.max_length (tokens of prompt and response together)",
+    "max_seq_length": "data.max_length",
+    "micro_batch_size": "training.micro_batch_tokens (tokens per forward, not rows)",
+    "model_name_or_path": "policy",
+    "num_epochs": "training.epochs",
+    "num_ppo_epochs": "epochs",
+    "num_train_epochs": "training.epochs",
+    "output_dir": "output",
+    "peft_config": "adapter",
+    "per_device_eval_batch_size": "training.micro_batch_tokens (tokens per forward, not rows)",
+    "per_device_train_batch_size": "training.batch_size (rows per update over all devices)",
+    "r": "adapter.rank",
+    "ref_model": "reference",
+    "report_to": "training.trackers",
+    "reward_model_path": "reward_model",
+    "save_steps": "training.save_every_steps",
+    "save_total_limit": "training.keep_last_checkpoints",
+    "sequence_len": "data.max_length",
+    "sft_model_path": "policy",
+    "target_modules": "adapter.layers",
+}
+UNSUPPORTED_KEYS = {  # keys of other libraries without an equivalent -> the reason
+    "load_in_4bit": "weights are not quantized here",
+    "load_in_8bit": "weights are not quantized here",
+    "quantization": "weights are not quantized here",
+    "quantize": "weights are not quantized here",
+}
+UNSUPPORTED_VALUES = {  # (key, value) that other libraries accept -> why it is not accepted here
+    ("precision", "fp16"): "fp16 loses small gradients unless the loss is scaled, which is not done here",
+    ("precision", "float16"): "fp16 loses small gradients unless the loss is scaled, which is not done here",
+}
+
+# `hub_token` and `wandb_api_key` are credentials; `max_new_tokens` and `eos_token` are about text.
+SECRET = re.compile(
+    r"^(?!(?:bos|eos|pad|unk|sep|cls|mask|end|start|stop|special|end_of_turn)_token$)"
+    r"(?:.*[_-])?(?:token|secret|password|passphrase|api_?key|access_key|credentials?)$",
+    re.IGNORECASE,
+)
+
+
+class _Located(NamedTuple):
+    """One of pydantic's errors: the path of keys to the value, and the union members that pydantic names on the way."""
+
+    key: Key
+    members: tuple[str, ...]
+    error: "ErrorDetails"
+
+
+def explain_errors(cls: type, document: SourcedYaml, errors: "Sequence[ErrorDetails]") -> dict[Key, str]:
+    """One line for each key that is wrong: `file:line: key: why; way out`.
+
+    Args:
+        cls: the config's dataclass.
+        document: the values that pydantic checked, under one key of its own.
+        errors: what pydantic found.
+    """
+    by_key: dict[Key, list[_Located]] = {}
+    for each in _errors_of_matching_members([_locate(document.values, error) for error in errors]):
+        by_key.setdefault(each.key, []).append(each)
+    lines = {}
+    for key, group in by_key.items():
+        at_fault = _key_at_fault(key, group[0].error)
+        lines[at_fault] = f"{document.location(at_fault)}: {dotted(key)}: {_reason(cls, group)}"
+    return lines
+
+
+def _locate(values: Any, error: "ErrorDetails") -> _Located:
+    """Separate keys from union members in an error's location: a key is in the values, or missing from them."""
+    key: list[str | int] = []
+    members: list[str] = []
+    location = error["loc"][1:]
+    for depth, part in enumerate(location):
+        if isinstance(values, dict) and part in values:
+            values = values[part]
+        elif isinstance(values, list) and isinstance(part, int):
+            values = values[part] if part < len(values) else None
+        elif depth < len(location) - 1 or error["type"] != "missing":
+            members.append(str(part))
+            continue
+        key.append(part)
+    return _Located(tuple(key), tuple(members), error)
+
+
+def _errors_of_matching_members(located: Sequence[_Located]) -> list[_Located]:
+    """The errors of those union members that the user's value matches best.
+
+    Pydantic tries `adapter: {kind: lora, rnk: 8}` as every kind of adapter and reports each failure; only those of `lora`
+    help. Likewise `[1, 2]` for `text or list of texts` is reported at its items, as a list.
+    """
+    of_others = _errors_of_other_members(located)
+    matching = [each for each, of_other in zip(located, of_others, strict=True) if not of_other]
+    explained = {each.key[:depth] for each in matching if each.members for depth in range(len(each.key) + 1)}
+    deeper = {each.key[:depth] for each in matching for depth in range(len(each.key))}
+    kept = []
+    for each, of_other in zip(located, of_others, strict=True):
+        if of_other:
+            if each.key[-1:] == ("kind",) and each.key[:-1] not in explained:  # no member matches: the kind is wrong
+                kept.append(each)
+        elif not (each.members and each.key in deeper):
+            kept.append(each)
+    return kept
+
+
+def _errors_of_other_members(located: Sequence[_Located]) -> list[bool]:
+    """Whether each error belongs to a union member that the value does not match.
+
+    A member does not match if its `kind` differs. A member that refuses the values in its own words has accepted every
+    key and type: then it matches, and the other members at that key do not.
+    """
+    other_kinds: dict[Key, set[tuple[str, ...]]] = {}
+    accepted: dict[Key, set[tuple[str, ...]]] = {}
+    for each in located:
+        if each.members and each.key[-1:] == ("kind",) and each.error["type"] == "literal_error":
+            other_kinds.setdefault(each.key[:-1], set()).add(each.members)
+        if each.members and each.error["type"] == "value_error":
+            accepted.setdefault(each.key, set()).add(each.members)
+
+    def of_other(each: _Located) -> bool:
+        for depth in range(len(each.key) + 1):
+            section = each.key[:depth]
+            if any(each.members[: len(m)] == m for m in other_kinds.get(section, ())):
+                return True
+            matching = accepted.get(section, set())
+            if any(len(each.members) >= len(m) and each.members[: len(m)] not in matching for m in matching):
+                return True
+        return False
+
+    return [of_other(each) for each in located]
+
+
+def _key_at_fault(key: Key, error: "ErrorDetails") -> Key:
+    """The wrong key; where a section's own check failed, its message begins with the name of one of its keys."""
+    if error["type"] == "value_error" and isinstance(error["input"], dict):
+        first = re.match(r"\W*(?:\w+\.)*(\w+)", str(error.get("ctx", {})["error"]))
+        if first and first[1] in error["input"]:
+            return (*key, first[1])
+    return key
+
+
+def _reason(cls: type, group: Sequence[_Located]) -> str:
+    """Why one key is wrong, and the way out: what each member of a union expects, and the value it got."""
+    first, *others = dict.fromkeys(_expected(cls, each) for each in group)
+    text = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
+    key, error = group[0].key, group[0].error
+    if error["type"] in ("value_error", "missing", "unexpected_keyword_argument") or is_secret(key):
+        return text
+    got = repr(error["input"]) if isinstance(error["input"], str) else json.dumps(without_secrets(error["input"]))
+    shown = got if len(got) <= 80 else got[:77] + "..."
+    unquoted = is_number(error["input"]) and any(each.error["type"] == "string_type" for each in group)
+    return f"{text}, got {shown}" + ("; put it in quotes" if unquoted else "")
+
+
+def _expected(cls: type, located: _Located) -> str:
+    """What the value must be, or the message of the config's own check."""
+    key, members, error = located
+    kind, context, name = error["type"], error.get("ctx", {}), str(key[-1]) if key else ""
+    if kind == "unexpected_keyword_argument":
+        sections = _sections(cls, key[:-1])
+        matching = [section for section in sections if section.__name__ in members] or sections
+        names = {field.name for section in matching for field in dataclasses.fields(section)}
+        return f"unknown key; {_key_here(cls, name) or suggest(name, names)}"
+    if kind == "missing":
+        return "is missing; add it"
+    if kind == "literal_error":
+        why = UNSUPPORTED_VALUES.get((name, str(error["input"])))
+        return f"must be {context['expected']}" + (f" ({why})" if why else "")
+    if kind == "value_error":
+        return str(context["error"])
+    message = error["msg"]
+    return EXPECTED[kind] if kind in EXPECTED else message[:1].lower() + message[1:]
+
+
+def _key_here(cls: type, name: str) -> str:
+    """Our name for a key of another library or another section, or why there is none; empty where it is unknown."""
+    if name in UNSUPPORTED_KEYS:
+        return UNSUPPORTED_KEYS[name]
+    ours = KEYS_OF_OTHER_LIBRARIES.get(name, "")
+    if ours and has_key(cls, tuple(ours.partition(" ")[0].split("."))):
+        return f"here it is called {ours}"
+    below = [(field.name, name) for field in dataclasses.fields(cast(Any, cls)) if has_key(cls, (field.name, name))]
+    return "here it is called " + " or ".join(dotted(key) for key in below) if below else ""
+
+
+def has_key(cls: type, key: Key) -> bool:
+    """Whether a config class has a key."""
+    return any(key[-1] == field.name for section in _sections(cls, key[:-1]) for field in dataclasses.fields(section))
+
+
+@functools.cache
+def _sections(kind: Hashable, key: Key) -> list[Any]:
+    """The dataclasses that the value at a key may be, `kind` being the type of the whole."""
+    if dataclasses.is_dataclass(kind):
+        if not key:
+            return [kind]
+        hint = get_type_hints(kind).get(str(key[0]))
+        return [] if hint is None else _sections(hint, key[1:])
+    is_container = get_origin(kind) in (list, tuple, dict)
+    if is_container and not key:
+        return []
+    return [section for part in get_args(kind) for section in _sections(part, key[1:] if is_container else key)]
+
+
+def without_secrets(value: Any) -> Any:
+    """Mappings, lists and scalars without the keys that hold secrets; a path becomes text."""
+    if isinstance(value, dict):
+        return {str(key): without_secrets(item) for key, item in value.items() if not SECRET.match(str(key))}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def is_secret(key: Key) -> bool:
+    """Whether the value of a key must not be shown."""
+    return any(isinstance(part, str) and SECRET.match(part) for part in key)
+
+
+def is_number(value: object) -> TypeGuard[bool | int | float]:
+    """Whether a value is a number or a truth value, which quotes would make text."""
+    return isinstance(value, (bool, int, float))
