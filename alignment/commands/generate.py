@@ -38,13 +38,13 @@ class ResponseConfig:
     repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
     min_new_tokens: int = 0
-    beams: int = 1
+    num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
 
     def __post_init__(self) -> None:
         sampling = SamplingConfig(**{each.name: getattr(self, each.name) for each in fields(SamplingConfig)})
-        decoding_config(sampling, self.beams, self.length_penalty, self.early_stopping)  # both check their ranges
+        decoding_config(sampling, self.num_beams, self.length_penalty, self.early_stopping)  # both check their ranges
         if self.batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
 
@@ -73,7 +73,7 @@ def stored_settings(stored: dict[str, Any]) -> dict[str, Any]:
     if not stored.get("do_sample", False):
         known["temperature"] = 0.0  # transformers' default is the likeliest token
     if (stored.get("num_beams") or 1) > 1:  # alone, the settings of beam search say nothing
-        known["beams"] = stored["num_beams"]
+        known["num_beams"] = stored["num_beams"]
         known |= {key: stored[key] for key in ("length_penalty", "early_stopping") if stored.get(key) is not None}
     return known
 

@@ -1,68 +1,73 @@
-"""Beam search over ragged prompts: the likeliest responses that a narrow search finds. Nothing is drawn here: engine.py.
+"""Beam search over unpadded prompts. Nothing is random here; sampling is in decode.py.
 
-The rules are those of transformers' `generate(num_beams=...)`, so that both find the same tokens. One step: extend every
-beam by every token, keep the best few candidates of each prompt, set aside those that end, go on with the best others.
+Ties, length penalty and the end of the search follow transformers' `generate(num_beams=...)`, so that both find the same
+tokens. One step: extend every beam by every token, keep the best candidates of each prompt, move those that end to the
+finished hypotheses, continue with the best of the others.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from alignment.generation.logits_processors import check_rules, process_logits
-from alignment.generation.prefill import begin
+from alignment.generation.decode import Responses
+from alignment.generation.logits_processors import check_processor_settings, process_logits
+from alignment.generation.prefill import prefill
+from alignment.models.protocols import GenerativeModel
 
 MOST_BEAMS = 10_000
 
 
 @dataclass(frozen=True)
 class BeamConfig:
-    """How the search goes.
+    """Width, scoring and end of the search.
 
     Attributes:
-        beams: hypotheses carried along for each prompt, K.
-        length_penalty: a finished hypothesis counts its log-probability / tokens ** length_penalty: above 0 favours
-            long ones, below 0 short ones.
+        num_beams: running hypotheses of each prompt, K.
+        length_penalty: the score of a finished hypothesis is its log-probability / tokens ** length_penalty: above 0
+            favors long ones, below 0 short ones.
         max_new_tokens: longest response, end token included.
-        early_stopping: True: a prompt is done as soon as K hypotheses have ended. False: as soon as the best one still
-            running, were it to end now, would not beat the worst of those. "never": as soon as it could not even at
-            its most favourable length.
-        returned: hypotheses given back for each prompt, at most `beams`.
+        early_stopping: when the search for a prompt ends. True: as soon as K hypotheses have ended. False: as soon as
+            the best running one, if it ended now, would not beat the worst of those. "never": as soon as it could not
+            even at its most favorable length.
+        num_returned: hypotheses returned for each prompt, at most `num_beams`.
         repetition_penalty, no_repeat_ngram_size, min_new_tokens: as in `SamplingConfig`, on log-probabilities.
     """
 
-    beams: int = 4
+    num_beams: int = 4
     length_penalty: float = 1.0
     max_new_tokens: int = 64
     early_stopping: bool | Literal["never"] = False
-    returned: int = 1
+    num_returned: int = 1
     repetition_penalty: float = 1.0
     no_repeat_ngram_size: int = 0
     min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        check_rules(self)
-        if self.beams < 1:
-            raise ValueError(f"beams must be at least 1, got {self.beams}")
-        if self.beams > MOST_BEAMS:  # each is a row of the cache
-            raise ValueError(f"beams must be at most {MOST_BEAMS:,}, got {self.beams}; 4 or 5 are usual")
-        if not 1 <= self.returned <= self.beams:
-            raise ValueError(f"returned must lie between 1 and beams = {self.beams}, got {self.returned}")
+        check_processor_settings(self)
+        if self.num_beams < 1:
+            raise ValueError(f"num_beams must be at least 1, got {self.num_beams}")
+        if self.num_beams > MOST_BEAMS:  # each is a row of the cache
+            raise ValueError(f"num_beams must be at most {MOST_BEAMS:,}, got {self.num_beams}; 4 or 5 are usual")
+        if not 1 <= self.num_returned <= self.num_beams:
+            raise ValueError(
+                f"num_returned must lie between 1 and num_beams = {self.num_beams}, got {self.num_returned}"
+            )
         if self.early_stopping not in (True, False, "never"):
             raise ValueError(f"early_stopping must be true, false or 'never', got {self.early_stopping!r}")
 
 
 @dataclass(frozen=True)
 class Hypotheses:
-    """What was found: for each prompt its hypotheses, the best first.
+    """The hypotheses of each prompt, the best first.
 
     Attributes:
         token_ids: tokens, the stop token included where there is one.
-        log_probs: what each token added to the hypothesis's sum, nats: the model's log-probability, after the rules.
+        log_probs: the model's log-probability of each token after the logits processors, nats.
         scores: sum of those / tokens ** length_penalty.
-        ended: True where the last token is a stop token; False where the length ran out.
+        ended: True where the last token is a stop token; False where the maximum length was reached.
     """
 
     token_ids: list[list[list[int]]]
@@ -70,10 +75,18 @@ class Hypotheses:
     scores: list[list[float]]
     ended: list[list[bool]]
 
+    def best(self) -> Responses:
+        """The best hypothesis of each prompt."""
+        return Responses(
+            token_ids=[hypotheses[0] for hypotheses in self.token_ids],
+            log_probs=[hypotheses[0] for hypotheses in self.log_probs],
+            ended=[hypotheses[0] for hypotheses in self.ended],
+        )
+
 
 @torch.no_grad()
 def beam_search(
-    model: Any,
+    model: GenerativeModel,
     prompts: Sequence[Sequence[int]],
     config: BeamConfig,
     stop_ids: Sequence[int],
@@ -81,37 +94,42 @@ def beam_search(
     batch_size: int = 64,
     start_token: int | None = None,
 ) -> Hypotheses:
-    """The best responses to each prompt that a search `config.beams` wide finds.
+    """The best responses to each prompt that a search with `config.num_beams` beams finds.
 
     Args:
-        model: has `new_cache`, `prefill` and `decode`; its caches have `reorder` (see `models.cache.Cache`).
-        prompts: token ids, none empty; of an encoder-decoder model the source documents.
-        config: width, lengths, when to stop.
+        model: in eval mode for exact log-probabilities.
+        prompts: token ids, none empty; for an encoder-decoder model the encoder's inputs.
+        config: width, scoring, end of the search.
         stop_ids: tokens that end a response.
-        batch_size: prompts searched side by side; each takes `beams` rows of a cache.
+        batch_size: prompts searched side by side; each takes `num_beams` rows of a cache.
         start_token: begins each response of an encoder-decoder model and is no part of it; None: a decoder.
 
     Raises:
-        ValueError: fewer tokens than beams to begin a response with.
+        ValueError: fewer tokens than beams that can begin a response.
 
     Source: Wu et al. 2016, arXiv:1609.08144, section 7, with the plain power of the length as its penalty.
     """
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
-    found: dict[int, tuple[Any, ...]] = {}
+    found: dict[int, _PlainHypotheses] = {}
     for start in range(0, len(order), batch_size):
         group = order[start : start + batch_size]
         searched = _search_group(model, [prompts[i] for i in group], config, stop_ids, start_token)
-        found.update(zip(group, _collect(searched, config.returned, stop_ids), strict=True))
-    token_ids, log_probs, scores, ended = ([found[i][column] for i in range(len(prompts))] for column in range(4))
-    return Hypotheses(token_ids, log_probs, scores, ended)
+        found.update(zip(group, _collect(searched, config.num_returned, stop_ids), strict=True))
+    ordered = [found[i] for i in range(len(prompts))]
+    return Hypotheses(
+        token_ids=[each.token_ids for each in ordered],
+        log_probs=[each.log_probs for each in ordered],
+        scores=[each.scores for each in ordered],
+        ended=[each.ended for each in ordered],
+    )
 
 
 @dataclass(frozen=True)
 class _Beams:
-    """n hypotheses for each of B prompts: running, candidates or finished.
+    """n hypotheses of each of B prompts: running, candidates or finished.
 
     Attributes:
-        scores: what they are ordered by, -inf where there is none, [B, n].
+        scores: sort key, -inf where there is no hypothesis, [B, n].
         tokens: [B, n, R].
         log_probs: of the tokens, [B, n, R].
         lengths: tokens in use, [B, n].
@@ -124,13 +142,13 @@ class _Beams:
 
     @classmethod
     def none(cls, count: int, beams: int, steps: int, device: torch.device) -> "_Beams":
-        """No hypothesis yet."""
+        """An empty set of hypotheses."""
         scores = torch.full((count, beams), -torch.inf, device=device)
         tokens = torch.zeros(count, beams, steps, dtype=torch.long, device=device)
         return cls(scores, tokens, torch.zeros(tokens.shape, device=device), torch.zeros_like(tokens[..., 0]))
 
     def pick(self, index: Tensor) -> "_Beams":
-        """Of each prompt the hypotheses at `index` [B, m]."""
+        """The hypotheses at `index` [B, m] of each prompt."""
         steps = index[..., None].expand(*index.shape, self.tokens.shape[-1])
         return _Beams(
             self.scores.gather(1, index),
@@ -139,37 +157,41 @@ class _Beams:
             self.lengths.gather(1, index),
         )
 
-    def of(self, prompts: Tensor) -> "_Beams":
+    def of_prompts(self, prompts: Tensor) -> "_Beams":
         """The hypotheses of some prompts, [b]."""
         return _Beams(self.scores[prompts], self.tokens[prompts], self.log_probs[prompts], self.lengths[prompts])
 
     def put(self, prompts: Tensor, other: "_Beams") -> None:
-        """Write over those of some prompts."""
+        """Overwrite the hypotheses of some prompts, [b]."""
         self.scores[prompts], self.tokens[prompts] = other.scores, other.tokens
         self.log_probs[prompts], self.lengths[prompts] = other.log_probs, other.lengths
 
 
 def _search_group(
-    model: Any, prompts: list[Sequence[int]], config: BeamConfig, stop_ids: Sequence[int], start_token: int | None
+    model: GenerativeModel,
+    prompts: list[Sequence[int]],
+    config: BeamConfig,
+    stop_ids: Sequence[int],
+    start_token: int | None,
 ) -> _Beams:
-    """The finished hypotheses [B, K] of prompts that share one cache, the best first."""
+    """Finished hypotheses [B, K] of prompts that share one cache, the best first."""
     device = next(model.parameters()).device
-    steps, count, beams = config.max_new_tokens, len(prompts), config.beams
+    steps, count, beams = config.max_new_tokens, len(prompts), config.num_beams
     stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
-    cache, logits, past = begin(model, prompts, steps, stops, start_token)
+    cache, logits, history = prefill(model, prompts, steps, stops, start_token)
     kept = _candidates_kept(beams, len(stops), logits.shape[-1])
 
     found = _Beams.none(count, beams, steps, device)
     live = torch.arange(count, device=device)  # which prompt each block of K cache rows serves
     running, finished = _Beams.none(count, beams, steps, device), found
-    running.scores[:, 0] = 0.0  # all beams begin as one: the others would find the same
+    running.scores[:, 0] = 0.0  # one beam is alive at first: the others would find the same
     rows = live.repeat_interleave(beams)
     cache.reorder(rows)
-    past.reorder(rows)
+    history.reorder(rows)
     logits = logits[rows]
     done = torch.zeros(count, dtype=torch.bool, device=device)
     for step in range(steps):
-        log_probs = process_logits(logits.float().log_softmax(-1), config, past)
+        log_probs = process_logits(logits.float().log_softmax(-1), config, history)
         candidates, parents = _extend(running, log_probs.unflatten(0, (-1, beams)), kept, step)
         stopped = torch.isin(candidates.tokens[..., step], stops) | (step + 1 == steps)
         finished = _finish(finished, candidates, stopped & ~done[:, None], step + 1, config)
@@ -179,7 +201,7 @@ def _search_group(
         running = candidates.pick(chosen)
         rows = parents.gather(1, chosen) + beams * torch.arange(len(live), device=device)[:, None]
         done |= _settled(running, finished, step + 1, config)
-        # Asking which prompts are done stalls a GPU, so there it is asked now and then; the rest cost only idle rows.
+        # Counting the unfinished prompts synchronizes with a GPU, so there it is done every 8 steps.
         if device.type == "cpu" or step % 8 == 7:
             going = (~done).nonzero().squeeze(1)
             if len(going) == 0:
@@ -187,23 +209,23 @@ def _search_group(
             if len(going) <= 0.75 * len(done):
                 found.put(live, finished)
                 live, rows, done = live[going], rows[going], done[going]
-                running, finished = running.of(going), finished.of(going)
+                running, finished = running.of_prompts(going), finished.of_prompts(going)
         rows = rows.flatten()
         cache.reorder(rows)
-        past.reorder(rows)
+        history.reorder(rows)
         newest = running.tokens[..., step].flatten()
-        past.append(newest)
+        history.append(newest)
         logits = model.decode(newest, cache)
     found.put(live, finished)
     return found
 
 
 def _candidates_kept(beams: int, stops: int, vocabulary: int) -> int:
-    """How many candidates of each prompt go on to be looked at: enough that K of them do not end."""
+    """Candidates kept for each prompt: enough that at least K of them do not end."""
     if vocabulary - stops < beams:
         raise ValueError(
             f"{beams} beams begin with as many tokens that do not end a response, and of the vocabulary's {vocabulary} "
-            f"tokens {stops} end one; take fewer beams"
+            f"tokens {stops} end one; lower num_beams"
         )
     return min(max(2, 1 + stops), vocabulary) * beams
 
@@ -215,7 +237,7 @@ def _extend(running: _Beams, log_probs: Tensor, kept: int, step: int) -> tuple[_
         running: [B, K].
         log_probs: of every next token, [B, K, V].
         kept: C.
-        step: place of the new token.
+        step: position of the new token in the response.
 
     Returns:
         Candidates [B, C], their score the sum of log-probabilities, best first; parents [B, C].
@@ -230,8 +252,8 @@ def _extend(running: _Beams, log_probs: Tensor, kept: int, step: int) -> tuple[_
 
 
 def _finish(finished: _Beams, candidates: _Beams, stopped: Tensor, length: int, config: BeamConfig) -> _Beams:
-    """The K best of what was finished and what ends now, [B, K]; only the K best candidates may end."""
-    may_end = stopped & (torch.arange(stopped.shape[1], device=stopped.device) < config.beams)
+    """The K best of the finished hypotheses and of the candidates that end now, [B, K]; only the K best may end."""
+    may_end = stopped & (torch.arange(stopped.shape[1], device=stopped.device) < config.num_beams)
     scores = (candidates.scores / length**config.length_penalty).masked_fill(~may_end, -torch.inf)
     merged = _Beams(
         torch.cat([finished.scores, scores], dim=1),
@@ -239,11 +261,11 @@ def _finish(finished: _Beams, candidates: _Beams, stopped: Tensor, length: int, 
         torch.cat([finished.log_probs, candidates.log_probs], dim=1),
         torch.cat([finished.lengths, candidates.lengths], dim=1),
     )
-    return merged.pick(merged.scores.topk(config.beams).indices)
+    return merged.pick(merged.scores.topk(config.num_beams).indices)
 
 
 def _settled(running: _Beams, finished: _Beams, length: int, config: BeamConfig) -> Tensor:
-    """Whether a prompt's finished hypotheses will stay as they are, [B]."""
+    """Whether no running hypothesis can enter a prompt's finished ones any more, [B]."""
     worst = finished.scores.min(1).values  # -inf as long as fewer than K have ended
     if config.early_stopping is True:
         return worst > -torch.inf
@@ -252,14 +274,23 @@ def _settled(running: _Beams, finished: _Beams, length: int, config: BeamConfig)
     return best <= worst
 
 
-def _collect(
-    finished: _Beams, returned: int, stop_ids: Sequence[int]
-) -> list[tuple[list[list[int]], list[list[float]], list[float], list[bool]]]:
-    """Of each prompt: tokens, log-probabilities, scores and whether a stop token ends them; plain numbers."""
+class _PlainHypotheses(NamedTuple):
+    """The hypotheses of one prompt as plain numbers; fields as in `Hypotheses`."""
+
+    token_ids: list[list[int]]
+    log_probs: list[list[float]]
+    scores: list[float]
+    ended: list[bool]
+
+
+def _collect(finished: _Beams, num_returned: int, stop_ids: Sequence[int]) -> list[_PlainHypotheses]:
+    """The best hypotheses of each prompt, cut to their lengths."""
     stops, collected = set(stop_ids), []
     columns = (finished.tokens, finished.log_probs, finished.scores, finished.lengths)
-    for tokens, log_probs, scores, lengths in zip(*(column[:, :returned].tolist() for column in columns), strict=True):
+    for tokens, log_probs, scores, lengths in zip(
+        *(column[:, :num_returned].tolist() for column in columns), strict=True
+    ):
         cut = [row[:length] for row, length in zip(tokens, lengths, strict=True)]
         values = [row[:length] for row, length in zip(log_probs, lengths, strict=True)]
-        collected.append((cut, values, scores, [row[-1] in stops for row in cut]))
+        collected.append(_PlainHypotheses(cut, values, scores, [row[-1] in stops for row in cut]))
     return collected

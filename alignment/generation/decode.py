@@ -1,29 +1,26 @@
-"""Batched decoding: prefill once, then one drawn token for every live row a step.
-
-No text here, see `generate` in __init__.py; no beams, see beam.py.
-"""
+"""Batched sampling: prefill once, then at each step one new token for every row that still runs. No text here."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from alignment.errors import UserError
 from alignment.generation.logits_processors import TokenHistory
-from alignment.generation.prefill import begin
-from alignment.generation.sampling import SamplingConfig, draw, sampling_log_probs, uniforms
+from alignment.generation.prefill import prefill
+from alignment.generation.sampling import SamplingConfig, sample_token, sampling_log_probs, uniforms
+from alignment.models.protocols import GenerativeModel
 
 
 @dataclass(frozen=True)
 class Responses:
-    """What was drawn, one entry per prompt.
+    """Generated responses, one entry per prompt.
 
     Attributes:
-        token_ids: drawn tokens, the stop token included where one was drawn.
-        log_probs: natural-log probability of each under the distribution it was drawn from.
-        ended: True where a stop token was drawn; False where the length ran out.
+        token_ids: tokens, the stop token included where there is one.
+        log_probs: natural-log probability of each under the distribution it was sampled from.
+        ended: True where the last token is a stop token; False where the maximum length was reached.
     """
 
     token_ids: list[list[int]]
@@ -33,7 +30,7 @@ class Responses:
 
 @torch.no_grad()
 def decode_responses(
-    model: Any,
+    model: GenerativeModel,
     prompts: Sequence[Sequence[int]],
     config: SamplingConfig,
     stop_ids: Sequence[int],
@@ -42,15 +39,14 @@ def decode_responses(
     batch_size: int = 256,
     start_token: int | None = None,
 ) -> Responses:
-    """Draw one response for each prompt.
+    """Sample one response for each prompt.
 
     Args:
-        model: has `new_cache`, `prefill` and `decode` (see `models.language.LanguageModel`), in eval mode for exact
-            log-probabilities.
-        prompts: token ids, none empty; of an encoder-decoder model the source documents.
+        model: in eval mode for exact log-probabilities.
+        prompts: token ids, none empty; for an encoder-decoder model the encoder's inputs.
         config: lengths, temperature, filters, seed.
         stop_ids: tokens that end a response.
-        rows: global number of each prompt, which fixes its draws; None counts from 0.
+        rows: global number of each prompt, which fixes its random numbers; None counts from 0.
         batch_size: prompts decoded side by side.
         start_token: begins each response of an encoder-decoder model and is no part of it; None: a decoder.
 
@@ -58,7 +54,7 @@ def decode_responses(
         UserError: the device has no room for so many cache rows.
     """
     numbers = list(range(len(prompts))) if rows is None else list(rows)
-    # Neighbors of like length share a cache with little waste; the answer does not depend on the grouping.
+    # Prompts of similar length share a cache with little waste; no response depends on the grouping.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     token_ids: list[list[int]] = [[] for _ in prompts]
     log_probs: list[list[float]] = [[] for _ in prompts]
@@ -67,7 +63,7 @@ def decode_responses(
         group = order[start : start + batch_size]
         documents, rows = [prompts[i] for i in group], [numbers[i] for i in group]
         try:
-            drawn = _decode_group(model, documents, config, stop_ids, rows, start_token)
+            drawn = _decode_group(model, documents, config, stop_ids, rows, start_token=start_token)
         except torch.OutOfMemoryError as error:
             room = max(map(len, documents)) + config.max_new_tokens
             raise UserError(
@@ -81,14 +77,15 @@ def decode_responses(
 
 
 def _decode_group(
-    model: Any,
+    model: GenerativeModel,
     prompts: list[Sequence[int]],
     config: SamplingConfig,
     stop_ids: Sequence[int],
     rows: list[int],
+    *,
     start_token: int | None,
 ) -> tuple[list[list[int]], list[list[float]], list[bool]]:
-    """`decode_responses` for prompts that share one cache."""
+    """Token ids, log-probabilities and `ended` of prompts that share one cache."""
     device = next(model.parameters()).device
     steps, count = config.max_new_tokens, len(prompts)
     uniform = uniforms(config.seed, rows, steps).to(device)
@@ -99,17 +96,17 @@ def _decode_group(
     live = torch.arange(count, device=device)  # which prompt each cache row serves
     running = torch.ones(count, dtype=torch.bool, device=device)
 
-    cache, logits, past = begin(model, prompts, steps, stops, start_token)
+    cache, logits, history = prefill(model, prompts, steps, stops, start_token)
     for step in range(steps):
-        drawn, log_prob = _draw_step(logits, config, past, uniform[live, step])
+        drawn, log_prob = _sample_step(logits, config, history, uniform[live, step])
         tokens[live, step], values[live, step] = drawn, log_prob
         stopped = torch.isin(drawn, stops)
-        # Not by a boolean index, for which a GPU would have to say at each step how many rows it picks.
+        # No boolean index here: it would synchronize with the GPU at each step, to learn how many rows it selects.
         lengths[live] = torch.where(stopped & running, step + 1, lengths[live])
         running &= ~stopped
         if step + 1 == steps:
             break
-        # Asking how many rows still run stalls a GPU, so there it is asked now and then; the rest cost only idle rows.
+        # Counting the running rows synchronizes with a GPU, so there it is done every 8 steps; idle rows cost less.
         if device.type == "cpu" or step % 8 == 7:
             alive = int(running.sum())
             if alive == 0:
@@ -117,17 +114,19 @@ def _decode_group(
             if alive <= 0.75 * len(running):
                 keep = running.nonzero().squeeze(1)
                 cache.keep(keep)
-                past.reorder(keep)
+                history.reorder(keep)
                 live, drawn, running = live[keep], drawn[keep], running[keep]
-        past.append(drawn)
+        history.append(drawn)
         logits = model.decode(drawn, cache)
     return _collect(tokens, values, lengths, stops)
 
 
-def _draw_step(logits: Tensor, config: SamplingConfig, past: TokenHistory, uniform: Tensor) -> tuple[Tensor, Tensor]:
+def _sample_step(
+    logits: Tensor, config: SamplingConfig, history: TokenHistory, uniform: Tensor
+) -> tuple[Tensor, Tensor]:
     """Tokens [B] and their log-probabilities [B]."""
-    log_probs = sampling_log_probs(logits, config, past)
-    drawn = log_probs.argmax(-1) if config.temperature == 0 else draw(log_probs, uniform)
+    log_probs = sampling_log_probs(logits, config, history)
+    drawn = log_probs.argmax(-1) if config.temperature == 0 else sample_token(log_probs, uniform)
     return drawn, log_probs.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
 
 

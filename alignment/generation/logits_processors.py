@@ -1,7 +1,7 @@
-"""What a response may not do in view of what stands there already: repeat itself, or end too soon.
+"""Logits processors that depend on the tokens so far: repetition penalty, no repeated n-grams, minimum length.
 
-The tokens so far are kept on the device and read there: no rule waits for it. Filters that look at one step's
-distribution alone (top-k, top-p, min-p) are in sampling.py.
+The tokens so far stay on the device, so that no processor waits for it. Filters of a single step's distribution (top-k,
+top-p, min-p) are in sampling.py.
 """
 
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 MOST_NEW_TOKENS = 10_000_000
-NOTHING = -1  # stands where a row has no token
+NO_TOKEN = -1  # at positions of a row that hold no token
 
 
-class Rules(Protocol):
-    """The settings that the rules read; a config of sampling or of beam search has them."""
+class ProcessorSettings(Protocol):
+    """The settings of the processors; `SamplingConfig` and `BeamConfig` have them."""
 
     @property
     def repetition_penalty(self) -> float: ...
@@ -28,36 +28,38 @@ class Rules(Protocol):
     def max_new_tokens(self) -> int: ...
 
 
-def check_rules(rules: Rules) -> None:
-    """Refuse settings that cannot be meant.
+def check_processor_settings(settings: ProcessorSettings) -> None:
+    """Refuse settings that are out of range.
 
     Raises:
-        ValueError: one of them is out of its range.
+        ValueError: one of them is out of its range; it is named.
     """
-    if rules.max_new_tokens < 1:
-        raise ValueError(f"max_new_tokens must be at least 1, got {rules.max_new_tokens}")
-    if rules.max_new_tokens > MOST_NEW_TOKENS:  # their random numbers are drawn before the first of them
-        raise ValueError(f"max_new_tokens must be at most {MOST_NEW_TOKENS:,}, got {rules.max_new_tokens}")
-    if rules.repetition_penalty <= 0:
-        raise ValueError(f"repetition_penalty must be above 0, got {rules.repetition_penalty}; 1 is off, 1.2 is usual")
-    if rules.no_repeat_ngram_size < 0:
-        raise ValueError(f"no_repeat_ngram_size must be 0 (off) or above, got {rules.no_repeat_ngram_size}")
-    if not 0 <= rules.min_new_tokens <= rules.max_new_tokens:
+    if settings.max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens must be at least 1, got {settings.max_new_tokens}")
+    if settings.max_new_tokens > MOST_NEW_TOKENS:  # random numbers for all of them are made in advance
+        raise ValueError(f"max_new_tokens must be at most {MOST_NEW_TOKENS:,}, got {settings.max_new_tokens}")
+    if settings.repetition_penalty <= 0:
         raise ValueError(
-            f"min_new_tokens must lie between 0 and max_new_tokens = {rules.max_new_tokens}, got {rules.min_new_tokens}"
+            f"repetition_penalty must be above 0, got {settings.repetition_penalty}; 1 is off, 1.2 is usual"
+        )
+    if settings.no_repeat_ngram_size < 0:
+        raise ValueError(f"no_repeat_ngram_size must be 0 (off) or above, got {settings.no_repeat_ngram_size}")
+    if not 0 <= settings.min_new_tokens <= settings.max_new_tokens:
+        raise ValueError(
+            f"min_new_tokens must lie between 0 and max_new_tokens = {settings.max_new_tokens}, got {settings.min_new_tokens}"
         )
 
 
-def is_active(rules: Rules) -> bool:
-    """Whether anything in the past matters."""
-    return rules.repetition_penalty != 1 or rules.no_repeat_ngram_size > 0 or rules.min_new_tokens > 0
+def is_active(settings: ProcessorSettings) -> bool:
+    """Whether any processor is on, so that the tokens so far are needed."""
+    return settings.repetition_penalty != 1 or settings.no_repeat_ngram_size > 0 or settings.min_new_tokens > 0
 
 
 class TokenHistory:
-    """The tokens that each row has so far, prompts and responses meeting at one column.
+    """The tokens of each row so far; prompts are aligned on the right, so that all responses begin at one column.
 
     Attributes:
-        tokens: [B, P + steps], `NOTHING` before a shorter prompt and after the newest token.
+        tokens: [B, P + steps], `NO_TOKEN` before a shorter prompt and after the newest token.
         prompt_width: P, tokens of the longest prompt.
         width: columns in use.
         stops: tokens that end a response, [S].
@@ -65,7 +67,7 @@ class TokenHistory:
 
     def __init__(self, documents: Sequence[Sequence[int]], steps: int, stops: Tensor):
         self.prompt_width = self.width = max(len(document) for document in documents)
-        rows = [[*[NOTHING] * (self.width - len(document)), *document, *[NOTHING] * steps] for document in documents]
+        rows = [[*[NO_TOKEN] * (self.width - len(document)), *document, *[NO_TOKEN] * steps] for document in documents]
         self.tokens = torch.tensor(rows).to(stops.device)
         self.stops = stops
 
@@ -80,56 +82,56 @@ class TokenHistory:
         return self.width - self.prompt_width
 
     def append(self, tokens: Tensor) -> None:
-        """One more token for every row, [B]."""
+        """Add one token to every row, [B]."""
         self.tokens[:, self.width] = tokens
         self.width += 1
 
     def reorder(self, rows: Tensor) -> None:
-        """Put row `rows[i]` at place i; a row may come several times, or not at all, [n]."""
+        """Put row `rows[i]` at position i; a row may come several times, or not at all, [n]."""
         self.tokens = self.tokens[rows]
 
 
-def process_logits(scores: Tensor, rules: Rules, past: TokenHistory) -> Tensor:
-    """Scores after the rules: -inf where a token is forbidden.
+def process_logits(scores: Tensor, settings: ProcessorSettings, history: TokenHistory) -> Tensor:
+    """Scores after all processors: -inf where a token is forbidden.
 
     Args:
         scores: fp32, logits or log-probabilities of the next token, [B, V].
-        rules: settings; those that are off cost nothing.
-        past: what the rows hold.
+        settings: which processors are on; those that are off cost nothing.
+        history: tokens of each row so far.
     """
-    if rules.repetition_penalty != 1:
-        scores = penalize_seen(scores, past.seen, rules.repetition_penalty)
-    if rules.no_repeat_ngram_size:
-        scores = forbid_repeated_ngrams(scores, past.seen, rules.no_repeat_ngram_size)
-    if past.new_tokens < rules.min_new_tokens:
-        scores = scores.index_fill(-1, past.stops, -torch.inf)
+    if settings.repetition_penalty != 1:
+        scores = penalize_repetition(scores, history.seen, settings.repetition_penalty)
+    if settings.no_repeat_ngram_size:
+        scores = forbid_repeated_ngrams(scores, history.seen, settings.no_repeat_ngram_size)
+    if history.new_tokens < settings.min_new_tokens:
+        scores = scores.index_fill(-1, history.stops, -torch.inf)
     return scores
 
 
-def penalize_seen(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make tokens that were there less likely: score / penalty where the score is positive, score * penalty elsewhere.
+def penalize_repetition(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Make earlier tokens less likely: score / penalty where the score is positive, score * penalty elsewhere.
 
-    The paper divides always, which makes a token with a negative score likelier; multiplying those is how everyone
-    reads it. A token counts once, however often it was there.
+    The paper divides always, which makes a token with a negative score likelier; every library multiplies there
+    instead. A token is penalized once, however often it occurs.
 
     Args:
         scores: [B, V].
-        seen: token ids of each row, `NOTHING` where there is none, [B, L].
+        seen: token ids of each row, `NO_TOKEN` where there is none, [B, L].
         penalty: > 0; above 1 discourages repetition.
 
     Source: Keskar et al. 2019 (CTRL), arXiv:1909.05858, section 4.1, their theta.
     """
-    padded = F.pad(scores, (1, 0))  # a column for NOTHING
+    padded = F.pad(scores, (1, 0))  # a column for NO_TOKEN
     found = padded.gather(1, seen + 1)
     return padded.scatter(1, seen + 1, torch.where(found < 0, found * penalty, found / penalty))[:, 1:]
 
 
 def forbid_repeated_ngrams(scores: Tensor, seen: Tensor, size: int) -> Tensor:
-    """-inf where a token would complete a run of `size` tokens that its row has had before.
+    """Scores with -inf where a token would complete an n-gram that its row already contains.
 
     Args:
         scores: [B, V].
-        seen: token ids of each row, `NOTHING` before the first, [B, L].
+        seen: token ids of each row, `NO_TOKEN` before the first, [B, L].
         size: n of the n-grams, >= 1; 1 allows every token once.
 
     Source: Paulus et al. 2017, arXiv:1705.04304, section 2.5 (there for trigrams).
@@ -139,7 +141,7 @@ def forbid_repeated_ngrams(scores: Tensor, seen: Tensor, size: int) -> Tensor:
         return scores
     windows = seen.unfold(1, size, 1)  # [B, L - n + 1, n]
     begun = seen[:, None, width + 1 - size :]  # the n - 1 newest tokens
-    # Newest tokens that reach back before a row's first stand nowhere else in it: no need to look for NOTHING.
+    # Where the newest tokens include NO_TOKEN, no complete n-gram of the row begins like them: it needs no mask.
     repeats = (windows[..., :-1] == begun).all(-1)
     forbidden = torch.zeros(len(scores), scores.shape[1] + 1, dtype=torch.bool, device=scores.device)
     forbidden.scatter_(1, torch.where(repeats, windows[..., -1] + 1, 0), True)

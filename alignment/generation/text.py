@@ -1,14 +1,15 @@
-"""Text to and from the token ids of each kind of model. What stands inside a decoder's prompt is data/chat.py's affair."""
+"""Text to and from the token ids of a decoder or an encoder-decoder. A decoder's prompts are encoded by data/text/chat.py."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from alignment.data.text.chat import prompt_ids
 from alignment.data.text.encoding import naming_panics
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
 
 
-def start_token_id(config: dict[str, Any]) -> int | None:
+def start_token_id(config: Mapping[str, Any]) -> int | None:
     """The token that begins an encoder-decoder model's responses; None for a decoder.
 
     Args:
@@ -28,11 +29,11 @@ def start_token_id(config: dict[str, Any]) -> int | None:
     return start
 
 
-def source_ids(tokenizer: Any, texts: Sequence[Any]) -> list[list[int]]:
-    """Ids of texts for an encoder, with what its tokenizer puts around them (T5: the end token).
+def source_ids(tokenizer: Tokenizer, texts: Sequence[object]) -> list[list[int]]:
+    """Ids of texts for an encoder, with the special tokens that its tokenizer adds (T5: the end token).
 
-    Special tokens written in a text are read as such, unlike in a decoder's prompt: T5's sentinels are how one asks it
-    to fill a gap.
+    Special tokens written in a text become those tokens, unlike in a decoder's prompt: T5's sentinels mark the gaps
+    that it is asked to fill.
 
     Raises:
         UserError: messages instead of text, all of them at once; a text without any token.
@@ -50,8 +51,8 @@ def source_ids(tokenizer: Any, texts: Sequence[Any]) -> list[list[int]]:
     return encoded
 
 
-def read_prompts(tokenizer: Any, prompts: Sequence[Any], start_token: int | None) -> list[list[int]]:
-    """Ids of prompts, or of source documents where responses begin with a start token.
+def read_prompts(tokenizer: Tokenizer, prompts: Sequence[object], start_token: int | None) -> list[list[int]]:
+    """Ids of prompts for a decoder, or for an encoder where responses begin with a start token.
 
     Raises:
         UserError: one prompt in place of a list of them, or an entry that is neither text nor messages.
@@ -71,11 +72,11 @@ def read_prompts(tokenizer: Any, prompts: Sequence[Any], start_token: int | None
     return source_ids(tokenizer, prompts)
 
 
-def response_text(tokenizer: Any, tokens: Sequence[int], ended: bool) -> str:
-    """Text of a decoder's response, its stop token left off."""
+def response_text(tokenizer: Tokenizer, tokens: Sequence[int], ended: bool) -> str:
+    """Text of a decoder's response, without its stop token."""
     return tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False)
 
 
-def target_text(tokenizer: Any, tokens: Sequence[int]) -> str:
+def target_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """Text of an encoder-decoder's response without special tokens, as transformers' pipelines show it."""
     return tokenizer.decode(list(tokens), skip_special_tokens=True)

@@ -324,7 +324,7 @@ def test_generate_writes_one_row_per_prompt(responder, capsys, tmp_path):
     assert (model.name, tokenizer.name, prompts) == ("m", "m", ["a", "b"])
     assert settings == {
         "max_new_tokens": 64, "temperature": 0, "top_k": 0, "top_p": 1.0, "seed": 4, "batch_size": 64, "min_p": 0.0,
-        "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0, "beams": 1, "length_penalty": 1.0,
+        "repetition_penalty": 1.0, "no_repeat_ngram_size": 0, "min_new_tokens": 0, "num_beams": 1, "length_penalty": 1.0,
         "early_stopping": False,
     }  # fmt: skip
     assert cli.main([*arguments, "--output", str(tmp_path / "rows.jsonl")]) == 0
@@ -357,7 +357,7 @@ def test_a_stored_beam_search_is_taken_over_when_asked_for(responder, tmp_path):
     assert cli.main(command) == 0
     (tmp_path / "generation_config.json").write_text(json.dumps({**stored, "num_beams": 1}))
     assert cli.main([*command, "repetition_penalty=1.5"]) == 0
-    keys = ("beams", "length_penalty", "early_stopping", "no_repeat_ngram_size", "repetition_penalty")
+    keys = ("num_beams", "length_penalty", "early_stopping", "no_repeat_ngram_size", "repetition_penalty")
     found = [tuple(settings[key] for key in keys) for *_, settings in responder]
     assert found == [(4, 2.0, "never", 3, 1.0), (1, 1.0, False, 3, 1.5)]
 
@@ -367,9 +367,9 @@ def test_wrong_generate_settings_are_code_2(responder, capsys):
     assert capsys.readouterr().err == "error: override: temprature: unknown key; did you mean 'temperature'?\n"
     assert cli.main(["generate", "--model", "m", "--prompt", "a", "top_p=2"]) == 2
     assert "top_p must be in (0, 1], got 2.0" in capsys.readouterr().err
-    assert cli.main(["generate", "--model", "m", "--prompt", "a", "beams=4", "top_k=2"]) == 2
-    assert "4 beams draw nothing" in capsys.readouterr().err
-    assert cli.main(["generate", "--model", "m", "--prompt", "a", "beams=4", "early_stopping=often"]) == 2
+    assert cli.main(["generate", "--model", "m", "--prompt", "a", "num_beams=4", "top_k=2"]) == 2
+    assert "num_beams=4" in capsys.readouterr().err
+    assert cli.main(["generate", "--model", "m", "--prompt", "a", "num_beams=4", "early_stopping=often"]) == 2
     assert "early_stopping" in capsys.readouterr().err
 
 

@@ -19,10 +19,10 @@ class PairsCache:
 
     def __init__(self, rows: int, capacity: int):
         self.lengths, self.capacity = torch.zeros(rows, dtype=torch.long), capacity
-        self.states, self.mask, self.target_index = (torch.empty(0) for _ in range(3))
+        self.states, self.mask, self.targets = (torch.empty(0) for _ in range(3))
 
     def reorder(self, rows: Tensor) -> None:
-        self.states, self.mask, self.target_index = self.states[rows], self.mask[rows], self.target_index[rows]
+        self.states, self.mask, self.targets = self.states[rows], self.mask[rows], self.targets[rows]
 
     def keep(self, rows: Tensor) -> None:
         self.reorder(rows)

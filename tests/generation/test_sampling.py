@@ -7,7 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.generation.logits_processors import TokenHistory
-from alignment.generation.sampling import SamplingConfig, draw, sampling_log_probs, uniforms
+from alignment.generation.sampling import SamplingConfig, sample_token, sampling_log_probs, uniforms
 
 
 def probabilities(logits, **settings):
@@ -62,8 +62,8 @@ def test_the_distribution_is_that_of_transformers(settings):
     )
     processors = model._get_logits_processor(GenerationConfig(do_sample=True, **{"top_k": 0, **settings}), 30)
     wanted = processors(tokens, logits).log_softmax(-1)
-    past = TokenHistory(tokens.tolist(), 1, torch.tensor([], dtype=torch.long))
-    found = sampling_log_probs(logits, SamplingConfig(**settings), past)
+    history = TokenHistory(tokens.tolist(), 1, torch.tensor([], dtype=torch.long))
+    found = sampling_log_probs(logits, SamplingConfig(**settings), history)
     assert_close(found, wanted, atol=1e-6, rtol=0)
     assert 8 < (found > -torch.inf).sum() < 400
 
@@ -71,18 +71,18 @@ def test_the_distribution_is_that_of_transformers(settings):
 def test_draw_follows_the_cumulative_probability():
     log_probs = torch.tensor([0.2, 0.0, 0.5, 0.3]).log().expand(5, 4)
     uniform = torch.tensor([0.0, 0.19, 0.21, 0.69, 0.71], dtype=torch.float64)
-    assert draw(log_probs, uniform).tolist() == [0, 0, 2, 2, 3]
+    assert sample_token(log_probs, uniform).tolist() == [0, 0, 2, 2, 3]
 
 
 def test_draw_never_takes_an_impossible_token():
     log_probs = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).repeat(2, 1)
-    assert draw(log_probs, torch.tensor([0.0, 1 - 1e-16], dtype=torch.float64)).tolist() == [1, 1]
+    assert sample_token(log_probs, torch.tensor([0.0, 1 - 1e-16], dtype=torch.float64)).tolist() == [1, 1]
 
 
 def test_draws_have_the_stated_frequencies():
     probability = torch.tensor([0.1, 0.2, 0.7])
     uniform = uniforms(0, range(4000), 1)[:, 0]
-    counts = draw(probability.log().expand(4000, 3), uniform).bincount(minlength=3) / 4000
+    counts = sample_token(probability.log().expand(4000, 3), uniform).bincount(minlength=3) / 4000
     assert_close(counts, probability, atol=0.02, rtol=0)
 
 
@@ -123,7 +123,7 @@ def test_a_row_and_a_seed_do_not_stand_in_for_each_other():
 def test_a_number_next_to_one_draws_the_last_possible_token(possible):
     log_probs = torch.full((1, 3), -torch.inf)
     log_probs[0, : possible + 1] = -torch.tensor(possible + 1.0).log()
-    assert draw(log_probs, torch.tensor([1 - 1e-16], dtype=torch.float64)).tolist() == [possible]
+    assert sample_token(log_probs, torch.tensor([1 - 1e-16], dtype=torch.float64)).tolist() == [possible]
 
 
 def test_logits_of_low_precision_give_probabilities_of_full_precision():

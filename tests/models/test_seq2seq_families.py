@@ -416,7 +416,7 @@ def test_text_in_text_out_equals_transformers(name, beams, tmp_path):
     tokenizer_with(**special).save_pretrained(tmp_path)
     model, tokenizer = alignment.load_model(str(tmp_path)), load_tokenizer(tmp_path)
     assert model.source == "native"
-    made = generate(model, tokenizer, PROMPTS, max_new_tokens=12, temperature=0.0, beams=beams)
+    made = generate(model, tokenizer, PROMPTS, max_new_tokens=12, temperature=0.0, num_beams=beams)
     encoded = tokenizer(PROMPTS, return_tensors="pt", padding=True, padding_side="right")
     expected = theirs.generate(
         input_ids=encoded["input_ids"], attention_mask=encoded["attention_mask"], max_new_tokens=12, num_beams=beams,

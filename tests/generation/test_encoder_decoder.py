@@ -43,7 +43,7 @@ def test_greedy_is_that_of_transformers(pairs, random_prompts, settings):
 @pytest.mark.parametrize(
     "config",
     [
-        BeamConfig(4, max_new_tokens=20, returned=2),
+        BeamConfig(4, max_new_tokens=20, num_returned=2),
         BeamConfig(3, 2.0, 20, early_stopping=True),
         BeamConfig(3, 0.5, 20, early_stopping="never", repetition_penalty=1.3),
     ],
@@ -52,10 +52,10 @@ def test_greedy_is_that_of_transformers(pairs, random_prompts, settings):
 def test_beam_search_is_that_of_transformers(pairs, random_prompts, config):
     found = beam_search(pairs.ours, random_prompts, config, pairs.stops, start_token=START)
     settings = {
-        "num_beams": config.beams,
+        "num_beams": config.num_beams,
         "length_penalty": config.length_penalty,
         "early_stopping": config.early_stopping,
-        "num_return_sequences": config.returned,
+        "num_return_sequences": config.num_returned,
         "repetition_penalty": config.repetition_penalty,
     }
     assert found.token_ids == [
@@ -78,8 +78,8 @@ def test_drawn_log_probs_are_the_models(pairs, random_prompts):
         with torch.no_grad():
             logits = pairs.theirs(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([target])).logits[0]
         for place, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True)):
-            past = TokenHistory([target[: place + 1]], 1, torch.tensor([], dtype=torch.long))
-            wanted = sampling_log_probs(logits[place][None], config, past)[0, token]
+            history = TokenHistory([target[: place + 1]], 1, torch.tensor([], dtype=torch.long))
+            wanted = sampling_log_probs(logits[place][None], config, history)[0, token]
             assert_close(torch.tensor(log_prob), wanted, atol=1e-4, rtol=0)
 
 
@@ -112,13 +112,16 @@ def test_targets_are_shown_without_special_tokens(words):
     assert target_text(words, [7, 3, 8, 1]) == target_text(words, [0, 7, 8]) == "w7 w8"
 
 
-@pytest.mark.parametrize("beams", [1, 3])
-def test_generate_reads_sources_and_leaves_special_tokens_out(pairs, words, beams):
+@pytest.mark.parametrize("num_beams", [1, 3])
+def test_generate_reads_sources_and_leaves_special_tokens_out(pairs, words, num_beams):
     texts = ["w7 w8", "w100 w20 <extra_id_0> w31", "w5"]
-    found = generate(pairs.ours, words, texts, max_new_tokens=12, temperature=0 if beams == 1 else 1, beams=beams)
+    found = generate(
+        pairs.ours, words, texts, max_new_tokens=12, temperature=0 if num_beams == 1 else 1, num_beams=num_beams
+    )
     for text, tokens, shown in zip(texts, found.token_ids, found.texts, strict=True):
         assert (
-            tokens == their_responses(pairs.theirs, words(text).input_ids, [1], num_beams=beams, max_new_tokens=12)[0]
+            tokens
+            == their_responses(pairs.theirs, words(text).input_ids, [1], num_beams=num_beams, max_new_tokens=12)[0]
         )
         assert shown == " ".join(f"w{token}" for token in tokens if token > 3)
 

@@ -13,11 +13,11 @@ from tests.generation.peers import their_responses, up_to_stop
 def in_their_words(config):
     """A BeamConfig as settings of transformers' `generate`."""
     return {
-        "num_beams": config.beams,
+        "num_beams": config.num_beams,
         "length_penalty": config.length_penalty,
         "early_stopping": config.early_stopping,
         "max_new_tokens": config.max_new_tokens,
-        "num_return_sequences": config.returned,
+        "num_return_sequences": config.num_returned,
         "repetition_penalty": config.repetition_penalty,
         "no_repeat_ngram_size": config.no_repeat_ngram_size,
         "min_new_tokens": config.min_new_tokens,
@@ -30,9 +30,9 @@ def wanted(peers, prompts, config, stops):
 
 CONFIGS = [
     BeamConfig(4, max_new_tokens=24),
-    BeamConfig(4, max_new_tokens=24, early_stopping=True, returned=4),
-    BeamConfig(4, max_new_tokens=24, early_stopping="never", returned=2),
-    BeamConfig(3, 0.5, 24, returned=3),
+    BeamConfig(4, max_new_tokens=24, early_stopping=True, num_returned=4),
+    BeamConfig(4, max_new_tokens=24, early_stopping="never", num_returned=2),
+    BeamConfig(3, 0.5, 24, num_returned=3),
     BeamConfig(3, 2.0, 24),
     BeamConfig(3, 2.0, 24, early_stopping=True),
     BeamConfig(3, 2.0, 24, early_stopping="never"),
@@ -62,7 +62,7 @@ def test_the_settings_make_a_difference(all_peers, random_prompts):
 )
 def test_any_number_of_stop_tokens(all_peers, random_prompts, stops, early_stopping):
     """More stop tokens need more candidates: as many beams as there are must be left to go on."""
-    config = BeamConfig(3, max_new_tokens=12, early_stopping=early_stopping, returned=2)
+    config = BeamConfig(3, max_new_tokens=12, early_stopping=early_stopping, num_returned=2)
     for peers in all_peers.values():
         found = beam_search(peers.ours, random_prompts, config, stops)
         assert found.token_ids == wanted(peers, random_prompts, config, stops)
@@ -80,12 +80,14 @@ def test_any_number_of_stop_tokens(all_peers, random_prompts, stops, early_stopp
     ],
 )
 def test_rules_hold_in_every_beam(peers, random_prompts, rules):
-    config = BeamConfig(4, max_new_tokens=16, returned=2, **rules)
+    config = BeamConfig(4, max_new_tokens=16, num_returned=2, **rules)
     found = beam_search(peers.ours, random_prompts, config, peers.stops).token_ids
     assert found == wanted(peers, random_prompts, config, peers.stops)
     assert (
         found
-        != beam_search(peers.ours, random_prompts, BeamConfig(4, max_new_tokens=16, returned=2), peers.stops).token_ids
+        != beam_search(
+            peers.ours, random_prompts, BeamConfig(4, max_new_tokens=16, num_returned=2), peers.stops
+        ).token_ids
     )
 
 
@@ -100,7 +102,7 @@ def test_one_beam_is_greedy(peers, random_prompts, early_stopping):
 @pytest.mark.parametrize("length_penalty", [0.5, 1.0, 2.0])
 def test_scores_are_the_models_log_probs(peers, random_prompts, length_penalty):
     """score = sum of log-probabilities / tokens ** length_penalty, from a whole forward; best first."""
-    found = beam_search(peers.ours, random_prompts, BeamConfig(4, length_penalty, 20, returned=4), peers.stops)
+    found = beam_search(peers.ours, random_prompts, BeamConfig(4, length_penalty, 20, num_returned=4), peers.stops)
     for prompt, *hypotheses in zip(random_prompts, found.token_ids, found.log_probs, found.scores, strict=True):
         assert hypotheses[2] == sorted(hypotheses[2], reverse=True)
         for tokens, log_probs, score in zip(*hypotheses, strict=True):
@@ -112,7 +114,7 @@ def test_scores_are_the_models_log_probs(peers, random_prompts, length_penalty):
 
 
 def test_a_prompt_s_hypotheses_do_not_depend_on_who_is_searched_beside_it(peers, random_prompts):
-    config = BeamConfig(4, max_new_tokens=24, early_stopping=True, returned=2)
+    config = BeamConfig(4, max_new_tokens=24, early_stopping=True, num_returned=2)
     together = beam_search(peers.ours, random_prompts, config, peers.stops)
     for batch_size in (1, 5):
         parts = beam_search(peers.ours, random_prompts, config, peers.stops, batch_size=batch_size)
@@ -154,15 +156,15 @@ def test_reordering_to_no_row_is_allowed(peers, random_prompts):
 def test_more_beams_than_tokens_to_begin_with_are_refused(all_peers):
     with pytest.raises(ValueError, match=r"12 beams.*211 tokens 200 end one"):
         beam_search(all_peers["gpt2"].ours, [[5]], BeamConfig(12), range(200))
-    found = beam_search(all_peers["gpt2"].ours, [[5]], BeamConfig(11, max_new_tokens=3, returned=11), range(200))
+    found = beam_search(all_peers["gpt2"].ours, [[5]], BeamConfig(11, max_new_tokens=3, num_returned=11), range(200))
     assert len({tuple(tokens) for tokens in found.token_ids[0]}) == 11
 
 
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"beams": 0}, "beams must be at least 1, got 0"),
-        ({"returned": 5}, "between 1 and beams = 4, got 5"),
+        ({"num_beams": 0}, "num_beams must be at least 1, got 0"),
+        ({"num_returned": 5}, "between 1 and num_beams = 4, got 5"),
         ({"early_stopping": "always"}, "true, false or 'never', got 'always'"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"repetition_penalty": -1.0}, "repetition_penalty must be above 0"),
@@ -182,7 +184,9 @@ def test_generate_searches_with_beams(checkpoints):
     theirs = AutoModelForCausalLM.from_pretrained(checkpoints["llama"]).eval()
     model, tokenizer = load_model(checkpoints["llama"]), load_tokenizer(checkpoints["llama"])
     prompts, stops = ["Hotel Old Oak. The spa is", "Guest"], [tokenizer.eos_token_id]
-    found = generate(model, tokenizer, prompts, max_new_tokens=16, beams=4, length_penalty=0.5, repetition_penalty=1.2)
+    found = generate(
+        model, tokenizer, prompts, max_new_tokens=16, num_beams=4, length_penalty=0.5, repetition_penalty=1.2
+    )
     settings = {"num_beams": 4, "length_penalty": 0.5, "repetition_penalty": 1.2, "max_new_tokens": 16}
     for prompt, tokens, text, log_probs in zip(prompts, found.token_ids, found.texts, found.log_probs, strict=True):
         ids = tokenizer(prompt).input_ids
@@ -192,7 +196,7 @@ def test_generate_searches_with_beams(checkpoints):
 
 def test_settings_of_one_way_to_decode_do_not_go_with_the_other():
     for sampling in (SamplingConfig(temperature=0.7), SamplingConfig(top_k=5), SamplingConfig(min_p=0.1)):
-        with pytest.raises(ValueError, match="4 beams draw nothing"):
+        with pytest.raises(ValueError, match=r"num_beams=4\) does not sample"):
             decoding_config(sampling, 4)
     with pytest.raises(ValueError, match="belong to beam search"):
         decoding_config(SamplingConfig(), 1, length_penalty=2.0)
@@ -209,6 +213,6 @@ def test_a_search_keeps_to_the_batch_size_in_cache_rows(tokenizer, checkpoints, 
     found = []
     for batch_size, most in ((7, 6), (100, 21)):  # two prompts of three beams each; all seven prompts at once
         sizes.clear()
-        found.append(generate(model, tokenizer, list("abcdefg"), max_new_tokens=3, beams=3, batch_size=batch_size))
+        found.append(generate(model, tokenizer, list("abcdefg"), max_new_tokens=3, num_beams=3, batch_size=batch_size))
         assert max(sizes) == most
     assert found[0].token_ids == found[1].token_ids

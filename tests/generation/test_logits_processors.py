@@ -7,7 +7,12 @@ import torch
 from torch.testing import assert_close
 
 from alignment.generation import SamplingConfig, decode_responses
-from alignment.generation.logits_processors import TokenHistory, forbid_repeated_ngrams, penalize_seen, process_logits
+from alignment.generation.logits_processors import (
+    TokenHistory,
+    forbid_repeated_ngrams,
+    penalize_repetition,
+    process_logits,
+)
 from alignment.generation.sampling import sampling_log_probs
 from tests.generation.peers import their_responses
 
@@ -19,7 +24,7 @@ def random_logits(rows, vocabulary=50, seed=0):
     return 3 * torch.randn(rows, vocabulary, generator=torch.Generator().manual_seed(seed))
 
 
-def random_past(lengths, vocabulary=50, seed=1):
+def random_history(lengths, vocabulary=50, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
@@ -31,16 +36,16 @@ def as_ids(documents) -> Any:
 def test_a_seen_token_is_divided_where_positive_and_multiplied_where_negative():
     scores = torch.tensor([[4.0, 4.0, -4.0, -4.0], [4.0, 4.0, -4.0, -4.0]])
     seen = torch.tensor([[0, 2, 2], [-1, -1, 3]])  # token 2 was there twice and counts once
-    assert penalize_seen(scores, seen, 2.0).tolist() == [[2.0, 4.0, -8.0, -4.0], [4.0, 4.0, -4.0, -8.0]]
+    assert penalize_repetition(scores, seen, 2.0).tolist() == [[2.0, 4.0, -8.0, -4.0], [4.0, 4.0, -4.0, -8.0]]
 
 
 def test_the_penalty_equals_that_of_transformers():
     from transformers import RepetitionPenaltyLogitsProcessor
 
-    documents, logits = random_past((12, 12, 12)), random_logits(3)
+    documents, logits = random_history((12, 12, 12)), random_logits(3)
     wanted = RepetitionPenaltyLogitsProcessor(1.7)(as_ids(documents), logits)
-    past = TokenHistory(documents, 4, NO_STOPS)
-    assert torch.equal(process_logits(logits, SamplingConfig(repetition_penalty=1.7), past), wanted)
+    history = TokenHistory(documents, 4, NO_STOPS)
+    assert torch.equal(process_logits(logits, SamplingConfig(repetition_penalty=1.7), history), wanted)
 
 
 def test_a_repeated_pair_is_forbidden():
@@ -55,7 +60,7 @@ def test_repeated_runs_are_those_of_transformers(size):
     """Of six tokens in all, most runs have been there before; a run of 13 cannot have been among 12 tokens."""
     from transformers import NoRepeatNGramLogitsProcessor
 
-    documents, logits = random_past((12, 12, 12), vocabulary=6), random_logits(3, vocabulary=6)
+    documents, logits = random_history((12, 12, 12), vocabulary=6), random_logits(3, vocabulary=6)
     wanted = NoRepeatNGramLogitsProcessor(size)(as_ids(documents), logits)
     assert torch.equal(forbid_repeated_ngrams(logits, torch.tensor(documents), size), wanted)
     assert (wanted == -INF).any() == (size < 13)
@@ -63,7 +68,7 @@ def test_repeated_runs_are_those_of_transformers(size):
 
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 1.3}, *({"no_repeat_ngram_size": n} for n in (1, 2, 4))])
 def test_a_shorter_prompt_beside_a_longer_one_changes_nothing(settings):
-    documents, logits = random_past((9, 3, 1), vocabulary=6), random_logits(3, vocabulary=6)
+    documents, logits = random_history((9, 3, 1), vocabulary=6), random_logits(3, vocabulary=6)
     config, together = SamplingConfig(**settings), TokenHistory(documents, 2, NO_STOPS)
     for row, document in enumerate(documents):
         alone = process_logits(logits[row : row + 1], config, TokenHistory([document], 2, NO_STOPS))
@@ -71,19 +76,19 @@ def test_a_shorter_prompt_beside_a_longer_one_changes_nothing(settings):
 
 
 def test_no_stop_token_before_the_shortest_length():
-    config, past = SamplingConfig(min_new_tokens=2), TokenHistory([[0], [1, 1]], 3, torch.tensor([1, 2]))
+    config, history = SamplingConfig(min_new_tokens=2), TokenHistory([[0], [1, 1]], 3, torch.tensor([1, 2]))
     for allowed in (False, False, True):
-        scores = process_logits(torch.zeros(2, 4), config, past)
+        scores = process_logits(torch.zeros(2, 4), config, history)
         assert (scores == -INF).tolist() == [[False, not allowed, not allowed, False]] * 2
-        past.append(torch.tensor([3, 3]))
+        history.append(torch.tensor([3, 3]))
 
 
 def test_the_past_grows_and_moves():
-    past = TokenHistory([[7, 8], [9]], 2, NO_STOPS)
-    assert past.seen.tolist() == [[7, 8], [-1, 9]] and past.new_tokens == 0
-    past.append(torch.tensor([3, 4]))
-    past.reorder(torch.tensor([1, 1, 0]))
-    assert past.seen.tolist() == [[-1, 9, 4], [-1, 9, 4], [7, 8, 3]] and past.new_tokens == 1
+    history = TokenHistory([[7, 8], [9]], 2, NO_STOPS)
+    assert history.seen.tolist() == [[7, 8], [-1, 9]] and history.new_tokens == 0
+    history.append(torch.tensor([3, 4]))
+    history.reorder(torch.tensor([1, 1, 0]))
+    assert history.seen.tolist() == [[-1, 9, 4], [-1, 9, 4], [7, 8, 3]] and history.new_tokens == 1
 
 
 def test_a_rule_without_a_past_is_refused():
@@ -122,6 +127,6 @@ def test_drawn_log_probs_are_those_of_the_penalized_distribution(peers, random_p
         with torch.no_grad():
             logits = peers.ours(torch.tensor([prompt + tokens])).logits[0]
         for place, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True)):
-            past = TokenHistory([prompt + tokens[:place]], 1, NO_STOPS)
-            wanted = sampling_log_probs(logits[len(prompt) + place - 1][None], config, past)[0, token]
+            history = TokenHistory([prompt + tokens[:place]], 1, NO_STOPS)
+            wanted = sampling_log_probs(logits[len(prompt) + place - 1][None], config, history)[0, token]
             assert_close(torch.tensor(log_prob), wanted, atol=1e-4, rtol=0)

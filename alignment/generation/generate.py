@@ -1,0 +1,137 @@
+"""Text in, text out: `generate` over sampling (decode.py) and beam search (beam_search.py)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from alignment.data.text.chat import stop_token_ids
+from alignment.data.tokenizers.load import check_vocabulary
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.generation.beam_search import BeamConfig, beam_search
+from alignment.generation.decode import decode_responses
+from alignment.generation.sampling import SamplingConfig
+from alignment.generation.text import read_prompts, response_text, start_token_id, target_text
+from alignment.models.lengths import check_lengths
+from alignment.models.protocols import GenerativeModel
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One entry per prompt: the text, and the tokens it was decoded from with their log-probabilities (nats)."""
+
+    texts: list[str]
+    token_ids: list[list[int]]
+    log_probs: list[list[float]]
+    ended: list[bool]
+
+
+def generate(
+    model: GenerativeModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | Sequence[Mapping[str, str]]],
+    *,
+    max_new_tokens: int = 64,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    batch_size: int = 256,
+    min_p: float = 0.0,
+    repetition_penalty: float = 1.0,
+    no_repeat_ngram_size: int = 0,
+    min_new_tokens: int = 0,
+    num_beams: int = 1,
+    length_penalty: float = 1.0,
+    early_stopping: bool | Literal["never"] = False,
+) -> Generation:
+    """One response for each prompt: sampled, or with several beams the best one that beam search finds.
+
+    The checkpoint's generation_config.json is ignored: settings that are left out are off.
+
+    Args:
+        model: a language model or an encoder-decoder from `load_model`.
+        tokenizer: the tokenizer from `load_tokenizer`.
+        prompts: a list of texts, encoded as they are, or of lists of chat messages, rendered by the chat template. An
+            encoder-decoder takes texts, encoded with their special tokens.
+        max_new_tokens: longest response in tokens. `SamplingConfig` describes the sampling settings.
+        seed: the same seed and position in `prompts` give the same response, whatever the batch size.
+        batch_size: cache rows decoded side by side: one per prompt, or per beam.
+        num_beams: 1 samples; from 2 on beam search, where nothing is random. `BeamConfig` describes its settings.
+
+    Returns:
+        Responses without their stop token in `texts` (an encoder-decoder's without any special token), with it in
+        `token_ids`. `log_probs` belong to the distribution sampled from, after beam search to the model's own.
+
+    Raises:
+        ValueError: a setting out of range, or one that the others leave without effect.
+        UserError: prompts that the model cannot read or that do not fit its positions; one prompt instead of a list.
+    """
+    sampling = SamplingConfig(
+        max_new_tokens, temperature, top_k, top_p, seed, min_p, repetition_penalty, no_repeat_ngram_size, min_new_tokens
+    )
+    config = decoding_config(sampling, num_beams, length_penalty, early_stopping)
+    return _generate(model, tokenizer, prompts, config, batch_size)
+
+
+def decoding_config(
+    sampling: SamplingConfig,
+    num_beams: int = 1,
+    length_penalty: float = 1.0,
+    early_stopping: bool | Literal["never"] = False,
+) -> SamplingConfig | BeamConfig:
+    """The config of sampling, or of beam search where there are several beams.
+
+    Raises:
+        ValueError: settings of both, or out of range.
+    """
+    if num_beams == 1:
+        if length_penalty != 1 or early_stopping is not False:
+            raise ValueError("length_penalty and early_stopping belong to beam search; set num_beams to 2 or more")
+        return sampling
+    filtered = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    if sampling.temperature not in (0, 1) or (sampling.temperature and filtered):
+        raise ValueError(
+            f"beam search (num_beams={num_beams}) does not sample, so temperature, top_k, top_p and min_p have no "
+            "effect; leave them out, or take num_beams=1 to sample"
+        )
+    return BeamConfig(
+        num_beams,
+        length_penalty,
+        sampling.max_new_tokens,
+        early_stopping,
+        repetition_penalty=sampling.repetition_penalty,
+        no_repeat_ngram_size=sampling.no_repeat_ngram_size,
+        min_new_tokens=sampling.min_new_tokens,
+    )
+
+
+def _generate(
+    model: GenerativeModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | Sequence[Mapping[str, str]]],
+    config: SamplingConfig | BeamConfig,
+    batch_size: int,
+) -> Generation:
+    """`generate` with checked settings; the model's mode is eval inside and restored afterwards."""
+    check_vocabulary(tokenizer, model.spec.vocabulary)
+    start_token = model.spec.start_token if hasattr(model.spec, "start_token") else start_token_id(model.config)
+    ids, stop_ids = read_prompts(tokenizer, prompts, start_token), sorted(stop_token_ids(tokenizer))
+    if start_token is None:
+        lengths = [(f"prompt {number}", len(tokens)) for number, tokens in enumerate(ids)]
+        check_lengths(model, lengths, "shorten them, or lower max_new_tokens", config.max_new_tokens)
+    was_training = model.training
+    model.eval()
+    try:
+        if isinstance(config, SamplingConfig):
+            options = {"batch_size": batch_size, "start_token": start_token}
+            responses = decode_responses(model, ids, config, stop_ids, **options)
+        else:
+            options = {"batch_size": max(1, batch_size // config.num_beams), "start_token": start_token}
+            responses = beam_search(model, ids, config, stop_ids, **options).best()
+    finally:
+        model.train(was_training)
+    texts = [
+        response_text(tokenizer, tokens, end) if start_token is None else target_text(tokenizer, tokens)
+        for tokens, end in zip(responses.token_ids, responses.ended, strict=True)
+    ]
+    return Generation(texts, responses.token_ids, responses.log_probs, responses.ended)
