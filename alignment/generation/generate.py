@@ -2,15 +2,14 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.load import check_vocabulary
-from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.generation.beam_search import BeamConfig, beam_search
 from alignment.generation.decode import decode_responses
 from alignment.generation.sampling import SamplingConfig
-from alignment.generation.text import read_prompts, response_text, start_token_id, target_text
+from alignment.generation.text import read_prompts, response_text, start_token_of, target_text
 from alignment.models.lengths import check_lengths
 from alignment.models.protocols import GenerativeModel
 
@@ -27,7 +26,7 @@ class Generation:
 
 def generate(
     model: GenerativeModel,
-    tokenizer: Tokenizer,
+    tokenizer: Any,
     prompts: Sequence[str | Sequence[Mapping[str, str]]],
     *,
     max_new_tokens: int = 64,
@@ -107,14 +106,14 @@ def decoding_config(
 
 def _generate(
     model: GenerativeModel,
-    tokenizer: Tokenizer,
+    tokenizer: Any,
     prompts: Sequence[str | Sequence[Mapping[str, str]]],
     config: SamplingConfig | BeamConfig,
     batch_size: int,
 ) -> Generation:
     """`generate` with checked settings; the model's mode is eval inside and restored afterwards."""
     check_vocabulary(tokenizer, model.spec.vocabulary)
-    start_token = model.spec.start_token if hasattr(model.spec, "start_token") else start_token_id(model.config)
+    start_token = start_token_of(model)
     ids, stop_ids = read_prompts(tokenizer, prompts, start_token), sorted(stop_token_ids(tokenizer))
     if start_token is None:
         lengths = [(f"prompt {number}", len(tokens)) for number, tokens in enumerate(ids)]

@@ -5,8 +5,8 @@ from typing import Any
 
 from alignment.data.text.chat import prompt_ids
 from alignment.data.text.encoding import naming_panics
-from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
+from alignment.models.protocols import GenerativeModel
 
 
 def start_token_id(config: Mapping[str, Any]) -> int | None:
@@ -16,7 +16,7 @@ def start_token_id(config: Mapping[str, Any]) -> int | None:
         config: the model's config.json.
 
     Raises:
-        UserError: an encoder-decoder's config names none.
+        UserError: an encoder-decoder's config has none.
     """
     if not config.get("is_encoder_decoder", False):
         return None
@@ -29,7 +29,17 @@ def start_token_id(config: Mapping[str, Any]) -> int | None:
     return start
 
 
-def source_ids(tokenizer: Tokenizer, texts: Sequence[object]) -> list[list[int]]:
+def start_token_of(model: GenerativeModel) -> int | None:
+    """The token that begins a model's responses: that of its spec, else that of its config; None for a decoder.
+
+    Raises:
+        UserError: an encoder-decoder's config has none.
+    """
+    start = getattr(model.spec, "start_token", None)
+    return start_token_id(model.config) if start is None else start
+
+
+def source_ids(tokenizer: Any, texts: Sequence[Any]) -> list[list[int]]:
     """Ids of texts for an encoder, with the special tokens that its tokenizer adds (T5: the end token).
 
     Special tokens written in a text become those tokens, unlike in a decoder's prompt: T5's sentinels mark the gaps
@@ -51,7 +61,7 @@ def source_ids(tokenizer: Tokenizer, texts: Sequence[object]) -> list[list[int]]
     return encoded
 
 
-def read_prompts(tokenizer: Tokenizer, prompts: Sequence[object], start_token: int | None) -> list[list[int]]:
+def read_prompts(tokenizer: Any, prompts: Sequence[Any], start_token: int | None) -> list[list[int]]:
     """Ids of prompts for a decoder, or for an encoder where responses begin with a start token.
 
     Raises:
@@ -72,11 +82,11 @@ def read_prompts(tokenizer: Tokenizer, prompts: Sequence[object], start_token: i
     return source_ids(tokenizer, prompts)
 
 
-def response_text(tokenizer: Tokenizer, tokens: Sequence[int], ended: bool) -> str:
+def response_text(tokenizer: Any, tokens: Sequence[int], ended: bool) -> str:
     """Text of a decoder's response, without its stop token."""
     return tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False)
 
 
-def target_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+def target_text(tokenizer: Any, tokens: Sequence[int]) -> str:
     """Text of an encoder-decoder's response without special tokens, as transformers' pipelines show it."""
     return tokenizer.decode(list(tokens), skip_special_tokens=True)

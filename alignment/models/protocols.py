@@ -14,9 +14,11 @@ class Module(Protocol):
 
     Attributes:
         config: Hugging Face's config.json.
+        training: whether it is in training mode.
     """
 
     config: dict[str, Any]
+    training: bool
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """All parameters, each once."""

@@ -1,6 +1,7 @@
 """Decoding: what is drawn depends on the row and the seed alone, and its log-probabilities are the model's."""
 
 import json
+from importlib import import_module
 
 import pytest
 import torch
@@ -164,9 +165,8 @@ def test_the_checkpoints_generation_config_is_not_looked_at(tokenizer, checkpoin
 
 
 def test_texts_leave_the_end_token_out(checkpoints, tokenizer, monkeypatch):
-    from alignment import generation
-
-    monkeypatch.setattr(generation, "stop_token_ids", lambda tokenizer: set(STOPS[1:]))
+    module = import_module("alignment.generation.generate")  # the package exports a function of this name
+    monkeypatch.setattr(module, "stop_token_ids", lambda tokenizer: set(STOPS[1:]))
     model = load_model(checkpoints["llama"])
     result = generate(model, tokenizer, ["Where is the spa?"] * 12, max_new_tokens=12)
     assert any(result.ended) and not all(result.ended)
