@@ -15,7 +15,7 @@ from alignment.generation.decode import decode_responses
 from alignment.generation.sampling import SamplingConfig
 from alignment.models.external.cache import RereadCache, SharedCache
 from alignment.models.external.load import load_external, save_external
-from alignment.models.external.padding import alike
+from alignment.models.external.padding import groups_with_little_padding
 from alignment.ragged import Ragged, Seq2Seq
 
 IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
@@ -383,5 +383,5 @@ def test_other_refusals(tmp_path):
 
 
 def test_documents_of_like_length_share_a_rectangle():
-    assert alike([3, 3000, 5, 2900]) == [[1, 3], [2, 0]]  # 3 * 3000 - 5905 cells would be padding
-    assert alike([7, 7, 6]) == [[0, 1, 2]]
+    assert groups_with_little_padding([3, 3000, 5, 2900]) == [[1, 3], [2, 0]]  # 3 * 3000 - 5905 cells would be padding
+    assert groups_with_little_padding([7, 7, 6]) == [[0, 1, 2]]

@@ -1,10 +1,10 @@
-"""transformers' own classes in the shape of our models. Reading and writing them: external.py; no caches here.
+"""transformers' own classes behind the interface of our models.
 
-Documents go through right-padded rectangles (external_layout.py), so a document's result is the same alone or not.
+Documents are read in right-padded rectangles, so that the result of a document does not depend on the batch around it.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,30 +12,39 @@ from torch import Tensor, nn
 from alignment.errors import UserError
 from alignment.losses import entropy, token_log_probs
 from alignment.models.activation_checkpointing import recompute_calls
-from alignment.models.external.cache import PairCache, RereadCache, SharedCache, check_capacity, shares_well
+from alignment.models.external.cache import (
+    EncoderDecoderCache,
+    RereadCache,
+    SharedCache,
+    can_share_cache,
+    check_capacity,
+)
 from alignment.models.external.padding import (
-    per_document,
-    per_token,
-    reader,
-    reads_every_token,
-    rectangle,
-    score_reader,
+    forward_documents,
+    forward_tokens,
+    output_fields,
+    pad_rows,
+    scores_every_token,
+    token_scores,
 )
 from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput, ValueOutput
 from alignment.models.padded import from_padded, given, to_padded
 from alignment.ragged import Ragged, Seq2Seq
 
-POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # names for the longest document, by class
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len")  # config keys for the longest document
 
 
 @dataclass(frozen=True)
 class ExternalSpec:
-    """What can be said of any architecture.
+    """The sizes that are known of any architecture.
 
     Attributes:
-        vocabulary: rows of the embedding.
-        width: of the hidden states.
-        max_positions: longest document; very large where the class knows no limit.
+        vocabulary: rows of the token table.
+        width: width of the hidden states.
+        max_positions: longest document; 2 ** 31 where the class has no limit.
     """
 
     vocabulary: int
@@ -43,46 +52,61 @@ class ExternalSpec:
     max_positions: int
 
 
-def _hold(self: Any, inner: Any, config: dict[str, Any], task: str) -> None:
-    """How all of them begin: `inner` is transformers' model, `config` its config.json."""
-    nn.Module.__init__(self)
-    self.inner, self.config, self.task = inner, config, task
-    self.prefix, self.prefix_enabled = None, False  # these cannot have one
+class ExternalModel(nn.Module):
+    """Base of the wrappers around transformers' models.
 
-
-class ExternalLanguageModel(nn.Module):
-    """A decoder of transformers; attributes and calls as `language.LanguageModel`."""
+    Attributes:
+        inner: transformers' model.
+        config: its config.json.
+        task: as in `load_external`.
+        source: "transformers"; our own models have "native".
+        generation_config: content of generation_config.json, if the model generates and the file is there.
+        prefix, prefix_enabled: None and False, since these models take no prefix adapter.
+    """
 
     source = "transformers"
+    generation_config: dict[str, Any] | None = None
     inner: Any
 
-    __init__ = _hold
+    def __init__(self, inner: "PreTrainedModel", config: dict[str, Any], task: str):
+        super().__init__()
+        self.inner, self.config, self.task = inner, config, task
+        self.prefix, self.prefix_enabled = None, False
 
     @property
     def spec(self) -> ExternalSpec:
-        """Sizes."""
+        """Sizes of the model."""
         config, embedding = self.inner.config, self.inner.get_input_embeddings().weight
         limits = [getattr(config, name) for name in POSITIONS if getattr(config, name, None)]
         return ExternalSpec(
             embedding.shape[0], getattr(config, "hidden_size", embedding.shape[1]), min([*limits, 2**31])
         )
 
+    @property
+    def padding_id(self) -> int:
+        """Token id at padding: the config's own, since some classes look for it; 0 where there is none."""
+        return getattr(self.inner.config, "pad_token_id", None) or 0
+
     def checkpoint_activations(self, enabled: bool = True, keep: str = "nothing") -> None:
         """Recompute layers in the backward pass (non-reentrant) instead of keeping their activations.
 
         Raises:
-            UserError: the class cannot, or is asked to keep some.
+            UserError: the class does not support it, or `keep` is not "nothing".
         """
         if keep != "nothing":
             raise UserError(f"training.keep_activations: {keep!r} needs a model of ours; transformers' keep nothing")
         from transformers.modeling_layers import GradientCheckpointingLayer
 
-        # transformers' own switch does nothing in eval mode, in which DPO and PPO train.
+        # transformers' own switch has no effect in eval mode, in which DPO and PPO train.
         layers = [layer for layer in self.inner.modules() if isinstance(layer, GradientCheckpointingLayer)]
         if not (layers and self.inner.supports_gradient_checkpointing):
             raise UserError(f"training.gradient_checkpointing: {type(self.inner).__name__} does not support it")
         for layer in layers:
             recompute_calls(layer, enabled)
+
+
+class ExternalLanguageModel(ExternalModel):
+    """A decoder of transformers, with the interface of `LanguageModel`."""
 
     def forward(
         self,
@@ -94,42 +118,38 @@ class ExternalLanguageModel(nn.Module):
         entropy: bool = False,
         return_logits: bool = False,
     ) -> LanguageOutput | LogitsOutput:
-        """Logits [B, T, V] of a padded rectangle, zeros at padding; or what a ragged batch's targets are given.
+        """Logits [B, T, V] of a padded call, zeros at padding; or log-probabilities of a ragged batch's targets.
 
         Args:
-            input_ids, attention_mask, batch, temperature, entropy: as for `language.LanguageModel.forward`.
-            return_logits: `logits` [M, V] of the targets instead of their log-probabilities.
+            input_ids, attention_mask, batch, temperature, entropy: as in `LanguageModel.forward`.
+            return_logits: return the `logits` [M, V] of the targets instead of their log-probabilities.
         """
-        read = reader(self.inner, "logits")
+        forward = output_fields(self.inner, "logits")
         if batch is None:
-            ragged, places = from_padded(given(input_ids), attention_mask)
-            return LogitsOutput(to_padded(per_token(read, ragged, _filler(self)), places, given(input_ids).shape))
-        logits = per_token(read, batch, _filler(self), batch.target_index - 1)
+            ragged, positions = from_padded(given(input_ids), attention_mask)
+            logits = forward_tokens(forward, ragged, self.padding_id)
+            return LogitsOutput(to_padded(logits, positions, given(input_ids).shape))
+        logits = forward_tokens(forward, batch, self.padding_id, batch.target_index - 1)
         return _target_output(logits, batch, temperature, entropy, return_logits)
 
     def new_cache(self, rows: int, capacity: int) -> SharedCache | RereadCache:
         """An empty cache for `rows` documents of up to `capacity` tokens each."""
         check_capacity(capacity, self.spec.max_positions)
-        return SharedCache(rows, capacity) if shares_well(self.inner) else RereadCache(rows, capacity)
+        return SharedCache(rows, capacity) if can_share_cache(self.inner) else RereadCache(rows, capacity)
 
     @torch.no_grad()
     def prefill(self, batch: Ragged, cache: SharedCache | RereadCache) -> Tensor:
-        """Logits [B, V] after each document's last token; the documents now fill the cache."""
+        """Fill the cache with the documents and return the logits [B, V] after each document's last token."""
         return cache.fill(self.inner, batch)
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, cache: SharedCache | RereadCache) -> Tensor:
-        """Logits [B, V] after one more token for every cache row, tokens [B]."""
+        """Append one token per cache row, tokens [B], and return the logits [B, V] after it."""
         return cache.step(self.inner, tokens)
 
 
-class ExternalMaskedLanguageModel(nn.Module):
-    """An encoder of transformers with its masked-language head; calls as `language.MaskedLanguageModel`."""
-
-    inner: Any
-    __init__ = _hold
-    source, spec = ExternalLanguageModel.source, ExternalLanguageModel.spec
-    checkpoint_activations = ExternalLanguageModel.checkpoint_activations
+class ExternalMaskedLanguageModel(ExternalModel):
+    """An encoder of transformers with its masked-language head, with the interface of `MaskedLanguageModel`."""
 
     def forward(
         self,
@@ -142,22 +162,21 @@ class ExternalMaskedLanguageModel(nn.Module):
         entropy: bool = False,
         return_logits: bool = False,
     ) -> LanguageOutput | LogitsOutput:
-        """Logits [B, T, V] of a padded rectangle, zeros at padding; or what a ragged batch's labels are given."""
-        read = reader(self.inner, "logits")
+        """Logits [B, T, V] of a padded call, zeros at padding; or log-probabilities of a ragged batch's labels."""
+        forward = output_fields(self.inner, "logits")
         if batch is None:
-            ragged, places = from_padded(given(input_ids), attention_mask, token_type_ids)
-            return LogitsOutput(to_padded(per_token(read, ragged, _filler(self)), places, given(input_ids).shape))
-        logits = per_token(read, batch, _filler(self), batch.target_index)
+            ragged, positions = from_padded(given(input_ids), attention_mask, token_type_ids)
+            logits = forward_tokens(forward, ragged, self.padding_id)
+            return LogitsOutput(to_padded(logits, positions, given(input_ids).shape))
+        logits = forward_tokens(forward, batch, self.padding_id, batch.target_index)
         return _target_output(logits, batch, temperature, entropy, return_logits)
 
 
-class ExternalSeq2SeqModel(nn.Module):
-    """An encoder-decoder of transformers; calls as `encoder_decoder.Seq2SeqModel`. All pairs lie in one rectangle each side."""
+class ExternalSeq2SeqModel(ExternalModel):
+    """An encoder-decoder of transformers, with the interface of `Seq2SeqModel`.
 
-    inner: Any
-    __init__ = _hold
-    source, spec = ExternalLanguageModel.source, ExternalLanguageModel.spec
-    checkpoint_activations = ExternalLanguageModel.checkpoint_activations
+    All sources of a batch are one rectangle, and all targets another.
+    """
 
     def forward(
         self,
@@ -171,32 +190,32 @@ class ExternalSeq2SeqModel(nn.Module):
         entropy: bool = False,
         return_logits: bool = False,
     ) -> LanguageOutput | LogitsOutput:
-        """Logits [B, T, V] of padded targets, zeros at padding; or what a batch's targets are given."""
+        """Logits [B, T, V] of padded targets, zeros at padding; or log-probabilities of a batch's targets."""
         if batch is None:
-            target, places = from_padded(given(decoder_input_ids), decoder_attention_mask)
-            logits = self._read(Seq2Seq(from_padded(given(input_ids), attention_mask)[0], target))
-            return LogitsOutput(to_padded(logits, places, given(decoder_input_ids).shape))
-        logits = self._read(batch)[batch.decoder.target_index - 1]
+            target, positions = from_padded(given(decoder_input_ids), decoder_attention_mask)
+            logits = self._decoder_logits(Seq2Seq(from_padded(given(input_ids), attention_mask)[0], target))
+            return LogitsOutput(to_padded(logits, positions, given(decoder_input_ids).shape))
+        logits = self._decoder_logits(batch)[batch.decoder.target_index - 1]
         return _target_output(logits, batch.decoder, temperature, entropy, return_logits)
 
-    def new_cache(self, rows: int, capacity: int) -> PairCache:
+    def new_cache(self, rows: int, capacity: int) -> EncoderDecoderCache:
         """An empty cache for `rows` targets of up to `capacity` tokens each."""
         check_capacity(capacity, self.spec.max_positions)
-        return PairCache(rows, capacity)
+        return EncoderDecoderCache(rows, capacity)
 
     @torch.no_grad()
-    def prefill(self, batch: Seq2Seq, cache: PairCache) -> Tensor:
-        """Logits [B, V] after each target's last token; sources are read once, targets must be of one length."""
+    def prefill(self, batch: Seq2Seq, cache: EncoderDecoderCache) -> Tensor:
+        """Fill the cache with sources and targets (of one length) and return the logits [B, V] after each target."""
         return cache.fill(self.inner, batch)
 
     @torch.no_grad()
-    def decode(self, tokens: Tensor, cache: PairCache) -> Tensor:
-        """Logits [B, V] after one more token for every cache row, tokens [B]."""
+    def decode(self, tokens: Tensor, cache: EncoderDecoderCache) -> Tensor:
+        """Append one token per cache row, tokens [B], and return the logits [B, V] after it."""
         return cache.step(self.inner, tokens)
 
-    def _read(self, batch: Seq2Seq) -> Tensor:
-        """Logits of every target token, [N, V]."""
-        source, target = rectangle(batch.encoder, _filler(self)), rectangle(batch.decoder, _filler(self))
+    def _decoder_logits(self, batch: Seq2Seq) -> Tensor:
+        """Logits at every target token, [N, V]."""
+        source, target = pad_rows(batch.encoder, self.padding_id), pad_rows(batch.decoder, self.padding_id)
         logits = self.inner(
             input_ids=source.ids, attention_mask=source.mask, decoder_input_ids=target.ids,
             decoder_attention_mask=target.mask, use_cache=False,
@@ -204,13 +223,8 @@ class ExternalSeq2SeqModel(nn.Module):
         return logits[target.mask.bool()]  # row by row, left to right: the order of the batch
 
 
-class ExternalScalarModel(nn.Module):
-    """A decoder of transformers with one number per token; calls as `readers.ScalarModel`."""
-
-    inner: Any
-    __init__ = _hold
-    source, spec = ExternalLanguageModel.source, ExternalLanguageModel.spec
-    checkpoint_activations = ExternalLanguageModel.checkpoint_activations
+class ExternalScalarModel(ExternalModel):
+    """A decoder of transformers with one number per token, with the interface of `ScalarModel`."""
 
     @property
     def head(self) -> nn.Linear:
@@ -223,23 +237,18 @@ class ExternalScalarModel(nn.Module):
         """`values` [N]; or [B, T] with zeros at padding, and `logits` [B, 1] at each row's last real token."""
         if batch is not None:
             return ValueOutput(self._values(batch))
-        ragged, places = from_padded(given(input_ids), attention_mask)
+        ragged, positions = from_padded(given(input_ids), attention_mask)
         values = self._values(ragged)
-        return ValueOutput(to_padded(values, places, given(input_ids).shape), values[ragged.last, None])
+        return ValueOutput(to_padded(values, positions, given(input_ids).shape), values[ragged.last, None])
 
     def _values(self, batch: Ragged) -> Tensor:
-        return per_token(score_reader(self.inner), batch, _filler(self)).squeeze(-1).float()
+        return forward_tokens(token_scores(self.inner), batch, self.padding_id).squeeze(-1).float()
 
 
-class ExternalClassifier(nn.Module):
+class ExternalClassifier(ExternalModel):
     """Class logits of documents [B, C] (task "sequence"), of tokens [N, C] ("tokens") or of span ends [N, 2] ("span")."""
 
-    inner: Any
     task: str
-
-    __init__ = _hold
-    source, spec = ExternalLanguageModel.source, ExternalLanguageModel.spec
-    checkpoint_activations = ExternalLanguageModel.checkpoint_activations
 
     def forward(
         self,
@@ -252,33 +261,28 @@ class ExternalClassifier(nn.Module):
         """Class logits; those of tokens in a padded call are [B, T, C], zeros at padding."""
         if batch is not None:
             return ClassifierOutput(self._logits(batch).float())
-        ragged, places = from_padded(given(input_ids), attention_mask, token_type_ids)
+        ragged, positions = from_padded(given(input_ids), attention_mask, token_type_ids)
         logits = self._logits(ragged)
         if self.task != "sequence":
-            logits = to_padded(logits, places, given(input_ids).shape)
+            logits = to_padded(logits, positions, given(input_ids).shape)
         return ClassifierOutput(logits.float())
 
     def _logits(self, batch: Ragged) -> Tensor:
         if self.task == "tokens":
-            return per_token(reader(self.inner, "logits"), batch, _filler(self))
+            return forward_tokens(output_fields(self.inner, "logits"), batch, self.padding_id)
         if self.task == "span":
-            return per_token(reader(self.inner, "start_logits", "end_logits"), batch, _filler(self))
-        if reads_every_token(self.inner):
-            return per_token(score_reader(self.inner), batch, _filler(self), batch.last)
-        return per_document(reader(self.inner, "logits"), batch, _filler(self))
+            return forward_tokens(output_fields(self.inner, "start_logits", "end_logits"), batch, self.padding_id)
+        if scores_every_token(self.inner):
+            return forward_tokens(token_scores(self.inner), batch, self.padding_id, batch.last)
+        return forward_documents(output_fields(self.inner, "logits"), batch, self.padding_id)
 
 
 def _target_output(
     logits: Tensor, batch: Ragged, temperature: float, entropies: bool, return_logits: bool
 ) -> LanguageOutput | LogitsOutput:
-    """Of targets' logits [M, V]: the logits, or the targets' log-probabilities (and entropies) in fp32."""
+    """The logits [M, V] of the targets, or the targets' log-probabilities (and entropies) in fp32."""
     if return_logits:
         return LogitsOutput(logits)
     labels = batch.tokens[batch.target_index] if batch.labels is None else batch.labels
     logits = logits.float() / temperature
     return LanguageOutput(token_log_probs(logits, labels), entropy(logits.detach()) if entropies else None)
-
-
-def _filler(model: Any) -> int:
-    """What stands at padding: the class's own choice, since a few look for it."""
-    return getattr(model.inner.config, "pad_token_id", None) or 0

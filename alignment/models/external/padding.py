@@ -1,40 +1,43 @@
-"""How documents lie in the padded rectangles that transformers' classes take, and how those are made to read them.
+"""Ragged batches in the padded rectangles that transformers' classes read, and their outputs without the padding.
 
-Always right-padded: under causal attention, and in any recurrence, what lies to the right of a token cannot touch it.
+Padding is always on the right: under causal attention, and in any recurrence, it cannot change a token before it.
 """
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from alignment.ragged import Ragged
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 # (input_ids [b, T], attention_mask [b, T], token_type_ids [b, T] or None, columns wanted [c] or None: all)
 # -> [b, T or c, ...], or [b, ...] for documents
-Read = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
-IDLE_CELLS = 2048  # padding that costs less than one more call
+PaddedForward = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+CHEAP_PADDING = 2048  # positions of padding that cost less than one more forward
 
 
-class Rectangle(NamedTuple):
-    """Some documents side by side.
+class PaddedRows(NamedTuple):
+    """Some documents of a ragged batch as one rectangle, padded on the right.
 
     Attributes:
-        ids: [b, T], a filler at padding.
-        mask: 1 at real tokens, [b, T].
+        ids: token ids, the padding token elsewhere, [b, T].
+        mask: 1 at tokens, 0 at padding, [b, T].
         segments: as `Ragged.segments`, 0 at padding, [b, T]; or None.
-        places: index in the ragged batch of each real token, in the rectangle's order, [n].
+        token_index: index in the ragged batch of each token, row by row, [n].
     """
 
     ids: Tensor
     mask: Tensor
     segments: Tensor | None
-    places: Tensor
+    token_index: Tensor
 
 
-def rectangle(batch: Ragged, filler: int, rows: Sequence[int] | None = None) -> Rectangle:
+def pad_rows(batch: Ragged, padding_id: int, rows: Sequence[int] | None = None) -> PaddedRows:
     """Documents `rows` (None: all) of a ragged batch as one rectangle."""
     rows = range(len(batch.lengths)) if rows is None else rows
     device = batch.tokens.device
@@ -44,87 +47,98 @@ def rectangle(batch: Ragged, filler: int, rows: Sequence[int] | None = None) -> 
     real = columns < lengths[:, None]
     index = index.clamp(max=len(batch.tokens) - 1)
     segments = None if batch.segments is None else batch.segments[index] * real
-    return Rectangle(torch.where(real, batch.tokens[index], filler), real.long(), segments, index[real])
+    return PaddedRows(torch.where(real, batch.tokens[index], padding_id), real.long(), segments, index[real])
 
 
-def rectangles(batch: Ragged, filler: int) -> Iterator[tuple[list[int], Rectangle]]:
-    """All documents in a few rectangles, documents of like length together."""
-    for rows in alike(batch.lengths):
-        yield rows, rectangle(batch, filler, rows)
+def pad_groups(batch: Ragged, padding_id: int) -> Iterator[tuple[list[int], PaddedRows]]:
+    """All documents in a few rectangles of documents of similar length, with their row numbers."""
+    for rows in groups_with_little_padding(batch.lengths):
+        yield rows, pad_rows(batch, padding_id, rows)
 
 
-def alike(lengths: Sequence[int]) -> list[list[int]]:
-    """Row numbers in groups, longest first, such that little of a group's rectangle is padding."""
+def groups_with_little_padding(lengths: Sequence[int]) -> list[list[int]]:
+    """Row numbers in groups, longest first; at most a fifth of a group's rectangle, or 2048 positions, is padding."""
     groups: list[list[int]] = []
-    real = 0
+    tokens = 0
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        real += lengths[row]
-        padding = lengths[groups[-1][0]] * (len(groups[-1]) + 1) - real if groups else 0
-        if not groups or padding > max(IDLE_CELLS, real // 4):
+        tokens += lengths[row]
+        padding = lengths[groups[-1][0]] * (len(groups[-1]) + 1) - tokens if groups else 0
+        if not groups or padding > max(CHEAP_PADDING, tokens // 4):
             groups.append([])
-            real = lengths[row]
+            tokens = lengths[row]
         groups[-1].append(row)
     return groups
 
 
-def per_token(read: Read, batch: Ragged, filler: int, wanted: Tensor | None = None) -> Tensor:
-    """What `read` says of the tokens at `wanted` (None: of all), [n, ...]."""
-    chosen = torch.ones_like(batch.tokens, dtype=torch.bool)
-    if wanted is not None:
-        chosen = torch.zeros_like(chosen).index_fill(0, wanted, True)
-    outputs, places = [], []
-    for _, (ids, mask, segments, of_tokens) in rectangles(batch, filler):
-        here = chosen[of_tokens]
-        cells = torch.zeros_like(mask, dtype=torch.bool).masked_scatter(mask.bool(), here)  # row by row, as `of_tokens`
-        columns = None if wanted is None else cells.any(0).nonzero().squeeze(1)
-        found = read(ids, mask, segments, columns)
-        outputs.append(found[cells if columns is None or found.shape[1] != len(columns) else cells[:, columns]])
-        places.append(of_tokens[here])
-    in_order = torch.cat(outputs)[torch.cat(places).argsort()]
-    return in_order if wanted is None else in_order[(chosen.cumsum(0) - 1)[wanted]]
+def forward_tokens(forward: PaddedForward, batch: Ragged, padding_id: int, token_index: Tensor | None = None) -> Tensor:
+    """The outputs of `forward` at some tokens of a ragged batch, [n, ...].
+
+    Args:
+        forward: the model's forward on a rectangle.
+        batch: the documents.
+        padding_id: token id at padding.
+        token_index: indices of the tokens in the batch, in any order, [n]; None: all tokens.
+    """
+    wanted = torch.ones_like(batch.tokens, dtype=torch.bool)
+    if token_index is not None:
+        wanted = torch.zeros_like(wanted).index_fill(0, token_index, True)
+    outputs, indices = [], []
+    for _, (ids, mask, segments, index) in pad_groups(batch, padding_id):
+        here = wanted[index]
+        cells = torch.zeros_like(mask, dtype=torch.bool).masked_scatter(mask.bool(), here)  # row by row, like `index`
+        columns = None if token_index is None else cells.any(0).nonzero().squeeze(1)
+        output = forward(ids, mask, segments, columns)
+        outputs.append(output[cells if columns is None or output.shape[1] != len(columns) else cells[:, columns]])
+        indices.append(index[here])
+    in_order = torch.cat(outputs)[torch.cat(indices).argsort()]
+    return in_order if token_index is None else in_order[(wanted.cumsum(0) - 1)[token_index]]
 
 
-def per_document(read: Read, batch: Ragged, filler: int) -> Tensor:
-    """What `read` says of each document, [B, ...]."""
+def forward_documents(forward: PaddedForward, batch: Ragged, padding_id: int) -> Tensor:
+    """The output of `forward` for each document of a ragged batch, [B, ...]."""
     outputs, order = [], []
-    for rows, (ids, mask, segments, _) in rectangles(batch, filler):
-        outputs.append(read(ids, mask, segments, None))
+    for rows, (ids, mask, segments, _) in pad_groups(batch, padding_id):
+        outputs.append(forward(ids, mask, segments, None))
         order += rows
     return torch.cat(outputs)[torch.tensor(order, device=batch.tokens.device).argsort()]
 
 
-def takes(inner: Any, argument: str) -> bool:
-    """Whether the forward of `inner` names this argument."""
+def accepts(inner: "PreTrainedModel", argument: str) -> bool:
+    """Whether the forward of a transformers model has an argument of this name."""
     return argument in inspect.signature(inner.forward).parameters
 
 
-def reads_every_token(inner: Any) -> bool:
-    """Whether a sequence classifier is a linear map of each token's hidden state, read at the last one."""
+def scores_every_token(inner: "PreTrainedModel") -> bool:
+    """Whether a sequence classifier applies one linear layer to each token's hidden state and reads it at the last one."""
     return isinstance(getattr(inner, "score", None), nn.Linear)
 
 
-def reader(inner: Any, *fields: str) -> Read:
-    """One field of what `inner` gives, or several as the last dimension."""
+def output_fields(inner: "PreTrainedModel", *fields: str) -> PaddedForward:
+    """A forward of `inner` that returns one field of its output, or several stacked as the last dimension."""
 
-    def read(ids: Tensor, mask: Tensor, segments: Tensor | None, columns: Tensor | None) -> Tensor:
-        options: dict[str, Any] = {"use_cache": False} if takes(inner, "use_cache") else {}
-        if columns is not None and takes(inner, "logits_to_keep"):
+    def forward(ids: Tensor, mask: Tensor, segments: Tensor | None, columns: Tensor | None) -> Tensor:
+        options: dict[str, Any] = {"use_cache": False} if accepts(inner, "use_cache") else {}
+        if columns is not None and accepts(inner, "logits_to_keep"):
             options["logits_to_keep"] = columns
         if segments is not None:
             options["token_type_ids"] = segments
-        out = inner(input_ids=ids, attention_mask=mask, **options)
-        parts = [getattr(out, field) for field in fields]
-        return parts[0] if len(parts) == 1 else torch.stack(parts, dim=-1)
+        output = inner(input_ids=ids, attention_mask=mask, **options)
+        values = [getattr(output, field) for field in fields]
+        return values[0] if len(values) == 1 else torch.stack(values, dim=-1)
 
-    return read
+    return forward
 
 
-def score_reader(inner: Any) -> Read:
-    """The score head on every token; transformers itself would show the last one's only, and look for it by its id."""
+def token_scores(inner: "PreTrainedModel") -> PaddedForward:
+    """A forward of a sequence classifier that returns the scores of every token.
 
-    def read(ids: Tensor, mask: Tensor, segments: Tensor | None, columns: Tensor | None) -> Tensor:
+    The class itself would return those of one token, the last one that is no padding token by its id.
+    """
+
+    def forward(ids: Tensor, mask: Tensor, segments: Tensor | None, columns: Tensor | None) -> Tensor:
         hidden = inner.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-        with torch.autocast(hidden.device.type, enabled=False):  # close scores must not become ties
-            return inner.score(hidden.to(inner.score.weight.dtype))
+        score: nn.Linear = inner.score  # type: ignore[assignment]
+        with torch.autocast(hidden.device.type, enabled=False):  # in bfloat16 close scores would become ties
+            return score(hidden.to(score.weight.dtype))
 
-    return read
+    return forward
