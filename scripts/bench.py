@@ -22,7 +22,8 @@ import torch
 
 from alignment.algorithms import dpo, reward, sft
 from alignment.data.rows.read import DataConfig
-from alignment.data.tokenizers.load import save_tokenizer, train_bpe
+from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.train import train_bpe
 from alignment.generation.decode import decode_responses
 from alignment.generation.sampling import SamplingConfig
 from alignment.hotel_world.datasets import RowCounts, write_world

@@ -34,7 +34,8 @@ from alignment.algorithms import dpo, reward, sft
 from alignment.algorithms.ppo import ppo
 from alignment.cli import explain, terminate
 from alignment.data.rows.read import DataConfig
-from alignment.data.tokenizers.load import save_tokenizer, train_bpe
+from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.train import train_bpe
 from alignment.hotel_world.datasets import RowCounts, write_world
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_language_model

@@ -121,7 +121,7 @@ def peer_run(config: PretrainConfig, seed: int) -> None:
     """The same windows, order, optimizer and steps with transformers' GPT-2; evaluation included in its time."""
     from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_with_min_lr_schedule_with_warmup
 
-    from alignment.data.prepare import prepare_text
+    from alignment.data.pretraining.prepare import prepare_text
 
     tokenizer = load_tokenizer(str(Path(config.output, "model")))
     train, held_out = (prepare_text(config.data, "causal", tokenizer, part)[0] for part in ("train", "evaluation"))
@@ -244,8 +244,8 @@ def spans(data: Path, folder: Path, arguments: argparse.Namespace) -> bool:
 def span_figures(config: PretrainConfig, model: Any, tokenizer: Any) -> tuple[float, float, float, float]:
     """Loss and accuracy on held-out span tokens, the commonest token's accuracy, and the unigram loss; no sentinels."""
     from alignment.algorithms.pretrain.objectives import collate_for
-    from alignment.data.prepare import prepare_text
     from alignment.data.pretraining.corruption import fixed_seed_rows
+    from alignment.data.pretraining.prepare import prepare_text
     from alignment.data.text.special_tokens import sentinel_ids
 
     train, held_out = (

@@ -72,7 +72,8 @@ def prepare(folder: Path) -> None:
     """Data files of the embedded world, a tokenizer, two policies and a reward model."""
     import torch
 
-    from alignment.data.tokenizers.load import save_tokenizer, train_bpe
+    from alignment.data.tokenizers.load import save_tokenizer
+    from alignment.data.tokenizers.train import train_bpe
     from alignment.hotel_world.datasets import RowCounts, draw_rows, write_world
     from alignment.models.build import build_language_model
     from alignment.models.huggingface.checkpoint import load_scalar_model, save_model

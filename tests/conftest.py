@@ -57,7 +57,7 @@ def world(tmp_path_factory) -> dict[str, str]:
 @pytest.fixture(scope="session")
 def tokenizer(world):
     """Byte-level BPE of 384 tokens, trained on the world's text."""
-    from alignment.data.tokenizers.load import train_bpe
+    from alignment.data.tokenizers.train import train_bpe
 
     return train_bpe((row["text"] for row in read_lines(world["pretrain"])), 384)
 

@@ -130,8 +130,9 @@ def test_a_padded_call_gives_the_same_scores(judge):
 
 def test_a_pair_is_scored_as_it_was_trained_on(judge):
     """Prompt, response and the end token: the ids of `collate_pairs`."""
-    from alignment.data.batches import collate_pairs, tokenize_comparisons
+    from alignment.data.batches import collate_pairs
     from alignment.data.rows.records import Comparison
+    from alignment.data.tokenize import tokenize_comparisons
 
     rows = [Comparison(p, r, r + " Indeed.", margin=None, row_id=p) for p, r in PAIRS]
     pairs, _ = tokenize_comparisons(rows, judge.tokenizer, 256)

@@ -7,7 +7,7 @@ from typing import Any, Literal, Protocol
 import torch
 
 from alignment.config.load import to_dict
-from alignment.data.prepare import documents_of, prepare
+from alignment.data.prepare import prepare
 from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Kind
 from alignment.data.stream import Stream
@@ -80,7 +80,7 @@ def check_rows(model: Any, examples: Sequence[Any], max_length: int, new_tokens:
     Raises:
         UserError: naming how many, the longest, and the way out.
     """
-    lengths = [(example.row_id, min(max_length, max(map(len, documents_of(example))))) for example in examples]
+    lengths = [(example.row_id, min(max_length, max(map(len, example.documents)))) for example in examples]
     ways = f"lower data.max_length (it is {max_length})" + (" or max_new_tokens" if new_tokens else "")
     check_lengths(model, lengths, f"{ways}, or take a model with a longer context", new_tokens)
 

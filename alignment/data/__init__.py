@@ -1,45 +1,11 @@
-"""Rows, tokens and batches: sources -> records -> ids -> ragged micro-batches. Knows no model, loss or optimizer."""
+"""Rows, tokens and batches: sources -> records -> token ids -> ragged micro-batches. Knows no model, loss or optimizer.
 
-from alignment.data.batches import (
-    Example,
-    PairBatch,
-    PairExample,
-    PromptExample,
-    collate,
-    collate_pairs,
-    tokenize_comparisons,
-    tokenize_demonstrations,
-    tokenize_prompts,
-    tokenize_texts,
-)
-from alignment.data.prepare import prepare
-from alignment.data.rows.read import DataConfig, read_rows
-from alignment.data.rows.records import Comparison, Demonstration, Prompt, Tally, Text
-from alignment.data.stream import Stream
-from alignment.data.tokenizers.load import check_vocabulary, load_tokenizer, save_tokenizer, train_bpe
+Import from the modules themselves; a method loads only the kinds of rows that it uses.
 
-__all__ = [
-    "Comparison",
-    "DataConfig",
-    "Demonstration",
-    "Example",
-    "PairBatch",
-    "PairExample",
-    "Prompt",
-    "PromptExample",
-    "Stream",
-    "Tally",
-    "Text",
-    "check_vocabulary",
-    "collate",
-    "collate_pairs",
-    "load_tokenizer",
-    "prepare",
-    "read_rows",
-    "save_tokenizer",
-    "tokenize_comparisons",
-    "tokenize_demonstrations",
-    "tokenize_prompts",
-    "tokenize_texts",
-    "train_bpe",
-]
+    rows/         files and Hub ids -> records        tokenizers/   load, train and save tokenizers
+    text/         texts and dialogues -> token ids    tokenize      records -> examples of limited length
+    batches       examples -> micro-batches           stream        the order of examples over epochs
+    prepare       all of this from a data config      tools/        check, show, split and derive data files
+    pretraining/  masked, next-sentence and corrupted texts
+    tasks/        labeled rows for downstream tasks
+"""

@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
-from alignment.data.batches import collate, tokenize_texts
+from alignment.data.batches import collate
 from alignment.data.rows.read import DataConfig
+from alignment.data.tokenize import tokenize_texts
 from alignment.errors import UserError
 from alignment.evaluation.inputs import best_device, read_records
 from alignment.files import write_json

@@ -5,8 +5,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from alignment.data.batches import tokenize_comparisons
 from alignment.data.rows.read import DataConfig
+from alignment.data.tokenize import tokenize_comparisons
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.inputs import best_device, read_records
 from alignment.evaluation.winrate import win_rate

@@ -8,10 +8,11 @@ from typing import Any, Literal
 
 import torch
 
-from alignment.data.batches import collate, tokenize_prompts, tokenize_texts
+from alignment.data.batches import collate
 from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Prompt
 from alignment.data.text.chat import response_ids, stop_token_ids
+from alignment.data.tokenize import tokenize_prompts, tokenize_texts
 from alignment.errors import UserError
 from alignment.evaluation.inputs import best_device, print_tally, read_records
 from alignment.evaluation.judges import Judge, compare, file_judge, longer_judge, score_judge, write_annotation_form

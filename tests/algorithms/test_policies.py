@@ -14,8 +14,8 @@ from alignment.algorithms.ppo.rollout import Rollout
 from alignment.algorithms.ppo.setup import load_critic
 from alignment.algorithms.pretrain import pretrain
 from alignment.algorithms.runs import read_split
-from alignment.data.batches import PROMPT_CUT
 from alignment.data.rows.read import DataConfig
+from alignment.data.tokenize import PROMPT_CUT
 from alignment.loading import load_tokenizer
 from alignment.models.outputs import LanguageOutput
 from alignment.ragged import Ragged

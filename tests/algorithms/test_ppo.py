@@ -17,10 +17,11 @@ from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.ppo import improve, iterate, policy_loss
 from alignment.algorithms.ppo.rollout import RolloutBatch, ragged_of
 from alignment.algorithms.ppo.setup import ScoreNormalizer, build_parts, load_critic, read_data
-from alignment.data.batches import PromptExample
 from alignment.data.rows.read import DataConfig
 from alignment.data.text.chat import prompt_ids
-from alignment.data.tokenizers.load import save_tokenizer, train_bpe
+from alignment.data.tokenize import PromptExample
+from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
 from alignment.models.build import build_scalar_model

@@ -10,8 +10,9 @@ from torch.testing import assert_close
 
 from alignment.algorithms.policies import load_value_model
 from alignment.algorithms.reward import RewardConfig, preference_metrics, reward_loss_fn
-from alignment.data.batches import Example, PairExample, collate_pairs
+from alignment.data.batches import collate_pairs
 from alignment.data.rows.read import DataConfig
+from alignment.data.tokenize import Example, PairExample
 from alignment.loading import load_tokenizer
 from alignment.losses import bradley_terry_loss
 from alignment.models.outputs import ValueOutput

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.ppo.rollout import Rollout, collect, rollout_batches, with_advantages
-from alignment.data.batches import PromptExample
+from alignment.data.tokenize import PromptExample
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.models.huggingface.checkpoint import load_language_model
 

@@ -9,7 +9,8 @@ from torch.testing import assert_close
 from alignment.adapters import LoRASpec
 from alignment.commands.export import export_model
 from alignment.data.rows.read import DataConfig
-from alignment.data.tokenizers.load import save_tokenizer, train_bpe
+from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.train import train_bpe
 from alignment.generation import generate
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_language_model

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from alignment.data.tokenizers.load import train_bpe
+from alignment.data.tokenizers.train import train_bpe
 
 CORPUS = [
     "The price is $46 today and $46 tomorrow. Price: $4 or $46.",

@@ -6,13 +6,13 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from alignment.data.batches import tokenize_comparisons, tokenize_demonstrations
 from alignment.data.prepare import prepare
 from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Comparison, Demonstration
 from alignment.data.text import chat
 from alignment.data.text.encoding import control_strings, encode
-from alignment.data.tokenizers.load import train_bpe
+from alignment.data.tokenize import tokenize_comparisons, tokenize_demonstrations
+from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 
 USER = {"role": "user", "content": "hello there"}
@@ -286,7 +286,8 @@ def test_template_that_cuts_hidden_strings_apart_is_refused(chatml, templates):
 
 def test_h01_ends_count_where_padding_is_the_end_token(bpe):
     # eos = pad: rows of lengths 8 and 15 ending in it. Two supervised end tokens, no more, no fewer.
-    from alignment.data.batches import Example, collate
+    from alignment.data.batches import collate
+    from alignment.data.tokenize import Example
 
     eos = bpe.eos_token_id
     rows = [Example([5] * (n - 1) + [eos], [False] + [True] * (n - 1), str(n)) for n in (8, 15)]

@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from alignment.data.batches import Example, PairExample, collate, collate_pairs
+from alignment.data.batches import collate, collate_pairs
+from alignment.data.tokenize import Example, PairExample
 
 
 def example(length, name, first_target=1):

@@ -2,9 +2,9 @@
 
 import pytest
 
-from alignment.data.batches import Example, PairExample
 from alignment.data.rows.read import overlap
 from alignment.data.rows.records import Prompt, Tally, Text
+from alignment.data.tokenize import Example, PairExample
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.data.tools.doctor import check_file
@@ -126,7 +126,7 @@ def test_boundaries():
 
 
 def test_bytes_of_a_character_are_shown_as_the_vocabulary_spells_them(bpe):
-    from alignment.data.batches import tokenize_texts
+    from alignment.data.tokenize import tokenize_texts
 
     [example], _ = tokenize_texts([Text("猫", "r")], bpe, 9)
     assert "\ufffd" not in show_example(example, bpe)

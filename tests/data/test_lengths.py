@@ -4,23 +4,23 @@ import re
 
 import pytest
 
-from alignment.data.batches import (
+from alignment.data.prepare import prepare
+from alignment.data.rows.read import DataConfig
+from alignment.data.rows.records import Comparison, Demonstration, Prompt, Text
+from alignment.data.text import chat
+from alignment.data.text.truncation import truncate
+from alignment.data.tokenize import (
     EMPTY,
     EQUAL,
     PROMPT_CUT,
     RESPONSE_CUT,
     TEXT_CUT,
-    fit,
     tokenize_comparisons,
     tokenize_demonstrations,
     tokenize_prompts,
     tokenize_texts,
 )
-from alignment.data.prepare import prepare
-from alignment.data.rows.read import DataConfig
-from alignment.data.rows.records import Comparison, Demonstration, Prompt, Text
-from alignment.data.text import chat
-from alignment.data.tokenizers.load import train_bpe
+from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
@@ -61,7 +61,7 @@ def test_h06_every_response_keeps_a_token_and_every_length_is_kept_to(max_length
     for prompt_length in (1, 2, 5, 30):
         for lengths in ((1, 1), (2, 30), (30, 2), (30, 30)):
             prompt = [0, *range(100, 100 + prompt_length - 1)]
-            head, tails = fit(prompt, [list(range(200, 200 + length)) for length in lengths], max_length, bos)
+            head, tails = truncate(prompt, [list(range(200, 200 + length)) for length in lengths], max_length, bos)
             assert head and all(tails)
             assert all(len(head) + len(tail) <= max_length for tail in tails)
             if prompt_length + max(lengths) <= max_length:

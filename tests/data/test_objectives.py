@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 import torch
 
-from alignment.data.batches import Example
 from alignment.data.pretraining.corruption import EpochStream, Masking, fixed_seed_rows
 from alignment.data.pretraining.examples import (
     TOO_SHORT,
@@ -21,8 +20,8 @@ from alignment.data.rows.records import Text
 from alignment.data.stream import Stream
 from alignment.data.text.special_tokens import frame_of, ordinary_ids, sentinel_ids
 from alignment.data.text.truncation import even_slices
-from alignment.data.tokenizers.load import train_bpe
-from alignment.data.tokenizers.train import train_tokenizer
+from alignment.data.tokenize import Example
+from alignment.data.tokenizers.train import train_bpe, train_tokenizer
 from alignment.errors import UserError
 
 WORDS = ["the", "unbelievable", "cat", "sat", "on", "the", "mat", "and", "watched", "another", "remarkable", "cat"]

@@ -2,9 +2,10 @@
 
 import pytest
 
-from alignment.data.prepare import prepare, prepare_labeled
+from alignment.data.prepare import prepare
 from alignment.data.rows.read import TIE, DataConfig
 from alignment.data.rows.records import Tally
+from alignment.data.tasks.prepare import prepare_labeled
 from alignment.errors import UserError
 
 PAIR = {"q": "the", "good": " cat", "bad": " mat"}
@@ -60,13 +61,13 @@ def test_tallies_of_two_steps_are_those_of_both():
     reading, making = Tally(rows=9, kept=7), Tally(rows=7, kept=6, documents=6, tokens=50)
     for counts, number in ((reading, 1), (making, 6)):
         counts.drop("bad", f"row {number}")
-        counts.shorten("long", f"row {number + 1}")
+        counts.note_cut("long", f"row {number + 1}")
     reading.drop("bad", "row 3")
-    both = reading.then(making)
+    both = reading.followed_by(making)
     assert (both.rows, both.kept, both.documents, both.tokens) == (9, 6, 6, 50)
     assert both.dropped == {"bad": 3} and both.cut == {"long": 2} and both.lost == 3
     assert both.first == {"bad": ["row 1", "row 3", "row 6"], "long": ["row 2", "row 7"]}
-    beside = reading.beside(making)
+    beside = reading.merged_with(making)
     assert (beside.rows, beside.kept, beside.documents, beside.tokens) == (16, 13, 6, 50)
     assert beside.dropped == {"bad": 3} and beside.cut == {"long": 2}
 
@@ -81,6 +82,6 @@ def test_three_rows_are_named_for_each_reason():
     counts = Tally(rows=5)
     for number in range(5):
         counts.drop("bad", str(number))
-        counts.shorten("long", str(number))
+        counts.note_cut("long", str(number))
     assert counts.first == {"bad": ["0", "1", "2"], "long": ["0", "1", "2"]}
     assert counts.dropped == {"bad": 5} and counts.cut == {"long": 5}

@@ -5,10 +5,11 @@ import json
 
 import pytest
 
-from alignment.data.batches import collate_pairs, tokenize_comparisons
+from alignment.data.batches import collate_pairs
 from alignment.data.prepare import TOKENIZE
 from alignment.data.rows.read import TIE, read_rows
 from alignment.data.text.chat import prompt_ids
+from alignment.data.tokenize import tokenize_comparisons
 from alignment.data.tokenizers.load import load_tokenizer
 from alignment.errors import UserError
 

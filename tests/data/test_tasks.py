@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from alignment.data.prepare import prepare_labeled, prepare_text
+from alignment.data.pretraining.prepare import prepare_text
 from alignment.data.rows.read import DataConfig
 from alignment.data.tasks.classification import (
     NO_TEXT,
@@ -27,6 +27,7 @@ from alignment.data.tasks.gpt1_inputs import (
     encode_gpt1_texts,
 )
 from alignment.data.tasks.multiple_choice import collate_choices, encode_choices
+from alignment.data.tasks.prepare import prepare_labeled
 from alignment.data.tasks.question_answering import (
     ANSWER_NOWHERE,
     NO_ANSWER_HERE,
@@ -44,8 +45,8 @@ from alignment.data.tasks.rows import (
     read_labeled,
     require_labels,
 )
-from alignment.data.tokenizers.load import load_tokenizer, train_bpe
-from alignment.data.tokenizers.train import train_tokenizer
+from alignment.data.tokenizers.load import load_tokenizer
+from alignment.data.tokenizers.train import train_bpe, train_tokenizer
 from alignment.errors import UserError
 from alignment.losses.classification import IGNORED
 

@@ -6,7 +6,8 @@ import shutil
 import pytest
 
 from alignment.data.text import chat
-from alignment.data.tokenizers.load import check_vocabulary, load_tokenizer, save_tokenizer, train_bpe
+from alignment.data.tokenizers.load import check_vocabulary, load_tokenizer, save_tokenizer
+from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 
 TEXT = "the cat  sat\n\non the mät 猫</s>"

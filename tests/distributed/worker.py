@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alignment.data.batches import Example, collate
+from alignment.data.batches import collate
+from alignment.data.tokenize import Example
 from alignment.models.build import build_language_model
 from alignment.ragged import Ragged
 from alignment.training import (

@@ -8,7 +8,8 @@ import torch
 from alignment import cli
 from alignment.config.load import load_config
 from alignment.data.rows.read import DataConfig
-from alignment.data.tokenizers.load import save_tokenizer, train_bpe
+from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from alignment.evaluation import win_rate_run as evaluation
 from alignment.evaluation.win_rate_run import WinRateConfig

@@ -9,8 +9,8 @@ from alignment.algorithms.policies import Policy
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.ppo import iterate
 from alignment.algorithms.ppo.setup import Parts, ScoreNormalizer
-from alignment.data.batches import PromptExample
 from alignment.data.rows.read import DataConfig
+from alignment.data.tokenize import PromptExample
 from alignment.losses import FixedKL
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.training import Engine, OptimConfig, TrainingConfig

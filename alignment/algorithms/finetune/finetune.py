@@ -26,9 +26,9 @@ from alignment.algorithms.finetune.model import (
 )
 from alignment.algorithms.finetune.scoring import label_loss, label_metrics, question_metrics, read_all
 from alignment.algorithms.runs import check_rows, open_run, stream_of
-from alignment.data.prepare import Part, prepare_labeled
-from alignment.data.rows.read import DataConfig
+from alignment.data.rows.read import DataConfig, Part
 from alignment.data.tasks.gpt1_inputs import add_gpt1_tokens
+from alignment.data.tasks.prepare import prepare_labeled
 from alignment.data.tasks.rows import FinetuneTask, read_labeled
 from alignment.data.tokenizers.load import check_vocabulary, save_tokenizer
 from alignment.errors import UserError, raise_all

@@ -19,7 +19,7 @@ from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, collect, rollout_batches, with_advantages
 from alignment.algorithms.ppo.setup import Parts, build_parts, read_data, restore, store
 from alignment.algorithms.runs import open_run
-from alignment.data.batches import PromptExample
+from alignment.data.tokenize import PromptExample
 from alignment.generation import SamplingConfig, response_text
 from alignment.losses import clipped_policy_loss, clipped_tokens, clipped_value_loss, kl_estimates
 from alignment.training import Engine, LossSum, Run, Term, ZeroWeightBatch

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alignment.data.batches import PromptExample
+from alignment.data.tokenize import PromptExample
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.losses import gae, shape_rewards, whiten
 from alignment.ragged import Ragged, RaggedBatch, group_by_length

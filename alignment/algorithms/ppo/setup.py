@@ -12,10 +12,11 @@ from alignment.algorithms.policies import Policy, load_policy, load_value_model,
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.rollout import Scorer
 from alignment.algorithms.runs import check_rows, read_examples
-from alignment.data.batches import PromptExample, collate, encode_prompts
+from alignment.data.batches import collate
 from alignment.data.rows.records import Prompt
 from alignment.data.stream import Stream
 from alignment.data.text.chat import stop_token_ids
+from alignment.data.tokenize import PromptExample, encode_prompts
 from alignment.errors import UserError
 from alignment.generation import response_text
 from alignment.loading import describe_stop_tokens, load_tokenizer, same_vocabulary

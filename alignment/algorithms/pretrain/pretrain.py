@@ -18,9 +18,9 @@ from alignment.algorithms.pretrain.objectives import (
     task_of,
 )
 from alignment.algorithms.runs import check_rows, open_run, stream_of
-from alignment.data.prepare import Part, prepare_text
 from alignment.data.pretraining.corruption import EpochStream, fixed_seed_rows
-from alignment.data.rows.read import DataConfig, read_rows
+from alignment.data.pretraining.prepare import prepare_text
+from alignment.data.rows.read import DataConfig, Part, read_rows
 from alignment.data.rows.records import Text
 from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.train import TokenizerKind, train_tokenizer

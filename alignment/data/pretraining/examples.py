@@ -4,17 +4,13 @@ The corruption itself is in corruption.py, next-sentence prediction in next_sent
 corruption: its examples and batches are those of data/batches.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from alignment.data.batches import TEXT_CUT, Example
 from alignment.data.pretraining import corruption
 from alignment.data.pretraining.corruption import NOT_CHOSEN, Ids, Masking, SeededRow
 from alignment.data.rows.records import Tally, Text
@@ -28,11 +24,10 @@ from alignment.data.text.special_tokens import (
     tokenize_with_offsets,
 )
 from alignment.data.text.truncation import even_slices, text_budget
+from alignment.data.tokenize import TEXT_CUT, Example
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.ragged import Ragged, Seq2Seq, group_rows_by_length
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 NO_TOKEN = "text of which the tokenizer makes no token"
 TOO_SHORT = "text of a single token, too short for a source and a target"
@@ -48,6 +43,11 @@ class MaskableExample:
     word_starts: list[bool]
     row_id: str
 
+    @property
+    def documents(self) -> list[list[int]]:
+        """The one token sequence."""
+        return [self.ids]
+
 
 @dataclass(frozen=True)
 class MaskTokens:
@@ -57,7 +57,7 @@ class MaskTokens:
     random_ids: np.ndarray
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> MaskTokens:
+    def of(cls, tokenizer: Tokenizer) -> "MaskTokens":
         """The mask tokens of a tokenizer; random replacements are all its tokens that are not special.
 
         Raises:
@@ -68,7 +68,7 @@ class MaskTokens:
 
 
 def tokenize_maskable(
-    rows: Sequence[Text], tokenizer: PreTrainedTokenizerBase, max_length: int
+    rows: Sequence[Text], tokenizer: Tokenizer, max_length: int
 ) -> tuple[list[MaskableExample], Tally]:
     """Texts for masked language modeling; a longer text is split into successive parts of about equal length."""
     template, counts = frame_of(tokenizer), Tally(rows=len(rows))
@@ -80,12 +80,12 @@ def tokenize_maskable(
             continue
         counts.kept += 1
         if len(text.ids) > budget:
-            counts.shorten(TEXT_CUT, row.row_id)
+            counts.note_cut(TEXT_CUT, row.row_id)
         for part in even_slices(len(text.ids), budget):
             encoded = template.single(text.ids[part])
             starts = word_starts_in(encoded, [text.word_starts[part]])
             examples.append(MaskableExample(encoded.ids, encoded.ordinary, starts, row.row_id))
-    return examples, measured(counts, [example.ids for example in examples])
+    return examples, counts.with_documents(example.ids for example in examples)
 
 
 def word_starts_in(encoded: EncodedText, texts: Sequence[Sequence[bool]]) -> list[bool]:
@@ -132,7 +132,7 @@ def masked_batch(masked: Sequence[tuple[MaskableExample, np.ndarray, np.ndarray]
 
 
 def tokenize_plain(
-    rows: Sequence[Text], tokenizer: PreTrainedTokenizerBase, max_length: int, special_tokens: int = 1
+    rows: Sequence[Text], tokenizer: Tokenizer, max_length: int, special_tokens: int = 1
 ) -> tuple[list[Example], Tally]:
     """Texts for encoder-decoders, without special tokens, short enough that a source has at most `max_length` tokens.
 
@@ -149,14 +149,14 @@ def tokenize_plain(
             continue
         counts.kept += 1
         if len(text.ids) > budget:
-            counts.shorten(TEXT_CUT, row.row_id)
+            counts.note_cut(TEXT_CUT, row.row_id)
         for part in even_slices(len(text.ids), budget):
             examples.append(Example(text.ids[part], [True] * (part.stop - part.start), row.row_id))
-    return examples, measured(counts, [example.ids for example in examples])
+    return examples, counts.with_documents(example.ids for example in examples)
 
 
 def span_corruption(
-    tokenizer: PreTrainedTokenizerBase, examples: Sequence[Example], *, density: float = 0.15, mean_span: float = 3.0
+    tokenizer: Tokenizer, examples: Sequence[Example], *, density: float = 0.15, mean_span: float = 3.0
 ) -> Corrupt:
     """T5's span corruption of a text: source and target of `corrupt_spans`, each with the end token after it.
 
@@ -175,13 +175,13 @@ def span_corruption(
     return lambda ids, generator: _with_end_token(corrupt(ids, generator=generator), end)
 
 
-def prefix_modeling(tokenizer: PreTrainedTokenizerBase) -> Corrupt:
+def prefix_modeling(tokenizer: Tokenizer) -> Corrupt:
     """T5's prefix language modeling of a text: its first part and the rest, each with the end token after it."""
     end = document_end_id(tokenizer)
     return lambda ids, generator: _with_end_token(corruption.split_prefix(ids, generator), end)
 
 
-def infilling(tokenizer: PreTrainedTokenizerBase, *, density: float = 0.3, mean_span: float = 3.0) -> Corrupt:
+def infilling(tokenizer: Tokenizer, *, density: float = 0.3, mean_span: float = 3.0) -> Corrupt:
     """BART's text infilling: the text with masked spans and the whole text, both with the tokenizer's special tokens."""
     mask, template = mask_id(tokenizer), frame_of(tokenizer)
 
@@ -212,8 +212,3 @@ def collate_seq2seq(
         nothing = [[False] * len(source) for source in sources]
         batches.append(Seq2Seq(Ragged.build(sources, nothing, row_ids=names), Ragged.build(targets, row_ids=names)))
     return batches
-
-
-def measured(counts: Tally, documents: Sequence[Ids]) -> Tally:
-    """The tally with the number of documents and of their tokens filled in."""
-    return replace(counts, documents=len(documents), tokens=sum(map(len, documents)))

@@ -1,12 +1,9 @@
 """BERT's sentence pairs for masked language modeling with next-sentence prediction: texts to passages to masked pairs."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,17 +15,14 @@ from alignment.data.pretraining.examples import (
     MaskTokens,
     mask_example,
     masked_batch,
-    measured,
     word_starts_in,
 )
 from alignment.data.rows.records import Tally, Text
 from alignment.data.text.special_tokens import SpecialTokenTemplate, frame_of, tokenize_with_offsets
 from alignment.data.text.truncation import text_budget, truncate_pair
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.ragged import RaggedBatch, group_rows_by_length
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 FOLLOWS, OTHER_TEXT = 0, 1
 ONE_SENTENCE = "text of fewer than two sentences: no pair can be made"
@@ -51,6 +45,11 @@ class Passage:
     sentences: list[Sentence]
     document: int
     row_id: str
+
+    @property
+    def documents(self) -> list[list[int]]:
+        """All sentences as one token sequence."""
+        return [[token for sentence in self.sentences for token in sentence.ids]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +103,7 @@ def sentences_of(text: str) -> list[str]:
     return [sentence for sentence in SENTENCE_END.split(text) if sentence.strip()]
 
 
-def tokenize_passages(
-    rows: Sequence[Text], tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> tuple[list[Passage], Tally]:
+def tokenize_passages(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) -> tuple[list[Passage], Tally]:
     """Texts as passages of successive sentences; each sentence is in one passage.
 
     Raises:
@@ -125,10 +122,10 @@ def tokenize_passages(
         passages += [Passage(sentences[part], document, row.row_id) for part in groups]
         for part in groups:
             if sum(len(sentence.ids) for sentence in sentences[part]) > budget:
-                counts.shorten(LONG_SENTENCES, row.row_id)
+                counts.note_cut(LONG_SENTENCES, row.row_id)
     if counts.kept < 2:
         raise UserError("sentence pairs need at least two texts of two sentences or more; " + counts.lines()[0])
-    return passages, measured(counts, [[i for s in passage.sentences for i in s.ids] for passage in passages])
+    return passages, counts.with_documents(ids for passage in passages for ids in passage.documents)
 
 
 def group_sentences(lengths: Sequence[int], budget: int) -> list[slice]:

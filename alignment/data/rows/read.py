@@ -59,6 +59,16 @@ class DataConfig:
         named = self.train if part == "train" else self.evaluation or []
         return [named] if isinstance(named, str) else named
 
+    def require_sources(self, part: Part) -> list[str]:
+        """Files and Hub ids of one part.
+
+        Raises:
+            UserError: no data is named for it.
+        """
+        if not self.sources(part):
+            raise UserError(f"data.{part} names no file")
+        return self.sources(part)
+
     def split_of(self, part: Part) -> str:
         """The split read of a Hub data set that names none itself."""
         return self.split if part == "train" or self.evaluation_split is None else self.evaluation_split
@@ -102,7 +112,7 @@ def read_rows(
         reading.read(name, read_raw(name, split), columns or {}, keep_going=on_bad_row == "skip")
         records += reading.records
         problems += reading.problems
-        counts = counts.beside(reading.counts)
+        counts = counts.merged_with(reading.counts)
     if problems and on_bad_row == "error":
         number = f"{len(problems)} bad row{'s' if len(problems) > 1 else ''}"
         problems.insert(0, f"{number}; mend them, or set data.on_bad_row=skip to leave them out")

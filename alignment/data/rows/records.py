@@ -95,7 +95,7 @@ class Tally:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
         self._note(reason, row_id)
 
-    def shorten(self, what: str, row_id: str) -> None:
+    def note_cut(self, what: str, row_id: str) -> None:
         """Note a row that is kept, but not whole."""
         self.cut[what] = self.cut.get(what, 0) + 1
         self._note(what, row_id)
@@ -105,7 +105,12 @@ class Tally:
         if len(ids) < SHOWN_IDS:
             ids.append(row_id)
 
-    def then(self, later: "Tally") -> "Tally":
+    def with_documents(self, documents: Iterable[Sequence[int]]) -> "Tally":
+        """The tally with the number of these documents and of their tokens filled in."""
+        sizes = [len(document) for document in documents]
+        return replace(self, documents=len(sizes), tokens=sum(sizes))
+
+    def followed_by(self, later: "Tally") -> "Tally":
         """The tally of this step followed by `later`, which worked on the rows this one kept."""
         return replace(
             later,
@@ -115,7 +120,7 @@ class Tally:
             first=_join(self.first, later.first),
         )
 
-    def beside(self, other: "Tally") -> "Tally":
+    def merged_with(self, other: "Tally") -> "Tally":
         """The tally of two sources together."""
         return Tally(
             rows=self.rows + other.rows,

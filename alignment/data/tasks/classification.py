@@ -3,25 +3,20 @@
 GPT-1's inputs for the same tasks are in gpt1_inputs.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from alignment.data.pretraining.examples import measured
 from alignment.data.rows.records import Tally
 from alignment.data.tasks.rows import LabeledText, LabeledWords, require_labels
 from alignment.data.text.special_tokens import EncodedText, TokenizedText, frame_of, tokenize_with_offsets
 from alignment.data.text.truncation import text_budget, truncate_pair
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.losses.classification import IGNORED
 from alignment.ragged import Ragged, RaggedBatch, group_rows_by_length
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 TEXT_END_CUT = "text longer than max_length: its end cut off"
 PAIR_CUT = "pair longer than max_length: the longer text's end cut off"
@@ -38,6 +33,11 @@ class ClassExample:
     label: int
     row_id: str
 
+    @property
+    def documents(self) -> list[list[int]]:
+        """The one token sequence."""
+        return [self.encoded.ids]
+
 
 @dataclass(frozen=True, slots=True)
 class TokenExample:
@@ -46,6 +46,11 @@ class TokenExample:
     encoded: EncodedText
     labels: list[int]
     row_id: str
+
+    @property
+    def documents(self) -> list[list[int]]:
+        """The one token sequence."""
+        return [self.encoded.ids]
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class LabeledBatch(RaggedBatch):
 
 
 def encode_texts(
-    rows: Sequence[LabeledText], tokenizer: PreTrainedTokenizerBase, max_length: int, names: dict[int, str]
+    rows: Sequence[LabeledText], tokenizer: Tokenizer, max_length: int, names: dict[int, str]
 ) -> tuple[list[ClassExample], Tally]:
     """Texts or pairs with the tokenizer's special tokens, truncated to `max_length` at their ends.
 
@@ -82,15 +87,15 @@ def encode_texts(
         second_ids = [] if row.pair is None else second.ids
         kept, kept_second = truncate_pair(first.ids, second_ids, budget)
         if len(first.ids) + len(second_ids) > budget:
-            counts.shorten(TEXT_END_CUT if row.pair is None else PAIR_CUT, row.row_id)
+            counts.note_cut(TEXT_END_CUT if row.pair is None else PAIR_CUT, row.row_id)
         encoded = template.single(kept) if row.pair is None else template.pair(kept, kept_second)
         examples.append(ClassExample(encoded, ids[row.label], row.row_id))
     counts.kept = len(examples)
-    return examples, measured(counts, [example.encoded.ids for example in examples])
+    return examples, counts.with_documents(example.encoded.ids for example in examples)
 
 
 def encode_words(
-    rows: Sequence[LabeledWords], tokenizer: PreTrainedTokenizerBase, max_length: int, names: dict[int, str]
+    rows: Sequence[LabeledWords], tokenizer: Tokenizer, max_length: int, names: dict[int, str]
 ) -> tuple[list[TokenExample], Tally]:
     """Words joined by blanks; each word's label is that of its first token, its other tokens are ignored.
 
@@ -105,9 +110,9 @@ def encode_words(
         firsts = first_tokens(row.words, text)
         kept = {first: ids[label] for first, label in zip(firsts, row.labels, strict=True) if first is not None}
         for _ in range(firsts.count(None)):
-            counts.shorten(WORDS_LOST, row.row_id)
+            counts.note_cut(WORDS_LOST, row.row_id)
         for _ in range(sum(first >= budget for first in kept)):
-            counts.shorten(WORDS_CUT, row.row_id)
+            counts.note_cut(WORDS_CUT, row.row_id)
         encoded = template.single(text.ids[:budget])
         shift = encoded.starts[0]
         labels = [
@@ -115,7 +120,7 @@ def encode_words(
             for position, is_text in enumerate(encoded.ordinary)
         ]
         examples.append(TokenExample(encoded, labels, row.row_id))
-    return examples, measured(counts, [example.encoded.ids for example in examples])
+    return examples, counts.with_documents(example.encoded.ids for example in examples)
 
 
 def first_tokens(words: Sequence[str], tokenized: TokenizedText) -> list[int | None]:

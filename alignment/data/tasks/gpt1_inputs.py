@@ -4,26 +4,20 @@ The answer is read at the extract token. A row becomes one document, or several 
 similar pair, or one document per choice.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from alignment.data.pretraining.examples import measured
 from alignment.data.rows.records import Tally
 from alignment.data.tasks.classification import PAIR_CUT, TEXT_END_CUT
 from alignment.data.tasks.rows import Choice, LabeledText, require_labels
 from alignment.data.text.special_tokens import tokenize_with_offsets
 from alignment.data.text.truncation import text_budget, truncate_pair
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.ragged import Ragged, RaggedBatch, group_rows_by_length
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 GPT1_TOKENS = ("<start>", "<delimiter>", "<extract>")
 
@@ -37,13 +31,13 @@ class GPT1Tokens:
     extract: int
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase) -> GPT1Tokens:
+    def of(cls, tokenizer: Tokenizer) -> "GPT1Tokens":
         """The ids in a tokenizer from `add_gpt1_tokens`."""
         vocabulary = tokenizer.get_vocab()
         return cls(*(vocabulary[token] for token in GPT1_TOKENS))
 
 
-def add_gpt1_tokens(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
+def add_gpt1_tokens(tokenizer: Tokenizer) -> Tokenizer:
     """A copy of the tokenizer with <start>, <delimiter> and <extract>, added as last tokens where it lacks them.
 
     The model needs an embedding for each: resize its vocabulary to `len` of the result.
@@ -84,7 +78,7 @@ class MultiSequenceBatch(RaggedBatch):
 
 
 def encode_gpt1_texts(
-    rows: Sequence[LabeledText], tokenizer: PreTrainedTokenizerBase, max_length: int, names: dict[int, str]
+    rows: Sequence[LabeledText], tokenizer: Tokenizer, max_length: int, names: dict[int, str]
 ) -> tuple[list[MultiSequenceExample], Tally]:
     """Classification: start text extract; entailment: start premise delimiter hypothesis extract.
 
@@ -100,7 +94,7 @@ def encode_gpt1_texts(
 
 
 def encode_gpt1_similarity(
-    rows: Sequence[LabeledText], tokenizer: PreTrainedTokenizerBase, max_length: int, names: dict[int, str]
+    rows: Sequence[LabeledText], tokenizer: Tokenizer, max_length: int, names: dict[int, str]
 ) -> tuple[list[MultiSequenceExample], Tally]:
     """Similarity: both orders of the pair, as neither text comes first; their hidden states are to be added.
 
@@ -116,7 +110,7 @@ def encode_gpt1_similarity(
 
 
 def encode_gpt1_choices(
-    rows: Sequence[Choice], tokenizer: PreTrainedTokenizerBase, max_length: int
+    rows: Sequence[Choice], tokenizer: Tokenizer, max_length: int
 ) -> tuple[list[MultiSequenceExample], Tally]:
     """Multiple choice: start context delimiter choice extract for each choice; a softmax over their scores follows.
 
@@ -133,7 +127,7 @@ def _encode(
     texts: Sequence[Sequence[tuple[str, str | None]]],
     labels: Sequence[int],
     row_ids: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     max_length: int,
 ) -> tuple[list[MultiSequenceExample], Tally]:
     special, counts, examples = GPT1Tokens.of(tokenizer), Tally(rows=len(texts), kept=len(texts)), []
@@ -146,9 +140,9 @@ def _encode(
             documents.append(document)
             cut |= was_cut
         if cut:
-            counts.shorten(TEXT_END_CUT if sequences[0][1] is None else PAIR_CUT, row_id)
+            counts.note_cut(TEXT_END_CUT if sequences[0][1] is None else PAIR_CUT, row_id)
         examples.append(MultiSequenceExample(documents, label, row_id))
-    return examples, measured(counts, [document for example in examples for document in example.documents])
+    return examples, counts.with_documents(document for example in examples for document in example.documents)
 
 
 def _document(

@@ -3,25 +3,19 @@
 GPT-1's inputs for the same task are in gpt1_inputs.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
-from alignment.data.pretraining.examples import measured
 from alignment.data.rows.records import Tally
 from alignment.data.tasks.classification import NO_TEXT, PAIR_CUT, ClassExample, build_ragged
 from alignment.data.tasks.gpt1_inputs import MultiSequenceBatch
 from alignment.data.tasks.rows import Choice
 from alignment.data.text.special_tokens import EncodedText, frame_of, tokenize_with_offsets
 from alignment.data.text.truncation import text_budget, truncate_pair
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.ragged import group_rows_by_length
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +26,13 @@ class ChoiceExample:
     label: int
     row_id: str
 
+    @property
+    def documents(self) -> list[list[int]]:
+        """Context and choice, for each choice."""
+        return [pair.ids for pair in self.pairs]
 
-def encode_choices(
-    rows: Sequence[Choice], tokenizer: PreTrainedTokenizerBase, max_length: int
-) -> tuple[list[ChoiceExample], Tally]:
+
+def encode_choices(rows: Sequence[Choice], tokenizer: Tokenizer, max_length: int) -> tuple[list[ChoiceExample], Tally]:
     """Context and choice as a pair with the tokenizer's special tokens, truncated to `max_length`, for each choice.
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 4.4 (SWAG).
@@ -50,11 +47,11 @@ def encode_choices(
             counts.drop(NO_TEXT, row.row_id)
             continue
         if len(context.ids) + max(map(len, choices)) > budget:
-            counts.shorten(PAIR_CUT, row.row_id)
+            counts.note_cut(PAIR_CUT, row.row_id)
         pairs = [template.pair(*truncate_pair(context.ids, choice, budget)) for choice in choices]
         examples.append(ChoiceExample(pairs, row.label, row.row_id))
     counts.kept = len(examples)
-    return examples, measured(counts, [pair.ids for example in examples for pair in example.pairs])
+    return examples, counts.with_documents(ids for example in examples for ids in example.documents)
 
 
 def collate_choices(examples: Sequence[ChoiceExample], micro_batch_tokens: int) -> list[MultiSequenceBatch]:

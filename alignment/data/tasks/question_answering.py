@@ -1,15 +1,11 @@
 """Examples and batches of extractive question answering: overlapping windows over the context, answers as token spans."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from alignment.data.pretraining.examples import measured
 from alignment.data.rows.records import Tally
 from alignment.data.tasks.classification import build_ragged, group_encoded
 from alignment.data.tasks.rows import Question
@@ -21,11 +17,9 @@ from alignment.data.text.special_tokens import (
     tokenize_with_offsets,
 )
 from alignment.data.text.truncation import text_budget
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.ragged import RaggedBatch
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 QUESTION_CUT = "question longer than max_question: its end cut off"
 NO_ANSWER_HERE = "windows without the answer: labeled with the first token"
@@ -50,6 +44,11 @@ class SpanExample:
     question: int
     row_id: str
 
+    @property
+    def documents(self) -> list[list[int]]:
+        """The one token sequence."""
+        return [self.encoded.ids]
+
 
 @dataclass(frozen=True)
 class SpanBatch(RaggedBatch):
@@ -66,7 +65,7 @@ class SpanBatch(RaggedBatch):
 
 def encode_questions(
     rows: Sequence[Question],
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     max_length: int,
     *,
     stride: int = 128,
@@ -91,7 +90,7 @@ def encode_questions(
     contexts = tokenize_with_offsets(tokenizer, [row.context for row in rows])
     for number, (row, question, context) in enumerate(zip(rows, questions, contexts, strict=True)):
         if len(question.ids) > max_question:
-            counts.shorten(QUESTION_CUT, row.row_id)
+            counts.note_cut(QUESTION_CUT, row.row_id)
         question_ids = question.ids[:max_question]
         budget = text_budget(max_length, template.pair_size + len(question_ids))
         if not 1 <= stride <= budget:
@@ -103,11 +102,11 @@ def encode_questions(
         ]
         without = sum(window.start == 0 for window in windows)
         for _ in range(without):
-            counts.shorten(NO_ANSWER_HERE, row.row_id)
+            counts.note_cut(NO_ANSWER_HERE, row.row_id)
         if row.answers and without == len(windows):
-            counts.shorten(ANSWER_NOWHERE, row.row_id)
+            counts.note_cut(ANSWER_NOWHERE, row.row_id)
         examples += windows
-    return examples, measured(counts, [example.encoded.ids for example in examples])
+    return examples, counts.with_documents(example.encoded.ids for example in examples)
 
 
 def window_starts(length: int, size: int, stride: int) -> list[int]:

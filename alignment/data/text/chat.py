@@ -5,10 +5,8 @@ token; prompt and response are tokenized apart and joined by ids, as sampling do
 ("</s>") stays text. Messages become text through the chat template (templates.py); plain text never enters a template.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from alignment.data.rows.records import Messages
 from alignment.data.text.encoding import adds_bos, bos_id, control_strings, encode
@@ -22,13 +20,11 @@ from alignment.data.text.templates import (
     render,
     require_contents,
 )
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
-
-def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
+def end_token_id(tokenizer: Tokenizer) -> int:
     """The token that ends a response: the template's end of turn where there is one, else the tokenizer's EOS.
 
     Raises:
@@ -39,7 +35,7 @@ def end_token_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return document_end_id(tokenizer)
 
 
-def document_end_id(tokenizer: PreTrainedTokenizerBase) -> int:
+def document_end_id(tokenizer: Tokenizer) -> int:
     """The token that ends a document of plain text: EOS.
 
     Raises:
@@ -54,13 +50,13 @@ def document_end_id(tokenizer: PreTrainedTokenizerBase) -> int:
     return end
 
 
-def stop_token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+def stop_token_ids(tokenizer: Tokenizer) -> set[int]:
     """All tokens at which generation stops: the end of turn and EOS."""
     eos = cast("int | None", tokenizer.eos_token_id)
     return {end_token_id(tokenizer)} | ({eos} if eos is not None else set())
 
 
-def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, prompt: str | Messages) -> list[int]:
     """Ids of a prompt: one BOS where there is one, the text; for messages up to the assistant's header.
 
     Raises:
@@ -76,21 +72,19 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str | Messages) -> li
     return _with_one_bos(tokenizer, encode_rendered(tokenizer, text, how, follows=False))
 
 
-def prompts_ids(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str]) -> list[list[int]]:
+def prompts_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
     """`prompt_ids` of many plain texts at once."""
     bos = bos_id(tokenizer) if adds_bos(tokenizer) else None
     return [ids if bos is None else [bos, *ids] for ids in encode(tokenizer, prompts)]
 
 
-def response_ids(
-    tokenizer: PreTrainedTokenizerBase, response: str, prompt: str | Messages = "", *, ended: bool = True
-) -> list[int]:
+def response_ids(tokenizer: Tokenizer, response: str, prompt: str | Messages = "", *, ended: bool = True) -> list[int]:
     """Ids of a response and exactly one end token, also where the text already ends in it; see `responses_ids`."""
     return responses_ids(tokenizer, [response], [prompt], ended=[ended])[0]
 
 
 def responses_ids(
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     responses: Sequence[str],
     prompts: Sequence[str | Messages] | None = None,
     *,
@@ -118,19 +112,19 @@ def responses_ids(
     return [[*tokens, end] if done else tokens for tokens, done in zip(ids, whole, strict=True)]
 
 
-def text_ids(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Ids of a document to pretrain on: one BOS where there is one, the text, EOS."""
     return texts_ids(tokenizer, [text])[0]
 
 
-def texts_ids(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
+def texts_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """`text_ids` of many texts at once."""
     end = document_end_id(tokenizer)
     return [[*ids, end] for ids in prompts_ids(tokenizer, texts)]
 
 
 def chat_ids(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, trained: Sequence[bool] | None = None
+    tokenizer: Tokenizer, messages: Messages, trained: Sequence[bool] | None = None
 ) -> tuple[list[int], list[bool]]:
     """Ids of a dialogue, and which of them count: every assistant reply with its end token, and nothing else.
 
@@ -176,9 +170,7 @@ def chat_ids(
     return ids, mask
 
 
-def _one_turn(
-    tokenizer: PreTrainedTokenizerBase, messages: Messages, index: int, done: str, end: str
-) -> tuple[str, str, str, str]:
+def _one_turn(tokenizer: Tokenizer, messages: Messages, index: int, done: str, end: str) -> tuple[str, str, str, str]:
     """Texts of one assistant turn: what is new up to its header, what the template writes between header and reply, the
     reply, and all up to and with its end token."""
     opened = render(tokenizer, messages[:index], open_turn=True) if index else ""
@@ -204,14 +196,12 @@ def _split_turn(turn: str, content: str, end: str) -> tuple[str, str] | None:
     return (body[:start], body[start:]) if found and start is not None else None
 
 
-def _writes_around(tokenizer: PreTrainedTokenizerBase, end: str) -> bool:
+def _writes_around(tokenizer: Tokenizer, end: str) -> bool:
     """Whether the template writes anything between the assistant's header, its reply and the end token."""
     return _last_turn(tokenizer, [{"role": "user", "content": "Hello"}], PROBE, True, end) != ("", PROBE)
 
 
-def _last_turn(
-    tokenizer: PreTrainedTokenizerBase, prompt: Messages, response: str, ended: bool, end: str
-) -> tuple[str, str]:
+def _last_turn(tokenizer: Tokenizer, prompt: Messages, response: str, ended: bool, end: str) -> tuple[str, str]:
     """What the template writes before a response to messages, and the response as it writes it.
 
     A response that begins with it already is not given it twice; one that the template rewrites stands as it is.
@@ -227,7 +217,7 @@ def _last_turn(
     return turn[0], plain(turn[1], how) if ended else response
 
 
-def _turns_ids(tokenizer: PreTrainedTokenizerBase, turns: Sequence[tuple[str, str]]) -> list[list[int]]:
+def _turns_ids(tokenizer: Tokenizer, turns: Sequence[tuple[str, str]]) -> list[list[int]]:
     """Ids of replies after what the template writes before them: one text, but for control tokens (a whole header)."""
     apart = [any(string in lead for string in control_strings(tokenizer)) for lead, _ in turns]
     texts = [text if header else lead + text for header, (lead, text) in zip(apart, turns, strict=True)]
@@ -256,15 +246,15 @@ def without_end(text: str, stops: Sequence[str]) -> str:
     return text
 
 
-def _stop_strings(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def _stop_strings(tokenizer: Tokenizer) -> list[str]:
     return [str(token) for token in tokenizer.convert_ids_to_tokens(sorted(stop_token_ids(tokenizer)))]
 
 
-def _token_id(tokenizer: PreTrainedTokenizerBase, token: str) -> int:
+def _token_id(tokenizer: Tokenizer, token: str) -> int:
     return cast(int, tokenizer.convert_tokens_to_ids(token))
 
 
-def _with_one_bos(tokenizer: PreTrainedTokenizerBase, ids: list[int]) -> list[int]:
+def _with_one_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
     bos = bos_id(tokenizer)
     if bos is None:
         return ids

@@ -1,21 +1,17 @@
 """Text to ids without interpretation: which strings are control tokens is decided by the caller, never by the text."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 ANCHOR = "\n"
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], *, control_tokens: bool = False, follows: bool = False
+    tokenizer: Tokenizer, texts: Sequence[str], *, control_tokens: bool = False, follows: bool = False
 ) -> list[list[int]]:
     """Ids of each text, nothing added.
 
@@ -41,12 +37,12 @@ def encode(
     ]
 
 
-def _puts_a_blank_first(tokenizer: PreTrainedTokenizerBase) -> bool:
+def _puts_a_blank_first(tokenizer: Tokenizer) -> bool:
     anchor, alone, after = _encode(tokenizer, [ANCHOR, "a", ANCHOR + "a"], False)
     return bool(anchor) and after[: len(anchor)] == anchor and after[len(anchor) :] != alone
 
 
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], control_tokens: bool) -> list[list[int]]:
+def _encode(tokenizer: Tokenizer, texts: Sequence[str], control_tokens: bool) -> list[list[int]]:
     with naming_panics(tokenizer):
         encoded = tokenizer(
             list(texts),
@@ -62,7 +58,7 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], control_to
 
 
 @contextmanager
-def naming_panics(tokenizer: PreTrainedTokenizerBase) -> Iterator[None]:
+def naming_panics(tokenizer: Tokenizer) -> Iterator[None]:
     """Turn a panic of the tokenizers library, which is no `Exception`, into a user's error.
 
     Raises:
@@ -84,18 +80,18 @@ def is_panic(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def bos_id(tokenizer: PreTrainedTokenizerBase) -> int | None:
+def bos_id(tokenizer: Tokenizer) -> int | None:
     """The id of BOS, or None where the tokenizer has no such token."""
     return cast("int | None", tokenizer.bos_token_id)
 
 
-def adds_bos(tokenizer: PreTrainedTokenizerBase) -> bool:
+def adds_bos(tokenizer: Tokenizer) -> bool:
     """True where the tokenizer itself puts its BOS before a text (post-processor or `add_bos_token`)."""
     with_special = cast("list[int]", tokenizer("a", add_special_tokens=True)["input_ids"])
     return with_special[:1] == [bos_id(tokenizer)]
 
 
-def control_strings(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+def control_strings(tokenizer: Tokenizer) -> list[str]:
     """The texts of all control tokens, longest first."""
     special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     return sorted(special, key=lambda text: (-len(text), text))

@@ -1,18 +1,14 @@
 """What a tokenizer puts around one text and around two, and its text's pieces with their places. Cuts nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from alignment.data.text.encoding import naming_panics
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MASK_NAMES = ("<mask>", "[MASK]")  # where the tokenizer has such a token and does not say what it is for
 SENTINEL = "<extra_id_{}>"
@@ -75,7 +71,7 @@ class SpecialTokenTemplate:
         return EncodedText([token for stretch in stretches for token in stretch], segments, ordinary, starts)
 
 
-def frame_of(tokenizer: PreTrainedTokenizerBase) -> SpecialTokenTemplate:
+def frame_of(tokenizer: Tokenizer) -> SpecialTokenTemplate:
     """The frame that the tokenizer's post-processor puts around texts.
 
     Raises:
@@ -109,7 +105,7 @@ class TokenizedText:
     offsets: list[tuple[int, int]]
 
 
-def tokenize_with_offsets(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[TokenizedText]:
+def tokenize_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenizedText]:
     """Ids of each text with word starts and places; strings like "[SEP]" in a text are spelt out."""
     if not texts:
         return []
@@ -123,11 +119,11 @@ def _word_starts(words: Sequence[int | None]) -> list[bool]:
     return [place == 0 or word is None or word != words[place - 1] for place, word in enumerate(words)]
 
 
-def _encoding(tokenizer: PreTrainedTokenizerBase, *texts: str) -> Any:
+def _encoding(tokenizer: Tokenizer, *texts: str) -> Any:
     return _encodings(tokenizer, *([text] for text in texts), add_special_tokens=True)[0]
 
 
-def _encodings(tokenizer: PreTrainedTokenizerBase, *texts: list[str], add_special_tokens: bool) -> list[Any]:
+def _encodings(tokenizer: Tokenizer, *texts: list[str], add_special_tokens: bool) -> list[Any]:
     if not tokenizer.is_fast:
         raise UserError(f"{tokenizer.name_or_path}: not a fast tokenizer; save it with a tokenizer.json")
     with naming_panics(tokenizer):
@@ -142,7 +138,7 @@ def _encodings(tokenizer: PreTrainedTokenizerBase, *texts: list[str], add_specia
     return list(encoded.encodings or [])
 
 
-def mask_id(tokenizer: PreTrainedTokenizerBase) -> int:
+def mask_id(tokenizer: Tokenizer) -> int:
     """The id of the mask token.
 
     Raises:
@@ -160,7 +156,7 @@ def mask_id(tokenizer: PreTrainedTokenizerBase) -> int:
     )
 
 
-def sentinel_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def sentinel_ids(tokenizer: Tokenizer) -> list[int]:
     """Ids of <extra_id_0>, <extra_id_1>, ... as far as the tokenizer has them; in T5's vocabulary they descend."""
     vocabulary, ids = tokenizer.get_vocab(), []
     while (sentinel := vocabulary.get(SENTINEL.format(len(ids)))) is not None:
@@ -168,7 +164,7 @@ def sentinel_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return ids
 
 
-def ordinary_ids(tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
+def ordinary_ids(tokenizer: Tokenizer) -> np.ndarray:
     """Ids of all tokens that are not special, ascending."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= {int(number) for number in tokenizer.all_special_ids}

@@ -6,19 +6,15 @@ should the template lack the tokenizer's). Control strings inside messages ("<|i
 private-use characters before rendering; afterwards the text is cut there and the strings are tokenized as plain text.
 """
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from alignment.data.rows.records import Messages
 from alignment.data.text.encoding import control_strings, encode
 from alignment.data.text.rendering import RenderError, render_template
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 MAX_TEMPLATE_CHARACTERS = 200_000
 PROBE = "alignmentprobe"  # a word no template contains
@@ -46,7 +42,7 @@ class EscapedControlTokens:
         return re.sub(pattern, lambda match: f"{self.opening}{numbers[match[0]]}{self.closing}", text)
 
 
-def disguise(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[Messages, EscapedControlTokens]:
+def disguise(tokenizer: Tokenizer, messages: Messages) -> tuple[Messages, EscapedControlTokens]:
     """The messages with their control strings hidden, and how to find them again."""
     present = "".join(message["content"] for message in messages)
     unused = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in present)
@@ -56,12 +52,12 @@ def disguise(tokenizer: PreTrainedTokenizerBase, messages: Messages) -> tuple[Me
     return [{**message, "content": how.hide(message["content"])} for message in messages], how
 
 
-def name_of(tokenizer: PreTrainedTokenizerBase) -> str:
+def name_of(tokenizer: Tokenizer) -> str:
     """What to call the template in a message."""
     return f"the chat template of {tokenizer.name_or_path or 'this tokenizer'}"
 
 
-def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, open_turn: bool) -> str:
+def render(tokenizer: Tokenizer, messages: Messages, *, open_turn: bool) -> str:
     """The template's text for the messages.
 
     Args:
@@ -88,16 +84,14 @@ def render(tokenizer: PreTrainedTokenizerBase, messages: Messages, *, open_turn:
         raise UserError(f"{name_of(tokenizer)} refuses messages of roles {roles}: {error}") from error
 
 
-def require_contents(tokenizer: PreTrainedTokenizerBase, messages: Messages, text: str) -> None:
+def require_contents(tokenizer: Tokenizer, messages: Messages, text: str) -> None:
     """Refuse a template that leaves out or rewrites what others than the assistant said (trimming blanks is fine)."""
     for index, message in enumerate(messages):
         if message["role"] != "assistant" and message["content"].strip() not in text:
             raise UserError(f"{name_of(tokenizer)} leaves out or rewrites message {index} (role {message['role']})")
 
 
-def encode_rendered(
-    tokenizer: PreTrainedTokenizerBase, text: str, how: EscapedControlTokens, *, follows: bool
-) -> list[int]:
+def encode_rendered(tokenizer: Tokenizer, text: str, how: EscapedControlTokens, *, follows: bool) -> list[int]:
     """Ids of rendered text: the template's control tokens as such, hidden strings as plain text."""
     ids: list[int] = []
     for number, piece in enumerate(how.mark.split(text)):  # text, number, text, number, ..., text
@@ -116,7 +110,7 @@ def plain(text: str, how: EscapedControlTokens) -> str:
     return how.mark.sub(lambda match: how.strings[int(match[1])], text)
 
 
-def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> str | None:
+def end_of_turn(tokenizer: Tokenizer) -> str | None:
     """The control token that the template writes right after the assistant's words, or None where it writes none."""
     text = render(
         tokenizer, [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": PROBE}], open_turn=False

@@ -1,19 +1,17 @@
 """Tokenizers in their authors' own files: GPT-2's pair, BERT's vocab.txt, SentencePiece's .model. Writes none of them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alignment.data.tokenizers.wrap import BERT_MARKS, bert_pipeline, wrap_bert, wrap_bos
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.wrap import BERT_TOKENS, bert_pipeline, wrap, wrap_bert, wrap_bos
 from alignment.errors import UserError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
+    import tokenizers
 
-RAW_PAIRS = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # GPT-2's names, old and new
+GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))  # the old and the new names
 WORDPIECE_FILE = "vocab.txt"
 GPT2_END, GPT2_PAD = "<|endoftext|>", "<|pad|>"
 MAX_PIECE = 1000  # characters; SentencePiece's own default is 16
@@ -21,25 +19,28 @@ UNIGRAM, BPE = 1, 2  # model_type in a SentencePiece file
 CONTROL, USER_DEFINED = 3, 4  # type of a piece there
 
 
-def load_original(path: Path) -> PreTrainedTokenizerFast | None:
-    """The tokenizer of a raw file, or of the raw files in a directory; None where there are none.
+def load_original(directory: Path) -> Tokenizer | None:
+    """The tokenizer of the original files in a directory; None where there are none.
 
     Raises:
-        UserError: several that could be meant, or unreadable ones.
+        UserError: several tokenizers, or unreadable files.
     """
-    if path.is_file():
-        return _load_file(path)
-    names = {file.name for file in path.iterdir()}
-    for vocabulary, merges in RAW_PAIRS:
+    names = {file.name for file in directory.iterdir()}
+    for vocabulary, merges in GPT2_FILES:
         if {vocabulary, merges} <= names:
-            return load_gpt2(path / vocabulary, path / merges)
+            return load_gpt2(directory / vocabulary, directory / merges)
     single = sorted(name for name in names if name == WORDPIECE_FILE or name.endswith(".model"))
     if len(single) > 1:
-        raise UserError(f"{path}: several tokenizers here: {', '.join(single)}; name the one that is meant")
-    return _load_file(path / single[0]) if single else None
+        raise UserError(f"{directory}: several tokenizers here: {', '.join(single)}; name the one that is meant")
+    return load_file(directory / single[0]) if single else None
 
 
-def _load_file(path: Path) -> PreTrainedTokenizerFast:
+def load_file(path: Path) -> Tokenizer:
+    """The tokenizer of one original file: a vocab.txt or a SentencePiece model.
+
+    Raises:
+        UserError: a file of another name, or an unreadable one.
+    """
     if path.suffix == ".model":
         return load_sentencepiece(path)
     if path.name == WORDPIECE_FILE:
@@ -47,12 +48,13 @@ def _load_file(path: Path) -> PreTrainedTokenizerFast:
     raise UserError(f"{path}: no tokenizer file that is known; give a directory, a {WORDPIECE_FILE} or a .model file")
 
 
-def load_gpt2(vocabulary: Path, merges: Path) -> PreTrainedTokenizerFast:
+def load_gpt2(vocabulary: Path, merges: Path) -> Tokenizer:
     """GPT-2's vocabulary and merges. BOS = EOS = <|endoftext|>, not put before texts; <|pad|> is one more token."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
 
     try:
-        tokenizer = Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
+        tokenizer = tokenizers.Tokenizer(models.BPE.from_file(str(vocabulary), str(merges)))
     except Exception as error:  # tokenizers raises bare Exception
         raise UserError(f"{vocabulary} and {merges.name} are no BPE vocabulary and merges: {error}") from error
     if tokenizer.token_to_id(GPT2_END) is None:
@@ -62,7 +64,7 @@ def load_gpt2(vocabulary: Path, merges: Path) -> PreTrainedTokenizerFast:
     return _named(wrap_bos(tokenizer, bos=GPT2_END, eos=GPT2_END, pad=GPT2_PAD, add_bos=False), vocabulary)
 
 
-def load_wordpiece(path: Path) -> PreTrainedTokenizerFast:
+def load_wordpiece(path: Path) -> Tokenizer:
     """BERT's vocabulary, one piece a line, the id its line number.
 
     A vocabulary without one capital letter is an uncased one: texts are folded to small letters without accents.
@@ -70,7 +72,8 @@ def load_wordpiece(path: Path) -> PreTrainedTokenizerFast:
     Raises:
         UserError: [PAD], [UNK], [CLS], [SEP] or [MASK] is missing, or a piece stands there twice.
     """
-    from tokenizers import Tokenizer, models
+    import tokenizers
+    from tokenizers import models
 
     try:
         pieces = path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
@@ -83,11 +86,11 @@ def load_wordpiece(path: Path) -> PreTrainedTokenizerFast:
         twice = next(piece for number, piece in enumerate(pieces) if ids[piece] != number)
         raise UserError(f"{path}:{pieces.index(twice) + 1}: {twice!r} stands in the vocabulary twice; ids would be off")
     model = models.WordPiece(vocab=ids, unk_token="[UNK]", max_input_chars_per_word=100)
-    return _named(wrap_bert(bert_pipeline(Tokenizer(model), lowercase=_is_folded(pieces))), path)
+    return _named(wrap_bert(bert_pipeline(tokenizers.Tokenizer(model), lowercase=_is_folded(pieces))), path)
 
 
 def _require_marks(ids: dict[str, int], path: Path) -> None:
-    missing = [mark for mark in BERT_MARKS if mark not in ids]
+    missing = [mark for mark in BERT_TOKENS if mark not in ids]
     if missing:
         raise UserError(f"{path}: {', '.join(missing)} is missing, so it is not BERT's; save tokenizer.json instead")
 
@@ -97,7 +100,7 @@ def _is_folded(pieces: Sequence[str]) -> bool:
     return not any(piece != piece.lower() for piece in pieces if not (piece[:1] in "[<" and piece[-1:] in "]>"))
 
 
-def load_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
+def load_sentencepiece(path: Path) -> Tokenizer:
     """A SentencePiece model, unigram or BPE, as a fast tokenizer that gives the same ids.
 
     The file names BOS, EOS, PAD and UNK; it does not say what its authors put around texts, so nothing is, but where
@@ -110,12 +113,13 @@ def load_sentencepiece(path: Path) -> PreTrainedTokenizerFast:
 
     Source: Kudo and Richardson 2018, arXiv:1808.06226; the file: sentencepiece_model.proto of its release.
     """
-    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    import tokenizers
+    from tokenizers import decoders, pre_tokenizers
 
     model = _read_model(path)
     if model.trainer_spec.model_type not in (UNIGRAM, BPE):
         raise UserError(f"{path}: neither a unigram nor a BPE model (type {model.trainer_spec.model_type})")
-    tokenizer = Tokenizer(_unigram(model) if model.trainer_spec.model_type == UNIGRAM else _bpe(model))
+    tokenizer = tokenizers.Tokenizer(_unigram(model) if model.trainer_spec.model_type == UNIGRAM else _bpe(model))
     tokenizer.normalizer = _normalizer(model)
     scheme = "always" if model.normalizer_spec.add_dummy_prefix else "never"
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
@@ -201,26 +205,25 @@ def _normalizer(model: Any) -> Any:
     return normalizers.Sequence(steps)
 
 
-def _wrap_sentencepiece(tokenizer: Tokenizer, model: Any) -> PreTrainedTokenizerFast:
+def _wrap_sentencepiece(tokenizer: "tokenizers.Tokenizer", model: Any) -> Tokenizer:
     from tokenizers import AddedToken
-    from transformers import PreTrainedTokenizerFast
 
     spec, kinds = model.trainer_spec, {piece.piece: piece.type for piece in model.pieces}
     tokenizer.add_special_tokens([piece for piece, kind in kinds.items() if kind == CONTROL])
     if spec.model_type == BPE:  # its merges know no score, so such pieces are cut out beforehand
         own = [piece for piece, kind in kinds.items() if kind == USER_DEFINED]
         tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in own])
-    if all(mark in kinds for mark in BERT_MARKS[2:]) and spec.pad_id >= 0:
-        marks = (model.pieces[spec.pad_id].piece, spec.unk_piece, *BERT_MARKS[2:])
+    if all(mark in kinds for mark in BERT_TOKENS[2:]) and spec.pad_id >= 0:
+        marks = (model.pieces[spec.pad_id].piece, spec.unk_piece, *BERT_TOKENS[2:])
         return wrap_bert(tokenizer, marks, clean_up=False)
     names = {"bos_token": spec.bos_id, "eos_token": spec.eos_id, "pad_token": spec.pad_id, "unk_token": spec.unk_id}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    return wrap(
+        tokenizer,
         clean_up_tokenization_spaces=False,
         **{name: model.pieces[number].piece for name, number in names.items() if number >= 0},
     )
 
 
-def _named(tokenizer: PreTrainedTokenizerFast, path: Path) -> PreTrainedTokenizerFast:
+def _named(tokenizer: Tokenizer, path: Path) -> Tokenizer:
     tokenizer.name_or_path = str(path if path.suffix == ".model" else path.parent)
     return tokenizer

@@ -1,33 +1,30 @@
-"""Tokenizers fitted to texts, one function per kind; byte-level BPE is in tokenizers.py, with loading and saving.
+"""Tokenizers trained on texts, one function per kind.
 
-All come out as transformers' `PreTrainedTokenizerFast`: what they do stands in tokenizer.json, with no class of ours.
+All are transformers' `PreTrainedTokenizerFast`: tokenizer.json describes them fully, no class of this library is needed.
 """
-
-from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 from alignment.data.text.encoding import encode
-from alignment.data.tokenizers.load import train_bpe
-from alignment.data.tokenizers.wrap import BERT_MARKS, T5_MARKS, bert_pipeline, wrap_bert, wrap_t5
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.wrap import BERT_TOKENS, T5_TOKENS, bert_pipeline, wrap, wrap_bert, wrap_bos, wrap_t5
 from alignment.errors import UserError, raise_all
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    import tokenizers
 
 TokenizerKind = Literal["bpe", "wordpiece", "unigram", "bytes", "characters"]
-CHARACTER_MARKS = ("</s>", "<pad>", "<unk>")
+CHARACTER_TOKENS = ("</s>", "<pad>", "<unk>")
 BYTES = 256
 SHOWN_CHARACTERS = 20
 
 
 def train_tokenizer(
     kind: TokenizerKind, texts: Iterable[str], vocabulary: int | None = None, **options: Any
-) -> PreTrainedTokenizerFast:
+) -> Tokenizer:
     """A tokenizer of the given kind fitted to the texts.
 
     Args:
@@ -55,7 +52,52 @@ def train_tokenizer(
         raise UserError(f"a {kind} tokenizer has no such option: {str(error).rpartition('argument ')[2]}") from error
 
 
-def train_wordpiece(texts: Iterable[str], vocabulary: int, *, lowercase: bool = True) -> PreTrainedTokenizerFast:
+def train_bpe(
+    texts: Iterable[str],
+    vocab_size: int,
+    special_tokens: Sequence[str] = ("<s>", "</s>", "<pad>"),
+    chat_template: str | None = None,
+) -> Tokenizer:
+    """A byte-level BPE tokenizer fitted to the texts; it puts BOS before every text.
+
+    Args:
+        texts: read once, in order.
+        vocab_size: tokens in all; at least 256 bytes and the special tokens. Few texts may give fewer.
+        special_tokens: BOS, EOS, PAD, then any others (a template's turn markers); they take the first ids.
+        chat_template: Jinja text that travels along.
+
+    Raises:
+        UserError: the vocabulary is too small, or there are fewer than three special tokens.
+
+    Source: Sennrich et al. 2016, arXiv:1508.07909; on bytes as in Radford et al. 2019 (GPT-2).
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    if len(set(special_tokens)) < max(3, len(special_tokens)):
+        raise UserError(f"special_tokens needs BOS, EOS and PAD first and no word twice, got {list(special_tokens)}")
+    if vocab_size < 256 + len(special_tokens):
+        raise UserError(
+            f"vocab_size {vocab_size} is too small: 256 bytes and {len(special_tokens)} special tokens need "
+            f"{256 + len(special_tokens)}"
+        )
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=list(special_tokens),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    bos, eos, pad, *others = special_tokens
+    fast = wrap_bos(tokenizer, bos=bos, eos=eos, pad=pad, others=others, add_bos=True)
+    fast.chat_template = chat_template
+    return fast
+
+
+def train_wordpiece(texts: Iterable[str], vocabulary: int, *, lowercase: bool = True) -> Tokenizer:
     """BERT's kind: words, cut greedily into the longest known pieces; pieces within a word begin with ##.
 
     The first ids are [PAD] [UNK] [CLS] [SEP] [MASK]. A text becomes [CLS] A [SEP], a pair [CLS] A [SEP] B [SEP] with
@@ -69,14 +111,21 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, *, lowercase: bool = 
 
     Source: Devlin et al. 2019, arXiv:1810.04805; Wu et al. 2016, arXiv:1609.08144, section 4.1.
     """
-    from tokenizers import Tokenizer, models, trainers
+    import tokenizers
+    from tokenizers import models, trainers
 
-    texts, pipeline = list(texts), bert_pipeline(Tokenizer(models.WordPiece(unk_token="[UNK]")), lowercase=lowercase)
+    texts, pipeline = (
+        list(texts),
+        bert_pipeline(tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]")), lowercase=lowercase),
+    )
     # The trainer numbers the pieces ##a, ##b, ... as its hash table yields them, and breaks ties by number: two runs
     # differ. Named beforehand they have the same numbers each time.
     inner = [f"##{character}" for character in _inner_characters(pipeline, texts)]
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocabulary, special_tokens=[*BERT_MARKS, *inner], continuing_subword_prefix="##", show_progress=False
+        vocab_size=vocabulary,
+        special_tokens=[*BERT_TOKENS, *inner],
+        continuing_subword_prefix="##",
+        show_progress=False,
     )
     pipeline.train_from_iterator(texts, trainer)
     if pipeline.get_vocab_size() > vocabulary:  # the trainer keeps every character, whatever it was asked for
@@ -85,10 +134,10 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, *, lowercase: bool = 
             f"need {pipeline.get_vocab_size()}; ask for more, or train a byte-level one (kind bpe)"
         )
     model = models.WordPiece(vocab=pipeline.get_vocab(), unk_token="[UNK]", max_input_chars_per_word=100)
-    return wrap_bert(bert_pipeline(Tokenizer(model), lowercase=lowercase))
+    return wrap_bert(bert_pipeline(tokenizers.Tokenizer(model), lowercase=lowercase))
 
 
-def _inner_characters(pipeline: Tokenizer, texts: Iterable[str]) -> list[str]:
+def _inner_characters(pipeline: "tokenizers.Tokenizer", texts: Iterable[str]) -> list[str]:
     """Characters that occur in words after their first one, in the order of their code points."""
     normalizer, cutter = pipeline.normalizer, pipeline.pre_tokenizer
     assert normalizer is not None and cutter is not None
@@ -96,9 +145,7 @@ def _inner_characters(pipeline: Tokenizer, texts: Iterable[str]) -> list[str]:
     return sorted({character for word in words for character in word[1:]})
 
 
-def train_unigram(
-    texts: Iterable[str], vocabulary: int, *, sentinels: int = 0, lowercase: bool = False
-) -> PreTrainedTokenizerFast:
+def train_unigram(texts: Iterable[str], vocabulary: int, *, sentinels: int = 0, lowercase: bool = False) -> Tokenizer:
     """SentencePiece's kind: a blank is part of the word after it, the cut is the likeliest under a unigram model.
 
     The first ids are <pad> </s> <unk>, as T5's; the end token follows each text. NFKC, runs of blanks become one.
@@ -112,12 +159,15 @@ def train_unigram(
 
     Source: Kudo 2018, arXiv:1804.10959; sentinels: Raffel et al. 2020, arXiv:1910.10683, section 3.1.4.
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+    import tokenizers
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
     pieces = vocabulary - sentinels
-    if pieces <= len(T5_MARKS):
-        raise UserError(f"a vocabulary of {vocabulary} has no room for {sentinels} sentinels and {len(T5_MARKS)} marks")
-    tokenizer = Tokenizer(models.Unigram())
+    if pieces <= len(T5_TOKENS):
+        raise UserError(
+            f"a vocabulary of {vocabulary} has no room for {sentinels} sentinels and {len(T5_TOKENS)} marks"
+        )
+    tokenizer = tokenizers.Tokenizer(models.Unigram())
     steps = [normalizers.NFKC(), *([normalizers.Lowercase()] if lowercase else [])]
     tokenizer.normalizer = normalizers.Sequence(
         [*steps, normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip(left=False, right=True)]
@@ -125,7 +175,7 @@ def train_unigram(
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always")
     tokenizer.decoder = decoders.Metaspace(prepend_scheme="always")
     trainer = trainers.UnigramTrainer(
-        vocab_size=pieces, special_tokens=list(T5_MARKS), unk_token="<unk>", show_progress=False
+        vocab_size=pieces, special_tokens=list(T5_TOKENS), unk_token="<unk>", show_progress=False
     )
     try:
         tokenizer.train_from_iterator(texts, trainer)
@@ -135,7 +185,7 @@ def train_unigram(
     return wrap_t5(tokenizer, [f"<extra_id_{number}>" for number in reversed(range(sentinels))])
 
 
-def _in_order(tokenizer: Tokenizer) -> Any:
+def _in_order(tokenizer: "tokenizers.Tokenizer") -> Any:
     """The unigram model, the same at each training: the trainer leaves some things to the order of its hash tables.
 
     The last digits of a score change with the order of summing, so scores are rounded and equal ones sorted by piece.
@@ -144,15 +194,15 @@ def _in_order(tokenizer: Tokenizer) -> Any:
     from tokenizers import models
 
     vocabulary = [(piece, round(score, 6)) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
-    marks, pieces = vocabulary[: len(T5_MARKS)], vocabulary[len(T5_MARKS) :]
+    marks, pieces = vocabulary[: len(T5_TOKENS)], vocabulary[len(T5_TOKENS) :]
     lowest = min(score for _, score in pieces)
     reach = lowest + 1e-4 * sum(len(piece) == 1 for piece, _ in pieces)
     levelled = [(piece, lowest if len(piece) == 1 and score <= reach else score) for piece, score in pieces]
     ordered = sorted(levelled, key=lambda item: (-item[1], item[0]))
-    return models.Unigram(vocab=[*marks, *ordered], unk_id=T5_MARKS.index("<unk>"), byte_fallback=False)
+    return models.Unigram(vocab=[*marks, *ordered], unk_id=T5_TOKENS.index("<unk>"), byte_fallback=False)
 
 
-def byte_tokenizer(texts: Iterable[str] = (), *, sentinels: int = 125) -> PreTrainedTokenizerFast:
+def byte_tokenizer(texts: Iterable[str] = (), *, sentinels: int = 125) -> Tokenizer:
     """ByT5's kind: a token is a byte of the text's UTF-8, its id the byte + 3; <pad> </s> <unk> are 0 1 2.
 
     The end token follows each text.
@@ -164,10 +214,11 @@ def byte_tokenizer(texts: Iterable[str] = (), *, sentinels: int = 125) -> PreTra
 
     Source: Xue et al. 2022, arXiv:2105.13626, section 3.1.
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
 
-    pieces = {**{mark: number for number, mark in enumerate(T5_MARKS)}, **_byte_pieces(len(T5_MARKS))}
-    tokenizer = Tokenizer(models.BPE(vocab=pieces, merges=[], unk_token="<unk>"))
+    pieces = {**{mark: number for number, mark in enumerate(T5_TOKENS)}, **_byte_pieces(len(T5_TOKENS))}
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=pieces, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     return wrap_t5(tokenizer, [f"<extra_id_{number}>" for number in range(sentinels)])
@@ -184,7 +235,7 @@ def _byte_pieces(first: int) -> dict[str, int]:
     return {characters[byte]: first + byte for byte in range(BYTES)}
 
 
-def train_characters(texts: Iterable[str]) -> PreTrainedTokenizerFast:
+def train_characters(texts: Iterable[str]) -> Tokenizer:
     """One token per character (code point) that occurs in the texts, in the order of their code points.
 
     The first ids are </s> <pad> <unk>; nothing is put around a text. A character that did not occur becomes <unk>:
@@ -195,19 +246,19 @@ def train_characters(texts: Iterable[str]) -> PreTrainedTokenizerFast:
 
     Source: Karpathy 2015, "The unreasonable effectiveness of recurrent neural networks" (character-level modeling).
     """
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
+    import tokenizers
+    from tokenizers import Regex, decoders, models, pre_tokenizers
 
     characters = sorted(set().union(*map(set, texts)))
     if not characters:
         raise UserError("no text, so no characters to make a vocabulary of")
-    end, pad, unknown = CHARACTER_MARKS
-    ids = {token: number for number, token in enumerate([*CHARACTER_MARKS, *characters])}
-    tokenizer = Tokenizer(models.WordLevel(vocab=ids, unk_token=unknown))
+    end, pad, unknown = CHARACTER_TOKENS
+    ids = {token: number for number, token in enumerate([*CHARACTER_TOKENS, *characters])}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab=ids, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    return wrap(
+        tokenizer,
         eos_token=end,
         pad_token=pad,
         unk_token=unknown,
@@ -215,14 +266,14 @@ def train_characters(texts: Iterable[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def unknown_characters(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> Counter[str]:
+def unknown_characters(tokenizer: Tokenizer, texts: Iterable[str]) -> Counter[str]:
     """How often each character of the texts occurs that the tokenizer reads, alone, as its unknown token."""
     seen = Counter(character for text in texts for character in text)
     ids = encode(tokenizer, list(seen))
     return Counter({c: seen[c] for c, one in zip(seen, ids, strict=True) if tokenizer.unk_token_id in one})
 
 
-def refuse_unknown(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> None:
+def refuse_unknown(tokenizer: Tokenizer, texts: Iterable[str]) -> None:
     """Raise where the texts hold a character the tokenizer does not know.
 
     Raises:
@@ -239,7 +290,7 @@ def refuse_unknown(tokenizer: PreTrainedTokenizerBase, texts: Iterable[str]) -> 
     )
 
 
-KINDS: dict[str, Callable[..., PreTrainedTokenizerFast]] = {
+KINDS: dict[str, Callable[..., Tokenizer]] = {
     "bpe": train_bpe,
     "wordpiece": train_wordpiece,
     "unigram": train_unigram,

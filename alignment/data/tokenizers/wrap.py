@@ -1,34 +1,40 @@
-"""How well-known tokenizers cut and frame a text: BERT's and T5's, and any with a BOS, in transformers' form.
-
-What a vocabulary holds is decided elsewhere: fitted in train_tokenizers.py, read in raw_tokenizers.py.
-"""
-
-from __future__ import annotations
+"""Tokenizers of the tokenizers library in transformers' form, with the special tokens of BERT, of T5 or a BOS."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
+
+from alignment.data.tokenizers.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    import tokenizers
+
+BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+T5_TOKENS = ("<pad>", "</s>", "<unk>")
+
+
+def wrap(tokenizer: "tokenizers.Tokenizer", **options: Any) -> Tokenizer:
+    """The tokenizer in transformers' form.
+
+    Args:
+        options: of `PreTrainedTokenizerFast`: the names of the special tokens, whether decoding cleans up blanks.
+    """
     from transformers import PreTrainedTokenizerFast
 
-BERT_MARKS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
-T5_MARKS = ("<pad>", "</s>", "<unk>")
+    return cast("Tokenizer", PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options))
 
 
 def wrap_bos(
-    tokenizer: Tokenizer, *, bos: str, eos: str, pad: str, others: Sequence[str] = (), add_bos: bool
-) -> PreTrainedTokenizerFast:
+    tokenizer: "tokenizers.Tokenizer", *, bos: str, eos: str, pad: str, others: Sequence[str] = (), add_bos: bool
+) -> Tokenizer:
     """The tokenizer in transformers' form; BOS is added by a template post-processor where asked for."""
     from tokenizers import processors
-    from transformers import PreTrainedTokenizerFast
 
     if add_bos:
         tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[call-arg]
             single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
         )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    return wrap(
+        tokenizer,
         bos_token=bos,
         eos_token=eos,
         pad_token=pad,
@@ -37,11 +43,11 @@ def wrap_bos(
     )
 
 
-def bert_pipeline(tokenizer: Tokenizer, *, lowercase: bool) -> Tokenizer:
-    """Give a WordPiece model BERT's way to words: clean, fold, cut at blanks, punctuation and Chinese characters.
+def bert_pipeline(tokenizer: "tokenizers.Tokenizer", *, lowercase: bool) -> "tokenizers.Tokenizer":
+    """Set BERT's normalization and pre-tokenization: clean, fold, cut at blanks, punctuation and Chinese characters.
 
     Args:
-        lowercase: write all letters small and without accents.
+        lowercase: fold to lower case and strip accents.
 
     Returns:
         The same tokenizer.
@@ -55,25 +61,24 @@ def bert_pipeline(tokenizer: Tokenizer, *, lowercase: bool) -> Tokenizer:
 
 
 def wrap_bert(
-    tokenizer: Tokenizer, marks: Sequence[str] = BERT_MARKS, *, clean_up: bool = True
-) -> PreTrainedTokenizerFast:
+    tokenizer: "tokenizers.Tokenizer", special: Sequence[str] = BERT_TOKENS, *, clean_up: bool = True
+) -> Tokenizer:
     """The tokenizer in transformers' form; a text is [CLS] A [SEP], a pair [CLS] A [SEP] B [SEP] with types 0 and 1.
 
     Args:
-        marks: its words for [PAD], [UNK], [CLS], [SEP] and [MASK], all in the vocabulary.
+        special: its tokens for [PAD], [UNK], [CLS], [SEP] and [MASK], all in the vocabulary.
         clean_up: decode "don ' t ." to "don't.", as WordPiece does not know where blanks were.
     """
     from tokenizers import processors
-    from transformers import PreTrainedTokenizerFast
 
-    pad, unknown, first, separator, mask = marks
+    pad, unknown, first, separator, mask = special
     tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[call-arg]
         single=f"{first}:0 $A:0 {separator}:0",
         pair=f"{first}:0 $A:0 {separator}:0 $B:1 {separator}:1",
-        special_tokens=[(mark, tokenizer.token_to_id(mark)) for mark in (first, separator)],
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (first, separator)],
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    return wrap(
+        tokenizer,
         pad_token=pad,
         unk_token=unknown,
         cls_token=first,
@@ -84,18 +89,17 @@ def wrap_bert(
     )
 
 
-def wrap_t5(tokenizer: Tokenizer, sentinels: Sequence[str]) -> PreTrainedTokenizerFast:
+def wrap_t5(tokenizer: "tokenizers.Tokenizer", sentinels: Sequence[str]) -> Tokenizer:
     """The tokenizer in transformers' form, the end token after each text, the sentinels added in the order given."""
     from tokenizers import processors
-    from transformers import PreTrainedTokenizerFast
 
-    pad, end, unknown = T5_MARKS
+    pad, end, unknown = T5_TOKENS
     tokenizer.add_special_tokens([pad, end, unknown, *sentinels])
     tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[call-arg]
         single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, tokenizer.token_to_id(end))]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    return wrap(
+        tokenizer,
         eos_token=end,
         pad_token=pad,
         unk_token=unknown,

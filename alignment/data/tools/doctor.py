@@ -1,26 +1,22 @@
 """The data doctor: reads a file as training would, and says what usually goes wrong. Rendering is in show.py."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from alignment.data.batches import PROMPT_CUT, RESPONSE_CUT, Example, PairExample, PromptExample
 from alignment.data.prepare import TOKENIZE
 from alignment.data.rows.read import TIE, DataConfig, prompt_key, read_rows, record_key
 from alignment.data.rows.records import Comparison, Kind, Record, Tally
 from alignment.data.text import chat
 from alignment.data.text.encoding import bos_id, control_strings
+from alignment.data.tokenize import PROMPT_CUT, RESPONSE_CUT, Example, PairExample, PromptExample
 from alignment.data.tokenizers.load import load_tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.data.tools.show import show_example
 from alignment.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 CUT_SHARE = 0.01  # above these shares a finding is a warning
 EQUAL_SHARE = 0.01
@@ -67,7 +63,7 @@ class Report:
 def check_file(
     source: str | Path,
     kind: Kind,
-    tokenizer: str | Path | PreTrainedTokenizerBase | None = None,
+    tokenizer: str | Path | Tokenizer | None = None,
     template: str | Path | None = None,
     max_length: int = 1024,
     *,
@@ -109,9 +105,7 @@ def _level(number: int, rows: int, share: float) -> str:
     return "warning" if number > share * rows else "note"
 
 
-def _tokenizer(
-    tokenizer: str | Path | PreTrainedTokenizerBase | None, template: str | Path | None
-) -> PreTrainedTokenizerBase | None:
+def _tokenizer(tokenizer: str | Path | Tokenizer | None, template: str | Path | None) -> Tokenizer | None:
     if template is not None and tokenizer is None:
         raise UserError("--template needs --tokenizer: a template becomes ids only through a tokenizer")
     loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
@@ -145,15 +139,13 @@ def _check_lengths(report: Report, unit: str, pairs: Sequence[tuple[int, int]]) 
     report.add(level, f"chosen is {gap:+.1f} {unit} longer on average; 'the longer one wins' is right in {longer:.1%}")
 
 
-def _check_tokens(
-    report: Report, rows: Sequence[Record], tokenizer: PreTrainedTokenizerBase, max_length: int, show: int
-) -> None:
+def _check_tokens(report: Report, rows: Sequence[Record], tokenizer: Tokenizer, max_length: int, show: int) -> None:
     try:
         examples, making = TOKENIZE[report.kind](rows, tokenizer, max_length)  # type: ignore[arg-type]
     except UserError as error:
         report.add("error", str(error))
         return
-    report.counts = report.counts.then(making)
+    report.counts = report.counts.followed_by(making)
     for reason, number in making.dropped.items():
         level = _level(number, making.rows, EQUAL_SHARE)
         report.add(level, f"{number} rows dropped: {reason} ({', '.join(making.first[reason])})")
@@ -185,7 +177,7 @@ def _report_rows(
         report.add(level, f"{len(bad)} rows {what} ({', '.join(bad[:3])})")
 
 
-def _check_ids(report: Report, sides: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_ids(report: Report, sides: Sequence[Example], tokenizer: Tokenizer) -> None:
     bos, unknown = bos_id(tokenizer), tokenizer.unk_token_id
     if bos is not None and bos not in chat.stop_token_ids(tokenizer):
         _report_rows(report, "error", "have more than one BOS", sides, lambda side: side.ids.count(bos) > 1)
@@ -193,7 +185,7 @@ def _check_ids(report: Report, sides: Sequence[Example], tokenizer: PreTrainedTo
         _report_rows(report, "warning", "have unknown tokens", sides, lambda side: unknown in side.ids)
 
 
-def _check_stops(report: Report, sides: Sequence[Example], tokenizer: PreTrainedTokenizerBase, making: Tally) -> None:
+def _check_stops(report: Report, sides: Sequence[Example], tokenizer: Tokenizer, making: Tally) -> None:
     """Every trained span must end with a token that generation stops at, unless it was cut there."""
     if report.kind in ("text", "prompts"):
         return
@@ -210,7 +202,7 @@ def _check_stops(report: Report, sides: Sequence[Example], tokenizer: PreTrained
         report.add("error", f"{len(bad) - cut} rows train no stop token ({', '.join(sorted(bad)[:3])})")
 
 
-def _check_strings(report: Report, rows: Sequence[Record], tokenizer: PreTrainedTokenizerBase) -> None:
+def _check_strings(report: Report, rows: Sequence[Record], tokenizer: Tokenizer) -> None:
     """Control strings typed in texts stay text, which is safe but hints at rows that were rendered before."""
     strings = control_strings(tokenizer)
     stops = [str(token) for token in tokenizer.convert_ids_to_tokens(sorted(chat.stop_token_ids(tokenizer)))]

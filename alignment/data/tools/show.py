@@ -1,19 +1,14 @@
 """A token sequence as text for human eyes: where tokens begin and end, and which of them count."""
 
-from __future__ import annotations
-
 from itertools import groupby
-from typing import TYPE_CHECKING
 
-from alignment.data.batches import Example, PairExample, PromptExample
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from alignment.data.tokenize import Example, PairExample, PromptExample
+from alignment.data.tokenizers.tokenizer import Tokenizer
 
 SHOWN_TOKENS = 160
 
 
-def show_example(example: Example | PairExample | PromptExample, tokenizer: PreTrainedTokenizerBase) -> str:
+def show_example(example: Example | PairExample | PromptExample, tokenizer: Tokenizer) -> str:
     """Tokens between bars, those that count in square brackets; ids and boundaries below."""
     if isinstance(example, PairExample):
         margin = "" if example.margin is None else f", margin {example.margin:g}"
@@ -24,7 +19,7 @@ def show_example(example: Example | PairExample | PromptExample, tokenizer: PreT
     return f"{example.row_id}\n{_show(example, tokenizer)}"
 
 
-def _show(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
+def _show(example: Example, tokenizer: Tokenizer) -> str:
     first = max(0, len(example.ids) - SHOWN_TOKENS)  # the end is where the mistakes are
     tokens = [token_text(index, tokenizer) for index in example.ids[first:]]
     spans = [
@@ -39,7 +34,7 @@ def _show(example: Example, tokenizer: PreTrainedTokenizerBase) -> str:
     )
 
 
-def token_text(index: int, tokenizer: PreTrainedTokenizerBase) -> str:
+def token_text(index: int, tokenizer: Tokenizer) -> str:
     """One token as text on one line; bytes that are no whole character show as the vocabulary spells them."""
     text = str(tokenizer.decode([index]))
     if "\ufffd" in text or not text:
