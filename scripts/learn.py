@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from alignment.algorithms.pretrain import pretrain
-from alignment.algorithms.pretrain.objectives import DistillationConfig, Masked, SpanCorruption, labels_of
+from alignment.algorithms.pretrain.objectives import DistillationConfig, Masked, SpanCorruption, target_tokens
 from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.data.pretraining.corruption import Masking
 from alignment.data.rows.read import DataConfig
@@ -243,7 +243,7 @@ def spans(data: Path, folder: Path, arguments: argparse.Namespace) -> bool:
 @torch.no_grad()
 def span_figures(config: PretrainConfig, model: Any, tokenizer: Any) -> tuple[float, float, float, float]:
     """Loss and accuracy on held-out span tokens, the commonest token's accuracy, and the unigram loss; no sentinels."""
-    from alignment.algorithms.pretrain.objectives import collate_for
+    from alignment.algorithms.pretrain.objectives import collate_for_objective
     from alignment.data.pretraining.corruption import fixed_seed_rows
     from alignment.data.pretraining.prepare import prepare_text
     from alignment.data.text.special_tokens import sentinel_ids
@@ -255,10 +255,12 @@ def span_figures(config: PretrainConfig, model: Any, tokenizer: Any) -> tuple[fl
     total = sum(frequencies.values()) + len(tokenizer)  # one more of each, so that no token is impossible
     commonest = frequencies.most_common(1)[0][0]
     special = torch.tensor([*sentinel_ids(tokenizer), tokenizer.eos_token_id])
-    collate = collate_for(config.objective, tokenizer, held_out, model, config.data.max_length, 8192)
+    collate = collate_for_objective(
+        config.objective, tokenizer, held_out, start_id=model.spec.start_token, max_length=config.data.max_length
+    )
     loss = right = guessed = baseline = count = 0.0
-    for batch in collate(fixed_seed_rows(held_out)):
-        labels, logits = labels_of(batch), model(batch=batch, return_logits=True).logits
+    for batch in collate(fixed_seed_rows(held_out), micro_batch_tokens=8192):
+        labels, logits = target_tokens(batch), model(batch=batch, return_logits=True).logits
         written = ~torch.isin(labels, special)
         labels, logits = labels[written], logits[written]
         loss += torch.nn.functional.cross_entropy(logits, labels, reduction="sum").item()

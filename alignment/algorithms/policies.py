@@ -25,6 +25,7 @@ from alignment.adapters import (
     save_adapter,
 )
 from alignment.data.tokenizers.load import check_vocabulary, save_tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory
 from alignment.loading import architecture_of, find_base, find_directory, load_model, set_special_tokens
@@ -156,6 +157,16 @@ def _name_and_revision(source: str, directory: Path) -> tuple[str, str | None]:
     return source, directory.name if directory.parent.name == "snapshots" else None
 
 
+def tokenizer_settings(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """The keys of a fresh model's config.json that its tokenizer decides."""
+    return {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
 def note_dropout_off(policy: Policy, run: Run) -> None:
     """Note in the run that the model's own dropout is off, in a stage that trains in eval mode."""
     rates = {
@@ -196,17 +207,32 @@ def reference_of(policy: Policy, source: str | None, engine: Engine) -> Callable
 
 def save_policy(engine: Engine, policy: Policy, output: str | Path) -> Path:
     """Write `output/model` in Hugging Face layout (or peft's, for an adapter) and return it."""
+
+    def write(folder: Path, state: dict[str, Tensor]) -> None:
+        model = engine.backend.unwrapped
+        set_special_tokens(model, policy.tokenizer)
+        if policy.adapter is None:
+            save_model(model, folder, state=state)
+        else:
+            save_adapter(model, folder, base=policy.base, revision=policy.revision, state=state)
+
+    return save_output(engine, output, policy.tokenizer, write)
+
+
+def save_output(
+    engine: Engine, output: str | Path, tokenizer: Tokenizer, write: Callable[[Path, dict[str, Tensor]], None]
+) -> Path:
+    """Write `output/model` with its tokenizer on rank 0 and return it; every rank must call it.
+
+    Args:
+        write: (directory, full state dict of the trained model) -> writes the model's files there.
+    """
     directory = Path(output) / "model"
     state = engine.backend.full_state()
     if engine.process_group.is_main:
-        model = engine.backend.unwrapped
-        set_special_tokens(model, policy.tokenizer)
         with atomic_directory(directory) as folder:
-            if policy.adapter is None:
-                save_model(model, folder, state=state)
-            else:
-                save_adapter(model, folder, base=policy.base, revision=policy.revision, state=state)
-            save_tokenizer(policy.tokenizer, folder)
+            write(folder, state)
+            save_tokenizer(tokenizer, folder)
     engine.process_group.barrier()
     return directory
 

@@ -65,6 +65,22 @@ def entropy(logits: Tensor) -> Tensor:
     return -(log_probs.exp() * finite).sum(-1)
 
 
+def mean_language_loss(log_probs: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+    """Negative log-likelihood of each document, averaged over its predicted tokens.
+
+    loss_b = -1/count_b sum_{t in b} log p(token_t)
+
+    Args:
+        log_probs: of each predicted token, nats, [M].
+        rows: document of each predicted token, [M].
+        counts: predicted tokens of each document, at least 1, [B].
+
+    Returns:
+        Nats per token, [B].
+    """
+    return -log_probs.new_zeros(len(counts)).index_add(0, rows, log_probs) / counts
+
+
 def chunked_token_log_probs(
     head: Head, hidden: Tensor, tokens: Tensor, *, temperature: float = 1.0, entropy: bool = False
 ) -> tuple[Tensor, Tensor | None]:

@@ -15,17 +15,16 @@ from alignment.adapters import LoRASpec
 from alignment.algorithms.finetune import finetune
 from alignment.algorithms.finetune import predict as predict_module
 from alignment.algorithms.finetune.finetune import FinetuneConfig
+from alignment.algorithms.finetune.inputs import collate_for_task, encode_rows
 from alignment.algorithms.finetune.model import (
     DoubleHeadsModel,
-    collate_for,
-    encode_with,
-    hold,
-    label_settings,
-    reader_state,
+    classifier_state,
+    freeze,
+    label_config,
     start_classifier,
 )
-from alignment.algorithms.finetune.predict import predict
-from alignment.algorithms.finetune.scoring import answers_to, label_loss, label_metrics, language_cost, read_all
+from alignment.algorithms.finetune.predict import predict, predict_examples
+from alignment.algorithms.finetune.scoring import auxiliary_language_loss, best_answers, finetune_loss_fn, word_metrics
 from alignment.config.load import load_config
 from alignment.data.rows.read import DataConfig
 from alignment.data.tasks.classification import LabeledBatch, TokenExample
@@ -121,12 +120,12 @@ def test_predictions_are_the_held_out_labels(settings, rows, task):
         "question_answering": lambda row: (row["question"], row["context"]),
         "multiple_choice": lambda row: (row["context"], row["choices"]),
     }[task]
-    told = {
+    expected = {
         "token_classification": lambda row: row["labels"],
         "question_answering": lambda row: row["answers"][0]["text"],
     }
     found = predict(model, [asked(row) for row in held_out], micro_batch_tokens=200)
-    assert found == [told.get(task, lambda row: row["label"])(row) for row in held_out]
+    assert found == [expected.get(task, lambda row: row["label"])(row) for row in held_out]
     if task == "token_classification":
         long = predict(model, [["the"] * 200])[0]
         assert len(long) == 200 and long[0] == "O" and long[-1] is None
@@ -258,44 +257,44 @@ def test_the_language_term_is_a_mean_over_tokens_texts_and_a_sum_over_rows():
     [batch] = collate_multi_sequence(documents, 100)
     by_target = {(2,): -1.0, (3,): -3.0, (5,): -6.0, (7,): -4.0, (8,): -6.0}
     log_probs = torch.tensor([by_target[(int(token),)] for token in batch.ragged.tokens[batch.ragged.target_index]])
-    assert language_cost(log_probs, batch).item() == pytest.approx(9.0)
+    assert auxiliary_language_loss(log_probs, batch).item() == pytest.approx(9.0)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])  # tied to the embedding, and a matrix of its own
-def test_the_language_head_beside_is_the_checkpoint_s(checkpoints, family):
+def test_the_language_head_is_the_checkpoint_s(checkpoints, family):
     tokenizer, names = load_tokenizer(checkpoints[family]), {0: "no", 1: "yes"}
     model = start_classifier(
-        checkpoints[family], "classification", label_settings("classification", names), len(tokenizer), True
+        checkpoints[family], "classification", label_config("classification", names), len(tokenizer), True
     )
     texts = [LabeledText("the spa is warm", None, "yes", "a"), LabeledText("no", None, "no", "b")]
-    [batch] = collate_for("classification", "tokenizer")(
-        encode_with("classification", "tokenizer", texts, tokenizer, 64, names), 100
+    [batch] = collate_for_task("classification", "tokenizer")(
+        encode_rows("classification", "tokenizer", texts, tokenizer, max_length=64, names=names), 100
     )
     log_probs = load_language_model(checkpoints[family])(batch=batch.ragged).log_probs.detach()
-    result = label_loss(model, "classification", 0.5)(batch)
+    result = finetune_loss_fn(model, "classification", 0.5)(batch)
     means = [float(-log_probs[batch.ragged.target_rows == row].mean()) for row in (0, 1)]
     assert result.metrics["language_loss"].item() == pytest.approx(sum(means), rel=1e-5)
     scores = model(batch=batch.ragged).logits
-    assert_close(scores, model.reader(batch=batch.ragged).logits)
+    assert_close(scores, model.classifier(batch=batch.ragged).logits)
     assert isinstance(batch, LabeledBatch)
     cost = torch.nn.functional.cross_entropy(scores, batch.labels, reduction="sum")
     assert_close(result.total, cost + 0.5 * result.metrics["language_loss"])
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_marks_are_new_rows_and_the_old_ones_stay(checkpoints, family):
+def test_gpt1_tokens_have_new_embeddings_and_the_old_ones_stay(checkpoints, family):
     tokenizer = add_gpt1_tokens(load_tokenizer(checkpoints[family]))
     before = load_language_model(checkpoints[family])
     model = start_classifier(
-        checkpoints[family], "multiple_choice", label_settings("multiple_choice", {}), len(tokenizer), True
+        checkpoints[family], "multiple_choice", label_config("multiple_choice", {}), len(tokenizer), True
     )
-    assert isinstance(model, DoubleHeadsModel) and model.reader.spec.vocabulary == len(tokenizer)
+    assert isinstance(model, DoubleHeadsModel) and model.classifier.spec.vocabulary == len(tokenizer)
     old = len(tokenizer) - 3
-    assert torch.equal(model.reader.trunk.embed.weight[:old], before.trunk.embed.weight)
+    assert torch.equal(model.classifier.trunk.embed.weight[:old], before.trunk.embed.weight)
     head = model.language_head.get_parameter("weight")
     assert torch.equal(head[:old], before.head.weight)
-    assert (head is model.reader.trunk.embed.weight) == (family == "gpt2")
-    assert 0 < model.reader.trunk.embed.weight[old:].std() < 0.04
+    assert (head is model.classifier.trunk.embed.weight) == (family == "gpt2")
+    assert 0 < model.classifier.trunk.embed.weight[old:].std() < 0.04
 
 
 def test_both_orders_of_a_pair_count_the_same(settings):
@@ -303,26 +302,26 @@ def test_both_orders_of_a_pair_count_the_same(settings):
     texts = [("the spa is warm", "a cold bus came"), ("a cold bus came", "the spa is warm")]
     tokenizer, names = load_tokenizer(model), {0: "agrees", 1: "objects"}
     rows = [LabeledText(*pair, "agrees", str(number)) for number, pair in enumerate(texts)]
-    examples = encode_with("pair_classification", "gpt1_similarity", rows, tokenizer, 96, names)
-    reader = load_pretrained(model, "sequence")
-    scores, _ = read_all(
-        reader, examples, collate_for("pair_classification", "gpt1_similarity"), "pair_classification", 1000
+    examples = encode_rows("pair_classification", "gpt1_similarity", rows, tokenizer, max_length=96, names=names)
+    classifier = load_pretrained(model, "sequence")
+    logits, _ = predict_examples(
+        classifier, examples, collate_for_task("pair_classification", "gpt1_similarity"), "pair_classification", 1000
     )
-    assert_close(scores[0], scores[1])
-    alone = [reader(batch=Ragged.build([document])).logits[0] for document in examples[0].documents]
-    assert_close(scores[0], sum(alone))
+    assert_close(logits[0], logits[1])
+    alone = [classifier(batch=Ragged.build([document])).logits[0] for document in examples[0].documents]
+    assert_close(logits[0], sum(alone))
 
 
 # Adapters
 
 
 def test_a_saved_update_is_the_one_that_was_trained(checkpoints):
-    labels = label_settings("classification", {0: "no", 1: "yes"})
-    model = hold(
+    labels = label_config("classification", {0: "no", 1: "yes"})
+    model = freeze(
         start_classifier(checkpoints["gpt2"], "classification", labels, 0, True), False, LoRASpec(rank=2, alpha=3.0)
     )
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert all(".lora_" in name or name.startswith("reader.head.") for name in trained)
+    assert all(".lora_" in name or name.startswith("classifier.head.") for name in trained)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if ".lora_B" in name:
@@ -330,7 +329,7 @@ def test_a_saved_update_is_the_one_that_was_trained(checkpoints):
     plain = start_classifier(checkpoints["gpt2"], "classification", labels, 0, False)
     batch = Ragged.build([[5, 6, 7], [8, 9]])
     before = plain(batch=batch).logits
-    plain.load_state_dict(reader_state(model, model.state_dict()))
+    plain.load_state_dict(classifier_state(model, model.state_dict()))
     assert_close(plain(batch=batch).logits, model(batch=batch).logits)
     assert not torch.allclose(plain(batch=batch).logits, before, atol=1e-3)
 
@@ -355,10 +354,10 @@ def test_windows_of_a_question_are_compared_by_score():
     ]
     examples, rows = zip(*made, strict=True)
     contexts = ["a b c d", "x y z w"]
-    assert answers_to(examples, rows, contexts, 2, False) == ["c", "x y"]
-    assert answers_to(examples, rows, contexts, 1, False) == ["c", "y"]
-    assert answers_to(examples, rows, contexts, 2, True) == ["c", "x y"]
-    assert answers_to(examples, rows, contexts, 1, True) == ["c", ""]  # y has 2, nothing 2.5
+    assert best_answers(examples, rows, contexts, max_answer=2, no_answer=False) == ["c", "x y"]
+    assert best_answers(examples, rows, contexts, max_answer=1, no_answer=False) == ["c", "y"]
+    assert best_answers(examples, rows, contexts, max_answer=2, no_answer=True) == ["c", "x y"]
+    assert best_answers(examples, rows, contexts, max_answer=1, no_answer=True) == ["c", ""]  # y has 2, nothing 2.5
 
 
 # What is refused
@@ -443,13 +442,11 @@ def test_settings_of_a_run_reach_its_metrics_and_its_predictions(settings, rows,
 
     def spy(module, name):
         real = getattr(module, name)
-        monkeypatch.setattr(
-            module, name, lambda *a, **k: asked.setdefault(name, []).append((a[-2:], k)) or real(*a, **k)
-        )
+        monkeypatch.setattr(module, name, lambda *a, **k: asked.setdefault(name, []).append((a, k)) or real(*a, **k))
 
     spy(finetune, "question_metrics")
-    spy(predict_module, "answers_to")
-    spy(predict_module, "encode_with")
+    spy(predict_module, "best_answers")
+    spy(predict_module, "encode_rows")
     spy(finetune, "prepare_labeled")
     own = {"stride": 20, "max_question": 5, "max_answer": 7, "no_answer": True}
     data = replace(rows["question_answering"], max_rows=3, max_length=60)
@@ -457,13 +454,13 @@ def test_settings_of_a_run_reach_its_metrics_and_its_predictions(settings, rows,
         "bert", "question_answering", data=data, training=TrainingConfig(batch_size=3, max_steps=1), **own
     )
     model = finetune.run(config)
-    assert len(finetune.questions_of(config, "evaluation")) == 3
     predict(str(model), [("Who came?", "Hugo came.")])
-    assert asked["question_metrics"] == [((7, True), {})] and asked["answers_to"][-1] == ((7, True), {})
-    windows = {"stride": 20, "max_question": 5}
+    answers, windows = {"max_answer": 7, "no_answer": True}, {"stride": 20, "max_question": 5}
+    [((_, _, questions), given)] = asked["question_metrics"]
+    assert len(questions) == 3 and given == answers and asked["best_answers"][-1][1] == answers
     assert [{k: v for k, v in given.items() if k in windows} for _, given in asked["prepare_labeled"]] == 2 * [windows]
-    [((length, _), given)] = asked["encode_with"]
-    assert length == 60 and given == windows
+    [(_, given)] = asked["encode_rows"]
+    assert given.pop("max_length") == 60 and given.pop("names") is not None and given == windows
 
 
 def test_the_language_term_of_a_run_has_its_weight(settings, read_metrics):
@@ -478,7 +475,7 @@ def test_the_loss_of_all_rows_is_a_mean_over_labels(checkpoints):
     model = start_classifier(
         checkpoints["gpt2"],
         "token_classification",
-        label_settings("token_classification", names),
+        label_config("token_classification", names),
         len(tokenizer),
         False,
     ).eval()
@@ -486,10 +483,10 @@ def test_the_loss_of_all_rows_is_a_mean_over_labels(checkpoints):
         LabeledWords(["the"], ["O"], "a"),
         LabeledWords(["the", "spa", "is", "warm"], ["O", "B-x", "O", "O"], "b"),
     ]
-    examples = encode_with("token_classification", "tokenizer", texts, tokenizer, 64, names)
-    pack = collate_for("token_classification", "tokenizer")
+    examples = encode_rows("token_classification", "tokenizer", texts, tokenizer, max_length=64, names=names)
+    pack = collate_for_task("token_classification", "tokenizer")
     (rows, alone), (_, together) = (
-        read_all(model, examples, pack, "token_classification", tokens) for tokens in (1, 1000)
+        predict_examples(model, examples, pack, "token_classification", tokens) for tokens in (1, 1000)
     )
     costs = [
         torch.nn.functional.cross_entropy(scores, torch.tensor(example.labels), ignore_index=-100, reduction="sum")
@@ -503,7 +500,7 @@ def test_entities_that_are_found_too_often_cost_precision():
     names = {0: "B-x", 1: "I-x", 2: "O"}
     encoded = EncodedText([5, 6, 7, 8], [0] * 4, [True] * 4, (0,))
     scores = torch.eye(3)[[0, 1, 2, 0]]
-    metrics = label_metrics([TokenExample(encoded, [0, 1, 2, 2], "a")], [scores], "token_classification", names)
+    metrics = word_metrics([TokenExample(encoded, [0, 1, 2, 2], "a")], [scores], names)
     assert (metrics["entity_precision"], metrics["entity_recall"]) == (0.5, 1.0)
     assert metrics["accuracy"] == 0.75
 
@@ -512,4 +509,4 @@ def test_an_answer_has_no_blank_of_its_tokens():
     encoded = EncodedText([0, 1, 2], [0] * 3, [True] * 3, (0, 1))
     window = SpanExample(encoded, 0, 0, [None, (0, 1), (1, 3)], 0, "q")  # the second word's token begins with the blank
     scores = torch.tensor([[0.0, 0.0], [0.0, 0.0], [5.0, 5.0]])
-    assert answers_to([window], [scores], ["a b"], 2, False) == ["b"]
+    assert best_answers([window], [scores], ["a b"], max_answer=2, no_answer=False) == ["b"]

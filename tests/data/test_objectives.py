@@ -66,7 +66,7 @@ def test_a_text_is_encoded_and_its_words_begin_where_the_tokenizer_says(wordpiec
 def test_targets_are_corrupted_positions_with_the_old_tokens_as_labels(wordpiece):
     examples, _ = tokenize_maskable(ROWS, wordpiece, 64)
     mask_tokens = MaskTokens.of(wordpiece)
-    batches = collate_masked(fixed_seed_rows(examples), Masking(), mask_tokens, 100)
+    batches = collate_masked(fixed_seed_rows(examples), 100, masking=Masking(), mask_tokens=mask_tokens)
     special = set(wordpiece.all_special_ids)
     assert all(batch.weight == len(batch.target_index) == len(batch.labels) for batch in batches)
     assert all(len(batch.tokens) <= 100 for batch in batches)
@@ -87,7 +87,10 @@ def test_masks_do_not_depend_on_ranks_or_micro_batches_but_on_the_epoch(wordpiec
 
     def seen(step, tokens, ranks):
         rows = stream.rows_at(step)
-        parts = [collate_masked(rows[rank::ranks], Masking(), mask_tokens, tokens) for rank in range(ranks)]
+        parts = [
+            collate_masked(rows[rank::ranks], tokens, masking=Masking(), mask_tokens=mask_tokens)
+            for rank in range(ranks)
+        ]
         return documents([batch for part in parts for batch in part])
 
     assert seen(1, 1000, 1) == seen(1, 30, 1) == seen(1, 60, 3)
@@ -168,7 +171,7 @@ def sides(batches):
 def test_span_corruption_batches_hold_every_token_once(unigram):
     examples, _ = tokenize_plain(ROWS, unigram, 200)
     corrupt, start = span_corruption(unigram, examples), unigram.pad_token_id
-    batches = collate_seq2seq(fixed_seed_rows(examples), corrupt, start, 150)
+    batches = collate_seq2seq(fixed_seed_rows(examples), 150, corrupt=corrupt, start_id=start)
     assert all(len(b.encoder.tokens) + len(b.decoder.tokens) <= 150 or len(b.encoder.lengths) == 1 for b in batches)
     sentinels = sentinel_ids(unigram)
     assert sentinels == list(range(len(unigram) - 1, len(unigram) - 21, -1))
@@ -188,7 +191,8 @@ def test_span_corruption_batches_hold_every_token_once(unigram):
 def test_the_source_is_never_longer_than_max_length(unigram):
     for longest in range(4, 40):
         examples, _ = tokenize_plain([Text(" ".join(TEXTS), "a")], unigram, longest)
-        batches = collate_seq2seq(fixed_seed_rows(examples), span_corruption(unigram, examples), 0, 10_000)
+        corrupt = span_corruption(unigram, examples)
+        batches = collate_seq2seq(fixed_seed_rows(examples), 10_000, corrupt=corrupt, start_id=0)
         assert max(length for batch in batches for length in batch.encoder.lengths) <= longest
 
 
@@ -200,7 +204,7 @@ def test_too_few_sentinels_are_told_before_training(unigram):
 
 def test_prefix_modeling_reads_the_beginning_and_writes_the_rest(unigram):
     examples, _ = tokenize_plain(ROWS, unigram, 200)
-    found = sides(collate_seq2seq(fixed_seed_rows(examples), prefix_modeling(unigram), 0, 200))
+    found = sides(collate_seq2seq(fixed_seed_rows(examples), 200, corrupt=prefix_modeling(unigram), start_id=0))
     for example in examples:
         source, target = found[example.row_id]
         assert source[:-1] + target[1:-1] == example.ids
@@ -210,7 +214,7 @@ def test_prefix_modeling_reads_the_beginning_and_writes_the_rest(unigram):
 def test_infilling_writes_the_whole_text():
     bart = train_bpe(TEXTS, 300, ("<s>", "</s>", "<pad>", "<mask>"))
     examples, _ = tokenize_plain(ROWS, bart, 200, special_tokens=3)
-    found = sides(collate_seq2seq(fixed_seed_rows(examples), infilling(bart), 1, 200))
+    found = sides(collate_seq2seq(fixed_seed_rows(examples), 200, corrupt=infilling(bart), start_id=1))
     for example in examples:
         source, target = found[example.row_id]
         assert target == [1, 0, *example.ids]  # this tokenizer puts nothing after a text

@@ -100,12 +100,12 @@ def test_pairs_keep_to_the_length_and_what_is_cut_is_counted(tokenizer):
     template, mask_tokens = frame_of(tokenizer), MaskTokens.of(tokenizer)
     batches = collate_sentence_pairs(
         fixed_seed_rows(passages),
-        passages,
+        60,
+        passages=passages,
         template=template,
         masking=Masking(),
         mask_tokens=mask_tokens,
         max_length=14,
-        micro_batch_tokens=60,
     )
     assert sum(batch.cut_tokens for batch in batches) == sum(pair.cut_tokens for pair in pairs) > 0
 
@@ -125,12 +125,12 @@ def test_batches_carry_masks_segments_and_labels_however_they_are_cut(tokenizer)
     whole, parts = (
         collate_sentence_pairs(
             fixed_seed_rows(passages),
-            passages,
+            tokens,
+            passages=passages,
             template=template,
             masking=Masking(),
             mask_tokens=mask_tokens,
             max_length=48,
-            micro_batch_tokens=tokens,
         )
         for tokens in (100_000, 120)
     )

@@ -276,14 +276,15 @@ def test_one_call_from_config_to_examples_and_names(jsonl, wordpiece):
     train = jsonl({"text": "the fox", "label": "yes"}, {"text": "the dog", "label": "no"})
     held_out = jsonl({"text": "cats", "label": "maybe"}, name="held.jsonl")
     config = DataConfig(train=train, evaluation=held_out, max_length=32)
-    examples, counts, names = prepare_labeled(config, "classification", wordpiece)
+    prepared = prepare_labeled(config, "classification", wordpiece, encode_texts)
+    examples, counts, names = prepared.examples, prepared.counts, prepared.names
     assert names == {0: "no", 1: "yes"} and [example.label for example in examples] == [1, 0]
     assert counts.documents == 2
     with pytest.raises(UserError, match="'maybe' is unknown; known: no, yes"):
-        prepare_labeled(config, "classification", wordpiece, "evaluation", names=names)
+        prepare_labeled(config, "classification", wordpiece, encode_texts, "evaluation", names=names)
     tokenizer = add_gpt1_tokens(wordpiece)
-    views, _, _ = prepare_labeled(config, "classification", tokenizer, encode=encode_gpt1_texts)
-    assert views[0].documents[0][-1] == GPT1Tokens.of(tokenizer).extract
+    sequences = prepare_labeled(config, "classification", tokenizer, encode_gpt1_texts).examples
+    assert sequences[0].documents[0][-1] == GPT1Tokens.of(tokenizer).extract
 
 
 @pytest.mark.parametrize("objective", ["causal", "masked", "sentence_pairs", "span_corruption", "prefix", "infilling"])
@@ -330,7 +331,8 @@ def test_glue_rows_are_read_and_encoded_as_transformers_does(real_data, path, ta
     file = real_data / f"{path}.jsonl.gz"
     tokenizer = load_tokenizer(real_data / "tokenizers" / "bert_uncased")
     config = DataConfig(train=str(file), columns=columns, max_length=512)
-    examples, counts, names = prepare_labeled(config, task, tokenizer)
+    prepared = prepare_labeled(config, task, tokenizer, encode_texts)
+    examples, counts, names = prepared.examples, prepared.counts, prepared.names
     with gzip.open(file, "rt", encoding="utf-8") as lines:
         raw = [json.loads(line) for line in lines]
     assert counts.kept == len(raw) and not counts.cut and names == {0: "0", 1: "1"}
@@ -459,9 +461,9 @@ def test_the_first_answer_is_the_one_to_learn(wordpiece):
 def test_windows_of_prepared_questions_are_as_asked(jsonl, wordpiece):
     answer = {"text": "fox", "answer_start": TEXT.index("fox")}
     path = jsonl({"question": "over the lazy dog", "context": " ".join([TEXT] * 3), "answers": [answer]})
-    windows, _, _ = prepare_labeled(
-        DataConfig(path, max_length=24), "question_answering", wordpiece, stride=5, max_question=2
-    )
+    config = DataConfig(path, max_length=24)
+    prepared = prepare_labeled(config, "question_answering", wordpiece, encode_questions, stride=5, max_question=2)
+    windows = prepared.examples
     rows, _ = read_labeled(path, "question_answering")
     assert windows == encode_questions(rows, wordpiece, 24, stride=5, max_question=2)[0] and len(windows) > 3
 

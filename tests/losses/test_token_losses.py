@@ -7,6 +7,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.losses import entropy, token_log_probs
+from alignment.losses.language import mean_language_loss
 
 
 def test_token_log_prob_is_worked_by_hand():
@@ -58,3 +59,9 @@ def test_gradients_agree_with_finite_differences():
     logits = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: token_log_probs(x, torch.tensor([0, 4, 2])), logits)
     assert torch.autograd.gradcheck(entropy, logits)
+
+
+def test_the_mean_language_loss_is_a_mean_over_each_documents_predicted_tokens():
+    # document 0: (1 + 3) / 2; document 1: 6 / 1; document 2 predicts nothing
+    loss = mean_language_loss(torch.tensor([-1.0, -6.0, -3.0]), torch.tensor([0, 1, 0]), torch.tensor([2, 1, 1]))
+    assert_close(loss, torch.tensor([2.0, 6.0, 0.0]))

@@ -1,8 +1,4 @@
-"""Fine-tuning for downstream tasks: classes of texts and pairs, of words, answers in a context, the best of some choices.
-
-Formats and models are in model.py, losses and metrics in scoring.py, use of the result in
-predict.py.
-"""
+"""Fine-tuning for downstream tasks: classification of texts, pairs and words, question answering, multiple choice."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,29 +6,30 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor, nn
+
 from alignment.adapters import is_adapter
 from alignment.adapters.specs import LoRASpec
+from alignment.algorithms.finetune.inputs import ENCODE, Format, choose_format, collate_for_task
 from alignment.algorithms.finetune.model import (
-    ENCODE,
-    Format,
-    bare,
-    choose_format,
-    collate_for,
-    hold,
-    label_settings,
-    reader_state,
+    classifier_state,
+    freeze,
+    label_config,
+    set_training_mode,
     start_classifier,
-    training_mode,
+    unwrap,
 )
-from alignment.algorithms.finetune.scoring import label_loss, label_metrics, question_metrics, read_all
+from alignment.algorithms.finetune.predict import predict_examples
+from alignment.algorithms.finetune.scoring import finetune_loss_fn, label_metrics, question_metrics, word_metrics
+from alignment.algorithms.policies import save_output, tokenizer_settings
 from alignment.algorithms.runs import check_rows, open_run, stream_of
 from alignment.data.rows.read import DataConfig, Part
 from alignment.data.tasks.gpt1_inputs import add_gpt1_tokens
-from alignment.data.tasks.prepare import prepare_labeled
-from alignment.data.tasks.rows import FinetuneTask, read_labeled
-from alignment.data.tokenizers.load import check_vocabulary, save_tokenizer
+from alignment.data.tasks.prepare import LabeledExamples, prepare_labeled
+from alignment.data.tasks.rows import FinetuneTask
+from alignment.data.tokenizers.load import check_vocabulary
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
-from alignment.files import atomic_directory
 from alignment.loading import find_directory, load_tokenizer
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.models.safetensors_files import read_config
@@ -42,25 +39,26 @@ from alignment.training.ranks import compare_rows
 
 @dataclass(frozen=True)
 class FinetuneConfig:
-    """Settings of one run.
+    """Settings of one fine-tuning run.
 
     Attributes:
         task: classification, pair_classification, token_classification, question_answering or multiple_choice; for their
             columns see `read_labeled` in data/tasks/rows.py.
         data: labeled rows; held-out ones as `evaluation`.
         output: the run's directory.
-        policy: checkpoint to start from, encoder, decoder or both; its head is left aside and a new one drawn.
-        model: a fresh model instead, as the keys of a Hugging Face config.json.
-        tokenizer: directory of its tokenizer; with `policy` the checkpoint's own is the default.
-        format: "tokenizer": texts and pairs between the tokenizer's own special tokens. "gpt1": GPT-1's start, delimiter
+        policy: checkpoint to start from, encoder, decoder or encoder-decoder; its head is replaced by a new one.
+        model: a fresh model instead, as keys of a Hugging Face config.json.
+        tokenizer: directory of the tokenizer; with `policy` the default is the checkpoint's own.
+        format: "tokenizer": texts and pairs with the tokenizer's own special tokens. "gpt1": GPT-1's start, delimiter
             and extract tokens, added at the vocabulary's end; "gpt1_similarity" reads a pair in both orders. None: gpt1
             for a decoder's pairs and choices, else tokenizer.
-        frozen_trunk: train the head alone (BERT's pooler is of the head), with no dropout below it.
-        language_coef: GPT-1's auxiliary language-model term, lambda; decoders only, 0.5 is theirs.
-        adapter: train a LoRA beside the frozen trunk, and the head; the result is saved merged. New marks stay as drawn.
+        frozen_trunk: train the head alone (BERT's pooler is part of the head); the trunk has no dropout then.
+        language_coef: weight of GPT-1's auxiliary language-model loss, lambda; decoders only; GPT-1 has 0.5.
+        adapter: train LoRA on the frozen trunk, and the head; the result is saved merged. The embeddings of added tokens
+            are not trained then.
         stride: question_answering: tokens from the start of a window over the context to the start of the next.
-        max_question: question_answering: tokens left of a longer question.
-        max_answer: question_answering: tokens that an answer may have.
+        max_question: question_answering: tokens that a longer question is truncated to.
+        max_answer: question_answering: most tokens of an answer.
         no_answer: question_answering: questions may have no answer.
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 4; Radford et al. 2018, section 3.
@@ -93,7 +91,9 @@ class FinetuneConfig:
         if self.language_coef < 0:
             raise ValueError(f"language_coef must be 0 (off) or above, got {self.language_coef}; 0.5 is usual")
         if self.language_coef and (self.task in ("token_classification", "question_answering") or self.frozen_trunk):
-            raise ValueError("language_coef goes with sequences, pairs and choices, and with a trunk that trains")
+            raise ValueError(
+                "language_coef goes with text and pair classification and multiple choice, and with a trunk that trains"
+            )
         if self.frozen_trunk and self.adapter is not None:
             raise ValueError("frozen_trunk leaves nothing for `adapter` to change; leave one of them out")
         for name in ("stride", "max_question", "max_answer"):
@@ -102,42 +102,47 @@ class FinetuneConfig:
 
 
 def run(config: FinetuneConfig) -> Path:
-    """Fine-tune and return the directory of the result, `output/model`.
+    """Fine-tune a model and return its directory, `output/model`.
 
     Each update minimizes the mean of -log p(label) over the labels of the global batch: rows, labeled words, or
-    windows. Plain transformers opens the result with the class of its head; a choice's with
-    AutoModelForSequenceClassification, one score for each.
+    windows. Plain transformers opens the result with the class of its head; for multiple choice with
+    AutoModelForSequenceClassification, one score for each choice.
 
     Raises:
         UserError: bad rows, labels or settings, before a model is loaded; a bad checkpoint.
     """
-    with open_run(config, "finetune", parents=[config.policy, config.tokenizer]) as run_directory:
+    with open_run(config, "finetune", parents=[config.policy, config.tokenizer]) as run:
         source = find_source(config)
-        settings = source if isinstance(source, dict) else read_config(source)
-        form = choose_format(config.format, config.task, settings, config.language_coef)
-        run_directory.note(f"format: {form}")
+        model_config = source if isinstance(source, dict) else read_config(source)
+        input_format = choose_format(config.format, config.task, model_config, config.language_coef)
+        run.note(f"format: {input_format}")
         tokenizer = load_tokenizer(config.tokenizer or config.policy or "")
-        tokenizer = tokenizer if form == "tokenizer" else add_gpt1_tokens(tokenizer)
-        train, names = read_examples(config, form, tokenizer, run_directory, "train")
-        held_out, _ = read_examples(config, form, tokenizer, run_directory, "evaluation", names)
+        tokenizer = tokenizer if input_format == "tokenizer" else add_gpt1_tokens(tokenizer)
+        train = read_part(config, input_format, tokenizer, run, "train")
+        held_out = None
+        if config.data.evaluation is not None:
+            held_out = read_part(config, input_format, tokenizer, run, "evaluation", names=train.names)
         if isinstance(source, dict):
-            source = fresh_settings(tokenizer) | source
-        labels = label_settings(config.task, names)
+            source = tokenizer_settings(tokenizer) | source
+        labels = label_config(config.task, train.names)
         model = start_classifier(source, config.task, labels, len(tokenizer), config.language_coef > 0)
-        check_vocabulary(tokenizer, bare(model).spec.vocabulary)
-        check_rows(bare(model), train + held_out, config.data.max_length)
-        model = hold(model, config.frozen_trunk, config.adapter)
-        stream, steps = stream_of(train, config.training), config.training.steps(len(train))
-        engine = Engine(model, config.optim, config.training, total_steps=steps)
-        training_mode(model, config.frozen_trunk)
-        loss_fn = label_loss(engine.model, config.task, config.language_coef)
-        evaluate = evaluation(config, form, engine, held_out, names) if held_out else None
-        write = partial(save, config, form, engine, model, tokenizer)
+        check_vocabulary(tokenizer, unwrap(model).spec.vocabulary)
+        examples = train.examples + (held_out.examples if held_out else [])
+        check_rows(unwrap(model), examples, config.data.max_length)
+        model = freeze(model, config.frozen_trunk, config.adapter)
+        engine = Engine(model, config.optim, config.training, total_steps=config.training.steps(len(train.examples)))
+        set_training_mode(model, config.frozen_trunk)
         fit(
-            engine, stream, collate_for(config.task, form), loss_fn, training=config.training, run=run_directory,
-            evaluate=evaluate, save=write,
-        )  # fmt: skip
-        return Path(config.output) / "model"
+            engine,
+            stream_of(train.examples, config.training),
+            collate_for_task(config.task, input_format),
+            finetune_loss_fn(engine.model, config.task, config.language_coef),
+            training=config.training,
+            run=run,
+            evaluate=evaluation(config, input_format, engine, held_out) if held_out else None,
+            save=partial(save, config, input_format, engine, model, tokenizer),
+        )
+        return run.output / "model"
 
 
 def find_source(config: FinetuneConfig) -> Path | dict[str, Any]:
@@ -154,84 +159,78 @@ def find_source(config: FinetuneConfig) -> Path | dict[str, Any]:
     return directory
 
 
-def fresh_settings(tokenizer: Any) -> dict[str, Any]:
-    """What a fresh model's config has from its tokenizer."""
-    special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    return {"vocab_size": len(tokenizer), **special}
-
-
-def read_examples(
-    config: FinetuneConfig, form: Format, tokenizer: Any, run_directory: Run, part: Part,
+def read_part(
+    config: FinetuneConfig,
+    input_format: Format,
+    tokenizer: Tokenizer,
+    run: Run,
+    part: Part,
+    *,
     names: dict[int, str] | None = None,
-) -> tuple[list[Any], dict[int, str]]:  # fmt: skip
-    """Examples of one part and the labels by id; what was dropped or cut is noted. No held-out data: no examples.
+) -> LabeledExamples:
+    """The examples of one part of the data; rows that were dropped or cut are noted in the run.
+
+    Args:
+        names: id2label that the rows must keep to; None: made from the rows.
 
     Raises:
         UserError: as `prepare_labeled`; questions without an answer where `no_answer` is off.
     """
-    if part == "evaluation" and config.data.evaluation is None:
-        return [], names or {}
-    if config.task == "question_answering" and not config.no_answer:
+    asks = config.task == "question_answering"
+    options = {"stride": config.stride, "max_question": config.max_question} if asks else {}
+    encode = ENCODE[config.task, input_format]
+    prepared = prepare_labeled(config.data, config.task, tokenizer, encode, part, names=names, **options)
+    if asks and not config.no_answer:
         raise_all(
             f"{row.row_id}: a question without an answer; set no_answer=true, or leave the row out"
-            for row in questions_of(config, part)
+            for row in prepared.rows
             if not row.answers
         )
-    options = (
-        {"stride": config.stride, "max_question": config.max_question} if config.task == "question_answering" else {}
-    )
-    examples, counts, found = prepare_labeled(
-        config.data, config.task, tokenizer, part, names=names, encode=ENCODE[config.task, form], **options
-    )
-    for line in counts.lines():
-        run_directory.note(f"{part} {config.task}: {line}")
-    compare_rows(f"data.{part}", examples)
-    return examples, found
-
-
-def questions_of(config: FinetuneConfig, part: Part) -> list[Any]:
-    """The questions behind span examples, by number."""
-    data = config.data
-    limits = {"columns": data.columns, "max_rows": data.max_rows, "on_bad_row": data.on_bad_row}
-    return read_labeled(data.sources(part), "question_answering", split=data.split_of(part), **limits)[0]
+    for line in prepared.counts.lines():
+        run.note(f"{part} {config.task}: {line}")
+    compare_rows(f"data.{part}", prepared.examples)
+    return prepared
 
 
 def evaluation(
-    config: FinetuneConfig, form: Format, engine: Engine, held_out: list[Any], names: dict[int, str]
+    config: FinetuneConfig, input_format: Format, engine: Engine, held_out: LabeledExamples
 ) -> Callable[[], dict[str, float]]:
-    """Metrics of the held-out rows, keys prefixed `held_out_`; every rank reads all of them."""
-    collate, task = collate_for(config.task, form), config.task
-    questions = questions_of(config, "evaluation") if task == "question_answering" else []
+    """A function that returns the held-out loss and metrics, keys prefixed `held_out_`; every rank reads all rows."""
+    collate, examples = collate_for_task(config.task, input_format), held_out.examples
 
     def evaluate() -> dict[str, float]:
         engine.model.eval()
         with engine.backend.autocast():
-            rows, loss = read_all(engine.model, held_out, collate, task, config.training.micro_batch_tokens)
+            logits, loss = predict_examples(
+                engine.model, examples, collate, config.task, config.training.micro_batch_tokens
+            )
         engine.model.train()
-        training_mode(engine.backend.unwrapped, config.frozen_trunk)
-        if task == "question_answering":
-            metrics = question_metrics(held_out, rows, questions, config.max_answer, config.no_answer)
+        set_training_mode(engine.backend.unwrapped, config.frozen_trunk)
+        if config.task == "question_answering":
+            metrics = question_metrics(
+                examples, logits, held_out.rows, max_answer=config.max_answer, no_answer=config.no_answer
+            )
+        elif config.task == "token_classification":
+            metrics = word_metrics(examples, logits, held_out.names)
         else:
-            metrics = label_metrics(held_out, rows, task, names)
+            metrics = label_metrics(examples, logits, config.task, held_out.names)
         return {f"held_out_{name}": value for name, value in {"loss": loss, **metrics}.items()}
 
     return evaluate
 
 
-def save(config: FinetuneConfig, form: Format, engine: Engine, model: Any, tokenizer: Any) -> Path:
-    """Write `output/model` in Hugging Face layout and return it; how rows are read is in its config, for `predict`."""
-    directory = Path(config.output) / "model"
-    state = engine.backend.full_state()
-    if engine.process_group.is_main:
-        reader = bare(model)
+def save(config: FinetuneConfig, input_format: Format, engine: Engine, model: nn.Module, tokenizer: Tokenizer) -> Path:
+    """Write `output/model` in Hugging Face layout and return it; config.json keeps what `predict` needs to read rows."""
+
+    def write(folder: Path, state: dict[str, Tensor]) -> None:
+        classifier = unwrap(model)
         # Hugging Face's classifiers look for the last token that is no padding; an end token must not count as such.
         pad = tokenizer.pad_token_id
-        reader.config["pad_token_id"] = None if pad == tokenizer.eos_token_id else pad
+        classifier.config["pad_token_id"] = None if pad == tokenizer.eos_token_id else pad
         kept = ("task", "stride", "max_question", "max_answer", "no_answer")
-        own = {name: getattr(config, name) for name in kept} | {"format": form, "max_length": config.data.max_length}
-        reader.config["task_specific_params"] = {"finetune": own}
-        with atomic_directory(directory) as folder:
-            save_model(reader, folder, state=reader_state(model, state))
-            save_tokenizer(tokenizer, folder)
-    engine.process_group.barrier()
-    return directory
+        settings = {name: getattr(config, name) for name in kept}
+        settings |= {"format": input_format, "max_length": config.data.max_length}
+        classifier.config["task_specific_params"] = {"finetune": settings}
+        save_model(classifier, folder, state=classifier_state(model, state))
+
+    return save_output(engine, config.output, tokenizer, write)

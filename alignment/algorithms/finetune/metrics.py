@@ -1,6 +1,6 @@
-"""How right classes, labeled words and quoted answers are: counts, F1, Matthews' correlation, exact match.
+"""Metrics of classes, labeled words and answers: accuracy, F1, Matthews' correlation, entity F1, exact match.
 
-Pure functions of labels and predictions. Reads no model; win rates and losses are in evaluation/.
+Pure functions of labels and predictions.
 """
 
 import re
@@ -20,7 +20,7 @@ Entity = tuple[str, int, int]  # kind, first word, the one after the last
 
 
 def confusion(labels: Sequence[int], predictions: Sequence[int], classes: int) -> Tensor:
-    """How often each class (row) was taken for each class (column), [C, C], int64.
+    """Confusion matrix: rows of each class (row) predicted as each class (column), [C, C], int64.
 
     Raises:
         ValueError: nothing to count, or not as many predictions as labels.
@@ -32,12 +32,12 @@ def confusion(labels: Sequence[int], predictions: Sequence[int], classes: int) -
 
 
 def accuracy(table: Tensor) -> float:
-    """Share of the rows that got their class."""
+    """Share of the rows with the right class."""
     return float(table.trace() / table.sum())
 
 
 def class_f1(table: Tensor) -> list[float]:
-    """F1 of each class, 2 right / (labeled + predicted); 0 for a class that is neither labeled nor predicted."""
+    """F1 of each class, 2 correct / (labeled + predicted); 0 for a class that is neither labeled nor predicted."""
     both = table.sum(0) + table.sum(1)
     return (2 * table.diagonal() / both.clamp(min=1)).tolist()
 
@@ -52,7 +52,7 @@ def macro_f1(table: Tensor) -> float:
 def matthews(table: Tensor) -> float:
     """Correlation of labels and predictions, in [-1, 1]; 0 where either is always the same class.
 
-    r = (n right - sum_k labeled_k predicted_k) / sqrt((n^2 - sum_k labeled_k^2) (n^2 - sum_k predicted_k^2))
+    r = (n correct - sum_k labeled_k predicted_k) / sqrt((n^2 - sum_k labeled_k^2) (n^2 - sum_k predicted_k^2))
 
     Source: Matthews 1975 for two classes; for more Gorodkin 2004, "Comparing two K-category assignments by a
     K-category correlation coefficient", eq. 8.
@@ -82,23 +82,23 @@ def is_begin_inside(names: Iterable[str]) -> bool:
 
 
 def entities(tags: Sequence[str]) -> set[Entity]:
-    """The entities of a text in B-, I-, O labels; an I- that continues nothing of its kind begins one.
+    """The entities of a text with B-, I-, O labels; an I- that does not continue an entity of its kind begins one.
 
     Source: conlleval, the scorer of the CoNLL-2000 and 2003 tasks.
     """
     found, start = set(), 0
-    for place, tag in enumerate([*tags, "O"]):
-        before = tags[place - 1] if place else "O"
+    for position, tag in enumerate([*tags, "O"]):
+        before = tags[position - 1] if position else "O"
         continues = tag.startswith("I-") and before[2:] == tag[2:]
         if before != "O" and not continues:
-            found.add((before[2:], start, place))
+            found.add((before[2:], start, position))
         if tag != "O" and not continues:
-            start = place
+            start = position
     return found
 
 
 def entity_metrics(labels: Sequence[Sequence[str]], predictions: Sequence[Sequence[str]]) -> dict[str, float]:
-    """`entity_precision`, `entity_recall`, `entity_f1` over all texts: right are those with kind and both ends right."""
+    """`entity_precision`, `entity_recall`, `entity_f1` over all texts; an entity is correct if its kind and both ends are."""
     pairs = [(entities(ours), entities(theirs)) for ours, theirs in zip(labels, predictions, strict=True)]
     right = sum(len(gold & found) for gold, found in pairs)
     wanted, given = (sum(len(pair[side]) for pair in pairs) for side in (0, 1))
@@ -111,7 +111,7 @@ def entity_metrics(labels: Sequence[Sequence[str]], predictions: Sequence[Sequen
 
 
 def normalized(text: str) -> str:
-    """The text small, without punctuation and articles, blanks single.
+    """The text in lower case, without punctuation and articles, with single blanks.
 
     Source: Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1, and their evaluation script.
     """
@@ -119,19 +119,19 @@ def normalized(text: str) -> str:
 
 
 def exact_match(answer: str, golds: Sequence[str]) -> float:
-    """1 where the answer is one of `golds` once normalized, else 0; no gold answer stands for the empty one."""
-    return float(normalized(answer) in [normalized(gold) for gold in _told(golds)])
+    """1 if the normalized answer is one of the normalized `golds`, else 0; without golds the answer must be empty."""
+    return float(normalized(answer) in [normalized(gold) for gold in _nonempty(golds)])
 
 
 def answer_f1(answer: str, golds: Sequence[str]) -> float:
-    """Overlap of words with the best of `golds`; an empty answer overlaps with an empty gold one alone.
+    """F1 of the words with the best of `golds`; an empty answer matches an empty gold answer only.
 
     Source: as `normalized`; empty answers Rajpurkar et al. 2018, arXiv:1806.03822, and their script.
     """
-    return max(_word_f1(normalized(answer).split(), normalized(gold).split()) for gold in _told(golds))
+    return max(_word_f1(normalized(answer).split(), normalized(gold).split()) for gold in _nonempty(golds))
 
 
-def _told(golds: Sequence[str]) -> Sequence[str]:
+def _nonempty(golds: Sequence[str]) -> Sequence[str]:
     return [gold for gold in golds if normalized(gold)] or [""]
 
 
@@ -145,28 +145,28 @@ def answer_metrics(answers: Sequence[str], golds: Sequence[Sequence[str]]) -> di
     """`exact_match` and `f1`, means over questions, in [0, 1].
 
     Args:
-        golds: right answers of each question; none: the context does not answer it, and "" is right.
+        golds: correct answers of each question; none: the context does not answer it, and "" is correct.
     """
     pairs = list(zip(answers, golds, strict=True))
     matches, overlaps = (sum(score(*pair) for pair in pairs) for score in (exact_match, answer_f1))
     return {"exact_match": matches / len(pairs), "f1": overlaps / len(pairs)}
 
 
-def best_span(scores: Tensor, allowed: Sequence[bool], most: int) -> tuple[float, int, int] | None:
-    """The likeliest answer in a window: its score (start + end), first and last token; None where none is allowed.
+def best_span(logits: Tensor, allowed: Sequence[bool], max_answer: int) -> tuple[float, int, int] | None:
+    """The likeliest answer in a window: its score (start + end logit), first and last token; None if no token is allowed.
 
     Args:
-        scores: start and end score of each token, [T, 2].
+        logits: start and end logit of each token, [T, 2].
         allowed: True where an answer may start and end, [T].
-        most: tokens that an answer may have.
+        max_answer: most tokens of an answer.
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 4.2.
     """
-    places = torch.tensor(allowed).nonzero().squeeze(1)
-    if not len(places):
+    positions = torch.tensor(allowed).nonzero().squeeze(1)
+    if not len(positions):
         return None
-    starts, ends = scores.double()[places].unbind(1)
-    distance = places[None, :] - places[:, None]  # [starts, ends]
-    joint = (starts[:, None] + ends[None, :]).masked_fill((distance < 0) | (distance >= most), -torch.inf)
-    first, last = divmod(int(joint.argmax()), len(places))
-    return float(joint[first, last]), int(places[first]), int(places[last])
+    starts, ends = logits.double()[positions].unbind(1)
+    distance = positions[None, :] - positions[:, None]  # [starts, ends]
+    joint = (starts[:, None] + ends[None, :]).masked_fill((distance < 0) | (distance >= max_answer), -torch.inf)
+    first, last = divmod(int(joint.argmax()), len(positions))
+    return float(joint[first, last]), int(positions[first]), int(positions[last])

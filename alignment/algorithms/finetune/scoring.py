@@ -1,11 +1,10 @@
-"""From a reader's scores to losses, held-out metrics and answers. What rows become as tokens is in model.py."""
+"""From a classifier's logits to the loss, held-out metrics and answers of each fine-tuning task."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from alignment.algorithms.finetune.metrics import (
@@ -19,79 +18,85 @@ from alignment.data.tasks.classification import ClassExample, LabeledBatch, Toke
 from alignment.data.tasks.gpt1_inputs import MultiSequenceBatch, MultiSequenceExample
 from alignment.data.tasks.multiple_choice import ChoiceExample
 from alignment.data.tasks.question_answering import SpanBatch, SpanExample
-from alignment.data.tasks.rows import FinetuneTask
-from alignment.losses.classification import IGNORED
-from alignment.models.outputs import DoubleHeadsOutput
-from alignment.ragged import group_by_length
-from alignment.training import Collate, LossSum
+from alignment.data.tasks.rows import FinetuneTask, Question
+from alignment.losses.classification import IGNORED, label_loss, span_loss
+from alignment.losses.language import mean_language_loss
+from alignment.models.outputs import ClassifierOutput, DoubleHeadsOutput
+from alignment.ragged import Ragged
+from alignment.training import LossSum
 
-Example = ClassExample | TokenExample | SpanExample | MultiSequenceExample | ChoiceExample
-Batch = LabeledBatch | SpanBatch | MultiSequenceBatch
+TaskExample = ClassExample | TokenExample | SpanExample | MultiSequenceExample | ChoiceExample
+TaskBatch = LabeledBatch | SpanBatch | MultiSequenceBatch
 
 
-class Reading(NamedTuple):
-    """What a reader makes of a batch.
+class Classifier(Protocol):
+    """A model with a classification head, and perhaps a language head."""
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
+    def __call__(self, *, batch: Ragged) -> ClassifierOutput | DoubleHeadsOutput: ...
+
+
+class Predictions(NamedTuple):
+    """A model's predictions for a batch, compared with the labels.
 
     Attributes:
-        rows: scores of each example: classes [C]; tokens [T, C]; span [T, 2]; choice, one for each choice.
-        cost: -log p of the labels, summed over what counts; of a span the mean of its two ends.
-        right: how many of these are likeliest, likewise.
-        log_probs: of the documents' own tokens, where the model has a language head beside, [M].
+        logits: of each example: classes [C]; tokens by classes [T, C]; tokens by start and end [T, 2]; choices [K].
+        loss: -log p of the labels, summed over those that count; for an answer the mean of its start and end.
+        correct: number of labels with the highest logit, likewise.
+        log_probs: of the documents' own tokens, if the model has a language head too, [M].
     """
 
-    rows: Sequence[Tensor]
-    cost: Tensor
-    right: Tensor
+    logits: Sequence[Tensor]
+    loss: Tensor
+    correct: Tensor
     log_probs: Tensor | None
 
 
-def read(model: Any, batch: Batch, task: FinetuneTask) -> Reading:
-    """A batch's scores and their cost.
+def predict_batch(model: Classifier, batch: TaskBatch, task: FinetuneTask) -> Predictions:
+    """The logits of a batch's examples, and the loss of its labels.
 
-    Source: spans: Devlin et al. 2019, arXiv:1810.04805, section 4.2; choices: Radford et al. 2018, section 3.3.
+    Source: answers: Devlin et al. 2019, arXiv:1810.04805, section 4.2; choices: Radford et al. 2018, section 3.3.
     """
     output = model(batch=batch.ragged)
-    rows = scores_of_rows(output.logits, batch, task)
-    table, labels = rivals(rows, task), labels_of(batch)
-    share = 0.5 if task == "question_answering" else 1.0
-    cost = share * F.cross_entropy(table, labels, ignore_index=IGNORED, reduction="sum")
-    right = share * (table.argmax(-1) == labels).sum()
-    return Reading(rows, cost, right.float(), output.log_probs if isinstance(output, DoubleHeadsOutput) else None)
+    logits = logits_by_example(output.logits, batch, task)
+    table = label_logits(logits, task)
+    if isinstance(batch, SpanBatch):
+        starts, ends = batch.answer_starts - batch.ragged.firsts, batch.answer_ends - batch.ragged.firsts
+        loss = span_loss(table, starts, ends)
+        correct = 0.5 * (table.argmax(1) == torch.stack([starts, ends], -1)).sum()
+    else:
+        loss = label_loss(table, batch.labels)
+        correct = (table.argmax(-1) == batch.labels).sum()
+    log_probs = output.log_probs if isinstance(output, DoubleHeadsOutput) else None
+    return Predictions(logits, loss, correct.float(), log_probs)
 
 
-def scores_of_rows(scores: Tensor, batch: Batch, task: FinetuneTask) -> Sequence[Tensor]:
-    """The model's scores, cut into those of each example; see `Reading.rows`."""
+def logits_by_example(logits: Tensor, batch: TaskBatch, task: FinetuneTask) -> Sequence[Tensor]:
+    """The model's logits, split by example as in `Predictions.logits`."""
     if task in ("token_classification", "question_answering"):
-        return scores.split(list(batch.ragged.lengths))
+        return logits.split(list(batch.ragged.lengths))
     if not isinstance(batch, MultiSequenceBatch):
-        return scores.unbind()
+        return logits.unbind()
     if task == "multiple_choice":
-        return scores.squeeze(-1).split(batch.rows.bincount().tolist())
-    # Both orders of a similar pair: with a linear head the sum of scores is the score of the summed states.
-    return scores.new_zeros(len(batch.labels), scores.shape[-1]).index_add(0, batch.rows, scores).unbind()
+        return logits.squeeze(-1).split(batch.rows.bincount().tolist())
+    # Both orders of a similar pair: with a linear head the sum of logits is the logit of the summed hidden states.
+    return logits.new_zeros(len(batch.labels), logits.shape[-1]).index_add(0, batch.rows, logits).unbind()
 
 
-def rivals(rows: Sequence[Tensor], task: FinetuneTask) -> Tensor:
-    """Scores that compete with each other, a row for each label, -inf where there is no rival.
+def label_logits(logits: Sequence[Tensor], task: FinetuneTask) -> Tensor:
+    """The logits that each label's softmax runs over, -inf at padding.
 
-    Tokens [N, C]; spans [2B, T], starts before ends; else [B, C].
+    Returns:
+        Token classification: [N, C]. Question answering: [B, T, 2], a softmax over T for the start and for the end.
+        Else: [B, C].
     """
     if task == "token_classification":
-        return torch.cat(list(rows))
-    table = pad_sequence(list(rows), batch_first=True, padding_value=-torch.inf)
-    return torch.cat(table.unbind(-1)) if task == "question_answering" else table
+        return torch.cat(list(logits))
+    return pad_sequence(list(logits), batch_first=True, padding_value=-torch.inf)
 
 
-def labels_of(batch: Batch) -> Tensor:
-    """The label of each row of `rivals`."""
-    if not isinstance(batch, SpanBatch):
-        return batch.labels
-    firsts = batch.ragged.firsts
-    return torch.cat([batch.answer_starts - firsts, batch.answer_ends - firsts])
-
-
-def label_loss(model: Any, task: FinetuneTask, language_coef: float) -> Callable[[Batch], LossSum]:
-    """-log p(label), plus `language_coef` times the language-model loss of the same texts.
+def finetune_loss_fn(model: Classifier, task: FinetuneTask, language_coef: float) -> Callable[[TaskBatch], LossSum]:
+    """The loss of the labels plus `language_coef` times the language-model loss of the same texts.
 
     L3 = L2 + lambda L1; L1 is the mean over a text's tokens, the mean over the texts of a row, and summed over rows
     as L2 is.
@@ -100,111 +105,106 @@ def label_loss(model: Any, task: FinetuneTask, language_coef: float) -> Callable
     those of their code.
     """
 
-    def loss_fn(batch: Batch) -> LossSum:
-        reading = read(model, batch, task)
-        metrics = {"accuracy": reading.right}
-        if reading.log_probs is None:
-            return LossSum(reading.cost, metrics)
-        language = language_cost(reading.log_probs, batch)
-        metrics |= {"label_loss": reading.cost, "language_loss": language}
-        return LossSum(reading.cost + language_coef * language, metrics)
+    def loss_fn(batch: TaskBatch) -> LossSum:
+        predictions = predict_batch(model, batch, task)
+        metrics = {"accuracy": predictions.correct}
+        if predictions.log_probs is None:
+            return LossSum(predictions.loss, metrics)
+        language = auxiliary_language_loss(predictions.log_probs, batch)
+        metrics |= {"label_loss": predictions.loss, "language_loss": language}
+        return LossSum(predictions.loss + language_coef * language, metrics)
 
     return loss_fn
 
 
-def language_cost(log_probs: Tensor, batch: Batch) -> Tensor:
-    """-log p of all tokens but first ones: mean over a text, mean over a row's texts, sum over rows; log_probs: [M]."""
-    ragged = batch.ragged
-    predicted = (ragged.sizes - 1).clamp(min=1)
-    costs = -log_probs.new_zeros(len(ragged.lengths)).index_add(0, ragged.target_rows, log_probs) / predicted
-    return (costs / batch.rows.bincount()[batch.rows] if isinstance(batch, MultiSequenceBatch) else costs).sum()
-
-
-@torch.no_grad()
-def read_all(
-    model: Any, examples: Sequence[Example], collate: Collate, task: FinetuneTask, micro_batch_tokens: int
-) -> tuple[list[Tensor], float]:
-    """Scores of every example, in order and on the CPU, and the mean cost of their labels.
+def auxiliary_language_loss(log_probs: Tensor, batch: TaskBatch) -> Tensor:
+    """-log p of all tokens but first ones: mean over a text, mean over a row's texts, sum over rows.
 
     Args:
-        model: in eval mode.
+        log_probs: of the batch's targets, [M].
     """
-    device = next(model.parameters()).device
-    rows: list[Tensor] = [torch.empty(0)] * len(examples)
-    cost, weight = torch.zeros((), dtype=torch.float64), 0.0
-    for group in group_by_length([length_of(example) for example in examples], micro_batch_tokens):
-        [batch] = collate([examples[number] for number in group], micro_batch_tokens)
-        reading = read(model, batch.to(device), task)
-        for number, scores in zip(group, reading.rows, strict=True):
-            rows[number] = scores.float().cpu()
-        cost += reading.cost.double().cpu()
-        weight += batch.weight
-    return rows, float(cost / max(weight, 1.0))
-
-
-def length_of(example: Example) -> int:
-    """Tokens of all documents of an example."""
-    if isinstance(example, MultiSequenceExample):
-        return sum(map(len, example.documents))
-    encoded = example.pairs if isinstance(example, ChoiceExample) else [example.encoded]
-    return sum(len(each.ids) for each in encoded)
+    ragged = batch.ragged
+    losses = mean_language_loss(log_probs, ragged.target_rows, (ragged.sizes - 1).clamp(min=1))
+    return (losses / batch.rows.bincount()[batch.rows] if isinstance(batch, MultiSequenceBatch) else losses).sum()
 
 
 def label_metrics(
-    examples: Sequence[Any], rows: Sequence[Tensor], task: FinetuneTask, names: dict[int, str]
+    examples: Sequence[ClassExample | MultiSequenceExample | ChoiceExample],
+    logits: Sequence[Tensor],
+    task: FinetuneTask,
+    names: dict[int, str],
 ) -> dict[str, float]:
-    """Metrics of classes, words and choices; entities too where the labels are B-, I- and O."""
+    """Metrics of classes, or the accuracy of choices."""
+    predictions = [int(each.argmax()) for each in logits]
+    labels = [example.label for example in examples]
     if task == "multiple_choice":
-        right = [int(scores.argmax()) == example.label for example, scores in zip(examples, rows, strict=True)]
-        return {"accuracy": sum(right) / len(right)}
-    if task != "token_classification":
-        predictions = [int(scores.argmax()) for scores in rows]
-        return class_metrics([example.label for example in examples], predictions, len(names))
+        correct = [predicted == label for predicted, label in zip(predictions, labels, strict=True)]
+        return {"accuracy": sum(correct) / len(correct)}
+    return class_metrics(labels, predictions, len(names))
+
+
+def word_metrics(examples: Sequence[TokenExample], logits: Sequence[Tensor], names: dict[int, str]) -> dict[str, float]:
+    """Metrics of word classes over all texts; of entities too if the labels are B-, I- and O."""
     labels = [[label for label in example.labels if label != IGNORED] for example in examples]
-    found = [word_classes(example, scores) for example, scores in zip(examples, rows, strict=True)]
-    flat, flat_found = ([label for text in texts for label in text] for texts in (labels, found))
-    metrics = class_metrics(flat, flat_found, len(names))
+    predictions = [word_classes(example, each) for example, each in zip(examples, logits, strict=True)]
+    flat, flat_predictions = ([label for text in texts for label in text] for texts in (labels, predictions))
+    metrics = class_metrics(flat, flat_predictions, len(names))
     if not is_begin_inside(names.values()):
         return metrics
-    gold, given = ([[names[label] for label in text] for text in texts] for texts in (labels, found))
-    return metrics | entity_metrics(gold, given)
+    tags, predicted_tags = ([[names[label] for label in text] for text in texts] for texts in (labels, predictions))
+    return metrics | entity_metrics(tags, predicted_tags)
 
 
-def word_classes(example: TokenExample, scores: Tensor) -> list[int]:
-    """The likeliest class of each word that has a token to be read at; scores: [T, C]."""
+def word_classes(example: TokenExample, logits: Tensor) -> list[int]:
+    """The likeliest class of each word that has a label, read at its first token; logits: [T, C]."""
     counts = torch.tensor(example.labels) != IGNORED
-    return scores[counts].argmax(-1).tolist()
+    return logits[counts].argmax(-1).tolist()
 
 
 def question_metrics(
-    examples: Sequence[SpanExample], rows: Sequence[Tensor], questions: Sequence[Any], most: int, no_answer: bool
+    examples: Sequence[SpanExample],
+    logits: Sequence[Tensor],
+    questions: Sequence[Question],
+    *,
+    max_answer: int,
+    no_answer: bool,
 ) -> dict[str, float]:
-    """`exact_match` and `f1` of the best answers; arguments as for `answers_to`, `questions` with their answers."""
-    answers = answers_to(examples, rows, [question.context for question in questions], most, no_answer)
+    """`exact_match` and `f1` of the best answers.
+
+    Args:
+        questions: the rows behind the examples, with their answers; see `best_answers` for the other arguments.
+    """
+    contexts = [question.context for question in questions]
+    answers = best_answers(examples, logits, contexts, max_answer=max_answer, no_answer=no_answer)
     return answer_metrics(answers, [[text for text, _ in question.answers] for question in questions])
 
 
-def answers_to(
-    examples: Sequence[SpanExample], rows: Sequence[Tensor], contexts: Sequence[str], most: int, no_answer: bool
+def best_answers(
+    examples: Sequence[SpanExample],
+    logits: Sequence[Tensor],
+    contexts: Sequence[str],
+    *,
+    max_answer: int,
+    no_answer: bool,
 ) -> list[str]:
-    """The best answer to each question over all windows of its context, compared by score.
+    """The best answer to each question, by the sum of its start and end logits, over all windows of its context.
 
     Args:
-        rows: start and end scores of each window, [T, 2].
-        contexts: by number of the question.
-        most: tokens that an answer may have.
-        no_answer: give "" where every window's first token, read as both ends, scores higher than the best answer.
+        logits: of start and end in each window, [T, 2].
+        contexts: by index of the question.
+        max_answer: most tokens of an answer.
+        no_answer: return "" where in every window the first token, read as both ends, has more than the best answer.
 
     Source: Devlin et al. 2019, arXiv:1810.04805, sections 4.2 and 4.3, threshold 0.
     """
     best: list[tuple[float, str]] = [(-torch.inf, "")] * len(contexts)
-    none = [torch.inf] * len(contexts)
-    for window, scores in zip(examples, rows, strict=True):
+    null = [torch.inf] * len(contexts)
+    for window, each in zip(examples, logits, strict=True):
         number = window.question
-        none[number] = min(none[number], float(scores[0].sum()))
-        span = best_span(scores, [place is not None for place in window.offsets], most)
+        null[number] = min(null[number], float(each[0].sum()))
+        span = best_span(each, [characters is not None for characters in window.offsets], max_answer)
         if span is not None and span[0] > best[number][0]:
             score, first, last = span
             start, stop = window.offsets[first][0], window.offsets[last][1]  # type: ignore[index]
             best[number] = (score, contexts[number][start:stop].strip())
-    return ["" if no_answer and nothing > score else text for nothing, (score, text) in zip(none, best, strict=True)]
+    return ["" if no_answer and nothing > score else text for nothing, (score, text) in zip(null, best, strict=True)]

@@ -1,19 +1,18 @@
-"""What a pretraining run learns from its text: each objective's settings, batches and loss. The run is in pretrain.py.
+"""Pretraining objectives: the settings, batches and loss function of each. The run is in pretrain.py.
 
-What happens to the text stands in data/corruption.py, one objective after the other.
+The corruption of the text is in data/pretraining/corruption.py, one objective after the other.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from alignment.data.batches import collate
-from alignment.data.pretraining.corruption import Masking
+from alignment.data.pretraining.corruption import Masking, SeededRow
 from alignment.data.pretraining.examples import (
     MaskTokens,
     collate_masked,
@@ -24,21 +23,25 @@ from alignment.data.pretraining.examples import (
 )
 from alignment.data.pretraining.next_sentence import SentencePairBatch, collate_sentence_pairs
 from alignment.data.text.special_tokens import frame_of
+from alignment.data.tokenize import Example
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.losses.classification import label_loss, next_sentence_loss
 from alignment.losses.distillation import distillation_loss, hidden_cosine_loss
+from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.ragged import Ragged, Seq2Seq
-from alignment.training import Collate, LossSum
+from alignment.training import Collate, LossFn, LossSum
 
 
 @dataclass(frozen=True)
 class Causal:
-    """Every token from those before it; a decoder's objective."""
+    """Predict every token from those before it; for decoders (GPT)."""
 
     kind: Literal["causal"] = "causal"
 
 
 @dataclass(frozen=True)
 class Masked:
-    """Some tokens from both sides, other ones in every epoch; an encoder's objective (BERT, RoBERTa, SpanBERT)."""
+    """Predict masked tokens from both sides, other ones in every epoch; for encoders (BERT, RoBERTa, SpanBERT)."""
 
     kind: Literal["masked"] = "masked"
     masking: Masking = field(default_factory=Masking)
@@ -46,7 +49,7 @@ class Masked:
 
 @dataclass(frozen=True)
 class SentencePairs:
-    """Masked tokens of two sentences, and whether the second follows the first (BERT); needs a family with that head."""
+    """Predict masked tokens of two sentences and whether the second follows the first (BERT); needs a next-sentence head."""
 
     kind: Literal["sentence_pairs"] = "sentence_pairs"
     masking: Masking = field(default_factory=Masking)
@@ -54,10 +57,10 @@ class SentencePairs:
 
 @dataclass(frozen=True)
 class SpanCorruption:
-    """Spans cut out of the source, written by the decoder (T5).
+    """Replace spans of the source by sentinels; the decoder predicts the spans (T5).
 
     Attributes:
-        density: share of the tokens cut out.
+        density: share of the tokens in spans.
         mean_span: mean tokens of a span.
     """
 
@@ -70,15 +73,15 @@ class SpanCorruption:
 
 
 @dataclass(frozen=True)
-class Prefix:
-    """The rest of a text from its beginning, which the encoder reads (T5's prefix language modeling)."""
+class PrefixLM:
+    """Predict the rest of a text from its beginning, which the encoder reads (T5's prefix language modeling)."""
 
     kind: Literal["prefix"] = "prefix"
 
 
 @dataclass(frozen=True)
 class Infilling:
-    """The whole text from one with spans masked (BART); `density` and `mean_span` as for span corruption."""
+    """Predict the whole text from one with masked spans (BART); `density` and `mean_span` as in `SpanCorruption`."""
 
     kind: Literal["infilling"] = "infilling"
     density: float = 0.3
@@ -95,21 +98,21 @@ def _check_spans(density: float, mean_span: float, usual: float) -> None:
         raise ValueError(f"mean_span must be at least 1, got {mean_span}; 3 is usual")
 
 
-Objective = Causal | Masked | SentencePairs | SpanCorruption | Prefix | Infilling
+Objective = Causal | Masked | SentencePairs | SpanCorruption | PrefixLM | Infilling
 
 
 @dataclass(frozen=True)
 class DistillationConfig:
-    """A teacher whose distributions the model learns beside, or instead of, the text's own tokens.
+    """A teacher whose distributions the model learns in addition to, or instead of, the text's own tokens.
 
     loss = soft_coef * T^2 KL(teacher_T || student_T) + hard_coef * -log student(token) + cosine_coef * (1 - cos)
 
     Attributes:
         teacher: checkpoint of a larger model of the same kind and vocabulary.
         temperature: T, softens both distributions.
-        soft_coef, hard_coef: of the teacher's distribution and of the text's tokens.
-        cosine_coef: of the angle between the states behind each prediction; both must be equally wide.
-        copy_layers: start from the teacher's embeddings, head and evenly spaced layers instead of from nothing.
+        soft_coef, hard_coef: weights of the losses on the teacher's distribution and on the text's tokens.
+        cosine_coef: weight of the loss on the angle between the hidden states; both models must be equally wide.
+        copy_layers: start from the teacher's embeddings, head and evenly spaced layers instead of random weights.
 
     Source: Hinton et al. 2015, arXiv:1503.02531; the three terms are Sanh et al. 2019, arXiv:1910.01108, section 2.
     """
@@ -125,7 +128,21 @@ class DistillationConfig:
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature}; 2 is usual")
         if min(self.soft_coef, self.hard_coef, self.cosine_coef) < 0 or self.soft_coef + self.cosine_coef == 0:
-            raise ValueError("soft_coef, hard_coef and cosine_coef must not be negative, and the teacher must count")
+            raise ValueError(
+                "soft_coef, hard_coef and cosine_coef must not be negative, and one of soft_coef and cosine_coef must be above 0"
+            )
+
+
+class LogitsModel(Protocol):
+    """A language model called for its logits."""
+
+    def __call__(self, *, batch: Ragged | Seq2Seq, return_logits: bool) -> LogitsOutput: ...
+
+
+class NextSentenceModel(Protocol):
+    """A masked language model with a next-sentence head."""
+
+    def __call__(self, *, batch: Ragged) -> LanguageOutput: ...
 
 
 def task_of(objective: Objective) -> str:
@@ -133,90 +150,102 @@ def task_of(objective: Objective) -> str:
     return "next_sentence" if isinstance(objective, SentencePairs) else "language"
 
 
-def collate_for(
-    objective: Objective, tokenizer: Any, examples: Sequence[Any], model: Any, max_length: int, micro_batch_tokens: int
+def collate_for_objective(
+    objective: Objective, tokenizer: Tokenizer, examples: Sequence[Any], *, start_id: int | None, max_length: int
 ) -> Collate:
-    """Draws -> micro-batches, corrupted as each draw's own chance has it.
+    """The function (seeded rows, micro_batch_tokens) -> micro-batches; each row is corrupted by its own generator.
 
     Args:
-        examples: all that will be drawn, for what must be known before the first batch.
-        model: gives the token that starts a decoder.
+        examples: all examples, for passages to take other sentences from and the number of sentinels.
+        start_id: token that starts the model's decoder; None for a model without one.
+        max_length: most tokens of a sentence pair.
 
     Raises:
         UserError: the tokenizer lacks a token that the objective needs.
     """
     match objective:
         case Causal():
-            return lambda rows, micro_batch_tokens=micro_batch_tokens: collate(
-                [row.row for row in rows], micro_batch_tokens
-            )
+            return collate_uncorrupted
         case Masked(masking=masking):
-            mask_tokens = MaskTokens.of(tokenizer)
-            return partial(
-                collate_masked, masking=masking, mask_tokens=mask_tokens, micro_batch_tokens=micro_batch_tokens
-            )
+            return partial(collate_masked, masking=masking, mask_tokens=MaskTokens.of(tokenizer))
         case SentencePairs(masking=masking):
             return partial(
                 collate_sentence_pairs,
                 passages=examples,
+                template=frame_of(tokenizer),
                 masking=masking,
                 mask_tokens=MaskTokens.of(tokenizer),
-                template=frame_of(tokenizer),
                 max_length=max_length,
-                micro_batch_tokens=micro_batch_tokens,
             )
         case SpanCorruption(density=density, mean_span=mean_span):
             corrupt = span_corruption(tokenizer, examples, density=density, mean_span=mean_span)
-        case Prefix():
+        case PrefixLM():
             corrupt = prefix_modeling(tokenizer)
         case Infilling(density=density, mean_span=mean_span):
             corrupt = infilling(tokenizer, density=density, mean_span=mean_span)
-    start = model.spec.start_token
-    return partial(collate_seq2seq, corrupt=corrupt, start_id=start, micro_batch_tokens=micro_batch_tokens)
+    if start_id is None:
+        raise TypeError(f"{objective.kind} trains an encoder-decoder, and needs the token that starts its decoder")
+    return partial(collate_seq2seq, corrupt=corrupt, start_id=start_id)
 
 
-def sentence_pair_loss(model: Any) -> Callable[[SentencePairBatch], LossSum]:
-    """For each pair the mean of -log p over its masked tokens, plus -log p of whether B follows A.
+def collate_uncorrupted(rows: Sequence[SeededRow[Example]], micro_batch_tokens: int) -> list[Ragged]:
+    """Texts for causal language modeling, which uses no randomness of a row."""
+    return collate([row.row for row in rows], micro_batch_tokens)
+
+
+def sentence_pair_loss_fn(model: NextSentenceModel) -> LossFn:
+    """Loss function of BERT: for each pair the mean of -log p over its masked tokens, plus its next-sentence loss.
 
     Source: Devlin et al. 2018, arXiv:1810.04805, appendix A.2.
     """
 
     def loss_fn(batch: SentencePairBatch) -> LossSum:
         output = model(batch=batch.ragged)
+        logits = output.next_sentence_logits
+        if logits is None:
+            raise TypeError("the model has no next-sentence head")
         masked = -(output.log_probs * batch.token_shares).sum()
-        follows = F.cross_entropy(output.next_sentence_logits, batch.labels, reduction="sum")
-        right = (output.next_sentence_logits.argmax(-1) == batch.labels).float().sum()
-        metrics = {"masked_loss": masked, "next_sentence_loss": follows, "next_sentence_accuracy": right}
-        return LossSum(masked + follows, metrics)
+        next_sentence = next_sentence_loss(logits, batch.labels)
+        correct = (logits.argmax(-1) == batch.labels).float().sum()
+        metrics = {"masked_loss": masked, "next_sentence_loss": next_sentence, "next_sentence_accuracy": correct}
+        return LossSum(masked + next_sentence, metrics)
 
     return loss_fn
 
 
-def distillation_loss_fn(student: Any, teacher: Any, config: DistillationConfig) -> Callable[[Any], LossSum]:
-    """The three terms of distillation at every target; see `DistillationConfig`. Experts are not balanced here.
+def distillation_loss_fn(student: LogitsModel, teacher: LogitsModel, config: DistillationConfig) -> LossFn:
+    """Loss function of distillation: the three terms of `DistillationConfig`, summed over the batch's targets.
+
+    The load-balancing loss of experts is not part of it.
 
     Args:
         student: the engine's model.
-        teacher: frozen, of the same kind; it reads the very batch that the student reads.
+        teacher: frozen, of the same kind; it reads the batch that the student reads.
     """
 
     def loss_fn(batch: Ragged | Seq2Seq) -> LossSum:
         with torch.no_grad():
-            theirs = teacher(batch=batch, return_logits=True)
-        ours = student(batch=batch, return_logits=True)
-        soft = distillation_loss(ours.logits, theirs.logits, temperature=config.temperature).sum()
-        hard = F.cross_entropy(ours.logits.float(), labels_of(batch), reduction="sum")
+            taught = teacher(batch=batch, return_logits=True)
+        output = student(batch=batch, return_logits=True)
+        soft = distillation_loss(output.logits, taught.logits, temperature=config.temperature).sum()
+        hard = label_loss(output.logits.float(), target_tokens(batch))
         total = config.soft_coef * soft + config.hard_coef * hard
         metrics = {"soft_loss": soft, "hard_loss": hard}
         if config.cosine_coef:
-            metrics["cosine_loss"] = hidden_cosine_loss(ours.hidden, theirs.hidden).sum()
+            metrics["cosine_loss"] = hidden_cosine_loss(_hidden(output), _hidden(taught)).sum()
             total = total + config.cosine_coef * metrics["cosine_loss"]
         return LossSum(total, metrics)
 
     return loss_fn
 
 
-def labels_of(batch: Ragged | Seq2Seq) -> Tensor:
-    """What belongs at the batch's targets, [M]."""
-    written = batch.decoder if isinstance(batch, Seq2Seq) else batch
-    return written.tokens[written.target_index] if written.labels is None else written.labels
+def _hidden(output: LogitsOutput) -> Tensor:
+    if output.hidden is None:
+        raise TypeError("the model does not return its hidden states")
+    return output.hidden
+
+
+def target_tokens(batch: Ragged | Seq2Seq) -> Tensor:
+    """The token to predict at each of the batch's targets, [M]."""
+    documents = batch.decoder if isinstance(batch, Seq2Seq) else batch
+    return documents.tokens[documents.target_index] if documents.labels is None else documents.labels

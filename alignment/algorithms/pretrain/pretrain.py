@@ -1,20 +1,20 @@
-"""Pretraining from nothing or onwards, by any objective of objectives.py: causal, masked, spans; perhaps with a teacher."""
+"""Pretraining of a fresh model or a checkpoint with any objective of objectives.py, with or without a teacher."""
 
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from alignment.algorithms.policies import Policy, language_loss_fn, save_policy
+from alignment.algorithms.policies import Policy, language_loss_fn, save_policy, tokenizer_settings
 from alignment.algorithms.pretrain.objectives import (
     Causal,
     DistillationConfig,
     Masked,
     Objective,
     SentencePairs,
-    collate_for,
+    collate_for_objective,
     distillation_loss_fn,
-    sentence_pair_loss,
+    sentence_pair_loss_fn,
     task_of,
 )
 from alignment.algorithms.runs import check_rows, open_run, stream_of
@@ -23,6 +23,7 @@ from alignment.data.pretraining.prepare import prepare_text
 from alignment.data.rows.read import DataConfig, Part, read_rows
 from alignment.data.rows.records import Text
 from alignment.data.tokenizers.load import check_vocabulary
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.data.tokenizers.train import TokenizerKind, train_tokenizer
 from alignment.errors import UserError
 from alignment.loading import find_directory, load_tokenizer
@@ -32,8 +33,8 @@ from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.training import Engine, OptimConfig, Run, TrainingConfig, fit, held_out_metrics
 from alignment.training.ranks import compare_rows
 
-MOST_TOKENS = 10_000_000  # of a vocabulary to train; the largest in use have some hundred thousand
-SIZED = ("bpe", "wordpiece", "unigram")  # tokenizers whose vocabulary has the size one asks for
+MOST_TOKENS = 10_000_000  # of a vocabulary to train; the largest in use have a few hundred thousand
+SIZED = ("bpe", "wordpiece", "unigram")  # kinds of tokenizers whose vocabulary size is a setting
 
 
 @dataclass(frozen=True)
@@ -41,19 +42,19 @@ class PretrainConfig:
     """Settings of one pretraining run.
 
     Attributes:
-        data: running text, one document a row.
+        data: texts, one document per row.
         output: the run's directory.
         objective: what is predicted from what; `kind` is causal, masked, sentence_pairs, span_corruption, prefix or
             infilling, and must fit the model: decoder, encoder, or encoder-decoder.
         model: a fresh model, as the keys of a Hugging Face config.json (`model_type`, `hidden_size` ...); its
             vocabulary and special tokens are taken from the tokenizer.
-        policy: go on from this checkpoint instead.
-        tokenizer: directory of the tokenizer; with `policy` its own is the default.
+        policy: continue from this checkpoint instead.
+        tokenizer: directory of the tokenizer; with `policy` the default is the checkpoint's own.
         vocabulary: train a tokenizer of this size on the data instead.
-        tokenizer_kind: of the newly trained one; bytes and characters need no `vocabulary`.
-        sentinels: tokens <extra_id_0> ... that a newly trained unigram or byte tokenizer has for span corruption.
-        chat_template: Jinja text or file that a newly trained byte-level BPE tokenizer carries along.
-        distillation: learn from a teacher too.
+        tokenizer_kind: kind of the new tokenizer; bytes and characters need no `vocabulary`.
+        sentinels: number of tokens <extra_id_0> ... of a new unigram or byte tokenizer, for span corruption.
+        chat_template: Jinja text or file, saved with a new byte-level BPE tokenizer.
+        distillation: learn from a teacher as well.
     """
 
     data: DataConfig
@@ -76,7 +77,7 @@ class PretrainConfig:
         if self.sentinels is not None and not 0 <= self.sentinels <= MOST_TOKENS:
             raise ValueError(f"sentinels must lie between 0 and {MOST_TOKENS:,}, got {self.sentinels}; 100 is usual")
         if (self.model is None) == (self.policy is None):
-            raise ValueError("give either `model` (start from nothing) or `policy` (go on from a checkpoint)")
+            raise ValueError("give either `model` (a fresh model) or `policy` (continue from a checkpoint)")
         trained = self.vocabulary is not None or self.tokenizer_kind not in SIZED
         if self.policy is None and (self.tokenizer is None) != trained:
             raise ValueError("give either `tokenizer` (a directory) or `vocabulary` (train one of that size)")
@@ -95,44 +96,49 @@ def run(config: PretrainConfig) -> Path:
         UserError: bad data, tokenizer or model settings, before any training.
     """
     teacher_source = config.distillation.teacher if config.distillation else None
-    parents = [name for name in (config.policy, config.tokenizer, teacher_source) if name]
-    with open_run(config, "pretrain", parents=parents) as run_directory:
+    with open_run(config, "pretrain", parents=[config.policy, config.tokenizer, teacher_source]) as run:
         tokenizer = find_tokenizer(config)
-        train = read_texts(config, tokenizer, run_directory, "train")
-        held_out = read_texts(config, tokenizer, run_directory, "evaluation") if config.data.evaluation else []
+        train = read_texts(config, tokenizer, run, "train")
+        held_out = read_texts(config, tokenizer, run, "evaluation") if config.data.evaluation else []
         policy, teacher = find_models(config, tokenizer)
         check_rows(policy.model, train + held_out, config.data.max_length)
-        stream, steps = stream_of(train, config.training), config.training.steps(len(train))
-        engine = Engine(policy.model.train(), config.optim, config.training, total_steps=steps)
+        engine = Engine(
+            policy.model.train(), config.optim, config.training, total_steps=config.training.steps(len(train))
+        )
+        loss_fn = held_out_loss_fn = language_loss_fn(engine.model)
+        if isinstance(config.objective, SentencePairs):
+            loss_fn = held_out_loss_fn = sentence_pair_loss_fn(engine.model)
+        elif config.distillation is not None:
+            teacher = teacher.to(engine.process_group.device)
+            loss_fn = distillation_loss_fn(engine.model, teacher, config.distillation)
         collate = partial(
-            collate_for,
+            collate_for_objective,
             config.objective,
             tokenizer,
-            model=policy.model,
+            start_id=policy.model.spec.start_token if config.objective.kind in ENCODER_DECODER else None,
             max_length=config.data.max_length,
-            micro_batch_tokens=config.training.micro_batch_tokens,
         )
-        if isinstance(config.objective, SentencePairs):
-            loss_fn = sentence_pair_loss(engine.model)
-        elif config.distillation is not None and teacher is not None:
-            loss_fn = distillation_loss_fn(engine.model, teacher.to(engine.process_group.device), config.distillation)
-        else:
-            loss_fn = language_loss_fn(engine.model)
         evaluate = None
         if held_out:
-            held_out_loss = loss_fn if config.distillation is None else language_loss_fn(engine.model)
-            batches = collate(examples=held_out)(
+            batches = collate(held_out)(
                 fixed_seed_rows(held_out), micro_batch_tokens=config.training.micro_batch_tokens
             )
-            evaluate = partial(held_out_metrics, engine, batches, held_out_loss)
-        draws, pack = EpochStream(stream), collate(examples=train)
-        save = partial(save_policy, engine, policy, config.output)
-        fit(engine, draws, pack, loss_fn, training=config.training, run=run_directory, evaluate=evaluate, save=save)
-        return Path(config.output) / "model"
+            evaluate = partial(held_out_metrics, engine, batches, held_out_loss_fn)
+        fit(
+            engine,
+            EpochStream(stream_of(train, config.training)),
+            collate(train),
+            loss_fn,
+            training=config.training,
+            run=run,
+            evaluate=evaluate,
+            save=partial(save_policy, engine, policy, run.output),
+        )
+        return run.output / "model"
 
 
-def read_texts(config: PretrainConfig, tokenizer: Any, run: Run, part: Part) -> list[Any]:
-    """Examples of one part of the data for the run's objective; what was dropped or cut is noted in the run."""
+def read_texts(config: PretrainConfig, tokenizer: Tokenizer, run: Run, part: Part) -> list[Any]:
+    """Examples of one part of the data for the run's objective; rows that were dropped or cut are noted in the run."""
     examples, counts = prepare_text(config.data, config.objective.kind, tokenizer, part)
     for line in counts.lines():
         run.note(f"{part} text: {line}")
@@ -141,7 +147,7 @@ def read_texts(config: PretrainConfig, tokenizer: Any, run: Run, part: Part) -> 
 
 
 def find_tokenizer(config: PretrainConfig) -> Any:
-    """The named tokenizer, or one trained on the run's own text."""
+    """The tokenizer that the config names, or one trained on the run's text."""
     if config.vocabulary is None and config.tokenizer_kind in SIZED:
         return load_tokenizer(config.tokenizer or config.policy or "")
     rows, _ = read_rows(
@@ -157,7 +163,7 @@ def find_tokenizer(config: PretrainConfig) -> Any:
 
 
 def tokenizer_options(config: PretrainConfig) -> dict[str, Any]:
-    """What the kind of tokenizer is told beside its size."""
+    """The options of a new tokenizer other than its size."""
     options: dict[str, Any] = {}
     if config.sentinels is not None:
         options["sentinels"] = config.sentinels
@@ -170,11 +176,11 @@ def tokenizer_options(config: PretrainConfig) -> dict[str, Any]:
     return options
 
 
-def find_models(config: PretrainConfig, tokenizer: Any) -> tuple[Policy, Any]:
+def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, Any]:
     """The model to train, and the teacher or None.
 
     Raises:
-        UserError: the model's kind does not fit the objective, the vocabulary not the model, or the teacher neither.
+        UserError: the model does not fit the objective or the vocabulary, or the teacher does not fit the model.
     """
     task, teacher = task_of(config.objective), None
     if config.policy is None:
@@ -188,24 +194,34 @@ def find_models(config: PretrainConfig, tokenizer: Any) -> tuple[Policy, Any]:
         check_kind(config.objective, teacher)
         if teacher.spec.vocabulary != policy.model.spec.vocabulary:
             raise UserError(
-                f"distillation.teacher: {config.distillation.teacher} knows {teacher.spec.vocabulary} tokens, the model "
+                f"distillation.teacher: {config.distillation.teacher} has {teacher.spec.vocabulary} tokens, the model "
                 f"{policy.model.spec.vocabulary}; a student needs its teacher's tokenizer"
             )
         if config.distillation.cosine_coef:
-            check_states(policy.model, teacher)
+            check_hidden_states(policy.model, teacher)
         if config.distillation.copy_layers:
             init_from_teacher(policy.model, teacher)
     return policy, teacher
 
 
-def check_states(student: Any, teacher: Any) -> None:
-    """Refuse what the cosine term cannot compare."""
+class TrainedModel(Protocol):
+    """A native model or one of transformers."""
+
+    source: str
+    config: dict[str, Any]
+
+    @property
+    def spec(self) -> Any: ...
+
+
+def check_hidden_states(student: TrainedModel, teacher: TrainedModel) -> None:
+    """Refuse models whose hidden states the cosine loss cannot compare."""
     if "transformers" in (student.source, teacher.source):
         raise UserError(
             "distillation.cosine_coef needs hidden states, which transformers' own classes do not give; set 0"
         )
-    ours, theirs = (getattr(model.spec, "decoder", model.spec) for model in (student, teacher))
-    widths = [spec.output_width or spec.width for spec in (ours, theirs)]
+    specs = [getattr(model.spec, "decoder", model.spec) for model in (student, teacher)]
+    widths = [spec.output_width or spec.width for spec in specs]
     if widths[0] != widths[1]:
         raise UserError(
             f"distillation.cosine_coef compares hidden states, and the student's are {widths[0]} wide, the teacher's "
@@ -221,11 +237,12 @@ KINDS = {
     "prefix": "Seq2SeqModel",
     "infilling": "Seq2SeqModel",
 }
+ENCODER_DECODER = ("span_corruption", "prefix", "infilling")  # kinds of objectives
 ADVICE = {"LanguageModel": "causal", "MaskedLanguageModel": "masked", "Seq2SeqModel": "span_corruption"}
 
 
-def check_kind(objective: Objective, model: Any) -> None:
-    """Refuse an encoder for a decoder's objective, and so on."""
+def check_kind(objective: Objective, model: TrainedModel) -> None:
+    """Refuse a model that the objective cannot train, such as an encoder for causal language modeling."""
     found, wanted = type(model).__name__, KINDS[objective.kind]
     if model.source == "native" and found != wanted:
         raise UserError(
@@ -234,16 +251,11 @@ def check_kind(objective: Objective, model: Any) -> None:
         )
 
 
-def fresh_policy(config: PretrainConfig, tokenizer: Any, task: str = "language") -> Policy:
-    """A model with random weights, its vocabulary that of the tokenizer."""
+def fresh_policy(config: PretrainConfig, tokenizer: Tokenizer, task: str = "language") -> Policy:
+    """A model with random weights and the tokenizer's vocabulary."""
     if config.model is None or "model_type" not in config.model:
         raise UserError("model.model_type is missing: name the family, for example llama, bert or t5")
-    settings = {
-        "vocab_size": len(tokenizer),
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    if KINDS[config.objective.kind] == "Seq2SeqModel":
+    settings = tokenizer_settings(tokenizer)
+    if config.objective.kind in ENCODER_DECODER:
         settings["decoder_start_token_id"] = tokenizer.pad_token_id  # T5's custom
     return Policy(build_model({**settings, **config.model}, task), tokenizer)

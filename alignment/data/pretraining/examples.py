@@ -101,7 +101,7 @@ def word_starts_in(encoded: EncodedText, texts: Sequence[Sequence[bool]]) -> lis
 
 
 def collate_masked(
-    rows: Sequence[SeededRow[MaskableExample]], masking: Masking, mask_tokens: MaskTokens, micro_batch_tokens: int
+    rows: Sequence[SeededRow[MaskableExample]], micro_batch_tokens: int, *, masking: Masking, mask_tokens: MaskTokens
 ) -> list[Ragged]:
     """Masked texts as ragged batches: targets are the chosen positions, `labels` the original tokens. Weight: targets."""
     masked = [(row.row, *mask_example(row.row, masking, mask_tokens, row.generator())) for row in rows]
@@ -197,7 +197,7 @@ def _with_end_token(sides: tuple[list[int], list[int]], end: int) -> tuple[list[
 
 
 def collate_seq2seq(
-    rows: Sequence[SeededRow[Example]], corrupt: Corrupt, start_id: int, micro_batch_tokens: int
+    rows: Sequence[SeededRow[Example]], micro_batch_tokens: int, *, corrupt: Corrupt, start_id: int
 ) -> list[Seq2Seq]:
     """Corrupted texts as batches for encoder-decoders, source and target together at most `micro_batch_tokens` tokens.
 

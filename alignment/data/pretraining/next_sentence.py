@@ -146,13 +146,13 @@ def group_sentences(lengths: Sequence[int], budget: int) -> list[slice]:
 
 def collate_sentence_pairs(
     rows: Sequence[SeededRow[Passage]],
-    passages: Sequence[Passage],
+    micro_batch_tokens: int,
     *,
+    passages: Sequence[Passage],
     template: SpecialTokenTemplate,
     masking: Masking,
     mask_tokens: MaskTokens,
     max_length: int,
-    micro_batch_tokens: int,
 ) -> list[SentencePairBatch]:
     """Masked pairs as batches; in half of the pairs B is replaced by sentences of another text.
 
