@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter
 from alignment.data.text.chat import prompt_ids, response_ids, text_ids
-from alignment.data.text.special_tokens import EncodedText, frame_of, tokenize_with_offsets
+from alignment.data.text.special_tokens import EncodedText, special_token_template, tokenize_with_offsets
 from alignment.errors import UserError
 from alignment.loading import find_base, find_directory, load_tokenizer, same_vocabulary, torch_dtype
 from alignment.models.classifiers import SequenceClassifier
@@ -77,7 +77,7 @@ class RewardModel:
         parts = [(text,) if isinstance(text, str) else text for text in texts]
         if any(not isinstance(part, str) for text in parts for part in text):
             raise UserError("this reward model is an encoder and reads texts; give each prompt as one text")
-        frame = frame_of(self.tokenizer)
+        frame = special_token_template(self.tokenizer)
         pieces = iter(tokenize_with_offsets(self.tokenizer, [part for text in parts for part in text]))
         ids = [[next(pieces).ids for _ in text] for text in parts]
         return [frame.single(*text) if len(text) == 1 else frame.pair(*text) for text in ids]

@@ -18,7 +18,7 @@ from alignment.data.pretraining.examples import (
 )
 from alignment.data.rows.records import Text
 from alignment.data.stream import Stream
-from alignment.data.text.special_tokens import frame_of, ordinary_ids, sentinel_ids
+from alignment.data.text.special_tokens import non_special_ids, sentinel_ids, special_token_template
 from alignment.data.text.truncation import even_slices
 from alignment.data.tokenize import Example
 from alignment.data.tokenizers.train import train_bpe, train_tokenizer
@@ -223,21 +223,21 @@ def test_infilling_writes_the_whole_text():
 
 def test_frames_are_read_off_the_tokenizer(wordpiece, unigram, bpe):
     cls, sep = wordpiece.cls_token_id, wordpiece.sep_token_id
-    pair = frame_of(wordpiece).pair([50, 51], [52])
+    pair = special_token_template(wordpiece).pair([50, 51], [52])
     assert pair.ids == [cls, 50, 51, sep, 52, sep]
     assert pair.segments == [0, 0, 0, 0, 1, 1]
-    assert pair.ordinary == [False, True, True, False, True, False]
+    assert pair.is_text == [False, True, True, False, True, False]
     assert pair.starts == (1, 4)
-    assert frame_of(unigram).pair([50], [52]).ids == [50, unigram.eos_token_id, 52, unigram.eos_token_id]
-    assert frame_of(bpe).single([50]).ids == [bpe.bos_token_id, 50]
-    assert set(wordpiece.all_special_ids).isdisjoint(ordinary_ids(wordpiece).tolist())
+    assert special_token_template(unigram).pair([50], [52]).ids == [50, unigram.eos_token_id, 52, unigram.eos_token_id]
+    assert special_token_template(bpe).single([50]).ids == [bpe.bos_token_id, 50]
+    assert set(wordpiece.all_special_ids).isdisjoint(non_special_ids(wordpiece).tolist())
 
 
 def test_a_mask_that_is_an_ordinary_token_comes_in_for_no_other():
     tokenizer = train_bpe(TEXTS, 300)
     tokenizer.add_tokens(["<mask>"])
     mask_tokens = MaskTokens.of(tokenizer)
-    assert mask_tokens.mask_id == len(tokenizer) - 1 in ordinary_ids(tokenizer)
+    assert mask_tokens.mask_id == len(tokenizer) - 1 in non_special_ids(tokenizer)
     assert mask_tokens.mask_id not in mask_tokens.random_ids and len(mask_tokens.random_ids) == len(tokenizer) - 4
 
 
@@ -246,7 +246,7 @@ def test_each_text_of_a_pair_begins_with_the_bos_of_a_tokenizer_that_has_one():
     one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("the cat", "a dog"))
     bos = tokenizer.bos_token_id
     assert tokenizer("the cat", "a dog")["input_ids"] == [bos, *one, bos, *two]
-    assert frame_of(tokenizer).pair(one, two).ids == [bos, *one, bos, *two]
+    assert special_token_template(tokenizer).pair(one, two).ids == [bos, *one, bos, *two]
 
 
 def test_a_text_needs_one_sentinel_more_than_it_has_spans():

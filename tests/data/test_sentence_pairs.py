@@ -19,7 +19,7 @@ from alignment.data.pretraining.next_sentence import (
     tokenize_passages,
 )
 from alignment.data.rows.records import Text
-from alignment.data.text.special_tokens import frame_of
+from alignment.data.text.special_tokens import special_token_template
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
 
@@ -38,7 +38,7 @@ def tokenizer():
 
 def make(tokenizer, max_length, seed=0):
     passages, counts = tokenize_passages(ROWS, tokenizer, max_length)
-    template = frame_of(tokenizer)
+    template = special_token_template(tokenizer)
     pairs = [
         make_pair(row.row, passages, template, max_length, row.generator()) for row in fixed_seed_rows(passages, seed)
     ]
@@ -97,7 +97,7 @@ def test_pairs_keep_to_the_length_and_what_is_cut_is_counted(tokenizer):
         if pair.label == FOLLOWS:
             tokens = sum(len(sentence.ids) for sentence in passage.sentences)
             assert pair.cut_tokens == tokens - sum(pair.example.maskable)
-    template, mask_tokens = frame_of(tokenizer), MaskTokens.of(tokenizer)
+    template, mask_tokens = special_token_template(tokenizer), MaskTokens.of(tokenizer)
     batches = collate_sentence_pairs(
         fixed_seed_rows(passages),
         60,
@@ -121,7 +121,7 @@ def test_the_replacement_is_about_as_long_as_what_it_replaces(tokenizer):
 
 def test_batches_carry_masks_segments_and_labels_however_they_are_cut(tokenizer):
     passages, _, pairs = make(tokenizer, 48)
-    template, mask_tokens = frame_of(tokenizer), MaskTokens.of(tokenizer)
+    template, mask_tokens = special_token_template(tokenizer), MaskTokens.of(tokenizer)
     whole, parts = (
         collate_sentence_pairs(
             fixed_seed_rows(passages),
@@ -160,7 +160,7 @@ def test_words_of_a_pair_begin_where_its_own_tokens_do():
     passages, _ = tokenize_passages([Text(text, "a"), Text(text, "b")], tokenizer, 200)
     for seed in range(6):
         generator = np.random.default_rng(seed)
-        example = make_pair(passages[0], passages, frame_of(tokenizer), 60, generator).example
+        example = make_pair(passages[0], passages, special_token_template(tokenizer), 60, generator).example
         tokens = tokenizer.convert_ids_to_tokens(example.ids)
         inner = [token.startswith("##") for token in tokens]
         assert any(inner)

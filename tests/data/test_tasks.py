@@ -104,7 +104,7 @@ def test_a_words_label_stands_at_its_first_token_whatever_the_tokenizer(tokenize
     assert [example.labels[position] for position in positions] == [0, 1, 0, 1, 2] and not counts.cut
     ends = [*positions[1:], len(example.encoded.ids)]
     assert [text_of(tokenizer, example.encoded.ids[a:b]) for a, b in zip(positions, ends, strict=True)] == words
-    assert all(example.encoded.ordinary[position] for position in positions)
+    assert all(example.encoded.is_text[position] for position in positions)
     [batch] = collate_token_labels([example], 1000)
     assert batch.weight == 5 and batch.labels.tolist() == example.labels
     assert len(batch.labels) == len(batch.ragged.tokens)

@@ -112,7 +112,7 @@ def _word_labels(
     words: Sequence[str], example: TokenExample, logits: Tensor, tokenizer: Tokenizer, names: dict[int, str]
 ) -> list[str | None]:
     """The label of each word, read at its first token; None for a word that has no token in the example."""
-    shift, is_text = example.encoded.starts[0], example.encoded.ordinary
+    shift, is_text = example.encoded.starts[0], example.encoded.is_text
     labels: list[str | None] = []
     for first in first_tokens(words, tokenize_with_offsets(tokenizer, [" ".join(words)])[0]):
         if first is not None and first + shift < len(is_text) and is_text[first + shift]:

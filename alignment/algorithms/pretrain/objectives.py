@@ -22,7 +22,7 @@ from alignment.data.pretraining.examples import (
     span_corruption,
 )
 from alignment.data.pretraining.next_sentence import SentencePairBatch, collate_sentence_pairs
-from alignment.data.text.special_tokens import frame_of
+from alignment.data.text.special_tokens import special_token_template
 from alignment.data.tokenize import Example
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.losses.classification import label_loss, next_sentence_loss
@@ -172,7 +172,7 @@ def collate_for_objective(
             return partial(
                 collate_sentence_pairs,
                 passages=examples,
-                template=frame_of(tokenizer),
+                template=special_token_template(tokenizer),
                 masking=masking,
                 mask_tokens=MaskTokens.of(tokenizer),
                 max_length=max_length,

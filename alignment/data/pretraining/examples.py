@@ -17,10 +17,10 @@ from alignment.data.rows.records import Tally, Text
 from alignment.data.text.chat import document_end_id
 from alignment.data.text.special_tokens import (
     EncodedText,
-    frame_of,
     mask_id,
-    ordinary_ids,
+    non_special_ids,
     sentinel_ids,
+    special_token_template,
     tokenize_with_offsets,
 )
 from alignment.data.text.truncation import even_slices, text_budget
@@ -64,14 +64,14 @@ class MaskTokens:
             UserError: it has no mask token.
         """
         mask = mask_id(tokenizer)
-        return cls(mask, np.setdiff1d(ordinary_ids(tokenizer), [mask]))
+        return cls(mask, np.setdiff1d(non_special_ids(tokenizer), [mask]))
 
 
 def tokenize_maskable(
     rows: Sequence[Text], tokenizer: Tokenizer, max_length: int
 ) -> tuple[list[MaskableExample], Tally]:
     """Texts for masked language modeling; a longer text is split into successive parts of about equal length."""
-    template, counts = frame_of(tokenizer), Tally(rows=len(rows))
+    template, counts = special_token_template(tokenizer), Tally(rows=len(rows))
     budget = text_budget(max_length, template.size, least=1)
     examples = []
     for row, text in zip(rows, tokenize_with_offsets(tokenizer, [row.text for row in rows]), strict=True):
@@ -84,7 +84,7 @@ def tokenize_maskable(
         for part in even_slices(len(text.ids), budget):
             encoded = template.single(text.ids[part])
             starts = word_starts_in(encoded, [text.word_starts[part]])
-            examples.append(MaskableExample(encoded.ids, encoded.ordinary, starts, row.row_id))
+            examples.append(MaskableExample(encoded.ids, encoded.is_text, starts, row.row_id))
     return examples, counts.with_documents(example.ids for example in examples)
 
 
@@ -183,7 +183,7 @@ def prefix_modeling(tokenizer: Tokenizer) -> Corrupt:
 
 def infilling(tokenizer: Tokenizer, *, density: float = 0.3, mean_span: float = 3.0) -> Corrupt:
     """BART's text infilling: the text with masked spans and the whole text, both with the tokenizer's special tokens."""
-    mask, template = mask_id(tokenizer), frame_of(tokenizer)
+    mask, template = mask_id(tokenizer), special_token_template(tokenizer)
 
     def corrupt(ids: Ids, generator: np.random.Generator) -> tuple[list[int], list[int]]:
         source = corruption.infill(ids, mask, generator, density=density, mean_span=mean_span)

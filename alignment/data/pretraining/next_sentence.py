@@ -18,7 +18,7 @@ from alignment.data.pretraining.examples import (
     word_starts_in,
 )
 from alignment.data.rows.records import Tally, Text
-from alignment.data.text.special_tokens import SpecialTokenTemplate, frame_of, tokenize_with_offsets
+from alignment.data.text.special_tokens import SpecialTokenTemplate, special_token_template, tokenize_with_offsets
 from alignment.data.text.truncation import text_budget, truncate_pair
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -110,7 +110,7 @@ def tokenize_passages(rows: Sequence[Text], tokenizer: Tokenizer, max_length: in
         UserError: no budget for text, or fewer than two texts have two sentences, so that no B can come from another one.
     """
     counts, passages = Tally(rows=len(rows)), []
-    budget = text_budget(max_length, frame_of(tokenizer).pair_size)
+    budget = text_budget(max_length, special_token_template(tokenizer).pair_size)
     for document, row in enumerate(rows):
         texts = tokenize_with_offsets(tokenizer, sentences_of(row.text))
         sentences = [Sentence(text.ids, text.word_starts) for text in texts if text.ids]
@@ -158,7 +158,7 @@ def collate_sentence_pairs(
 
     Args:
         passages: all passages, to take other sentences from.
-        template: the tokenizer's, from `frame_of`.
+        template: the tokenizer's, from `special_token_template`.
     """
     made = []
     for row in rows:
@@ -202,7 +202,7 @@ def make_pair(
     words = [[flag for sentence in side for flag in sentence.word_starts] for side in (first, second)]
     encoded = template.pair(*kept)
     starts = word_starts_in(encoded, [flags[: len(ids)] for flags, ids in zip(words, kept, strict=True)])
-    example = MaskableExample(encoded.ids, encoded.ordinary, starts, passage.row_id)
+    example = MaskableExample(encoded.ids, encoded.is_text, starts, passage.row_id)
     return SentencePair(example, encoded.segments, label, sum(map(len, sides)) - sum(map(len, kept)))
 
 

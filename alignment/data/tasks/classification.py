@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alignment.data.rows.records import Tally
 from alignment.data.tasks.rows import LabeledText, LabeledWords, require_labels
-from alignment.data.text.special_tokens import EncodedText, TokenizedText, frame_of, tokenize_with_offsets
+from alignment.data.text.special_tokens import EncodedText, TokenizedText, special_token_template, tokenize_with_offsets
 from alignment.data.text.truncation import text_budget, truncate_pair
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.losses.classification import IGNORED
@@ -75,7 +75,7 @@ def encode_texts(
     Raises:
         UserError: labels that `names` lacks.
     """
-    template, ids, counts = frame_of(tokenizer), require_labels(rows, names), Tally(rows=len(rows))
+    template, ids, counts = special_token_template(tokenizer), require_labels(rows, names), Tally(rows=len(rows))
     firsts = tokenize_with_offsets(tokenizer, [row.text for row in rows])
     seconds = tokenize_with_offsets(tokenizer, [row.pair or "" for row in rows])
     examples = []
@@ -104,7 +104,8 @@ def encode_words(
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 5.3.
     """
-    template, ids, counts = frame_of(tokenizer), require_labels(rows, names), Tally(rows=len(rows), kept=len(rows))
+    template, ids = special_token_template(tokenizer), require_labels(rows, names)
+    counts = Tally(rows=len(rows), kept=len(rows))
     budget, examples = text_budget(max_length, template.size), []
     for row, text in zip(rows, tokenize_with_offsets(tokenizer, [" ".join(row.words) for row in rows]), strict=True):
         firsts = first_tokens(row.words, text)
@@ -117,7 +118,7 @@ def encode_words(
         shift = encoded.starts[0]
         labels = [
             kept.get(position - shift, IGNORED) if is_text else IGNORED
-            for position, is_text in enumerate(encoded.ordinary)
+            for position, is_text in enumerate(encoded.is_text)
         ]
         examples.append(TokenExample(encoded, labels, row.row_id))
     return examples, counts.with_documents(example.encoded.ids for example in examples)

@@ -12,7 +12,7 @@ from alignment.data.rows.records import Tally
 from alignment.data.tasks.classification import NO_TEXT, PAIR_CUT, ClassExample, build_ragged
 from alignment.data.tasks.gpt1_inputs import MultiSequenceBatch
 from alignment.data.tasks.rows import Choice
-from alignment.data.text.special_tokens import EncodedText, frame_of, tokenize_with_offsets
+from alignment.data.text.special_tokens import EncodedText, special_token_template, tokenize_with_offsets
 from alignment.data.text.truncation import text_budget, truncate_pair
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.ragged import group_rows_by_length
@@ -37,7 +37,7 @@ def encode_choices(rows: Sequence[Choice], tokenizer: Tokenizer, max_length: int
 
     Source: Devlin et al. 2019, arXiv:1810.04805, section 4.4 (SWAG).
     """
-    template, counts, examples = frame_of(tokenizer), Tally(rows=len(rows)), []
+    template, counts, examples = special_token_template(tokenizer), Tally(rows=len(rows)), []
     budget = text_budget(max_length, template.pair_size)
     contexts = tokenize_with_offsets(tokenizer, [row.context for row in rows])
     texts = iter(tokenize_with_offsets(tokenizer, [choice for row in rows for choice in row.choices]))

@@ -13,7 +13,7 @@ from alignment.data.text.special_tokens import (
     EncodedText,
     SpecialTokenTemplate,
     TokenizedText,
-    frame_of,
+    special_token_template,
     tokenize_with_offsets,
 )
 from alignment.data.text.truncation import text_budget
@@ -85,7 +85,7 @@ def encode_questions(
 
     Source: Devlin et al. 2019, arXiv:1810.04805, sections 4.2 and 4.3; windows: google-research/bert, run_squad.py.
     """
-    template, counts, examples = frame_of(tokenizer), Tally(rows=len(rows), kept=len(rows)), []
+    template, counts, examples = special_token_template(tokenizer), Tally(rows=len(rows), kept=len(rows)), []
     questions = tokenize_with_offsets(tokenizer, [row.question for row in rows])
     contexts = tokenize_with_offsets(tokenizer, [row.context for row in rows])
     for number, (row, question, context) in enumerate(zip(rows, questions, contexts, strict=True)):

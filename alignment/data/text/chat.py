@@ -1,4 +1,4 @@
-"""The one place where text becomes ids: every stage, sampling and evaluation go through here. Cutting is in batches.py.
+"""Texts and dialogues to token ids, for every stage, sampling and evaluation alike. Truncation is in truncation.py.
 
 The rules: a sequence has exactly one BOS where the tokenizer or its template has one, and a response exactly one end
 token; prompt and response are tokenized apart and joined by ids, as sampling does; a control string typed inside a text
@@ -6,19 +6,18 @@ token; prompt and response are tokenized apart and joined by ids, as sampling do
 """
 
 from collections.abc import Sequence
-from typing import cast
 
 from alignment.data.rows.records import Messages
 from alignment.data.text.encoding import adds_bos, bos_id, control_strings, encode
 from alignment.data.text.templates import (
     PROBE,
-    disguise,
     encode_rendered,
     end_of_turn,
+    escape,
     name_of,
-    plain,
     render,
     require_contents,
+    unescape,
 )
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -41,7 +40,7 @@ def document_end_id(tokenizer: Tokenizer) -> int:
     Raises:
         UserError: the tokenizer has none.
     """
-    end = cast("int | None", tokenizer.eos_token_id)
+    end = tokenizer.eos_token_id
     if end is None:
         raise UserError(
             f"{tokenizer.name_or_path or 'the tokenizer'} names no end token, so nothing could learn to stop; "
@@ -52,7 +51,7 @@ def document_end_id(tokenizer: Tokenizer) -> int:
 
 def stop_token_ids(tokenizer: Tokenizer) -> set[int]:
     """All tokens at which generation stops: the end of turn and EOS."""
-    eos = cast("int | None", tokenizer.eos_token_id)
+    eos = tokenizer.eos_token_id
     return {end_token_id(tokenizer)} | ({eos} if eos is not None else set())
 
 
@@ -66,10 +65,10 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str | Messages) -> list[int]:
         return prompts_ids(tokenizer, [prompt])[0]
     if not prompt or prompt[-1]["role"] == "assistant":
         raise UserError("a prompt of messages must end with a message of someone else than the assistant")
-    messages, how = disguise(tokenizer, prompt)
+    messages, escaped = escape(tokenizer, prompt)
     text = render(tokenizer, messages, open_turn=True)
     require_contents(tokenizer, messages, text)
-    return _with_one_bos(tokenizer, encode_rendered(tokenizer, text, how, follows=False))
+    return _with_one_bos(tokenizer, encode_rendered(tokenizer, text, escaped, follows=False))
 
 
 def prompts_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
@@ -79,7 +78,7 @@ def prompts_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]
 
 
 def response_ids(tokenizer: Tokenizer, response: str, prompt: str | Messages = "", *, ended: bool = True) -> list[int]:
-    """Ids of a response and exactly one end token, also where the text already ends in it; see `responses_ids`."""
+    """Ids of a response and exactly one end token, also where the text already ends in it; as `responses_ids`."""
     return responses_ids(tokenizer, [response], [prompt], ended=[ended])[0]
 
 
@@ -146,7 +145,7 @@ def chat_ids(
         {**message, "content": without_end(message["content"], stops)} if message["role"] == "assistant" else message
         for message in messages
     ]
-    hidden, how = disguise(tokenizer, messages)
+    safe, escaped = escape(tokenizer, messages)
     end = end_of_turn(tokenizer)
     if end is None:
         raise UserError(f"{name_of(tokenizer)} ends the assistant's turn with no control token to stop at")
@@ -155,24 +154,24 @@ def chat_ids(
     done = ""
     replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     for index, counts in zip(replies, [True] * len(replies) if trained is None else trained, strict=True):
-        before, lead, reply, done_next = _one_turn(tokenizer, hidden, index, done, end)
-        context = encode_rendered(tokenizer, before, how, follows=bool(ids))
+        before, lead, reply, done_next = _one_turn(tokenizer, safe, index, done, end)
+        context = encode_rendered(tokenizer, before, escaped, follows=bool(ids))
         ids += context if ids else _with_one_bos(tokenizer, context)
         mask += [False] * (len(ids) - len(mask))
-        ids += _turns_ids(tokenizer, [(lead, plain(reply, how))])[0]
+        ids += _turns_ids(tokenizer, [(lead, unescape(reply, escaped))])[0]
         ids.append(_token_id(tokenizer, end))
         mask += [counts] * (len(ids) - len(mask))
         done = done_next
     if not any(mask) or all(mask):
         raise UserError("a dialogue needs an assistant message with something before it")
-    text = render(tokenizer, hidden[: 1 + _last_assistant(hidden)], open_turn=False)
-    require_contents(tokenizer, hidden[: _last_assistant(hidden)], text)
+    text = render(tokenizer, safe[: 1 + _last_assistant(safe)], open_turn=False)
+    require_contents(tokenizer, safe[: _last_assistant(safe)], text)
     return ids, mask
 
 
 def _one_turn(tokenizer: Tokenizer, messages: Messages, index: int, done: str, end: str) -> tuple[str, str, str, str]:
-    """Texts of one assistant turn: what is new up to its header, what the template writes between header and reply, the
-    reply, and all up to and with its end token."""
+    """Texts of one assistant turn: the new text up to its header, what the template writes between header and reply, the
+    reply, and everything up to its end token, which is included."""
     opened = render(tokenizer, messages[:index], open_turn=True) if index else ""
     closed = render(tokenizer, messages[: index + 1], open_turn=False)
     if not (closed.startswith(opened) and opened.startswith(done)):
@@ -190,7 +189,7 @@ def _one_turn(tokenizer: Tokenizer, messages: Messages, index: int, done: str, e
 
 
 def _split_turn(turn: str, content: str, end: str) -> tuple[str, str] | None:
-    """What a template wrote before an assistant's reply, and the reply up to its end token; None: not as it stands."""
+    """What the template wrote before an assistant's reply, and the reply up to its end token; None: it rewrote the reply."""
     body, found, _ = turn.partition(end)
     start = _start_of_reply(body, content)
     return (body[:start], body[start:]) if found and start is not None else None
@@ -204,21 +203,21 @@ def _writes_around(tokenizer: Tokenizer, end: str) -> bool:
 def _last_turn(tokenizer: Tokenizer, prompt: Messages, response: str, ended: bool, end: str) -> tuple[str, str]:
     """What the template writes before a response to messages, and the response as it writes it.
 
-    A response that begins with it already is not given it twice; one that the template rewrites stands as it is.
+    A response that already begins with it does not get it twice; one that the template rewrites is left as it is.
     """
     if not response.strip():
         return "", response
-    messages, how = disguise(tokenizer, [*prompt, {"role": "assistant", "content": response}])
+    messages, escaped = escape(tokenizer, [*prompt, {"role": "assistant", "content": response}])
     opened = render(tokenizer, messages[:-1], open_turn=True)
     closed = render(tokenizer, messages, open_turn=False)
     turn = _split_turn(closed[len(opened) :], messages[-1]["content"], end) if closed.startswith(opened) else None
     if turn is None or (turn[0] and response.startswith(turn[0])):
         return "", response
-    return turn[0], plain(turn[1], how) if ended else response
+    return turn[0], unescape(turn[1], escaped) if ended else response
 
 
 def _turns_ids(tokenizer: Tokenizer, turns: Sequence[tuple[str, str]]) -> list[list[int]]:
-    """Ids of replies after what the template writes before them: one text, but for control tokens (a whole header)."""
+    """Ids of (lead, reply) pairs: encoded as one text, except where the lead holds control tokens (a whole header)."""
     apart = [any(string in lead for string in control_strings(tokenizer)) for lead, _ in turns]
     texts = [text if header else lead + text for header, (lead, text) in zip(apart, turns, strict=True)]
     leads = [lead if header else "" for header, (lead, _) in zip(apart, turns, strict=True)]
@@ -227,7 +226,7 @@ def _turns_ids(tokenizer: Tokenizer, turns: Sequence[tuple[str, str]]) -> list[l
 
 
 def _start_of_reply(body: str, content: str) -> int | None:
-    """Where the reply begins in what the template wrote for it, blanks at its ends trimmed or not; None: not there."""
+    """Index of the reply in what the template wrote for it, its blanks trimmed or not; None: it is not there."""
     for text in (content, content.strip()):
         start = body.rfind(text)
         if start >= 0 and not body[start + len(text) :].strip():
@@ -251,7 +250,7 @@ def _stop_strings(tokenizer: Tokenizer) -> list[str]:
 
 
 def _token_id(tokenizer: Tokenizer, token: str) -> int:
-    return cast(int, tokenizer.convert_tokens_to_ids(token))
+    return tokenizer.convert_tokens_to_ids(token)
 
 
 def _with_one_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Text to ids without interpretation: which strings are control tokens is decided by the caller, never by the text."""
+"""Texts to token ids. Whether a string such as "</s>" is a control token is the caller's choice, never the text's."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,13 +27,13 @@ def encode(
         return []
     if not follows or not _puts_a_blank_first(tokenizer):
         return _encode(tokenizer, texts, control_tokens)
-    # Such a tokenizer puts the blank before a text's first word only: let a newline be that first word, and drop it.
+    # Such a tokenizer puts a blank before the first word only: encode a newline before the text, then drop its ids.
     [anchor] = _encode(tokenizer, [ANCHOR], control_tokens)
     anchored = _encode(tokenizer, [ANCHOR + text for text in texts], control_tokens)
     plain = _encode(tokenizer, texts, control_tokens)
     return [
         ids[len(anchor) :] if ids[: len(anchor)] == anchor else alone
-        for ids, alone in zip(anchored, plain, strict=True)  # the newline melts into a text that starts with one
+        for ids, alone in zip(anchored, plain, strict=True)  # the newline may merge with the text's own first newline
     ]
 
 
@@ -52,14 +52,14 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str], control_tokens: bool) ->
             truncation=False,
             return_attention_mask=False,
             return_token_type_ids=False,
-            verbose=False,  # length limits are batches.py's affair
+            verbose=False,  # no warning about long texts: they are truncated later
         )
     return cast("list[list[int]]", encoded["input_ids"])
 
 
 @contextmanager
 def naming_panics(tokenizer: Tokenizer) -> Iterator[None]:
-    """Turn a panic of the tokenizers library, which is no `Exception`, into a user's error.
+    """Turn a panic of the tokenizers library, which is no `Exception`, into a `UserError`.
 
     Raises:
         UserError: a pattern in tokenizer.json gave up on a text (it backtracks without end), or its tables do not fit.
@@ -76,13 +76,13 @@ def naming_panics(tokenizer: Tokenizer) -> Iterator[None]:
 
 
 def is_panic(error: BaseException) -> bool:
-    """Whether Rust code gave up; its exception's class cannot be imported."""
+    """Whether an error is a panic of Rust code; the class of that exception cannot be imported."""
     return type(error).__name__ == "PanicException"
 
 
 def bos_id(tokenizer: Tokenizer) -> int | None:
     """The id of BOS, or None where the tokenizer has no such token."""
-    return cast("int | None", tokenizer.bos_token_id)
+    return tokenizer.bos_token_id
 
 
 def adds_bos(tokenizer: Tokenizer) -> bool:

@@ -1,4 +1,4 @@
-"""What a tokenizer puts around one text and around two, and its text's pieces with their places. Cuts nothing."""
+"""The special tokens that a tokenizer adds to a text or a pair of texts, and token ids with their character offsets."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,93 +10,105 @@ from alignment.data.text.encoding import naming_panics
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 
-MASK_NAMES = ("<mask>", "[MASK]")  # where the tokenizer has such a token and does not say what it is for
+MASK_NAMES = ("<mask>", "[MASK]")  # looked up where the tokenizer names no mask token
 SENTINEL = "<extra_id_{}>"
 
 
 @dataclass(frozen=True, slots=True)
 class EncodedText:
-    """A text or a pair between its special tokens.
+    """A text or a pair of texts with its special tokens.
 
     Attributes:
-        ids: [N].
-        segments: 0 or 1 for the sentence each token belongs to, [N].
-        ordinary: True for the text's own tokens, [N].
-        starts: where the first and, in a pair, the second text begins.
+        ids: token ids, [N].
+        segments: 0 or 1, the text of the pair that each token belongs to (transformers: token_type_ids), [N].
+        is_text: True for tokens of the texts, False for special tokens, [N].
+        starts: index of the first token of the first and, in a pair, of the second text.
     """
 
     ids: list[int]
     segments: list[int]
-    ordinary: list[bool]
+    is_text: list[bool]
     starts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class SpecialTokenTemplate:
-    """Special tokens before, between and after; a tokenizer's own rule, read off an example.
+    """The special tokens before, between and after texts, as the tokenizer's post-processor adds them.
 
     Attributes:
-        around: special ids before the text, [0], and after it, [1].
-        around_pair: special ids before the first text, between the two, and after the second.
-        segments: of the five stretches of a pair: before, first, between, second, after.
+        prefix: special ids before a single text.
+        suffix: special ids after it.
+        pair_prefix: special ids before the first text of a pair.
+        separator: special ids between the two texts.
+        pair_suffix: special ids after the second text.
+        pair_segments: 0 or 1 for the five parts of a pair: prefix, first text, separator, second text, suffix.
     """
 
-    around: tuple[list[int], list[int]]
-    around_pair: tuple[list[int], list[int], list[int]]
-    segments: tuple[int, int, int, int, int]
+    prefix: list[int]
+    suffix: list[int]
+    pair_prefix: list[int]
+    separator: list[int]
+    pair_suffix: list[int]
+    pair_segments: tuple[int, int, int, int, int]
 
     @property
     def size(self) -> int:
-        """Special tokens around one text."""
-        return sum(map(len, self.around))
+        """Number of special tokens of a single text."""
+        return len(self.prefix) + len(self.suffix)
 
     @property
     def pair_size(self) -> int:
-        """Special tokens around two texts."""
-        return sum(map(len, self.around_pair))
+        """Number of special tokens of a pair."""
+        return len(self.pair_prefix) + len(self.separator) + len(self.pair_suffix)
 
     def single(self, ids: Sequence[int]) -> EncodedText:
-        """One text with what stands around it."""
-        lead, tail = self.around
-        ordinary = [False] * len(lead) + [True] * len(ids) + [False] * len(tail)
-        return EncodedText([*lead, *ids, *tail], [0] * len(ordinary), ordinary, (len(lead),))
+        """One text with its special tokens."""
+        is_text = [False] * len(self.prefix) + [True] * len(ids) + [False] * len(self.suffix)
+        return EncodedText([*self.prefix, *ids, *self.suffix], [0] * len(is_text), is_text, (len(self.prefix),))
 
     def pair(self, first: Sequence[int], second: Sequence[int]) -> EncodedText:
-        """Two texts with what stands around and between them."""
-        lead, middle, tail = self.around_pair
-        stretches = [lead, first, middle, second, tail]
-        segments = [segment for stretch, segment in zip(stretches, self.segments, strict=True) for _ in stretch]
-        ordinary = [place in (1, 3) for place, stretch in enumerate(stretches) for _ in stretch]
-        starts = (len(lead), len(lead) + len(first) + len(middle))
-        return EncodedText([token for stretch in stretches for token in stretch], segments, ordinary, starts)
+        """Two texts with their special tokens."""
+        parts = [self.pair_prefix, first, self.separator, second, self.pair_suffix]
+        segments = [segment for part, segment in zip(parts, self.pair_segments, strict=True) for _ in part]
+        is_text = [number in (1, 3) for number, part in enumerate(parts) for _ in part]
+        starts = (len(self.pair_prefix), len(self.pair_prefix) + len(first) + len(self.separator))
+        return EncodedText([token for part in parts for token in part], segments, is_text, starts)
 
 
-def frame_of(tokenizer: Tokenizer) -> SpecialTokenTemplate:
-    """The frame that the tokenizer's post-processor puts around texts.
+def special_token_template(tokenizer: Tokenizer) -> SpecialTokenTemplate:
+    """The special tokens that the tokenizer adds, found by encoding one text and a pair of texts.
 
     Raises:
-        UserError: the tokenizer is none of the fast ones, which alone say where their tokens come from.
+        UserError: the tokenizer is not a fast one; only those report which text a token comes from.
     """
     one, two = _encoding(tokenizer, "a"), _encoding(tokenizer, "a", "a")
-    own = [place for place, sequence in enumerate(one.sequence_ids) if sequence is not None]
-    places = [[place for place, sequence in enumerate(two.sequence_ids) if sequence == which] for which in (0, 1)]
-    (first, last), (start, stop) = ((which[0], which[-1] + 1) for which in places)
+    begin, end = _range_of(0, one.sequence_ids)
+    (first, last), (start, stop) = _range_of(0, two.sequence_ids), _range_of(1, two.sequence_ids)
     types = two.type_ids
-    middle = types[last] if start > last else types[first]
+    separator_type = types[last] if start > last else types[first]
     return SpecialTokenTemplate(
-        (one.ids[: own[0]], one.ids[own[-1] + 1 :]),
-        (two.ids[:first], two.ids[last:start], two.ids[stop:]),
-        (types[0], types[first], middle, types[start], types[-1]),
+        prefix=one.ids[:begin],
+        suffix=one.ids[end:],
+        pair_prefix=two.ids[:first],
+        separator=two.ids[last:start],
+        pair_suffix=two.ids[stop:],
+        pair_segments=(types[0], types[first], separator_type, types[start], types[-1]),
     )
+
+
+def _range_of(text: int, sequence_ids: Sequence[int | None]) -> tuple[int, int]:
+    """First token of text number `text` and the one after its last."""
+    positions = [position for position, sequence in enumerate(sequence_ids) if sequence == text]
+    return positions[0], positions[-1] + 1
 
 
 @dataclass(frozen=True, slots=True)
 class TokenizedText:
-    """Ids of one text, nothing around them.
+    """Ids of one text without special tokens.
 
     Attributes:
-        ids: [N].
-        word_starts: True where a word begins, as the tokenizer's first cut sees words, [N].
+        ids: token ids, [N].
+        word_starts: True where a word begins, as the tokenizer's pre-tokenizer splits words, [N].
         offsets: first character of each token in the text and the one after its last, [N].
     """
 
@@ -106,7 +118,7 @@ class TokenizedText:
 
 
 def tokenize_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> list[TokenizedText]:
-    """Ids of each text with word starts and places; strings like "[SEP]" in a text are spelt out."""
+    """Ids of each text with word starts and character offsets; a string such as "[SEP]" in a text stays ordinary text."""
     if not texts:
         return []
     return [
@@ -116,7 +128,7 @@ def tokenize_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> list[To
 
 
 def _word_starts(words: Sequence[int | None]) -> list[bool]:
-    return [place == 0 or word is None or word != words[place - 1] for place, word in enumerate(words)]
+    return [index == 0 or word is None or word != words[index - 1] for index, word in enumerate(words)]
 
 
 def _encoding(tokenizer: Tokenizer, *texts: str) -> Any:
@@ -145,7 +157,7 @@ def mask_id(tokenizer: Tokenizer) -> int:
         UserError: there is none.
     """
     if tokenizer.mask_token_id is not None:
-        return int(tokenizer.mask_token_id)  # type: ignore[arg-type]
+        return tokenizer.mask_token_id
     vocabulary = tokenizer.get_vocab()
     for name in MASK_NAMES:
         if name in vocabulary:
@@ -164,7 +176,7 @@ def sentinel_ids(tokenizer: Tokenizer) -> list[int]:
     return ids
 
 
-def ordinary_ids(tokenizer: Tokenizer) -> np.ndarray:
+def non_special_ids(tokenizer: Tokenizer) -> np.ndarray:
     """Ids of all tokens that are not special, ascending."""
     special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
     special |= {int(number) for number in tokenizer.all_special_ids}

@@ -1,9 +1,9 @@
 """Chat templates rendered so that only what the template itself wrote can become a control token.
 
 A template is rendered by transformers' sandbox to text (in rendering.py, under limits and at a fixed date), and the text
-is tokenized as a whole, so ordinary messages get exactly the ids of `apply_chat_template(tokenize=True)` (and a BOS,
-should the template lack the tokenizer's). Control strings inside messages ("<|im_end|>" typed by a user) are swapped for
-private-use characters before rendering; afterwards the text is cut there and the strings are tokenized as plain text.
+is tokenized as a whole, so ordinary messages get exactly the ids of `apply_chat_template(tokenize=True)` (and a BOS
+where the template lacks the tokenizer's). Control strings inside messages ("<|im_end|>" typed by a user) are replaced by
+private-use characters before rendering; afterwards the text is split there and the strings are tokenized as plain text.
 """
 
 import re
@@ -22,38 +22,38 @@ PROBE = "alignmentprobe"  # a word no template contains
 
 @dataclass(frozen=True)
 class EscapedControlTokens:
-    """How control strings in messages are hidden from template and tokenizer: "<open><number><close>"."""
+    """Control strings of some messages, each replaced by "<opening><number><closing>" for template and tokenizer."""
 
     opening: str
     closing: str
     strings: tuple[str, ...]
 
     @property
-    def mark(self) -> re.Pattern[str]:
-        """Matches one hidden string; its number is the group."""
+    def pattern(self) -> re.Pattern[str]:
+        """Matches one escaped string; its number is the group."""
         return re.compile(f"{self.opening}([0-9]+){self.closing}")
 
-    def hide(self, text: str) -> str:
-        """The text with every control string hidden, longest first."""
+    def escape(self, text: str) -> str:
+        """The text with every control string escaped, longest first."""
         if not self.strings:
             return text
         numbers = {string: number for number, string in enumerate(self.strings)}
-        pattern = "|".join(map(re.escape, self.strings))
-        return re.sub(pattern, lambda match: f"{self.opening}{numbers[match[0]]}{self.closing}", text)
+        strings = "|".join(map(re.escape, self.strings))
+        return re.sub(strings, lambda match: f"{self.opening}{numbers[match[0]]}{self.closing}", text)
 
 
-def disguise(tokenizer: Tokenizer, messages: Messages) -> tuple[Messages, EscapedControlTokens]:
-    """The messages with their control strings hidden, and how to find them again."""
+def escape(tokenizer: Tokenizer, messages: Messages) -> tuple[Messages, EscapedControlTokens]:
+    """The messages with their control strings escaped, and what was escaped."""
     present = "".join(message["content"] for message in messages)
     unused = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in present)
-    how = EscapedControlTokens(
+    escaped = EscapedControlTokens(
         next(unused), next(unused), tuple(text for text in control_strings(tokenizer) if text in present)
     )
-    return [{**message, "content": how.hide(message["content"])} for message in messages], how
+    return [{**message, "content": escaped.escape(message["content"])} for message in messages], escaped
 
 
 def name_of(tokenizer: Tokenizer) -> str:
-    """What to call the template in a message."""
+    """The template's name in messages."""
     return f"the chat template of {tokenizer.name_or_path or 'this tokenizer'}"
 
 
@@ -64,7 +64,7 @@ def render(tokenizer: Tokenizer, messages: Messages, *, open_turn: bool) -> str:
         open_turn: end with the header of the assistant's turn (`add_generation_prompt`).
 
     Raises:
-        UserError: there is no template, it is a book of named ones, it is too long, or it refuses the messages.
+        UserError: there is no template, it is a collection of named ones, it is too long, or it refuses the messages.
     """
     template = tokenizer.chat_template
     if not isinstance(template, str) or not template:
@@ -91,23 +91,23 @@ def require_contents(tokenizer: Tokenizer, messages: Messages, text: str) -> Non
             raise UserError(f"{name_of(tokenizer)} leaves out or rewrites message {index} (role {message['role']})")
 
 
-def encode_rendered(tokenizer: Tokenizer, text: str, how: EscapedControlTokens, *, follows: bool) -> list[int]:
-    """Ids of rendered text: the template's control tokens as such, hidden strings as plain text."""
+def encode_rendered(tokenizer: Tokenizer, text: str, escaped: EscapedControlTokens, *, follows: bool) -> list[int]:
+    """Ids of rendered text: the template's control tokens as such, escaped strings as plain text."""
     ids: list[int] = []
-    for number, piece in enumerate(how.mark.split(text)):  # text, number, text, number, ..., text
-        hidden = number % 2 == 1
-        if not hidden and (how.opening in piece or how.closing in piece):
+    for number, piece in enumerate(escaped.pattern.split(text)):  # text, number, text, number, ..., text
+        typed = number % 2 == 1
+        if not typed and (escaped.opening in piece or escaped.closing in piece):
             raise UserError(f"{name_of(tokenizer)} cuts message texts apart, which could let control tokens through")
         if piece:
-            string = how.strings[int(piece)] if hidden else piece
-            [more] = encode(tokenizer, [string], control_tokens=not hidden, follows=follows or number > 0)
+            string = escaped.strings[int(piece)] if typed else piece
+            [more] = encode(tokenizer, [string], control_tokens=not typed, follows=follows or number > 0)
             ids += more
     return ids
 
 
-def plain(text: str, how: EscapedControlTokens) -> str:
-    """The text with hidden strings back in place."""
-    return how.mark.sub(lambda match: how.strings[int(match[1])], text)
+def unescape(text: str, escaped: EscapedControlTokens) -> str:
+    """The text with the escaped strings restored."""
+    return escaped.pattern.sub(lambda match: escaped.strings[int(match[1])], text)
 
 
 def end_of_turn(tokenizer: Tokenizer) -> str | None:
