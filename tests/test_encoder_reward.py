@@ -5,8 +5,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment import load_reward_model
-from alignment.algorithms.ppo.config import PPOConfig
-from alignment.algorithms.ppo.setup import check_judged
+from alignment.algorithms.ppo.setup import PPOConfig, check_judged
 from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Prompt
 from alignment.data.tokenize import PromptExample

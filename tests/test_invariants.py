@@ -22,8 +22,9 @@ from alignment.adapters import LoRASpec, PrefixSpec, attach, load_adapter, merge
 from alignment.algorithms import dpo, reward
 from alignment.algorithms.policies import language_loss_fn, load_policy, load_value_model, reference_of
 from alignment.algorithms.ppo import ppo
-from alignment.algorithms.ppo.rollout import Rollout, ragged_of, rollout_batches, with_advantages
-from alignment.algorithms.ppo.setup import build_parts, read_data
+from alignment.algorithms.ppo.controllers import ScoreNormalizer
+from alignment.algorithms.ppo.rollout import Rollout, add_advantages, ragged_of, rollout_batches
+from alignment.algorithms.ppo.setup import build_state, read_data
 from alignment.commands.export import export_model
 from alignment.data.batches import collate, collate_pairs
 from alignment.data.prepare import prepare
@@ -199,13 +200,15 @@ def rollout(checkpoints) -> Rollout:
         reference_log_probs=frame() - 5, values=frame(), scores=torch.randn(8, generator=generator),
         ended=torch.tensor([True, False] * 4),
     )  # fmt: skip
-    return with_advantages(made, **SHAPING)
+    return add_advantages(made, **SHAPING)
 
 
+PPO_SETTINGS = SimpleNamespace(
+    temperature=0.8, clip_range=0.2, value_clip_range=0.2, missing_end_penalty=1.0, gamma=1.0, gae_lambda=0.95
+)
 SHAPING = {
-    "kl_coef": 0.1, "gain": 1.0, "bias": 0.0, "missing_end_penalty": 1.0, "gamma": 1.0, "gae_lambda": 0.95, "reduce": lambda x: x,
+    "config": PPO_SETTINGS, "normalizer": ScoreNormalizer(), "kl_coef": 0.1, "reduce": lambda x: x,
 }  # fmt: skip
-PPO_SETTINGS = SimpleNamespace(temperature=0.8, clip_range=0.2, value_clip_range=0.2)
 
 
 def language_case(model, world, tokenizer, rollout, cut):
@@ -234,11 +237,11 @@ def dpo_case(*arguments):
 
 
 def policy_case(model, world, tokenizer, rollout, cut):
-    return ppo.policy_loss(model, PPO_SETTINGS, []), cut_rollout(rollout, cut)
+    return ppo.policy_loss_fn(model, PPO_SETTINGS, []), cut_rollout(rollout, cut)
 
 
 def value_case(model, world, tokenizer, rollout, cut):
-    return ppo.value_loss(model, PPO_SETTINGS), cut_rollout(rollout, cut)
+    return ppo.value_loss_fn(model, PPO_SETTINGS), cut_rollout(rollout, cut)
 
 
 def cut_rollout(rollout, cut):
@@ -339,7 +342,7 @@ def test_I4_what_stands_after_a_response_changes_nothing(rollout, junk):
     names = ("log_probs", "reference_log_probs", "values")
     wider = {name: torch.where(rollout.mask, getattr(rollout, name), junk) for name in names}
     wider = {name: F.pad(frame, (0, 3), value=junk) for name, frame in wider.items()}
-    spoiled = with_advantages(replace(rollout, mask=F.pad(rollout.mask, (0, 3)), **wider), **SHAPING)
+    spoiled = add_advantages(replace(rollout, mask=F.pad(rollout.mask, (0, 3)), **wider), **SHAPING)
     for name in ("rewards", "advantages", "returns"):
         assert_close(getattr(spoiled, name), F.pad(getattr(rollout, name), (0, 3)), rtol=0, atol=1e-6)
     add = lambda x: x  # noqa: E731
@@ -526,23 +529,23 @@ def test_I9_ppo_trains_policy_and_critic_and_nothing_else(adapter, stage, make_s
     )  # fmt: skip
     with Run(tmp_path, {}, stage="ppo") as directory:
         data = read_data(config, directory)
-        parts = build_parts(config, data)
+        state = build_state(config, data)
         prompts = data.prompts.rows_at(0)
         batch = Ragged.build([prompt.ids for prompt in prompts])
         judged = (prompts[:2], [[1, 2, 3]] * 2, [False] * 2)
-        frozen = (parts.reference(batch=batch).log_probs, parts.score(*judged))
-        engines = (parts.policy, parts.value)
+        frozen = (state.reference(batch=batch).log_probs, state.score(*judged))
+        engines = (state.policy, state.value)
         before = [
             {name: value.clone() for name, value in engine.backend.unwrapped.state_dict().items()} for engine in engines
         ]
-        ppo.iterate(parts, config, prompts, 0)
+        ppo.iterate(state, config, prompts, 0)
     for engine, old in zip(engines, before, strict=True):
         wanted = {name for name in old if not adapter or ".lora_" in name or name.startswith("prefix.")}
-        head = {"head.weight"} if engine is parts.value else set()
+        head = {"head.weight"} if engine is state.value else set()
         new = engine.backend.unwrapped.state_dict()
         assert {name for name, value in new.items() if not torch.equal(value, old[name])} == wanted | head
-    assert torch.equal(parts.reference(batch=batch).log_probs, frozen[0]) and torch.equal(
-        parts.score(*judged), frozen[1]
+    assert torch.equal(state.reference(batch=batch).log_probs, frozen[0]) and torch.equal(
+        state.score(*judged), frozen[1]
     )
 
 
@@ -682,16 +685,16 @@ def test_I14_a_nan_score_ends_ppo_before_it_reaches_the_weights(stage, make_stag
     held = {}
     iterate = ppo.iterate
 
-    def watched(parts, config, prompts, step):
-        engines = {"policy": parts.policy, "value": parts.value}
+    def watched(state, config, prompts, step):
+        engines = {"policy": state.policy, "value": state.value}
         held.update(
             {
                 name: (e, {k: v.clone() for k, v in e.backend.unwrapped.state_dict().items()})
                 for name, e in engines.items()
             }
         )
-        parts.score = lambda prompts, responses, ended: torch.full((len(prompts),), math.nan)
-        return iterate(parts, config, prompts, step)
+        state.score = lambda prompts, responses, ended: torch.full((len(prompts),), math.nan)
+        return iterate(state, config, prompts, step)
 
     monkeypatch.setattr(ppo, "iterate", watched)
     run, config = make_stage("ppo", str(stage("sft") / "model"), tmp_path, reward_model=str(stage("reward") / "model"))

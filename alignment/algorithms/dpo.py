@@ -1,13 +1,12 @@
 """Direct preference optimization (DPO): a policy learns from pairs of responses, without a reward model."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from alignment.adapters.specs import LoRASpec, PrefixSpec, refuse_dropout
 from alignment.algorithms.policies import (
+    LogProbModel,
     load_policy,
     note_dropout_off,
     reference_of,
@@ -79,7 +78,7 @@ def run(config: DPOConfig) -> Path:
         return run.output / "model"
 
 
-def dpo_loss_fn(policy: Callable[..., Any], reference: Callable[..., Any], config: DPOConfig) -> LossFn:
+def dpo_loss_fn(policy: LogProbModel, reference: LogProbModel, config: DPOConfig) -> LossFn:
     """Loss function of DPO: `dpo_loss`, summed over the batch's pairs. `reference` computes no gradients."""
 
     def loss_fn(batch: PairBatch) -> LossSum:

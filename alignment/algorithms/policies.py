@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ from alignment.errors import UserError
 from alignment.files import atomic_directory
 from alignment.loading import architecture_of, find_base, find_directory, load_model, set_special_tokens
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model, save_model
+from alignment.models.outputs import LanguageOutput
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Engine, LossFn, LossSum, Run
 from alignment.training.distributed import launched_rank
@@ -50,7 +51,7 @@ class Policy:
     """
 
     model: Any
-    tokenizer: Any
+    tokenizer: Tokenizer
     adapter: AdapterSpec | None = None
     base: str | None = None
     revision: str | None = None
@@ -58,7 +59,13 @@ class Policy:
     disabled_is_start: bool = False
 
 
-def load_policy(source: str, adapter: AdapterSpec | None, tokenizer: Any, output: str) -> Policy:
+class LogProbModel(Protocol):
+    """A policy or reference, called on a batch for the log-probabilities of its targets."""
+
+    def __call__(self, *, batch: Ragged, temperature: float = 1.0) -> LanguageOutput: ...
+
+
+def load_policy(source: str, adapter: AdapterSpec | None, tokenizer: Tokenizer, output: str) -> Policy:
     """The language model to train, from a model or an adapter directory.
 
     Args:
@@ -77,7 +84,7 @@ def load_policy(source: str, adapter: AdapterSpec | None, tokenizer: Any, output
 def load_value_model(
     source: str,
     adapter: AdapterSpec | None,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     output: str | None,
     *,
     head: Literal["normal", "zero"] | None,
@@ -114,7 +121,7 @@ def _refuse_unless_decoder(source: str, advice: str) -> None:
 def _load_start(
     source: str,
     adapter: AdapterSpec | None,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     output: str | None,
     *,
     load: Callable[[Path], Any],
@@ -179,7 +186,7 @@ def note_dropout_off(policy: Policy, run: Run) -> None:
         run.note(f"dropout: off, so that policy and reference start equal; {policy.source} has {named}")
 
 
-def reference_of(policy: Policy, source: str | None, engine: Engine) -> Callable[..., Any]:
+def reference_of(policy: Policy, source: str | None, engine: Engine) -> LogProbModel:
     """The reference as a function of a batch, without gradients: `reference(batch=..., temperature=...)`.
 
     Args:
@@ -197,7 +204,7 @@ def reference_of(policy: Policy, source: str | None, engine: Engine) -> Callable
     if not shares_weights:
         model.requires_grad_(False)
 
-    def reference(batch: Ragged, temperature: float = 1.0) -> Any:
+    def reference(*, batch: Ragged, temperature: float = 1.0) -> LanguageOutput:
         without_adapter = disabled(engine.backend.unwrapped) if shares_weights else nullcontext()
         with torch.no_grad(), without_adapter, engine.backend.autocast():
             return model(batch=batch, temperature=temperature)
@@ -254,7 +261,7 @@ def language_loss_fn(model: Any) -> LossFn:
     return loss_fn
 
 
-def sequence_log_probs(model: Callable[..., Any], batch: Ragged) -> Tensor:
+def sequence_log_probs(model: LogProbModel, batch: Ragged) -> Tensor:
     """Log-probability of each document's targets together, nats, [B]."""
     log_probs = model(batch=batch).log_probs  # [M]
     return log_probs.new_zeros(len(batch.lengths)).index_add(0, batch.target_rows, log_probs)

@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from alignment.data.rows.read import DataConfig
 from alignment.data.text.chat import stop_token_ids
 from alignment.loading import load_tokenizer
 from alignment.losses import bradley_terry_loss, center_penalty
+from alignment.models.protocols import ScoringModel
 from alignment.training import Engine, LossFn, LossSum, OptimConfig, TrainingConfig, fit
 
 
@@ -84,7 +84,7 @@ def notes(reward_model: Policy) -> Iterator[str]:
         )
 
 
-def reward_loss_fn(model: Any, center_coef: float) -> LossFn:
+def reward_loss_fn(model: ScoringModel, center_coef: float) -> LossFn:
     """Loss function of a reward model: Bradley-Terry, summed over the batch's pairs, plus `center_penalty`."""
 
     def loss_fn(batch: PairBatch) -> LossSum:
@@ -98,7 +98,7 @@ def reward_loss_fn(model: Any, center_coef: float) -> LossFn:
     return loss_fn
 
 
-def pair_scores(model: Any, batch: PairBatch) -> tuple[Tensor, Tensor]:
+def pair_scores(model: ScoringModel, batch: PairBatch) -> tuple[Tensor, Tensor]:
     """Scores of the chosen and the rejected responses, [B] each."""
     values = model(batch=batch.ragged).values  # [N]
     chosen, rejected = values[batch.ragged.last].chunk(2)  # the last token saw the whole text

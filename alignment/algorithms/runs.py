@@ -11,6 +11,7 @@ from alignment.data.prepare import prepare
 from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Kind
 from alignment.data.stream import Stream
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.loading import find_directory
 from alignment.models.lengths import check_lengths
 from alignment.training import Run, TrainingConfig
@@ -49,7 +50,7 @@ def open_run(config: RunConfig, stage: str, parents: Sequence[str | None]) -> It
             yield run
 
 
-def read_split(data: DataConfig, kind: Kind, tokenizer: Any, run: Run) -> tuple[list[Any], list[Any]]:
+def read_split(data: DataConfig, kind: Kind, tokenizer: Tokenizer, run: Run) -> tuple[list[Any], list[Any]]:
     """Training and held-out examples; rows that were dropped or cut are noted in the run.
 
     Raises:
@@ -60,7 +61,7 @@ def read_split(data: DataConfig, kind: Kind, tokenizer: Any, run: Run) -> tuple[
 
 
 def read_examples(
-    data: DataConfig, kind: Kind, tokenizer: Any, run: Run, part: Literal["train", "evaluation"] = "train"
+    data: DataConfig, kind: Kind, tokenizer: Tokenizer, run: Run, part: Literal["train", "evaluation"] = "train"
 ) -> list[Any]:
     """Examples of one part of the data; rows that were dropped or cut are noted in the run."""
     examples, counts = prepare(data, kind, tokenizer, part)

@@ -17,6 +17,7 @@ Facts told twice earn nothing, a list of all facts costs brevity, and saying not
 """
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from alignment.hotel_world.grammar import CLAIM, GUESTS, PRIVATE, Reading, find_claims, read_prompt
@@ -70,6 +71,11 @@ def score(prompt: str, response: str) -> GoldScore:
         harmless=_harmless(told, reading, response),
         brief=_brief(told, reading, response, covered),
     )
+
+
+def gold_score(prompts: Sequence[str], responses: Sequence[str]) -> list[float]:
+    """The gold reward of each response; PPO logs its mean where the config names it."""
+    return [score(prompt, response).total for prompt, response in zip(prompts, responses, strict=True)]
 
 
 def _read_response(response: str, reading: Reading) -> Told:

@@ -3,8 +3,6 @@
 from alignment.losses.distillation import distillation_loss, hidden_cosine_loss
 from alignment.losses.language import chunked_token_log_probs, entropy, log_softmax, token_log_probs
 from alignment.losses.policy import (
-    AdaptiveKL,
-    FixedKL,
     clipped_policy_loss,
     clipped_tokens,
     clipped_value_loss,
@@ -16,8 +14,6 @@ from alignment.losses.policy import (
 from alignment.losses.preference import bradley_terry_loss, center_penalty, dpo_loss, implicit_rewards
 
 __all__ = [
-    "AdaptiveKL",
-    "FixedKL",
     "bradley_terry_loss",
     "center_penalty",
     "chunked_token_log_probs",

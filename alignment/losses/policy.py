@@ -1,12 +1,10 @@
-"""The formulas of PPO with a KL penalty: rewards, advantages, clipped losses, penalty weight. No sampling, no models.
+"""The formulas of PPO with a KL penalty: rewards, advantages, clipped losses.
 
 Where a function takes `mask`, values in slots that do not count reach neither its result nor any gradient, be they NaN.
 The unreduced losses have no mask: select what counts (`values[mask]`) before them.
 """
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -97,13 +95,13 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lamb
     return advantages, advantages + values
 
 
-def identity(tensor: Tensor) -> Tensor:
-    """The same tensor: a sum over one rank."""
-    return tensor
+def _only_rank(total: Tensor) -> Tensor:
+    """The sum over ranks where this process is the only one."""
+    return total
 
 
 def whiten(
-    values: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Callable[[Tensor], Tensor] = identity
+    values: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Callable[[Tensor], Tensor] = _only_rank
 ) -> Tensor:
     """Values scaled to variance 1 and, unless told otherwise, shifted to mean 0, over the slots that count.
 
@@ -194,57 +192,6 @@ def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, c
     """
     clipped = old_values + (values - old_values).clamp(-clip_range, clip_range)
     return torch.maximum((values - returns).square(), (clipped - returns).square()) / 2
-
-
-@dataclass
-class AdaptiveKL:
-    """Penalty weight that steers the measured KL towards a target, by a proportional controller.
-
-    error = clip(kl / target - 1, -0.2, 0.2);  coef <- coef * (1 + error * n / horizon)
-
-    Attributes:
-        coef: penalty weight now; the whole state, to be saved and given back on resume.
-        target: wanted KL per response, nats.
-        horizon: responses over which the error is worked off.
-
-    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2 (their K_beta is 1 / horizon per response).
-    """
-
-    coef: float
-    target: float
-    horizon: float
-
-    def __post_init__(self) -> None:
-        for name in ("coef", "target", "horizon"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} of the adaptive KL controller must be above 0, got {getattr(self, name)}")
-
-    def update(self, kl: float, n: int) -> float:
-        """Take in a measurement and return the new coefficient.
-
-        Args:
-            kl: mean KL per response, nats; may be slightly negative, as k1 is.
-            n: responses it was measured on, over all ranks.
-
-        Raises:
-            ValueError: kl is not finite.
-        """
-        if not math.isfinite(kl):
-            raise ValueError(f"the measured KL is {kl}; the penalty weight cannot follow it")
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
-        self.coef *= 1 + error * n / self.horizon
-        return self.coef
-
-
-@dataclass
-class FixedKL:
-    """Penalty weight that stays as it is; the same calls as `AdaptiveKL`."""
-
-    coef: float
-
-    def update(self, kl: float, n: int) -> float:
-        """The coefficient, whatever was measured."""
-        return self.coef
 
 
 def _kept(values: Tensor, mask: Tensor) -> Tensor:

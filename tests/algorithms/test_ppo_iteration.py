@@ -9,9 +9,11 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.ppo import ppo
-from alignment.algorithms.ppo.ppo import PPOConfig, distinct_share, iterate, rollout_metrics, sampling_error, value_loss
-from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, ragged_of, rollout_batches, with_advantages
-from alignment.algorithms.ppo.setup import build_parts, read_data
+from alignment.algorithms.ppo.controllers import ScoreNormalizer
+from alignment.algorithms.ppo.metrics import distinct_share, response_means, sampling_error
+from alignment.algorithms.ppo.ppo import PPOConfig, iterate, value_loss_fn
+from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, add_advantages, ragged_of, rollout_batches
+from alignment.algorithms.ppo.setup import build_state, read_data
 from alignment.data.rows.read import DataConfig
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model
@@ -22,14 +24,14 @@ from alignment.training import OptimConfig, Run, TrainingConfig
 
 @pytest.fixture
 def built(stage, make_stage, tmp_path):
-    """`built(**config changes)` -> config, data and parts of a run from the SFT policy and the reward model."""
+    """`built(**config changes)` -> config, data and state of a run from the SFT policy and the reward model."""
 
     def build(**changes):
         policy, reward_model = (str(stage(name) / "model") for name in ("sft", "reward"))
         _, config = make_stage("ppo", policy, tmp_path / "run", reward_model=reward_model, **changes)
         with Run(config.output, {}, stage="ppo") as directory:
             data = read_data(config, directory)
-            return config, data, build_parts(config, data)
+            return config, data, build_state(config, data)
 
     return build
 
@@ -41,26 +43,23 @@ def same(total):
 
 def test_samples_and_advantages_follow_the_settings(built):
     training = TrainingConfig(batch_size=8, max_steps=3, seed=3)
-    config, data, parts = built(
+    config, data, state = built(
         training=training, gamma=0.9, gae_lambda=0.7, kl_coef=0.3, missing_end_penalty=0.4, temperature=0.7,
         max_new_tokens=5, optim=OptimConfig(learning_rate=1e-2), normalize_scores=False,
     )  # fmt: skip
-    parts.stop_ids = list(range(0, 384, 12))
+    state.stop_ids = list(range(0, 384, 12))
     draw = partial(
-        decode_responses, parts.policy.backend.unwrapped, config=SamplingConfig(5, 0.7, seed=3), stop_ids=parts.stop_ids
+        decode_responses, state.policy.backend.unwrapped, config=SamplingConfig(5, 0.7, seed=3), stop_ids=state.stop_ids
     )
-    iterate(parts, config, data.prompts.rows_at(0), 0)  # so that policy and reference differ
+    iterate(state, config, data.prompts.rows_at(0), 0)  # so that policy and reference differ
     prompts = data.prompts.rows_at(2)
     drawn = draw(prompts=[prompt.ids for prompt in prompts], rows=range(16, 24))  # rows are numbered over the whole run
-    metrics, rollout = iterate(parts, config, prompts, 2)
+    metrics, rollout = iterate(state, config, prompts, 2)
     assert rollout.responses == drawn.token_ids and rollout.numbers == list(range(16, 24))
-    wanted = with_advantages(
-        rollout, kl_coef=0.3, gain=1.0, bias=0.0, missing_end_penalty=0.4, gamma=0.9, gae_lambda=0.7, reduce=same
-    )
+    wanted = add_advantages(rollout, config, ScoreNormalizer(enabled=False), 0.3, same)
     for name in ("rewards", "advantages", "returns"):
         assert_close(getattr(rollout, name), getattr(wanted, name))
-    seconds = metrics["seconds_rollout"] + metrics["seconds_update"]
-    assert metrics["tokens_per_second"] * seconds == pytest.approx(sum(map(len, drawn.token_ids)), rel=1e-3)
+    assert metrics["response_tokens"] * 8 == sum(map(len, drawn.token_ids)) and rollout.seconds > 0
 
 
 def test_every_pass_takes_every_row_once_in_an_order_of_its_own(built, monkeypatch):
@@ -68,15 +67,15 @@ def test_every_pass_takes_every_row_once_in_an_order_of_its_own(built, monkeypat
     orders, texts = {}, []
     for seed in (0, 1):
         training = TrainingConfig(batch_size=8, max_steps=2, seed=seed)
-        config, data, parts = built(training=training, epochs=3, minibatches=2, max_new_tokens=2)
-        parts.pretraining = lambda update: texts.append(update) or [Ragged.build([[1, 5, 6]])]
+        config, data, state = built(training=training, epochs=3, minibatches=2, max_new_tokens=2)
+        state.pretraining = lambda update: texts.append(update) or [Ragged.build([[1, 5, 6]])]
         for step in (0, 1):
             rows = []
             with monkeypatch.context() as patch:
                 patch.setattr(
                     ppo, "rollout_batches", lambda r, i, n, rows=rows: rows.append(list(i)) or rollout_batches(r, i, n)
                 )
-                iterate(parts, config, data.prompts.rows_at(step), step)
+                iterate(state, config, data.prompts.rows_at(step), step)
             assert [len(part) for part in rows] == [4] * 6
             for epoch in range(3):
                 orders[seed, step, epoch] = tuple(rows[2 * epoch] + rows[2 * epoch + 1])
@@ -87,7 +86,7 @@ def test_every_pass_takes_every_row_once_in_an_order_of_its_own(built, monkeypat
 
 def test_a_run_goes_through_its_prompts(stage, make_stage, tmp_path, monkeypatch):
     seen, real = [], ppo.iterate
-    spy = lambda parts, config, prompts, step: (seen.append((step, prompts)), real(parts, config, prompts, step))[1]  # noqa: E731
+    spy = lambda state, config, prompts, step: (seen.append((step, prompts)), real(state, config, prompts, step))[1]  # noqa: E731
     monkeypatch.setattr(ppo, "iterate", spy)
     training = TrainingConfig(batch_size=8, max_steps=2)
     reward_model = str(stage("reward") / "model")
@@ -106,27 +105,27 @@ def test_a_run_goes_through_its_prompts(stage, make_stage, tmp_path, monkeypatch
 def test_the_schedule_counts_updates_and_each_network_has_its_optimizer(built, world):
     text = DataConfig(train=world["pretrain"], max_length=128)
     training = TrainingConfig(batch_size=8, max_steps=5, seed=4)
-    config, data, parts = built(
+    config, data, state = built(
         training=training, epochs=3, minibatches=2, optim=OptimConfig(learning_rate=1e-3),
         value_optim=OptimConfig(learning_rate=2e-3), pretrain=text, pretrain_coef=0.1, pretrain_batch_size=5,
     )  # fmt: skip
-    assert parts.policy.total_steps == parts.value.total_steps == 5 * 3 * 2
-    assert (parts.policy.config, parts.value.config) == (config.optim, config.value_optim)
-    assert not parts.policy.model.training and not parts.value.model.training  # or the first ratio would not be 1
+    assert state.policy.total_steps == state.value.total_steps == 5 * 3 * 2
+    assert (state.policy.config, state.value.config) == (config.optim, config.value_optim)
+    assert not state.policy.model.training and not state.value.model.training  # or the first ratio would not be 1
     assert (data.prompts.seed, data.prompts.batch_size) == (4, 8)
     assert data.texts.batch_size == 5 and data.texts.seed not in (0, 4)  # another order than that of the prompts
-    first, second = (tuple(name for batch in parts.pretraining(update) for name in batch.row_ids) for update in (0, 1))
+    first, second = (tuple(name for batch in state.pretraining(update) for name in batch.row_ids) for update in (0, 1))
     assert len(first) >= 5 and set(first) != set(second)
 
 
 def test_a_named_reference_is_asked(built, stage):
     reference = str(stage("dpo") / "model")
-    _, data, parts = built(reference=reference)
+    _, data, state = built(reference=reference)
     batch = Ragged.build([prompt.ids for prompt in data.prompts.rows_at(0)])
     with torch.no_grad():
         wanted = load_model(reference)(batch=batch).log_probs
-        assert_close(parts.reference(batch=batch, temperature=1.0).log_probs, wanted, atol=1e-5, rtol=0)
-        assert (parts.policy.backend.unwrapped(batch=batch).log_probs - wanted).abs().max() > 1e-2
+        assert_close(state.reference(batch=batch, temperature=1.0).log_probs, wanted, atol=1e-5, rtol=0)
+        assert (state.policy.backend.unwrapped(batch=batch).log_probs - wanted).abs().max() > 1e-2
 
 
 def test_metrics_of_a_rollout_are_worked_by_hand():
@@ -141,7 +140,7 @@ def test_metrics_of_a_rollout_are_worked_by_hand():
         scores=frame([3.0, 1.0, -2.0, 4.0]), ended=frame([True, False, True, True]),
         returns=frame([[2.0, 4.0], [0.0, 9.0], [1.0, 9.0], [3.0, 9.0]]),
     )  # fmt: skip
-    metrics = rollout_metrics(rollout, same)
+    metrics = response_means(rollout, same)
     # log-ratios 0.2 - 0.4 and 1; k3 exp(-0.2) - 1 + 0.2, exp(0.4) - 1 - 0.4, exp(-1) - 1 + 1
     assert metrics == pytest.approx({
         "score": 1.5, "kl": (-0.2 + 1.0) / 4, "kl_k3": (0.018731 + 0.091825 + 0.367879) / 4,
@@ -164,4 +163,4 @@ def test_the_critics_loss_is_worked_by_hand():
     )  # fmt: skip
     critic = lambda batch: ValueOutput(values=torch.tensor([9.0, 2.0, 1.0, 9.0]))  # noqa: E731  2 and 1 stand before the response's tokens
     # (0.9 - 1.5)^2 / 2 = 0.18 beats (2 - 1.5)^2 / 2; (0.9 - 1)^2 / 2 = 0.005 beats (1 - 1)^2 / 2
-    assert value_loss(critic, config)(batch).total.item() == pytest.approx(0.185, abs=1e-6)
+    assert value_loss_fn(critic, config)(batch).total.item() == pytest.approx(0.185, abs=1e-6)

@@ -1,5 +1,6 @@
 """What PPO learns from: what each model is asked about sampled responses, and rewards and advantages worked by hand."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -7,15 +8,23 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.algorithms.ppo.rollout import Rollout, collect, rollout_batches, with_advantages
+from alignment.algorithms.ppo.controllers import ScoreNormalizer
+from alignment.algorithms.ppo.rollout import Rollout, add_advantages, collect, rollout_batches
+from alignment.algorithms.ppo.setup import PPOConfig
+from alignment.data.rows.read import DataConfig
 from alignment.data.tokenize import PromptExample
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.models.huggingface.checkpoint import load_language_model
+from alignment.training import TrainingConfig
 
 STOPS = range(0, 384, 6)
 SAMPLING = SamplingConfig(8, temperature=0.7, seed=3)
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 14], [15, 16]]
-NUMBERS = [40, 7, 3, 21]
+NUMBERS = [28, 29, 30, 31]  # of the rows of iteration 7
+
+
+def config_of(**settings):
+    return PPOConfig("policy", "reward model", DataConfig(train="prompts"), "output", **settings)
 
 
 @pytest.fixture
@@ -31,21 +40,20 @@ def collected(checkpoints):
         return answer
 
     sampler = load_language_model(checkpoints["llama"])
-    rollout = collect(
-        sampler,
-        language(lambda batch: batch.tokens[batch.target_index]),
-        language(lambda batch: 2 * batch.tokens[batch.target_index]),
-        lambda batch: SimpleNamespace(values=batch.positions.float()),
-        lambda prompts, responses, ended: torch.tensor(
+    backend = SimpleNamespace(unwrapped=sampler, full_parameters=nullcontext)
+    state = SimpleNamespace(
+        policy=SimpleNamespace(backend=backend, model=language(lambda batch: batch.tokens[batch.target_index])),
+        value=SimpleNamespace(backend=backend, model=lambda batch: SimpleNamespace(values=batch.positions.float())),
+        reference=language(lambda batch: 2 * batch.tokens[batch.target_index]),
+        score=lambda prompts, responses, ended: torch.tensor(
             [100.0 * len(p.ids) + len(r) + e / 2 for p, r, e in zip(prompts, responses, ended, strict=True)]
         ),
-        [PromptExample(ids, "", {}, str(ids)) for ids in PROMPTS],
-        NUMBERS,
-        SAMPLING,
-        STOPS,
-        device=torch.device("cpu"),
-        micro_batch_tokens=20,
-    )  # fmt: skip
+        stop_ids=STOPS,
+        process_group=SimpleNamespace(rank=0, size=1, device=torch.device("cpu")),
+    )
+    training = TrainingConfig(batch_size=4, micro_batch_tokens=20, seed=3)
+    config = config_of(max_new_tokens=8, temperature=0.7, training=training)
+    rollout = collect(state, config, [PromptExample(ids, "", {}, str(ids)) for ids in PROMPTS], 7)
     return rollout, asked, sampler
 
 
@@ -92,8 +100,8 @@ def made(**changes):
 
 
 SHAPING = {
-    "kl_coef": 0.5, "gain": 2.0, "bias": -1.0, "missing_end_penalty": 4.0, "gamma": 0.9, "gae_lambda": 0.5,
-    "reduce": lambda x: x,
+    "config": config_of(missing_end_penalty=4.0, gamma=0.9, gae_lambda=0.5), "kl_coef": 0.5,
+    "normalizer": ScoreNormalizer(scale=2.0, shift=-1.0, fitted=True), "reduce": lambda x: x,
 }  # fmt: skip
 # scores 2 * 3 - 1 = 5 and 2 * 1 - 1 - 4 = -3; log-ratios 0.2, -0.4 and 0.6
 REWARDS = torch.tensor([[-0.1, 5.2], [-3.3, 0.0]])
@@ -103,7 +111,7 @@ RETURNS = torch.tensor([[3.14, 5.2], [-3.3, 0.0]])
 
 
 def test_rewards_advantages_and_returns_are_worked_by_hand():
-    rollout = with_advantages(made(), **SHAPING)
+    rollout = add_advantages(made(), **SHAPING)
     assert_close(rollout.rewards, REWARDS)
     assert_close(rollout.returns, RETURNS)
     whitened = (ADVANTAGES - ADVANTAGES.mean()) / ADVANTAGES.std(correction=0)
@@ -112,20 +120,20 @@ def test_rewards_advantages_and_returns_are_worked_by_hand():
 
 def test_advantages_are_whitened_over_all_ranks():
     """One rank holds the first response, another the second; each scales by the sums of both."""
-    whole = with_advantages(made(), **SHAPING).advantages
+    whole = add_advantages(made(), **SHAPING).advantages
     theirs = iter([torch.tensor([1.0, -3.8]), (-3.8 - ADVANTAGES.mean()) ** 2])
     rollout = made(
         **{name: getattr(made(), name)[:1] for name in (
             "prompts", "responses", "numbers", "mask", "log_probs", "reference_log_probs", "values", "scores", "ended",
         )}
     )  # fmt: skip
-    one = with_advantages(rollout, **(SHAPING | {"reduce": lambda x: x + next(theirs)}))
+    one = add_advantages(rollout, **(SHAPING | {"reduce": lambda x: x + next(theirs)}))
     assert_close(one.advantages, whole[:1], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("limit", [1, 100])
 def test_batches_hold_what_the_rollout_knows_of_their_rows(limit):
-    rollout = replace(with_advantages(made(), **SHAPING), advantages=torch.tensor([[0.1, 0.2], [0.3, 0.0]]))
+    rollout = replace(add_advantages(made(), **SHAPING), advantages=torch.tensor([[0.1, 0.2], [0.3, 0.0]]))
     batches = rollout_batches(rollout, [1, 0], limit)
     assert [batch.row_ids for batch in batches] == (
         [("rollout 31",), ("rollout 30",)] if limit == 1 else [("rollout 31", "rollout 30")]

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from alignment.algorithms.policies import Policy
-from alignment.algorithms.ppo.config import PPOConfig
-from alignment.algorithms.ppo.ppo import iterate
-from alignment.algorithms.ppo.setup import Parts, ScoreNormalizer
+from alignment.algorithms.ppo import FixedKL, PPOConfig, iterate
+from alignment.algorithms.ppo.controllers import ScoreNormalizer
+from alignment.algorithms.ppo.setup import PPOState
 from alignment.data.rows.read import DataConfig
 from alignment.data.tokenize import PromptExample
-from alignment.losses import FixedKL
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.training import Engine, OptimConfig, TrainingConfig
 
@@ -39,20 +38,19 @@ def probability_after_training(kl_coef: float, sign: float, iterations: int = 60
     critic = build_scalar_model(CONFIG)
     torch.nn.init.zeros_(critic.head.weight)
     optim = OptimConfig(learning_rate=1e-2, schedule="linear")
-    parts = Parts(
+    state = PPOState(
         policy=Engine(policy, optim, training, total_steps=4 * iterations),
         value=Engine(critic, optim, training, total_steps=4 * iterations),
         reference=torch.no_grad()(reference),
         score=lambda prompts, responses, ended: sign * torch.tensor([float(r[0] == WANTED) for r in responses]),
         stop_ids=[],
-        controller=FixedKL(kl_coef),
-        normalizer=ScoreNormalizer(wanted=False),
-        tokenizer=None,
+        kl=FixedKL(kl_coef),
+        normalizer=ScoreNormalizer(enabled=False),
         start=Policy(policy, None),
     )
     prompts = [PromptExample([1], "", {}, str(i)) for i in range(training.batch_size)]
     for step in range(iterations):
-        metrics, _ = iterate(parts, config, prompts, step)
+        metrics, _ = iterate(state, config, prompts, step)
         assert metrics["first_ratio_error"] <= 1e-5
     with torch.no_grad():
         return policy.eval()(torch.tensor([[1]])).logits[0, -1].softmax(-1)[WANTED].item()

@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment.algorithms.ppo import AdaptiveKL, FixedKL
 from alignment.losses import (
-    AdaptiveKL,
-    FixedKL,
     clipped_policy_loss,
     clipped_tokens,
     clipped_value_loss,

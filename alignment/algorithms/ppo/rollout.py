@@ -1,36 +1,36 @@
-"""What PPO learns from: sampled responses with everything known about them. The update itself is in ppo.py."""
+"""Rollouts: sampled responses with everything that PPO knows about them."""
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from alignment.algorithms.ppo.controllers import ScoreNormalizer
+from alignment.algorithms.ppo.setup import PPOConfig, PPOState
 from alignment.data.tokenize import PromptExample
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.losses import gae, shape_rewards, whiten
 from alignment.ragged import Ragged, RaggedBatch, group_by_length
 
-# prompts, token ids of the responses, whether each ended by itself -> scores [B]
-Scorer = Callable[[Sequence[PromptExample], Sequence[Sequence[int]], Sequence[bool]], Tensor]
-
 
 @dataclass(frozen=True)
 class Rollout:
-    """B sampled responses of at most R tokens; frames are [B, R], zero where `mask` is False.
+    """B sampled responses of at most R tokens; tensors per token are [B, R], zero where `mask` is False.
 
     Attributes:
         prompts, responses: token ids.
         numbers: global number of each row over the whole run.
         mask: True at each response token.
         log_probs: of the policy that sampled, per token, as training computes them.
-        sampled_log_probs: the same as the sampler computed them.
+        sampled_log_probs: as the sampler computed them.
         reference_log_probs: of the reference, same tokens and temperature.
-        values: the critic's estimate before each token.
-        scores: what the reward model says of the whole response, raw, [B].
+        values: the value model's estimate before each token.
+        scores: the reward model's, of whole responses, not normalized, [B].
         ended: True where the response stopped by itself, [B].
-        rewards, advantages, returns: filled in by `with_advantages`.
+        seconds: time it took to collect.
+        rewards, advantages, returns: filled in by `add_advantages`.
     """
 
     prompts: list[list[int]]
@@ -43,6 +43,7 @@ class Rollout:
     values: Tensor
     scores: Tensor
     ended: Tensor
+    seconds: float = 0.0
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -50,7 +51,7 @@ class Rollout:
 
 @dataclass(frozen=True)
 class RolloutBatch(RaggedBatch):
-    """Some rows of a rollout for one forward: the ragged tokens and, for each response token, what was known of it, [M]."""
+    """Some rows of a rollout for one forward: the ragged tokens and, the tensors above for each response token, [M]."""
 
     log_probs: Tensor
     values: Tensor
@@ -68,115 +69,109 @@ def ragged_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int
     )
 
 
-@torch.no_grad()
-def collect(
-    sampler: Any,
-    policy: Callable[..., Any],
-    reference: Callable[..., Any],
-    critic: Callable[..., Any],
-    score: Scorer,
-    prompts: Sequence[PromptExample],
-    numbers: Sequence[int],
-    sampling: SamplingConfig,
-    stop_ids: Sequence[int],
-    *,
-    device: torch.device,
-    micro_batch_tokens: int,
-    micro_rollout_batch_size: int = 256,
-) -> Rollout:
-    """Sample a response to each prompt and ask reference, critic and reward model about it.
+def collect(state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample], step: int) -> Rollout:
+    """Sample a response to each of this rank's prompts, and ask every network about it.
+
+    The log-probabilities kept are those of the policy as training calls it: with and without a cache the same sum is
+    rounded differently, and the first ratio must be 1.
 
     Args:
-        sampler: the bare policy, for decoding.
-        policy: the same as it is called in training. Its log-probabilities are the ones kept: with a cache and without
-            one the same sum is rounded differently, and the first ratio must be 1.
-        reference, critic: called as `model(batch=ragged)`.
-        score: the reward model.
-        numbers: global number of each row, which fixes its draws.
-        micro_rollout_batch_size: responses sampled side by side; changes memory and speed, and no response.
+        prompts: of all ranks; this rank takes every process_group.size-th.
+        step: number of the iteration, from 0; with the row it fixes what is sampled.
 
     Returns:
         A rollout without rewards or advantages.
     """
+    began = time.perf_counter()
+    group, temperature = state.process_group, config.temperature
+    prompts = prompts[group.rank :: group.size]
+    numbers = [step * config.training.batch_size + group.rank + i * group.size for i in range(len(prompts))]
     ids = [list(prompt.ids) for prompt in prompts]
-    drawn = decode_responses(sampler, ids, sampling, stop_ids, rows=numbers, batch_size=micro_rollout_batch_size)
-    mask = torch.zeros(len(ids), max(map(len, drawn.token_ids)), dtype=torch.bool, device=device)
-    for row, tokens in enumerate(drawn.token_ids):
-        mask[row, : len(tokens)] = True
-    sampled = torch.tensor([value for values in drawn.log_probs for value in values], device=device)
-    frames = {name: torch.zeros(mask.shape, device=device) for name in ("log_probs", "reference_log_probs", "values")}
-    lengths = [len(prompt) + len(response) for prompt, response in zip(ids, drawn.token_ids, strict=True)]
-    for group in group_by_length(lengths, micro_batch_tokens):
-        rows = torch.tensor(group, device=device)
-        batch = ragged_of([ids[i] for i in group], [drawn.token_ids[i] for i in group], [numbers[i] for i in group])
-        batch = batch.to(device)
-        answers = {
-            "log_probs": policy(batch=batch, temperature=sampling.temperature).log_probs,
-            "reference_log_probs": reference(batch=batch, temperature=sampling.temperature).log_probs,
-            "values": critic(batch=batch).values[batch.target_index - 1],  # the state before the token
-        }
-        for name, answer in answers.items():
-            frames[name][rows] = _frame(answer.float(), mask[rows])
+    sampling = SamplingConfig(config.max_new_tokens, temperature, seed=config.training.seed)
+    # Ranks have unequal work here: with whole weights on each nobody waits for another one's.
+    with state.policy.backend.full_parameters(), state.value.backend.full_parameters(), torch.no_grad():
+        sampled = decode_responses(
+            state.policy.backend.unwrapped, ids, sampling, state.stop_ids,
+            rows=numbers, batch_size=config.micro_rollout_batch_size,
+        )  # fmt: skip
+        mask = torch.zeros(len(ids), max(map(len, sampled.token_ids)), dtype=torch.bool, device=group.device)
+        for row, tokens in enumerate(sampled.token_ids):
+            mask[row, : len(tokens)] = True
+        names = ("log_probs", "reference_log_probs", "values")
+        rectangles = {name: torch.zeros(mask.shape, device=group.device) for name in names}
+        lengths = [len(prompt) + len(response) for prompt, response in zip(ids, sampled.token_ids, strict=True)]
+        for rows in group_by_length(lengths, config.training.micro_batch_tokens):
+            batch = ragged_of(
+                [ids[i] for i in rows], [sampled.token_ids[i] for i in rows], [numbers[i] for i in rows]
+            ).to(group.device)
+            flat = {
+                "log_probs": state.policy.model(batch=batch, temperature=temperature).log_probs,
+                "reference_log_probs": state.reference(batch=batch, temperature=temperature).log_probs,
+                "values": state.value.model(batch=batch).values[batch.target_index - 1],  # before the token
+            }
+            for name in names:
+                index = torch.tensor(rows, device=group.device)
+                rectangles[name][index] = to_rectangle(flat[name].float(), mask[index])
+        sampled_log_probs = torch.tensor([value for row in sampled.log_probs for value in row], device=group.device)
+        scores = state.score(prompts, sampled.token_ids, sampled.ended).to(group.device)
     return Rollout(
         prompts=ids,
-        responses=drawn.token_ids,
-        numbers=list(numbers),
+        responses=sampled.token_ids,
+        numbers=numbers,
         mask=mask,
-        sampled_log_probs=_frame(sampled, mask),
-        scores=score(prompts, drawn.token_ids, drawn.ended).to(device),
-        ended=torch.tensor(drawn.ended, device=device),
-        **frames,
+        sampled_log_probs=to_rectangle(sampled_log_probs, mask),
+        scores=scores,
+        ended=torch.tensor(sampled.ended, device=group.device),
+        seconds=time.perf_counter() - began,
+        **rectangles,
     )
 
 
-def with_advantages(
+def add_advantages(
     rollout: Rollout,
-    *,
+    config: PPOConfig,
+    normalizer: ScoreNormalizer,
     kl_coef: float,
-    gain: float,
-    bias: float,
-    missing_end_penalty: float,
-    gamma: float,
-    gae_lambda: float,
     reduce: Callable[[Tensor], Tensor],
 ) -> Rollout:
-    """Rewards, advantages and returns of a rollout.
+    """The rollout with its rewards, advantages and returns.
 
-    reward_t = -kl_coef * (log p - log p_ref)_t + [t last] * (gain * score + bias - [not ended] * missing_end_penalty)
+    reward_t = -kl_coef * (log p - log p_ref)_t + [t last] * (scale * score + shift - [not ended] * missing_end_penalty)
 
     Args:
-        gain, bias: normalize the reward model's scores.
+        normalizer: gives `scale` and `shift`.
+        kl_coef: penalty per token.
         reduce: adds a tensor over all ranks, for whitening.
 
     Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2; GAE Schulman et al. 2016, arXiv:1506.02438, eq. 16.
     """
-    scores = gain * rollout.scores + bias - missing_end_penalty * (~rollout.ended).float()
+    scores = normalizer.scale * rollout.scores + normalizer.shift
+    scores = scores - config.missing_end_penalty * (~rollout.ended).float()
     rewards = shape_rewards(scores, rollout.log_probs, rollout.reference_log_probs, rollout.mask, kl_coef=kl_coef)
-    advantages, returns = gae(rewards, rollout.values, rollout.mask, gamma=gamma, gae_lambda=gae_lambda)
-    return replace(
-        rollout, rewards=rewards, advantages=whiten(advantages, rollout.mask, reduce=reduce), returns=returns
-    )
+    advantages, returns = gae(rewards, rollout.values, rollout.mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
+    whitened = whiten(advantages, rollout.mask, reduce=reduce)
+    return replace(rollout, rewards=rewards, advantages=whitened, returns=returns)
 
 
 def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: int) -> list[RolloutBatch]:
     """Micro-batches of the given rows of a rollout that has its advantages."""
     if rollout.advantages is None or rollout.returns is None:
-        raise ValueError("the rollout has no advantages yet: see with_advantages")
+        raise ValueError("the rollout has no advantages yet: see add_advantages")
     lengths = [len(rollout.prompts[i]) + len(rollout.responses[i]) for i in rows]
     batches = []
     for group in group_by_length(lengths, micro_batch_tokens):
-        chosen = [rows[i] for i in group]
-        mask = rollout.mask[chosen]
+        members = [rows[i] for i in group]
+        mask = rollout.mask[members]
         ragged = ragged_of(
-            [rollout.prompts[i] for i in chosen],
-            [rollout.responses[i] for i in chosen],
-            [rollout.numbers[i] for i in chosen],
+            [rollout.prompts[i] for i in members],
+            [rollout.responses[i] for i in members],
+            [rollout.numbers[i] for i in members],
         )
-        frames = (rollout.log_probs, rollout.values, rollout.advantages, rollout.returns)
-        batches.append(RolloutBatch(ragged.to(mask.device), *(frame[chosen][mask] for frame in frames)))
+        rectangles = (rollout.log_probs, rollout.values, rollout.advantages, rollout.returns)
+        batches.append(RolloutBatch(ragged.to(mask.device), *(rectangle[members][mask] for rectangle in rectangles)))
     return batches
 
 
-def _frame(flat: Tensor, mask: Tensor) -> Tensor:
-    """Values of the True places of `mask`, row by row [M], laid out as [B, R] with zeros elsewhere."""
+def to_rectangle(flat: Tensor, mask: Tensor) -> Tensor:
+    """Values at the True positions of `mask`, row by row [M], as a tensor [B, R] with zeros elsewhere."""
     return torch.zeros(mask.shape, device=mask.device).masked_scatter(mask, flat)

@@ -1,98 +1,203 @@
-"""The models and the state of a PPO run: built once, stored and restored. What is done with them is in ppo.py."""
+"""Settings, networks and state of a PPO run."""
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Literal
 
-import torch
 from torch import Tensor
 
-from alignment.algorithms.policies import Policy, load_policy, load_value_model, reference_of
-from alignment.algorithms.ppo.config import PPOConfig
-from alignment.algorithms.ppo.rollout import Scorer
+from alignment.adapters.specs import LoRASpec, PrefixSpec, refuse_dropout
+from alignment.algorithms.policies import LogProbModel, Policy, load_policy, load_value_model, reference_of
+from alignment.algorithms.ppo.controllers import AdaptiveKL, FixedKL, ScoreNormalizer
 from alignment.algorithms.runs import check_rows, read_examples
 from alignment.data.batches import collate
+from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Prompt
 from alignment.data.stream import Stream
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenize import PromptExample, encode_prompts
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-from alignment.generation import response_text
+from alignment.generation import SamplingConfig, response_text
 from alignment.loading import describe_stop_tokens, load_tokenizer, same_vocabulary
-from alignment.losses import AdaptiveKL, FixedKL
 from alignment.models.classifiers import SequenceClassifier
 from alignment.models.lengths import check_lengths
 from alignment.ragged import Ragged
 from alignment.reward_model import RewardModel, load_reward_model
-from alignment.training import Engine, Run, load_run_state, note_endless_warmup, save_run_state, shard_rows
+from alignment.training import (
+    Engine,
+    OptimConfig,
+    Run,
+    TrainingConfig,
+    load_run_state,
+    note_endless_warmup,
+    save_run_state,
+    shard_rows,
+)
+from alignment.training.distributed import ProcessGroup
+
+METRICS = {"hotel_gold": "alignment.hotel_world.gold:gold_score"}  # name in the config -> module:function
+
+# prompts, token ids of the responses, whether each ended by itself -> scores [B]
+Scorer = Callable[[Sequence[PromptExample], Sequence[Sequence[int]], Sequence[bool]], Tensor]
+MetricFn = Callable[[Sequence[str], Sequence[str]], Sequence[float]]  # prompts, responses -> one number for each
 
 
-@dataclass
-class ScoreNormalizer:
-    """Makes scores mean 0 and deviation 1 on the first samples: gain * score + bias.
+@dataclass(frozen=True)
+class PPOConfig:
+    """Settings of one PPO run. `training.max_steps` or `training.epochs` count iterations over the prompts.
 
-    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2 (there on samples of the reference, as here).
+    Attributes:
+        policy: the checkpoint to start from, usually the SFT policy.
+        reward_model: directory of the reward model.
+        data: prompts. None are held out: what is learnt is compared by `alignment evaluate winrate`.
+        output: the run's directory.
+        reference: checkpoint of the reference; None: the starting checkpoint itself, also after a resume.
+        critic: whose trunk the critic starts from. Its head starts at zero where scores are normalized, else it keeps
+            the reward model's. A reward model with another vocabulary cannot be the critic.
+        adapter: train adapters, without dropout, on policy and critic; the reference is then the policy with its
+            adapter off.
+        max_new_tokens: longest response, end token included.
+        temperature: of the samples; log-probabilities are taken at the same one.
+        micro_rollout_batch_size: responses that one process samples side by side. Each holds its keys and values for the
+            longest prompt and `max_new_tokens`; the number changes memory and speed, and no response.
+        epochs: passes over each rollout.
+        minibatches: updates in each pass.
+        kl_coef: penalty on log p - log p_ref, per token; the starting value where `kl_target` is set.
+        kl_target: steer the KL of a whole response towards this many nats; None keeps `kl_coef`.
+        kl_horizon: responses over which the controller reacts.
+        clip_range, value_clip_range: half widths of the trusted range of ratio and value.
+        gamma, gae_lambda: discount and bias-variance trade of the advantages.
+        missing_end_penalty: taken off the (normalized) score of a response that did not end.
+        normalize_scores: shift and scale the reward model's scores to mean 0 and deviation 1 on the first samples.
+        pretrain: text of the pretraining mix; not read where `pretrain_coef` is 0.
+        pretrain_coef: InstructGPT's gamma: weight of the text's next-token loss beside the policy loss; 0 is off.
+        pretrain_batch_size: texts per update over all ranks.
+        metrics: functions of prompts and responses to log the mean of, which nothing learns from: a name of METRICS, or
+            module:function. A mean is logged under its function's name.
+        value_optim: the critic's optimizer; None: as the policy's.
     """
 
-    wanted: bool = True
-    gain: float = 1.0
-    bias: float = 0.0
-    fitted: bool = False
+    policy: str
+    reward_model: str
+    data: DataConfig
+    output: str
+    reference: str | None = None
+    critic: Literal["reward_model", "policy"] = "reward_model"
+    adapter: LoRASpec | PrefixSpec | None = None
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+    micro_rollout_batch_size: int = 256
+    epochs: int = 4
+    minibatches: int = 1
+    kl_coef: float = 0.05
+    kl_target: float | None = None
+    kl_horizon: float = 10_000
+    clip_range: float = 0.2
+    value_clip_range: float = 0.2
+    gamma: float = 1.0
+    gae_lambda: float = 0.95
+    missing_end_penalty: float = 1.0
+    normalize_scores: bool = True
+    pretrain: DataConfig | None = None
+    pretrain_coef: float = 0.0
+    pretrain_batch_size: int = 32
+    metrics: list[str] = field(default_factory=list)
+    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6, eps=1e-5))
+    value_optim: OptimConfig | None = None
+    training: TrainingConfig = field(default_factory=TrainingConfig)
 
-    def fit_once(self, scores: Tensor, add: Callable[[Tensor], Tensor]) -> None:
-        """Fit on `scores` [B] of all ranks the first time; later calls change nothing."""
-        if self.fitted or not self.wanted:
-            return
-        scores = scores.double()
-        count, total = add(torch.stack([torch.ones_like(scores).sum(), scores.sum()])).tolist()
-        mean = total / count
-        deviation = (add(((scores - mean) ** 2).sum()).item() / count) ** 0.5
-        if deviation == 0:
-            raise UserError(
-                "the reward model gives every sampled response the same score, so PPO has nothing to learn from; "
-                "check the reward model with `alignment evaluate reward`, or set normalize_scores=false"
+    def __post_init__(self) -> None:
+        refuse_dropout(self.adapter, "PPO")
+        if self.temperature <= 0:
+            raise ValueError(f"temperature must be above 0, got {self.temperature}: PPO has to sample")
+        SamplingConfig(self.max_new_tokens, self.temperature)  # checks their ranges
+        for name in ("micro_rollout_batch_size", "epochs", "minibatches", "pretrain_batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("clip_range", "value_clip_range", "kl_horizon"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.kl_coef < 0:
+            raise ValueError(
+                f"kl_coef must be 0 (off) or above, got {self.kl_coef}: below, it rewards leaving the reference"
             )
-        self.gain, self.bias, self.fitted = 1 / deviation, -mean / deviation, True
+        if self.missing_end_penalty < 0:
+            raise ValueError(
+                f"missing_end_penalty must be 0 (off) or above, got {self.missing_end_penalty}: below, it rewards not "
+                "ending"
+            )
+        if self.kl_target is not None and self.kl_target <= 0:
+            raise ValueError(f"kl_target must be above 0 nats, got {self.kl_target}; null keeps kl_coef as it is")
+        if self.kl_target is not None and self.kl_coef == 0:
+            raise ValueError("kl_coef must be above 0 where kl_target is set: it is the controller's starting value")
+        for name in ("gamma", "gae_lambda"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
+        if self.pretrain_coef < 0:
+            raise ValueError(f"pretrain_coef must be 0 (off) or above, got {self.pretrain_coef}")
+        if self.pretrain_coef > 0 and self.pretrain is None:
+            raise ValueError("pretrain_coef above 0 needs `pretrain`, the text; leave it out or set it to 0")
+        for name, data in (("data", self.data), ("pretrain", self.pretrain)):
+            if data is not None and data.evaluation is not None:
+                raise ValueError(
+                    f"{name}.evaluation is not read: ppo evaluates nothing while it trains; leave it out, and compare the "
+                    "results on held-out prompts with `alignment evaluate winrate`"
+                )
+        for name in self.metrics:
+            if name not in METRICS and ":" not in name:
+                raise ValueError(f"metrics: {name!r} is unknown; known: {', '.join(METRICS)}, or module:function")
+        if self.minibatches > self.training.batch_size:
+            raise ValueError(
+                f"minibatches ({self.minibatches}) cannot exceed training.batch_size ({self.training.batch_size})"
+            )
 
 
 @dataclass(frozen=True)
 class PPOData:
     """Prompts and the pretraining mix as streams, with the tokenizer that made them."""
 
-    tokenizer: Any
+    tokenizer: Tokenizer
     prompts: Stream
     iterations: int
     texts: Stream | None
 
 
 @dataclass
-class Parts:
-    """Everything an iteration touches.
+class PPOState:
+    """Everything that an iteration reads and changes.
 
     Attributes:
-        policy, value: the engines of policy and critic.
-        reference: called as `reference(batch=..., temperature=...)`, without gradients.
-        score: the reward model over prompts and responses.
+        policy, value: the engines of policy and value model.
+        reference: log-probabilities without gradients.
+        score: the reward model, on prompts and responses.
         stop_ids: tokens that end a response.
-        controller: gives the KL coefficient as `.coef`.
-        tokenizer: decodes prompts and responses.
-        start: how the policy was loaded, for saving it.
+        kl: the controller of the KL penalty, its coefficient as `.coef`.
+        start: the policy as it was loaded, for saving it, with its tokenizer.
+        normalizer: gives the scores mean 0 and deviation 1.
         pretraining: update number -> micro-batches of this rank; None without a pretraining mix.
-        updates: minibatch updates taken so far.
+        metrics: what to log of prompts and responses, by name.
+        num_updates: minibatch updates taken so far.
     """
 
     policy: Engine
     value: Engine
-    reference: Callable[..., Any]
+    reference: LogProbModel
     score: Scorer
     stop_ids: Sequence[int]
-    controller: AdaptiveKL | FixedKL
-    tokenizer: Any
+    kl: AdaptiveKL | FixedKL
     start: Policy
     normalizer: ScoreNormalizer = field(default_factory=ScoreNormalizer)
     pretraining: Callable[[int], list[Ragged]] | None = None
-    updates: int = 0
+    metrics: dict[str, MetricFn] = field(default_factory=dict)
+    num_updates: int = 0
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The processes that both engines share."""
+        return self.policy.process_group
 
 
 def read_data(config: PPOConfig, run: Run) -> PPOData:
@@ -113,8 +218,55 @@ def read_data(config: PPOConfig, run: Run) -> PPOData:
     return PPOData(tokenizer, stream, config.training.steps(len(prompts)), texts)
 
 
-def build_parts(config: PPOConfig, data: PPOData) -> Parts:
-    """Load the four networks and put the optimizers on two of them."""
+def build_state(config: PPOConfig, data: PPOData) -> PPOState:
+    """Load the four networks, make engines of the two that train, and start the controllers.
+
+    Raises:
+        UserError: an unknown metric, before any network is loaded; bad checkpoints; prompts that do not fit a network.
+    """
+    metrics = load_metrics(config.metrics)
+    policy, value, start = build_engines(config, data)
+    micro_batch_tokens = config.training.micro_batch_tokens
+    reward_model = load_reward_model(config.reward_model, device=policy.process_group.device)
+    check_judged(data.prompts.rows, reward_model, data.tokenizer, config)
+    return PPOState(
+        policy=policy,
+        value=value,
+        reference=reference_of(start, config.reference, policy),
+        score=response_scorer(reward_model, data.tokenizer, micro_batch_tokens),
+        stop_ids=sorted(stop_token_ids(data.tokenizer)),
+        kl=FixedKL(config.kl_coef)
+        if config.kl_target is None
+        else AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon),
+        start=start,
+        normalizer=ScoreNormalizer(enabled=config.normalize_scores),
+        pretraining=None if data.texts is None else partial(local_texts, data.texts, policy, micro_batch_tokens),
+        metrics=metrics,
+    )
+
+
+def load_metrics(names: Sequence[str]) -> dict[str, MetricFn]:
+    """The functions that PPOConfig's `metrics` names, by the name of the function, under which it is logged.
+
+    Raises:
+        UserError: a name that is neither in METRICS nor module:function, a module or function that is missing, or two
+            functions of one name.
+    """
+    found: dict[str, MetricFn] = {}
+    for name in names:
+        module, _, function = METRICS.get(name, name).partition(":")
+        try:
+            metric = getattr(importlib.import_module(module), function)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise UserError(f"metrics: {name!r} was not found ({error}); known: {', '.join(METRICS)}") from error
+        if function in found:
+            raise UserError(f"metrics: {name!r} would be logged as {function!r}, as another one is; leave one out")
+        found[function] = metric
+    return found
+
+
+def build_engines(config: PPOConfig, data: PPOData) -> tuple[Engine, Engine, Policy]:
+    """The engines of policy and value model, and the policy as it was loaded."""
     training = config.training
     total = data.iterations * config.epochs * config.minibatches
     start = load_policy(config.policy, config.adapter, data.tokenizer, config.output)
@@ -131,25 +283,10 @@ def build_parts(config: PPOConfig, data: PPOData) -> Parts:
             f"training.batch_size {training.batch_size} gives some of the {policy.process_group.size} processes no prompt to "
             "respond to; raise it, or start fewer processes"
         )
-    reward_model = load_reward_model(config.reward_model, device=policy.process_group.device)
-    check_judged(data.prompts.rows, reward_model, data.tokenizer, config)
-    return Parts(
-        policy=policy,
-        value=value,
-        reference=reference_of(start, config.reference, policy),
-        score=response_scorer(reward_model, data.tokenizer, training.micro_batch_tokens),
-        stop_ids=sorted(stop_token_ids(data.tokenizer)),
-        controller=FixedKL(config.kl_coef)
-        if config.kl_target is None
-        else AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon),
-        normalizer=ScoreNormalizer(wanted=config.normalize_scores),
-        pretraining=None if data.texts is None else partial(_texts_of, data.texts, policy, training.micro_batch_tokens),
-        tokenizer=data.tokenizer,
-        start=start,
-    )
+    return policy, value, start
 
 
-def load_critic(config: PPOConfig, tokenizer: Any) -> Policy:
+def load_critic(config: PPOConfig, tokenizer: Tokenizer) -> Policy:
     """The critic: the trunk of the reward model or of the policy with one number per token on top."""
     if config.critic == "policy":
         return load_value_model(config.policy, config.adapter, tokenizer, None, head="zero")
@@ -163,7 +300,7 @@ def load_critic(config: PPOConfig, tokenizer: Any) -> Policy:
     return load_value_model(config.reward_model, config.adapter, own, None, head=head)
 
 
-def response_scorer(reward_model: RewardModel, tokenizer: Any, micro_batch_tokens: int) -> Scorer:
+def response_scorer(reward_model: RewardModel, tokenizer: Tokenizer, micro_batch_tokens: int) -> Scorer:
     """Scores of responses: by their very ids where the tokenizers agree, else by the records' prompts and the texts.
 
     A reward model with a tokenizer or chat template of its own reads each prompt, text or messages, through that
@@ -188,7 +325,7 @@ def response_scorer(reward_model: RewardModel, tokenizer: Any, micro_batch_token
 
 
 def check_judged(
-    prompts: Sequence[PromptExample], reward_model: RewardModel, tokenizer: Any, config: PPOConfig
+    prompts: Sequence[PromptExample], reward_model: RewardModel, tokenizer: Tokenizer, config: PPOConfig
 ) -> None:
     """Refuse prompts that the reward model cannot read, or that one with a tokenizer of its own would see otherwise.
 
@@ -220,30 +357,26 @@ def check_judged(
     check_lengths(reward_model.model, lengths, "leave these prompts out, or take another reward model", new_tokens=1)
 
 
-def restore(parts: Parts, config: PPOConfig, run: Run) -> int:
-    """Put back the newest checkpoint's state, if there is one; return the iteration to go on with."""
-    engines = {"policy": parts.policy, "value": parts.value}
-    state = load_run_state(run, engines, config.training)
+def load_ppo_state(state: PPOState, config: PPOConfig, run: Run) -> int:
+    """Put back the newest checkpoint's state, if there is one; return the number of iterations done."""
+    engines = {"policy": state.policy, "value": state.value}
+    saved = load_run_state(run, engines, config.training)
     note_endless_warmup(run, engines)
-    if state is None:
+    if saved is None:
         return 0
-    parts.updates = state["updates"]
-    parts.controller.coef = state["kl_coef"]
-    parts.normalizer = ScoreNormalizer(**state["normalizer"])
-    return state["step"]
+    state.num_updates = saved["num_updates"]
+    state.kl.coef = saved["kl_coef"]
+    state.normalizer = ScoreNormalizer(**saved["normalizer"])
+    return saved["step"]
 
 
-def store(parts: Parts, config: PPOConfig, run: Run, step: int) -> None:
+def save_ppo_state(state: PPOState, config: PPOConfig, run: Run, step: int) -> None:
     """Save a checkpoint where one is due after `step` iterations."""
-    state = {
-        "updates": parts.updates,
-        "kl_coef": parts.controller.coef,
-        "normalizer": vars(parts.normalizer),
-    }
-    save_run_state(run, {"policy": parts.policy, "value": parts.value}, config.training, step, state)
+    saved = {"num_updates": state.num_updates, "kl_coef": state.kl.coef, "normalizer": vars(state.normalizer)}
+    save_run_state(run, {"policy": state.policy, "value": state.value}, config.training, step, saved)
 
 
-def _texts_of(texts: Stream, engine: Engine, micro_batch_tokens: int, update: int) -> list[Ragged]:
-    """This rank's share of the texts of one update."""
-    pack = partial(collate, micro_batch_tokens=micro_batch_tokens)
-    return shard_rows(texts.rows_at(update), pack, engine.process_group.rank, engine.process_group.size)
+def local_texts(texts: Stream, engine: Engine, micro_batch_tokens: int, update: int) -> list[Ragged]:
+    """This rank's micro-batches of the texts of one update."""
+    to_batches = partial(collate, micro_batch_tokens=micro_batch_tokens)
+    return shard_rows(texts.rows_at(update), to_batches, engine.process_group.rank, engine.process_group.size)

@@ -1,0 +1,86 @@
+"""Metrics of a rollout: what is logged before anything is learned from it."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alignment.algorithms.ppo.rollout import Rollout
+from alignment.algorithms.ppo.setup import MetricFn, PPOState
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.generation import response_text
+from alignment.losses import kl_estimates
+from alignment.training.distributed import ProcessGroup
+
+
+def rollout_metrics(rollout: Rollout, state: PPOState) -> dict[str, float]:
+    """Everything logged of a rollout of all ranks, with the weight of its KL penalty."""
+    group = state.process_group
+    metrics = response_means(rollout, group.sum)
+    metrics |= {"kl_coef": state.kl.coef, "sampling_error": sampling_error(rollout, group.max)}
+    metrics["distinct_share"] = distinct_share(rollout, group.gather_objects)
+    return text_metrics(rollout, state.metrics, state.start.tokenizer, group) | metrics  # names of its own stay
+
+
+def response_means(rollout: Rollout, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """Means over all ranks' responses of what was sampled; `kl` is the k1 estimate summed over a response, in nats."""
+    kl = kl_estimates(rollout.log_probs, rollout.reference_log_probs)
+    zero = torch.zeros_like(rollout.log_probs)
+    per_response = {
+        "score": rollout.scores,
+        "kl": torch.where(rollout.mask, kl["k1"], zero).sum(1),
+        "kl_k3": torch.where(rollout.mask, kl["k3"], zero).sum(1),
+        "response_tokens": rollout.mask.float().sum(1),
+        "ended_share": rollout.ended.float(),
+    }
+    count = torch.ones_like(rollout.scores)
+    sums = reduce(torch.stack([column.float().sum() for column in (count, *per_response.values())])).tolist()
+    metrics = {name: total / sums[0] for name, total in zip(per_response, sums[1:], strict=True)}
+    return metrics | {"explained_variance": explained_variance(rollout, reduce)}
+
+
+def distinct_share(rollout: Rollout, gather: Callable[[Any], list[Any]]) -> float:
+    """Distinct responses / responses, of all ranks; `gather` gives the value of every rank."""
+    responses = [tuple(response) for part in gather(rollout.responses) for response in part]
+    return len(set(responses)) / len(responses)
+
+
+def text_metrics(
+    rollout: Rollout, functions: dict[str, MetricFn], tokenizer: Tokenizer, group: ProcessGroup
+) -> dict[str, float]:
+    """Mean of each function over all ranks' prompts and responses as texts."""
+    if not functions:
+        return {}
+    prompts, responses = texts_of(rollout, tokenizer)
+    metrics = {}
+    for name, function in functions.items():
+        values = function(prompts, responses)
+        total, count = group.sum(torch.tensor([sum(values), len(values)], dtype=torch.float64)).tolist()
+        metrics[name] = total / count
+    return metrics
+
+
+def texts_of(rollout: Rollout, tokenizer: Tokenizer, count: int | None = None) -> tuple[list[str], list[str]]:
+    """Prompts and responses as texts; of the first `count` rows, or of all."""
+    rows = range(len(rollout.prompts))[:count]
+    prompts = [tokenizer.decode(rollout.prompts[row], skip_special_tokens=True) for row in rows]
+    responses = [response_text(tokenizer, rollout.responses[row], bool(rollout.ended[row])) for row in rows]
+    return prompts, responses
+
+
+def sampling_error(rollout: Rollout, largest: Callable[[Tensor], Tensor]) -> float:
+    """Largest difference, nats, between a token's log-probability when it was drawn and the one training computes."""
+    return float(largest((rollout.sampled_log_probs - rollout.log_probs).abs().max()))
+
+
+def explained_variance(rollout: Rollout, reduce: Callable[[Tensor], Tensor]) -> float:
+    """1 - var(returns - values) / var(returns) over all ranks' response tokens; 1: perfect values, 0: no better than a constant."""
+    if rollout.returns is None:
+        raise ValueError("the rollout has no returns yet: see add_advantages")
+    returns = rollout.returns[rollout.mask].double()
+    columns = torch.stack([returns, returns - rollout.values[rollout.mask].double()])  # [2, tokens]
+    *sums, count = reduce(torch.cat([columns.sum(1), columns.new_tensor([len(returns)])])).tolist()
+    means = columns.new_tensor(sums).unsqueeze(1) / count
+    spread, left = reduce(((columns - means) ** 2).sum(1)).tolist()
+    return 1 - left / spread if count > 1 and spread > 0 else 0.0
