@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from alignment.algorithms.ppo.setup import PPOConfig, PPOState
 from alignment.data.tokenize import PromptExample
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.losses import gae, shape_rewards, whiten
+from alignment.models.protocols import GenerativeModel
 from alignment.ragged import Ragged, RaggedBatch, group_by_length
 
 
@@ -88,10 +90,11 @@ def collect(state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample]
     numbers = [step * config.training.batch_size + group.rank + i * group.size for i in range(len(prompts))]
     ids = [list(prompt.ids) for prompt in prompts]
     sampling = SamplingConfig(config.max_new_tokens, temperature, seed=config.training.seed)
+    sampler = cast(GenerativeModel, state.policy.backend.unwrapped)
     # Ranks have unequal work here: with whole weights on each nobody waits for another one's.
     with state.policy.backend.full_parameters(), state.value.backend.full_parameters(), torch.no_grad():
         sampled = decode_responses(
-            state.policy.backend.unwrapped, ids, sampling, state.stop_ids,
+            sampler, ids, sampling, state.stop_ids,
             rows=numbers, batch_size=config.micro_rollout_batch_size,
         )  # fmt: skip
         mask = torch.zeros(len(ids), max(map(len, sampled.token_ids)), dtype=torch.bool, device=group.device)
