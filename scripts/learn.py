@@ -6,7 +6,7 @@ shakespeare    a character model of nanoGPT's CPU size; loss on the last tenth o
                the same run with transformers' GPT-2 beside it, wall time of both)
 spans          a small T5 by span corruption on gsm8k; loss and accuracy of the written spans against their unigram
                distribution
-distillation   half the layers, taught by distributions or by the text's own tokens, at equal steps
+distillation   half the layers, trained on a teacher's distributions or on the text's own tokens, at equal steps
 encoder        masked pretraining on wikitext2, then SST-2, against the same encoder from random weights
 
 The data lies in the folder that ALIGNMENT_DATA names; its README says where it comes from.
@@ -165,22 +165,22 @@ def peer_run(config: PretrainConfig, seed: int) -> None:
 
 
 def distillation(data: Path, folder: Path, arguments: argparse.Namespace) -> bool:
-    """Two layers taught by a teacher of four, or by the text alone, at equal steps."""
+    """Two layers distilled from a teacher of four, or trained on the text alone, at equal steps."""
     files, steps = characters(data, folder), arguments.steps or 1000
     teacher = str(pretrain.run(nano_config(files, folder / "teacher", 2 * steps, 0)))
     say(show="distillation", who="teacher", held_out_loss=last_line(str(folder / "teacher"))["held_out_loss"])
     half = {**NANO, "n_layer": 2}
     own = {"model": half, "tokenizer": teacher, "tokenizer_kind": "bpe"}
-    taught = DistillationConfig(teacher, temperature=2.0, soft_coef=0.5, hard_coef=0.5)
+    distillation = DistillationConfig(teacher, temperature=2.0, soft_coef=0.5, hard_coef=0.5)
     gains = []
     for seed in arguments.seeds or range(3):
         losses = {}
-        for who, distil in (("hard labels", None), ("taught", taught)):
+        for who, distil in (("hard labels", None), ("distilled", distillation)):
             config = nano_config(files, folder / f"{who}{seed}", steps, seed, distillation=distil, **own)
             pretrain.run(config)
             losses[who] = last_line(config.output)["held_out_loss"]
             say(show="distillation", who=who, seed=seed, held_out_loss=losses[who])
-        gains.append(losses["hard labels"] - losses["taught"])
+        gains.append(losses["hard labels"] - losses["distilled"])
     say(show="distillation", gain_nats=statistics.mean(gains), least=min(gains), most=max(gains))
     return min(gains) > 0
 
@@ -281,7 +281,7 @@ ENCODER = {  # pre-norm and rotary: at this size a post-norm BERT stays at the u
 
 
 def encoder(data: Path, folder: Path, arguments: argparse.Namespace) -> bool:
-    """Masked pretraining on wikitext2, then SST-2, beside the same encoder from random weights; paired over seeds.
+    """Masked pretraining on wikitext2, then SST-2, compared with the same encoder from random weights; paired over seeds.
 
     A seed is one pretraining and, as fine-tuning is noisier than the gain, the mean of three fine-tunings of each start.
     """

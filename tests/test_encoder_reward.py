@@ -1,4 +1,4 @@
-"""Reward models that are encoders: texts and pairs framed by their own tokenizer, scores as transformers gives them."""
+"""Reward models that are encoders: texts and pairs with their tokenizer's special tokens, scores equal to transformers'."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def test_a_prompt_of_messages_is_refused(directory):
         reward.score([([{"role": "user", "content": TEXTS[0]}], TEXTS[2])])
 
 
-def test_ids_of_a_policy_with_the_same_vocabulary_are_not_read_without_the_frame(directory):
+def test_ids_of_a_policy_with_the_same_vocabulary_are_not_read_without_special_tokens(directory):
     reward = load_reward_model(str(directory[0]))
     assert not reward.shares_token_ids(reward.tokenizer)
 

@@ -339,7 +339,7 @@ def test_a_saved_update_is_the_one_that_was_trained(checkpoints):
 
 def window(question, scores, words, first):
     """A window of one-letter words from letter `first` of the context, behind a first token that is no word."""
-    offsets = [None, *((first + 2 * place, first + 2 * place + 1) for place in range(words))]
+    offsets = [None, *((first + 2 * word, first + 2 * word + 1) for word in range(words))]
     encoded = EncodedText([0] * (words + 1), [0] * (words + 1), [True] * (words + 1), (0, 1))
     return SpanExample(encoded, 0, 0, offsets, question, str(question)), torch.tensor(scores)
 

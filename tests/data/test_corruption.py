@@ -73,7 +73,7 @@ def test_words_are_the_runs_between_starts_and_special_tokens():
 
 def test_whole_words_stand_or_fall_together_within_the_budget():
     lengths = generator(3).integers(1, 5, 200)
-    starts = [place == 0 for length in lengths for place in range(length)]
+    starts = [index == 0 for length in lengths for index in range(length)]
     maskable = [True] * len(starts)
     for seed in range(20):
         chosen = corruption.choose_words(maskable, starts, 0.15, generator(seed)) != NOT_CHOSEN
@@ -99,7 +99,7 @@ def test_span_lengths_have_the_published_mean():
 
 def test_spans_are_whole_words_share_one_fate_and_meet_the_budget():
     lengths = generator(4).integers(1, 4, 300)
-    starts = [False, *[place == 0 for length in lengths for place in range(length)], False]
+    starts = [False, *[index == 0 for length in lengths for index in range(length)], False]
     maskable = [False, *[True] * (len(starts) - 2), False]
     ids = [2, *range(10, 10 + len(starts) - 2), 3]
     masking = Masking(units="spans")
@@ -113,9 +113,9 @@ def test_spans_are_whole_words_share_one_fate_and_meet_the_budget():
         assert all(len(set(choice[start:stop])) == 1 for start, stop in words)
         new = corruption.replace_chosen(ids, choice, masking, generator(seed, 1), mask_id=MASK, random_ids=ORDINARY)
         for span in range(choice.max() + 1):
-            places = np.flatnonzero(choice == span)
-            assert (np.diff(places) == 1).all()
-            assert len(set(new[places] == MASK)) == 1
+            positions = np.flatnonzero(choice == span)
+            assert (np.diff(positions) == 1).all()
+            assert len(set(new[positions] == MASK)) == 1
 
 
 def test_no_span_runs_over_a_special_token():

@@ -196,7 +196,7 @@ def test_the_source_is_never_longer_than_max_length(unigram):
         assert max(length for batch in batches for length in batch.encoder.lengths) <= longest
 
 
-def test_too_few_sentinels_are_told_before_training(unigram):
+def test_too_few_sentinels_are_refused_before_training(unigram):
     examples, _ = tokenize_plain([Text(" ".join(TEXTS), "a")], unigram, 1000)
     with pytest.raises(UserError, match=r"has 20 sentinels .* takes \d+; lower data.max_length"):
         span_corruption(unigram, examples)

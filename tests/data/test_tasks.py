@@ -131,8 +131,8 @@ def test_an_answer_is_found_again_from_its_tokens(tokenizers, kind):
 
 def test_windows_overlap_reach_the_end_and_count_where_the_answer_is_not(wordpiece):
     context = " ".join([TEXT] * 4)
-    place = context.index("afar")
-    row = Question("the dog", context, [("afar", place)], "q")
+    start = context.index("afar")
+    row = Question("the dog", context, [("afar", start)], "q")
     windows, counts = encode_questions([row], wordpiece, 48, stride=20)
     assert all(len(window.encoded.ids) <= 48 for window in windows)
     seen = {offset for window in windows for offset in window.offsets if offset is not None}
@@ -142,7 +142,7 @@ def test_windows_overlap_reach_the_end_and_count_where_the_answer_is_not(wordpie
     assert 0 < len(with_answer) < len(windows)
     assert counts.cut == {NO_ANSWER_HERE: len(windows) - len(with_answer)}
     for window in with_answer:
-        assert window.offsets[window.start][0] == place and window.offsets[window.end][1] == place + 4
+        assert window.offsets[window.start][0] == start and window.offsets[window.end][1] == start + 4
     batches = collate_spans(windows, 100)
     assert sum(batch.weight for batch in batches) == len(windows)
     for batch in batches:
@@ -255,7 +255,7 @@ def test_rows_are_read_under_other_names(jsonl):
         ("multiple_choice", {"context": "c", "choices": ["a"], "label": 1}, "number of a choice"),
     ],
 )
-def test_bad_rows_are_told_by_place_or_counted(jsonl, task, row, message):
+def test_bad_rows_are_reported_with_their_line_or_counted(jsonl, task, row, message):
     good = {
         "classification": {"text": "a", "label": 1},
         "pair_classification": {"text": "a", "pair": "b", "label": 1},
@@ -308,10 +308,10 @@ def test_every_xquad_answer_is_found_again(real_data):
     found, whole = set(), 0
     for window in windows:
         if window.start:
-            text, place = rows[window.question].answers[0]
+            text, start = rows[window.question].answers[0]
             first, last = window.offsets[window.start][0], window.offsets[window.end][1]
-            assert first <= place and last >= place + len(text)
-            whole += (first, last) == (place, place + len(text))
+            assert first <= start and last >= start + len(text)
+            whole += (first, last) == (start, start + len(text))
             found.add(window.question)
     assert len(found) == len(rows)
     assert whole >= 0.98 * sum(bool(window.start) for window in windows)  # the others begin or end within a word
@@ -423,10 +423,10 @@ def test_choices_are_pairs_of_context_and_choice(wordpiece):
     assert counts.cut == {PAIR_CUT: 1}  # one of its choices was too long
     [batch] = collate_choices(examples, 1000)
     assert batch.weight == batch.ragged.weight == 2
-    told = {"a": (1, 2), "b": (2, 3)}
+    expected = {"a": (1, 2), "b": (2, 3)}
     order = list(dict.fromkeys(batch.ragged.row_ids))
-    assert batch.labels.tolist() == [told[name][0] for name in order]
-    assert batch.rows.bincount().tolist() == [told[name][1] for name in order]
+    assert batch.labels.tolist() == [expected[name][0] for name in order]
+    assert batch.rows.bincount().tolist() == [expected[name][1] for name in order]
     tokens = sum(len(pair.ids) for pair in examples[0].pairs)
     assert all(len(part.ragged.tokens) <= tokens for part in collate_choices(examples * 2, tokens))
 

@@ -225,14 +225,14 @@ def distillation_loss_fn(student: LogitsModel, teacher: LogitsModel, config: Dis
 
     def loss_fn(batch: Ragged | Seq2Seq) -> LossSum:
         with torch.no_grad():
-            taught = teacher(batch=batch, return_logits=True)
+            teacher_output = teacher(batch=batch, return_logits=True)
         output = student(batch=batch, return_logits=True)
-        soft = distillation_loss(output.logits, taught.logits, temperature=config.temperature).sum()
+        soft = distillation_loss(output.logits, teacher_output.logits, temperature=config.temperature).sum()
         hard = label_loss(output.logits.float(), target_tokens(batch))
         total = config.soft_coef * soft + config.hard_coef * hard
         metrics = {"soft_loss": soft, "hard_loss": hard}
         if config.cosine_coef:
-            metrics["cosine_loss"] = hidden_cosine_loss(_hidden(output), _hidden(taught)).sum()
+            metrics["cosine_loss"] = hidden_cosine_loss(_hidden(output), _hidden(teacher_output)).sum()
             total = total + config.cosine_coef * metrics["cosine_loss"]
         return LossSum(total, metrics)
 

@@ -1,7 +1,4 @@
-"""Rows with labels, for downstream tasks: classes of texts and pairs, of words, answers in a context, best of choices.
-
-Read through readers.py; what they become as tokens stands in classification.py.
-"""
+"""Labeled rows of the downstream tasks: their records, how they are read, and their labels."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
@@ -30,7 +27,7 @@ class LabeledText:
 
 @dataclass(frozen=True, slots=True)
 class LabeledWords:
-    """The words of a text, and the name of each one's class."""
+    """The words of a text, and the name of each word's class."""
 
     words: list[str]
     labels: list[str]
@@ -39,10 +36,11 @@ class LabeledWords:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question about a context, with answers that stand in it.
+    """A question about a context, with answers quoted from it.
 
     Attributes:
-        answers: each one's text and its first character's place in the context; none: the context does not answer.
+        answers: text of each answer and the index of its first character in the context; empty: the context does not
+            answer the question.
     """
 
     question: str
@@ -53,7 +51,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A context, ways to go on, and the number of the right one, from 0."""
+    """A context, possible continuations, and the index of the right one."""
 
     context: str
     choices: list[str]
@@ -77,7 +75,7 @@ def read_labeled(
 
     Columns by task: classification `text`, `label`; pair_classification `text`, `pair`, `label`; token_classification
     `words`, `labels` (lists of equal length); question_answering `question`, `context`, `answers` (a list of
-    {text, answer_start}, or SQuAD's two lists); multiple_choice `context`, `choices`, `label` (the right one's number).
+    {text, answer_start}, or SQuAD's two lists); multiple_choice `context`, `choices`, `label` (index of the right choice).
 
     Args:
         columns: our column name -> the source's, where they differ: {"text": "sentence1", "pair": "sentence2"}.
@@ -113,27 +111,27 @@ def read_labeled(
 
 
 def _renamed(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    """The row with our names beside its own; a name that the row lacks is told by the parser."""
+    """The row with our column names added to its own; the parser reports a column that the row lacks."""
     return {**values, **{ours: values[theirs] for ours, theirs in columns.items() if theirs in values}}
 
 
-def _text(row: dict[str, Any], place: str) -> LabeledText:
-    return LabeledText(text_field(row, "text"), None, _label(row, "label"), place)
+def _text(row: dict[str, Any], row_id: str) -> LabeledText:
+    return LabeledText(text_field(row, "text"), None, _label(row, "label"), row_id)
 
 
-def _pair(row: dict[str, Any], place: str) -> LabeledText:
-    return LabeledText(text_field(row, "text"), text_field(row, "pair"), _label(row, "label"), place)
+def _pair(row: dict[str, Any], row_id: str) -> LabeledText:
+    return LabeledText(text_field(row, "text"), text_field(row, "pair"), _label(row, "label"), row_id)
 
 
-def _words(row: dict[str, Any], place: str) -> LabeledWords:
+def _words(row: dict[str, Any], row_id: str) -> LabeledWords:
     words = [text_field({"words": word}, "words") for word in _list(row, "words")]
     labels = [_label({"labels": label}, "labels") for label in _list(row, "labels")]
     if len(words) != len(labels):
         raise BadRow("labels", "must be as many as words", f"{len(labels)} labels, {len(words)} words")
-    return LabeledWords(words, labels, place)
+    return LabeledWords(words, labels, row_id)
 
 
-def _question(row: dict[str, Any], place: str) -> Question:
+def _question(row: dict[str, Any], row_id: str) -> Question:
     context = text_field(row, "context")
     answers = row.get("answers")
     if isinstance(answers, dict):  # {"text": [...], "answer_start": [...]}, as the datasets library has SQuAD
@@ -143,7 +141,7 @@ def _question(row: dict[str, Any], place: str) -> Question:
         answers = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
     if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
         raise BadRow("answers", f"must be a list of text and answer_start, is {type_name(answers)}")
-    return Question(text_field(row, "question"), context, [_answer(answer, context) for answer in answers], place)
+    return Question(text_field(row, "question"), context, [_answer(answer, context) for answer in answers], row_id)
 
 
 def _answer(answer: dict[str, Any], context: str) -> tuple[str, int]:
@@ -153,12 +151,12 @@ def _answer(answer: dict[str, Any], context: str) -> tuple[str, int]:
     return text, int(start)
 
 
-def _choice(row: dict[str, Any], place: str) -> Choice:
+def _choice(row: dict[str, Any], row_id: str) -> Choice:
     choices = [text_field({"choices": choice}, "choices") for choice in _list(row, "choices")]
     number = number_field(row, "label")
     if number is None or number != int(number) or not 0 <= number < len(choices):
         raise BadRow("label", "must be the number of a choice, from 0", f"{row.get('label')!r} of {len(choices)}")
-    return Choice(text_field(row, "context"), choices, int(number), place)
+    return Choice(text_field(row, "context"), choices, int(number), row_id)
 
 
 def _list(row: dict[str, Any], key: str, *, empty: bool = False) -> list[Any]:
@@ -169,7 +167,7 @@ def _list(row: dict[str, Any], key: str, *, empty: bool = False) -> list[Any]:
 
 
 def _label(row: dict[str, Any], key: str) -> str:
-    """A label's name: text, or a whole number written out; -1 marks GLUE's unlabeled rows and is refused."""
+    """The name of a label: text, or a whole number as text; -1, GLUE's value for unlabeled rows, is refused."""
     value = row.get(key)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
@@ -188,39 +186,39 @@ PARSERS: dict[str, Callable[[dict[str, Any], str], LabeledRow]] = {
 
 
 def label_names(rows: Sequence[LabeledText | LabeledWords]) -> dict[int, str]:
-    """`id2label` of a model's config: the labels that occur, sorted; as numbers where all of them are.
+    """`id2label` of a model's config: the labels that occur, sorted, by value if all are numbers.
 
     Raises:
-        UserError: fewer than two labels: there is nothing to tell apart.
+        UserError: fewer than two labels.
     """
-    names = {name for row in rows for name in labels_of(row)}
+    names = {name for row in rows for name in row_labels(row)}
     if len(names) < 2:
         raise UserError(f"all rows have the same label {', '.join(names)!r}; a classifier needs at least two")
     numbers = all(name.removeprefix("-").isdecimal() for name in names)
     return dict(enumerate(sorted(names, key=int if numbers else None)))
 
 
-def labels_of(row: LabeledText | LabeledWords) -> list[str]:
+def row_labels(row: LabeledText | LabeledWords) -> list[str]:
     """The label names of a row."""
     return row.labels if isinstance(row, LabeledWords) else [row.label]
 
 
 def content_key(row: LabeledRow) -> str:
-    """A text that is equal for rows that differ in their labels alone, for finding duplicates."""
+    """A key that is equal for rows that differ only in their labels, for finding duplicates."""
     labels = ("label", "labels", "answers", "row_id")
     return repr([getattr(row, each.name) for each in fields(row) if each.name not in labels])
 
 
 def require_labels(rows: Sequence[LabeledText | LabeledWords], names: dict[int, str]) -> dict[str, int]:
-    """The id of each label name, where `names` has them all.
+    """The id of each label name.
 
     Raises:
-        UserError: rows with labels that `names` lacks (held-out rows, or a checkpoint with labels of its own).
+        UserError: rows with labels that `names` lacks, as held-out rows may have.
     """
     ids = {name: number for number, name in names.items()}
     raise_all(
         f"{row.row_id}: label {', '.join(map(repr, unknown))} is unknown; known: {', '.join(ids)}"
         for row in rows
-        if (unknown := sorted(set(labels_of(row)) - ids.keys()))
+        if (unknown := sorted(set(row_labels(row)) - ids.keys()))
     )
     return ids
