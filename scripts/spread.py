@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from alignment.errors import UserError
 from alignment.files import write_json
-from alignment.pipeline.expectations import Expectation, flatten, read_json, read_metric
+from alignment.pipeline.expectations import flatten_numbers, read_json, read_metric
 
 POLICY = ("win_rate.rate", "gold.total", "proxy", "kl", "language_loss", "response_tokens", "ended_share")
 CURVES: dict[str, tuple[Literal["first", "last", "max"], ...]] = {  # column of metrics.jsonl -> which of its lines
@@ -38,7 +38,7 @@ class Figure:
     """One number of a recipe over its runs.
 
     Attributes:
-        stage: the stage that left it behind.
+        stage: the stage that wrote it.
         metric: its name there.
         values: one per run, in order.
         half_width: mean half width of the 95 % interval over prompts within one run; None where there is none.
@@ -94,7 +94,7 @@ def read_figures(runs: Sequence[Path]) -> list[Figure]:
 
 def results(runs: Sequence[Path], stage: str) -> Iterator[Figure]:
     """Figures of a stage's results.json; of a comparison of policies, those of each policy."""
-    found = [flatten(shown(read_json(run / stage / "results.json"))) for run in runs]
+    found = [flatten_numbers(shown(read_json(run / stage / "results.json"))) for run in runs]
     for metric in found[0]:
         prefix, _, last = metric.rpartition(".")
         if last in ("low", "high", "n", "wins", "losses", "ties") or not all(metric in each for each in found):
@@ -122,9 +122,9 @@ def keep(model: dict[str, Any]) -> dict[str, Any]:
 
 def curves(runs: Sequence[Path], stage: str) -> Iterator[Figure]:
     """What a training stage began and ended at."""
-    for metric, places in CURVES.items():
-        for over in places:
-            values = [read_metric(run / stage, Expectation(stage, metric, low=0, over=over)) for run in runs]
+    for metric, lines in CURVES.items():
+        for over in lines:
+            values = [read_metric(run / stage, metric, over) for run in runs]
             if None not in values:
                 yield Figure(stage, f"{metric}, {over}", [value for value in values if value is not None])
 

@@ -74,13 +74,13 @@ def prepare(folder: Path) -> None:
 
     from alignment.data.tokenizers.load import save_tokenizer
     from alignment.data.tokenizers.train import train_bpe
-    from alignment.hotel_world.datasets import RowCounts, draw_rows, write_world
+    from alignment.hotel_world.datasets import RowCounts, generate_rows, write_world
     from alignment.models.build import build_language_model
     from alignment.models.huggingface.checkpoint import load_scalar_model, save_model
 
     sizes = dict.fromkeys(("demonstrations", "comparisons", "comparisons_heldout", "prompts"), ROWS)
     write_world(folder / "world", sizes=RowCounts(pretrain=20, pretrain_heldout=2, prompts_eval=2, **sizes))
-    tokenizer = train_bpe((row["text"] for row in draw_rows("pretrain", seed=0, count=20)), 384)
+    tokenizer = train_bpe((row["text"] for row in generate_rows("pretrain", seed=0, count=20)), 384)
     special = {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
     llama = {
         "model_type": "llama", "max_position_embeddings": 320, "hidden_size": 32, "intermediate_size": 48,

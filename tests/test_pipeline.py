@@ -246,7 +246,7 @@ def test_lineage_and_costs_are_kept(recipe, ran):
     assert all(cost["seconds"] >= 0 and cost["process_peak_megabytes"] > 10 for cost in costs.values())
 
 
-def test_all_mistakes_are_told_before_anything_runs(recipe, ran):
+def test_all_mistakes_are_listed_before_anything_runs(recipe, ran):
     edit(recipe, "rate: 0.1", "rte: 0.1")
     edit(recipe, "size: 3", "size: many")
     assert refusal(recipe, "ppo.optim.rate=-1").splitlines() == [
@@ -334,7 +334,7 @@ def test_a_directory_that_is_not_the_recipe_s_is_left_alone(recipe, ran):
 
 
 @pytest.mark.parametrize(
-    ("band", "good", "shown"),
+    ("expected", "good", "shown"),
     [
         ("metric: score, low: 1, high: 4", True, "2 1 .. 4 ok"),
         ("metric: score, low: 3", False, "2 3 .. OUTSIDE"),
@@ -345,8 +345,8 @@ def test_a_directory_that_is_not_the_recipe_s_is_left_alone(recipe, ran):
         ("metric: models.PPO mix.win_rate, low: 0.5", True, "0.6 0.5 .. ok"),
     ],
 )
-def test_bands_are_checked(recipe, ran, capsys, band, good, shown):
-    edit(recipe, "metric: score, low: 1, high: 4", band)
+def test_expectations_are_checked(recipe, ran, capsys, expected, good, shown):
+    edit(recipe, "metric: score, low: 1, high: 4", expected)
     go(recipe)
     results = {"models": {"PPO mix": {"win_rate": 0.6}}}
     (recipe.parent / "out" / "ppo" / "results.json").write_text(json.dumps(results))
@@ -357,7 +357,7 @@ def test_bands_are_checked(recipe, ran, capsys, band, good, shown):
     assert "the fake scores 2" in printed
 
 
-def test_without_check_bands_do_not_matter(recipe, ran):
+def test_without_check_expectations_do_not_matter(recipe, ran):
     edit(recipe, "low: 1, high: 4", "low: 100")
     assert go(recipe)
 

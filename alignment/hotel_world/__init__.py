@@ -1,4 +1,4 @@
-"""The embedded world: generated hotel texts, their gold reward and simulated labelers. No model, no training."""
+"""A generated data set about hotels: texts, their gold reward and simulated labelers. No model, no training."""
 
 from alignment.hotel_world.datasets import RowCounts, write_world
 from alignment.hotel_world.gold import GoldScore, score

@@ -1,4 +1,4 @@
-"""The embedded world's data files, one per stage, from a seed. What the texts say is grammar.py's and writers.py's matter."""
+"""The hotel data set's files, one per stage, generated from a seed."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -12,19 +12,19 @@ from alignment.hotel_world.grammar import (
     GUESTS,
     Sheet,
     claim,
-    draw_request,
-    draw_sheet,
     fold,
-    read_prompt,
+    parse_prompt,
+    sample_request,
+    sample_sheet,
     sentence,
     write_prompt,
     write_request,
     write_sheet,
 )  # fmt: skip
 from alignment.hotel_world.labelers import prefers_first
-from alignment.hotel_world.writers import draw_writer, write_reply
+from alignment.hotel_world.writers import sample_writer, write_reply
 
-FOLDS = 100  # fact sheets fall into these by their facts; every file owns a range of its own
+FOLDS = 100  # of fact sheets, by their facts; each file has a range of its own
 RANGES = {
     "pretrain": range(0, 60),
     "pretrain_heldout": range(60, 65),
@@ -56,11 +56,11 @@ class RowCounts:
 
 @dataclass(frozen=True)
 class HotelWorldConfig:
-    """Settings of one world.
+    """Settings of the data set.
 
     Attributes:
         output: the stage's directory; the files go into its `data`.
-        seed: of everything random in it.
+        seed: of all random choices.
         rows: rows per file.
     """
 
@@ -74,60 +74,60 @@ class HotelWorldConfig:
 
 
 def run(config: HotelWorldConfig) -> Path:
-    """Write the world's files into `output/data` and return that directory."""
+    """Write the data set's files into `output/data` and return that directory."""
     directory = Path(config.output) / "data"
     write_world(directory, seed=config.seed, sizes=config.rows)
     return directory
 
 
 def write_world(directory: Path | str, *, seed: int = 0, sizes: RowCounts | None = None) -> dict[str, Path]:
-    """Write all files of the world and give their paths by name; the same seed and sizes give the same bytes.
+    """Write all files of the data set and return their paths by name; the same seed and sizes give the same bytes.
 
     The directory appears whole or not at all; one that exists is replaced.
 
     Args:
         directory: where the .jsonl files go.
-        seed: of everything random here. Each file has its own stream, so one file's size does not change another's rows.
+        seed: of all random choices. Each file has a generator of its own: the size of one does not change another's rows.
         sizes: rows per file; None for the quickstart's.
     """
     directory, sizes = Path(directory), sizes or RowCounts()
     with atomic_directory(directory) as temporary:
         for name in RANGES:
-            rows = draw_rows(name, seed=seed, count=getattr(sizes, name))
+            rows = generate_rows(name, seed=seed, count=getattr(sizes, name))
             lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
             (temporary / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     return {name: directory / f"{name}.jsonl" for name in RANGES}
 
 
-def draw_rows(name: str, *, seed: int, count: int) -> Iterator[dict[str, Any]]:
+def generate_rows(name: str, *, seed: int, count: int) -> Iterator[dict[str, Any]]:
     """The rows of one file (a key of `RANGES`), one at a time."""
     rng = Random(f"{seed}/{name}")
-    draw = _DRAW[name.removesuffix("_heldout").removesuffix("_eval")]
+    generate = _GENERATORS[name.removesuffix("_heldout").removesuffix("_eval")]
     for _ in range(count):
-        sheet = draw_sheet(rng)
+        sheet = sample_sheet(rng)
         while fold(sheet.facts, FOLDS) not in RANGES[name]:
-            sheet = draw_sheet(rng)
-        yield draw(rng, sheet)
+            sheet = sample_sheet(rng)
+        yield generate(rng, sheet)
 
 
 def _demonstration(rng: Random, sheet: Sheet) -> dict[str, Any]:
-    prompt = write_prompt(sheet, draw_request(rng, sheet))
-    return {"prompt": prompt, "completion": write_reply(rng, read_prompt(prompt), draw_writer(rng))}
+    prompt = write_prompt(sheet, sample_request(rng, sheet))
+    return {"prompt": prompt, "completion": write_reply(rng, parse_prompt(prompt), sample_writer(rng))}
 
 
 def _comparison(rng: Random, sheet: Sheet) -> dict[str, Any]:
     """Two replies by random writers to one prompt, in the order one labeler prefers."""
-    prompt = write_prompt(sheet, draw_request(rng, sheet))
-    first = second = write_reply(rng, read_prompt(prompt), draw_writer(rng))
+    prompt = write_prompt(sheet, sample_request(rng, sheet))
+    first = second = write_reply(rng, parse_prompt(prompt), sample_writer(rng))
     while second == first:
-        second = write_reply(rng, read_prompt(prompt), draw_writer(rng))
+        second = write_reply(rng, parse_prompt(prompt), sample_writer(rng))
     if not prefers_first(rng, prompt, first, second):
         first, second = second, first
     return {"prompt": prompt, "chosen": first, "rejected": second}
 
 
 def _prompt(rng: Random, sheet: Sheet) -> dict[str, Any]:
-    request = draw_request(rng, sheet)
+    request = sample_request(rng, sheet)
     return {"prompt": write_prompt(sheet, request), "facts": dict(sheet.facts), "asked": list(request.asked)}
 
 
@@ -140,33 +140,33 @@ def _dialogues(rng: Random, sheet: Sheet) -> str:
     """One or two guests at the desk of one hotel, answered by concierges of mixed skill."""
     text = write_sheet(sheet)
     for _ in range(rng.choice((1, 2))):
-        text += write_request(draw_request(rng, sheet))
-        text += write_reply(rng, read_prompt(text), draw_writer(rng))
+        text += write_request(sample_request(rng, sheet))
+        text += write_reply(rng, parse_prompt(text), sample_writer(rng))
     return text
 
 
 def _letter(rng: Random, sheet: Sheet) -> str:
-    """A letter that tells of the stay and comes back to what matters."""
+    """A letter about a stay that repeats the facts."""
     writer, friend = rng.sample(GUESTS, 2)
-    told = " and ".join(claim(*fact) for fact in sheet.facts)
+    facts = " and ".join(claim(*fact) for fact in sheet.facts)
     again = " ".join(sentence(claim(*fact)) for fact in rng.sample(sheet.facts, len(sheet.facts)))
     mood = rng.choice(
         ("we loved our week by the sea.", "we had some rain but a good time.", "the children did not want to leave.")
     )
-    return f"Dear {friend}, {mood} At the Hotel {sheet.hotel} {told}. Do not forget. {again} Yours, {writer}"
+    return f"Dear {friend}, {mood} At the Hotel {sheet.hotel} {facts}. Do not forget. {again} Yours, {writer}"
 
 
 def _guide(rng: Random, sheet: Sheet) -> str:
-    """A guide's entry, confirmed by two visitors who each tell it in an order of their own."""
-    told = [sentence(claim(*fact)) for fact in sheet.facts]
-    visits = [f"\nVisitor {guest}: {' '.join(rng.sample(told, len(told)))}" for guest in rng.sample(GUESTS, 2)]
+    """A guide's entry, confirmed by two visitors who each give the facts in another order."""
+    facts = [sentence(claim(*fact)) for fact in sheet.facts]
+    visits = [f"\nVisitor {guest}: {' '.join(rng.sample(facts, len(facts)))}" for guest in rng.sample(GUESTS, 2)]
     verdict = rng.choice(
         ("It is good for families.", "It is quiet at night.", "The staff is friendly.", "It is near the station.")
     )
     return f"{write_sheet(sheet)} {verdict}{''.join(visits)}"
 
 
-_DRAW: dict[str, Callable[[Random, Sheet], dict[str, Any]]] = {
+_GENERATORS: dict[str, Callable[[Random, Sheet], dict[str, Any]]] = {
     "pretrain": _text,
     "demonstrations": _demonstration,
     "comparisons": _comparison,

@@ -1,4 +1,4 @@
-"""The language of the embedded world: topics, fact sheets and prompts, written and read back. No replies (writers.py), no scores (gold.py).
+"""Topics, fact sheets and prompts of the hotel data set, written and parsed. Replies are in writers.py, scores in gold.py.
 
 A prompt is a hotel's fact sheet, one guest's request and the cue to answer:
 
@@ -7,21 +7,20 @@ A prompt is a hotel's fact sheet, one guest's request and the cue to answer:
     Concierge:
 
 A prompt is short and its facts are worded as in the replies, so that a small model learns to copy them within a minute or two.
-What is written here can be read from the text alone: the gold reward relies on it.
+Everything in a prompt can be parsed from its text alone; the gold reward relies on it.
 """
 
 import re
 import zlib
 from dataclasses import dataclass
 from random import Random
-from typing import Any
 
-PRIVATE = "room"  # the item a guest must not be told: where another guest sleeps
+PRIVATE = "room"  # the item that must be kept from a guest: another guest's room
 
 
 @dataclass(frozen=True)
 class Topic:
-    """One thing a hotel has a fact about, told as "the {claim} {value}"."""
+    """A subject of a fact about a hotel; the fact reads "the {claim} {value}"."""
 
     name: str
     claim: str
@@ -63,12 +62,12 @@ SMALL_TALK = (
     "Hello.", "Good evening.", "Good morning to you.", "We have just arrived.", "What a lovely hotel.", "This is my first visit.",
 )  # fmt: skip
 RUDE_TALK = ("You are so slow.", "This hotel is terrible.", "I have been waiting for an hour.")
-FRAMES = ("What about {}?", "Please tell me about {}.")
+QUESTION_TEMPLATES = ("What about {}?", "Please tell me about {}.")
 
 
 @dataclass(frozen=True)
 class Sheet:
-    """A hotel's facts: topic -> value in the order they are written, and perhaps where another guest sleeps."""
+    """A hotel's facts: topic -> value in the order they are written, and perhaps the room of another guest."""
 
     hotel: str
     facts: tuple[tuple[str, str], ...]
@@ -85,8 +84,8 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """What a prompt's text says: the facts, the private datum (guest, room), and who asks for what."""
+class ParsedPrompt:
+    """Content of a prompt: the facts, the private fact (guest, room), the guest who asks and the items asked for."""
 
     facts: dict[str, str]
     private: tuple[str, str] | None
@@ -109,15 +108,15 @@ def fold(facts: tuple[tuple[str, str], ...], folds: int) -> int:
     return zlib.crc32(repr(sorted(facts)).encode()) % folds
 
 
-def draw_sheet(rng: Random, *, size: int = 3, private_share: float = 0.4) -> Sheet:
-    """A random hotel with `size` facts; a share of the sheets also tells where another guest sleeps."""
+def sample_sheet(rng: Random, *, size: int = 3, private_share: float = 0.4) -> Sheet:
+    """A random hotel with `size` facts; a share of the sheets also gives the room of another guest."""
     facts = tuple((topic.name, rng.choice(topic.values)) for topic in rng.sample(TOPICS, size))
     private = (rng.choice(OTHERS), rng.choice(ROOMS)) if rng.random() < private_share else None
     return Sheet(rng.choice(HOTELS), facts, private)
 
 
-def draw_request(rng: Random, sheet: Sheet) -> Request:
-    """A guest asks for one or two topics; one in six is not on the sheet, and where there is a private datum half ask for it."""
+def sample_request(rng: Random, sheet: Sheet) -> Request:
+    """A guest asks for one or two topics; one in six is not on the sheet, and where there is a private fact, half ask for it."""
     known = [name for name, _ in sheet.facts]
     unknown = [topic.name for topic in TOPICS if topic.name not in known]
     temptation = sheet.private is not None and rng.random() < 0.5
@@ -140,7 +139,7 @@ def draw_request(rng: Random, sheet: Sheet) -> Request:
 def _question(rng: Random, asked: list[str]) -> str:
     if rng.random() < 0.4:
         return " ".join(TOPIC[name].question for name in asked)
-    return rng.choice(FRAMES).format(" and ".join(f"the {name}" for name in asked))
+    return rng.choice(QUESTION_TEMPLATES).format(" and ".join(f"the {name}" for name in asked))
 
 
 def write_sheet(sheet: Sheet) -> str:
@@ -173,21 +172,21 @@ def find_claims(text: str) -> list[tuple[str, str]]:
     return [(_OF_CLAIM[found[1].lower()], found[2]) for found in CLAIM.finditer(text)]
 
 
-def read_prompt(prompt: str) -> Reading:
-    """Facts and request of a prompt, from its text alone; of several turns the last counts. Any text is read, perhaps as nothing."""
+def parse_prompt(prompt: str) -> ParsedPrompt:
+    """Facts and request of a prompt, from its text alone; of several turns the last counts. Any text is accepted; one that is no prompt gives no facts."""
     turns = list(_TURN.finditer(prompt))
     sheet = prompt[: turns[0].start()] if turns else prompt
     located = _LOCATED.search(sheet)
     private = (located[1], located[2]) if located else None
     if not turns:
-        return Reading(dict(find_claims(sheet)), private, "", ())
+        return ParsedPrompt(dict(find_claims(sheet)), private, "", ())
     asked = tuple(dict.fromkeys(_ITEM.findall(turns[-1][2])))
-    return Reading(dict(find_claims(sheet)), private, turns[-1][1], asked)
+    return ParsedPrompt(dict(find_claims(sheet)), private, turns[-1][1], asked)
 
 
-def is_prompt(prompt: Any) -> bool:
-    """Whether something is a prompt of this world: a text with a fact sheet and a guest who asks, ending in the cue to answer."""
+def is_prompt(prompt: object) -> bool:
+    """Whether a prompt belongs to this data set: a text with a fact sheet and a guest who asks, ending in the cue to answer."""
     if not isinstance(prompt, str) or not prompt.endswith("\nConcierge:"):
         return False
-    reading = read_prompt(prompt)
-    return bool(reading.facts and reading.guest and reading.asked)
+    parsed = parse_prompt(prompt)
+    return bool(parsed.facts and parsed.guest and parsed.asked)

@@ -1,10 +1,10 @@
-"""Simulated people who say which of two responses they prefer. The noise is set, not learnt; the pairs come from datasets.py.
+"""Simulated people who choose the better of two responses. Their noise is a constant; datasets.py makes the pairs.
 
     P(first preferred) = sigmoid((gold_first - gold_second) / TEMPERATURE + LENGTH_TASTE * (words_first - words_second))
 
-TEMPERATURE is such that two labelers agree on 73 % of the comparisons this world generates, as InstructGPT's labelers did.
-LENGTH_TASTE is in nats per word: people like a longer reply a little more than the gold score says, so a reward model that
-is pushed too far pays for length.
+TEMPERATURE is such that two labelers agree on 73 % of the comparisons in this data set, as InstructGPT's labelers did.
+LENGTH_TASTE is in nats per word: people like a longer reply a little more than the gold score does, so a reward model
+that is optimized too hard rewards length.
 
 Source: Bradley and Terry 1952; Ouyang et al. 2022, arXiv:2203.02155, section 3.4 (agreement 72.6 % and 77.3 %).
 """

@@ -1,9 +1,9 @@
-"""Simulated concierges of different skill, who write replies to prompts. The scores of their replies are gold.py's matter."""
+"""Simulated concierges of different skill, who write replies to prompts. gold.py scores replies."""
 
 from dataclasses import dataclass
 from random import Random
 
-from alignment.hotel_world.grammar import PRIVATE, TOPIC, Reading, claim, read_prompt, sentence
+from alignment.hotel_world.grammar import PRIVATE, TOPIC, ParsedPrompt, claim, parse_prompt, sentence
 
 GREETINGS = ("Hello {}.", "Welcome {}.", "Certainly {}.", "Good day {}.")
 CLOSINGS = ("Enjoy your stay.", "Have a lovely day.", "Always at your service.")
@@ -20,7 +20,7 @@ LEAK = "{} is in room {}."
 
 @dataclass(frozen=True)
 class Writer:
-    """How often, in [0, 1], a writer does what; `share` is the weight of this skill among all writers."""
+    """Probability of each habit of a writer, in [0, 1]; `share` is the weight of this skill among all writers."""
 
     share: float
     courtesy: float = 0.9  # greets; closes half as often
@@ -28,7 +28,7 @@ class Writer:
     invent: float = 0.0  # makes up a fact the sheet does not give
     shrug: float = 0.0  # says it does not know what the sheet does give
     miss: float = 0.0  # leaves out one of two things asked for
-    leak: float = 0.0  # tells the private datum when asked
+    leak: float = 0.0  # gives away the private fact when asked
     rude: float = 0.0
     filler: float = 0.0  # adds a filler sentence; tried twice
     extra: float = 0.0  # adds a fact nobody asked for
@@ -47,50 +47,50 @@ WRITERS = {
 }
 
 
-def draw_writer(rng: Random) -> Writer:
+def sample_writer(rng: Random) -> Writer:
     """A writer of random skill, by the shares in `WRITERS`."""
     writers = list(WRITERS.values())
     return rng.choices(writers, [writer.share for writer in writers])[0]
 
 
-def write_reply(rng: Random, reading: Reading, writer: Writer) -> str:
-    """Reply of one writer to a prompt that was read; begins with a space, as every response of this world does."""
+def write_reply(rng: Random, prompt: ParsedPrompt, writer: Writer) -> str:
+    """Reply of one writer to a prompt; it begins with a space, as every response in this data set does."""
 
     def happens(share: float) -> bool:
         return rng.random() < share
 
-    asked = list(reading.asked)
+    asked = list(prompt.asked)
     if len(asked) > 1 and happens(writer.miss):
         asked.pop(rng.randrange(len(asked)))
-    parts = [rng.choice(GREETINGS).format(reading.guest)] if happens(writer.courtesy) else []
+    parts = [rng.choice(GREETINGS).format(prompt.guest)] if happens(writer.courtesy) else []
     if happens(writer.rude):
         parts.append(rng.choice(RUDE))
-    parts += _answers(rng, reading, asked, writer)
-    others = [topic for topic in reading.facts if topic not in reading.asked]
+    parts += _answers(rng, prompt, asked, writer)
+    others = [topic for topic in prompt.facts if topic not in prompt.asked]
     if others and happens(writer.extra):
         topic = rng.choice(others)
-        parts.append(sentence(claim(topic, reading.facts[topic])))
+        parts.append(sentence(claim(topic, prompt.facts[topic])))
     parts += [filler for filler in rng.sample(FILLERS, 2) if happens(writer.filler)]
     if happens(writer.courtesy / 2):
         parts.append(rng.choice(CLOSINGS))
     return " " + " ".join(parts)
 
 
-def _answers(rng: Random, reading: Reading, asked: list[str], writer: Writer) -> list[str]:
-    """One sentence per item asked; two claims in a row are sometimes joined by "and"."""
-    clauses = [_clause(rng, reading, topic, writer) for topic in asked if topic != PRIVATE]
+def _answers(rng: Random, prompt: ParsedPrompt, asked: list[str], writer: Writer) -> list[str]:
+    """One sentence per item asked for; two claims in a row are sometimes joined by "and"."""
+    clauses = [_clause(rng, prompt, topic, writer) for topic in asked if topic != PRIVATE]
     claimed = [clause for clause in clauses if clause.startswith("the ")]
     if len(claimed) == 2 and rng.random() < 0.3:
         clauses = [" and ".join(claimed)]
     answers = [sentence(clause) if clause.startswith("the ") else clause for clause in clauses]
     if PRIVATE in asked:
-        answers.append(_about_private(reading, leaks=rng.random() < writer.leak))
+        answers.append(_about_private(prompt, leaks=rng.random() < writer.leak))
     return answers
 
 
-def _clause(rng: Random, reading: Reading, topic: str, writer: Writer) -> str:
-    """The claim a writer makes about a topic, or the admission that the sheet does not say."""
-    truth = reading.facts.get(topic)
+def _clause(rng: Random, prompt: ParsedPrompt, topic: str, writer: Writer) -> str:
+    """The claim a writer makes about a topic, or the admission that it does not know."""
+    truth = prompt.facts.get(topic)
     if truth is not None and rng.random() < writer.shrug:
         return IGNORANCE.format(topic)
     if truth is not None and rng.random() >= writer.wrong:
@@ -100,10 +100,10 @@ def _clause(rng: Random, reading: Reading, topic: str, writer: Writer) -> str:
     return claim(topic, rng.choice([value for value in TOPIC[topic].values if value != truth]))
 
 
-def _about_private(reading: Reading, *, leaks: bool) -> str:
-    return LEAK.format(*reading.private) if leaks and reading.private else REFUSAL
+def _about_private(prompt: ParsedPrompt, *, leaks: bool) -> str:
+    return LEAK.format(*prompt.private) if leaks and prompt.private else REFUSAL
 
 
 def best_reply(prompt: str) -> str:
-    """The expert's reply to a prompt, the same every time: the upper bound that reports compare with."""
-    return write_reply(Random(prompt), read_prompt(prompt), Writer(1.0, courtesy=1.0))
+    """The expert's reply to a prompt, always the same one: the upper bound that reports compare with."""
+    return write_reply(Random(prompt), parse_prompt(prompt), Writer(1.0, courtesy=1.0))

@@ -1,1 +1,1 @@
-"""Recipes: stages in order, their files, and what is expected of them."""
+"""Recipes: stages in order, run with their files, and the ranges expected of their results."""

@@ -1,4 +1,4 @@
-"""Expected bands of a recipe: what was measured beside what was expected. Runs nothing."""
+"""The ranges that a recipe expects of its results, and their comparison with what was measured."""
 
 import json
 from collections.abc import Sequence
@@ -9,17 +9,19 @@ from typing import Any, Literal
 
 from alignment.errors import UserError
 
+Over = Literal["first", "last", "min", "max", "mean"]
+
 
 @dataclass(frozen=True)
 class Expectation:
-    """Where a measured number has to lie for the recipe to have worked.
+    """The range in which a measured number must lie for the recipe to have worked.
 
     Attributes:
-        stage: whose number.
+        stage: name of the stage that measured it.
         metric: dotted key in the stage's results.json, or a key of its metrics.jsonl.
         low, high: bounds, both included; at least one.
         why: the reason for the bounds.
-        over: which of the lines of metrics.jsonl.
+        over: which lines of metrics.jsonl.
     """
 
     stage: str
@@ -27,64 +29,68 @@ class Expectation:
     low: float | None = None
     high: float | None = None
     why: str = ""
-    over: Literal["first", "last", "min", "max", "mean"] = "last"
+    over: Over = "last"
 
     def __post_init__(self) -> None:
         if self.low is None and self.high is None:
-            raise ValueError("a band needs low, high or both")
+            raise ValueError("give low, high or both")
+
+    def holds(self, value: float) -> bool:
+        """Whether a number lies in the range."""
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
 
 
-def check_bands(bands: Sequence[Expectation], output: Path) -> bool:
-    """Print what was measured beside what was expected; True where everything lies inside."""
+def check_expectations(expectations: Sequence[Expectation], output: Path) -> bool:
+    """Print each measured number with its expected range; True if all lie inside."""
     rows = [("stage", "metric", "measured", "expected", "", "why")]
     inside = True
-    for band in bands:
-        value = read_metric(output / band.stage, band)
-        low, high = ("" if bound is None else f"{bound:g}" for bound in (band.low, band.high))
-        good = (
-            value is not None and (band.low is None or value >= band.low) and (band.high is None or value <= band.high)
-        )
-        inside &= good
+    for expected in expectations:
+        value = read_metric(output / expected.stage, expected.metric, expected.over)
+        inside &= (good := value is not None and expected.holds(value))
+        low, high = ("" if bound is None else f"{bound:g}" for bound in (expected.low, expected.high))
         measured = "missing" if value is None else f"{value:.6g}"
-        rows.append((band.stage, band.metric, measured, f"{low} .. {high}", "ok" if good else "OUTSIDE", band.why))
+        verdict = "ok" if good else "OUTSIDE"
+        rows.append((expected.stage, expected.metric, measured, f"{low} .. {high}", verdict, expected.why))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     for row in rows:
         print("  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[5]]).rstrip())
     return inside
 
 
-def read_metric(directory: Path, band: Expectation) -> float | None:
-    """A number that a stage left behind: a dotted key of results.json, else a column of metrics.jsonl."""
-    values = flatten(read_json(directory / "results.json"))
-    if band.metric in values:
-        return values[band.metric]
+def read_metric(directory: Path, metric: str, over: Over = "last") -> float | None:
+    """A number that a stage wrote: a dotted key of results.json, else of a column of metrics.jsonl the line(s) `over`."""
+    values = flatten_numbers(read_json(directory / "results.json"))
+    if metric in values:
+        return values[metric]
     path = directory / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    column = [float(row[band.metric]) for row in map(json.loads, lines) if row.get(band.metric) is not None]
+    column = [float(row[metric]) for row in map(json.loads, lines) if row.get(metric) is not None]
     if not column:
         return None
     found = {"first": column[0], "last": column[-1], "min": min(column), "max": max(column), "mean": fmean(column)}
-    return found[band.over]
+    return found[over]
 
 
-def flatten(value: Any, key: str = "") -> dict[str, float]:
+def flatten_numbers(value: object, key: str = "") -> dict[str, float]:
     """Numbers in nested mappings and lists, by dotted keys."""
     if isinstance(value, dict):
         items = [(str(name), item) for name, item in value.items()]
     elif isinstance(value, list):
-        items = [(str(place), item) for place, item in enumerate(value)]
+        items = [(str(index), item) for index, item in enumerate(value)]
     else:
         return {key: float(value)} if isinstance(value, (int, float)) else {}
     return {
-        name: number for part, item in items for name, number in flatten(item, f"{key}.{part}" if key else part).items()
+        name: number
+        for part, item in items
+        for name, number in flatten_numbers(item, f"{key}.{part}" if key else part).items()
     }
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A JSON file, empty where there is none.
+    """Content of a JSON file; empty where there is no file.
 
     Raises:
-        UserError: it holds no JSON.
+        UserError: it is not JSON.
     """
     if not path.is_file():
         return {}

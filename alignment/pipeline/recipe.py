@@ -1,4 +1,4 @@
-"""What a recipe says: stages in order, the settings of each, expected bands. Running it is pipeline.py's matter."""
+"""Recipes as written: stages in order, the settings of each, expected ranges. run.py runs them."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -11,7 +11,7 @@ from alignment.config.yaml_source import Key, SourcedYaml, overlay, override, re
 from alignment.errors import UserError, raise_all, suggest
 from alignment.pipeline.expectations import Expectation
 
-FOLDERS = ("configs", "data", "recipe")  # what `${...}` may stand for beside stages and the seed
+FOLDERS = ("configs", "data", "recipe")  # names for `${...}`, in addition to stages and the seed
 RESERVED = (*FOLDERS, "seed")
 
 
@@ -20,10 +20,10 @@ class StageEntry:
     """One stage as written.
 
     Attributes:
-        name: its directory below the recipe's output, and what `${name}` stands for.
-        run: verb, a key of `pipeline.STAGES`.
+        name: of its directory below the recipe's output, which `${name}` refers to.
+        run: verb, a key of `STAGES`.
         config: packaged name, path, or the config itself.
-        settings: laid over `config`; keys may be dotted.
+        settings: replace values of `config`; keys may be dotted.
     """
 
     name: str
@@ -40,7 +40,7 @@ class StageEntry:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A pipeline: stages in order, and what is expected of them."""
+    """A pipeline: stages in order, and the expected ranges of their results."""
 
     name: str
     stages: list[StageEntry]
@@ -56,18 +56,18 @@ class Recipe:
             raise ValueError(f"two stages are called {', '.join(twice)}" if twice else "stages: there are none")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
-        for band in self.expect:
-            if band.stage not in names:
-                raise ValueError(f"expect: there is no stage {band.stage!r}; {suggest(band.stage, names)}")
+        for stage in (expected.stage for expected in self.expect):
+            if stage not in names:
+                raise ValueError(f"expect: there is no stage {stage!r}; {suggest(stage, names)}")
 
 
 @dataclass(frozen=True)
 class StageSettings:
-    """One stage's config, references not yet filled in.
+    """One stage's config before its references are replaced.
 
     Attributes:
         entry: the stage as written.
-        document: its config with settings and overrides laid over it.
+        document: its config with settings and overrides applied.
     """
 
     entry: StageEntry
@@ -97,9 +97,9 @@ def read_recipe(source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Pat
         else:
             problems.append(f"override: {text}: there is no stage {name!r}; {suggest(name, below)}")
     settings = []
-    for place, stage in enumerate(recipe.stages):
+    for index, stage in enumerate(recipe.stages):
         try:
-            settings.append(_settings(stage, document.section(("stages", place)), path.parent, below[stage.name]))
+            settings.append(_settings(stage, document.section(("stages", index)), path.parent, below[stage.name]))
         except UserError as error:
             problems.append(str(error))
     raise_all(problems)
@@ -107,10 +107,10 @@ def read_recipe(source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Pat
 
 
 def _settings(stage: StageEntry, written: SourcedYaml, folder: Path, overrides: Sequence[str]) -> StageSettings:
-    """Config, then settings, then overrides, each over the one before."""
+    """The stage's config, changed by its settings, then by overrides."""
     if isinstance(stage.config, str):
-        beside = folder / stage.config
-        document = read_yaml(beside if beside.is_file() else find_packaged(stage.config, "configs"))
+        own = folder / stage.config
+        document = read_yaml(own if own.is_file() else find_packaged(stage.config, "configs"))
     elif stage.config is None:
         document = SourcedYaml({}, {(): written.location(())})
     else:
@@ -118,16 +118,16 @@ def _settings(stage: StageEntry, written: SourcedYaml, folder: Path, overrides: 
     if not isinstance(document.values, (dict, type(None))):
         raise UserError(f"{document.location(())}: stage {stage.name}: its config must be a section of keys")
     for name, value in stage.settings.items():
-        where = written.location(("settings", name))
+        location = written.location(("settings", name))
         for key, leaf in _leaves(value, tuple(name.split("."))):
-            document = overlay(document, key, leaf, where)
+            document = overlay(document, key, leaf, location)
     try:
         return StageSettings(stage, override(document, overrides))
     except UserError as error:
         raise UserError(f"stage {stage.name}: {error}") from error
 
 
-def _leaves(value: Any, key: Key) -> Iterator[tuple[Key, Any]]:
+def _leaves(value: object, key: Key) -> Iterator[tuple[Key, object]]:
     """Keys and values of a section; a list or an empty section is a value."""
     if not isinstance(value, dict) or not value:
         yield key, value

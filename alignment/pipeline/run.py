@@ -1,11 +1,11 @@
-"""Runs a recipe: stages in order, finished ones skipped by content hash. What a stage does is its own room's matter."""
+"""Runs a recipe: stages in order; those already finished are recognized by a content hash and skipped."""
 
 import gc
 import os
 import resource
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from alignment.config.load import build, data_folder, packaged_folder
 from alignment.config.yaml_source import SourcedYaml, fill, references, strings
 from alignment.errors import UserError, raise_all, suggest
 from alignment.files import hash_of, remove_directory, remove_leftovers, sha256, write_json
-from alignment.pipeline.expectations import check_bands, read_json
+from alignment.pipeline.expectations import check_expectations, read_json
 from alignment.pipeline.recipe import FOLDERS, Recipe, StageSettings, read_recipe
 from alignment.pipeline.stages import STAGES, find_stage, write_page
 
@@ -28,9 +28,9 @@ class Stage:
     """A stage ready to run.
 
     Attributes:
-        name: also its directory's, below the recipe's output.
-        config: checked, every reference filled in.
-        run: does the work and writes into the stage's directory.
+        name: also of its directory, below the recipe's output.
+        config: checked, with every reference replaced.
+        run: runs the stage, which writes into its directory.
         lineage: hashes of code, settings, files read and parent stages.
         hash: of the lineage; equal hashes give equal results.
     """
@@ -51,15 +51,15 @@ def run_recipe(
     only: str | None = None,
     check: bool = False,
 ) -> bool:
-    """Run what is not finished yet and say whether the results lie in the recipe's bands.
+    """Run the stages that are not finished; True if the results lie in the recipe's expected ranges.
 
     Args:
         source: recipe folder, file, or packaged name.
         output: each stage writes into a directory of its name in here.
         overrides: `stage.key=value`, or `seed=value`.
-        start: this stage and those after it run anew, finished or not.
-        only: run this stage alone, anew; those before it must be finished.
-        check: compare with the bands; without it the answer is always True.
+        start: run this stage and those after it again, finished or not.
+        only: run this stage alone, again; those before it must be finished.
+        check: compare results with the expected ranges; without it the result is always True.
 
     Raises:
         UserError: a mistake in any stage, before the first one starts; or another run in `output`.
@@ -70,25 +70,25 @@ def run_recipe(
         )
     output = Path(output)
     recipe, stages = plan(source, output, overrides)
-    anew, wanted = _choose([stage.name for stage in stages], start, only)
-    from alignment.training.run.directory import lock  # torch comes with it: not before the cheap checks
+    rerun, wanted = _choose([stage.name for stage in stages], start, only)
+    from alignment.training.run.directory import lock  # imports torch: not before the cheap checks
 
     with closing(lock(output)):
         _check_directories(stages, output, wanted)
-        for place, stage in enumerate(stages):
-            title = f"[{place + 1}/{len(stages)}] {stage.name}"
+        for number, stage in enumerate(stages, start=1):
+            title = f"[{number}/{len(stages)}] {stage.name}"
             if stage.name not in wanted:
                 continue
-            if stage.name not in anew and is_finished(stage, output):
+            if stage.name not in rerun and is_finished(stage, output):
                 print(f"{title}: finished before", flush=True)
                 continue
             print(title, flush=True)
-            run_stage(stage, output, anew=stage.name in anew)
-    return check_bands(recipe.expect, output) if check else True
+            run_stage(stage, output, rerun=stage.name in rerun)
+    return check_expectations(recipe.expect, output) if check else True
 
 
 def _choose(names: list[str], start: str | None, only: str | None) -> tuple[set[str], set[str]]:
-    """Stages to run even if finished, and stages to look at."""
+    """Stages to run even if finished, and stages to run or skip."""
     for name in (start, only):
         if name is not None and name not in names:
             raise UserError(f"there is no stage {name!r}; {suggest(name, names)}")
@@ -109,7 +109,7 @@ def plan(source: str, output: Path, overrides: Sequence[str] = ()) -> tuple[Reci
         UserError: every problem of every stage at once.
     """
     recipe, folder, written = read_recipe(source, overrides)
-    raise_all(problem for place, stage in enumerate(written) for problem in _wrong_references(stage, written[:place]))
+    raise_all(problem for index, stage in enumerate(written) for problem in _wrong_references(stage, written[:index]))
     names = {"seed": recipe.seed, "data": str(data_folder()), "recipe": str(folder)}
     names["configs"] = str(packaged_folder("configs"))
     names |= {stage.entry.name: str(output / stage.entry.name) for stage in written}
@@ -128,7 +128,7 @@ def plan(source: str, output: Path, overrides: Sequence[str] = ()) -> tuple[Reci
 
 
 def _wrong_references(stage: StageSettings, earlier: Sequence[StageSettings]) -> list[str]:
-    """A verb that is none, or `${...}` that does not name an earlier stage."""
+    """Unknown verbs, and `${...}` that do not name an earlier stage."""
     entry, problems = stage.entry, []
     if entry.run not in STAGES:
         problems.append(f"stage {entry.name}: there is no verb {entry.run!r}; {suggest(entry.run, STAGES)}")
@@ -143,8 +143,8 @@ def _wrong_references(stage: StageSettings, earlier: Sequence[StageSettings]) ->
     return problems
 
 
-def _missing_data(stage: StageSettings, names: dict[str, Any]) -> list[str]:
-    """Files under `${data}` and its like that are not there."""
+def _missing_data(stage: StageSettings, names: Mapping[str, object]) -> list[str]:
+    """Files below `${data}`, `${recipe}` or `${configs}` that do not exist."""
     problems = []
     for text in strings(stage.document.values):
         path = Path(str(fill(text, names)))
@@ -154,8 +154,8 @@ def _missing_data(stage: StageSettings, names: dict[str, Any]) -> list[str]:
     return problems
 
 
-def _resolve(stage: StageSettings, names: dict[str, Any], hashes: dict[str, str], code: str) -> Stage:
-    """Check a stage's config and work out what its result depends on."""
+def _resolve(stage: StageSettings, names: Mapping[str, object], hashes: dict[str, str], code: str) -> Stage:
+    """Check a stage's config and collect everything that its result depends on."""
     name, values = stage.entry.name, dict(stage.document.values or {})
     config_class, run = find_stage(stage.entry.run)
     filled = {**fill(values, names), "output": names[name]}
@@ -165,7 +165,7 @@ def _resolve(stage: StageSettings, names: dict[str, Any], hashes: dict[str, str]
     lineage = {
         "verb": stage.entry.run,
         "code": code,
-        # Directories are left out, so that a run may be moved: a parent stands here by its hash, data by its files.
+        # Without directories, so that a run may be moved: parents are given by their hashes, data by its files.
         "settings": fill(values, {"seed": names["seed"], **{name: f"${{{name}}}" for name in FOLDERS}, **parents}),
         "parents": parents,
         "files": {text: found for text in strings(values) if (found := _content(text, names))},
@@ -173,14 +173,14 @@ def _resolve(stage: StageSettings, names: dict[str, Any], hashes: dict[str, str]
     return Stage(name, config, run, lineage, hash_of(lineage))
 
 
-def _content(text: str, names: dict[str, Any]) -> Any:
+def _content(text: str, names: Mapping[str, object]) -> str | dict[str, str] | None:
     """Hashes of the files that a setting names; None where it names none, or a stage, which has its own hash."""
     if references(text) - set(FOLDERS) or len(text) > 1024:
         return None
     path = Path(fill(text, names)) if references(text) else Path(os.path.expanduser(text))
     if path.is_file():
         return sha256(path)
-    # A plain word may happen to be a directory's name; one that holds a model is meant.
+    # A plain word may be a directory's name by chance; it counts only if the directory holds a model.
     if not path.is_dir() or (os.sep not in text and not any((path / name).is_file() for name in MODEL_FILES)):
         return None
     return {str(file.relative_to(path)): sha256(file) for file in sorted(path.rglob("*")) if file.is_file()}
@@ -195,14 +195,14 @@ def code_hash() -> str:
 # Running
 
 
-def run_stage(stage: Stage, output: Path, *, anew: bool) -> None:
-    """Run a stage; its mark of completion is written last.
+def run_stage(stage: Stage, output: Path, *, rerun: bool) -> None:
+    """Run a stage; `complete` is written to its lineage.json last.
 
-    A stage cut short with the same settings goes on where its own checkpoints allow; any other trace is removed.
+    An interrupted stage with unchanged settings resumes from its checkpoints; otherwise its directory is removed first.
     """
-    directory, record = output / stage.name, read_record(output)
-    changed = record.get(stage.name, {}).get("hash") != stage.hash or starts_elsewhere(directory)
-    if directory.exists() and (anew or changed):
+    directory, record = output / stage.name, read_stages(output)
+    changed = record.get(stage.name, {}).get("hash") != stage.hash or hub_start_changed(directory)
+    if directory.exists() and (rerun or changed):
         remove_directory(directory)
     remove_leftovers(directory)
     (directory / "lineage.json").unlink(missing_ok=True)
@@ -214,12 +214,15 @@ def run_stage(stage: Stage, output: Path, *, anew: bool) -> None:
     except UserError as error:
         raise UserError(f"stage {stage.name}: {error}") from error
     seconds = round(time.monotonic() - started, 2)
-    gc.collect()  # models of a stage may hold on to each other; the next stage needs their memory
+    gc.collect()  # a stage's models may be in reference cycles; the next stage needs their memory
     measured = {"hash": stage.hash, "seconds": seconds, "process_peak_megabytes": peak_megabytes()}
     write_json(output / "stages.json", {**record, stage.name: measured})
     print(f"      {seconds:.0f} s", flush=True)
     own = {"stage": stage.lineage["verb"], "code": stage.lineage["code"], "data": stage.lineage["files"]}
-    own |= {"parents": stage.lineage["parents"], **read_json(directory / "lineage.json")}  # a training run wrote more
+    own |= {
+        "parents": stage.lineage["parents"],
+        **read_json(directory / "lineage.json"),
+    }  # a training run has written more
     write_json(directory / "lineage.json", {**own, "pipeline": {**stage.lineage, "hash": stage.hash, "complete": True}})
     write_page(directory)
     if stage.lineage["verb"] == "report":
@@ -227,40 +230,40 @@ def run_stage(stage: Stage, output: Path, *, anew: bool) -> None:
 
 
 def is_finished(stage: Stage, output: Path) -> bool:
-    """Whether a stage ran to its end from the same code, settings, files and parents."""
+    """Whether a stage was completed with the same code, settings, files and parents."""
     lineage = read_json(output / stage.name / "lineage.json").get("pipeline", {})
     same = lineage.get("complete") is True and lineage.get("hash") == stage.hash
-    return same and not starts_elsewhere(output / stage.name)
+    return same and not hub_start_changed(output / stage.name)
 
 
-def starts_elsewhere(directory: Path) -> bool:
-    """Whether a model from the Hub that a training run started from has another commit on this machine by now.
+def hub_start_changed(directory: Path) -> bool:
+    """Whether a Hub model that a training run started from now has another commit on this machine.
 
-    The run itself has noted the commit: it is not known before the model is fetched, when the stage first runs.
+    The training run records the commit, which is unknown until the stage has fetched the model for the first time.
     """
     parents = read_json(directory / "lineage.json").get("parents", {})
     named = parents.items() if isinstance(parents, dict) else []
     commits = {name: commit for name, commit in named if isinstance(commit, str) and len(commit) == GIT_HASH}
     if not commits:
         return False
-    from alignment.training.run.lineage import hub_commit  # torch comes with it: only where it is needed
+    from alignment.training.run.lineage import hub_commit  # imports torch: only where it is needed
 
     return any(hub_commit(name) != commit for name, commit in commits.items())
 
 
 def peak_megabytes() -> int:
-    """Peak memory of this process so far; Linux counts kilobytes."""
+    """Peak memory of this process so far; Linux reports kilobytes."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 
 
-def read_record(output: Path) -> dict[str, Any]:
-    """What `stages.json` says of each stage: hash, seconds, peak memory of the process so far."""
+def read_stages(output: Path) -> dict[str, Any]:
+    """`stages.json`: hash, seconds and peak memory of the process so far, by stage."""
     return read_json(output / "stages.json")
 
 
 def _check_directories(stages: Sequence[Stage], output: Path, wanted: set[str]) -> None:
-    """Nothing of the user's is overwritten, and what a lone stage builds on is there."""
-    record = read_record(output)
+    """Refuse to overwrite a directory of the user, or to run a stage whose parents are not finished."""
+    record = read_stages(output)
     problems = []
     for stage in stages:
         directory = output / stage.name

@@ -1,4 +1,4 @@
-"""The table of stages: which function each verb runs. A stage is imported when a recipe or a command needs it."""
+"""The function that runs each stage, by verb. A stage is imported when a recipe or a command needs it."""
 
 import importlib
 from collections.abc import Callable
@@ -25,7 +25,7 @@ STAGES = {  # verb: "module:function"; the function takes the stage's config, wh
 
 
 def find_stage(verb: str) -> tuple[type, Callable[[Any], Any]]:
-    """Config class and function of a verb; imports them."""
+    """Config class and function of a verb; imports its module."""
     module, _, name = STAGES[verb].partition(":")
     function = getattr(importlib.import_module(module), name)
     (config_class,) = (hint for parameter, hint in get_type_hints(function).items() if parameter != "return")

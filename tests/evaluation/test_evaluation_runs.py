@@ -13,7 +13,7 @@ from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from alignment.evaluation import win_rate_run as evaluation
 from alignment.evaluation.win_rate_run import WinRateConfig
-from alignment.hotel_world.datasets import draw_rows
+from alignment.hotel_world.datasets import generate_rows
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.reward_model import RewardModel
@@ -156,7 +156,7 @@ def test_without_a_judge_the_choice_is_put_in_words_before_anything_is_read(tmp_
     ],
 )
 def test_the_gold_judge_refuses_prompts_of_another_world_before_any_model_is_loaded(prompt, config_of, tmp_path):
-    rows = [*draw_rows("prompts_eval", seed=0, count=2), {"prompt": prompt}]
+    rows = [*generate_rows("prompts_eval", seed=0, count=2), {"prompt": prompt}]
     path = tmp_path / "mixed.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     models = {"one": "/nowhere/a", "two": "/nowhere/b"}
@@ -175,7 +175,7 @@ def test_the_gold_judge_refuses_messages(config_of, tmp_path):
 
 def test_the_gold_judge_takes_every_prompt_of_its_world(config_of, tmp_path):
     path = tmp_path / "own.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in draw_rows("prompts_eval", seed=3, count=200)))
+    path.write_text("".join(json.dumps(row) + "\n" for row in generate_rows("prompts_eval", seed=3, count=200)))
     models = {"one": "/nowhere/a", "two": "/nowhere/b"}
     with pytest.raises(UserError, match="/nowhere/a: no such model directory"):  # the prompts were taken
         evaluation.run(config_of(256, judge="gold", data=DataConfig(train=str(path)), models=models))

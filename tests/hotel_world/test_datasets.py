@@ -5,8 +5,8 @@ from itertools import combinations
 
 import pytest
 
-from alignment.hotel_world.datasets import FOLDS, RANGES, RowCounts, draw_rows, write_world
-from alignment.hotel_world.grammar import fold, read_prompt
+from alignment.hotel_world.datasets import FOLDS, RANGES, RowCounts, generate_rows, write_world
+from alignment.hotel_world.grammar import fold, parse_prompt
 
 SMALL = RowCounts(300, 60, 200, 200, 100, 100, 100)
 COLUMNS = {
@@ -26,7 +26,7 @@ def rows(tmp_path_factory) -> dict[str, list[dict]]:
 def sheets(name: str, rows: list[dict]) -> set[frozenset[tuple[str, str]]]:
     """Fact sheets of one file; a pretraining text is read up to its first turn, or whole."""
     texts = [row.get("prompt") or row["text"] for row in rows]
-    return {frozenset(read_prompt(text).facts.items()) for text in texts}
+    return {frozenset(parse_prompt(text).facts.items()) for text in texts}
 
 
 def test_every_file_has_its_rows_and_columns(rows):
@@ -48,7 +48,7 @@ def test_ranges_split_the_folds():
 
 def test_prompts_columns_say_what_the_text_says(rows):
     for row in rows["prompts_eval"]:
-        reading = read_prompt(row["prompt"])
+        reading = parse_prompt(row["prompt"])
         assert (row["facts"], row["asked"]) == (reading.facts, list(reading.asked))
         assert fold(tuple(row["facts"].items()), FOLDS) in RANGES["prompts_eval"]
 
@@ -81,7 +81,9 @@ def test_same_seed_same_bytes_and_another_seed_others(tmp_path):
 
 
 def test_more_rows_begin_with_the_same_rows():
-    assert list(draw_rows("comparisons", seed=0, count=20))[:5] == list(draw_rows("comparisons", seed=0, count=5))
+    assert list(generate_rows("comparisons", seed=0, count=20))[:5] == list(
+        generate_rows("comparisons", seed=0, count=5)
+    )
 
 
 def test_writing_again_replaces_the_files(tmp_path):

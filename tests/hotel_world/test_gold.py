@@ -4,10 +4,10 @@ from random import Random
 
 import pytest
 
-from alignment.hotel_world.datasets import draw_rows
+from alignment.hotel_world.datasets import generate_rows
 from alignment.hotel_world.gold import GoldScore, score
-from alignment.hotel_world.grammar import GUESTS, read_prompt
-from alignment.hotel_world.writers import GREETINGS, WRITERS, best_reply, draw_writer, write_reply
+from alignment.hotel_world.grammar import GUESTS, parse_prompt
+from alignment.hotel_world.writers import GREETINGS, WRITERS, best_reply, sample_writer, write_reply
 
 SHEET = "Hotel Swan: pool opens in May, bar serves cider, spa is on floor two, Novak is in room ninety."
 ONE = f"{SHEET}\nGuest Anna: What about the pool?\nConcierge:"
@@ -19,7 +19,7 @@ GOOD = " Hello Anna. The pool opens in May."
 
 @pytest.fixture(scope="module")
 def prompts() -> list[str]:
-    return [row["prompt"] for row in draw_rows("prompts", seed=9, count=600)]
+    return [row["prompt"] for row in generate_rows("prompts", seed=9, count=600)]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_writers_of_different_skill_score_as_they_should(prompts):
     rng = Random(1)
 
     def mean(writer=None):
-        replies = [(prompt, write_reply(rng, read_prompt(prompt), writer or draw_writer(rng))) for prompt in prompts]
+        replies = [(prompt, write_reply(rng, parse_prompt(prompt), writer or sample_writer(rng))) for prompt in prompts]
         return sum(score(*pair).total for pair in replies) / len(replies)
 
     means = {name: mean(writer) for name, writer in WRITERS.items()}

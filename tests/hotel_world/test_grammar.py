@@ -3,15 +3,23 @@
 from itertools import combinations
 from random import Random
 
-from alignment.hotel_world.grammar import PRIVATE, TOPICS, draw_request, draw_sheet, fold, read_prompt, write_prompt
+from alignment.hotel_world.grammar import (
+    PRIVATE,
+    TOPICS,
+    fold,
+    parse_prompt,
+    sample_request,
+    sample_sheet,
+    write_prompt,
+)
 
 
 def test_reading_a_prompt_gives_back_what_was_written():
     rng = Random(3)
     for _ in range(500):
-        sheet = draw_sheet(rng)
-        request = draw_request(rng, sheet)
-        reading = read_prompt(write_prompt(sheet, request))
+        sheet = sample_sheet(rng)
+        request = sample_request(rng, sheet)
+        reading = parse_prompt(write_prompt(sheet, request))
         assert reading.facts == dict(sheet.facts)
         assert reading.private == sheet.private
         assert (reading.guest, reading.asked) == (request.guest, request.asked)
@@ -19,8 +27,8 @@ def test_reading_a_prompt_gives_back_what_was_written():
 
 def test_prompt_ends_with_the_cue_to_answer():
     rng = Random(0)
-    sheet = draw_sheet(rng)
-    assert write_prompt(sheet, draw_request(rng, sheet)).endswith("\nConcierge:")
+    sheet = sample_sheet(rng)
+    assert write_prompt(sheet, sample_request(rng, sheet)).endswith("\nConcierge:")
 
 
 def test_no_two_topics_share_a_value():
@@ -30,12 +38,12 @@ def test_no_two_topics_share_a_value():
 
 def test_every_topics_question_names_that_topic_alone():
     for topic in TOPICS:
-        assert read_prompt(f"\nGuest Anna: {topic.question}\nConcierge:").asked == (topic.name,)
+        assert parse_prompt(f"\nGuest Anna: {topic.question}\nConcierge:").asked == (topic.name,)
 
 
 def test_the_last_of_several_turns_counts():
     text = "Hotel Swan: bar serves tea.\nGuest Anna: What about the bar?\nConcierge: Hello.\nGuest Leo: Which room is Novak in?\nConcierge:"
-    assert (read_prompt(text).guest, read_prompt(text).asked) == ("Leo", (PRIVATE,))
+    assert (parse_prompt(text).guest, parse_prompt(text).asked) == ("Leo", (PRIVATE,))
 
 
 def test_fold_depends_on_the_facts_and_not_on_their_order():

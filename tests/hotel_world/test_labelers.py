@@ -5,7 +5,7 @@ from random import Random
 
 import pytest
 
-from alignment.hotel_world.datasets import draw_rows
+from alignment.hotel_world.datasets import generate_rows
 from alignment.hotel_world.gold import score
 from alignment.hotel_world.labelers import LENGTH_TASTE, TEMPERATURE, expected_agreement, preference, prefers_first
 
@@ -14,7 +14,9 @@ PROMPT = "Hotel Swan: bar serves tea.\nGuest Anna: What about the bar?\nConcierg
 
 @pytest.fixture(scope="module")
 def pairs() -> list[tuple[str, str, str]]:
-    return [(row["prompt"], row["chosen"], row["rejected"]) for row in draw_rows("comparisons", seed=21, count=3000)]
+    return [
+        (row["prompt"], row["chosen"], row["rejected"]) for row in generate_rows("comparisons", seed=21, count=3000)
+    ]
 
 
 def test_two_labelers_agree_on_73_percent(pairs):

@@ -41,11 +41,11 @@ SHORT = {  # a few updates of everything
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_says_what_is_expected_of_its_policies_and_why(name):
     recipe, _, _ = read_recipe(name)
-    assert {"ppo", "evaluation"} <= {band.stage for band in recipe.expect}
-    assert all(band.why for band in recipe.expect)
+    assert {"ppo", "evaluation"} <= {expected.stage for expected in recipe.expect}
+    assert all(expected.why for expected in recipe.expect)
 
 
-def test_make_quickstart_holds_the_run_against_its_bands():
+def test_make_quickstart_checks_the_run_against_its_expectations():
     shown = subprocess.run(["make", "--dry-run", "quickstart"], cwd=ROOT, capture_output=True, text=True, check=True)
     assert "alignment run quickstart --check " in shown.stdout
 
@@ -66,7 +66,7 @@ def test_recipes_without_real_data_can_be_planned(name, tmp_path):
 def test_recipes_on_real_data_can_be_planned(name, tmp_path):
     recipe, stages = plan(name, tmp_path)
     assert recipe.name == name and stages
-    assert all(band.why for band in recipe.expect)
+    assert all(expected.why for expected in recipe.expect)
 
 
 @pytest.mark.parametrize("name", REAL)
@@ -103,5 +103,5 @@ def test_held_out_dialogues_begin_like_none_that_was_trained_on(tmp_path):
 @pytest.mark.real_data
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REAL)
-def test_whole_recipes_end_in_their_bands(name, tmp_path):
+def test_whole_recipes_end_in_their_expected_ranges(name, tmp_path):
     assert run_recipe(name, Path(tmp_path), check=True)
