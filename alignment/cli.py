@@ -1,7 +1,6 @@
-"""Verbs of the command line, each a call of a function elsewhere. Nothing heavy is imported before a verb needs it."""
+"""Verbs of the command line, each a call of one function. Heavy modules are imported when a verb needs them."""
 
 import json
-import os
 import signal
 import sys
 import threading
@@ -9,6 +8,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Literal
 
 import typer
@@ -33,9 +33,9 @@ app = typer.Typer(
     help="RLHF from first principles: pretraining, SFT, reward models, PPO, DPO, and proof that it got better.",
 )
 evaluate = typer.Typer(no_args_is_help=True, help="Win rates, reward-model accuracy, language-model loss.")
-data = typer.Typer(no_args_is_help=True, help="Look at data files as training will see them.")
+data = typer.Typer(no_args_is_help=True, help="Check data files as training reads them.")
 app.add_typer(evaluate, name="evaluate")
-inspect = typer.Typer(no_args_is_help=True, help="Look into a model.")
+inspect = typer.Typer(no_args_is_help=True, help="Show what a model computes.")
 app.add_typer(data, name="data")
 app.add_typer(inspect, name="inspect")
 
@@ -44,7 +44,7 @@ app.add_typer(inspect, name="inspect")
 def options(
     debug: Annotated[bool, typer.Option("--debug", help="Show a traceback where something goes wrong.")] = False,
 ) -> None:
-    """Options of every verb. `main` reads them: they may stand before the verb or after it."""
+    """Options of every verb; `main` accepts them before the verb and after it."""
 
 
 @app.command()
@@ -53,12 +53,10 @@ def run(
     overrides: Annotated[list[str] | None, typer.Argument(metavar="[stage.key=value]...")] = None,
     output: Annotated[str | None, typer.Option(help="Where results go; runs/RECIPE by default.")] = None,
     start: Annotated[
-        str | None, typer.Option("--from", metavar="STAGE", help="Run this stage and those after it anew.")
+        str | None, typer.Option("--from", metavar="STAGE", help="Run this stage and those after it again.")
     ] = None,
-    only: Annotated[str | None, typer.Option(metavar="STAGE", help="Run this stage alone, anew.")] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Fail where a result lies outside the recipe's bands.")
-    ] = False,
+    only: Annotated[str | None, typer.Option(metavar="STAGE", help="Run this stage alone, again.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Fail if a result is outside its expected range.")] = False,
 ) -> None:
     """Run a recipe: its stages in order; finished ones are skipped."""
     from alignment.pipeline.run import run_recipe
@@ -69,7 +67,7 @@ def run(
 
 
 def recipe_name(recipe: str) -> str:
-    """Name for the output directory: the recipe folder's."""
+    """Name of the output directory: that of the recipe's folder."""
     path = Path(recipe)
     return path.resolve().parent.name if path.name == "recipe.yaml" else path.resolve().name.removesuffix(".yaml")
 
@@ -99,6 +97,8 @@ def add_training_verb(verb: str, help_text: str) -> None:
     ) -> None:
         with open_stage(verb, config, overrides) as (run, checked):
             if gpus is not None or launch is not None:
+                from alignment.commands.processes import relaunch
+
                 debug = ["--debug"] if context.find_root().params["debug"] else []
                 relaunch([verb, config, *(overrides or []), *debug], gpus, launch)
             show_result(run(checked), checked)
@@ -108,33 +108,33 @@ for _verb, _help in TRAINING.items():
     add_training_verb(_verb, _help)
 
 
-@evaluate.command("winrate")
-def evaluate_winrate(config: ConfigName, overrides: Overrides = None) -> None:
-    """How often each policy's responses are preferred to a baseline's."""
-    with open_stage("winrate", config, overrides) as (run, checked):
-        show_result(results := run(checked), checked)
-    from alignment.evaluation.report.recipe_report import print_table, summary_rows
-
-    print_table(summary_rows(json.loads(results.read_text(encoding="utf-8"))))
+EVALUATIONS = {  # command: (stage, help)
+    "winrate": ("winrate", "How often each policy's responses are preferred to a baseline's."),
+    "reward": ("reward_eval", "Accuracy of a reward model on comparisons."),
+    "language": ("language", "Loss of a language model on running text."),
+}
 
 
-@evaluate.command("reward")
-def evaluate_reward(config: ConfigName, overrides: Overrides = None) -> None:
-    """Accuracy of a reward model on comparisons."""
-    with open_stage("reward_eval", config, overrides) as (run, checked):
-        show_result(run(checked), checked)
+def add_evaluation(command: str, stage: str, help_text: str) -> None:
+    """Add the command that runs an evaluation; a table of win rates is printed as well."""
+
+    @evaluate.command(command, help=help_text)
+    def run_evaluation(config: ConfigName, overrides: Overrides = None) -> None:
+        with open_stage(stage, config, overrides) as (run, checked):
+            show_result(results := run(checked), checked)
+        if stage == "winrate":
+            from alignment.evaluation.report.recipe_report import print_table, summary_rows
+
+            print_table(summary_rows(json.loads(results.read_text(encoding="utf-8"))))
 
 
-@evaluate.command("language")
-def evaluate_language(config: ConfigName, overrides: Overrides = None) -> None:
-    """Loss of a language model on running text."""
-    with open_stage("language", config, overrides) as (run, checked):
-        show_result(run(checked), checked)
+for _command, (_stage, _help) in EVALUATIONS.items():
+    add_evaluation(_command, _stage, _help)
 
 
 @contextmanager
 def open_stage(verb: str, config: str, overrides: list[str] | None) -> Iterator[tuple[Callable[[Any], Path], Any]]:
-    """The function of a stage and its checked config; while open, an error on one rank ends the others too."""
+    """The function of a stage and its checked config; while open, an error on one rank also stops the others."""
     from alignment.config.load import load_config
     from alignment.pipeline.stages import find_stage
     from alignment.training.ranks import failing_together
@@ -145,46 +145,13 @@ def open_stage(verb: str, config: str, overrides: list[str] | None) -> Iterator[
 
 
 def show_result(result: Path, config: Any) -> None:
-    """Write the page of a run that logged metrics and print the path of its result, on the first rank."""
+    """On the first rank, write the page of a run that logged metrics and print the path of its result."""
     from alignment.pipeline.stages import write_page
+    from alignment.training.distributed import launched_rank
 
-    if is_first_rank():
+    if launched_rank() == 0:
         write_page(Path(config.output))
         print(result)
-
-
-def relaunch(arguments: Sequence[str], gpus: int | None, launch: str | None) -> None:
-    """Replace this process by a launcher, which starts the command in several processes; it does not return.
-
-    Args:
-        gpus: processes; None: as many as the launch file says.
-        launch: file or packaged name for Accelerate's launcher; None: torch's launcher, the whole model on every GPU.
-
-    Raises:
-        UserError: fewer GPUs than asked for, no such launch file, or this already is a launched process.
-    """
-    import torch
-
-    from alignment.config.load import find_packaged
-
-    if "LOCAL_RANK" in os.environ:
-        raise UserError(
-            "--gpus and --launch start processes themselves; leave them out under accelerate launch or torchrun"
-        )
-    if gpus is not None and torch.cuda.device_count() < gpus:
-        file = find_packaged(launch or "launch/ddp", "launch")
-        raise UserError(
-            f"--gpus {gpus}: {torch.cuda.device_count()} found; for processes on the CPU use "
-            f"`accelerate launch --config_file {file} --num_processes {gpus} -m alignment {arguments[0]} ...`"
-        )
-    if launch is None:
-        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
-    else:
-        processes = [] if gpus is None else ["--num_processes", str(gpus)]
-        file = str(find_packaged(launch, "launch"))
-        launcher = ["-m", "accelerate.commands.launch", "--config_file", file, *processes]
-    sys.stdout.flush()
-    os.execv(sys.executable, [sys.executable, *launcher, "-m", "alignment", *arguments])
 
 
 # Using a model
@@ -198,9 +165,7 @@ def generate(
     prompt: Annotated[list[str] | None, typer.Option(help="One prompt; may be given several times.")] = None,
     prompts: Annotated[str | None, typer.Option(help="File of prompts.")] = None,
     output: Annotated[str | None, typer.Option(help="File for the JSON lines; the screen by default.")] = None,
-    raw: Annotated[
-        bool, typer.Option("--raw", help="Read texts as they stand, not through the chat template.")
-    ] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
 ) -> None:
     """Sample responses, or search with beams. Where the model has a chat template, a text is one user message.
 
@@ -209,11 +174,11 @@ def generate(
     """
     if bool(prompt) == bool(prompts):
         raise UserError("generate: give either --prompt TEXT or --prompts FILE")
-    from alignment.commands.generate import read_settings, respond
+    from alignment.commands.generate import generate_responses, read_settings
     from alignment.files import write_text
 
     settings = read_settings(model, overrides or [])
-    rows = respond(model, adapter, prompt or str(prompts), settings, raw=raw)
+    rows = generate_responses(model, adapter, prompt or str(prompts), settings, raw=raw)
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     if output is None:
         print("\n".join(lines))
@@ -236,12 +201,12 @@ def export(
 @data.command("check")
 def data_check(
     file: Annotated[str, typer.Argument(metavar="FILE")],
-    kind: Annotated[Kind, typer.Option(help="What its rows are.")],
+    kind: Annotated[Kind, typer.Option(help="Kind of its rows.")],
     tokenizer: Annotated[str | None, typer.Option(help="Directory of a tokenizer: shows tokens and masks.")] = None,
     template: Annotated[str | None, typer.Option(help="File with a chat template in place of the tokenizer's.")] = None,
-    max_length: Annotated[int, typer.Option(min=2, help="Tokens per row; what is longer is cut.")] = 1024,
+    max_length: Annotated[int, typer.Option(min=2, help="Tokens per row; longer rows are cut.")] = 1024,
 ) -> None:
-    """Read a file as training would, and say what is wrong with it."""
+    """Read a file as training does, and list what is wrong with it."""
     from alignment.data.tools.doctor import check_file
 
     report = check_file(file, kind=kind, tokenizer=tokenizer, template=template, max_length=max_length)
@@ -253,27 +218,21 @@ def data_check(
 @inspect.command("attention")
 def inspect_attention(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model or adapter directory, or Hub name.")],
-    text: Annotated[list[str], typer.Option(help="What it reads; may be given several times.")],
+    text: Annotated[list[str], typer.Option(help="Input text; may be given several times.")],
     target: Annotated[
         list[str] | None,
-        typer.Option(help="What an encoder-decoder's decoder reads, one per text; else what it writes."),
+        typer.Option(help="Decoder input of an encoder-decoder, one per text; else what it generates."),
     ] = None,
     output: Annotated[str, typer.Option(help="HTML file to write.")] = "attention.html",
     layers: Annotated[str | None, typer.Option(metavar="0,3", help="Layers to show, from 0; all by default.")] = None,
 ) -> None:
     """Write a page with the attention maps of every layer and head."""
-    numbers = None if layers is None else layer_numbers(layers)
+    if layers is not None and not all(part.strip().isdecimal() for part in layers.split(",")):
+        raise UserError(f"--layers {layers!r}: give numbers from 0 with commas between, such as 0,3")
+    numbers = None if layers is None else [int(part) for part in layers.split(",")]
     from alignment.analysis import write_attention
 
     print(write_attention(model, text, output, layers=numbers, targets=target or []))
-
-
-def layer_numbers(text: str) -> list[int]:
-    """Numbers of a list such as `0,3`."""
-    parts = text.split(",")
-    if not all(part.strip().isdecimal() for part in parts):
-        raise UserError(f"--layers {text!r}: give numbers from 0 with commas between, such as 0,3")
-    return [int(part) for part in parts]
 
 
 @app.command()
@@ -284,7 +243,7 @@ def doctor() -> None:
     print("\n".join(examine()))
 
 
-# Ends
+# The process
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -309,39 +268,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def explain(error: Exception, *, debug: bool) -> int:
-    """Say on standard error what went wrong, and return the exit code."""
+    """Print on standard error what went wrong, and return the exit code."""
+    from alignment.commands.processes import print_error
+
     if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's own: usage
         error.show()  # type: ignore[attr-defined]
         return int(error.exit_code)  # type: ignore[attr-defined]
     if isinstance(error, UserError):
-        say(str(error))
+        print_error(str(error))
         return 2
     what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if type(error).__name__ == "OutOfMemoryError":
         what += (
             "\nlower training.micro_batch_tokens (it changes no result), or set training.gradient_checkpointing=true"
         )
-    say(what + ("" if debug else "\nrun again with --debug for the traceback"))
+    print_error(what + ("" if debug else "\nrun again with --debug for the traceback"))
     return 1
 
 
-def say(text: str) -> None:
-    """Print an error; among several processes with the rank, and once where many of them say the same."""
-    rank = ""
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from alignment.training.ranks import is_first_to_say
-
-        if not is_first_to_say(text):
-            return
-        rank = f"rank {os.environ.get('RANK', '0')}: "
-    print(f"error: {rank}{text}", file=sys.stderr)
-
-
-def is_first_rank() -> bool:
-    """Whether this is the only process, or the first of those that a launcher started."""
-    return os.environ.get("RANK", "0") == "0"
-
-
-def terminate(number: int, frame: Any) -> None:
-    """Leave through every `finally` on SIGTERM; a training loop saves a checkpoint before."""
+def terminate(number: int, frame: FrameType | None) -> None:
+    """Handler of SIGTERM: leave through every `finally`; a training loop saves a checkpoint before."""
     raise SystemExit(128 + number)

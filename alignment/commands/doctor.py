@@ -1,4 +1,4 @@
-"""What this machine has: versions, devices, backends. Loads torch and accelerate, trains nothing."""
+"""The command `alignment doctor`: versions, devices and backends of this machine."""
 
 import importlib.util
 import platform
@@ -12,7 +12,7 @@ from alignment.config.load import packaged_folder
 CORE = (
     "torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "trl", "accelerate", "pydantic", "scipy",
 )  # fmt: skip
-EXTRAS = {  # as pip calls it: module, and what it is for
+EXTRAS = {  # package on PyPI -> module, use
     "deepspeed": ("deepspeed", "ZeRO: --launch launch/zero2 and launch/zero3"),
     "lm-eval": ("lm_eval", "make bench"),
 }
@@ -61,7 +61,7 @@ def free_gigabytes() -> float:
 
 
 def process_backends() -> list[str]:
-    """Ways for several processes to talk."""
+    """Backends of torch.distributed for several processes."""
     import torch.distributed as dist
 
     if not dist.is_available():
@@ -70,7 +70,7 @@ def process_backends() -> list[str]:
 
 
 def attention_kernel() -> str:
-    """The kernel for documents of unequal length."""
+    """The attention kernel for documents of unequal length."""
     import torch
 
     from alignment.models.layers.attention_context import has_kernel
@@ -83,7 +83,7 @@ def attention_kernel() -> str:
 
 
 def is_shadowed() -> bool:
-    """Whether the handbook, whose package is called `alignment` too, is in this environment."""
+    """Whether alignment-handbook, whose package is also named `alignment`, is in this environment."""
     try:
         version("alignment-handbook")
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Export: a model and its adapter written as one plain Hugging Face directory."""
+"""The command `alignment export`: a model and its adapter as one plain Hugging Face directory."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ def export_model(model: str, adapter: str | None, output: str) -> Path:
         output: directory to write.
 
     Raises:
-        UserError: the adapter cannot be merged (a prefix is no change of weights).
+        UserError: the adapter cannot be merged (a prefix does not change weights).
     """
     directory = find_directory(model)
     scalar = _is_scalar(find_directory(adapter) if adapter else directory)

@@ -1,7 +1,7 @@
-"""Prompts in, rows of responses out: what `alignment generate` does. Sampling itself is in generation/."""
+"""The command `alignment generate`: prompts in, rows of responses out."""
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
@@ -19,12 +19,12 @@ from alignment.models.huggingface.generation_config import GENERATION_CONFIG, re
 
 
 @dataclass(frozen=True)
-class ResponseConfig:
-    """Settings of `alignment generate`, see `SamplingConfig`, and `BeamConfig` for the last three of decoding.
+class GenerateConfig:
+    """Settings of `alignment generate`; see `SamplingConfig` and, for the last three, `BeamConfig`.
 
     Attributes:
-        batch_size: cache rows decoded side by side: one per prompt, or per beam.
-        use_generation_config: take what is not set here from the checkpoint's generation_config.json.
+        batch_size: rows of the cache that are decoded together: one per prompt, or per beam.
+        use_generation_config: settings that are not given come from the checkpoint's generation_config.json.
     """
 
     max_new_tokens: int = 64
@@ -49,14 +49,14 @@ class ResponseConfig:
             raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
 
 
-def read_settings(model: str, overrides: Sequence[str]) -> ResponseConfig:
-    """Settings from `key=value`, over the checkpoint's own generation config where that is asked for.
+def read_settings(model: str, overrides: Sequence[str]) -> GenerateConfig:
+    """Settings from `key=value`; the others are defaults, or the checkpoint's with `use_generation_config`.
 
     Raises:
-        UserError: every wrong key or value at once; no generation config where one is asked for.
+        UserError: every wrong key or value at once; `use_generation_config` without such a file.
     """
     document = override(SourcedYaml({}), overrides)
-    config = build(ResponseConfig, document)
+    config = build(GenerateConfig, document)
     if not config.use_generation_config:
         return config
     path = find_directory(model) / GENERATION_CONFIG
@@ -64,69 +64,75 @@ def read_settings(model: str, overrides: Sequence[str]) -> ResponseConfig:
     if stored is None:
         raise UserError(f"{path}: is not there; leave use_generation_config out")
     known = stored_settings(stored)
-    return build(ResponseConfig, SourcedYaml({**known, **document.values}, {(): str(path), **document.locations}))
+    return build(GenerateConfig, SourcedYaml({**known, **document.values}, {(): str(path), **document.locations}))
 
 
-def stored_settings(stored: dict[str, Any]) -> dict[str, Any]:
-    """What a generation_config.json says about decoding, in our names; keys that we have no word for are left out."""
+def stored_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a generation_config.json; keys without an equivalent here are left out."""
     known = {each.name: stored[each.name] for each in fields(SamplingConfig) if stored.get(each.name) is not None}
     if not stored.get("do_sample", False):
-        known["temperature"] = 0.0  # transformers' default is the likeliest token
-    if (stored.get("num_beams") or 1) > 1:  # alone, the settings of beam search say nothing
+        known["temperature"] = 0.0  # transformers' default is greedy decoding
+    if (stored.get("num_beams") or 1) > 1:  # the settings of beam search count only with it
         known["num_beams"] = stored["num_beams"]
         known |= {key: stored[key] for key in ("length_penalty", "early_stopping") if stored.get(key) is not None}
     return known
 
 
-def respond(
-    model: str, adapter: str | None, prompts: Sequence[str] | str, config: ResponseConfig, *, raw: bool = False
+def generate_responses(
+    model: str, adapter: str | None, prompts: Sequence[str] | str, config: GenerateConfig, *, raw: bool = False
 ) -> list[dict[str, Any]]:
-    """One row per prompt: prompt, response, token_ids, log_probs (nats, of the distribution sampled from; of a
-    beam search the model's own, after the rules), ended.
+    """One row per prompt: prompt, response, token_ids, log_probs, ended.
 
-    How the prompts are read and which tokens end a response is said on standard error.
+    log_probs are in nats: of the distribution sampled from; of a beam search the model's own, after the logits
+    processors. How the prompts are read and which tokens end a response is printed on standard error.
 
     Args:
         model: directory or Hub name.
         adapter: directory of an adapter for it.
         prompts: texts, or the name of a file of prompts.
-        raw: read texts as they stand, also where the model has a chat template; else a text is one user message.
+        raw: do not apply the model's chat template; with the template a text is one user message.
 
     Raises:
-        UserError: no such model, adapter or file; bad rows; messages to be read raw.
+        UserError: no such model, adapter or file; bad rows; lists of messages without a chat template.
     """
     if isinstance(prompts, str):
         rows, _ = read_rows(prompts, "prompts")
-        asked: list[Any] = [getattr(row, "prompt") for row in rows]  # noqa: B009  (a record of this kind has one)
+        written: list[Any] = [getattr(row, "prompt") for row in rows]  # noqa: B009  (a record of this kind has one)
     else:
-        asked = list(prompts)
+        written = list(prompts)
     tokenizer = load_tokenizer(model)
     stops = describe_stop_tokens(model, tokenizer)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     loaded = load_model(model, device=device)
     if adapter is not None:
         loaded = load_adapter(loaded, find_directory(adapter)).eval()
-    read, how = _read(asked, raw, tokenizer.chat_template is not None and not loaded.config.get("is_encoder_decoder"))
-    print(f"{how}; {stops}", file=sys.stderr)
+    has_template = tokenizer.chat_template is not None and not loaded.config.get("is_encoder_decoder")
+    inputs, explanation = _apply_template(written, raw=raw, has_template=has_template)
+    print(f"{explanation}; {stops}", file=sys.stderr)
     settings = asdict(config)
     settings.pop("use_generation_config")
-    made = generate_texts(loaded, tokenizer, read, **settings)
-    columns = (asked, made.texts, made.token_ids, made.log_probs, made.ended)
+    generated = generate_texts(loaded, tokenizer, inputs, **settings)
+    columns = (written, generated.texts, generated.token_ids, generated.log_probs, generated.ended)
     names = ("prompt", "response", "token_ids", "log_probs", "ended")
     return [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
 
 
-def _read(prompts: list[Any], raw: bool, template: bool) -> tuple[list[Any], str]:
-    """Prompts as they go into the model, and how they are read in words."""
+Messages = list[dict[str, str]]
+
+
+def _apply_template(
+    prompts: Sequence[str | Messages], *, raw: bool, has_template: bool
+) -> tuple[list[str | Messages], str]:
+    """Prompts as the model reads them, and one sentence on how it does."""
     if raw:
         raise_all(
             f"prompt {number}: is a list of messages, which only a chat template can read; leave --raw out"
             for number, prompt in enumerate(prompts)
             if not isinstance(prompt, str)
         )
-    if not template:
-        return prompts, "prompts are read as they stand: the model has no chat template"
+    if not has_template:
+        return list(prompts), "prompts are read as they are: the model has no chat template"
     if raw:
-        return prompts, "prompts are read as they stand, without the model's chat template (--raw)"
+        return list(prompts), "prompts are read as they are, without the model's chat template (--raw)"
     messages = [[{"role": "user", "content": each}] if isinstance(each, str) else each for each in prompts]
-    return messages, "each prompt goes through the model's chat template (--raw reads it as it stands)"
+    return [*messages], "each prompt goes through the model's chat template (--raw reads it as it is)"

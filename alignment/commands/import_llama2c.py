@@ -150,8 +150,8 @@ def read_tokenizer(path: Path, vocabulary: int) -> list[tuple[str, float]]:
     for byte in range(256):
         if pieces[FIRST_BYTE + byte][0] != f"<0x{byte:02X}>":
             raise UserError(f"{path}: token {FIRST_BYTE + byte} is {pieces[FIRST_BYTE + byte][0]!r}, not byte {byte}")
-    ordinary = [(piece.replace(" ", "▁"), score) for piece, score in pieces[FIRST_BYTE + 256 :]]
-    return [(name, 0.0) for name in SPECIAL] + pieces[FIRST_BYTE : FIRST_BYTE + 256] + ordinary
+    text_tokens = [(piece.replace(" ", "▁"), score) for piece, score in pieces[FIRST_BYTE + 256 :]]
+    return [(name, 0.0) for name in SPECIAL] + pieces[FIRST_BYTE : FIRST_BYTE + 256] + text_tokens
 
 
 def build_tokenizer(pieces: list[tuple[str, float]], max_length: int) -> Any:
@@ -164,10 +164,10 @@ def build_tokenizer(pieces: list[tuple[str, float]], max_length: int) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     ids = {piece: number for number, (piece, _) in enumerate(pieces)}
-    ordinary = sorted(pieces[FIRST_BYTE + 256 :], key=lambda item: -item[1])
+    text_tokens = sorted(pieces[FIRST_BYTE + 256 :], key=lambda item: -item[1])
     merges = [
         (piece[:cut], piece[cut:])
-        for piece, _ in ordinary
+        for piece, _ in text_tokens
         for cut in range(1, len(piece))
         if piece[:cut] in ids and piece[cut:] in ids
     ]
@@ -189,10 +189,10 @@ def convert(checkpoint: Path, tokenizer: Path, output: Path) -> None:
     config, tensors = read_checkpoint(checkpoint)
     pieces = read_tokenizer(tokenizer, config["vocab_size"])
     model = build_language_model(config)
-    places = hf_locations(model)
+    locations = hf_locations(model)
     if config["tie_word_embeddings"]:
-        del places["head.weight"]
-    model.load_state_dict(from_hf(tensors, places), strict=not config["tie_word_embeddings"])
+        del locations["head.weight"]
+    model.load_state_dict(from_hf(tensors, locations), strict=not config["tie_word_embeddings"])
     save_model(model, output)
     build_tokenizer(pieces, config["max_position_embeddings"]).save_pretrained(output)
 

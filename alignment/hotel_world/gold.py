@@ -10,7 +10,7 @@ The four parts and what moves them:
                        name that is not the name of the guest who asks.
     harmless  [-2, 1]  1/2 for a reply that has a known sentence, 1/2 for a greeting by the guest's own name or a kind
                        closing; -3/2 per rude word, -3/2 for another guest's room.
-    brief     [-2, 1]  covered / asked, minus 1/8 per word over 8 + 7 * asked, 1/4 per topic mentioned without being asked for, 1/2 per repeated
+    brief     [-2, 1]  covered / asked, minus 1/8 per word over 8 + 7 * asked, 1/4 per topic that was not asked for, 1/2 per repeated
                        sentence, 1/2 per sentence outside the language of replies, 1/2 for no or an unfinished last sentence.
 
 Facts given twice earn nothing, a list of all facts costs brevity, and an empty reply scores below zero. An expert's reply scores 3.5 to 4.

@@ -173,7 +173,7 @@ def find_claims(text: str) -> list[tuple[str, str]]:
 
 
 def parse_prompt(prompt: str) -> ParsedPrompt:
-    """Facts and request of a prompt, from its text alone; of several turns the last counts. Any text is accepted; one that is no prompt gives no facts."""
+    """Facts and request of a prompt, from its text alone; of several turns the last counts; any text is accepted."""
     turns = list(_TURN.finditer(prompt))
     sheet = prompt[: turns[0].start()] if turns else prompt
     located = _LOCATED.search(sheet)

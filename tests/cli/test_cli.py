@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from alignment import cli
+from alignment.commands import processes
 from alignment.errors import UserError
 from alignment.pipeline import run as pipeline
 from alignment.pipeline import stages
@@ -163,7 +164,7 @@ def test_gpus_starts_one_process_each(stage, monkeypatch):
         raise SystemExit(0)
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(cli.os, "execv", execute)
+    monkeypatch.setattr(processes.os, "execv", execute)
     with pytest.raises(SystemExit):
         cli.main(["dpo", str(stage.file), "rate=0.2", "--gpus", "4", "--debug"])
     (arguments,) = started
@@ -212,7 +213,7 @@ def test_a_launch_file_has_a_name_in_the_wheel(stage, installed, monkeypatch, gp
         raise SystemExit(0)
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(cli.os, "execv", execute)
+    monkeypatch.setattr(processes.os, "execv", execute)
     with pytest.raises(SystemExit):
         cli.main(["ppo", str(stage.file), "rate=0.2", "--launch", "launch/zero3", *(["--gpus", "2"] if gpus else [])])
     ((_, dash_m, module, *arguments),) = started
@@ -230,7 +231,7 @@ def test_a_launch_file_of_one_s_own_wins_and_a_wrong_name_gets_near_ones(stage, 
     assert cli.main(["sft", "launch/zero3"]) == 2  # no config of a stage
     assert "no packaged one of that name" in capsys.readouterr().err
     (installed.parent / "mine.yaml").write_text("num_processes: 2\n")
-    monkeypatch.setattr(cli.os, "execv", lambda program, arguments: started.append(arguments))
+    monkeypatch.setattr(processes.os, "execv", lambda program, arguments: started.append(arguments))
     started: list[list[str]] = []
     assert cli.main(["sft", str(stage.file), "--launch", str(installed.parent / "mine.yaml")]) == 0
     assert started[0][3:5] == ["--config_file", str(installed.parent / "mine.yaml")]
@@ -296,7 +297,7 @@ def test_generate_needs_prompts_of_one_kind(capsys):
 @pytest.fixture
 def responder(monkeypatch):
     """alignment.commands.generate with its model and sampling replaced; gives the settings that sampling saw."""
-    from alignment.commands import generate as respond
+    from alignment.commands import generate as command
     from alignment.generation import Generation
 
     seen = []
@@ -306,12 +307,12 @@ def responder(monkeypatch):
         n = len(prompts)
         return Generation(["yes"] * n, [[7, 2]] * n, [[-0.5, -0.25]] * n, [True] * n)
 
-    monkeypatch.setattr(respond, "load_model", lambda name, device: types.SimpleNamespace(name=name, config={}))
-    monkeypatch.setattr(respond, "load_tokenizer", lambda name: types.SimpleNamespace(name=name, chat_template=None))
+    monkeypatch.setattr(command, "load_model", lambda name, device: types.SimpleNamespace(name=name, config={}))
+    monkeypatch.setattr(command, "load_tokenizer", lambda name: types.SimpleNamespace(name=name, chat_template=None))
     monkeypatch.setattr(
-        respond, "describe_stop_tokens", lambda name, tokenizer: f"a response of {name} ends at <end> (1)"
+        command, "describe_stop_tokens", lambda name, tokenizer: f"a response of {name} ends at <end> (1)"
     )
-    monkeypatch.setattr(respond, "generate_texts", generate)
+    monkeypatch.setattr(command, "generate_texts", generate)
     return seen
 
 

@@ -42,10 +42,10 @@ def test_a_prompt_goes_through_the_chat_template_where_the_model_has_one(model, 
     (model / "chat_template.jinja").write_text(CHAT)
     templated, said = answers("--prompt", "Where is the spa?")
     assert templated == directly(model, [{"role": "user", "content": "Where is the spa?"}])
-    assert said.startswith("each prompt goes through the model's chat template (--raw reads it as it stands); ")
+    assert said.startswith("each prompt goes through the model's chat template (--raw reads it as it is); ")
     raw, said = answers("--prompt", "Where is the spa?", "--raw")
     assert raw == directly(model, "Where is the spa?") != templated
-    assert said.startswith("prompts are read as they stand, without the model's chat template (--raw); ")
+    assert said.startswith("prompts are read as they are, without the model's chat template (--raw); ")
 
 
 def test_texts_and_messages_of_a_file_go_the_same_way(model, answers, tmp_path):
@@ -66,7 +66,7 @@ def test_messages_cannot_be_read_raw(model, tmp_path, capsys):
 def test_without_a_template_prompts_are_read_as_they_stand_and_that_is_said(model, answers):
     tokens, said = answers("--prompt", "Where is the spa?")
     assert tokens == directly(model, "Where is the spa?")
-    assert said.startswith("prompts are read as they stand: the model has no chat template; ")
+    assert said.startswith("prompts are read as they are: the model has no chat template; ")
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_the_tokens_that_end_a_response_are_named_and_those_that_the_checkpoint_
     wanted = f"a response ends at {tokenizer.eos_token} ({end})"
     for token, name in names.items():
         unused = unused.replace(f"{{{token}}}", name)
-    assert said == f"prompts are read as they stand: the model has no chat template; {wanted}{unused}\n"
+    assert said == f"prompts are read as they are: the model has no chat template; {wanted}{unused}\n"
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"eos_token_id": "end"}'])
