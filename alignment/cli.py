@@ -1,6 +1,7 @@
 """Verbs of the command line, each a call of one function. Heavy modules are imported when a verb needs them."""
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -97,8 +98,6 @@ def add_training_verb(verb: str, help_text: str) -> None:
     ) -> None:
         with open_stage(verb, config, overrides) as (run, checked):
             if gpus is not None or launch is not None:
-                from alignment.commands.processes import relaunch
-
                 debug = ["--debug"] if context.find_root().params["debug"] else []
                 relaunch([verb, config, *(overrides or []), *debug], gpus, launch)
             show_result(run(checked), checked)
@@ -152,6 +151,40 @@ def show_result(result: Path, config: Any) -> None:
     if launched_rank() == 0:
         write_page(Path(config.output))
         print(result)
+
+
+def relaunch(arguments: Sequence[str], gpus: int | None, launch: str | None) -> None:
+    """Replace this process by a launcher that starts the command in several processes; does not return.
+
+    Args:
+        gpus: number of processes; None: that of the launch file.
+        launch: file or packaged name for Accelerate's launcher; None: torch's launcher, with the whole model on every GPU.
+
+    Raises:
+        UserError: fewer GPUs than asked for, no such launch file, or this is a launched process already.
+    """
+    import torch
+
+    from alignment.config.load import find_packaged
+
+    if "LOCAL_RANK" in os.environ:
+        raise UserError(
+            "--gpus and --launch start processes themselves; leave them out under accelerate launch or torchrun"
+        )
+    if gpus is not None and torch.cuda.device_count() < gpus:
+        file = find_packaged(launch or "launch/ddp", "launch")
+        raise UserError(
+            f"--gpus {gpus}: {torch.cuda.device_count()} found; for processes on the CPU use "
+            f"`accelerate launch --config_file {file} --num_processes {gpus} -m alignment {arguments[0]} ...`"
+        )
+    if launch is None:
+        launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={gpus}"]
+    else:
+        processes = [] if gpus is None else ["--num_processes", str(gpus)]
+        file = str(find_packaged(launch, "launch"))
+        launcher = ["-m", "accelerate.commands.launch", "--config_file", file, *processes]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, *launcher, "-m", "alignment", *arguments])
 
 
 # Using a model
@@ -264,26 +297,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             traceback.print_exc()
+        from alignment.commands.failure import explain
+
         return explain(error, debug=debug)
-
-
-def explain(error: Exception, *, debug: bool) -> int:
-    """Print on standard error what went wrong, and return the exit code."""
-    from alignment.commands.processes import print_error
-
-    if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's own: usage
-        error.show()  # type: ignore[attr-defined]
-        return int(error.exit_code)  # type: ignore[attr-defined]
-    if isinstance(error, UserError):
-        print_error(str(error))
-        return 2
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if type(error).__name__ == "OutOfMemoryError":
-        what += (
-            "\nlower training.micro_batch_tokens (it changes no result), or set training.gradient_checkpointing=true"
-        )
-    print_error(what + ("" if debug else "\nrun again with --debug for the traceback"))
-    return 1
 
 
 def terminate(number: int, frame: FrameType | None) -> None:

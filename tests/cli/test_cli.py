@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from alignment import cli
-from alignment.commands import processes
+from alignment.commands.failure import explain
 from alignment.errors import UserError
 from alignment.pipeline import run as pipeline
 from alignment.pipeline import stages
@@ -121,10 +121,10 @@ def test_a_rank_tells_a_mistake_with_its_number_unless_another_rank_told_the_sam
 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert cli.explain(UserError("wrong"), debug=False) == 2
+    assert explain(UserError("wrong"), debug=False) == 2
     assert capsys.readouterr().err == "error: rank 1: wrong\n"
     monkeypatch.setattr(ranks, "is_first_to_say", lambda text: "wrong" not in text)
-    assert cli.explain(UserError("wrong"), debug=False) == 2
+    assert explain(UserError("wrong"), debug=False) == 2
     assert capsys.readouterr().err == ""
 
 
@@ -164,7 +164,7 @@ def test_gpus_starts_one_process_each(stage, monkeypatch):
         raise SystemExit(0)
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.setattr(processes.os, "execv", execute)
+    monkeypatch.setattr(cli.os, "execv", execute)
     with pytest.raises(SystemExit):
         cli.main(["dpo", str(stage.file), "rate=0.2", "--gpus", "4", "--debug"])
     (arguments,) = started
@@ -213,7 +213,7 @@ def test_a_launch_file_has_a_name_in_the_wheel(stage, installed, monkeypatch, gp
         raise SystemExit(0)
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr(processes.os, "execv", execute)
+    monkeypatch.setattr(cli.os, "execv", execute)
     with pytest.raises(SystemExit):
         cli.main(["ppo", str(stage.file), "rate=0.2", "--launch", "launch/zero3", *(["--gpus", "2"] if gpus else [])])
     ((_, dash_m, module, *arguments),) = started
@@ -231,7 +231,7 @@ def test_a_launch_file_of_one_s_own_wins_and_a_wrong_name_gets_near_ones(stage, 
     assert cli.main(["sft", "launch/zero3"]) == 2  # no config of a stage
     assert "no packaged one of that name" in capsys.readouterr().err
     (installed.parent / "mine.yaml").write_text("num_processes: 2\n")
-    monkeypatch.setattr(processes.os, "execv", lambda program, arguments: started.append(arguments))
+    monkeypatch.setattr(cli.os, "execv", lambda program, arguments: started.append(arguments))
     started: list[list[str]] = []
     assert cli.main(["sft", str(stage.file), "--launch", str(installed.parent / "mine.yaml")]) == 0
     assert started[0][3:5] == ["--config_file", str(installed.parent / "mine.yaml")]
