@@ -42,7 +42,7 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def write_atomic(path: Path, write: Callable[[Path], Any]) -> None:
+def write_atomic(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary file beside `path`, then rename it over `path`.
 
     Raises:
@@ -63,7 +63,7 @@ def write_text(path: Path, text: str) -> None:
     write_atomic(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Atomic, indented JSON file."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
 
@@ -143,7 +143,7 @@ def _is_full(error: BaseException | None) -> bool:
 
 
 @contextmanager
-def _neighbor(path: Path, create: Callable[[Path], Any]) -> Iterator[Path]:
+def _neighbor(path: Path, create: Callable[[Path], object]) -> Iterator[Path]:
     """Yield a new locked hidden file or directory beside `path`; whatever has its name at the end is deleted."""
     while True:
         temporary = _hidden_name(path, "partial")
@@ -218,7 +218,7 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def hash_of(value: Any) -> str:
+def hash_of(value: object) -> str:
     """Hex SHA-256 of a JSON-like value, independent of the order of keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 

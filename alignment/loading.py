@@ -10,6 +10,7 @@ from alignment.adapters import is_adapter, load_adapter, read_base, read_revisio
 from alignment.config.load import packaged_writer
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.load import load_tokenizer as _load_tokenizer_directory
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import check_directory
 from alignment.models.external.load import external_architecture
@@ -91,7 +92,7 @@ def architecture_of(source: str) -> Architecture:
     return family_of(config).architecture
 
 
-def load_tokenizer(source: str) -> Any:
+def load_tokenizer(source: str) -> Tokenizer:
     """The tokenizer of a model directory or Hub name; an adapter without a tokenizer uses its base model's."""
     directory = find_directory(source)
     if is_adapter(directory) and not (directory / "tokenizer.json").exists():
@@ -99,7 +100,7 @@ def load_tokenizer(source: str) -> Any:
     return _load_tokenizer_directory(directory)
 
 
-def describe_stop_tokens(source: str, tokenizer: Any) -> str:
+def describe_stop_tokens(source: str, tokenizer: Tokenizer) -> str:
     """Say which tokens end a response, and which end tokens of generation_config.json do not, in one sentence.
 
     Args:
@@ -153,12 +154,12 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def same_vocabulary(one: Any, other: Any) -> bool:
+def same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
     """Whether two tokenizers map tokens to the same ids and have the same end token."""
     return one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id
 
 
-def set_special_tokens(model: Any, tokenizer: Any) -> None:
+def set_special_tokens(model: Any, tokenizer: Tokenizer) -> None:
     """Write the tokenizer's padding and stop tokens into the configs of a model about to be saved."""
     ends = _end_ids(tokenizer)
     # Hugging Face's classifiers look for the last token that is no padding; an end token must not count as such.
@@ -166,7 +167,7 @@ def set_special_tokens(model: Any, tokenizer: Any) -> None:
     set_end_tokens(model, ends, tokenizer.pad_token_id)
 
 
-def _end_ids(tokenizer: Any) -> list[int]:
+def _end_ids(tokenizer: Tokenizer) -> list[int]:
     """Ids of the stop tokens; the end-of-text token alone if the chat template does not work; may be empty."""
     try:
         return sorted(stop_token_ids(tokenizer))

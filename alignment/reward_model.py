@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter
+from alignment.data.rows.records import Messages
 from alignment.data.text.chat import prompt_ids, response_ids, text_ids
 from alignment.data.text.special_tokens import EncodedText, special_token_template, tokenize_with_offsets
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.loading import find_base, find_directory, load_tokenizer, same_vocabulary, torch_dtype
-from alignment.models.classifiers import SequenceClassifier
+from alignment.models.classifiers import ScalarModel, SequenceClassifier
+from alignment.models.external.models import ExternalScalarModel
 from alignment.models.families import FAMILIES
 from alignment.models.huggingface.checkpoint import load_pretrained, load_scalar_model
 from alignment.models.outputs import ValueOutput
@@ -25,10 +28,10 @@ from alignment.ragged import Ragged, group_by_length
 class RewardModel:
     """A scalar model, or an encoder with one class, and its tokenizer."""
 
-    model: Any
-    tokenizer: Any
+    model: ScalarModel | ExternalScalarModel | SequenceClassifier
+    tokenizer: Tokenizer
 
-    def shares_token_ids(self, tokenizer: Any) -> bool:
+    def shares_token_ids(self, tokenizer: Tokenizer) -> bool:
         """Whether a policy's token ids can be scored as they are.
 
         Both need the same vocabulary and the same chat template (a reward model without a template uses the policy's).
@@ -40,7 +43,7 @@ class RewardModel:
 
     def score(
         self,
-        texts: Sequence[str | tuple[Any, str]],
+        texts: Sequence[str | tuple[str | Messages, str]],
         micro_batch_tokens: int = 16_384,
         ended: Sequence[bool] | None = None,
     ) -> Tensor:
@@ -66,21 +69,22 @@ class RewardModel:
         whole = [True] * len(texts) if ended is None else ended
         return self.score_ids([self._ids(*row) for row in zip(texts, whole, strict=True)], micro_batch_tokens)
 
-    def _ids(self, text: str | tuple[Any, str], ended: bool) -> list[int]:
+    def _ids(self, text: str | tuple[str | Messages, str], ended: bool) -> list[int]:
         if isinstance(text, str):
             return text_ids(self.tokenizer, text)
         prompt, response = text
         return prompt_ids(self.tokenizer, prompt) + response_ids(self.tokenizer, response, prompt, ended=ended)
 
-    def _encoded(self, texts: Sequence[str | tuple[Any, str]]) -> list[EncodedText]:
+    def _encoded(self, texts: Sequence[str | tuple[str | Messages, str]]) -> list[EncodedText]:
         """Texts and pairs of texts with the special tokens of an encoder."""
         parts = [(text,) if isinstance(text, str) else text for text in texts]
-        if any(not isinstance(part, str) for text in parts for part in text):
+        plain = [part for text in parts for part in text if isinstance(part, str)]
+        if len(plain) < sum(map(len, parts)):
             raise UserError("this reward model is an encoder and reads texts; give each prompt as one text")
-        frame = special_token_template(self.tokenizer)
-        pieces = iter(tokenize_with_offsets(self.tokenizer, [part for text in parts for part in text]))
-        ids = [[next(pieces).ids for _ in text] for text in parts]
-        return [frame.single(*text) if len(text) == 1 else frame.pair(*text) for text in ids]
+        template = special_token_template(self.tokenizer)
+        tokenized = iter(tokenize_with_offsets(self.tokenizer, plain))
+        ids = [[next(tokenized).ids for _ in text] for text in parts]
+        return [template.single(*text) if len(text) == 1 else template.pair(*text) for text in ids]
 
     @torch.no_grad()
     def score_ids(
@@ -108,7 +112,9 @@ class RewardModel:
         return scores
 
 
-def load_reward_model(source: str, dtype: str | torch.dtype = "float32", device: Any = "cpu") -> RewardModel:
+def load_reward_model(
+    source: str, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu"
+) -> RewardModel:
     """Load a reward model in eval mode with its tokenizer.
 
     Raises:
@@ -126,7 +132,7 @@ def _scores_whole_texts(config: dict[str, Any]) -> bool:
     return family is not None and "scalar" in family.tasks and family.tasks["scalar"].readout is not None
 
 
-def load_reward_network(source: str, dtype: str | torch.dtype = "float32", device: Any = "cpu") -> Any:
+def load_reward_network(source: str, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu") -> Any:
     """Load the scalar model of a reward model's directory or adapter in eval mode, without its tokenizer.
 
     Raises:

@@ -241,7 +241,7 @@ def _from_pretrained(
 
 
 def _loading_problems(report: dict[str, Any], trunk: str) -> list[str]:
-    """One message per problem in the loading report; only those of the submodule `trunk`, unless that is empty."""
+    """One message per problem in the loading report; limited to the submodule `trunk` if that is not empty."""
 
     def relevant(name: str) -> bool:
         return not trunk or name.startswith(f"{trunk}.")

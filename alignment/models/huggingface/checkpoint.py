@@ -213,7 +213,7 @@ def _assign(model: nn.Module, state: dict[str, Tensor], aliases: dict[str, str])
 
 
 def _initialize(model: Any, names: Iterable[str], dtype: torch.dtype, device: str | torch.device) -> None:
-    """Initialize the modules of the named parameters, which are those of a new head."""
+    """Initialize the modules of the named parameters, the parameters of a new head."""
     init = getattr(model.spec, "decoder", model.spec).init
     for owner in sorted({name.rpartition(".")[0] for name in names}):
         module = model.get_submodule(owner)

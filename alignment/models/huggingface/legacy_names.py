@@ -47,9 +47,11 @@ def _with_trunk_prefix(tensors: dict[str, Tensor], family: Family, task: str) ->
     # The tables of the heads are searched too: part of a head may be in the trunk, as BERT's pooler is.
     lines = (*family.names, *family.tied_copies, *(line for other in family.tasks.values() for line in other.names))
     trunk = {pattern_of(hf) for hf, _ in lines if hf.startswith(family.trunk_prefix)}
-    bare = {name: name.removeprefix(used) for name in tensors}
+    without_prefix = {name: name.removeprefix(used) for name in tensors}
     return {
-        wanted + bare[name] if pattern_of(family.trunk_prefix + bare[name]) in trunk else name: tensor
+        wanted + without_prefix[name]
+        if pattern_of(family.trunk_prefix + without_prefix[name]) in trunk
+        else name: tensor
         for name, tensor in tensors.items()
     }
 
