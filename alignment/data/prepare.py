@@ -6,7 +6,7 @@ The four kinds of rows only. Texts for pretraining objectives: pretraining/prepa
 from collections.abc import Callable
 from typing import Any
 
-from alignment.data.rows.read import DataConfig, Part, overlap, read_rows
+from alignment.data.rows.read import DataConfig, Part, overlap, prompt_key, read_rows
 from alignment.data.rows.records import Kind, Tally
 from alignment.data.tokenize import (
     PROMPT_CUT,
@@ -46,7 +46,7 @@ def prepare_with(
     examples, tokenized = tokenize(rows, tokenizer, config.max_length)
     counts = require_enough(read.followed_by(tokenized), config, part)
     if part == "evaluation":  # the training rows are read once more: text alone, which is quick beside tokenizing it
-        counts.trained_on = overlap(_read_part(config, kind, "train")[0], rows)
+        counts.trained_on = overlap(_read_part(config, kind, "train")[0], rows, prompt_key)
     return examples, counts
 
 

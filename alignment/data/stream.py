@@ -67,9 +67,9 @@ class Stream(Generic[Row]):
         return max(1, round(len(self.rows) * epochs))
 
     def _index(self, position: int) -> int:
-        epoch, place = divmod(position, len(self.rows))
+        epoch, offset = divmod(position, len(self.rows))
         if epoch not in self._orders:  # a memo of a pure function: what is in it changes speed only
             if len(self._orders) > 1:
                 self._orders.clear()
             self._orders[epoch] = order(len(self.rows), self.seed, epoch)
-        return int(self._orders[epoch][place])
+        return int(self._orders[epoch][offset])

@@ -264,7 +264,7 @@ def test_bad_rows_are_reported_with_their_line_or_counted(jsonl, task, row, mess
         "multiple_choice": {"context": "c", "choices": ["a"], "label": 0},
     }[task]
     path = jsonl(good, row, b"{")
-    with pytest.raises(UserError, match=f"(?s)2 bad rows.*:2: .*{message}.*:3:.*not JSON"):
+    with pytest.raises(UserError, match=f"(?s)2 bad rows.*:2:.*{message}.*:3:.*not JSON"):
         read_labeled(path, task)
     rows, counts = read_labeled(path, task, on_bad_row="skip")
     assert (len(rows), counts.lost, counts.kept, counts.rows) == (1, 2, 1, 3)

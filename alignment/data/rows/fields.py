@@ -6,7 +6,7 @@ from typing import Any
 
 from alignment.data.rows.records import Messages
 
-ROLES = {  # ShareGPT's and others' names, and the one we keep
+ROLES = {  # name of a role in data files -> chat templates' name
     "system": "system",
     "developer": "developer",
     "user": "user",
@@ -21,15 +21,25 @@ HALF_PAIR = re.compile("[\ud800-\udfff]")  # JSON can write one; no encoder take
 
 
 class BadRow(Exception):
-    """This row cannot be used: which field, why (the same words for the same fault), and what was seen."""
+    """A row that cannot be used.
+
+    Args:
+        key: the field at fault.
+        why: the fault, in the same words for every row that has it.
+        seen: what the field holds.
+    """
 
     def __init__(self, key: str, why: str, seen: str = ""):
         super().__init__(f"{key}: {why}{f' ({seen})' if seen else ''}")
         self.reason = f"{key}: {why}"
 
+    def at(self, location: str) -> str:
+        """The message for the row at FILE:LINE."""
+        return f"{location}:{self}"
 
-def type_name(value: Any) -> str:
-    """What a value is, in words for a message."""
+
+def type_name(value: object) -> str:
+    """The type of a JSON value, in words for a message."""
     names = {type(None): "null", bool: "true/false", int: "a number", float: "a number", str: "text"}
     return names.get(type(value), "a list" if isinstance(value, list) else "an object")
 
@@ -83,7 +93,7 @@ def messages_field(row: dict[str, Any], key: str) -> Messages:
 
 
 def as_chatml(messages: list[Any]) -> list[Any]:
-    """`from`/`value` messages as `role`/`content`, others as they are; the argument stays as it was."""
+    """`from`/`value` messages as `role`/`content`, others as they are; the argument is not changed."""
     if not any(isinstance(message, dict) and "from" in message for message in messages):
         return messages
     from trl.data_utils import maybe_convert_to_chatml
@@ -137,12 +147,12 @@ def turn_weights(row: dict[str, Any], key: str) -> list[bool | None]:
 
 
 def _list_name(key: str) -> str:
-    """`messages[3]` -> `messages`: faults are counted per column, not per place in the dialogue."""
+    """`messages[3]` -> `messages`: faults are counted per column, not per message."""
     return key.partition("[")[0]
 
 
 def prompt_field(row: dict[str, Any], key: str) -> str | Messages:
-    """A prompt: text, or messages that leave the word to the assistant."""
+    """A prompt: text, or messages that do not end with the assistant."""
     if not isinstance(row.get(key), list):
         return text_field(row, key)
     messages = messages_field(row, key)

@@ -1,4 +1,4 @@
-"""Files and Hub ids to raw rows, each with its place. What a row means is decided in formats.py."""
+"""Raw rows of files and Hub data sets, each with its location. Records are made of them in read.py."""
 
 import csv
 import gzip
@@ -20,9 +20,16 @@ HUB_SOURCE = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*(/[\w.-]+)?)(:(?P<config>[^
 
 @dataclass(frozen=True, slots=True)
 class RawRow:
-    """A row as it lies in the file; where it cannot be read, `problem` says why (starting with its place)."""
+    """A row as it is in the file.
 
-    place: str
+    Attributes:
+        location: FILE:LINE, or the name of a Hub data set with the row's number.
+        values: column -> value; None where the row cannot be read.
+        problem: why it cannot be read, with the location.
+        reason: why, without the location.
+    """
+
+    location: str
     values: dict[str, Any] | None
     problem: str = ""
     reason: str = ""
@@ -66,36 +73,34 @@ def hub_source(source: str, split: str) -> tuple[str, str | None, str] | None:
 
 
 def _jsonl_rows(path: Path) -> Iterator[RawRow]:
-    """One JSON object per line. Decoded line by line, so that one broken byte costs one row and has a place."""
+    """One JSON object per line. Decoded line by line, so that a broken byte costs one row only and is located."""
     offset = 0
     for number, line in enumerate(_binary_lines(path), start=1):
-        place, start, offset = f"{path}:{number}", offset, offset + len(line)
+        location, start, offset = f"{path}:{number}", offset, offset + len(line)
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            why = (
-                f"{place}: byte {error.start + 1} of the line (byte {start + error.start + 1} of the file) is not UTF-8"
-            )
-            yield RawRow(place, None, why, "not UTF-8")
+            why = f"{location}: byte {error.start + 1} of the line (byte {start + error.start + 1} of the file) is not UTF-8"
+            yield RawRow(location, None, why, "not UTF-8")
             continue
         if text.strip():
-            yield _json_row(place, text.rstrip())
+            yield _json_row(location, text.rstrip())
 
 
-def _json_row(place: str, text: str) -> RawRow:
+def _json_row(location: str, text: str) -> RawRow:
     try:
         values = json.loads(text)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits too
         column = getattr(error, "colno", 1)
-        return RawRow(place, None, f"{place}:{column}: not JSON: {getattr(error, 'msg', error)}", "not JSON")
-    return _object_row(place, values)
+        return RawRow(location, None, f"{location}:{column}: not JSON: {getattr(error, 'msg', error)}", "not JSON")
+    return _object_row(location, values)
 
 
-def _object_row(place: str, values: Any) -> RawRow:
+def _object_row(location: str, values: Any) -> RawRow:
     if isinstance(values, dict):
-        return RawRow(place, values)
-    why = f"{place}: a row must be a JSON object, this is a {type(values).__name__}"
-    return RawRow(place, None, why, "not a JSON object")
+        return RawRow(location, values)
+    why = f"{location}: a row must be a JSON object, this is a {type(values).__name__}"
+    return RawRow(location, None, why, "not a JSON object")
 
 
 def _binary_lines(path: Path) -> Iterator[bytes]:
@@ -119,15 +124,15 @@ def _whole_text(path: Path) -> str:
 
 
 def _json_rows(path: Path) -> Iterator[RawRow]:
-    """A JSON list of objects. Rows are named by their number, as lines mean nothing here."""
+    """A JSON list of objects; a row is located by its number in the list."""
     text = _whole_text(path)
     if not text.strip():
         return
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as error:  # a number of thousands of digits too
-        place = f"{path}:{getattr(error, 'lineno', 1)}:{getattr(error, 'colno', 1)}"
-        raise UserError(f"{place}: not JSON: {getattr(error, 'msg', error)}") from error
+        location = f"{path}:{getattr(error, 'lineno', 1)}:{getattr(error, 'colno', 1)}"
+        raise UserError(f"{location}: not JSON: {getattr(error, 'msg', error)}") from error
     if not isinstance(rows, list):
         raise UserError(f"{path}: a .json file must hold a list of rows; one object per line belongs in a .jsonl file")
     for number, values in enumerate(rows, start=1):
@@ -143,14 +148,14 @@ def _csv_rows(path: Path) -> Iterator[RawRow]:
             raise UserError(f"{path}:1: the same column name stands twice: {', '.join(names)}")
         line = reader.line_num
         for values in reader:
-            place, line = f"{path}:{line + 1}", reader.line_num
+            location, line = f"{path}:{line + 1}", reader.line_num
             if not values:
                 continue
             if names is None or len(values) != len(names):
-                why = f"{place}: {len(values)} fields where the first line names {len(names or ())}"
-                yield RawRow(place, None, why, "wrong number of fields")
+                why = f"{location}: {len(values)} fields where the first line names {len(names or ())}"
+                yield RawRow(location, None, why, "wrong number of fields")
             else:
-                yield RawRow(place, dict(zip(names, values, strict=True)))
+                yield RawRow(location, dict(zip(names, values, strict=True)))
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: not CSV: {error}") from error
 
@@ -175,7 +180,7 @@ def _hub_rows(name: str, config: str | None, split: str) -> Iterator[RawRow]:
 
     try:
         table = load_dataset(name, split=split) if config is None else load_dataset(name, config, split=split)
-    except Exception as error:  # the library raises a dozen unrelated types; each is told, none is swallowed
+    except Exception as error:  # the library raises a dozen unrelated types
         raise UserError(
             f"{name}: no such file, and the Hub gave no data set of that name with split '{split}' "
             f"({type(error).__name__}: {error}); a local file needs its suffix ({', '.join(SUFFIXES)})"

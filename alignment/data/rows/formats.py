@@ -1,4 +1,4 @@
-"""Row shapes: which columns make which record. Choosing a shape and reporting are in sources.py."""
+"""Row formats: which columns make which record."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,7 +32,7 @@ ALPACA_PLAIN = (
 
 @dataclass(frozen=True)
 class RowFormat:
-    """Columns a row needs, and what makes a record of such a row: (row, row_id) -> record."""
+    """The columns of a row format, and its parser: (row, row_id) -> record."""
 
     columns: tuple[str, ...]
     parse: Callable[[dict[str, Any], str], Record]
@@ -71,7 +71,7 @@ def _instruction(row: dict[str, Any]) -> str:
 
 
 def complete(record: Record, row: dict[str, Any]) -> Record:
-    """The record with what its row says beside the columns of its shape: the system message of a dialogue.
+    """The record with what its row says beside the columns of its format: the system message of a dialogue.
 
     Raises:
         BadRow: what a record cannot express and training would leave out: tool definitions, a system message for a
@@ -89,7 +89,7 @@ def complete(record: Record, row: dict[str, Any]) -> Record:
     if not system.strip():
         return record
     if isinstance(record.prompt, str):
-        raise BadRow("system", "a plain text prompt has no place for it; write the row as messages")
+        raise BadRow("system", "a plain text prompt cannot hold it; write the row as messages")
     if record.prompt[0]["role"] == "system":
         if record.prompt[0]["content"] != system:
             raise BadRow("system", "differs from the system message that the dialogue begins with")
@@ -114,17 +114,17 @@ def _dialogue(key: str) -> Callable[[dict[str, Any], str], Demonstration]:
         if messages[-1]["role"] != "assistant":
             raise BadRow(key, "the last message is not the assistant's")
         weights = turn_weights(row, key)
-        replies = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
-        counting = [place for place in replies if weights[place] is not False]
+        replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+        counting = [index for index in replies if weights[index] is not False]
         if not counting:
             raise BadRow(key, "no message of the assistant counts: all have weight 0")
-        last = counting[-1]  # what follows it teaches nothing
+        last = counting[-1]  # what follows it is not trained on
         if last == 0:
             raise BadRow(key, "an assistant message alone has no prompt")
         prompt, response = messages[:last], messages[last]["content"]
         if len(counting) == 1:
             return Demonstration(prompt, response, row_id)
-        trained = tuple(place in counting for place in replies if place <= last)
+        trained = tuple(index in counting for index in replies if index <= last)
         return Demonstration(prompt, response, row_id, messages[: last + 1], None if all(trained) else trained)
 
     return parse
@@ -211,7 +211,7 @@ def _pair_prompt(row: dict[str, Any], row_id: str) -> Prompt:
     return Prompt(_comparison(row, row_id).prompt, dict(row), row_id)
 
 
-SHAPES: dict[Kind, tuple[RowFormat, ...]] = {  # the first that fits is taken
+ROW_FORMATS: dict[Kind, tuple[RowFormat, ...]] = {  # the first whose columns are there is taken
     "text": (RowFormat(("text",), _text),),
     "demonstrations": (
         RowFormat(("messages",), _dialogue("messages")),
@@ -233,8 +233,8 @@ SHAPES: dict[Kind, tuple[RowFormat, ...]] = {  # the first that fits is taken
 
 
 def match_format(kind: Kind, columns: set[str]) -> RowFormat | None:
-    """The first shape of `kind` whose columns are all there."""
-    return next((shape for shape in SHAPES[kind] if columns.issuperset(shape.columns)), None)
+    """The first format of `kind` whose columns are all there."""
+    return next((row_format for row_format in ROW_FORMATS[kind] if columns.issuperset(row_format.columns)), None)
 
 
 # Other names of a column, for advice.
@@ -248,7 +248,7 @@ ALIASES = {
 
 
 def column_advice(kind: Kind, row: dict[str, Any]) -> str:
-    """How to name the columns of a row that has no shape of `kind`, for a message."""
+    """How to name the columns of a row that matches no format of `kind`, for a message."""
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if lists and kind in ("demonstrations", "prompts"):
         return f"data.columns.messages={lists[0]}"
@@ -262,5 +262,5 @@ def column_advice(kind: Kind, row: dict[str, Any]) -> str:
 
 
 def expected_columns(kind: Kind) -> str:
-    """The shapes of `kind`, for a message."""
-    return "; or ".join(" + ".join(shape.columns) for shape in SHAPES[kind])
+    """The formats of `kind`, for a message."""
+    return "; or ".join(" + ".join(row_format.columns) for row_format in ROW_FORMATS[kind])

@@ -1,13 +1,13 @@
-"""From file or Hub id to checked records. Every bad row is reported or counted; what a row means is in formats.py."""
+"""Files and Hub ids to checked records; every bad row is reported or counted. Row formats are in formats.py."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
 
 from alignment.data.rows.fields import BadRow
 from alignment.data.rows.files import RawRow, hub_source, read_raw
-from alignment.data.rows.formats import SHAPES, RowFormat, column_advice, complete, expected_columns, match_format
+from alignment.data.rows.formats import ROW_FORMATS, RowFormat, column_advice, complete, expected_columns, match_format
 from alignment.data.rows.records import Comparison, Demonstration, Kind, Record, Tally
 from alignment.errors import UserError, raise_all, suggest
 
@@ -15,6 +15,9 @@ Part = Literal["train", "evaluation"]
 
 SHOWN_PROBLEMS = 20
 TIE = "chosen and rejected are identical"
+
+Row = TypeVar("Row")
+Parse = Callable[[dict[str, Any], str], Row]  # columns and location of a row -> the row; raises BadRow or SkippedRow
 
 
 @dataclass(frozen=True)
@@ -102,98 +105,142 @@ def read_rows(
         raise UserError(f"unknown kind of rows {kind!r}; known: {', '.join(get_args(Kind))}")
     sources = [source] if isinstance(source, str | Path) else list(source)
     records: list[Record] = []
-    counts = Tally()
     problems: list[str] = []
+    counts = Tally()
     for name in map(str, sources):
         left = None if max_rows is None else max_rows - len(records)
         if left == 0:
             break
-        reading = _Reading(kind, skip_ties, left)
-        reading.read(name, read_raw(name, split), columns or {}, keep_going=on_bad_row == "skip")
-        records += reading.records
-        problems += reading.problems
-        counts = counts.merged_with(reading.counts)
-    if problems and on_bad_row == "error":
-        number = f"{len(problems)} bad row{'s' if len(problems) > 1 else ''}"
-        problems.insert(0, f"{number}; mend them, or set data.on_bad_row=skip to leave them out")
-        raise_all(problems, cap=SHOWN_PROBLEMS + 1)
+        raw = list(read_raw(name, split))
+        parse = RecordParser(_choose_format(name, raw, kind, columns or {}), skip_ties)
+        parsed = parse_rows(raw, parse, columns=columns or {}, max_rows=left)
+        if not parsed.rows and (on_bad_row == "skip" or not parsed.problems):
+            raise UserError(f"{name}: no row can be used\n" + "\n".join(parsed.counts.lines()[1:]))
+        records += parsed.rows
+        problems += parsed.problems
+        counts = counts.merged_with(parsed.counts)
+    if on_bad_row == "error":
+        raise_bad_rows(problems)
     return records, counts
 
 
-class _Reading:
-    """The state of reading one source: records so far, problems so far, tally."""
+class SkippedRow(Exception):
+    """A row that is left out and counted, without being a bad one."""
 
-    def __init__(self, kind: Kind, skip_ties: bool, max_rows: int | None):
-        self.kind: Kind = kind
-        self.skip_ties, self.max_rows = skip_ties, max_rows
-        self.records: list[Record] = []
-        self.problems: list[str] = []
-        self.counts = Tally()
-        self.form: type | None = None  # of the prompts in this source: text or messages
-        self.form_place = ""
 
-    def read(self, name: str, rows: Iterable[RawRow], columns: dict[str, str], keep_going: bool) -> None:
-        raw = list(rows)
-        if not raw:
-            raise UserError(f"{name}: 0 rows in {name}")
-        shape = _choose_shape(name, raw, self.kind, columns)
-        for row in raw:
-            if self.max_rows is not None and len(self.records) >= self.max_rows:
-                break
-            self.counts.rows += 1
-            if row.values is None:
-                self._bad(row.place, row.reason, row.problem)
-            elif shape is not None:
-                self._parse(row.place, _renamed(row.values, columns), shape)
-        self.counts.kept = len(self.records)
-        if not self.records and (keep_going or not self.problems):
-            raise UserError(f"{name}: no row can be used\n" + "\n".join(self.counts.lines()[1:]))
+class EqualResponses(BadRow):
+    """A comparison of two equal responses, where these are bad rows."""
 
-    def _parse(self, place: str, values: dict[str, Any], shape: RowFormat) -> None:
+    def __init__(self) -> None:
+        Exception.__init__(self, TIE)
+        self.reason = TIE
+
+    def at(self, location: str) -> str:
+        """The message for the row at FILE:LINE."""
+        return f"{location}: {TIE}; drop the row or set data.skip_ties=true"
+
+
+@dataclass
+class ParsedRows(Generic[Row]):
+    """The good rows of one source, a message for each bad row, and the tally."""
+
+    rows: list[Row] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    counts: Tally = field(default_factory=Tally)
+
+
+def parse_rows(
+    raw: Iterable[RawRow], parse: Parse[Row], *, columns: Mapping[str, str], max_rows: int | None
+) -> ParsedRows[Row]:
+    """The rows of one source as `parse` makes them, until `max_rows` of them are good.
+
+    Args:
+        columns: our column name -> the source's, where they differ.
+    """
+    parsed: ParsedRows[Row] = ParsedRows()
+    for row in raw:
+        if max_rows is not None and len(parsed.rows) >= max_rows:
+            break
+        parsed.counts.rows += 1
+        if row.values is None:
+            parsed.counts.drop(row.reason, row.location)
+            parsed.problems.append(row.problem)
+            continue
         try:
-            record = complete(shape.parse(values, place), values)
-            self._check_form(record, place)
+            parsed.rows.append(parse(rename_columns(row.values, columns), row.location))
+        except SkippedRow as skipped:
+            parsed.counts.drop(str(skipped), row.location)
         except BadRow as bad:
-            self._bad(place, bad.reason, f"{place}:{bad}")
-            return
-        if isinstance(record, Comparison) and record.chosen == record.rejected:
-            if self.skip_ties:
-                self.counts.drop(TIE, place)
-            else:
-                self._bad(place, TIE, f"{place}: {TIE}; drop the row or set data.skip_ties=true")
-            return
-        self.records.append(record)
+            parsed.counts.drop(bad.reason, row.location)
+            parsed.problems.append(bad.at(row.location))
+    parsed.counts.kept = len(parsed.rows)
+    return parsed
 
-    def _check_form(self, record: Record, place: str) -> None:
-        """One source, one form of prompt: a file that mixes text and messages would be rendered in two ways."""
+
+def raise_bad_rows(problems: Sequence[str]) -> None:
+    """Raise one `UserError` that lists the bad rows, up to 20, or return where there are none."""
+    if not problems:
+        return
+    number = f"{len(problems)} bad row{'s' if len(problems) > 1 else ''}"
+    head = f"{number}; mend them, or set data.on_bad_row=skip to leave them out"
+    raise_all([head, *problems], cap=SHOWN_PROBLEMS + 1)
+
+
+def rename_columns(values: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+    """The row under our column names.
+
+    Args:
+        columns: our column name -> the source's, where they differ.
+    """
+    if not columns:
+        return values
+    renamed = {ours: values[theirs] for ours, theirs in columns.items() if theirs in values}
+    return {**{key: value for key, value in values.items() if key not in columns.values()}, **renamed}
+
+
+class RecordParser:
+    """Makes the records of one source: one row format, and one form of prompt, which is text or messages."""
+
+    def __init__(self, row_format: RowFormat, skip_ties: bool):
+        self.row_format, self.skip_ties = row_format, skip_ties
+        self.form: type | None = None
+        self.form_location = ""
+
+    def __call__(self, values: dict[str, Any], location: str) -> Record:
+        record = complete(self.row_format.parse(values, location), values)
+        self._check_form(record, location)
+        if isinstance(record, Comparison) and record.chosen == record.rejected:
+            raise SkippedRow(TIE) if self.skip_ties else EqualResponses()
+        return record
+
+    def _check_form(self, record: Record, location: str) -> None:
+        """Refuse a source that mixes prompts of text and of messages: they would be rendered in two ways."""
         form = type(getattr(record, "prompt", ""))
         if self.form is None:
-            self.form, self.form_place = form, place
+            self.form, self.form_location = form, location
         if form is not self.form:
             words = {str: "text", list: "messages"}
-            raise BadRow("prompt", f"is {words[form]} here and {words[self.form]} above", f"at {self.form_place}")
-
-    def _bad(self, place: str, reason: str, problem: str) -> None:
-        self.counts.drop(reason, place)
-        self.problems.append(problem)
+            raise BadRow("prompt", f"is {words[form]} here and {words[self.form]} above", f"at {self.form_location}")
 
 
-def _choose_shape(name: str, rows: list[RawRow], kind: Kind, columns: dict[str, str]) -> RowFormat | None:
-    """The shape of the first readable row that has one; None where no row is readable at all."""
+def _choose_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[str, str]) -> RowFormat:
+    """The format of the first readable row that matches one; where no row is readable, any."""
+    if not rows:
+        raise UserError(f"{name}: 0 rows in {name}")
     readable = [row.values for row in rows if row.values is not None]
     if not readable:
-        return None
+        return ROW_FORMATS[kind][0]
     found = dict.fromkeys(str(key) for values in readable for key in values)
     _check_columns(name, kind, columns, list(found))
     for values in readable:
-        present = {key for key, value in _renamed(values, columns).items() if value is not None}
+        present = {key for key, value in rename_columns(values, columns).items() if value is not None}
         if kind == "comparisons" and {"responses", "ranking"} <= present:
             raise UserError(
                 f"{name}: rows with responses + ranking (K-way groups) cannot be read yet; "
                 "write each ordered pair as a row of prompt, chosen, rejected"
             )
-        if shape := match_format(kind, present):
-            return shape
+        if row_format := match_format(kind, present):
+            return row_format
     if kind == "comparisons" and {"label", "kto_tag"} & set(found):
         raise UserError(
             f"{name}: no comparisons here: found columns {', '.join(found)}. Rows of one response and a label, as KTO has "
@@ -206,13 +253,8 @@ def _choose_shape(name: str, rows: list[RawRow], kind: Kind, columns: dict[str, 
 
 
 def _check_columns(name: str, kind: Kind, columns: dict[str, str], found: list[str]) -> None:
-    known = {key for shape in SHAPES[kind] for key in shape.columns} | {
-        "input",
-        "margin",
-        "prompt",
-        "instruction",
-        "system",
-    }
+    known = {key for row_format in ROW_FORMATS[kind] for key in row_format.columns}
+    known |= {"input", "margin", "prompt", "instruction", "system"}
     problems = []
     for ours, theirs in columns.items():
         if ours not in known:
@@ -230,12 +272,12 @@ def _renamed(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
 
 
 def prompt_key(record: Record) -> str:
-    """A text that is equal for equal prompts (or documents), for finding duplicates."""
+    """A text that is equal for equal prompts (or documents), to find duplicates."""
     return repr(getattr(record, "prompt", None) or getattr(record, "text", None))
 
 
 def record_key(record: Record) -> tuple[str, ...]:
-    """What makes two records the same: prompt and responses, not the row they stood in."""
+    """Equal for two records of the same prompt and responses, whatever their rows."""
     if isinstance(record, Comparison):
         return prompt_key(record), record.chosen, record.rejected
     if isinstance(record, Demonstration):
@@ -243,7 +285,17 @@ def record_key(record: Record) -> tuple[str, ...]:
     return (prompt_key(record),)
 
 
-def overlap(train: Sequence[Any], evaluation: Sequence[Any], key: Callable[[Any], str] = prompt_key) -> list[str]:
+class HasRowId(Protocol):
+    """A record or labeled row."""
+
+    @property
+    def row_id(self) -> str: ...
+
+
+AnyRecord = TypeVar("AnyRecord", bound=HasRowId)
+
+
+def overlap(train: Sequence[AnyRecord], evaluation: Sequence[AnyRecord], key: Callable[[AnyRecord], str]) -> list[str]:
     """Ids of the evaluation rows whose prompt (or text) also stands in the training rows."""
     known = {key(row) for row in train}
     return [row.row_id for row in evaluation if key(row) in known]

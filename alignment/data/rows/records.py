@@ -1,4 +1,4 @@
-"""What a data row becomes: four kinds of record, and the tally of what was lost. Knows no file and no token."""
+"""The four kinds of record that data rows become, and the tally of what was dropped and cut on the way."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
@@ -63,7 +63,7 @@ SHOWN_IDS = 3
 
 @dataclass
 class Tally:
-    """Tally of one preparation: nothing is dropped or cut without standing here.
+    """Counts of one preparation: every row that is dropped or cut is counted here.
 
     Attributes:
         rows: rows read.
@@ -73,7 +73,7 @@ class Tally:
         dropped: rows lost, by reason.
         cut: rows shortened, by what was cut.
         first: the first few row ids of each reason.
-        trained_on: ids of the held-out rows whose prompt (or text) also stands in the training rows.
+        trained_on: ids of the held-out rows whose prompt (or text) is in the training rows too.
     """
 
     rows: int = 0
@@ -91,12 +91,12 @@ class Tally:
         return sum(self.dropped.values())
 
     def drop(self, reason: str, row_id: str) -> None:
-        """Note a row that is left out."""
+        """Count a row that is left out."""
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
         self._note(reason, row_id)
 
     def note_cut(self, what: str, row_id: str) -> None:
-        """Note a row that is kept, but not whole."""
+        """Count a row that is kept, but cut."""
         self.cut[what] = self.cut.get(what, 0) + 1
         self._note(what, row_id)
 

@@ -6,13 +6,13 @@ from typing import Any, Literal
 
 from alignment.data.rows.fields import BadRow, number_field, text_field, type_name
 from alignment.data.rows.files import read_raw
+from alignment.data.rows.read import parse_rows, raise_bad_rows
 from alignment.data.rows.records import Tally
 from alignment.errors import UserError, raise_all
 
 FinetuneTask = Literal[
     "classification", "pair_classification", "token_classification", "question_answering", "multiple_choice"
 ]
-SHOWN_PROBLEMS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,31 +88,19 @@ def read_labeled(
     if task not in PARSERS:
         raise UserError(f"unknown task {task!r}; known: {', '.join(PARSERS)}")
     rows: list[LabeledRow] = []
-    counts, problems = Tally(), []
+    problems: list[str] = []
+    counts = Tally()
     for name in [source] if isinstance(source, str) else source:
-        for raw in read_raw(name, split):
-            if max_rows is not None and len(rows) >= max_rows:
-                break
-            counts.rows += 1
-            try:
-                if raw.values is None:
-                    raise BadRow(raw.reason, raw.problem)
-                rows.append(PARSERS[task](_renamed(raw.values, columns or {}), raw.place))
-            except BadRow as bad:
-                counts.drop(bad.reason if raw.values is not None else raw.reason, raw.place)
-                problems.append(f"{raw.place}: {bad}" if raw.values is not None else raw.problem)
-    if problems and on_bad_row == "error":
-        head = f"{len(problems)} bad rows; mend them, name other columns, or set data.on_bad_row=skip"
-        raise_all([head, *problems], cap=SHOWN_PROBLEMS + 1)
+        left = None if max_rows is None else max_rows - len(rows)
+        parsed = parse_rows(read_raw(name, split), PARSERS[task], columns=columns or {}, max_rows=left)
+        rows += parsed.rows
+        problems += parsed.problems
+        counts = counts.merged_with(parsed.counts)
+    if on_bad_row == "error":
+        raise_bad_rows(problems)
     if not rows:
         raise UserError(f"{source}: no row can be used\n" + "\n".join(counts.lines()[1:]))
-    counts.kept = len(rows)
     return rows, counts
-
-
-def _renamed(values: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    """The row with our column names added to its own; the parser reports a column that the row lacks."""
-    return {**values, **{ours: values[theirs] for ours, theirs in columns.items() if theirs in values}}
 
 
 def _text(row: dict[str, Any], row_id: str) -> LabeledText:

@@ -57,7 +57,7 @@ def run_pairs(config: PairsConfig) -> Path:
         values = row.values or {}
         text, label = values.get(config.text), values.get(config.label)
         if not isinstance(text, str) or label is None:
-            problems.append(row.problem or f"{row.place}: needs `{config.text}` (text) and `{config.label}`")
+            problems.append(row.problem or f"{row.location}: needs `{config.text}` (text) and `{config.label}`")
         elif str(label) in texts and text.strip():
             texts[str(label)].append(text)
     raise_all(problems)

@@ -75,10 +75,10 @@ def run_split(config: SplitConfig) -> Path:
 
 def part_of(key: str, parts: dict[str, float], salt: str = "") -> str:
     """The part that a key falls into; depends on the key, the shares and the salt alone."""
-    place = int.from_bytes(sha256(f"{salt}/{key}".encode()).digest()[:8], "big") / 2**64
+    remaining = int.from_bytes(sha256(f"{salt}/{key}".encode()).digest()[:8], "big") / 2**64
     for name, share in parts.items():
-        place -= share
-        if place < 0:
+        remaining -= share
+        if remaining < 0:
             return name
     return list(parts)[-1]  # the shares add up to 1 but for rounding
 
@@ -121,6 +121,6 @@ def _texts(source: str, config: SplitConfig) -> tuple[list[tuple[str, dict[str, 
 def _rows(source: str, config: SplitConfig) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
     """Keys and good rows of a file, as they stand in it."""
     records, counts = read_rows(source, config.kind, columns=config.columns, on_bad_row=config.on_bad_row)
-    raw = {row.place: row.values or {} for row in read_raw(source)}
+    raw = {row.location: row.values or {} for row in read_raw(source)}
     keys = {"prompt": prompt_key, "opening": opening, "row": lambda record: repr(record_key(record))}
     return [(keys[config.by](record), raw[record.row_id]) for record in records], counts.lines()
