@@ -2,7 +2,7 @@
 
 import pytest
 
-from alignment.data.rows.read import overlap
+from alignment.data.rows.read import overlap, prompt_key
 from alignment.data.rows.records import Prompt, Tally, Text
 from alignment.data.tokenize import Example, PairExample
 from alignment.data.tokenizers.load import save_tokenizer
@@ -134,7 +134,7 @@ def test_bytes_of_a_character_are_shown_as_the_vocabulary_spells_them(bpe):
 
 def test_overlap_names_the_evaluation_rows():
     train = [Prompt("a", {}, "t1"), Prompt("b", {}, "t2")]
-    assert overlap(train, [Prompt("b", {}, "e1"), Prompt("c", {}, "e2")]) == ["e1"]
+    assert overlap(train, [Prompt("b", {}, "e1"), Prompt("c", {}, "e2")], prompt_key) == ["e1"]
 
 
 def test_wrong_usage_is_refused(jsonl, bpe, tmp_path):

@@ -89,7 +89,7 @@ def complete(record: Record, row: dict[str, Any]) -> Record:
     if not system.strip():
         return record
     if isinstance(record.prompt, str):
-        raise BadRow("system", "a plain text prompt cannot hold it; write the row as messages")
+        raise BadRow("system", "a plain text prompt has no place for it; write the row as messages")
     if record.prompt[0]["role"] == "system":
         if record.prompt[0]["content"] != system:
             raise BadRow("system", "differs from the system message that the dialogue begins with")
