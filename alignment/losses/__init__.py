@@ -1,7 +1,14 @@
-"""Pure functions: tensors in, unreduced tensors out. Reduction, weights and models are elsewhere."""
+"""Pure functions of tensors. Results are not reduced, except in classification.py, whose losses are sums over labels."""
 
+from alignment.losses.classification import label_loss, next_sentence_loss, span_loss
 from alignment.losses.distillation import distillation_loss, hidden_cosine_loss
-from alignment.losses.language import chunked_token_log_probs, entropy, log_softmax, token_log_probs
+from alignment.losses.language import (
+    chunked_token_log_probs,
+    entropy,
+    log_softmax,
+    mean_language_loss,
+    token_log_probs,
+)
 from alignment.losses.policy import (
     clipped_policy_loss,
     clipped_tokens,
@@ -27,8 +34,12 @@ __all__ = [
     "hidden_cosine_loss",
     "implicit_rewards",
     "kl_estimates",
+    "label_loss",
     "log_softmax",
+    "mean_language_loss",
+    "next_sentence_loss",
     "shape_rewards",
+    "span_loss",
     "token_log_probs",
     "whiten",
 ]

@@ -1,4 +1,4 @@
-"""Fine-tuning for downstream tasks: what it learns, what it leaves alone, and that others read its results alike."""
+"""Fine-tuning for downstream tasks: what it learns, what it does not change, and that transformers reads its results alike."""
 
 import json
 import os
@@ -131,7 +131,7 @@ def test_predictions_are_the_held_out_labels(settings, rows, task):
         assert len(long) == 200 and long[0] == "O" and long[-1] is None
 
 
-def test_only_models_of_this_stage_say_how_rows_are_read(checkpoints):
+def test_only_models_of_this_stage_have_the_settings_for_reading_rows(checkpoints):
     with pytest.raises(UserError, match="how rows are read"):
         predict(checkpoints["gpt2"], ["a text"])
 
@@ -261,7 +261,7 @@ def test_the_language_term_is_a_mean_over_tokens_texts_and_a_sum_over_rows():
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])  # tied to the embedding, and a matrix of its own
-def test_the_language_head_is_the_checkpoint_s(checkpoints, family):
+def test_the_language_head_is_that_of_the_checkpoint(checkpoints, family):
     tokenizer, names = load_tokenizer(checkpoints[family]), {0: "no", 1: "yes"}
     model = start_classifier(
         checkpoints[family], "classification", label_config("classification", names), len(tokenizer), True

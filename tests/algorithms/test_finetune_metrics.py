@@ -96,7 +96,7 @@ def test_answers_share_words_with_the_nearest_gold_one():
     assert answer_f1("bus bus", ["bus"]) == pytest.approx(2 / 3)  # the second one is not shared
 
 
-def test_a_question_without_an_answer_wants_none():
+def test_a_question_without_an_answer_is_answered_by_none():
     assert answer_metrics(["", "spa"], [[], []]) == {"exact_match": 0.5, "f1": 0.5}
     assert answer_f1("", ["spa"]) == 0.0
 

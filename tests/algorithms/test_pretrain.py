@@ -115,7 +115,7 @@ def test_a_row_is_corrupted_anew_in_every_epoch_and_again_alike_in_another_run(c
     assert len({round(loss, 4) for loss in losses["a"]}) > 1
 
 
-def test_going_on_from_a_checkpoint_starts_where_it_ended(make, tmp_path, read_metrics):
+def test_continuing_from_a_checkpoint_starts_where_it_ended(make, tmp_path, read_metrics):
     first = make("masked", "first")
     directory = str(pretrain.run(first))
     more = {"model": None, "policy": directory, "vocabulary": None, "tokenizer_kind": "bpe"}
@@ -144,7 +144,7 @@ def test_a_tokenizer_without_a_mask_or_enough_sentinels_is_refused(make, world, 
 
 
 @pytest.mark.parametrize("case", ["causal", "masked", "span corruption"])
-def test_a_student_is_pulled_to_its_teacher(case, make, tmp_path, read_metrics):
+def test_a_student_comes_closer_to_its_teacher(case, make, tmp_path, read_metrics):
     teacher = str(pretrain.run(make(case, "teacher")))
     distillation = DistillationConfig(teacher, soft_coef=1.0, hard_coef=0.0)
     shape = dict(CASES[case][1])

@@ -1,4 +1,4 @@
-"""Corruption of token ids: proportions, units, and that nothing is lost. Hand-worked where a number can be."""
+"""Corruption of token ids: proportions, units, and that nothing is lost; with hand-worked numbers where possible."""
 
 import numpy as np
 import pytest
@@ -71,7 +71,7 @@ def test_words_are_the_runs_between_starts_and_special_tokens():
     assert corruption.words_of(maskable, starts) == [(1, 3), (3, 4), (5, 6), (6, 7)]
 
 
-def test_whole_words_stand_or_fall_together_within_the_budget():
+def test_whole_words_are_chosen_together_within_the_budget():
     lengths = generator(3).integers(1, 5, 200)
     starts = [index == 0 for length in lengths for index in range(length)]
     maskable = [True] * len(starts)
@@ -191,7 +191,7 @@ def test_span_plan_is_worked_by_hand():
     assert corruption.span_plan(10, 0.9, 1.0) == (9, 1)  # spans need gaps between them
 
 
-def test_segments_are_cut_in_every_way_equally_often():
+def test_random_partitions_are_all_equally_likely():
     # 5 in 3 parts: C(4, 2) = 6 ways
     chance = generator(0)
     seen = [tuple(corruption.random_partition(5, 3, chance).tolist()) for _ in range(3000)]
@@ -227,7 +227,7 @@ def test_infilled_spans_have_the_poisson_mean():
     ("first", "second", "room", "expected"),
     [(5, 3, 8, (5, 3)), (5, 3, 6, (3, 3)), (5, 3, 5, (3, 2)), (1, 9, 4, (1, 3)), (9, 0, 4, (4, 0))],
 )
-def test_of_a_pair_the_longer_text_gives_way(first, second, room, expected):
+def test_of_a_pair_the_longer_text_is_truncated(first, second, room, expected):
     a, b = truncate_pair(range(first), range(second), room)
     assert (len(a), len(b)) == expected
     assert a == list(range(len(a))) and b == list(range(len(b)))

@@ -1,4 +1,4 @@
-"""Labeled rows to batches: classes, pairs, words, answers, GPT-1's formats. Every loss of a label is counted."""
+"""Labeled rows to batches: texts, pairs, words, answers, choices, GPT-1's inputs; lost labels are counted."""
 
 import gzip
 import json
@@ -431,7 +431,7 @@ def test_choices_are_pairs_of_context_and_choice(wordpiece):
     assert all(len(part.ragged.tokens) <= tokens for part in collate_choices(examples * 2, tokens))
 
 
-def test_texts_for_infilling_leave_room_for_what_stands_around_and_begins_them(jsonl, wordpiece):
+def test_texts_for_infilling_leave_room_for_their_special_tokens(jsonl, wordpiece):
     path = jsonl({"text": " ".join([TEXT] * 3)})
     for objective, special in (("infilling", 3), ("prefix", 1)):
         for max_length in range(8, 24):
@@ -468,7 +468,7 @@ def test_windows_of_prepared_questions_are_as_asked(jsonl, wordpiece):
     assert windows == encode_questions(rows, wordpiece, 24, stride=5, max_question=2)[0] and len(windows) > 3
 
 
-def test_batches_of_views_and_texts_keep_to_the_limit_the_longest_first(tokenizers, wordpiece):
+def test_batches_of_several_sequences_and_texts_keep_to_the_limit_the_longest_first(tokenizers, wordpiece):
     tokenizer = add_gpt1_tokens(tokenizers["bpe"])
     rows = [Choice("the fox", ["cats", "lazy dog"] * (1 + n % 3), 1, str(n)) for n in range(9)]
     views, _ = encode_gpt1_choices(rows, tokenizer, 64)
@@ -491,6 +491,6 @@ def test_gpt1_tokens_leave_a_tokenizers_own_special_tokens_special():
 
 
 @pytest.mark.parametrize("label", [0.5, -1, 2, "1.5", None])
-def test_a_choice_that_is_no_number_of_one_is_refused(jsonl, label):
+def test_a_label_that_is_no_index_of_a_choice_is_refused(jsonl, label):
     with pytest.raises(UserError, match="number of a choice"):
         read_labeled(jsonl({"context": "c", "choices": ["x", "y"], "label": label}), "multiple_choice")

@@ -1,4 +1,4 @@
-"""BERT's sentence pairs: what follows follows, the other half comes from elsewhere, and lengths do not tell."""
+"""BERT's sentence pairs: half of them follow, the others come from another text, and lengths do not give labels away."""
 
 import numpy as np
 import pytest
@@ -171,7 +171,7 @@ def test_zero_says_that_the_second_sentence_follows_as_in_bert():
     assert (FOLLOWS, OTHER_TEXT) == (0, 1)
 
 
-def test_what_replaces_begins_anywhere_and_comes_as_near_to_the_length_as_whole_sentences_do():
+def test_a_replacement_begins_at_any_sentence_and_is_as_close_to_the_length_as_whole_sentences_allow():
     def passage(document):
         return Passage([Sentence([10 * document + n] * 3, [True] * 3) for n in range(4)], document, str(document))
 

@@ -1,4 +1,4 @@
-"""Pretraining objectives from texts to batches: what is masked, that epochs differ, and that batches' cuts do not."""
+"""Examples and batches of pretraining objectives: targets, differences between epochs, and none between micro-batches."""
 
 import numpy as np
 import pytest
@@ -100,7 +100,7 @@ def test_masks_do_not_depend_on_ranks_or_micro_batches_but_on_the_epoch(wordpiec
     assert sum(first[name] != second[name] for name in first) > len(first) / 2
 
 
-def test_a_batch_across_an_epochs_end_knows_both_epochs():
+def test_rows_of_a_batch_across_an_epochs_end_have_both_epochs():
     stream = EpochStream(Stream(list("abc"), batch_size=2, seed=0))
     assert [row.epoch for step in range(3) for row in stream.rows_at(step)] == [0, 0, 0, 1, 1, 1]
     assert sorted(row.row for row in stream.rows_at(0) + stream.rows_at(1)[:1]) == ["a", "b", "c"]
@@ -108,7 +108,7 @@ def test_a_batch_across_an_epochs_end_knows_both_epochs():
     assert one.generator().random() == one.generator().random() != two.generator().random()
 
 
-def test_a_rows_chance_is_not_the_streams_order():
+def test_corruption_does_not_repeat_the_random_numbers_of_the_row_order():
     # numpy pads short seeds with zeros: without its salt, row 0's corruption would follow the order's random numbers
     import numpy as np
 
@@ -221,7 +221,7 @@ def test_infilling_writes_the_whole_text():
         assert 3 in source and len(source) <= len(example.ids) + 1
 
 
-def test_frames_are_read_off_the_tokenizer(wordpiece, unigram, bpe):
+def test_special_token_templates_are_read_from_the_tokenizer(wordpiece, unigram, bpe):
     cls, sep = wordpiece.cls_token_id, wordpiece.sep_token_id
     pair = special_token_template(wordpiece).pair([50, 51], [52])
     assert pair.ids == [cls, 50, 51, sep, 52, sep]
@@ -233,7 +233,7 @@ def test_frames_are_read_off_the_tokenizer(wordpiece, unigram, bpe):
     assert set(wordpiece.all_special_ids).isdisjoint(non_special_ids(wordpiece).tolist())
 
 
-def test_a_mask_that_is_an_ordinary_token_comes_in_for_no_other():
+def test_a_mask_token_that_is_not_special_replaces_no_other_at_random():
     tokenizer = train_bpe(TEXTS, 300)
     tokenizer.add_tokens(["<mask>"])
     mask_tokens = MaskTokens.of(tokenizer)
