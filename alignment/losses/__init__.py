@@ -1,6 +1,7 @@
-"""Pure functions of tensors. Results are not reduced, except in classification.py, whose losses are sums over labels."""
+"""Pure functions: tensors in, unreduced tensors out. The losses of classification heads, sums over labels, are in
+`alignment.losses.classification`.
+"""
 
-from alignment.losses.classification import label_loss, next_sentence_loss, span_loss
 from alignment.losses.distillation import distillation_loss, hidden_cosine_loss
 from alignment.losses.language import (
     chunked_token_log_probs,
@@ -34,12 +35,9 @@ __all__ = [
     "hidden_cosine_loss",
     "implicit_rewards",
     "kl_estimates",
-    "label_loss",
     "log_softmax",
     "mean_language_loss",
-    "next_sentence_loss",
     "shape_rewards",
-    "span_loss",
     "token_log_probs",
     "whiten",
 ]
