@@ -1,6 +1,5 @@
-"""The families with a table of their own. Each file: config -> specification, and a two-column table of names."""
+"""The families of models that run as our own modules. Each file: config -> specification, and a table of names."""
 
-# ruff: noqa: F401 - the imports are the list
 from typing import Any
 
 from alignment.errors import UserError
@@ -33,15 +32,21 @@ from alignment.models.families.roberta import ROBERTA
 from alignment.models.families.smollm3 import SMOLLM3
 from alignment.models.families.t5 import T5
 
-# Every family imported above: a new one is its own file and one line there.
-FAMILIES: dict[str, Family] = {value.name: value for value in list(globals().values()) if isinstance(value, Family)}
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        ALBERT, BART, BERT, BLOOM, DEBERTA_V2, DISTILBERT, ELECTRA, FALCON, GEMMA, GEMMA2,
+        GEMMA3, GPT2, GPT_NEOX, LLAMA, MISTRAL, MIXTRAL, MODERNBERT, MT5, OLMO2, OPENAI_GPT,
+        OPT, PHI3, QWEN2, QWEN3, ROBERTA, SMOLLM3, T5,
+    )
+}  # fmt: skip
 
 
 def family_of(config: dict[str, Any]) -> Family:
-    """The family that `config["model_type"]` names.
+    """The family of `config["model_type"]`.
 
     Raises:
-        UserError: there is none, or the config asks for code of its own.
+        UserError: there is no such family, or the config asks to run code from the checkpoint.
     """
     if "auto_map" in config or config.get("trust_remote_code"):
         raise UserError(
@@ -56,5 +61,5 @@ def family_of(config: dict[str, Any]) -> Family:
 
 
 def is_external_type(config: dict[str, Any]) -> bool:
-    """Whether `config["model_type"]` names a family that is not ours."""
+    """Whether `config["model_type"]` names a family that only transformers has."""
     return isinstance(config.get("model_type"), str) and config["model_type"] not in FAMILIES

@@ -1,67 +1,14 @@
-"""What the configs of many decoders share: grouped-query attention with rotary positions, the shape of a Llama."""
+"""Functions that read the configs of many decoders: grouped-query attention, rotary positions, layers with windows."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from alignment.models.families.family import Key, Name, divides
+from alignment.models.families.family import divides
 from alignment.models.families.rope import longest_document, read_rotary
 from alignment.models.layers.feedforward import ACTIVATIONS
 from alignment.models.spec import AttentionSpec, BlockSpec, InitSpec, NormSpec, TransformerSpec
 from alignment.models.spec_positions import RotarySpec
 
-# Llama's keys and defaults; a family writes its own defaults over them.
-GROUPED_KEYS = {
-    "vocab_size": Key(int, 32000, 1),
-    "hidden_size": Key(int, 4096, 1),
-    "intermediate_size": Key(int, 11008, 1),
-    "num_hidden_layers": Key(int, 32, 1),
-    "num_attention_heads": Key(int, 32, 1),
-    "num_key_value_heads": Key(int, None, 1),
-    "head_dim": Key(int, None, 2),
-    "hidden_act": Key(str, "silu"),
-    "max_position_embeddings": Key(int, 2048, 1),
-    "initializer_range": Key(float, 0.02, 0),
-    "rms_norm_eps": Key(float, 1e-6, 0),
-    "tie_word_embeddings": Key(bool, False),
-    "attention_dropout": Key(float, 0.0, 0),
-}
-
-# All but the layers' norms, which stand in different places.
-PROJECTIONS: tuple[Name, ...] = (
-    # Hugging Face name                          ours
-    ("model.embed_tokens.weight",                "trunk.embed.weight"),
-    ("model.layers.{}.self_attn.q_proj.weight",  "trunk.blocks.{}.attention.query.weight"),
-    ("model.layers.{}.self_attn.q_proj.bias",    "trunk.blocks.{}.attention.query.bias"),
-    ("model.layers.{}.self_attn.k_proj.weight",  "trunk.blocks.{}.attention.key.weight"),
-    ("model.layers.{}.self_attn.k_proj.bias",    "trunk.blocks.{}.attention.key.bias"),
-    ("model.layers.{}.self_attn.v_proj.weight",  "trunk.blocks.{}.attention.value.weight"),
-    ("model.layers.{}.self_attn.v_proj.bias",    "trunk.blocks.{}.attention.value.bias"),
-    ("model.layers.{}.self_attn.o_proj.weight",  "trunk.blocks.{}.attention.output.weight"),
-    ("model.layers.{}.self_attn.o_proj.bias",    "trunk.blocks.{}.attention.output.bias"),
-    ("model.layers.{}.mlp.gate_proj.weight",     "trunk.blocks.{}.feedforward.gate.weight"),
-    ("model.layers.{}.mlp.gate_proj.bias",       "trunk.blocks.{}.feedforward.gate.bias"),
-    ("model.layers.{}.mlp.up_proj.weight",       "trunk.blocks.{}.feedforward.up.weight"),
-    ("model.layers.{}.mlp.up_proj.bias",         "trunk.blocks.{}.feedforward.up.bias"),
-    ("model.layers.{}.mlp.down_proj.weight",     "trunk.blocks.{}.feedforward.down.weight"),
-    ("model.layers.{}.mlp.down_proj.bias",       "trunk.blocks.{}.feedforward.down.bias"),
-    ("model.norm.weight",                        "trunk.norm.weight"),
-)  # fmt: skip
-INPUT_NORMS: tuple[Name, ...] = (
-    ("model.layers.{}.input_layernorm.weight",           "trunk.blocks.{}.attention_norm.weight"),
-    ("model.layers.{}.post_attention_layernorm.weight",  "trunk.blocks.{}.feedforward_norm.weight"),
-)  # fmt: skip
-SANDWICH_NORMS: tuple[Name, ...] = (
-    ("model.layers.{}.input_layernorm.weight",             "trunk.blocks.{}.attention_norm.weight"),
-    ("model.layers.{}.post_attention_layernorm.weight",    "trunk.blocks.{}.attention_output_norm.weight"),
-    ("model.layers.{}.pre_feedforward_layernorm.weight",   "trunk.blocks.{}.feedforward_norm.weight"),
-    ("model.layers.{}.post_feedforward_layernorm.weight",  "trunk.blocks.{}.feedforward_output_norm.weight"),
-)  # fmt: skip
-QUERY_KEY_NORMS: tuple[Name, ...] = (
-    ("model.layers.{}.self_attn.q_norm.weight",  "trunk.blocks.{}.attention.query_norm.weight"),
-    ("model.layers.{}.self_attn.k_norm.weight",  "trunk.blocks.{}.attention.key_norm.weight"),
-)  # fmt: skip
-# Once saved as a buffer.
-INV_FREQ = r"(\w+\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 

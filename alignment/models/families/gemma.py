@@ -7,16 +7,10 @@ import math
 from typing import Any
 
 from alignment.errors import raise_all
-from alignment.models.families.decoders import (
-    GROUPED_KEYS,
-    INPUT_NORMS,
-    INV_FREQ,
-    PROJECTIONS,
-    activation_problems,
-    grouped_attention,
-    llama_like,
-)
+from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like
 from alignment.models.families.family import Family, Key, decoder_tasks, read_keys
+from alignment.models.families.llama import GROUPED_KEYS, INV_FREQ
+from alignment.models.families.llama import NAMES as LLAMA_NAMES
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.spec import BlockSpec, GatedFeedForwardSpec, TransformerSpec, UnitOffsetRMSNormSpec
 
@@ -38,8 +32,6 @@ KEYS = {
 # Published files name the activation twice. A value that would part from `hidden_act` is refused.
 FIXED = {"hidden_activation": (None, TANH_GELU), "use_bidirectional_attention": (None, False)}
 HARMLESS = ("cache_implementation",)  # how transformers lays its cache out
-
-NAMES = (*PROJECTIONS, *INPUT_NORMS)
 
 
 def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
@@ -64,7 +56,7 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
 GEMMA = Family(
     name="gemma",
     spec_from_config=spec_from_config,
-    names=NAMES,
+    names=LLAMA_NAMES,
     trunk_prefix="model.",
     tasks=decoder_tasks("Gemma"),
     ignored_tensors=(INV_FREQ,),

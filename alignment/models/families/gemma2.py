@@ -8,19 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from alignment.errors import raise_all
-from alignment.models.families.decoders import (
-    INV_FREQ,
-    PROJECTIONS,
-    SANDWICH_NORMS,
-    activation_problems,
-    grouped_attention,
-    llama_like,
-    windows,
-)
-from alignment.models.families.family import Family, Key, decoder_tasks, read_keys
+from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like, windows
+from alignment.models.families.family import Family, Key, Name, decoder_tasks, read_keys
 from alignment.models.families.gemma import HARMLESS as GEMMA_HARMLESS
 from alignment.models.families.gemma import KEYS as GEMMA_KEYS
 from alignment.models.families.gemma import TANH_GELU
+from alignment.models.families.llama import INV_FREQ, PROJECTIONS
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.spec import (
     AttentionSpec,
@@ -49,6 +42,13 @@ KEYS = {
 FIXED = {"hidden_act": (TANH_GELU,), "use_bidirectional_attention": (None, False)}
 HARMLESS = (*GEMMA_HARMLESS, "sliding_window_size")  # an older name beside `sliding_window`, never read
 
+# Norms before and after attention and feed-forward.
+SANDWICH_NORMS: tuple[Name, ...] = (
+    ("model.layers.{}.input_layernorm.weight",             "trunk.blocks.{}.attention_norm.weight"),
+    ("model.layers.{}.post_attention_layernorm.weight",    "trunk.blocks.{}.attention_output_norm.weight"),
+    ("model.layers.{}.pre_feedforward_layernorm.weight",   "trunk.blocks.{}.feedforward_norm.weight"),
+    ("model.layers.{}.post_feedforward_layernorm.weight",  "trunk.blocks.{}.feedforward_output_norm.weight"),
+)  # fmt: skip
 NAMES = (*PROJECTIONS, *SANDWICH_NORMS)
 
 

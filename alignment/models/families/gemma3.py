@@ -10,20 +10,12 @@ from dataclasses import replace
 from typing import Any
 
 from alignment.errors import raise_all
-from alignment.models.families.decoders import (
-    INV_FREQ,
-    LAYER_TYPES,
-    PROJECTIONS,
-    QUERY_KEY_NORMS,
-    SANDWICH_NORMS,
-    activation_problems,
-    grouped_attention,
-    windows,
-)
+from alignment.models.families.decoders import LAYER_TYPES, activation_problems, grouped_attention, windows
 from alignment.models.families.family import Family, Key, decoder_tasks, read_keys
-from alignment.models.families.gemma2 import FIXED, sandwich_decoder
+from alignment.models.families.gemma2 import FIXED, SANDWICH_NORMS, sandwich_decoder
 from alignment.models.families.gemma2 import HARMLESS as GEMMA2_HARMLESS
 from alignment.models.families.gemma2 import KEYS as GEMMA2_KEYS
+from alignment.models.families.llama import INV_FREQ, PROJECTIONS
 from alignment.models.families.rope import ORIGINAL, ROPE_KEYS
 from alignment.models.spec import TransformerSpec, UnitOffsetRMSNormSpec
 
@@ -43,7 +35,12 @@ HARMLESS = (
 THETA = 1e6
 ROPES = tuple(key for key in ROPE_KEYS if key != ORIGINAL)  # of several mappings, none would own it
 
-NAMES = (*PROJECTIONS, *SANDWICH_NORMS, *QUERY_KEY_NORMS)
+NAMES = (
+    *PROJECTIONS,
+    *SANDWICH_NORMS,
+    ("model.layers.{}.self_attn.q_norm.weight",  "trunk.blocks.{}.attention.query_norm.weight"),
+    ("model.layers.{}.self_attn.k_norm.weight",  "trunk.blocks.{}.attention.key_norm.weight"),
+)  # fmt: skip
 
 
 def spec_from_config(config: dict[str, Any]) -> TransformerSpec:

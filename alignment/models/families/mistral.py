@@ -7,16 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from alignment.errors import raise_all
-from alignment.models.families.decoders import (
-    GROUPED_KEYS,
-    INPUT_NORMS,
-    INV_FREQ,
-    PROJECTIONS,
-    activation_problems,
-    grouped_attention,
-    llama_like,
-)
+from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like
 from alignment.models.families.family import Family, Key, decoder_tasks, read_keys
+from alignment.models.families.llama import GROUPED_KEYS, INV_FREQ
+from alignment.models.families.llama import NAMES as LLAMA_NAMES
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.spec import BlockSpec, GatedFeedForwardSpec, RMSNormSpec, TransformerSpec
 
@@ -28,8 +22,6 @@ KEYS = {
     "sliding_window": Key(int, 4096, 1, nullable=True),
 }
 FIXED = {"attention_bias": (False,), "mlp_bias": (False,)}  # there are no such layers to have one
-
-NAMES = (*PROJECTIONS, *INPUT_NORMS)
 
 
 def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
@@ -54,7 +46,7 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
 MISTRAL = Family(
     name="mistral",
     spec_from_config=spec_from_config,
-    names=NAMES,
+    names=LLAMA_NAMES,
     trunk_prefix="model.",
     tasks=decoder_tasks("Mistral", ("sequence", "tokens", "span")),
     ignored_tensors=(INV_FREQ,),

@@ -6,17 +6,9 @@ Source: OLMo team 2025, arXiv:2501.00656; transformers, `models/olmo2`.
 from typing import Any
 
 from alignment.errors import raise_all
-from alignment.models.families.decoders import (
-    GROUPED_KEYS,
-    INV_FREQ,
-    PROJECTIONS,
-    QUERY_KEY_NORMS,
-    SANDWICH_NORMS,
-    activation_problems,
-    grouped_attention,
-    llama_like,
-)
+from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like
 from alignment.models.families.family import Family, Key, decoder_tasks, read_keys
+from alignment.models.families.llama import GROUPED_KEYS, INV_FREQ, PROJECTIONS
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.spec import BlockSpec, GatedFeedForwardSpec, TransformerSpec, WideRMSNormSpec
 
@@ -27,7 +19,14 @@ KEYS = {
     "attention_bias": Key(bool, False),
 }
 
-NAMES = (*PROJECTIONS, *QUERY_KEY_NORMS, *(pair for pair in SANDWICH_NORMS if "post_" in pair[0]))
+NAMES = (
+    *PROJECTIONS,
+    # Hugging Face name                                    ours
+    ("model.layers.{}.self_attn.q_norm.weight",            "trunk.blocks.{}.attention.query_norm.weight"),
+    ("model.layers.{}.self_attn.k_norm.weight",            "trunk.blocks.{}.attention.key_norm.weight"),
+    ("model.layers.{}.post_attention_layernorm.weight",    "trunk.blocks.{}.attention_output_norm.weight"),
+    ("model.layers.{}.post_feedforward_layernorm.weight",  "trunk.blocks.{}.feedforward_output_norm.weight"),
+)  # fmt: skip
 
 
 def spec_from_config(config: dict[str, Any]) -> TransformerSpec:

@@ -7,17 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from alignment.errors import raise_all
-from alignment.models.families.decoders import (
-    GROUPED_KEYS,
-    INPUT_NORMS,
-    INV_FREQ,
-    PROJECTIONS,
-    activation_problems,
-    grouped_attention,
-    llama_like,
-    windows,
-)
+from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like, windows
 from alignment.models.families.family import Family, Key, decoder_tasks, read_keys
+from alignment.models.families.llama import GROUPED_KEYS, INV_FREQ
+from alignment.models.families.llama import NAMES as LLAMA_NAMES
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.spec import AttentionSpec, BlockSpec, GatedFeedForwardSpec, RMSNormSpec, TransformerSpec
 
@@ -33,8 +26,6 @@ KEYS = {
     "layer_types": Key(list, None),
 }
 FIXED = {"use_mrope": (False,)}  # the vision models' places in three directions
-
-NAMES = (*PROJECTIONS, *INPUT_NORMS)
 
 
 def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
@@ -68,7 +59,7 @@ def windowed_decoder(value: dict[str, Any], attention: AttentionSpec, problems: 
 QWEN2 = Family(
     name="qwen2",
     spec_from_config=spec_from_config,
-    names=NAMES,
+    names=LLAMA_NAMES,
     trunk_prefix="model.",
     tasks=decoder_tasks("Qwen2", ("sequence", "tokens", "span"), span_prefix="transformer."),
     ignored_tensors=(INV_FREQ,),

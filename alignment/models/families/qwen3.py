@@ -5,8 +5,10 @@ Source: Qwen team 2025, arXiv:2505.09388, section 2; transformers, `models/qwen3
 
 from typing import Any
 
-from alignment.models.families.decoders import INPUT_NORMS, INV_FREQ, PROJECTIONS, QUERY_KEY_NORMS, grouped_attention
+from alignment.models.families.decoders import grouped_attention
 from alignment.models.families.family import Family, Key, decoder_tasks, read_keys
+from alignment.models.families.llama import INV_FREQ
+from alignment.models.families.llama import NAMES as LLAMA_NAMES
 from alignment.models.families.qwen2 import KEYS as QWEN2_KEYS
 from alignment.models.families.qwen2 import windowed_decoder
 from alignment.models.families.rope import ROPE_KEYS
@@ -14,7 +16,11 @@ from alignment.models.spec import RMSNormSpec, TransformerSpec
 
 KEYS = {**QWEN2_KEYS, "head_dim": Key(int, 128, 2), "attention_bias": Key(bool, False)}
 
-NAMES = (*PROJECTIONS, *INPUT_NORMS, *QUERY_KEY_NORMS)
+NAMES = (
+    *LLAMA_NAMES,
+    ("model.layers.{}.self_attn.q_norm.weight",  "trunk.blocks.{}.attention.query_norm.weight"),
+    ("model.layers.{}.self_attn.k_norm.weight",  "trunk.blocks.{}.attention.key_norm.weight"),
+)  # fmt: skip
 
 
 def spec_from_config(config: dict[str, Any]) -> TransformerSpec:

@@ -7,17 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 from alignment.errors import raise_all
-from alignment.models.families.decoders import (
-    GROUPED_KEYS,
-    INPUT_NORMS,
-    INV_FREQ,
-    PROJECTIONS,
-    activation_problems,
-    grouped_attention,
-    llama_like,
-    windows,
-)
+from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like, windows
 from alignment.models.families.family import Family, Key, decoder_tasks, read_keys
+from alignment.models.families.llama import GROUPED_KEYS, INV_FREQ
+from alignment.models.families.llama import NAMES as LLAMA_NAMES
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.spec import BlockSpec, GatedFeedForwardSpec, RMSNormSpec, TransformerSpec
 
@@ -40,8 +33,6 @@ KEYS = {
 }
 HARMLESS = ("max_window_layers", "pretraining_tp")  # in the published file; nothing reads them
 THETA = 2e6
-
-NAMES = (*PROJECTIONS, *INPUT_NORMS)
 
 
 def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
@@ -83,7 +74,7 @@ def _turned(value: dict[str, Any]) -> tuple[list[bool], list[str]]:
 SMOLLM3 = Family(
     name="smollm3",
     spec_from_config=spec_from_config,
-    names=NAMES,
+    names=LLAMA_NAMES,
     trunk_prefix="model.",
     tasks=decoder_tasks("SmolLM3", ("sequence", "tokens", "span"), span_prefix="transformer."),
     ignored_tensors=(INV_FREQ,),
