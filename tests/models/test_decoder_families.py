@@ -121,7 +121,7 @@ def test_heads_are_drawn_saved_and_read_again(name, task, tmp_path):
     save_model(model, tmp_path)
     again = load_pretrained(tmp_path, task)
     batch = Ragged.build(documents())
-    kind = "values" if task == "scalar" else "scores"
+    kind = "values" if task == "scalar" else "logits"
     assert torch.equal(getattr(model(batch=batch), kind), getattr(again(batch=batch), kind))
 
 
