@@ -1,8 +1,8 @@
-"""How good a model is: win rates, judges, language-model loss. The report, which draws, is in report.py."""
+"""Evaluation of models: win rates, judges, language-model loss. The HTML report is in report/."""
 
 from alignment.evaluation.judges import (
     Judge,
-    Judgement,
+    Judgment,
     compare,
     file_judge,
     longer_judge,
@@ -14,7 +14,7 @@ from alignment.evaluation.winrate import WinRate, agreement, merge_orders, win_r
 
 __all__ = [
     "Judge",
-    "Judgement",
+    "Judgment",
     "LanguageLoss",
     "WinRate",
     "agreement",

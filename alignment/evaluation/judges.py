@@ -1,4 +1,4 @@
-"""Who compares two responses, and how the question is put: judges from scores, lengths and files, both orders each.
+"""Judges of two responses, by scores, lengths or a file of verdicts; each pair is judged in both orders.
 
 Rates and intervals are in winrate.py. No judge here calls a service.
 """
@@ -26,15 +26,15 @@ ScoreFunction = Callable[[Sequence["Prompt"], Sequence[str]], Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """What a judge said of two sides.
+class Judgment:
+    """Verdicts of a judge on two sides.
 
     Attributes:
         win_rate: of ours, over the items that were judged.
-        verdicts: for ours, one per prompt in order, both showings merged; None where the judge failed.
-        inconsistent: items whose two showings disagreed; they count as ties.
+        verdicts: for ours, one per prompt in order, both orders merged; None where the judge failed.
+        inconsistent: items whose two orders disagreed; they count as ties.
         failures: items without a verdict, in no rate.
-        position_bias: mean verdict for the response shown first, over all showings; far from 0.5: position bias.
+        position_bias: mean verdict for the response shown first, over both orders of all items; 0.5 is no bias.
     """
 
     win_rate: WinRate
@@ -51,42 +51,42 @@ def compare(
     judge: Judge,
     *,
     max_failed_share: float = 0.1,
-) -> Judgement:
-    """Ask a judge about each pair of responses twice, each side shown first once.
+) -> Judgment:
+    """Judge each pair of responses in both orders.
 
     Args:
-        prompts: what was answered.
-        ours, baseline: a response to each prompt, from either side.
-        judge: asked once with all showings.
-        max_failed_share: of the items; above it the rest is no fair sample and nothing is reported.
+        prompts: the prompts of the responses.
+        ours, baseline: one response to each prompt from each side.
+        judge: called once with all pairs in both orders.
+        max_failed_share: largest share of failed items; above it the others are no fair sample.
 
     Raises:
         UserError: the judge failed on more than `max_failed_share` of the items, or on all.
     """
     if not len(prompts) == len(ours) == len(baseline):
         raise ValueError(f"{len(prompts)} prompts, {len(ours)} responses of ours, {len(baseline)} of the baseline")
-    shown = list(judge([*prompts, *prompts], [*ours, *baseline], [*baseline, *ours]))
-    if len(shown) != 2 * len(prompts):
-        raise ValueError(f"the judge gave {len(shown)} verdicts on {2 * len(prompts)} showings")
-    merged = merge_orders(shown[: len(prompts)], shown[len(prompts) :])
+    verdicts = list(judge([*prompts, *prompts], [*ours, *baseline], [*baseline, *ours]))
+    if len(verdicts) != 2 * len(prompts):
+        raise ValueError(f"the judge gave {len(verdicts)} verdicts on {2 * len(prompts)} pairs")
+    merged = merge_orders(verdicts[: len(prompts)], verdicts[len(prompts) :])
     judged = [verdict for verdict in merged.verdicts if verdict is not None]
     if not judged or merged.failures > max_failed_share * len(prompts):
         raise UserError(
             f"the judge failed on {merged.failures} of {len(prompts)} items; at most {max_failed_share:.0%} may fail, "
-            "since failures are seldom a fair sample. Look at what it could not judge, or raise max_failed_share"
+            "since failures are seldom a fair sample. Check the items that it could not judge, or raise max_failed_share"
         )
-    answered = [verdict for verdict in shown if verdict is not None]
-    position_bias = sum(answered) / len(answered)
-    return Judgement(win_rate(judged), merged.verdicts, merged.inconsistent, merged.failures, position_bias)
+    given = [verdict for verdict in verdicts if verdict is not None]
+    position_bias = sum(given) / len(given)
+    return Judgment(win_rate(judged), merged.verdicts, merged.inconsistent, merged.failures, position_bias)
 
 
 def score_judge(score: ScoreFunction, tie_margin: float = 0.0) -> Judge:
     """A judge that prefers the higher score, such as the gold reward or a reward model.
 
-    Each distinct response is scored once, so that equal texts tie whatever noise the scorer has.
+    Each distinct response is scored once, so that equal texts tie even if the scorer is noisy.
 
     Args:
-        score: asked once with all distinct (prompt, response) pairs.
+        score: called once with all distinct (prompt, response) pairs.
         tie_margin: largest difference of scores that is still a tie, >= 0.
     """
     if tie_margin < 0:
@@ -123,27 +123,27 @@ longer_judge: Judge = score_judge(lambda _, responses: [len(response) for respon
 def write_annotation_form(
     path: Path, prompts: Sequence["Prompt"], ours: Sequence[str], baseline: Sequence[str]
 ) -> None:
-    """Write every showing that `compare` asks about, verdict null, for people or another program to fill in.
+    """Write every pair that `compare` judges, in both orders, for people or another program to fill in the verdicts.
 
-    One JSON object per line: `id`, `prompt`, `first`, `second`, `verdict`. Nothing in a row tells which side is ours.
+    One JSON object per line: `id`, `prompt`, `first`, `second`, `verdict` (null). No row reveals which side is ours.
     """
     rows = [
         {"id": prompt.row_id, "prompt": prompt.prompt, "first": first, "second": second, "verdict": None}
         for one, other in ((ours, baseline), (baseline, ours))
         for prompt, first, second in zip(prompts, one, other, strict=True)
     ]
-    lines = dict.fromkeys(json.dumps(row, ensure_ascii=False) for row in rows)  # the same showing only once
+    lines = dict.fromkeys(json.dumps(row, ensure_ascii=False) for row in rows)  # each pair and order only once
     write_text(path, "".join(f"{line}\n" for line in lines))
 
 
 def file_judge(path: Path) -> Judge:
-    """A judge that looks verdicts up in a file of rows as `write_annotation_form` makes them (.jsonl or .jsonl.gz).
+    """A judge that takes its verdicts from a file of rows as `write_annotation_form` writes them (.jsonl or .jsonl.gz).
 
-    `verdict` is 1, 0.5 or 0 for the response shown first; null, or a showing that is not in the file, is a failure. The
-    texts are part of the look-up, so that verdicts on older responses are not taken for verdicts on these.
+    `verdict` is 1, 0.5 or 0 for the response shown first; null, or a pair that is not in the file, is a failure. The
+    texts are part of the key, so that verdicts on older responses do not count for these.
 
     Raises:
-        UserError: rows that are not of this form, or two different verdicts on one showing, with file:line.
+        UserError: rows that are not of this form, or two different verdicts on one pair, with file:line.
     """
     verdicts: dict[tuple[str, str, str], tuple[int, Verdict]] = {}
     problems: list[str] = []
@@ -172,7 +172,7 @@ def file_judge(path: Path) -> Judge:
 
 
 def _lines(path: Path) -> list[str]:
-    """Lines of a text file, packed or not."""
+    """Lines of a text file, compressed or not."""
     try:
         data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         return data.decode("utf-8").split("\n")

@@ -1,4 +1,4 @@
-"""How well a language model predicts held-out text: loss, perplexity, bits per byte. Downstream tasks are not here."""
+"""Loss, perplexity and bits per byte of a language model on held-out text."""
 
 import math
 from collections.abc import Iterable
@@ -38,10 +38,10 @@ class LanguageLoss:
 
 @torch.no_grad()
 def language_loss(model: Any, batches: Iterable[Ragged], *, text_bytes: int | None = None) -> LanguageLoss:
-    """Loss of a language model over ragged batches, every target token counting the same.
+    """Loss of a language model over ragged batches, averaged over target tokens.
 
     Args:
-        model: called as `model(batch=ragged)`; its `.log_probs` [M] are those of the targets, nats. It is put into
+        model: called as `model(batch=ragged)`; its `.log_probs` [M] are those of the targets, nats. It is in
             evaluation mode meanwhile.
         batches: moved to the model's device one by one.
         text_bytes: UTF-8 bytes of the text behind all targets.

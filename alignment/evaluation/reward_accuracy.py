@@ -1,4 +1,4 @@
-"""The evaluation behind `alignment evaluate reward`: how often a reward model prefers the chosen response."""
+"""Accuracy of a reward model: how often it prefers the chosen response (`alignment evaluate reward`)."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +25,7 @@ class RewardEvalConfig:
 
 
 def run(config: RewardEvalConfig) -> Path:
-    """Accuracy of a reward model with its 95 % interval, beside that of always preferring the longer response.
+    """Accuracy of a reward model with its 95 % interval, and that of always preferring the longer response.
 
     Ties count half. Writes `results.json`.
 
@@ -34,7 +34,7 @@ def run(config: RewardEvalConfig) -> Path:
     """
     if architecture_of(config.reward_model) == "encoder":
         raise UserError(
-            f"{config.reward_model}: an encoder frames prompt and response in its own way, and `alignment evaluate "
+            f"{config.reward_model}: an encoder reads prompt and response as a pair of texts, and `alignment evaluate "
             "reward` scores decoders; alignment.load_reward_model gives its scores of (prompt, response) pairs"
         )
     rows = read_records(config.data, "comparisons")

@@ -1,4 +1,4 @@
-"""Win rates from verdicts: ties, failures, a 95 % interval. Who judges is in judges.py; ratings are not here."""
+"""Win rates from verdicts: ties, failures, a 95 % interval. Judges are in judges.py."""
 
 import math
 from collections.abc import Sequence
@@ -86,18 +86,18 @@ def paired_interval(wins: int, losses: int, n: int) -> tuple[float, float]:
     Source: Tango 1998, Statistics in Medicine 17, 891-908, on d = 2 * rate - 1 (his b is wins, c is losses).
     """
     difference = (wins - losses) / n
-    low = -1.0 if difference == -1 else _root(wins, losses, n, Z_95, -1 + 1e-12, difference)
-    high = 1.0 if difference == 1 else _root(wins, losses, n, -Z_95, difference, 1 - 1e-12)
+    low = -1.0 if difference == -1 else _root(wins, losses, n, Z_95, low=-1 + 1e-12, high=difference)
+    high = 1.0 if difference == 1 else _root(wins, losses, n, -Z_95, low=difference, high=1 - 1e-12)
     return (low + 1) / 2, (high + 1) / 2
 
 
-def _root(wins: int, losses: int, n: int, z: float, low: float, high: float) -> float:
+def _root(wins: int, losses: int, n: int, z: float, *, low: float, high: float) -> float:
     """The true difference between `low` and `high` at which the score is z."""
     return float(brentq(lambda difference: _score(wins, losses, n, difference) - z, low, high))  # pyright: ignore[reportArgumentType]
 
 
 def _score(wins: int, losses: int, n: int, difference: float) -> float:
-    """Standardised distance of the observed wins - losses from a true difference of shares in (-1, 1)."""
+    """Standardized distance of the observed wins - losses from a true difference of shares in (-1, 1)."""
     b = (2 * n - wins + losses) * difference - wins - losses
     c = -losses * difference * (1 - difference)
     share_lost = (math.sqrt(max(b * b - 8 * n * c, 0.0)) - b) / (
@@ -111,7 +111,7 @@ def _score(wins: int, losses: int, n: int, difference: float) -> float:
 
 
 def merge_orders(first: Sequence[Verdict], second: Sequence[Verdict]) -> Merged:
-    """One verdict per item from two showings, so that a taste for one seat cannot win.
+    """One verdict per item from both orders, so that a judge's position bias wins nothing.
 
     Both orders must agree on a winner; everything else is a tie.
 

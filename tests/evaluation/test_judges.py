@@ -76,7 +76,7 @@ def filled_in(path, judge):
     return [{**row, "verdict": judge(row["first"], row["second"])} for row in rows]
 
 
-def test_verdicts_go_out_as_questions_and_come_back_from_a_file(tmp_path):
+def test_verdicts_go_out_as_a_form_and_come_back_from_a_file(tmp_path):
     path = tmp_path / "questions.jsonl"
     write_annotation_form(path, PROMPTS, OURS, BASELINE)
     rows = filled_in(path, lambda a, b: (len(a) > len(b)) + (len(a) == len(b)) / 2)

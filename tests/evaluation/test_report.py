@@ -11,17 +11,17 @@ from alignment.errors import UserError
 from alignment.evaluation import win_rate
 from alignment.evaluation.report.charts import POINTS_SHOWN, Bar, Curve, bar_chart, curve_chart, path_chart
 from alignment.evaluation.report.page import (
-    Answer,
     KLPoint,
     ReportData,
     Sample,
+    SampleResponse,
     StageRecord,
     WinRateRow,
     format_cell,
     format_duration,
     write_report,
 )
-from alignment.evaluation.report.run_report import read_lines, read_record, write_run_report
+from alignment.evaluation.report.run_report import read_log, read_stage_record, write_run_report
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 ATTACK = '<script>alert("x")</script><img src=x onerror=alert(1)>'
@@ -71,8 +71,8 @@ def full_data(name: str = "PPO") -> ReportData:
         overoptimization={name: [KLPoint(0.1, 0.5, 2.0), KLPoint(3.0, 1.5, 2.5), KLPoint(math.nan, 2.0, None)]},
         stages={"ppo": rows, "empty": []},
         samples=[
-            Sample(f"Where is breakfast? {ATTACK}", {name: Answer(f"In the hall. {ATTACK}", 3.25)}),
-            Sample([{"role": "user", "content": "Hello"}], {name: Answer("Hello!")}),
+            Sample(f"Where is breakfast? {ATTACK}", {name: SampleResponse(f"In the hall. {ATTACK}", 3.25)}),
+            Sample([{"role": "user", "content": "Hello"}], {name: SampleResponse("Hello!")}),
         ],
         lineage=[
             StageRecord("sft", "cd" * 32, (), 25.0, {}),
@@ -220,12 +220,12 @@ def test_a_run_reports_on_itself(run_folder):
 
 def test_a_line_cut_short_by_a_crash_is_left_out_but_a_broken_one_is_named(run_folder):
     path = run_folder / "metrics.jsonl"
-    assert [row["step"] for row in read_lines(path)] == [1, 2]
+    assert [row["step"] for row in read_log(path)] == [1, 2]
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
-        read_lines(path)
+        read_log(path)
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"lineage\.json"):
-        read_record(tmp_path)
+        read_stage_record(tmp_path)

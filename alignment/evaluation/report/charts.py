@@ -1,4 +1,4 @@
-"""Charts as inline SVG in the page's own colors, light or dark. What to draw, and in which words, is in report.py."""
+"""Charts as inline SVG in the page's own colors, light or dark. page.py chooses what to draw."""
 
 import io
 import math
@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-# Placeholder colors: matplotlib draws with them, and the page's style sheet says what they are.
+# Placeholder colors for matplotlib; the SVG refers to the page's style sheet instead.
 INK, MUTED, GRID = "#a00000", "#a00001", "#a00002"
 SERIES = tuple(f"#a000{number:02x}" for number in range(0x10, 0x18))
 VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid"} | {color: f"series-{i}" for i, color in enumerate(SERIES)}
@@ -54,7 +54,7 @@ STYLE: Any = {
 
 @dataclass(frozen=True)
 class Curve:
-    """One line: a label, places and heights, and the number of its color."""
+    """One line: label, coordinates, and the number of its color."""
 
     label: str
     x: Sequence[float]
@@ -64,7 +64,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar: a label, its value, an interval around it if there is one, and the number of its color."""
+    """One bar: label, value, the interval around it if there is one, and the number of its color."""
 
     label: str
     value: float
@@ -115,15 +115,15 @@ def bar_chart(
     """Horizontal bars from 0, with whiskers where there are intervals, and a line to compare with."""
     with mpl.rc_context(STYLE):
         figure, axes = _figure(44 + 27 * len(bars))
-        places = np.arange(len(bars))[::-1]
-        for place, bar in zip(places, bars, strict=True):
-            axes.barh(place, bar.value, height=0.62, color=SERIES[bar.color % len(SERIES)], linewidth=0)
+        heights = np.arange(len(bars))[::-1]
+        for y, bar in zip(heights, bars, strict=True):
+            axes.barh(y, bar.value, height=0.62, color=SERIES[bar.color % len(SERIES)], linewidth=0)
             low, high = bar.interval or (bar.value, bar.value)
             if bar.interval:
-                axes.plot([low, high], [place, place], color=INK, linewidth=1.6, solid_capstyle="butt")
-                axes.plot([low, high], [place, place], color=INK, linestyle="", marker="|", markersize=7)
-            _write_value(axes, bar, place, min(low, bar.value), max(high, bar.value), percent)
-        axes.set_yticks(places, [_shorten(bar.label) for bar in bars], color=INK, fontsize=10)
+                axes.plot([low, high], [y, y], color=INK, linewidth=1.6, solid_capstyle="butt")
+                axes.plot([low, high], [y, y], color=INK, linestyle="", marker="|", markersize=7)
+            _write_value(axes, bar, y, span=(min(low, bar.value), max(high, bar.value)), percent=percent)
+        axes.set_yticks(heights, [_shorten(bar.label) for bar in bars], color=INK, fontsize=10)
         axes.set_xlim(*limits)
         axes.set_ylim(-0.55, len(bars) - 0.45)
         axes.grid(False, axis="y")
@@ -140,13 +140,13 @@ def bar_chart(
         return _inline(figure, label)
 
 
-def _write_value(axes: Axes, bar: Bar, place: float, low: float, high: float, percent: bool) -> None:
-    """The number itself, just outside the bar and its whisker."""
+def _write_value(axes: Axes, bar: Bar, y: float, *, span: tuple[float, float], percent: bool) -> None:
+    """Write a bar's value just outside the span of the bar and its whisker."""
     text = f"{bar.value:.1%}".replace("%", " %") if percent else f"{bar.value:.2f}".replace("-", "\N{MINUS SIGN}")
     rightwards = bar.value >= 0
     axes.annotate(
         text,
-        (high if rightwards else low, place),
+        (span[1] if rightwards else span[0], y),
         xytext=(6 if rightwards else -6, 0),
         textcoords="offset points",
         ha="left" if rightwards else "right",
@@ -186,7 +186,7 @@ def _moving_average(values: np.ndarray, width: int) -> np.ndarray:
 
 
 def _thin(values: np.ndarray) -> np.ndarray:
-    """At most POINTS_SHOWN values: means of equal stretches, the last value kept as it is."""
+    """At most POINTS_SHOWN values: means over equal segments; the last value is kept."""
     if len(values) <= POINTS_SHOWN:
         return values
     edges = np.linspace(0, len(values) - 1, POINTS_SHOWN, dtype=int)
@@ -206,14 +206,14 @@ def _shorten(label: str, limit: int = 26) -> str:
 
 
 def padded_limits(values: Sequence[float], share: float = 0.3) -> tuple[float, float]:
-    """Limits around 0 and all values, with room at the ends for numbers."""
+    """Limits around 0 and all values, with space at the ends for numbers."""
     low, high = min([0.0, *values]), max([0.0, *values])
     room = share * (high - low or 1.0)
     return low - room if low < 0 else low, high + room if high > 0 else high
 
 
-def is_drawable(value: object) -> bool:
-    """True for a number that has a place on an axis."""
+def is_finite_number(value: object) -> bool:
+    """Whether a value is a finite number, which an axis can show."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

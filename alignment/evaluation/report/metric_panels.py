@@ -1,4 +1,4 @@
-"""Which metrics a report shows together, in what order and in which words. How they are drawn is in charts.py."""
+"""The panels of a report: which metrics share a chart, their order, titles and notes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""report.html: one file that shows a run or a pipeline, with nothing to fetch. The drawing is in charts.py."""
+"""report.html: a run or a recipe in one file that loads nothing else. Charts are drawn in charts.py."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from alignment.evaluation.report.charts import (
     Curve,
     bar_chart,
     curve_chart,
-    is_drawable,
+    is_finite_number,
     padded_limits,
     path_chart,
 )
@@ -23,7 +23,7 @@ from alignment.files import write_text
 
 TEMPLATES = Path(__file__).parent / "templates"
 HELD_OUT = "held_out_"
-COLOURS = 8  # as many as the style sheet names
+SERIES_COLORS = 8  # in the style sheet
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class WinRateRow:
 
 @dataclass(frozen=True)
 class KLPoint:
-    """A moment of training: KL to the reference (nats per response), the optimized score and the true one."""
+    """One step of training: KL to the reference (nats per response), the optimized score and the true one."""
 
     kl: float
     proxy: float | None = None
@@ -48,7 +48,7 @@ class KLPoint:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SampleResponse:
     """A policy's response and its gold score."""
 
     text: str
@@ -57,15 +57,15 @@ class Answer:
 
 @dataclass(frozen=True)
 class Sample:
-    """A prompt (text or chat messages) and each policy's answer."""
+    """A prompt (text or chat messages) and each policy's response."""
 
     prompt: str | Sequence[Mapping[str, str]]
-    answers: Mapping[str, Answer]
+    responses: Mapping[str, SampleResponse]
 
 
 @dataclass(frozen=True)
 class StageRecord:
-    """Where a stage's result comes from and what it took."""
+    """Lineage of a stage's result, its settings, and how long it took."""
 
     name: str
     hash: str
@@ -76,7 +76,7 @@ class StageRecord:
 
 @dataclass(frozen=True)
 class ReportData:
-    """All that a report can show; a part that is empty is left out.
+    """Content of a report; empty parts are left out.
 
     Attributes:
         title, summary: a headline and a paragraph.
@@ -85,9 +85,9 @@ class ReportData:
         gold_parts: policy -> part of the gold score -> mean.
         overoptimization: policy -> its points in order of training.
         stages: stage -> lines of its metrics.jsonl.
-        samples: a few prompts with each policy's answer.
+        samples: a few prompts with each policy's response.
         lineage: the stages in order.
-        notes: closing remarks, a paragraph each.
+        notes: paragraphs at the end.
     """
 
     title: str
@@ -104,7 +104,7 @@ class ReportData:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart with its words."""
+    """A chart with its title and note."""
 
     title: str
     note: str
@@ -112,7 +112,7 @@ class Chart:
 
 
 def write_report(path: Path, data: ReportData) -> Path:
-    """Write a self-contained HTML page and return its path. All text is escaped, and nothing in the page can run."""
+    """Write a self-contained HTML page and return its path. All text is escaped, and the page runs no script."""
     environment = Environment(
         loader=FileSystemLoader(TEMPLATES),
         autoescape=True,
@@ -122,7 +122,7 @@ def write_report(path: Path, data: ReportData) -> Path:
     )
     environment.filters |= {"cell": format_cell, "duration": format_duration}
     colors = policy_colors(data)
-    stages = {name: open_and_folded(name, rows) for name, rows in data.stages.items()}
+    stages = {name: visible_and_folded_charts(name, rows) for name, rows in data.stages.items()}
     html = environment.get_template("report.html.jinja").render(
         data=data,
         columns=list(dict.fromkeys(key for row in data.summary_table for key in row)),
@@ -131,7 +131,7 @@ def write_report(path: Path, data: ReportData) -> Path:
         gold_charts=gold_charts(data.gold_parts, colors),
         overoptimization_charts=overoptimization_charts(data.overoptimization, colors),
         stages={name: charts for name, charts in stages.items() if any(charts)},
-        settings={record.name: dict(flatten(record.settings)) for record in data.lineage},
+        settings={record.name: dict(flatten_settings(record.settings)) for record in data.lineage},
         longest_seconds=max((record.seconds or 0 for record in data.lineage), default=0),
     )
     write_text(path, html)
@@ -145,10 +145,10 @@ def policy_colors(data: ReportData) -> dict[str, int]:
             *data.gold_parts,
             *(row.policy for row in data.win_rates),
             *data.overoptimization,
-            *(name for sample in data.samples for name in sample.answers),
+            *(name for sample in data.samples for name in sample.responses),
         ]
     )
-    return {name: number % COLOURS for number, name in enumerate(names)}
+    return {name: number % SERIES_COLORS for number, name in enumerate(names)}
 
 
 def win_rate_charts(rows: Sequence[WinRateRow], colors: Mapping[str, int]) -> list[Chart]:
@@ -169,25 +169,29 @@ def win_rate_charts(rows: Sequence[WinRateRow], colors: Mapping[str, int]) -> li
 
 def gold_charts(parts: Mapping[str, Mapping[str, float]], colors: Mapping[str, int]) -> list[Chart]:
     """One chart for each part of the gold score, all on the same scale."""
-    values = [value for scores in parts.values() for value in scores.values() if is_drawable(value)]
+    values = [value for scores in parts.values() for value in scores.values() if is_finite_number(value)]
     limits = padded_limits(values)
     charts = []
     for part in dict.fromkeys(part for scores in parts.values() for part in scores):
-        bars = [Bar(name, s[part], None, colors[name]) for name, s in parts.items() if is_drawable(s.get(part))]
+        bars = [Bar(name, s[part], None, colors[name]) for name, s in parts.items() if is_finite_number(s.get(part))]
         charts.append(Chart(part.capitalize(), "", bar_chart(f"Gold score, part {part}", bars, limits=limits)))
     return charts
 
 
 def overoptimization_charts(paths: Mapping[str, Sequence[KLPoint]], colors: Mapping[str, int]) -> list[Chart]:
-    """Two charts over the same KL: the score that was optimized, and the one that was meant."""
+    """Two charts over the same KL: the score that was optimized, and the true one."""
     charts = []
     for name, title, note in (
         ("proxy", "Proxy reward", "what was optimized: the reward model's score"),
-        ("gold", "Gold score", "what was meant: where this falls while the proxy rises, the policy games its reward"),
+        (
+            "gold",
+            "Gold score",
+            "the true score: where it falls while the proxy rises, the policy exploits its reward model",
+        ),
     ):
         curves = []
         for policy, points in paths.items():
-            known = [p for p in points if is_drawable(p.kl) and is_drawable(getattr(p, name))]
+            known = [p for p in points if is_finite_number(p.kl) and is_finite_number(getattr(p, name))]
             if known:
                 heights = [getattr(point, name) for point in known]
                 curves.append(Curve(policy, [point.kl for point in known], heights, colors[policy]))
@@ -197,24 +201,24 @@ def overoptimization_charts(paths: Mapping[str, Sequence[KLPoint]], colors: Mapp
     return charts
 
 
-def open_and_folded(
+def visible_and_folded_charts(
     stage: str, rows: Sequence[Mapping[str, Any]], row_length: int = 3
 ) -> tuple[list[Chart], list[Chart]]:
-    """A stage's charts that stand open, at least a row of them, and those that are folded away."""
-    main = stage_charts(stage, rows, MAIN)
-    further = stage_charts(stage, rows, [*FURTHER, *other_panels(rows)])
+    """A stage's charts that are shown, at least one row of them, and those that are folded."""
+    main = charts_of(stage, rows, MAIN)
+    further = charts_of(stage, rows, [*FURTHER, *other_panels(rows)])
     moved = max(row_length - len(main), 0)
     return main + further[:moved], further[moved:]
 
 
-def stage_charts(stage: str, rows: Sequence[Mapping[str, Any]], panels: Iterable[Panel]) -> list[Chart]:
-    """The panels for which a stage has measurements."""
+def charts_of(stage: str, rows: Sequence[Mapping[str, Any]], panels: Iterable[Panel]) -> list[Chart]:
+    """Charts of those panels for which a stage has measurements."""
     charts = []
     for panel in panels:
         curves = [
             Curve(label, [row["step"] for row in known], [row[key] for row in known], number)
             for number, (key, label) in enumerate(_keys(panel))
-            if (known := [row for row in rows if is_drawable(row.get("step")) and is_drawable(row.get(key))])
+            if (known := [row for row in rows if is_finite_number(row.get("step")) and is_finite_number(row.get(key))])
         ]
         if curves:
             svg = curve_chart(f"{stage}: {panel.title}", curves, "update")
@@ -223,7 +227,7 @@ def stage_charts(stage: str, rows: Sequence[Mapping[str, Any]], panels: Iterable
 
 
 def _keys(panel: Panel) -> list[tuple[str, str]]:
-    """Metric keys of a panel and their labels, each followed by its held-out twin."""
+    """Metric keys of a panel and their labels, each followed by the held-out metric."""
     if len(panel.keys) == 1:
         (key,) = panel.keys
         return [(key, "training"), (HELD_OUT + key, "held out")]
@@ -239,16 +243,16 @@ def other_panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
     return [Panel(key.replace("_", " ").capitalize(), "", {key: key}) for key in keys if key not in shown]
 
 
-def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
     """Nested settings as dotted keys and text."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:
-            yield from flatten(value, f"{prefix}{key}.")
+            yield from flatten_settings(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", str(value)
 
 
-def format_cell(value: Any) -> str:
+def format_cell(value: object) -> str:
     """A table cell: numbers with three significant digits, win rates with their interval, a dash for nothing."""
     if value is None or value == "":
         return "–"
@@ -264,7 +268,7 @@ def format_cell(value: Any) -> str:
 
 
 def format_duration(seconds: float | None) -> str:
-    """Seconds as people say them."""
+    """Seconds as `1.2 s`, `3 min 04 s` or `1 h 05 min`."""
     if seconds is None:
         return "–"
     if seconds < 90:

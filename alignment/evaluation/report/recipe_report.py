@@ -1,4 +1,4 @@
-"""The report of a whole recipe: every stage's curves, the evaluation's results, one table. The page itself is report.py's."""
+"""The report of a recipe: curves of each stage, results of the evaluation, one table."""
 
 import json
 from collections.abc import Mapping
@@ -7,8 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from alignment.errors import UserError
-from alignment.evaluation.report.page import Answer, KLPoint, ReportData, Sample, StageRecord, WinRateRow, write_report
-from alignment.evaluation.report.run_report import read_lines, read_record
+from alignment.evaluation.report.page import (
+    KLPoint,
+    ReportData,
+    Sample,
+    SampleResponse,
+    StageRecord,
+    WinRateRow,
+    write_report,
+)
+from alignment.evaluation.report.run_report import read_log, read_stage_record
 from alignment.evaluation.winrate import WinRate
 
 
@@ -21,7 +29,7 @@ class ReportConfig:
         title: its heading.
         summary: a sentence or two under it.
         stages: name -> directory of each training run, in order.
-        evaluation: directory of `evaluate winrate`'s results; None: the page has curves and lineage alone.
+        evaluation: directory of the results of `evaluate winrate`; None: the page has curves and lineage only.
     """
 
     output: str
@@ -35,9 +43,9 @@ def run(config: ReportConfig) -> Path:
     """Write `output/report.html` and print its table.
 
     Raises:
-        UserError: a stage or the evaluation is not there.
+        UserError: no results of a stage or of the evaluation.
     """
-    metrics = {name: read_lines(Path(folder) / "metrics.jsonl") for name, folder in config.stages.items()}
+    metrics = {name: read_log(Path(folder) / "metrics.jsonl") for name, folder in config.stages.items()}
     results = _read_results(config.evaluation)
     rows = summary_rows(results) if results else []
     data = ReportData(
@@ -48,7 +56,7 @@ def run(config: ReportConfig) -> Path:
         gold_parts={name: model["gold"] for name, model in results.get("models", {}).items() if "gold" in model},
         overoptimization={name: points for name, lines in metrics.items() if (points := kl_points(lines))},
         stages=metrics,
-        samples=samples(results),
+        samples=read_samples(results),
         lineage=[_record(name, folder) for name, folder in config.stages.items()],
     )
     path = write_report(Path(config.output) / "report.html", data)
@@ -82,7 +90,7 @@ COLUMNS = {
 
 
 def win_rate_rows(results: Mapping[str, Any]) -> list[WinRateRow]:
-    """Bars of the win-rate chart."""
+    """Rows of the win-rate chart."""
     return [
         WinRateRow(
             name,
@@ -102,16 +110,19 @@ def kl_points(lines: list[dict[str, Any]]) -> list[KLPoint]:
     return [KLPoint(line["kl"], line.get("score"), line.get("gold_score")) for line in lines if "kl" in line]
 
 
-def samples(results: Mapping[str, Any]) -> list[Sample]:
+def read_samples(results: Mapping[str, Any]) -> list[Sample]:
     """Prompts with every policy's response."""
     return [
-        Sample(row["prompt"], {name: Answer(each["text"], each["score"]) for name, each in row["responses"].items()})
+        Sample(
+            row["prompt"],
+            {name: SampleResponse(each["text"], each["score"]) for name, each in row["responses"].items()},
+        )
         for row in results.get("samples", [])
     ]
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:
-    """The summary on standard output."""
+    """Print the summary on standard output."""
     if not rows:
         return
     from rich.console import Console
@@ -127,8 +138,8 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 
 def _record(name: str, folder: str) -> StageRecord:
-    """Lineage of one stage, under the recipe's name for it."""
-    record = read_record(Path(folder))
+    """Lineage of one stage under its name in the recipe."""
+    record = read_stage_record(Path(folder))
     parents = [str(Path(parent).parent.name) for parent in record.parents]
     seconds = json.loads((Path(folder).parent / "stages.json").read_text()) if _has_times(folder) else {}
     return StageRecord(name, record.hash, parents, seconds.get(Path(folder).name, {}).get("seconds"), record.settings)

@@ -1,4 +1,4 @@
-"""A finished run's directory, read back for its report. What the page looks like is in report.py."""
+"""The report of one run, from the files in its directory."""
 
 import json
 from collections.abc import Mapping
@@ -8,14 +8,14 @@ from typing import Any
 import yaml
 
 from alignment.errors import UserError
-from alignment.evaluation.report.page import Answer, ReportData, Sample, StageRecord, write_report
+from alignment.evaluation.report.page import ReportData, Sample, SampleResponse, StageRecord, write_report
 from alignment.files import hash_of
 
 SAMPLES_SHOWN = 8
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Objects of a JSON-lines file; none where there is no file. A last line cut short by a crash is left out.
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """Rows of a run's JSON-lines log; none where there is no file. A last line cut short by a crash is left out.
 
     Raises:
         UserError: a broken line before the last, with file:line.
@@ -35,14 +35,14 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def read_record(directory: Path, seconds: float | None = None) -> StageRecord:
-    """Lineage and settings of a run, the hash being that of its whole lineage.
+def read_stage_record(directory: Path, seconds: float | None = None) -> StageRecord:
+    """Settings, parents and the hash of the whole lineage of a run.
 
     Args:
-        seconds: how long it took; a run does not know, its pipeline does.
+        seconds: how long it took; only the recipe that ran it knows.
 
     Raises:
-        UserError: no lineage.json there, so that it is no run.
+        UserError: there is no lineage.json, so it is not a run's directory.
     """
     directory = Path(directory)
     if not (directory / "lineage.json").is_file():
@@ -54,17 +54,17 @@ def read_record(directory: Path, seconds: float | None = None) -> StageRecord:
 
 
 def write_run_report(directory: Path) -> Path:
-    """Write `report.html` of a single run into its directory: curves, texts seen on the way, lineage."""
+    """Write `report.html` of a single run into its directory: curves, sampled texts, lineage."""
     directory = Path(directory)
-    record = read_record(directory)
+    record = read_stage_record(directory)
     data = ReportData(
         title=f"{directory.name}: {record.name}" if directory.name != record.name else record.name,
-        stages={record.name: read_lines(directory / "metrics.jsonl")},
-        samples=[_sample(row) for row in read_lines(directory / "samples.jsonl")[-SAMPLES_SHOWN:]],
+        stages={record.name: read_log(directory / "metrics.jsonl")},
+        samples=[_sample(row) for row in read_log(directory / "samples.jsonl")[-SAMPLES_SHOWN:]],
         lineage=[record],
     )
     return write_report(directory / "report.html", data)
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:
-    return Sample(row["prompt"], {f"update {row['step']}": Answer(row["response"], row.get("score"))})
+    return Sample(row["prompt"], {f"update {row['step']}": SampleResponse(row["response"], row.get("score"))})
