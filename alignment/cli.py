@@ -100,7 +100,7 @@ def add_training_verb(verb: str, help_text: str) -> None:
             if gpus is not None or launch is not None:
                 debug = ["--debug"] if context.find_root().params["debug"] else []
                 relaunch([verb, config, *(overrides or []), *debug], gpus, launch)
-            show_result(run(checked), checked)
+            show_result(run(checked), checked.output)
 
 
 for _verb, _help in TRAINING.items():
@@ -120,7 +120,7 @@ def add_evaluation(command: str, stage: str, help_text: str) -> None:
     @evaluate.command(command, help=help_text)
     def run_evaluation(config: ConfigName, overrides: Overrides = None) -> None:
         with open_stage(stage, config, overrides) as (run, checked):
-            show_result(results := run(checked), checked)
+            show_result(results := run(checked), checked.output)
         if stage == "winrate":
             from alignment.evaluation.report.recipe_report import print_table, summary_rows
 
@@ -143,13 +143,13 @@ def open_stage(verb: str, config: str, overrides: list[str] | None) -> Iterator[
         yield run, load_config(config_class, config, overrides or [])
 
 
-def show_result(result: Path, config: Any) -> None:
+def show_result(result: Path, directory: str) -> None:
     """On the first rank, write the page of a run that logged metrics and print the path of its result."""
     from alignment.pipeline.stages import write_page
     from alignment.training.distributed import launched_rank
 
     if launched_rank() == 0:
-        write_page(Path(config.output))
+        write_page(Path(directory))
         print(result)
 
 

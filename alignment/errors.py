@@ -22,13 +22,13 @@ def raise_all(problems: Iterable[str], cap: int = 20) -> None:
     raise UserError("\n".join(shown))
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def spelling_hint(name: str, known: Iterable[str]) -> str:
     """`did you mean 'x' or 'y'?` with the names closest to a misspelled one; empty where none is close."""
     close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
     return f"did you mean {' or '.join(map(repr, close))}?" if close else ""
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
-    """`did_you_mean`; where no name is close, the list of all."""
+    """`spelling_hint`; where no name is close, the list of all."""
     known = sorted(known)
-    return did_you_mean(name, known) or "known: " + (", ".join(known) or "none")
+    return spelling_hint(name, known) or "known: " + (", ".join(known) or "none")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from alignment.config.problems import explain_errors, is_number, is_secret, without_secrets
+from alignment.config.problems import explain_errors, is_hidden, is_number, without_secrets
 from alignment.config.yaml_source import Key, SourcedYaml, dotted, fill, override, read_yaml, references
 from alignment.errors import UserError, raise_all, suggest
 
@@ -123,7 +123,7 @@ def _numbers_out_of_range(values: object, key: Key = ()) -> Iterator[tuple[Key, 
     if isinstance(values, (dict, list)):
         for name, value in values.items() if isinstance(values, dict) else enumerate(values):
             yield from _numbers_out_of_range(value, (*key, name))
-    elif values == 0 or not is_number(values) or is_secret(key):
+    elif values == 0 or not is_number(values) or is_hidden(key):
         return
     elif isinstance(values, int) and abs(values) > LARGEST_INTEGER:
         yield (

@@ -189,7 +189,7 @@ def _reason(cls: type, group: Sequence[_Located]) -> str:
     first, *others = dict.fromkeys(_expected(cls, each) for each in group)
     text = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
     key, error = group[0].key, group[0].error
-    if error["type"] in ("value_error", "missing", "unexpected_keyword_argument") or is_secret(key):
+    if error["type"] in ("value_error", "missing", "unexpected_keyword_argument") or is_hidden(key):
         return text
     got = repr(error["input"]) if isinstance(error["input"], str) else json.dumps(without_secrets(error["input"]))
     shown = got if len(got) <= 80 else got[:77] + "..."
@@ -256,7 +256,7 @@ def without_secrets(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else value
 
 
-def is_secret(key: Key) -> bool:
+def is_hidden(key: Key) -> bool:
     """Whether the value of a key must not be shown."""
     return any(isinstance(part, str) and SECRET.match(part) for part in key)
 

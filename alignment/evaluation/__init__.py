@@ -2,7 +2,7 @@
 
 from alignment.evaluation.judges import (
     Judge,
-    Judgment,
+    JudgeResult,
     compare,
     file_judge,
     longer_judge,
@@ -14,7 +14,7 @@ from alignment.evaluation.winrate import WinRate, agreement, merge_orders, win_r
 
 __all__ = [
     "Judge",
-    "Judgment",
+    "JudgeResult",
     "LanguageLoss",
     "WinRate",
     "agreement",

@@ -26,7 +26,7 @@ ScoreFunction = Callable[[Sequence["Prompt"], Sequence[str]], Sequence[float]]
 
 
 @dataclass(frozen=True)
-class Judgment:
+class JudgeResult:
     """Verdicts of a judge on two sides.
 
     Attributes:
@@ -51,7 +51,7 @@ def compare(
     judge: Judge,
     *,
     max_failed_share: float = 0.1,
-) -> Judgment:
+) -> JudgeResult:
     """Judge each pair of responses in both orders.
 
     Args:
@@ -77,7 +77,7 @@ def compare(
         )
     given = [verdict for verdict in verdicts if verdict is not None]
     position_bias = sum(given) / len(given)
-    return Judgment(win_rate(judged), merged.verdicts, merged.inconsistent, merged.failures, position_bias)
+    return JudgeResult(win_rate(judged), merged.verdicts, merged.inconsistent, merged.failures, position_bias)
 
 
 def score_judge(score: ScoreFunction, tie_margin: float = 0.0) -> Judge:

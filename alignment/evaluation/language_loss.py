@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -15,6 +14,7 @@ from alignment.errors import UserError
 from alignment.evaluation.inputs import best_device, read_records
 from alignment.files import write_json
 from alignment.loading import load_model, load_tokenizer
+from alignment.models.protocols import GenerativeModel
 from alignment.ragged import Ragged
 
 
@@ -37,7 +37,7 @@ class LanguageLoss:
 
 
 @torch.no_grad()
-def language_loss(model: Any, batches: Iterable[Ragged], *, text_bytes: int | None = None) -> LanguageLoss:
+def language_loss(model: GenerativeModel, batches: Iterable[Ragged], *, text_bytes: int | None = None) -> LanguageLoss:
     """Loss of a language model over ragged batches, averaged over target tokens.
 
     Args:

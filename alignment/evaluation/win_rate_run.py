@@ -13,6 +13,7 @@ from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Prompt, Text
 from alignment.data.text.chat import response_ids, stop_token_ids
 from alignment.data.tokenize import tokenize_prompts, tokenize_texts
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.evaluation.inputs import best_device, print_tally, read_records
 from alignment.evaluation.judges import Judge, compare, file_judge, longer_judge, score_judge, write_annotation_form
@@ -223,7 +224,7 @@ def _generate(config: WinRateConfig, source: str, prompts: list[Prompt]) -> Gene
     return Generation(texts, sampled.token_ids, sampled.log_probs, sampled.ended)
 
 
-def _prompt_ids(config: WinRateConfig, tokenizer: Any, prompts: Sequence[Prompt]) -> list[list[int]]:
+def _prompt_ids(config: WinRateConfig, tokenizer: Tokenizer, prompts: Sequence[Prompt]) -> list[list[int]]:
     """Token ids of prompts, truncated to `data.max_length`; equal for policies, reference and judge."""
     return [example.ids for example in tokenize_prompts(prompts, tokenizer, config.data.max_length)[0]]
 

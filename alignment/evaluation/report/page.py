@@ -236,14 +236,14 @@ def _keys(panel: Panel) -> list[tuple[str, str]]:
     ]
 
 
-def other_panels(rows: Sequence[Mapping[str, Any]]) -> list[Panel]:
+def other_panels(rows: Sequence[Mapping[str, object]]) -> list[Panel]:
     """A panel for each metric that no known panel shows."""
     shown = {"step", "tokens"} | {key for panel in (*MAIN, *FURTHER) for key in panel.keys}
     keys = dict.fromkeys(key.removeprefix(HELD_OUT) for row in rows for key in row)
     return [Panel(key.replace("_", " ").capitalize(), "", {key: key}) for key in keys if key not in shown]
 
 
-def flatten_settings(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
+def flatten_settings(settings: Mapping[str, object], prefix: str = "") -> Iterable[tuple[str, str]]:
     """Nested settings as dotted keys and text."""
     for key, value in settings.items():
         if isinstance(value, Mapping) and value:

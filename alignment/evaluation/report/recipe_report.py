@@ -1,7 +1,7 @@
 """The report of a recipe: curves of each stage, results of the evaluation, one table."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,7 @@ def read_samples(results: Mapping[str, Any]) -> list[Sample]:
     ]
 
 
-def print_table(rows: list[dict[str, Any]]) -> None:
+def print_table(rows: Sequence[Mapping[str, object]]) -> None:
     """Print the summary on standard output."""
     if not rows:
         return

@@ -11,7 +11,7 @@ from alignment.models.families.deberta_v2 import DEBERTA_V2
 from alignment.models.families.distilbert import DISTILBERT
 from alignment.models.families.electra import ELECTRA
 from alignment.models.families.falcon import FALCON
-from alignment.models.families.family import Family, did_you_mean
+from alignment.models.families.family import Family, hint
 from alignment.models.families.gemma import GEMMA
 from alignment.models.families.gemma2 import GEMMA2
 from alignment.models.families.gemma3 import GEMMA3
@@ -55,8 +55,9 @@ def family_of(config: dict[str, Any]) -> Family:
         )
     name = config.get("model_type")
     if not isinstance(name, str) or name not in FAMILIES:
-        hint = did_you_mean(str(name), FAMILIES)
-        raise UserError(f"config.json: model_type {name!r} is not one of {', '.join(sorted(FAMILIES))}{hint}")
+        raise UserError(
+            f"config.json: model_type {name!r} is not one of {', '.join(sorted(FAMILIES))}{hint(str(name), FAMILIES)}"
+        )
     return FAMILIES[name]
 
 

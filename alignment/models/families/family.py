@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import Any, Literal
 
 from torch import Tensor
 
+from alignment.errors import spelling_hint
 from alignment.models.spec import ReadoutSpec, TransformerSpec
 from alignment.models.spec_encoder_decoder import EncoderDecoderSpec
 
@@ -206,7 +206,7 @@ def read_keys(
     fixed = {**FIXED, **(fixed or {})}
     known = {*keys, *by_hand, *fixed, *HARMLESS, *harmless}
     problems = [
-        f"config.json: unknown key {name!r}{did_you_mean(name, known)}; a key that is not understood is never ignored"
+        f"config.json: unknown key {name!r}{hint(name, known)}; a key that is not understood is never ignored"
         for name in config
         if name not in known
     ]
@@ -231,10 +231,10 @@ def _value_problem(name: str, value: Any, key: Key) -> str | None:
     return None
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """'; did you mean ...?' with the closest known name, or an empty text."""
-    close = get_close_matches(name, list(known), n=1, cutoff=0.75)
-    return f"; did you mean {close[0]!r}?" if close else ""
+def hint(name: str, known: Iterable[str]) -> str:
+    """`; did you mean 'x'?` with the closest known names, or an empty text."""
+    found = spelling_hint(name, known)
+    return f"; {found}" if found else ""
 
 
 def divides(small: Any, large: Any) -> bool:

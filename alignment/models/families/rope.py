@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from alignment.models.families.family import did_you_mean
+from alignment.models.families.family import hint
 from alignment.models.spec_positions import (
     DynamicScaling,
     LinearScaling,
@@ -67,8 +67,9 @@ def read_rotary(
     theta = rope.pop("rope_theta", config.get("rope_theta", theta))
     partial = rope.pop(PARTIAL, config.get(PARTIAL, partial))
     if kind not in KINDS:
-        hint = did_you_mean(str(kind), KINDS)
-        return RotarySpec(1.0, 2), [f"config.json: rope_type {kind!r} is not one of {', '.join(KINDS)}{hint}"]
+        return RotarySpec(1.0, 2), [
+            f"config.json: rope_type {kind!r} is not one of {', '.join(KINDS)}{hint(str(kind), KINDS)}"
+        ]
     problems = _problems({"rope_theta": theta, PARTIAL: partial, **rope}, kind)
     width = 0 if problems else int(head_dim * partial)
     if not problems and (width < 2 or width % 2):
