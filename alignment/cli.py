@@ -136,10 +136,10 @@ def open_stage(verb: str, config: str, overrides: list[str] | None) -> Iterator[
     """The function of a stage and its checked config; while open, an error on one rank also stops the others."""
     from alignment.config.load import load_config
     from alignment.pipeline.stages import find_stage
-    from alignment.training.ranks import failing_together
+    from alignment.training.ranks import propagate_failures
 
     config_class, run = find_stage(verb)
-    with failing_together():
+    with propagate_failures():
         yield run, load_config(config_class, config, overrides or [])
 
 

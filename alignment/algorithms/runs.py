@@ -15,7 +15,7 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.loading import find_directory
 from alignment.models.lengths import check_lengths
 from alignment.training import Run, TrainingConfig
-from alignment.training.ranks import compare_rows, compare_start, failing_together
+from alignment.training.ranks import compare_rows, compare_start, propagate_failures
 
 
 class RunConfig(Protocol):
@@ -41,7 +41,7 @@ def open_run(config: RunConfig, stage: str, parents: Sequence[str | None]) -> It
         UserError: a parent is missing, or the directory belongs to another run; see `Run`.
     """
     names = [name for name in parents if name]
-    with failing_together():
+    with propagate_failures():
         compare_start(to_dict(config))
         for name in names:
             find_directory(name)

@@ -27,9 +27,9 @@ def print_error(text: str) -> None:
     """Print an error on standard error; of several processes with the rank, and once for all that have the same."""
     rank = ""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from alignment.training.ranks import is_first_to_say
+        from alignment.training.ranks import is_first_to_report
 
-        if not is_first_to_say(text):
+        if not is_first_to_report(text):
             return
         rank = f"rank {os.environ.get('RANK', '0')}: "
     print(f"error: {rank}{text}", file=sys.stderr)

@@ -1,11 +1,11 @@
-"""The processes that train together, and the few things they tell each other. What they train is in backend.py."""
+"""The process group of a run: how it is joined, and its collective operations."""
 
 import atexit
 import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,19 +14,23 @@ from torch import Tensor
 from alignment.errors import UserError
 from alignment.training.backends.fsdp_settings import check_fsdp_settings
 
-# How long a rank waits for the others in one collective operation. Rank 0 hashes and writes checkpoints while the rest
+# Longest wait of a rank for the others in one collective operation. Rank 0 hashes and writes checkpoints while the rest
 # wait: hundreds of gigabytes on a slow disk take longer than NCCL's ten minutes. A rank that fails is noticed within
-# seconds by other means (ranks.py), so a long wait costs nothing.
+# seconds by other means (ranks.py), so a long timeout costs nothing.
 TIMEOUT = timedelta(hours=2)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ProcessGroup:
-    """This process among all. With one process nothing here communicates or waits for a device.
+    """The processes that train together. With one process no method communicates or waits for a device.
 
     Attributes:
-        kind: one process, replicas (DDP), sharded by FSDP2, or sharded by DeepSpeed ZeRO.
-        accelerator: Accelerate's object, which owns the launch protocol.
+        kind: single, ddp (replicas), fsdp2 or deepspeed (ZeRO).
+        rank: number of this process, from 0.
+        size: number of processes.
+        device: of this process; its models live there.
+        accelerator: Accelerate's object, which reads the launch configuration.
     """
 
     kind: str
@@ -48,7 +52,7 @@ class ProcessGroup:
         """Maximum over ranks, elementwise."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
-    def _reduce(self, values: Tensor, operation: Any) -> Tensor:
+    def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.size == 1:
             return values
         values = values.detach().to(self.device, copy=True)
@@ -56,34 +60,35 @@ class ProcessGroup:
         return values
 
     def gather(self, values: list[float]) -> list[list[float]]:
-        """The equally long lists of all ranks, in order of rank, on every rank."""
+        """The lists of all ranks, in order of rank, on every rank; all must have the same length."""
         if self.size == 1:
             return [values]
-        mine = torch.tensor(values, dtype=torch.float64, device=self.device)
-        everyone = [torch.empty_like(mine) for _ in range(self.size)]
-        dist.all_gather(everyone, mine)
-        return torch.stack(everyone).tolist()
+        local = torch.tensor(values, dtype=torch.float64, device=self.device)
+        gathered = [torch.empty_like(local) for _ in range(self.size)]
+        dist.all_gather(gathered, local)
+        return torch.stack(gathered).tolist()
 
-    def gather_objects(self, value: Any) -> list[Any]:
-        """One plain value of every rank, on every rank. Slow; for checkpoints and messages."""
+    def gather_objects(self, value: T) -> list[T]:
+        """A picklable value of every rank, in order of rank, on every rank. Slow; for checkpoints and messages."""
         if self.size == 1:
             return [value]
-        everyone: list[Any] = [None] * self.size
-        dist.all_gather_object(everyone, value)
-        return everyone
+        gathered: list[Any] = [None] * self.size
+        dist.all_gather_object(gathered, value)
+        return gathered
 
-    def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's plain value, on every rank."""
-        return self.gather_objects(value if self.rank == 0 else None)[0]
+    def broadcast_object(self, value: T | None) -> T:
+        """Rank 0's picklable value, on every rank; what other ranks pass is ignored."""
+        gathered: list[Any] = self.gather_objects(value if self.is_main else None)
+        return gathered[0]
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has reached this call."""
         if self.size > 1:
             dist.barrier()
 
 
 def launched_rank() -> int:
-    """This process's rank as its launcher set it, before any process group exists."""
+    """The rank that the launcher gave this process; known before any process group exists."""
     return int(os.environ.get("RANK", "0"))
 
 
@@ -93,10 +98,10 @@ def launched_size() -> int:
 
 
 def init_distributed() -> ProcessGroup:
-    """Join the processes started by `accelerate launch` or `torchrun`; alone where there was no such launch.
+    """Join the processes started by `accelerate launch` or `torchrun`; without a launcher, a group of one process.
 
     Raises:
-        UserError: a launch configuration that we do not support, or DeepSpeed asked for and not installed.
+        UserError: the launch configuration is not supported, or asks for DeepSpeed and that is not installed.
     """
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
@@ -107,18 +112,18 @@ def init_distributed() -> ProcessGroup:
         check_fsdp_settings()
     on_cpu = not torch.cuda.is_available()
     handlers: list[Any] = [InitProcessGroupKwargs(backend=_backend(on_cpu, deepspeed), timeout=TIMEOUT)]
-    # Precision is ours to set: computation in bfloat16, weights in float32, the same for every backend.
+    # Accelerate's own mixed precision stays off: the backends set the precision, alike for all of them.
     accelerator = Accelerator(mixed_precision="no", cpu=on_cpu and not deepspeed, kwargs_handlers=handlers)
-    atexit.register(_leave)
+    atexit.register(_destroy_process_group)
     kind = "deepspeed" if deepspeed else "single" if accelerator.num_processes == 1 else "fsdp2" if fsdp else "ddp"
     return ProcessGroup(kind, accelerator.process_index, accelerator.num_processes, accelerator.device, accelerator)
 
 
-def _leave() -> None:
+def _destroy_process_group() -> None:
     """End the process group at exit.
 
-    gloo's threads let go of Python objects a moment after the last operation. One that does so while the interpreter
-    is already closing aborts the process and hides its exit code (pytorch/pytorch#179291), so give them that moment.
+    gloo's threads release Python objects shortly after the last operation. A release while the interpreter is already
+    closing aborts the process and hides its exit code (pytorch/pytorch#179291), so we wait for it.
     """
     if dist.is_initialized():
         gloo = "gloo" in dist.get_backend()
@@ -127,10 +132,10 @@ def _leave() -> None:
 
 
 def _backend(on_cpu: bool, deepspeed: bool) -> str | None:
-    """The transport to ask for by name; None leaves it to Accelerate."""
+    """Name of the communication backend to ask for; None leaves the choice to Accelerate."""
     from accelerate.utils import is_deepspeed_available
 
     if deepspeed and not is_deepspeed_available():
         raise UserError("the launch configuration asks for DeepSpeed, which is not installed: pip install deepspeed")
-    # Without a device of its own Accelerate takes several DeepSpeed processes for one unless the transport is named.
+    # On the CPU Accelerate treats several DeepSpeed processes as one unless the communication backend is named.
     return "gloo" if on_cpu and deepspeed else None

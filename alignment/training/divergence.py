@@ -1,11 +1,11 @@
-"""Whether a run's loss is finite and yet has exploded, told from its log. Losses that are not finite: engine.py."""
+"""Detection of a loss that has exploded and is still finite, from a run's log. Losses that are not finite: engine.py."""
 
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
-LEAST = 5  # last updates that are looked at
-FACTOR, MARGIN = 3.0, 0.5  # single rows differ by less than this from each other, as a rule
+LEAST = 5  # last updates that are compared with the first
+FACTOR, MARGIN = 3.0, 0.5  # losses of single rows mostly differ by less
 
 
 def read_losses(path: Path) -> list[float]:
@@ -18,11 +18,11 @@ def read_losses(path: Path) -> list[float]:
 
 
 def divergence(losses: Sequence[float]) -> str:
-    """What to say of a run whose loss has exploded, '' of any other.
+    """A warning for a run whose loss has exploded, '' for any other.
 
-    The first loss is that of the model which the run began with: it is taken before the first step. Exploded is a run
-    whose last tenth of updates, at least five, all have more than three times that loss, and 0.5 more. A hard batch
-    among easy ones does not do it, nor does a model that has learnt nothing, or has been harmed a little.
+    The first loss belongs to the starting model, before the first step. The loss has exploded if the last tenth of the
+    updates, at least five, all have more than three times that loss, and more than 0.5 above it. A hard batch among
+    easy ones does not meet this, nor does a model that has learned nothing or has become slightly worse.
     """
     last = losses[1:][-max(LEAST, len(losses) // 10) :]
     if len(last) < LEAST or min(last) <= max(FACTOR * losses[0], losses[0] + MARGIN):

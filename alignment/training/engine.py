@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 from alignment.errors import UserError
+from alignment.ragged import Batch
 from alignment.training.backends.base import Backend
 from alignment.training.backends.replicated import ReplicatedBackend
 from alignment.training.distributed import ProcessGroup, init_distributed
 from alignment.training.optim import OptimConfig, learning_rate_at
 from alignment.training.run.random_state import rank_seed
 from alignment.training.settings import TrainingConfig
-from alignment.training.terms import MetricSums, Term, ZeroWeightBatch, flatten_sums, row_ids, token_count, unwrap_batch
+from alignment.training.terms import MetricSums, Term, ZeroWeightBatch, flatten_sums, unwrap_batch
 
 
 class NonFiniteError(RuntimeError):
@@ -117,7 +118,7 @@ class Engine:
         weights = [sum((float(batch.weight) for batch in term.micro_batches), 0.0) for term in terms]
         counts = [float(len(term.micro_batches)) for term in terms]
         tokens = sum(
-            token_count(batch)
+            sum(batch.lengths)
             for term in terms
             for batch in term.micro_batches
             if not isinstance(batch, ZeroWeightBatch)
@@ -136,9 +137,9 @@ class Engine:
         largest = [int(max(columns[len(terms) + position])) for position in range(len(terms))]
         return totals[: len(terms)], largest, totals[-1]
 
-    def _equalize_counts(self, term: Term, count: int) -> list[Any]:
+    def _equalize_counts(self, term: Term, count: int) -> list[Batch]:
         """The term's batches; if forwards are collective, the last one repeated at weight 0 until there are `count`."""
-        batches = list(term.micro_batches)
+        batches: list[Batch] = list(term.micro_batches)
         if not self.backend.collective_forward:
             return batches
         return batches + [ZeroWeightBatch(unwrap_batch(batches[-1]))] * (count - len(batches))
@@ -153,14 +154,14 @@ class Engine:
     def _non_finite(self, terms: tuple[Term, ...], sums: list[MetricSums], grad_norm: float) -> NonFiniteError:
         """The error of an update that is not finite, naming the rows of all ranks that cause it."""
         culprits = [
-            f"{term.name or f'term {position}'}: loss {float(total)} on rows {_join_names(row_ids(batch))}"
+            f"{term.name or f'term {position}'}: loss {float(total)} on rows {_join_names(batch.row_ids)}"
             for position, (term, part) in enumerate(zip(terms, sums, strict=True))
             for total, batch in zip(part.totals, part.batches, strict=True)
             if not math.isfinite(float(total))
         ]
         culprits = [line for lines in self.process_group.gather_objects(culprits) for line in lines]
         if not culprits:
-            rows = [name for part in sums for batch in part.batches for name in row_ids(batch)]
+            rows = [name for part in sums for batch in part.batches for name in batch.row_ids]
             rows = [name for names in self.process_group.gather_objects(rows) for name in names]
             culprits = [f"the gradient norm is {grad_norm} although every loss is finite; rows {_join_names(rows)}"]
         return NonFiniteError(
@@ -194,11 +195,11 @@ def checkpoint_activations(model: nn.Module, keep: str = "nothing") -> None:
     switch(True, keep)
 
 
-def _out_of_memory(number: int, batch: Any) -> UserError:
+def _out_of_memory(number: int, batch: Batch) -> UserError:
     """The error of an update for which the device has not enough memory."""
     return UserError(
-        f"out of memory in update {number}, on a micro-batch of {token_count(batch)} tokens (rows "
-        f"{_join_names(row_ids(batch))}): lower training.micro_batch_tokens, which changes no result, or set "
+        f"out of memory in update {number}, on a micro-batch of {sum(batch.lengths)} tokens (rows "
+        f"{_join_names(batch.row_ids)}): lower training.micro_batch_tokens, which changes no result, or set "
         "training.gradient_checkpointing=true"
     )
 

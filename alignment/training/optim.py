@@ -1,4 +1,4 @@
-"""AdamW and the learning rate of each update, as a pure function of its number. No scheduler object, no state."""
+"""AdamW, and the learning rate as a pure function of the update number. No scheduler object, no state."""
 
 import math
 from dataclasses import dataclass
@@ -10,15 +10,15 @@ from torch import nn
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its schedule.
+    """AdamW and its learning rate schedule.
 
     Attributes:
         learning_rate: peak, reached after the warm-up.
         weight_decay: on matrices (weights and embeddings); biases, norms and other vectors are not decayed.
         warmup_steps: updates of linear rise from zero.
-        warmup_ratio: the same as a share of the run's updates, in [0, 1); in place of `warmup_steps`.
-        min_learning_rate_ratio: where cosine and linear end, as a share of the peak.
-        max_grad_norm: the global gradient norm is clipped to this; 0 leaves it alone.
+        warmup_ratio: length of the warm-up as a fraction of the run's updates, in [0, 1); excludes `warmup_steps`.
+        min_learning_rate_ratio: end of cosine and linear, as a fraction of the peak.
+        max_grad_norm: the global gradient norm is clipped to this; 0 turns clipping off.
     """
 
     learning_rate: float
@@ -64,28 +64,28 @@ class OptimConfig:
 
 
 def warmup_updates(config: OptimConfig, total_steps: int) -> int:
-    """Updates of the warm-up, w. A share is rounded up, as in transformers, and leaves at least one update at the peak."""
+    """Updates of the warm-up, w. A ratio is rounded up, as in transformers, and leaves at least one update at the peak."""
     if config.warmup_ratio:
         return min(math.ceil(config.warmup_ratio * total_steps), total_steps - 1)
     return config.warmup_steps
 
 
 def endless_warmup(config: OptimConfig, total_steps: int) -> str:
-    """What to say of a warm-up that is not over before the run is; '' of any other."""
+    """A warning for a warm-up that does not end before the run; '' for any other."""
     warmup = warmup_updates(config, total_steps)
     if warmup < total_steps:
         return ""
     reached = learning_rate_at(total_steps, config, total_steps) / config.learning_rate
     return (
         f"the warm-up ({warmup} updates) is as long as the run ({total_steps}) or longer: the learning rate ends at "
-        f"{reached:.0%} of its peak; lower warmup_steps, or give warmup_ratio, a share of the run, in its place"
+        f"{reached:.0%} of its peak; lower warmup_steps, or give warmup_ratio, a fraction of the run, in its place"
     )
 
 
 def learning_rate_at(update: int, config: OptimConfig, total_steps: int) -> float:
-    """Learning rate that update number `update` uses.
+    """The learning rate of update number `update`.
 
-    With k = update - 1 updates done before it, w warm-up updates and T in all:
+    With k = update - 1 updates before it, w warm-up updates and T updates in total:
         k < w:  peak * k / w
         else:   peak * (s + (1 - s) * shape((k - w) / (T - w)))     s = min_learning_rate_ratio
     The first update of a run with a warm-up thus uses 0, and the end value belongs to update T + 1: the convention of
@@ -102,12 +102,12 @@ def learning_rate_at(update: int, config: OptimConfig, total_steps: int) -> floa
         return config.learning_rate
     progress = min(1.0, (done - warmup) / max(1, total_steps - warmup))
     shape = 0.5 * (1 + math.cos(math.pi * progress)) if config.schedule == "cosine" else 1 - progress
-    share = config.min_learning_rate_ratio
-    return config.learning_rate * (share + (1 - share) * shape)
+    ratio = config.min_learning_rate_ratio
+    return config.learning_rate * (ratio + (1 - ratio) * shape)
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Trainable parameters in two groups, matrices decayed and vectors not; a group that would be empty is left out."""
+    """Trainable parameters in two groups, matrices with weight decay and vectors without; an empty group is left out."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [
         {"params": [parameter for parameter in trainable if parameter.ndim >= 2], "weight_decay": weight_decay},

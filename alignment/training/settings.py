@@ -1,4 +1,4 @@
-"""Settings shared by every training loop. The optimizer's are in optim.py, an algorithm's own in its file."""
+"""Settings of every training loop; those of the optimizer are in optim.py."""
 
 import math
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ MOST_ROWS = 10_000_000
 
 @dataclass(frozen=True)
 class TrainingConfig:
-    """How long, how large, how exact, and what to keep.
+    """Length, batch size, precision, memory, checkpoints and logs of a run.
 
     Attributes:
         epochs: passes over the rows; ignored where max_steps is set.
@@ -18,14 +18,14 @@ class TrainingConfig:
         batch_size: rows per update over all ranks.
         micro_batch_tokens: tokens per forward on one rank; a memory setting that changes no result.
         seed: of data order, initialization and dropout.
-        precision: of the computation; weights and optimizer state are float32 either way.
+        precision: of the computation; weights and optimizer state are float32 with both.
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
-        keep_activations: what is kept even so: nothing (least memory), attention's results, or those of all matrix
-            products too (least to repeat).
+        keep_activations: what is not recomputed even so: nothing (least memory), attention's outputs, or those of all
+            matrix products too (least recomputation).
         save_every_steps: 0 saves a checkpoint only when a signal stops the run.
-        keep_last_checkpoints: the newest so many stay on disk.
+        keep_last_checkpoints: number of newest checkpoints that stay on disk.
         evaluate_every_steps: 0 evaluates only after the last update.
-        resume: go on from the newest complete checkpoint in the run's directory.
+        resume: continue from the newest complete checkpoint in the run's directory.
         trackers: further trackers known to Accelerate, such as wandb, mlflow or trackio.
     """
 
@@ -62,8 +62,6 @@ class TrainingConfig:
         for name in ("save_every_steps", "evaluate_every_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}; 0 is off")
-        if self.precision not in ("fp32", "bf16"):
-            raise ValueError(f"precision must be fp32 or bf16, got {self.precision!r}")
 
     def steps(self, rows: int) -> int:
         """Updates of the whole run over `rows` rows; batches run across the ends of epochs."""

@@ -2,10 +2,14 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+
+from alignment.ragged import Batch
+
+Row = TypeVar("Row")
 
 
 @dataclass(frozen=True)
@@ -26,12 +30,12 @@ class Term:
     """One part of an update's objective: coef * (sum of loss over all micro-batches) / (sum of their weights).
 
     Attributes:
-        micro_batches: of this rank; at least one, each with `.weight` and `.to(device)`.
+        micro_batches: of this rank; at least one.
         loss_fn: calls the engine's model and returns sums.
         name: prefixes the term's metrics with `name_`; a named term also logs its own mean loss as `name_loss`.
     """
 
-    micro_batches: Sequence[Any]
+    micro_batches: Sequence[Batch]
     loss_fn: Callable[[Any], LossSum]
     coef: float = 1.0
     name: str = ""
@@ -45,10 +49,20 @@ class Term:
 class ZeroWeightBatch:
     """A zero-weight copy of another rank's batch, so that a rank with an empty shard still joins the collectives."""
 
-    batch: Any
+    batch: Batch
     weight: float = 0.0
 
-    def to(self, device: Any) -> "ZeroWeightBatch":
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Tokens of each document."""
+        return self.batch.lengths
+
+    @property
+    def row_ids(self) -> tuple[str, ...]:
+        """Name of the data row behind each document."""
+        return self.batch.row_ids
+
+    def to(self, device: torch.device | str) -> "ZeroWeightBatch":
         """The copy on another device, its weight still 0."""
         return ZeroWeightBatch(self.batch.to(device))
 
@@ -58,10 +72,10 @@ class MetricSums:
 
     def __init__(self) -> None:
         self.totals: list[Tensor] = []
-        self.batches: list[Any] = []
+        self.batches: list[Batch] = []
         self.metrics: dict[str, Tensor] = {}
 
-    def add(self, loss: LossSum, batch: Any) -> None:
+    def add(self, loss: LossSum, batch: Batch) -> None:
         """Add one micro-batch. One of weight 0 contributes the names of its metrics and no value."""
         counts = float(batch.weight) > 0
         factor = 1.0 if counts else 0.0
@@ -86,8 +100,8 @@ def flatten_sums(sums: list[MetricSums], device: torch.device) -> tuple[list[tup
 
 
 def shard_rows(
-    rows: Sequence[Any], collate: Callable[[list[Any]], Sequence[Any]], rank: int = 0, world_size: int = 1
-) -> list[Any]:
+    rows: Sequence[Row], collate: Callable[[list[Row]], Sequence[Batch]], rank: int = 0, world_size: int = 1
+) -> list[Batch]:
     """Micro-batches of rank `rank`: every world_size-th row of the global batch.
 
     A rank without a row gets the first row of all at weight 0, so that it still joins the collective operations.
@@ -98,18 +112,6 @@ def shard_rows(
     return [ZeroWeightBatch(batch) for batch in collate([rows[0]])]
 
 
-def unwrap_batch(batch: Any) -> Any:
+def unwrap_batch(batch: Batch) -> Batch:
     """The batch inside a `ZeroWeightBatch`; any other batch itself."""
     return batch.batch if isinstance(batch, ZeroWeightBatch) else batch
-
-
-def token_count(batch: Any) -> int:
-    """Tokens that a batch sends through the model: the sum of its (or its `ragged`'s) `lengths`, or 0."""
-    batch = unwrap_batch(batch)
-    return sum(getattr(getattr(batch, "ragged", batch), "lengths", ()))
-
-
-def row_ids(batch: Any) -> tuple[str, ...]:
-    """Ids of the data rows in a batch; empty where the batch does not carry them."""
-    batch = unwrap_batch(batch)
-    return tuple(getattr(batch, "row_ids", None) or getattr(getattr(batch, "ragged", None), "row_ids", ()))

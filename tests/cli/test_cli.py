@@ -123,7 +123,7 @@ def test_a_rank_tells_a_mistake_with_its_number_unless_another_rank_told_the_sam
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert explain(UserError("wrong"), debug=False) == 2
     assert capsys.readouterr().err == "error: rank 1: wrong\n"
-    monkeypatch.setattr(ranks, "is_first_to_say", lambda text: "wrong" not in text)
+    monkeypatch.setattr(ranks, "is_first_to_report", lambda text: "wrong" not in text)
     assert explain(UserError("wrong"), debug=False) == 2
     assert capsys.readouterr().err == ""
 

@@ -24,7 +24,7 @@ from alignment.generation import SamplingConfig, response_text
 from alignment.loading import describe_stop_tokens, load_tokenizer, same_vocabulary
 from alignment.models.classifiers import SequenceClassifier
 from alignment.models.lengths import check_lengths
-from alignment.ragged import Ragged
+from alignment.ragged import Batch
 from alignment.reward_model import RewardModel, load_reward_model
 from alignment.training import (
     Engine,
@@ -190,7 +190,7 @@ class PPOState:
     kl: AdaptiveKL | FixedKL
     start: Policy
     normalizer: ScoreNormalizer = field(default_factory=ScoreNormalizer)
-    pretraining: Callable[[int], list[Ragged]] | None = None
+    pretraining: Callable[[int], list[Batch]] | None = None
     metrics: dict[str, MetricFn] = field(default_factory=dict)
     num_updates: int = 0
 
@@ -376,7 +376,7 @@ def save_ppo_state(state: PPOState, config: PPOConfig, run: Run, step: int) -> N
     save_run_state(run, {"policy": state.policy, "value": state.value}, config.training, step, saved)
 
 
-def local_texts(texts: Stream, engine: Engine, micro_batch_tokens: int, update: int) -> list[Ragged]:
+def local_texts(texts: Stream, engine: Engine, micro_batch_tokens: int, update: int) -> list[Batch]:
     """This rank's micro-batches of the texts of one update."""
     to_batches = partial(collate, micro_batch_tokens=micro_batch_tokens)
     return shard_rows(texts.rows_at(update), to_batches, engine.process_group.rank, engine.process_group.size)

@@ -104,6 +104,8 @@ def autocast_context(device: torch.device, precision: str) -> Callable[[], Abstr
     """A function that makes contexts in which matrix products run in `precision`; weights keep their type."""
     if precision == "fp32":
         return nullcontext
+    if precision != "bf16":
+        raise ValueError(f"precision must be fp32 or bf16, got {precision!r}")
     return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
 
 
