@@ -3,7 +3,6 @@
 import errno
 import os
 import shutil
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,7 @@ import pytest
 from alignment import files
 from alignment.errors import UserError
 from alignment.files import atomic_directory, write_text
+from tests.killing import run_killed
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,27 +33,13 @@ def content(path: Path) -> str:
 
 def killed(path: Path, after: int, *, can_exchange: bool) -> int:
     """Replace `path` in a forked child that kills itself after `after` operations on names; its exit code."""
-    child = os.fork()
-    if child == 0:
-        calls = 0
 
-        def dying(real):
-            def call(*arguments, **options):
-                nonlocal calls
-                calls += 1
-                if calls > after:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return real(*arguments, **options)
-
-            return call
-
+    def replace() -> None:
         if not can_exchange and hasattr(files, "exchange"):
             files.exchange = lambda one, other: False
-        for name in ("replace", "rename", "fsync", "unlink", "rmdir"):
-            setattr(os, name, dying(getattr(os, name)))
         write(path, "new")
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    return run_killed(replace, after, ("replace", "rename", "fsync", "unlink", "rmdir"))
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])

@@ -115,14 +115,14 @@ def held_out_metrics(engine: Engine, batches: Sequence[Any], loss_fn: LossFn) ->
 
 
 def note_endless_warmup(run: Run, engines: Engines) -> None:
-    """Note in the run where a learning rate will not reach its peak."""
+    """Note in the run that a learning rate will not reach its peak."""
     several = engines.values() if isinstance(engines, Mapping) else (engines,)
     for problem in {endless_warmup(engine.config, engine.total_steps) for engine in several} - {""}:
         run.note(problem)
 
 
 def is_due(step: int, every: int, total: int) -> bool:
-    """Whether something done every `every` steps, and at the end, is done after `step`; 0 leaves only the end."""
+    """Whether something done every `every` steps and after the last one is due after `step`; 0: only after the last."""
     return step == total or (every > 0 and step % every == 0)
 
 
@@ -130,14 +130,14 @@ def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict
     """Resume engines and random states from the run's newest checkpoint.
 
     Returns:
-        The state saved with it and its `step`, or None where the run starts from nothing.
+        The state saved with it and its `step`, or None if there is no checkpoint.
 
     Raises:
         UserError: `training.resume` is off and there are checkpoints, or they are damaged or of another run.
     """
     process_group = process_group_of(engines)
     run.random_start = generator_states()
-    # Rank 0 looks and verifies; the others follow it, into the error too.
+    # Rank 0 verifies the checkpoint; an error is raised on every rank.
     path, problem = process_group.broadcast_object(_newest(run, training) if process_group.is_main else None)
     if problem:
         raise UserError(problem)
@@ -150,7 +150,7 @@ def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict
 
 
 def _newest(run: Run, training: TrainingConfig) -> tuple[Any, str]:
-    """The checkpoint to resume from, or None, and what is wrong, or ''."""
+    """The checkpoint to resume from, or None; and the problem with it, or ''."""
     if not training.resume:
         if any(checkpoints(run.checkpoints)):
             return None, (
@@ -167,18 +167,24 @@ def _newest(run: Run, training: TrainingConfig) -> tuple[Any, str]:
 def save_run_state(
     run: Run, engines: Engines, training: TrainingConfig, step: int, state: dict[str, Any] | None = None
 ) -> None:
-    """Save a checkpoint after `step`, where one is due or a signal asks the run to stop; every rank must call it.
+    """Save a checkpoint after `step`, if one is due or a signal asks the run to stop; a collective operation.
 
     Args:
-        state: JSON-like, given back by `load_run_state`.
+        state: JSON-like, returned by `load_run_state`.
     """
     process_group = process_group_of(engines)
     signal = run.request.number
-    if process_group.size > 1:  # ranks hear a signal at different times, and must stop after the same step
+    if process_group.size > 1:  # ranks get a signal at different times, and must stop after the same step
         signal = int(process_group.max(torch.tensor([signal])))
     if signal or (training.save_every_steps and is_due(step, training.save_every_steps, run.total)):
         drawn = any(process_group.gather_objects(generator_states() != run.random_start))
         save_checkpoint(
-            run.checkpoints, step, engines, state or {}, run.identity, training.keep_last_checkpoints, drawn=drawn
+            run.checkpoints,
+            step,
+            engines,
+            state or {},
+            run.identity,
+            keep=training.keep_last_checkpoints,
+            drawn=drawn,
         )
     run.stopped = signal

@@ -126,7 +126,7 @@ def run(output: Path, mode: str) -> None:
     before, collectives = sample(language)  # ahead of any forward, as PPO does
     history = advance(toy, language, 2 if mode == "resume" else UPDATES)
     if mode == "resume":
-        path = save_checkpoint(output / "checkpoints", 2, engines, {}, {}, 1)
+        path = save_checkpoint(output / "checkpoints", 2, engines, {}, {}, keep=1)
         fresh = {"toy": toy_engine(seed=7, schedule="constant"), "language": language_engine(precision, seed=7)}
         restore_checkpoint(path, fresh, {})
         history += advance(fresh["toy"], fresh["language"], UPDATES - 2)

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import shutil
 import signal
 from pathlib import Path
@@ -22,6 +21,7 @@ from alignment.training import (
     save_checkpoint,
 )
 from alignment.training.run.random_state import random_state, set_random_state
+from tests.killing import run_killed
 from tests.training.toys import squared_error, toy_batches, toy_engine, toy_rows, weights
 
 IDENTITY = {"config": {"optim": {"learning_rate": 1e-2}}, "data": {"train": "abc"}}
@@ -37,7 +37,7 @@ def saved(root: Path, steps: int = 3, keep: int = 9) -> Engine:
     engine = toy_engine()
     for step in range(1, steps + 1):
         advance(engine, 1)
-        save_checkpoint(root, step, engine, {"kl_coef": 0.2}, IDENTITY, keep)
+        save_checkpoint(root, step, engine, {"kl_coef": 0.2}, IDENTITY, keep=keep)
     return engine
 
 
@@ -53,7 +53,7 @@ def test_saved_and_loaded_goes_on_bit_by_bit(tmp_path):
     torch.manual_seed(3)
     whole = toy_engine(dropout=0.1)
     advance(whole, 2)
-    save_checkpoint(tmp_path, 2, whole, {"kl_coef": 0.2}, IDENTITY, 1)
+    save_checkpoint(tmp_path, 2, whole, {"kl_coef": 0.2}, IDENTITY, keep=1)
     advance(whole, 3)
     resumed = toy_engine(dropout=0.1, seed=77)
     state = restore_checkpoint(tmp_path / "step-000002", resumed, IDENTITY)
@@ -78,7 +78,7 @@ def test_optimizer_state_follows_names_and_not_order(tmp_path):
 
     first = engine(["a", "b"])
     advance(first, 2)
-    save_checkpoint(tmp_path, 2, first, {}, {}, 1)
+    save_checkpoint(tmp_path, 2, first, {}, {}, keep=1)
     other = engine(["b", "a"])
     restore_checkpoint(tmp_path / "step-000002", other, {})
     advance(first, 1)
@@ -92,7 +92,7 @@ def test_frozen_weights_are_not_stored_and_several_engines_have_a_folder_each(tm
     model[0].requires_grad_(False)
     engines = {"policy": Engine(model, OptimConfig(1e-2), TrainingConfig(), total_steps=2), "value": toy_engine()}
     advance(engines["policy"], 1)
-    path = save_checkpoint(tmp_path, 1, engines, {}, {}, 1)
+    path = save_checkpoint(tmp_path, 1, engines, {}, {}, keep=1)
     from safetensors.torch import load_file
 
     assert set(load_file(path / "policy" / "model.safetensors")) == {"1.weight", "1.bias"}
@@ -175,7 +175,7 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path):
     with torch.no_grad():
         engine.backend.unwrapped.last.weight[0, 0] = float("nan")
     with pytest.raises(FloatingPointError, match=r"last\.weight"):
-        save_checkpoint(tmp_path, 2, engine, {}, IDENTITY, 1)
+        save_checkpoint(tmp_path, 2, engine, {}, IDENTITY, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
 
 
@@ -183,7 +183,7 @@ def test_a_full_disk_deletes_nothing(tmp_path, monkeypatch):
     engine = saved(tmp_path, 1)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: type("usage", (), {"free": 10})())
     with pytest.raises(UserError, match="needs about 1944 bytes and 10 are free"):  # 12 bytes * 162 weights
-        save_checkpoint(tmp_path, 2, engine, {}, IDENTITY, 1)
+        save_checkpoint(tmp_path, 2, engine, {}, IDENTITY, keep=1)
     assert latest_checkpoint(tmp_path) == tmp_path / "step-000001"
 
 
@@ -195,30 +195,8 @@ def test_an_error_in_the_middle_of_a_save_leaves_the_old_checkpoint(tmp_path, mo
 
     monkeypatch.setattr("alignment.training.backends.state_files.save_optimizer", fails)
     with pytest.raises(UserError, match=r"step-000002: the disk is full: \d+ bytes .* and \d+ are free"):
-        save_checkpoint(tmp_path, 2, engine, {}, IDENTITY, 1)
+        save_checkpoint(tmp_path, 2, engine, {}, IDENTITY, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
-
-
-def killed_while_saving(engine: Engine, root: Path, after: int) -> int:
-    """Save step 3 in a forked child that kills itself after `after` renames and syncs; the exit code."""
-    child = os.fork()
-    if child == 0:
-        calls = 0
-
-        def dying(real):
-            def call(*arguments, **options):
-                nonlocal calls
-                calls += 1
-                if calls > after:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return real(*arguments, **options)
-
-            return call
-
-        os.replace, os.fsync, os.rename = dying(os.replace), dying(os.fsync), dying(os.rename)
-        save_checkpoint(root, 3, engine, {}, IDENTITY, 2)
-        os._exit(0)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
@@ -228,7 +206,11 @@ def test_a_kill_at_any_moment_of_a_save_leaves_a_whole_checkpoint(tmp_path):
     for after in range(100):
         root = tmp_path / str(after)
         shutil.copytree(tmp_path / "whole", root)
-        code = killed_while_saving(engine, root, after)
+        code = run_killed(
+            lambda root=root: save_checkpoint(root, 3, engine, {}, IDENTITY, keep=2),
+            after,
+            ("replace", "fsync", "rename"),
+        )
         path = latest_checkpoint(root)
         assert path is not None and not list(root.glob(".*")), "left-overs are removed"
         again = toy_engine(seed=5)
@@ -259,7 +241,7 @@ def test_a_damaged_checkpoint_is_kept_under_another_name_and_never_outlives_a_so
     found = latest_checkpoint(tmp_path)
     assert found == tmp_path / "step-000002"
     restore_checkpoint(found, engine, IDENTITY)
-    save_checkpoint(tmp_path, 3, engine, {}, IDENTITY, 1)
+    save_checkpoint(tmp_path, 3, engine, {}, IDENTITY, keep=1)
     assert latest_checkpoint(tmp_path) == tmp_path / "step-000003"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged-step-000003", "step-000003"]
     assert "kept as damaged-step-000003" in capsys.readouterr().err
@@ -280,7 +262,7 @@ def test_an_empty_directory_beside_checkpoints_neither_counts_nor_goes(tmp_path,
     engine = saved(tmp_path, 2, keep=2)
     (tmp_path / name).mkdir()
     advance(engine, 1)
-    save_checkpoint(tmp_path, 3, engine, {}, IDENTITY, keep)
+    save_checkpoint(tmp_path, 3, engine, {}, IDENTITY, keep=keep)
     expected = {name, "step-000003"} | ({"step-000002"} if keep == 2 else set())
     assert {path.name for path in tmp_path.iterdir()} == expected
     assert latest_checkpoint(tmp_path) == tmp_path / "step-000003"
@@ -354,6 +336,6 @@ def test_a_full_disk_while_weights_are_written_is_named_with_path_and_bytes(tmp_
 
     monkeypatch.setattr("alignment.training.backends.state_files.save_file", fails)
     with pytest.raises(UserError, match=r"step-000002: the disk is full: 5 bytes of it are written.* \d+ are free"):
-        save_checkpoint(tmp_path, 2, engine, {}, IDENTITY, 1)
+        save_checkpoint(tmp_path, 2, engine, {}, IDENTITY, keep=1)
     assert latest_checkpoint(tmp_path) == tmp_path / "step-000001"
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]

@@ -1,14 +1,14 @@
-"""Checkpoints of a run: whole or not at all, verified before they are read. What goes in comes from engine and loop.
+"""Checkpoints of a run: written atomically, verified before they are read.
 
     checkpoints/step-000100/
         manifest.json           written last: SHA-256 of every other file, and of itself
         state.json              counters, the algorithm's state, environment
-        identity.json           what must be the same for a resume: config and data
+        identity.json           what must be equal for a resume: config and data
         random.json             global random states, one per rank
         model.safetensors       trained weights and buffers by name      (several engines: in a folder each)
         optimizer.safetensors   AdamW's state by parameter name          (deepspeed/ under DeepSpeed)
-A checkpoint lies between two updates: no half-summed gradient is ever stored. A damaged one that a resume had to pass
-over is kept as damaged-step-000100, and is no checkpoint any more.
+A checkpoint is saved between two updates: it holds no partly accumulated gradient. A damaged one that a resume skipped
+is renamed to damaged-step-000100, and no longer counts as a checkpoint.
 """
 
 import json
@@ -41,27 +41,27 @@ def save_checkpoint(
     engines: Engines,
     state: dict[str, Any],
     identity: dict[str, Any],
-    keep: int,
     *,
+    keep: int,
     drawn: bool = True,
 ) -> Path:
-    """Write `root/step-NNNNNN`, then delete older ones until `keep` are left; every rank must call it.
+    """Write `root/step-NNNNNN`, then delete older ones until `keep` are left; a collective operation.
 
     Args:
-        state: JSON-like, whatever the algorithm needs beside engines and random states.
+        state: JSON-like, what the algorithm needs in addition to engines and random states.
         identity: JSON-like, compared on resume.
-        drawn: whether training has drawn random numbers, each rank its own, as dropout does.
+        drawn: whether training has used random numbers, different ones on each rank, as dropout does.
 
     Raises:
-        UserError: not enough room on the disk. Nothing is deleted before the new checkpoint is complete.
+        UserError: the disk has not enough space. Nothing is deleted before the new checkpoint is complete.
     """
     named = _named(engines)
     process_group = process_group_of(engines)
     path = root / f"step-{step:06d}"
-    randoms = process_group.gather_objects(random_state())
+    random_states = process_group.gather_objects(random_state())
     with ExitStack() as stack:
         if process_group.is_main:
-            check_room(root, named)
+            check_disk_space(root, named)
             temporary = stack.enter_context(atomic_directory(path))
         directory = Path(process_group.broadcast_object(str(temporary) if process_group.is_main else None))
         for name, engine in named.items():
@@ -72,11 +72,11 @@ def save_checkpoint(
         process_group.barrier()
         if process_group.is_main:
             counters = {name: {"step": engine.step} for name, engine in named.items()}
-            kept = {"step": step, "engines": counters, "state": state, "environment": environment(process_group.size)}
-            kept["drawn"] = drawn
-            write_json(directory / STATE, kept)
+            saved = {"step": step, "engines": counters, "state": state, "environment": environment(process_group.size)}
+            saved["drawn"] = drawn
+            write_json(directory / STATE, saved)
             write_json(directory / IDENTITY, identity)
-            write_json(directory / RANDOM, randoms)
+            write_json(directory / RANDOM, random_states)
             manifest = {"format": 2, "step": step, "files": hashes(directory)}
             write_json(directory / MANIFEST, manifest | {"sum": hash_of(manifest)})
     if process_group.is_main:
@@ -86,26 +86,26 @@ def save_checkpoint(
 
 
 def delete_older(newest: Path, keep: int) -> None:
-    """Delete checkpoints older than `newest`, which has just been written, until `keep` are left with it.
+    """Delete checkpoints older than `newest`, which has just been written, until `keep` are left including it.
 
-    A directory of a later step is none of this run's, and one without a sound manifest is no checkpoint: they neither
-    count nor go.
+    Directories of later steps belong to another run, and those without a valid manifest are no checkpoints: they are
+    neither counted nor deleted.
     """
     older = [path for path in checkpoints(newest.parent) if step_of(path) < step_of(newest)]
-    sound = [path for path in older if not read_manifest(path)[1]]
-    for path in sound[keep - 1 :]:
+    valid = [path for path in older if not read_manifest(path)[1]]
+    for path in valid[keep - 1 :]:
         remove_directory(path)
 
 
 def restore_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -> dict[str, Any]:
-    """Put a verified checkpoint back into the engines and the global random states; every rank must call it.
+    """Load a verified checkpoint into the engines and the global random states; a collective operation.
 
     Returns:
         The algorithm's `state` as saved, with `step`.
 
     Raises:
-        UserError: config or data differ (each difference is listed), or a file or tensor does not fit; or another
-            number of processes could not go on as the run was.
+        UserError: config or data differ (each difference is listed), a file or tensor does not fit, or the number of
+            processes changed and the run could not continue as it was.
     """
     named = _named(engines)
     process_group = process_group_of(engines)
@@ -113,27 +113,27 @@ def restore_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -
         f"{path} was made with other settings: {line}; take the old ones back, or choose another output directory"
         for line in differences(_read(path / IDENTITY), json.loads(json.dumps(identity)))
     )
-    kept = _read(path / STATE)
-    if set(kept["engines"]) != set(named):
-        raise UserError(f"{path} holds the engines {sorted(kept['engines'])}, this run has {sorted(named)}")
-    check_world_size(path, kept, process_group)
+    saved = _read(path / STATE)
+    if set(saved["engines"]) != set(named):
+        raise UserError(f"{path} holds the engines {sorted(saved['engines'])}, this run has {sorted(named)}")
+    check_world_size(path, saved, process_group)
     if process_group.is_main:
-        for line in differences(kept["environment"], environment(process_group.size)):
+        for line in differences(saved["environment"], environment(process_group.size)):
             _warn(f"{path} was made in another environment ({line}); results may differ in the last digits")
     for name, engine in named.items():
         engine.backend.load(path / name)
-        engine.step = int(kept["engines"][name]["step"])
-    randoms = _read(path / RANDOM)
-    if process_group.rank < len(randoms):
-        set_random_state(randoms[process_group.rank])
-    return kept["state"] | {"step": kept["step"]}
+        engine.step = int(saved["engines"][name]["step"])
+    random_states = _read(path / RANDOM)
+    if process_group.rank < len(random_states):
+        set_random_state(random_states[process_group.rank])
+    return saved["state"] | {"step": saved["step"]}
 
 
 def latest_checkpoint(root: Path) -> Path | None:
-    """The newest whole checkpoint, or None where there is none at all.
+    """The newest intact checkpoint, or None if there is no checkpoint.
 
-    Where the one before a damaged one is taken, the damaged one is named in a warning and set aside under another name:
-    it must not count when older checkpoints are deleted. Left-overs of a save that was cut short are removed.
+    Damaged checkpoints that are newer are named in a warning and renamed, so that they do not count when older ones are
+    deleted. Left-overs of an interrupted save are removed.
 
     Raises:
         UserError: a file of the newest checkpoint was deleted, or every checkpoint is damaged.
@@ -162,7 +162,7 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint so that it is none any more, and return where it is now; nothing is deleted."""
+    """Rename a damaged checkpoint so that it no longer counts as one, and return its new path; nothing is deleted."""
     aside, number = path.with_name(f"damaged-{path.name}"), 1
     while os.path.lexists(aside):
         number += 1
@@ -172,18 +172,18 @@ def set_aside(path: Path) -> Path:
 
 
 def checkpoints(root: Path) -> Iterator[Path]:
-    """Checkpoint directories, newest first, whole or not."""
+    """Checkpoint directories, newest first, intact or damaged."""
     found = [path for path in root.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
     yield from sorted(found, key=step_of, reverse=True)
 
 
 def step_of(path: Path) -> int:
-    """The step after which a checkpoint was saved, from its name."""
+    """The step after which a checkpoint was saved, read from its name."""
     return int(path.name.split("-")[1])
 
 
 def verify(path: Path) -> tuple[list[str], list[str]]:
-    """What is wrong with a checkpoint: (sentences about damage, names of files that are gone)."""
+    """Problems of a checkpoint: (sentences about damage, names of missing files)."""
     files, problem = read_manifest(path)
     if problem:
         return [problem], []
@@ -201,7 +201,7 @@ def verify(path: Path) -> tuple[list[str], list[str]]:
 
 
 def read_manifest(path: Path) -> tuple[dict[str, str], str]:
-    """SHA-256 of each file of a checkpoint by name, and what is wrong with the manifest, or ''. Opens no other file."""
+    """SHA-256 of each file of a checkpoint by name, and the manifest's problem or ''. Opens no other file."""
     file = path / MANIFEST
     if not file.is_file():
         return {}, f"{file} is missing"
@@ -229,8 +229,8 @@ def hashes(directory: Path) -> dict[str, str]:
     return {file.relative_to(directory).as_posix(): sha256(file) for file in files}
 
 
-def check_room(root: Path, engines: Mapping[str, Engine]) -> None:
-    """Raise UserError where the disk has no room for another checkpoint: weights and two moments, float32."""
+def check_disk_space(root: Path, engines: Mapping[str, Engine]) -> None:
+    """Raise UserError if the disk has no space for another checkpoint: weights and two moments in float32."""
     root.mkdir(parents=True, exist_ok=True)
     elements = sum(
         getattr(parameter, "ds_numel", parameter.numel())
@@ -243,18 +243,18 @@ def check_room(root: Path, engines: Mapping[str, Engine]) -> None:
         raise UserError(f"{root}: a checkpoint needs about {needed} bytes and {free} are free; older ones are kept")
 
 
-def check_world_size(path: Path, kept: dict[str, Any], process_group: ProcessGroup) -> None:
-    """Raise UserError where a run saved by another number of processes would not go on as it was.
+def check_world_size(path: Path, saved: Mapping[str, Any], process_group: ProcessGroup) -> None:
+    """Raise UserError if a run that another number of processes saved would not continue as it was.
 
     Rows, minibatches and samples do not depend on the number of ranks, so that only rounding differs, unless each rank
-    has drawn random numbers of its own (dropout), or has files of its own (DeepSpeed).
+    used its own random numbers (dropout) or wrote its own files (DeepSpeed).
     """
-    before = kept["environment"]["world_size"]
+    before = saved["environment"]["world_size"]
     if before == process_group.size:
         return
     if process_group.kind == "deepspeed":
         why = "DeepSpeed's files belong to one process each"
-    elif kept.get("drawn", True):
+    elif saved.get("drawn", True):
         why = "every process draws its own dropout, and the run would not go on as it was"
     else:
         return
@@ -265,7 +265,7 @@ def check_world_size(path: Path, kept: dict[str, Any], process_group: ProcessGro
 
 
 def environment(world_size: int) -> dict[str, Any]:
-    """What results depend on in their last digits."""
+    """Versions and settings that change the last digits of results."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -280,7 +280,7 @@ def process_group_of(engines: Engines) -> ProcessGroup:
 
 
 def _named(engines: Engines) -> dict[str, Engine]:
-    """A single engine's files lie in the checkpoint itself."""
+    """Engines by the subdirectory of their files; those of a single engine are in the checkpoint itself."""
     return {"": engines} if isinstance(engines, Engine) else dict(engines)
 
 

@@ -1,4 +1,4 @@
-"""A run's directory: what is written while training, by rank 0 alone. Checkpoints are in checkpoints.py."""
+"""A run's directory: its lock, and the files that rank 0 writes during training. Checkpoints are in checkpoints.py."""
 
 import fcntl
 import json
@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
@@ -26,28 +26,30 @@ LOGS = ("metrics.jsonl", "samples.jsonl")
 
 
 class Run:
-    """config.yaml, lineage.json, metrics.jsonl, samples.jsonl, tensorboard/ and the progress shown; a context manager.
+    """Writes config.yaml, lineage.json, metrics.jsonl, samples.jsonl and tensorboard/, and shows the progress.
+
+    A context manager, which closes the run.
 
     Attributes:
         output: the directory.
-        checkpoints: where its checkpoints lie.
-        identity: what a resume compares; complete on rank 0.
-        total: updates or iterations of the whole run, once `steps` was called.
-        request: the signal that asked this process to stop.
-        random_start: states of torch's generators before the first update of a run from its start.
-        stopped: the signal on which all ranks have agreed to stop, a checkpoint being saved; 0 while going on.
+        checkpoints: the directory of its checkpoints.
+        identity: what a resume compares; empty on ranks above 0.
+        total: updates or iterations of the whole run; 0 before `steps` is called.
+        request: the signal that asks this process to stop.
+        random_start: states of torch's generators before the first update.
+        stopped: the signal that all ranks have agreed to stop on, after saving a checkpoint; 0 before.
     """
 
-    def __init__(self, output: str | Path, config: dict[str, Any], *, stage: str, parents: Sequence[str] = ()):
-        """Make the directory and take its lock.
+    def __init__(self, output: str | Path, config: Mapping[str, Any], *, stage: str, parents: Sequence[str] = ()):
+        """Create the directory and take its lock.
 
         Args:
             config: as resolved, secrets left out.
-            parents: checkpoints that the run starts from.
+            parents: models that the run starts from.
 
         Raises:
-            UserError: the directory cannot be written, or another run is using it; it holds the model, checkpoints or
-                metrics of a run with other settings or data; its logs are broken; a tracker cannot be opened.
+            UserError: the directory cannot be written or another run uses it; it holds the model, checkpoints or metrics
+                of a run with other settings or data; its logs are damaged; a tracker does not start.
         """
         self.output = Path(output)
         self.checkpoints = self.output / "checkpoints"
@@ -59,12 +61,12 @@ class Run:
         self._progress: Progress | None = None
         self._notes: list[str] = []
         self._trackers: Trackers | None = None
-        self._held = ExitStack()  # the directory, trackers, signals: given back in turn, each whatever the others do
+        self._resources = ExitStack()  # lock, trackers, signal handlers: each is released even if another one fails
         self._clock = time.perf_counter()
         trackers = config.get("training", {}).get("trackers", [])
         check_trackers(trackers)
         if trackers:
-            init_distributed()  # Accelerate's trackers ask its state who this process is; every rank takes part
+            init_distributed()  # Accelerate's trackers need its state; a collective operation
         if self.is_main:
             try:
                 self._open(config, stage, parents, trackers)
@@ -72,17 +74,17 @@ class Run:
                 self.close()
                 raise
 
-    def _open(self, config: dict[str, Any], stage: str, parents: Sequence[str], trackers: Sequence[str]) -> None:
-        """Rank 0's part of the start; nothing of an earlier run is changed before all checks are made."""
-        self._held.callback(lock(self.output).close)
+    def _open(self, config: Mapping[str, Any], stage: str, parents: Sequence[str], trackers: Sequence[str]) -> None:
+        """Rank 0's part of the start; no file of an earlier run is changed before all checks have passed."""
+        self._resources.callback(lock(self.output).close)
         remove_leftovers(self.output / "model")
         self.identity = identity_of(config, parents)
         refuse_other_run(self.output, stage, self.identity)
-        raise_all(problem for name in LOGS for problem in read_lines(self.output / name)[1])
+        raise_all(problem for name in LOGS for problem in read_log(self.output / name)[1])
         self._trackers = Trackers(self.output, stage, trackers, config)
-        self._held.callback(self._trackers.close)
+        self._resources.callback(self._trackers.close)
         self._lineage = lineage_of(stage, config, self.identity)
-        write_text(self.output / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+        write_text(self.output / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
         write_json(self.output / "lineage.json", self._lineage)
 
     def __enter__(self) -> "Run":
@@ -91,19 +93,19 @@ class Run:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
         self.close()
         if not self.total and isinstance(error, KeyboardInterrupt | SystemExit):
-            self._say("stopped before the first update: nothing was trained; what earlier starts saved is untouched")
+            self._print("stopped before the first update: nothing was trained; what earlier starts saved is untouched")
         elif error is None and self.request.number:
-            self._say(f"signal {self.request.number} came when the run was finished; its model is written")
-            signal.raise_signal(self.request.number)  # to whoever heeds signals outside of a run
+            self._print(f"signal {self.request.number} came when the run was finished; its model is written")
+            signal.raise_signal(self.request.number)  # now with the effect that it has outside a run
 
     def close(self) -> None:
-        """Give signals their usual effect back, finish trackers, give the directory free."""
-        self._held.close()
+        """Restore the signal handlers, close the trackers and release the lock."""
+        self._resources.close()
 
     def steps(self, first: int, total: int) -> Iterator[int]:
-        """Numbers first ... total - 1, with progress shown, until a stop was asked for and a checkpoint saved.
+        """Numbers first ... total - 1 with progress shown, until a checkpoint is saved on a stop request.
 
-        From here until the run is closed signals that ask to stop are noted and do not break off what is being written.
+        From here until the run is closed, signals are recorded and do not interrupt what is being written.
 
         Raises:
             SystemExit: 128 + the signal's number, after the update in which the signal came.
@@ -112,19 +114,19 @@ class Run:
         self.truncate(first)
         self._progress = Progress(first, total) if self.is_main else None
         self._clock = time.perf_counter()
-        self.request = self._held.enter_context(stop_requests())
+        self.request = self._resources.enter_context(stop_requests())
         try:
             for step in range(first, total):
                 yield step
                 if self.stopped:
-                    self._say(f"stopped by signal {self.stopped} after step {step + 1}; a checkpoint is saved")
+                    self._print(f"stopped by signal {self.stopped} after step {step + 1}; a checkpoint is saved")
                     raise SystemExit(128 + self.stopped)
         finally:
             if self._progress is not None:
                 self._progress.close()
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One line of metrics.jsonl for update `step` (from 1), and the same to the trackers and the progress shown."""
+        """Write the metrics of update `step` (from 1) to metrics.jsonl and the trackers, and show the progress."""
         now = time.perf_counter()
         seconds, self._clock = now - self._clock, now
         line: dict[str, Any] = {"step": step, **metrics}
@@ -132,7 +134,7 @@ class Run:
             line.setdefault("tokens_per_second", metrics["tokens"] / max(seconds, 1e-9))
         if not self.is_main:
             return
-        # JSON has no word for a value that is not finite.
+        # JSON has no literal for a value that is not finite.
         finite = {name: value if math.isfinite(value) else None for name, value in line.items()}
         self._append("metrics.jsonl", finite)
         if self._trackers is not None:
@@ -141,49 +143,49 @@ class Run:
             self._progress.show(step, line)
 
     def sample(self, step: int, **fields: Any) -> None:
-        """One line of samples.jsonl: a text seen in update `step`."""
+        """Write a line to samples.jsonl: a text of update `step`."""
         if self.is_main:
             self._append("samples.jsonl", {"step": step, **fields})
 
     def note(self, text: str) -> None:
-        """A remark worth keeping, on standard error and in lineage.json: dropped rows, for one."""
+        """Write a remark to standard error and lineage.json, such as the number of dropped rows."""
         if self.is_main:
             self._notes.append(text)
             write_json(self.output / "lineage.json", {**self._lineage, "notes": self._notes})
-            self._say(text)
+            self._print(text)
 
     def truncate(self, step: int) -> None:
-        """Forget what was logged after `step`: those updates are done again."""
+        """Delete what was logged after `step`, because those updates are repeated."""
         if self.is_main:
             for name in LOGS:
                 truncate_lines(self.output / name, step)
 
-    def _append(self, name: str, line: dict[str, Any]) -> None:
+    def _append(self, name: str, line: Mapping[str, object]) -> None:
         path = self.output / name
         with explain_full_disk(path, path), open(path, "a", encoding="utf-8") as file:
             file.write(json.dumps(line, ensure_ascii=False) + "\n")
 
-    def _say(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if self.is_main:
             print(text, file=sys.stderr, flush=True)
 
 
 def truncate_lines(path: Path, step: int) -> None:
-    """Keep the lines of a JSON-lines file up to `step`; a last line cut short by a crash goes too.
+    """Keep the lines of a run's log up to `step`; an incomplete last line, left by a crash, is deleted too.
 
     Raises:
-        UserError: a line that no run has written.
+        UserError: a line that is no line of a log.
     """
-    lines, problems = read_lines(path)
+    lines, problems = read_log(path)
     raise_all(problems)
     if path.exists():
         write_text(path, "".join(text for number, text in lines if number <= step))
 
 
-def read_lines(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
-    """Step and text of each whole line of a run's log, and what is wrong with the others; no file has no lines."""
+def read_log(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
+    """Step and text of each complete line of a run's log, and the problems of invalid lines; none without a file."""
     lines, problems = [], []
-    *whole, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]  # a text may hold other line ends
+    *whole, _ = path.read_bytes().split(b"\n") if path.exists() else [b""]  # texts may contain other line separators
     for number, content in enumerate(whole, 1):
         try:
             text = content.decode("utf-8")
@@ -198,11 +200,11 @@ def read_lines(path: Path) -> tuple[list[tuple[int, str]], list[str]]:
     return lines, problems
 
 
-def lock(directory: Path) -> Any:
-    """Hold the directory for this process; the system lets go when the process ends, however it ends.
+def lock(directory: Path) -> TextIO:
+    """Lock the directory for this process; the system releases the lock when the process ends in any way.
 
     Raises:
-        UserError: another process holds it, or it cannot be written.
+        UserError: another process has locked it, or it cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)

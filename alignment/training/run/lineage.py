@@ -1,10 +1,10 @@
-"""Where a run came from: hashes of code, config, data and parents. What a run writes while it trains is in run.py."""
+"""Origin of a run: hashes of code, config, data and parent checkpoints, and the comparison with an earlier run."""
 
 import json
 import os
 import platform
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import yaml
 from alignment.errors import UserError
 from alignment.files import hash_of, sha256
 
-# Keys that may change between a run and its resumption: they steer memory, files and looks, not the result.
+# Config keys that may change when a run is resumed: they affect memory, files and logs, not the result.
 RESUMABLE_KEYS = frozenset(
     {
         "output", "resume", "trackers", "save_every_steps", "keep_last_checkpoints", "evaluate_every_steps",
@@ -22,19 +22,19 @@ RESUMABLE_KEYS = frozenset(
 )  # fmt: skip
 
 
-def identity_of(config: dict[str, Any], parents: Sequence[str]) -> dict[str, Any]:
-    """What must be equal for a checkpoint to be continued: settings that matter, and the content of all inputs."""
-    return {"config": without_free_keys(config), "data": input_hashes(config), "parents": parent_hashes(parents)}
+def identity_of(config: Mapping[str, object], parents: Sequence[str]) -> dict[str, Any]:
+    """What must be equal to resume from a checkpoint: the settings that affect the result, and the content of all inputs."""
+    return {"config": without_resumable_keys(config), "data": input_hashes(config), "parents": parent_hashes(parents)}
 
 
-def refuse_other_run(output: Path, stage: str, identity: dict[str, Any]) -> None:
-    """Raise where a directory holds what a run with other settings or data has made.
+def refuse_other_run(output: Path, stage: str, identity: Mapping[str, object]) -> None:
+    """Check that a directory holds nothing that a run with other settings or data has written.
 
     Raises:
-        UserError: every difference, and the way out.
+        UserError: it does; every difference is listed.
     """
-    made = [name for name in ("model", "checkpoints", "metrics.jsonl") if _holds_anything(output / name)]
-    if not made:
+    found = [name for name in ("model", "checkpoints", "metrics.jsonl") if _holds_anything(output / name)]
+    if not found:
         return
     old = earlier_run(output)
     new = {"stage": stage, **json.loads(json.dumps(identity))}
@@ -43,26 +43,26 @@ def refuse_other_run(output: Path, stage: str, identity: dict[str, Any]) -> None
         return
     why = "\n".join(["of a run with other settings:", *changed]) if old else "that no run of this kind has written"
     raise UserError(
-        f"{output}: holds {', '.join(made)} {why}\nNothing was changed. Choose another output directory, or delete this one"
+        f"{output}: holds {', '.join(found)} {why}\nNothing was changed. Choose another output directory, or delete this one"
     )
 
 
 def earlier_run(output: Path) -> dict[str, Any]:
-    """Stage and identity of the run that wrote a directory, as far as its files tell; {} where no run wrote it."""
-    found: dict[str, Any] = {}
+    """Stage and identity of the run that wrote a directory, as far as its files contain them; {} if no run wrote it."""
+    identity: dict[str, Any] = {}
     try:
         if (output / "config.yaml").is_file():
             config = yaml.safe_load((output / "config.yaml").read_text(encoding="utf-8"))
-            found["config"] = without_free_keys(json.loads(json.dumps(config)))
+            identity["config"] = without_resumable_keys(json.loads(json.dumps(config)))
         if (output / "lineage.json").is_file():
             lineage = json.loads((output / "lineage.json").read_text(encoding="utf-8"))
-            found |= {key: lineage[key] for key in ("stage", "data", "parents")}
+            identity |= {key: lineage[key] for key in ("stage", "data", "parents")}
     except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
         raise UserError(
             f"{output}: config.yaml or lineage.json of an earlier run cannot be read ({type(error).__name__}), so it is "
             "not known whether this run may go on from it; choose another output directory, or delete this one"
         ) from error
-    return found
+    return identity
 
 
 def _holds_anything(path: Path) -> bool:
@@ -70,8 +70,8 @@ def _holds_anything(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.is_file() and path.stat().st_size > 0
 
 
-def differences(old: Any, new: Any, key: str = "") -> list[str]:
-    """Where two JSON-like values differ, as 'dotted.key: old -> new'."""
+def differences(old: object, new: object, key: str = "") -> list[str]:
+    """The differences of two JSON-like values, each as 'dotted.key: old -> new'."""
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             line
@@ -81,7 +81,7 @@ def differences(old: Any, new: Any, key: str = "") -> list[str]:
     return [] if old == new else [f"{key}: {old!r} -> {new!r}"]
 
 
-def lineage_of(stage: str, config: dict[str, Any], identity: dict[str, Any]) -> dict[str, Any]:
+def lineage_of(stage: str, config: Mapping[str, object], identity: Mapping[str, object]) -> dict[str, Any]:
     """The content of lineage.json."""
     return {
         "stage": stage,
@@ -92,26 +92,26 @@ def lineage_of(stage: str, config: dict[str, Any], identity: dict[str, Any]) -> 
     }
 
 
-def without_free_keys(value: Any) -> Any:
-    """A config without the keys that may change on resume."""
+def without_resumable_keys(value: Any) -> Any:
+    """A config without the keys that may change when it is resumed."""
     if isinstance(value, dict):
-        return {key: without_free_keys(entry) for key, entry in value.items() if key not in RESUMABLE_KEYS}
+        return {key: without_resumable_keys(entry) for key, entry in value.items() if key not in RESUMABLE_KEYS}
     return value
 
 
-def input_hashes(config: dict[str, Any]) -> dict[str, str]:
-    """SHA-256 of every file that the config names, by dotted key."""
-    return {key: sha256(Path(text)) for key, text in _texts(config) if _is_file(text)}
+def input_hashes(config: Mapping[str, object]) -> dict[str, str]:
+    """SHA-256 of every file that the config refers to, by dotted key."""
+    return {key: sha256(Path(text)) for key, text in _strings(config) if _is_file(text)}
 
 
 def parent_hashes(parents: Sequence[str]) -> dict[str, str | None]:
-    """Per parent one hash over names and contents of its files, or the commit of a model that came from the Hub."""
-    found = {name: Path(os.path.expanduser(name)) for name in parents}
-    return {name: directory_hash(path) if path.is_dir() else hub_commit(name) for name, path in found.items()}
+    """A hash over the files of each parent checkpoint, or the commit of a model from the Hub."""
+    paths = {name: Path(os.path.expanduser(name)) for name in parents}
+    return {name: directory_hash(path) if path.is_dir() else hub_commit(name) for name, path in paths.items()}
 
 
 def hub_commit(name: str) -> str | None:
-    """Commit of the snapshot of a Hub model that lies on this machine; None where there is none. Asks no server."""
+    """Commit of a Hub model's snapshot in the local cache; None where there is none. Asks no server."""
     from huggingface_hub import try_to_load_from_cache
 
     for file in ("config.json", "adapter_config.json"):
@@ -127,7 +127,7 @@ def directory_hash(directory: Path) -> str:
 
 
 def code_version() -> dict[str, Any]:
-    """This library's source as one hash, the git commit where there is one, and the versions that matter most."""
+    """This library's source as one hash, its git commit if it has one, and the versions of the main dependencies."""
     from importlib import metadata
 
     package = Path(__file__).resolve().parents[2]
@@ -144,27 +144,27 @@ def code_version() -> dict[str, Any]:
 def _commit(package: Path) -> str | None:
     command = ["git", "-C", str(package), "rev-parse", "HEAD"]
     try:
-        answer = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return None  # installed without git: the source hash stands alone
-    return answer.stdout.strip() if answer.returncode == 0 else None
+        return None  # installed without git: the source hash has to do
+    return done.stdout.strip() if done.returncode == 0 else None
 
 
-def _texts(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every string in a config with its dotted key, the free keys left out."""
+def _strings(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    """Every string in a config with its dotted key, except those of resumable keys."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict):
         for name, entry in value.items():
             if name not in RESUMABLE_KEYS:
-                yield from _texts(entry, f"{key}.{name}" if key else str(name))
+                yield from _strings(entry, f"{key}.{name}" if key else str(name))
     elif isinstance(value, list | tuple):
         for index, entry in enumerate(value):
-            yield from _texts(entry, f"{key}.{index}")
+            yield from _strings(entry, f"{key}.{index}")
 
 
 def _is_file(text: str) -> bool:
     try:
         return Path(text).is_file()
-    except (OSError, ValueError):  # too long for a file name, or not one at all
+    except (OSError, ValueError):  # too long, or not valid as a file name
         return False

@@ -1,4 +1,4 @@
-"""How far a run is, on standard error: a bar on a terminal, else a plain line now and then. Writes no file."""
+"""Progress of a run on standard error: a bar on a terminal, elsewhere a plain line at intervals. Writes no file."""
 
 import sys
 import time
@@ -7,11 +7,11 @@ from typing import Any
 
 
 class Progress:
-    """Shows step, loss, tokens per second and the time still to go.
+    """Shows step, loss, tokens per second and the remaining time.
 
     Args:
-        first: steps done before; they do not count in the estimate.
-        seconds_between: of plain lines, where standard error is not a terminal.
+        first: steps done before this start; they are left out of the estimate.
+        seconds_between: interval of plain lines, where standard error is not a terminal.
     """
 
     def __init__(self, first: int, total: int, seconds_between: float = 10.0):
@@ -20,7 +20,7 @@ class Progress:
         self.bar = _bar(first, total) if sys.stderr.isatty() else None
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Step number `step` is done."""
+        """Show that step number `step` is done."""
         now = time.monotonic()
         left = (now - self.began) / max(1, step - self.first) * (self.total - step)
         text = describe(metrics, left)
@@ -31,13 +31,13 @@ class Progress:
             self.shown = now
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         if self.bar is not None:
             self.bar.stop()
 
 
 def describe(metrics: Mapping[str, float], seconds_left: float) -> str:
-    """The figures that a person watches, in one short line."""
+    """The main metrics and the remaining time in one short line."""
     parts = [f"{name} {metrics[name]:.4g}" for name in ("loss", "score", "kl", "accuracy") if name in metrics]
     if metrics.get("tokens_per_second"):
         parts.append(f"{metrics['tokens_per_second']:.0f} tokens/s")

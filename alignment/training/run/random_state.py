@@ -1,8 +1,8 @@
-"""The global random states of one process as plain JSON values. Generators that someone owns are not held here."""
+"""The global random states of one process as plain JSON values. Local generators are not included."""
 
 import base64
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """States of Python's, NumPy's and torch's global generators, the devices' included."""
+    """States of the global generators of Python, NumPy and torch, those of its devices included."""
     kind, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -23,8 +23,8 @@ def random_state() -> dict[str, Any]:
     }
 
 
-def set_random_state(state: dict[str, Any]) -> None:
-    """Put back what `random_state` gave; devices that no longer exist are left out."""
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Restore what `random_state` returned; devices that no longer exist are left out."""
     kind, words, gauss = state["python"]
     random.setstate((kind, tuple(words), gauss))
     name, keys, position, has_gauss, cached = state["numpy"]
@@ -36,19 +36,19 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def generator_states() -> list[str]:
-    """States of torch's global generators, the devices' included: those that a model draws from."""
+    """States of torch's global generators, those of its devices included: the ones that models use."""
     state = random_state()
     return [state["torch"], *state["cuda"]]
 
 
 def rank_seed(seed: int, rank: int) -> int:
-    """A seed for one rank's global generator, far from those of the other ranks and other runs' seeds."""
+    """A seed for one rank's global generator, independent of those of other ranks and other seeds."""
     return int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint64)[0])
 
 
 @contextmanager
 def unchanged_random_state() -> Iterator[None]:
-    """What runs inside may draw at random without changing what is drawn afterwards."""
+    """While open, random numbers may be used; afterwards the global random states are as before."""
     state = random_state()
     try:
         yield

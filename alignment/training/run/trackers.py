@@ -1,18 +1,21 @@
-"""TensorBoard always, Accelerate's trackers (wandb, mlflow, trackio ...) when asked. The figures come from run.py."""
+"""TensorBoard, and on request Accelerate's trackers (wandb, mlflow, trackio ...). The metrics come from directory.py."""
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from alignment.errors import UserError
+
+if TYPE_CHECKING:
+    from accelerate.tracking import GeneralTracker
 
 
 class Trackers:
     """Sends each update's metrics to every tracker."""
 
-    def __init__(self, output: Path, stage: str, names: Sequence[str], config: dict[str, Any]):
-        """Open TensorBoard's files and the named trackers.
+    def __init__(self, output: Path, stage: str, names: Sequence[str], config: Mapping[str, Any]):
+        """Open TensorBoard's files and start the named trackers.
 
         Raises:
             UserError: a tracker does not start.
@@ -23,7 +26,7 @@ class Trackers:
         self.board = SummaryWriter(output / "tensorboard")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of update `step`."""
+        """Send the metrics of update `step`."""
         for name, value in metrics.items():
             if name != "step" and math.isfinite(value):
                 self.board.add_scalar(name, value, step)
@@ -31,14 +34,14 @@ class Trackers:
             tracker.log(dict(metrics), step=step)
 
     def close(self) -> None:
-        """Flush and end everything."""
+        """Flush and close all trackers."""
         self.board.close()
         for tracker in self.others:
             tracker.finish()
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise where a tracker cannot be opened here.
+    """Check that the named trackers exist and are installed.
 
     Raises:
         UserError: a name is unknown, or its package is not installed.
@@ -56,11 +59,11 @@ def check_trackers(names: Sequence[str]) -> None:
             raise UserError(f"training.trackers: {name} is not installed: pip install {name}")
 
 
-def open_tracker(name: str, output: Path, stage: str, config: dict[str, Any]) -> Any:
-    """One of Accelerate's trackers, started with the run's config. Accelerate's state must be there, see init_distributed.
+def open_tracker(name: str, output: Path, stage: str, config: Mapping[str, Any]) -> "GeneralTracker":
+    """One of Accelerate's trackers, started with the run's config. `init_distributed` must have been called.
 
     Raises:
-        UserError: the tracker does not start: no account, no server.
+        UserError: the tracker does not start, for want of an account or a server.
     """
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS
 
@@ -69,7 +72,7 @@ def open_tracker(name: str, output: Path, stage: str, config: dict[str, Any]) ->
     try:
         tracker = kind(f"{stage}-{output.name}", **where)
         tracker.start()
-        tracker.store_init_configuration(config)
+        tracker.store_init_configuration(dict(config))
     except Exception as error:
         raise UserError(
             f"training.trackers: {name} does not start ({type(error).__name__}: {error}); set it up as its own pages "
