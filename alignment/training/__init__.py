@@ -1,4 +1,4 @@
-"""Training: one optimizer step, the ways to spread it over processes, the loop around it, its files. No losses here."""
+"""Training: the optimizer step, its backends, the loop around it and the files of a run. No losses here."""
 
 from alignment.training.engine import Engine, NonFiniteError
 from alignment.training.loop import (

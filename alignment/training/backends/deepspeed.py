@@ -1,7 +1,7 @@
-"""DeepSpeed ZeRO 1 to 3, prepared by Accelerate. Its own checkpoint files are pickles: only for runs of one's own.
+"""DeepSpeed ZeRO 1 to 3, prepared by Accelerate. Its checkpoint files are pickles: resume only runs that you trust.
 
-The stage and offloading come from the launch configuration. Precision, clipping and batch bookkeeping are set here, so
-that the same config file trains the same model on every backend.
+Stage and offloading come from the launch configuration. Precision, clipping and batch sizes are set here, so that a
+config trains the same model on every backend.
 """
 
 import math
@@ -22,7 +22,7 @@ TAG = "deepspeed"
 
 
 class DeepSpeedBackend:
-    """A DeepSpeed engine around the model; several may live in one process, each with its own optimizer."""
+    """A DeepSpeed engine around the model and its optimizer; several may live in one process."""
 
     collective_forward = True
 
@@ -34,13 +34,13 @@ class DeepSpeedBackend:
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_hook(lambda _, name=name: self._reached.add(name)))
         self._trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self._set_up(config, precision)
-        # Accelerate allows one model per Accelerator under DeepSpeed: each engine's process group has its own.
+        self._configure(config, precision)
+        # Under DeepSpeed Accelerate allows one model per Accelerator; each engine's process group has its own.
         self.model: Any = process_group.accelerator.prepare(model, build_optimizer(model, config))[0]
 
     def backward(self, loss: Tensor, last: bool) -> None:
         self.model.set_gradient_accumulation_boundary(last)
-        # DeepSpeed averages over ranks. We call its engine, not Accelerate's wrapper, whose backward also steps.
+        # DeepSpeed averages over ranks. Accelerate's own `backward` is avoided, because it also steps.
         self.model.backward(loss * self.process_group.size)
 
     def step(self, learning_rate: float, values: Tensor, num_losses: int) -> tuple[list[float], float]:
@@ -53,7 +53,7 @@ class DeepSpeedBackend:
         for group in self.model.optimizer.param_groups:
             group["lr"] = learning_rate
         self.model.step()
-        # On a gradient that is not finite DeepSpeed leaves the weights alone and says so afterwards.
+        # If a gradient is not finite, DeepSpeed skips the step and reports this afterwards.
         return numbers, float(self.model.get_global_grad_norm()) if self.model.was_step_applied() else math.nan
 
     def without_gradient(self) -> list[str]:
@@ -62,7 +62,7 @@ class DeepSpeedBackend:
     def full_state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
         for name, value in self.unwrapped.state_dict(keep_vars=True).items():
-            with self._whole([value]):  # one at a time: together they might not fit on one device
+            with self._gathered_parameters([value]):  # one at a time: together they might not fit on one device
                 if self.process_group.is_main:
                     state[name] = value.detach().cpu().clone()
         for name, value in state.items():
@@ -71,7 +71,11 @@ class DeepSpeedBackend:
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
-        with self._whole(list(self.unwrapped.parameters())), self._without_module_hooks(), self.autocast():
+        with (
+            self._gathered_parameters(list(self.unwrapped.parameters())),
+            self._without_module_hooks(),
+            self.autocast(),
+        ):
             yield
 
     def save(self, directory: Path) -> None:
@@ -83,8 +87,8 @@ class DeepSpeedBackend:
     def load(self, directory: Path) -> None:
         if not (directory / TAG).is_dir():
             raise UserError(
-                f"{directory} has no {TAG}/ files: it was saved without DeepSpeed, and its optimizer state cannot be "
-                "continued with DeepSpeed; resume with the launch configuration that saved it"
+                f"{directory} has no {TAG}/ files: it was saved without DeepSpeed, and DeepSpeed cannot load its "
+                "optimizer state; resume with the launch configuration that saved it"
             )
         frozen = any(not parameter.requires_grad for parameter in self.unwrapped.parameters())
         path, _ = self.model.load_checkpoint(str(directory), tag=TAG, load_module_strict=not frozen)
@@ -92,16 +96,16 @@ class DeepSpeedBackend:
             raise UserError(f"{directory / TAG}: DeepSpeed could not read its files; was the number of ranks changed?")
 
     @contextmanager
-    def _whole(self, tensors: list[Any]) -> Iterator[None]:
+    def _gathered_parameters(self, tensors: list[Tensor]) -> Iterator[None]:
+        """While open, these tensors are whole on every rank. Below stage 3, and if they are buffers, they always are."""
         import deepspeed
 
-        # Below stage 3, and for buffers, every rank holds whole tensors.
         with deepspeed.zero.GatheredParameters([tensor for tensor in tensors if hasattr(tensor, "ds_id")]):
             yield
 
     @contextmanager
     def _without_module_hooks(self) -> Iterator[None]:
-        """ZeRO-3's hooks would partition a module's weights again after its first forward, and compare ranks in each."""
+        """While open, ZeRO-3's hooks are off: they partition weights after each forward, and compare ranks in it."""
         offload = getattr(self.model.optimizer, "parameter_offload", None)
         if offload is None:  # below stage 3
             yield
@@ -117,12 +121,12 @@ class DeepSpeedBackend:
             )
             offload._register_deepspeed_module(offload.module)
 
-    def _set_up(self, config: OptimConfig, precision: str) -> None:
+    def _configure(self, config: OptimConfig, precision: str) -> None:
         plugin = self.process_group.accelerator.deepspeed_plugin
         if plugin.zero_stage == 0:
             raise UserError("launch configuration: zero_stage 0 is plain data parallelism; use configs/launch/ddp.yaml")
         settings = plugin.deepspeed_config
-        settings["train_micro_batch_size_per_gpu"] = 1  # bookkeeping only: our batches are ragged
+        settings["train_micro_batch_size_per_gpu"] = 1  # used for its logs only
         settings["train_batch_size"] = self.process_group.size
         settings["gradient_accumulation_steps"] = 1
         settings["gradient_clipping"] = config.max_grad_norm
@@ -130,6 +134,6 @@ class DeepSpeedBackend:
         settings["torch_autocast"] = {
             "enabled": precision == "bf16",
             "dtype": "bfloat16",
-            # With its usual list ZeRO-3 leaves gathered weights rounded to bfloat16, and those are what we save.
+            # With its default list ZeRO-3 leaves gathered weights rounded to bfloat16, which checkpoints would contain.
             "lower_precision_safe_modules": [],
         }

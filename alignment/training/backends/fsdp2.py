@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from alignment.training.backends import state_files
 from alignment.training.backends.base import autocast_context, autocast_forward, checked_step, names_without_gradient
@@ -16,7 +17,7 @@ from alignment.training.optim import OptimConfig, build_optimizer
 
 
 class FSDP2Backend:
-    """Weights, gradients and optimizer state split over ranks; a block's weights come together while it runs."""
+    """Weights, gradients and optimizer state sharded over ranks; a block's weights are gathered while it runs."""
 
     collective_forward = True
 
@@ -25,12 +26,12 @@ class FSDP2Backend:
         self.model = self.unwrapped = autocast_forward(model.to(process_group.device), process_group.device, precision)
         self.autocast = autocast_context(process_group.device, precision)
         self._reshard_after_forward = reshard_after_forward()
-        shard(model, process_group, self._reshard_after_forward)
+        shard_model(model, process_group, self._reshard_after_forward)
         self.optimizer = build_optimizer(model, config)
         self._missing: list[str] | None = None
 
     def backward(self, loss: Tensor, last: bool) -> None:
-        # FSDP2 averages over ranks; every backward reduces, so that only a shard of the gradients is ever kept.
+        # FSDP2 averages over ranks; every backward reduces, so that a rank never holds more than its shard of gradients.
         (loss * self.process_group.size).backward()
 
     def step(self, learning_rate: float, values: Tensor, num_losses: int) -> tuple[list[float], float]:
@@ -48,9 +49,9 @@ class FSDP2Backend:
     def full_parameters(self) -> Iterator[None]:
         root: Any = self.unwrapped
         modules = [module for module in root.modules() if hasattr(module, "unshard")]
-        # The first module that runs takes itself for the root of all: let it be the root even if only parts of it run.
+        # FSDP2 makes the first module that runs its root. It must be the whole model, even if only parts of it run.
         root._get_fsdp_state()._lazy_init()
-        root.set_reshard_after_forward(False)  # or a block would be sharded again after its first forward
+        root.set_reshard_after_forward(False)  # otherwise a block is sharded again after its first forward
         for module in modules:
             module.unshard()
         try:
@@ -58,13 +59,13 @@ class FSDP2Backend:
                 yield
         finally:
             root.set_reshard_after_forward(self._reshard_after_forward)
-            root.set_reshard_after_forward(False, recurse=False)  # its backward comes at once, and needs it whole
+            root.set_reshard_after_forward(False, recurse=False)  # its backward follows at once and needs whole weights
             for module in modules:
                 module.reshard()
 
     def save(self, directory: Path) -> None:
-        kept = set(state_files.kept_names(self.unwrapped))
-        weights = self._on_rank_0((name, value) for name, value in self.unwrapped.state_dict().items() if name in kept)
+        names = set(state_files.kept_names(self.unwrapped))
+        weights = self._on_rank_0((name, value) for name, value in self.unwrapped.state_dict().items() if name in names)
         state = self._on_rank_0(
             (f"{name}/{key}", value)
             for name, parameter in self.unwrapped.named_parameters()
@@ -76,30 +77,30 @@ class FSDP2Backend:
             state_files.save_optimizer(state, directory)
 
     def load(self, directory: Path) -> None:
-        here = dict(self.unwrapped.named_parameters()) | dict(self.unwrapped.named_buffers())
+        tensors = dict(self.unwrapped.named_parameters()) | dict(self.unwrapped.named_buffers())
         with torch.no_grad():
             for name, tensor in state_files.read_weights(self.unwrapped, directory).items():
-                here[name].copy_(split_like(tensor, here[name]))
+                tensors[name].copy_(shard_like(tensor, tensors[name]))
         state = state_files.read_optimizer(self.unwrapped, directory)
         for name, parameter in self.unwrapped.named_parameters():
             if name in state:
                 self.optimizer.state[parameter] = {
-                    key: split_like(tensor, parameter) if tensor.ndim else tensor.to(self.process_group.device)
+                    key: shard_like(tensor, parameter) if tensor.ndim else tensor.to(self.process_group.device)
                     for key, tensor in state[name].items()
                 }
 
-    def _on_rank_0(self, tensors: Iterable[tuple[str, Any]]) -> dict[str, Tensor]:
+    def _on_rank_0(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Whole tensors on rank 0's CPU, gathered one at a time: together they might not fit on one device."""
         state: dict[str, Tensor] = {}
         for name, value in tensors:
-            tensor = whole(value)
+            tensor = full_tensor(value)
             if self.process_group.is_main:
                 state[name] = tensor.cpu().contiguous()
         return state
 
 
-def shard(model: nn.Module, process_group: ProcessGroup, reshard_after_forward: bool = True) -> None:
-    """Shard each block (a child of a ModuleList) by itself, then the rest; all ranks start from rank 0's weights."""
+def shard_model(model: nn.Module, process_group: ProcessGroup, reshard_after_forward: bool = True) -> None:
+    """Shard each block (a child of a ModuleList) by itself, then the rest; all ranks start with rank 0's weights."""
     from torch.distributed import broadcast
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -107,7 +108,7 @@ def shard(model: nn.Module, process_group: ProcessGroup, reshard_after_forward: 
     for tensor in [*model.parameters(), *model.buffers()]:
         broadcast(tensor.detach(), src=0)
     mesh = init_device_mesh(process_group.device.type, (process_group.size,))
-    for module in reversed(list(model.modules())):  # from the inside out, as fully_shard wants it
+    for module in reversed(list(model.modules())):  # from the inside out, as fully_shard requires
         if isinstance(module, nn.ModuleList):
             for block in module:
                 if not isinstance(block, nn.ModuleList | nn.ModuleDict):  # those are never called
@@ -115,16 +116,14 @@ def shard(model: nn.Module, process_group: ProcessGroup, reshard_after_forward: 
     fully_shard(model, mesh=mesh)
 
 
-def whole(value: Any) -> Tensor:
-    """A tensor with all its shards; a collective operation where it is sharded."""
+def full_tensor(value: Tensor) -> Tensor:
+    """The whole tensor; a collective operation if it is sharded."""
     value = value.detach()
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def split_like(tensor: Tensor, like: Any) -> Tensor:
-    """This rank's part of a whole tensor, laid out as `like` is."""
-    from torch.distributed.tensor import distribute_tensor
-
-    if not hasattr(like, "device_mesh"):
+def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a whole tensor, sharded like `like`."""
+    if not isinstance(like, DTensor):
         return tensor.to(like.device)
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)

@@ -1,12 +1,12 @@
-"""What the launch file's `fsdp_config` may say: honored, or refused by name. Accelerate hands it over as FSDP_* variables."""
+"""Checks of the launch file's `fsdp_config`, which Accelerate passes on as FSDP_* variables."""
 
 import os
 
 from alignment.errors import raise_all
 
-# Setting -> values that agree with what sharded.py does (the first is what leaving it out means), and the way out.
-# `fsdp_cpu_ram_efficient_loading`, `fsdp_sync_module_states` and `fsdp_use_orig_params` are not here: Accelerate always
-# sends them, and with any value all ranks start from rank 0's weights.
+# Setting -> supported values (the first one is the default), and the advice for any other value.
+# `fsdp_cpu_ram_efficient_loading`, `fsdp_sync_module_states` and `fsdp_use_orig_params` are ignored: Accelerate always
+# sends them, and with any value all ranks start with rank 0's weights.
 ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
     "VERSION": (("2",), "set it to 2, as configs/launch/fsdp2.yaml does"),
     "RESHARD_AFTER_FORWARD": (("true", "false"), "set it to true or false"),
@@ -23,10 +23,10 @@ ACCEPTED: dict[str, tuple[tuple[str, ...], str]] = {
 
 
 def check_fsdp_settings() -> None:
-    """Compare the settings that were sent with those that FSDP2 is used with.
+    """Check that all settings have supported values.
 
     Raises:
-        UserError: some ask for something else; all of them are named.
+        UserError: some have not; all of them are named.
     """
     sent = {name: os.environ.get(f"FSDP_{name}", accepted[0]) for name, (accepted, _) in ACCEPTED.items()}
     raise_all(

@@ -1,11 +1,10 @@
-"""A model's weights and its optimizer's state as safetensors, keyed by parameter name. No pickle; no rotation here.
+"""Weights and optimizer state as safetensors, keyed by parameter name. No pickle.
 
-Frozen parameters are left out: a run that trains an adapter rebuilds its base model from where it came.
+Frozen parameters are left out: a run that trains an adapter loads its base model from the original checkpoint.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -17,17 +16,17 @@ WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 
 
 def kept_names(model: nn.Module) -> list[str]:
-    """Names of what training changes: trainable parameters (a shared one once) and saved buffers."""
+    """Names of the tensors that training changes: trainable parameters (a tied one once) and saved buffers."""
     saved = set(model.state_dict())
     parameters = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     return parameters + [name for name, _ in model.named_buffers() if name in saved]
 
 
 def save_weights(model: nn.Module, state: Mapping[str, Tensor], directory: Path) -> None:
-    """Write the trained part of a full state dict.
+    """Write the tensors of a full state dict that training changes.
 
     Raises:
-        FloatingPointError: a tensor holds a value that is not finite; such weights are never saved.
+        FloatingPointError: a tensor has a value that is not finite; such weights are never saved.
     """
     kept = {name: state[name].contiguous() for name in kept_names(model)}
     for name, tensor in kept.items():
@@ -40,31 +39,31 @@ def read_weights(model: nn.Module, directory: Path) -> dict[str, Tensor]:
     """The tensors written by `save_weights`, checked against the model's names and shapes.
 
     Raises:
-        UserError: file, tensor or shape does not fit, all at once.
+        UserError: file, tensors or shapes do not fit; all problems are listed.
     """
-    return read_tensors(directory / WEIGHTS, dict.fromkeys(kept_names(model)))
+    return read_safetensors(directory / WEIGHTS, kept_names(model))
 
 
 def load_weights(model: nn.Module, directory: Path) -> None:
-    """Put the tensors written by `save_weights` into the model.
+    """Load the tensors written by `save_weights` into the model.
 
     Raises:
-        UserError: file, tensor or shape does not fit.
+        UserError: file, tensors or shapes do not fit; all problems are listed.
     """
     state = read_weights(model, directory)
-    here = model.state_dict()
+    expected = model.state_dict()
     raise_all(
-        f"{directory / WEIGHTS}: {name} has shape {list(tensor.shape)}, the model wants {list(here[name].shape)}"
+        f"{directory / WEIGHTS}: {name} has shape {list(tensor.shape)}, the model has {list(expected[name].shape)}"
         for name, tensor in state.items()
-        if tensor.shape != here[name].shape
+        if tensor.shape != expected[name].shape
     )
     with torch.no_grad():
         for name, tensor in state.items():
-            here[name].copy_(tensor)
+            expected[name].copy_(tensor)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's state as `name/exp_avg` and so on; a parameter that was never updated has no entry."""
+    """AdamW's state with keys such as `name/exp_avg`; a parameter that was never updated has no entry."""
     return {
         f"{name}/{key}": value.detach().cpu().contiguous()
         for name, parameter in model.named_parameters()
@@ -74,20 +73,20 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dic
 
 
 def save_optimizer(tensors: dict[str, Tensor], directory: Path) -> None:
-    """Write what `optimizer_tensors` gave."""
+    """Write what `optimizer_tensors` returned."""
     save_file(tensors, directory / OPTIMIZER)
 
 
 def read_optimizer(model: nn.Module, directory: Path) -> dict[str, dict[str, Tensor]]:
-    """State by parameter name, of parameters that the model trains.
+    """The state of each trainable parameter by its name.
 
     Raises:
-        UserError: the file is missing or speaks of parameters that the model does not train.
+        UserError: the file is missing, or names parameters that are not trainable in this model.
     """
     path = directory / OPTIMIZER
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     state: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in read_tensors(path).items():
+    for key, tensor in read_safetensors(path).items():
         name, entry = key.rsplit("/", 1)
         state.setdefault(name, {})[entry] = tensor
     raise_all(f"{path}: {name} is not a trainable parameter of this model" for name in sorted(set(state) - trainable))
@@ -95,7 +94,7 @@ def read_optimizer(model: nn.Module, directory: Path) -> dict[str, dict[str, Ten
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, directory: Path) -> None:
-    """Put back the state written by `save_optimizer`, by name: the order of parameters does not matter.
+    """Load the state written by `save_optimizer` by name: the order of parameters does not matter.
 
     Raises:
         UserError: the file is missing or does not fit.
@@ -108,18 +107,19 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, directory
             }
 
 
-def read_tensors(path: Path, wanted: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-    """A safetensors file; with `wanted`, exactly these names.
+def read_safetensors(path: Path, expected: Sequence[str] | None = None) -> dict[str, Tensor]:
+    """The tensors of a safetensors file by name, which must be exactly the expected ones if those are given.
 
     Raises:
-        UserError: missing file, or missing and surplus tensors, all at once.
+        UserError: the file is missing, or tensors are missing or unexpected; all of them are named.
     """
     if not path.is_file():
         raise UserError(
-            f"{path} is missing, so the run cannot go on from this checkpoint; delete the checkpoint to start afresh"
+            f"{path} is missing, so the run cannot resume from this checkpoint; delete the checkpoint to start from the beginning"
         )
     tensors = load_file(path)
-    if wanted is not None:
-        problems = [f"{path}: {name} is missing" for name in wanted if name not in tensors]
-        raise_all(problems + [f"{path}: {name} is not wanted by the model" for name in tensors if name not in wanted])
+    if expected is not None:
+        problems = [f"{path}: {name} is missing" for name in expected if name not in tensors]
+        names = set(expected)
+        raise_all(problems + [f"{path}: {name} is no tensor of the model" for name in tensors if name not in names])
     return tensors
