@@ -2,9 +2,10 @@
 
 import math
 import re
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, SupportsFloat, cast
 
-from alignment.data.rows.records import Messages
+from alignment.data.rows.records import Columns, Messages
 
 ROLES = {  # name of a role in data files -> chat templates' name
     "system": "system",
@@ -44,7 +45,7 @@ def type_name(value: object) -> str:
     return names.get(type(value), "a list" if isinstance(value, list) else "an object")
 
 
-def text_field(row: dict[str, Any], key: str, *, may_be_empty: bool = False) -> str:
+def text_field(row: Columns, key: str, *, may_be_empty: bool = False) -> str:
     """The text under `key`.
 
     Raises:
@@ -64,13 +65,13 @@ def text_field(row: dict[str, Any], key: str, *, may_be_empty: bool = False) -> 
     return value
 
 
-def number_field(row: dict[str, Any], key: str) -> float | None:
+def number_field(row: Columns, key: str) -> float | None:
     """The finite number under `key`, also written as text (CSV); None where it is missing or null."""
     value = row.get(key)
     if value is None or value == "":
         return None
     try:
-        number = math.nan if isinstance(value, bool) else float(value)
+        number = math.nan if isinstance(value, bool) else float(cast("SupportsFloat", value))
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
@@ -78,7 +79,7 @@ def number_field(row: dict[str, Any], key: str) -> float | None:
     return number
 
 
-def messages_field(row: dict[str, Any], key: str) -> Messages:
+def messages_field(row: Columns, key: str) -> Messages:
     """The messages under `key`, as role and content; ShareGPT's `from` and `value` are understood.
 
     Raises:
@@ -92,7 +93,7 @@ def messages_field(row: dict[str, Any], key: str) -> Messages:
     return [_message(message, f"{key}[{index}]") for index, message in enumerate(as_chatml(value))]
 
 
-def as_chatml(messages: list[Any]) -> list[Any]:
+def as_chatml(messages: Sequence[object]) -> Sequence[Any]:
     """`from`/`value` messages as `role`/`content`, others as they are; the argument is not changed."""
     if not any(isinstance(message, dict) and "from" in message for message in messages):
         return messages
@@ -102,7 +103,7 @@ def as_chatml(messages: list[Any]) -> list[Any]:
     return maybe_convert_to_chatml({"messages": copies})["messages"]
 
 
-def _message(message: Any, key: str) -> dict[str, str]:
+def _message(message: object, key: str) -> dict[str, str]:
     if not isinstance(message, dict):
         raise BadRow(
             _list_name(key), "a message must be an object with role and content", f"{key} is {type_name(message)}"
@@ -118,7 +119,7 @@ def _message(message: Any, key: str) -> dict[str, str]:
         raise BadRow(_list_name(key), f"content of a message {bad.reason.removeprefix('content: ')}", key) from bad
 
 
-def _joined(message: dict[str, Any]) -> dict[str, Any]:
+def _joined(message: Columns) -> Columns:
     """A message whose content is a list of text parts, as OpenAI's may be, with one text; any other as it is."""
     parts = message.get("content")
     if not isinstance(parts, list) or not parts:
@@ -129,14 +130,14 @@ def _joined(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "content": "".join(texts)}
 
 
-def turn_weights(row: dict[str, Any], key: str) -> list[bool | None]:
+def turn_weights(row: Columns, key: str) -> list[bool | None]:
     """Whether each message under `key` counts, by its own `weight` (0 or 1) or `train`; None where it does not say.
 
     Raises:
         BadRow: another weight, or a message of someone else than the assistant that is to count.
     """
     weights: list[bool | None] = []
-    for message in as_chatml(row[key]):
+    for message in as_chatml(cast("list[object]", row[key])):
         value = next((message[name] for name in ("weight", "train") if message.get(name) is not None), None)
         if value is not None and value not in (0, 1):
             raise BadRow(key, "the weight of a message must be 0 or 1", repr(value)[:40])
@@ -151,7 +152,7 @@ def _list_name(key: str) -> str:
     return key.partition("[")[0]
 
 
-def prompt_field(row: dict[str, Any], key: str) -> str | Messages:
+def prompt_field(row: Columns, key: str) -> str | Messages:
     """A prompt: text, or messages that do not end with the assistant."""
     if not isinstance(row.get(key), list):
         return text_field(row, key)
@@ -161,7 +162,7 @@ def prompt_field(row: dict[str, Any], key: str) -> str | Messages:
     return messages
 
 
-def reply_field(row: dict[str, Any], key: str) -> str:
+def reply_field(row: Columns, key: str) -> str:
     """A response: text, or a list of exactly one assistant message, or that message itself."""
     value = row.get(key)
     if not isinstance(value, list | dict):

@@ -96,7 +96,7 @@ def _json_row(location: str, text: str) -> RawRow:
     return _object_row(location, values)
 
 
-def _object_row(location: str, values: Any) -> RawRow:
+def _object_row(location: str, values: object) -> RawRow:
     if isinstance(values, dict):
         return RawRow(location, values)
     why = f"{location}: a row must be a JSON object, this is a {type(values).__name__}"

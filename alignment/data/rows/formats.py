@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import cast
 
 from alignment.data.rows.fields import (
     BadRow,
@@ -13,7 +13,7 @@ from alignment.data.rows.fields import (
     text_field,
     turn_weights,
 )
-from alignment.data.rows.records import Comparison, Demonstration, Kind, Messages, Prompt, Record, Text
+from alignment.data.rows.records import Columns, Comparison, Demonstration, Kind, Messages, Prompt, Record, Text
 
 HUMAN_TURN = "\n\nHuman:"
 ASSISTANT_TURN = "\n\nAssistant:"
@@ -35,7 +35,7 @@ class RowFormat:
     """The columns of a row format, and its parser: (row, row_id) -> record."""
 
     columns: tuple[str, ...]
-    parse: Callable[[dict[str, Any], str], Record]
+    parse: Callable[[Columns, str], Record]
 
 
 def alpaca_prompt(instruction: str, context: str = "") -> str:
@@ -62,15 +62,15 @@ def split_dialogue(text: str, key: str) -> tuple[str, str]:
     return head + header, response
 
 
-def _text(row: dict[str, Any], row_id: str) -> Text:
+def _text(row: Columns, row_id: str) -> Text:
     return Text(text_field(row, "text"), row_id)
 
 
-def _instruction(row: dict[str, Any]) -> str:
+def _instruction(row: Columns) -> str:
     return alpaca_prompt(text_field(row, "instruction"), text_field({"input": "", **row}, "input", may_be_empty=True))
 
 
-def complete(record: Record, row: dict[str, Any]) -> Record:
+def complete(record: Record, row: Columns) -> Record:
     """The record with what its row says beside the columns of its format: the system message of a dialogue.
 
     Raises:
@@ -100,7 +100,7 @@ def complete(record: Record, row: dict[str, Any]) -> Record:
     return replace(record, prompt=[first, *record.prompt])
 
 
-def _refuse_undesirable(row: dict[str, Any]) -> None:
+def _refuse_undesirable(row: Columns) -> None:
     """KTO's rows are no demonstrations where their mark is false."""
     for key in ("label", "kto_tag"):
         value = row.get(key)
@@ -108,8 +108,8 @@ def _refuse_undesirable(row: dict[str, Any]) -> None:
             raise BadRow(key, "false marks an undesirable response (KTO's rows), which must not be imitated")
 
 
-def _dialogue(key: str) -> Callable[[dict[str, Any], str], Demonstration]:
-    def parse(row: dict[str, Any], row_id: str) -> Demonstration:
+def _dialogue(key: str) -> Callable[[Columns, str], Demonstration]:
+    def parse(row: Columns, row_id: str) -> Demonstration:
         messages = messages_field(row, key)
         if messages[-1]["role"] != "assistant":
             raise BadRow(key, "the last message is not the assistant's")
@@ -130,8 +130,8 @@ def _dialogue(key: str) -> Callable[[dict[str, Any], str], Demonstration]:
     return parse
 
 
-def _demonstration(response: str) -> Callable[[dict[str, Any], str], Demonstration]:
-    def parse(row: dict[str, Any], row_id: str) -> Demonstration:
+def _demonstration(response: str) -> Callable[[Columns, str], Demonstration]:
+    def parse(row: Columns, row_id: str) -> Demonstration:
         record = Demonstration(prompt_field(row, "prompt"), reply_field(row, response), row_id)
         if isinstance(row[response], list) and False in turn_weights(row, response):
             raise BadRow(response, "has weight 0, so nothing in the row counts")
@@ -140,16 +140,16 @@ def _demonstration(response: str) -> Callable[[dict[str, Any], str], Demonstrati
     return parse
 
 
-def _alpaca(row: dict[str, Any], row_id: str) -> Demonstration:
+def _alpaca(row: Columns, row_id: str) -> Demonstration:
     return Demonstration(_instruction(row), text_field(row, "output"), row_id)
 
 
-def _chosen_side(row: dict[str, Any], row_id: str) -> Demonstration:
+def _chosen_side(row: Columns, row_id: str) -> Demonstration:
     pair = _comparison(row, row_id)
     return Demonstration(pair.prompt, pair.chosen, row_id)
 
 
-def _comparison(row: dict[str, Any], row_id: str) -> Comparison:
+def _comparison(row: Columns, row_id: str) -> Comparison:
     if isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list):
         prompt, chosen, rejected = _message_pair(row)
     elif any(row.get(key) is not None for key in ("prompt", "conversations", "instruction")):
@@ -161,13 +161,13 @@ def _comparison(row: dict[str, Any], row_id: str) -> Comparison:
     return Comparison(prompt, chosen, rejected, number_field(row, "margin"), row_id)
 
 
-def _explicit_prompt(row: dict[str, Any]) -> str | Messages:
+def _explicit_prompt(row: Columns) -> str | Messages:
     if row.get("prompt") is not None:
         return prompt_field(row, "prompt")
     return prompt_field(row, "conversations") if "conversations" in row else _instruction(row)
 
 
-def _plain_pair(row: dict[str, Any]) -> tuple[str, str, str]:
+def _plain_pair(row: Columns) -> tuple[str, str, str]:
     """HH-RLHF: two whole dialogues that differ in the last assistant turn only."""
     prompt, chosen = split_dialogue(text_field(row, "chosen"), "chosen")
     other, rejected = split_dialogue(text_field(row, "rejected"), "rejected")
@@ -176,7 +176,7 @@ def _plain_pair(row: dict[str, Any]) -> tuple[str, str, str]:
     return prompt, chosen, rejected
 
 
-def _message_pair(row: dict[str, Any]) -> tuple[str | Messages, str, str]:
+def _message_pair(row: Columns) -> tuple[str | Messages, str, str]:
     """Message lists: the replies alone beside an explicit prompt, or whole dialogues with the prompt in them."""
     pair = {key: messages_field(row, key) for key in ("chosen", "rejected")}
     explicit = any(row.get(key) is not None for key in ("prompt", "conversations", "instruction"))
@@ -194,19 +194,19 @@ def _message_pair(row: dict[str, Any]) -> tuple[str | Messages, str, str]:
     return prompt, reply_field(pair, "chosen"), reply_field(pair, "rejected")
 
 
-def _prompt(key: str) -> Callable[[dict[str, Any], str], Prompt]:
-    def parse(row: dict[str, Any], row_id: str) -> Prompt:
+def _prompt(key: str) -> Callable[[Columns, str], Prompt]:
+    def parse(row: Columns, row_id: str) -> Prompt:
         extra = {name: value for name, value in row.items() if name != key}
         return Prompt(prompt_field(row, key), extra, row_id)
 
     return parse
 
 
-def _instruction_prompt(row: dict[str, Any], row_id: str) -> Prompt:
+def _instruction_prompt(row: Columns, row_id: str) -> Prompt:
     return Prompt(_instruction(row), dict(row), row_id)
 
 
-def _pair_prompt(row: dict[str, Any], row_id: str) -> Prompt:
+def _pair_prompt(row: Columns, row_id: str) -> Prompt:
     """The prompt two responses share; they stay in `extra`."""
     return Prompt(_comparison(row, row_id).prompt, dict(row), row_id)
 
@@ -247,7 +247,7 @@ ALIASES = {
 }
 
 
-def column_advice(kind: Kind, row: dict[str, Any]) -> str:
+def column_advice(kind: Kind, row: Columns) -> str:
     """How to name the columns of a row that matches no format of `kind`, for a message."""
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if lists and kind in ("demonstrations", "prompts"):

@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
 from alignment.data.rows.fields import BadRow
 from alignment.data.rows.files import RawRow, hub_source, read_raw
 from alignment.data.rows.formats import ROW_FORMATS, RowFormat, column_advice, complete, expected_columns, match_format
-from alignment.data.rows.records import Comparison, Demonstration, Kind, Record, Tally
+from alignment.data.rows.records import Columns, Comparison, Demonstration, Kind, Record, Tally
 from alignment.errors import UserError, raise_all, suggest
 
 Part = Literal["train", "evaluation"]
@@ -17,7 +17,7 @@ SHOWN_PROBLEMS = 20
 TIE = "chosen and rejected are identical"
 
 Row = TypeVar("Row")
-Parse = Callable[[dict[str, Any], str], Row]  # columns and location of a row -> the row; raises BadRow or SkippedRow
+Parse = Callable[[Columns, str], Row]  # columns and location of a row -> the row; raises BadRow or SkippedRow
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ def raise_bad_rows(problems: Sequence[str]) -> None:
     raise_all([head, *problems], cap=SHOWN_PROBLEMS + 1)
 
 
-def rename_columns(values: dict[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
+def rename_columns(values: Columns, columns: Mapping[str, str]) -> Columns:
     """The row under our column names.
 
     Args:
@@ -206,7 +206,7 @@ class RecordParser:
         self.form: type | None = None
         self.form_location = ""
 
-    def __call__(self, values: dict[str, Any], location: str) -> Record:
+    def __call__(self, values: Columns, location: str) -> Record:
         record = complete(self.row_format.parse(values, location), values)
         self._check_form(record, location)
         if isinstance(record, Comparison) and record.chosen == record.rejected:

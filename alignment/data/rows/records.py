@@ -1,12 +1,13 @@
 """The four kinds of record that data rows become, and the tally of what was dropped and cut on the way."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from alignment.errors import UserError
 
 Kind = Literal["text", "demonstrations", "comparisons", "prompts"]
+Columns = Mapping[str, object]  # a row as it was read: name of the column -> value
 Messages = list[dict[str, str]]  # each {"role": ..., "content": ...}, oldest first
 
 

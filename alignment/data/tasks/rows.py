@@ -7,7 +7,7 @@ from typing import Any, Literal
 from alignment.data.rows.fields import BadRow, number_field, text_field, type_name
 from alignment.data.rows.files import read_raw
 from alignment.data.rows.read import parse_rows, raise_bad_rows
-from alignment.data.rows.records import Tally
+from alignment.data.rows.records import Columns, Tally
 from alignment.errors import UserError, raise_all
 
 FinetuneTask = Literal[
@@ -103,15 +103,15 @@ def read_labeled(
     return rows, counts
 
 
-def _text(row: dict[str, object], row_id: str) -> LabeledText:
+def _text(row: Columns, row_id: str) -> LabeledText:
     return LabeledText(text_field(row, "text"), None, _label(row, "label"), row_id)
 
 
-def _pair(row: dict[str, object], row_id: str) -> LabeledText:
+def _pair(row: Columns, row_id: str) -> LabeledText:
     return LabeledText(text_field(row, "text"), text_field(row, "pair"), _label(row, "label"), row_id)
 
 
-def _words(row: dict[str, object], row_id: str) -> LabeledWords:
+def _words(row: Columns, row_id: str) -> LabeledWords:
     words = [text_field({"words": word}, "words") for word in _list(row, "words")]
     labels = [_label({"labels": label}, "labels") for label in _list(row, "labels")]
     if len(words) != len(labels):
@@ -119,7 +119,7 @@ def _words(row: dict[str, object], row_id: str) -> LabeledWords:
     return LabeledWords(words, labels, row_id)
 
 
-def _question(row: dict[str, object], row_id: str) -> Question:
+def _question(row: Columns, row_id: str) -> Question:
     context = text_field(row, "context")
     answers = row.get("answers")
     if isinstance(answers, dict):  # {"text": [...], "answer_start": [...]}, as the datasets library has SQuAD
@@ -132,14 +132,14 @@ def _question(row: dict[str, object], row_id: str) -> Question:
     return Question(text_field(row, "question"), context, [_answer(answer, context) for answer in answers], row_id)
 
 
-def _answer(answer: dict[str, object], context: str) -> tuple[str, int]:
+def _answer(answer: Columns, context: str) -> tuple[str, int]:
     text, start = text_field(answer, "text"), number_field(answer, "answer_start")
     if start is None or start < 0 or context[int(start) : int(start) + len(text)] != text:
         raise BadRow("answers", "answer_start is not where the answer stands in the context", f"{text[:30]!r}, {start}")
     return text, int(start)
 
 
-def _choice(row: dict[str, object], row_id: str) -> Choice:
+def _choice(row: Columns, row_id: str) -> Choice:
     choices = [text_field({"choices": choice}, "choices") for choice in _list(row, "choices")]
     number = number_field(row, "label")
     if number is None or number != int(number) or not 0 <= number < len(choices):
@@ -147,14 +147,14 @@ def _choice(row: dict[str, object], row_id: str) -> Choice:
     return Choice(text_field(row, "context"), choices, int(number), row_id)
 
 
-def _list(row: dict[str, object], key: str, *, empty: bool = False) -> list[Any]:
+def _list(row: Columns, key: str, *, empty: bool = False) -> list[Any]:
     value = row.get(key)
     if not isinstance(value, list) or not (value or empty):
         raise BadRow(key, "must be a list that is not empty" if not empty else "must be a list", type_name(value))
     return value
 
 
-def _label(row: dict[str, object], key: str) -> str:
+def _label(row: Columns, key: str) -> str:
     """The name of a label: text, or a whole number as text; -1, GLUE's value for unlabeled rows, is refused."""
     value = row.get(key)
     if isinstance(value, float) and value.is_integer():
@@ -164,7 +164,7 @@ def _label(row: dict[str, object], key: str) -> str:
     return str(value)
 
 
-PARSERS: dict[str, Callable[[dict[str, object], str], LabeledRow]] = {
+PARSERS: dict[str, Callable[[Columns, str], LabeledRow]] = {
     "classification": _text,
     "pair_classification": _pair,
     "token_classification": _words,

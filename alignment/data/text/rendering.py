@@ -33,7 +33,7 @@ class RenderError(ValueError):
     """A template failed, or was ended for what it used."""
 
 
-def render_template(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+def render_template(template: str, messages: Sequence[Mapping[str, object]], **variables: Any) -> str:
     """The text that `tokenizer.apply_chat_template(messages, tokenize=False)` gives, but for its `strftime_now`.
 
     Args:

@@ -1,8 +1,8 @@
-"""Rows of one kind made from another: comparisons from labeled texts, demonstrations from running text."""
+"""Derive rows of one kind from another: comparisons from labeled texts, demonstrations from running text."""
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -22,11 +22,11 @@ class PairsConfig:
 
     Attributes:
         source: a file of rows with a text and a label.
-        chosen, rejected: labels; every text of one is set against a text of the other, each text used once.
+        chosen, rejected: labels; every text of one is paired with a text of the other, each text used once.
         output: directory of `comparisons.jsonl` and `results.json`, the counts.
-        prompt: what both texts are said to answer; a blank is put between it and them.
+        prompt: of every comparison; a blank is put between it and each text.
         text, label: names of the columns.
-        seed: of who meets whom.
+        seed: of the random pairing.
     """
 
     source: str
@@ -73,12 +73,12 @@ def run_pairs(config: PairsConfig) -> Path:
 
 @dataclass(frozen=True)
 class ContinuationsConfig:
-    """Settings of demonstrations from running text: each paragraph's opening is the prompt, what follows the response.
+    """Settings of demonstrations from running text: each paragraph's opening is the prompt, the rest the response.
 
     Attributes:
         source: rows of text.
         output: directory of `demonstrations.jsonl` (which serves as prompts too) and `results.json`, the counts.
-        prompt_sentences: the opening's.
+        prompt_sentences: sentences of the opening.
         response_sentences: at most so many after it; None: the rest of the paragraph.
         least: characters that prompt and response must have each; paragraphs with less are left out.
     """
@@ -122,7 +122,7 @@ def _continuations(paragraphs: list[str], config: ContinuationsConfig) -> Iterat
             yield {"prompt": prompt, "completion": f" {response}"}  # joined as they are, they are the text again
 
 
-def _write(output: Path, name: str, rows: list[dict[str, str]], counts: dict[str, Any]) -> Path:
+def _write(output: Path, name: str, rows: list[dict[str, str]], counts: Mapping[str, object]) -> Path:
     write_text(output / name, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     write_json(output / "results.json", counts)
     return output

@@ -1,11 +1,10 @@
-"""The data doctor: reads a file as training would, and says what usually goes wrong. Rendering is in show.py."""
+"""The data doctor: reads a data file as training would and reports common faults."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean
-from typing import Any
 
 from alignment.data.prepare import TOKENIZE
 from alignment.data.rows.read import TIE, DataConfig, prompt_key, read_rows, record_key
@@ -25,7 +24,7 @@ LENGTH_BIAS = 0.1  # |share of pairs whose chosen side is longer - 1/2|
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing seen: an error would spoil training, a warning may."""
+    """One observation: an error would spoil training, a warning may."""
 
     level: str  # error, warning, note
     text: str
@@ -47,7 +46,7 @@ class Report:
         return all(finding.level != "error" for finding in self.findings)
 
     def add(self, level: str, text: str) -> None:
-        """Note a finding."""
+        """Add a finding."""
         self.findings.append(Finding(level, text))
 
     def render(self) -> str:
@@ -70,7 +69,7 @@ def check_file(
     columns: dict[str, str] | None = None,
     show: int = 3,
 ) -> Report:
-    """Look a data file over.
+    """Check a data file.
 
     Args:
         source: file or Hub id.
@@ -130,7 +129,7 @@ def _check_repeats(report: Report, rows: Sequence[Record]) -> None:
 
 
 def _check_lengths(report: Report, unit: str, pairs: Sequence[tuple[int, int]]) -> None:
-    """How much length alone gives away: the accuracy of always preferring the longer response, ties half."""
+    """Length bias: the accuracy of always preferring the longer response; ties count half."""
     if not pairs:
         return
     longer = mean(0.5 if chosen == rejected else float(chosen > rejected) for chosen, rejected in pairs)
@@ -141,22 +140,22 @@ def _check_lengths(report: Report, unit: str, pairs: Sequence[tuple[int, int]]) 
 
 def _check_tokens(report: Report, rows: Sequence[Record], tokenizer: Tokenizer, max_length: int, show: int) -> None:
     try:
-        examples, making = TOKENIZE[report.kind](rows, tokenizer, max_length)  # type: ignore[arg-type]
+        examples, tokenized = TOKENIZE[report.kind](rows, tokenizer, max_length)  # type: ignore[arg-type]
     except UserError as error:
         report.add("error", str(error))
         return
-    report.counts = report.counts.followed_by(making)
-    for reason, number in making.dropped.items():
-        level = _level(number, making.rows, EQUAL_SHARE)
-        report.add(level, f"{number} rows dropped: {reason} ({', '.join(making.first[reason])})")
-    for what, number in making.cut.items():
-        level = "note" if report.kind == "text" else _level(number, making.rows, CUT_SHARE)
-        if what in (PROMPT_CUT, RESPONSE_CUT) and number > DataConfig.max_cut_share * making.kept:
+    report.counts = report.counts.followed_by(tokenized)
+    for reason, number in tokenized.dropped.items():
+        level = _level(number, tokenized.rows, EQUAL_SHARE)
+        report.add(level, f"{number} rows dropped: {reason} ({', '.join(tokenized.first[reason])})")
+    for what, number in tokenized.cut.items():
+        level = "note" if report.kind == "text" else _level(number, tokenized.rows, CUT_SHARE)
+        if what in (PROMPT_CUT, RESPONSE_CUT) and number > DataConfig.max_cut_share * tokenized.kept:
             level = "error"  # a run refuses so many
-        report.add(level, f"{number} of {making.rows} rows at max_length {max_length}: {what}")
+        report.add(level, f"{number} of {tokenized.rows} rows at max_length {max_length}: {what}")
     sides = [side for example in examples for side in _sides(example)]
     _check_ids(report, sides, tokenizer)
-    _check_stops(report, sides, tokenizer, making)
+    _check_stops(report, sides, tokenizer, tokenized)
     _check_strings(report, rows, tokenizer)
     report.samples += [show_example(example, tokenizer) for example in examples[:show]]
 
@@ -170,7 +169,7 @@ def _sides(example: Example | PairExample | PromptExample) -> list[Example]:
 
 
 def _report_rows(
-    report: Report, level: str, what: str, sides: Sequence[Example], test: Callable[[Example], Any]
+    report: Report, level: str, what: str, sides: Sequence[Example], test: Callable[[Example], bool]
 ) -> None:
     bad = list(dict.fromkeys(side.row_id for side in sides if test(side)))
     if bad:
@@ -185,7 +184,7 @@ def _check_ids(report: Report, sides: Sequence[Example], tokenizer: Tokenizer) -
         _report_rows(report, "warning", "have unknown tokens", sides, lambda side: unknown in side.ids)
 
 
-def _check_stops(report: Report, sides: Sequence[Example], tokenizer: Tokenizer, making: Tally) -> None:
+def _check_stops(report: Report, sides: Sequence[Example], tokenizer: Tokenizer, tokenized: Tally) -> None:
     """Every trained span must end with a token that generation stops at, unless it was cut there."""
     if report.kind in ("text", "prompts"):
         return
@@ -197,13 +196,13 @@ def _check_stops(report: Report, sides: Sequence[Example], tokenizer: Tokenizer,
         return any(side.ids[index] not in stops for index in ends)
 
     bad = {side.row_id for side in sides if unstopped(side)}
-    cut = sum(number for what, number in making.cut.items() if what.startswith("response"))
+    cut = sum(number for what, number in tokenized.cut.items() if what.startswith("response"))
     if len(bad) > cut:
         report.add("error", f"{len(bad) - cut} rows train no stop token ({', '.join(sorted(bad)[:3])})")
 
 
 def _check_strings(report: Report, rows: Sequence[Record], tokenizer: Tokenizer) -> None:
-    """Control strings typed in texts stay text, which is safe but hints at rows that were rendered before."""
+    """Report control strings in texts: they stay text, which is safe, but the rows may have been rendered already."""
     strings = control_strings(tokenizer)
     stops = [str(token) for token in tokenizer.convert_ids_to_tokens(sorted(chat.stop_token_ids(tokenizer)))]
 

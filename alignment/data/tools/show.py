@@ -1,4 +1,4 @@
-"""A token sequence as text for human eyes: where tokens begin and end, and which of them count."""
+"""Examples as text for human readers: token boundaries, and the tokens that count."""
 
 from itertools import groupby
 

@@ -1,4 +1,4 @@
-"""Rows to several files, each to one by a hash: the same row always falls on the same side. Makes no new rows."""
+"""Split rows into several files by a hash of their prompt, so that the same prompt always goes to the same file."""
 
 import gzip
 import json
@@ -22,8 +22,8 @@ class SplitConfig:
     """Settings of a split.
 
     Attributes:
-        source: files of rows; running text (.txt, .txt.gz) is cut into documents first.
-        kind: what its rows are; a row that is none is an error, or skipped and counted.
+        source: files of rows; running text (.txt, .txt.gz) is split into documents first.
+        kind: of the rows; a row of another kind is an error, or skipped and counted.
         parts: name -> share of the rows. Each part becomes `output/NAME.jsonl`, its rows as they were.
         output: directory of the parts and of `results.json`, the counts.
         by: rows that share this fall into the same part: the whole prompt, the prompt's first turn (a dialogue and its
@@ -84,13 +84,13 @@ def part_of(key: str, parts: dict[str, float], salt: str = "") -> str:
 
 
 def opening(record: Record) -> str:
-    """How a record's prompt begins: its first message, or its text up to the first assistant turn."""
+    """The beginning of a record's prompt: its first message, or its text up to the first assistant turn."""
     prompt = getattr(record, "prompt", "")
     return prompt.partition(ASSISTANT_TURN)[0] if isinstance(prompt, str) else repr(prompt[:1])
 
 
 def read_documents(path: Path, starts: list[str]) -> list[str]:
-    """Documents of running text: paragraphs stand between blank lines, and some of them begin a document.
+    """Documents of running text: paragraphs are separated by blank lines, and some of them begin a document.
 
     Args:
         starts: beginnings of such paragraphs; none: each paragraph is a document.
@@ -119,7 +119,7 @@ def _texts(source: str, config: SplitConfig) -> tuple[list[tuple[str, dict[str, 
 
 
 def _rows(source: str, config: SplitConfig) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
-    """Keys and good rows of a file, as they stand in it."""
+    """Keys and good rows of a file, unchanged."""
     records, counts = read_rows(source, config.kind, columns=config.columns, on_bad_row=config.on_bad_row)
     raw = {row.location: row.values or {} for row in read_raw(source)}
     keys = {"prompt": prompt_key, "opening": opening, "row": lambda record: repr(record_key(record))}

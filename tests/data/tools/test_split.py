@@ -1,4 +1,4 @@
-"""Splits: every row falls on one side, always the same, and rows that belong together stay together."""
+"""Splits: every row goes to one part, always the same one, and rows that belong together stay together."""
 
 import gzip
 import json

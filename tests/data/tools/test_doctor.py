@@ -1,4 +1,4 @@
-"""The data doctor: each illness is found, a healthy file is told healthy, the first rows are shown as they train."""
+"""The data doctor: each fault is found, a sound file passes, and the first rows are shown as they are trained on."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Files to records: every row kind and shape, and every fault with its place (file:line:key), all at once."""
+"""Files to records: every row kind and format, and every fault with its location (file:line:key), all at once."""
 
 import csv
 import gzip
