@@ -176,8 +176,8 @@ def settings(stage: str, adapter: str, output: Path) -> Any:
         return reward.RewardConfig(**common)
     if stage == "dpo":
         return dpo.DPOConfig(**common)
-    critic = "policy" if adapter == "prefix" else "reward_model"
-    own: dict[str, Any] = {"max_new_tokens": 12, "epochs": 2, "minibatches": 2, "critic": critic}
+    value_model = "policy" if adapter == "prefix" else "reward_model"
+    own: dict[str, Any] = {"max_new_tokens": 12, "epochs": 2, "minibatches": 2, "value_model": value_model}
     return ppo.PPOConfig(reward_model=str(start / "reward"), **common, **own)
 
 

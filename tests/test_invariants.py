@@ -23,6 +23,7 @@ from alignment.algorithms import dpo, reward
 from alignment.algorithms.policies import language_loss_fn, load_policy, load_value_model, reference_of
 from alignment.algorithms.ppo import ppo
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
+from alignment.algorithms.ppo.metrics import response_means
 from alignment.algorithms.ppo.rollout import Rollout, add_advantages, ragged_of, rollout_batches
 from alignment.algorithms.ppo.setup import build_state, read_data
 from alignment.commands.export import export_model
@@ -257,7 +258,7 @@ def cut_rows(rows, cut, collate_rows):
 CASES = {
     "SFT": (build_language_model, language_case), "reward model": (build_scalar_model, reward_case),
     "DPO": (build_language_model, dpo_case), "PPO policy": (build_language_model, policy_case),
-    "PPO critic": (build_scalar_model, value_case),
+    "PPO value model": (build_scalar_model, value_case),
 }  # fmt: skip
 BY_CASE = pytest.mark.parametrize("case", CASES)
 
@@ -346,7 +347,7 @@ def test_I4_what_stands_after_a_response_changes_nothing(rollout, junk):
     for name in ("rewards", "advantages", "returns"):
         assert_close(getattr(spoiled, name), F.pad(getattr(rollout, name), (0, 3)), rtol=0, atol=1e-6)
     add = lambda x: x  # noqa: E731
-    assert ppo.rollout_metrics(spoiled, add) == pytest.approx(ppo.rollout_metrics(rollout, add), abs=1e-6)
+    assert response_means(spoiled, add) == pytest.approx(response_means(rollout, add), abs=1e-6)
     for one, other in zip(rollout_batches(spoiled, range(8), 20), rollout_batches(rollout, range(8), 20), strict=True):
         for name in ("log_probs", "values", "advantages", "returns"):
             assert_close(getattr(one, name), getattr(other, name), rtol=0, atol=1e-6)
@@ -521,7 +522,7 @@ def test_I9_what_should_train_changes_and_the_rest_stays(
 
 @pytest.mark.parametrize("adapter", [None, *ADAPTERS])
 def test_I9_ppo_trains_policy_and_critic_and_nothing_else(adapter, stage, make_stage, tmp_path):
-    """Proves: an iteration of PPO changes all that should change in policy and critic, and neither the reference nor the
+    """Proves: an iteration of PPO changes all that should change in policy and value model, and neither the reference nor the
     reward model (H20, H22)."""
     _, config = make_stage(
         "ppo", str(stage("sft") / "model"), tmp_path, reward_model=str(stage("reward") / "model"),
@@ -681,7 +682,7 @@ def test_I14_a_nan_row_ends_sft_before_it_reaches_the_weights(
 
 
 def test_I14_a_nan_score_ends_ppo_before_it_reaches_the_weights(stage, make_stage, tmp_path, monkeypatch):
-    """Proves: a reward model that gives NaN ends PPO with policy and critic untouched, bit for bit (H17)."""
+    """Proves: a reward model that gives NaN ends PPO with policy and value model untouched, bit for bit (H17)."""
     held = {}
     iterate = ppo.iterate
 

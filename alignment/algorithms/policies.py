@@ -60,9 +60,9 @@ class Policy:
 
 
 class LogProbModel(Protocol):
-    """A policy or reference, called on a batch for the log-probabilities of its targets."""
+    """A language model, or a reference, called on a batch for the log-probabilities of its targets."""
 
-    def __call__(self, *, batch: Ragged, temperature: float = 1.0) -> LanguageOutput: ...
+    def __call__(self, *, batch: Ragged | Seq2Seq, temperature: float = 1.0) -> LanguageOutput: ...
 
 
 def load_policy(source: str, adapter: AdapterSpec | None, tokenizer: Tokenizer, output: str) -> Policy:
@@ -101,7 +101,7 @@ def load_value_model(
     """
     advice = "a reward model is trained on a decoder's last token; start from a decoder"
     _refuse_unless_decoder(
-        source, "a critic needs a value at every token; set critic=policy" if output is None else advice
+        source, "a value model needs a value at every token; set value_model=policy" if output is None else advice
     )
     directory = find_directory(source)
     brings_head = head is None and is_adapter(directory) and is_scalar_adapter(directory)  # its base may have none
@@ -204,7 +204,7 @@ def reference_of(policy: Policy, source: str | None, engine: Engine) -> LogProbM
     if not shares_weights:
         model.requires_grad_(False)
 
-    def reference(*, batch: Ragged, temperature: float = 1.0) -> LanguageOutput:
+    def reference(*, batch: Ragged | Seq2Seq, temperature: float = 1.0) -> LanguageOutput:
         without_adapter = disabled(engine.backend.unwrapped) if shares_weights else nullcontext()
         with torch.no_grad(), without_adapter, engine.backend.autocast():
             return model(batch=batch, temperature=temperature)
@@ -244,7 +244,7 @@ def save_output(
     return directory
 
 
-def language_loss_fn(model: Any) -> LossFn:
+def language_loss_fn(model: LogProbModel) -> LossFn:
     """Loss function of a language model: -log p(token), summed over the batch's targets.
 
     Mixtures of experts add their load-balancing loss, times the number of targets.

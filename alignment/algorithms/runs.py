@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -11,11 +11,15 @@ from alignment.data.prepare import prepare
 from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Kind
 from alignment.data.stream import Stream
+from alignment.data.tokenize import TokenizedRow
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.loading import find_directory
 from alignment.models.lengths import check_lengths
+from alignment.models.protocols import Module
 from alignment.training import Run, TrainingConfig
 from alignment.training.ranks import compare_rows, compare_start, propagate_failures
+
+Row = TypeVar("Row")
 
 
 class RunConfig(Protocol):
@@ -71,7 +75,7 @@ def read_examples(
     return examples
 
 
-def check_rows(model: Any, examples: Sequence[Any], max_length: int, new_tokens: int = 0) -> None:
+def check_rows(model: Module, examples: Sequence[TokenizedRow], max_length: int, new_tokens: int = 0) -> None:
     """Refuse examples that do not fit the model's positions, before the first update and all at once.
 
     Args:
@@ -86,7 +90,7 @@ def check_rows(model: Any, examples: Sequence[Any], max_length: int, new_tokens:
     check_lengths(model, lengths, f"{ways}, or take a model with a longer context", new_tokens)
 
 
-def stream_of(examples: Sequence[Any], training: TrainingConfig) -> Stream:
+def stream_of(examples: Sequence[Row], training: TrainingConfig) -> Stream[Row]:
     """Examples in the run's order; the last batch of the last epoch may be smaller."""
     epochs = training.epochs if training.max_steps is None else None
     return Stream(examples, training.batch_size, training.seed, epochs)

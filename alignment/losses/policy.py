@@ -73,7 +73,7 @@ def gae(rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, gae_lamb
 
     Args:
         rewards: [B, R].
-        values: the critic's estimate before each token, [B, R].
+        values: the value model's estimate before each token, [B, R].
         mask: True at response tokens, which are adjacent in each row, [B, R].
         gamma: discount, in [0, 1].
         gae_lambda: in [0, 1]; 1: whole returns minus values, 0: one-step errors.
@@ -174,14 +174,14 @@ def clipped_tokens(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor,
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip_range: float) -> Tensor:
-    """Squared error of the critic, pessimistic about steps of more than `clip_range`, one value per token.
+    """Squared error of the value model, pessimistic about steps of more than `clip_range`, one value per token.
 
     clipped = old_value + clip(value - old_value, -clip_range, clip_range)
     cost    = max((value - return)^2, (clipped - return)^2) / 2
 
     Args:
-        values: of the critic now, any shape.
-        old_values: of the critic at sampling time, same shape.
+        values: of the value model now, any shape.
+        old_values: of the value model at sampling time, same shape.
         returns: targets, same shape, without gradient.
         clip_range: in units of value, > 0.
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from alignment.errors import UserError
+from alignment.ragged import Batch
 from alignment.training.divergence import divergence, read_losses
 from alignment.training.engine import Engine
 from alignment.training.optim import endless_warmup
@@ -97,7 +98,7 @@ def fit(
 
 
 @torch.no_grad()
-def held_out_metrics(engine: Engine, batches: Sequence[Any], loss_fn: LossFn) -> dict[str, float]:
+def held_out_metrics(engine: Engine, batches: Sequence[Batch], loss_fn: LossFn) -> dict[str, float]:
     """Mean loss and metrics over held-out batches, in eval mode, keys prefixed `held_out_`; every rank reads them all."""
     was_training = (
         engine.backend.unwrapped.training

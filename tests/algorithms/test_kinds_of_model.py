@@ -56,7 +56,7 @@ def test_what_is_no_decoder_is_refused_before_its_weights_are_read(kind, family,
 def test_an_encoder_is_no_critic(directory, stage, make_stage, tmp_path):
     judge = directory("bert", "scalar")
     run, config = make_stage("ppo", str(stage("sft") / "model"), tmp_path / "run", reward_model=judge)
-    with pytest.raises(UserError, match=r"bert: this model is an encoder, and a critic .* set critic=policy"):
+    with pytest.raises(UserError, match=r"bert: this model is an encoder, and a value model .* set value_model=policy"):
         run(config)
 
 

@@ -11,7 +11,7 @@ from alignment.algorithms import dpo, reward, sft
 from alignment.algorithms.policies import language_loss_fn
 from alignment.algorithms.ppo.ppo import log_sample
 from alignment.algorithms.ppo.rollout import Rollout
-from alignment.algorithms.ppo.setup import load_critic
+from alignment.algorithms.ppo.setup import start_value_model
 from alignment.algorithms.pretrain import pretrain
 from alignment.algorithms.runs import read_split
 from alignment.data.rows.read import DataConfig
@@ -112,10 +112,10 @@ def test_new_weights_follow_the_seed(checkpoints, make_stage, tmp_path, monkeypa
 
 def test_a_critic_from_the_policy_trains_an_adapter_and_its_head_where_the_policy_does(stage, make_stage, tmp_path):
     _, config = make_stage(
-        "ppo", str(stage("sft") / "model"), tmp_path, reward_model="-", critic="policy", adapter=LoRASpec(rank=2)
+        "ppo", str(stage("sft") / "model"), tmp_path, reward_model="-", value_model="policy", adapter=LoRASpec(rank=2)
     )
-    critic = load_critic(config, load_tokenizer(config.policy)).model
-    trained = {name for name, parameter in critic.named_parameters() if parameter.requires_grad}
+    value_model = start_value_model(config, load_tokenizer(config.policy)).model
+    trained = {name for name, parameter in value_model.named_parameters() if parameter.requires_grad}
     assert any(".lora_" in name for name in trained) and any(name.startswith("head.") for name in trained)
     assert all(".lora_" in name or name.startswith("head.") for name in trained)
-    assert critic.head.weight.abs().max() == 0
+    assert value_model.head.weight.abs().max() == 0

@@ -16,7 +16,7 @@ from alignment.algorithms.ppo import PPOConfig, iterate, setup
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.ppo import policy_loss_fn, update_policy_and_value
 from alignment.algorithms.ppo.rollout import RolloutBatch, ragged_of
-from alignment.algorithms.ppo.setup import build_state, load_critic, read_data
+from alignment.algorithms.ppo.setup import build_state, read_data, start_value_model
 from alignment.data.rows.read import DataConfig
 from alignment.data.text.chat import prompt_ids
 from alignment.data.tokenize import PromptExample
@@ -81,7 +81,7 @@ def test_the_policy_is_the_one_that_sampled_in_every_iteration(ppo, text, read_m
 
 
 def test_memory_settings_change_no_result(ppo, state_of, text):
-    """H12: policy and critic after an iteration are the same for whole minibatches and for one row at a time."""
+    """H12: policy and value model after an iteration are the same for whole minibatches and for one row at a time."""
 
     def step(name, micro_batch_tokens):
         training = TrainingConfig(batch_size=8, max_steps=1, micro_batch_tokens=micro_batch_tokens)
@@ -230,7 +230,7 @@ def test_a_fixed_coefficient_stays(stage, read_metrics):
 
 
 @pytest.mark.parametrize("reward_model", ["reward", "reward lora", "reward prefix", "reward lora on a whole policy"])
-def test_the_critic_is_the_reward_model_with_a_head_of_zeros(ppo, stage, make_stage, tmp_path, reward_model):
+def test_the_value_model_is_the_reward_model_with_a_head_of_zeros(ppo, stage, make_stage, tmp_path, reward_model):
     """Where scores are normalized the head's scale means nothing; else it is kept. True of adapters too."""
     if reward_model == "reward lora on a whole policy":
         run, config = make_stage("reward", str(stage("sft") / "model"), tmp_path / "reward", adapter=LoRASpec(rank=2))
@@ -242,13 +242,13 @@ def test_the_critic_is_the_reward_model_with_a_head_of_zeros(ppo, stage, make_st
     adapter = LoRASpec(rank=2) if reward_model != "reward prefix" else None
     for normalize, factor in ((True, 0.0), (False, 1.0)):
         _, config = ppo(reward_directory=directory, adapter=adapter, normalize_scores=normalize)
-        critic = load_critic(config, load_tokenizer(config.policy)).model.eval()
+        value_model = start_value_model(config, load_tokenizer(config.policy)).model.eval()
         with torch.no_grad():
-            assert_close(critic(ids).values, factor * judge(ids).values, atol=1e-5, rtol=0)
-        assert critic.head.weight.requires_grad
+            assert_close(value_model(ids).values, factor * judge(ids).values, atol=1e-5, rtol=0)
+        assert value_model.head.weight.requires_grad
 
 
-def test_the_critic_writes_nothing_over_the_policys_base(ppo, stage, tmp_path):
+def test_the_value_model_writes_nothing_over_the_policys_base(ppo, stage, tmp_path):
     """Policy and reward model both adapters: `base` holds the starting policy."""
     from alignment.loading import load_model
 
@@ -326,7 +326,7 @@ def test_a_reward_model_with_another_tokenizer_reads_chat_prompts_through_its_ow
     judge = load_reward_model(with_template(foreign, BRACKETED))
     training = TrainingConfig(batch_size=8, max_steps=2)
     run, config = ppo(
-        reward_directory=foreign, critic="policy", training=training, max_new_tokens=4, data=DataConfig(train=path)
+        reward_directory=foreign, value_model="policy", training=training, max_new_tokens=4, data=DataConfig(train=path)
     )
     run(replace(config, policy=policy))
     for sample in map(json.loads, (tmp_path / "ppo" / "samples.jsonl").read_text(encoding="utf-8").splitlines()):
@@ -354,7 +354,7 @@ def test_cut_prompts_are_refused_where_the_reward_model_would_see_them_whole(ppo
     with open(path, "a", encoding="utf-8") as file:
         file.write(json.dumps({"prompt": [{"role": "user", "content": "Where is it? " * 40}]}) + "\n")
     data = DataConfig(train=path, max_length=64)
-    run, config = ppo(reward_directory=with_template(foreign, BRACKETED), critic="policy", data=data)
+    run, config = ppo(reward_directory=with_template(foreign, BRACKETED), value_model="policy", data=data)
     with pytest.raises(
         UserError, match=r"1 of 9 without their beginning .*jsonl:9.*raise data.max_length \(it is 64\)"
     ):
@@ -366,7 +366,7 @@ def test_a_reward_model_whose_template_refuses_the_prompts_is_noticed_before_sam
 ):
     policy, path, _ = dialogues
     with_template(foreign, "{{ raise_exception('no system role') }}")
-    run, config = ppo(reward_directory=foreign, critic="policy", data=DataConfig(train=path))
+    run, config = ppo(reward_directory=foreign, value_model="policy", data=DataConfig(train=path))
     with pytest.raises(UserError, match="no system role"):
         run(replace(config, policy=policy))
     assert not (tmp_path / "ppo" / "samples.jsonl").exists()
@@ -390,17 +390,17 @@ def test_a_reward_model_with_the_same_words_and_another_chat_template_reads_thro
     assert given.tolist() == judge.score([(rows[0], "At nine.")], ended=[False]).tolist()
 
 
-def test_ppo_runs_against_a_foreign_reward_model_with_a_critic_of_its_own(ppo, foreign, read_metrics, tmp_path):
+def test_ppo_runs_against_a_foreign_reward_model_with_a_value_model_of_its_own(ppo, foreign, read_metrics, tmp_path):
     run, config = ppo("refused", reward_directory=foreign)
-    with pytest.raises(UserError, match="critic=policy"):
+    with pytest.raises(UserError, match="value_model=policy"):
         run(config)
-    run, config = ppo("done", reward_directory=foreign, critic="policy")
+    run, config = ppo("done", reward_directory=foreign, value_model="policy")
     run(config)
     assert all(math.isfinite(line["value_loss"]) for line in read_metrics(tmp_path / "done"))
 
 
-def test_a_critic_from_the_policy_starts_at_zero(ppo, state_of):
-    _, config = ppo(critic="policy")
+def test_a_value_model_from_the_policy_starts_at_zero(ppo, state_of):
+    _, config = ppo(value_model="policy")
     state, prompts = state_of(config)
     _, rollout = iterate(state, config, prompts, 0)
     assert rollout.values.abs().max() == 0

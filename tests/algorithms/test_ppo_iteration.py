@@ -154,13 +154,13 @@ def test_metrics_of_a_rollout_are_worked_by_hand():
     assert sampling_error(replace(rollout, sampled_log_probs=rollout.log_probs - rollout.mask * 0.2), same) > 0.19
 
 
-def test_the_critics_loss_is_worked_by_hand():
-    """Values 2 and 1 are clipped to 0.5 + 0.4, by the critic's own range; the policy's is another."""
+def test_the_value_loss_is_worked_by_hand():
+    """Values 2 and 1 are clipped to 0.5 + 0.4, by the value model's own range; the policy's is another."""
     config = PPOConfig("p", "r", DataConfig(train="t"), "o", clip_range=0.1, value_clip_range=0.4)
     batch = RolloutBatch(
         ragged_of([[1, 5]], [[6, 7]], [0]), torch.zeros(2), torch.tensor([0.5, 0.5]), torch.zeros(2),
         torch.tensor([1.5, 1.0]),
     )  # fmt: skip
-    critic = lambda batch: ValueOutput(values=torch.tensor([9.0, 2.0, 1.0, 9.0]))  # noqa: E731  2 and 1 stand before the response's tokens
+    value_model = lambda batch: ValueOutput(values=torch.tensor([9.0, 2.0, 1.0, 9.0]))  # noqa: E731  2 and 1 stand before the response's tokens
     # (0.9 - 1.5)^2 / 2 = 0.18 beats (2 - 1.5)^2 / 2; (0.9 - 1)^2 / 2 = 0.005 beats (1 - 1)^2 / 2
-    assert value_loss_fn(critic, config)(batch).total.item() == pytest.approx(0.185, abs=1e-6)
+    assert value_loss_fn(value_model, config)(batch).total.item() == pytest.approx(0.185, abs=1e-6)

@@ -58,7 +58,7 @@ def collected(checkpoints):
 
 
 def test_a_rollout_holds_what_each_model_says_of_each_token(collected):
-    """The critic's value is of the state before the token; here it says which place that is."""
+    """The value is of the state before the token; here it says which place that is."""
     rollout, _, sampler = collected
     drawn = decode_responses(sampler, PROMPTS, SAMPLING, STOPS, rows=NUMBERS)
     assert (rollout.prompts, rollout.responses, rollout.numbers) == (PROMPTS, drawn.token_ids, NUMBERS)

@@ -35,12 +35,12 @@ def probability_after_training(kl_coef: float, sign: float, iterations: int = 60
         missing_end_penalty=0.0, normalize_scores=False, training=training,
     )  # fmt: skip
     policy, reference = uniform_model(), uniform_model().eval()
-    critic = build_scalar_model(CONFIG)
-    torch.nn.init.zeros_(critic.head.weight)
+    value_model = build_scalar_model(CONFIG)
+    torch.nn.init.zeros_(value_model.head.weight)
     optim = OptimConfig(learning_rate=1e-2, schedule="linear")
     state = PPOState(
         policy=Engine(policy, optim, training, total_steps=4 * iterations),
-        value=Engine(critic, optim, training, total_steps=4 * iterations),
+        value=Engine(value_model, optim, training, total_steps=4 * iterations),
         reference=torch.no_grad()(reference),
         score=lambda prompts, responses, ended: sign * torch.tensor([float(r[0] == WANTED) for r in responses]),
         stop_ids=[],

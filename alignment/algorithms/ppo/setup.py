@@ -55,9 +55,9 @@ class PPOConfig:
         data: prompts. None are held out: what is learnt is compared by `alignment evaluate winrate`.
         output: the run's directory.
         reference: checkpoint of the reference; None: the starting checkpoint itself, also after a resume.
-        critic: whose trunk the critic starts from. Its head starts at zero where scores are normalized, else it keeps
-            the reward model's. A reward model with another vocabulary cannot be the critic.
-        adapter: train adapters, without dropout, on policy and critic; the reference is then the policy with its
+        value_model: whose trunk the value model (critic) starts from. Its head starts at zero where scores are
+            normalized, else it keeps the reward model's. A reward model with another vocabulary cannot become it.
+        adapter: train adapters, without dropout, on policy and value model; the reference is then the policy with its
             adapter off.
         max_new_tokens: longest response, end token included.
         temperature: of the samples; log-probabilities are taken at the same one.
@@ -77,7 +77,7 @@ class PPOConfig:
         pretrain_batch_size: texts per update over all ranks.
         metrics: functions of prompts and responses to log the mean of, which nothing learns from: a name of METRICS, or
             module:function. A mean is logged under its function's name.
-        value_optim: the critic's optimizer; None: as the policy's.
+        value_optim: the value model's optimizer; None: as the policy's.
     """
 
     policy: str
@@ -85,7 +85,7 @@ class PPOConfig:
     data: DataConfig
     output: str
     reference: str | None = None
-    critic: Literal["reward_model", "policy"] = "reward_model"
+    value_model: Literal["reward_model", "policy"] = "reward_model"
     adapter: LoRASpec | PrefixSpec | None = None
     max_new_tokens: int = 64
     temperature: float = 1.0
@@ -270,14 +270,14 @@ def build_engines(config: PPOConfig, data: PPOData) -> tuple[Engine, Engine, Pol
     training = config.training
     total = data.iterations * config.epochs * config.minibatches
     start = load_policy(config.policy, config.adapter, data.tokenizer, config.output)
-    critic = load_critic(config, data.tokenizer)
-    for model in (start.model, critic.model):
+    value_start = start_value_model(config, data.tokenizer)
+    for model in (start.model, value_start.model):
         check_rows(model, data.prompts.rows, config.data.max_length, config.max_new_tokens)
     if data.texts is not None and config.pretrain is not None:
         check_rows(start.model, data.texts.rows, config.pretrain.max_length)
     # Without dropout, or the first ratio would not be 1.
     policy = Engine(start.model.eval(), config.optim, training, total_steps=total)
-    value = Engine(critic.model.eval(), config.value_optim or config.optim, training, total_steps=total)
+    value = Engine(value_start.model.eval(), config.value_optim or config.optim, training, total_steps=total)
     if training.batch_size < policy.process_group.size:
         raise UserError(
             f"training.batch_size {training.batch_size} gives some of the {policy.process_group.size} processes no prompt to "
@@ -286,15 +286,15 @@ def build_engines(config: PPOConfig, data: PPOData) -> tuple[Engine, Engine, Pol
     return policy, value, start
 
 
-def load_critic(config: PPOConfig, tokenizer: Tokenizer) -> Policy:
-    """The critic: the trunk of the reward model or of the policy with one number per token on top."""
-    if config.critic == "policy":
+def start_value_model(config: PPOConfig, tokenizer: Tokenizer) -> Policy:
+    """The value model to train: the trunk of the reward model or of the policy, with one number per token on top."""
+    if config.value_model == "policy":
         return load_value_model(config.policy, config.adapter, tokenizer, None, head="zero")
     own = load_tokenizer(config.reward_model)
     if not same_vocabulary(tokenizer, own):
         raise UserError(
             f"{config.reward_model}: the reward model's tokenizer differs from the policy's, so it cannot become the "
-            "critic; set critic=policy"
+            "value model; set value_model=policy"
         )
     head = "zero" if config.normalize_scores else None
     return load_value_model(config.reward_model, config.adapter, own, None, head=head)
