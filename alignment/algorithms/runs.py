@@ -11,7 +11,6 @@ from alignment.data.prepare import prepare
 from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Kind
 from alignment.data.stream import Stream
-from alignment.data.tokenize import TokenizedRow
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.loading import find_directory
 from alignment.models.lengths import check_lengths
@@ -75,7 +74,7 @@ def read_examples(
     return examples
 
 
-def check_rows(model: Module, examples: Sequence[TokenizedRow], max_length: int, new_tokens: int = 0) -> None:
+def check_rows(model: Module, examples: Sequence[Any], max_length: int, new_tokens: int = 0) -> None:
     """Refuse examples that do not fit the model's positions, before the first update and all at once.
 
     Args:
