@@ -25,10 +25,9 @@ from torch import Tensor, nn
 from alignment.analysis import forward_operations
 from alignment.config.load import data_folder
 from alignment.files import write_json, write_text
-from alignment.models.build import build_trunk
 from alignment.models.init_weights import initialize
 from alignment.models.language_model import LanguageModel
-from alignment.models.spec import TransformerSpec
+from alignment.models.transformer import TransformerSpec
 from alignment.ragged import Ragged
 from alignment.training.optim import OptimConfig, build_optimizer, learning_rate_at
 
@@ -157,7 +156,7 @@ def build(spec: TransformerSpec, seed: int) -> LanguageModel:
     """The decoder `spec` describes, with fresh weights."""
     torch.manual_seed(seed)
     head = nn.Linear(spec.output_width or spec.width, spec.vocabulary, bias=False)
-    return initialize(LanguageModel(build_trunk(spec), head, config={}))
+    return initialize(LanguageModel(spec.build(), head, config={}))
 
 
 def train(spec: TransformerSpec, corpus: Corpus, settings: Settings, seed: int) -> tuple[float, float, float]:

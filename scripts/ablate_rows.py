@@ -8,26 +8,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from alignment.models.spec import (
+from alignment.models.init_weights import InitSpec
+from alignment.models.layers import (
+    AlibiSpec,
     AttentionSpec,
     BlockSpec,
     ExpertsSpec,
     GatedFeedForwardSpec,
-    InitSpec,
     LayerNormSpec,
+    LearnedPositionsSpec,
     NoNormSpec,
     PlainFeedForwardSpec,
-    ProjectionSpec,
-    RMSNormSpec,
-    TransformerSpec,
-)
-from alignment.models.spec_positions import (
-    AlibiSpec,
-    LearnedPositionsSpec,
     RelativeBiasSpec,
+    RMSNormSpec,
     RotarySpec,
     SinusoidalPositionsSpec,
 )
+from alignment.models.transformer import ProjectionSpec, TransformerSpec
 
 Change = Callable[[TransformerSpec], TransformerSpec]
 
@@ -104,9 +101,11 @@ def _plain(spec: TransformerSpec) -> PlainFeedForwardSpec:
     return feedforward
 
 
-def _experts(spec: TransformerSpec, chosen: int) -> TransformerSpec:
+def _experts(spec: TransformerSpec, experts_per_token: int) -> TransformerSpec:
     """Four feed-forwards as wide as the one they replace; two of them chosen as in Mixtral, or one as in Switch."""
-    experts = ExpertsSpec(_plain(spec), count=4, chosen=chosen, normalized=chosen > 1, balance_coef=0.01)
+    experts = ExpertsSpec(
+        _plain(spec), count=4, experts_per_token=experts_per_token, normalized=experts_per_token > 1, balance_coef=0.01
+    )
     return _blocks(spec, lambda block: replace(block, feedforward=experts))
 
 
@@ -136,8 +135,8 @@ def _rotary(spec: TransformerSpec) -> TransformerSpec:
     return replace(_attention(spec, rotary=rotary), positions=None)
 
 
-def _distance(spec: TransformerSpec, bias: AlibiSpec | RelativeBiasSpec) -> TransformerSpec:
-    return replace(_attention(spec, distance=bias), positions=None)
+def _position_bias(spec: TransformerSpec, bias: AlibiSpec | RelativeBiasSpec) -> TransformerSpec:
+    return replace(_attention(spec, position_bias=bias), positions=None)
 
 
 def _key_heads(spec: TransformerSpec, sharing: int) -> TransformerSpec:
@@ -186,7 +185,7 @@ def _shallower(spec: TransformerSpec) -> TransformerSpec:
 
 ACTIVATION = ("blocks.feedforward.activation",)
 FEEDFORWARD = ("blocks.feedforward",)
-DISTANCE = ("positions", "blocks.attention.distance")
+POSITION_BIAS = ("positions", "blocks.attention.position_bias")
 HEADS = ("blocks.attention.key_value_heads",)
 SHAPE = ("blocks", "blocks.attention.heads", *HEADS, "blocks.feedforward.width", "init.residual_std")
 
@@ -210,16 +209,16 @@ ROWS = {
         Row("parallel", "Parallel block", ("blocks.wiring",), partial(_wiring, wiring="parallel")),
         Row("sinusoidal", "Sinusoidal positions", ("positions", "embedding_scale"), _sinusoidal),
         Row("rope", "Rotary positions", ("positions", "blocks.attention.rotary"), _rotary),
-        Row("alibi", "ALiBi", DISTANCE, partial(_distance, bias=AlibiSpec())),
-        Row("t5-bias", "T5 relative bias", DISTANCE, partial(_distance, bias=RelativeBiasSpec(32, 128))),
+        Row("alibi", "ALiBi", POSITION_BIAS, partial(_position_bias, bias=AlibiSpec())),
+        Row("t5-bias", "T5 relative bias", POSITION_BIAS, partial(_position_bias, bias=RelativeBiasSpec(32, 128))),
         Row("grouped-query", "Grouped-query attention (2 heads to a key)", HEADS, partial(_key_heads, sharing=2)),
         Row("multi-query", "Multi-query attention", HEADS, partial(_key_heads, sharing=0)),
         Row("window", "Sliding window (a quarter of the document)", ("blocks.attention.window",), _window),
         Row("shared", "Shared layers (ALBERT)", ("blocks", "order"), _shared),
         Row("factorised", "Factorised embeddings (D / 4)", ("projection", "output_width"), _factorised),
         Row("untied", "Untied embeddings", ("tied_head",), _untied),
-        Row("moe", "Mixture of experts (2 of 4)", FEEDFORWARD, partial(_experts, chosen=2)),
-        Row("switch", "Switch (1 of 4)", FEEDFORWARD, partial(_experts, chosen=1)),
+        Row("moe", "Mixture of experts (2 of 4)", FEEDFORWARD, partial(_experts, experts_per_token=2)),
+        Row("switch", "Switch (1 of 4)", FEEDFORWARD, partial(_experts, experts_per_token=1)),
         Row("deeper", "Twice the layers, half their heads and width", SHAPE, _deeper),
         Row("shallower", "Half the layers, twice their heads and width", SHAPE, _shallower),
     )

@@ -1,7 +1,7 @@
-"""Where each head looks: the weights a model really uses, asked of its own layers. How they are drawn is in page.py.
+"""Attention weights of every head, from the model's own layers; page.py draws them.
 
-Attention is linear in its values. Handed unit vectors in their place, the very code that training runs, with its windows,
-caps, biases and kernels, gives its weights back; nothing is computed here a second way.
+Attention is linear in its values. Called with unit vectors as values, the very code that training runs, with its windows,
+caps, biases and kernels, returns its weights; nothing is computed here a second way.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 
 from alignment.errors import UserError
-from alignment.models.language_model import active_prefix
 from alignment.models.layers.attention import Attention, CrossAttention
+from alignment.models.layers.attention_context import AttentionContext, AttentionFn, CrossAttentionFn
+from alignment.models.layers.cross_attention import ProjectKeyValue
 from alignment.models.layers.disentangled import DisentangledAttention
-from alignment.models.layers.sdpa import AttentionContext, CrossAttentionFn, Look
 from alignment.ragged import Ragged, Seq2Seq
 
 
-class PairMaps(NamedTuple):
+class EncoderDecoderMaps(NamedTuple):
     """Maps of an encoder-decoder, layer by layer: source on source [H, S, S], target on target [H, T, T], target on
     source [H, T, S]."""
 
@@ -34,7 +34,7 @@ class Recorded(NamedTuple):
     """Weights of a trunk's layers, in the order they acted: among its own tokens, and on an encoder's states."""
 
     own: list[Tensor]
-    across: list[Tensor]
+    cross: list[Tensor]
 
 
 @torch.no_grad()
@@ -57,13 +57,13 @@ def attention_maps(model: Any, ids: Sequence[int], segments: Sequence[int] | Non
     if segments is not None:
         batch = replace(batch, segments=torch.tensor(list(segments)))
     with _at_rest(model), recorded(model.trunk) as maps:
-        model.trunk(batch.to(model.trunk.embed.weight.device), prefix=active_prefix(model))
+        model.trunk(batch.to(model.trunk.embed.weight.device), prefix=model.active_prefix())
     return maps.own
 
 
 @torch.no_grad()
-def pair_attention_maps(model: Any, source: Sequence[int], target: Sequence[int]) -> PairMaps:
-    """The same of an encoder-decoder.
+def encoder_decoder_attention_maps(model: Any, source: Sequence[int], target: Sequence[int]) -> EncoderDecoderMaps:
+    """Attention weights of an encoder-decoder on one source and one target, without dropout.
 
     Args:
         source: tokens the encoder reads.
@@ -74,11 +74,11 @@ def pair_attention_maps(model: Any, source: Sequence[int], target: Sequence[int]
             model, input_ids=torch.tensor([list(source)]), decoder_input_ids=torch.tensor([list(target)])
         )
         names = ("encoder_attentions", "decoder_attentions", "cross_attentions")
-        return PairMaps(*(_given(output, name) for name in names))
+        return EncoderDecoderMaps(*(_given(output, name) for name in names))
     pair = Seq2Seq(Ragged.build([source]), Ragged.build([target])).to(model.encoder.embed.weight.device)
     with _at_rest(model), recorded(model.encoder) as read, recorded(model.decoder) as written:
         model.states(pair)
-    return PairMaps(read.own, written.own, written.across)
+    return EncoderDecoderMaps(read.own, written.own, written.cross)
 
 
 @contextmanager
@@ -87,14 +87,14 @@ def recorded(trunk: nn.Module) -> Iterator[Recorded]:
     maps = Recorded([], [])
 
     def before(attention: nn.Module, inputs: tuple[Tensor, AttentionContext]) -> tuple[Tensor, AttentionContext]:
-        x, sight = inputs
-        if isinstance(attention, DisentangledAttention):  # it looks for itself
-            maps.own.append(_weights(partial(_mixed, attention, x, sight), _values_of(attention, x)))
-            return x, sight
+        x, context = inputs
+        if isinstance(attention, DisentangledAttention):  # it computes its own scores
+            maps.own.append(_weights(partial(_mixed, attention, x, context), _values_of(attention, x)))
+            return x, context
         if isinstance(attention, CrossAttention):
-            assert sight.across is not None
-            return x, replace(sight, across=_recording_across(sight.across, maps.across))
-        return x, replace(sight, look=_recording(sight.look, maps.own))
+            assert context.cross_attend is not None
+            return x, replace(context, cross_attend=_recording_cross(context.cross_attend, maps.cross))
+        return x, replace(context, attend=_recording(context.attend, maps.own))
 
     kinds = (Attention, CrossAttention, DisentangledAttention)
     hooks = [part.register_forward_pre_hook(before) for part in trunk.modules() if isinstance(part, kinds)]
@@ -105,32 +105,32 @@ def recorded(trunk: nn.Module) -> Iterator[Recorded]:
             hook.remove()
 
 
-def _recording(look: Look, maps: list[Tensor]) -> Look:
-    """`look`, which also leaves its weights in `maps`."""
+def _recording(attend: AttentionFn, maps: list[Tensor]) -> AttentionFn:
+    """`attend` that also leaves its weights in `maps`."""
 
-    def look_and_record(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-        maps.append(_weights(lambda values: look(query, key, values, 0.0), value))
-        return look(query, key, value, dropout)
+    def attend_and_record(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+        maps.append(_weights(lambda values: attend(query, key, values, 0.0), value))
+        return attend(query, key, value, dropout)
 
-    return look_and_record
+    return attend_and_record
 
 
-def _recording_across(look: CrossAttentionFn, maps: list[Tensor]) -> CrossAttentionFn:
-    """The same on an encoder's states."""
+def _recording_cross(attend: CrossAttentionFn, maps: list[Tensor]) -> CrossAttentionFn:
+    """`attend` on an encoder's states that also leaves its weights in `maps`."""
 
-    def look_and_record(query: Tensor, remember: Callable[[Tensor], tuple[Tensor, Tensor]], dropout: float) -> Tensor:
-        remembered: list[tuple[Tensor, Tensor]] = []
+    def attend_and_record(query: Tensor, project_key_value: ProjectKeyValue, dropout: float) -> Tensor:
+        projected: list[tuple[Tensor, Tensor]] = []
 
-        def noted(states: Tensor) -> tuple[Tensor, Tensor]:
-            remembered.append(remember(states))
-            return remembered[-1]
+        def project_and_keep(states: Tensor) -> tuple[Tensor, Tensor]:
+            projected.append(project_key_value(states))
+            return projected[-1]
 
-        mixed = look(query, noted, dropout)
-        [(key, value)] = remembered
-        maps.append(_weights(lambda values: look(query, lambda states: (key, values), 0.0), value))
+        mixed = attend(query, project_and_keep, dropout)
+        [(key, value)] = projected
+        maps.append(_weights(lambda values: attend(query, lambda states: (key, values), 0.0), value))
         return mixed
 
-    return look_and_record
+    return attend_and_record
 
 
 def _weights(mix: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def _values_of(attention: DisentangledAttention, x: Tensor) -> Tensor:
     return attention.value(x).unflatten(-1, (attention.spec.heads, attention.spec.head_dim))
 
 
-def _mixed(attention: DisentangledAttention, x: Tensor, sight: AttentionContext, values: Tensor) -> Tensor:
+def _mixed(attention: DisentangledAttention, x: Tensor, context: AttentionContext, values: Tensor) -> Tensor:
     """What the layer makes of other values than its own, [N, H, K]: caught on the way to its output layer."""
     caught: list[Tensor] = []
     hooks = (
@@ -166,7 +166,7 @@ def _mixed(attention: DisentangledAttention, x: Tensor, sight: AttentionContext,
         attention.output.register_forward_pre_hook(lambda _, inputs: caught.append(inputs[0])),
     )
     try:
-        attention.forward(x, sight)
+        attention.forward(x, context)
     finally:
         for hook in hooks:
             hook.remove()

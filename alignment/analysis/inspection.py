@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from alignment.adapters import is_adapter, is_scalar_adapter
-from alignment.analysis.attention import attention_maps, pair_attention_maps
+from alignment.analysis.attention import attention_maps, encoder_decoder_attention_maps
 from alignment.analysis.page import Maps, write_attention_page
 from alignment.data.tokenizers.load import check_vocabulary
 from alignment.errors import UserError, raise_all
@@ -111,7 +111,7 @@ def own_maps(model: Any, tokenizer: Any, ids: Sequence[int]) -> list[Maps]:
 
 def pair_maps(model: Any, tokenizer: Any, source: Sequence[int], target: Sequence[int]) -> list[Maps]:
     """Maps of an encoder-decoder: both sides and between them."""
-    found = pair_attention_maps(model, source, target)
+    found = encoder_decoder_attention_maps(model, source, target)
     read, written = shown(tokenizer, source), shown(tokenizer, target)
     return [
         Maps("Encoder: self-attention", read, read, _numbered(found.encoder)),

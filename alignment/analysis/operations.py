@@ -3,7 +3,7 @@
 Norms, activations, softmax, rotations and look-ups are left out, as is usual: they cost time but few operations.
 """
 
-from alignment.models.spec import (
+from alignment.models.layers import (
     AttentionSpec,
     BlockSpec,
     DisentangledSpec,
@@ -11,8 +11,8 @@ from alignment.models.spec import (
     FeedForwardSpec,
     GatedFeedForwardSpec,
     PlainFeedForwardSpec,
-    TransformerSpec,
 )
+from alignment.models.transformer import TransformerSpec
 
 
 def forward_operations(spec: TransformerSpec, tokens: int) -> float:
@@ -55,7 +55,7 @@ def _feedforward_operations(spec: FeedForwardSpec, width: int) -> int:
         case GatedFeedForwardSpec(width=inner):
             return 6 * width * inner
         case ExpertsSpec():
-            return 2 * width * spec.count + spec.chosen * _feedforward_operations(spec.expert, width)
+            return 2 * width * spec.count + spec.experts_per_token * _feedforward_operations(spec.expert, width)
 
 
 def keys_seen(spec: AttentionSpec, tokens: int) -> float:

@@ -73,11 +73,11 @@ def attention_kernel() -> str:
     """The attention kernel for documents of unequal length."""
     import torch
 
-    from alignment.models.layers.attention_context import has_kernel
+    from alignment.models.layers.sdpa import has_varlen_kernel
 
     if not torch.cuda.is_available():
         return "scaled-dot-product, documents padded to each other"
-    if not all(has_kernel(index) for index in range(torch.cuda.device_count())):
+    if not all(has_varlen_kernel(index) for index in range(torch.cuda.device_count())):
         return "scaled-dot-product; the variable-length kernel needs compute capability 8.0 (Ampere) or later"
     return "torch's variable-length kernel in bf16, scaled-dot-product in fp32"
 

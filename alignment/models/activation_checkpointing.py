@@ -1,4 +1,4 @@
-"""Activation checkpointing: which layers are computed again in the backward pass, and what of them is kept anyway."""
+"""Activation checkpointing: layers recomputed in the backward pass, and which of their activations are kept anyway."""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +14,7 @@ Keep = Literal["nothing", "attention", "products"]
 
 
 def _kept_operations(keep: Keep) -> list[Any]:
-    """Operations whose results are kept: the costly ones to repeat."""
+    """Operations whose outputs are kept: those that cost most to recompute."""
     aten = torch.ops.aten
     attention = [
         aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -26,12 +26,12 @@ def _kept_operations(keep: Keep) -> list[Any]:
     return {"nothing": [], "attention": attention, "products": [*attention, aten.mm.default, aten.addmm.default]}[keep]
 
 
-def recomputed(keep: Keep) -> Callable[..., Any]:
-    """call(function, *args) that repeats `function` in the backward pass, all but what `keep` names.
+def checkpointed(keep: Keep) -> Callable[..., Any]:
+    """call(function, *args) that recomputes `function` in the backward pass, except the operations that `keep` names.
 
     Args:
-        keep: "nothing" needs the least memory; "attention" keeps what the attention kernel gave; "products" also keeps
-            every matrix product, so that only norms and activations are repeated.
+        keep: "nothing" needs the least memory; "attention" keeps the outputs of the attention kernel; "products" also
+            keeps every matrix product, so that only norms and activation functions are recomputed.
     """
     if keep == "nothing":
         return partial(checkpoint, use_reentrant=False)
@@ -39,16 +39,18 @@ def recomputed(keep: Keep) -> Callable[..., Any]:
     return partial(checkpoint, use_reentrant=False, context_fn=contexts)
 
 
-def recompute_calls(module: nn.Module, enabled: bool = True) -> None:
-    """Let every call of a module that is not ours be repeated in the backward pass, in training and in eval mode."""
+def checkpoint_calls(module: nn.Module, enabled: bool = True) -> None:
+    """Checkpoint every call of a module that is not ours, in training and in eval mode."""
     if enabled:
-        module.forward = MethodType(_repeated, module)  # bound, so that a deep copy of the module calls itself
+        module.forward = MethodType(
+            _checkpointed_forward, module
+        )  # bound, so that a deep copy of the module calls itself
     else:
         vars(module).pop("forward", None)
 
 
-def _repeated(self: nn.Module, *args: Any, **options: Any) -> Any:
+def _checkpointed_forward(self: nn.Module, *args: Any, **options: Any) -> Any:
     forward = partial(type(self).forward, self)
     if not torch.is_grad_enabled():
         return forward(*args, **options)
-    return recomputed("nothing")(forward, *args, **options)
+    return checkpointed("nothing")(forward, *args, **options)

@@ -1,35 +1,25 @@
-"""Models that read and give a few numbers: scalar (reward, value), sequence and token classifiers, answer spans."""
+"""Trunk and a head of few outputs: scalar models (reward, value), sequence and token classifiers, answer spans."""
 
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from alignment.models.heads import ClassificationHead
-from alignment.models.language_model import LanguageModel, active_prefix
+from alignment.models.heads import ClassificationHead, Pooling
+from alignment.models.native_model import NativeModel
 from alignment.models.outputs import ClassifierOutput, ValueOutput
-from alignment.models.padded import from_padded, given, to_padded
-from alignment.models.spec import Pooling
-from alignment.models.transformer import Transformer
+from alignment.models.padded_inputs import from_padded, require_input_ids, to_padded
+from alignment.models.transformer import Transformer, TransformerSpec
 from alignment.ragged import Ragged
 
 
-class ScalarModel(nn.Module):
-    """Trunk and one number per token: a reward model reads it at the last token, a value model at every one."""
-
-    source = "native"
-    task = "scalar"
+class ScalarModel(NativeModel[TransformerSpec]):
+    """Trunk and one number per token: a reward model's score is the last token's, a value model uses every one."""
 
     def __init__(self, trunk: Transformer, config: dict[str, Any]):
-        super().__init__()
+        super().__init__(trunk.spec, config, "scalar")
         self.trunk = trunk
         self.head = nn.Linear(trunk.spec.output_width or trunk.spec.width, 1, bias=False)
-        self.config = config
-        self.prefix: nn.Module | None = None
-        self.prefix_enabled = True
-
-    spec = LanguageModel.spec
-    checkpoint_activations = LanguageModel.checkpoint_activations
 
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *, batch: Ragged | None = None
@@ -45,33 +35,25 @@ class ScalarModel(nn.Module):
         """
         if batch is not None:
             return ValueOutput(self._values(batch))
-        shape = given(input_ids).shape
-        batch, places = from_padded(given(input_ids), attention_mask)
+        shape = require_input_ids(input_ids).shape
+        batch, indices = from_padded(require_input_ids(input_ids), attention_mask)
         values = self._values(batch)
-        return ValueOutput(to_padded(values, places, shape), values[batch.last, None])
+        return ValueOutput(to_padded(values, indices, shape), values[batch.last, None])
 
     def _values(self, batch: Ragged) -> Tensor:
-        hidden = self.trunk(batch, prefix=active_prefix(self))
+        hidden = self.trunk(batch, prefix=self.active_prefix())
         # Scores are compared with each other: bfloat16's 8 bits would make ties of close ones.
         with torch.autocast(hidden.device.type, enabled=False):
             return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()
 
 
-class SequenceClassifier(nn.Module):
-    """One logit per class for each document, read at its first token, at its last, or from the mean of all."""
-
-    source = "native"
-    task = "sequence"
+class SequenceClassifier(NativeModel[TransformerSpec]):
+    """One logit per class for each document, from its first token, its last, or the mean of all its tokens."""
 
     def __init__(self, trunk: Transformer, head: ClassificationHead, config: dict[str, Any], pooling: Pooling):
-        super().__init__()
-        self.trunk, self.head, self.config = trunk, head, config
+        super().__init__(trunk.spec, config, "sequence")
+        self.trunk, self.head = trunk, head
         self.pooling: Pooling = pooling
-        self.prefix: nn.Module | None = None
-        self.prefix_enabled = True
-
-    spec = LanguageModel.spec
-    checkpoint_activations = LanguageModel.checkpoint_activations
 
     def forward(
         self,
@@ -88,25 +70,18 @@ class SequenceClassifier(nn.Module):
             batch: documents end to end, instead.
         """
         if batch is None:
-            batch, _ = from_padded(given(input_ids), attention_mask, token_type_ids)
-        return ClassifierOutput(self.head(pooled(self.trunk(batch, prefix=active_prefix(self)), batch, self.pooling)))
+            batch, _ = from_padded(require_input_ids(input_ids), attention_mask, token_type_ids)
+        return ClassifierOutput(self.head(pooled(self.trunk(batch, prefix=self.active_prefix()), batch, self.pooling)))
 
 
-class TokenClassifier(nn.Module):
+class TokenClassifier(NativeModel[TransformerSpec]):
     """Logits for each token: its class (`task` "tokens"), or whether an answer starts and ends there ("span")."""
-
-    source = "native"
 
     def __init__(
         self, trunk: Transformer, head: ClassificationHead, config: dict[str, Any], task: Literal["tokens", "span"]
     ):
-        super().__init__()
-        self.trunk, self.head, self.config, self.task = trunk, head, config, task
-        self.prefix: nn.Module | None = None
-        self.prefix_enabled = True
-
-    spec = LanguageModel.spec
-    checkpoint_activations = LanguageModel.checkpoint_activations
+        super().__init__(trunk.spec, config, task)
+        self.trunk, self.head = trunk, head
 
     def forward(
         self,
@@ -123,10 +98,10 @@ class TokenClassifier(nn.Module):
             batch: documents end to end, instead.
         """
         if batch is not None:
-            return ClassifierOutput(self.head(self.trunk(batch, prefix=active_prefix(self))))
-        batch, places = from_padded(given(input_ids), attention_mask, token_type_ids)
-        logits = self.head(self.trunk(batch, prefix=active_prefix(self)))
-        return ClassifierOutput(to_padded(logits, places, given(input_ids).shape))
+            return ClassifierOutput(self.head(self.trunk(batch, prefix=self.active_prefix())))
+        batch, indices = from_padded(require_input_ids(input_ids), attention_mask, token_type_ids)
+        logits = self.head(self.trunk(batch, prefix=self.active_prefix()))
+        return ClassifierOutput(to_padded(logits, indices, require_input_ids(input_ids).shape))
 
 
 def pooled(hidden: Tensor, batch: Ragged, pooling: Pooling) -> Tensor:

@@ -1,42 +1,60 @@
-"""Encoder and decoder: text in, text out (T5, BART); and read-outs of a few numbers on the same two stacks.
+"""Encoder-decoders: language models (T5, BART), and classifiers whose documents both stacks read."""
 
-Text out comes as pairs of documents, see `ragged.Seq2Seq`; a read-out's documents go to both sides.
-"""
-
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from alignment.errors import UserError
 from alignment.losses import chunked_token_log_probs
-from alignment.models.activation_checkpointing import Keep
 from alignment.models.heads import ClassificationHead, VocabularyHead
-from alignment.models.language_model import new_cache
+from alignment.models.init_weights import FanInInitSpec, InitSpec
 from alignment.models.layers.cross_attention import Source
 from alignment.models.layers.kv_cache import Cache
-from alignment.models.layers.padded_layout import take
+from alignment.models.layers.padded_layout import select_rows
+from alignment.models.native_model import NativeModel, empty_cache
 from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput
-from alignment.models.padded import from_padded, given, to_padded
-from alignment.models.spec_encoder_decoder import EncoderDecoderSpec
-from alignment.models.transformer import Transformer
+from alignment.models.padded_inputs import from_padded, require_input_ids, to_padded
+from alignment.models.transformer import Transformer, TransformerSpec
 from alignment.ragged import Ragged, Seq2Seq
 
 
-class Seq2SeqModel(nn.Module):
-    """The decoder writes while looking at what the encoder read.
+@dataclass(frozen=True)
+class EncoderDecoderSpec:
+    """An encoder and a decoder with cross-attention; they share the token embedding, in some families with the head.
 
     Attributes:
-        spec: what both are.
-        config: the Hugging Face config.json it was made from and is saved with.
+        start_token: begins every target.
+        end_token: a sequence classifier reads the last one of each document; None: not known.
+    """
+
+    encoder: TransformerSpec
+    decoder: TransformerSpec
+    start_token: int
+    end_token: int | None
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that can be read and written."""
+        return self.decoder.vocabulary
+
+    @property
+    def max_positions(self) -> int:
+        """Longest target document."""
+        return self.decoder.max_positions
+
+    @property
+    def init(self) -> InitSpec | FanInInitSpec:
+        """How fresh weights of both stacks are drawn."""
+        return self.decoder.init
+
+
+class Seq2SeqModel(NativeModel[EncoderDecoderSpec]):
+    """A decoder with a language head and cross-attention on an encoder's states.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.1.
     """
-
-    source = "native"
-    task = "language"
-    prefix, prefix_enabled = None, False  # there is no place for one
 
     def __init__(
         self,
@@ -46,16 +64,11 @@ class Seq2SeqModel(nn.Module):
         config: dict[str, Any],
         spec: EncoderDecoderSpec,
     ):
-        super().__init__()
+        super().__init__(spec, config, "language")
         self.encoder, self.decoder, self.head = encoder, decoder, head
         self.decoder.embed.weight = self.encoder.embed.weight
         if spec.decoder.tied_head:
             self.head.weight = self.encoder.embed.weight
-        self.config, self.spec = config, spec
-
-    def checkpoint_activations(self, enabled: bool = True, keep: Keep = "nothing") -> None:
-        """Recompute blocks in the backward pass instead of keeping their activations; see `recompute.recomputed`."""
-        self.encoder.recompute = self.decoder.recompute = keep if enabled else None
 
     def forward(
         self,
@@ -81,12 +94,12 @@ class Seq2SeqModel(nn.Module):
             `LogitsOutput` of a padded call or with `return_logits`, else `LanguageOutput`.
         """
         if batch is None:
-            source, _ = from_padded(given(input_ids), attention_mask)
-            target, places = from_padded(given(decoder_input_ids), decoder_attention_mask)
+            source, _ = from_padded(require_input_ids(input_ids), attention_mask)
+            target, indices = from_padded(require_input_ids(decoder_input_ids), decoder_attention_mask)
             logits = self.head(self.states(Seq2Seq(source, target)))
-            return LogitsOutput(to_padded(logits, places, given(decoder_input_ids).shape))
+            return LogitsOutput(to_padded(logits, indices, require_input_ids(decoder_input_ids).shape))
         hidden, target = self.states(batch), batch.decoder
-        before = take(hidden, target.target_index - 1)
+        before = select_rows(hidden, target.target_index - 1)
         if return_logits:
             return LogitsOutput(self.head(before), before)
         log_probs, entropies = chunked_token_log_probs(
@@ -101,7 +114,7 @@ class Seq2SeqModel(nn.Module):
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         """An empty cache for `rows` targets of up to `capacity` tokens each, the start token included."""
-        return new_cache(self.decoder, rows, capacity)
+        return empty_cache(self.decoder, rows, capacity)
 
     @torch.no_grad()
     def prefill(self, batch: Seq2Seq, cache: Cache) -> Tensor:
@@ -114,17 +127,14 @@ class Seq2SeqModel(nn.Module):
         return self.head(self.decoder.step(tokens, cache))
 
 
-class Seq2SeqClassifier(nn.Module):
-    """Scores read off the decoder while it repeats the document that the encoder has read.
+class Seq2SeqClassifier(NativeModel[EncoderDecoderSpec]):
+    """Class logits from a decoder that reads the same document as its encoder, one token later.
 
     At the document's last end token for its class (`task` "sequence"), at every token for whether an answer starts and
     ends there ("span").
 
     Source: Lewis et al. 2019, arXiv:1910.13461, sections 3.1 and 3.2.
     """
-
-    source = "native"
-    prefix, prefix_enabled = None, False
 
     def __init__(
         self,
@@ -133,14 +143,12 @@ class Seq2SeqClassifier(nn.Module):
         head: ClassificationHead,
         config: dict[str, Any],
         spec: EncoderDecoderSpec,
+        *,
         task: Literal["sequence", "span"],
     ):
-        super().__init__()
+        super().__init__(spec, config, task)
         self.encoder, self.decoder, self.head = encoder, decoder, head
         self.decoder.embed.weight = self.encoder.embed.weight
-        self.config, self.spec, self.task = config, spec, task
-
-    checkpoint_activations = Seq2SeqModel.checkpoint_activations
 
     def forward(
         self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *, batch: Ragged | None = None
@@ -148,40 +156,42 @@ class Seq2SeqClassifier(nn.Module):
         """Logits: [B, C] for sequences; for spans [N, 2] of a batch, [B, T, 2] of a padded rectangle.
 
         Args:
-            input_ids, attention_mask: [B, T], padded on either side; places are counted from each row's first token.
+            input_ids, attention_mask: [B, T], padded on either side; positions are counted from each row's first token.
             batch: documents end to end, instead.
 
         Raises:
             UserError: a sequence without an end token.
         """
-        places = None
+        indices = None
         documents = batch
         if documents is None:
-            documents, places = from_padded(given(input_ids), attention_mask)
+            documents, indices = from_padded(require_input_ids(input_ids), attention_mask)
         source = Source(self.encoder(documents), documents)
         hidden = self.decoder(shifted(documents, self.spec.start_token), source=source)
         if self.task == "sequence":
-            return ClassifierOutput(self.head(hidden[last_places(documents, self.spec.end_token)]))
+            return ClassifierOutput(self.head(hidden[last_positions(documents, self.spec.end_token)]))
         logits = self.head(hidden)
-        return ClassifierOutput(logits if batch is not None else to_padded(logits, places, given(input_ids).shape))
+        return ClassifierOutput(
+            logits if batch is not None else to_padded(logits, indices, require_input_ids(input_ids).shape)
+        )
 
 
 def shifted(batch: Ragged, start_token: int) -> Ragged:
-    """The documents one place later: the start token in front, the last token gone."""
+    """The documents shifted right by one: the start token in front, the last token dropped."""
     tokens = batch.tokens.roll(1)
     tokens[batch.firsts] = start_token
     return replace(batch, tokens=tokens)
 
 
-def last_places(batch: Ragged, token: int | None) -> Tensor:
+def last_positions(batch: Ragged, token: int | None) -> Tensor:
     """Index of the last `token` of each document, [B].
 
     Raises:
         UserError: a document has none.
     """
-    places = torch.arange(len(batch.tokens), device=batch.tokens.device)
-    rows = torch.repeat_interleave(batch.sizes, output_size=len(places))
-    found = torch.where(batch.tokens == -1 if token is None else batch.tokens == token, places, -1)
+    positions = torch.arange(len(batch.tokens), device=batch.tokens.device)
+    rows = torch.repeat_interleave(batch.sizes, output_size=len(positions))
+    found = torch.where(batch.tokens == -1 if token is None else batch.tokens == token, positions, -1)
     last = found.new_full((len(batch.lengths),), -1).scatter_reduce(0, rows, found, "amax")
     missing = (last < 0).nonzero().flatten().tolist()
     if missing:

@@ -1,16 +1,78 @@
 """Heads over the vocabulary and heads over classes. language_model.py, classifiers.py and encoder_decoder.py use them."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alignment.models.spec import LanguageHeadSpec
+from alignment.models.layers.feedforward import ACTIVATIONS
+from alignment.models.layers.norms import NoNormSpec, NormSpec
+
+Pooling = Literal["first", "last", "mean"]  # which of a document's vectors a classifier reads
+
+
+@dataclass(frozen=True)
+class TransformSpec:
+    """norm(activation(dense(x))), applied by some heads before they predict."""
+
+    width: int
+    activation: str
+    bias: bool
+    norm: NormSpec = field(default_factory=NoNormSpec)
+
+    def build(self, width: int) -> "Transform":
+        """x [..., width] -> [..., self.width]."""
+        dense = nn.Linear(width, self.width, bias=self.bias)
+        return Transform(dense, ACTIVATIONS[self.activation], self.norm.build(self.width))
+
+
+@dataclass(frozen=True)
+class LanguageHeadSpec:
+    """From hidden states to one logit per token: softcap(scale * predict(transform(x))).
+
+    Attributes:
+        offset: untrained constants, saved with the weights, are added to the logits (BART).
+    """
+
+    transform: TransformSpec | None = None
+    bias: bool = False
+    offset: bool = False
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def build(self, width: int, vocabulary: int) -> "VocabularyHead":
+        """x [..., width] -> logits [..., vocabulary]."""
+        if self == LanguageHeadSpec():
+            return nn.Linear(width, vocabulary, bias=False)
+        transform = None if self.transform is None else self.transform.build(width)
+        return LanguageHead(self, width, vocabulary, transform)
+
+
+@dataclass(frozen=True)
+class ClassificationHeadSpec:
+    """From hidden states to `outputs` logits, of a document (read as `pooling` says) or of every token."""
+
+    outputs: int
+    transform: TransformSpec | None = None
+    bias: bool = True
+    dropout: float = 0.0
+    pooling: Pooling | None = None
+    input_dropout: float = 0.0
+
+    def build(self, width: int) -> "ClassificationHead":
+        """x [..., width] -> logits [..., outputs]."""
+        output = nn.Linear(width if self.transform is None else self.transform.width, self.outputs, bias=self.bias)
+        transform = None if self.transform is None else self.transform.build(width)
+        return ClassificationHead(transform, output, self.dropout, self.input_dropout)
 
 
 class Transform(nn.Module):
     """norm(activation(dense(x)))."""
 
-    def __init__(self, dense: nn.Module, activation, norm: nn.Module):
+    def __init__(self, dense: nn.Module, activation: Callable[[Tensor], Tensor], norm: nn.Module):
         super().__init__()
         self.dense, self.activation, self.norm = dense, activation, norm
 

@@ -1,6 +1,7 @@
-"""Fresh weights. Everything that is loaded skips this room: see checkpoint.py."""
+"""Random initialization of fresh weights."""
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -10,19 +11,38 @@ from alignment.models.layers.attention import Attention, CrossAttention
 from alignment.models.layers.disentangled import RelativeEmbedding
 from alignment.models.layers.position_bias import RelativeBias
 from alignment.models.layers.position_embeddings import LearnedPositions
-from alignment.models.spec import FanInInitSpec, InitSpec
-from alignment.models.spec_encoder_decoder import EncoderDecoderSpec
 
 RESIDUAL_LAYERS = re.compile(r"(attention|cross)\.output$|feedforward\.(experts\.\d+\.)?down$")
-DRAWN = nn.Linear | nn.Embedding | nn.Conv1d | LearnedPositions | RelativeBias | RelativeEmbedding | LanguageHead
+INITIALIZED = nn.Linear | nn.Embedding | nn.Conv1d | LearnedPositions | RelativeBias | RelativeEmbedding | LanguageHead
+
+
+@dataclass(frozen=True)
+class InitSpec:
+    """Standard deviations of fresh weights; `residual_std` is for the layers that write into the residual stream."""
+
+    std: float
+    residual_std: float
+
+
+@dataclass(frozen=True)
+class FanInInitSpec:
+    """T5 initialization: std = fan_in ** -0.5, embeddings 1.0, queries also scaled by head_dim ** -0.5.
+
+    Attributes:
+        position_bias_std: of the relative position biases.
+        factor: multiplies all of them.
+    """
+
+    position_bias_std: float
+    factor: float = 1.0
 
 
 def initialize(model: Any) -> Any:
     """Fresh weights in place: matrices normal, biases zero, norms as they come. Returns the model in eval mode."""
-    init = (model.spec.decoder if isinstance(model.spec, EncoderDecoderSpec) else model.spec).init
+    init = model.spec.init
     drawn = set()
     for name, module in model.named_modules():
-        if not isinstance(module, DRAWN):
+        if not isinstance(module, INITIALIZED):
             continue
         if isinstance(init, FanInInitSpec) and id(module.weight) in drawn:
             continue  # a head that is the token table keeps that table's deviation
@@ -45,7 +65,7 @@ def initialize_layer(module: nn.Module, init: InitSpec | FanInInitSpec, name: st
     if isinstance(init, InitSpec):
         std = init.residual_std if RESIDUAL_LAYERS.search(name) else init.std
     elif isinstance(module, RelativeBias):
-        std = init.distance_std
+        std = init.position_bias_std
     else:
         std = init.factor * (1.0 if isinstance(module, nn.Embedding) else weight.shape[-1] ** -0.5)  # type: ignore[operator, union-attr]
     nn.init.normal_(weight, std=std)  # type: ignore[arg-type]

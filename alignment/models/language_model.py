@@ -1,54 +1,32 @@
-"""Trunk and language head: decoders that write on, encoders that fill in. Reward models and classifiers: readers.py."""
+"""Trunk and language head: decoders, and masked language models. Reward models and classifiers are in classifiers.py."""
 
-from typing import Any, Literal
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from alignment.errors import UserError
 from alignment.losses import chunked_token_log_probs
-from alignment.models.activation_checkpointing import Keep
-from alignment.models.heads import VocabularyHead
-from alignment.models.layers.experts import balance_loss
+from alignment.models.heads import ClassificationHead, VocabularyHead
+from alignment.models.layers import ExpertsSpec
+from alignment.models.layers.experts import balance_loss, recorded_router_logits
 from alignment.models.layers.kv_cache import Cache
-from alignment.models.layers.padded_layout import take
+from alignment.models.layers.padded_layout import select_rows
+from alignment.models.native_model import NativeModel, empty_cache
 from alignment.models.outputs import LanguageOutput, LogitsOutput
-from alignment.models.padded import from_padded, given, to_padded
-from alignment.models.spec import AttentionSpec, ExpertsSpec, TransformerSpec
-from alignment.models.transformer import Transformer
+from alignment.models.padded_inputs import from_padded, require_input_ids, to_padded
+from alignment.models.transformer import Transformer, TransformerSpec
 from alignment.ragged import Ragged
 
 
-class LanguageModel(nn.Module):
-    """A decoder with a language head.
+class LanguageModel(NativeModel[TransformerSpec]):
+    """A decoder with a language head."""
 
-    Attributes:
-        spec: what the trunk is.
-        config: the Hugging Face config.json it was made from and is saved with.
-        task: which of its family's heads it has.
-        prefix: module whose call gives keys and values in front of every document, [layers, 2, P, K, head_dim].
-        prefix_enabled: whether `prefix` acts.
-    """
-
-    source = "native"
-
-    def __init__(self, trunk: Transformer, head: VocabularyHead, config: dict[str, Any], task: str = "language"):
-        super().__init__()
+    def __init__(self, trunk: Transformer, head: VocabularyHead, config: dict[str, Any]):
+        super().__init__(trunk.spec, config, "language")
         self.trunk, self.head = trunk, head
         if trunk.spec.tied_head:
             self.head.weight = trunk.embed.weight
-        self.config, self.task = config, task
-        self.prefix: nn.Module | None = None
-        self.prefix_enabled = True
-
-    @property
-    def spec(self) -> TransformerSpec:
-        """What the trunk is."""
-        return self.trunk.spec
-
-    def checkpoint_activations(self, enabled: bool = True, keep: Keep = "nothing") -> None:
-        """Recompute blocks in the backward pass instead of keeping their activations; see `recompute.recomputed`."""
-        self.trunk.recompute = keep if enabled else None
 
     def forward(
         self,
@@ -60,7 +38,7 @@ class LanguageModel(nn.Module):
         entropy: bool = False,
         return_logits: bool = False,
     ) -> LanguageOutput | LogitsOutput:
-        """Logits of a padded rectangle, or log-probabilities of a ragged batch's targets.
+        """Logits of padded input_ids, or log-probabilities of a ragged batch's targets.
 
         log_probs_t = log_softmax(logits_{t-1} / temperature)[token_t], in fp32
 
@@ -76,28 +54,41 @@ class LanguageModel(nn.Module):
             `LogitsOutput` of a padded call or with `return_logits`, else `LanguageOutput`.
         """
         if batch is None:
-            batch, places = from_padded(given(input_ids), attention_mask)
-            logits = self.head(self.trunk(batch, prefix=active_prefix(self)))
-            return LogitsOutput(to_padded(logits, places, given(input_ids).shape))
-        routed: list[Tensor] = []
-        hidden = self.trunk(batch, prefix=active_prefix(self), router_logits=routed)
-        before = take(hidden, batch.target_index - 1)
+            batch, indices = from_padded(require_input_ids(input_ids), attention_mask)
+            logits = self.head(self.trunk(batch, prefix=self.active_prefix()))
+            return LogitsOutput(to_padded(logits, indices, require_input_ids(input_ids).shape))
+        with self._router_logits() as router_logits:
+            hidden = self.trunk(batch, prefix=self.active_prefix())
+        before = select_rows(hidden, batch.target_index - 1)
         if return_logits:
             return LogitsOutput(self.head(before), before)
         log_probs, entropies = chunked_token_log_probs(
             self.head, before, batch.tokens[batch.target_index], temperature=temperature, entropy=entropy
         )
-        return LanguageOutput(log_probs, entropies, expert_balance(self.spec, routed))
+        return LanguageOutput(log_probs, entropies, self._balance(router_logits))
+
+    def _router_logits(self) -> AbstractContextManager[list[Tensor]]:
+        """Records what `_balance` needs, where there are experts to balance."""
+        experts = self.spec.blocks[0].feedforward
+        balanced = isinstance(experts, ExpertsSpec) and experts.balance_coef > 0 and torch.is_grad_enabled()
+        return recorded_router_logits(self.trunk) if balanced else nullcontext([])
+
+    def _balance(self, router_logits: list[Tensor]) -> Tensor | None:
+        """The load-balancing loss times its coefficient; None where nothing was recorded."""
+        experts = self.spec.blocks[0].feedforward
+        if not router_logits or not isinstance(experts, ExpertsSpec):
+            return None
+        return experts.balance_coef * balance_loss(router_logits, experts.experts_per_token)
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
         """An empty cache for `rows` documents of up to `capacity` tokens each; room for a prefix is added."""
-        prefix = active_prefix(self)
-        return new_cache(self.trunk, rows, capacity + (0 if prefix is None else prefix.shape[2]))
+        prefix = self.active_prefix()
+        return empty_cache(self.trunk, rows, capacity + (0 if prefix is None else prefix.shape[2]))
 
     @torch.no_grad()
     def prefill(self, batch: Ragged, cache: Cache, rows: Tensor | None = None) -> Tensor:
         """Logits [B, V] after each document's last token; the documents now fill cache `rows` [B] (None: 0, 1, ...)."""
-        hidden = self.trunk(batch, prefix=active_prefix(self), cache=cache, rows=rows)
+        hidden = self.trunk(batch, prefix=self.active_prefix(), cache=cache, rows=rows)
         return self.head(hidden[batch.last])
 
     @torch.no_grad()
@@ -106,34 +97,26 @@ class LanguageModel(nn.Module):
         return self.head(self.trunk.step(tokens, cache))
 
 
-class MaskedLanguageModel(nn.Module):
-    """An encoder with a language head that predicts the tokens themselves, and perhaps whether two sentences follow.
+class MaskedLanguageModel(NativeModel[TransformerSpec]):
+    """An encoder with a language head that predicts masked tokens, and perhaps a next-sentence head.
 
     Attributes:
-        next_sentence: read-out of the first token, or None.
+        next_sentence: head on the first token, or None.
 
     Source: Devlin et al. 2018, arXiv:1810.04805, section 3.1.
     """
-
-    source = "native"
-    prefix = None
 
     def __init__(
         self,
         trunk: Transformer,
         head: VocabularyHead,
         config: dict[str, Any],
-        task: Literal["language", "next_sentence"],
-        next_sentence: nn.Module | None = None,
+        next_sentence: ClassificationHead | None = None,
     ):
-        super().__init__()
+        super().__init__(trunk.spec, config, "language" if next_sentence is None else "next_sentence")
         self.trunk, self.head, self.next_sentence = trunk, head, next_sentence
         if trunk.spec.tied_head:
             self.head.weight = trunk.embed.weight
-        self.config, self.task = config, task
-
-    spec = LanguageModel.spec
-    checkpoint_activations = LanguageModel.checkpoint_activations
 
     def forward(
         self,
@@ -144,7 +127,7 @@ class MaskedLanguageModel(nn.Module):
         batch: Ragged | None = None,
         return_logits: bool = False,
     ) -> LanguageOutput | LogitsOutput:
-        """Logits of a padded rectangle, or log-probabilities of a ragged batch's labels at its targets.
+        """Logits of padded input_ids, or log-probabilities of a ragged batch's labels at its targets.
 
         Args:
             input_ids, attention_mask, token_type_ids: [B, T].
@@ -155,12 +138,12 @@ class MaskedLanguageModel(nn.Module):
             `LogitsOutput` of a padded call or with `return_logits`, else `LanguageOutput`.
         """
         if batch is None:
-            batch, places = from_padded(given(input_ids), attention_mask, token_type_ids)
+            batch, indices = from_padded(require_input_ids(input_ids), attention_mask, token_type_ids)
             hidden = self.trunk(batch)
-            logits = to_padded(self.head(hidden), places, given(input_ids).shape)
+            logits = to_padded(self.head(hidden), indices, require_input_ids(input_ids).shape)
             return LogitsOutput(logits, next_sentence_logits=self._next_sentence_logits(hidden, batch))
         hidden = self.trunk(batch)
-        masked = take(hidden, batch.target_index)
+        masked = select_rows(hidden, batch.target_index)
         if return_logits:
             return LogitsOutput(self.head(masked), masked, self._next_sentence_logits(hidden, batch))
         labels = batch.tokens[batch.target_index] if batch.labels is None else batch.labels
@@ -169,34 +152,3 @@ class MaskedLanguageModel(nn.Module):
 
     def _next_sentence_logits(self, hidden: Tensor, batch: Ragged) -> Tensor | None:
         return None if self.next_sentence is None else self.next_sentence(hidden[batch.firsts])
-
-
-def active_prefix(model: Any) -> Tensor | None:
-    """The model's prefix keys and values, or None where it has none or it is switched off."""
-    return model.prefix() if model.prefix is not None and model.prefix_enabled else None
-
-
-def new_cache(trunk: Transformer, rows: int, capacity: int) -> Cache:
-    """An empty cache for `rows` documents of up to `capacity` tokens each, prefix included."""
-    if capacity > trunk.spec.max_positions:
-        raise UserError(
-            f"{capacity} tokens (prompt, prefix and new tokens) do not fit the model's {trunk.spec.max_positions} "
-            "positions; lower max_new_tokens or shorten the prompts"
-        )
-    attention, weight = trunk.spec.blocks[0].attention, trunk.embed.weight
-    if not isinstance(attention, AttentionSpec):
-        raise ValueError("this attention sees both sides; nothing can be decoded token by token")
-    device = weight.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    return Cache(
-        len(trunk.spec.layers), rows, capacity, attention.key_value_heads, attention.head_dim,
-        dtype=dtype, device=weight.device,
-    )  # fmt: skip
-
-
-def expert_balance(spec: TransformerSpec, router_logits: list[Tensor]) -> Tensor | None:
-    """The load-balancing loss times its coefficient, or None where the model has no experts to balance."""
-    experts = spec.blocks[0].feedforward
-    if not router_logits or not isinstance(experts, ExpertsSpec):
-        return None
-    return experts.balance_coef * balance_loss(router_logits, experts.chosen)

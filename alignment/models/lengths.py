@@ -1,27 +1,25 @@
-"""Documents held against a model's positions before anything is computed, all of them at once.
-
-What slips through (a caller with tensors of its own) is refused where its turn comes, in transformer.py and language.py.
-"""
+"""A check of all documents against the model's positions before anything is computed."""
 
 from collections.abc import Sequence
 from typing import Any
 
 from alignment.errors import UserError
+from alignment.models.native_model import NativeModel
 
 
 def check_lengths(model: Any, lengths: Sequence[tuple[str, int]], way_out: str, new_tokens: int = 0) -> None:
     """Refuse documents that are longer than the model's positions.
 
     Args:
-        model: any model of ours or of transformers behind our interface; a prefix takes positions too.
+        model: one of ours or of transformers; a prefix takes positions too.
         lengths: name and number of tokens of each document.
-        way_out: what to do about it.
+        way_out: what the user can do, for the message.
         new_tokens: tokens that will follow each document.
 
     Raises:
         UserError: naming how many do not fit, and the longest.
     """
-    prefix = model.prefix() if getattr(model, "prefix", None) is not None and model.prefix_enabled else None
+    prefix = model.active_prefix() if isinstance(model, NativeModel) else None
     taken = 0 if prefix is None else prefix.shape[2]
     positions = model.spec.max_positions
     long = [(name, tokens) for name, tokens in lengths if taken + tokens + new_tokens > positions]

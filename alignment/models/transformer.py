@@ -1,44 +1,139 @@
-"""The trunk: embed, blocks, final norm; over documents end to end or one new token per row. Decoder or encoder; no heads."""
+"""The trunk of a decoder or encoder: embedding, blocks, final norm; over whole documents or one new token per row."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from alignment.errors import UserError
-from alignment.models.activation_checkpointing import Keep, recomputed
-from alignment.models.layers.attention_context import (
-    Bearings,
-    check_original_context,
-    document_looks,
-    kernel_applies,
-    kernel_looks,
-    pack_documents,
-    rotations,
-    step_masks,
-)
-from alignment.models.layers.cross_attention import Source, look_at_memory, looks_across, remembering
-from alignment.models.layers.kv_cache import Cache, CrossAttentionCache
-from alignment.models.layers.padded_layout import seen_mask
-from alignment.models.layers.sdpa import AttentionContext, look_at_cache, writing_to
-from alignment.models.spec import TransformerSpec
+from alignment.models.activation_checkpointing import Keep, checkpointed
+from alignment.models.heads import LanguageHeadSpec
+from alignment.models.init_weights import FanInInitSpec, InitSpec
+from alignment.models.layers.attention import AttentionSpec
+from alignment.models.layers.attention_context import AttentionContext
+from alignment.models.layers.block import BlockSpec
+from alignment.models.layers.cross_attention import Source
+from alignment.models.layers.disentangled import RelativeEmbedding
+from alignment.models.layers.kv_cache import Cache
+from alignment.models.layers.layer_contexts import CacheWrite, PositionModules, decoding_contexts, training_contexts
+from alignment.models.layers.norms import NoNormSpec, NormSpec
+from alignment.models.layers.position_embeddings import PositionsSpec
 from alignment.ragged import Ragged
 
+UNLIMITED = 2**31  # tokens: more than any document has; `max_positions` where an architecture sets no limit
 
-class Parts(NamedTuple):
-    """What a trunk is made of beside its blocks; None where its kind has no such part.
+
+@dataclass(frozen=True)
+class ProjectionSpec:
+    """A linear layer from a token table of `width` columns to D (factorised embeddings).
 
     Attributes:
-        positions: places [N] -> what is added to the embedding, [N, E].
-        bearings: angles of rotary layers, biases of distances.
+        before_positions: positions are D wide and added after it (OPT); else all that is added is narrow (ALBERT).
+    """
+
+    width: int
+    bias: bool
+    before_positions: bool
+
+
+@dataclass(frozen=True)
+class TransformerSpec:
+    """A whole decoder or encoder. Blocks are listed one by one, so they may differ.
+
+    Attributes:
+        width: D, of the residual stream.
+        max_positions: longest document, tokens, prefix included.
+        positions: vectors added to the token embedding; rotary angles and position biases belong to `AttentionSpec`.
+        norm: after the last block; `output_dropout` acts on its output.
+        tied_head: the language head shares the token embedding's weight.
+        order: which block each layer runs; None: each its own (ALBERT runs one block in every layer).
+        projection: where the token table is narrower than D.
+        output_width: columns of a last linear layer before the head; None: there is none.
+        embedding_scale: factor on token vectors.
+        segments: number of segment embeddings (token types).
+        relative: relative positions with a vector that DeBERTa's layers share; 2 * relative rows, normed by
+            `relative_norm`.
+    """
+
+    vocabulary: int
+    width: int
+    max_positions: int
+    blocks: tuple[BlockSpec, ...]
+    norm: NormSpec
+    init: InitSpec | FanInInitSpec
+    tied_head: bool
+    positions: PositionsSpec | None = None
+    embedding_dropout: float = 0.0
+    output_dropout: float = 0.0
+    head: LanguageHeadSpec = field(default_factory=LanguageHeadSpec)
+    order: tuple[int, ...] | None = None
+    projection: ProjectionSpec | None = None
+    output_width: int | None = None
+    embedding_scale: float = 1.0
+    embedding_norm: NormSpec | None = None
+    segments: int = 0
+    relative: int = 0
+    relative_norm: NormSpec = field(default_factory=NoNormSpec)
+
+    @property
+    def layers(self) -> tuple[BlockSpec, ...]:
+        """The block of each layer, in the order they act."""
+        return self.blocks if self.order is None else tuple(self.blocks[i] for i in self.order)
+
+    @property
+    def causal(self) -> bool:
+        """Whether tokens see only what is before them: a decoder."""
+        return self.blocks[0].attention.causal
+
+    def build(self) -> "Transformer":
+        """The trunk, its weights not initialized."""
+        blocks = [block.build(self.width) for block in self.blocks]
+        narrow = self.width if self.projection is None else self.projection.width
+        wide_positions = self.projection is None or self.projection.before_positions
+        modules = TransformerModules(
+            norm=self.norm.build(self.width),
+            position_modules=_position_modules(self.blocks),
+            positions=None
+            if self.positions is None
+            else self.positions.build(self.width if wide_positions else narrow),
+            embedding_norm=None if self.embedding_norm is None else self.embedding_norm.build(narrow),
+            project_in=None if self.projection is None else nn.Linear(narrow, self.width, bias=self.projection.bias),
+            project_out=None if self.output_width is None else nn.Linear(self.width, self.output_width, bias=False),
+            relative=RelativeEmbedding(2 * self.relative, self.width, self.relative_norm.build(self.width))
+            if self.relative
+            else None,
+        )
+        return Transformer(self, blocks, modules)
+
+
+def _position_modules(blocks: Sequence[BlockSpec]) -> PositionModules:
+    """The rotary tables of all layers and the position bias that they share."""
+    specs = [block.attention for block in blocks if isinstance(block.attention, AttentionSpec)]
+    biases = {(spec.position_bias, spec.heads, spec.causal) for spec in specs if spec.position_bias is not None}
+    if len(biases) > 1:
+        raise ValueError(f"layers share one position bias, and these differ: {biases}")
+    rotaries = {attention.rotary: attention.rotary.build() for attention in specs if attention.rotary is not None}
+    if not biases:
+        return PositionModules(rotaries, None)
+    [(bias, heads, causal)] = biases
+    return PositionModules(rotaries, bias.build(heads, causal))  # type: ignore[union-attr]
+
+
+class TransformerModules(NamedTuple):
+    """The modules of a trunk beside its blocks; None where the architecture has no such module.
+
+    Attributes:
+        position_modules: rotary tables and the shared position bias.
+        positions: positions [N] -> vectors added to the embedding, [N, E].
         embedding_norm, norm: before the first block, after the last.
         project_in, project_out: between the width of the token table and that of the blocks.
-        relative: gives DeBERTa's vectors of distances.
+        relative: DeBERTa's vectors of relative positions.
     """
 
     norm: nn.Module
-    bearings: Bearings
+    position_modules: PositionModules
     positions: nn.Module | None = None
     embedding_norm: nn.Module | None = None
     project_in: nn.Module | None = None
@@ -50,28 +145,28 @@ class Transformer(nn.Module):
     """Token ids in, hidden states after the final norm out.
 
     Attributes:
-        recompute: what of each block's activations is kept, the rest being computed again in the backward pass; None:
-            all are kept and nothing is repeated.
+        kept_activations: with activation checkpointing, which activations of each block are kept, the others being
+            recomputed in the backward pass; None: no checkpointing, all are kept.
     """
 
-    def __init__(self, spec: TransformerSpec, blocks: Sequence[nn.Module], parts: Parts):
+    def __init__(self, spec: TransformerSpec, blocks: Sequence[nn.Module], modules: TransformerModules):
         super().__init__()
         self.spec = spec
         self.embed = nn.Embedding(spec.vocabulary, spec.projection.width if spec.projection else spec.width)
-        self.positions = parts.positions
+        self.positions = modules.positions
         self.segments = nn.Embedding(spec.segments, self.embed.embedding_dim) if spec.segments else None
         self.embedding_norm, self.project_in, self.project_out = (
-            parts.embedding_norm,
-            parts.project_in,
-            parts.project_out,
+            modules.embedding_norm,
+            modules.project_in,
+            modules.project_out,
         )
         self.dropout = nn.Dropout(spec.embedding_dropout) if spec.embedding_dropout else nn.Identity()
         self.blocks = nn.ModuleList(blocks)
-        self.norm = parts.norm
+        self.norm = modules.norm
         self.output_dropout = nn.Dropout(spec.output_dropout) if spec.output_dropout else nn.Identity()
-        self.distance, self.relative = parts.bearings.distance, parts.relative
-        self._rotaries = parts.bearings.rotaries
-        self.recompute: Keep | None = None
+        self.distance, self.relative = modules.position_modules.bias, modules.relative
+        self._rotaries = modules.position_modules.rotaries
+        self.kept_activations: Keep | None = None
 
     def forward(
         self,
@@ -81,84 +176,52 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         rows: Tensor | None = None,
         source: Source | None = None,
-        router_logits: list[Tensor] | None = None,
     ) -> Tensor:
         """Hidden states of whole documents.
 
         Args:
             batch: documents end to end, N tokens.
-            prefix: keys and values in front of every document, [layers, 2, P, K, head_dim]; places then start at P.
+            prefix: keys and values in front of every document, [layers, 2, P, K, head_dim]; positions then start at P.
             cache: filled with the keys and values, for `step` to go on from; without gradient only.
             rows: cache row of each document, [B]; None: 0, 1, ...
             source: what an encoder read, one document for each of the batch's; with a cache, for all of its rows.
-            router_logits: filled with what mixtures of experts say, for `experts.balance_loss`.
 
         Returns:
             [N, D].
 
         Raises:
-            UserError: a document is longer than the model can place.
+            UserError: a document is longer than `max_positions`.
         """
         offset = 0 if prefix is None else prefix.shape[2]
-        longest = max(batch.lengths) + offset
-        self._check_length(longest, batch, offset)
-        layers, bearings = self.spec.layers, Bearings(self._rotaries, self.distance)
-        packing = None
-        if prefix is None and kernel_applies(layers, self.embed.weight, self.training):
-            looks = kernel_looks(layers, batch)
-        else:
-            packing = pack_documents(layers, batch)
-            looks = document_looks(layers, bearings, batch, packing, prefix)
+        self._check_length(max(batch.lengths) + offset, batch, offset)
+        cache_write = None
         if cache is not None:
             rows = torch.arange(len(batch.lengths), device=batch.tokens.device) if rows is None else rows
-            addresses = _reserve(cache, batch, rows, offset)
+            cache_write = CacheWrite(cache, _reserve(cache, batch, rows, offset))
             _write_prefix(cache, prefix, rows)
-            looks = [writing_to(cache, layer, addresses, look) for layer, look in enumerate(looks)]
-        places = batch.positions + offset if offset else batch.positions
-        turns = rotations(layers, bearings, places, longest, lambda: _sizes(batch) + offset)
-        across = [None] * len(layers) if source is None else self._looks_across(source, batch, cache)
-        relative = None if self.relative is None else self.relative()
-        routed: list[Tensor] = [] if router_logits is None else router_logits
-        sights = [
-            AttentionContext(look, turn, over, packing, relative, routed)
-            for look, turn, over in zip(looks, turns, across, strict=True)
-        ]
-        return self._run(batch.tokens, places, batch.segments, sights)
+        contexts = training_contexts(
+            self.spec.layers, self._position_modules(), batch, parameter=self.embed.weight, training=self.training,
+            prefix=prefix, relative=None if self.relative is None else self.relative(), source=source,
+            cache_write=cache_write,
+        )  # fmt: skip
+        positions = batch.positions + offset if offset else batch.positions
+        return self._run(batch.tokens, positions, batch.segments, contexts)
 
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Hidden states [B, D] of one new token per cache row [B]; each row of the cache is then one longer."""
         if cache.longest >= cache.capacity:
             raise ValueError(f"the cache holds {cache.capacity} tokens per row and one row is full")
-        places, width = cache.lengths, cache.longest + 1
-        layers, bearings = self.spec.layers, Bearings(self._rotaries, self.distance)
-        check_original_context(cache, layers)
-        addresses = cache.addresses(torch.arange(len(places), device=places.device), places)
-        turns = rotations(layers, bearings, places, width, lambda: places + 1)
-        news = step_masks(layers, bearings, places, addresses, width)
-        sights = [
-            AttentionContext(
-                look_at_cache(cache, layer, new, block.attention),  # type: ignore[arg-type]
-                turn,
-                None
-                if cache.memory is None or block.cross is None
-                else look_at_memory(cache.memory, layer, block.cross),
-            )
-            for layer, (block, turn, new) in enumerate(zip(layers, turns, news, strict=True))
-        ]
-        hidden = self._run(tokens, places, None, sights)
-        cache.lengths, cache.longest = places + 1, width
+        positions = cache.lengths
+        contexts = decoding_contexts(self.spec.layers, self._position_modules(), cache)
+        hidden = self._run(tokens, positions, None, contexts)
+        cache.lengths, cache.longest = positions + 1, cache.longest + 1
         return hidden
 
-    def _looks_across(self, source: Source, batch: Ragged, cache: Cache | None) -> list:
-        specs = [layer.cross for layer in self.spec.layers if layer.cross is not None]
-        looks = looks_across(specs, source, batch)
-        if cache is None:
-            return looks
-        cache.memory = CrossAttentionCache(seen_mask(source.batch.sizes, max(source.batch.lengths)))
-        return [remembering(cache.memory, source, look) for look in looks]
+    def _position_modules(self) -> PositionModules:
+        return PositionModules(self._rotaries, self.distance)
 
-    def embedded(self, tokens: Tensor, places: Tensor, segments: Tensor | None) -> Tensor:
-        """What the first block reads, [N, D]."""
+    def embedded(self, tokens: Tensor, positions: Tensor, segments: Tensor | None) -> Tensor:
+        """The input of the first block, [N, D]."""
         x = self.embed(tokens)
         if self.spec.embedding_scale != 1.0:
             x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)  # rounded to x's type first, as Gemma does
@@ -169,20 +232,20 @@ class Transformer(nn.Module):
             alone = segments is None or self.spec.segments == 1  # RoBERTa has one vector, for every token
             x = x + (self.segments.weight[0] if alone else self.segments(segments))
         if self.positions is not None:
-            x = x + self.positions(places).to(x.dtype)
+            x = x + self.positions(positions).to(x.dtype)
         x = self.dropout(x if self.embedding_norm is None else self.embedding_norm(x))
         if self.project_in is not None and projection is not None and not projection.before_positions:
             x = self.project_in(x)
         return x
 
     def _run(
-        self, tokens: Tensor, places: Tensor, segments: Tensor | None, sights: Sequence[AttentionContext]
+        self, tokens: Tensor, positions: Tensor, segments: Tensor | None, contexts: Sequence[AttentionContext]
     ) -> Tensor:
-        x = self.embedded(tokens, places, segments)
-        call = recomputed(self.recompute) if self.recompute and torch.is_grad_enabled() else None
-        for layer, sight in enumerate(sights):
+        x = self.embedded(tokens, positions, segments)
+        call = checkpointed(self.kept_activations) if self.kept_activations and torch.is_grad_enabled() else None
+        for layer, context in enumerate(contexts):
             block = self.blocks[layer if self.spec.order is None else self.spec.order[layer]]
-            x = block(x, sight) if call is None else call(block, x, sight)
+            x = block(x, context) if call is None else call(block, x, context)
         x = self.output_dropout(self.norm(x))
         return x if self.project_out is None else self.project_out(x)
 
@@ -196,12 +259,6 @@ class Transformer(nn.Module):
             f"a document of {batch.lengths[row]} tokens{prefix}{name} does not fit the model's "
             f"{self.spec.max_positions} positions; lower max_length or take a model with a longer context"
         )
-
-
-def _sizes(batch: Ragged) -> Tensor:
-    """Tokens of the document each token belongs to, [N]."""
-    sizes = batch.sizes
-    return sizes.repeat_interleave(sizes, output_size=len(batch.tokens))
 
 
 def _reserve(cache: Cache, batch: Ragged, rows: Tensor, offset: int) -> Tensor:

@@ -9,24 +9,25 @@ import torch
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec, attach
-from alignment.analysis import attention_maps, pair_attention_maps
+from alignment.analysis import attention_maps, encoder_decoder_attention_maps
 from alignment.analysis.attention import recorded
 from alignment.errors import UserError
-from alignment.models.build import build_model, build_trunk
+from alignment.models.build import build_model
 from alignment.models.external.load import load_external
 from alignment.models.huggingface.checkpoint import load_pretrained
-from alignment.models.init_weights import initialize
+from alignment.models.init_weights import InitSpec, initialize
 from alignment.models.language_model import LanguageModel
-from alignment.models.layers.attention import Attention
-from alignment.models.spec import (
+from alignment.models.layers import (
+    AlibiSpec,
     AttentionSpec,
     BlockSpec,
-    InitSpec,
     LayerNormSpec,
     PlainFeedForwardSpec,
-    TransformerSpec,
+    RelativeBiasSpec,
+    RotarySpec,
 )
-from alignment.models.spec_positions import AlibiSpec, RelativeBiasSpec, RotarySpec
+from alignment.models.layers.attention import Attention
+from alignment.models.transformer import TransformerSpec
 from alignment.ragged import Ragged
 
 SCRIPTS = Path(__file__).resolve().parent.parent.parent / "scripts"
@@ -71,7 +72,7 @@ def test_maps_of_both_sides_and_between_are_transformers(family, tmp_path):
     case = one_of(family)
     reference = write_checkpoint(case, tmp_path)
     source, target = ids_of(case), [reference.config.decoder_start_token_id, *ids_of(case, 1)[:20]]
-    found = pair_attention_maps(load_pretrained(tmp_path), source, target)
+    found = encoder_decoder_attention_maps(load_pretrained(tmp_path), source, target)
     output = eager(reference, input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([target]))
     for ours, theirs in zip(
         found, (output.encoder_attentions, output.decoder_attentions, output.cross_attentions), strict=True
@@ -102,8 +103,8 @@ PARTS = {
     "window": replace(PLAIN, window=5),
     "window of both sides": replace(PLAIN, window=5, causal=False),
     "softcap": replace(PLAIN, softcap=0.3),
-    "alibi": replace(PLAIN, distance=AlibiSpec()),
-    "relative bias": replace(PLAIN, distance=RelativeBiasSpec(8, 16)),
+    "alibi": replace(PLAIN, position_bias=AlibiSpec()),
+    "relative bias": replace(PLAIN, position_bias=RelativeBiasSpec(8, 16)),
     "grouped": replace(PLAIN, key_value_heads=2),
     "rotary": replace(PLAIN, rotary=RotarySpec(10_000.0, 8)),
     "grouped window softcap": replace(PLAIN, key_value_heads=1, window=7, softcap=0.5),
@@ -115,7 +116,7 @@ def stack(attention: AttentionSpec) -> LanguageModel:
     block = BlockSpec(attention, PlainFeedForwardSpec(64, "relu", bias=True), LayerNormSpec(1e-5))
     spec = TransformerSpec(61, 32, 64, (block, block), LayerNormSpec(1e-5), InitSpec(0.4, 0.4), tied_head=False)
     torch.manual_seed(0)
-    return initialize(LanguageModel(build_trunk(spec), torch.nn.Linear(32, 61, bias=False), {}))
+    return initialize(LanguageModel(spec.build(), torch.nn.Linear(32, 61, bias=False), {}))
 
 
 @pytest.fixture(params=sorted(PARTS))
@@ -144,13 +145,13 @@ def test_weights_put_back_into_the_model_give_its_hidden_states(attention, ids):
     maps = iter(attention_maps(model, ids))
 
     def instead(module, inputs):
-        x, sight = inputs
+        x, context = inputs
 
-        def look(query, key, value, dropout):
+        def attend(query, key, value, dropout):
             values = value.repeat_interleave(query.shape[1] // value.shape[1], dim=1)
             return torch.einsum("hts,shk->thk", next(maps), values)
 
-        return x, replace(sight, look=look)
+        return x, replace(context, attend=attend)
 
     with torch.no_grad():
         usual = model.trunk(batch)
@@ -177,9 +178,9 @@ def test_first_layer_is_the_formula(attention, ids):
         scores = attention.scale * query[:, head] @ key[:, head * attention.key_value_heads // 4].T
         if attention.softcap is not None:
             scores = attention.softcap * torch.tanh(scores / attention.softcap)
-        if isinstance(attention.distance, AlibiSpec):
+        if isinstance(attention.position_bias, AlibiSpec):
             scores = scores + 2.0 ** (-8 * (head + 1) / 4) * apart  # four heads: 1/4, 1/16, ...
-        if isinstance(attention.distance, RelativeBiasSpec):
+        if isinstance(attention.position_bias, RelativeBiasSpec):
             # 8 buckets, one-sided: distances 0 ... 3 alone, then 4 steps up to 16: 4, 6 (4 * 2^0.5 = 5.66), 8, 12 (11.3)
             starts = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12])
             back = (-apart).clamp(min=0)
@@ -200,7 +201,7 @@ def test_shared_layers_have_a_map_each(ids):
     model = stack(PLAIN)
     spec = replace(model.spec, blocks=model.spec.blocks[:1], order=(0, 0, 0))
     torch.manual_seed(0)
-    shared = initialize(LanguageModel(build_trunk(spec), torch.nn.Linear(32, 61, bias=False), {}))
+    shared = initialize(LanguageModel(spec.build(), torch.nn.Linear(32, 61, bias=False), {}))
     maps = attention_maps(shared, ids)
     assert len(maps) == 3
     assert not torch.allclose(maps[0], maps[1], atol=1e-3)

@@ -13,7 +13,7 @@ import torch
 
 from alignment import cli
 from alignment.adapters import LoRASpec, attach, save_adapter
-from alignment.analysis import attention_maps, pair_attention_maps, write_attention
+from alignment.analysis import attention_maps, encoder_decoder_attention_maps, write_attention
 from alignment.analysis.inspection import encoded, load_any, shown
 from alignment.analysis.page import Maps, address_of, png, shades, write_attention_page
 from alignment.data.tokenizers.load import save_tokenizer
@@ -182,7 +182,7 @@ def test_an_encoder_decoder_has_three_kinds(tokenizer, tmp_path, targets):
         return
     model, source = load_model(directory), tokenizer("a b")["input_ids"]
     target = [model.spec.start_token, *tokenizer("c d e")["input_ids"]]
-    last = pair_attention_maps(model, source, target).cross[-1][-1]
+    last = encoder_decoder_attention_maps(model, source, target).cross[-1][-1]
     drawn = weights_in(Page(html).heads[-1]["src"], len(source))
     assert drawn.shape == (len(target), len(source))
     assert torch.allclose(drawn.sqrt(), last.sqrt(), atol=0.5 / 255 + 1e-6)

@@ -9,22 +9,19 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from alignment.analysis import forward_operations
 from alignment.analysis.operations import keys_seen
-from alignment.models.build import build_trunk
-from alignment.models.init_weights import initialize
+from alignment.models.init_weights import InitSpec, initialize
 from alignment.models.language_model import LanguageModel
-from alignment.models.spec import (
+from alignment.models.layers import (
     AttentionSpec,
     BlockSpec,
     ConvolutionSpec,
     DisentangledSpec,
     ExpertsSpec,
     GatedFeedForwardSpec,
-    InitSpec,
     LayerNormSpec,
     PlainFeedForwardSpec,
-    ProjectionSpec,
-    TransformerSpec,
 )
+from alignment.models.transformer import ProjectionSpec, TransformerSpec
 
 TOKENS = 24
 # Both sides are seen, so that every product torch's counter counts is one that counts for us too.
@@ -41,7 +38,7 @@ def with_block(**changes) -> TransformerSpec:
 SPECS = {
     "plain": SPEC,
     "gated": with_block(feedforward=GatedFeedForwardSpec(64, "silu", bias=True)),
-    "experts": with_block(feedforward=ExpertsSpec(PLAIN, count=4, chosen=2)),
+    "experts": with_block(feedforward=ExpertsSpec(PLAIN, count=4, experts_per_token=2)),
     "grouped": with_block(attention=replace(ATTENTION, key_value_heads=2)),
     "wide heads": with_block(attention=replace(ATTENTION, head_dim=16)),
     "shared": replace(SPEC, blocks=(BLOCK,), order=(0, 0, 0)),
@@ -54,7 +51,7 @@ def test_matrix_products_and_attention_are_torchs_count(name):
     """To the last operation: the count is exact, so the tolerance is none."""
     spec = SPECS[name]
     head = torch.nn.Linear(spec.output_width or spec.width, spec.vocabulary, bias=False)
-    model = initialize(LanguageModel(build_trunk(spec), head, {}))
+    model = initialize(LanguageModel(spec.build(), head, {}))
     # In plain steps: the counter has no formula for the CPU's fused kernel, and counts it as nothing.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter, torch.no_grad():
         model(torch.zeros(1, TOKENS, dtype=torch.long))

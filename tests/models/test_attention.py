@@ -15,12 +15,11 @@ from torch.testing import assert_close
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from alignment.commands.doctor import attention_kernel
-from alignment.models.activation_checkpointing import recomputed
+from alignment.models.activation_checkpointing import checkpointed
 from alignment.models.build import build_language_model
-from alignment.models.layers.attention_context import kernel_applies, rectangle_mask
-from alignment.models.layers.padded_layout import pack
-from alignment.models.layers.sdpa import look_at_documents, look_with_kernel
-from alignment.models.spec import AttentionSpec
+from alignment.models.layers import AttentionSpec
+from alignment.models.layers.padded_layout import pad_layout, rectangle_mask
+from alignment.models.layers.sdpa import PaddedAttention, VarlenAttention, varlen_applies
 from alignment.ragged import Ragged
 
 CASES = [
@@ -60,11 +59,14 @@ def test_the_kernel_path_equals_the_padded_path(monkeypatch, key_heads, window, 
     generator = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(15, heads, 8, generator=generator) for heads in (4, key_heads, key_heads))
     spec = AttentionSpec(4, key_heads, 8, 0.3, False, False, causal=causal, window=window)
-    packing = pack(LENGTHS, 4)
-    rectangles = zip(packing.lengths, packing.groups, strict=True)
-    masks = [rectangle_mask(lengths, columns, 0, causal, window, None, "cpu") for lengths, (_, columns) in rectangles]
-    kernel = look_with_kernel(STARTS, max(LENGTHS), spec)(query, key, value, 0.0)
-    padded = look_at_documents(packing, spec, masks, None)(query, key, value, 0.0)
+    layout = pad_layout(LENGTHS, 4)
+    rectangles = zip(layout.lengths, layout.groups, strict=True)
+    masks = [
+        rectangle_mask(lengths, columns, offset=0, causal=causal, window=window, bias=None, device="cpu")
+        for lengths, (_, columns) in rectangles
+    ]
+    kernel = VarlenAttention(STARTS, max(LENGTHS), spec)(query, key, value, 0.0)
+    padded = PaddedAttention(layout, spec, masks)(query, key, value, 0.0)
     assert_close(kernel, padded, atol=1e-6, rtol=0)
 
 
@@ -72,7 +74,7 @@ def test_the_kernel_path_refuses_dropout_rather_than_drop_it(monkeypatch):
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", stand_in)
     x = torch.randn(15, 4, 8)
     with pytest.raises(ValueError, match="no attention dropout"):
-        look_with_kernel(STARTS, max(LENGTHS), AttentionSpec(4, 4, 8, 0.3, False, False))(x, x, x, 0.1)
+        VarlenAttention(STARTS, max(LENGTHS), AttentionSpec(4, 4, 8, 0.3, False, False))(x, x, x, 0.1)
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -82,9 +84,9 @@ def test_queries_keys_and_values_have_one_type_under_autocast(family, monkeypatc
 
     seen, attend = [], sdpa.attend
 
-    def watch(q, k, v, *others):
+    def watch(q, k, v, *others, **options):
         seen.append((q.dtype, k.dtype, v.dtype))
-        return attend(q, k, v, *others)
+        return attend(q, k, v, *others, **options)
 
     monkeypatch.setattr(sdpa, "attend", watch)
     model = build_language_model(DECODERS[family])
@@ -104,7 +106,7 @@ def test_old_devices_and_heads_the_kernel_does_not_take_use_padded_documents(
     weight = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device=torch.device("cuda", 0))
     [block, _] = build_language_model(DECODERS["llama"] | {"num_hidden_layers": 2}).spec.blocks
     block = replace(block, attention=replace(block.attention, head_dim=head_dim))
-    assert kernel_applies([block], weight, training=True) is applies
+    assert varlen_applies([block.attention], weight, training=True) is applies
 
 
 def test_doctor_says_that_documents_are_padded_on_old_devices(monkeypatch):
@@ -129,5 +131,5 @@ def test_kept_activations_include_the_variable_length_kernels(keep, calls):
     with FakeTensorMode(), Counting():  # the kernel itself wants a GPU; who calls it does not
         starts = torch.zeros(2, dtype=torch.int32)
         x = torch.zeros(6, 2, 8, dtype=torch.bfloat16, requires_grad=True)
-        recomputed(keep)(layer, x).sum().backward()
+        checkpointed(keep)(layer, x).sum().backward()
     assert counts["torch_attn._varlen_attn.default"] == calls

@@ -12,7 +12,7 @@ from alignment.errors import UserError
 from alignment.models.build import build_model
 from alignment.models.families import family_of
 from alignment.models.huggingface.checkpoint import hf_locations, load_pretrained, save_model
-from alignment.models.spec_positions import LongScaling
+from alignment.models.layers import LongScaling
 from alignment.ragged import Ragged
 
 TINY_ROTARY = {

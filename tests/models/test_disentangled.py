@@ -7,21 +7,21 @@ import torch
 from torch import Tensor, nn
 from torch.testing import assert_close
 
-from alignment.models.layers.disentangled import Convolution, DisentangledAttention, distance_classes, relative_rows
-from alignment.models.layers.padded_layout import pack
-from alignment.models.layers.sdpa import AttentionContext
-from alignment.models.spec_disentangled import DisentangledSpec
+from alignment.models.layers import DisentangledSpec
+from alignment.models.layers.attention_context import AttentionContext
+from alignment.models.layers.disentangled import Convolution, DisentangledAttention, relative_classes, relative_rows
+from alignment.models.layers.padded_layout import pad_layout
 
 BOTH = DisentangledSpec(2, 4, 8, 32, True, True, shared_projection=True)
 WIDTH, LENGTHS = 8, (21, 1, 34, 5)
 
 
-def no_look(*_: object) -> Tensor:
+def no_attention(*_: object) -> Tensor:
     raise AssertionError("this attention looks by itself")
 
 
 def sight(relative: Tensor) -> AttentionContext:
-    return AttentionContext(no_look, packing=pack(LENGTHS, BOTH.heads), relative=relative)
+    return AttentionContext(no_attention, layout=pad_layout(LENGTHS, BOTH.heads), relative=relative)
 
 
 def drawn(spec: DisentangledSpec) -> tuple[DisentangledAttention, Tensor, Tensor]:
@@ -44,7 +44,7 @@ def naive(layer: DisentangledAttention, x: Tensor, relative: Tensor) -> Tensor:
             for j in range(len(x)):
                 place = torch.tensor(i - j)
                 if spec.buckets:
-                    place = distance_classes(place, spec.buckets, spec.max_distance)
+                    place = relative_classes(place, spec.buckets, spec.max_distance)
                 row = relative[min(max(int(place) + span, 0), 2 * span - 1)]
                 total = q[i] @ k[j]
                 if spec.content_to_position:
@@ -89,7 +89,7 @@ def test_classes_are_exact_near_by_and_logarithmic_far_away():
     # buckets = 8: exact to 4; then 4 + ceil(3 ln(d/4) / ln(31/4)): d = 5 -> 4 + ceil(0.33) = 5, d = 8 -> 4 + ceil(1.02)
     # = 6, d = 16 -> 4 + ceil(2.03) = 7, d = 31 -> 4 + 3 = 7, and on the other side the same below zero.
     given = torch.tensor([0, 1, 4, 5, 8, 16, 31, -4, -5, -31])
-    assert distance_classes(given, 8, 32).tolist() == [0, 1, 4, 5, 6, 7, 7, -4, -5, -7]
+    assert relative_classes(given, 8, 32).tolist() == [0, 1, 4, 5, 6, 7, 7, -4, -5, -7]
 
 
 def test_rows_of_the_table_stay_inside_it_however_far_tokens_are():
@@ -113,5 +113,5 @@ def test_convolution_equals_a_loop_that_sees_zeros_beyond_a_document():
                 near = framed[place : place + 3, own]  # [3, 4]
                 halves.append((weight[own] * near.T).sum((1, 2)) + bias[own])
             expected.append(torch.cat(halves).tanh())
-    mixed = Convolution(layer, torch.tanh, nn.Identity())(x, pack(LENGTHS, 2))
+    mixed = Convolution(layer, torch.tanh, nn.Identity())(x, pad_layout(LENGTHS, 2))
     assert_close(mixed, torch.stack(expected), atol=1e-5, rtol=1e-5)

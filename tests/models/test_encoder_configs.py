@@ -8,7 +8,7 @@ import torch
 from alignment.errors import UserError
 from alignment.models.build import empty_model
 from alignment.models.families import family_of
-from alignment.models.spec import NoNormSpec
+from alignment.models.layers import NoNormSpec
 
 from .encoders import TINY
 

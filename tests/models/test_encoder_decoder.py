@@ -8,13 +8,13 @@ from torch.testing import assert_close
 
 from alignment.errors import UserError
 from alignment.models.build import build_model
-from alignment.models.encoder_decoder import last_places, shifted
+from alignment.models.encoder_decoder import last_positions, shifted
+from alignment.models.layers import AttentionSpec
 from alignment.models.layers.attention import CrossAttention
-from alignment.models.layers.cross_attention import Source, look_at_memory, looks_across, remembering
+from alignment.models.layers.attention_context import AttentionContext
+from alignment.models.layers.cross_attention import CachedCrossAttention, Source, cross_attentions, with_memory_write
 from alignment.models.layers.kv_cache import CrossAttentionCache
-from alignment.models.layers.padded_layout import pad_layouts, seen_mask
-from alignment.models.layers.sdpa import AttentionContext
-from alignment.models.spec import AttentionSpec
+from alignment.models.layers.padded_layout import pad_layouts, padding_mask
 from alignment.ragged import Ragged, Seq2Seq
 
 T5 = {
@@ -64,8 +64,8 @@ def test_cross_attention_is_a_softmax_over_the_documents_own_source():
     layer, lengths, targets = cross_attention(), (4, 9, 1), (6, 2, 5)
     states, x = torch.randn(sum(lengths), 10), torch.randn(sum(targets), 12)
     source = Source(states, Ragged.build([[1] * n for n in lengths]))
-    [look] = looks_across([layer.spec], source, Ragged.build([[1] * n for n in targets]))
-    found = layer(x, AttentionContext(look=None, across=look)).split(targets)  # type: ignore[arg-type]
+    [attend] = cross_attentions([layer.spec], source, Ragged.build([[1] * n for n in targets]))
+    found = layer(x, AttentionContext(attend=None, cross_attend=attend)).split(targets)  # type: ignore[arg-type]
     for memory, read, mixed in zip(states.split(lengths), x.split(targets), found, strict=True):
         heads = []
         for head in range(3):
@@ -82,14 +82,14 @@ def test_cross_attention_from_memory_equals_the_whole_one():
     layer, lengths = cross_attention(), (4, 9, 1)
     states, x = torch.randn(sum(lengths), 10), torch.randn(3, 12)
     source = Source(states, Ragged.build([[1] * n for n in lengths]))
-    [look] = looks_across([layer.spec], source, Ragged.build([[1]] * 3))
-    memory = CrossAttentionCache(seen_mask(torch.tensor(lengths), max(lengths)))
-    whole = layer(x, AttentionContext(look=None, across=remembering(memory, source, look)))  # type: ignore[arg-type]
+    [attend] = cross_attentions([layer.spec], source, Ragged.build([[1]] * 3))
+    memory = CrossAttentionCache(padding_mask(torch.tensor(lengths), max(lengths)))
+    whole = layer(x, AttentionContext(attend=None, cross_attend=with_memory_write(memory, source, attend)))  # type: ignore[arg-type]
     assert memory.keys[0].shape == memory.values[0].shape == (3, 3, 9, 5)
-    kept = layer(x, AttentionContext(look=None, across=look_at_memory(memory, 0, layer.spec)))  # type: ignore[arg-type]
+    kept = layer(x, AttentionContext(attend=None, cross_attend=CachedCrossAttention(memory, 0, layer.spec)))  # type: ignore[arg-type]
     assert_close(kept, whole)
     memory.select(torch.tensor([2, 0]))
-    chosen = layer(x[[2, 0]], AttentionContext(look=None, across=look_at_memory(memory, 0, layer.spec)))  # type: ignore[arg-type]
+    chosen = layer(x[[2, 0]], AttentionContext(attend=None, cross_attend=CachedCrossAttention(memory, 0, layer.spec)))  # type: ignore[arg-type]
     assert_close(chosen, whole[[2, 0]])
 
 
@@ -244,13 +244,13 @@ def test_shifted_documents_begin_with_the_start_token():
     assert batch.tokens.tolist() == [0, 4, 5, 0, 0, 8]
 
 
-def test_last_places_are_those_of_each_documents_last_end_token():
+def test_last_positions_are_those_of_each_documents_last_end_token():
     batch = Ragged.build([[1, 4, 1, 5], [1], [6, 1]])
-    assert last_places(batch, 1).tolist() == [2, 4, 6]
+    assert last_positions(batch, 1).tolist() == [2, 4, 6]
     with pytest.raises(UserError, match=r"2 documents have no end token \(eos_token_id 6\).*rows 0, 1"):
-        last_places(batch, 6)
+        last_positions(batch, 6)
     with pytest.raises(UserError, match="rows a"):
-        last_places(replace(batch, row_ids=("a", "b", "c")), None)
+        last_positions(replace(batch, row_ids=("a", "b", "c")), None)
 
 
 @pytest.mark.parametrize("name", sorted(CONFIGS))

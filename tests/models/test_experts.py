@@ -6,11 +6,11 @@ from torch import nn
 from torch.testing import assert_close
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
-from alignment.models.build import build_block, build_model
+from alignment.models.build import build_model
 from alignment.models.huggingface.checkpoint import save_model
+from alignment.models.layers import AttentionSpec, BlockSpec, ExpertsSpec, LayerNormSpec, PlainFeedForwardSpec
 from alignment.models.layers.experts import Experts, balance_loss
 from alignment.models.layers.feedforward import ACTIVATIONS, FeedForward, GatedFeedForward
-from alignment.models.spec import AttentionSpec, BlockSpec, ExpertsSpec, LayerNormSpec, PlainFeedForwardSpec
 from alignment.ragged import Ragged
 
 WIDTH = 8
@@ -25,7 +25,7 @@ ROWS = [[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5], [8, 9, 7, 9, 3]]
 def experts(kind: type, count: int, chosen: int, normalized: bool) -> Experts:
     torch.manual_seed(0)
     parts = [kind(WIDTH, 6, ACTIVATIONS["silu"], True) for _ in range(count)]
-    return Experts(WIDTH, parts, chosen, normalized, balanced=False)
+    return Experts(WIDTH, parts, chosen, normalized)
 
 
 @torch.no_grad()
@@ -34,7 +34,7 @@ def token_by_token(layer: Experts, x: torch.Tensor) -> torch.Tensor:
     out = []
     for token in x:
         probabilities = (layer.router.weight @ token).softmax(0).tolist()
-        best = sorted(range(len(probabilities)), key=probabilities.__getitem__, reverse=True)[: layer.chosen]
+        best = sorted(range(len(probabilities)), key=probabilities.__getitem__, reverse=True)[: layer.experts_per_token]
         total = sum(probabilities[e] for e in best) if layer.normalized else 1.0
         out.append(sum(probabilities[e] / total * layer.experts[e](token[None])[0] for e in best))
     return torch.stack(out)
@@ -75,10 +75,10 @@ def test_an_expert_without_tokens_has_a_gradient_of_zeros():
 
 def test_a_switch_layer_is_built_from_its_specification():
     attention = AttentionSpec(2, 2, 4, 0.5, True, True)
-    switch = ExpertsSpec(PlainFeedForwardSpec(12, "relu", bias=False), count=4, chosen=1, normalized=False)
-    layer = build_block(BlockSpec(attention, switch, LayerNormSpec(1e-5)), WIDTH).feedforward
+    switch = ExpertsSpec(PlainFeedForwardSpec(12, "relu", bias=False), count=4, experts_per_token=1, normalized=False)
+    layer = BlockSpec(attention, switch, LayerNormSpec(1e-5)).build(WIDTH).feedforward
     assert isinstance(layer, Experts)
-    assert (len(layer.experts), layer.chosen, layer.normalized) == (4, 1, False)
+    assert (len(layer.experts), layer.experts_per_token, layer.normalized) == (4, 1, False)
 
 
 def test_balance_of_even_and_of_collapsed_routing():

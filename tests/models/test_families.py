@@ -6,7 +6,7 @@ from alignment.errors import UserError
 from alignment.models.families import FAMILIES, family_of
 from alignment.models.families.gpt2 import spec_from_config as gpt2_spec
 from alignment.models.families.llama import spec_from_config as llama_spec
-from alignment.models.spec_positions import LinearScaling, Llama3Scaling, RotarySpec
+from alignment.models.layers import LinearScaling, Llama3Scaling, RotarySpec
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -12,8 +12,14 @@ from alignment.errors import UserError
 from alignment.models.build import build_model
 from alignment.models.families import family_of
 from alignment.models.huggingface.checkpoint import load_pretrained, save_model
-from alignment.models.spec import RMSNormSpec, UnitOffsetRMSNormSpec, WideRMSNormSpec
-from alignment.models.spec_positions import LinearScaling, RotarySpec, YarnScaling
+from alignment.models.layers import (
+    Float32RMSNormSpec,
+    LinearScaling,
+    RMSNormSpec,
+    RotarySpec,
+    UnitOffsetRMSNormSpec,
+    YarnScaling,
+)
 from alignment.ragged import Ragged
 
 TINY = {
@@ -124,7 +130,7 @@ def test_gemma3_has_its_own_bases_where_nothing_is_said():
         ("gemma", UnitOffsetRMSNormSpec(1e-6), None, "pre"),
         ("gemma2", UnitOffsetRMSNormSpec(1e-6), None, "sandwich"),
         ("gemma3_text", UnitOffsetRMSNormSpec(1e-6), (UnitOffsetRMSNormSpec(1e-6), "each"), "sandwich"),
-        ("olmo2", WideRMSNormSpec(1e-5), (WideRMSNormSpec(1e-5), "all"), "output"),
+        ("olmo2", Float32RMSNormSpec(1e-5), (Float32RMSNormSpec(1e-5), "all"), "output"),
         ("smollm3", RMSNormSpec(1e-6), None, "pre"),
     ],
 )

@@ -4,19 +4,19 @@ import torch
 from torch.testing import assert_close
 
 from alignment.models.layers.padded_layout import (
-    distances,
-    gather,
-    pack,
+    pad,
+    pad_layout,
     pad_layouts,
-    seen_mask,
-    spread,
-    take,
+    padding_mask,
+    relative_positions,
+    select_rows,
+    unpad,
     visible,
 )
 
 
 def test_the_last_query_stands_where_the_last_key_does():
-    assert distances(2, 4).tolist() == [[-2, -1, 0, 1], [-3, -2, -1, 0]]
+    assert relative_positions(2, 4).tolist() == [[-2, -1, 0, 1], [-3, -2, -1, 0]]
 
 
 def test_visible_cuts_at_the_query_and_at_the_window():
@@ -30,49 +30,47 @@ def test_two_sets_packed_together_share_their_rows():
     ours, theirs = pad_layouts([5, 90, 6, 40], [100, 3, 7, 40], heads=64)
     assert [documents for documents, _ in ours.groups] == [documents for documents, _ in theirs.groups]
     one, other = torch.arange(141.0), torch.arange(150.0)
-    assert torch.equal(gather(spread(one, ours), ours), one) and torch.equal(
-        gather(spread(other, theirs), theirs), other
-    )
+    assert torch.equal(unpad(pad(one, ours), ours), one) and torch.equal(unpad(pad(other, theirs), theirs), other)
     starts = dict(zip([0.0, 5.0, 95.0, 101.0], [0.0, 100.0, 103.0, 110.0], strict=True))  # a document's first token
-    for a, b in zip(spread(one, ours), spread(other, theirs), strict=True):
+    for a, b in zip(pad(one, ours), pad(other, theirs), strict=True):
         assert [starts[x] for x in a[:, 0].tolist()] == b[:, 0].tolist()
 
 
-def test_seen_mask_covers_the_filled_slots():
-    assert seen_mask(torch.tensor([1, 3]), 3)[:, 0, 0].tolist() == [[True, False, False], [True, True, True]]
+def test_padding_mask_covers_the_filled_slots():
+    assert padding_mask(torch.tensor([1, 3]), 3)[:, 0, 0].tolist() == [[True, False, False], [True, True, True]]
 
 
 def test_equal_lengths_are_one_rectangle_without_copies():
-    packing = pack([5, 5, 5], heads=2)
+    layout = pad_layout([5, 5, 5], heads=2)
     x = torch.randn(15, 4)
-    assert packing.groups == ((3, 5),) and packing.slots is None
-    assert spread(x, packing)[0].data_ptr() == x.data_ptr()
+    assert layout.groups == ((3, 5),) and layout.slots is None
+    assert pad(x, layout)[0].data_ptr() == x.data_ptr()
 
 
 def test_short_documents_get_a_rectangle_of_their_own_where_that_saves_work():
     # 20 short ones at 4 heads: widening them from 16 to 112 columns costs 20 * 4 * (112^2 - 16^2), far above a call
-    packing = pack([110, *[10] * 20], heads=4)
-    assert packing.groups == ((1, 112), (20, 16))
+    layout = pad_layout([110, *[10] * 20], heads=4)
+    assert layout.groups == ((1, 112), (20, 16))
 
 
 def test_a_few_tokens_saved_do_not_open_a_rectangle():
-    assert len(pack([60, 50, 40, 30], heads=2).groups) == 1
+    assert len(pad_layout([60, 50, 40, 30], heads=2).groups) == 1
 
 
 def test_gather_undoes_spread_for_any_lengths():
     for seed in range(20):
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.randint(1, 200, (int(torch.randint(1, 30, (1,), generator=generator)),), generator=generator)
-        packing = pack(lengths.tolist(), heads=8)
+        layout = pad_layout(lengths.tolist(), heads=8)
         x = torch.randn(int(lengths.sum()), 3, generator=generator)
-        assert torch.equal(gather(spread(x, packing), packing), x)
-        assert sum(documents for documents, _ in packing.groups) == len(lengths)
+        assert torch.equal(unpad(pad(x, layout), layout), x)
+        assert sum(documents for documents, _ in layout.groups) == len(lengths)
 
 
 def test_each_document_has_one_row_and_starts_at_its_left():
     lengths = [40, 3, 90, 17]
-    packing = pack(lengths, heads=64)
-    rows = [row[row > 0] for part in spread(torch.arange(1, 151), packing) for row in part]
+    layout = pad_layout(lengths, heads=64)
+    rows = [row[row > 0] for part in pad(torch.arange(1, 151), layout) for row in part]
     # what fills the gaps is token 0, that is 1 here; a document is the run of successive numbers at the left
     starts = {1: 40, 41: 3, 44: 90, 134: 17}
     for row in rows:
@@ -82,12 +80,12 @@ def test_each_document_has_one_row_and_starts_at_its_left():
 
 
 def test_gradient_comes_back_from_real_places_only():
-    packing = pack([3, 20, 40], heads=100)
+    layout = pad_layout([3, 20, 40], heads=100)
     x = torch.randn(63, 2, requires_grad=True)
-    sum(part.sum() for part in spread(x, packing)).backward()
+    sum(part.sum() for part in pad(x, layout)).backward()
     assert_close(x.grad, torch.ones(63, 2))
 
 
 def test_take_has_the_gradient_of_indexing():
     x = torch.randn(6, 3, dtype=torch.double, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: take(x, torch.tensor([4, 0, 5])), x)
+    assert torch.autograd.gradcheck(lambda x: select_rows(x, torch.tensor([4, 0, 5])), x)

@@ -12,8 +12,8 @@ from torch.testing import assert_close
 
 from alignment.models.families.rope import longest_document, read_rotary
 from alignment.models.huggingface.checkpoint import load_language_model
+from alignment.models.layers import DynamicScaling, LongScaling, RotarySpec, YarnScaling
 from alignment.models.layers.rotary import Rotary, rotary_frequencies, rotate, stretched_frequencies
-from alignment.models.spec_positions import DynamicScaling, LongScaling, RotarySpec, YarnScaling
 from alignment.ragged import Ragged
 
 HEAD_WIDTH, LONGEST = 32, 256

@@ -7,16 +7,17 @@ import torch
 from torch import Tensor
 from torch.testing import assert_close
 
-from alignment.models.layers.attention_context import Bearings, document_looks, step_masks
+from alignment.models.layers import AttentionSpec, BlockSpec, PlainFeedForwardSpec, RMSNormSpec
+from alignment.models.layers.attention_context import AttentionFn
 from alignment.models.layers.kv_cache import Cache
-from alignment.models.layers.padded_layout import pack
-from alignment.models.layers.sdpa import Look, look_at_cache, writing_to
-from alignment.models.spec import AttentionSpec, BlockSpec, PlainFeedForwardSpec, RMSNormSpec
+from alignment.models.layers.layer_contexts import PositionModules, new_tokens, padded_attentions
+from alignment.models.layers.padded_layout import pad_layout
+from alignment.models.layers.sdpa import CachedAttention, with_cache_write
 from alignment.ragged import Ragged
 
 LENGTHS = (40, 7, 1, 33, 40, 12)
 BATCH = Ragged.build([[0] * length for length in LENGTHS])
-BEARINGS = Bearings({}, None)
+POSITION_MODULES = PositionModules({}, None)
 HEADS, WIDTH = 4, 6
 SHAPES = [(None, None), (1, None), (5, None), (64, None), (None, 1.5), (5, 1.5)]  # window, softcap
 
@@ -36,7 +37,7 @@ def random_heads(spec: AttentionSpec, tokens: int, seed: int = 0) -> list[Tensor
 
 
 def one_by_one(query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec) -> Tensor:
-    """Attention of one document, score by score; queries are its last places. [T, H, K], [S, KV, K] -> [T, H, K]."""
+    """Attention of one document, score by score; queries are its last positions. [T, H, K], [S, KV, K] -> [T, H, K]."""
     offset, mixed = len(key) - len(query), torch.zeros_like(query)
     for row in range(len(query)):
         place = row + offset
@@ -62,8 +63,8 @@ def document_by_document(query: Tensor, key: Tensor, value: Tensor, spec: Attent
     return torch.cat([one_by_one(q, k, v, spec) for q, k, v in pieces])
 
 
-def looks(*specs: AttentionSpec, prefix: Tensor | None = None) -> list[Look]:
-    return document_looks(layers_of(*specs), BEARINGS, BATCH, pack(LENGTHS, HEADS), prefix)
+def attentions(*specs: AttentionSpec, prefix: Tensor | None = None) -> list[AttentionFn]:
+    return padded_attentions(layers_of(*specs), POSITION_MODULES, BATCH, pad_layout(LENGTHS, HEADS), prefix)
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -71,34 +72,34 @@ def looks(*specs: AttentionSpec, prefix: Tensor | None = None) -> list[Look]:
 def test_documents_equal_the_loop(window, softcap, causal):
     spec = attention(window=window, softcap=softcap, causal=causal)
     query, key, value = random_heads(spec, sum(LENGTHS))
-    [look] = looks(spec)
-    assert_close(look(query, key, value, 0.0), document_by_document(query, key, value, spec))
+    [attend] = attentions(spec)
+    assert_close(attend(query, key, value, 0.0), document_by_document(query, key, value, spec))
 
 
 @pytest.mark.parametrize("key_heads", [1, 4])
 def test_one_key_head_and_as_many_as_queries(key_heads):
     spec = attention(key_heads, window=5, softcap=1.5)
     query, key, value = random_heads(spec, sum(LENGTHS))
-    [look] = looks(spec)
-    assert_close(look(query, key, value, 0.0), document_by_document(query, key, value, spec))
+    [attend] = attentions(spec)
+    assert_close(attend(query, key, value, 0.0), document_by_document(query, key, value, spec))
 
 
 def test_layers_of_one_trunk_keep_their_own_windows():
     specs = [attention(window=window, softcap=None) for window in (5, None, 2, 5)]
     query, key, value = random_heads(specs[0], sum(LENGTHS))
-    for spec, look in zip(specs, looks(*specs), strict=True):
-        assert_close(look(query, key, value, 0.0), document_by_document(query, key, value, spec))
+    for spec, attend in zip(specs, attentions(*specs), strict=True):
+        assert_close(attend(query, key, value, 0.0), document_by_document(query, key, value, spec))
 
 
 @pytest.mark.parametrize(("window", "softcap"), SHAPES)
-def test_a_prefix_is_the_places_before_the_first_token(window, softcap):
+def test_a_prefix_is_the_positions_before_the_first_token(window, softcap):
     spec = attention(window=window, softcap=softcap)
     query, key, value = random_heads(spec, sum(LENGTHS))
     prefix = torch.stack(random_heads(spec, 3, seed=1)[1:])[None]  # [1 layer, 2, P, KV, K]
-    [look] = looks(spec, prefix=prefix)
+    [attend] = attentions(spec, prefix=prefix)
     pieces = zip(query.split(LENGTHS), key.split(LENGTHS), value.split(LENGTHS), strict=True)
     expected = [one_by_one(q, torch.cat([prefix[0, 0], k]), torch.cat([prefix[0, 1], v]), spec) for q, k, v in pieces]
-    assert_close(look(query, key, value, 0.0), torch.cat(expected))
+    assert_close(attend(query, key, value, 0.0), torch.cat(expected))
 
 
 @pytest.mark.parametrize(("window", "softcap"), SHAPES)
@@ -106,9 +107,9 @@ def test_gradients_are_those_of_small_differences(window, softcap):
     lengths = (4, 1, 9)
     batch = Ragged.build([[0] * length for length in lengths])
     spec = attention(window=None if window is None else min(window, 3), softcap=softcap)
-    [look] = document_looks(layers_of(spec), BEARINGS, batch, pack(lengths, HEADS), None)
+    [attend] = padded_attentions(layers_of(spec), POSITION_MODULES, batch, pad_layout(lengths, HEADS), None)
     inputs = [x.requires_grad_() for x in random_heads(spec, sum(lengths))]
-    assert torch.autograd.gradcheck(lambda q, k, v: look(q, k, v, 0.0), inputs)
+    assert torch.autograd.gradcheck(lambda q, k, v: attend(q, k, v, 0.0), inputs)
 
 
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
@@ -123,14 +124,16 @@ def test_cache_steps_equal_the_loop(window, softcap, key_heads):
     )
     rows = torch.arange(len(LENGTHS))
     sizes = torch.tensor(LENGTHS)
-    [look] = looks(spec)
+    [attend] = attentions(spec)
     addresses = cache.addresses(rows.repeat_interleave(sizes), BATCH.positions)
-    writing_to(cache, 0, addresses, look)(query, key, value, 0.0)
+    with_cache_write(cache, addresses, 0, attend)(query, key, value, 0.0)
     documents = [list(x.split(LENGTHS)) for x in (key, value)]
     for step in range(steps):
-        places = sizes + step
-        [one] = step_masks(layers_of(spec), BEARINGS, places, cache.addresses(rows, places), max(LENGTHS) + step + 1)
-        mixed = look_at_cache(cache, 0, one, spec)(*(x[step] for x in new), 0.0)
+        positions = sizes + step
+        [one] = new_tokens(
+            layers_of(spec), POSITION_MODULES, positions, cache.addresses(rows, positions), max(LENGTHS) + step + 1
+        )
+        mixed = CachedAttention(cache, 0, one, spec)(*(x[step] for x in new), 0.0)
         for row in range(len(LENGTHS)):
             for stored, x in zip(documents, new[1:], strict=True):
                 stored[row] = torch.cat([stored[row], x[step, row : row + 1]])
@@ -141,14 +144,14 @@ def test_cache_steps_equal_the_loop(window, softcap, key_heads):
 def test_a_window_of_one_returns_the_tokens_own_value():
     spec = attention(HEADS, window=1, softcap=None)
     query, key, value = random_heads(spec, sum(LENGTHS))
-    [look] = looks(spec)
-    assert_close(look(query, key, value, 0.0), value)
+    [attend] = attentions(spec)
+    assert_close(attend(query, key, value, 0.0), value)
 
 
 def test_a_low_cap_flattens_attention_towards_the_mean():
     # scores within 1e-6 of each other: every visible key counts alike
     spec = attention(HEADS, window=None, softcap=1e-6)
     query, key, value = random_heads(spec, sum(LENGTHS))
-    [look] = looks(spec)
+    [attend] = attentions(spec)
     last = torch.stack([document.mean(0) for document in value.split(LENGTHS)])
-    assert_close(look(query, key, value, 0.0)[BATCH.last], last, atol=1e-5, rtol=0)
+    assert_close(attend(query, key, value, 0.0)[BATCH.last], last, atol=1e-5, rtol=0)

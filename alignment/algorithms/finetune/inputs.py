@@ -16,7 +16,7 @@ from alignment.data.tasks.rows import FinetuneTask, LabeledRow
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.models.families import family_of
-from alignment.models.spec import TransformerSpec
+from alignment.models.transformer import TransformerSpec
 from alignment.training import Collate
 
 Format = Literal["tokenizer", "gpt1", "gpt1_similarity"]

@@ -18,10 +18,10 @@ from alignment.models.build import build_model
 from alignment.models.classifiers import SequenceClassifier, TokenClassifier, pooled
 from alignment.models.heads import VocabularyHead
 from alignment.models.huggingface.checkpoint import load_pretrained
-from alignment.models.language_model import active_prefix
-from alignment.models.layers.padded_layout import take
+from alignment.models.init_weights import InitSpec
+from alignment.models.layers.padded_layout import select_rows
 from alignment.models.outputs import DoubleHeadsOutput
-from alignment.models.spec import InitSpec, TransformerSpec
+from alignment.models.transformer import TransformerSpec
 from alignment.ragged import Ragged
 
 HEADS = {  # the task of our model classes that each fine-tuning task trains
@@ -64,9 +64,9 @@ class DoubleHeadsModel(nn.Module):
 
     def forward(self, *, batch: Ragged) -> DoubleHeadsOutput:
         """Class logits and log-probabilities in one forward."""
-        hidden = self.classifier.trunk(batch, prefix=active_prefix(self.classifier))
+        hidden = self.classifier.trunk(batch, prefix=self.classifier.active_prefix())
         logits = self.classifier.head(pooled(hidden, batch, self.classifier.pooling))
-        before, tokens = take(hidden, batch.target_index - 1), batch.tokens[batch.target_index]
+        before, tokens = select_rows(hidden, batch.target_index - 1), batch.tokens[batch.target_index]
         log_probs, _ = chunked_token_log_probs(self.language_head, before, tokens)
         return DoubleHeadsOutput(logits, log_probs)
 
@@ -109,7 +109,7 @@ def resize_vocabulary(
         return nn.Parameter(torch.cat([table, new]))
 
     trunk.embed.weight, trunk.embed.num_embeddings = widened(trunk.embed.weight), vocabulary
-    trunk.spec = replace(trunk.spec, vocabulary=vocabulary)
+    classifier.spec = trunk.spec = replace(trunk.spec, vocabulary=vocabulary)
     classifier.config["vocab_size"] = vocabulary
     if language_head is not None:
         for name, table in list(language_head.named_parameters(recurse=False)):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from alignment.errors import UserError
 from alignment.losses import entropy, token_log_probs
-from alignment.models.activation_checkpointing import recompute_calls
+from alignment.models.activation_checkpointing import checkpoint_calls
 from alignment.models.external.cache import (
     EncoderDecoderCache,
     RereadCache,
@@ -28,7 +28,7 @@ from alignment.models.external.padding import (
     token_scores,
 )
 from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput, ValueOutput
-from alignment.models.padded import from_padded, given, to_padded
+from alignment.models.padded_inputs import from_padded, require_input_ids, to_padded
 from alignment.ragged import Ragged, Seq2Seq
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ class ExternalModel(nn.Module):
         if not (layers and self.inner.supports_gradient_checkpointing):
             raise UserError(f"training.gradient_checkpointing: {type(self.inner).__name__} does not support it")
         for layer in layers:
-            recompute_calls(layer, enabled)
+            checkpoint_calls(layer, enabled)
 
 
 class ExternalLanguageModel(ExternalModel):
@@ -126,9 +126,9 @@ class ExternalLanguageModel(ExternalModel):
         """
         forward = output_fields(self.inner, "logits")
         if batch is None:
-            ragged, positions = from_padded(given(input_ids), attention_mask)
+            ragged, positions = from_padded(require_input_ids(input_ids), attention_mask)
             logits = forward_tokens(forward, ragged, self.padding_id)
-            return LogitsOutput(to_padded(logits, positions, given(input_ids).shape))
+            return LogitsOutput(to_padded(logits, positions, require_input_ids(input_ids).shape))
         logits = forward_tokens(forward, batch, self.padding_id, batch.target_index - 1)
         return _target_output(logits, batch, temperature, entropy, return_logits)
 
@@ -165,9 +165,9 @@ class ExternalMaskedLanguageModel(ExternalModel):
         """Logits [B, T, V] of a padded call, zeros at padding; or log-probabilities of a ragged batch's labels."""
         forward = output_fields(self.inner, "logits")
         if batch is None:
-            ragged, positions = from_padded(given(input_ids), attention_mask, token_type_ids)
+            ragged, positions = from_padded(require_input_ids(input_ids), attention_mask, token_type_ids)
             logits = forward_tokens(forward, ragged, self.padding_id)
-            return LogitsOutput(to_padded(logits, positions, given(input_ids).shape))
+            return LogitsOutput(to_padded(logits, positions, require_input_ids(input_ids).shape))
         logits = forward_tokens(forward, batch, self.padding_id, batch.target_index)
         return _target_output(logits, batch, temperature, entropy, return_logits)
 
@@ -192,9 +192,9 @@ class ExternalSeq2SeqModel(ExternalModel):
     ) -> LanguageOutput | LogitsOutput:
         """Logits [B, T, V] of padded targets, zeros at padding; or log-probabilities of a batch's targets."""
         if batch is None:
-            target, positions = from_padded(given(decoder_input_ids), decoder_attention_mask)
-            logits = self._decoder_logits(Seq2Seq(from_padded(given(input_ids), attention_mask)[0], target))
-            return LogitsOutput(to_padded(logits, positions, given(decoder_input_ids).shape))
+            target, positions = from_padded(require_input_ids(decoder_input_ids), decoder_attention_mask)
+            logits = self._decoder_logits(Seq2Seq(from_padded(require_input_ids(input_ids), attention_mask)[0], target))
+            return LogitsOutput(to_padded(logits, positions, require_input_ids(decoder_input_ids).shape))
         logits = self._decoder_logits(batch)[batch.decoder.target_index - 1]
         return _target_output(logits, batch.decoder, temperature, entropy, return_logits)
 
@@ -237,9 +237,9 @@ class ExternalScalarModel(ExternalModel):
         """`values` [N]; or [B, T] with zeros at padding, and `logits` [B, 1] at each row's last real token."""
         if batch is not None:
             return ValueOutput(self._values(batch))
-        ragged, positions = from_padded(given(input_ids), attention_mask)
+        ragged, positions = from_padded(require_input_ids(input_ids), attention_mask)
         values = self._values(ragged)
-        return ValueOutput(to_padded(values, positions, given(input_ids).shape), values[ragged.last, None])
+        return ValueOutput(to_padded(values, positions, require_input_ids(input_ids).shape), values[ragged.last, None])
 
     def _values(self, batch: Ragged) -> Tensor:
         return forward_tokens(token_scores(self.inner), batch, self.padding_id).squeeze(-1).float()
@@ -261,10 +261,10 @@ class ExternalClassifier(ExternalModel):
         """Class logits; those of tokens in a padded call are [B, T, C], zeros at padding."""
         if batch is not None:
             return ClassifierOutput(self._logits(batch).float())
-        ragged, positions = from_padded(given(input_ids), attention_mask, token_type_ids)
+        ragged, positions = from_padded(require_input_ids(input_ids), attention_mask, token_type_ids)
         logits = self._logits(ragged)
         if self.task != "sequence":
-            logits = to_padded(logits, positions, given(input_ids).shape)
+            logits = to_padded(logits, positions, require_input_ids(input_ids).shape)
         return ClassifierOutput(logits.float())
 
     def _logits(self, batch: Ragged) -> Tensor:

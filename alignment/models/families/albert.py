@@ -24,14 +24,9 @@ from alignment.models.families.encoders import (
     with_scalar,
 )
 from alignment.models.families.family import Family, Key, Task, labels_of, read_keys, span_readout
-from alignment.models.spec import (
-    LanguageHeadSpec,
-    LayerNormSpec,
-    ProjectionSpec,
-    ReadoutSpec,
-    TransformerSpec,
-    TransformSpec,
-)
+from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
+from alignment.models.layers import LayerNormSpec
+from alignment.models.transformer import ProjectionSpec, TransformerSpec
 
 WIDTH = 4096
 KEYS = {
@@ -100,14 +95,14 @@ UNUSED_SENTENCE_ORDER = (r"sop_classifier\.classifier\.(weight|bias)",)
 UNUSED_BIAS = (r"predictions\.bias",)  # it does not act where the decoder, untied, has its own
 
 
-def sequence_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def sequence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of the pooled first token; whether two sentences stand in order is read likewise."""
     return pooled_readout(config, "tanh", WIDTH, dropout=_dropout(config))
 
 
-def token_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def token_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of every token."""
-    return ReadoutSpec(labels_of(config), dropout=_dropout(config))
+    return ClassificationHeadSpec(labels_of(config), dropout=_dropout(config))
 
 
 def _dropout(config: Mapping[str, Any]) -> float:

@@ -7,22 +7,20 @@ from collections.abc import Mapping
 from typing import Any
 
 from alignment.errors import raise_all
+from alignment.models.encoder_decoder import EncoderDecoderSpec
 from alignment.models.families.decoders import activation_problems
 from alignment.models.families.family import Family, Key, Task, divides, labels_of, read_keys, span_readout
-from alignment.models.spec import (
+from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
+from alignment.models.init_weights import InitSpec
+from alignment.models.layers import (
     AttentionSpec,
     BlockSpec,
-    InitSpec,
-    LanguageHeadSpec,
     LayerNormSpec,
+    LearnedPositionsSpec,
     NoNormSpec,
     PlainFeedForwardSpec,
-    ReadoutSpec,
-    TransformerSpec,
-    TransformSpec,
 )
-from alignment.models.spec_encoder_decoder import EncoderDecoderSpec
-from alignment.models.spec_positions import LearnedPositionsSpec
+from alignment.models.transformer import TransformerSpec
 
 KEYS = {
     "vocab_size": Key(int, 50265, 1),
@@ -178,11 +176,13 @@ def _attention(value: Mapping[str, Any], side: str, *, causal: bool) -> Attentio
     return AttentionSpec(heads, heads, head_dim, scale, True, True, value["attention_dropout"], causal=causal)
 
 
-def _sequence_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def _sequence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """A hidden layer and a linear one on what the decoder says at the end token."""
     transform = TransformSpec(config.get("d_model", KEYS["d_model"].default), "tanh", True)
     dropout = config.get("classifier_dropout", 0.0)
-    return ReadoutSpec(labels_of(config, 3), transform, dropout=dropout, input_dropout=dropout, pooling="last")
+    return ClassificationHeadSpec(
+        labels_of(config, 3), transform, dropout=dropout, input_dropout=dropout, pooling="last"
+    )
 
 
 BART = Family(

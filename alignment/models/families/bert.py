@@ -26,7 +26,8 @@ from alignment.models.families.encoders import (
     with_scalar,
 )
 from alignment.models.families.family import Family, Key, Task, read_keys, span_readout
-from alignment.models.spec import ReadoutSpec, TransformerSpec
+from alignment.models.heads import ClassificationHeadSpec
+from alignment.models.transformer import TransformerSpec
 
 KEYS = {**BERT_KEYS, "classifier_dropout": Key(float, None, 0)}
 
@@ -69,12 +70,12 @@ UNUSED_NEXT_SENTENCE = (r"cls\.seq_relationship\.(weight|bias)",)
 UNUSED_BIAS = (r"cls\.predictions\.bias",)  # it does not act where the decoder, untied, has its own
 
 
-def sequence_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def sequence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of the pooled first token."""
     return pooled_readout(config, "tanh")
 
 
-def next_sentence_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def next_sentence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Does B follow A (0), or does it not (1): from the pooled first token."""
     return replace(pooled_readout(config, "tanh", dropout=0.0), outputs=2)
 

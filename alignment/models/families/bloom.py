@@ -13,16 +13,9 @@ from alignment.models.families.fused import (
     fused_by_key_head,
     with_present_names,
 )
-from alignment.models.spec import (
-    UNLIMITED,
-    AttentionSpec,
-    BlockSpec,
-    InitSpec,
-    LayerNormSpec,
-    PlainFeedForwardSpec,
-    TransformerSpec,
-)
-from alignment.models.spec_positions import AlibiSpec
+from alignment.models.init_weights import InitSpec
+from alignment.models.layers import AlibiSpec, AttentionSpec, BlockSpec, LayerNormSpec, PlainFeedForwardSpec
+from alignment.models.transformer import UNLIMITED, TransformerSpec
 
 KEYS = {
     "vocab_size": Key(int, 250880, 1),
@@ -92,7 +85,7 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
     raise_all([*old_problems, *problems])
     attention = AttentionSpec(
         heads, heads, width // heads, (width // heads) ** -0.5, bias=True, output_bias=True,
-        dropout=value["attention_dropout"], distance=AlibiSpec(),
+        dropout=value["attention_dropout"], position_bias=AlibiSpec(),
     )  # fmt: skip
     norm = LayerNormSpec(value["layer_norm_epsilon"])
     feedforward = PlainFeedForwardSpec(4 * width, "gelu_new", bias=True)

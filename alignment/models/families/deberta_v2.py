@@ -26,9 +26,16 @@ from alignment.models.families.encoders import (
     with_scalar,
 )
 from alignment.models.families.family import Family, Key, Name, Task, divides, labels_of, read_keys, span_readout
-from alignment.models.spec import UNLIMITED, AttentionSpec, LayerNormSpec, NoNormSpec, ReadoutSpec, TransformerSpec
-from alignment.models.spec_disentangled import ConvolutionSpec, DisentangledSpec
-from alignment.models.spec_positions import LearnedPositionsSpec
+from alignment.models.heads import ClassificationHeadSpec
+from alignment.models.layers import (
+    AttentionSpec,
+    ConvolutionSpec,
+    DisentangledSpec,
+    LayerNormSpec,
+    LearnedPositionsSpec,
+    NoNormSpec,
+)
+from alignment.models.transformer import UNLIMITED, TransformerSpec
 
 WIDTH = 1536
 KEYS = {
@@ -125,16 +132,16 @@ def head_lines(config: Mapping[str, Any]) -> tuple[Name, ...]:
     )
 
 
-def sequence_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def sequence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of the pooled first token."""
     read = pooled_readout(config, config.get("pooler_hidden_act", "gelu"), WIDTH)
     dropout = classifier_dropout(config, "cls_dropout")
     return replace(read, dropout=dropout, input_dropout=config.get("pooler_dropout", 0.0))
 
 
-def token_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def token_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of every token."""
-    return ReadoutSpec(labels_of(config), dropout=config.get("hidden_dropout_prob", 0.1))
+    return ClassificationHeadSpec(labels_of(config), dropout=config.get("hidden_dropout_prob", 0.1))
 
 
 def spec_from_config(config: dict[str, Any]) -> TransformerSpec:

@@ -5,9 +5,10 @@ from typing import Any
 
 from alignment.models.families.family import divides
 from alignment.models.families.rope import longest_document, read_rotary
+from alignment.models.init_weights import InitSpec
+from alignment.models.layers import AttentionSpec, BlockSpec, NormSpec, RotarySpec
 from alignment.models.layers.feedforward import ACTIVATIONS
-from alignment.models.spec import AttentionSpec, BlockSpec, InitSpec, NormSpec, TransformerSpec
-from alignment.models.spec_positions import RotarySpec
+from alignment.models.transformer import TransformerSpec
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 

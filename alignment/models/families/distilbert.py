@@ -10,7 +10,8 @@ from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems
 from alignment.models.families.encoders import CLASSIFIER, ENCODER_FIXED, POSITION_IDS, SPAN, bert_like, with_scalar
 from alignment.models.families.family import Family, Key, Task, divides, labels_of, read_keys
-from alignment.models.spec import ReadoutSpec, TransformerSpec, TransformSpec
+from alignment.models.heads import ClassificationHeadSpec, TransformSpec
+from alignment.models.transformer import TransformerSpec
 
 KEYS = {
     "vocab_size": Key(int, 30522, 1),
@@ -80,20 +81,22 @@ POOLED_CLASSIFIER = (
 )  # fmt: skip
 
 
-def sequence_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def sequence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of the first token through a dense layer."""
     transform = TransformSpec(config.get("dim", 768), "relu", bias=True)
-    return ReadoutSpec(labels_of(config), transform, dropout=config.get("seq_classif_dropout", 0.2), pooling="first")
+    return ClassificationHeadSpec(
+        labels_of(config), transform, dropout=config.get("seq_classif_dropout", 0.2), pooling="first"
+    )
 
 
-def token_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def token_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of every token."""
-    return ReadoutSpec(labels_of(config), dropout=config.get("dropout", 0.1))
+    return ClassificationHeadSpec(labels_of(config), dropout=config.get("dropout", 0.1))
 
 
-def span_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def span_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Does an answer start here, does it end here."""
-    return ReadoutSpec(2, dropout=config.get("qa_dropout", 0.1))
+    return ClassificationHeadSpec(2, dropout=config.get("qa_dropout", 0.1))
 
 
 def spec_from_config(config: dict[str, Any]) -> TransformerSpec:

@@ -28,14 +28,9 @@ from alignment.models.families.encoders import (
     with_scalar,
 )
 from alignment.models.families.family import Family, Key, Task, read_keys, span_readout
-from alignment.models.spec import (
-    LanguageHeadSpec,
-    LayerNormSpec,
-    ProjectionSpec,
-    ReadoutSpec,
-    TransformerSpec,
-    TransformSpec,
-)
+from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
+from alignment.models.layers import LayerNormSpec
+from alignment.models.transformer import ProjectionSpec, TransformerSpec
 
 WIDTH = 256
 KEYS = {
@@ -75,7 +70,7 @@ PREDICTIONS = (  # Hugging Face name           ours
 UNUSED_DISCRIMINATOR = (r"discriminator_predictions\.(dense|dense_prediction)\.(weight|bias)",)
 
 
-def sequence_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def sequence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of the first token through a dense layer, dropout on both sides of it."""
     return pooled_readout(config, "gelu", WIDTH, input_dropout=classifier_dropout(config))
 

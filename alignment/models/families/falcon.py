@@ -18,8 +18,8 @@ from alignment.models.families.fused import (
     with_present_names,
 )
 from alignment.models.families.rope import ROPE_KEYS
-from alignment.models.spec import UNLIMITED, BlockSpec, LayerNormSpec, PlainFeedForwardSpec, TransformerSpec
-from alignment.models.spec_positions import RoundedAlibiSpec
+from alignment.models.layers import BFloat16AlibiSpec, BlockSpec, LayerNormSpec, PlainFeedForwardSpec
+from alignment.models.transformer import UNLIMITED, TransformerSpec
 
 KEYS = {
     "vocab_size": Key(int, 65024, 1),
@@ -90,7 +90,7 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
     more: dict[str, Any] = {}
     if value["alibi"] and not problems:
         head_dim = value["hidden_size"] // value["num_attention_heads"]
-        more = {"rotary": None, "distance": RoundedAlibiSpec(head_dim**-0.5)}
+        more = {"rotary": None, "position_bias": BFloat16AlibiSpec(head_dim**-0.5)}
     attention, attention_problems = grouped_attention(config, value, value["bias"], value["bias"], **more)
     problems += attention_problems + activation_problems(value["activation"], "activation") + _norm_problems(value)
     raise_all([*old_problems, *problems])

@@ -7,8 +7,9 @@ from typing import Any, Literal
 from torch import Tensor
 
 from alignment.errors import spelling_hint
-from alignment.models.spec import ReadoutSpec, TransformerSpec
-from alignment.models.spec_encoder_decoder import EncoderDecoderSpec
+from alignment.models.encoder_decoder import EncoderDecoderSpec
+from alignment.models.heads import ClassificationHeadSpec
+from alignment.models.transformer import TransformerSpec
 
 # One line of a weight table: Hugging Face name, our name. A tuple of our names: the tensor of the file is cut along
 # its output axis into several of ours. {} stands for a number, of a layer or of an expert.
@@ -31,7 +32,7 @@ class Task:
 
     hf_class: str
     names: tuple[Name, ...]
-    readout: Callable[[Mapping[str, Any]], ReadoutSpec] | None = None
+    readout: Callable[[Mapping[str, Any]], ClassificationHeadSpec] | None = None
     other_heads: tuple[str, ...] = ()
     trunk_prefix: str | None = None
     kept_by_new_head: tuple[str, ...] = ()
@@ -124,19 +125,19 @@ def labels_of(config: Mapping[str, Any], default: int = 2) -> int:
     return int(config.get("num_labels") or len(config.get("id2label") or ()) or default)
 
 
-def last_token_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def last_token_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """One linear layer without bias on the last token."""
-    return ReadoutSpec(labels_of(config), pooling="last", bias=False)
+    return ClassificationHeadSpec(labels_of(config), pooling="last", bias=False)
 
 
-def token_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def token_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """One linear layer on every token."""
-    return ReadoutSpec(labels_of(config))
+    return ClassificationHeadSpec(labels_of(config))
 
 
-def span_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def span_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """One linear layer on every token with two outputs, start and end of the answer."""
-    return ReadoutSpec(2)
+    return ClassificationHeadSpec(2)
 
 
 # Keys of any family that do not change the forward pass of a decoder. Sampling defaults are among them on purpose: a run

@@ -4,7 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from alignment.models.families.family import Task, labels_of
-from alignment.models.spec import AttentionSpec, ReadoutSpec
+from alignment.models.heads import ClassificationHeadSpec
+from alignment.models.layers import AttentionSpec
 
 
 def fused_by_key_head(name: str) -> dict[str, Callable[[Any], int]]:
@@ -21,7 +22,7 @@ def fused_by_key_head(name: str) -> dict[str, Callable[[Any], int]]:
 def dropped_token_task(hf_class: str, dropout: Callable[[Mapping[str, Any]], float]) -> Task:
     """A token classifier whose layer is named `classifier` and reads its input after `dropout(config)`."""
     names = (("classifier.weight", "head.output.weight"), ("classifier.bias", "head.output.bias"))
-    return Task(hf_class, names, lambda config: ReadoutSpec(labels_of(config), dropout=dropout(config)))
+    return Task(hf_class, names, lambda config: ClassificationHeadSpec(labels_of(config), dropout=dropout(config)))
 
 
 def classifier_dropout(config: Mapping[str, Any]) -> float:

@@ -15,14 +15,9 @@ from alignment.models.families.gemma import KEYS as GEMMA_KEYS
 from alignment.models.families.gemma import TANH_GELU
 from alignment.models.families.llama import INV_FREQ, PROJECTIONS
 from alignment.models.families.rope import ROPE_KEYS
-from alignment.models.spec import (
-    AttentionSpec,
-    BlockSpec,
-    GatedFeedForwardSpec,
-    LanguageHeadSpec,
-    TransformerSpec,
-    UnitOffsetRMSNormSpec,
-)
+from alignment.models.heads import LanguageHeadSpec
+from alignment.models.layers import AttentionSpec, BlockSpec, GatedFeedForwardSpec, UnitOffsetRMSNormSpec
+from alignment.models.transformer import TransformerSpec
 
 KEYS = {
     **{name: key for name, key in GEMMA_KEYS.items() if name != "hidden_act"},

@@ -17,7 +17,8 @@ from alignment.models.families.gemma2 import HARMLESS as GEMMA2_HARMLESS
 from alignment.models.families.gemma2 import KEYS as GEMMA2_KEYS
 from alignment.models.families.llama import INV_FREQ, PROJECTIONS
 from alignment.models.families.rope import ORIGINAL, ROPE_KEYS
-from alignment.models.spec import TransformerSpec, UnitOffsetRMSNormSpec
+from alignment.models.layers import UnitOffsetRMSNormSpec
+from alignment.models.transformer import TransformerSpec
 
 KEYS = {
     **{name: key for name, key in GEMMA2_KEYS.items() if name != "attn_logit_softcapping"},

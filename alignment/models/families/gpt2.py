@@ -10,15 +10,9 @@ from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems
 from alignment.models.families.family import Family, Key, Task, decoder_tasks, divides, read_keys
 from alignment.models.families.fused import dropped_token_task
-from alignment.models.spec import (
-    AttentionSpec,
-    BlockSpec,
-    InitSpec,
-    LayerNormSpec,
-    PlainFeedForwardSpec,
-    TransformerSpec,
-)
-from alignment.models.spec_positions import LearnedPositionsSpec
+from alignment.models.init_weights import InitSpec
+from alignment.models.layers import AttentionSpec, BlockSpec, LayerNormSpec, LearnedPositionsSpec, PlainFeedForwardSpec
+from alignment.models.transformer import TransformerSpec
 
 KEYS = {
     "vocab_size": Key(int, 50257, 1),

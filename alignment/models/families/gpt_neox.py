@@ -10,7 +10,8 @@ from alignment.models.families.decoders import activation_problems, grouped_atte
 from alignment.models.families.family import Family, Key, Task, decoder_tasks, read_keys
 from alignment.models.families.fused import dropped_token_task, fused_by_key_head
 from alignment.models.families.rope import ROPE_KEYS
-from alignment.models.spec import BlockSpec, LayerNormSpec, PlainFeedForwardSpec, TransformerSpec
+from alignment.models.layers import BlockSpec, LayerNormSpec, PlainFeedForwardSpec
+from alignment.models.transformer import TransformerSpec
 
 KEYS = {
     "vocab_size": Key(int, 50432, 1),

@@ -10,7 +10,8 @@ from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like
 from alignment.models.families.family import Family, Key, Name, decoder_tasks, read_keys
 from alignment.models.families.rope import ROPE_KEYS
-from alignment.models.spec import BlockSpec, GatedFeedForwardSpec, RMSNormSpec, TransformerSpec
+from alignment.models.layers import BlockSpec, GatedFeedForwardSpec, RMSNormSpec
+from alignment.models.transformer import TransformerSpec
 
 # Keys with Llama's defaults, for decoders with grouped-query attention; other families override the defaults.
 GROUPED_KEYS = {

@@ -12,7 +12,8 @@ from alignment.models.families.family import Family, Key, decoder_tasks, read_ke
 from alignment.models.families.llama import GROUPED_KEYS, INV_FREQ
 from alignment.models.families.llama import NAMES as LLAMA_NAMES
 from alignment.models.families.rope import ROPE_KEYS
-from alignment.models.spec import BlockSpec, GatedFeedForwardSpec, RMSNormSpec, TransformerSpec
+from alignment.models.layers import BlockSpec, GatedFeedForwardSpec, RMSNormSpec
+from alignment.models.transformer import TransformerSpec
 
 KEYS = {
     **GROUPED_KEYS,

@@ -11,7 +11,8 @@ from alignment.models.families.decoders import activation_problems, grouped_atte
 from alignment.models.families.family import Family, Key, decoder_tasks, read_keys
 from alignment.models.families.llama import NAMES as LLAMA_NAMES
 from alignment.models.families.rope import ROPE_KEYS
-from alignment.models.spec import BlockSpec, ExpertsSpec, GatedFeedForwardSpec, RMSNormSpec, TransformerSpec
+from alignment.models.layers import BlockSpec, ExpertsSpec, GatedFeedForwardSpec, RMSNormSpec
+from alignment.models.transformer import TransformerSpec
 
 KEYS = {
     "vocab_size": Key(int, 32000, 1),

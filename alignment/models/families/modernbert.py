@@ -12,19 +12,17 @@ from alignment.models.families.decoders import activation_problems, windows
 from alignment.models.families.encoders import CLASSIFIER, with_scalar
 from alignment.models.families.family import Family, Key, Task, divides, labels_of, read_keys
 from alignment.models.families.rope import read_rotary
-from alignment.models.spec import (
+from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, Pooling, TransformSpec
+from alignment.models.init_weights import InitSpec
+from alignment.models.layers import (
     AttentionSpec,
     BlockSpec,
     GatedFeedForwardSpec,
-    InitSpec,
-    LanguageHeadSpec,
     LayerNormSpec,
     NoNormSpec,
-    ReadoutSpec,
-    TransformerSpec,
-    TransformSpec,
+    RotarySpec,
 )
-from alignment.models.spec_positions import RotarySpec
+from alignment.models.transformer import TransformerSpec
 
 KEYS = {
     "vocab_size": Key(int, 50368, 1),
@@ -68,7 +66,7 @@ HARMLESS = (
 )
 # Its attention dropout falls on what attention gives as well; no published model has any.
 FIXED = {"is_decoder": (False,), "attention_dropout": (0.0,), "rope_scaling": (None,)}
-POOLINGS = {"cls": "first", "mean": "mean"}
+POOLINGS: dict[str, Pooling] = {"cls": "first", "mean": "mean"}
 
 NAMES = (  # Hugging Face name              ours
     ("model.embeddings.tok_embeddings.weight", "trunk.embed.weight"),
@@ -106,23 +104,25 @@ PREDICTIONS = (*TRANSFORM, ("decoder.weight", "head.weight"), ("decoder.bias", "
 READOUT = (*TRANSFORM, *CLASSIFIER)
 
 
-def sequence_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def sequence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of the first token, or of the mean of all, through the head's dense layer and norm."""
     value, _ = read_keys(dict(config), KEYS)
     pooling = POOLINGS[value["classifier_pooling"]]
-    return ReadoutSpec(labels_of(config), _transform(value), dropout=value["classifier_dropout"], pooling=pooling)  # type: ignore[arg-type]
+    return ClassificationHeadSpec(
+        labels_of(config), _transform(value), dropout=value["classifier_dropout"], pooling=pooling
+    )
 
 
-def token_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def token_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of every token, through the same."""
     value, _ = read_keys(dict(config), KEYS)
-    return ReadoutSpec(labels_of(config), _transform(value), dropout=value["classifier_dropout"])
+    return ClassificationHeadSpec(labels_of(config), _transform(value), dropout=value["classifier_dropout"])
 
 
-def span_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def span_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Does an answer start here, does it end here; through the same."""
     value, _ = read_keys(dict(config), KEYS)
-    return ReadoutSpec(2, _transform(value), dropout=value["classifier_dropout"])
+    return ClassificationHeadSpec(2, _transform(value), dropout=value["classifier_dropout"])
 
 
 def _transform(value: Mapping[str, Any]) -> TransformSpec:

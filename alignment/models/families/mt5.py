@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from alignment.errors import raise_all
+from alignment.models.encoder_decoder import EncoderDecoderSpec
 from alignment.models.families.family import Family, Key, Name
 from alignment.models.families.t5 import (
     KEYS,
@@ -22,7 +23,6 @@ from alignment.models.families.t5 import (
     t5_spec,
     t5_tasks,
 )
-from alignment.models.spec_encoder_decoder import EncoderDecoderSpec
 
 OWN_KEYS = {
     "vocab_size": Key(int, 250112, 1),

@@ -10,7 +10,8 @@ from alignment.models.families.decoders import activation_problems, grouped_atte
 from alignment.models.families.family import Family, Key, decoder_tasks, read_keys
 from alignment.models.families.llama import GROUPED_KEYS, INV_FREQ, PROJECTIONS
 from alignment.models.families.rope import ROPE_KEYS
-from alignment.models.spec import BlockSpec, GatedFeedForwardSpec, TransformerSpec, WideRMSNormSpec
+from alignment.models.layers import BlockSpec, Float32RMSNormSpec, GatedFeedForwardSpec
+from alignment.models.transformer import TransformerSpec
 
 KEYS = {
     **GROUPED_KEYS,
@@ -36,7 +37,7 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
         UserError: naming every key that is unknown or has a value that cannot be.
     """
     value, problems = read_keys(config, KEYS, by_hand=ROPE_KEYS)
-    bias, norm = value["attention_bias"], WideRMSNormSpec(value["rms_norm_eps"])
+    bias, norm = value["attention_bias"], Float32RMSNormSpec(value["rms_norm_eps"])
     attention, attention_problems = grouped_attention(config, value, bias, bias, query_key_norm=norm, norm_heads="all")
     problems += attention_problems + activation_problems(value["hidden_act"])
     raise_all(problems)

@@ -9,16 +9,16 @@ from typing import Any
 from alignment.errors import raise_all
 from alignment.models.families.family import Family, Key, Task, decoder_tasks, divides, read_keys
 from alignment.models.families.gpt2 import HARMLESS as SUMMARY
-from alignment.models.spec import (
+from alignment.models.init_weights import InitSpec
+from alignment.models.layers import (
     AttentionSpec,
     BlockSpec,
-    InitSpec,
     LayerNormSpec,
+    LearnedPositionsSpec,
     NoNormSpec,
     PlainFeedForwardSpec,
-    TransformerSpec,
 )
-from alignment.models.spec_positions import LearnedPositionsSpec
+from alignment.models.transformer import TransformerSpec
 
 KEYS = {
     "vocab_size": Key(int, 40478, 1),

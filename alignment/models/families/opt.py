@@ -8,17 +8,16 @@ from typing import Any
 from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems
 from alignment.models.families.family import Family, Key, decoder_tasks, divides, read_keys
-from alignment.models.spec import (
+from alignment.models.init_weights import InitSpec
+from alignment.models.layers import (
     AttentionSpec,
     BlockSpec,
-    InitSpec,
     LayerNormSpec,
+    LearnedPositionsSpec,
     NoNormSpec,
     PlainFeedForwardSpec,
-    ProjectionSpec,
-    TransformerSpec,
 )
-from alignment.models.spec_positions import LearnedPositionsSpec
+from alignment.models.transformer import ProjectionSpec, TransformerSpec
 
 KEYS = {
     "vocab_size": Key(int, 50272, 1),

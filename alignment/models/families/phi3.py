@@ -12,8 +12,8 @@ from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like
 from alignment.models.families.family import Family, Key, decoder_tasks, read_keys
 from alignment.models.families.rope import ORIGINAL, ROPE_KEYS
-from alignment.models.spec import AttentionSpec, BlockSpec, GatedFeedForwardSpec, RMSNormSpec, TransformerSpec
-from alignment.models.spec_positions import LongScaling
+from alignment.models.layers import AttentionSpec, BlockSpec, GatedFeedForwardSpec, LongScaling, RMSNormSpec
+from alignment.models.transformer import TransformerSpec
 
 KEYS = {
     "vocab_size": Key(int, 32064, 1),

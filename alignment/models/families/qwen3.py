@@ -12,7 +12,8 @@ from alignment.models.families.llama import NAMES as LLAMA_NAMES
 from alignment.models.families.qwen2 import KEYS as QWEN2_KEYS
 from alignment.models.families.qwen2 import windowed_decoder
 from alignment.models.families.rope import ROPE_KEYS
-from alignment.models.spec import RMSNormSpec, TransformerSpec
+from alignment.models.layers import RMSNormSpec
+from alignment.models.transformer import TransformerSpec
 
 KEYS = {**QWEN2_KEYS, "head_dim": Key(int, 128, 2), "attention_bias": Key(bool, False)}
 

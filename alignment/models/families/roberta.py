@@ -27,8 +27,9 @@ from alignment.models.families.encoders import (
     with_scalar,
 )
 from alignment.models.families.family import Family, Key, Task, read_keys, span_readout
-from alignment.models.spec import LanguageHeadSpec, LayerNormSpec, ReadoutSpec, TransformerSpec, TransformSpec
-from alignment.models.spec_positions import LearnedPositionsSpec
+from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
+from alignment.models.layers import LayerNormSpec, LearnedPositionsSpec
+from alignment.models.transformer import TransformerSpec
 
 KEYS = {
     **BERT_KEYS,
@@ -51,7 +52,7 @@ UNUSED_POOLER = (r"roberta\.pooler\.dense\.(weight|bias)",)  # transformers' own
 UNUSED_BIAS = (r"lm_head\.bias",)  # it does not act where the decoder, untied, has its own
 
 
-def sequence_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def sequence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of the first token through a dense layer, dropout on both sides of it."""
     return pooled_readout(config, "tanh", input_dropout=classifier_dropout(config))
 

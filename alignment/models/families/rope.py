@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from alignment.models.families.family import hint
-from alignment.models.spec_positions import (
+from alignment.models.layers import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,

@@ -12,23 +12,20 @@ import torch
 from torch import Tensor
 
 from alignment.errors import raise_all
+from alignment.models.encoder_decoder import EncoderDecoderSpec
 from alignment.models.families.family import Family, Key, Name, Task, labels_of, read_keys, span_readout
-from alignment.models.layers.feedforward import ACTIVATIONS
-from alignment.models.spec import (
-    UNLIMITED,
+from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
+from alignment.models.init_weights import FanInInitSpec
+from alignment.models.layers import (
     AttentionSpec,
     BlockSpec,
-    FanInInitSpec,
     GatedFeedForwardSpec,
-    LanguageHeadSpec,
     PlainFeedForwardSpec,
-    ReadoutSpec,
+    RelativeBiasSpec,
     RMSNormSpec,
-    TransformerSpec,
-    TransformSpec,
 )
-from alignment.models.spec_encoder_decoder import EncoderDecoderSpec
-from alignment.models.spec_positions import RelativeBiasSpec
+from alignment.models.layers.feedforward import ACTIVATIONS
+from alignment.models.transformer import UNLIMITED, TransformerSpec
 
 KEYS = {
     "vocab_size": Key(int, 32128, 1),
@@ -180,7 +177,7 @@ def _stack(value: Mapping[str, Any], layers: int, *, decodes: bool, scaled: bool
     norm, width, dropout = RMSNormSpec(value["layer_norm_epsilon"]), value["d_model"], value["dropout_rate"]
     factor = value["initializer_factor"]
     block = BlockSpec(
-        attention=_attention(value, causal=decodes, distance=_distance(value)),
+        attention=_attention(value, causal=decodes, position_bias=_position_bias(value)),
         feedforward=_feedforward(value),
         norm=norm,
         dropout=dropout,
@@ -192,7 +189,7 @@ def _stack(value: Mapping[str, Any], layers: int, *, decodes: bool, scaled: bool
         max_positions=UNLIMITED,
         blocks=(block,) * layers,
         norm=norm,
-        init=FanInInitSpec(distance_std=factor * width**-0.5, factor=factor),
+        init=FanInInitSpec(position_bias_std=factor * width**-0.5, factor=factor),
         tied_head=value["tie_word_embeddings"],
         embedding_dropout=dropout,
         output_dropout=dropout,
@@ -200,14 +197,24 @@ def _stack(value: Mapping[str, Any], layers: int, *, decodes: bool, scaled: bool
     )
 
 
-def _distance(value: Mapping[str, Any]) -> RelativeBiasSpec:
+def _position_bias(value: Mapping[str, Any]) -> RelativeBiasSpec:
     return RelativeBiasSpec(value["relative_attention_num_buckets"], value["relative_attention_max_distance"])
 
 
-def _attention(value: Mapping[str, Any], *, causal: bool, distance: RelativeBiasSpec | None = None) -> AttentionSpec:
+def _attention(
+    value: Mapping[str, Any], *, causal: bool, position_bias: RelativeBiasSpec | None = None
+) -> AttentionSpec:
     heads = value["num_heads"]
     return AttentionSpec(
-        heads, heads, value["d_kv"], 1.0, False, False, value["dropout_rate"], causal=causal, distance=distance
+        heads,
+        heads,
+        value["d_kv"],
+        1.0,
+        False,
+        False,
+        value["dropout_rate"],
+        causal=causal,
+        position_bias=position_bias,
     )
 
 
@@ -231,15 +238,15 @@ def head_differs(tensors: Mapping[str, Tensor]) -> bool:
     return head is not None and table is not None and not torch.equal(head, table)
 
 
-def sequence_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def sequence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """A hidden layer and a linear one on what the decoder says at the end token."""
     transform, dropout = TransformSpec(config.get("d_model", 512), "tanh", True), config.get("classifier_dropout", 0.0)
-    return ReadoutSpec(labels_of(config), transform, dropout=dropout, input_dropout=dropout, pooling="last")
+    return ClassificationHeadSpec(labels_of(config), transform, dropout=dropout, input_dropout=dropout, pooling="last")
 
 
-def token_readout(config: Mapping[str, Any]) -> ReadoutSpec:
+def token_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """A linear layer on every token of the encoder."""
-    return ReadoutSpec(labels_of(config), dropout=config.get("classifier_dropout", 0.0))
+    return ClassificationHeadSpec(labels_of(config), dropout=config.get("classifier_dropout", 0.0))
 
 
 def t5_tasks(stem: str) -> dict[str, Task]:

@@ -1,1 +1,57 @@
 """The parts of a transformer, one file each: the spec that describes a part stands beside the module it builds."""
+
+from alignment.models.layers.attention import AttentionSpec
+from alignment.models.layers.block import BlockSpec
+from alignment.models.layers.disentangled import ConvolutionSpec, DisentangledSpec
+from alignment.models.layers.experts import ExpertsSpec, FeedForwardSpec
+from alignment.models.layers.feedforward import GatedFeedForwardSpec, PlainFeedForwardSpec
+from alignment.models.layers.norms import (
+    Float32RMSNormSpec,
+    LayerNormSpec,
+    NoNormSpec,
+    NormSpec,
+    RMSNormSpec,
+    UnitOffsetRMSNormSpec,
+)
+from alignment.models.layers.position_bias import AlibiSpec, BFloat16AlibiSpec, PositionBiasSpec, RelativeBiasSpec
+from alignment.models.layers.position_embeddings import LearnedPositionsSpec, PositionsSpec, SinusoidalPositionsSpec
+from alignment.models.layers.rotary import (
+    DynamicScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongScaling,
+    RotaryScaling,
+    RotarySpec,
+    YarnScaling,
+)
+
+__all__ = [
+    "AlibiSpec",
+    "AttentionSpec",
+    "BFloat16AlibiSpec",
+    "BlockSpec",
+    "ConvolutionSpec",
+    "DisentangledSpec",
+    "DynamicScaling",
+    "ExpertsSpec",
+    "FeedForwardSpec",
+    "Float32RMSNormSpec",
+    "GatedFeedForwardSpec",
+    "LayerNormSpec",
+    "LearnedPositionsSpec",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongScaling",
+    "NoNormSpec",
+    "NormSpec",
+    "PlainFeedForwardSpec",
+    "PositionBiasSpec",
+    "PositionsSpec",
+    "RMSNormSpec",
+    "RelativeBiasSpec",
+    "RotaryScaling",
+    "RotarySpec",
+    "SinusoidalPositionsSpec",
+    "UnitOffsetRMSNormSpec",
+    "YarnScaling",
+]

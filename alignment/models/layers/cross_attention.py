@@ -1,4 +1,4 @@
-"""A decoder's view of what an encoder read: whole documents at once, or kept keys and values for decoding."""
+"""Cross-attention on an encoder's states: on whole documents, or on kept keys and values in decoding."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,67 +6,84 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from alignment.models.layers.attention import AttentionSpec
+from alignment.models.layers.attention_context import CrossAttentionFn
 from alignment.models.layers.kv_cache import CrossAttentionCache
-from alignment.models.layers.padded_layout import PaddedLayout, gather, pad_layouts, seen_mask, spread
-from alignment.models.layers.sdpa import CrossAttentionFn, attend, attend_from_one
-from alignment.models.spec import AttentionSpec
+from alignment.models.layers.padded_layout import PaddedLayout, key_mask, pad, pad_layouts, unpad
+from alignment.models.layers.sdpa import attend, attend_one_query
 from alignment.ragged import Ragged
+
+ProjectKeyValue = Callable[[Tensor], tuple[Tensor, Tensor]]  # states [M, D] -> keys and values, [M, KV, K] each
 
 
 @dataclass(frozen=True)
 class Source:
-    """What an encoder read, and its states, [M, D]."""
+    """The documents that an encoder read, and its states, [M, D]."""
 
     states: Tensor
     batch: Ragged
 
 
-def looks_across(specs: Sequence[AttentionSpec], source: Source, targets: Ragged) -> list[CrossAttentionFn]:
-    """For each layer, attention of every target document on its source."""
+@dataclass(frozen=True)
+class PaddedCrossAttention:
+    """Attention from every target document on its source document, one call per rectangle.
+
+    Attributes:
+        states: of the encoder, [M, D].
+        targets, sources: layouts whose rectangles hold the same rows.
+        masks: of each rectangle's keys, from `key_mask`.
+    """
+
+    spec: AttentionSpec
+    states: Tensor
+    targets: PaddedLayout
+    sources: PaddedLayout
+    masks: Sequence[Tensor | None]
+
+    def __call__(self, query: Tensor, project_key_value: ProjectKeyValue, dropout: float) -> Tensor:
+        """query: [N, H, K] -> [N, H, K]."""
+        key, value = project_key_value(self.states)
+        rectangles = zip(
+            pad(query, self.targets), pad(key, self.sources), pad(value, self.sources), self.masks, strict=True
+        )
+        mixed = [attend(q, k, v, self.spec, mask=mask, causal=False, dropout=dropout) for q, k, v, mask in rectangles]
+        return unpad(mixed, self.targets)
+
+
+def cross_attentions(specs: Sequence[AttentionSpec], source: Source, targets: Ragged) -> list[CrossAttentionFn]:
+    """Each layer's attention from every target document on its source."""
     device = targets.tokens.device
-    ours, theirs = pad_layouts(targets.lengths, source.batch.lengths, specs[0].heads, device)
+    target_layout, layout = pad_layouts(targets.lengths, source.batch.lengths, specs[0].heads, device)
     masks = [
-        key_mask(lengths, columns, device) for lengths, (_, columns) in zip(theirs.lengths, theirs.groups, strict=True)
+        key_mask(lengths, columns, device) for lengths, (_, columns) in zip(layout.lengths, layout.groups, strict=True)
     ]
-    return [look_at_source(spec, source.states, ours, theirs, masks) for spec in specs]
+    return [PaddedCrossAttention(spec, source.states, target_layout, layout, masks) for spec in specs]
 
 
-def key_mask(lengths: Sequence[int], columns: int, device: torch.device | str) -> Tensor | None:
-    """[B, 1, 1, columns], True at real keys; None where all are."""
-    return None if min(lengths) == columns else seen_mask(torch.tensor(lengths).to(device), columns)
+@dataclass(frozen=True)
+class CachedCrossAttention:
+    """Attention from one new token per row on the keys and values that were kept of its source."""
+
+    memory: CrossAttentionCache
+    layer: int
+    spec: AttentionSpec
+
+    def __call__(self, query: Tensor, project_key_value: ProjectKeyValue, dropout: float) -> Tensor:
+        """query: [B, H, K] -> [B, H, K]."""
+        memory, layer = self.memory, self.layer
+        keys, values = memory.keys[layer], memory.values[layer]
+        return attend_one_query(query, keys, values, self.spec, mask=memory.mask, dropout=dropout)
 
 
-def look_at_source(
-    spec: AttentionSpec, states: Tensor, ours: PaddedLayout, theirs: PaddedLayout, masks: Sequence[Tensor | None]
-) -> CrossAttentionFn:
-    """Cross-attention from one layer's tokens on `states`."""
-
-    def look(query: Tensor, remember: Callable[[Tensor], tuple[Tensor, Tensor]], dropout: float) -> Tensor:
-        key, value = remember(states)
-        rectangles = zip(spread(query, ours), spread(key, theirs), spread(value, theirs), masks, strict=True)
-        return gather([attend(q, k, v, spec, mask, False, dropout) for q, k, v, mask in rectangles], ours)
-
-    return look
-
-
-def look_at_memory(memory: CrossAttentionCache, layer: int, spec: AttentionSpec) -> CrossAttentionFn:
-    """Cross-attention from one new token per row on kept keys and values."""
-
-    def look(query: Tensor, remember: Callable[[Tensor], tuple[Tensor, Tensor]], dropout: float) -> Tensor:
-        return attend_from_one(query, memory.keys[layer], memory.values[layer], memory.mask, spec, dropout)
-
-    return look
-
-
-def remembering(memory: CrossAttentionCache, source: Source, look: CrossAttentionFn) -> CrossAttentionFn:
-    """`look`, whose keys and values are also put into `memory`, as the next layer's."""
+def with_memory_write(memory: CrossAttentionCache, source: Source, attend: CrossAttentionFn) -> CrossAttentionFn:
+    """`attend` that also appends the keys and values of its layer to `memory`."""
     lengths, width = source.batch.lengths, max(source.batch.lengths)
 
-    def look_and_keep(query: Tensor, remember: Callable[[Tensor], tuple[Tensor, Tensor]], dropout: float) -> Tensor:
-        key, value = remember(source.states)
+    def write_and_attend(query: Tensor, project_key_value: ProjectKeyValue, dropout: float) -> Tensor:
+        key, value = project_key_value(source.states)
         for store, x in ((memory.keys, key), (memory.values, value)):
             rows = torch.nn.utils.rnn.pad_sequence(list(x.split(list(lengths))), batch_first=True)
             store.append(rows.view(len(lengths), width, *x.shape[1:]).transpose(1, 2).contiguous())
-        return look(query, lambda states: (key, value), dropout)
+        return attend(query, lambda states: (key, value), dropout)
 
-    return look_and_keep
+    return write_and_attend

@@ -1,23 +1,65 @@
-"""DeBERTa's layer: attention scores from content and from relative place apart, a convolution beside. Encoders only."""
+"""DeBERTa's layer: separate attention scores of content and of relative position, and a convolution. Encoders only."""
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alignment.models.layers.cross_attention import key_mask
-from alignment.models.layers.padded_layout import PaddedLayout, distances, gather, spread
-from alignment.models.spec_disentangled import DisentangledSpec
+from alignment.models.layers.attention_context import AttentionContext
+from alignment.models.layers.feedforward import ACTIVATIONS
+from alignment.models.layers.padded_layout import PaddedLayout, key_mask, pad, relative_positions, unpad
 
-if TYPE_CHECKING:
-    from alignment.models.layers.sdpa import AttentionContext
+
+@dataclass(frozen=True)
+class ConvolutionSpec:
+    """activation(convolution over `width` neighboring tokens); `width` is odd, `groups` of channels stay apart."""
+
+    width: int
+    activation: str
+    groups: int = 1
+
+    def build(self, channels: int, dropout: nn.Module) -> "Convolution":
+        """x [N, channels] -> [N, channels]."""
+        layer = nn.Conv1d(channels, channels, self.width, padding=self.width // 2, groups=self.groups)
+        return Convolution(layer, ACTIVATIONS[self.activation], dropout)
+
+
+@dataclass(frozen=True)
+class DisentangledSpec:
+    """Attention with separate scores of content and of relative position (DeBERTa).
+
+    Attributes:
+        buckets: relative positions fall into 2 * buckets classes, logarithmic far away; 0: no classes.
+        max_distance: the largest distance that has a class of its own.
+        content_to_position, position_to_content: which of the two mixed terms are added to the scores.
+        shared_projection: queries and keys of positions use the projections of the content.
+        relative_dropout: probability on the vectors of relative positions.
+
+    Source: He et al. 2020, arXiv:2006.03654, section 3.1.
+    """
+
+    heads: int
+    head_dim: int
+    buckets: int
+    max_distance: int
+    content_to_position: bool
+    position_to_content: bool
+    shared_projection: bool
+    dropout: float = 0.0
+    relative_dropout: float = 0.0
+    causal: Literal[False] = False
+
+    def build(self, width: int) -> nn.Module:
+        """x [N, width] -> [N, width]."""
+        return DisentangledAttention(self, width)
 
 
 class RelativeEmbedding(nn.Module):
-    """Vectors of distances that all layers share, [2 * S, D], normed; row S + d is for d places back."""
+    """Vectors of relative positions that all layers share, [2 * S, D], normalized; row S + d: d tokens back."""
 
     def __init__(self, count: int, width: int, norm: nn.Module):
         super().__init__()
@@ -30,9 +72,10 @@ class RelativeEmbedding(nn.Module):
 
 
 class DisentangledAttention(nn.Module):
-    """score(i, j) = [q_i k_j + q_i K_d + k_j Q_d] / sqrt(width * terms), where d is the class of the distance i - j.
+    """score(i, j) = [q_i k_j + q_i K_d + k_j Q_d] / sqrt(width * terms), where d is the class of i - j.
 
-    q and k come from what tokens hold, Q and K from the vectors of distances. A term that is left out is not counted.
+    q and k are projections of the tokens, Q and K of the vectors of relative positions. A term that is left out is not
+    counted.
 
     Source: He et al. 2020, arXiv:2006.03654, section 3.1, eq. 4. There the last term takes the class of j - i;
     published weights, and transformers, have i - j.
@@ -42,7 +85,7 @@ class DisentangledAttention(nn.Module):
         super().__init__()
         terms = 1 + spec.content_to_position + spec.position_to_content
         if terms == 1:
-            raise ValueError("without a term of distances this is plain attention: use AttentionSpec")
+            raise ValueError("without a term of relative positions this is plain attention: use AttentionSpec")
         inner = spec.heads * spec.head_dim
         self.query, self.key = nn.Linear(width, inner), nn.Linear(width, inner)
         self.value, self.output = nn.Linear(width, inner), nn.Linear(inner, width)
@@ -54,38 +97,40 @@ class DisentangledAttention(nn.Module):
         self.spec = spec
         self.scale = (spec.head_dim * terms) ** -0.5
 
-    def forward(self, x: Tensor, sight: "AttentionContext") -> Tensor:
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
-        packing = sight.packing
-        if sight.relative is None or packing is None:
-            raise ValueError("this attention needs the vectors of distances, and documents laid out in rectangles")
+        layout = context.layout
+        if context.relative is None or layout is None:
+            raise ValueError(
+                "this attention needs the vectors of relative positions, and documents laid out in rectangles"
+            )
         query, key, value = (self._heads(layer(x)) for layer in (self.query, self.key, self.value))
-        places = self._of_places(F.dropout(sight.relative, self.spec.relative_dropout, self.training))
-        rectangles = zip(
-            spread(query, packing), spread(key, packing), spread(value, packing), packing.lengths, strict=True
-        )
-        mixed = [self._attend(q, k, v, places, lengths) for q, k, v, lengths in rectangles]
-        return self.output(gather(mixed, packing).flatten(1))
+        relative = self._project_relative(F.dropout(context.relative, self.spec.relative_dropout, self.training))
+        rectangles = zip(pad(query, layout), pad(key, layout), pad(value, layout), layout.lengths, strict=True)
+        mixed = [self._attend(q, k, v, relative, lengths) for q, k, v, lengths in rectangles]
+        return self.output(unpad(mixed, layout).flatten(1))
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (self.spec.heads, self.spec.head_dim))
 
-    def _of_places(self, relative: Tensor) -> "Places":
+    def _project_relative(self, relative: Tensor) -> "RelativeProjections":
         spec = self.spec
         query = self.query if spec.shared_projection else getattr(self, "place_query", None)
         key = self.key if spec.shared_projection else getattr(self, "place_key", None)
-        return Places(
+        return RelativeProjections(
             self._heads(query(relative)) if query is not None and spec.position_to_content else None,
             self._heads(key(relative)) if key is not None and spec.content_to_position else None,
         )
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, places: "Places", lengths: tuple[int, ...]) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, relative: "RelativeProjections", lengths: tuple[int, ...]
+    ) -> Tensor:
         """One rectangle: [B, T, H, K] each; returns [B, T, H, K]."""
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))
         columns = q.shape[2]
-        rows = relative_rows(distances(columns, columns, q.device), self.spec)  # [T, T]: of query i and key j
-        terms = [] if places.key is None else [_picked(q, places.key, rows)]
-        terms += [] if places.query is None else [_picked(k, places.query, rows.T).transpose(-1, -2)]
+        rows = relative_rows(relative_positions(columns, columns, q.device), self.spec)  # [T, T]: of query i and key j
+        terms = [] if relative.key is None else [_scores_at(q, relative.key, rows)]
+        terms += [] if relative.query is None else [_scores_at(k, relative.query, rows.T).transpose(-1, -2)]
         bias, real = self.scale * sum(terms), key_mask(lengths, columns, q.device)
         assert isinstance(bias, Tensor)
         bias = bias if real is None else bias.masked_fill(~real, -torch.inf)
@@ -94,38 +139,38 @@ class DisentangledAttention(nn.Module):
         return mixed.transpose(1, 2)
 
 
-class Places(NamedTuple):
-    """Queries and keys of distances, [2 * S, H, K] each; None where their term is left out."""
+class RelativeProjections(NamedTuple):
+    """Queries and keys of relative positions, [2 * S, H, K] each; None where their term is left out."""
 
     query: Tensor | None
     key: Tensor | None
 
 
-def _picked(content: Tensor, places: Tensor, rows: Tensor) -> Tensor:
-    """Score of token t with the vector that `rows`[t, s] names, [B, H, T, T], of content [B, H, T, K], places [R, H, K]."""
-    scores = content @ places.permute(1, 2, 0)  # [B, H, T, R]
+def _scores_at(content: Tensor, projected: Tensor, rows: Tensor) -> Tensor:
+    """content[t] . projected[rows[t, s]], [B, H, T, T]; content: [B, H, T, K], projected: [R, H, K]."""
+    scores = content @ projected.permute(1, 2, 0)  # [B, H, T, R]
     return scores.gather(-1, rows.expand(*scores.shape[:2], *rows.shape))
 
 
-def relative_rows(distance: Tensor, spec: DisentangledSpec) -> Tensor:
-    """Row of the shared table for each distance, key place minus query place; the same shape, in [0, 2 * S)."""
-    back = -distance
+def relative_rows(relative: Tensor, spec: DisentangledSpec) -> Tensor:
+    """Row of the shared table for each relative position, key minus query; the same shape, in [0, 2 * S)."""
+    back = -relative
     span = spec.buckets or spec.max_distance
     if spec.buckets:
-        back = distance_classes(back, spec.buckets, spec.max_distance)
+        back = relative_classes(back, spec.buckets, spec.max_distance)
     return (back + span).clamp(0, 2 * span - 1)
 
 
-def distance_classes(distance: Tensor, buckets: int, max_distance: int) -> Tensor:
-    """Classes of signed distances: exact up to half of `buckets`, then in logarithmic steps up to `max_distance`.
+def relative_classes(relative: Tensor, buckets: int, max_distance: int) -> Tensor:
+    """Classes of relative positions: exact up to half of `buckets`, then in logarithmic steps up to `max_distance`.
 
     Source: DeBERTa v2's published code; transformers, `models/deberta_v2`.
     """
     middle = buckets // 2
-    far = distance.abs().clamp(min=middle).float()
+    far = relative.abs().clamp(min=middle).float()
     share = torch.log(far / middle) / torch.tensor(math.log((max_distance - 1) / middle), dtype=torch.float32)
     logarithmic = (torch.ceil(share * (middle - 1)) + middle).long()
-    return torch.where(distance.abs() <= middle, distance, distance.sign() * logarithmic)
+    return torch.where(relative.abs() <= middle, relative, relative.sign() * logarithmic)
 
 
 class Convolution(nn.Module):
@@ -135,10 +180,10 @@ class Convolution(nn.Module):
         super().__init__()
         self.layer, self.activation, self.dropout = layer, activation, dropout
 
-    def forward(self, x: Tensor, packing: PaddedLayout) -> Tensor:
+    def forward(self, x: Tensor, layout: PaddedLayout) -> Tensor:
         """x: [N, D] -> [N, D]."""
-        rectangles = zip(spread(x, packing), packing.lengths, strict=True)
-        mixed = gather([self.layer(_zeros_at_padding(*pair).mT).mT for pair in rectangles], packing)
+        rectangles = zip(pad(x, layout), layout.lengths, strict=True)
+        mixed = unpad([self.layer(_zeros_at_padding(*pair).mT).mT for pair in rectangles], layout)
         return self.activation(self.dropout(mixed))
 
 
@@ -157,8 +202,8 @@ class ConvolvedBlock(nn.Module):
         super().__init__()
         self.block, self.convolution, self.norm = block, convolution, norm
 
-    def forward(self, x: Tensor, sight: "AttentionContext") -> Tensor:
+    def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
-        if sight.packing is None:
+        if context.layout is None:
             raise ValueError("a convolution needs documents laid out in rectangles")
-        return self.norm(self.block(x, sight) + self.convolution(x, sight.packing))
+        return self.norm(self.block(x, context) + self.convolution(x, context.layout))

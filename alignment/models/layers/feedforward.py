@@ -1,15 +1,12 @@
-"""The two feed-forward layers, plain and gated, and the activations they know by name. Experts are in experts.py."""
+"""Feed-forward layers, plain and gated, and the activations by their Hugging Face names."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-
-if TYPE_CHECKING:
-    from alignment.models.layers.sdpa import AttentionContext
 
 
 def _quick_gelu(x: Tensor) -> Tensor:
@@ -35,6 +32,34 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@dataclass(frozen=True)
+class PlainFeedForwardSpec:
+    """down(activation(up(x))); `dropout` acts on the input of `down`."""
+
+    width: int
+    activation: str
+    bias: bool
+    dropout: float = 0.0
+
+    def build(self, width: int) -> nn.Module:
+        """x [N, width] -> [N, width]."""
+        return FeedForward(width, self.width, ACTIVATIONS[self.activation], self.bias, self.dropout)
+
+
+@dataclass(frozen=True)
+class GatedFeedForwardSpec:
+    """down(activation(gate(x)) * up(x)); `dropout` acts on the input of `down`."""
+
+    width: int
+    activation: str
+    bias: bool
+    dropout: float = 0.0
+
+    def build(self, width: int) -> nn.Module:
+        """x [N, width] -> [N, width]."""
+        return GatedFeedForward(width, self.width, ACTIVATIONS[self.activation], self.bias, self.dropout)
+
+
 class FeedForward(nn.Module):
     """down(activation(up(x)))."""
 
@@ -47,8 +72,8 @@ class FeedForward(nn.Module):
         self.activation = activation
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
-    def forward(self, x: Tensor, sight: "AttentionContext | None" = None) -> Tensor:
-        """x: [N, D] -> [N, D]; what the layer may see is nothing to it."""
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [N, D] -> [N, D]."""
         return self.down(self.dropout(self.activation(self.up(x))))
 
 
@@ -68,6 +93,6 @@ class GatedFeedForward(nn.Module):
         self.activation = activation
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
-    def forward(self, x: Tensor, sight: "AttentionContext | None" = None) -> Tensor:
-        """x: [N, D] -> [N, D]; what the layer may see is nothing to it."""
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [N, D] -> [N, D]."""
         return self.down(self.dropout(self.activation(self.gate(x)) * self.up(x)))

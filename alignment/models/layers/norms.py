@@ -1,7 +1,67 @@
-"""RMSNorm in the rounding orders of the references. LayerNorm is not here: torch's own sums in fp32 already."""
+"""Norms: RMSNorm in the rounding orders of the references; LayerNorm is torch's own, which sums in fp32 already."""
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class LayerNormSpec:
+    """Mean and variance removed, then weight and bias; `bias` only with `weight`."""
+
+    eps: float
+    bias: bool = True
+    weight: bool = True
+
+    def build(self, width: int) -> nn.Module:
+        """The norm of vectors [..., width]."""
+        return nn.LayerNorm(width, eps=self.eps, elementwise_affine=self.weight, bias=self.bias)
+
+
+@dataclass(frozen=True)
+class RMSNormSpec:
+    """Root mean square removed, then weight."""
+
+    eps: float
+
+    def build(self, width: int) -> nn.Module:
+        """The norm of vectors [..., width]."""
+        return RMSNorm(width, self.eps)
+
+
+@dataclass(frozen=True)
+class Float32RMSNormSpec:
+    """RMSNorm that rounds after the weight and not before it (OLMo 2)."""
+
+    eps: float
+
+    def build(self, width: int) -> nn.Module:
+        """The norm of vectors [..., width]."""
+        return Float32RMSNorm(width, self.eps)
+
+
+@dataclass(frozen=True)
+class UnitOffsetRMSNormSpec:
+    """RMSNorm that multiplies by 1 + weight (Gemma)."""
+
+    eps: float
+
+    def build(self, width: int) -> nn.Module:
+        """The norm of vectors [..., width]."""
+        return UnitOffsetRMSNorm(width, self.eps)
+
+
+@dataclass(frozen=True)
+class NoNormSpec:
+    """The identity."""
+
+    def build(self, width: int) -> nn.Module:
+        """A module that returns its input."""
+        return nn.Identity()
+
+
+NormSpec = LayerNormSpec | RMSNormSpec | Float32RMSNormSpec | UnitOffsetRMSNormSpec | NoNormSpec
 
 
 class RMSNorm(nn.Module):

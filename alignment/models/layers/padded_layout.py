@@ -1,6 +1,6 @@
-"""Who may attend to whom, as booleans (True = may attend), and how documents lie side by side in an attention call.
+"""Documents padded to rectangles for attention, and the masks of those rectangles (True: may attend).
 
-Documents are kept apart by giving each its own row, not by a mask over all tokens.
+Each document has a row of its own, so no mask is needed to keep documents apart.
 """
 
 from collections.abc import Sequence
@@ -8,27 +8,65 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 ROUND_TO = 16  # the CPU kernel works on tiles: 64 columns are faster than 60
 CALL_COST = 32_000  # one more attention call costs about as much as this many attention weights (heads * T * T)
 
 
-def distances(queries: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
-    """Key place minus query place, [queries, keys]; the last query stands where the last key does."""
-    query_places = torch.arange(keys - queries, keys, device=device)
-    return torch.arange(keys, device=device) - query_places[:, None]
+def relative_positions(queries: int, keys: int, device: torch.device | str = "cpu") -> Tensor:
+    """Key position minus query position, [queries, keys]; the last query has the position of the last key."""
+    query_positions = torch.arange(keys - queries, keys, device=device)
+    return torch.arange(keys, device=device) - query_positions[:, None]
 
 
-def visible(distance: Tensor, causal: bool, window: int | None) -> Tensor:
-    """Whether a key at each `distance` may be attended to; the same shape."""
-    seen = distance <= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    return seen if window is None else seen & (distance.abs() < window)
+def visible(relative: Tensor, causal: bool, window: int | None) -> Tensor:
+    """Whether a key at each relative position may be attended to; the shape of `relative`."""
+    seen = relative <= 0 if causal else torch.ones_like(relative, dtype=torch.bool)
+    return seen if window is None else seen & (relative.abs() < window)
 
 
-def seen_mask(lengths: Tensor, width: int) -> Tensor:
-    """[B, 1, 1, width]: row b sees its first `lengths[b]` keys."""
+def padding_mask(lengths: Tensor, width: int) -> Tensor:
+    """[B, 1, 1, width]: row b attends to its first `lengths[b]` keys."""
     return (torch.arange(width, device=lengths.device) < lengths[:, None])[:, None, None]
+
+
+def key_mask(lengths: Sequence[int], columns: int, device: torch.device | str) -> Tensor | None:
+    """`padding_mask` of plain numbers, [B, 1, 1, columns]; None where no row is padded."""
+    return None if min(lengths) == columns else padding_mask(torch.tensor(lengths).to(device), columns)
+
+
+def rectangle_mask(
+    lengths: Sequence[int],
+    columns: int,
+    *,
+    offset: int,
+    causal: bool,
+    window: int | None,
+    bias: nn.Module | None,
+    device: torch.device | str,
+) -> Tensor | None:
+    """The mask or bias of a rectangle's scores beside the causal flag; None where the flag suffices.
+
+    Args:
+        lengths: real tokens of each row.
+        columns: tokens of each row, padding included; `offset` prefix slots come before them as keys.
+        bias: relative positions [Q, S] -> biases [H, Q, S].
+
+    Returns:
+        None, [1 or B, 1 or H, columns, offset + columns], or [B, 1, 1, columns].
+    """
+    keys = offset + columns
+    windowed = window is not None and window < keys
+    real = None if causal else key_mask([offset + length for length in lengths], keys, device)
+    if not windowed and bias is None and not (causal and offset):
+        return real
+    relative = relative_positions(columns, keys, device)
+    seen = visible(relative, causal, window)[None, None]
+    if real is not None:
+        # A padded query may be out of reach of every real key; it then sees itself, for a softmax over nothing is NaN.
+        seen = (seen & real) | (relative == 0)
+    return seen if bias is None else bias(relative)[None].masked_fill(~seen, -torch.inf)
 
 
 @dataclass(frozen=True)
@@ -40,8 +78,8 @@ class PaddedLayout:
     Attributes:
         groups: (documents, columns) of each rectangle.
         lengths: tokens of the documents of each rectangle, row by row.
-        slots: place of each token when all rectangles lie end to end, [N]; None: the batch is the rectangle already.
-        source: token that fills each place; token 0, unseen, where there is none, [S].
+        slots: index of each token when all rectangles lie end to end, [N]; None: the batch is one rectangle already.
+        source: token that fills each slot; token 0, unseen, at padding, [S].
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -50,20 +88,20 @@ class PaddedLayout:
     source: Tensor | None = None
 
 
-def pack(lengths: Sequence[int], heads: int, device: torch.device | str = "cpu") -> PaddedLayout:
-    """The packing of documents with these `lengths` that costs least, by a greedy rule."""
+def pad_layout(lengths: Sequence[int], heads: int, device: torch.device | str = "cpu") -> PaddedLayout:
+    """The layout of documents with these `lengths` that costs least, by a greedy rule."""
     if min(lengths) == max(lengths):
         return PaddedLayout(((len(lengths), lengths[0]),), (tuple(lengths),))
-    return _packing(lengths, _rectangles(_columns(lengths, heads)), device)
+    return _layout(lengths, _rectangles(_columns(lengths, heads)), device)
 
 
 def pad_layouts(
     ours: Sequence[int], theirs: Sequence[int], heads: int, device: torch.device | str = "cpu"
 ) -> tuple[PaddedLayout, PaddedLayout]:
-    """Packings of two sets of documents such that rectangle i of both holds the same rows in the same order."""
+    """Layouts of two sets of documents such that rectangle i of both holds the same rows in the same order."""
     rectangles = _rectangles(_columns([max(pair) for pair in zip(ours, theirs, strict=True)], heads))
     one, other = ([(rows, max(lengths[i] for i in rows)) for rows, _ in rectangles] for lengths in (ours, theirs))
-    return _packing(ours, one, device), _packing(theirs, other, device)
+    return _layout(ours, one, device), _layout(theirs, other, device)
 
 
 def _rectangles(columns: Sequence[int]) -> list[tuple[list[int], int]]:
@@ -72,10 +110,10 @@ def _rectangles(columns: Sequence[int]) -> list[tuple[list[int], int]]:
     return [(list(rows), width) for width, rows in groupby(order, key=columns.__getitem__)]
 
 
-def _packing(
+def _layout(
     lengths: Sequence[int], rectangles: Sequence[tuple[list[int], int]], device: torch.device | str
 ) -> PaddedLayout:
-    """The packing with these rectangles: (documents, columns) each."""
+    """The layout with these rectangles: (documents, columns) each."""
     begins = [0] * len(lengths)
     begin = 0
     for rows, width in rectangles:
@@ -104,8 +142,8 @@ def _columns(lengths: Sequence[int], heads: int) -> list[int]:
     return [width_of[width] for width in rounded]
 
 
-class _Take(torch.autograd.Function):
-    """`take`: its backward writes rows where index_select's would add them up one by one."""
+class _SelectRows(torch.autograd.Function):
+    """`select_rows`: its backward writes rows where index_select's would add them up one by one."""
 
     @staticmethod
     def forward(ctx, x: Tensor, index: Tensor) -> Tensor:
@@ -119,13 +157,13 @@ class _Take(torch.autograd.Function):
         return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, index, grad), None
 
 
-def take(x: Tensor, index: Tensor) -> Tensor:
+def select_rows(x: Tensor, index: Tensor) -> Tensor:
     """x[index] along the first axis; `index` names no row twice."""
-    return _Take.apply(x, index)
+    return _SelectRows.apply(x, index)
 
 
-class _Spread(torch.autograd.Function):
-    """`spread`: what fills the gaps is never seen, so no gradient comes back from there."""
+class _Pad(torch.autograd.Function):
+    """`pad`: padding is never attended to, so no gradient comes back from there."""
 
     @staticmethod
     def forward(ctx, x: Tensor, source: Tensor, slots: Tensor) -> Tensor:
@@ -138,16 +176,16 @@ class _Spread(torch.autograd.Function):
         return grad.index_select(0, slots), None, None
 
 
-def spread(x: Tensor, packing: PaddedLayout) -> tuple[Tensor, ...]:
-    """Tokens [N, ...] as rectangles, one [documents, columns, ...] per group. `gather` is the way back."""
-    if packing.slots is not None:
-        x = _Spread.apply(x, packing.source, packing.slots)
-    pieces = x.split([documents * columns for documents, columns in packing.groups])
-    return tuple(piece.unflatten(0, group) for piece, group in zip(pieces, packing.groups, strict=True))
+def pad(x: Tensor, layout: PaddedLayout) -> tuple[Tensor, ...]:
+    """Tokens [N, ...] as rectangles, one [documents, columns, ...] per group. `unpad` is the inverse."""
+    if layout.slots is not None:
+        x = _Pad.apply(x, layout.source, layout.slots)
+    pieces = x.split([documents * columns for documents, columns in layout.groups])
+    return tuple(piece.unflatten(0, group) for piece, group in zip(pieces, layout.groups, strict=True))
 
 
-def gather(rectangles: Sequence[Tensor], packing: PaddedLayout) -> Tensor:
-    """Rectangles as tokens again, [N, ...]."""
+def unpad(rectangles: Sequence[Tensor], layout: PaddedLayout) -> Tensor:
+    """Tokens [N, ...] of rectangles; the inverse of `pad`."""
     flat = [rectangle.flatten(0, 1) for rectangle in rectangles]
     x = flat[0] if len(flat) == 1 else torch.cat(flat)
-    return x if packing.slots is None else take(x, packing.slots)
+    return x if layout.slots is None else select_rows(x, layout.slots)

@@ -1,17 +1,64 @@
-"""Scores that depend on how far apart two tokens stand: ALiBi's slopes and T5's trained buckets. Rotation is in rotary.py.
+"""Biases on attention scores by relative position: ALiBi's slopes and T5's trained buckets.
 
-Both give a bias per head for a table of distances, key place minus query place, so that the same code serves whole
-documents and one new token.
+Both give one bias per head for a table of relative positions, key position minus query position, so that the same code
+serves whole documents and one new token.
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 
+@dataclass(frozen=True)
+class AlibiSpec:
+    """Scores lowered in proportion to the distance, by a fixed slope per head; `scale` multiplies the slopes.
+
+    Source: Press et al. 2021, arXiv:2108.12409, section 3.
+    """
+
+    scale: float = 1.0
+
+    def build(self, heads: int, causal: bool) -> nn.Module:
+        """relative positions [..., Q, T] -> biases [..., H, Q, T]."""
+        return Alibi(heads, self.scale)
+
+
+@dataclass(frozen=True)
+class BFloat16AlibiSpec:
+    """ALiBi trained with slopes, positions and their products in bfloat16; `scale` multiplies the product.
+
+    Source: transformers, `models/falcon`.
+    """
+
+    scale: float = 1.0
+
+    def build(self, heads: int, causal: bool) -> nn.Module:
+        """relative positions [..., Q, T] -> biases [..., H, Q, T]."""
+        return BFloat16Alibi(heads, self.scale)
+
+
+@dataclass(frozen=True)
+class RelativeBiasSpec:
+    """One trained number per head and bucket of relative positions, added to the scores; all layers share it (T5).
+
+    Source: Raffel et al. 2020, arXiv:1910.10683, section 2.1.
+    """
+
+    buckets: int
+    max_distance: int
+
+    def build(self, heads: int, causal: bool) -> nn.Module:
+        """relative positions [..., Q, T] -> biases [..., H, Q, T]."""
+        return RelativeBias(self.buckets, self.max_distance, heads, bidirectional=not causal)
+
+
+PositionBiasSpec = AlibiSpec | BFloat16AlibiSpec | RelativeBiasSpec
+
+
 class Alibi(nn.Module):
-    """-slope * |distance|; every head has its slope and nothing is trained.
+    """-slope * |relative position|; every head has its slope and nothing is trained.
 
     Source: Press et al. 2021, arXiv:2108.12409, section 3.
     """
@@ -20,17 +67,17 @@ class Alibi(nn.Module):
         super().__init__()
         self.slopes = [scale * slope for slope in alibi_slopes(heads)]
 
-    def forward(self, distances: Tensor) -> Tensor:
-        """distances: [..., Q, T] -> [..., H, Q, T], fp32."""
-        slopes = torch.tensor(self.slopes, device=distances.device)
-        return -slopes[:, None, None] * distances.abs().float().unsqueeze(-3)
+    def forward(self, relative_positions: Tensor) -> Tensor:
+        """relative_positions: [..., Q, T] -> [..., H, Q, T], fp32."""
+        slopes = torch.tensor(self.slopes, device=relative_positions.device)
+        return -slopes[:, None, None] * relative_positions.abs().float().unsqueeze(-3)
 
 
 class BFloat16Alibi(nn.Module):
-    """scale * bf16(bf16(slope) * bf16(place of the key)): ALiBi as models trained in bfloat16 know it.
+    """scale * bf16(bf16(slope) * bf16(position of the key)): ALiBi as computed by models that were trained in bfloat16.
 
-    Without rounding this is `Alibi`, for softmax does not see what all keys of a query have in common. With it, biases
-    are steps that depend on the key's own place.
+    Without rounding this equals `Alibi`, because softmax ignores what all keys of a query have in common. With it,
+    biases are steps that depend on the key's own position.
 
     Source: transformers, `models/falcon`, `build_alibi_tensor`.
     """
@@ -39,12 +86,12 @@ class BFloat16Alibi(nn.Module):
         super().__init__()
         self.slopes, self.scale = alibi_slopes(heads), scale
 
-    def forward(self, distances: Tensor) -> Tensor:
-        """distances: [..., Q, T], of keys at the places 0 ... T - 1 -> [..., H, Q, T], fp32."""
-        slopes = torch.tensor(self.slopes, device=distances.device, dtype=torch.bfloat16)
-        places = torch.arange(distances.shape[-1], device=distances.device).bfloat16()
-        bias = self.scale * (slopes[:, None] * places).float()
-        return bias[:, None].expand(*distances.shape[:-2], -1, distances.shape[-2], -1)
+    def forward(self, relative_positions: Tensor) -> Tensor:
+        """relative_positions: [..., Q, T], of keys at the positions 0 ... T - 1 -> [..., H, Q, T], fp32."""
+        slopes = torch.tensor(self.slopes, device=relative_positions.device, dtype=torch.bfloat16)
+        positions = torch.arange(relative_positions.shape[-1], device=relative_positions.device).bfloat16()
+        bias = self.scale * (slopes[:, None] * positions).float()
+        return bias[:, None].expand(*relative_positions.shape[:-2], -1, relative_positions.shape[-2], -1)
 
 
 def alibi_slopes(heads: int) -> list[float]:
@@ -56,7 +103,7 @@ def alibi_slopes(heads: int) -> list[float]:
 
 
 class RelativeBias(nn.Module):
-    """One trained number per head and bucket of distances.
+    """One trained number per head and bucket of relative positions.
 
     Source: Raffel et al. 2020, arXiv:1910.10683, section 2.1.
     """
@@ -66,31 +113,31 @@ class RelativeBias(nn.Module):
         self.weight = nn.Parameter(torch.empty(buckets, heads))
         self.max_distance, self.bidirectional = max_distance, bidirectional
 
-    def forward(self, distances: Tensor) -> Tensor:
-        """distances: [..., Q, T] -> [..., H, Q, T]."""
-        buckets = relative_buckets(distances, len(self.weight), self.max_distance, self.bidirectional)
+    def forward(self, relative_positions: Tensor) -> Tensor:
+        """relative_positions: [..., Q, T] -> [..., H, Q, T]."""
+        buckets = relative_buckets(relative_positions, len(self.weight), self.max_distance, self.bidirectional)
         return nn.functional.embedding(buckets, self.weight).movedim(-1, -3)
 
 
-def relative_buckets(distances: Tensor, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
-    """The bucket of each distance: near ones alone, far ones in logarithmic steps up to `max_distance`.
+def relative_buckets(relative_positions: Tensor, buckets: int, max_distance: int, bidirectional: bool) -> Tensor:
+    """The bucket of each relative position: near ones alone, far ones in logarithmic steps up to `max_distance`.
 
     Args:
-        distances: key place minus query place, any shape.
+        relative_positions: key position minus query position, any shape.
         buckets: in all; with `bidirectional` half of them for keys to the right.
 
     Returns:
         long, the same shape, in [0, buckets).
     """
-    offset = torch.zeros_like(distances)
+    offset = torch.zeros_like(relative_positions)
     if bidirectional:
         buckets //= 2
-        offset = (distances > 0).long() * buckets
-        distances = distances.abs()
+        offset = (relative_positions > 0).long() * buckets
+        relative_positions = relative_positions.abs()
     else:
-        distances = (-distances).clamp(min=0)
+        relative_positions = (-relative_positions).clamp(min=0)
     exact = buckets // 2
-    # Logarithms of 0 are avoided, not repaired: those places are exact ones.
-    share = torch.log(distances.clamp(min=1).float() / exact) / math.log(max_distance / exact)
+    # Logarithms of 0 are avoided, not repaired: those positions have exact buckets.
+    share = torch.log(relative_positions.clamp(min=1).float() / exact) / math.log(max_distance / exact)
     far = (exact + (share * (buckets - exact)).long()).clamp(max=buckets - 1)
-    return offset + torch.where(distances < exact, distances, far)
+    return offset + torch.where(relative_positions < exact, relative_positions, far)

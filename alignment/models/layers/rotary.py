@@ -2,18 +2,95 @@
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from alignment.models.spec_positions import (
-    DynamicScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongScaling,
-    RotarySpec,
-    YarnScaling,
-)
+
+@dataclass(frozen=True)
+class LinearScaling:
+    """Every rotary frequency divided by `factor`."""
+
+    factor: float
+
+
+@dataclass(frozen=True)
+class DynamicScaling:
+    """The base grows with a document that is longer than the model was trained for ("dynamic NTK").
+
+    Source: transformers, `rope_type="dynamic"`.
+    """
+
+    factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True)
+class YarnScaling:
+    """Slow pairs divided by `factor`, fast ones kept, a ramp between; all scores a little larger.
+
+    Attributes:
+        attention_factor: on cosines and sines, so that scores grow by its square.
+        beta_fast, beta_slow: rotations over the original context where the ramp begins and ends.
+        truncate: round the ends of the ramp to whole pairs.
+
+    Source: Peng et al. 2023, arXiv:2309.00071, section 3.
+    """
+
+    factor: float
+    original_positions: int
+    attention_factor: float
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+
+
+@dataclass(frozen=True)
+class Llama3Scaling:
+    """Long wavelengths divided by `factor`, short ones kept, a smooth step between.
+
+    Source: transformers, `rope_type="llama3"`; Dubey et al. 2024, arXiv:2407.21783, section 3.4.
+    """
+
+    factor: float
+    low_frequency_factor: float
+    high_frequency_factor: float
+    original_positions: int
+
+
+@dataclass(frozen=True)
+class LongScaling:
+    """Each pair divided by its own number; other numbers beyond the original context (Phi-3).
+
+    Source: Ding et al. 2024, arXiv:2402.13753; transformers, `rope_type="longrope"`.
+    """
+
+    short_factors: tuple[float, ...]
+    long_factors: tuple[float, ...]
+    original_positions: int
+    attention_factor: float
+
+
+RotaryScaling = LinearScaling | DynamicScaling | YarnScaling | Llama3Scaling | LongScaling
+
+
+@dataclass(frozen=True)
+class RotarySpec:
+    """Queries and keys rotated by an angle that grows with the position.
+
+    Attributes:
+        width: leading coordinates of each head that are rotated; the rest stay ("partial rotary").
+    """
+
+    theta: float
+    width: int
+    scaling: RotaryScaling | None = None
+
+    def build(self) -> "Rotary":
+        """The table of angles."""
+        return Rotary(self)
+
 
 Rotation = tuple[Tensor, Tensor]  # cosines [N, 1, W] and sines [N, 1, W / 2] of one forward, fp32; W coordinates turn
 
@@ -31,29 +108,29 @@ class Rotary(nn.Module):
         self.spec = spec
         self.table: Rotation | None = None
 
-    def forward(self, places: Tensor, longest: int, sizes: Callable[[], Tensor]) -> Rotation:
+    def forward(self, positions: Tensor, longest: int, sizes: Callable[[], Tensor]) -> Rotation:
         """Cosines [N, 1, W] and sines [N, 1, W / 2].
 
         Args:
-            places: of each token in its document, all below `longest`, [N].
+            positions: of each token in its document, all below `longest`, [N].
             longest: tokens of the longest document.
             sizes: gives the tokens of the document each token belongs to, [N]; few scalings ask.
         """
         scaling = self.spec.scaling
         if isinstance(scaling, DynamicScaling | LongScaling) and longest > scaling.original_positions:
-            return _rotation(places[:, None] * stretched_frequencies(self.spec, sizes()), self.spec)
-        if self.table is None or self.table[0].device != places.device or len(self.table[0]) < longest:
-            self.table = _table(self.spec, 2 ** math.ceil(math.log2(longest)), places.device)
+            return _rotation(positions[:, None] * stretched_frequencies(self.spec, sizes()), self.spec)
+        if self.table is None or self.table[0].device != positions.device or len(self.table[0]) < longest:
+            self.table = _table(self.spec, 2 ** math.ceil(math.log2(longest)), positions.device)
         cosines, sines = self.table
-        return cosines.index_select(0, places), sines.index_select(0, places)
+        return cosines.index_select(0, positions), sines.index_select(0, positions)
 
 
 # A table first needed inside `torch.inference_mode` must still be usable in training afterwards.
 @torch.inference_mode(False)
 @torch.no_grad()
 def _table(spec: RotarySpec, count: int, device: torch.device) -> Rotation:
-    places = torch.arange(count, device=device, dtype=torch.float32)
-    return _rotation(places[:, None] * rotary_frequencies(spec).to(device), spec)
+    positions = torch.arange(count, device=device, dtype=torch.float32)
+    return _rotation(positions[:, None] * rotary_frequencies(spec).to(device), spec)
 
 
 def _rotation(angles: Tensor, spec: RotarySpec) -> Rotation:
@@ -64,7 +141,7 @@ def _rotation(angles: Tensor, spec: RotarySpec) -> Rotation:
 
 
 def rotary_frequencies(spec: RotarySpec) -> Tensor:
-    """Radians per place of each pair of coordinates, within the original context, fp32 on the CPU, [W / 2].
+    """Radians per position of each pair of coordinates, within the original context, fp32 on the CPU, [W / 2].
 
     frequency_i = theta^(-2 i / W), then the scaling.
     """
@@ -83,7 +160,7 @@ def rotary_frequencies(spec: RotarySpec) -> Tensor:
 
 
 def stretched_frequencies(spec: RotarySpec, sizes: Tensor) -> Tensor:
-    """Radians per place for documents of these `sizes`, [N, W / 2]; a document's angles depend on its own size only."""
+    """Radians per position for documents of these `sizes`, [N, W / 2]; a document's angles depend on its own size only."""
     exponents = _exponents(spec).to(sizes.device)
     match spec.scaling:
         case DynamicScaling(factor=factor, original_positions=original):
@@ -154,7 +231,7 @@ def _turn(x: Tensor, cosines: Tensor, sines: Tensor, direction: float) -> Tensor
 
 
 def rotate(x: Tensor, rotation: Rotation) -> Tensor:
-    """Queries or keys turned by their place's angles.
+    """Queries or keys turned by the angles of their positions.
 
     Args:
         x: [N, heads, K].

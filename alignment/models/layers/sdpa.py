@@ -1,64 +1,36 @@
-"""What a layer may see: at whole documents, or from one new token per row of a cache, and over to an encoder's states.
+"""Scaled-dot-product attention: inside whole documents, padded or by the variable-length kernel, and from one new token."""
 
-A `Look` does the attention itself: one scaled-dot-product call per rectangle of documents, or one call of the
-variable-length kernel. Who builds which, for each layer of a trunk, is in viewing.py.
-"""
-
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from alignment.models.layers.attention import AttentionSpec
+from alignment.models.layers.attention_context import AttentionFn
 from alignment.models.layers.kv_cache import Cache
-from alignment.models.layers.padded_layout import PaddedLayout, gather, spread
-from alignment.models.layers.rotary import Rotation
-from alignment.models.spec import AttentionSpec
+from alignment.models.layers.padded_layout import PaddedLayout, pad, unpad
 
-# (queries [N, H, K], keys [N, KV, K], values [N, KV, K], dropout) -> [N, H, K]
-Look = Callable[[Tensor, Tensor, Tensor, float], Tensor]
-# (queries [N, H, K], states of the encoder -> its keys and values, dropout) -> [N, H, K]
-CrossAttentionFn = Callable[[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]], float], Tensor]
-
-
-@dataclass(frozen=True)
-class AttentionContext:
-    """All that one layer is told about the batch.
-
-    Attributes:
-        look: attention among the batch's own tokens.
-        rotation: angles of their places, where the layer turns queries and keys.
-        across: attention on an encoder's states.
-        packing: how documents lie side by side, for attention that does more than `look` (DeBERTa).
-        relative: vectors of distances, for the same, [2 * S, D].
-        router_logits: left here by mixtures of experts.
-    """
-
-    look: Look
-    rotation: Rotation | None = None
-    across: CrossAttentionFn | None = None
-    packing: PaddedLayout | None = None
-    relative: Tensor | None = None
-    router_logits: list[Tensor] = field(default_factory=list)
+VARLEN_MAX_HEAD_DIM, VARLEN_HEAD_DIM_MULTIPLE = 256, 8  # head dimensions that the variable-length kernel takes
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, mask: Tensor | None, causal: bool, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, mask: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
     """softmax(scale * q k + mask) v for rectangles.
 
     Args:
         q: [B, T, H, K]; k, v: [B, S, KV, K].
         mask: booleans (True = may attend) or what is added to the scores, broadcast to [B, H, T, S].
-        causal: no mask, but a query sees no key after its own place; T = S.
+        causal: a query sees no key after its own position; without `mask`, and T = S.
 
     Returns:
         [B, T, H, K].
     """
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     if spec.softcap is not None:
-        return _attend_capped(q, k, v, spec.scale, spec.softcap, mask, causal, dropout).transpose(1, 2)
+        return _attend_capped(q, k, v, spec, mask=mask, causal=causal, dropout=dropout).transpose(1, 2)
     mixed = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, dropout_p=dropout, scale=spec.scale,
         enable_gqa=q.shape[1] != k.shape[1],
@@ -67,12 +39,13 @@ def attend(
 
 
 def _attend_capped(
-    q: Tensor, k: Tensor, v: Tensor, scale: float, cap: float, mask: Tensor | None, causal: bool, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, *, mask: Tensor | None, causal: bool, dropout: float
 ) -> Tensor:
-    """The same step by step: no fused kernel caps scores. [B, H, T, K]."""
+    """`attend` without a fused kernel, none of which caps scores; all [B, H, T, K]."""
+    assert spec.softcap is not None
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    scores = scale * (q @ k.transpose(-1, -2))
-    scores = cap * torch.tanh(scores / cap)
+    scores = spec.scale * (q @ k.transpose(-1, -2))
+    scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
@@ -81,56 +54,102 @@ def _attend_capped(
     return F.dropout(weights, dropout) @ v
 
 
-def look_at_documents(
-    packing: PaddedLayout, spec: AttentionSpec, masks: Sequence[Tensor | None], prefix: Tensor | None
-) -> Look:
-    """Attention inside each document, padded to rectangles with a mask each; `prefix` [2, P, KV, K] precedes all."""
+@dataclass(frozen=True)
+class PaddedAttention:
+    """Attention inside each document, one call per rectangle of documents.
 
-    def look(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-        rectangles = zip(spread(query, packing), spread(key, packing), spread(value, packing), masks, strict=True)
-        return gather([one(q, k, v, mask, dropout) for q, k, v, mask in rectangles], packing)
+    Attributes:
+        masks: of each rectangle, from `rectangle_mask`.
+        prefix: keys and values in front of every document, [2, P, KV, K].
+    """
 
-    def one(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-        if prefix is not None:
-            k, v = (_in_front(part, x) for part, x in zip(prefix, (k, v), strict=True))
-        return attend(q, k, v, spec, mask, spec.causal and mask is None, dropout)
+    layout: PaddedLayout
+    spec: AttentionSpec
+    masks: Sequence[Tensor | None]
+    prefix: Tensor | None = None
 
-    return look
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+        """query: [N, H, K]; key, value: [N, KV, K] -> [N, H, K]."""
+        mixed = []
+        rectangles = zip(*(pad(x, self.layout) for x in (query, key, value)), self.masks, strict=True)
+        for q, k, v, mask in rectangles:
+            if self.prefix is not None:
+                k, v = (_prepend(part, x) for part, x in zip(self.prefix, (k, v), strict=True))
+            causal = self.spec.causal and mask is None
+            mixed.append(attend(q, k, v, self.spec, mask=mask, causal=causal, dropout=dropout))
+        return unpad(mixed, self.layout)
 
 
-def _in_front(prefix: Tensor, x: Tensor) -> Tensor:
-    """prefix [P, KV, K] before every row of x [B, T, KV, K]."""
+def _prepend(prefix: Tensor, x: Tensor) -> Tensor:
+    """prefix [P, KV, K] in front of every row of x [B, T, KV, K]."""
     return torch.cat([prefix.to(x.dtype).expand(len(x), *prefix.shape), x], dim=1)
 
 
-def look_with_kernel(starts: Tensor, longest: int, spec: AttentionSpec) -> Look:
-    """The same on CUDA in half precision: the variable-length kernel takes documents end to end as they are."""
-    from torch.nn.attention.varlen import varlen_attn
+@dataclass(frozen=True)
+class VarlenAttention:
+    """Attention inside each document by the variable-length kernel: CUDA, half precision, documents end to end.
 
-    left = -1 if spec.window is None else spec.window - 1  # -1: as far as the document goes
-    window = (left, 0 if spec.causal else left)
+    Attributes:
+        starts: of each document, then N; int32, [B + 1].
+        longest: tokens of the longest document.
+    """
 
-    def look(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+    starts: Tensor
+    longest: int
+    spec: AttentionSpec
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+        """query: [N, H, K]; key, value: [N, KV, K] -> [N, H, K]."""
+        from torch.nn.attention.varlen import varlen_attn
+
         if dropout:
             raise ValueError("the variable-length kernel has no attention dropout; set it to 0 in the model's config")
+        left = -1 if self.spec.window is None else self.spec.window - 1  # -1: no limit
         mixed = varlen_attn(
-            query, key, value, starts, starts, longest, longest,
-            scale=spec.scale, window_size=window, enable_gqa=query.shape[1] != key.shape[1],
+            query, key, value, self.starts, self.starts, self.longest, self.longest, scale=self.spec.scale,
+            window_size=(left, 0 if self.spec.causal else left), enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
         assert isinstance(mixed, Tensor)  # a pair only where statistics are asked for
         return mixed
 
-    return look
+
+def varlen_applies(specs: Sequence[object], parameter: Tensor, training: bool) -> bool:
+    """Whether the variable-length kernel can compute every layer's attention, and the device has it."""
+    return (
+        _in_half_precision_on_cuda(parameter)
+        and has_varlen_kernel(parameter.device)
+        and all(
+            isinstance(spec, AttentionSpec)
+            and spec.head_dim <= VARLEN_MAX_HEAD_DIM
+            and spec.head_dim % VARLEN_HEAD_DIM_MULTIPLE == 0
+            and spec.softcap is None
+            and spec.position_bias is None
+            and not (training and spec.dropout)
+            for spec in specs
+        )
+    )
+
+
+def has_varlen_kernel(device: torch.device | int) -> bool:
+    """Whether a CUDA device is new enough for the variable-length kernel: compute capability 8.0 (Ampere) and later."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _in_half_precision_on_cuda(parameter: Tensor) -> bool:
+    if not parameter.is_cuda:
+        return False
+    dtype = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else parameter.dtype
+    return dtype in (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class NewTokens:
-    """One new token per cache row: where its key goes and what it may see.
+    """One new token per cache row: where its key is written and which slots it attends to.
 
     Attributes:
         addresses: from `Cache.addresses`, [B * KV].
         width: slots of the longest row, the new token included.
-        mask: booleans or what is added to the scores, broadcast to [B, H, 1, width].
+        mask: booleans or biases of the scores, broadcast to [B, H, 1, width].
     """
 
     addresses: Tensor
@@ -138,19 +157,24 @@ class NewTokens:
     mask: Tensor
 
 
-def look_at_cache(cache: Cache, layer: int, new: NewTokens, spec: AttentionSpec) -> Look:
-    """Attention of one new token per row over its row; its key and value are written first."""
+@dataclass(frozen=True)
+class CachedAttention:
+    """Attention of one new token per row over its row of the cache; its key and value are written first."""
 
-    def look(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
-        cache.write(layer, new.addresses, key, value)
-        keys, values = cache.read(layer, new.width)
-        return attend_from_one(query, keys, values, new.mask, spec, dropout)
+    cache: Cache
+    layer: int
+    new: NewTokens
+    spec: AttentionSpec
 
-    return look
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+        """query: [B, H, K]; key, value: [B, KV, K] -> [B, H, K]."""
+        self.cache.write(self.layer, self.new.addresses, key, value)
+        keys, values = self.cache.read(self.layer, self.new.width)
+        return attend_one_query(query, keys, values, self.spec, mask=self.new.mask, dropout=dropout)
 
 
-def attend_from_one(
-    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor, spec: AttentionSpec, dropout: float
+def attend_one_query(
+    query: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec, *, mask: Tensor, dropout: float
 ) -> Tensor:
     """One query per row, [B, H, K], over keys and values [B, KV, S, K]; returns [B, H, K]."""
     shared = keys.shape[1]
@@ -159,18 +183,17 @@ def attend_from_one(
     if mask.shape[1] > 1:
         mask = mask.view(len(query), shared, -1, mask.shape[-1])
     if spec.softcap is not None:
-        return _attend_capped(grouped, keys, values, spec.scale, spec.softcap, mask, False, dropout).reshape(
-            query.shape
-        )
+        mixed = _attend_capped(grouped, keys, values, spec, mask=mask, causal=False, dropout=dropout)
+        return mixed.reshape(query.shape)
     mixed = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask, dropout_p=dropout, scale=spec.scale)
     return mixed.reshape(query.shape)
 
 
-def writing_to(cache: Cache, layer: int, addresses: Tensor, look: Look) -> Look:
-    """`look`, which also leaves its keys and values at `addresses` of the cache."""
+def with_cache_write(cache: Cache, addresses: Tensor, layer: int, attend: AttentionFn) -> AttentionFn:
+    """`attend` that also writes the layer's keys and values to `addresses` of the cache."""
 
-    def look_and_write(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
+    def write_and_attend(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         cache.write(layer, addresses, key, value)
-        return look(query, key, value, dropout)
+        return attend(query, key, value, dropout)
 
-    return look_and_write
+    return write_and_attend

@@ -7,7 +7,7 @@ from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom
 from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
 from transformers.models.t5.modeling_t5 import T5Attention
 
-from alignment.models.layers.padded_layout import distances
+from alignment.models.layers.padded_layout import relative_positions
 from alignment.models.layers.position_bias import Alibi, BFloat16Alibi, RelativeBias, alibi_slopes, relative_buckets
 
 
@@ -27,7 +27,7 @@ def test_slopes_are_blooms(heads):
 
 
 def test_alibi_lowers_scores_by_slope_times_distance():
-    bias = Alibi(2, scale=3.0)(distances(2, 3))  # slopes 1/16, 1/256; queries at places 1 and 2
+    bias = Alibi(2, scale=3.0)(relative_positions(2, 3))  # slopes 1/16, 1/256; queries at places 1 and 2
     assert_close(bias[0], -3 / 16 * torch.tensor([[1.0, 0, 1], [2, 1, 0]]))
     assert_close(bias[1], -3 / 256 * torch.tensor([[1.0, 0, 1], [2, 1, 0]]))
 
@@ -35,17 +35,17 @@ def test_alibi_lowers_scores_by_slope_times_distance():
 @pytest.mark.parametrize("heads", [4, 12])
 def test_rounded_alibi_is_falcons(heads):
     expected = falcon_alibi(torch.ones(1, 700, dtype=torch.long), heads, torch.float32) / 8**0.5
-    assert_close(BFloat16Alibi(heads, 8**-0.5)(distances(1, 700)), expected.view(heads, 1, 700))
+    assert_close(BFloat16Alibi(heads, 8**-0.5)(relative_positions(1, 700)), expected.view(heads, 1, 700))
 
 
 def test_rounded_alibi_rounds_by_hand():
     # bfloat16 has 8 bits: 257 becomes 256, half of it 128. The slope of head 0 of 8 is 1/2.
-    assert BFloat16Alibi(8)(distances(1, 258))[0, 0, -1] == 128.0
+    assert BFloat16Alibi(8)(relative_positions(1, 258))[0, 0, -1] == 128.0
 
 
 def test_rounded_alibi_is_alibi_where_nothing_rounds():
     # Slopes that are powers of two and places below 256 are whole in bfloat16.
-    apart = distances(200, 200)
+    apart = relative_positions(200, 200)
     hidden = (apart > 0)[None]
     ours, exact = (part(8)(apart).masked_fill(hidden, -torch.inf).softmax(-1) for part in (BFloat16Alibi, Alibi))
     assert_close(ours, exact)
@@ -88,16 +88,16 @@ def test_buckets(buckets, max_distance, bidirectional):
 def test_relative_bias_reads_one_number_per_head_and_bucket():
     module = RelativeBias(32, 128, heads=3, bidirectional=False)
     torch.nn.init.normal_(module.weight)
-    bias = module(distances(40, 40))
+    bias = module(relative_positions(40, 40))
     assert bias.shape == (3, 40, 40)
     for query, key in ((39, 0), (5, 5), (20, 4)):
         assert torch.equal(bias[:, query, key], module.weight[bucket_by_integers(key - query, 32, 128, False)])
 
 
-def test_relative_bias_is_trained_by_all_distances_of_a_bucket():
+def test_relative_bias_is_trained_by_all_relative_positions_of_a_bucket():
     module = RelativeBias(4, 8, heads=1, bidirectional=False)
     torch.nn.init.zeros_(module.weight)
-    module(distances(3, 3)).sum().backward()
+    module(relative_positions(3, 3)).sum().backward()
     # of 9 pairs: 3 at distance 0 and 3 to the right (bucket 0), 2 at distance 1, 1 at distance 2
     assert module.weight.grad is not None
     assert module.weight.grad.flatten().tolist() == [6.0, 2.0, 1.0, 0.0]

@@ -1,4 +1,4 @@
-"""Padded rectangles to documents end to end, and back. Everything inside the models runs on the latter."""
+"""Padded input_ids to documents end to end, which all models run on, and per-token outputs back to the rectangle."""
 
 import torch
 from torch import Tensor
@@ -10,17 +10,17 @@ from alignment.ragged import Ragged
 def from_padded(
     input_ids: Tensor, attention_mask: Tensor | None, segments: Tensor | None = None
 ) -> tuple[Ragged, Tensor | None]:
-    """A padded rectangle as documents end to end, and where its tokens were (flat indices [N]; None: everywhere)."""
+    """A padded rectangle as documents end to end, and the flat indices [N] of its tokens (None: all)."""
     rows, columns = input_ids.shape
     device = input_ids.device
     real = torch.ones(rows, columns, dtype=torch.bool, device=device) if attention_mask is None else attention_mask > 0
     lengths = tuple(real.sum(1).tolist())
     if not rows or min(lengths) == 0:
         raise ValueError(f"attention_mask marks no token in row {lengths.index(0) if rows else 0}")
-    places = None if min(lengths) == columns else real.flatten().nonzero().squeeze(1)
+    indices = None if min(lengths) == columns else real.flatten().nonzero().squeeze(1)
 
     def kept(x: Tensor) -> Tensor:
-        return x.flatten() if places is None else x.flatten()[places]
+        return x.flatten() if indices is None else x.flatten()[indices]
 
     nothing = torch.empty(0, dtype=torch.long, device=device)
     batch = Ragged(
@@ -33,17 +33,17 @@ def from_padded(
         weight=0.0,
         segments=None if segments is None else kept(segments),
     )
-    return batch, places
+    return batch, indices
 
 
-def to_padded(x: Tensor, places: Tensor | None, shape: torch.Size) -> Tensor:
+def to_padded(x: Tensor, indices: Tensor | None, shape: torch.Size) -> Tensor:
     """Tokens [N, ...] back in their rectangle [B, T, ...], zeros elsewhere; the inverse of `from_padded`."""
-    if places is not None:
-        x = x.new_zeros(shape.numel(), *x.shape[1:]).index_copy(0, places, x)
+    if indices is not None:
+        x = x.new_zeros(shape.numel(), *x.shape[1:]).index_copy(0, indices, x)
     return x.unflatten(0, tuple(shape))
 
 
-def given(input_ids: Tensor | None) -> Tensor:
+def require_input_ids(input_ids: Tensor | None) -> Tensor:
     """`input_ids`, which a call without `batch` must have."""
     if input_ids is None:
         raise ValueError("a model call needs input_ids or batch")
