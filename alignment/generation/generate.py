@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.load import check_vocabulary
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.generation.beam_search import BeamConfig, beam_search
 from alignment.generation.decode import decode_responses
 from alignment.generation.sampling import SamplingConfig
@@ -26,7 +27,7 @@ class Generation:
 
 def generate(
     model: GenerativeModel,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     prompts: Sequence[str | Sequence[Mapping[str, str]]],
     *,
     max_new_tokens: int = 64,
@@ -106,7 +107,7 @@ def decoding_config(
 
 def _generate(
     model: GenerativeModel,
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     prompts: Sequence[str | Sequence[Mapping[str, str]]],
     config: SamplingConfig | BeamConfig,
     batch_size: int,

@@ -5,6 +5,7 @@ from typing import Any
 
 from alignment.data.text.chat import prompt_ids
 from alignment.data.text.encoding import naming_panics
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
 from alignment.models.protocols import GenerativeModel
 
@@ -39,7 +40,7 @@ def start_token_of(model: GenerativeModel) -> int | None:
     return start_token_id(model.config) if start is None else start
 
 
-def source_ids(tokenizer: Any, texts: Sequence[Any]) -> list[list[int]]:
+def source_ids(tokenizer: Tokenizer, texts: Sequence[Any]) -> list[list[int]]:
     """Ids of texts for an encoder, with the special tokens that its tokenizer adds (T5: the end token).
 
     Special tokens written in a text become those tokens, unlike in a decoder's prompt: T5's sentinels mark the gaps
@@ -61,7 +62,7 @@ def source_ids(tokenizer: Any, texts: Sequence[Any]) -> list[list[int]]:
     return encoded
 
 
-def read_prompts(tokenizer: Any, prompts: Sequence[Any], start_token: int | None) -> list[list[int]]:
+def read_prompts(tokenizer: Tokenizer, prompts: Sequence[Any], start_token: int | None) -> list[list[int]]:
     """Ids of prompts for a decoder, or for an encoder where responses begin with a start token.
 
     Raises:
@@ -82,11 +83,11 @@ def read_prompts(tokenizer: Any, prompts: Sequence[Any], start_token: int | None
     return source_ids(tokenizer, prompts)
 
 
-def response_text(tokenizer: Any, tokens: Sequence[int], ended: bool) -> str:
+def response_text(tokenizer: Tokenizer, tokens: Sequence[int], ended: bool) -> str:
     """Text of a decoder's response, without its stop token."""
     return tokenizer.decode(list(tokens[:-1] if ended else tokens), skip_special_tokens=False)
 
 
-def target_text(tokenizer: Any, tokens: Sequence[int]) -> str:
+def target_text(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
     """Text of an encoder-decoder's response without special tokens, as transformers' pipelines show it."""
     return tokenizer.decode(list(tokens), skip_special_tokens=True)

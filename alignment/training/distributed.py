@@ -64,22 +64,22 @@ class ProcessGroup:
         if self.size == 1:
             return [values]
         local = torch.tensor(values, dtype=torch.float64, device=self.device)
-        gathered = [torch.empty_like(local) for _ in range(self.size)]
-        dist.all_gather(gathered, local)
-        return torch.stack(gathered).tolist()
+        by_rank = [torch.empty_like(local) for _ in range(self.size)]
+        dist.all_gather(by_rank, local)
+        return torch.stack(by_rank).tolist()
 
     def gather_objects(self, value: T) -> list[T]:
         """A picklable value of every rank, in order of rank, on every rank. Slow; for checkpoints and messages."""
         if self.size == 1:
             return [value]
-        gathered: list[Any] = [None] * self.size
-        dist.all_gather_object(gathered, value)
-        return gathered
+        by_rank: list[Any] = [None] * self.size
+        dist.all_gather_object(by_rank, value)
+        return by_rank
 
     def broadcast_object(self, value: T | None) -> T:
         """Rank 0's picklable value, on every rank; what other ranks pass is ignored."""
-        gathered: list[Any] = self.gather_objects(value if self.is_main else None)
-        return gathered[0]
+        by_rank: list[Any] = self.gather_objects(value if self.is_main else None)
+        return by_rank[0]
 
     def barrier(self) -> None:
         """Wait until every rank has reached this call."""

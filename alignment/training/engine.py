@@ -123,8 +123,8 @@ class Engine:
             for batch in term.micro_batches
             if not isinstance(batch, ZeroWeightBatch)
         )
-        gathered = self.process_group.gather([*weights, *counts, float(tokens)])
-        columns = list(zip(*gathered, strict=True))
+        by_rank = self.process_group.gather([*weights, *counts, float(tokens)])
+        columns = list(zip(*by_rank, strict=True))
         totals = [math.fsum(column) for column in columns]
         for position, term in enumerate(terms):
             label = f"term {position} ({term.name or 'unnamed'}) of update {self.step + 1}"

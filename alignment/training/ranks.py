@@ -62,12 +62,12 @@ def compare_ranks(values: Mapping[str, object]) -> None:
     Raises:
         UserError: every difference to rank 0, with the rank; on every rank.
     """
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, values)
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, values)
     raise_all(
         f"rank {rank} has not what rank 0 has: {line}; give all ranks the same config, data and version of the library"
-        for rank, theirs in enumerate(gathered)
-        for line in differences(gathered[0], theirs)
+        for rank, theirs in enumerate(by_rank)
+        for line in differences(by_rank[0], theirs)
     )
 
 

@@ -1,4 +1,4 @@
-"""Settings of every training loop; those of the optimizer are in optim.py."""
+"""Settings of every training loop. The optimizer's settings are in optim.py."""
 
 import math
 from dataclasses import dataclass, field

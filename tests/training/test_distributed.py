@@ -1,4 +1,4 @@
-"""The world that a launcher asks for: settings that are not honored are refused by name."""
+"""The process group that a launcher asks for: settings that are not honored are refused by name."""
 
 import pytest
 
@@ -14,7 +14,7 @@ from alignment.training.distributed import init_distributed
         ("ignored_modules", "head"), ("state_dict_type", "LOCAL_STATE_DICT"), ("version", "1"),
     ],
 )  # fmt: skip
-def test_a_setting_of_the_launch_file_that_is_not_honoured_is_refused_by_name(monkeypatch, name, value):
+def test_a_setting_of_the_launch_file_that_is_not_honored_is_refused_by_name(monkeypatch, name, value):
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     monkeypatch.setenv("FSDP_VERSION", "2")
     monkeypatch.setenv(f"FSDP_{name.upper()}", value)

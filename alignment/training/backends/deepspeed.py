@@ -62,7 +62,7 @@ class DeepSpeedBackend:
     def full_state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
         for name, value in self.unwrapped.state_dict(keep_vars=True).items():
-            with self._gathered_parameters([value]):  # one at a time: together they might not fit on one device
+            with self._full_tensors([value]):  # one at a time: together they might not fit on one device
                 if self.process_group.is_main:
                     state[name] = value.detach().cpu().clone()
         for name, value in state.items():
@@ -72,7 +72,7 @@ class DeepSpeedBackend:
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
         with (
-            self._gathered_parameters(list(self.unwrapped.parameters())),
+            self._full_tensors(list(self.unwrapped.parameters())),
             self._without_module_hooks(),
             self.autocast(),
         ):
@@ -96,7 +96,7 @@ class DeepSpeedBackend:
             raise UserError(f"{directory / TAG}: DeepSpeed could not read its files; was the number of ranks changed?")
 
     @contextmanager
-    def _gathered_parameters(self, tensors: list[Tensor]) -> Iterator[None]:
+    def _full_tensors(self, tensors: list[Tensor]) -> Iterator[None]:
         """While open, these tensors are whole on every rank. Below stage 3, and if they are buffers, they always are."""
         import deepspeed
 

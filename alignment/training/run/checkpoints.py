@@ -280,7 +280,7 @@ def process_group_of(engines: Engines) -> ProcessGroup:
 
 
 def _named(engines: Engines) -> dict[str, Engine]:
-    """Engines by the subdirectory of their files; those of a single engine are in the checkpoint itself."""
+    """Engines by the subdirectory of their files; a single engine's files are in the checkpoint itself."""
     return {"": engines} if isinstance(engines, Engine) else dict(engines)
 
 

@@ -151,7 +151,7 @@ def _commit(package: Path) -> str | None:
 
 
 def _strings(value: object, key: str = "") -> Iterator[tuple[str, str]]:
-    """Every string in a config with its dotted key, except those of resumable keys."""
+    """Every string in a config with its dotted key, except under resumable keys."""
     if isinstance(value, str):
         yield key, value
     elif isinstance(value, dict):

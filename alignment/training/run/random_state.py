@@ -11,7 +11,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """States of the global generators of Python, NumPy and torch, those of its devices included."""
+    """States of the global generators of Python, NumPy and torch, on the CPU and on all devices."""
     kind, words, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
@@ -36,13 +36,13 @@ def set_random_state(state: Mapping[str, Any]) -> None:
 
 
 def generator_states() -> list[str]:
-    """States of torch's global generators, those of its devices included: the ones that models use."""
+    """States of torch's global generators on the CPU and all devices, which are the ones that models use."""
     state = random_state()
     return [state["torch"], *state["cuda"]]
 
 
 def rank_seed(seed: int, rank: int) -> int:
-    """A seed for one rank's global generator, independent of those of other ranks and other seeds."""
+    """A seed for one rank's global generator, independent of other ranks and other seeds."""
     return int(np.random.SeedSequence([seed, rank]).generate_state(1, np.uint64)[0])
 
 
