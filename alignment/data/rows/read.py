@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar, get_args
+from typing import Generic, Literal, Protocol, TypeVar, get_args
 
 from alignment.data.rows.fields import BadRow
 from alignment.data.rows.files import RawRow, hub_source, read_raw
@@ -262,13 +262,6 @@ def _check_columns(name: str, kind: Kind, columns: dict[str, str], found: list[s
         if theirs not in found:
             problems.append(f"{name}: data.columns.{ours}={theirs}: no such column; {suggest(theirs, found)}")
     raise_all(problems)
-
-
-def _renamed(row: dict[str, Any], columns: dict[str, str]) -> dict[str, Any]:
-    if not columns:
-        return row
-    ours = {name: row[theirs] for name, theirs in columns.items() if theirs in row}
-    return {**{key: value for key, value in row.items() if key not in columns.values()}, **ours}
 
 
 def prompt_key(record: Record) -> str:

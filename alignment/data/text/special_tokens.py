@@ -82,12 +82,12 @@ def special_token_template(tokenizer: Tokenizer) -> SpecialTokenTemplate:
         UserError: the tokenizer is not a fast one; only those report which text a token comes from.
     """
     one, two = _encoding(tokenizer, "a"), _encoding(tokenizer, "a", "a")
-    begin, end = _range_of(0, one.sequence_ids)
+    only, end = _range_of(0, one.sequence_ids)
     (first, last), (start, stop) = _range_of(0, two.sequence_ids), _range_of(1, two.sequence_ids)
     types = two.type_ids
     separator_type = types[last] if start > last else types[first]
     return SpecialTokenTemplate(
-        prefix=one.ids[:begin],
+        prefix=one.ids[:only],
         suffix=one.ids[end:],
         pair_prefix=two.ids[:first],
         separator=two.ids[last:start],

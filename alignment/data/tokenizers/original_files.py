@@ -81,7 +81,7 @@ def load_wordpiece(path: Path) -> Tokenizer:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from error
     pieces = [piece.removesuffix("\r") for piece in pieces]
     ids = {piece: number for number, piece in enumerate(pieces)}
-    _require_marks(ids, path)
+    _require_special_tokens(ids, path)
     if len(ids) < len(pieces):
         twice = next(piece for number, piece in enumerate(pieces) if ids[piece] != number)
         raise UserError(f"{path}:{pieces.index(twice) + 1}: {twice!r} stands in the vocabulary twice; ids would be off")
@@ -89,7 +89,7 @@ def load_wordpiece(path: Path) -> Tokenizer:
     return _named(wrap_bert(bert_pipeline(tokenizers.Tokenizer(model), lowercase=_is_folded(pieces))), path)
 
 
-def _require_marks(ids: dict[str, int], path: Path) -> None:
+def _require_special_tokens(ids: dict[str, int], path: Path) -> None:
     missing = [mark for mark in BERT_TOKENS if mark not in ids]
     if missing:
         raise UserError(f"{path}: {', '.join(missing)} is missing, so it is not BERT's; save tokenizer.json instead")
@@ -214,8 +214,8 @@ def _wrap_sentencepiece(tokenizer: "tokenizers.Tokenizer", model: Any) -> Tokeni
         own = [piece for piece, kind in kinds.items() if kind == USER_DEFINED]
         tokenizer.add_tokens([AddedToken(piece, normalized=False) for piece in own])
     if all(mark in kinds for mark in BERT_TOKENS[2:]) and spec.pad_id >= 0:
-        marks = (model.pieces[spec.pad_id].piece, spec.unk_piece, *BERT_TOKENS[2:])
-        return wrap_bert(tokenizer, marks, clean_up=False)
+        special = (model.pieces[spec.pad_id].piece, spec.unk_piece, *BERT_TOKENS[2:])
+        return wrap_bert(tokenizer, special, clean_up=False)
     names = {"bos_token": spec.bos_id, "eos_token": spec.eos_id, "pad_token": spec.pad_id, "unk_token": spec.unk_id}
     return wrap(
         tokenizer,

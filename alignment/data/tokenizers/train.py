@@ -194,12 +194,12 @@ def _in_order(tokenizer: "tokenizers.Tokenizer") -> Any:
     from tokenizers import models
 
     vocabulary = [(piece, round(score, 6)) for piece, score in json.loads(tokenizer.to_str())["model"]["vocab"]]
-    marks, pieces = vocabulary[: len(T5_TOKENS)], vocabulary[len(T5_TOKENS) :]
+    special, pieces = vocabulary[: len(T5_TOKENS)], vocabulary[len(T5_TOKENS) :]
     lowest = min(score for _, score in pieces)
     reach = lowest + 1e-4 * sum(len(piece) == 1 for piece, _ in pieces)
     levelled = [(piece, lowest if len(piece) == 1 and score <= reach else score) for piece, score in pieces]
     ordered = sorted(levelled, key=lambda item: (-item[1], item[0]))
-    return models.Unigram(vocab=[*marks, *ordered], unk_id=T5_TOKENS.index("<unk>"), byte_fallback=False)
+    return models.Unigram(vocab=[*special, *ordered], unk_id=T5_TOKENS.index("<unk>"), byte_fallback=False)
 
 
 def byte_tokenizer(texts: Iterable[str] = (), *, sentinels: int = 125) -> Tokenizer:
