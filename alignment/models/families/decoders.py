@@ -14,21 +14,21 @@ LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
 def activation_problems(name: Any, key: str = "hidden_act") -> list[str]:
-    """A problem where there is no such activation."""
+    """One message if there is no activation of this name."""
     return [] if name in ACTIVATIONS else [f"config.json: {key} {name!r} is not one of {', '.join(ACTIVATIONS)}"]
 
 
 def grouped_attention(
     config: Mapping[str, Any], value: Mapping[str, Any], bias: bool, output_bias: bool, **more: Any
 ) -> tuple[AttentionSpec, list[str]]:
-    """Causal attention with rotary positions from Llama's keys, and the problems found.
+    """Causal attention with rotary positions from a config with Llama's keys, and the problems found.
 
     Args:
         config: as read, for the rotary keys.
         value: `hidden_size`, `num_attention_heads`, `num_key_value_heads`, `head_dim`, `max_position_embeddings` and,
             where the family has it, `attention_dropout`.
-        more: further fields of the specification, and arguments of `read_rotary`. Without `partial`, turning only a
-            part of a head is not something the family does.
+        more: further fields of the specification, and arguments of `read_rotary`. Without `partial`, a config that
+            rotates only a part of each head is a problem.
     """
     heads, shared, width = value["num_attention_heads"], value["num_key_value_heads"], value["hidden_size"]
     shared = heads if shared is None else shared
@@ -51,7 +51,7 @@ def grouped_attention(
 def llama_like(
     value: Mapping[str, Any], attention: AttentionSpec, blocks: tuple[BlockSpec, ...], norm: NormSpec, **more: Any
 ) -> TransformerSpec:
-    """A decoder with nothing added to its embeddings, from Llama's keys; `more` are further fields."""
+    """A decoder without position embeddings from Llama's keys; `more` are further fields of the specification."""
     longest = value["max_position_embeddings"]
     rotary = attention.rotary
     return TransformerSpec(
@@ -69,12 +69,12 @@ def llama_like(
 def windows(
     value: Mapping[str, Any], window: int | None, slides: Callable[[int], bool]
 ) -> tuple[list[int | None], list[str]]:
-    """The sliding window of each layer, None where it sees everything, and the problems found.
+    """The sliding window of each layer, None for full attention, and the problems found.
 
     Args:
-        value: `num_hidden_layers` and `layer_types`, which wins where it is there.
-        window: places a sliding layer sees.
-        slides: the family's rule for a layer, counted from 0.
+        value: `num_hidden_layers` and `layer_types`; the latter has precedence over `slides`.
+        window: number of positions that a sliding layer attends to.
+        slides: the family's default, layer index -> whether it has the window.
     """
     count, types = value["num_hidden_layers"], value["layer_types"]
     if not isinstance(count, int) or not isinstance(types, list | None):

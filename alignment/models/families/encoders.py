@@ -1,4 +1,4 @@
-"""What the configs and files of many encoders share: the shape of a BERT, read-outs of its first token."""
+"""Parts that the configs and files of many encoders share: BERT's layers and classification heads."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,7 +17,7 @@ from alignment.models.layers import (
 )
 from alignment.models.transformer import TransformerSpec
 
-# BERT's keys and defaults; a family writes its own defaults over them.
+# Keys with BERT's defaults; other families override the defaults.
 BERT_KEYS = {
     "vocab_size": Key(int, 30522, 1),
     "hidden_size": Key(int, 768, 1),
@@ -34,13 +34,13 @@ BERT_KEYS = {
     "tie_word_embeddings": Key(bool, True),
 }
 
-# Notes of older converters, and what only transformers' own training loop asks for.
+# Keys of older converters, and of transformers' own training loop.
 BERT_HARMLESS = ("gradient_checkpointing", "output_past")
-# Beside these values the layers would look only back, or at distances.
+# Other values would mean causal attention or relative positions.
 ENCODER_FIXED = {"is_decoder": (False,), "position_embedding_type": ("absolute", None)}
-# Dropout of a new model is the run's to ask for.
+# A new model has no dropout unless the run's config sets it.
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-# Once saved as buffers.
+# Buffers in older files.
 POSITION_IDS = r"(\w+\.)?embeddings\.(position_ids|token_type_ids)"
 
 CLASSIFIER: tuple[Name, ...] = (
@@ -60,7 +60,7 @@ SPAN: tuple[Name, ...] = (
 
 
 def bert_blocks(stem: str) -> tuple[Name, ...]:
-    """The weight table of layers that are named as BERT's."""
+    """The weight table of layers with BERT's names."""
     return (
         (stem + "attention.self.query.weight",        "trunk.blocks.{}.attention.query.weight"),
         (stem + "attention.self.query.bias",          "trunk.blocks.{}.attention.query.bias"),
@@ -82,7 +82,7 @@ def bert_blocks(stem: str) -> tuple[Name, ...]:
 
 
 def bert_embeddings(prefix: str) -> tuple[Name, ...]:
-    """The weight table of embeddings that are named as BERT's."""
+    """The weight table of embeddings with BERT's names."""
     return (
         (prefix + "embeddings.word_embeddings.weight",        "trunk.embed.weight"),
         (prefix + "embeddings.position_embeddings.weight",    "trunk.positions.weight"),
@@ -93,7 +93,7 @@ def bert_embeddings(prefix: str) -> tuple[Name, ...]:
 
 
 def head_bias(prefix: str) -> Callable[[Mapping[str, Any]], tuple[Name, ...]]:
-    """The name of the language head's bias: of the decoder that acts, and once for both where they are tied."""
+    """The name of the language head's bias, which depends on whether the head is tied."""
 
     def lines(config: Mapping[str, Any]) -> tuple[Name, ...]:
         tied = config.get("tie_word_embeddings", True)
@@ -126,12 +126,12 @@ def classifier_dropout(config: Mapping[str, Any], key: str = "classifier_dropout
 
 
 def with_scalar(tasks: Mapping[str, Task]) -> dict[str, Task]:
-    """The tasks, and "scalar": the sequence classifier with one class."""
+    """The tasks with "scalar" added, which is the sequence classifier with one class."""
     return {**tasks, "scalar": tasks["sequence"]}
 
 
 def bert_problems(value: Mapping[str, Any]) -> list[str]:
-    """What is wrong with BERT's keys beyond single values."""
+    """Problems between BERT's keys."""
     heads, width = value["num_attention_heads"], value["hidden_size"]
     problems = activation_problems(value["hidden_act"])
     if not divides(heads, width):
@@ -140,7 +140,7 @@ def bert_problems(value: Mapping[str, Any]) -> list[str]:
 
 
 def bert_block(value: Mapping[str, Any]) -> BlockSpec:
-    """One layer, from BERT's keys."""
+    """The specification of one layer from BERT's keys."""
     heads = value["num_attention_heads"]
     head_dim = value["hidden_size"] // heads
     attention = AttentionSpec(
@@ -152,7 +152,7 @@ def bert_block(value: Mapping[str, Any]) -> BlockSpec:
 
 
 def bert_like(value: Mapping[str, Any], **more: Any) -> TransformerSpec:
-    """An encoder from BERT's keys; `more` are further fields or other values of these."""
+    """The specification of an encoder from BERT's keys; `more` are further or overriding fields."""
     norm, width, longest = (
         LayerNormSpec(value["layer_norm_eps"]),
         value["hidden_size"],

@@ -1,4 +1,4 @@
-"""What BLOOM, Falcon and GPT-NeoX share: matrices fused head by head, their token classifier, older names of keys."""
+"""Parts that BLOOM, Falcon and GPT-NeoX share: matrices fused head by head, token classifiers, legacy config keys."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -9,7 +9,7 @@ from alignment.models.layers import AttentionSpec
 
 
 def fused_by_key_head(name: str) -> dict[str, Callable[[Any], int]]:
-    """For `Family.interleaved`: rows of `name` are, key head by key head, its queries, the key and the value."""
+    """For `Family.interleaved`: `name` has, for each key head, the rows of its queries, of the key and of the value."""
 
     def groups(spec: Any) -> int:
         attention = spec.blocks[0].attention
@@ -20,26 +20,27 @@ def fused_by_key_head(name: str) -> dict[str, Callable[[Any], int]]:
 
 
 def dropped_token_task(hf_class: str, dropout: Callable[[Mapping[str, Any]], float]) -> Task:
-    """A token classifier whose layer is named `classifier` and reads its input after `dropout(config)`."""
+    """The task of a token classifier whose layer is named `classifier`, with dropout on its input."""
     names = (("classifier.weight", "head.output.weight"), ("classifier.bias", "head.output.bias"))
     return Task(hf_class, names, lambda config: ClassificationHeadSpec(labels_of(config), dropout=dropout(config)))
 
 
 def classifier_dropout(config: Mapping[str, Any]) -> float:
-    """`classifier_dropout`, or `hidden_dropout` where there is none: BLOOM's and Falcon's rule."""
+    """`classifier_dropout`, by default `hidden_dropout`, in BLOOM and Falcon."""
     own = config.get("classifier_dropout")
     return config.get("hidden_dropout", 0.0) if own is None else own
 
 
 def with_present_names(config: Mapping[str, Any], old_names: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
-    """The config with today's names of its keys, and a problem for each that is there under both and differs.
+    """The config with the present names of its keys, and a problem for each key whose two names have different values.
 
     Args:
-        old_names: old name -> today's.
+        config: a Hugging Face config.
+        old_names: legacy name -> present name.
     """
-    renamed = {key: value for key, value in config.items() if key not in old_names}
+    present = {key: value for key, value in config.items() if key not in old_names}
     problems = []
     for old, name in old_names.items():
-        if old in config and renamed.setdefault(name, config[old]) != config[old]:
-            problems.append(f"config.json: {old} = {config[old]!r} and {name} = {renamed[name]!r} are the same thing")
-    return renamed, problems
+        if old in config and present.setdefault(name, config[old]) != config[old]:
+            problems.append(f"config.json: {old} = {config[old]!r} and {name} = {present[name]!r} are the same thing")
+    return present, problems

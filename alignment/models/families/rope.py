@@ -1,4 +1,4 @@
-"""Rotary positions as configs write them: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+"""Rotary position settings of configs: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -24,8 +24,8 @@ ROPE_KEYS = (
 )
 PARTIAL = "partial_rotary_factor"
 ORIGINAL = "original_max_position_embeddings"
-# rope_type -> the numbers it needs, those it may have, and lists it needs
-KINDS: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
+# rope_type -> its required numbers, its optional numbers, its required lists
+ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] = {
     "default": ((), (), ()),
     "linear": (("factor",), (), ()),
     "dynamic": (("factor",), (ORIGINAL,), ()),
@@ -51,10 +51,11 @@ def read_rotary(
     """The rotary positions of a config, and the problems found.
 
     Args:
-        head_dim: coordinates of one head.
-        max_positions: `max_position_embeddings`; the original context where none is named.
+        config: a Hugging Face config.
+        head_dim: width of one head.
+        max_positions: `max_position_embeddings`, the original context length unless the config has another.
         theta, partial: the family's defaults.
-        parameters: the mapping to read, where a config has several (one per kind of layer); else its own.
+        parameters: the mapping to read, of a config with one per kind of layer; None: the config's only one.
     """
     problems = _shape_problems(config) if parameters is None else []
     if problems:
@@ -62,13 +63,13 @@ def read_rotary(
     found = parameters if parameters is not None else config.get("rope_parameters") or config.get("rope_scaling") or {}
     rope = {key: value for key, value in found.items() if value is not None}
     kind = rope.pop("rope_type", rope.pop("type", "default"))
-    rope.pop("type", None)  # old files carry both spellings
-    kind = "longrope" if kind == "su" else kind  # what Phi-3 first called it
+    rope.pop("type", None)  # older files have both keys
+    kind = "longrope" if kind == "su" else kind  # the first name of Phi-3's scaling
     theta = rope.pop("rope_theta", config.get("rope_theta", theta))
     partial = rope.pop(PARTIAL, config.get(PARTIAL, partial))
-    if kind not in KINDS:
+    if kind not in ROPE_TYPES:
         return RotarySpec(1.0, 2), [
-            f"config.json: rope_type {kind!r} is not one of {', '.join(KINDS)}{hint(str(kind), KINDS)}"
+            f"config.json: rope_type {kind!r} is not one of {', '.join(ROPE_TYPES)}{hint(str(kind), ROPE_TYPES)}"
         ]
     problems = _problems({"rope_theta": theta, PARTIAL: partial, **rope}, kind)
     width = 0 if problems else int(head_dim * partial)
@@ -76,11 +77,11 @@ def read_rotary(
         problems = [f"config.json: rotary positions turn pairs, so head_dim must be even, got {width} of {head_dim}"]
     if problems:
         return RotarySpec(1.0, 2), problems
-    # As transformers has it, what the config says beside the mapping goes before what the mapping says.
+    # By transformers' rule, a key of the config itself has precedence over the same key of the mapping.
     original = int(config.get(ORIGINAL) or rope.get(ORIGINAL) or max_positions)
     problems = [
         f"config.json: rope key {key} must have one number per pair, {width // 2}, not {len(rope[key])}"
-        for key in KINDS[kind][2]
+        for key in ROPE_TYPES[kind][2]
         if len(rope[key]) != width // 2
     ]
     return RotarySpec(float(theta), width, SCALINGS[kind](rope, original, max_positions, width)), problems
@@ -100,7 +101,7 @@ def _shape_problems(config: Mapping[str, Any]) -> list[str]:
 
 
 def _problems(rope: Mapping[str, Any], kind: str) -> list[str]:
-    needed, allowed, lists = KINDS[kind]
+    needed, allowed, lists = ROPE_TYPES[kind]
     own = ("rope_theta", PARTIAL)
     problems = [
         f"config.json: unknown rope key {key!r} for rope_type {kind!r}"
@@ -151,7 +152,7 @@ def _long(rope: Mapping[str, Any], original: int, max_positions: int, width: int
 SCALINGS: dict[str, Callable[[Mapping[str, Any], int, int, int], RotaryScaling | None]] = {
     "default": lambda rope, original, longest, width: None,
     "linear": lambda rope, original, longest, width: LinearScaling(rope["factor"]),
-    # As transformers has it, the context is max_position_embeddings, whatever else is named.
+    # By transformers' rule, the context is always max_position_embeddings.
     "dynamic": lambda rope, original, longest, width: DynamicScaling(rope["factor"], longest),
     "yarn": _yarn,
     "llama3": lambda rope, original, longest, width: Llama3Scaling(
@@ -162,6 +163,6 @@ SCALINGS: dict[str, Callable[[Mapping[str, Any], int, int, int], RotaryScaling |
 
 
 def longest_document(rotary: RotarySpec, max_positions: int) -> int:
-    """Tokens a document may have: a dynamic scaling goes on beyond `max_position_embeddings`."""
+    """Longest document in tokens; dynamic scaling extends `max_position_embeddings` by its factor."""
     scaling = rotary.scaling
     return int(max_positions * scaling.factor) if isinstance(scaling, DynamicScaling) else max_positions

@@ -95,7 +95,7 @@ GATED = (  # takes the place of wi where there is a gate
 
 
 def _weights(table: tuple[tuple[str, str], ...]) -> tuple[Name, ...]:
-    """The table's lines in full; an encoder that stands alone, under a classifier of tokens, is our `trunk`."""
+    """The full lines of a table; the encoder of a token classifier, which has no decoder, is our `trunk`."""
     alone = tuple((hf, ours.replace("encoder.", "trunk.", 1)) for hf, ours in table if ours.startswith("encoder."))
     return tuple((f"transformer.{hf}.weight", f"{ours}.weight") for hf, ours in (*table, *alone))
 
@@ -109,7 +109,7 @@ CLASSIFIER: tuple[Name, ...] = (
 
 
 def gated_names(config: Mapping[str, Any]) -> tuple[Name, ...]:
-    """The lines that a gate in the feed-forward changes."""
+    """The lines that replace others if the feed-forward is gated."""
     return _weights(GATED) if str(config.get("feed_forward_proj", "relu")).startswith("gated-") else ()
 
 
@@ -127,7 +127,7 @@ def spec_from_config(config: dict[str, Any]) -> EncoderDecoderSpec:
 
 
 def read_t5(config: dict[str, Any], keys: Mapping[str, Key]) -> tuple[dict[str, Any], list[str]]:
-    """The values of `keys` and the problems found, those between keys included."""
+    """The values of `keys` and all problems, also those between keys."""
     value, problems = read_keys(config, keys, harmless=HARMLESS, fixed=FIXED, by_hand=DERIVED)
     if problems:
         return value, problems
@@ -225,7 +225,7 @@ def _feedforward(value: Mapping[str, Any]) -> PlainFeedForwardSpec | GatedFeedFo
 
 
 def _own_head(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The config of a file whose head is not its token table."""
+    """The config of a file, with an untied head if the file has one."""
     if not head_differs(tensors):
         return config
     scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
@@ -233,7 +233,7 @@ def _own_head(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str
 
 
 def head_differs(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether a file holds a head that is not its token table. Configs saved since transformers 5 deny it."""
+    """Whether a file has a head that differs from its token table; configs saved by transformers 5 do not tell."""
     head, table = tensors.get("lm_head.weight"), tensors.get("shared.weight")
     return head is not None and table is not None and not torch.equal(head, table)
 
