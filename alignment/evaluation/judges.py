@@ -3,7 +3,6 @@
 Rates and intervals are in winrate.py. No judge here calls a service.
 """
 
-import gzip
 import json
 import math
 from collections.abc import Callable, Sequence
@@ -11,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from alignment.data.rows.files import jsonl_rows
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.winrate import LOSS, TIE, WIN, Verdict, WinRate, merge_orders, win_rate
 from alignment.files import write_text
@@ -145,59 +145,47 @@ def file_judge(path: Path) -> Judge:
     Raises:
         UserError: rows that are not of this form, or two different verdicts on one pair, with file:line.
     """
-    verdicts: dict[tuple[str, str, str], tuple[int, Verdict]] = {}
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: cannot read the verdicts: no such file")
+    verdicts: dict[tuple[str, str, str], tuple[str, Verdict]] = {}
     problems: list[str] = []
-    for line, text in enumerate(_lines(Path(path)), start=1):
-        if not text.strip():
+    for row in jsonl_rows(path):
+        if row.values is None:
+            problems.append(row.problem)
             continue
-        row, problem = _parse_row(text)
-        if row is None:
-            problems.append(f"{path}:{line}: {problem}")
+        if problem := _row_problem(row.values):
+            problems.append(f"{row.location}: {problem}")
             continue
-        key = (row["id"], row["first"], row["second"])
-        earlier_line, earlier = verdicts.setdefault(key, (line, row["verdict"]))
-        if earlier != row["verdict"]:
-            problems.append(
-                f"{path}:{line}: id {row['id']!r} has verdict {row['verdict']}, but {earlier} in line {earlier_line}"
-            )
+        name, verdict = row.values["id"], _as_verdict(row.values["verdict"])
+        key = (name, row.values["first"], row.values["second"])
+        earlier_location, earlier = verdicts.setdefault(key, (row.location, verdict))
+        if earlier != verdict:
+            problems.append(f"{row.location}: id {name!r} has verdict {verdict}, but {earlier} in {earlier_location}")
     if not verdicts and not problems:
         problems.append(f"{path}: no verdicts in this file")
     raise_all(problems)
 
     def judge(prompts: Sequence["Prompt"], first: Sequence[str], second: Sequence[str]) -> list[Verdict]:
         keys = ((prompt.row_id, a, b) for prompt, a, b in zip(prompts, first, second, strict=True))
-        return [verdicts.get(key, (0, None))[1] for key in keys]
+        return [verdicts.get(key, ("", None))[1] for key in keys]
 
     return judge
 
 
-def _lines(path: Path) -> list[str]:
-    """Lines of a text file, compressed or not."""
-    try:
-        data = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        return data.decode("utf-8").split("\n")
-    except (OSError, EOFError) as error:
-        raise UserError(f"{path}: cannot read the verdicts: {error}") from error
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise UserError(f"{path}:{line}: not UTF-8 (byte {error.start}); save the file as UTF-8") from error
-
-
-def _parse_row(text: str) -> tuple[dict[str, Any] | None, str]:
-    """A row of verdicts, or None and what is wrong with it."""
-    try:
-        row = json.loads(text)
-    except json.JSONDecodeError as error:
-        return None, f"not JSON: {error.msg} at column {error.colno}"
-    if not isinstance(row, dict):
-        return None, f"expected an object, found {type(row).__name__}"
+def _row_problem(row: dict[str, Any]) -> str:
+    """What is wrong with a row of verdicts; empty where nothing is."""
     missing = [key for key in ("id", "first", "second", "verdict") if key not in row]
     if missing:
-        return None, f"no {', '.join(map(repr, missing))}; found {', '.join(map(repr, row))}"
+        return f"no {', '.join(map(repr, missing))}; found {', '.join(map(repr, row))}"
     wrong = [key for key in ("id", "first", "second") if not isinstance(row[key], str)]
     if wrong:
-        return None, f"{', '.join(map(repr, wrong))} must be text"
+        return f"{', '.join(map(repr, wrong))} must be text"
     verdict = row["verdict"]
     if isinstance(verdict, bool) or verdict not in (WIN, TIE, LOSS, None):
-        return None, f"'verdict' must be 1, 0.5, 0 or null, found {verdict!r}"
-    return {**row, "verdict": None if verdict is None else float(verdict)}, ""
+        return f"'verdict' must be 1, 0.5, 0 or null, found {verdict!r}"
+    return ""
+
+
+def _as_verdict(value: float | None) -> Verdict:
+    return None if value is None else float(value)

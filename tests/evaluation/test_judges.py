@@ -114,11 +114,11 @@ def test_broken_rows_are_all_named_with_file_and_line(tmp_path):
         file_judge(path)
     lines = str(caught.value).splitlines()
     assert [line.removeprefix(f"{path}:").split(":")[0] for line in lines] == ["2", "3", "4", "5", "6", "7", "8"]
-    assert "'first', 'second'" in lines[2] and "but 1.0 in line 1" in lines[-1]
+    assert "'first', 'second'" in lines[2] and f"but 1.0 in {path}:1" in lines[-1]
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [(None, "cannot read"), (b"", "no verdicts"), (b"\n{\xff", r":2: not UTF-8")]
+    ("content", "message"), [(None, "cannot read"), (b"", "no verdicts"), (b"\n{\xff", r":2: .*not UTF-8")]
 )
 def test_files_that_hold_no_verdicts_are_refused(tmp_path, content, message):
     path = tmp_path / "verdicts.jsonl"

@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from alignment.errors import UserError
+from alignment.data.rows.files import jsonl_rows
+from alignment.errors import UserError, raise_all
 from alignment.evaluation.report.page import ReportData, Sample, SampleResponse, StageRecord, write_report
 from alignment.files import hash_of
 
@@ -18,21 +19,13 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     """Rows of a run's JSON-lines log; none where there is no file. A last line cut short by a crash is left out.
 
     Raises:
-        UserError: a broken line before the last, with file:line.
+        UserError: broken lines before the last, with file:line.
     """
-    if not path.exists():
-        return []
-    rows = []
-    lines = path.read_text(encoding="utf-8").split("\n")
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise UserError(f"{path}:{number}: not JSON: {error.msg} at column {error.colno}") from error
-    return rows
+    rows = list(jsonl_rows(path)) if path.exists() else []
+    if rows and rows[-1].values is None and not path.read_bytes().endswith(b"\n"):
+        rows.pop()
+    raise_all(row.problem for row in rows if row.values is None)
+    return [row.values for row in rows if row.values is not None]
 
 
 def read_stage_record(directory: Path, seconds: float | None = None) -> StageRecord:
