@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alignment.data.rows.files import jsonl_rows
+from alignment.data.rows.files import json_line_rows
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.winrate import LOSS, TIE, WIN, Verdict, WinRate, merge_orders, win_rate
 from alignment.files import write_text
@@ -150,7 +150,7 @@ def file_judge(path: Path) -> Judge:
         raise UserError(f"{path}: cannot read the verdicts: no such file")
     verdicts: dict[tuple[str, str, str], tuple[str, Verdict]] = {}
     problems: list[str] = []
-    for row in jsonl_rows(path):
+    for row in json_line_rows(path):
         if row.values is None:
             problems.append(row.problem)
             continue

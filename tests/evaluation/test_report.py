@@ -21,7 +21,7 @@ from alignment.evaluation.report.page import (
     format_duration,
     write_report,
 )
-from alignment.evaluation.report.run_report import read_log, read_stage_record, write_run_report
+from alignment.evaluation.report.run_report import read_log_rows, read_stage_record, write_run_report
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 ATTACK = '<script>alert("x")</script><img src=x onerror=alert(1)>'
@@ -220,10 +220,10 @@ def test_a_run_reports_on_itself(run_folder):
 
 def test_a_line_cut_short_by_a_crash_is_left_out_but_a_broken_one_is_named(run_folder):
     path = run_folder / "metrics.jsonl"
-    assert [row["step"] for row in read_log(path)] == [1, 2]
+    assert [row["step"] for row in read_log_rows(path)] == [1, 2]
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
-        read_log(path)
+        read_log_rows(path)
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path):

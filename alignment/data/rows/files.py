@@ -58,7 +58,7 @@ def read_raw(source: str, split: str = "train") -> Iterator[RawRow]:
         raise UserError(f"{source}: cannot tell the format by its name; expected one of {', '.join(SUFFIXES)}")
     if suffix == ".parquet":
         return _parquet_rows(path)
-    return {".jsonl": jsonl_rows, ".json": _json_rows, ".csv": _csv_rows}[suffix.removesuffix(".gz")](path)
+    return {".jsonl": json_line_rows, ".json": _json_rows, ".csv": _csv_rows}[suffix.removesuffix(".gz")](path)
 
 
 def hub_source(source: str, split: str) -> tuple[str, str | None, str] | None:
@@ -72,7 +72,7 @@ def hub_source(source: str, split: str) -> tuple[str, str | None, str] | None:
     return found["name"], found["config"], found["split"] or split
 
 
-def jsonl_rows(path: Path) -> Iterator[RawRow]:
+def json_line_rows(path: Path) -> Iterator[RawRow]:
     """One JSON object per line. Decoded line by line, so that a broken byte costs one row only and is located."""
     offset = 0
     for number, line in enumerate(_binary_lines(path), start=1):

@@ -16,7 +16,7 @@ from alignment.evaluation.report.page import (
     WinRateRow,
     write_report,
 )
-from alignment.evaluation.report.run_report import read_log, read_stage_record
+from alignment.evaluation.report.run_report import read_log_rows, read_stage_record
 from alignment.evaluation.winrate import WinRate
 
 
@@ -45,7 +45,7 @@ def run(config: ReportConfig) -> Path:
     Raises:
         UserError: no results of a stage or of the evaluation.
     """
-    metrics = {name: read_log(Path(folder) / "metrics.jsonl") for name, folder in config.stages.items()}
+    metrics = {name: read_log_rows(Path(folder) / "metrics.jsonl") for name, folder in config.stages.items()}
     results = _read_results(config.evaluation)
     rows = summary_rows(results) if results else []
     data = ReportData(

@@ -7,7 +7,7 @@ from typing import Any
 
 import yaml
 
-from alignment.data.rows.files import jsonl_rows
+from alignment.data.rows.files import json_line_rows
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.report.page import ReportData, Sample, SampleResponse, StageRecord, write_report
 from alignment.files import hash_of
@@ -15,13 +15,13 @@ from alignment.files import hash_of
 SAMPLES_SHOWN = 8
 
 
-def read_log(path: Path) -> list[dict[str, Any]]:
+def read_log_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of a run's JSON-lines log; none where there is no file. A last line cut short by a crash is left out.
 
     Raises:
         UserError: broken lines before the last, with file:line.
     """
-    rows = list(jsonl_rows(path)) if path.exists() else []
+    rows = list(json_line_rows(path)) if path.exists() else []
     if rows and rows[-1].values is None and not path.read_bytes().endswith(b"\n"):
         rows.pop()
     raise_all(row.problem for row in rows if row.values is None)
@@ -52,8 +52,8 @@ def write_run_report(directory: Path) -> Path:
     record = read_stage_record(directory)
     data = ReportData(
         title=f"{directory.name}: {record.name}" if directory.name != record.name else record.name,
-        stages={record.name: read_log(directory / "metrics.jsonl")},
-        samples=[_sample(row) for row in read_log(directory / "samples.jsonl")[-SAMPLES_SHOWN:]],
+        stages={record.name: read_log_rows(directory / "metrics.jsonl")},
+        samples=[_sample(row) for row in read_log_rows(directory / "samples.jsonl")[-SAMPLES_SHOWN:]],
         lineage=[record],
     )
     return write_report(directory / "report.html", data)
