@@ -1,4 +1,4 @@
-"""Attention weights of every head, from the model's own layers; page.py draws them.
+"""Attention weights of every head, from the model's own layers; page.py renders them.
 
 Attention is linear in its values. Called with unit vectors as values, the very code that training runs, with its windows,
 caps, biases and kernels, returns its weights; nothing is computed here a second way.

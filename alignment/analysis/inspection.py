@@ -59,7 +59,7 @@ def write_attention(
 
 
 def load_any(source: str) -> Any:
-    """The model of a directory whatever its head: attention is the trunk's affair. An encoder-decoder keeps its own."""
+    """The model of a directory, with any head that it has; an encoder-decoder keeps its own class."""
     directory = find_directory(source)
     if is_adapter(directory):
         return load_reward_network(source) if is_scalar_adapter(directory) else load_model(source)

@@ -39,7 +39,7 @@ def forward_operations(spec: TransformerSpec, tokens: int) -> float:
 
 
 def block_operations(spec: BlockSpec, width: int, tokens: int) -> float:
-    """The same of one layer."""
+    """Floating-point operations of one layer."""
     attention = spec.attention
     if isinstance(attention, DisentangledSpec) or spec.cross is not None or spec.convolution is not None:
         raise ValueError("operations of cross-attention, disentangled attention and convolutions are not counted")

@@ -1,26 +1,21 @@
-"""The transformer stack: tensors through layers, Hugging Face directories in and out. No data and no losses here.
+"""The transformer stack: modules, and Hugging Face directories in and out. No data here.
 
 Where to read, in order; each step needs only those before it.
 
-1. `spec` says what an architecture is: frozen dataclasses of its parts, one by one. `spec_positions`, `spec_encoder_decoder` and
-   `spec_disentangled` hold those for places, encoder-decoders and DeBERTa. A part is chosen by the type of its
-   specification.
-2. The parts, each a small module with its formula and source: `norms`; `positions` (what is added to embeddings),
-   `rotary` (what turns queries and keys), `distance` (what is added to scores); `feedforward` and `experts`.
-3. `masks` knows who may see whom, and lays documents of unequal length side by side as rectangles. `attention` makes
-   queries, keys and values and asks a `sight` what to do with them; `sight` holds the ways to look, at whole documents or
-   from one new token over a `cache`; `cross` the same over an encoder's states; `disentangled` is DeBERTa's own way.
-4. `block` wires one layer: where the norms stand. `transformer` is the trunk: embed, blocks, norm. `viewing` builds what
-   each layer sees, once per forward, and `recompute` repeats layers in the backward pass instead of keeping them.
-5. `heads` are what sits on a trunk; `language` (decoders, masked encoders), `encoder_decoder` and `readers` (reward
-   models, classifiers, answer spans) are the models. `padded` turns rectangles into documents and back.
-6. `build` makes modules of specifications, `initial` draws their weights, `resize` makes small models of large ones.
-7. `families` turns a Hugging Face config into a specification and lists its weight names; a family is one file and one
-   line. `directory` reads files, `filed` brings their names up to date, `layout` cuts and joins their tensors, and
-   `checkpoint` brings all of it together, strictly. `external` and its three companions wrap transformers' own class
-   where we have no family; `llama2c` reads one foreign format.
+1. `layers`: the parts, one file each, the frozen spec that describes a part beside the module it builds. `norms`,
+   `position_embeddings` (added to embeddings), `rotary` (rotates queries and keys), `position_bias` (added to scores),
+   `feedforward`, `experts`.
+2. Attention: `attention` projects queries, keys and values and calls what its `attention_context` holds. `padded_layout`
+   pads documents to rectangles and masks them; `sdpa` attends inside documents, or from a new token to the `kv_cache`;
+   `cross_attention` attends to an encoder's states; `disentangled` is DeBERTa's. `block` wires one layer, and
+   `layer_contexts` makes all layers' contexts for one forward.
+3. `transformer` is the trunk: embed, blocks, norm. `activation_checkpointing` recomputes blocks in the backward pass.
+4. `heads` stand on a trunk. `native_model` is the base class of the models in `language_model`, `encoder_decoder` and
+   `classifiers`; `outputs` says what they return, `protocols` what callers may ask of them.
+5. `build` makes a model of a config, `init_weights` initializes it, `distill_init` starts a small one from a large one.
+6. `families` turns Hugging Face configs into specs and lists weight names, one file per family. `huggingface` reads and
+   writes checkpoints strictly; `external` wraps transformers' own class where there is no family.
 
 One path to follow through it all: `build.build_model({"model_type": "llama", ...})`, then
-`language.LanguageModel.forward(batch=...)`, `transformer.Transformer.forward`, `block.Block.forward`,
-`attention.Attention.forward`, `sight.look_at_documents`.
+`LanguageModel.forward(batch=...)`, `Transformer.forward`, `Block.forward`, `Attention.forward`, `PaddedAttention`.
 """

@@ -42,40 +42,40 @@ def empty_model(config: dict[str, Any], task: str) -> Any:
     family, config = family_of(config), dict(config)
     if task not in family.tasks:
         raise UserError(f"{family.name} has no head for {task!r}, only {', '.join(sorted(family.tasks))}")
-    readout = family.tasks[task].readout
-    if task == "scalar" and readout is not None:  # an encoder's: one class, read where all are
+    head_spec = family.tasks[task].readout
+    if task == "scalar" and head_spec is not None:  # an encoder's: one class, read where all are
         config |= {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
         task = "sequence"
     spec = family.spec_from_config(config)
     if isinstance(spec, EncoderDecoderSpec):
-        return encoder_decoder_model(spec, None if readout is None else readout(config), config, task)
+        return encoder_decoder_model(spec, None if head_spec is None else head_spec(config), config, task)
     trunk = spec.build()
     if task == "scalar":
         return ScalarModel(trunk, config)
     if task == "language" and spec.causal:
         return LanguageModel(trunk, _language_head(spec), config)
     if task in ("language", "next_sentence"):
-        next_sentence = None if readout is None else readout(config).build(spec.width)
+        next_sentence = None if head_spec is None else head_spec(config).build(spec.width)
         return MaskedLanguageModel(trunk, _language_head(spec), config, next_sentence)
-    assert readout is not None
-    read = readout(config)
+    assert head_spec is not None
+    classifier = head_spec(config)
     if task == "sequence":
-        assert read.pooling is not None
-        return SequenceClassifier(trunk, read.build(spec.output_width or spec.width), config, read.pooling)
-    return TokenClassifier(trunk, read.build(spec.output_width or spec.width), config, task)  # type: ignore[arg-type]
+        assert classifier.pooling is not None
+        return SequenceClassifier(trunk, classifier.build(spec.output_width or spec.width), config, classifier.pooling)
+    return TokenClassifier(trunk, classifier.build(spec.output_width or spec.width), config, task)  # type: ignore[arg-type]
 
 
 def encoder_decoder_model(
-    spec: EncoderDecoderSpec, read: ClassificationHeadSpec | None, config: dict[str, Any], task: str
+    spec: EncoderDecoderSpec, classifier: ClassificationHeadSpec | None, config: dict[str, Any], task: str
 ) -> Any:
     """An encoder-decoder with its head; a classifier of tokens has the encoder alone."""
     encoder = spec.encoder.build()
-    if task == "tokens" and read is not None:
-        return TokenClassifier(encoder, read.build(spec.encoder.width), config, "tokens")
+    if task == "tokens" and classifier is not None:
+        return TokenClassifier(encoder, classifier.build(spec.encoder.width), config, "tokens")
     decoder = spec.decoder.build()
-    if read is None:
+    if classifier is None:
         return Seq2SeqModel(encoder, decoder, _language_head(spec.decoder), config, spec)
-    return Seq2SeqClassifier(encoder, decoder, read.build(spec.decoder.width), config, spec, task=task)  # type: ignore[arg-type]
+    return Seq2SeqClassifier(encoder, decoder, classifier.build(spec.decoder.width), config, spec, task=task)  # type: ignore[arg-type]
 
 
 def _language_head(spec: TransformerSpec) -> VocabularyHead:

@@ -90,7 +90,7 @@ class Attention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """output(attend(query(x), ...)), the keys and values being those of an encoder's states.
+    """output(attend(query(x), ...)), with keys and values projected from an encoder's states.
 
     Source: Vaswani et al. 2017, arXiv:1706.03762, section 3.2.3.
     """

@@ -26,7 +26,7 @@ class CrossAttentionCache:
     def select(self, rows: Tensor) -> None:
         """Hold these rows from now on, in this order; a row may come more than once."""
         owners = self.owners[rows]
-        # Beams that change places have the same source: asking costs a GPU less than copying all that was read of it.
+        # Beams that are reordered have the same source: asking costs a GPU less than copying all that was read of it.
         if torch.equal(owners, self.owners):
             return
         self.owners = owners
@@ -106,7 +106,7 @@ class Cache:
             self.memory.select(rows)
 
     def reorder(self, rows: Tensor) -> None:
-        """Put row `rows[i]` at place i, for all places at once; a row may come several times, or not at all.
+        """Put row `rows[i]` at position i, for all rows at once; a row may come several times, or not at all.
 
         Beam search goes on this way: two beams may continue the same one. Only rows that change are copied, so a
         hypothesis that stays where it is costs nothing.

@@ -114,16 +114,16 @@ def _layout(
     lengths: Sequence[int], rectangles: Sequence[tuple[list[int], int]], device: torch.device | str
 ) -> PaddedLayout:
     """The layout with these rectangles: (documents, columns) each."""
-    begins = [0] * len(lengths)
-    begin = 0
+    firsts = [0] * len(lengths)
+    first = 0
     for rows, width in rectangles:
         for row in rows:
-            begins[row], begin = begin, begin + width
+            firsts[row], first = first, first + width
     starts = [0, *accumulate(lengths)]
-    shifts = torch.tensor(begins) - torch.tensor(starts[:-1])
+    shifts = torch.tensor(firsts) - torch.tensor(starts[:-1])
     tokens = torch.arange(starts[-1])
     slots = tokens + torch.repeat_interleave(shifts, torch.tensor(lengths))
-    source = torch.zeros(begin, dtype=torch.long).index_copy_(0, slots, tokens)
+    source = torch.zeros(first, dtype=torch.long).index_copy_(0, slots, tokens)
     groups = tuple((len(rows), width) for rows, width in rectangles)
     sizes = tuple(tuple(lengths[row] for row in rows) for rows, _ in rectangles)
     return PaddedLayout(groups, sizes, slots.to(device, non_blocking=True), source.to(device, non_blocking=True))
