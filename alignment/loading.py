@@ -9,7 +9,7 @@ import torch
 from alignment.adapters import is_adapter, load_adapter, read_base, read_revision
 from alignment.config.load import packaged_writer
 from alignment.data.text.chat import stop_token_ids
-from alignment.data.tokenizers.load import load_tokenizer as _load_tokenizer_directory
+from alignment.data.tokenizers.load import read_tokenizer_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import check_directory
@@ -97,7 +97,7 @@ def load_tokenizer(source: str) -> Tokenizer:
     directory = find_directory(source)
     if is_adapter(directory) and not (directory / "tokenizer.json").exists():
         directory = find_base(directory)
-    return _load_tokenizer_directory(directory)
+    return read_tokenizer_files(directory)
 
 
 def describe_stop_tokens(source: str, tokenizer: Tokenizer) -> str:

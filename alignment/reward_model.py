@@ -129,7 +129,7 @@ def load_reward_model(
 def _scores_whole_texts(config: dict[str, Any]) -> bool:
     """Whether a config is that of an encoder, which has one score for the text and none per token."""
     family = FAMILIES.get(str(config.get("model_type")))
-    return family is not None and "scalar" in family.tasks and family.tasks["scalar"].readout is not None
+    return family is not None and "scalar" in family.tasks and family.tasks["scalar"].head is not None
 
 
 def load_reward_network(source: str, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu") -> Any:

@@ -70,7 +70,7 @@ def write_attention_page(path: Path, title: str, texts: Sequence[tuple[str, Sequ
 def pictures(maps: Maps) -> list[list[Picture]]:
     """The heads of each layer."""
     return [
-        [Picture(layer, head, address_of(png(shades(each)))) for head, each in enumerate(weights)]
+        [Picture(layer, head, address_of(png(pixels(each)))) for head, each in enumerate(weights)]
         for layer, weights in maps.layers.items()
     ]
 
@@ -80,7 +80,7 @@ def cell_size(maps: Maps) -> int:
     return max(13, min(26, 900 // max(len(maps.columns), 1)))
 
 
-def shades(weights: Tensor) -> Tensor:
+def pixels(weights: Tensor) -> Tensor:
     """Weights [T, S] as grey from white (0) to black (1), bytes [T, S].
 
     The root of the weight is what darkens: 0.01 can be seen then, and 255 levels are finest among small weights.

@@ -103,7 +103,7 @@ def _only_rank(total: Tensor) -> Tensor:
 def whiten(
     values: Tensor, mask: Tensor, *, shift_mean: bool = True, reduce: Callable[[Tensor], Tensor] = _only_rank
 ) -> Tensor:
-    """Values scaled to variance 1 and, unless told otherwise, shifted to mean 0, over the slots that count.
+    """Values scaled to variance 1 and, unless `shift_mean` is False, shifted to mean 0, over the slots that count.
 
     whitened = (value - mean) / sqrt(variance + 1e-8)  [+ mean if not shift_mean]
 

@@ -42,7 +42,7 @@ def empty_model(config: dict[str, Any], task: str) -> Any:
     family, config = family_of(config), dict(config)
     if task not in family.tasks:
         raise UserError(f"{family.name} has no head for {task!r}, only {', '.join(sorted(family.tasks))}")
-    head_spec = family.tasks[task].readout
+    head_spec = family.tasks[task].head
     if task == "scalar" and head_spec is not None:  # an encoder's: one class, read where all are
         config |= {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
         task = "sequence"

@@ -15,7 +15,7 @@ from alignment import cli
 from alignment.adapters import LoRASpec, attach, save_adapter
 from alignment.analysis import attention_maps, encoder_decoder_attention_maps, write_attention
 from alignment.analysis.inspection import encoded, load_any, shown
-from alignment.analysis.page import Maps, address_of, png, shades, write_attention_page
+from alignment.analysis.page import Maps, address_of, pixels, png, write_attention_page
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.errors import UserError
 from alignment.loading import load_model, load_tokenizer
@@ -195,7 +195,7 @@ def test_each_source_wants_its_target(tokenizer, tmp_path):
 
 def test_shades_go_by_the_root_of_the_weight():
     # sqrt(0) = 0, sqrt(0.01) = 0.1 -> 25.5 -> 26 (to even), sqrt(0.25) = 0.5 -> 127.5 -> 128, sqrt(1) -> 255
-    assert shades(torch.tensor([[0.0, 0.01, 0.25, 1.0]])).tolist() == [[255, 229, 127, 0]]
+    assert pixels(torch.tensor([[0.0, 0.01, 0.25, 1.0]])).tolist() == [[255, 229, 127, 0]]
 
 
 def test_pictures_are_read_by_others():

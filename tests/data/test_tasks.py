@@ -45,7 +45,7 @@ from alignment.data.tasks.rows import (
     read_labeled,
     require_labels,
 )
-from alignment.data.tokenizers.load import load_tokenizer
+from alignment.data.tokenizers.load import read_tokenizer_files
 from alignment.data.tokenizers.train import train_bpe, train_tokenizer
 from alignment.errors import UserError
 from alignment.losses.classification import IGNORED
@@ -301,7 +301,7 @@ def test_running_text_is_prepared_for_every_objective_and_unknown_characters_cou
 
 @pytest.mark.real_data
 def test_every_xquad_answer_is_found_again(real_data):
-    tokenizer = load_tokenizer(real_data / "tokenizers" / "bert_uncased")
+    tokenizer = read_tokenizer_files(real_data / "tokenizers" / "bert_uncased")
     rows, counts = read_labeled(str(real_data / "xquad_en" / "xquad_en.jsonl.gz"), "question_answering")
     assert counts.kept == counts.rows == 948
     windows, _ = encode_questions(rows, tokenizer, 384, stride=128)
@@ -329,7 +329,7 @@ def test_every_xquad_answer_is_found_again(real_data):
 )
 def test_glue_rows_are_read_and_encoded_as_transformers_does(real_data, path, task, columns):
     file = real_data / f"{path}.jsonl.gz"
-    tokenizer = load_tokenizer(real_data / "tokenizers" / "bert_uncased")
+    tokenizer = read_tokenizer_files(real_data / "tokenizers" / "bert_uncased")
     config = DataConfig(train=str(file), columns=columns, max_length=512)
     prepared = prepare_labeled(config, task, tokenizer, encode_texts)
     examples, counts, names = prepared.examples, prepared.counts, prepared.names

@@ -48,9 +48,9 @@ def naive(layer: DisentangledAttention, x: Tensor, relative: Tensor) -> Tensor:
                 row = relative[min(max(int(place) + span, 0), 2 * span - 1)]
                 total = q[i] @ k[j]
                 if spec.content_to_position:
-                    total = total + q[i] @ (layer.key if shared else layer.place_key)(row)[own]
+                    total = total + q[i] @ (layer.key if shared else layer.position_key)(row)[own]
                 if spec.position_to_content:
-                    total = total + k[j] @ (layer.query if shared else layer.place_query)(row)[own]
+                    total = total + k[j] @ (layer.query if shared else layer.position_query)(row)[own]
                 scores[i, j] = total / (spec.head_dim * terms) ** 0.5
         mixed[:, own] = scores.softmax(-1) @ v
     return layer.output(mixed)

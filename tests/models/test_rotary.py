@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from alignment.models.families.rope import longest_document, read_rotary
 from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.models.layers import DynamicScaling, LongScaling, RotarySpec, YarnScaling
-from alignment.models.layers.rotary import Rotary, rotary_frequencies, rotate, stretched_frequencies
+from alignment.models.layers.rotary import Rotary, rotary_frequencies, rotate, scaled_frequencies
 from alignment.ragged import Ragged
 
 HEAD_WIDTH, LONGEST = 32, 256
@@ -78,7 +78,7 @@ def test_angles_equal_transformers_functions(name, partial, size):
     assert not problems and spec.width == 2 * pairs
     assert_close(cosines[:, 0], torch.cat([angles.cos(), angles.cos()], -1) * factor, atol=2e-4, rtol=0)
     assert_close(sines[:, 0], angles.sin() * factor, atol=2e-4, rtol=0)
-    own = stretched_frequencies(spec, torch.tensor([size]))[0] if name.startswith(("dyn", "long")) else None
+    own = scaled_frequencies(spec, torch.tensor([size]))[0] if name.startswith(("dyn", "long")) else None
     assert_close(rotary_frequencies(spec) if own is None else own, frequencies, rtol=2e-6, atol=0)
 
 
@@ -97,14 +97,14 @@ def test_dynamic_by_hand():
     # theta 100, W 4, twice as far as 10: at 15 the base is 100 * (2 * 1.5 - 1)^(4 / 2) = 400
     spec = RotarySpec(100.0, 4, DynamicScaling(2.0, 10))
     expected = torch.tensor([[1, 0.1], [1, 0.1], [1, 0.05]])
-    assert_close(stretched_frequencies(spec, torch.tensor([3, 10, 15])), expected)
+    assert_close(scaled_frequencies(spec, torch.tensor([3, 10, 15])), expected)
     assert_close(rotary_frequencies(spec), expected[0])
 
 
 def test_longrope_by_hand():
     spec = RotarySpec(100.0, 4, LongScaling((1.0, 2.0), (4.0, 5.0), 10, 1.0))
     expected = torch.tensor([[1, 0.05], [0.25, 0.02]])
-    assert_close(stretched_frequencies(spec, torch.tensor([10, 11])), expected)
+    assert_close(scaled_frequencies(spec, torch.tensor([10, 11])), expected)
     assert_close(rotary_frequencies(spec), expected[0])
 
 

@@ -11,7 +11,7 @@ from torch.testing import assert_close
 
 import alignment
 from alignment.adapters import LoRASpec, PrefixSpec, attach, disabled, load_adapter, save_adapter
-from alignment.data.tokenizers.load import load_tokenizer
+from alignment.data.tokenizers.load import read_tokenizer_files
 from alignment.errors import UserError
 from alignment.generation import generate
 from alignment.models.build import build_model, empty_model
@@ -414,7 +414,7 @@ def test_text_in_text_out_equals_transformers(name, beams, tmp_path):
     edit(tmp_path, lambda tensors: talkative(tensors, END[name]))
     theirs = theirs.from_pretrained(tmp_path).eval()
     tokenizer_with(**special).save_pretrained(tmp_path)
-    model, tokenizer = alignment.load_model(str(tmp_path)), load_tokenizer(tmp_path)
+    model, tokenizer = alignment.load_model(str(tmp_path)), read_tokenizer_files(tmp_path)
     assert model.source == "native"
     made = generate(model, tokenizer, PROMPTS, max_new_tokens=12, temperature=0.0, num_beams=beams)
     encoded = tokenizer(PROMPTS, return_tensors="pt", padding=True, padding_side="right")
@@ -433,7 +433,7 @@ def test_text_in_text_out_equals_transformers(name, beams, tmp_path):
 def test_log_probs_of_what_was_generated_are_those_of_training(tmp_path):
     written(tmp_path, "t5")
     tokenizer_with(end=1, pad=0).save_pretrained(tmp_path)
-    model, tokenizer = alignment.load_model(str(tmp_path)), load_tokenizer(tmp_path)
+    model, tokenizer = alignment.load_model(str(tmp_path)), read_tokenizer_files(tmp_path)
     made = alignment.generate(model, tokenizer, PROMPTS, max_new_tokens=8, seed=3)
     sources = tokenizer(PROMPTS)["input_ids"]
     targets = [[model.spec.start_token, *tokens] for tokens in made.token_ids]

@@ -165,7 +165,7 @@ def collate_for_objective(
     """
     match objective:
         case Causal():
-            return collate_uncorrupted
+            return collate_plain
         case Masked(masking=masking):
             return partial(collate_masked, masking=masking, mask_tokens=MaskTokens.of(tokenizer))
         case SentencePairs(masking=masking):
@@ -188,7 +188,7 @@ def collate_for_objective(
     return partial(collate_seq2seq, corrupt=corrupt, start_id=start_id)
 
 
-def collate_uncorrupted(rows: Sequence[SeededRow[Example]], micro_batch_tokens: int) -> list[Ragged]:
+def collate_plain(rows: Sequence[SeededRow[Example]], micro_batch_tokens: int) -> list[Ragged]:
     """Texts for causal language modeling, which uses no randomness of a row."""
     return collate([row.row for row in rows], micro_batch_tokens)
 

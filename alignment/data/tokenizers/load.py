@@ -17,7 +17,7 @@ UNUSED_KEY = "special_tokens_map_file"  # old directories name its author's own 
 LOADING_OPTIONS = ("is_local", "local_files_only")  # written by transformers; say nothing about the tokenizer
 
 
-def load_tokenizer(source: str | Path) -> Tokenizer:
+def read_tokenizer_files(source: str | Path) -> Tokenizer:
     """The tokenizer of a local directory: tokenizer.json and its neighbors, or its authors' own files.
 
     Those are GPT-2's pair (encoder.json + vocab.bpe, or vocab.json + merges.txt), BERT's vocab.txt, and a SentencePiece

@@ -12,7 +12,7 @@ from alignment.data.rows.records import Comparison, Kind, Record, Tally
 from alignment.data.text import chat
 from alignment.data.text.encoding import bos_id, control_strings
 from alignment.data.tokenize import PROMPT_CUT, RESPONSE_CUT, Example, PairExample, PromptExample
-from alignment.data.tokenizers.load import load_tokenizer
+from alignment.data.tokenizers.load import read_tokenizer_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.data.tools.show import show_example
 from alignment.errors import UserError
@@ -107,7 +107,7 @@ def _level(number: int, rows: int, share: float) -> str:
 def _tokenizer(tokenizer: str | Path | Tokenizer | None, template: str | Path | None) -> Tokenizer | None:
     if template is not None and tokenizer is None:
         raise UserError("--template needs --tokenizer: a template becomes ids only through a tokenizer")
-    loaded = load_tokenizer(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
+    loaded = read_tokenizer_files(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     if template is not None and loaded is not None:
         if not Path(template).is_file():
             raise UserError(f"{template}: no such template file")

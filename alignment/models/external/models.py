@@ -258,7 +258,7 @@ class ExternalClassifier(ExternalModel):
         *,
         batch: Ragged | None = None,
     ) -> ClassifierOutput:
-        """Class logits; those of tokens in a padded call are [B, T, C], zeros at padding."""
+        """Class logits; logits of tokens in a padded call are [B, T, C], zeros at padding."""
         if batch is not None:
             return ClassifierOutput(self._logits(batch).float())
         ragged, positions = from_padded(require_input_ids(input_ids), attention_mask, token_type_ids)

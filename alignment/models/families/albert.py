@@ -20,10 +20,10 @@ from alignment.models.families.encoders import (
     bert_problems,
     classifier_dropout,
     head_bias,
-    pooled_readout,
+    pooled_head,
     with_scalar,
 )
-from alignment.models.families.family import Family, Key, Task, labels_of, read_keys, span_readout
+from alignment.models.families.family import Family, Key, Task, num_labels, read_keys, span_head
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
 from alignment.models.layers import LayerNormSpec
 from alignment.models.transformer import ProjectionSpec, TransformerSpec
@@ -95,14 +95,14 @@ UNUSED_SENTENCE_ORDER = (r"sop_classifier\.classifier\.(weight|bias)",)
 UNUSED_BIAS = (r"predictions\.bias",)  # it does not act where the decoder, untied, has its own
 
 
-def sequence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of the pooled first token; whether two sentences stand in order is read likewise."""
-    return pooled_readout(config, "tanh", WIDTH, dropout=_dropout(config))
+    return pooled_head(config, "tanh", WIDTH, dropout=_dropout(config))
 
 
-def token_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def token_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of every token."""
-    return ClassificationHeadSpec(labels_of(config), dropout=_dropout(config))
+    return ClassificationHeadSpec(num_labels(config), dropout=_dropout(config))
 
 
 def _dropout(config: Mapping[str, Any]) -> float:
@@ -144,15 +144,15 @@ ALBERT = Family(
             "next_sentence": Task(
                 "AlbertForPreTraining",
                 (*PREDICTIONS, *SENTENCE_ORDER),
-                sequence_readout,
+                sequence_head,
                 other_heads=UNUSED_BIAS,
                 kept_by_new_head=POOLER,
             ),
             "sequence": Task(
-                "AlbertForSequenceClassification", POOLED_CLASSIFIER, sequence_readout, kept_by_new_head=POOLER
+                "AlbertForSequenceClassification", POOLED_CLASSIFIER, sequence_head, kept_by_new_head=POOLER
             ),
-            "tokens": Task("AlbertForTokenClassification", CLASSIFIER, token_readout, other_heads=UNUSED_POOLER),
-            "span": Task("AlbertForQuestionAnswering", SPAN, span_readout, other_heads=UNUSED_POOLER),
+            "tokens": Task("AlbertForTokenClassification", CLASSIFIER, token_head, other_heads=UNUSED_POOLER),
+            "span": Task("AlbertForQuestionAnswering", SPAN, span_head, other_heads=UNUSED_POOLER),
         }
     ),
     ignored_tensors=(POSITION_IDS,),

@@ -9,7 +9,7 @@ from typing import Any
 from alignment.errors import raise_all
 from alignment.models.encoder_decoder import EncoderDecoderSpec
 from alignment.models.families.decoders import activation_problems
-from alignment.models.families.family import Family, Key, Task, divides, labels_of, read_keys, span_readout
+from alignment.models.families.family import Family, Key, Task, divides, num_labels, read_keys, span_head
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
 from alignment.models.init_weights import InitSpec
 from alignment.models.layers import (
@@ -176,12 +176,12 @@ def _attention(value: Mapping[str, Any], side: str, *, causal: bool) -> Attentio
     return AttentionSpec(heads, heads, head_dim, scale, True, True, value["attention_dropout"], causal=causal)
 
 
-def _sequence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def _sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """A hidden layer and a linear one on what the decoder says at the end token."""
     transform = TransformSpec(config.get("d_model", KEYS["d_model"].default), "tanh", True)
     dropout = config.get("classifier_dropout", 0.0)
     return ClassificationHeadSpec(
-        labels_of(config, 3), transform, dropout=dropout, input_dropout=dropout, pooling="last"
+        num_labels(config, 3), transform, dropout=dropout, input_dropout=dropout, pooling="last"
     )
 
 
@@ -192,8 +192,8 @@ BART = Family(
     trunk_prefix="model.",
     tasks={
         "language": Task("BartForConditionalGeneration", LANGUAGE),
-        "sequence": Task("BartForSequenceClassification", CLASSIFIER, _sequence_readout),
-        "span": Task("BartForQuestionAnswering", SPAN, span_readout),
+        "sequence": Task("BartForSequenceClassification", CLASSIFIER, _sequence_head),
+        "span": Task("BartForQuestionAnswering", SPAN, span_head),
     },
     ignored_tensors=(r"(model\.)?(encoder|decoder)\.version",),
     tied_copies=(("model.encoder.embed_tokens.weight", "model.shared.weight"),),

@@ -21,11 +21,11 @@ from alignment.models.families.encoders import (
     bert_like,
     bert_problems,
     head_bias,
-    pooled_readout,
-    token_readout,
+    pooled_head,
+    token_head,
     with_scalar,
 )
-from alignment.models.families.family import Family, Key, Task, read_keys, span_readout
+from alignment.models.families.family import Family, Key, Task, read_keys, span_head
 from alignment.models.heads import ClassificationHeadSpec
 from alignment.models.transformer import TransformerSpec
 
@@ -70,14 +70,14 @@ UNUSED_NEXT_SENTENCE = (r"cls\.seq_relationship\.(weight|bias)",)
 UNUSED_BIAS = (r"cls\.predictions\.bias",)  # it does not act where the decoder, untied, has its own
 
 
-def sequence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of the pooled first token."""
-    return pooled_readout(config, "tanh")
+    return pooled_head(config, "tanh")
 
 
-def next_sentence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def next_sentence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Does B follow A (0), or does it not (1): from the pooled first token."""
-    return replace(pooled_readout(config, "tanh", dropout=0.0), outputs=2)
+    return replace(pooled_head(config, "tanh", dropout=0.0), outputs=2)
 
 
 def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
@@ -104,15 +104,15 @@ BERT = Family(
             "next_sentence": Task(
                 "BertForPreTraining",
                 (*PREDICTIONS, *NEXT_SENTENCE),
-                next_sentence_readout,
+                next_sentence_head,
                 other_heads=UNUSED_BIAS,
                 kept_by_new_head=POOLER,
             ),
             "sequence": Task(
-                "BertForSequenceClassification", POOLED_CLASSIFIER, sequence_readout, kept_by_new_head=POOLER
+                "BertForSequenceClassification", POOLED_CLASSIFIER, sequence_head, kept_by_new_head=POOLER
             ),
-            "tokens": Task("BertForTokenClassification", CLASSIFIER, token_readout, other_heads=UNUSED_POOLER),
-            "span": Task("BertForQuestionAnswering", SPAN, span_readout, other_heads=UNUSED_POOLER),
+            "tokens": Task("BertForTokenClassification", CLASSIFIER, token_head, other_heads=UNUSED_POOLER),
+            "span": Task("BertForQuestionAnswering", SPAN, span_head, other_heads=UNUSED_POOLER),
         }
     ),
     ignored_tensors=(POSITION_IDS,),

@@ -1,4 +1,4 @@
-"""DeBERTa v2 and v3: content and relative place attend apart; the larger v2 models have a convolution beside layer 1.
+"""DeBERTa v2 and v3: content and relative position attend apart; the larger v2 models have a convolution beside layer 1.
 
 Source: He et al. 2020, arXiv:2006.03654; He et al. 2021, arXiv:2111.09543; transformers, `models/deberta_v2`.
 """
@@ -22,10 +22,10 @@ from alignment.models.families.encoders import (
     bert_like,
     classifier_dropout,
     head_bias,
-    pooled_readout,
+    pooled_head,
     with_scalar,
 )
-from alignment.models.families.family import Family, Key, Name, Task, divides, labels_of, read_keys, span_readout
+from alignment.models.families.family import Family, Key, Name, Task, divides, num_labels, read_keys, span_head
 from alignment.models.heads import ClassificationHeadSpec
 from alignment.models.layers import (
     AttentionSpec,
@@ -79,10 +79,10 @@ NAMES = (
     (LAYER + "attention.self.key_proj.bias",          "trunk.blocks.{}.attention.key.bias"),
     (LAYER + "attention.self.value_proj.weight",      "trunk.blocks.{}.attention.value.weight"),
     (LAYER + "attention.self.value_proj.bias",        "trunk.blocks.{}.attention.value.bias"),
-    (LAYER + "attention.self.pos_query_proj.weight",  "trunk.blocks.{}.attention.place_query.weight"),
-    (LAYER + "attention.self.pos_query_proj.bias",    "trunk.blocks.{}.attention.place_query.bias"),
-    (LAYER + "attention.self.pos_key_proj.weight",    "trunk.blocks.{}.attention.place_key.weight"),
-    (LAYER + "attention.self.pos_key_proj.bias",      "trunk.blocks.{}.attention.place_key.bias"),
+    (LAYER + "attention.self.pos_query_proj.weight",  "trunk.blocks.{}.attention.position_query.weight"),
+    (LAYER + "attention.self.pos_query_proj.bias",    "trunk.blocks.{}.attention.position_query.bias"),
+    (LAYER + "attention.self.pos_key_proj.weight",    "trunk.blocks.{}.attention.position_key.weight"),
+    (LAYER + "attention.self.pos_key_proj.bias",      "trunk.blocks.{}.attention.position_key.bias"),
     (LAYER + "attention.output.dense.weight",         "trunk.blocks.{}.attention.output.weight"),
     (LAYER + "attention.output.dense.bias",           "trunk.blocks.{}.attention.output.bias"),
     (LAYER + "attention.output.LayerNorm.weight",     "trunk.blocks.{}.attention_norm.weight"),
@@ -132,16 +132,16 @@ def head_lines(config: Mapping[str, Any]) -> tuple[Name, ...]:
     )
 
 
-def sequence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of the pooled first token."""
-    read = pooled_readout(config, config.get("pooler_hidden_act", "gelu"), WIDTH)
+    read = pooled_head(config, config.get("pooler_hidden_act", "gelu"), WIDTH)
     dropout = classifier_dropout(config, "cls_dropout")
     return replace(read, dropout=dropout, input_dropout=config.get("pooler_dropout", 0.0))
 
 
-def token_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def token_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of every token."""
-    return ClassificationHeadSpec(labels_of(config), dropout=config.get("hidden_dropout_prob", 0.1))
+    return ClassificationHeadSpec(num_labels(config), dropout=config.get("hidden_dropout_prob", 0.1))
 
 
 def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
@@ -241,10 +241,10 @@ DEBERTA_V2 = Family(
         {
             "language": Task("DebertaV2ForMaskedLM", (), other_heads=(*UNUSED_LEGACY_HEAD, *UNUSED_NEW_HEAD)),
             "sequence": Task(
-                "DebertaV2ForSequenceClassification", POOLED_CLASSIFIER, sequence_readout, kept_by_new_head=()
+                "DebertaV2ForSequenceClassification", POOLED_CLASSIFIER, sequence_head, kept_by_new_head=()
             ),
-            "tokens": Task("DebertaV2ForTokenClassification", CLASSIFIER, token_readout),
-            "span": Task("DebertaV2ForQuestionAnswering", SPAN, span_readout),
+            "tokens": Task("DebertaV2ForTokenClassification", CLASSIFIER, token_head),
+            "span": Task("DebertaV2ForQuestionAnswering", SPAN, span_head),
         }
     ),
     # The third line is a table that v3's files carry and do not use, and a norm of a table that is not there.

@@ -9,7 +9,7 @@ from typing import Any
 from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems
 from alignment.models.families.encoders import CLASSIFIER, ENCODER_FIXED, POSITION_IDS, SPAN, bert_like, with_scalar
-from alignment.models.families.family import Family, Key, Task, divides, labels_of, read_keys
+from alignment.models.families.family import Family, Key, Task, divides, num_labels, read_keys
 from alignment.models.heads import ClassificationHeadSpec, TransformSpec
 from alignment.models.transformer import TransformerSpec
 
@@ -81,20 +81,20 @@ POOLED_CLASSIFIER = (
 )  # fmt: skip
 
 
-def sequence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of the first token through a dense layer."""
     transform = TransformSpec(config.get("dim", 768), "relu", bias=True)
     return ClassificationHeadSpec(
-        labels_of(config), transform, dropout=config.get("seq_classif_dropout", 0.2), pooling="first"
+        num_labels(config), transform, dropout=config.get("seq_classif_dropout", 0.2), pooling="first"
     )
 
 
-def token_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def token_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of every token."""
-    return ClassificationHeadSpec(labels_of(config), dropout=config.get("dropout", 0.1))
+    return ClassificationHeadSpec(num_labels(config), dropout=config.get("dropout", 0.1))
 
 
-def span_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def span_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Does an answer start here, does it end here."""
     return ClassificationHeadSpec(2, dropout=config.get("qa_dropout", 0.1))
 
@@ -122,9 +122,9 @@ DISTILBERT = Family(
     tasks=with_scalar(
         {
             "language": Task("DistilBertForMaskedLM", PREDICTIONS),
-            "sequence": Task("DistilBertForSequenceClassification", POOLED_CLASSIFIER, sequence_readout),
-            "tokens": Task("DistilBertForTokenClassification", CLASSIFIER, token_readout),
-            "span": Task("DistilBertForQuestionAnswering", SPAN, span_readout),
+            "sequence": Task("DistilBertForSequenceClassification", POOLED_CLASSIFIER, sequence_head),
+            "tokens": Task("DistilBertForTokenClassification", CLASSIFIER, token_head),
+            "span": Task("DistilBertForQuestionAnswering", SPAN, span_head),
         }
     ),
     ignored_tensors=(POSITION_IDS,),

@@ -23,11 +23,11 @@ from alignment.models.families.encoders import (
     bert_like,
     bert_problems,
     classifier_dropout,
-    pooled_readout,
-    token_readout,
+    pooled_head,
+    token_head,
     with_scalar,
 )
-from alignment.models.families.family import Family, Key, Task, read_keys, span_readout
+from alignment.models.families.family import Family, Key, Task, read_keys, span_head
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
 from alignment.models.layers import LayerNormSpec
 from alignment.models.transformer import ProjectionSpec, TransformerSpec
@@ -70,9 +70,9 @@ PREDICTIONS = (  # Hugging Face name           ours
 UNUSED_DISCRIMINATOR = (r"discriminator_predictions\.(dense|dense_prediction)\.(weight|bias)",)
 
 
-def sequence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of the first token through a dense layer, dropout on both sides of it."""
-    return pooled_readout(config, "gelu", WIDTH, input_dropout=classifier_dropout(config))
+    return pooled_head(config, "gelu", WIDTH, input_dropout=classifier_dropout(config))
 
 
 def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
@@ -99,12 +99,10 @@ ELECTRA = Family(
         {
             "language": Task("ElectraForMaskedLM", PREDICTIONS),
             "sequence": Task(
-                "ElectraForSequenceClassification", DENSE_CLASSIFIER, sequence_readout, other_heads=UNUSED_DISCRIMINATOR
+                "ElectraForSequenceClassification", DENSE_CLASSIFIER, sequence_head, other_heads=UNUSED_DISCRIMINATOR
             ),
-            "tokens": Task(
-                "ElectraForTokenClassification", CLASSIFIER, token_readout, other_heads=UNUSED_DISCRIMINATOR
-            ),
-            "span": Task("ElectraForQuestionAnswering", SPAN, span_readout, other_heads=UNUSED_DISCRIMINATOR),
+            "tokens": Task("ElectraForTokenClassification", CLASSIFIER, token_head, other_heads=UNUSED_DISCRIMINATOR),
+            "span": Task("ElectraForQuestionAnswering", SPAN, span_head, other_heads=UNUSED_DISCRIMINATOR),
         }
     ),
     ignored_tensors=(POSITION_IDS,),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from alignment.models.families.decoders import activation_problems
-from alignment.models.families.family import Key, Name, Task, divides, labels_of
+from alignment.models.families.family import Key, Name, Task, divides, num_labels
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
 from alignment.models.init_weights import InitSpec
 from alignment.models.layers import (
@@ -102,7 +102,7 @@ def head_bias(prefix: str) -> Callable[[Mapping[str, Any]], tuple[Name, ...]]:
     return lines
 
 
-def pooled_readout(config: Mapping[str, Any], activation: str, width: int = 768, **more: Any) -> ClassificationHeadSpec:
+def pooled_head(config: Mapping[str, Any], activation: str, width: int = 768, **more: Any) -> ClassificationHeadSpec:
     """Reads the first token through a dense layer as wide as the hidden states.
 
     Args:
@@ -111,12 +111,12 @@ def pooled_readout(config: Mapping[str, Any], activation: str, width: int = 768,
     """
     transform = TransformSpec(config.get("hidden_size", width), activation, bias=True)
     fields = {"transform": transform, "dropout": classifier_dropout(config), "pooling": "first", **more}
-    return ClassificationHeadSpec(labels_of(config), **fields)
+    return ClassificationHeadSpec(num_labels(config), **fields)
 
 
-def token_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def token_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """One linear layer on every token, after dropout."""
-    return ClassificationHeadSpec(labels_of(config), dropout=classifier_dropout(config))
+    return ClassificationHeadSpec(num_labels(config), dropout=classifier_dropout(config))
 
 
 def classifier_dropout(config: Mapping[str, Any], key: str = "classifier_dropout") -> float:

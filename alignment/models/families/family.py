@@ -24,7 +24,7 @@ class Task:
     Attributes:
         hf_class: transformers' class, `architectures` in config.json.
         names: the head's weight table.
-        readout: config -> specification of the head; None for language and scalar.
+        head: config -> specification of the head; None for language and scalar.
         other_heads: patterns of tensors of other heads, which a file may contain and which are dropped.
         trunk_prefix: prefix of the trunk's names in files of this class; None: the family's.
         kept_by_new_head: tensors of the file that a new head starts from, such as BERT's pooler.
@@ -32,7 +32,7 @@ class Task:
 
     hf_class: str
     names: tuple[Name, ...]
-    readout: Callable[[Mapping[str, Any]], ClassificationHeadSpec] | None = None
+    head: Callable[[Mapping[str, Any]], ClassificationHeadSpec] | None = None
     other_heads: tuple[str, ...] = ()
     trunk_prefix: str | None = None
     kept_by_new_head: tuple[str, ...] = ()
@@ -103,39 +103,39 @@ def decoder_tasks(
         "language": Task(f"{stem}ForCausalLM", (("lm_head.weight", "head.weight"),)),
         "scalar": Task(f"{stem}ForSequenceClassification", (("score.weight", "head.weight"),)),
         "sequence": Task(
-            f"{stem}ForSequenceClassification", (("score.weight", "head.output.weight"),), last_token_readout
+            f"{stem}ForSequenceClassification", (("score.weight", "head.output.weight"),), last_token_head
         ),
         "tokens": Task(
             f"{stem}ForTokenClassification",
             (("score.weight", "head.output.weight"), ("score.bias", "head.output.bias")),
-            token_readout,
+            token_head,
         ),
         "span": Task(
             f"{stem}ForQuestionAnswering",
             (("qa_outputs.weight", "head.output.weight"), ("qa_outputs.bias", "head.output.bias")),
-            span_readout,
+            span_head,
             trunk_prefix=span_prefix,
         ),
     }
     return {name: task for name, task in tasks.items() if name in ("language", "scalar", *heads)}
 
 
-def labels_of(config: Mapping[str, Any], default: int = 2) -> int:
+def num_labels(config: Mapping[str, Any], default: int = 2) -> int:
     """Number of classes in a config, by transformers' rule."""
     return int(config.get("num_labels") or len(config.get("id2label") or ()) or default)
 
 
-def last_token_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def last_token_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """One linear layer without bias on the last token."""
-    return ClassificationHeadSpec(labels_of(config), pooling="last", bias=False)
+    return ClassificationHeadSpec(num_labels(config), pooling="last", bias=False)
 
 
-def token_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def token_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """One linear layer on every token."""
-    return ClassificationHeadSpec(labels_of(config))
+    return ClassificationHeadSpec(num_labels(config))
 
 
-def span_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def span_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """One linear layer on every token with two outputs, start and end of the answer."""
     return ClassificationHeadSpec(2)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from alignment.models.families.family import Task, labels_of
+from alignment.models.families.family import Task, num_labels
 from alignment.models.heads import ClassificationHeadSpec
 from alignment.models.layers import AttentionSpec
 
@@ -22,7 +22,7 @@ def fused_by_key_head(name: str) -> dict[str, Callable[[Any], int]]:
 def dropped_token_task(hf_class: str, dropout: Callable[[Mapping[str, Any]], float]) -> Task:
     """The task of a token classifier whose layer is named `classifier`, with dropout on its input."""
     names = (("classifier.weight", "head.output.weight"), ("classifier.bias", "head.output.bias"))
-    return Task(hf_class, names, lambda config: ClassificationHeadSpec(labels_of(config), dropout=dropout(config)))
+    return Task(hf_class, names, lambda config: ClassificationHeadSpec(num_labels(config), dropout=dropout(config)))
 
 
 def classifier_dropout(config: Mapping[str, Any]) -> float:

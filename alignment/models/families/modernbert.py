@@ -10,7 +10,7 @@ from typing import Any
 from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems, windows
 from alignment.models.families.encoders import CLASSIFIER, with_scalar
-from alignment.models.families.family import Family, Key, Task, divides, labels_of, read_keys
+from alignment.models.families.family import Family, Key, Task, divides, num_labels, read_keys
 from alignment.models.families.rope import read_rotary
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, Pooling, TransformSpec
 from alignment.models.init_weights import InitSpec
@@ -101,25 +101,25 @@ TRANSFORM = (
     ("head.norm.bias",     "head.transform.norm.bias"),
 )  # fmt: skip
 PREDICTIONS = (*TRANSFORM, ("decoder.weight", "head.weight"), ("decoder.bias", "head.bias"))
-READOUT = (*TRANSFORM, *CLASSIFIER)
+TRANSFORM_CLASSIFIER = (*TRANSFORM, *CLASSIFIER)
 
 
-def sequence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of the first token, or of the mean of all, through the head's dense layer and norm."""
     value, _ = read_keys(dict(config), KEYS)
     pooling = POOLINGS[value["classifier_pooling"]]
     return ClassificationHeadSpec(
-        labels_of(config), _transform(value), dropout=value["classifier_dropout"], pooling=pooling
+        num_labels(config), _transform(value), dropout=value["classifier_dropout"], pooling=pooling
     )
 
 
-def token_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def token_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of every token, through the same."""
     value, _ = read_keys(dict(config), KEYS)
-    return ClassificationHeadSpec(labels_of(config), _transform(value), dropout=value["classifier_dropout"])
+    return ClassificationHeadSpec(num_labels(config), _transform(value), dropout=value["classifier_dropout"])
 
 
-def span_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def span_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Does an answer start here, does it end here; through the same."""
     value, _ = read_keys(dict(config), KEYS)
     return ClassificationHeadSpec(2, _transform(value), dropout=value["classifier_dropout"])
@@ -220,9 +220,9 @@ MODERNBERT = Family(
     tasks=with_scalar(
         {
             "language": Task("ModernBertForMaskedLM", PREDICTIONS),
-            "sequence": Task("ModernBertForSequenceClassification", READOUT, sequence_readout),
-            "tokens": Task("ModernBertForTokenClassification", READOUT, token_readout),
-            "span": Task("ModernBertForQuestionAnswering", READOUT, span_readout),
+            "sequence": Task("ModernBertForSequenceClassification", TRANSFORM_CLASSIFIER, sequence_head),
+            "tokens": Task("ModernBertForTokenClassification", TRANSFORM_CLASSIFIER, token_head),
+            "span": Task("ModernBertForQuestionAnswering", TRANSFORM_CLASSIFIER, span_head),
         }
     ),
 )

@@ -22,11 +22,11 @@ from alignment.models.families.encoders import (
     bert_problems,
     classifier_dropout,
     head_bias,
-    pooled_readout,
-    token_readout,
+    pooled_head,
+    token_head,
     with_scalar,
 )
-from alignment.models.families.family import Family, Key, Task, read_keys, span_readout
+from alignment.models.families.family import Family, Key, Task, read_keys, span_head
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
 from alignment.models.layers import LayerNormSpec, LearnedPositionsSpec
 from alignment.models.transformer import TransformerSpec
@@ -52,9 +52,9 @@ UNUSED_POOLER = (r"roberta\.pooler\.dense\.(weight|bias)",)  # transformers' own
 UNUSED_BIAS = (r"lm_head\.bias",)  # it does not act where the decoder, untied, has its own
 
 
-def sequence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """Classes of the first token through a dense layer, dropout on both sides of it."""
-    return pooled_readout(config, "tanh", input_dropout=classifier_dropout(config))
+    return pooled_head(config, "tanh", input_dropout=classifier_dropout(config))
 
 
 def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
@@ -90,10 +90,10 @@ ROBERTA = Family(
         {
             "language": Task("RobertaForMaskedLM", PREDICTIONS, other_heads=(*UNUSED_POOLER, *UNUSED_BIAS)),
             "sequence": Task(
-                "RobertaForSequenceClassification", DENSE_CLASSIFIER, sequence_readout, other_heads=UNUSED_POOLER
+                "RobertaForSequenceClassification", DENSE_CLASSIFIER, sequence_head, other_heads=UNUSED_POOLER
             ),
-            "tokens": Task("RobertaForTokenClassification", CLASSIFIER, token_readout, other_heads=UNUSED_POOLER),
-            "span": Task("RobertaForQuestionAnswering", SPAN, span_readout, other_heads=UNUSED_POOLER),
+            "tokens": Task("RobertaForTokenClassification", CLASSIFIER, token_head, other_heads=UNUSED_POOLER),
+            "span": Task("RobertaForQuestionAnswering", SPAN, span_head, other_heads=UNUSED_POOLER),
         }
     ),
     ignored_tensors=(POSITION_IDS,),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from alignment.errors import raise_all
 from alignment.models.encoder_decoder import EncoderDecoderSpec
-from alignment.models.families.family import Family, Key, Name, Task, labels_of, read_keys, span_readout
+from alignment.models.families.family import Family, Key, Name, Task, num_labels, read_keys, span_head
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
 from alignment.models.init_weights import FanInInitSpec
 from alignment.models.layers import (
@@ -238,15 +238,15 @@ def head_differs(tensors: Mapping[str, Tensor]) -> bool:
     return head is not None and table is not None and not torch.equal(head, table)
 
 
-def sequence_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """A hidden layer and a linear one on what the decoder says at the end token."""
     transform, dropout = TransformSpec(config.get("d_model", 512), "tanh", True), config.get("classifier_dropout", 0.0)
-    return ClassificationHeadSpec(labels_of(config), transform, dropout=dropout, input_dropout=dropout, pooling="last")
+    return ClassificationHeadSpec(num_labels(config), transform, dropout=dropout, input_dropout=dropout, pooling="last")
 
 
-def token_readout(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def token_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     """A linear layer on every token of the encoder."""
-    return ClassificationHeadSpec(labels_of(config), dropout=config.get("classifier_dropout", 0.0))
+    return ClassificationHeadSpec(num_labels(config), dropout=config.get("classifier_dropout", 0.0))
 
 
 def t5_tasks(stem: str) -> dict[str, Task]:
@@ -255,11 +255,9 @@ def t5_tasks(stem: str) -> dict[str, Task]:
     span = (("qa_outputs.weight", "head.output.weight"), ("qa_outputs.bias", "head.output.bias"))
     return {
         "language": Task(f"{stem}ForConditionalGeneration", (("lm_head.weight", "head.weight"),), trunk_prefix=""),
-        "sequence": Task(f"{stem}ForSequenceClassification", CLASSIFIER, sequence_readout),
-        "tokens": Task(
-            f"{stem}ForTokenClassification", tokens, token_readout, other_heads=(r"transformer\.decoder\..*",)
-        ),
-        "span": Task(f"{stem}ForQuestionAnswering", span, span_readout, trunk_prefix=""),
+        "sequence": Task(f"{stem}ForSequenceClassification", CLASSIFIER, sequence_head),
+        "tokens": Task(f"{stem}ForTokenClassification", tokens, token_head, other_heads=(r"transformer\.decoder\..*",)),
+        "span": Task(f"{stem}ForQuestionAnswering", span, span_head, trunk_prefix=""),
     }
 
 

@@ -262,7 +262,7 @@ def _config_to_save(model: Any, dtype: torch.dtype) -> dict[str, Any]:
     config |= {"dtype": str(dtype).removeprefix("torch."), "vocab_size": vocabulary, "architectures": [task.hf_class]}
     if isinstance(model, ScalarModel):
         return config | {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
-    if task.readout is None or model.task == "span":  # a span head has two fixed outputs and no classes
+    if task.head is None or model.task == "span":  # a span head has two fixed outputs and no classes
         for key in ("num_labels", "id2label", "label2id"):
             config.pop(key, None)
-    return config if task.readout else config | {"tie_word_embeddings": "head.weight" in _aliases(model)}
+    return config if task.head else config | {"tie_word_embeddings": "head.weight" in _aliases(model)}

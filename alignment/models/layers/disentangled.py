@@ -91,9 +91,9 @@ class DisentangledAttention(nn.Module):
         self.value, self.output = nn.Linear(width, inner), nn.Linear(inner, width)
         if not spec.shared_projection:
             if spec.content_to_position:
-                self.place_key = nn.Linear(width, inner)
+                self.position_key = nn.Linear(width, inner)
             if spec.position_to_content:
-                self.place_query = nn.Linear(width, inner)
+                self.position_query = nn.Linear(width, inner)
         self.spec = spec
         self.scale = (spec.head_dim * terms) ** -0.5
 
@@ -115,8 +115,8 @@ class DisentangledAttention(nn.Module):
 
     def _project_relative(self, relative: Tensor) -> "RelativeProjections":
         spec = self.spec
-        query = self.query if spec.shared_projection else getattr(self, "place_query", None)
-        key = self.key if spec.shared_projection else getattr(self, "place_key", None)
+        query = self.query if spec.shared_projection else getattr(self, "position_query", None)
+        key = self.key if spec.shared_projection else getattr(self, "position_key", None)
         return RelativeProjections(
             self._heads(query(relative)) if query is not None and spec.position_to_content else None,
             self._heads(key(relative)) if key is not None and spec.content_to_position else None,

@@ -118,7 +118,7 @@ class Rotary(nn.Module):
         """
         scaling = self.spec.scaling
         if isinstance(scaling, DynamicScaling | LongScaling) and longest > scaling.original_positions:
-            return _rotation(positions[:, None] * stretched_frequencies(self.spec, sizes()), self.spec)
+            return _rotation(positions[:, None] * scaled_frequencies(self.spec, sizes()), self.spec)
         if self.table is None or self.table[0].device != positions.device or len(self.table[0]) < longest:
             self.table = _table(self.spec, 2 ** math.ceil(math.log2(longest)), positions.device)
         cosines, sines = self.table
@@ -159,7 +159,7 @@ def rotary_frequencies(spec: RotarySpec) -> Tensor:
             return frequencies / torch.tensor(factors)
 
 
-def stretched_frequencies(spec: RotarySpec, sizes: Tensor) -> Tensor:
+def scaled_frequencies(spec: RotarySpec, sizes: Tensor) -> Tensor:
     """Radians per position for documents of these `sizes`, [N, W / 2]; a document's angles depend on its own size only."""
     exponents = _exponents(spec).to(sizes.device)
     match spec.scaling:

@@ -41,7 +41,7 @@ def read_weights(model: nn.Module, directory: Path) -> dict[str, Tensor]:
     Raises:
         UserError: file, tensors or shapes do not fit; all problems are listed.
     """
-    return read_safetensors(directory / WEIGHTS, kept_names(model))
+    return read_state_tensors(directory / WEIGHTS, kept_names(model))
 
 
 def load_weights(model: nn.Module, directory: Path) -> None:
@@ -86,7 +86,7 @@ def read_optimizer(model: nn.Module, directory: Path) -> dict[str, dict[str, Ten
     path = directory / OPTIMIZER
     trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     state: dict[str, dict[str, Tensor]] = {}
-    for key, tensor in read_safetensors(path).items():
+    for key, tensor in read_state_tensors(path).items():
         name, entry = key.rsplit("/", 1)
         state.setdefault(name, {})[entry] = tensor
     raise_all(f"{path}: {name} is not a trainable parameter of this model" for name in sorted(set(state) - trainable))
@@ -107,7 +107,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, directory
             }
 
 
-def read_safetensors(path: Path, expected: Sequence[str] | None = None) -> dict[str, Tensor]:
+def read_state_tensors(path: Path, expected: Sequence[str] | None = None) -> dict[str, Tensor]:
     """The tensors of a safetensors file by name, which must be exactly the expected ones if those are given.
 
     Raises:

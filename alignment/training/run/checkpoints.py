@@ -150,7 +150,7 @@ def latest_checkpoint(root: Path) -> Path | None:
             )
         if not problems:
             for other, found in damaged.items():
-                _warn(f"passing over a damaged checkpoint, kept as {set_aside(other).name}: {'; '.join(found)}")
+                _warn(f"passing over a damaged checkpoint, kept as {rename_damaged(other).name}: {'; '.join(found)}")
             return path
         damaged[path] = problems
     if damaged:
@@ -161,7 +161,7 @@ def latest_checkpoint(root: Path) -> Path | None:
     return None
 
 
-def set_aside(path: Path) -> Path:
+def rename_damaged(path: Path) -> Path:
     """Rename a damaged checkpoint so that it no longer counts as one, and return its new path; nothing is deleted."""
     aside, number = path.with_name(f"damaged-{path.name}"), 1
     while os.path.lexists(aside):

@@ -10,7 +10,7 @@ from alignment.data.prepare import TOKENIZE
 from alignment.data.rows.read import TIE, read_rows
 from alignment.data.text.chat import prompt_ids
 from alignment.data.tokenize import tokenize_comparisons
-from alignment.data.tokenizers.load import load_tokenizer
+from alignment.data.tokenizers.load import read_tokenizer_files
 from alignment.errors import UserError
 
 pytestmark = pytest.mark.real_data
@@ -73,7 +73,7 @@ def test_hh_rlhf_dirt_of_all_parts(real_data):
     ],
 )
 def test_real_files_of_every_kind_become_tokens(real_data, name, kind, columns):
-    tokenizer = load_tokenizer(real_data / "tokenizers" / "gpt2")
+    tokenizer = read_tokenizer_files(real_data / "tokenizers" / "gpt2")
     records, counts = read_rows(real_data / f"{name}.jsonl.gz", kind, columns=columns, on_bad_row="skip", max_rows=200)
     examples, making = TOKENIZE[kind](records, tokenizer, 512)
     assert counts.kept + counts.lost == counts.rows
@@ -83,7 +83,7 @@ def test_real_files_of_every_kind_become_tokens(real_data, name, kind, columns):
 
 
 def test_messages_of_pairs_are_refused_without_a_template_and_rendered_with_one(real_data, templates):
-    tokenizer = load_tokenizer(real_data / "tokenizers" / "gpt2")
+    tokenizer = read_tokenizer_files(real_data / "tokenizers" / "gpt2")
     records, _ = read_rows(real_data / "llamafactory_demo" / "dpo_en.jsonl.gz", "comparisons", on_bad_row="skip")
     assert len(records) > 200
     with pytest.raises(UserError, match=r"dpo_en.jsonl.gz:1: .* need a chat template"):
@@ -95,7 +95,7 @@ def test_messages_of_pairs_are_refused_without_a_template_and_rendered_with_one(
 
 
 def test_pair_prompts_are_the_tokens_of_the_prompt_alone(real_data):
-    tokenizer = load_tokenizer(real_data / "tokenizers" / "gpt2")
+    tokenizer = read_tokenizer_files(real_data / "tokenizers" / "gpt2")
     records, _ = read_rows(
         real_data / "hh_rlhf" / "helpful-online.jsonl.gz", "comparisons", on_bad_row="skip", max_rows=50
     )

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from alignment.data.text import chat
-from alignment.data.tokenizers.load import check_vocabulary, load_tokenizer, save_tokenizer
+from alignment.data.tokenizers.load import check_vocabulary, read_tokenizer_files, save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 
@@ -45,7 +45,7 @@ def test_saved_tokenizer_is_the_same_here_and_in_transformers(chatml, tmp_path, 
     save_tokenizer(chatml, tmp_path)
     if model_type:  # as in a model directory, where transformers may prefer the model type's own class
         (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "vocab_size": 400}))
-    for loaded in (load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)):
+    for loaded in (read_tokenizer_files(tmp_path), AutoTokenizer.from_pretrained(tmp_path)):
         assert loaded.chat_template == chatml.chat_template
         assert loaded.all_special_ids == chatml.all_special_ids
         assert loaded(TEXT)["input_ids"] == chatml(TEXT)["input_ids"]
@@ -55,7 +55,7 @@ def test_saved_tokenizer_is_the_same_here_and_in_transformers(chatml, tmp_path, 
 
 def test_saving_again_changes_no_byte_and_tells_nothing_of_this_machine(bpe, tmp_path):
     save_tokenizer(bpe, tmp_path / "first")
-    save_tokenizer(load_tokenizer(tmp_path / "first"), tmp_path / "second")
+    save_tokenizer(read_tokenizer_files(tmp_path / "first"), tmp_path / "second")
     names = sorted(path.name for path in (tmp_path / "first").iterdir())
     assert (
         names
@@ -73,26 +73,26 @@ def test_raw_pair_of_files_gets_pad_and_no_bos(tmp_path):
     trained.model.save(str(tmp_path))
     for old, new in [("vocab.json", "encoder.json"), ("merges.txt", "vocab.bpe")]:
         (tmp_path / old).rename(tmp_path / new)
-    tokenizer = load_tokenizer(tmp_path)
+    tokenizer = read_tokenizer_files(tmp_path)
     assert tokenizer.bos_token == tokenizer.eos_token == "<|endoftext|>"
     assert tokenizer.pad_token_id == trained.get_vocab_size()
     ids = chat.text_ids(tokenizer, "the cat")
     assert tokenizer.decode(ids) == "the cat<|endoftext|>"
     save_tokenizer(tokenizer, tmp_path / "saved")
-    assert chat.text_ids(load_tokenizer(tmp_path / "saved"), "the cat") == ids
+    assert chat.text_ids(read_tokenizer_files(tmp_path / "saved"), "the cat") == ids
 
 
 def test_raw_pair_without_gpt2s_end_token_is_refused(tmp_path, bpe):
     bpe.backend_tokenizer.model.save(str(tmp_path))
     with pytest.raises(UserError, match="endoftext"):
-        load_tokenizer(tmp_path)
+        read_tokenizer_files(tmp_path)
 
 
 def test_directories_without_a_tokenizer_are_refused(tmp_path):
     with pytest.raises(UserError, match="no such directory"):
-        load_tokenizer(tmp_path / "missing")
+        read_tokenizer_files(tmp_path / "missing")
     with pytest.raises(UserError, match=r"no tokenizer here.*found nothing"):
-        load_tokenizer(tmp_path)
+        read_tokenizer_files(tmp_path)
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
@@ -103,7 +103,7 @@ def test_foreign_code_is_refused_by_key(bpe, tmp_path, file, key):
     (tmp_path / file).write_text(json.dumps({**config, key: {"AutoTokenizer": ["x.py", None]}}))
     (tmp_path / "x.py").write_text("open('touched', 'w')")
     with pytest.raises(UserError, match=f"{file}: {key} asks for code"):
-        load_tokenizer(tmp_path)
+        read_tokenizer_files(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +113,7 @@ def test_broken_files_are_refused(bpe, tmp_path, file, content):
     save_tokenizer(bpe, tmp_path)
     (tmp_path / file).write_text(content)
     with pytest.raises(UserError, match=r"cannot be read|not valid JSON|JSON object"):
-        load_tokenizer(tmp_path)
+        read_tokenizer_files(tmp_path)
 
 
 def test_vocabulary_that_does_not_fit_the_model_is_refused(bpe):
@@ -125,7 +125,7 @@ def test_vocabulary_that_does_not_fit_the_model_is_refused(bpe):
 @pytest.mark.real_data
 def test_gpt2_golden_strings(real_data):
     folder = real_data / "tokenizers" / "gpt2"
-    tokenizer = load_tokenizer(folder)
+    tokenizer = read_tokenizer_files(folder)
     golden = json.loads((folder / "golden_short.json").read_text(encoding="utf-8"))
     got = [chat.prompt_ids(tokenizer, row["input"]) for row in golden]
     right = sum(ids == row["encoded"]["input_ids"] for ids, row in zip(got, golden, strict=True))
@@ -138,7 +138,7 @@ def test_gpt2_raw_pair_under_its_new_names(real_data, tmp_path):
     folder = real_data / "tokenizers" / "gpt2"
     shutil.copy(folder / "encoder.json", tmp_path / "vocab.json")
     shutil.copy(folder / "vocab.bpe", tmp_path / "merges.txt")
-    assert chat.text_ids(load_tokenizer(tmp_path), "hello world") == [31373, 995, 50256]
+    assert chat.text_ids(read_tokenizer_files(tmp_path), "hello world") == [31373, 995, 50256]
 
 
 def test_a_tokenizer_with_several_named_templates_saves_and_loads(chatml, templates, tmp_path):
@@ -146,7 +146,7 @@ def test_a_tokenizer_with_several_named_templates_saves_and_loads(chatml, templa
 
     chatml.chat_template = {"default": templates["chatml"], "tool_use": templates["trimming"]}
     save_tokenizer(chatml, tmp_path / "model")
-    for loaded in (load_tokenizer(tmp_path / "model"), AutoTokenizer.from_pretrained(tmp_path / "model")):
+    for loaded in (read_tokenizer_files(tmp_path / "model"), AutoTokenizer.from_pretrained(tmp_path / "model")):
         assert loaded.chat_template == chatml.chat_template
     assert not any(path.name.startswith(".") for path in (tmp_path / "model").rglob("*"))
 
@@ -162,7 +162,7 @@ def test_a_vocabulary_with_windows_line_ends_is_read_alike(tmp_path):
     found = []
     for end in ("\n", "\r\n"):
         (tmp_path / "vocab.txt").write_bytes((end.join(lines) + end).encode())
-        found.append(load_tokenizer(tmp_path)("cats cat")["input_ids"])
+        found.append(read_tokenizer_files(tmp_path)("cats cat")["input_ids"])
     assert found == 2 * [[2, 5, 6, 5, 3]]
 
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from alignment.data.tokenizers.load import load_tokenizer, save_tokenizer
+from alignment.data.tokenizers.load import read_tokenizer_files, save_tokenizer
 from alignment.data.tokenizers.train import refuse_unknown, train_tokenizer, unknown_characters
 from alignment.errors import UserError
 
@@ -26,7 +26,7 @@ def test_every_kind_is_the_same_saved_and_in_plain_transformers(kind, vocabulary
     trained = train_tokenizer(kind, iter(TEXTS), vocabulary, **options)
     assert vocabulary is None or len(trained) <= vocabulary
     save_tokenizer(trained, tmp_path)
-    for loaded in (load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path)):
+    for loaded in (read_tokenizer_files(tmp_path), AutoTokenizer.from_pretrained(tmp_path)):
         assert loaded.get_vocab() == trained.get_vocab()
         assert loaded.all_special_ids == trained.all_special_ids
         for text in [*TEXTS[:2], "the 猫\tsat "]:
@@ -119,9 +119,9 @@ def test_what_cannot_be_trained_is_refused(kind, vocabulary, options, message):
 def test_a_raw_wordpiece_vocabulary_is_read_cased_or_not(tmp_path):
     pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "é"]
     (tmp_path / "vocab.txt").write_text("\n".join(pieces) + "\n", encoding="utf-8")
-    assert load_tokenizer(tmp_path)("The CATS")["input_ids"] == [2, 5, 6, 7, 3]
+    assert read_tokenizer_files(tmp_path)("The CATS")["input_ids"] == [2, 5, 6, 7, 3]
     (tmp_path / "vocab.txt").write_text("\n".join([*pieces, "The"]), encoding="utf-8")
-    assert load_tokenizer(tmp_path / "vocab.txt")("The CATS é")["input_ids"] == [2, 9, 1, 8, 3]
+    assert read_tokenizer_files(tmp_path / "vocab.txt")("The CATS é")["input_ids"] == [2, 9, 1, 8, 3]
 
 
 @pytest.mark.parametrize(
@@ -138,20 +138,20 @@ def test_a_raw_wordpiece_vocabulary_is_read_cased_or_not(tmp_path):
 def test_broken_raw_files_are_told(tmp_path, name, content, message):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):
-        load_tokenizer(tmp_path / name)
+        read_tokenizer_files(tmp_path / name)
 
 
 def test_several_raw_files_are_not_guessed_at(tmp_path):
     for name in ("a.model", "b.model"):
         (tmp_path / name).write_bytes(b"")
     with pytest.raises(UserError, match=r"several tokenizers here: a\.model, b\.model"):
-        load_tokenizer(tmp_path)
+        read_tokenizer_files(tmp_path)
 
 
 @pytest.mark.real_data
 @pytest.mark.parametrize("name", ["gpt2", "bert_uncased"])
 def test_published_encodings_are_reproduced(real_data, name):
-    tokenizer = load_tokenizer(real_data / "tokenizers" / name)
+    tokenizer = read_tokenizer_files(real_data / "tokenizers" / name)
     golden = json.loads((real_data / "tokenizers" / name / "golden_short.json").read_text(encoding="utf-8"))
     assert len(golden) == 18
     for row in golden:
@@ -173,7 +173,7 @@ def test_bert_gives_the_published_ids_of_all_squad_questions(real_data):
     with gzip.open(folder / "golden_squad_questions.jsonl.gz", "rt", encoding="utf-8") as file:
         rows = [json.loads(line) for line in file]
     assert len(rows) == 8493
-    tokenizer = load_tokenizer(folder)
+    tokenizer = read_tokenizer_files(folder)
     ids = tokenizer([row["text"] for row in rows], add_special_tokens=False)["input_ids"]
     assert ids == [row["ids"] for row in rows]
     assert [tokenizer.convert_ids_to_tokens(row) for row in ids] == [row["wordpiece"] for row in rows]
@@ -194,10 +194,10 @@ SENTENCEPIECE = {
 @pytest.mark.real_data
 @pytest.mark.parametrize("name", SENTENCEPIECE)
 def test_sentencepiece_models_give_sentencepieces_ids(real_data, name, tmp_path):
-    tokenizer = load_tokenizer(real_data / "tokenizers" / "sentencepiece" / f"{name}.model")
+    tokenizer = read_tokenizer_files(real_data / "tokenizers" / "sentencepiece" / f"{name}.model")
     save_tokenizer(tokenizer, tmp_path)
     for text, ids in SENTENCEPIECE[name].items():
-        for one in (tokenizer, load_tokenizer(tmp_path)):
+        for one in (tokenizer, read_tokenizer_files(tmp_path)):
             assert one(text, add_special_tokens=False)["input_ids"] == ids
             assert one.decode(ids) == text
     if name == "albert_spiece":
@@ -210,7 +210,7 @@ def test_sentencepiece_models_give_sentencepieces_ids(real_data, name, tmp_path)
 def test_sentencepiece_models_agree_with_the_library_on_a_book(real_data, name):
     library = pytest.importorskip("sentencepiece")
     path = real_data / "tokenizers" / "sentencepiece" / f"{name}.model"
-    tokenizer, theirs = load_tokenizer(path), library.SentencePieceProcessor(model_file=str(path))
+    tokenizer, theirs = read_tokenizer_files(path), library.SentencePieceProcessor(model_file=str(path))
     lines = (real_data / "tokenizers" / "sentencepiece" / "botchan.txt").read_text(encoding="utf-8").split("\n")
     lines = [line.lower() if name == "albert_spiece" else line for line in [*lines, "  ｆｕｌｌ   ｗｉｄｔｈ ① ", ""]]
     assert tokenizer(lines, add_special_tokens=False)["input_ids"] == theirs.encode(lines)
@@ -242,7 +242,7 @@ def write_sentencepiece(path, pieces, byte_fallback=False, kind=1, **normalizer)
 def test_a_sentencepiece_model_says_whether_a_blank_comes_first(tmp_path, add_dummy_prefix, expected):
     pieces = {"▁a": -1.0, "a": -2.0, "▁b": -1.0, "▁": -3.0, "A": -9.0}
     path = write_sentencepiece(tmp_path / "x.model", pieces, add_dummy_prefix=add_dummy_prefix)
-    tokenizer = load_tokenizer(path)
+    tokenizer = read_tokenizer_files(path)
     assert tokenizer.tokenize("a b") == expected
     assert tokenizer.decode(tokenizer("a b", add_special_tokens=False)["input_ids"]) == "a b"
 
@@ -255,11 +255,11 @@ def test_a_sentencepiece_model_spells_unknown_characters_in_bytes_where_it_has_t
         tmp_path / "x.model", pieces, byte_fallback=True, add_dummy_prefix=add_dummy_prefix,
         remove_extra_whitespaces=False,
     )  # fmt: skip
-    with_bytes = load_tokenizer(path)
+    with_bytes = read_tokenizer_files(path)
     assert with_bytes.tokenize("a a 猫") == [first, "▁a", "▁", "<0xE7>", "<0x8C>", "<0xAB>"]
     for text in ("a a 猫 a", "a  a"):
         assert with_bytes.decode(with_bytes(text, add_special_tokens=False)["input_ids"]) == text
-    without = load_tokenizer(write_sentencepiece(tmp_path / "y.model", pieces))
+    without = read_tokenizer_files(write_sentencepiece(tmp_path / "y.model", pieces))
     assert without("a 猫", add_special_tokens=False)["input_ids"][-1] == without.unk_token_id
 
 
@@ -279,7 +279,7 @@ def test_wordpiece_has_inner_pieces_for_characters_within_words_alone():
 def test_a_sentencepiece_model_of_merges_takes_the_best_piece_first_and_bytes_for_the_rest(tmp_path):
     pieces = {"▁ab": -1.0, "bc": -2.0, "ab": -3.0, "▁": -4.0, "a": -5.0, "b": -6.0, "c": -7.0, "A": -9.0}
     path = write_sentencepiece(tmp_path / "x.model", pieces, byte_fallback=True, kind=2, add_dummy_prefix=True)
-    tokenizer = load_tokenizer(path)
+    tokenizer = read_tokenizer_files(path)
     assert tokenizer.tokenize("abc") == ["▁", "a", "bc"]  # "bc" comes before "ab", without which there is no "▁ab"
     assert tokenizer.tokenize("ab猫") == ["▁ab", "<0xE7>", "<0x8C>", "<0xAB>"]
     assert tokenizer.decode(tokenizer("ab abc猫", add_special_tokens=False)["input_ids"]) == "ab abc猫"
@@ -314,9 +314,9 @@ def test_a_sentencepiece_model_says_whether_runs_of_blanks_are_one(tmp_path):
     pieces = {"▁a": -1.0, "a": -2.0, "▁": -3.0, "A": -9.0}
     for remove, expected in ((True, ["▁a", "▁a"]), (False, ["▁a", "▁", "▁a", "▁"])):
         path = write_sentencepiece(tmp_path / "x.model", pieces, remove_extra_whitespaces=remove)
-        assert load_tokenizer(path).tokenize("a  a ") == expected
+        assert read_tokenizer_files(path).tokenize("a  a ") == expected
 
 
 def test_neighboring_unknown_characters_of_merges_are_one_unknown_token(tmp_path):
     path = write_sentencepiece(tmp_path / "x.model", {"▁a": -1.0, "▁": -2.0, "a": -3.0, "A": -9.0}, kind=2)
-    assert load_tokenizer(path).tokenize("a猫犬") == ["▁a", "<unk>"]
+    assert read_tokenizer_files(path).tokenize("a猫犬") == ["▁a", "<unk>"]
