@@ -5,7 +5,6 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 # Logits made at once in `chunked_token_log_probs`. On a CPU 32 MiB of fp32: the most that glibc keeps for the next
@@ -133,8 +132,7 @@ class _TokenLogProbs(torch.autograd.Function):
         return log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, *grad_outputs: Tensor):
         log_probs, tokens = ctx.saved_tensors
-        grad = grad.unsqueeze(1)
+        grad = grad_outputs[0].unsqueeze(1)
         return log_probs.exp().mul_(-grad).scatter_add_(1, tokens.unsqueeze(1), grad), None

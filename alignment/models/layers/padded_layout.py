@@ -152,8 +152,8 @@ class _SelectRows(torch.autograd.Function):
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        (index,) = ctx.saved_tensors
+    def backward(ctx, *grad_outputs: Tensor):
+        (index,), (grad,) = ctx.saved_tensors, grad_outputs
         return grad.new_zeros(ctx.rows, *grad.shape[1:]).index_copy_(0, index, grad), None
 
 
@@ -171,8 +171,8 @@ class _Pad(torch.autograd.Function):
         return x.index_select(0, source)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
-        (slots,) = ctx.saved_tensors
+    def backward(ctx, *grad_outputs: Tensor):
+        (slots,), (grad,) = ctx.saved_tensors, grad_outputs
         return grad.index_select(0, slots), None, None
 
 

@@ -212,9 +212,9 @@ class _Rotate(torch.autograd.Function):
         return _turn(x, cosines, sines, 1.0)
 
     @staticmethod
-    def backward(ctx, grad: Tensor):
+    def backward(ctx, *grad_outputs: Tensor):
         cosines, sines = ctx.saved_tensors
-        return _turn(grad, cosines, sines, -1.0), None, None
+        return _turn(grad_outputs[0], cosines, sines, -1.0), None, None
 
 
 def _turn(x: Tensor, cosines: Tensor, sines: Tensor, direction: float) -> Tensor:

@@ -60,10 +60,11 @@ def save_checkpoint(
     path = root / f"step-{step:06d}"
     random_states = process_group.gather_objects(random_state())
     with ExitStack() as stack:
+        temporary = None
         if process_group.is_main:
             check_disk_space(root, named)
-            temporary = stack.enter_context(atomic_directory(path))
-        directory = Path(process_group.broadcast_object(str(temporary) if process_group.is_main else None))
+            temporary = str(stack.enter_context(atomic_directory(path)))
+        directory = Path(process_group.broadcast_object(temporary))
         for name, engine in named.items():
             if process_group.is_main:
                 (directory / name).mkdir(exist_ok=True)
