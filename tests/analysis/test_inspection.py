@@ -193,7 +193,7 @@ def test_each_source_wants_its_target(tokenizer, tmp_path):
         write_attention(tiny("t5", tokenizer, tmp_path), ["a", "b"], tmp_path / "p.html", targets=["c"])
 
 
-def test_shades_go_by_the_root_of_the_weight():
+def test_pixels_go_by_the_root_of_the_weight():
     # sqrt(0) = 0, sqrt(0.01) = 0.1 -> 25.5 -> 26 (to even), sqrt(0.25) = 0.5 -> 127.5 -> 128, sqrt(1) -> 255
     assert pixels(torch.tensor([[0.0, 0.01, 0.25, 1.0]])).tolist() == [[255, 229, 127, 0]]
 

@@ -72,7 +72,7 @@ def test_the_second_sentence_of_a_pair_is_told_apart_by_its_segment():
     assert_close(model(ids, None, torch.zeros_like(ids)).logits, model(ids).logits)
 
 
-def test_a_readout_drops_before_and_after_its_transform_in_training_only():
+def test_a_classification_head_drops_before_and_after_its_transform_in_training_only():
     head = ClassificationHead(None, nn.Linear(4, 4, bias=False), dropout=0.0, input_dropout=0.5)
     nn.init.eye_(head.output.weight)
     x = torch.ones(200, 4)
