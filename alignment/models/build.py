@@ -9,10 +9,11 @@ from alignment.models.families import family_of
 from alignment.models.heads import ClassificationHeadSpec, VocabularyHead
 from alignment.models.init_weights import initialize
 from alignment.models.language_model import LanguageModel, MaskedLanguageModel
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 
-def build_model(config: dict[str, Any], task: str = "language") -> Any:
+def build_model(config: HFConfig, task: str = "language") -> Any:
     """A model with fresh weights, in eval mode.
 
     Args:
@@ -27,17 +28,17 @@ def build_model(config: dict[str, Any], task: str = "language") -> Any:
     return initialize(empty_model(config, task))
 
 
-def build_language_model(config: dict[str, Any]) -> Any:
+def build_language_model(config: HFConfig) -> Any:
     """A language model with fresh weights, in eval mode; see `build_model`."""
     return build_model(config, "language")
 
 
-def build_scalar_model(config: dict[str, Any]) -> ScalarModel:
+def build_scalar_model(config: HFConfig) -> ScalarModel:
     """A scalar model (reward or value) with fresh weights; `config` as for `build_model`."""
     return build_model(config, "scalar")
 
 
-def empty_model(config: dict[str, Any], task: str) -> Any:
+def empty_model(config: HFConfig, task: str) -> Any:
     """A model whose weights are not initialized."""
     family, config = family_of(config), dict(config)
     if task not in family.tasks:
@@ -66,7 +67,7 @@ def empty_model(config: dict[str, Any], task: str) -> Any:
 
 
 def encoder_decoder_model(
-    spec: EncoderDecoderSpec, classifier: ClassificationHeadSpec | None, config: dict[str, Any], task: str
+    spec: EncoderDecoderSpec, classifier: ClassificationHeadSpec | None, config: HFConfig, task: str
 ) -> Any:
     """An encoder-decoder with its head; a classifier of tokens has the encoder alone."""
     encoder = spec.encoder.build()

@@ -1,6 +1,6 @@
 """Trunk and a head of few outputs: scalar models (reward, value), sequence and token classifiers, answer spans."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from alignment.models.heads import ClassificationHead, Pooling
 from alignment.models.native_model import NativeModel
 from alignment.models.outputs import ClassifierOutput, ValueOutput
 from alignment.models.padded_inputs import from_padded, require_input_ids, to_padded
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import Transformer, TransformerSpec
 from alignment.ragged import Ragged
 
@@ -16,7 +17,7 @@ from alignment.ragged import Ragged
 class ScalarModel(NativeModel[TransformerSpec]):
     """Trunk and one number per token: a reward model's score is the last token's, a value model uses every one."""
 
-    def __init__(self, trunk: Transformer, config: dict[str, Any]):
+    def __init__(self, trunk: Transformer, config: HFConfig):
         super().__init__(trunk.spec, config, "scalar")
         self.trunk = trunk
         self.head = nn.Linear(trunk.spec.output_width or trunk.spec.width, 1, bias=False)
@@ -50,7 +51,7 @@ class ScalarModel(NativeModel[TransformerSpec]):
 class SequenceClassifier(NativeModel[TransformerSpec]):
     """One logit per class for each document, from its first token, its last, or the mean of all its tokens."""
 
-    def __init__(self, trunk: Transformer, head: ClassificationHead, config: dict[str, Any], pooling: Pooling):
+    def __init__(self, trunk: Transformer, head: ClassificationHead, config: HFConfig, pooling: Pooling):
         super().__init__(trunk.spec, config, "sequence")
         self.trunk, self.head = trunk, head
         self.pooling: Pooling = pooling
@@ -77,9 +78,7 @@ class SequenceClassifier(NativeModel[TransformerSpec]):
 class TokenClassifier(NativeModel[TransformerSpec]):
     """Logits for each token: its class (`task` "tokens"), or whether an answer starts and ends there ("span")."""
 
-    def __init__(
-        self, trunk: Transformer, head: ClassificationHead, config: dict[str, Any], task: Literal["tokens", "span"]
-    ):
+    def __init__(self, trunk: Transformer, head: ClassificationHead, config: HFConfig, task: Literal["tokens", "span"]):
         super().__init__(trunk.spec, config, task)
         self.trunk, self.head = trunk, head
 

@@ -1,7 +1,7 @@
 """Encoder-decoders: language models (T5, BART), and classifiers whose documents both stacks read."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from alignment.models.layers.padded_layout import select_rows
 from alignment.models.native_model import NativeModel, empty_cache
 from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput
 from alignment.models.padded_inputs import from_padded, require_input_ids, to_padded
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import Transformer, TransformerSpec
 from alignment.ragged import Ragged, Seq2Seq
 
@@ -61,7 +62,7 @@ class Seq2SeqModel(NativeModel[EncoderDecoderSpec]):
         encoder: Transformer,
         decoder: Transformer,
         head: VocabularyHead,
-        config: dict[str, Any],
+        config: HFConfig,
         spec: EncoderDecoderSpec,
     ):
         super().__init__(spec, config, "language")
@@ -141,7 +142,7 @@ class Seq2SeqClassifier(NativeModel[EncoderDecoderSpec]):
         encoder: Transformer,
         decoder: Transformer,
         head: ClassificationHead,
-        config: dict[str, Any],
+        config: HFConfig,
         spec: EncoderDecoderSpec,
         *,
         task: Literal["sequence", "span"],

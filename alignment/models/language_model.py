@@ -1,7 +1,6 @@
 """Trunk and language head: decoders, and masked language models. Reward models and classifiers are in classifiers.py."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +14,7 @@ from alignment.models.layers.padded_layout import select_rows
 from alignment.models.native_model import NativeModel, empty_cache
 from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.models.padded_inputs import from_padded, require_input_ids, to_padded
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import Transformer, TransformerSpec
 from alignment.ragged import Ragged
 
@@ -22,7 +22,7 @@ from alignment.ragged import Ragged
 class LanguageModel(NativeModel[TransformerSpec]):
     """A decoder with a language head."""
 
-    def __init__(self, trunk: Transformer, head: VocabularyHead, config: dict[str, Any]):
+    def __init__(self, trunk: Transformer, head: VocabularyHead, config: HFConfig):
         super().__init__(trunk.spec, config, "language")
         self.trunk, self.head = trunk, head
         if trunk.spec.tied_head:
@@ -110,7 +110,7 @@ class MaskedLanguageModel(NativeModel[TransformerSpec]):
         self,
         trunk: Transformer,
         head: VocabularyHead,
-        config: dict[str, Any],
+        config: HFConfig,
         next_sentence: ClassificationHead | None = None,
     ):
         super().__init__(trunk.spec, config, "language" if next_sentence is None else "next_sentence")

@@ -1,6 +1,6 @@
 """Base class of our models: config, spec, activation checkpointing and the prefix of prefix tuning."""
 
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +9,7 @@ from alignment.errors import UserError
 from alignment.models.activation_checkpointing import Keep
 from alignment.models.layers import AttentionSpec
 from alignment.models.layers.kv_cache import Cache
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import Transformer
 
 Spec = TypeVar("Spec")
@@ -27,7 +28,7 @@ class NativeModel(nn.Module, Generic[Spec]):
 
     source = "native"
 
-    def __init__(self, spec: Spec, config: dict[str, Any], task: str):
+    def __init__(self, spec: Spec, config: HFConfig, task: str):
         super().__init__()
         self.spec, self.config, self.task = spec, config, task
         self.prefix: nn.Module | None = None

@@ -6,6 +6,7 @@ from typing import Any, Protocol, overload
 from torch import Tensor, nn
 
 from alignment.models.outputs import LanguageOutput, LogitsOutput, ValueOutput
+from alignment.models.safetensors_files import HFConfig
 from alignment.ragged import Ragged, Seq2Seq
 
 
@@ -17,7 +18,7 @@ class Module(Protocol):
         training: whether it is in training mode.
     """
 
-    config: dict[str, Any]
+    config: HFConfig
     training: bool
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:

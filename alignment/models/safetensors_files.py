@@ -18,8 +18,10 @@ COUNTS = re.compile(r"(?:.*_)?(?:layers?|experts?|groups?)")  # config keys that
 SIZES = re.compile(r"(?:.*_)?(?:size|dim|embd|inner|heads?|model|ff|kv|buckets|rank)")  # config keys that are widths
 MAX_SHARED_LAYERS = 1024  # layers that share weights may be more than there are tensors
 
+HFConfig = dict[str, Any]  # the content of a config.json, or its values with the defaults filled in
 
-def read_config(directory: Path) -> dict[str, Any]:
+
+def read_config(directory: Path) -> HFConfig:
     """The content of a directory's config.json.
 
     Raises:
@@ -57,7 +59,7 @@ def weight_files(directory: Path) -> list[str]:
     return list(_shapes_by_file(directory))
 
 
-def check_sizes(directory: Path, config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]) -> None:
+def check_sizes(directory: Path, config: HFConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Refuse a config with sizes that its weights cannot have, before memory is allocated for a model of these sizes.
 
     There cannot be more layers than tensors (unless layers share weights), nor a width above the size of the largest

@@ -33,7 +33,7 @@ from alignment.models.huggingface.generation_config import (
     read_generation_config,
     write_generation_config,
 )
-from alignment.models.safetensors_files import CONFIG, check_sizes, read_config, read_shapes
+from alignment.models.safetensors_files import CONFIG, HFConfig, check_sizes, read_config, read_shapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -63,7 +63,7 @@ def load_external(
     device: str | torch.device = "cpu",
     *,
     new_head: bool = False,
-    config: dict[str, Any] | None = None,
+    config: HFConfig | None = None,
 ) -> Any:
     """Load a model of any architecture of transformers in eval mode.
 
@@ -150,7 +150,7 @@ def _default_generation_config(model: ExternalModel) -> Iterator[None]:
         model.inner.generation_config = original
 
 
-def _read_settings(directory: Path, task: str, changes: dict[str, Any]) -> tuple[str, "PreTrainedConfig"]:
+def _read_settings(directory: Path, task: str, changes: HFConfig) -> tuple[str, "PreTrainedConfig"]:
     """The kind of model (a key of `AUTO_CLASSES`) and transformers' config object."""
     from transformers import AutoConfig
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -175,7 +175,7 @@ def _read_settings(directory: Path, task: str, changes: dict[str, Any]) -> tuple
     return task, settings
 
 
-def _refuse_keys(directory: Path, config: dict[str, Any]) -> None:
+def _refuse_keys(directory: Path, config: HFConfig) -> None:
     """Refuse a config that asks for code or weights from elsewhere, also in a nested config."""
     for key, value in config.items():
         if key in REFUSED_KEYS and value:
@@ -210,7 +210,7 @@ def _check_weights(directory: Path, auto_class: str, settings: "PreTrainedConfig
         raise UserError(f"{directory}/{CONFIG}: asks for {asked} numbers, and the weights beside it are {held}")
 
 
-def _language_kind(directory: Path, config: dict[str, Any], settings: "PreTrainedConfig") -> str:
+def _language_kind(directory: Path, config: HFConfig, settings: "PreTrainedConfig") -> str:
     """causal, masked or encoder-decoder: the class that saved the checkpoint, else the class that transformers has."""
     from transformers.models.auto import modeling_auto as auto
 

@@ -29,6 +29,7 @@ from alignment.models.external.padding import (
 )
 from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput, ValueOutput
 from alignment.models.padded_inputs import from_padded, require_input_ids, to_padded
+from alignment.models.safetensors_files import HFConfig
 from alignment.ragged import Ragged, Seq2Seq
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class ExternalModel(nn.Module):
     generation_config: dict[str, Any] | None = None
     inner: Any
 
-    def __init__(self, inner: "PreTrainedModel", config: dict[str, Any], task: str):
+    def __init__(self, inner: "PreTrainedModel", config: HFConfig, task: str):
         super().__init__()
         self.inner, self.config, self.task = inner, config, task
         self.prefix, self.prefix_enabled = None, False

@@ -1,7 +1,5 @@
 """The families of models that run as our own modules. Each file: config -> specification, and a table of names."""
 
-from typing import Any
-
 from alignment.errors import UserError
 from alignment.models.families.albert import ALBERT
 from alignment.models.families.bart import BART
@@ -31,6 +29,7 @@ from alignment.models.families.qwen3 import QWEN3
 from alignment.models.families.roberta import ROBERTA
 from alignment.models.families.smollm3 import SMOLLM3
 from alignment.models.families.t5 import T5
+from alignment.models.safetensors_files import HFConfig
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -42,7 +41,7 @@ FAMILIES: dict[str, Family] = {
 }  # fmt: skip
 
 
-def family_of(config: dict[str, Any]) -> Family:
+def family_of(config: HFConfig) -> Family:
     """The family of `config["model_type"]`.
 
     Raises:
@@ -61,6 +60,6 @@ def family_of(config: dict[str, Any]) -> Family:
     return FAMILIES[name]
 
 
-def is_external_type(config: dict[str, Any]) -> bool:
+def is_external_type(config: HFConfig) -> bool:
     """Whether `config["model_type"]` names a family that only transformers has."""
     return isinstance(config.get("model_type"), str) and config["model_type"] not in FAMILIES

@@ -3,9 +3,6 @@
 Source: Lan et al. 2019, arXiv:1909.11942; transformers, `models/albert`.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from alignment.errors import raise_all
 from alignment.models.families.encoders import (
     BERT_HARMLESS,
@@ -26,6 +23,7 @@ from alignment.models.families.encoders import (
 from alignment.models.families.family import Family, Key, Task, num_labels, read_keys, span_head
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
 from alignment.models.layers import LayerNormSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import ProjectionSpec, TransformerSpec
 
 WIDTH = 4096
@@ -95,21 +93,21 @@ UNUSED_SENTENCE_ORDER = (r"sop_classifier\.classifier\.(weight|bias)",)
 UNUSED_BIAS = (r"predictions\.bias",)  # it does not act where the decoder, untied, has its own
 
 
-def sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def sequence_head(config: HFConfig) -> ClassificationHeadSpec:
     """Classes of the pooled first token; whether two sentences stand in order is read likewise."""
     return pooled_head(config, "tanh", WIDTH, dropout=_dropout(config))
 
 
-def token_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def token_head(config: HFConfig) -> ClassificationHeadSpec:
     """Classes of every token."""
     return ClassificationHeadSpec(num_labels(config), dropout=_dropout(config))
 
 
-def _dropout(config: Mapping[str, Any]) -> float:
+def _dropout(config: HFConfig) -> float:
     return classifier_dropout({"classifier_dropout_prob": 0.1, **config}, "classifier_dropout_prob")
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of an ALBERT config; every key is understood or known to change nothing.
 
     Raises:

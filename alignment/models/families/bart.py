@@ -3,9 +3,6 @@
 Source: Lewis et al. 2019, arXiv:1910.13461; transformers, `models/bart`.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from alignment.errors import raise_all
 from alignment.models.encoder_decoder import EncoderDecoderSpec
 from alignment.models.families.decoders import activation_problems
@@ -20,6 +17,7 @@ from alignment.models.layers import (
     NoNormSpec,
     PlainFeedForwardSpec,
 )
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 KEYS = {
@@ -118,7 +116,7 @@ SPAN = (
 )  # fmt: skip
 
 
-def spec_from_config(config: dict[str, Any]) -> EncoderDecoderSpec:
+def spec_from_config(config: HFConfig) -> EncoderDecoderSpec:
     """The specification of a BART config; every key is understood or known to change nothing.
 
     Raises:
@@ -142,7 +140,7 @@ def spec_from_config(config: dict[str, Any]) -> EncoderDecoderSpec:
     )
 
 
-def _stack(value: Mapping[str, Any], side: str) -> TransformerSpec:
+def _stack(value: HFConfig, side: str) -> TransformerSpec:
     width, longest = value["d_model"], value["max_position_embeddings"]
     inner, activation = value[f"{side}_ffn_dim"], value["activation_function"]
     block = BlockSpec(
@@ -169,14 +167,14 @@ def _stack(value: Mapping[str, Any], side: str) -> TransformerSpec:
     )
 
 
-def _attention(value: Mapping[str, Any], side: str, *, causal: bool) -> AttentionSpec:
+def _attention(value: HFConfig, side: str, *, causal: bool) -> AttentionSpec:
     heads = value[f"{side}_attention_heads"]
     head_dim = value["d_model"] // heads
     scale = head_dim**-0.5
     return AttentionSpec(heads, heads, head_dim, scale, True, True, value["attention_dropout"], causal=causal)
 
 
-def _sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def _sequence_head(config: HFConfig) -> ClassificationHeadSpec:
     """A hidden layer and a linear one on what the decoder says at the end token."""
     transform = TransformSpec(config.get("d_model", KEYS["d_model"].default), "tanh", True)
     dropout = config.get("classifier_dropout", 0.0)

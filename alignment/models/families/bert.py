@@ -3,9 +3,7 @@
 Source: Devlin et al. 2018, arXiv:1810.04805; transformers, `models/bert`.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from alignment.errors import raise_all
 from alignment.models.families.encoders import (
@@ -27,6 +25,7 @@ from alignment.models.families.encoders import (
 )
 from alignment.models.families.family import Family, Key, Task, read_keys, span_head
 from alignment.models.heads import ClassificationHeadSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 KEYS = {**BERT_KEYS, "classifier_dropout": Key(float, None, 0)}
@@ -70,17 +69,17 @@ UNUSED_NEXT_SENTENCE = (r"cls\.seq_relationship\.(weight|bias)",)
 UNUSED_BIAS = (r"cls\.predictions\.bias",)  # it does not act where the decoder, untied, has its own
 
 
-def sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def sequence_head(config: HFConfig) -> ClassificationHeadSpec:
     """Classes of the pooled first token."""
     return pooled_head(config, "tanh")
 
 
-def next_sentence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def next_sentence_head(config: HFConfig) -> ClassificationHeadSpec:
     """Does B follow A (0), or does it not (1): from the pooled first token."""
     return replace(pooled_head(config, "tanh", dropout=0.0), outputs=2)
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a BERT config; every key is understood or known to change nothing.
 
     Raises:

@@ -3,8 +3,6 @@
 Source: BigScience 2022, arXiv:2211.05100; transformers, `models/bloom`.
 """
 
-from typing import Any
-
 from alignment.errors import raise_all
 from alignment.models.families.family import Family, Key, decoder_tasks, divides, read_keys
 from alignment.models.families.fused import (
@@ -15,6 +13,7 @@ from alignment.models.families.fused import (
 )
 from alignment.models.init_weights import InitSpec
 from alignment.models.layers import AlibiSpec, AttentionSpec, BlockSpec, LayerNormSpec, PlainFeedForwardSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import UNLIMITED, TransformerSpec
 
 KEYS = {
@@ -71,7 +70,7 @@ NAMES = (  # Hugging Face name                                      ours
 )  # fmt: skip
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a BLOOM config; every key is understood or known to change nothing.
 
     Raises:

@@ -3,7 +3,6 @@
 Source: He et al. 2020, arXiv:2006.03654; He et al. 2021, arXiv:2111.09543; transformers, `models/deberta_v2`.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -35,6 +34,7 @@ from alignment.models.layers import (
     LearnedPositionsSpec,
     NoNormSpec,
 )
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import UNLIMITED, TransformerSpec
 
 WIDTH = 1536
@@ -118,7 +118,7 @@ UNUSED_LEGACY_HEAD = (r"cls\.predictions\.(transform\.(dense|LayerNorm)\.(weight
 UNUSED_NEW_HEAD = (r"lm_predictions\.lm_head\.((dense|LayerNorm)\.(weight|bias)|bias)",)
 
 
-def head_lines(config: Mapping[str, Any]) -> tuple[Name, ...]:
+def head_lines(config: HFConfig) -> tuple[Name, ...]:
     """The weight table of the language head."""
     legacy = config.get("legacy", True)
     transform = LEGACY + "transform." if legacy else NEW
@@ -132,19 +132,19 @@ def head_lines(config: Mapping[str, Any]) -> tuple[Name, ...]:
     )
 
 
-def sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def sequence_head(config: HFConfig) -> ClassificationHeadSpec:
     """Classes of the pooled first token."""
     read = pooled_head(config, config.get("pooler_hidden_act", "gelu"), WIDTH)
     dropout = classifier_dropout(config, "cls_dropout")
     return replace(read, dropout=dropout, input_dropout=config.get("pooler_dropout", 0.0))
 
 
-def token_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def token_head(config: HFConfig) -> ClassificationHeadSpec:
     """Classes of every token."""
     return ClassificationHeadSpec(num_labels(config), dropout=config.get("hidden_dropout_prob", 0.1))
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a DeBERTa v2 or v3 config; every key is understood or known to change nothing.
 
     Raises:
@@ -173,7 +173,7 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
     )
 
 
-def _attention(value: Mapping[str, Any], terms: list[str], longest: int) -> AttentionSpec | DisentangledSpec:
+def _attention(value: HFConfig, terms: list[str], longest: int) -> AttentionSpec | DisentangledSpec:
     heads, dropout = value["num_attention_heads"], value["attention_probs_dropout_prob"]
     head_dim = value["attention_head_size"] or value["hidden_size"] // heads
     if not value["relative_attention"] or not terms:
@@ -200,11 +200,11 @@ def _terms(given: Any) -> tuple[list[str], list[str]]:
     return [term for term in TERMS if term in words], []
 
 
-def _norms(value: Mapping[str, Any]) -> list[str]:
+def _norms(value: HFConfig) -> list[str]:
     return [word.strip() for word in str(value["norm_rel_ebd"]).lower().split("|")]
 
 
-def _value_problems(value: Mapping[str, Any]) -> list[str]:
+def _value_problems(value: HFConfig) -> list[str]:
     heads, width, kernel = value["num_attention_heads"], value["hidden_size"], value["conv_kernel_size"]
     problems = []
     for key in ("hidden_act", "pooler_hidden_act", "conv_act"):

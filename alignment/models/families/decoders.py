@@ -1,6 +1,6 @@
 """Functions that read the configs of many decoders: grouped-query attention, rotary positions, layers with windows."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from alignment.models.families.family import divides
@@ -8,6 +8,7 @@ from alignment.models.families.rope import longest_document, read_rotary
 from alignment.models.init_weights import InitSpec
 from alignment.models.layers import AttentionSpec, BlockSpec, NormSpec, RotarySpec
 from alignment.models.layers.feedforward import ACTIVATIONS
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -19,7 +20,7 @@ def activation_problems(name: Any, key: str = "hidden_act") -> list[str]:
 
 
 def grouped_attention(
-    config: Mapping[str, Any], value: Mapping[str, Any], bias: bool, output_bias: bool, **more: Any
+    config: HFConfig, value: HFConfig, bias: bool, output_bias: bool, **more: Any
 ) -> tuple[AttentionSpec, list[str]]:
     """Causal attention with rotary positions from a config with Llama's keys, and the problems found.
 
@@ -49,7 +50,7 @@ def grouped_attention(
 
 
 def llama_like(
-    value: Mapping[str, Any], attention: AttentionSpec, blocks: tuple[BlockSpec, ...], norm: NormSpec, **more: Any
+    value: HFConfig, attention: AttentionSpec, blocks: tuple[BlockSpec, ...], norm: NormSpec, **more: Any
 ) -> TransformerSpec:
     """A decoder without position embeddings from Llama's keys; `more` are further fields of the specification."""
     longest = value["max_position_embeddings"]
@@ -66,9 +67,7 @@ def llama_like(
     )
 
 
-def windows(
-    value: Mapping[str, Any], window: int | None, slides: Callable[[int], bool]
-) -> tuple[list[int | None], list[str]]:
+def windows(value: HFConfig, window: int | None, slides: Callable[[int], bool]) -> tuple[list[int | None], list[str]]:
     """The sliding window of each layer, None for full attention, and the problems found.
 
     Args:

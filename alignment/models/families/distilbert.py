@@ -3,14 +3,12 @@
 Source: Sanh et al. 2019, arXiv:1910.01108; transformers, `models/distilbert`.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems
 from alignment.models.families.encoders import CLASSIFIER, ENCODER_FIXED, POSITION_IDS, SPAN, bert_like, with_scalar
 from alignment.models.families.family import Family, Key, Task, divides, num_labels, read_keys
 from alignment.models.heads import ClassificationHeadSpec, TransformSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 KEYS = {
@@ -81,7 +79,7 @@ POOLED_CLASSIFIER = (
 )  # fmt: skip
 
 
-def sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def sequence_head(config: HFConfig) -> ClassificationHeadSpec:
     """Classes of the first token through a dense layer."""
     transform = TransformSpec(config.get("dim", 768), "relu", bias=True)
     return ClassificationHeadSpec(
@@ -89,17 +87,17 @@ def sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     )
 
 
-def token_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def token_head(config: HFConfig) -> ClassificationHeadSpec:
     """Classes of every token."""
     return ClassificationHeadSpec(num_labels(config), dropout=config.get("dropout", 0.1))
 
 
-def span_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def span_head(config: HFConfig) -> ClassificationHeadSpec:
     """Does an answer start here, does it end here."""
     return ClassificationHeadSpec(2, dropout=config.get("qa_dropout", 0.1))
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a DistilBERT config; every key is understood or known to change nothing.
 
     Raises:

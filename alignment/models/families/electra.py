@@ -5,9 +5,6 @@ The discriminator's own head, which tells replaced tokens from original ones, is
 Source: Clark et al. 2020, arXiv:2003.10555; transformers, `models/electra`.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from alignment.errors import raise_all
 from alignment.models.families.encoders import (
     BERT_HARMLESS,
@@ -30,6 +27,7 @@ from alignment.models.families.encoders import (
 from alignment.models.families.family import Family, Key, Task, read_keys, span_head
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
 from alignment.models.layers import LayerNormSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import ProjectionSpec, TransformerSpec
 
 WIDTH = 256
@@ -70,12 +68,12 @@ PREDICTIONS = (  # Hugging Face name           ours
 UNUSED_DISCRIMINATOR = (r"discriminator_predictions\.(dense|dense_prediction)\.(weight|bias)",)
 
 
-def sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def sequence_head(config: HFConfig) -> ClassificationHeadSpec:
     """Classes of the first token through a dense layer, dropout on both sides of it."""
     return pooled_head(config, "gelu", WIDTH, input_dropout=classifier_dropout(config))
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of an ELECTRA config; every key is understood or known to change nothing.
 
     Raises:

@@ -15,6 +15,7 @@ from alignment.models.layers import (
     NoNormSpec,
     PlainFeedForwardSpec,
 )
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 # Keys with BERT's defaults; other families override the defaults.
@@ -92,17 +93,17 @@ def bert_embeddings(prefix: str) -> tuple[Name, ...]:
     )  # fmt: skip
 
 
-def head_bias(prefix: str) -> Callable[[Mapping[str, Any]], tuple[Name, ...]]:
+def head_bias(prefix: str) -> Callable[[HFConfig], tuple[Name, ...]]:
     """The name of the language head's bias, which depends on whether the head is tied."""
 
-    def lines(config: Mapping[str, Any]) -> tuple[Name, ...]:
+    def lines(config: HFConfig) -> tuple[Name, ...]:
         tied = config.get("tie_word_embeddings", True)
         return ((prefix + ("bias" if tied else "decoder.bias"), "head.bias"),)
 
     return lines
 
 
-def pooled_head(config: Mapping[str, Any], activation: str, width: int = 768, **more: Any) -> ClassificationHeadSpec:
+def pooled_head(config: HFConfig, activation: str, width: int = 768, **more: Any) -> ClassificationHeadSpec:
     """Reads the first token through a dense layer as wide as the hidden states.
 
     Args:
@@ -114,12 +115,12 @@ def pooled_head(config: Mapping[str, Any], activation: str, width: int = 768, **
     return ClassificationHeadSpec(num_labels(config), **fields)
 
 
-def token_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def token_head(config: HFConfig) -> ClassificationHeadSpec:
     """One linear layer on every token, after dropout."""
     return ClassificationHeadSpec(num_labels(config), dropout=classifier_dropout(config))
 
 
-def classifier_dropout(config: Mapping[str, Any], key: str = "classifier_dropout") -> float:
+def classifier_dropout(config: HFConfig, key: str = "classifier_dropout") -> float:
     """The dropout of a read-out: its own, or that of hidden states."""
     own = config.get(key)
     return config.get("hidden_dropout_prob", 0.1) if own is None else own
@@ -130,7 +131,7 @@ def with_scalar(tasks: Mapping[str, Task]) -> dict[str, Task]:
     return {**tasks, "scalar": tasks["sequence"]}
 
 
-def bert_problems(value: Mapping[str, Any]) -> list[str]:
+def bert_problems(value: HFConfig) -> list[str]:
     """Problems between BERT's keys."""
     heads, width = value["num_attention_heads"], value["hidden_size"]
     problems = activation_problems(value["hidden_act"])
@@ -139,7 +140,7 @@ def bert_problems(value: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def bert_block(value: Mapping[str, Any]) -> BlockSpec:
+def bert_block(value: HFConfig) -> BlockSpec:
     """The specification of one layer from BERT's keys."""
     heads = value["num_attention_heads"]
     head_dim = value["hidden_size"] // heads
@@ -151,7 +152,7 @@ def bert_block(value: Mapping[str, Any]) -> BlockSpec:
     return BlockSpec(attention, feedforward, norm, value["hidden_dropout_prob"], wiring="post")
 
 
-def bert_like(value: Mapping[str, Any], **more: Any) -> TransformerSpec:
+def bert_like(value: HFConfig, **more: Any) -> TransformerSpec:
     """The specification of an encoder from BERT's keys; `more` are further or overriding fields."""
     norm, width, longest = (
         LayerNormSpec(value["layer_norm_eps"]),

@@ -5,7 +5,6 @@ In training dropout is drawn for attention and feed-forward apart; transformers 
 Source: Almazrouei et al. 2023, arXiv:2311.16867; transformers, `models/falcon`.
 """
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from alignment.errors import raise_all
@@ -19,6 +18,7 @@ from alignment.models.families.fused import (
 )
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.layers import BFloat16AlibiSpec, BlockSpec, LayerNormSpec, PlainFeedForwardSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import UNLIMITED, TransformerSpec
 
 KEYS = {
@@ -78,7 +78,7 @@ NAMES = (
 )  # fmt: skip
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a Falcon config; every key is understood or known to change nothing.
 
     Raises:
@@ -103,21 +103,21 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
     return llama_like(value, attention, (block,) * value["num_hidden_layers"], norm)
 
 
-def _key_heads(value: Mapping[str, Any]) -> int | None:
+def _key_heads(value: HFConfig) -> int | None:
     """None: one for each query head."""
     if value["new_decoder_architecture"]:
         return value["num_kv_heads"]
     return 1 if value["multi_query"] else None
 
 
-def _wiring(value: Mapping[str, Any]) -> Literal["pre", "parallel", "parallel_shared"]:
+def _wiring(value: HFConfig) -> Literal["pre", "parallel", "parallel_shared"]:
     if not value["parallel_attn"]:
         return "pre"
     own_norms = value["new_decoder_architecture"] and value["num_ln_in_parallel_attn"] in (None, 2)
     return "parallel" if own_norms else "parallel_shared"
 
 
-def _norm_problems(value: Mapping[str, Any]) -> list[str]:
+def _norm_problems(value: HFConfig) -> list[str]:
     norms, new = value["num_ln_in_parallel_attn"], value["new_decoder_architecture"]
     problems = []
     if new and not value["parallel_attn"]:
@@ -130,7 +130,7 @@ def _norm_problems(value: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _names_from_config(config: Mapping[str, Any]) -> tuple[Name, ...]:
+def _names_from_config(config: HFConfig) -> tuple[Name, ...]:
     value, _ = read_keys(dict(config), KEYS)
     return SIDE_BY_SIDE if _wiring(value) == "parallel" else ()
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from alignment.errors import spelling_hint
 from alignment.models.encoder_decoder import EncoderDecoderSpec
 from alignment.models.heads import ClassificationHeadSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 # One line of a weight table: Hugging Face name, our name. A tuple of our names: the tensor of the file is cut along
@@ -32,7 +33,7 @@ class Task:
 
     hf_class: str
     names: tuple[Name, ...]
-    head: Callable[[Mapping[str, Any]], ClassificationHeadSpec] | None = None
+    head: Callable[[HFConfig], ClassificationHeadSpec] | None = None
     other_heads: tuple[str, ...] = ()
     trunk_prefix: str | None = None
     kept_by_new_head: tuple[str, ...] = ()
@@ -61,7 +62,7 @@ class Family:
     """
 
     name: str
-    spec_from_config: Callable[[dict[str, Any]], TransformerSpec | EncoderDecoderSpec]
+    spec_from_config: Callable[[HFConfig], TransformerSpec | EncoderDecoderSpec]
     names: tuple[Name, ...]
     trunk_prefix: str
     tasks: Mapping[str, Task]
@@ -70,12 +71,10 @@ class Family:
     ignored_tensors: tuple[str, ...] = ()
     legacy_names: Mapping[str, str] = field(default_factory=dict)
     tied_copies: tuple[tuple[str, str], ...] = ()
-    names_from_config: Callable[[Mapping[str, Any]], tuple[Name, ...]] = lambda config: ()
+    names_from_config: Callable[[HFConfig], tuple[Name, ...]] = lambda config: ()
     zeros_if_missing: tuple[str, ...] = ()
     new_model_config: Mapping[str, Any] = field(default_factory=dict)
-    config_from_tensors: Callable[[dict[str, Any], Mapping[str, Tensor]], dict[str, Any]] = lambda config, tensors: (
-        config
-    )
+    config_from_tensors: Callable[[HFConfig, Mapping[str, Tensor]], HFConfig] = lambda config, tensors: config
 
     @property
     def architecture(self) -> Architecture:
@@ -120,22 +119,22 @@ def decoder_tasks(
     return {name: task for name, task in tasks.items() if name in ("language", "scalar", *heads)}
 
 
-def num_labels(config: Mapping[str, Any], default: int = 2) -> int:
+def num_labels(config: HFConfig, default: int = 2) -> int:
     """Number of classes in a config, by transformers' rule."""
     return int(config.get("num_labels") or len(config.get("id2label") or ()) or default)
 
 
-def last_token_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def last_token_head(config: HFConfig) -> ClassificationHeadSpec:
     """One linear layer without bias on the last token."""
     return ClassificationHeadSpec(num_labels(config), pooling="last", bias=False)
 
 
-def token_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def token_head(config: HFConfig) -> ClassificationHeadSpec:
     """One linear layer on every token."""
     return ClassificationHeadSpec(num_labels(config))
 
 
-def span_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def span_head(config: HFConfig) -> ClassificationHeadSpec:
     """One linear layer on every token with two outputs, start and end of the answer."""
     return ClassificationHeadSpec(2)
 
@@ -188,13 +187,13 @@ class Key:
 
 
 def read_keys(
-    config: dict[str, Any],
+    config: HFConfig,
     keys: Mapping[str, Key],
     *,
     harmless: Iterable[str] = (),
     fixed: Mapping[str, tuple[Any, ...]] | None = None,
     by_hand: Iterable[str] = (),
-) -> tuple[dict[str, Any], list[str]]:
+) -> tuple[HFConfig, list[str]]:
     """The values of `keys` with defaults filled in, and every problem found in `config`.
 
     Args:

@@ -6,6 +6,7 @@ from typing import Any
 from alignment.models.families.family import Task, num_labels
 from alignment.models.heads import ClassificationHeadSpec
 from alignment.models.layers import AttentionSpec
+from alignment.models.safetensors_files import HFConfig
 
 
 def fused_by_key_head(name: str) -> dict[str, Callable[[Any], int]]:
@@ -19,19 +20,19 @@ def fused_by_key_head(name: str) -> dict[str, Callable[[Any], int]]:
     return dict.fromkeys((f"{name}.weight", f"{name}.bias"), groups)
 
 
-def dropped_token_task(hf_class: str, dropout: Callable[[Mapping[str, Any]], float]) -> Task:
+def dropped_token_task(hf_class: str, dropout: Callable[[HFConfig], float]) -> Task:
     """The task of a token classifier whose layer is named `classifier`, with dropout on its input."""
     names = (("classifier.weight", "head.output.weight"), ("classifier.bias", "head.output.bias"))
     return Task(hf_class, names, lambda config: ClassificationHeadSpec(num_labels(config), dropout=dropout(config)))
 
 
-def classifier_dropout(config: Mapping[str, Any]) -> float:
+def classifier_dropout(config: HFConfig) -> float:
     """`classifier_dropout`, by default `hidden_dropout`, in BLOOM and Falcon."""
     own = config.get("classifier_dropout")
     return config.get("hidden_dropout", 0.0) if own is None else own
 
 
-def with_present_names(config: Mapping[str, Any], old_names: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
+def with_present_names(config: HFConfig, old_names: Mapping[str, str]) -> tuple[HFConfig, list[str]]:
     """The config with the present names of its keys, and a problem for each key whose two names have different values.
 
     Args:

@@ -4,7 +4,6 @@ Source: Gemma team 2024, arXiv:2403.08295, section 2; transformers, `models/gemm
 """
 
 import math
-from typing import Any
 
 from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like
@@ -13,6 +12,7 @@ from alignment.models.families.llama import GROUPED_KEYS, INV_FREQ
 from alignment.models.families.llama import NAMES as LLAMA_NAMES
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.layers import BlockSpec, GatedFeedForwardSpec, UnitOffsetRMSNormSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 TANH_GELU = "gelu_pytorch_tanh"
@@ -35,7 +35,7 @@ FIXED = {"hidden_activation": (None, TANH_GELU), "use_bidirectional_attention": 
 HARMLESS = ("cache_implementation",)  # how transformers lays its cache out
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a Gemma config; every key is understood or known to change nothing.
 
     Raises:

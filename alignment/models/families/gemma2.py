@@ -5,7 +5,6 @@ Source: Gemma team 2024, arXiv:2408.00118, section 2; transformers, `models/gemm
 
 import math
 from dataclasses import replace
-from typing import Any
 
 from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like, windows
@@ -17,6 +16,7 @@ from alignment.models.families.llama import INV_FREQ, PROJECTIONS
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.heads import LanguageHeadSpec
 from alignment.models.layers import AttentionSpec, BlockSpec, GatedFeedForwardSpec, UnitOffsetRMSNormSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 KEYS = {
@@ -47,7 +47,7 @@ SANDWICH_NORMS: tuple[Name, ...] = (
 NAMES = (*PROJECTIONS, *SANDWICH_NORMS)
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a Gemma 2 config; every key is understood or known to change nothing.
 
     Raises:
@@ -63,7 +63,7 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
     return sandwich_decoder(value, [replace(attention, window=span) for span in spans])
 
 
-def sandwich_decoder(value: dict[str, Any], attentions: list[AttentionSpec]) -> TransformerSpec:
+def sandwich_decoder(value: HFConfig, attentions: list[AttentionSpec]) -> TransformerSpec:
     """Gemma 2's shape around one attention per layer, whose scale is `query_pre_attn_scalar` ** -0.5."""
     feedforward = GatedFeedForwardSpec(value["intermediate_size"], value["hidden_activation"], bias=False)
     norm, scale = UnitOffsetRMSNormSpec(value["rms_norm_eps"]), value["query_pre_attn_scalar"] ** -0.5

@@ -7,7 +7,6 @@ Source: Gemma team 2025, arXiv:2503.19786, section 2; transformers, `models/gemm
 """
 
 from dataclasses import replace
-from typing import Any
 
 from alignment.errors import raise_all
 from alignment.models.families.decoders import LAYER_TYPES, activation_problems, grouped_attention, windows
@@ -18,6 +17,7 @@ from alignment.models.families.gemma2 import KEYS as GEMMA2_KEYS
 from alignment.models.families.llama import INV_FREQ, PROJECTIONS
 from alignment.models.families.rope import ORIGINAL, ROPE_KEYS
 from alignment.models.layers import UnitOffsetRMSNormSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 KEYS = {
@@ -44,7 +44,7 @@ NAMES = (
 )  # fmt: skip
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a Gemma 3 text config; every key is understood or known to change nothing.
 
     Raises:
@@ -68,7 +68,7 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
     return sandwich_decoder(value, [everything if span is None else replace(sliding, window=span) for span in spans])
 
 
-def _shape_problems(config: dict[str, Any]) -> list[str]:
+def _shape_problems(config: HFConfig) -> list[str]:
     """`rope_parameters` holds a mapping for each kind of layer; `rope_scaling` is the older way, and not for both."""
     ropes, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
     if not isinstance(ropes, dict) or not all(isinstance(each, dict | None) for each in ropes.values()):

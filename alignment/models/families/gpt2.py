@@ -4,7 +4,6 @@ Source: Radford et al. 2019; transformers, `models/gpt2`.
 """
 
 import math
-from typing import Any
 
 from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems
@@ -12,6 +11,7 @@ from alignment.models.families.family import Family, Key, Task, decoder_tasks, d
 from alignment.models.families.fused import dropped_token_task
 from alignment.models.init_weights import InitSpec
 from alignment.models.layers import AttentionSpec, BlockSpec, LayerNormSpec, LearnedPositionsSpec, PlainFeedForwardSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 KEYS = {
@@ -68,7 +68,7 @@ NAMES = (  # Hugging Face name                       ours
 )  # fmt: skip
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a GPT-2 config; every key is understood or known to change nothing.
 
     Raises:
@@ -92,7 +92,7 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
     )
 
 
-def _block(value: dict[str, Any], layer: int) -> BlockSpec:
+def _block(value: HFConfig, layer: int) -> BlockSpec:
     head_dim = value["n_embd"] // value["n_head"]
     scale = head_dim**-0.5 if value["scale_attn_weights"] else 1.0
     if value["scale_attn_by_inverse_layer_idx"]:

@@ -3,14 +3,13 @@
 Source: Black et al. 2022, arXiv:2204.06745; Biderman et al. 2023, arXiv:2304.01373; transformers, `models/gpt_neox`.
 """
 
-from typing import Any
-
 from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like
 from alignment.models.families.family import Family, Key, Task, decoder_tasks, read_keys
 from alignment.models.families.fused import dropped_token_task, fused_by_key_head
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.layers import BlockSpec, LayerNormSpec, PlainFeedForwardSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 KEYS = {
@@ -59,7 +58,7 @@ NAMES = (  # Hugging Face name                                      ours
 )  # fmt: skip
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a GPT-NeoX config; every key is understood or known to change nothing.
 
     Raises:

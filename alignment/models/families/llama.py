@@ -4,13 +4,12 @@ Source: Touvron et al. 2023, arXiv:2302.13971 and arXiv:2307.09288; Dubey et al.
 `models/llama`.
 """
 
-from typing import Any
-
 from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like
 from alignment.models.families.family import Family, Key, Name, decoder_tasks, read_keys
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.layers import BlockSpec, GatedFeedForwardSpec, RMSNormSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 # Keys with Llama's defaults, for decoders with grouped-query attention; other families override the defaults.
@@ -59,7 +58,7 @@ NAMES = (*PROJECTIONS, *INPUT_NORMS)
 INV_FREQ = r"(\w+\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # in older files, a buffer and no weight
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a Llama config; every key is understood or known to change nothing.
 
     Raises:

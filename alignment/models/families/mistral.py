@@ -4,7 +4,6 @@ Source: Jiang et al. 2023, arXiv:2310.06825, section 2; transformers, `models/mi
 """
 
 from dataclasses import replace
-from typing import Any
 
 from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like
@@ -13,6 +12,7 @@ from alignment.models.families.llama import GROUPED_KEYS, INV_FREQ
 from alignment.models.families.llama import NAMES as LLAMA_NAMES
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.layers import BlockSpec, GatedFeedForwardSpec, RMSNormSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 KEYS = {
@@ -25,7 +25,7 @@ KEYS = {
 FIXED = {"attention_bias": (False,), "mlp_bias": (False,)}  # there are no such layers to have one
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a Mistral config; every key is understood or known to change nothing.
 
     Raises:

@@ -4,14 +4,13 @@ transformers holds the experts of a layer in one tensor while it runs and writes
 have them; the table is of files. Source: Jiang et al. 2024, arXiv:2401.04088; transformers, `models/mixtral`.
 """
 
-from typing import Any
-
 from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like
 from alignment.models.families.family import Family, Key, decoder_tasks, read_keys
 from alignment.models.families.llama import NAMES as LLAMA_NAMES
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.layers import BlockSpec, ExpertsSpec, GatedFeedForwardSpec, RMSNormSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 KEYS = {
@@ -45,7 +44,7 @@ EXPERTS = (  # Hugging Face name                                    ours
 NAMES = (*(line for line in LLAMA_NAMES if ".mlp." not in line[0] and not line[0].endswith(".bias")), *EXPERTS)
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a Mixtral config; every key is understood or known to change nothing.
 
     Raises:

@@ -5,7 +5,6 @@ Source: Warner et al. 2024, arXiv:2412.13663; transformers, `models/modernbert`.
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems, windows
@@ -22,6 +21,7 @@ from alignment.models.layers import (
     NoNormSpec,
     RotarySpec,
 )
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 KEYS = {
@@ -104,7 +104,7 @@ PREDICTIONS = (*TRANSFORM, ("decoder.weight", "head.weight"), ("decoder.bias", "
 TRANSFORM_CLASSIFIER = (*TRANSFORM, *CLASSIFIER)
 
 
-def sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def sequence_head(config: HFConfig) -> ClassificationHeadSpec:
     """Classes of the first token, or of the mean of all, through the head's dense layer and norm."""
     value, _ = read_keys(dict(config), KEYS)
     pooling = POOLINGS[value["classifier_pooling"]]
@@ -113,24 +113,24 @@ def sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
     )
 
 
-def token_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def token_head(config: HFConfig) -> ClassificationHeadSpec:
     """Classes of every token, through the same."""
     value, _ = read_keys(dict(config), KEYS)
     return ClassificationHeadSpec(num_labels(config), _transform(value), dropout=value["classifier_dropout"])
 
 
-def span_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def span_head(config: HFConfig) -> ClassificationHeadSpec:
     """Does an answer start here, does it end here; through the same."""
     value, _ = read_keys(dict(config), KEYS)
     return ClassificationHeadSpec(2, _transform(value), dropout=value["classifier_dropout"])
 
 
-def _transform(value: Mapping[str, Any]) -> TransformSpec:
+def _transform(value: HFConfig) -> TransformSpec:
     norm = LayerNormSpec(value["norm_eps"], value["norm_bias"])
     return TransformSpec(value["hidden_size"], value["classifier_activation"], value["classifier_bias"], norm)
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a ModernBERT config; every key is understood or known to change nothing.
 
     Raises:
@@ -158,7 +158,7 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
     )
 
 
-def _windows(value: Mapping[str, Any]) -> tuple[list[int | None], list[str]]:
+def _windows(value: HFConfig) -> tuple[list[int | None], list[str]]:
     """The window of each layer: `local_attention` is its whole width, half of it on either side, ends included."""
     every, wide = value["global_attn_every_n_layers"], value["local_attention"]
     if not isinstance(every, int) or not isinstance(wide, int) or every < 1:
@@ -166,7 +166,7 @@ def _windows(value: Mapping[str, Any]) -> tuple[list[int | None], list[str]]:
     return windows(value, wide // 2 + 1, lambda layer: layer % every > 0)
 
 
-def _value_problems(value: Mapping[str, Any]) -> list[str]:
+def _value_problems(value: HFConfig) -> list[str]:
     heads, pooling = value["num_attention_heads"], value["classifier_pooling"]
     problems = activation_problems(value["hidden_activation"], "hidden_activation")
     problems += activation_problems(value["classifier_activation"], "classifier_activation")
@@ -177,7 +177,7 @@ def _value_problems(value: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _rotaries(config: Mapping[str, Any], value: Mapping[str, Any]) -> tuple[dict[bool, RotarySpec], list[str]]:
+def _rotaries(config: HFConfig, value: HFConfig) -> tuple[dict[bool, RotarySpec], list[str]]:
     """The rotary positions of local (True) and of global layers (False), and the problems found."""
     found = config.get("rope_parameters") or {}
     kinds = {"sliding_attention": (True, "local_rope_theta"), "full_attention": (False, "global_rope_theta")}
@@ -197,7 +197,7 @@ def _rotaries(config: Mapping[str, Any], value: Mapping[str, Any]) -> tuple[dict
     return rotaries, problems
 
 
-def _block(value: Mapping[str, Any], layer: int, window: int | None, rotaries: Mapping[bool, RotarySpec]) -> BlockSpec:
+def _block(value: HFConfig, layer: int, window: int | None, rotaries: Mapping[bool, RotarySpec]) -> BlockSpec:
     heads = value["num_attention_heads"]
     head_dim, bias = value["hidden_size"] // heads, value["attention_bias"]
     attention = AttentionSpec(

@@ -4,7 +4,6 @@ Source: Xue et al. 2021, arXiv:2010.11934; transformers, `models/mt5`.
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -23,6 +22,7 @@ from alignment.models.families.t5 import (
     t5_spec,
     t5_tasks,
 )
+from alignment.models.safetensors_files import HFConfig
 
 OWN_KEYS = {
     "vocab_size": Key(int, 250112, 1),
@@ -33,7 +33,7 @@ OWN_KEYS = {
 }
 
 
-def spec_from_config(config: dict[str, Any]) -> EncoderDecoderSpec:
+def spec_from_config(config: HFConfig) -> EncoderDecoderSpec:
     """The specification of an mT5 config; every key is understood or known to change nothing.
 
     Raises:
@@ -44,11 +44,11 @@ def spec_from_config(config: dict[str, Any]) -> EncoderDecoderSpec:
     return t5_spec(value, config, scaled=False)
 
 
-def _names_from_config(config: Mapping[str, Any]) -> tuple[Name, ...]:
+def _names_from_config(config: HFConfig) -> tuple[Name, ...]:
     return gated_names({"feed_forward_proj": OWN_KEYS["feed_forward_proj"].default, **config})
 
 
-def _own_head(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _own_head(config: HFConfig, tensors: Mapping[str, Tensor]) -> HFConfig:
     return config | {"tie_word_embeddings": False} if head_differs(tensors) else config
 
 

@@ -3,14 +3,13 @@
 Source: OLMo team 2025, arXiv:2501.00656; transformers, `models/olmo2`.
 """
 
-from typing import Any
-
 from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like
 from alignment.models.families.family import Family, Key, decoder_tasks, read_keys
 from alignment.models.families.llama import GROUPED_KEYS, INV_FREQ, PROJECTIONS
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.layers import BlockSpec, Float32RMSNormSpec, GatedFeedForwardSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 KEYS = {
@@ -30,7 +29,7 @@ NAMES = (
 )  # fmt: skip
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of an OLMo 2 config; every key is understood or known to change nothing.
 
     Raises:

@@ -4,8 +4,6 @@ Source: Radford et al. 2018, "Improving language understanding by generative pre
 `models/openai`.
 """
 
-from typing import Any
-
 from alignment.errors import raise_all
 from alignment.models.families.family import Family, Key, Task, decoder_tasks, divides, read_keys
 from alignment.models.families.gpt2 import HARMLESS as SUMMARY
@@ -18,6 +16,7 @@ from alignment.models.layers import (
     NoNormSpec,
     PlainFeedForwardSpec,
 )
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 KEYS = {
@@ -60,7 +59,7 @@ NAMES = (  # Hugging Face name                       ours
 )  # fmt: skip
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of an OpenAI GPT config; every key is understood or known to change nothing.
 
     Raises:

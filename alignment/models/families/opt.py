@@ -3,8 +3,6 @@
 Source: Zhang et al. 2022, arXiv:2205.01068; transformers, `models/opt`.
 """
 
-from typing import Any
-
 from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems
 from alignment.models.families.family import Family, Key, decoder_tasks, divides, read_keys
@@ -17,6 +15,7 @@ from alignment.models.layers import (
     NoNormSpec,
     PlainFeedForwardSpec,
 )
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import ProjectionSpec, TransformerSpec
 
 KEYS = {
@@ -71,7 +70,7 @@ NAMES = (  # Hugging Face name                                  ours
 )  # fmt: skip
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of an OPT config; every key is understood or known to change nothing.
 
     Raises:
@@ -100,7 +99,7 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
     )
 
 
-def _block(value: dict[str, Any], norm: LayerNormSpec) -> BlockSpec:
+def _block(value: HFConfig, norm: LayerNormSpec) -> BlockSpec:
     heads, bias = value["num_attention_heads"], value["enable_bias"]
     head_dim = value["hidden_size"] // heads
     attention = AttentionSpec(heads, heads, head_dim, head_dim**-0.5, bias, bias, value["attention_dropout"])

@@ -6,13 +6,12 @@ Here each document is judged by its own length; transformers judges the whole ba
 Source: Abdin et al. 2024, arXiv:2404.14219; Ding et al. 2024, arXiv:2402.13753; transformers, `models/phi3`.
 """
 
-from typing import Any
-
 from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like
 from alignment.models.families.family import Family, Key, decoder_tasks, read_keys
 from alignment.models.families.rope import ORIGINAL, ROPE_KEYS
 from alignment.models.layers import AttentionSpec, BlockSpec, GatedFeedForwardSpec, LongScaling, RMSNormSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 KEYS = {
@@ -55,7 +54,7 @@ NAMES = (  # Hugging Face name                              ours
 )  # fmt: skip
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a Phi-3 config; every key is understood or known to change nothing.
 
     Raises:

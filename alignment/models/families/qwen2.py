@@ -4,7 +4,6 @@ Source: Qwen team 2024, arXiv:2407.10671, section 2.2; transformers, `models/qwe
 """
 
 from dataclasses import replace
-from typing import Any
 
 from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like, windows
@@ -13,6 +12,7 @@ from alignment.models.families.llama import GROUPED_KEYS, INV_FREQ
 from alignment.models.families.llama import NAMES as LLAMA_NAMES
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.layers import AttentionSpec, BlockSpec, GatedFeedForwardSpec, RMSNormSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 KEYS = {
@@ -29,7 +29,7 @@ KEYS = {
 FIXED = {"use_mrope": (False,)}  # the vision models' places in three directions
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a Qwen 2 config; every key is understood or known to change nothing.
 
     Raises:
@@ -40,7 +40,7 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
     return windowed_decoder(value, attention, problems + attention_problems)
 
 
-def windowed_decoder(value: dict[str, Any], attention: AttentionSpec, problems: list[str]) -> TransformerSpec:
+def windowed_decoder(value: HFConfig, attention: AttentionSpec, problems: list[str]) -> TransformerSpec:
     """A Llama with windows from Qwen's keys: in layers from `max_window_layers` on, where `use_sliding_window`.
 
     Raises:

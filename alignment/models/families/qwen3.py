@@ -3,8 +3,6 @@
 Source: Qwen team 2025, arXiv:2505.09388, section 2; transformers, `models/qwen3`.
 """
 
-from typing import Any
-
 from alignment.models.families.decoders import grouped_attention
 from alignment.models.families.family import Family, Key, decoder_tasks, read_keys
 from alignment.models.families.llama import INV_FREQ
@@ -13,6 +11,7 @@ from alignment.models.families.qwen2 import KEYS as QWEN2_KEYS
 from alignment.models.families.qwen2 import windowed_decoder
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.layers import RMSNormSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 KEYS = {**QWEN2_KEYS, "head_dim": Key(int, 128, 2), "attention_bias": Key(bool, False)}
@@ -24,7 +23,7 @@ NAMES = (
 )  # fmt: skip
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a Qwen 3 config; every key is understood or known to change nothing.
 
     Raises:

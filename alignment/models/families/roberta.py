@@ -3,9 +3,6 @@
 Source: Liu et al. 2019, arXiv:1907.11692; transformers, `models/roberta`.
 """
 
-from collections.abc import Mapping
-from typing import Any
-
 from alignment.errors import raise_all
 from alignment.models.families.encoders import (
     BERT_HARMLESS,
@@ -29,6 +26,7 @@ from alignment.models.families.encoders import (
 from alignment.models.families.family import Family, Key, Task, read_keys, span_head
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
 from alignment.models.layers import LayerNormSpec, LearnedPositionsSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 KEYS = {
@@ -52,12 +50,12 @@ UNUSED_POOLER = (r"roberta\.pooler\.dense\.(weight|bias)",)  # transformers' own
 UNUSED_BIAS = (r"lm_head\.bias",)  # it does not act where the decoder, untied, has its own
 
 
-def sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def sequence_head(config: HFConfig) -> ClassificationHeadSpec:
     """Classes of the first token through a dense layer, dropout on both sides of it."""
     return pooled_head(config, "tanh", input_dropout=classifier_dropout(config))
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a RoBERTa config; every key is understood or known to change nothing.
 
     Raises:

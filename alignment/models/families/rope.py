@@ -1,7 +1,7 @@
 """Rotary position settings of configs: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from alignment.models.families.family import hint
@@ -14,6 +14,7 @@ from alignment.models.layers import (
     RotarySpec,
     YarnScaling,
 )
+from alignment.models.safetensors_files import HFConfig
 
 ROPE_KEYS = (
     "rope_parameters",
@@ -40,13 +41,13 @@ ROPE_TYPES: dict[str, tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]] 
 
 
 def read_rotary(
-    config: Mapping[str, Any],
+    config: HFConfig,
     head_dim: int,
     max_positions: int,
     *,
     theta: float = 10000.0,
     partial: float = 1.0,
-    parameters: Mapping[str, Any] | None = None,
+    parameters: HFConfig | None = None,
 ) -> tuple[RotarySpec, list[str]]:
     """The rotary positions of a config, and the problems found.
 
@@ -87,7 +88,7 @@ def read_rotary(
     return RotarySpec(float(theta), width, SCALINGS[kind](rope, original, max_positions, width)), problems
 
 
-def _shape_problems(config: Mapping[str, Any]) -> list[str]:
+def _shape_problems(config: HFConfig) -> list[str]:
     problems = [
         f"config.json: {key} must be a mapping, got {config[key]!r}"
         for key in ("rope_parameters", "rope_scaling")
@@ -100,7 +101,7 @@ def _shape_problems(config: Mapping[str, Any]) -> list[str]:
     return problems
 
 
-def _problems(rope: Mapping[str, Any], kind: str) -> list[str]:
+def _problems(rope: HFConfig, kind: str) -> list[str]:
     needed, allowed, lists = ROPE_TYPES[kind]
     own = ("rope_theta", PARTIAL)
     problems = [
@@ -125,7 +126,7 @@ def _positive(number: Any) -> bool:
     return not isinstance(number, bool) and isinstance(number, int | float) and number > 0
 
 
-def _yarn(rope: Mapping[str, Any], original: int, max_positions: int, width: int) -> YarnScaling:
+def _yarn(rope: HFConfig, original: int, max_positions: int, width: int) -> YarnScaling:
     def mscale(weight: float) -> float:
         return 1.0 if rope["factor"] <= 1 else 0.1 * weight * math.log(rope["factor"]) + 1.0
 
@@ -142,14 +143,14 @@ def _yarn(rope: Mapping[str, Any], original: int, max_positions: int, width: int
     )
 
 
-def _long(rope: Mapping[str, Any], original: int, max_positions: int, width: int) -> LongScaling:
+def _long(rope: HFConfig, original: int, max_positions: int, width: int) -> LongScaling:
     factor = rope.get("factor", max_positions / original)
     default = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
     short, long = tuple(rope["short_factor"]), tuple(rope["long_factor"])
     return LongScaling(short, long, original, rope.get("attention_factor", default))
 
 
-SCALINGS: dict[str, Callable[[Mapping[str, Any], int, int, int], RotaryScaling | None]] = {
+SCALINGS: dict[str, Callable[[HFConfig, int, int, int], RotaryScaling | None]] = {
     "default": lambda rope, original, longest, width: None,
     "linear": lambda rope, original, longest, width: LinearScaling(rope["factor"]),
     # By transformers' rule, the context is always max_position_embeddings.

@@ -4,7 +4,6 @@ Source: Yang et al. 2025, arXiv:2501.18795 (layers without positions); transform
 """
 
 from dataclasses import replace
-from typing import Any
 
 from alignment.errors import raise_all
 from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like, windows
@@ -13,6 +12,7 @@ from alignment.models.families.llama import GROUPED_KEYS, INV_FREQ
 from alignment.models.families.llama import NAMES as LLAMA_NAMES
 from alignment.models.families.rope import ROPE_KEYS
 from alignment.models.layers import BlockSpec, GatedFeedForwardSpec, RMSNormSpec
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 KEYS = {
@@ -36,7 +36,7 @@ HARMLESS = ("max_window_layers", "pretraining_tp")  # in the published file; not
 THETA = 2e6
 
 
-def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
+def spec_from_config(config: HFConfig) -> TransformerSpec:
     """The specification of a SmolLM 3 config; every key is understood or known to change nothing.
 
     Raises:
@@ -61,7 +61,7 @@ def spec_from_config(config: dict[str, Any]) -> TransformerSpec:
     return llama_like(value, attention, tuple(BlockSpec(each, feedforward, norm) for each in attentions), norm)
 
 
-def _turned(value: dict[str, Any]) -> tuple[list[bool], list[str]]:
+def _turned(value: HFConfig) -> tuple[list[bool], list[str]]:
     """Whether each layer turns its queries and keys: 1 in `no_rope_layers`, whatever its name says."""
     count, listed = value["num_hidden_layers"], value["no_rope_layers"]
     if listed is None:

@@ -6,7 +6,6 @@ Source: Raffel et al. 2020, arXiv:1910.10683; Xue et al. 2022, arXiv:2105.13626 
 """
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,6 +24,7 @@ from alignment.models.layers import (
     RMSNormSpec,
 )
 from alignment.models.layers.feedforward import ACTIVATIONS
+from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import UNLIMITED, TransformerSpec
 
 KEYS = {
@@ -108,12 +108,12 @@ CLASSIFIER: tuple[Name, ...] = (
 )  # fmt: skip
 
 
-def gated_names(config: Mapping[str, Any]) -> tuple[Name, ...]:
+def gated_names(config: HFConfig) -> tuple[Name, ...]:
     """The lines that replace others if the feed-forward is gated."""
     return _weights(GATED) if str(config.get("feed_forward_proj", "relu")).startswith("gated-") else ()
 
 
-def spec_from_config(config: dict[str, Any]) -> EncoderDecoderSpec:
+def spec_from_config(config: HFConfig) -> EncoderDecoderSpec:
     """The specification of a T5 config; every key is understood or known to change nothing.
 
     Raises:
@@ -126,7 +126,7 @@ def spec_from_config(config: dict[str, Any]) -> EncoderDecoderSpec:
     return t5_spec(value, config, value["tie_word_embeddings"] if scaled is None else scaled)
 
 
-def read_t5(config: dict[str, Any], keys: Mapping[str, Key]) -> tuple[dict[str, Any], list[str]]:
+def read_t5(config: HFConfig, keys: Mapping[str, Key]) -> tuple[HFConfig, list[str]]:
     """The values of `keys` and all problems, also those between keys."""
     value, problems = read_keys(config, keys, harmless=HARMLESS, fixed=FIXED, by_hand=DERIVED)
     if problems:
@@ -151,7 +151,7 @@ def read_t5(config: dict[str, Any], keys: Mapping[str, Key]) -> tuple[dict[str, 
     return value, problems
 
 
-def feed_forward(value: Mapping[str, Any]) -> tuple[str, bool]:
+def feed_forward(value: HFConfig) -> tuple[str, bool]:
     """Name of the activation, and whether there is a gate."""
     name = value["feed_forward_proj"]
     if name == "gated-gelu":
@@ -159,7 +159,7 @@ def feed_forward(value: Mapping[str, Any]) -> tuple[str, bool]:
     return name.removeprefix("gated-"), name.startswith("gated-")
 
 
-def t5_spec(value: Mapping[str, Any], config: Mapping[str, Any], scaled: bool) -> EncoderDecoderSpec:
+def t5_spec(value: HFConfig, config: HFConfig, scaled: bool) -> EncoderDecoderSpec:
     """The specification; `scaled`: logits are multiplied by D ** -0.5."""
     start, end = value["decoder_start_token_id"], config.get("eos_token_id", 1)
     decoder_layers = value["num_decoder_layers"]
@@ -173,7 +173,7 @@ def t5_spec(value: Mapping[str, Any], config: Mapping[str, Any], scaled: bool) -
     )
 
 
-def _stack(value: Mapping[str, Any], layers: int, *, decodes: bool, scaled: bool) -> TransformerSpec:
+def _stack(value: HFConfig, layers: int, *, decodes: bool, scaled: bool) -> TransformerSpec:
     norm, width, dropout = RMSNormSpec(value["layer_norm_epsilon"]), value["d_model"], value["dropout_rate"]
     factor = value["initializer_factor"]
     block = BlockSpec(
@@ -197,13 +197,11 @@ def _stack(value: Mapping[str, Any], layers: int, *, decodes: bool, scaled: bool
     )
 
 
-def _position_bias(value: Mapping[str, Any]) -> RelativeBiasSpec:
+def _position_bias(value: HFConfig) -> RelativeBiasSpec:
     return RelativeBiasSpec(value["relative_attention_num_buckets"], value["relative_attention_max_distance"])
 
 
-def _attention(
-    value: Mapping[str, Any], *, causal: bool, position_bias: RelativeBiasSpec | None = None
-) -> AttentionSpec:
+def _attention(value: HFConfig, *, causal: bool, position_bias: RelativeBiasSpec | None = None) -> AttentionSpec:
     heads = value["num_heads"]
     return AttentionSpec(
         heads,
@@ -218,13 +216,13 @@ def _attention(
     )
 
 
-def _feedforward(value: Mapping[str, Any]) -> PlainFeedForwardSpec | GatedFeedForwardSpec:
+def _feedforward(value: HFConfig) -> PlainFeedForwardSpec | GatedFeedForwardSpec:
     activation, gated = feed_forward(value)
     part = GatedFeedForwardSpec if gated else PlainFeedForwardSpec
     return part(value["d_ff"], activation, bias=False, dropout=value["dropout_rate"])
 
 
-def _own_head(config: dict[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+def _own_head(config: HFConfig, tensors: Mapping[str, Tensor]) -> HFConfig:
     """The config of a file, with an untied head if the file has one."""
     if not head_differs(tensors):
         return config
@@ -238,13 +236,13 @@ def head_differs(tensors: Mapping[str, Tensor]) -> bool:
     return head is not None and table is not None and not torch.equal(head, table)
 
 
-def sequence_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def sequence_head(config: HFConfig) -> ClassificationHeadSpec:
     """A hidden layer and a linear one on what the decoder says at the end token."""
     transform, dropout = TransformSpec(config.get("d_model", 512), "tanh", True), config.get("classifier_dropout", 0.0)
     return ClassificationHeadSpec(num_labels(config), transform, dropout=dropout, input_dropout=dropout, pooling="last")
 
 
-def token_head(config: Mapping[str, Any]) -> ClassificationHeadSpec:
+def token_head(config: HFConfig) -> ClassificationHeadSpec:
     """A linear layer on every token of the encoder."""
     return ClassificationHeadSpec(num_labels(config), dropout=config.get("classifier_dropout", 0.0))
 

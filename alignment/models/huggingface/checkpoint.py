@@ -30,7 +30,15 @@ from alignment.models.huggingface.legacy_names import (
 )
 from alignment.models.huggingface.weight_map import HFLocation, from_hf, map_weights, to_hf
 from alignment.models.init_weights import initialize_layer
-from alignment.models.safetensors_files import CONFIG, WEIGHTS, check_sizes, read_config, read_shapes, read_state_dict
+from alignment.models.safetensors_files import (
+    CONFIG,
+    WEIGHTS,
+    HFConfig,
+    check_sizes,
+    read_config,
+    read_shapes,
+    read_state_dict,
+)
 
 
 def load_language_model(
@@ -81,7 +89,7 @@ def load_pretrained(
     device: str | torch.device = "cpu",
     *,
     new_head: bool = False,
-    config: dict[str, Any] | None = None,
+    config: HFConfig | None = None,
 ) -> Any:
     """Load the model of a Hugging Face directory in eval mode; `model.train()` turns its dropout on.
 
@@ -129,7 +137,7 @@ def load_pretrained(
     return model.eval()
 
 
-def _empty_model(directory: Path, config: dict[str, Any], tensors: dict[str, Tensor], task: str) -> tuple[Family, Any]:
+def _empty_model(directory: Path, config: HFConfig, tensors: dict[str, Tensor], task: str) -> tuple[Family, Any]:
     """The family and its model on the meta device, without memory for the weights."""
     try:
         family = family_of(config)
@@ -254,7 +262,7 @@ def _tensor_problems(tensors: dict[str, Tensor], shapes: dict[str, torch.Size], 
             yield f"tensor {name} has shape {tuple(tensors[name].shape)}, the config asks for {tuple(shapes[name])}"
 
 
-def _config_to_save(model: Any, dtype: torch.dtype) -> dict[str, Any]:
+def _config_to_save(model: Any, dtype: torch.dtype) -> HFConfig:
     """config.json of a saved model: its config with the class, the type and the sizes that the weights have."""
     task = FAMILIES[model.config["model_type"]].tasks[model.task]
     config = {key: value for key, value in model.config.items() if key not in ("torch_dtype", "_name_or_path")}

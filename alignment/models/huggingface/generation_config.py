@@ -5,6 +5,7 @@ from typing import Any
 
 from alignment.errors import UserError
 from alignment.files import read_json_object, write_json
+from alignment.models.safetensors_files import HFConfig
 
 GENERATION_CONFIG = "generation_config.json"
 
@@ -56,7 +57,7 @@ def set_end_tokens(model: Any, end_ids: list[int], pad_id: int | None) -> None:
     model.generation_config = config
 
 
-def _generation_keys(config: dict[str, Any]) -> dict[str, Any]:
+def _generation_keys(config: HFConfig) -> dict[str, Any]:
     """The keys of config.json that transformers would use in place of a generation_config.json."""
     from transformers import GenerationConfig
 
