@@ -71,7 +71,7 @@ RETIRED_TEXT = (  # a word or phrase of a docstring's first line
 )  # fmt: skip
 EXCEPTIONS = {  # a name in one file that may keep a retired part -> why
     "cli.py:frame": "the stack frame that a signal handler gets",
-    "signals.py:frame": "the stack frame that a signal handler gets",
+    "directory.py:frame": "the stack frame that a signal handler gets",
     "metrics.py:spread": "the spread of numbers around their mean",
     "ppo.py:spread": "the spread of numbers around their mean",
 }

@@ -1,4 +1,4 @@
-"""The process group of a run: how it is joined, and its collective operations."""
+"""The process group of a run: how it is joined, which launch settings are refused, and its collective operations."""
 
 import atexit
 import os
@@ -11,13 +11,31 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from alignment.errors import UserError
-from alignment.training.backends.fsdp_settings import check_fsdp_settings
+from alignment.errors import UserError, raise_all
 
 # Longest wait of a rank for the others in one collective operation. Rank 0 hashes and writes checkpoints while the rest
 # wait: hundreds of gigabytes on a slow disk take longer than NCCL's ten minutes. A rank that fails is noticed within
 # seconds by other means (ranks.py), so a long timeout costs nothing.
 TIMEOUT = timedelta(hours=2)
+
+# The launch file's `fsdp_config`, which Accelerate passes on as FSDP_* variables: setting -> supported values (the first
+# one is the default), and the advice for any other value.
+# `fsdp_cpu_ram_efficient_loading`, `fsdp_sync_module_states` and `fsdp_use_orig_params` are ignored: Accelerate always
+# sends them, and with any value all ranks start with rank 0's weights.
+FSDP_SETTINGS: dict[str, tuple[tuple[str, ...], str]] = {
+    "VERSION": (("2",), "set it to 2, as configs/launch/fsdp2.yaml does"),
+    "RESHARD_AFTER_FORWARD": (("true", "false"), "set it to true or false"),
+    "OFFLOAD_PARAMS": (("false",), "set it to false, or offload with configs/launch/zero3.yaml"),
+    "AUTO_WRAP_POLICY": (("", "transformer_based_wrap"), "leave it out: every block is sharded by itself"),
+    "TRANSFORMER_CLS_TO_WRAP": (("",), "leave it out: every block is sharded by itself"),
+    "ACTIVATION_CHECKPOINTING": (("false",), "set it to false, and training.gradient_checkpointing=true in the config"),
+    "ACTIVATION_CHECKPOINTING_OFFLOAD": (("false",), "set it to false"),
+    "FORWARD_PREFETCH": (("false",), "set it to false"),
+    "BACKWARD_PREFETCH": (("", "backward_pre"), "leave it out"),
+    "IGNORED_MODULES": (("",), "leave it out: every weight is sharded"),
+    "STATE_DICT_TYPE": (("", "full_state_dict"), "leave it out: checkpoints hold whole tensors"),
+}
+
 T = TypeVar("T")
 
 
@@ -117,6 +135,20 @@ def init_distributed() -> ProcessGroup:
     atexit.register(_destroy_process_group)
     kind = "deepspeed" if deepspeed else "single" if accelerator.num_processes == 1 else "fsdp2" if fsdp else "ddp"
     return ProcessGroup(kind, accelerator.process_index, accelerator.num_processes, accelerator.device, accelerator)
+
+
+def check_fsdp_settings() -> None:
+    """Check that all settings of the launch file's `fsdp_config` have supported values.
+
+    Raises:
+        UserError: some have not; all of them are named.
+    """
+    sent = {name: os.environ.get(f"FSDP_{name}", accepted[0]) for name, (accepted, _) in FSDP_SETTINGS.items()}
+    raise_all(
+        f"launch configuration: fsdp_{name.lower()}: {sent[name]} is not supported; {way_out}"
+        for name, (accepted, way_out) in FSDP_SETTINGS.items()
+        if sent[name].lower() not in accepted
+    )
 
 
 def _destroy_process_group() -> None:

@@ -3,8 +3,10 @@
 PPO has a loop of its own, and shares `load_run_state` and `save_run_state`.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +14,6 @@ from torch import Tensor
 
 from alignment.errors import UserError
 from alignment.ragged import Batch
-from alignment.training.divergence import divergence, read_losses
 from alignment.training.engine import Engine
 from alignment.training.optim import endless_warmup
 from alignment.training.run.checkpoints import (
@@ -27,6 +28,10 @@ from alignment.training.run.directory import Run
 from alignment.training.run.random_state import generator_states, unchanged_random_state
 from alignment.training.settings import TrainingConfig
 from alignment.training.terms import LossSum, Term, shard_rows
+
+# Of a loss that has exploded; see `divergence`.
+LEAST_UPDATES = 5  # at the end of the run
+FACTOR, MARGIN = 3.0, 0.5  # losses of single rows mostly differ by less
 
 LossFn = Callable[[Any], LossSum]  # a micro-batch -> its sums
 
@@ -125,6 +130,31 @@ def note_endless_warmup(run: Run, engines: Engines) -> None:
 def is_due(step: int, every: int, total: int) -> bool:
     """Whether something done every `every` steps and after the last one is due after `step`; 0: only after the last."""
     return step == total or (every > 0 and step % every == 0)
+
+
+def read_losses(path: Path) -> list[float]:
+    """The loss of each update in a metrics.jsonl; none where there is no such file."""
+    if not path.is_file():
+        return []
+    with open(path, encoding="utf-8") as file:
+        lines = [json.loads(line) for line in file]
+    return [line["loss"] for line in lines if isinstance(line.get("loss"), float)]
+
+
+def divergence(losses: Sequence[float]) -> str:
+    """A warning for a run whose loss has exploded, '' for any other.
+
+    The first loss belongs to the starting model, before the first step. The loss has exploded if the last tenth of the
+    updates, at least five, all have more than three times that loss, and more than 0.5 above it. A hard batch among
+    easy ones does not meet this, nor does a model that has learned nothing or has become slightly worse.
+    """
+    last = losses[1:][-max(LEAST_UPDATES, len(losses) // 10) :]
+    if len(last) < LEAST_UPDATES or min(last) <= max(FACTOR * losses[0], losses[0] + MARGIN):
+        return ""
+    return (
+        f"the loss has exploded: {losses[0]:.4g} before the first update, {sum(last) / len(last):.4g} over the last "
+        f"{len(last)}; the model is worse than the one that the run began with. Lower optim.learning_rate"
+    )
 
 
 def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict[str, Any] | None:

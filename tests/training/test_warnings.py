@@ -7,7 +7,7 @@ import random
 import pytest
 
 from alignment.training import OptimConfig, Run, TrainingConfig, fit
-from alignment.training.divergence import divergence
+from alignment.training.loop import divergence
 from tests.training.toys import ToyStream, collate_by, squared_error, toy_engine
 
 

@@ -1,5 +1,6 @@
 """FSDP2: torch's fully_shard, one shard group per block. Checkpoints hold whole tensors, for any number of ranks."""
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,7 +12,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from alignment.training.backends import state_files
 from alignment.training.backends.base import autocast_context, autocast_forward, checked_step, names_without_gradient
-from alignment.training.backends.fsdp_settings import reshard_after_forward
 from alignment.training.distributed import ProcessGroup
 from alignment.training.optim import OptimConfig, build_optimizer
 
@@ -97,6 +97,11 @@ class FSDP2Backend:
             if self.process_group.is_main:
                 state[name] = tensor.cpu().contiguous()
         return state
+
+
+def reshard_after_forward() -> bool:
+    """Whether a block's weights are sharded again after its forward (`fsdp_reshard_after_forward`, true by default)."""
+    return os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
 
 
 def shard_model(model: nn.Module, process_group: ProcessGroup, reshard_after_forward: bool = True) -> None:

@@ -1,1 +1,1 @@
-"""A run's directory: files, checkpoints, lineage, progress, signals and trackers."""
+"""A run's directory: files, checkpoints, lineage, progress and trackers."""

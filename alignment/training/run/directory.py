@@ -1,4 +1,7 @@
-"""A run's directory: its lock, and the files that rank 0 writes during training. Checkpoints are in checkpoints.py."""
+"""A run's directory: its lock, the files that rank 0 writes during training, and the signals that stop the run.
+
+Checkpoints are in checkpoints.py.
+"""
 
 import fcntl
 import json
@@ -6,10 +9,13 @@ import math
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 from typing import Any, TextIO
 
 import yaml
@@ -18,11 +24,16 @@ from alignment.errors import UserError, raise_all
 from alignment.files import explain_full_disk, remove_leftovers, write_json, write_text
 from alignment.training.distributed import init_distributed, launched_rank
 from alignment.training.run.lineage import identity_of, lineage_of, refuse_other_run
-from alignment.training.run.progress import Progress
-from alignment.training.run.signals import StopRequest, stop_requests
-from alignment.training.run.trackers import Trackers, check_trackers
+from alignment.training.run.trackers import Progress, Trackers, check_trackers
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
+
+
+@dataclass
+class StopRequest:
+    """Number of the signal that asks this process to stop, or 0. It is handled at the end of an update."""
+
+    number: int = 0
 
 
 class Run:
@@ -226,3 +237,28 @@ def lock(directory: Path) -> TextIO:
     file.write(f"{os.getpid()} on {os.uname().nodename}")
     file.flush()
     return file
+
+
+@contextmanager
+def stop_requests() -> Iterator[StopRequest]:
+    """While open, SIGTERM and SIGINT are recorded instead of ending the process; the second one ends it.
+
+    Outside the main thread, where Python cannot handle signals, they keep their usual effect.
+    """
+    request = StopRequest()
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+
+    def record(number: int, frame: FrameType | None) -> None:
+        request.number = number
+        for kind in kinds:
+            signal.signal(kind, signal.SIG_DFL)
+
+    kinds = (signal.SIGTERM, signal.SIGINT)
+    before = [signal.signal(kind, record) for kind in kinds]
+    try:
+        yield request
+    finally:
+        for kind, handler in zip(kinds, before, strict=True):
+            signal.signal(kind, handler)
