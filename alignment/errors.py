@@ -1,7 +1,20 @@
-"""The one error that a user can cause, and suggestions for misspelled names. Any other exception is a bug."""
+"""The one error that a user can cause, suggestions for misspelled names, and the values that no message or file shows.
+
+Any other exception is a bug.
+"""
 
 import difflib
+import re
 from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+# `hub_token` and `wandb_api_key` are credentials; `max_new_tokens` and `eos_token` are about text.
+SECRET = re.compile(
+    r"^(?!(?:bos|eos|pad|unk|sep|cls|mask|end|start|stop|special|end_of_turn)_token$)"
+    r"(?:.*[_-])?(?:token|secret|password|passphrase|api_?key|access_key|credentials?)$",
+    re.IGNORECASE,
+)
 
 
 class UserError(ValueError):
@@ -32,3 +45,17 @@ def suggest(name: str, known: Iterable[str]) -> str:
     """`spelling_hint`; where no name is close, the list of all."""
     known = sorted(known)
     return spelling_hint(name, known) or "known: " + (", ".join(known) or "none")
+
+
+def without_secrets(value: Any) -> Any:
+    """Mappings, lists and scalars without the keys that hold secrets; a path becomes text."""
+    if isinstance(value, dict):
+        return {str(key): without_secrets(item) for key, item in value.items() if not SECRET.match(str(key))}
+    if isinstance(value, (list, tuple)):
+        return [without_secrets(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def is_hidden(key: Iterable[object]) -> bool:
+    """Whether the value of a key must not be shown."""
+    return any(isinstance(part, str) and SECRET.match(part) for part in key)

@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from alignment.adapters import is_adapter, load_adapter, read_base, read_revision
-from alignment.config.load import packaged_writer
+from alignment.adapters.peft_files import is_adapter, load_adapter, read_base, read_revision
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.load import read_tokenizer_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -36,6 +35,8 @@ def find_directory(source: str, revision: str | None = None) -> Path:
         check_directory(path)
         return path
     if path.is_absolute() or source.startswith(".") or source.count("/") > 1 or path.exists():
+        from alignment.config.load import packaged_writer
+
         command = packaged_writer(str(path.parent)) if path.name == "model" else None
         advice = f"`{command}` writes it" if command else "give a directory with config.json, or a Hub name"
         raise UserError(f"{source}: no such model directory; {advice}")

@@ -9,7 +9,8 @@ import pytest
 import yaml
 
 import alignment.config.load
-from alignment.config.load import build, load_config, to_dict
+from alignment.algorithms.runs import to_dict
+from alignment.config.load import build, load_config
 from alignment.config.yaml_source import SourcedYaml, parse_yaml
 from alignment.errors import UserError
 

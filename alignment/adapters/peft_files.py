@@ -20,8 +20,6 @@ from torch import Tensor
 from alignment.adapters.lora import attach_lora, lora_layers, matching_layers
 from alignment.adapters.prefix import PrefixAdapter, attach_prefix, peft_config, prefix_dimensions
 from alignment.adapters.specs import AdapterSpec, LoRASpec, PrefixSpec
-from alignment.config.load import build
-from alignment.config.yaml_source import SourcedYaml
 from alignment.errors import UserError, raise_all
 from alignment.files import check_directory, read_json_object, write_atomic, write_json
 from alignment.models.families import family_of
@@ -107,6 +105,9 @@ def read_spec(directory: Path) -> AdapterSpec:
 
 def _build_spec(kind: type[Any], values: dict[str, Any], where: str) -> Any:
     """A spec from JSON values, checked as a run's config is."""
+    from alignment.config.load import build
+    from alignment.config.yaml_source import SourcedYaml
+
     try:
         return build(kind, SourcedYaml(values, {(): where}))
     except UserError as error:

@@ -13,12 +13,11 @@ from alignment.algorithms.policies import (
     save_policy,
     sequence_log_probs,
 )
-from alignment.algorithms.reward import preference_metrics
 from alignment.algorithms.runs import check_rows, open_run, read_split, stream_of
 from alignment.data.batches import PairBatch, collate_pairs
 from alignment.data.rows.read import DataConfig
 from alignment.loading import load_tokenizer
-from alignment.losses import dpo_loss, implicit_rewards
+from alignment.losses.preference import dpo_loss, implicit_rewards, preference_metrics
 from alignment.training import Engine, LossFn, LossSum, OptimConfig, TrainingConfig, fit
 
 

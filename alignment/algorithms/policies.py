@@ -10,20 +10,17 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from alignment.adapters import (
-    AdapterSpec,
-    PrefixSpec,
-    attach,
-    disabled,
+from alignment.adapters.attach import attach, disabled, merge_adapter
+from alignment.adapters.peft_files import (
     is_adapter,
     is_scalar_adapter,
     load_adapter,
-    merge_adapter,
     read_base,
     read_revision,
     read_spec,
     save_adapter,
 )
+from alignment.adapters.specs import AdapterSpec, PrefixSpec
 from alignment.data.tokenizers.load import check_vocabulary, save_tokenizer
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError

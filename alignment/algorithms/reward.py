@@ -14,7 +14,7 @@ from alignment.data.batches import PairBatch, collate_pairs
 from alignment.data.rows.read import DataConfig
 from alignment.data.text.chat import stop_token_ids
 from alignment.loading import load_tokenizer
-from alignment.losses import bradley_terry_loss, center_penalty
+from alignment.losses.preference import bradley_terry_loss, center_penalty, preference_metrics
 from alignment.models.protocols import ScoringModel
 from alignment.training import Engine, LossFn, LossSum, OptimConfig, TrainingConfig, fit
 
@@ -103,10 +103,3 @@ def pair_scores(model: ScoringModel, batch: PairBatch) -> tuple[Tensor, Tensor]:
     values = model(batch=batch.ragged).values  # [N]
     chosen, rejected = values[batch.ragged.last].chunk(2)  # the last token saw the whole text
     return chosen, rejected
-
-
-def preference_metrics(margins: Tensor) -> dict[str, Tensor]:
-    """Sums over pairs of accuracy (a tie counts half), ties and margin; margins: [B]."""
-    margins = margins.detach().float()
-    ties = (margins == 0).float()
-    return {"accuracy": ((margins > 0).float() + ties / 2).sum(), "ties": ties.sum(), "margin": margins.sum()}

@@ -1,17 +1,18 @@
 """The frame of a training run: its directory, its rows, their order. Networks are in policies.py, the loop in training."""
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
 
-from alignment.config.load import to_dict
 from alignment.data.prepare import prepare
 from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Kind
 from alignment.data.stream import Stream
 from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.errors import without_secrets
 from alignment.loading import find_directory
 from alignment.models.lengths import check_lengths
 from alignment.models.protocols import Module
@@ -51,6 +52,11 @@ def open_run(config: RunConfig, stage: str, parents: Sequence[str | None]) -> It
         torch.manual_seed(config.training.seed)  # new weights, dropout; data order and sampling have their own seeds
         with Run(config.output, to_dict(config), stage=stage, parents=names) as run:
             yield run
+
+
+def to_dict(config: object) -> dict[str, Any]:
+    """A config dataclass as plain values for YAML or JSON, keys that hold secrets left out."""
+    return without_secrets(dataclasses.asdict(cast(Any, config)))
 
 
 def read_split(data: DataConfig, kind: Kind, tokenizer: Tokenizer, run: Run) -> tuple[list[Any], list[Any]]:

@@ -1,6 +1,5 @@
-"""From YAML, the user's or the package's own, to checked config dataclasses and back; all mistakes at once."""
+"""From YAML, the user's or the package's own, to checked config dataclasses; all mistakes at once."""
 
-import dataclasses
 import functools
 import json
 import math
@@ -9,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from alignment.config.problems import explain_errors, is_hidden, is_number, without_secrets
+from alignment.config.problems import explain_errors, is_number
 from alignment.config.yaml_source import Key, SourcedYaml, dotted, fill, override, read_yaml, references
-from alignment.errors import UserError, raise_all, suggest
+from alignment.errors import UserError, is_hidden, raise_all, suggest
 
 T = TypeVar("T")
 
@@ -37,11 +36,6 @@ def load_config(cls: type[T], source: str, overrides: Sequence[str] = ()) -> T:
     unknown = sorted(references(document.values) - set(names))
     raise_all(f"{source}: ${{{name}}} is not defined outside a recipe; {suggest(name, names)}" for name in unknown)
     return build(cls, SourcedYaml(fill(document.values, names), document.locations))
-
-
-def to_dict(config: object) -> dict[str, Any]:
-    """A config dataclass as plain values for YAML or JSON, keys that hold secrets left out."""
-    return without_secrets(dataclasses.asdict(cast(Any, config)))
 
 
 # Packaged files

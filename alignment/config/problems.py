@@ -5,11 +5,10 @@ import functools
 import json
 import re
 from collections.abc import Hashable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast, get_args, get_origin, get_type_hints
 
 from alignment.config.yaml_source import Key, SourcedYaml, dotted
-from alignment.errors import suggest
+from alignment.errors import is_hidden, suggest, without_secrets
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -76,13 +75,6 @@ UNSUPPORTED_VALUES = {  # (key, value) that other libraries accept -> why it is 
     ("precision", "fp16"): "fp16 loses small gradients unless the loss is scaled, which is not done here",
     ("precision", "float16"): "fp16 loses small gradients unless the loss is scaled, which is not done here",
 }
-
-# `hub_token` and `wandb_api_key` are credentials; `max_new_tokens` and `eos_token` are about text.
-SECRET = re.compile(
-    r"^(?!(?:bos|eos|pad|unk|sep|cls|mask|end|start|stop|special|end_of_turn)_token$)"
-    r"(?:.*[_-])?(?:token|secret|password|passphrase|api_?key|access_key|credentials?)$",
-    re.IGNORECASE,
-)
 
 
 class _Located(NamedTuple):
@@ -245,20 +237,6 @@ def _sections(kind: Hashable, key: Key) -> list[Any]:
     if is_container and not key:
         return []
     return [section for part in get_args(kind) for section in _sections(part, key[1:] if is_container else key)]
-
-
-def without_secrets(value: Any) -> Any:
-    """Mappings, lists and scalars without the keys that hold secrets; a path becomes text."""
-    if isinstance(value, dict):
-        return {str(key): without_secrets(item) for key, item in value.items() if not SECRET.match(str(key))}
-    if isinstance(value, (list, tuple)):
-        return [without_secrets(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
-
-
-def is_hidden(key: Key) -> bool:
-    """Whether the value of a key must not be shown."""
-    return any(isinstance(part, str) and SECRET.match(part) for part in key)
 
 
 def is_number(value: object) -> TypeGuard[bool | int | float]:

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from alignment.data.text.chat import prompt_ids
-from alignment.data.text.encoding import naming_panics
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer, naming_panics
 from alignment.errors import UserError, raise_all
 from alignment.models.protocols import GenerativeModel
 

@@ -1,4 +1,4 @@
-"""Losses over pairs, a chosen and a rejected response each: Bradley-Terry and DPO."""
+"""Losses over pairs, a chosen and a rejected response each: Bradley-Terry and DPO; and the metrics of both."""
 
 import torch
 import torch.nn.functional as F
@@ -92,3 +92,10 @@ def dpo_loss(
     zero = torch.zeros_like(margin)  # beta is taken out of the difference of the implicit rewards: one rounding less
     right, flipped = bradley_terry_loss(margin, zero), bradley_terry_loss(zero, margin)
     return (1 - label_smoothing) * right + label_smoothing * flipped
+
+
+def preference_metrics(margins: Tensor) -> dict[str, Tensor]:
+    """Sums over pairs of accuracy (a tie counts half), ties and margin; margins: [B]."""
+    margins = margins.detach().float()
+    ties = (margins == 0).float()
+    return {"accuracy": ((margins > 0).float() + ties / 2).sum(), "ties": ties.sum(), "margin": margins.sum()}

@@ -1,11 +1,9 @@
 """Texts to token ids. Whether a string such as "</s>" is a control token is the caller's choice, never the text's."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import cast
 
-from alignment.data.tokenizers.tokenizer import Tokenizer
-from alignment.errors import UserError
+from alignment.data.tokenizers.tokenizer import Tokenizer, naming_panics
 
 ANCHOR = "\n"
 
@@ -55,29 +53,6 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str], control_tokens: bool) ->
             verbose=False,  # no warning about long texts: they are truncated later
         )
     return cast("list[list[int]]", encoded["input_ids"])
-
-
-@contextmanager
-def naming_panics(tokenizer: Tokenizer) -> Iterator[None]:
-    """Turn a panic of the tokenizers library, which is no `Exception`, into a `UserError`.
-
-    Raises:
-        UserError: a pattern in tokenizer.json gave up on a text (it backtracks without end), or its tables do not fit.
-    """
-    try:
-        yield
-    except BaseException as error:
-        if not is_panic(error):
-            raise
-        raise UserError(
-            f"{tokenizer.name_or_path or 'this tokenizer'}: tokenizer.json cannot read a text: {error}; take the "
-            "tokenizer that its authors publish"
-        ) from error
-
-
-def is_panic(error: BaseException) -> bool:
-    """Whether an error is a panic of Rust code; the class of that exception cannot be imported."""
-    return type(error).__name__ == "PanicException"
 
 
 def bos_id(tokenizer: Tokenizer) -> int | None:

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from alignment.data.text.encoding import naming_panics
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer, naming_panics
 from alignment.errors import UserError
 
 MASK_NAMES = ("<mask>", "[MASK]")  # looked up where the tokenizer names no mask token

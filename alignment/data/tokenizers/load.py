@@ -6,9 +6,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, cast
 
-from alignment.data.text.encoding import is_panic
-from alignment.data.tokenizers.original_files import GPT2_FILES, WORDPIECE_FILE, load_file, load_original
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer, is_panic
 from alignment.errors import UserError, raise_all
 from alignment.files import check_directory, read_json_object, write_atomic, write_json
 
@@ -31,7 +29,7 @@ def read_tokenizer_files(source: str | Path) -> Tokenizer:
     if not path.is_file() and not path.is_dir():
         raise UserError(f"{path}: no such directory; name one that holds tokenizer.json")
     try:
-        return load_file(path) if path.is_file() else _load_any(path)
+        return _load_file(path) if path.is_file() else _load_any(path)
     except UserError:
         raise
     except BaseException as error:  # tokenizers raises bare Exception for a broken file; every other error is raised
@@ -40,22 +38,43 @@ def read_tokenizer_files(source: str | Path) -> Tokenizer:
         raise UserError(f"{path}: the tokenizer cannot be read: {type(error).__name__}: {error}") from error
 
 
+def _load_file(path: Path) -> Tokenizer:
+    from alignment.data.tokenizers.original_files import load_file
+
+    return load_file(path)
+
+
 def _load_any(path: Path) -> Tokenizer:
     """The tokenizer of a directory, by the files that it has."""
     check_directory(path)
     for name in ("tokenizer_config.json", "config.json"):
         _refuse_foreign_code(path / name)
     names = {file.name for file in path.iterdir()}
-    if not names & {"tokenizer.json", "tokenizer_config.json"}:
-        has_gpt2 = any(set(files) <= names for files in GPT2_FILES)
-        if (has_gpt2 or not _model_type(path / "config.json")) and (original := load_original(path)) is not None:
-            return original
-        if not any(name == WORDPIECE_FILE or name.endswith(".model") for name in names):
-            raise UserError(
-                f"{path}: no tokenizer here; expected tokenizer.json, or encoder.json + vocab.bpe, vocab.txt or a "
-                f".model file, found {', '.join(sorted(names)) or 'nothing'}"
-            )
+    if (
+        not names & {"tokenizer.json", "tokenizer_config.json"}
+        and (original := _load_original(path, names)) is not None
+    ):
+        return original
     return _load_directory(path, "tokenizer.json" in names)
+
+
+def _load_original(path: Path, names: set[str]) -> Tokenizer | None:
+    """The tokenizer of a directory that holds its authors' own files alone; None: transformers knows how to read them.
+
+    Raises:
+        UserError: there are no such files, several tokenizers, or unreadable files.
+    """
+    from alignment.data.tokenizers.original_files import GPT2_FILES, WORDPIECE_FILE, load_original
+
+    has_gpt2 = any(set(files) <= names for files in GPT2_FILES)
+    if (has_gpt2 or not _model_type(path / "config.json")) and (original := load_original(path)) is not None:
+        return original
+    if not any(name == WORDPIECE_FILE or name.endswith(".model") for name in names):
+        raise UserError(
+            f"{path}: no tokenizer here; expected tokenizer.json, or encoder.json + vocab.bpe, vocab.txt or a "
+            f".model file, found {', '.join(sorted(names)) or 'nothing'}"
+        )
+    return None
 
 
 def _model_type(path: Path) -> str:
