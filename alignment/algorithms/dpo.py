@@ -13,12 +13,12 @@ from alignment.algorithms.policies import (
     save_policy,
     sequence_log_probs,
 )
-from alignment.algorithms.runs import check_rows, open_run, read_split, stream_of
+from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split
 from alignment.data.batches import PairBatch, collate_pairs
 from alignment.data.rows.read import DataConfig
 from alignment.loading import load_tokenizer
 from alignment.losses.preference import dpo_loss, implicit_rewards, preference_metrics
-from alignment.training import Engine, LossFn, LossSum, OptimConfig, TrainingConfig, fit
+from alignment.training import LossFn, LossSum, OptimConfig, TrainingConfig, fit
 
 
 @dataclass(frozen=True)
@@ -67,10 +67,7 @@ def run(config: DPOConfig) -> Path:
         policy = load_policy(config.policy, config.adapter, tokenizer, config.output)
         check_rows(policy.model, train + held_out, config.data.max_length)
         note_dropout_off(policy, run)
-        stream = stream_of(train, config.training)
-        engine = Engine(
-            policy.model.eval(), config.optim, config.training, total_steps=config.training.steps(len(train))
-        )
+        engine, stream = prepare_training(policy.model.eval(), config, train)
         loss_fn = dpo_loss_fn(engine.model, reference_of(policy, config.reference, engine), config)
         save = partial(save_policy, engine, policy, run.output)
         fit(engine, stream, collate_pairs, loss_fn, training=config.training, run=run, held_out=held_out, save=save)

@@ -9,14 +9,14 @@ from torch import Tensor
 
 from alignment.adapters.specs import LoRASpec, PrefixSpec
 from alignment.algorithms.policies import Policy, load_value_model, save_policy
-from alignment.algorithms.runs import check_rows, open_run, read_split, stream_of
+from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split
 from alignment.data.batches import PairBatch, collate_pairs
 from alignment.data.rows.read import DataConfig
 from alignment.data.text.chat import stop_token_ids
 from alignment.loading import load_tokenizer
 from alignment.losses.preference import bradley_terry_loss, center_penalty, preference_metrics
 from alignment.models.protocols import ScoringModel
-from alignment.training import Engine, LossFn, LossSum, OptimConfig, TrainingConfig, fit
+from alignment.training import LossFn, LossSum, OptimConfig, TrainingConfig, fit
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,7 @@ def run(config: RewardConfig) -> Path:
         check_rows(reward_model.model, train + held_out, config.data.max_length)
         for line in notes(reward_model):
             run.note(line)
-        stream = stream_of(train, config.training)
-        steps = config.training.steps(len(train))
-        engine = Engine(reward_model.model.train(), config.optim, config.training, total_steps=steps)
+        engine, stream = prepare_training(reward_model.model.train(), config, train)
         loss_fn = reward_loss_fn(engine.model, config.center_coef)
         save = partial(save_policy, engine, reward_model, run.output)
         fit(engine, stream, collate_pairs, loss_fn, training=config.training, run=run, held_out=held_out, save=save)

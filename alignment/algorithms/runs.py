@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 import torch
+from torch import nn
 
 from alignment.data.prepare import prepare
 from alignment.data.rows.read import DataConfig
@@ -16,7 +17,7 @@ from alignment.errors import without_secrets
 from alignment.loading import find_directory
 from alignment.models.lengths import check_lengths
 from alignment.models.protocols import Module
-from alignment.training import Run, TrainingConfig
+from alignment.training import Engine, OptimConfig, Run, TrainingConfig
 from alignment.training.ranks import compare_rows, compare_start, propagate_failures
 
 Row = TypeVar("Row")
@@ -27,6 +28,9 @@ class RunConfig(Protocol):
 
     @property
     def output(self) -> str: ...
+
+    @property
+    def optim(self) -> OptimConfig: ...
 
     @property
     def training(self) -> TrainingConfig: ...
@@ -95,7 +99,13 @@ def check_rows(model: Module, examples: Sequence[Any], max_length: int, new_toke
     check_lengths(model, lengths, f"{ways}, or take a model with a longer context", new_tokens)
 
 
-def stream_of(examples: Sequence[Row], training: TrainingConfig) -> Stream[Row]:
-    """Examples in the run's order; the last batch of the last epoch may be smaller."""
-    epochs = training.epochs if training.max_steps is None else None
-    return Stream(examples, training.batch_size, training.seed, epochs)
+def prepare_training(model: nn.Module, config: RunConfig, examples: Sequence[Row]) -> tuple[Engine, Stream[Row]]:
+    """The engine that trains a model over the run's updates, and the examples in the run's order.
+
+    The last batch of the last epoch may be smaller.
+    """
+    training = config.training
+    stream = Stream(
+        examples, training.batch_size, training.seed, training.epochs if training.max_steps is None else None
+    )
+    return Engine(model, config.optim, training, total_steps=training.steps(len(examples))), stream

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from alignment.adapters.specs import LoRASpec, PrefixSpec
 from alignment.algorithms.policies import language_loss_fn, load_policy, save_policy
-from alignment.algorithms.runs import check_rows, open_run, read_split, stream_of
+from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split
 from alignment.data.batches import collate
 from alignment.data.rows.read import DataConfig
 from alignment.loading import load_tokenizer
-from alignment.training import Engine, OptimConfig, TrainingConfig, fit
+from alignment.training import OptimConfig, TrainingConfig, fit
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,7 @@ def run(config: SFTConfig) -> Path:
         train, held_out = read_split(config.data, "demonstrations", tokenizer, run)
         policy = load_policy(config.policy, config.adapter, tokenizer, config.output)
         check_rows(policy.model, train + held_out, config.data.max_length)
-        stream = stream_of(train, config.training)
-        engine = Engine(
-            policy.model.train(), config.optim, config.training, total_steps=config.training.steps(len(train))
-        )
+        engine, stream = prepare_training(policy.model.train(), config, train)
         fit(
             engine, stream, collate, language_loss_fn(engine.model),
             training=config.training, run=run, held_out=held_out, save=partial(save_policy, engine, policy, run.output),

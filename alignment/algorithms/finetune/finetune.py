@@ -22,7 +22,7 @@ from alignment.algorithms.finetune.model import (
 from alignment.algorithms.finetune.predict import predict_examples
 from alignment.algorithms.finetune.scoring import finetune_loss_fn, label_metrics, question_metrics, word_metrics
 from alignment.algorithms.policies import save_output, tokenizer_settings
-from alignment.algorithms.runs import check_rows, open_run, stream_of
+from alignment.algorithms.runs import check_rows, open_run, prepare_training
 from alignment.data.rows.read import DataConfig, Part
 from alignment.data.tasks.gpt1_inputs import add_gpt1_tokens
 from alignment.data.tasks.prepare import LabeledExamples, prepare_labeled
@@ -130,11 +130,11 @@ def run(config: FinetuneConfig) -> Path:
         examples = train.examples + (held_out.examples if held_out else [])
         check_rows(unwrap(model), examples, config.data.max_length)
         model = freeze(model, config.frozen_trunk, config.adapter)
-        engine = Engine(model, config.optim, config.training, total_steps=config.training.steps(len(train.examples)))
+        engine, stream = prepare_training(model, config, train.examples)
         set_training_mode(model, config.frozen_trunk)
         fit(
             engine,
-            stream_of(train.examples, config.training),
+            stream,
             collate_for_task(config.task, input_format),
             finetune_loss_fn(engine.model, config.task, config.language_coef),
             training=config.training,

@@ -17,7 +17,7 @@ from alignment.algorithms.pretrain.objectives import (
     sentence_pair_loss_fn,
     task_of,
 )
-from alignment.algorithms.runs import check_rows, open_run, stream_of
+from alignment.algorithms.runs import check_rows, open_run, prepare_training
 from alignment.data.pretraining.corruption import EpochStream, fixed_seed_rows
 from alignment.data.pretraining.prepare import prepare_text
 from alignment.data.rows.read import DataConfig, Part, read_rows
@@ -30,7 +30,7 @@ from alignment.loading import find_directory, load_tokenizer
 from alignment.models.build import build_model
 from alignment.models.distill_init import init_from_teacher
 from alignment.models.huggingface.checkpoint import load_pretrained
-from alignment.training import Engine, OptimConfig, Run, TrainingConfig, fit, held_out_metrics
+from alignment.training import OptimConfig, Run, TrainingConfig, fit, held_out_metrics
 from alignment.training.ranks import compare_rows
 
 MOST_TOKENS = 10_000_000  # of a vocabulary to train; the largest in use have a few hundred thousand
@@ -102,9 +102,7 @@ def run(config: PretrainConfig) -> Path:
         held_out = read_texts(config, tokenizer, run, "evaluation") if config.data.evaluation else []
         policy, teacher = find_models(config, tokenizer)
         check_rows(policy.model, train + held_out, config.data.max_length)
-        engine = Engine(
-            policy.model.train(), config.optim, config.training, total_steps=config.training.steps(len(train))
-        )
+        engine, stream = prepare_training(policy.model.train(), config, train)
         loss_fn = held_out_loss_fn = language_loss_fn(engine.model)
         if isinstance(config.objective, SentencePairs):
             loss_fn = held_out_loss_fn = sentence_pair_loss_fn(engine.model)
@@ -126,7 +124,7 @@ def run(config: PretrainConfig) -> Path:
             evaluate = partial(held_out_metrics, engine, batches, held_out_loss_fn)
         fit(
             engine,
-            EpochStream(stream_of(train, config.training)),
+            EpochStream(stream),
             collate(train),
             loss_fn,
             training=config.training,
