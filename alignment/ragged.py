@@ -36,7 +36,7 @@ class DeviceBatch:
     """Base of the batch classes: moves all tensors among the fields to a device."""
 
     def to(self: Moved, device: torch.device | str) -> Moved:
-        """The same batch on `device`; itself where everything is there already."""
+        """A copy on `device`; the batch itself where every tensor is there already."""
         held = {field.name: getattr(self, field.name) for field in fields(self)}
         held = {name: value for name, value in held.items() if isinstance(value, Tensor | DeviceBatch)}
         moved = {

@@ -72,7 +72,7 @@ def run(config: RewardConfig) -> Path:
 
 def notes(reward_model: Policy) -> Iterator[str]:
     """What a user should know about a reward model before it is trained."""
-    yield f"score head: new, with random weights; any head that {reward_model.source} has is left aside"
+    yield f"score head: new, with random weights; any head that {reward_model.source} has is not used"
     pad = reward_model.model.config.get("pad_token_id")
     if reward_model.adapter is not None and pad in stop_token_ids(reward_model.tokenizer):
         yield (

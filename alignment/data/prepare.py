@@ -41,7 +41,7 @@ def prepare(config: DataConfig, kind: Kind, tokenizer: Tokenizer, part: Part = "
 def prepare_with(
     tokenize: Tokenize, config: DataConfig, kind: Kind, tokenizer: Tokenizer, *, part: Part
 ) -> tuple[list[Any], Tally]:
-    """As `prepare`, with another way to make token sequences of the records."""
+    """Read and tokenize the rows of one part by `tokenize`; see `prepare`."""
     rows, read = _read_part(config, kind, part)
     examples, tokenized = tokenize(rows, tokenizer, config.max_length)
     counts = require_enough(read.followed_by(tokenized), config, part)

@@ -94,7 +94,7 @@ UNUSED_BIAS = (r"predictions\.bias",)  # it does not act where the decoder, unti
 
 
 def sequence_head(config: HFConfig) -> ClassificationHeadSpec:
-    """Classes of the pooled first token; whether two sentences stand in order is read likewise."""
+    """Classification head over the pooled first token; sentence-order prediction has the same shape."""
     return pooled_head(config, "tanh", WIDTH, dropout=_dropout(config))
 
 

@@ -250,7 +250,7 @@ DEBERTA_V2 = Family(
     # The third line is a table that v3's files carry and do not use, and a norm of a table that is not there.
     ignored_tensors=(
         POSITION_IDS,
-        r"mask_predictions\..*",  # the head that told replaced tokens from original ones
+        r"mask_predictions\..*",  # the pretraining head that detects replaced tokens
         r"(deberta\.)?(embeddings\.position_embeddings|encoder\.LayerNorm|encoder\.rel_embeddings)\.(weight|bias)",
     ),
     tied_copies=((LEGACY + "decoder.bias", LEGACY + "bias"),),

@@ -1,6 +1,6 @@
 """ELECTRA: BERT's layers with token vectors of their own width. The generator fills in masks; heads as RoBERTa's.
 
-The discriminator's own head, which tells replaced tokens from original ones, is left aside.
+The discriminator's own head, which detects replaced tokens, is not loaded.
 
 Source: Clark et al. 2020, arXiv:2003.10555; transformers, `models/electra`.
 """

@@ -51,7 +51,7 @@ KEYS = {
     "global_rope_theta": Key(float, 160_000.0, 1),
     "local_rope_theta": Key(float, 10_000.0, 1),
 }
-# How transformers runs and starts it; the norm's eps is norm_eps, and places are told by rotation whatever is said.
+# How transformers runs and starts it; the norm's eps is norm_eps, and positions are rotary whatever position_embedding_type says.
 HARMLESS = (
     "cls_token_id",
     "deterministic_flash_attn",
