@@ -67,5 +67,5 @@ def test_evaluate_reward_says_who_scores_with_an_encoder(directory, world, tmp_p
     config = reward_accuracy.RewardEvalConfig(
         directory("bert", "scalar"), DataConfig(train=world["comparisons"]), str(tmp_path / "out")
     )
-    with pytest.raises(UserError, match=r"bert: an encoder frames .* alignment\.load_reward_model gives its scores"):
+    with pytest.raises(UserError, match=r"bert: an encoder reads .* alignment\.load_reward_model gives its scores"):
         reward_accuracy.run(config)
