@@ -9,9 +9,8 @@ from typing import Any, Protocol, TypeVar
 
 from alignment.data.rows.records import SHOWN_IDS, Comparison, Demonstration, Messages, Prompt, Tally, Text
 from alignment.data.text import chat
-from alignment.data.text.encoding import adds_bos, bos_id
 from alignment.data.text.truncation import split_document, truncate, truncate_left
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos, bos_id
 from alignment.errors import UserError, raise_all
 
 PROMPT_CUT = "prompt longer than fits: its beginning cut off"

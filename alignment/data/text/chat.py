@@ -8,7 +8,6 @@ token; prompt and response are tokenized apart and joined by ids, as sampling do
 from collections.abc import Sequence
 
 from alignment.data.rows.records import Messages
-from alignment.data.text.encoding import adds_bos, bos_id, control_strings, encode
 from alignment.data.text.templates import (
     PROBE,
     encode_rendered,
@@ -19,7 +18,7 @@ from alignment.data.text.templates import (
     require_contents,
     unescape,
 )
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos, bos_id, control_strings, encode
 from alignment.errors import UserError
 
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from alignment.data.rows.records import Messages
-from alignment.data.text.encoding import control_strings, encode
 from alignment.data.text.rendering import RenderError, render_template
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer, control_strings, encode
 from alignment.errors import UserError
 
 MAX_TEMPLATE_CHARACTERS = 200_000

@@ -8,8 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from alignment.data.text.encoding import encode
-from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer, encode
 from alignment.data.tokenizers.wrap import BERT_TOKENS, T5_TOKENS, bert_pipeline, wrap, wrap_bert, wrap_bos, wrap_t5
 from alignment.errors import UserError, raise_all
 

@@ -10,8 +10,8 @@ from alignment.data.prepare import prepare
 from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Comparison, Demonstration
 from alignment.data.text import chat
-from alignment.data.text.encoding import control_strings, encode
 from alignment.data.tokenize import tokenize_comparisons, tokenize_demonstrations
+from alignment.data.tokenizers.tokenizer import control_strings, encode
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 

@@ -7,8 +7,7 @@ from alignment.data.rows.records import Prompt, Tally, Text
 from alignment.data.tokenize import Example, PairExample
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_tokenizer
-from alignment.data.tools.doctor import check_file
-from alignment.data.tools.show import boundaries, show_example
+from alignment.data.tools.doctor import boundaries, check_file, show_example
 from alignment.errors import UserError
 
 
