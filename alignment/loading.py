@@ -96,7 +96,7 @@ def architecture_of(source: str) -> Architecture:
 def load_tokenizer(source: str) -> Tokenizer:
     """The tokenizer of a model directory or Hub name; an adapter without a tokenizer uses its base model's."""
     directory = find_directory(source)
-    if is_adapter(directory) and not (directory / "tokenizer.json").exists():
+    if not (directory / "tokenizer.json").exists() and is_adapter(directory):
         directory = find_base(directory)
     return read_tokenizer_files(directory)
 

@@ -28,7 +28,7 @@ BESIDE = {  # the neighbors on one floor that may be looked at
     ("files", "errors"), ("loading", "adapters"), ("reward_model", "adapters"), ("reward_model", "loading"),
 }  # fmt: skip
 CEILINGS = {  # no number rises above these; whoever lowers a number lowers its ceiling, down to the target of house.py
-    "narrow": 27,
+    "narrow": 26,
     "called": 52,
     "hops": 5,
     "shared": 34,
