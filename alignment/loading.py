@@ -155,6 +155,11 @@ def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
+def best_device() -> str:
+    """ "cuda" where there is a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
 def same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
     """Whether two tokenizers map tokens to the same ids and have the same end token."""
     return one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id

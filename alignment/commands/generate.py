@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal
 
-import torch
-
 from alignment.adapters import load_adapter
 from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml, override
@@ -14,7 +12,7 @@ from alignment.data.rows.read import read_rows
 from alignment.errors import UserError, raise_all
 from alignment.generation import SamplingConfig, decoding_config
 from alignment.generation import generate as generate_texts
-from alignment.loading import describe_stop_tokens, find_directory, load_model, load_tokenizer
+from alignment.loading import best_device, describe_stop_tokens, find_directory, load_model, load_tokenizer
 from alignment.models.huggingface.generation_config import GENERATION_CONFIG, read_generation_config
 
 
@@ -102,8 +100,7 @@ def generate_responses(
         written = list(prompts)
     tokenizer = load_tokenizer(model)
     stops = describe_stop_tokens(model, tokenizer)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    loaded = load_model(model, device=device)
+    loaded = load_model(model, device=best_device())
     if adapter is not None:
         loaded = load_adapter(loaded, find_directory(adapter)).eval()
     has_template = tokenizer.chat_template is not None and not loaded.config.get("is_encoder_decoder")

@@ -1,9 +1,7 @@
-"""Rows of one source for an evaluation, and the device it runs on."""
+"""Rows of one source for an evaluation."""
 
 import sys
 from typing import Any
-
-import torch
 
 from alignment.data.rows.read import DataConfig, read_rows
 from alignment.data.rows.records import Kind, Tally
@@ -22,8 +20,3 @@ def print_tally(what: str, tally: Tally) -> None:
     """Print what reading or tokenizing dropped and cut, on standard error."""
     for line in tally.lines():
         print(f"{what}: {line}", file=sys.stderr)
-
-
-def best_device() -> str:
-    """ "cuda" where there is a GPU, else "cpu"."""
-    return "cuda" if torch.cuda.is_available() else "cpu"

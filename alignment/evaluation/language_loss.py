@@ -11,9 +11,9 @@ from alignment.data.batches import collate
 from alignment.data.rows.read import DataConfig
 from alignment.data.tokenize import tokenize_texts
 from alignment.errors import UserError
-from alignment.evaluation.inputs import best_device, read_records
+from alignment.evaluation.inputs import read_records
 from alignment.files import write_json
-from alignment.loading import load_model, load_tokenizer
+from alignment.loading import best_device, load_model, load_tokenizer
 from alignment.models.protocols import GenerativeModel
 from alignment.ragged import Ragged
 

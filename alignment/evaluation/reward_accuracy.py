@@ -8,10 +8,10 @@ from typing import Any
 from alignment.data.rows.read import DataConfig
 from alignment.data.tokenize import tokenize_comparisons
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.inputs import best_device, read_records
+from alignment.evaluation.inputs import read_records
 from alignment.evaluation.winrate import win_rate
 from alignment.files import write_json
-from alignment.loading import architecture_of
+from alignment.loading import architecture_of, best_device
 from alignment.reward_model import load_reward_model
 
 

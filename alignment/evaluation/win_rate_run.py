@@ -15,12 +15,12 @@ from alignment.data.text.chat import response_ids, stop_token_ids
 from alignment.data.tokenize import tokenize_prompts, tokenize_texts
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-from alignment.evaluation.inputs import best_device, print_tally, read_records
+from alignment.evaluation.inputs import print_tally, read_records
 from alignment.evaluation.judges import Judge, compare, file_judge, longer_judge, score_judge, write_annotation_form
 from alignment.evaluation.language_loss import language_loss
 from alignment.files import write_json, write_text
 from alignment.generation import Generation, SamplingConfig, decode_responses, response_text
-from alignment.loading import find_directory, load_model, load_tokenizer, same_vocabulary
+from alignment.loading import best_device, find_directory, load_model, load_tokenizer, same_vocabulary
 from alignment.models.classifiers import SequenceClassifier
 from alignment.models.lengths import check_lengths
 from alignment.ragged import Ragged, group_by_length

@@ -14,7 +14,7 @@ from alignment.data.tasks.rows import Choice, FinetuneTask, LabeledRow, LabeledT
 from alignment.data.text.special_tokens import tokenize_with_offsets
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
-from alignment.loading import find_directory, load_tokenizer
+from alignment.loading import best_device, find_directory, load_tokenizer
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.safetensors_files import read_config
 from alignment.ragged import group_by_length
@@ -76,8 +76,7 @@ def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_38
     raise_all(
         f"row {row.row_id}: text of which the tokenizer makes no token" for row in labeled if row.row_id not in encoded
     )
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = load_pretrained(directory, HEADS[task], device=device)
+    model = load_pretrained(directory, HEADS[task], device=best_device())
     logits, _ = predict_examples(model, examples, collate_for_task(task, input_format), task, micro_batch_tokens)
     if task == "question_answering":
         contexts = [context for _, context in rows]
