@@ -13,10 +13,12 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import check_directory
 from alignment.models.external.load import external_architecture
+from alignment.models.external.models import ExternalModel
 from alignment.models.families import family_of, is_external_type
 from alignment.models.families.family import Architecture
 from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.models.huggingface.generation_config import GENERATION_CONFIG, read_generation_config, set_end_tokens
+from alignment.models.native_model import NativeModel
 from alignment.models.safetensors_files import read_config
 
 
@@ -165,7 +167,7 @@ def same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
     return one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id
 
 
-def set_special_tokens(model: Any, tokenizer: Tokenizer) -> None:
+def set_special_tokens(model: NativeModel | ExternalModel, tokenizer: Tokenizer) -> None:
     """Write the tokenizer's padding and stop tokens into the configs of a model about to be saved."""
     ends = _end_ids(tokenizer)
     # Hugging Face's classifiers look for the last token that is no padding; an end token must not count as such.

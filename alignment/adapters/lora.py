@@ -2,7 +2,7 @@
 
 import re
 import time
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import regex
 from torch import nn
@@ -10,10 +10,14 @@ from torch import nn
 from alignment.adapters.specs import LoRASpec
 from alignment.errors import UserError
 
+if TYPE_CHECKING:
+    from peft.tuners.lora import LoraLayer
+
+Model = TypeVar("Model", bound=nn.Module)
 PATTERN_SECONDS = 1.0  # for all names of a model; an ordinary pattern takes microseconds
 
 
-def attach_lora(model: Any, spec: LoRASpec) -> Any:
+def attach_lora(model: Model, spec: LoRASpec) -> Model:
     """Freeze the model, add a low-rank update to each linear layer that `spec.layers` matches, and return the model.
 
     Raises:
@@ -30,10 +34,11 @@ def attach_lora(model: Any, spec: LoRASpec) -> Any:
         use_rslora=spec.rank_stabilized,
         target_modules=wanted,
     )
-    return inject_adapter_in_model(config, model)
+    inject_adapter_in_model(config, model)
+    return model
 
 
-def matching_layers(model: Any, spec: LoRASpec) -> list[str]:
+def matching_layers(model: nn.Module, spec: LoRASpec) -> list[str]:
     """Names of the linear layers that `spec.layers` matches.
 
     Raises:
@@ -57,14 +62,14 @@ def matching_layers(model: Any, spec: LoRASpec) -> list[str]:
     return wanted
 
 
-def lora_layers(model: Any) -> dict[str, Any]:
+def lora_layers(model: nn.Module) -> dict[str, "LoraLayer"]:
     """The linear layers with a LoRA update by name; empty without LoRA."""
     from peft.tuners.lora import LoraLayer
 
     return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
-def merge_lora(model: Any) -> Any:
+def merge_lora(model: Model) -> Model:
     """Add each update to its layer's weight and remove the adapter; all parameters are trainable afterwards."""
     for name, layer in lora_layers(model).items():
         layer.merge(safe_merge=True)

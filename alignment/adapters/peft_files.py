@@ -11,20 +11,26 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from math import prod, sqrt
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
+from alignment.adapters.attach import Loaded, require_native
 from alignment.adapters.lora import attach_lora, lora_layers, matching_layers
 from alignment.adapters.prefix import PrefixAdapter, attach_prefix, peft_config, prefix_dimensions
 from alignment.adapters.specs import AdapterSpec, LoRASpec, PrefixSpec
 from alignment.errors import UserError, raise_all
 from alignment.files import check_directory, read_json_object, write_atomic, write_json
+from alignment.models.classifiers import ScalarModel
+from alignment.models.encoder_decoder import Seq2SeqModel
 from alignment.models.families import family_of
 from alignment.models.huggingface.checkpoint import hf_locations
+from alignment.models.native_model import NativeModel
 from alignment.models.safetensors_files import read_safetensors
+
+Spec = TypeVar("Spec", LoRASpec, PrefixSpec)
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 SPEC = "alignment_adapter.json"  # our own settings, in files that we write
@@ -103,7 +109,7 @@ def read_spec(directory: Path) -> AdapterSpec:
     return _build_spec(LoRASpec, {**found, "rank_stabilized": bool(config.get("use_rslora"))}, where)
 
 
-def _build_spec(kind: type[Any], values: dict[str, Any], where: str) -> Any:
+def _build_spec(kind: type[Spec], values: dict[str, object], where: str) -> Spec:
     """A spec from JSON values, checked as a run's config is."""
     from alignment.config.load import build
     from alignment.config.yaml_source import SourcedYaml
@@ -114,7 +120,7 @@ def _build_spec(kind: type[Any], values: dict[str, Any], where: str) -> Any:
         raise UserError(f"{error}; write the adapter again") from error
 
 
-def adapter_state(model: Any, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
+def adapter_state(model: NativeModel, state: dict[str, Tensor] | None = None) -> dict[str, Tensor]:
     """The adapter's weights by our names, with the score head of a scalar model.
 
     Args:
@@ -123,13 +129,13 @@ def adapter_state(model: Any, state: dict[str, Tensor] | None = None) -> dict[st
     """
     whole: dict[str, Tensor] = model.state_dict() if state is None else state
     kept = {name: value for name, value in whole.items() if ".lora_" in name or name.startswith("prefix.")}
-    if _is_scalar(model):
+    if isinstance(model, ScalarModel):
         kept["head.weight"] = whole["head.weight"]
     return kept
 
 
 def save_adapter(
-    model: Any,
+    model: NativeModel,
     directory: Path,
     *,
     base: str | None,
@@ -163,7 +169,7 @@ def save_adapter(
     config.save_pretrained(str(directory))
 
 
-def load_adapter(model: Any, directory: Path, *, with_head: bool = True) -> Any:
+def load_adapter(model: Loaded, directory: Path, *, with_head: bool = True) -> Loaded:
     """Attach the adapter of a directory to its base model and return the model.
 
     Args:
@@ -172,41 +178,41 @@ def load_adapter(model: Any, directory: Path, *, with_head: bool = True) -> Any:
         with_head: load the score head of a reward model's adapter; False keeps that of `model`.
 
     Raises:
-        UserError: tensors are missing, unexpected or of another shape.
+        UserError: tensors are missing, unexpected or of another shape, or the model runs through transformers' class.
     """
     directory = Path(directory)
     if not (directory / WEIGHTS).is_file():
         raise UserError(f"{directory}: no {WEIGHTS}; only safetensors adapters are read")
-    spec, tensors = read_spec(directory), read_safetensors(directory / WEIGHTS)
+    native, spec, tensors = require_native(model), read_spec(directory), read_safetensors(directory / WEIGHTS)
     if isinstance(spec, PrefixSpec):
-        _check_size(directory, model, spec, tensors)
-        attach_prefix(model, spec)
+        _check_size(directory, native, spec, tensors)
+        attach_prefix(native, spec)
         wanted = {"prefix.encoder.embedding.weight": tensors.pop("prompt_embeddings", None)}
     else:
         written_by_us = (directory / SPEC).is_file()
-        modules = {module.file_name: module for module in _target_modules(model)}
+        modules = {module.file_name: module for module in _target_modules(native)}
         if not written_by_us:
             spec = _with_layers_of_file(spec, tensors, modules)
-        _check_size(directory, model, spec, tensors)
-        attach_lora(model, spec)
-        wanted = _lora_tensors(model, tensors, modules, block_diagonal=written_by_us)
-    if _is_scalar(model):
-        model.head.requires_grad_(True)
+        _check_size(directory, native, spec, tensors)
+        attach_lora(native, spec)
+        wanted = _lora_tensors(native, tensors, modules, block_diagonal=written_by_us)
+    if isinstance(native, ScalarModel):
+        native.head.requires_grad_(True)
         if is_scalar_adapter(directory):
             score = next((name for name in tensors if name.endswith("score.weight")), "")
             head = tensors.pop(score, None)
             wanted |= {"head.weight": head} if with_head else {}
-    _load_strictly(model, wanted, tensors, directory)
+    _load_strictly(native, wanted, tensors, directory)
     return model
 
 
-def _check_size(directory: Path, model: Any, spec: AdapterSpec, tensors: Mapping[str, Tensor]) -> None:
+def _check_size(directory: Path, model: NativeModel, spec: AdapterSpec, tensors: Mapping[str, Tensor]) -> None:
     """Refuse settings that need far more parameters than the file has, before allocating them."""
     if isinstance(spec, PrefixSpec):
         asked = spec.tokens * 2 * prod(prefix_dimensions(model))
     else:
-        layers = [model.get_submodule(name) for name in matching_layers(model, spec)]
-        asked = spec.rank * sum(layer.in_features + layer.out_features for layer in layers)
+        sizes = [_layer_sizes(model, name) for name in matching_layers(model, spec)]
+        asked = spec.rank * sum(width + height for width, height in sizes)
     held = sum(tensor.numel() for tensor in tensors.values())
     if asked > 4 * held:  # a fused matrix has one lora_A in the file where we have three
         raise UserError(
@@ -216,7 +222,7 @@ def _check_size(directory: Path, model: Any, spec: AdapterSpec, tensors: Mapping
 
 
 def _load_strictly(
-    model: Any, wanted: dict[str, Tensor | None], unexpected: dict[str, Tensor], directory: Path
+    model: NativeModel, wanted: dict[str, Tensor | None], unexpected: dict[str, Tensor], directory: Path
 ) -> None:
     """Copy tensors into the model; any missing, unexpected or misshapen tensor is an error."""
     parameters = dict(model.named_parameters())
@@ -232,23 +238,25 @@ def _load_strictly(
     raise_all(problems)
     with torch.no_grad():
         for name, value in wanted.items():
+            assert value is not None
             parameters[name].copy_(value)
 
 
-def _prefix_file(model: Any, state: dict[str, Tensor], task: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+def _prefix_file(model: NativeModel, state: dict[str, Tensor], task: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
     """Tensors and config of a prefix in peft's format."""
     own = {name.removeprefix("prefix."): value for name, value in state.items() if name.startswith("prefix.")}
     # Computed by a copy: the model's own prefix may be sharded, and every rank would have to join its forward.
+    assert isinstance(model.prefix, PrefixAdapter)
     prefix = PrefixAdapter(model.prefix.spec, *prefix_dimensions(model))
     prefix.load_state_dict(own)
     tensors = {"prompt_embeddings": prefix.prompt_embeddings()}  # any projection applied
-    if _is_scalar(model):
+    if isinstance(model, ScalarModel):
         tensors["base_model.score.weight"] = state["head.weight"]
     stored = PrefixSpec(tokens=model.prefix.spec.tokens)  # the projection is needed in training only
     return tensors, peft_config(stored, *prefix_dimensions(model), **task)
 
 
-def _lora_file(model: Any, state: dict[str, Tensor], task: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
+def _lora_file(model: NativeModel, state: dict[str, Tensor], task: dict[str, Any]) -> tuple[dict[str, Tensor], Any]:
     """Tensors and config of a LoRA in peft's format."""
     from peft import LoraConfig
 
@@ -259,15 +267,14 @@ def _lora_file(model: Any, state: dict[str, Tensor], task: dict[str, Any]) -> tu
             continue
         down, up = [], []
         for name in module.layers:
-            width = layers[name].out_features if name in layers else model.get_submodule(name).out_features
-            adapted = name in layers
+            height, adapted = _layer_sizes(model, name)[1], name in layers
             down += [state[f"{name}.lora_A.default.weight"]] if adapted else []
-            up.append(state[f"{name}.lora_B.default.weight"] if adapted else torch.zeros(width, 0))
+            up.append(state[f"{name}.lora_B.default.weight"] if adapted else torch.zeros(height, 0))
         whole = f"base_model.model.{module.file_name}"
         tensors[f"{whole}.lora_A.weight"] = torch.cat([part.cpu() for part in down])
         tensors[f"{whole}.lora_B.weight"] = torch.block_diag(*(part.cpu() for part in up))
         targets[module.file_name] = len(tensors[f"{whole}.lora_A.weight"])
-    if _is_scalar(model):
+    if isinstance(model, ScalarModel):
         tensors["base_model.model.score.weight"] = state["head.weight"]
     scale = spec.alpha / (sqrt(spec.rank) if spec.rank_stabilized else spec.rank)
     other_ranks = {name: rank for name, rank in targets.items() if rank != spec.rank}
@@ -282,14 +289,14 @@ def _lora_file(model: Any, state: dict[str, Tensor], task: dict[str, Any]) -> tu
             name: scale * (sqrt(rank) if spec.rank_stabilized else rank) for name, rank in other_ranks.items()
         },
         fan_in_fan_out=bool(family_of(model.config).transposed),
-        modules_to_save=["score"] if _is_scalar(model) else None,
+        modules_to_save=["score"] if isinstance(model, ScalarModel) else None,
         **task,
     )
     return tensors, config
 
 
 def _lora_tensors(
-    model: Any, tensors: dict[str, Tensor], modules: dict[str, TargetModule], *, block_diagonal: bool
+    model: NativeModel, tensors: dict[str, Tensor], modules: dict[str, TargetModule], *, block_diagonal: bool
 ) -> dict[str, Tensor | None]:
     """The LoRA tensors of a file by our names; they are removed from `tensors`.
 
@@ -303,7 +310,7 @@ def _lora_tensors(
             continue
         down = tensors.pop(f"base_model.model.{file_name}.lora_A.weight", None)
         up = tensors.pop(f"base_model.model.{file_name}.lora_B.weight", None)
-        heights = [model.get_submodule(name).out_features for name in module.layers]
+        heights = [_layer_sizes(model, name)[1] for name in module.layers]
         if up is not None and len(up) != sum(heights):
             raise UserError(f"{WEIGHTS}: {file_name}.lora_B has {len(up)} rows, the model wants {sum(heights)}")
         rows = [None] * len(heights) if up is None else up.split(heights)
@@ -328,7 +335,16 @@ def _with_layers_of_file(spec: LoRASpec, tensors: dict[str, Tensor], modules: di
     )  # fmt: skip
 
 
-def _target_modules(model: Any) -> list[TargetModule]:
+def _layer_sizes(model: nn.Module, name: str) -> tuple[int, int]:
+    """Columns and rows of a linear layer's matrix, with or without LoRA."""
+    from peft.tuners.lora import LoraLayer
+
+    layer = model.get_submodule(name)
+    assert isinstance(layer, nn.Linear | LoraLayer)
+    return layer.in_features, layer.out_features
+
+
+def _target_modules(model: NativeModel) -> list[TargetModule]:
     """Every linear layer of the model's blocks as the family's weight table names it."""
     layers: dict[str, list[str]] = {}
     for ours, location in hf_locations(model).items():
@@ -338,7 +354,7 @@ def _target_modules(model: Any) -> list[TargetModule]:
     return [TargetModule(name, tuple(ours)) for name, ours in layers.items()]
 
 
-def _lora_spec(model: Any) -> LoRASpec:
+def _lora_spec(model: NativeModel) -> LoRASpec:
     """The settings of a model's LoRA, with the full name of every layer."""
     layers = lora_layers(model)
     first = next(iter(layers.values()))
@@ -352,16 +368,11 @@ def _lora_spec(model: Any) -> LoRASpec:
     )
 
 
-def _task_type(model: Any) -> str:
+def _task_type(model: NativeModel) -> str:
     """peft's `task_type` of a model."""
-    if hasattr(model, "decoder"):
+    if isinstance(model, Seq2SeqModel):
         return "SEQ_2_SEQ_LM"
-    return "SEQ_CLS" if _is_scalar(model) else "CAUSAL_LM"
-
-
-def _is_scalar(model: Any) -> bool:
-    # The layer's attributes are asked, because a sharded weight has another shape.
-    return model.head.out_features == 1 and model.spec.vocabulary != 1
+    return "SEQ_CLS" if isinstance(model, ScalarModel) else "CAUSAL_LM"
 
 
 def _read_config(directory: Path) -> dict[str, Any]:
@@ -372,7 +383,7 @@ def _read_config(directory: Path) -> dict[str, Any]:
     return config
 
 
-def _unsupported_options(config: dict[str, Any]) -> list[str]:
+def _unsupported_options(config: dict[str, object]) -> list[str]:
     """One message per option of an adapter_config.json that would change the result and is not supported."""
     from peft import LoraConfig
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from alignment.adapters.specs import PrefixSpec
 from alignment.errors import UserError
+from alignment.models.native_model import NativeModel
 
 
 class PrefixAdapter(nn.Module):
@@ -48,7 +49,7 @@ def peft_config(spec: PrefixSpec, layers: int, heads: int, head_dim: int, **opti
     )
 
 
-def prefix_dimensions(model: Any) -> tuple[int, int, int]:
+def prefix_dimensions(model: NativeModel) -> tuple[int, int, int]:
     """Number of layers, key-value heads and head_dim, which all layers must share.
 
     Raises:
@@ -62,7 +63,7 @@ def prefix_dimensions(model: Any) -> tuple[int, int, int]:
     return (len(model.spec.blocks), *shapes.pop())
 
 
-def attach_prefix(model: Any, spec: PrefixSpec) -> Any:
+def attach_prefix(model: NativeModel, spec: PrefixSpec) -> NativeModel:
     """Freeze the model, attach a new prefix and return the model."""
     model.requires_grad_(False)
     model.prefix = PrefixAdapter(spec, *prefix_dimensions(model)).to(next(model.parameters()).device)

@@ -26,7 +26,9 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory
 from alignment.loading import architecture_of, find_base, find_directory, load_model, set_special_tokens
+from alignment.models.external.models import ExternalModel
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model, save_model
+from alignment.models.native_model import NativeModel
 from alignment.models.outputs import LanguageOutput
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Engine, LossFn, LossSum, Run
@@ -200,9 +202,11 @@ def reference_of(policy: Policy, source: str | None, engine: Engine) -> LogProbM
     )
     if not shares_weights:
         model.requires_grad_(False)
+    adapted = engine.backend.unwrapped if shares_weights else None
+    assert adapted is None or isinstance(adapted, NativeModel)
 
     def reference(*, batch: Ragged | Seq2Seq, temperature: float = 1.0) -> LanguageOutput:
-        without_adapter = disabled(engine.backend.unwrapped) if shares_weights else nullcontext()
+        without_adapter = nullcontext() if adapted is None else disabled(adapted)
         with torch.no_grad(), without_adapter, engine.backend.autocast():
             return model(batch=batch, temperature=temperature)
 
@@ -214,10 +218,12 @@ def save_policy(engine: Engine, policy: Policy, output: str | Path) -> Path:
 
     def write(folder: Path, state: dict[str, Tensor]) -> None:
         model = engine.backend.unwrapped
+        assert isinstance(model, NativeModel | ExternalModel)
         set_special_tokens(model, policy.tokenizer)
         if policy.adapter is None:
             save_model(model, folder, state=state)
         else:
+            assert isinstance(model, NativeModel)
             save_adapter(model, folder, base=policy.base, revision=policy.revision, state=state)
 
     return save_output(engine, output, policy.tokenizer, write)

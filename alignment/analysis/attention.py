@@ -8,17 +8,24 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from alignment.errors import UserError
+from alignment.models.encoder_decoder import Seq2SeqModel
+from alignment.models.external.models import ExternalModel
 from alignment.models.layers.attention import Attention, CrossAttention
 from alignment.models.layers.attention_context import AttentionContext, AttentionFn, CrossAttentionFn
 from alignment.models.layers.cross_attention import ProjectKeyValue
 from alignment.models.layers.disentangled import DisentangledAttention
+from alignment.models.native_model import NativeModel
+from alignment.models.transformer import Transformer
 from alignment.ragged import Ragged, Seq2Seq
+
+if TYPE_CHECKING:
+    from transformers.utils.generic import ModelOutput
 
 
 class EncoderDecoderMaps(NamedTuple):
@@ -38,11 +45,13 @@ class Recorded(NamedTuple):
 
 
 @torch.no_grad()
-def attention_maps(model: Any, ids: Sequence[int], segments: Sequence[int] | None = None) -> list[Tensor]:
+def attention_maps(
+    model: NativeModel | ExternalModel, ids: Sequence[int], segments: Sequence[int] | None = None
+) -> list[Tensor]:
     """Attention weights of a decoder or an encoder on one document, without dropout.
 
     Args:
-        model: any model with one trunk, or transformers' own class in our shape.
+        model: a model with one trunk, ours or transformers'.
         ids: tokens of the document, T of them.
         segments: sentence of each token, 0 or 1, for an encoder that tells them apart.
 
@@ -50,26 +59,30 @@ def attention_maps(model: Any, ids: Sequence[int], segments: Sequence[int] | Non
         One [H, T, T] per layer, fp32: row t is what token t makes of all tokens. Rows sum to 1, less what a prefix of
         the model's own takes; what cannot be seen is exactly 0.
     """
-    if model.source != "native":
+    if isinstance(model, ExternalModel):
         inputs = {} if segments is None else {"token_type_ids": torch.tensor([list(segments)])}
         return _given(_output_of(model, input_ids=torch.tensor([list(ids)]), **inputs), "attentions")
     batch = Ragged.build([ids])
     if segments is not None:
         batch = replace(batch, segments=torch.tensor(list(segments)))
-    with _at_rest(model), recorded(model.trunk) as maps:
-        model.trunk(batch.to(model.trunk.embed.weight.device), prefix=model.active_prefix())
+    trunk = model.get_submodule("trunk")
+    assert isinstance(trunk, Transformer)
+    with _at_rest(model), recorded(trunk) as maps:
+        trunk(batch.to(trunk.embed.weight.device), prefix=model.active_prefix())
     return maps.own
 
 
 @torch.no_grad()
-def encoder_decoder_attention_maps(model: Any, source: Sequence[int], target: Sequence[int]) -> EncoderDecoderMaps:
+def encoder_decoder_attention_maps(
+    model: Seq2SeqModel | ExternalModel, source: Sequence[int], target: Sequence[int]
+) -> EncoderDecoderMaps:
     """Attention weights of an encoder-decoder on one source and one target, without dropout.
 
     Args:
         source: tokens the encoder reads.
         target: tokens the decoder reads, its start token first.
     """
-    if model.source != "native":
+    if isinstance(model, ExternalModel):
         output = _output_of(
             model, input_ids=torch.tensor([list(source)]), decoder_input_ids=torch.tensor([list(target)])
         )
@@ -184,7 +197,7 @@ def _at_rest(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def _output_of(model: Any, **inputs: Tensor) -> Any:
+def _output_of(model: ExternalModel, **inputs: Tensor) -> "ModelOutput":
     """What transformers' own class gives, weights included: its plain implementation is the one that keeps them."""
     inner = model.inner
     usual = inner.config._attn_implementation
@@ -197,7 +210,7 @@ def _output_of(model: Any, **inputs: Tensor) -> Any:
         inner.set_attn_implementation(usual)
 
 
-def _given(output: Any, name: str) -> list[Tensor]:
+def _given(output: "ModelOutput", name: str) -> list[Tensor]:
     layers = [layer for layer in getattr(output, name, None) or () if layer is not None]
     if not layers:
         raise UserError(f"{type(output).__name__}: transformers' class for this model gives no attention weights")

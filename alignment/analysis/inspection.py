@@ -10,12 +10,16 @@ from alignment.adapters import is_adapter, is_scalar_adapter
 from alignment.analysis.attention import attention_maps, encoder_decoder_attention_maps
 from alignment.analysis.page import Maps, write_attention_page
 from alignment.data.tokenizers.load import check_vocabulary
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.generation.text import start_token_id
 from alignment.loading import find_directory, load_model, load_tokenizer
+from alignment.models.encoder_decoder import EncoderDecoderSpec
+from alignment.models.external.models import ExternalModel
 from alignment.models.families import FAMILIES
 from alignment.models.huggingface.checkpoint import load_pretrained
+from alignment.models.native_model import NativeModel
 from alignment.models.safetensors_files import read_config
 from alignment.reward_model import load_reward_network
 
@@ -58,7 +62,7 @@ def write_attention(
     return write_attention_page(Path(output), str(model), list(zip(texts, chosen, strict=True)))
 
 
-def load_any(source: str) -> Any:
+def load_any(source: str) -> NativeModel | ExternalModel:
     """The model of a directory, with any head that it has; an encoder-decoder keeps its own class."""
     directory = find_directory(source)
     if is_adapter(directory):
@@ -69,7 +73,7 @@ def load_any(source: str) -> Any:
     return load_model(source)
 
 
-def encoded(tokenizer: Any, texts: Sequence[str], option: str) -> list[list[int]]:
+def encoded(tokenizer: Tokenizer, texts: Sequence[str], option: str) -> list[list[int]]:
     """Token ids of each text; all that do not fit a page are refused at once."""
     documents = [tokenizer(text, truncation=False, verbose=False)["input_ids"] for text in texts]
     if not documents:
@@ -83,14 +87,14 @@ def encoded(tokenizer: Any, texts: Sequence[str], option: str) -> list[list[int]
     return documents
 
 
-def _start_token(model: Any) -> int | None:
+def _start_token(model: NativeModel | ExternalModel) -> int | None:
     """The token that an encoder-decoder's targets begin with; None for other models."""
     spec = model.spec
-    return spec.start_token if hasattr(spec, "start_token") else start_token_id(model.config)
+    return spec.start_token if isinstance(spec, EncoderDecoderSpec) else start_token_id(model.config)
 
 
 def target_ids(
-    model: Any, tokenizer: Any, documents: Sequence[Sequence[int]], targets: Sequence[str], start: int
+    model: Any, tokenizer: Tokenizer, documents: Sequence[Sequence[int]], targets: Sequence[str], start: int
 ) -> list[list[int]]:
     """What the decoder reads for each source, its start token first."""
     if not targets:
@@ -103,13 +107,13 @@ def target_ids(
     return [[start, *ids] for ids in encoded(tokenizer, targets, "--target")]
 
 
-def own_maps(model: Any, tokenizer: Any, ids: Sequence[int]) -> list[Maps]:
+def own_maps(model: NativeModel | ExternalModel, tokenizer: Tokenizer, ids: Sequence[int]) -> list[Maps]:
     """Maps of a decoder or an encoder."""
     tokens = shown(tokenizer, ids)
     return [Maps("Self-attention", tokens, tokens, _numbered(attention_maps(model, ids)))]
 
 
-def pair_maps(model: Any, tokenizer: Any, source: Sequence[int], target: Sequence[int]) -> list[Maps]:
+def pair_maps(model: Any, tokenizer: Tokenizer, source: Sequence[int], target: Sequence[int]) -> list[Maps]:
     """Maps of an encoder-decoder: both sides and between them."""
     found = encoder_decoder_attention_maps(model, source, target)
     read, written = shown(tokenizer, source), shown(tokenizer, target)
@@ -135,7 +139,7 @@ def _with_layers(maps: Maps, layers: Sequence[int] | None) -> Maps:
     return Maps(maps.title, maps.rows, maps.columns, {layer: maps.layers[layer] for layer in wanted})
 
 
-def shown(tokenizer: Any, ids: Sequence[int]) -> list[str]:
+def shown(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """Each token as a reader knows it, white space made visible; half of a letter as the vocabulary writes it."""
     raw = tokenizer.convert_ids_to_tokens(list(ids))
     texts = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in ids]

@@ -1,15 +1,16 @@
 """Text to and from the token ids of a decoder or an encoder-decoder. A decoder's prompts are encoded by data/text/chat.py."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from alignment.data.text.chat import prompt_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer, naming_panics
 from alignment.errors import UserError, raise_all
 from alignment.models.protocols import GenerativeModel
+from alignment.models.safetensors_files import HFConfig
 
 
-def start_token_id(config: Mapping[str, Any]) -> int | None:
+def start_token_id(config: HFConfig) -> int | None:
     """The token that begins an encoder-decoder model's responses; None for a decoder.
 
     Args:
@@ -39,7 +40,7 @@ def start_token_of(model: GenerativeModel) -> int | None:
     return start_token_id(model.config) if start is None else start
 
 
-def source_ids(tokenizer: Tokenizer, texts: Sequence[Any]) -> list[list[int]]:
+def source_ids(tokenizer: Tokenizer, texts: Sequence[object]) -> list[list[int]]:
     """Ids of texts for an encoder, with the special tokens that its tokenizer adds (T5: the end token).
 
     Special tokens written in a text become those tokens, unlike in a decoder's prompt: T5's sentinels mark the gaps
@@ -56,7 +57,9 @@ def source_ids(tokenizer: Tokenizer, texts: Sequence[Any]) -> list[list[int]]:
     if not texts:
         return []
     with naming_panics(tokenizer):
-        encoded = tokenizer(list(texts), padding=False, truncation=False, verbose=False)["input_ids"]
+        encoded = tokenizer(
+            [text for text in texts if isinstance(text, str)], padding=False, truncation=False, verbose=False
+        )["input_ids"]
     raise_all(f"prompt {number}: no token" for number, ids in enumerate(encoded) if not ids)
     return encoded
 

@@ -1,6 +1,6 @@
 """Base class of our models: config, spec, activation checkpointing and the prefix of prefix tuning."""
 
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +22,13 @@ class NativeModel(nn.Module, Generic[Spec]):
         spec: the architecture: `TransformerSpec`, or `EncoderDecoderSpec`.
         config: the Hugging Face config.json it was built from and is saved with.
         task: which of its family's heads it has.
+        generation_config: content of generation_config.json, if the model generates and the file is there.
         prefix: module whose call gives keys and values in front of every document, [layers, 2, P, K, head_dim].
         prefix_enabled: whether `prefix` acts.
     """
 
     source = "native"
+    generation_config: dict[str, Any] | None = None
 
     def __init__(self, spec: Spec, config: HFConfig, task: str):
         super().__init__()

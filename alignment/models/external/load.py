@@ -99,11 +99,6 @@ def load_external(
     return model
 
 
-def is_external(model: Any) -> bool:
-    """Whether a model is a wrapper around one of transformers' classes."""
-    return getattr(model, "source", None) == "transformers"
-
-
 def save_external(model: ExternalModel, directory: str | Path, *, state: dict[str, Tensor] | None = None) -> None:
     """Write config.json and model.safetensors as transformers does, each file atomically.
 

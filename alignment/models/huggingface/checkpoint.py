@@ -16,8 +16,8 @@ from alignment.errors import UserError, raise_all
 from alignment.files import write_atomic, write_json
 from alignment.models.build import empty_model
 from alignment.models.classifiers import ScalarModel
-from alignment.models.external.load import is_external, load_external, save_external
-from alignment.models.external.models import ExternalScalarModel
+from alignment.models.external.load import load_external, save_external
+from alignment.models.external.models import ExternalModel, ExternalScalarModel
 from alignment.models.families import FAMILIES, family_of, is_external_type
 from alignment.models.families.family import Family
 from alignment.models.huggingface.generation_config import read_generation_config, write_generation_config
@@ -30,6 +30,7 @@ from alignment.models.huggingface.legacy_names import (
 )
 from alignment.models.huggingface.weight_map import HFLocation, from_hf, map_weights, to_hf
 from alignment.models.init_weights import initialize_layer
+from alignment.models.native_model import NativeModel
 from alignment.models.safetensors_files import (
     CONFIG,
     WEIGHTS,
@@ -39,6 +40,7 @@ from alignment.models.safetensors_files import (
     read_shapes,
     read_state_dict,
 )
+from alignment.models.transformer import Transformer
 
 
 def load_language_model(
@@ -152,7 +154,9 @@ def _empty_model(directory: Path, config: HFConfig, tensors: dict[str, Tensor], 
         raise UserError(f"{directory}/{CONFIG}: no model can be of these sizes ({error})") from error
 
 
-def save_model(model: Any, directory: str | Path, *, state: dict[str, Tensor] | None = None) -> None:
+def save_model(
+    model: NativeModel | ExternalModel, directory: str | Path, *, state: dict[str, Tensor] | None = None
+) -> None:
     """Write config.json, model.safetensors and any generation_config.json so that plain transformers can load them.
 
     Args:
@@ -163,7 +167,7 @@ def save_model(model: Any, directory: str | Path, *, state: dict[str, Tensor] | 
     Raises:
         ValueError: the state lacks parameters of the architecture or has others (an adapter is still attached).
     """
-    if is_external(model):
+    if isinstance(model, ExternalModel):
         return save_external(model, directory, state=state)
     full: dict[str, Tensor] = model.state_dict() if state is None else state
     locations = hf_locations(model)
@@ -182,7 +186,7 @@ def save_model(model: Any, directory: str | Path, *, state: dict[str, Tensor] | 
     write_json(directory / CONFIG, config)
 
 
-def hf_locations(model: Any) -> dict[str, HFLocation]:
+def hf_locations(model: NativeModel) -> dict[str, HFLocation]:
     """The location of each parameter of the architecture in a Hugging Face file, by our name.
 
     The parameters of an attached adapter are not listed.
@@ -220,7 +224,7 @@ def _assign(model: nn.Module, state: dict[str, Tensor], aliases: dict[str, str])
             setattr(model.get_submodule(owner), leaf, model.get_parameter(original))
 
 
-def _initialize(model: Any, names: Iterable[str], dtype: torch.dtype, device: str | torch.device) -> None:
+def _initialize(model: NativeModel, names: Iterable[str], dtype: torch.dtype, device: str | torch.device) -> None:
     """Initialize the modules of the named parameters, the parameters of a new head."""
     init = getattr(model.spec, "decoder", model.spec).init
     for owner in sorted({name.rpartition(".")[0] for name in names}):
@@ -262,11 +266,11 @@ def _tensor_problems(tensors: dict[str, Tensor], shapes: dict[str, torch.Size], 
             yield f"tensor {name} has shape {tuple(tensors[name].shape)}, the config asks for {tuple(shapes[name])}"
 
 
-def _config_to_save(model: Any, dtype: torch.dtype) -> HFConfig:
+def _config_to_save(model: NativeModel, dtype: torch.dtype) -> HFConfig:
     """config.json of a saved model: its config with the class, the type and the sizes that the weights have."""
     task = FAMILIES[model.config["model_type"]].tasks[model.task]
     config = {key: value for key, value in model.config.items() if key not in ("torch_dtype", "_name_or_path")}
-    vocabulary = (model.encoder if hasattr(model, "encoder") else model.trunk).embed.num_embeddings
+    vocabulary = next(x for x in model.children() if isinstance(x, Transformer)).embed.num_embeddings
     config |= {"dtype": str(dtype).removeprefix("torch."), "vocab_size": vocabulary, "architectures": [task.hf_class]}
     if isinstance(model, ScalarModel):
         return config | {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}

@@ -3,8 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from alignment.errors import UserError
 from alignment.files import read_json_object, write_json
+from alignment.models.external.models import ExternalModel
+from alignment.models.native_model import NativeModel
 from alignment.models.safetensors_files import HFConfig
 
 GENERATION_CONFIG = "generation_config.json"
@@ -25,19 +29,19 @@ def read_generation_config(directory: Path) -> dict[str, Any] | None:
         raise UserError(f"{error}; mend it or delete it") from error
 
 
-def write_generation_config(model: Any, directory: Path) -> None:
+def write_generation_config(model: nn.Module, directory: Path) -> None:
     """Write the model's generation config, if it has one."""
     config = generation_config_of(model)
     if config is not None:
         write_json(Path(directory) / GENERATION_CONFIG, config)
 
 
-def generation_config_of(model: Any) -> dict[str, Any] | None:
+def generation_config_of(model: nn.Module) -> dict[str, Any] | None:
     """A model's generation config; None if it was loaded without that file or does not generate."""
     return getattr(model, "generation_config", None)
 
 
-def set_end_tokens(model: Any, end_ids: list[int], pad_id: int | None) -> None:
+def set_end_tokens(model: NativeModel | ExternalModel, end_ids: list[int], pad_id: int | None) -> None:
     """Set the end tokens and the padding token in both configs of a model; a model that does not generate is unchanged.
 
     Args:

@@ -1,12 +1,14 @@
 """Where each of our parameters lies in a Hugging Face file: tensor names, fused matrices, transposed matrices."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from alignment.models.encoder_decoder import EncoderDecoderSpec
 from alignment.models.families.family import Family, Name
+from alignment.models.transformer import TransformerSpec
 
 
 class HFLocation(NamedTuple):
@@ -33,7 +35,7 @@ def pattern_of(name: str) -> str:
 
 
 def map_weights(
-    shapes: Mapping[str, torch.Size], table: Iterable[Name], family: Family, spec: Any
+    shapes: Mapping[str, torch.Size], table: Iterable[Name], family: Family, spec: TransformerSpec | EncoderDecoderSpec
 ) -> dict[str, HFLocation]:
     """The location of each of our parameters in a file.
 
