@@ -20,7 +20,7 @@ from alignment.models.external.models import ExternalScalarModel
 from alignment.models.families import FAMILIES
 from alignment.models.huggingface.checkpoint import load_pretrained, load_scalar_model
 from alignment.models.outputs import ValueOutput
-from alignment.models.safetensors_files import read_config
+from alignment.models.safetensors_files import HFConfig, read_config
 from alignment.ragged import Ragged, group_by_length
 
 
@@ -126,7 +126,7 @@ def load_reward_model(
     return RewardModel(load_reward_network(source, dtype, device), load_tokenizer(source))
 
 
-def _scores_whole_texts(config: dict[str, Any]) -> bool:
+def _scores_whole_texts(config: HFConfig) -> bool:
     """Whether a config is that of an encoder, which has one score for the text and none per token."""
     family = FAMILIES.get(str(config.get("model_type")))
     return family is not None and "scalar" in family.tasks and family.tasks["scalar"].head is not None

@@ -60,7 +60,7 @@ def fit(
     run: Run,
     held_out: Sequence[Any] = (),
     evaluate: Callable[[], dict[str, float]] | None = None,
-    save: Callable[[], Any] | None = None,
+    save: Callable[[], object] | None = None,
 ) -> None:
     """Train from the newest checkpoint, or from the start, to `engine.total_steps`.
 

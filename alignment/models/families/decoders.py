@@ -14,7 +14,7 @@ from alignment.models.transformer import TransformerSpec
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def activation_problems(name: Any, key: str = "hidden_act") -> list[str]:
+def activation_problems(name: object, key: str = "hidden_act") -> list[str]:
     """One message if there is no activation of this name."""
     return [] if name in ACTIVATIONS else [f"config.json: {key} {name!r} is not one of {', '.join(ACTIVATIONS)}"]
 

@@ -237,6 +237,6 @@ def hint(name: str, known: Iterable[str]) -> str:
     return f"; {found}" if found else ""
 
 
-def divides(small: Any, large: Any) -> bool:
+def divides(small: object, large: object) -> bool:
     """Whether `small` divides `large`; False for values of a wrong type, which `read_keys` reports."""
     return isinstance(small, int) and isinstance(large, int) and small > 0 and large % small == 0

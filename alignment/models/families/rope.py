@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 from alignment.models.families.family import hint
 from alignment.models.layers import (
@@ -122,7 +121,7 @@ def _problems(rope: HFConfig, kind: str) -> list[str]:
     return problems
 
 
-def _positive(number: Any) -> bool:
+def _positive(number: object) -> bool:
     return not isinstance(number, bool) and isinstance(number, int | float) and number > 0
 
 
