@@ -16,7 +16,7 @@ from alignment.algorithms.ppo import PPOConfig, iterate, setup
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.ppo import policy_loss_fn, update_policy_and_value
 from alignment.algorithms.ppo.rollout import RolloutBatch, ragged_of
-from alignment.algorithms.ppo.setup import build_state, read_data, start_value_model
+from alignment.algorithms.ppo.setup import LOGGED_KEYS, build_state, read_data, start_value_model
 from alignment.data.rows.read import DataConfig
 from alignment.data.text.chat import prompt_ids
 from alignment.data.tokenize import PromptExample
@@ -430,6 +430,11 @@ def count_words(prompts, responses):
     return [len(prompt.split()) + len(response.split()) for prompt, response in zip(prompts, responses, strict=True)]
 
 
+def kl(prompts, responses):
+    """Named like a metric of PPO's own."""
+    return [0.0 for _ in prompts]
+
+
 def test_metrics_of_the_texts_are_logged_under_the_names_of_their_functions(ppo, read_metrics, tmp_path):
     training = TrainingConfig(batch_size=2, max_steps=2)
     run, config = ppo(metrics=["hotel_gold", f"{__name__}:count_words"], training=training)
@@ -441,9 +446,10 @@ def test_metrics_of_the_texts_are_logged_under_the_names_of_their_functions(ppo,
         )
         assert line["count_words"] == sum(count_words(prompts, responses)) / 2
         assert line["gold_score"] == pytest.approx(sum(gold_score(prompts, responses)) / 2)
+        assert set(line) - {"count_words", "gold_score"} <= LOGGED_KEYS  # names that no function may take
 
 
-@pytest.mark.parametrize("names", [["nowhere:count"], ["math:count"], ["math:fsum", "math:fsum"]])
+@pytest.mark.parametrize("names", [["nowhere:count"], ["math:count"], ["math:fsum", "math:fsum"], [f"{__name__}:kl"]])
 def test_metrics_that_cannot_be_found_or_told_apart_are_refused_before_a_model_is_loaded(ppo, names):
     _, config = ppo(metrics=names)
     with pytest.raises(UserError, match="metrics: "):

@@ -39,6 +39,12 @@ from alignment.training import (
 from alignment.training.distributed import ProcessGroup
 
 METRICS = {"hotel_gold": "alignment.hotel_world.gold:gold_score"}  # name in the config -> module:function
+LOGGED_KEYS = {  # of every PPO run's log; a metric of the config may not have one of these names
+    "approx_kl", "clip_fraction", "distinct_share", "ended_share", "entropy", "explained_variance", "first_ratio_error",
+    "grad_norm", "kl", "kl_coef", "kl_k3", "learning_rate", "loss", "policy_loss", "pretrain_loss", "response_tokens",
+    "sampling_error", "score", "seconds_rollout", "seconds_update", "step", "tokens", "tokens_per_second",
+    "value_grad_norm", "value_loss",
+}  # fmt: skip
 
 # prompts, token ids of the responses, whether each ended by itself -> scores [B]
 Scorer = Callable[[Sequence[PromptExample], Sequence[Sequence[int]], Sequence[bool]], Tensor]
@@ -249,8 +255,8 @@ def load_metrics(names: Sequence[str]) -> dict[str, MetricFn]:
     """The functions that PPOConfig's `metrics` names, by the name of the function, under which it is logged.
 
     Raises:
-        UserError: a name that is neither in METRICS nor module:function, a module or function that is missing, or two
-            functions of one name.
+        UserError: a name that is neither in METRICS nor module:function, a module or function that is missing, or a
+            function named like another one or like a metric of PPO's own.
     """
     found: dict[str, MetricFn] = {}
     for name in names:
@@ -259,8 +265,10 @@ def load_metrics(names: Sequence[str]) -> dict[str, MetricFn]:
             metric = getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError, ValueError) as error:
             raise UserError(f"metrics: {name!r} was not found ({error}); known: {', '.join(METRICS)}") from error
-        if function in found:
-            raise UserError(f"metrics: {name!r} would be logged as {function!r}, as another one is; leave one out")
+        if function in found or function in LOGGED_KEYS:
+            raise UserError(
+                f"metrics: {name!r} would be logged as {function!r}, as another metric is; rename the function or leave it out"
+            )
         found[function] = metric
     return found
 
