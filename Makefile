@@ -69,5 +69,5 @@ $(VENV)/ready: $(VENV)/torch pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/ready-for-tests: $(VENV)/torch pyproject.toml constraints.txt
-	$(PIP) --editable '.[dev,deepspeed]'
+	$(PIP) --editable '.[dev,deepspeed,quantization]'
 	touch $(VENV)/ready $@

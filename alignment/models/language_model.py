@@ -131,8 +131,8 @@ class MaskedLanguageModel(NativeModel[TransformerSpec]):
 
         Args:
             input_ids, attention_mask, token_type_ids: [B, T].
-            batch: documents end to end, instead; its `labels` are what belongs at its `targets`.
-            return_logits: for the batch call: return the logits at every target and the states they came from.
+            batch: documents end to end, instead; its `labels` are what belongs at its `target_index`.
+            return_logits: for the batch call: return the logits at every target and the states that they came from.
 
         Returns:
             `LogitsOutput` of a padded call or with `return_logits`, else `LanguageOutput`.
