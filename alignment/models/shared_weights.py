@@ -1,0 +1,151 @@
+"""Frozen base weights held once, for several networks that lie over them: policy, reference, value and reward model.
+
+Each network is a module tree of its own, with its own head, adapter and mode; the frozen parameters in the trees are the
+same objects, so nothing has to be switched when another network is called. Weights that train are never shared.
+"""
+
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from alignment.models.build import empty_model
+from alignment.models.classifiers import ScalarModel
+from alignment.models.external.models import ExternalLanguageModel, ExternalScalarModel
+from alignment.models.external.over_trunk import external_scalar_over
+from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
+from alignment.models.init_weights import initialize_layer
+from alignment.models.language_model import LanguageModel
+from alignment.models.safetensors_files import read_config
+from alignment.models.weight_bytes import held_tensors
+
+Network = TypeVar("Network", bound=nn.Module)
+NewHead = Literal["normal", "zero"]
+LANGUAGE_CLASSES = ("ForCausalLM", "LMHeadModel")  # ends of the class in config.json whose file has a language head
+SCALAR_CLASS = "ForSequenceClassification"
+
+
+class SharedWeights:
+    """The frozen base models of a run's networks, each directory read once.
+
+    `language_model` and `scalar_model` return a new module tree per call, all over the same frozen weights. The caller
+    attaches adapters and heads to a tree and trains those. Training or merging the weights below would change every
+    network: `refuse_trained` finds the first, and trees that are merged are loaded without this class.
+
+    Attributes:
+        shared: False: every call reads weights of its own, because FSDP2 and ZeRO shard each network by itself.
+    """
+
+    def __init__(self, *, shared: bool = True):
+        self.shared = shared
+        self._originals: dict[Path, Any] = {}  # what the trees are copied from; never run, never changed
+
+    def language_model(self, directory: Path) -> Any:
+        """The language model of a directory in eval mode, every weight frozen; errors as in `load_pretrained`."""
+        original = self._original(directory)
+        if isinstance(original, LanguageModel | ExternalLanguageModel):
+            return share_weights(original)
+        return load_language_model(directory).requires_grad_(False)
+
+    def scalar_model(self, directory: Path, new_head: NewHead | None = None) -> Any:
+        """The scalar model of a directory in eval mode, every weight frozen; its head is the caller's alone.
+
+        Args:
+            directory, new_head: as in `load_scalar_model`, with the same errors.
+        """
+        original = self._original(directory)
+        scalar = None
+        if isinstance(original, ScalarModel | ExternalScalarModel):
+            scalar = _with_own_head(original)
+        elif isinstance(original, LanguageModel) and new_head is not None:
+            scalar = _scalar_over(original)
+        elif isinstance(original, ExternalLanguageModel) and new_head is not None:
+            scalar = external_scalar_over(share_weights(original))
+        if scalar is None:
+            return load_scalar_model(directory, new_head=new_head).requires_grad_(False)
+        if new_head is not None:
+            _draw_head(scalar, new_head)
+        return scalar
+
+    def _original(self, directory: Path) -> Any:
+        """The model whose weights are shared, loaded at the first call; None where there is nothing to share.
+
+        A file with a language head is loaded with it, since a policy or a reference may ask for it later.
+        """
+        key = Path(directory).resolve()
+        if not self.shared:
+            return None
+        if key not in self._originals:
+            name = str((read_config(key).get("architectures") or [""])[0])
+            load = load_language_model if name.endswith(LANGUAGE_CLASSES) else load_scalar_model
+            if not name.endswith((*LANGUAGE_CLASSES, SCALAR_CLASS)):
+                return None
+            self._originals[key] = load(directory).requires_grad_(False)
+        return self._originals[key]
+
+
+def share_weights(network: Network) -> Network:
+    """A copy of the module tree whose parameters and buffers belong to `network` too and are not copied."""
+    for module in network.modules():
+        # bitsandbytes' 8-bit layer takes the scales off its weight in its first call, and a second layer with that
+        # weight would compute without them.
+        if hasattr(module, "init_8bit_state") and getattr(module.weight, "CB", None) is not None:
+            module.init_8bit_state()  # pyright: ignore[reportCallIssue]
+    return deepcopy(network, {id(tensor): tensor for tensor in held_tensors(network)})
+
+
+def shared_parameters(networks: Mapping[str, nn.Module]) -> Iterator[tuple[list[str], str, nn.Parameter]]:
+    """Each parameter that several networks hold: their names, the parameter's name in the first of them, and itself."""
+    holders: dict[int, tuple[list[str], str, nn.Parameter]] = {}
+    for network, model in networks.items():
+        for name, parameter in model.named_parameters():
+            holders.setdefault(id(parameter), ([], name, parameter))[0].append(network)
+    yield from (entry for entry in holders.values() if len(entry[0]) > 1)
+
+
+def refuse_trained(networks: Mapping[str, nn.Module]) -> None:
+    """Refuse networks that share a weight which one of them trains.
+
+    Args:
+        networks: the networks of a run by name, before their optimizers are made.
+
+    Raises:
+        ValueError: naming the networks and the weight.
+    """
+    for holders, name, parameter in shared_parameters(networks):
+        if parameter.requires_grad:
+            raise ValueError(
+                f"{name} would be trained, and {' and '.join(holders)} hold the same tensor: every one of them would "
+                "change; freeze it, or load that network with weights of its own"
+            )
+
+
+def _with_own_head(original: ScalarModel | ExternalScalarModel) -> ScalarModel | ExternalScalarModel:
+    """A scalar model over the same trunk, its head copied."""
+    scalar = share_weights(original)
+    scalar.head.weight = nn.Parameter(original.head.weight.detach().clone(), requires_grad=False)
+    return scalar
+
+
+def _scalar_over(language: LanguageModel) -> ScalarModel:
+    """A scalar model over the trunk of a language model, its head of zeros in fp32."""
+    with torch.device("meta"):
+        scalar = empty_model(language.config, "scalar")
+    scalar.trunk = share_weights(language.trunk)
+    scalar.head.to_empty(device=language.trunk.embed.weight.device).to(torch.float32)
+    return scalar.eval().requires_grad_(False)
+
+
+@torch.no_grad()
+def _draw_head(scalar: ScalarModel | ExternalScalarModel, new_head: NewHead) -> None:
+    """A new score head with the random numbers of `load_scalar_model`."""
+    weight: Tensor = scalar.head.weight
+    if isinstance(scalar, ScalarModel):
+        initialize_layer(scalar.head, scalar.spec.init, "head")
+    if new_head == "zero":
+        nn.init.zeros_(weight)
+    else:
+        nn.init.normal_(weight, std=(scalar.head.in_features + 1) ** -0.5)

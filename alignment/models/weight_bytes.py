@@ -1,0 +1,70 @@
+"""Bytes that the weights of models take in memory, each tensor counted once however many models and names hold it."""
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+
+# Where bitsandbytes keeps the constants of quantized weights: on the parameter, or on its layer after the first call.
+QUANTIZATION = ("quant_state", "CB", "SCB", "state")
+
+Bytes = dict[tuple[torch.device, int], int]  # device and address of a tensor -> its bytes
+
+
+def held_tensors(model: nn.Module) -> Iterator[Tensor]:
+    """A model's parameters, buffers and quantization constants; one that several layers hold comes several times."""
+    for module in model.modules():
+        own = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
+        yield from own
+        for holder in (module, *own):
+            yield from _constants(holder)
+
+
+def held_bytes(model: nn.Module) -> Bytes:
+    """Bytes of a model's parameters, buffers and quantization constants on this process, by address.
+
+    Of a sharded tensor this process's part counts. Tensors on the meta device take nothing.
+    """
+    found: Bytes = {}
+    for tensor in held_tensors(model):
+        tensor = getattr(tensor, "ds_tensor", tensor)  # ZeRO-3's part of a parameter
+        tensor = getattr(tensor, "_local_tensor", tensor)  # FSDP2's
+        if not tensor.is_meta and tensor.numel():
+            key = (tensor.device, tensor.data_ptr())
+            found[key] = max(found.get(key, 0), tensor.numel() * tensor.element_size())
+    return found
+
+
+def total_bytes(*models: nn.Module) -> int:
+    """Bytes of the weights of several models together; what they share counts once."""
+    together: Bytes = {}
+    for model in models:
+        together |= held_bytes(model)
+    return sum(together.values())
+
+
+def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that require a gradient, each once."""
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
+
+
+def written(count: float) -> str:
+    """A number of bytes in words, such as 1.24 GB; 1 GB is 10^9 bytes."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}" if count < 999.5 * size else f"{count / size:,.0f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def _constants(holder: object) -> Iterator[Tensor]:
+    """Tensors of a quantized parameter or layer that are neither parameters nor buffers."""
+    for name in QUANTIZATION:
+        yield from _tensors_in([vars(holder).get(name)])
+
+
+def _tensors_in(values: Iterable[object]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif type(value).__module__.startswith("bitsandbytes"):
+            yield from _tensors_in(vars(value).values())
