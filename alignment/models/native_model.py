@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from alignment.errors import UserError
 from alignment.models.activation_checkpointing import Keep
+from alignment.models.compilation import compile_blocks
 from alignment.models.layers import AttentionSpec
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.safetensors_files import HFConfig
@@ -45,6 +46,13 @@ class NativeModel(nn.Module, Generic[Spec]):
         for stack in self.children():
             if isinstance(stack, Transformer):
                 stack.kept_activations = keep if enabled else None
+
+    def compile_blocks(self) -> None:
+        """Run the blocks through torch.compile from now on; see models/compilation.py."""
+        for stack in self.children():
+            if isinstance(stack, Transformer):
+                compile_blocks(stack.blocks, stack.embed.weight.device)
+                stack.compiled = True
 
 
 def empty_cache(trunk: Transformer, rows: int, capacity: int) -> Cache:

@@ -147,6 +147,7 @@ class Transformer(nn.Module):
     Attributes:
         kept_activations: with activation checkpointing, which activations of each block are kept, the others being
             recomputed in the backward pass; None: no checkpointing, all are kept.
+        compiled: whether the blocks run through torch.compile.
     """
 
     def __init__(self, spec: TransformerSpec, blocks: Sequence[nn.Module], modules: TransformerModules):
@@ -167,6 +168,7 @@ class Transformer(nn.Module):
         self.distance, self.relative = modules.position_modules.bias, modules.relative
         self._rotaries = modules.position_modules.rotaries
         self.kept_activations: Keep | None = None
+        self.compiled = False
 
     def forward(
         self,
@@ -242,6 +244,8 @@ class Transformer(nn.Module):
         self, tokens: Tensor, positions: Tensor, segments: Tensor | None, contexts: Sequence[AttentionContext]
     ) -> Tensor:
         x = self.embedded(tokens, positions, segments)
+        if self.compiled:
+            contexts = [context.outside_graphs() for context in contexts]
         call = checkpointed(self.kept_activations) if self.kept_activations and torch.is_grad_enabled() else None
         for layer, context in enumerate(contexts):
             block = self.blocks[layer if self.spec.order is None else self.spec.order[layer]]

@@ -57,6 +57,8 @@ class Engine:
         self.untrained: list[str] = []
         if training.gradient_checkpointing:
             checkpoint_activations(model, training.keep_activations)
+        if training.compile:
+            compile_model(model)
         self.process_group = init_distributed()
         self.backend = build_backend(model, config, self.process_group, training.precision)
         self.model: Any = self.backend.model
@@ -193,6 +195,18 @@ def checkpoint_activations(model: nn.Module, keep: str = "nothing") -> None:
     if switch is None:
         raise UserError(f"training.gradient_checkpointing: {type(model).__name__} does not support it; set it to false")
     switch(True, keep)
+
+
+def compile_model(model: nn.Module) -> None:
+    """Switch on torch.compile.
+
+    Raises:
+        UserError: the model has no such switch.
+    """
+    switch = getattr(model, "compile_blocks", None)
+    if switch is None:
+        raise UserError(f"training.compile: {type(model).__name__} does not support it; set it to false")
+    switch()
 
 
 def _out_of_memory(number: int, batch: Batch) -> UserError:

@@ -22,6 +22,8 @@ class TrainingConfig:
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
         keep_activations: what is not recomputed even so: nothing (least memory), attention's outputs, or those of all
             matrix products too (least recomputation).
+        compile: run the model's blocks through torch.compile, in training and in PPO's sampling; the first update waits for
+            the compiler.
         save_every_steps: 0 saves a checkpoint only when a signal stops the run.
         keep_last_checkpoints: number of newest checkpoints that stay on disk.
         evaluate_every_steps: 0 evaluates only after the last update.
@@ -37,6 +39,7 @@ class TrainingConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     gradient_checkpointing: bool = False
     keep_activations: Literal["nothing", "attention", "products"] = "nothing"
+    compile: bool = False
     save_every_steps: int = 0
     keep_last_checkpoints: int = 2
     evaluate_every_steps: int = 0
@@ -59,6 +62,11 @@ class TrainingConfig:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.batch_size > MOST_ROWS:  # rows of a batch are listed, also where they come from several epochs
             raise ValueError(f"batch_size must be at most {MOST_ROWS:,} rows, got {self.batch_size}")
+        if self.compile and self.gradient_checkpointing and self.keep_activations == "products":
+            raise ValueError(
+                "keep_activations: products cannot see the products inside the graphs of compile; set it to attention or "
+                "nothing, or compile to false"
+            )
         for name in ("save_every_steps", "evaluate_every_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}; 0 is off")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from alignment.errors import UserError
 from alignment.losses import entropy, token_log_probs
 from alignment.models.activation_checkpointing import checkpoint_calls
+from alignment.models.compilation import compile_blocks
 from alignment.models.external.cache import (
     EncoderDecoderCache,
     RereadCache,
@@ -104,6 +105,19 @@ class ExternalModel(nn.Module):
             raise UserError(f"training.gradient_checkpointing: {type(self.inner).__name__} does not support it")
         for layer in layers:
             checkpoint_calls(layer, enabled)
+
+    def compile_blocks(self) -> None:
+        """Run the layers through torch.compile from now on.
+
+        Raises:
+            UserError: the class has no layers that can be told apart.
+        """
+        from transformers.modeling_layers import GradientCheckpointingLayer
+
+        layers = [layer for layer in self.inner.modules() if isinstance(layer, GradientCheckpointingLayer)]
+        if not layers:
+            raise UserError(f"training.compile: {type(self.inner).__name__} has no layers to compile; set it to false")
+        compile_blocks(layers, self.inner.get_input_embeddings().weight.device)
 
 
 class ExternalLanguageModel(ExternalModel):

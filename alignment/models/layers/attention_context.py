@@ -1,8 +1,10 @@
 """What one attention layer receives with its input: which tokens it attends to, and how. Made in layer_contexts.py."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from alignment.models.layers.padded_layout import PaddedLayout
@@ -31,3 +33,19 @@ class AttentionContext:
     cross_attend: CrossAttentionFn | None = None
     layout: PaddedLayout | None = None
     relative: Tensor | None = None
+
+    def outside_graphs(self) -> "AttentionContext":
+        """The same context, its attention left out of the graphs of torch.compile."""
+        cross_attend = None if self.cross_attend is None else OutsideGraphs(self.cross_attend)
+        return replace(self, attend=OutsideGraphs(self.attend), cross_attend=cross_attend)
+
+
+@dataclass(frozen=True)
+class OutsideGraphs:
+    """A function whose calls torch.compile leaves out of its graphs and does not specialize on."""
+
+    function: Callable[..., Tensor]
+
+    @torch.compiler.disable
+    def __call__(self, *args: Any) -> Tensor:
+        return self.function(*args)

@@ -97,6 +97,7 @@ class DisentangledAttention(nn.Module):
         self.spec = spec
         self.scale = (spec.head_dim * terms) ** -0.5
 
+    @torch.compiler.disable  # its shapes depend on the data
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
         layout = context.layout
@@ -180,6 +181,7 @@ class Convolution(nn.Module):
         super().__init__()
         self.layer, self.activation, self.dropout = layer, activation, dropout
 
+    @torch.compiler.disable  # its shapes depend on the data
     def forward(self, x: Tensor, layout: PaddedLayout) -> Tensor:
         """x: [N, D] -> [N, D]."""
         rectangles = zip(pad(x, layout), layout.lengths, strict=True)

@@ -52,6 +52,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(experts)
         self.experts_per_token, self.normalized = experts_per_token, normalized
 
+    @torch.compiler.disable  # its shapes depend on the data
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, D] -> [N, D]."""
         logits = self.router(x)

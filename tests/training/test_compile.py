@@ -1,0 +1,156 @@
+"""torch.compile: the same numbers as without it, and few compilations however many shapes a run has."""
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from alignment.errors import UserError
+from alignment.generation.decode import decode_responses
+from alignment.generation.sampling import SamplingConfig
+from alignment.models.build import build_language_model
+from alignment.ragged import Ragged
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+@pytest.fixture
+def graphs() -> Iterator[list[int]]:
+    """One entry for each graph that torch compiles within the test."""
+    built: list[int] = []
+    torch._dynamo.reset()
+    yield built
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def counted(graphs, monkeypatch):
+    """Makes torch.compile count its graphs; they run as Python, since the compiler itself is torch's."""
+
+    def count(graph, inputs):
+        graphs.append(len(inputs))
+        return graph.forward
+
+    compiled_call = torch.nn.Module.compile
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda self, **options: compiled_call(self, backend=count, **options)
+    )
+
+
+@pytest.fixture
+def model_pair(counted):
+    """A model and its compiled copy."""
+    torch.manual_seed(0)
+    return with_compiled_copy(build_language_model(LLAMA))
+
+
+def with_compiled_copy(model: Any) -> tuple[Any, Any]:
+    compiled = copy.deepcopy(model)
+    compiled.compile_blocks()
+    return model, compiled
+
+
+def random_batch(draw: random.Random) -> Ragged:
+    return Ragged.build([[draw.randrange(64) for _ in range(draw.randint(2, 60))] for _ in range(draw.randint(2, 7))])
+
+
+def test_losses_and_gradients_are_the_same_and_shapes_do_not_recompile(model_pair, graphs):
+    model, compiled = model_pair
+    draw = random.Random(0)
+    for number in range(12):
+        batch = random_batch(draw)
+        results = []
+        for each in (model, compiled):
+            each.zero_grad()
+            total = each(batch=batch).log_probs.sum()
+            total.backward()
+            results.append([total, *(parameter.grad for parameter in each.parameters())])
+        for one, other in zip(*results, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        if number == 1:
+            first = len(graphs)
+    assert 0 < first <= 8  # before and after attention, and not once for each of the layers
+    assert len(graphs) == first
+
+
+def test_decoding_gives_the_same_tokens_and_steps_do_not_recompile(model_pair, graphs):
+    model, compiled = model_pair
+    draw = random.Random(1)
+    counts = []
+    for rows in (3, 5, 4):
+        prompts = [[draw.randrange(64) for _ in range(draw.randint(2, 30))] for _ in range(rows)]
+        plain, fast = (decode_responses(each, prompts, SamplingConfig(24, 1.0), [63]) for each in (model, compiled))
+        assert plain.token_ids == fast.token_ids
+        counts.append(len(graphs))
+    assert counts[-1] == counts[1] <= 12
+
+
+SMALL = {"num_hidden_layers": 2, "num_attention_heads": 4, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}
+OTHERS: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 64},
+    "mixtral": SMALL | {"num_key_value_heads": 2, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "gemma2": SMALL | {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 8},
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_other_blocks_compute_the_same(counted, family):
+    torch.manual_seed(0)
+    model, compiled = with_compiled_copy(build_language_model({"model_type": family, **OTHERS[family]}))
+    batch = random_batch(random.Random(2))
+    torch.testing.assert_close(model(batch=batch).log_probs, compiled(batch=batch).log_probs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_model_of_transformers_computes_the_same(counted, tmp_path):
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    from alignment.loading import load_model
+
+    torch.manual_seed(0)
+    config = GPTJConfig(vocab_size=64, n_embd=32, n_layer=2, n_head=4, rotary_dim=4, n_positions=128)
+    GPTJForCausalLM(config).save_pretrained(tmp_path)
+    model, compiled = with_compiled_copy(load_model(str(tmp_path)))
+    assert model.source == "transformers"
+    for seed in range(3):
+        batch = random_batch(random.Random(seed))
+        torch.testing.assert_close(model(batch=batch).log_probs, compiled(batch=batch).log_probs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_machine_without_a_compiler_is_told_so(monkeypatch):
+    from torch._inductor import cpp_builder
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    def missing() -> str:
+        raise InvalidCxxCompiler()
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", missing)
+    with pytest.raises(UserError, match=r"training\.compile: there is no C\+\+ compiler"):
+        build_language_model(LLAMA).compile_blocks()
+
+
+def test_products_cannot_be_kept_inside_compiled_graphs():
+    from alignment.training import TrainingConfig
+
+    with pytest.raises(ValueError, match="keep_activations: products"):
+        TrainingConfig(compile=True, gradient_checkpointing=True, keep_activations="products")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("changes", [{}, {"gradient_checkpointing": True}, {"precision": "bf16"}], ids=str)
+def test_an_sft_run_learns_the_same_with_the_real_compiler(make_stage, checkpoints, read_metrics, tmp_path, changes):
+    import dataclasses
+
+    losses = []
+    for name, compile in (("plain", False), ("compiled", True)):
+        torch._dynamo.reset()
+        run, config = make_stage("sft", checkpoints["llama"], tmp_path / name)
+        training = dataclasses.replace(config.training, compile=compile, **changes)
+        run(dataclasses.replace(config, training=training))
+        losses.append([line["loss"] for line in read_metrics(tmp_path / name)])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2 if changes.get("precision") else 1e-4)
