@@ -1,11 +1,13 @@
-"""config.json and safetensors files of a model directory, in one file or in shards, checked while they are read."""
+"""config.json and safetensors files of a model directory, in one file or in shards, checked before they are read."""
 
 import re
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
@@ -34,20 +36,46 @@ def read_config(directory: Path) -> HFConfig:
     return read_json_object(path)
 
 
-def read_state_dict(directory: Path) -> dict[str, Tensor]:
-    """All tensors of model.safetensors, or of the shards in its index, by Hugging Face's names.
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a safetensors file, known from the file's header and not yet read.
+
+    Attributes:
+        path: the file.
+        name: of the tensor in the file.
+        shape, dtype: as in the file.
+    """
+
+    path: Path
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+    def read(self) -> Tensor:
+        """The tensor on the CPU, mapped from the file: what is used of it is read when it is used. Do not write to it.
+
+        Raises:
+            UserError: the file cannot be read.
+        """
+        try:
+            with safe_open(self.path, framework="pt") as file:
+                return file.get_tensor(self.name)
+        except (SafetensorError, OSError, OverflowError) as error:
+            raise UserError(f"{self.path}: not a readable safetensors file ({error})") from error
+
+
+def stored_tensors(directory: Path) -> dict[str, StoredTensor]:
+    """All tensors of model.safetensors, or of the shards in its index, by Hugging Face's names; only headers are read.
 
     Raises:
         UserError: there is no safetensors file, only a pickle, or the index does not match its shards.
     """
-    return {
-        name: tensor for file in weight_files(directory) for name, tensor in read_safetensors(directory / file).items()
-    }
+    return {name: tensor for tensors in _tensors_by_file(directory).values() for name, tensor in tensors.items()}
 
 
 def read_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """The shape of each tensor that `read_state_dict` returns, from the files' headers alone."""
-    return {name: shape for shapes in _shapes_by_file(directory).values() for name, shape in shapes.items()}
+    """The shape of each of a directory's tensors, from the files' headers alone."""
+    return {name: tuple(tensor.shape) for name, tensor in stored_tensors(directory).items()}
 
 
 def weight_files(directory: Path) -> list[str]:
@@ -56,7 +84,7 @@ def weight_files(directory: Path) -> list[str]:
     Raises:
         UserError: there is no safetensors file, only a pickle, or the index does not match its shards.
     """
-    return list(_shapes_by_file(directory))
+    return list(_tensors_by_file(directory))
 
 
 def check_sizes(directory: Path, config: HFConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -90,11 +118,11 @@ def _numbers(value: Any, key: str = "") -> Iterator[tuple[str, float]]:
         yield key, value
 
 
-def _shapes_by_file(directory: Path) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The shapes of the tensors of each safetensors file of a directory."""
+def _tensors_by_file(directory: Path) -> dict[str, dict[str, StoredTensor]]:
+    """The tensors of each safetensors file of a directory."""
     check_directory(directory)
     if (directory / WEIGHTS).is_file():
-        return {WEIGHTS: _file_shapes(directory / WEIGHTS)}
+        return {WEIGHTS: _file_tensors(directory / WEIGHTS)}
     if not (directory / INDEX).is_file():
         pickles = sorted(path.name for pattern in PICKLES for path in directory.glob(pattern))
         if pickles:
@@ -114,8 +142,8 @@ def _shapes_by_file(directory: Path) -> dict[str, dict[str, tuple[int, ...]]]:
         if Path(shard).name != shard or not shard.endswith(".safetensors")
     )
     raise_all(f"{path}: shard {shard} is missing" for shard in shards if not (directory / shard).is_file())
-    found = {shard: _file_shapes(directory / shard) for shard in shards}
-    file_of = {name: shard for shard, shapes in found.items() for name in shapes}
+    found = {shard: _file_tensors(directory / shard) for shard in shards}
+    file_of = {name: shard for shard, tensors in found.items() for name in tensors}
     raise_all(
         f"{path}: tensor {name} is listed in {weight_map.get(name)} and found in {file_of.get(name)}"
         for name in sorted(weight_map.keys() | file_of.keys())
@@ -124,10 +152,11 @@ def _shapes_by_file(directory: Path) -> dict[str, dict[str, tuple[int, ...]]]:
     return found
 
 
-def _file_shapes(path: Path) -> dict[str, tuple[int, ...]]:
+def _file_tensors(path: Path) -> dict[str, StoredTensor]:
     try:
         with safe_open(path, framework="pt") as file:
-            return {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118 - no mapping
+            mapped = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - the file object is no mapping
+            return {name: StoredTensor(path, name, tensor.shape, tensor.dtype) for name, tensor in mapped.items()}
     except (SafetensorError, OSError, OverflowError) as error:
         raise UserError(f"{path}: not a readable safetensors file ({error})") from error
 

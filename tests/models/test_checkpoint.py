@@ -1,6 +1,8 @@
 """Hugging Face directories, both ways: strict in, bit-equal out (I10, H20, H21)."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from alignment.errors import UserError
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import hf_locations, load_language_model, load_scalar_model, save_model
+from alignment.models.huggingface.stored_parameters import read_parameters, source_of
 from alignment.ragged import Ragged
 
 IDS = torch.randint(61, (3, 20), generator=torch.Generator().manual_seed(0))
@@ -337,3 +340,89 @@ def test_an_index_that_lies_is_refused(sharded):
     (directory / "model.safetensors.index.json").write_text("{}")
     with pytest.raises(UserError, match="weight_map"):
         load_language_model(directory)
+
+
+# One tensor at a time
+
+
+def memory() -> int:
+    """Anonymous memory of this process in bytes, without the pages of mapped files."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.findall(r"RssAnon:\s*(\d+) kB", status)[0]) * 1024
+
+
+def test_loading_in_another_type_holds_the_model_and_never_the_files_type_beside_it(tmp_path):
+    """About 60 MB as bfloat16; the file's float32 would be twice that in addition."""
+    wide = {"vocab_size": 512, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False}
+    save_model(build_language_model({"model_type": "llama", **wide, **heads}), tmp_path)
+    load_language_model(tmp_path, dtype=torch.bfloat16)  # what the first load allocates for good
+    before, highest = memory(), 0
+    original = torch.Tensor.copy_
+
+    def noting(self, *arguments, **options):
+        nonlocal highest
+        result = original(self, *arguments, **options)
+        highest = max(highest, memory())
+        return result
+
+    torch.Tensor.copy_ = noting
+    try:
+        model = load_language_model(tmp_path, dtype=torch.bfloat16)
+    finally:
+        torch.Tensor.copy_ = original
+    size = sum(parameter.numel() * 2 for parameter in model.parameters())
+    assert size > 50 * 2**20 and highest - before < 1.15 * size
+
+
+def test_each_tensor_keeps_its_own_type_where_none_is_asked_for(config, directory):
+    norm = next(name for name in names(directory) if "norm" in name or "ln_f" in name)
+    matrix = next(name for name in names(directory) if "mlp" in name)
+    change_tensors(directory, lambda tensors: tensors.update({matrix: tensors[matrix].bfloat16()}))
+    model = load_language_model(directory, dtype=None)
+    kinds = {hf.name: model.state_dict()[ours].dtype for ours, hf in hf_locations(model).items()}
+    assert (
+        kinds.pop(matrix) == torch.bfloat16 and kinds[norm] == torch.float32 and set(kinds.values()) == {torch.float32}
+    )
+    change_tensors(directory, lambda tensors: tensors.update({matrix: tensors[matrix].to(torch.float8_e4m3fn)}))
+    with pytest.raises(UserError, match=rf"{matrix} is float8_e4m3fn, which no model computes in"):
+        load_language_model(directory, dtype=None)
+    load_language_model(directory)
+
+
+def test_unread_parameters_take_no_memory_refuse_writes_and_know_every_slice(config, directory):
+    whole, unread = load_language_model(directory), load_language_model(directory, device="meta")
+    assert [name for name, _ in unread.named_parameters()] == [name for name, _ in whole.named_parameters()]
+    for (name, parameter), real in zip(unread.named_parameters(), whole.parameters(), strict=True):
+        assert parameter.shape == real.shape and parameter.untyped_storage().nbytes() == 4 and parameter.isnan().all()
+        with pytest.raises(RuntimeError), torch.no_grad():
+            parameter[:1].zero_() if parameter.numel() == 1 else parameter.copy_(real)
+        for start, stop in ((0, len(real)), (1, 2), (len(real) // 3, len(real) // 3 * 2 + 1)):
+            assert torch.equal(source_of(parameter).rows(start, stop), real[start:stop]), name
+    read_parameters(unread)
+    assert all(torch.equal(a, b) for a, b in zip(unread.parameters(), whole.parameters(), strict=True))
+    assert torch.equal(unread(IDS).logits, whole(IDS).logits)
+
+
+FUSED = {  # families whose files hold several of our matrices in one tensor, in groups or not, and tied or expert weights
+    "phi3": {"num_key_value_heads": 2, "pad_token_id": 0},
+    "gpt_neox": {"tie_word_embeddings": False},
+    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
+    "bloom": {},
+    "mixtral": {"num_local_experts": 3, "num_experts_per_tok": 2, "num_key_value_heads": 2},
+    "gemma": {"head_dim": 8, "num_key_value_heads": 4},
+}
+
+
+@pytest.mark.parametrize("family", FUSED)
+def test_every_slice_of_a_fused_tensor_equals_that_of_the_whole_model(family, tmp_path):
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes |= {} if family in ("bloom", "falcon") else {"intermediate_size": 48}
+    save_model(rough(build_language_model({"model_type": family, **sizes, **FUSED[family]})), tmp_path)
+    whole, unread = load_language_model(tmp_path), load_language_model(tmp_path, device="meta")
+    for (name, parameter), real in zip(unread.named_parameters(), whole.parameters(), strict=True):
+        for ranks in (2, 3, 7):
+            rows = -(-len(real) // ranks)
+            for start in range(0, len(real), rows):
+                part = source_of(parameter).rows(start, min(len(real), start + rows))
+                assert torch.equal(part, real[start : start + rows]), name

@@ -59,7 +59,7 @@ EXTRA_PARAMETERS = 2**26  # numbers that a model may have beside those of its fi
 def load_external(
     directory: str | Path,
     task: str = "language",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     device: str | torch.device = "cpu",
     *,
     new_head: bool = False,
@@ -70,7 +70,7 @@ def load_external(
     Args:
         directory: a local Hugging Face directory.
         task: "language" (decoder, encoder or encoder-decoder, by the config), "scalar", "sequence", "tokens" or "span".
-        dtype: type of the weights.
+        dtype: type of the weights; None: the type in config.json or, without one, that of the file's first tensor.
         device: device of the weights.
         new_head: drop the file's heads and create a new one.
         config: changes to config.json, for example the number of labels of a new head.
@@ -221,14 +221,14 @@ def _language_kind(directory: Path, config: HFConfig, settings: "PreTrainedConfi
 
 
 def _from_pretrained(
-    directory: Path, auto_class: str, settings: "PreTrainedConfig", dtype: torch.dtype
+    directory: Path, auto_class: str, settings: "PreTrainedConfig", dtype: torch.dtype | None
 ) -> tuple[Any, dict[str, Any]]:
     """transformers' model and its report of missing, unexpected and mismatched keys."""
     import transformers
 
     try:
         return getattr(transformers, auto_class).from_pretrained(
-            directory, config=settings, dtype=dtype, local_files_only=True, use_safetensors=True,
+            directory, config=settings, dtype="auto" if dtype is None else dtype, local_files_only=True, use_safetensors=True,
             trust_remote_code=False, output_loading_info=True, ignore_mismatched_sizes=True,
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError, LookupError, TypeError) as error:

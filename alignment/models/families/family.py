@@ -4,12 +4,10 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import Tensor
-
 from alignment.errors import spelling_hint
 from alignment.models.encoder_decoder import EncoderDecoderSpec
 from alignment.models.heads import ClassificationHeadSpec
-from alignment.models.safetensors_files import HFConfig
+from alignment.models.safetensors_files import HFConfig, StoredTensor
 from alignment.models.transformer import TransformerSpec
 
 # One line of a weight table: Hugging Face name, our name. A tuple of our names: the tensor of the file is cut along
@@ -74,7 +72,7 @@ class Family:
     names_from_config: Callable[[HFConfig], tuple[Name, ...]] = lambda config: ()
     zeros_if_missing: tuple[str, ...] = ()
     new_model_config: Mapping[str, Any] = field(default_factory=dict)
-    config_from_tensors: Callable[[HFConfig, Mapping[str, Tensor]], HFConfig] = lambda config, tensors: config
+    config_from_tensors: Callable[[HFConfig, Mapping[str, StoredTensor]], HFConfig] = lambda config, tensors: config
 
     @property
     def architecture(self) -> Architecture:

@@ -5,8 +5,6 @@ Source: Xue et al. 2021, arXiv:2010.11934; transformers, `models/mt5`.
 
 from collections.abc import Mapping
 
-from torch import Tensor
-
 from alignment.errors import raise_all
 from alignment.models.encoder_decoder import EncoderDecoderSpec
 from alignment.models.families.family import Family, Key, Name
@@ -22,7 +20,7 @@ from alignment.models.families.t5 import (
     t5_spec,
     t5_tasks,
 )
-from alignment.models.safetensors_files import HFConfig
+from alignment.models.safetensors_files import HFConfig, StoredTensor
 
 OWN_KEYS = {
     "vocab_size": Key(int, 250112, 1),
@@ -48,7 +46,7 @@ def _names_from_config(config: HFConfig) -> tuple[Name, ...]:
     return gated_names({"feed_forward_proj": OWN_KEYS["feed_forward_proj"].default, **config})
 
 
-def _own_head(config: HFConfig, tensors: Mapping[str, Tensor]) -> HFConfig:
+def _own_head(config: HFConfig, tensors: Mapping[str, StoredTensor]) -> HFConfig:
     return config | {"tie_word_embeddings": False} if head_differs(tensors) else config
 
 

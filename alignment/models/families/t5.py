@@ -8,7 +8,6 @@ Source: Raffel et al. 2020, arXiv:1910.10683; Xue et al. 2022, arXiv:2105.13626 
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor
 
 from alignment.errors import raise_all
 from alignment.models.encoder_decoder import EncoderDecoderSpec
@@ -24,7 +23,7 @@ from alignment.models.layers import (
     RMSNormSpec,
 )
 from alignment.models.layers.feedforward import ACTIVATIONS
-from alignment.models.safetensors_files import HFConfig
+from alignment.models.safetensors_files import HFConfig, StoredTensor
 from alignment.models.transformer import UNLIMITED, TransformerSpec
 
 KEYS = {
@@ -222,7 +221,7 @@ def _feedforward(value: HFConfig) -> PlainFeedForwardSpec | GatedFeedForwardSpec
     return part(value["d_ff"], activation, bias=False, dropout=value["dropout_rate"])
 
 
-def _own_head(config: HFConfig, tensors: Mapping[str, Tensor]) -> HFConfig:
+def _own_head(config: HFConfig, tensors: Mapping[str, StoredTensor]) -> HFConfig:
     """The config of a file, with an untied head if the file has one."""
     if not head_differs(tensors):
         return config
@@ -230,10 +229,10 @@ def _own_head(config: HFConfig, tensors: Mapping[str, Tensor]) -> HFConfig:
     return config | {"tie_word_embeddings": False, "scale_decoder_outputs": scaled}
 
 
-def head_differs(tensors: Mapping[str, Tensor]) -> bool:
+def head_differs(tensors: Mapping[str, StoredTensor]) -> bool:
     """Whether a file has a head that differs from its token table; configs saved by transformers 5 do not tell."""
     head, table = tensors.get("lm_head.weight"), tensors.get("shared.weight")
-    return head is not None and table is not None and not torch.equal(head, table)
+    return head is not None and table is not None and not torch.equal(head.read(), table.read())
 
 
 def sequence_head(config: HFConfig) -> ClassificationHeadSpec:

@@ -28,23 +28,24 @@ from alignment.models.huggingface.legacy_names import (
     in_trunk,
     rename_legacy_keys,
 )
-from alignment.models.huggingface.weight_map import HFLocation, from_hf, map_weights, to_hf
+from alignment.models.huggingface.stored_parameters import StoredParameter, placeholder, stored_parameter
+from alignment.models.huggingface.weight_map import HFLocation, map_weights, to_hf
 from alignment.models.init_weights import initialize_layer
 from alignment.models.native_model import NativeModel
 from alignment.models.safetensors_files import (
     CONFIG,
     WEIGHTS,
     HFConfig,
+    StoredTensor,
     check_sizes,
     read_config,
-    read_shapes,
-    read_state_dict,
+    stored_tensors,
 )
 from alignment.models.transformer import Transformer
 
 
 def load_language_model(
-    directory: str | Path, dtype: torch.dtype = torch.float32, device: str | torch.device = "cpu"
+    directory: str | Path, dtype: torch.dtype | None = torch.float32, device: str | torch.device = "cpu"
 ) -> Any:
     """Load the language model of a Hugging Face directory in eval mode; errors as in `load_pretrained`."""
     return load_pretrained(directory, "language", dtype, device)
@@ -52,7 +53,7 @@ def load_language_model(
 
 def load_scalar_model(
     directory: str | Path,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     device: str | torch.device = "cpu",
     new_head: Literal["normal", "zero"] | None = None,
 ) -> ScalarModel | ExternalScalarModel:
@@ -60,8 +61,7 @@ def load_scalar_model(
 
     Args:
         directory: a local model directory.
-        dtype: type of the weights.
-        device: device of the weights.
+        dtype, device: as in `load_pretrained`.
         new_head: None: the file must contain the head. "normal" or "zero": the file's head, usually a language head, is
             dropped and a new one created with standard deviation 1 / sqrt(D + 1) or with zeros.
 
@@ -87,7 +87,7 @@ def load_scalar_model(
 def load_pretrained(
     directory: str | Path,
     task: str = "language",
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = torch.float32,
     device: str | torch.device = "cpu",
     *,
     new_head: bool = False,
@@ -100,8 +100,10 @@ def load_pretrained(
     Args:
         directory: a local model directory.
         task: language, scalar, next_sentence, sequence, tokens or span, if the family has it.
-        dtype: type of the weights.
-        device: device of the weights.
+        dtype: type of the weights; None: that of each tensor in the file, float32 for a new head.
+        device: device of the weights. One tensor of the file is read at a time. "meta": none is read, and every parameter
+            of the file is a placeholder that knows where its data lies (see stored_parameters.py), so that each process
+            can read its own part; a model of transformers' own class is read all the same, to the CPU.
         new_head: drop the file's heads and create a new one.
         config: changes to config.json, for example the number of labels of a new head.
 
@@ -111,9 +113,9 @@ def load_pretrained(
     directory = Path(directory)
     stored = read_config(directory)
     if is_external_type(stored):
-        return load_external(directory, task, dtype, device, new_head=new_head, config=config)
-    check_sizes(directory, stored, read_shapes(directory))
-    tensors = read_state_dict(directory)
+        return load_external(directory, task, dtype, _real(device), new_head=new_head, config=config)
+    tensors = stored_tensors(directory)
+    check_sizes(directory, stored, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     family, model = _empty_model(directory, {**stored, **(config or {})}, tensors, task)
     locations = hf_locations(model)
     needed = {location.name for location in locations.values()}
@@ -130,16 +132,19 @@ def load_pretrained(
         name for name, location in locations.items() if new_head and not in_trunk(name) and location.name not in tensors
     }
     stored_locations = {name: location for name, location in locations.items() if name not in new}
-    tensors |= _checked_zeros(directory, tensors, _expected_shapes(model, stored_locations), family)
-    state = {name: x.to(dtype=dtype, device=device) for name, x in from_hf(tensors, stored_locations).items()}
-    _assign(model, state, aliases)
-    _initialize(model, new, dtype, device)
+    zeros = _checked_zeros(directory, tensors, _expected_shapes(model, stored_locations), family)
+    sources = {
+        name: None if location.name in zeros else stored_parameter(tensors[location.name], location, dtype)
+        for name, location in stored_locations.items()
+    }
+    _fill(model, sources, aliases, dtype or torch.float32, device)
+    _initialize(model, new, dtype or torch.float32, _real(device))
     if hasattr(model, "new_cache"):
         model.generation_config = read_generation_config(directory)
     return model.eval()
 
 
-def _empty_model(directory: Path, config: HFConfig, tensors: dict[str, Tensor], task: str) -> tuple[Family, Any]:
+def _empty_model(directory: Path, config: HFConfig, tensors: dict[str, StoredTensor], task: str) -> tuple[Family, Any]:
     """The family and its model on the meta device, without memory for the weights."""
     try:
         family = family_of(config)
@@ -215,13 +220,43 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return aliases
 
 
-def _assign(model: nn.Module, state: dict[str, Tensor], aliases: dict[str, str]) -> None:
-    """Put tensors in place of the parameters on the meta device; shared parameters stay shared."""
+def _fill(
+    model: nn.Module,
+    sources: dict[str, StoredParameter | None],
+    aliases: dict[str, str],
+    dtype: torch.dtype,
+    device: str | torch.device,
+) -> None:
+    """Put tensors in place of those on the meta device, one read at a time; shared parameters stay shared.
+
+    Args:
+        sources: where each of our tensors lies; None: it is zero, in `dtype`.
+        aliases: second names of shared parameters -> their first name.
+        device: of the tensors; "meta" leaves parameters unread.
+    """
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    unread = {name for name, _ in model.named_parameters()} if str(device) == "meta" else set()
+    state: dict[str, Tensor] = {}
+    for name, source in sources.items():
+        if source is None:
+            state[name] = torch.zeros(shapes[name], dtype=dtype, device=_real(device))
+        elif name in unread:
+            state[name] = placeholder(shapes[name], source.dtype)
+        else:
+            state[name] = source.read(_real(device))
     model.load_state_dict(state, assign=True, strict=False)
+    for name in unread & sources.keys():
+        if sources[name] is not None:
+            model.get_parameter(name).stored = sources[name]  # type: ignore[attr-defined]
     for alias, original in aliases.items():
         owner, _, leaf = alias.rpartition(".")
         if original in state:
             setattr(model.get_submodule(owner), leaf, model.get_parameter(original))
+
+
+def _real(device: str | torch.device) -> str | torch.device:
+    """The device of tensors that are read or made in any case."""
+    return "cpu" if str(device) == "meta" else device
 
 
 def _initialize(model: NativeModel, names: Iterable[str], dtype: torch.dtype, device: str | torch.device) -> None:
@@ -246,19 +281,19 @@ def _expected_shapes(model: nn.Module, locations: dict[str, HFLocation]) -> dict
 
 
 def _checked_zeros(
-    directory: Path, tensors: dict[str, Tensor], shapes: dict[str, torch.Size], family: Family
-) -> dict[str, Tensor]:
-    """Zeros for the tensors that the family lets a file omit.
+    directory: Path, tensors: dict[str, StoredTensor], shapes: dict[str, torch.Size], family: Family
+) -> set[str]:
+    """Names of missing tensors that the family lets a file omit; they are zero.
 
     Raises:
         UserError: naming every other missing tensor and every unexpected or misshapen one.
     """
     zeros = {name for name in family.zeros_if_missing if name in shapes and name not in tensors}
     raise_all(f"{directory}: {problem}" for problem in _tensor_problems(tensors, shapes, zeros))
-    return {name: torch.zeros(shapes[name]) for name in zeros}
+    return zeros
 
 
-def _tensor_problems(tensors: dict[str, Tensor], shapes: dict[str, torch.Size], zeros: set[str]) -> Iterator[str]:
+def _tensor_problems(tensors: dict[str, StoredTensor], shapes: dict[str, torch.Size], zeros: set[str]) -> Iterator[str]:
     yield from (f"tensor {name} is missing" for name in sorted(shapes.keys() - tensors.keys() - zeros))
     yield from (f"unexpected tensor {name}" for name in sorted(tensors.keys() - shapes.keys()))
     for name in sorted(shapes.keys() & tensors.keys()):

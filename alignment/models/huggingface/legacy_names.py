@@ -5,16 +5,18 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from alignment.errors import UserError
 from alignment.models.families.family import Family
 from alignment.models.huggingface.weight_map import HFLocation, pattern_of
+from alignment.models.safetensors_files import StoredTensor
 
 STACKS = ("trunk", "encoder", "decoder")
 
 
-def rename_legacy_keys(tensors: dict[str, Tensor], family: Family, task: str, needed: set[str]) -> dict[str, Tensor]:
+def rename_legacy_keys(
+    tensors: dict[str, StoredTensor], family: Family, task: str, needed: set[str]
+) -> dict[str, StoredTensor]:
     """A file's tensors under their present names, without those that the family ignores.
 
     Args:
@@ -38,7 +40,7 @@ def _present_name(name: str, family: Family) -> str:
     return name
 
 
-def _with_trunk_prefix(tensors: dict[str, Tensor], family: Family, task: str) -> dict[str, Tensor]:
+def _with_trunk_prefix(tensors: dict[str, StoredTensor], family: Family, task: str) -> dict[str, StoredTensor]:
     """The trunk's tensors with the name prefix of `task`, whichever class the file was saved from."""
     wanted, prefixes = family.prefix(task), {family.prefix(other) for other in family.tasks} - {""}
     used = next((prefix for prefix in sorted(prefixes) if any(name.startswith(prefix) for name in tensors)), "")
@@ -57,16 +59,16 @@ def _with_trunk_prefix(tensors: dict[str, Tensor], family: Family, task: str) ->
 
 
 def drop_other_heads(
-    tensors: dict[str, Tensor], family: Family, task: str, locations: Mapping[str, HFLocation]
-) -> dict[str, Tensor]:
+    tensors: dict[str, StoredTensor], family: Family, task: str, locations: Mapping[str, HFLocation]
+) -> dict[str, StoredTensor]:
     """A file's tensors without the heads of other tasks that may lie beside the head of `task`."""
     needed = {location.name for location in locations.values()}
     return _without(tensors, needed, set(), family.tasks[task].other_heads)
 
 
 def drop_all_heads(
-    tensors: dict[str, Tensor], family: Family, task: str, locations: Mapping[str, HFLocation]
-) -> dict[str, Tensor]:
+    tensors: dict[str, StoredTensor], family: Family, task: str, locations: Mapping[str, HFLocation]
+) -> dict[str, StoredTensor]:
     """A file's tensors without any head, for a model of `task` with a new one; what the new head starts from stays."""
     needed = {location.name for location in locations.values()}
     heads = {pattern_of(hf) for other in family.tasks.values() for hf, _ in other.names}
@@ -77,8 +79,8 @@ def drop_all_heads(
 
 
 def _without(
-    tensors: dict[str, Tensor], needed: set[str], heads: set[str], patterns: tuple[str, ...]
-) -> dict[str, Tensor]:
+    tensors: dict[str, StoredTensor], needed: set[str], heads: set[str], patterns: tuple[str, ...]
+) -> dict[str, StoredTensor]:
     """The tensors that are needed, and those that neither `heads` (name patterns) nor `patterns` (regular) name."""
     return {
         name: tensor
@@ -88,7 +90,7 @@ def _without(
     }
 
 
-def drop_tied_copy(tensors: dict[str, Tensor], name: str, original: str, directory: Path) -> None:
+def drop_tied_copy(tensors: dict[str, StoredTensor], name: str, original: str, directory: Path) -> None:
     """Remove `name` from `tensors`, a copy of the shared tensor `original`, or rename it where `original` is missing.
 
     Raises:
@@ -99,7 +101,7 @@ def drop_tied_copy(tensors: dict[str, Tensor], name: str, original: str, directo
         return
     if kept is None:
         tensors[original] = copy
-    elif not torch.equal(copy, kept):
+    elif not torch.equal(copy.read(), kept.read()):
         raise UserError(
             f"{directory}: config.json says tie_word_embeddings (or the family shares the tensor), but {name} differs "
             f"from {original}; one of the two is wrong"

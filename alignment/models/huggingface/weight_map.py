@@ -79,21 +79,33 @@ def to_hf(state: Mapping[str, Tensor], locations: Mapping[str, HFLocation]) -> d
 
 def from_hf(tensors: Mapping[str, Tensor], locations: Mapping[str, HFLocation]) -> dict[str, Tensor]:
     """Hugging Face's tensors under our names, the inverse of `to_hf`."""
-    state = {}
-    for name, location in locations.items():
-        tensor = tensors[location.name].T if location.transposed else tensors[location.name]
-        state[name] = _cut(tensor, location).clone(memory_format=torch.contiguous_format)
-    return state
+    return {
+        name: cut(tensors[location.name], location).clone(memory_format=torch.contiguous_format)
+        for name, location in locations.items()
+    }
+
+
+def cut(tensor: Tensor, location: HFLocation, start: int = 0, stop: int | None = None) -> Tensor:
+    """Rows `start` to `stop` of our parameter, from the tensor of the file that holds it; a view where that is possible.
+
+    Args:
+        tensor: the whole tensor `location.name` of the file.
+        location: of our parameter.
+        start, stop: rows of our parameter; all of them by default.
+    """
+    tensor = tensor.T if location.transposed else tensor
+    if len(location.rows) == 1:
+        return tensor[start:stop] if tensor.ndim else tensor
+    count = location.rows[location.part]
+    stop = count if stop is None else stop
+    heights = [rows // location.groups for rows in location.rows]
+    own = max(1, heights[location.part])  # rows of this part in each group
+    first, last = start // own, -(-stop // own)
+    pieces = tensor.unflatten(0, (location.groups, -1))[first:last].split(heights, dim=1)
+    return pieces[location.part].flatten(0, 1)[start - first * own : stop - first * own]
 
 
 def _fuse(parts: list[Tensor], groups: int) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
-
-
-def _cut(tensor: Tensor, location: HFLocation) -> Tensor:
-    if len(location.rows) == 1:
-        return tensor
-    pieces = tensor.unflatten(0, (location.groups, -1)).split([n // location.groups for n in location.rows], dim=1)
-    return pieces[location.part].flatten(0, 1)
