@@ -15,7 +15,8 @@ from torch import Tensor
 from alignment.errors import UserError
 from alignment.files import atomic_directory
 from alignment.models.build import build_language_model
-from alignment.models.huggingface.checkpoint import from_hf, hf_locations, save_model
+from alignment.models.huggingface.checkpoint import hf_locations, save_model
+from alignment.models.huggingface.weight_map import from_hf
 
 SPECIAL = ("<unk>", "<s>", "</s>")  # ids 0, 1, 2, as in every Llama vocabulary
 FIRST_BYTE = len(SPECIAL)  # then one token for each byte
