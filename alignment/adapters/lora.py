@@ -1,20 +1,17 @@
 """LoRA: peft's layers injected into our modules."""
 
-import re
-import time
 from typing import TYPE_CHECKING, TypeVar
 
-import regex
 from torch import nn
 
 from alignment.adapters.specs import LoRASpec
 from alignment.errors import UserError
+from alignment.patterns import search_names, without_numbers
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 Model = TypeVar("Model", bound=nn.Module)
-PATTERN_SECONDS = 1.0  # for all names of a model; an ordinary pattern takes microseconds
 
 
 def attach_lora(model: Model, spec: LoRASpec) -> Model:
@@ -45,19 +42,10 @@ def matching_layers(model: nn.Module, spec: LoRASpec) -> list[str]:
         UserError: no layer matches, or the pattern takes too long.
     """
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    pattern = regex.compile(rf"(?:{spec.layers})$")
-    end = time.monotonic() + PATTERN_SECONDS
-    try:
-        # `re` has no timeout, and (.*)*(.*)*! on one long name never ends.
-        wanted = [name for name in names if pattern.search(name, timeout=max(end - time.monotonic(), 1e-3))]
-    except TimeoutError as error:
-        raise UserError(
-            f"adapter.layers {spec.layers!r} takes more than {PATTERN_SECONDS:g} seconds on the names of the layers; "
-            "nest no repetitions, as in (a*)*"
-        ) from error
+    wanted = search_names(rf"(?:{spec.layers})$", names, f"adapter.layers {spec.layers!r}")
     if not wanted:
         raise UserError(
-            f"adapter.layers {spec.layers!r} names no linear layer; there are: {', '.join(_without_numbers(names))}"
+            f"adapter.layers {spec.layers!r} names no linear layer; there are: {', '.join(without_numbers(names))}"
         )
     return wanted
 
@@ -78,8 +66,3 @@ def merge_lora(model: Model) -> Model:
     if hasattr(model, "peft_config"):
         del model.peft_config
     return model.requires_grad_(True)
-
-
-def _without_numbers(names: list[str]) -> list[str]:
-    """Layer names with * for each number, every one once."""
-    return sorted({re.sub(r"\.\d+\.", ".*.", name) for name in names})
