@@ -18,6 +18,8 @@ from alignment.loading import find_directory
 from alignment.models.lengths import check_lengths
 from alignment.models.protocols import Module
 from alignment.training import Engine, OptimConfig, Run, TrainingConfig
+from alignment.training.distributed import launched_kind
+from alignment.training.optimizers import check_optimizer
 from alignment.training.ranks import compare_rows, compare_start, propagate_failures
 
 Row = TypeVar("Row")
@@ -37,20 +39,25 @@ class RunConfig(Protocol):
 
 
 @contextmanager
-def open_run(config: RunConfig, stage: str, parents: Sequence[str | None]) -> Iterator[Run]:
+def open_run(
+    config: RunConfig, stage: str, parents: Sequence[str | None], *, value_optim: OptimConfig | None = None
+) -> Iterator[Run]:
     """The run's directory with its config and lineage, closed whatever happens; torch's generators are seeded.
 
     Args:
         config: the stage's settings.
         stage: the stage's name in lineage.json.
         parents: checkpoints that the run starts from; None is skipped.
+        value_optim: a second optimizer, of PPO's value model.
 
     Raises:
-        UserError: a parent is missing, or the directory belongs to another run; see `Run`.
+        UserError: the optimizer cannot run here, a parent is missing, or the directory belongs to another run; see `Run`.
     """
     names = [name for name in parents if name]
     with propagate_failures():
         compare_start(to_dict(config))
+        for optim in (config.optim, value_optim or config.optim):
+            check_optimizer(optim, launched_kind())
         for name in names:
             find_directory(name)
         torch.manual_seed(config.training.seed)  # new weights, dropout; data order and sampling have their own seeds

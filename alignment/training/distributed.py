@@ -115,6 +115,15 @@ def launched_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def launched_kind() -> str:
+    """The kind of process group that the launcher asked for, as in `ProcessGroup`; known before any exists."""
+    if _launched_with("DEEPSPEED"):
+        return "deepspeed"
+    if launched_size() == 1:
+        return "single"
+    return "fsdp2" if _launched_with("FSDP") else "ddp"
+
+
 def init_distributed() -> ProcessGroup:
     """Join the processes started by `accelerate launch` or `torchrun`; without a launcher, a group of one process.
 
@@ -124,8 +133,7 @@ def init_distributed() -> ProcessGroup:
     from accelerate import Accelerator
     from accelerate.utils import InitProcessGroupKwargs
 
-    deepspeed = os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true"
-    fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    deepspeed, fsdp = _launched_with("DEEPSPEED"), _launched_with("FSDP")
     if fsdp:
         check_fsdp_settings()
     on_cpu = not torch.cuda.is_available()
@@ -161,6 +169,11 @@ def _destroy_process_group() -> None:
         gloo = "gloo" in dist.get_backend()
         dist.destroy_process_group()
         time.sleep(0.5 if gloo else 0.0)
+
+
+def _launched_with(plugin: str) -> bool:
+    """Whether the launch configuration asks Accelerate for this plugin."""
+    return os.environ.get(f"ACCELERATE_USE_{plugin}", "false").lower() == "true"
 
 
 def _backend(on_cpu: bool, deepspeed: bool) -> str | None:

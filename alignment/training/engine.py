@@ -18,6 +18,7 @@ from alignment.training.backends.base import Backend
 from alignment.training.backends.replicated import ReplicatedBackend
 from alignment.training.distributed import ProcessGroup, init_distributed
 from alignment.training.optim import OptimConfig, learning_rate_at
+from alignment.training.optimizers import check_optimizer
 from alignment.training.run.random_state import rank_seed
 from alignment.training.settings import TrainingConfig
 from alignment.training.terms import MetricSums, Term, ZeroWeightBatch, flatten_sums, unwrap_batch
@@ -173,7 +174,12 @@ class Engine:
 
 
 def build_backend(model: nn.Module, config: OptimConfig, process_group: ProcessGroup, precision: str) -> Backend:
-    """The backend that the launch configuration asked for."""
+    """The backend that the launch configuration asked for.
+
+    Raises:
+        UserError: the optimizer cannot run on it.
+    """
+    check_optimizer(config, process_group.kind)
     if process_group.kind == "deepspeed":
         from alignment.training.backends.deepspeed import DeepSpeedBackend
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from alignment.training import OptimConfig, Term, TrainingConfig, learning_rate_at, shard_rows
-from alignment.training.optim import build_optimizer, parameter_groups
+from alignment.training.optimizers import build_optimizer, parameter_groups
 from tests.training.toys import collate_by, squared_error, toy_engine, toy_rows
 
 # 12 updates, warm-up 3, cosine, peak 2e-4; the 13th value is where the schedule ends.

@@ -44,7 +44,8 @@ def run(config: PPOConfig) -> Path:
     Source: Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022, arXiv:2203.02155, section 3.5 and eq. 2;
         details Huang et al. 2024, arXiv:2403.17031.
     """
-    with open_run(config, "ppo", parents=[config.policy, config.reward_model, config.reference]) as run:
+    parents = [config.policy, config.reward_model, config.reference]
+    with open_run(config, "ppo", parents, value_optim=config.value_optim) as run:
         data = read_data(config, run)
         state = build_state(config, data)
         save = partial(save_policy, state.policy, state.start, run.output)

@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from alignment.training.optimizers import set_learning_rate
+
 
 class Backend(Protocol):
     """One prepared model with its optimizer.
@@ -88,8 +90,7 @@ def checked_step(
     if all(math.isfinite(number) for number in (*numbers[:num_losses], grad_norm)):
         if max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(parameters, max_grad_norm, norm)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(optimizer, learning_rate)
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return numbers, grad_norm

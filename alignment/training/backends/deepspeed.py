@@ -16,7 +16,8 @@ from alignment.errors import UserError
 from alignment.training.backends import state_files
 from alignment.training.backends.base import autocast_context
 from alignment.training.distributed import ProcessGroup
-from alignment.training.optim import OptimConfig, build_optimizer
+from alignment.training.optim import OptimConfig
+from alignment.training.optimizers import build_optimizer, set_learning_rate
 
 TAG = "deepspeed"
 
@@ -50,8 +51,7 @@ class DeepSpeedBackend:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for group in self.model.optimizer.param_groups:
-            group["lr"] = learning_rate
+        set_learning_rate(self.model.optimizer, learning_rate)
         self.model.step()
         # If a gradient is not finite, DeepSpeed skips the step and reports this afterwards.
         return numbers, float(self.model.get_global_grad_norm()) if self.model.was_step_applied() else math.nan

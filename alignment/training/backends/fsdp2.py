@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from alignment.training.backends import state_files
 from alignment.training.backends.base import autocast_context, autocast_forward, checked_step, names_without_gradient
 from alignment.training.distributed import ProcessGroup
-from alignment.training.optim import OptimConfig, build_optimizer
+from alignment.training.optim import OptimConfig
+from alignment.training.optimizers import build_optimizer, restore_state, saved_state
 
 
 class FSDP2Backend:
@@ -70,7 +72,7 @@ class FSDP2Backend:
             (f"{name}/{key}", value)
             for name, parameter in self.unwrapped.named_parameters()
             if parameter.requires_grad
-            for key, value in self.optimizer.state.get(parameter, {}).items()
+            for key, value in saved_state(self.optimizer, parameter).items()
         )
         if self.process_group.is_main:
             state_files.save_weights(self.unwrapped, weights, directory)
@@ -84,10 +86,7 @@ class FSDP2Backend:
         state = state_files.read_optimizer(self.unwrapped, directory)
         for name, parameter in self.unwrapped.named_parameters():
             if name in state:
-                self.optimizer.state[parameter] = {
-                    key: shard_like(tensor, parameter) if tensor.ndim else tensor.to(self.process_group.device)
-                    for key, tensor in state[name].items()
-                }
+                restore_state(self.optimizer, parameter, state[name], partial(shard_like, like=parameter))
 
     def _on_rank_0(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Whole tensors on rank 0's CPU, gathered one at a time: together they might not fit on one device."""

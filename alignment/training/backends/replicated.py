@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from alignment.training.backends import state_files
 from alignment.training.backends.base import autocast_context, autocast_forward, checked_step, names_without_gradient
 from alignment.training.distributed import ProcessGroup
-from alignment.training.optim import OptimConfig, build_optimizer
+from alignment.training.optim import OptimConfig
+from alignment.training.optimizers import build_optimizer
 
 BUCKET_ELEMENTS = 32 * 1024 * 1024  # gradients sent at once: 128 MB in float32, past where larger messages go faster
 

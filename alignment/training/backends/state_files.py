@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from alignment.errors import UserError, raise_all
+from alignment.training.optimizers import restore_state, saved_state
 
 WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 
@@ -63,12 +64,12 @@ def load_weights(model: nn.Module, directory: Path) -> None:
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """AdamW's state with keys such as `name/exp_avg`; a parameter that was never updated has no entry."""
+    """The optimizer's state with keys such as `name/exp_avg`; a parameter that was never updated has no entry."""
     return {
-        f"{name}/{key}": value.detach().cpu().contiguous()
+        f"{name}/{key}": value.cpu().contiguous()
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
-        for key, value in optimizer.state.get(parameter, {}).items()
+        for key, value in saved_state(optimizer, parameter).items()
     }
 
 
@@ -102,9 +103,7 @@ def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, directory
     state = read_optimizer(model, directory)
     for name, parameter in model.named_parameters():
         if name in state:
-            optimizer.state[parameter] = {
-                key: tensor.to(parameter.device, torch.float32) for key, tensor in state[name].items()
-            }
+            restore_state(optimizer, parameter, state[name], lambda tensor, to=parameter.device: tensor.to(to))
 
 
 def read_state_tensors(path: Path, expected: Sequence[str] | None = None) -> dict[str, Tensor]:

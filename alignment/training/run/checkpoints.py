@@ -6,7 +6,7 @@
         identity.json           what must be equal for a resume: config and data
         random.json             global random states, one per rank
         model.safetensors       trained weights and buffers by name      (several engines: in a folder each)
-        optimizer.safetensors   AdamW's state by parameter name          (deepspeed/ under DeepSpeed)
+        optimizer.safetensors   the optimizer's state by name            (deepspeed/ under DeepSpeed)
 A checkpoint is saved between two updates: it holds no partly accumulated gradient. A damaged one that a resume skipped
 is renamed to damaged-step-000100, and no longer counts as a checkpoint.
 """
