@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: setup quickstart test test-slow lint format bench bench-model house parity learn two-processes witness clean
+.PHONY: setup quickstart test test-slow test-gpu lint format bench bench-model house parity learn two-processes witness clean
 
 setup: $(VENV)/ready-for-tests
 
@@ -14,10 +14,17 @@ quickstart: $(VENV)/ready
 
 # Two workers of one thread each: torch's own threads would only fight over two cores.
 test: setup
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not distributed_slow" $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 -m "not slow and not distributed_slow and not gpu" $(ARGS)
 
 test-slow: setup
-	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "slow or distributed_slow" $(ARGS)
+	OMP_NUM_THREADS=2 $(BIN)/python -m pytest -m "(slow or distributed_slow) and not gpu" $(ARGS)
+
+# What only a GPU can show: the tests, then speed and MFU of a 1B shape beside transformers, and of the trainers beside trl.
+test-gpu: setup
+	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
+	$(BIN)/python scripts/bench_model.py --sizes llama-1b --dtype bfloat16 --batches full half ragged
+	$(BIN)/python scripts/bench_model.py --sizes llama-1b --dtype bfloat16 --batches full --work train --compile
+	$(BIN)/python scripts/bench.py --only sft reward dpo --size 1b --precision bf16 --steps 8
 
 lint: setup
 	$(BIN)/ruff check .

@@ -35,6 +35,12 @@ from alignment.training import OptimConfig, TrainingConfig
 SIZES = {
     "nano": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4},
     "micro": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6},
+    "1b": {
+        "hidden_size": 2048,
+        "intermediate_size": 8192,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 32,
+    },  # for a GPU
 }
 
 
@@ -45,12 +51,16 @@ def main() -> None:
     parser.add_argument("--size", choices=list(SIZES), default="nano")
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps in each round of the trainers")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the trainers, ours and trl's")
     arguments = parser.parse_args()
+    if arguments.precision == "bf16" and set(arguments.only) - TRAINERS:
+        parser.error(f"--precision bf16 goes with --only {' '.join(sorted(TRAINERS))}")
     with tempfile.TemporaryDirectory() as folder:
         files = write_world(Path(folder) / "world", sizes=RowCounts(pretrain=800, demonstrations=600, comparisons=600))
         checkpoint = make_checkpoint(Path(folder) / "model", files["pretrain"], arguments.size)
         for name in arguments.only:
-            ours, peer, impl, unit = BENCHES[name](checkpoint, files, Path(folder), arguments.steps)
+            more = {"precision": arguments.precision} if name in TRAINERS else {}
+            ours, peer, impl, unit = BENCHES[name](checkpoint, files, Path(folder), arguments.steps, **more)
             report(name, arguments.size, impl, unit, take_turns(ours, peer, arguments.rounds))
 
 
@@ -138,7 +148,9 @@ def bench_generate(checkpoint: Path, files: dict[str, Path], folder: Path, steps
     return ours, peer, "transformers", "seconds"
 
 
-def bench_trainer(kind: str, checkpoint: Path, files: dict[str, Path], folder: Path, steps: int) -> Any:
+def bench_trainer(
+    kind: str, checkpoint: Path, files: dict[str, Path], folder: Path, steps: int, *, precision: Any = "fp32"
+) -> Any:
     """Seconds per run of `steps` updates of 32 rows, start-up and data preparation left out."""
     source = files["demonstrations" if kind == "sft" else "comparisons"]
     module, config = {
@@ -150,15 +162,16 @@ def bench_trainer(kind: str, checkpoint: Path, files: dict[str, Path], folder: P
     def ours() -> float:
         output = tempfile.mkdtemp(dir=folder)
         settings = {"policy": str(checkpoint), "data": DataConfig(train=str(source), max_length=512), "output": output}
-        training = TrainingConfig(max_steps=steps, batch_size=32)
+        training = TrainingConfig(max_steps=steps, batch_size=32, precision=precision)
         module.run(config(**settings, training=training, optim=OptimConfig(learning_rate=1e-5)))
         lines = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
         return sum(line["tokens"] / line["tokens_per_second"] for line in lines[2:])  # the first two warm up
 
-    return ours, partial(trl_seconds, kind, checkpoint, source, folder, steps), "trl", "seconds"
+    peer = partial(trl_seconds, kind, checkpoint, source, folder, steps, bf16=precision == "bf16")
+    return ours, peer, "trl", "seconds"
 
 
-def trl_seconds(kind: str, checkpoint: Path, source: Path, folder: Path, steps: int) -> float:
+def trl_seconds(kind: str, checkpoint: Path, source: Path, folder: Path, steps: int, *, bf16: bool) -> float:
     """The same run in trl; seconds from the end of step 2 to the end of the last."""
     import datasets
     from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
@@ -177,9 +190,11 @@ def trl_seconds(kind: str, checkpoint: Path, source: Path, folder: Path, steps: 
     data = datasets.Dataset.from_list(
         [{k: r[k] for k in r if k in ("prompt", "completion", "chosen", "rejected")} for r in rows]
     )
-    settings = {"output_dir": tempfile.mkdtemp(dir=folder), "per_device_train_batch_size": 32, "max_steps": steps,
-                "learning_rate": 1e-5, "report_to": [], "logging_steps": 1000, "save_strategy": "no", "use_cpu": True,
-                "bf16": False, "gradient_checkpointing": False, "max_length": 512, "disable_tqdm": True}  # fmt: skip
+    settings = {
+        "output_dir": tempfile.mkdtemp(dir=folder), "per_device_train_batch_size": 32, "max_steps": steps,
+        "learning_rate": 1e-5, "report_to": [], "logging_steps": 1000, "save_strategy": "no", "bf16": bf16,
+        "use_cpu": not torch.cuda.is_available(), "gradient_checkpointing": False, "max_length": 512, "disable_tqdm": True,
+    }  # fmt: skip
     model: Any = str(checkpoint)
     if kind == "reward":
         model = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1)
@@ -197,6 +212,7 @@ def repeat(call: Callable[[], None], times: int) -> None:
         call()
 
 
+TRAINERS = {"sft", "reward", "dpo"}
 BENCHES: dict[str, Callable[..., Any]] = {
     "forward_backward": bench_forward_backward,
     "generate": bench_generate,
