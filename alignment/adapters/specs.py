@@ -1,48 +1,131 @@
 """Settings of adapters, with their checks."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 MAX_SIZE = 65_536  # a larger rank or prefix is a typing error and would need terabytes
 # Every expert of a mixture, but not its router.
 EVERY_LINEAR = r"(attention|cross)\.(query|key|value|output)|feedforward\.(experts\.\d+\.)?(gate|up|down)"
+IA3_OUTPUTS, IA3_INPUTS = r"(attention|cross)\.(key|value)", r"feedforward\.(experts\.\d+\.)?down"
+INITS = re.compile(r"default|gaussian|orthogonal|pissa(_niter_[1-9]\d?)?")
+
+Names = str | tuple[str, ...]  # a regular expression, or a list of names
 
 
 @dataclass(frozen=True)
-class LoRASpec:
-    """Low-rank updates of frozen linear layers: W x + (alpha / rank) B A x.
+class LowRankSpec:
+    """What LoRA and DoRA have in common.
 
     Attributes:
         rank: rank of the update, r.
         alpha: scale; the update is multiplied by alpha / rank, or by alpha / sqrt(rank) with `rank_stabilized`.
         dropout: dropout on the update's input in training.
-        layers: regular expression that matches the end of our layer names, such as `attention\\.(query|value)`.
+        layers: the linear layers: `all-linear`; or a regular expression that matches the end of their names, such as
+            `attention\\.(query|value)`; or a list of such ends. Names are ours, or those of transformers (`q_proj`).
+        exclude: layers that `layers` matches and that get no update, written in the same ways.
         rank_stabilized: use rsLoRA's scale.
-
-    Source: Hu et al. 2021, arXiv:2106.09685; rsLoRA Kalajdzievski 2023, arXiv:2312.03732.
+        rank_pattern, alpha_pattern: other ranks and alphas by the end of the layer's name (a regular expression).
+        init: how the update starts. `default`: Kaiming for A, zeros for B; `gaussian`: normal A; `orthogonal`: both of
+            orthogonal rows, so that B A = 0; `pissa`: the principal singular vectors of the layer's weight, and
+            `pissa_niter_N`: these by N iterations of a randomized decomposition.
+        token_rows: ids of tokens whose rows of the embedding (and of a language head tied to it) are trained too.
+        modules_to_save: further modules that are trained whole and saved, such as `lm_head` or `embed_tokens`.
     """
 
-    kind: Literal["lora"] = "lora"
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
-    layers: str = EVERY_LINEAR
+    layers: Names = EVERY_LINEAR
+    exclude: Names = ()
     rank_stabilized: bool = False
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    init: str = "default"
+    token_rows: tuple[int, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.rank < 1:
-            raise ValueError(f"rank must be at least 1, got {self.rank}; 8 to 64 is usual")
-        if self.rank > MAX_SIZE:  # larger than any layer it could be added to
-            raise ValueError(f"rank must be at most {MAX_SIZE:,}, got {self.rank}; 8 to 64 is usual")
-        if self.alpha <= 0:
-            raise ValueError(f"alpha must be above 0, got {self.alpha}; twice the rank is usual")
+        for key, rank in {
+            "rank": self.rank,
+            **{f"rank_pattern {k!r}": v for k, v in self.rank_pattern.items()},
+        }.items():
+            if rank < 1:
+                raise ValueError(f"{key} must be at least 1, got {rank}; 8 to 64 is usual")
+            if rank > MAX_SIZE:  # larger than any layer it could be added to
+                raise ValueError(f"{key} must be at most {MAX_SIZE:,}, got {rank}; 8 to 64 is usual")
+        for key, alpha in {
+            "alpha": self.alpha,
+            **{f"alpha_pattern {k!r}": v for k, v in self.alpha_pattern.items()},
+        }.items():
+            if alpha <= 0:
+                raise ValueError(f"{key} must be above 0, got {alpha}; twice the rank is usual")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
-        try:
-            re.compile(self.layers)
-        except re.error as error:
-            raise ValueError(f"layers is no regular expression: {error}") from error
+        _check_names("layers", self.layers)
+        _check_names("exclude", self.exclude)
+        _check_names("rank_pattern", tuple(self.rank_pattern))
+        _check_names("alpha_pattern", tuple(self.alpha_pattern))
+        if not INITS.fullmatch(self.init):
+            raise ValueError(
+                f"init must be default, gaussian, orthogonal, pissa or pissa_niter_N, got {self.init!r}; default is usual"
+            )
+        _check_token_rows(self.token_rows)
+
+
+@dataclass(frozen=True)
+class LoRASpec(LowRankSpec):
+    """Low-rank updates of frozen linear layers: W x + (alpha / rank) B A x. Keys: see `LowRankSpec`.
+
+    Source: Hu et al. 2021, arXiv:2106.09685; rsLoRA Kalajdzievski 2023, arXiv:2312.03732; PiSSA Meng et al. 2024,
+    arXiv:2404.02948.
+    """
+
+    kind: Literal["lora"] = "lora"
+
+
+@dataclass(frozen=True)
+class DoRASpec(LowRankSpec):
+    """LoRA with a trained length per output: m (W + (alpha / rank) B A) x / |W + (alpha / rank) B A|, |.| by row of W.
+
+    The length counts as a constant in the backward pass. Keys: see `LowRankSpec`.
+
+    Source: Liu et al. 2024, arXiv:2402.09353, equation 5; section 4.3 for the constant.
+    """
+
+    kind: Literal["dora"] = "dora"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.init.startswith("pissa"):
+            raise ValueError(f"init: {self.init!r} is not there for dora; use kind: lora, or another init")
+
+
+@dataclass(frozen=True)
+class IA3Spec:
+    """Trained factors on the keys, the values and the hidden units of the feed-forward, one per feature.
+
+    Attributes:
+        layers: the linear layers with a factor per output, written as for LoRA.
+        feedforward: those with a factor per input instead, the last layer of each feed-forward; `layers` need not name
+            them again.
+        exclude, token_rows, modules_to_save: as for LoRA.
+
+    Source: Liu et al. 2022, arXiv:2205.05638, section 3.3.
+    """
+
+    kind: Literal["ia3"] = "ia3"
+    layers: Names = IA3_OUTPUTS
+    feedforward: Names = IA3_INPUTS
+    exclude: Names = ()
+    token_rows: tuple[int, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for key in ("layers", "feedforward", "exclude"):
+            _check_names(key, getattr(self, key))
+        _check_token_rows(self.token_rows)
 
 
 @dataclass(frozen=True)
@@ -69,7 +152,22 @@ class PrefixSpec:
             raise ValueError(f"projection_width must be 0 (off) or up to {MAX_SIZE:,}, got {self.projection_width}")
 
 
-AdapterSpec = LoRASpec | PrefixSpec
+AdapterSpec = LoRASpec | DoRASpec | IA3Spec | PrefixSpec
+
+
+def _check_names(key: str, names: Names) -> None:
+    """Refuse what is no regular expression."""
+    for pattern in (names,) if isinstance(names, str) else names:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{key} is no regular expression: {error}") from error
+
+
+def _check_token_rows(token_rows: tuple[int, ...]) -> None:
+    """Refuse ids below 0 and ids given twice."""
+    if any(token < 0 for token in token_rows) or len(set(token_rows)) < len(token_rows):
+        raise ValueError(f"token_rows must be different token ids of at least 0, got {list(token_rows)[:10]}")
 
 
 def refuse_dropout(adapter: AdapterSpec | None, stage: str) -> None:
@@ -78,8 +176,9 @@ def refuse_dropout(adapter: AdapterSpec | None, stage: str) -> None:
     Raises:
         ValueError: `adapter.dropout` is above 0.
     """
-    if isinstance(adapter, LoRASpec) and adapter.dropout > 0:
+    dropout = getattr(adapter, "dropout", 0.0)  # of the kinds that have one
+    if dropout > 0:
         raise ValueError(
-            f"adapter.dropout must be 0 in {stage}, got {adapter.dropout}: dropout is off there, so that policy and "
+            f"adapter.dropout must be 0 in {stage}, got {dropout}: dropout is off there, so that policy and "
             "reference start equal"
         )

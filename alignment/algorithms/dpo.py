@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from alignment.adapters.specs import LoRASpec, PrefixSpec, refuse_dropout
+from alignment.adapters.specs import AdapterSpec, refuse_dropout
 from alignment.algorithms.policies import (
     LogProbModel,
     load_policy,
@@ -41,7 +41,7 @@ class DPOConfig:
     reference: str | None = None
     beta: float = 0.1
     label_smoothing: float = 0.0
-    adapter: LoRASpec | PrefixSpec | None = None
+    adapter: AdapterSpec | None = None
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
     training: TrainingConfig = field(default_factory=TrainingConfig)
 

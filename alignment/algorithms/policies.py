@@ -203,7 +203,7 @@ def reference_of(policy: Policy, source: str | None, engine: Engine) -> LogProbM
     if not shares_weights:
         model.requires_grad_(False)
     adapted = engine.backend.unwrapped if shares_weights else None
-    assert adapted is None or isinstance(adapted, NativeModel)
+    assert adapted is None or isinstance(adapted, NativeModel | ExternalModel)
 
     def reference(*, batch: Ragged | Seq2Seq, temperature: float = 1.0) -> LanguageOutput:
         without_adapter = nullcontext() if adapted is None else disabled(adapted)
@@ -223,7 +223,6 @@ def save_policy(engine: Engine, policy: Policy, output: str | Path) -> Path:
         if policy.adapter is None:
             save_model(model, folder, state=state)
         else:
-            assert isinstance(model, NativeModel)
             save_adapter(model, folder, base=policy.base, revision=policy.revision, state=state)
 
     return save_output(engine, output, policy.tokenizer, write)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from alignment.adapters.specs import LoRASpec, PrefixSpec
+from alignment.adapters.specs import AdapterSpec
 from alignment.algorithms.policies import Policy, load_value_model, save_policy
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split
 from alignment.data.batches import PairBatch, collate_pairs
@@ -35,7 +35,7 @@ class RewardConfig:
     policy: str
     data: DataConfig
     output: str
-    adapter: LoRASpec | PrefixSpec | None = None
+    adapter: AdapterSpec | None = None
     center_coef: float = 0.0
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
     training: TrainingConfig = field(default_factory=TrainingConfig)

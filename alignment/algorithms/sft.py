@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from alignment.adapters.specs import LoRASpec, PrefixSpec
+from alignment.adapters.specs import AdapterSpec
 from alignment.algorithms.policies import language_loss_fn, load_policy, save_policy
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split
 from alignment.data.batches import collate
@@ -27,7 +27,7 @@ class SFTConfig:
     policy: str
     data: DataConfig
     output: str
-    adapter: LoRASpec | PrefixSpec | None = None
+    adapter: AdapterSpec | None = None
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
     training: TrainingConfig = field(default_factory=TrainingConfig)
 

@@ -113,7 +113,7 @@ def change_config(directory, **changes):
 
 
 UNSUPPORTED = {
-    "use_dora": True, "bias": "all", "rank_pattern": {"q_proj": 8}, "alpha_pattern": {"q_proj": 8}, "lora_bias": True,
+    "bias": "all", "lora_bias": True,
     "layer_replication": [[0, 2]], "alora_invocation_tokens": [1, 2], "trainable_token_indices": [5], "target_parameters": ["x"],
     "init_lora_weights": "pissa", "loftq_config": {"loftq_bits": 4}, "an_option_of_the_future": 0.5,
 }  # fmt: skip
@@ -133,8 +133,8 @@ def test_options_that_change_the_result_are_refused_by_name(checkpoints, tmp_pat
 
 def test_other_kinds_of_adapter_are_refused(adapted, base, tmp_path):
     save_adapter(adapted(LoRASpec(rank=2)), tmp_path, base=base)
-    change_config(tmp_path, peft_type="IA3")
-    with pytest.raises(UserError, match=r"IA3.*LORA, PREFIX_TUNING"):
+    change_config(tmp_path, peft_type="VERA")
+    with pytest.raises(UserError, match=r"VERA.*lora, dora"):
         load_model(str(tmp_path))
 
 

@@ -44,8 +44,8 @@ def test_layers_are_chosen_by_the_ends_of_their_names(base):
 
 
 def test_layers_that_do_not_exist_are_refused_with_those_that_do(base):
-    with pytest.raises(UserError, match=r"q_proj.*names no linear layer.*attention\.query"):
-        attach(load_language_model(base), LoRASpec(layers="q_proj"))
+    with pytest.raises(UserError, match=r"q_projection.*names no linear layer.*attention\.query"):
+        attach(load_language_model(base), LoRASpec(layers="q_projection"))
 
 
 def test_dropout_acts_in_training_only(adapted, ids):

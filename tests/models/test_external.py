@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from alignment.adapters import LoRASpec, attach
+from alignment.adapters import PrefixSpec, attach
 from alignment.errors import UserError
 from alignment.generation.beam_search import BeamConfig, beam_search
 from alignment.generation.decode import decode_responses
@@ -369,8 +369,8 @@ def test_other_refusals(tmp_path):
     with pytest.raises(UserError, match="no head for 'next_sentence'"):
         load_external(tmp_path, "next_sentence")
     model = load_external(tmp_path)
-    with pytest.raises(UserError, match="adapters need an architecture of our own, and 'codegen'"):
-        attach(model, LoRASpec())
+    with pytest.raises(UserError, match="prefix tuning needs an architecture of our own, and 'codegen'"):
+        attach(model, PrefixSpec())
     with pytest.raises(UserError, match="129 tokens"):
         model.new_cache(1, 129)
     with pytest.raises(ValueError, match="input_ids or batch"):

@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from alignment.adapters.specs import LoRASpec, PrefixSpec, refuse_dropout
+from alignment.adapters.specs import AdapterSpec, refuse_dropout
 from alignment.algorithms.policies import LogProbModel, Policy, load_policy, load_value_model, reference_of
 from alignment.algorithms.ppo.controllers import AdaptiveKL, FixedKL, ScoreNormalizer
 from alignment.algorithms.runs import check_rows, read_examples
@@ -92,7 +92,7 @@ class PPOConfig:
     output: str
     reference: str | None = None
     value_model: Literal["reward_model", "policy"] = "reward_model"
-    adapter: LoRASpec | PrefixSpec | None = None
+    adapter: AdapterSpec | None = None
     max_new_tokens: int = 64
     temperature: float = 1.0
     micro_rollout_batch_size: int = 256

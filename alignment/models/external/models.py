@@ -73,7 +73,8 @@ class ExternalModel(nn.Module):
     def __init__(self, inner: "PreTrainedModel", config: HFConfig, task: str):
         super().__init__()
         self.inner, self.config, self.task = inner, config, task
-        self.prefix, self.prefix_enabled = None, False
+        self.prefix: nn.Module | None = None
+        self.prefix_enabled = False
 
     @property
     def spec(self) -> ExternalSpec:

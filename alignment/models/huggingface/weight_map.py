@@ -1,6 +1,6 @@
 """Where each of our parameters lies in a Hugging Face file: tensor names, fused matrices, transposed matrices."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,7 +72,8 @@ def to_hf(state: Mapping[str, Tensor], locations: Mapping[str, HFLocation]) -> d
         slices.setdefault(locations[name].name, {})[locations[name].part] = tensor.detach()
     by_hf_name = {location.name: location for location in locations.values()}
     fused = {
-        name: _fuse([parts[i] for i in range(len(parts))], by_hf_name[name].groups) for name, parts in slices.items()
+        name: fuse_rows([parts[i] for i in range(len(parts))], by_hf_name[name].groups)
+        for name, parts in slices.items()
     }
     return {name: (tensor.T if by_hf_name[name].transposed else tensor).contiguous() for name, tensor in fused.items()}
 
@@ -105,7 +106,16 @@ def cut(tensor: Tensor, location: HFLocation, start: int = 0, stop: int | None =
     return pieces[location.part].flatten(0, 1)[start - first * own : stop - first * own]
 
 
-def _fuse(parts: list[Tensor], groups: int) -> Tensor:
+def fuse_rows(parts: list[Tensor], groups: int) -> Tensor:
+    """Matrices on top of each other, or with `groups` above 1 some rows of each in turn."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat([part.unflatten(0, (groups, -1)) for part in parts], dim=1).flatten(0, 1)
+
+
+def cut_rows(tensor: Tensor, rows: Sequence[int], groups: int) -> list[Tensor]:
+    """The matrices of `rows` rows each that `fuse_rows` put together."""
+    if len(rows) == 1:
+        return [tensor]
+    pieces = tensor.unflatten(0, (groups, -1)).split([n // groups for n in rows], dim=1)
+    return [piece.flatten(0, 1) for piece in pieces]

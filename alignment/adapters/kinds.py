@@ -1,0 +1,88 @@
+"""What the package needs to know about each kind of adapter; a new kind is one more entry of `KINDS`."""
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from alignment.adapters import lora, lora_files, prefix
+from alignment.adapters.specs import AdapterSpec
+from alignment.models.external.models import ExternalModel
+from alignment.models.native_model import NativeModel
+
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
+AnyModel = NativeModel[Any] | ExternalModel
+
+
+@dataclass(frozen=True)
+class AdapterKind:
+    """The functions of one kind of adapter.
+
+    Attributes:
+        is_file: whether the content of an adapter_config.json is of this kind.
+        attach: freezes the model and adds a new adapter to it; UserError where it does not fit.
+        is_attached: whether the model has such an adapter.
+        switched_off: a context in which the adapter does not act.
+        merge: puts the adapter into the weights and removes it, all weights trainable; or says why that cannot be.
+        holds: whether a name of the model's state dict is one of the adapter's weights.
+        to_file: (model, its adapter's state by our names) -> tensors and config in peft's format, without the score
+            head of a scalar model and without what names the base model.
+        read_spec: (content of adapter_config.json, directory) -> the settings.
+        from_file: (model, settings, tensors of the file, directory) -> attaches the adapter, takes its tensors out of
+            the mapping and returns them by our names, None where one is missing.
+        own_settings: (model, its adapter's state) -> content of alignment_adapter.json beside peft's files; None: no
+            such file.
+        before_head: what precedes `score.weight` in the file of a scalar model's adapter.
+    """
+
+    is_file: Callable[[Mapping[str, object]], bool]
+    attach: Callable[[Any, Any], object]
+    is_attached: Callable[[AnyModel], bool]
+    switched_off: Callable[[AnyModel], AbstractContextManager[None]]
+    merge: Callable[[Any], object] | str
+    holds: Callable[[str], bool]
+    to_file: Callable[[Any, dict[str, Tensor]], "tuple[dict[str, Tensor], PeftConfig]"]
+    read_spec: Callable[[Mapping[str, object], Path], AdapterSpec]
+    from_file: Callable[[Any, Any, dict[str, Tensor], Path], dict[str, Tensor | None]]
+    own_settings: Callable[[Any, dict[str, Tensor]], dict[str, object]] | None = None
+    before_head: str = "base_model.model."
+
+
+_LORA = AdapterKind(
+    is_file=lora_files.is_lora_file,
+    attach=lora.attach_lora,
+    is_attached=lora.has_plain_lora,
+    switched_off=lora.lora_switched_off,
+    merge=lora.merge_lora,
+    holds=lora.is_lora_weight,
+    to_file=lora_files.lora_to_file,
+    read_spec=lora_files.read_lora_spec,
+    from_file=lora_files.lora_from_file,
+    own_settings=lora_files.lora_settings,
+)
+KINDS: dict[str, AdapterKind] = {
+    "lora": _LORA,
+    "dora": replace(_LORA, is_file=lora_files.is_dora_file, is_attached=lora.has_dora),
+    "prefix": AdapterKind(
+        is_file=lambda config: config.get("peft_type") == "PREFIX_TUNING",
+        attach=prefix.attach_prefix,
+        is_attached=lambda model: model.prefix is not None,
+        switched_off=prefix.prefix_switched_off,
+        merge="a prefix adapter is no change of weights and cannot be merged; keep it as an adapter directory",
+        holds=lambda name: name.startswith("prefix."),
+        to_file=prefix.prefix_to_file,
+        read_spec=prefix.read_prefix_spec,
+        from_file=prefix.prefix_from_file,
+        before_head="base_model.",
+    ),
+}
+
+
+def kinds_attached(model: AnyModel) -> list[AdapterKind]:
+    """The kinds of adapter that a model has."""
+    return [kind for kind in KINDS.values() if kind.is_attached(model)]

@@ -1,0 +1,152 @@
+"""The linear layers of a model by our names and by a Hugging Face file's, and which of them a config names."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import Tensor, nn
+
+from alignment.adapters.specs import EVERY_LINEAR, Names
+from alignment.errors import UserError
+from alignment.models.classifiers import ScalarModel
+from alignment.models.external.models import ExternalModel, ExternalScalarModel
+from alignment.models.huggingface.checkpoint import hf_locations
+from alignment.models.native_model import NativeModel
+from alignment.patterns import search_names, without_numbers
+
+AnyModel = NativeModel[Any] | ExternalModel
+INNER = "inner."  # in front of the names of a model that runs as transformers' class
+
+
+@dataclass(frozen=True)
+class FileLayer:
+    """A linear layer of a Hugging Face model.
+
+    Attributes:
+        file_name: its name there.
+        layers: names of our layers that make it up, in order.
+        groups: number of groups of output rows, each with some rows of every layer.
+        transposed: whether its weight is stored as [in, out].
+    """
+
+    file_name: str
+    layers: tuple[str, ...]
+    groups: int = 1
+    transposed: bool = False
+
+
+def linear_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """The linear layers by our names, those with an adapter too; the score head of a scalar model is none of them."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    kinds: tuple[type, ...] = (nn.Linear,)
+    if isinstance(model, ExternalModel):
+        from transformers.pytorch_utils import Conv1D
+
+        kinds = (nn.Linear, Conv1D)
+    own_head = model.head if isinstance(model, ScalarModel | ExternalScalarModel) else None
+    found: dict[str, nn.Module] = {}
+    inside: tuple[str, ...] = ()  # names within layers that have an adapter
+    for name, module in model.named_modules():
+        if name.startswith(inside) or module is own_head:
+            continue
+        if isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            inside += (f"{name}.",)
+        if isinstance(module, kinds) or (isinstance(module, BaseTunerLayer) and hasattr(module, "in_features")):
+            found[name] = cast(nn.Module, module)
+    return found
+
+
+def layer_sizes(layer: nn.Module) -> tuple[int, int]:
+    """Inputs and outputs of a linear layer, with or without an adapter."""
+    if hasattr(layer, "in_features"):
+        return cast(int, layer.in_features), cast(int, layer.out_features)
+    inputs, outputs = cast(Tensor, layer.weight).shape  # transformers' Conv1D
+    return inputs, outputs
+
+
+def file_layers(model: nn.Module) -> list[FileLayer]:
+    """Every linear layer as a Hugging Face file names it; none for a model that has no such file of its own."""
+    linear = linear_layers(model)
+    if isinstance(model, ExternalModel):
+        return [
+            FileLayer(name.removeprefix(INNER), (name,), transposed=_is_transposed(layer))
+            for name, layer in linear.items()
+        ]
+    if not isinstance(model, NativeModel):
+        return []
+    found: dict[str, FileLayer] = {}
+    for ours, location in hf_locations(model).items():
+        layer, _, leaf = ours.rpartition(".")
+        if leaf == "weight" and layer in linear:
+            name = location.name.removesuffix(".weight")
+            earlier = found[name].layers if name in found else ()
+            found[name] = FileLayer(name, (*earlier, layer), location.groups, location.transposed)
+    return list(found.values())
+
+
+def _is_transposed(layer: nn.Module) -> bool:
+    """Whether a layer is transformers' Conv1D, perhaps with an adapter."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return not isinstance(layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer, nn.Linear)
+
+
+def matching_layers(model: nn.Module, wanted: Names, exclude: Names = (), key: str = "layers") -> list[str]:
+    """Our names of the linear layers that a config names.
+
+    Args:
+        wanted, exclude: as in `LowRankSpec`.
+        key: the key of `adapter` with the names, for messages.
+
+    Raises:
+        UserError: no layer matches, or the pattern takes too long.
+    """
+    names = names_in_file(model)
+    found = _every_linear(model, names) if _means_all(model, wanted) else matching(wanted, names, key)
+    found = [name for name in found if name not in set(matching(exclude, names, "exclude"))]
+    if not found:
+        there = without_numbers([*names, *filter(None, names.values())])
+        less = f" without those of adapter.exclude {exclude!r}" if exclude else ""
+        raise UserError(f"adapter.{key} {wanted!r}{less} names no linear layer; there are: {', '.join(there)}")
+    return found
+
+
+def names_in_file(model: nn.Module) -> dict[str, str]:
+    """Our name of each linear layer -> the name of the layer in a Hugging Face file, "" where it has none."""
+    in_file = {ours: layer.file_name for layer in file_layers(model) for ours in layer.layers}
+    return {name: in_file.get(name, "") for name in linear_layers(model)}
+
+
+def matching(patterns: Names, names: Mapping[str, str], key: str) -> list[str]:
+    """Our names that a pattern, or one of a list, matches; a pattern that matches none is tried on the names of the file.
+
+    Raises:
+        UserError: the patterns take too long.
+    """
+    found: set[str] = set()
+    for text in (patterns,) if isinstance(patterns, str) else patterns:
+        pattern, who = (
+            rf"(?:{text})$" if isinstance(patterns, str) else rf"(?:^|\.)(?:{text})$",
+            f"adapter.{key} {text!r}",
+        )
+        ours = set(search_names(pattern, list(names), who))
+        if not ours:
+            in_file = set(search_names(pattern, [name for name in names.values() if name], who))
+            ours = {name for name, file_name in names.items() if file_name in in_file}
+        found |= ours
+    return [name for name in names if name in found]
+
+
+def _means_all(model: nn.Module, wanted: Names) -> bool:
+    return wanted == "all-linear" or (wanted == EVERY_LINEAR and isinstance(model, ExternalModel))
+
+
+def _every_linear(model: nn.Module, names: Mapping[str, str]) -> list[str]:
+    """Every linear layer of the blocks; all below the trunk where the model runs as transformers' class."""
+    if not isinstance(model, ExternalModel):
+        return matching(EVERY_LINEAR, names, "layers")
+    prefix = model.inner.base_model_prefix
+    trunk = f"{INNER}{prefix}." if hasattr(model.inner, prefix) else INNER
+    return [name for name in names if name.startswith(trunk)]
