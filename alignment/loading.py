@@ -16,10 +16,12 @@ from alignment.models.external.load import external_architecture
 from alignment.models.external.models import ExternalModel
 from alignment.models.families import family_of, is_external_type
 from alignment.models.families.family import Architecture
+from alignment.models.frozen_weights import store_frozen
 from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.models.huggingface.generation_config import GENERATION_CONFIG, read_generation_config, set_end_tokens
 from alignment.models.native_model import NativeModel
 from alignment.models.safetensors_files import read_config
+from alignment.models.weights_config import WeightsConfig
 
 
 def find_directory(source: str, revision: str | None = None) -> Path:
@@ -131,12 +133,12 @@ def describe_stop_tokens(source: str, tokenizer: Tokenizer) -> str:
     return f"a response ends at {listed(stops)}{more}"
 
 
-def load_model(source: str, dtype: str | torch.dtype = "float32", device: str = "cpu") -> Any:
+def load_model(source: str, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu") -> Any:
     """Load a language model in eval mode.
 
     Args:
         source: directory or Hub name of a model, or of an adapter, which is loaded with its base model.
-        dtype: "float32", "bfloat16" or "float16".
+        dtype: "float32", "bfloat16", "float16", or "auto" for the type that the weights have in the checkpoint.
         device: device of the weights.
 
     Returns:
@@ -152,9 +154,26 @@ def load_model(source: str, dtype: str | torch.dtype = "float32", device: str = 
     return load_adapter(load_language_model(find_base(directory), **options), directory).eval()
 
 
-def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
-    """The torch type of a name such as "bfloat16"."""
-    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
+def load_frozen_model(source: str, weights: WeightsConfig, device: str | torch.device = "cpu") -> Any:
+    """Load a language model that does not train, such as a reference, in eval mode.
+
+    Its weights are held as `weights` says, and it computes in float32, or in the type of the autocast around a call.
+
+    Args:
+        source, device: as for `load_model`.
+        weights: how the weights are held.
+
+    Raises:
+        UserError: as for `load_model`.
+    """
+    return store_frozen(load_model(source, "auto").requires_grad_(False), weights).to(device)
+
+
+def torch_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
+    """The torch type of a name such as "bfloat16"; None for "auto", the type that weights have in the checkpoint."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    return None if dtype == "auto" else getattr(torch, dtype)
 
 
 def best_device() -> str:

@@ -18,9 +18,11 @@ from alignment.loading import find_base, find_directory, load_tokenizer, same_vo
 from alignment.models.classifiers import ScalarModel, SequenceClassifier
 from alignment.models.external.models import ExternalScalarModel
 from alignment.models.families import FAMILIES
+from alignment.models.frozen_weights import store_frozen
 from alignment.models.huggingface.checkpoint import load_pretrained, load_scalar_model
 from alignment.models.outputs import ValueOutput
 from alignment.models.safetensors_files import HFConfig, read_config
+from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import Ragged, group_by_length
 
 
@@ -124,6 +126,17 @@ def load_reward_model(
     if not is_adapter(directory) and _scores_whole_texts(read_config(directory)):
         return RewardModel(load_pretrained(directory, "scalar", torch_dtype(dtype), device), load_tokenizer(source))
     return RewardModel(load_reward_network(source, dtype, device), load_tokenizer(source))
+
+
+def load_frozen_reward_model(source: str, weights: WeightsConfig, device: str | torch.device = "cpu") -> RewardModel:
+    """Load a reward model in eval mode with its tokenizer; its weights are held as `weights` says, the head in float32.
+
+    Raises:
+        UserError: as for `load_reward_model`.
+    """
+    loaded = load_reward_model(source, "auto")
+    store_frozen(loaded.model.requires_grad_(False), weights).to(device)
+    return loaded
 
 
 def _scores_whole_texts(config: HFConfig) -> bool:

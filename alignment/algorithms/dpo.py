@@ -18,6 +18,7 @@ from alignment.data.batches import PairBatch, collate_pairs
 from alignment.data.rows.read import DataConfig
 from alignment.loading import load_tokenizer
 from alignment.losses.preference import dpo_loss, implicit_rewards, preference_metrics
+from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.training import LossFn, LossSum, OptimConfig, TrainingConfig, fit
 
 
@@ -33,6 +34,7 @@ class DPOConfig:
         beta: pull towards the reference, > 0.
         label_smoothing: share of labels assumed flipped, in [0, 0.5).
         adapter: train an adapter, without dropout; the reference is then the same weights with the adapter off.
+        weights: type of the frozen weights in memory, the reference's among them.
     """
 
     policy: str
@@ -42,10 +44,12 @@ class DPOConfig:
     beta: float = 0.1
     label_smoothing: float = 0.0
     adapter: AdapterSpec | None = None
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self) -> None:
+        check_weights(self.weights, frozen=self.adapter is not None)
         if self.beta <= 0:
             raise ValueError(f"beta must be above 0, got {self.beta}; 0.1 is usual")
         if not 0 <= self.label_smoothing < 0.5:
@@ -64,11 +68,12 @@ def run(config: DPOConfig) -> Path:
     with open_run(config, "dpo", parents=[config.policy, config.reference]) as run:
         tokenizer = load_tokenizer(config.policy)
         train, held_out = read_split(config.data, "comparisons", tokenizer, run)
-        policy = load_policy(config.policy, config.adapter, tokenizer, config.output)
+        policy = load_policy(config.policy, config.adapter, tokenizer, config.output, weights=config.weights)
         check_rows(policy.model, train + held_out, config.data.max_length)
         note_dropout_off(policy, run)
         engine, stream = prepare_training(policy.model.eval(), config, train)
-        loss_fn = dpo_loss_fn(engine.model, reference_of(policy, config.reference, engine), config)
+        reference = reference_of(policy, config.reference, engine, weights=config.weights)
+        loss_fn = dpo_loss_fn(engine.model, reference, config)
         save = partial(save_policy, engine, policy, run.output)
         fit(engine, stream, collate_pairs, loss_fn, training=config.training, run=run, held_out=held_out, save=save)
         return run.output / "model"

@@ -25,11 +25,13 @@ from alignment.data.tokenizers.load import check_vocabulary, save_tokenizer
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory
-from alignment.loading import architecture_of, find_base, find_directory, load_model, set_special_tokens
+from alignment.loading import architecture_of, find_base, find_directory, load_frozen_model, set_special_tokens
 from alignment.models.external.models import ExternalModel
+from alignment.models.frozen_weights import store_frozen, train_in_float32
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model, save_model
 from alignment.models.native_model import NativeModel
 from alignment.models.outputs import LanguageOutput
+from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Engine, LossFn, LossSum, Run
 from alignment.training.distributed import launched_rank
@@ -64,7 +66,14 @@ class LogProbModel(Protocol):
     def __call__(self, *, batch: Ragged | Seq2Seq, temperature: float = 1.0) -> LanguageOutput: ...
 
 
-def load_policy(source: str, adapter: AdapterSpec | None, tokenizer: Tokenizer, output: str) -> Policy:
+def load_policy(
+    source: str,
+    adapter: AdapterSpec | None,
+    tokenizer: Tokenizer,
+    output: str,
+    *,
+    weights: WeightsConfig = DEFAULT_WEIGHTS,
+) -> Policy:
     """The language model to train, from a model or an adapter directory.
 
     Args:
@@ -72,12 +81,13 @@ def load_policy(source: str, adapter: AdapterSpec | None, tokenizer: Tokenizer, 
         adapter: attached to the model; None trains every weight.
         tokenizer: the checkpoint's.
         output: the run's directory; where `source` is an adapter, its merged weights are written to `output/base`.
+        weights: how frozen weights are held.
 
     Raises:
         UserError: the model is no decoder, or its tokenizer has ids that the model has no row for.
     """
     _refuse_unless_decoder(source, "a policy is a decoder; start from one")
-    return _load_start(source, adapter, tokenizer, output, load=load_language_model)
+    return _load_start(source, adapter, tokenizer, output, load=load_language_model, weights=weights)
 
 
 def load_value_model(
@@ -87,6 +97,7 @@ def load_value_model(
     output: str | None,
     *,
     head: Literal["normal", "zero"] | None,
+    weights: WeightsConfig = DEFAULT_WEIGHTS,
 ) -> Policy:
     """A model with one number per token to train: a reward model or PPO's value model.
 
@@ -94,6 +105,7 @@ def load_value_model(
         source, adapter, tokenizer: as for `load_policy`.
         output: as for `load_policy`; None: the model is never saved.
         head: the new head's weights; None keeps the checkpoint's head.
+        weights: how frozen weights are held; the head is float32.
 
     Raises:
         UserError: as for `load_policy`.
@@ -105,7 +117,7 @@ def load_value_model(
     directory = find_directory(source)
     brings_head = head is None and is_adapter(directory) and is_scalar_adapter(directory)  # its base may have none
     load = partial(load_scalar_model, new_head="zero" if brings_head else head)
-    return _load_start(source, adapter, tokenizer, output, load=load, with_head=head is None)
+    return _load_start(source, adapter, tokenizer, output, load=load, with_head=head is None, weights=weights)
 
 
 def _refuse_unless_decoder(source: str, advice: str) -> None:
@@ -123,7 +135,8 @@ def _load_start(
     tokenizer: Tokenizer,
     output: str | None,
     *,
-    load: Callable[[Path], Any],
+    load: Callable[..., Any],
+    weights: WeightsConfig,
     with_head: bool = True,
 ) -> Policy:
     """Load the starting checkpoint, merge its adapter into the weights, and attach the new adapter.
@@ -133,6 +146,8 @@ def _load_start(
     `output/base`, which the new adapter's files name as their base.
     """
     directory = find_directory(source)
+    frozen = adapter is not None or (is_adapter(directory) and isinstance(read_spec(directory), PrefixSpec))
+    load = partial(load, dtype=None if frozen else torch.float32)  # None: as stored
     if not is_adapter(directory):
         model, (base, revision) = load(directory), _name_and_revision(source, directory)
     elif isinstance(earlier := read_spec(directory), PrefixSpec):
@@ -140,7 +155,8 @@ def _load_start(
             raise UserError(
                 f"{source}: ends in a prefix adapter, which cannot lie under another one; leave `adapter` out"
             )
-        model = load_adapter(load(find_base(directory)), directory, with_head=with_head)
+        base_model = store_frozen(load(find_base(directory)), weights)
+        model = train_in_float32(load_adapter(base_model, directory, with_head=with_head))
         check_vocabulary(tokenizer, model.spec.vocabulary)
         return Policy(model, tokenizer, earlier, read_base(directory), read_revision(directory), source)
     else:
@@ -153,7 +169,8 @@ def _load_start(
     check_vocabulary(tokenizer, model.spec.vocabulary)
     if adapter is None:
         return Policy(model, tokenizer, source=source)
-    return Policy(attach(model, adapter), tokenizer, adapter, base, revision, source, disabled_is_start=True)
+    model = train_in_float32(attach(store_frozen(model, weights), adapter))
+    return Policy(model, tokenizer, adapter, base, revision, source, disabled_is_start=True)
 
 
 def _name_and_revision(source: str, directory: Path) -> tuple[str, str | None]:
@@ -185,7 +202,9 @@ def note_dropout_off(policy: Policy, run: Run) -> None:
         run.note(f"dropout: off, so that policy and reference start equal; {policy.source} has {named}")
 
 
-def reference_of(policy: Policy, source: str | None, engine: Engine) -> LogProbModel:
+def reference_of(
+    policy: Policy, source: str | None, engine: Engine, *, weights: WeightsConfig = DEFAULT_WEIGHTS
+) -> LogProbModel:
     """The reference as a function of a batch, without gradients: `reference(batch=..., temperature=...)`.
 
     Args:
@@ -193,15 +212,14 @@ def reference_of(policy: Policy, source: str | None, engine: Engine) -> LogProbM
         source: checkpoint of the reference; None: the checkpoint that the policy started from. That is the policy with
             its adapter disabled where it has a fresh one; otherwise a frozen copy is loaded.
         engine: the policy's.
+        weights: how the weights of a frozen copy are held.
     """
     shares_weights = source is None and policy.disabled_is_start
     model = (
         engine.model
         if shares_weights
-        else load_model(source or policy.source or "", device=str(engine.process_group.device))
+        else load_frozen_model(source or policy.source or "", weights, engine.process_group.device)
     )
-    if not shares_weights:
-        model.requires_grad_(False)
     adapted = engine.backend.unwrapped if shares_weights else None
     assert adapted is None or isinstance(adapted, NativeModel | ExternalModel)
 

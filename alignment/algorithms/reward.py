@@ -16,6 +16,7 @@ from alignment.data.text.chat import stop_token_ids
 from alignment.loading import load_tokenizer
 from alignment.losses.preference import bradley_terry_loss, center_penalty, preference_metrics
 from alignment.models.protocols import ScoringModel
+from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.training import LossFn, LossSum, OptimConfig, TrainingConfig, fit
 
 
@@ -28,6 +29,7 @@ class RewardConfig:
         data: comparisons.
         output: the run's directory.
         adapter: train an adapter and the score head only; None trains every weight.
+        weights: type of the frozen weights in memory.
         center_coef: weight of (chosen + rejected)^2, which holds the scores near 0 (Eisenstein et al. 2023,
             arXiv:2312.09244); 0 leaves their level free.
     """
@@ -36,11 +38,13 @@ class RewardConfig:
     data: DataConfig
     output: str
     adapter: AdapterSpec | None = None
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     center_coef: float = 0.0
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self) -> None:
+        check_weights(self.weights, frozen=self.adapter is not None)
         if self.center_coef < 0:
             raise ValueError(f"center_coef must be 0 (off) or above, got {self.center_coef}; 0.01 is usual")
 
@@ -59,7 +63,9 @@ def run(config: RewardConfig) -> Path:
     with open_run(config, "reward", parents=[config.policy]) as run:
         tokenizer = load_tokenizer(config.policy)
         train, held_out = read_split(config.data, "comparisons", tokenizer, run)
-        reward_model = load_value_model(config.policy, config.adapter, tokenizer, config.output, head="normal")
+        reward_model = load_value_model(
+            config.policy, config.adapter, tokenizer, config.output, head="normal", weights=config.weights
+        )
         check_rows(reward_model.model, train + held_out, config.data.max_length)
         for line in notes(reward_model):
             run.note(line)

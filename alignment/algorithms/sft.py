@@ -10,6 +10,7 @@ from alignment.algorithms.runs import check_rows, open_run, prepare_training, re
 from alignment.data.batches import collate
 from alignment.data.rows.read import DataConfig
 from alignment.loading import load_tokenizer
+from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.training import OptimConfig, TrainingConfig, fit
 
 
@@ -22,14 +23,19 @@ class SFTConfig:
         data: demonstrations.
         output: the run's directory.
         adapter: train a LoRA or prefix adapter on the frozen model; None trains every weight.
+        weights: type of the frozen weights in memory.
     """
 
     policy: str
     data: DataConfig
     output: str
     adapter: AdapterSpec | None = None
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
     training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    def __post_init__(self) -> None:
+        check_weights(self.weights, frozen=self.adapter is not None)
 
 
 def run(config: SFTConfig) -> Path:
@@ -45,7 +51,7 @@ def run(config: SFTConfig) -> Path:
     with open_run(config, "sft", parents=[config.policy]) as run:
         tokenizer = load_tokenizer(config.policy)
         train, held_out = read_split(config.data, "demonstrations", tokenizer, run)
-        policy = load_policy(config.policy, config.adapter, tokenizer, config.output)
+        policy = load_policy(config.policy, config.adapter, tokenizer, config.output, weights=config.weights)
         check_rows(policy.model, train + held_out, config.data.max_length)
         engine, stream = prepare_training(policy.model.train(), config, train)
         fit(

@@ -6,8 +6,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
+from alignment.models.frozen_weights import frozen_linear
 from alignment.models.layers.feedforward import ACTIVATIONS
 from alignment.models.layers.norms import NoNormSpec, NormSpec
 
@@ -87,6 +87,8 @@ class LanguageHead(nn.Module):
     Source: the transform is BERT's, Devlin et al. 2018; the scale T5's; the cap Gemma 2's, arXiv:2408.00118.
     """
 
+    casts_weight = True  # a frozen one may have a lower type; see frozen_weights.py
+
     def __init__(self, spec: LanguageHeadSpec, width: int, vocabulary: int, transform: Transform | None):
         super().__init__()
         self.transform = transform
@@ -100,7 +102,7 @@ class LanguageHead(nn.Module):
         """x: [..., D] -> [..., V]."""
         x = x if self.transform is None else self.transform(x)
         x = x if self.spec.scale == 1.0 else x * self.spec.scale
-        logits = F.linear(x, self.weight, self.bias)
+        logits = frozen_linear(x, self.weight, self.bias)
         logits = logits if self.offset is None else logits + self.offset
         cap = self.spec.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
@@ -111,6 +113,8 @@ VocabularyHead = nn.Linear | LanguageHead  # what predicts tokens: a plain linea
 
 class ClassificationHead(nn.Module):
     """output(transform(x)): a few numbers, of a document or of a token. Dropout before and after the transform."""
+
+    float32_only = True  # see frozen_weights.py
 
     def __init__(
         self, transform: Transform | None, output: nn.Linear, dropout: float = 0.0, input_dropout: float = 0.0

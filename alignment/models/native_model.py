@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from alignment.errors import UserError
 from alignment.models.activation_checkpointing import Keep
 from alignment.models.compilation import compile_blocks
+from alignment.models.frozen_weights import like_hidden_states
 from alignment.models.layers import AttentionSpec
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.safetensors_files import HFConfig
@@ -66,7 +67,7 @@ def empty_cache(trunk: Transformer, rows: int, capacity: int) -> Cache:
             f"{capacity} tokens (prompt, prefix and new tokens) do not fit the model's {trunk.spec.max_positions} "
             "positions; lower max_new_tokens or shorten the prompts"
         )
-    attention, weight = trunk.spec.blocks[0].attention, trunk.embed.weight
+    attention, weight = trunk.spec.blocks[0].attention, like_hidden_states(trunk.embed)
     if not isinstance(attention, AttentionSpec):
         raise ValueError("this attention is bidirectional; nothing can be decoded token by token")
     device = weight.device.type

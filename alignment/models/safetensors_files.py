@@ -161,6 +161,13 @@ def _file_tensors(path: Path) -> dict[str, StoredTensor]:
         raise UserError(f"{path}: not a readable safetensors file ({error})") from error
 
 
+def widest_type(directory: Path) -> torch.dtype:
+    """The type in which all tensors of a directory can be held without loss: float32, bfloat16 or float16."""
+    types = {tensor.dtype for tensor in stored_tensors(directory).values()}
+    (low,) = types if len(types) == 1 else (torch.float32,)
+    return low if low in (torch.bfloat16, torch.float16) else torch.float32
+
+
 def read_safetensors(path: Path) -> dict[str, Tensor]:
     """All tensors of one safetensors file.
 

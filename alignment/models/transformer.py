@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from alignment.errors import UserError
 from alignment.models.activation_checkpointing import Keep, checkpointed
+from alignment.models.frozen_weights import like_hidden_states
 from alignment.models.heads import LanguageHeadSpec
 from alignment.models.init_weights import FanInInitSpec, InitSpec
 from alignment.models.layers.attention import AttentionSpec
@@ -202,7 +203,7 @@ class Transformer(nn.Module):
             cache_write = CacheWrite(cache, _reserve(cache, batch, rows, offset))
             _write_prefix(cache, prefix, rows)
         contexts = training_contexts(
-            self.spec.layers, self._position_modules(), batch, parameter=self.embed.weight, training=self.training,
+            self.spec.layers, self._position_modules(), batch, parameter=like_hidden_states(self.embed), training=self.training,
             prefix=prefix, relative=None if self.relative is None else self.relative(), source=source,
             cache_write=cache_write,
         )  # fmt: skip

@@ -24,8 +24,9 @@ from alignment.generation import SamplingConfig, response_text
 from alignment.loading import describe_stop_tokens, load_tokenizer, same_vocabulary
 from alignment.models.classifiers import SequenceClassifier
 from alignment.models.lengths import check_lengths
+from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.ragged import Batch
-from alignment.reward_model import RewardModel, load_reward_model
+from alignment.reward_model import RewardModel, load_frozen_reward_model
 from alignment.training import (
     Engine,
     OptimConfig,
@@ -65,6 +66,7 @@ class PPOConfig:
             normalized, else it keeps the reward model's. A reward model with another vocabulary cannot become it.
         adapter: train adapters, without dropout, on policy and value model; the reference is then the policy with its
             adapter off.
+        weights: type of the frozen weights in memory, the reference's and the reward model's among them.
         max_new_tokens: longest response, end token included.
         temperature: of the samples; log-probabilities are taken at the same one.
         micro_rollout_batch_size: responses that one process samples side by side. Each holds its keys and values for the
@@ -93,6 +95,7 @@ class PPOConfig:
     reference: str | None = None
     value_model: Literal["reward_model", "policy"] = "reward_model"
     adapter: AdapterSpec | None = None
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     max_new_tokens: int = 64
     temperature: float = 1.0
     micro_rollout_batch_size: int = 256
@@ -116,6 +119,7 @@ class PPOConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self) -> None:
+        check_weights(self.weights, frozen=self.adapter is not None)
         refuse_dropout(self.adapter, "PPO")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature}: PPO has to sample")
@@ -233,12 +237,12 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
     metrics = load_metrics(config.metrics)
     policy, value, start = build_engines(config, data)
     micro_batch_tokens = config.training.micro_batch_tokens
-    reward_model = load_reward_model(config.reward_model, device=policy.process_group.device)
+    reward_model = load_frozen_reward_model(config.reward_model, config.weights, policy.process_group.device)
     check_judged(data.prompts.rows, reward_model, data.tokenizer, config)
     return PPOState(
         policy=policy,
         value=value,
-        reference=reference_of(start, config.reference, policy),
+        reference=reference_of(start, config.reference, policy, weights=config.weights),
         score=response_scorer(reward_model, data.tokenizer, micro_batch_tokens),
         stop_ids=sorted(stop_token_ids(data.tokenizer)),
         kl=FixedKL(config.kl_coef)
@@ -277,7 +281,7 @@ def build_engines(config: PPOConfig, data: PPOData) -> tuple[Engine, Engine, Pol
     """The engines of policy and value model, and the policy as it was loaded."""
     training = config.training
     total = data.iterations * config.epochs * config.minibatches
-    start = load_policy(config.policy, config.adapter, data.tokenizer, config.output)
+    start = load_policy(config.policy, config.adapter, data.tokenizer, config.output, weights=config.weights)
     value_start = start_value_model(config, data.tokenizer)
     for model in (start.model, value_start.model):
         check_rows(model, data.prompts.rows, config.data.max_length, config.max_new_tokens)
@@ -297,7 +301,7 @@ def build_engines(config: PPOConfig, data: PPOData) -> tuple[Engine, Engine, Pol
 def start_value_model(config: PPOConfig, tokenizer: Tokenizer) -> Policy:
     """The value model to train: the trunk of the reward model or of the policy, with one number per token on top."""
     if config.value_model == "policy":
-        return load_value_model(config.policy, config.adapter, tokenizer, None, head="zero")
+        return load_value_model(config.policy, config.adapter, tokenizer, None, head="zero", weights=config.weights)
     own = load_tokenizer(config.reward_model)
     if not same_vocabulary(tokenizer, own):
         raise UserError(
@@ -305,7 +309,7 @@ def start_value_model(config: PPOConfig, tokenizer: Tokenizer) -> Policy:
             "value model; set value_model=policy"
         )
     head = "zero" if config.normalize_scores else None
-    return load_value_model(config.reward_model, config.adapter, own, None, head=head)
+    return load_value_model(config.reward_model, config.adapter, own, None, head=head, weights=config.weights)
 
 
 def response_scorer(reward_model: RewardModel, tokenizer: Tokenizer, micro_batch_tokens: int) -> Scorer:

@@ -33,7 +33,7 @@ from alignment.models.huggingface.generation_config import (
     read_generation_config,
     write_generation_config,
 )
-from alignment.models.safetensors_files import CONFIG, HFConfig, check_sizes, read_config, read_shapes
+from alignment.models.safetensors_files import CONFIG, HFConfig, check_sizes, read_config, read_shapes, widest_type
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -70,7 +70,7 @@ def load_external(
     Args:
         directory: a local Hugging Face directory.
         task: "language" (decoder, encoder or encoder-decoder, by the config), "scalar", "sequence", "tokens" or "span".
-        dtype: type of the weights; None: the type in config.json or, without one, that of the file's first tensor.
+        dtype: type of the weights; None: the widest that a tensor has in the file.
         device: device of the weights.
         new_head: drop the file's heads and create a new one.
         config: changes to config.json, for example the number of labels of a new head.
@@ -83,7 +83,9 @@ def load_external(
     kind, settings = _read_settings(directory, task, config or {})
     auto_class, wrapper = AUTO_CLASSES[kind]
     _check_weights(directory, auto_class, settings)
-    inner, report = _from_pretrained(directory, auto_class, settings, dtype)
+    inner, report = _from_pretrained(directory, auto_class, settings, dtype or widest_type(directory))
+    if dtype is None:
+        _compute_buffers(inner, auto_class, settings)
     if kind == "scalar" and not scores_every_token(inner):
         raise UserError(
             f"{directory}: {type(inner).__name__} gives no number per token, which a reward or value model has to; "
@@ -233,6 +235,28 @@ def _from_pretrained(
         )  # fmt: skip
     except (OSError, ValueError, RuntimeError, LookupError, TypeError) as error:
         raise UserError(f"{directory}: transformers could not open it ({type(error).__name__}: {error})") from error
+
+
+@torch.no_grad()
+def _compute_buffers(inner: "PreTrainedModel", auto_class: str, settings: "PreTrainedConfig") -> None:
+    """Put the values that constants of the model, such as a scale of its embeddings, have in float32 in their place.
+
+    transformers computes them in the type of the weights.
+    """
+    low = [
+        name for name, buffer in inner.named_buffers() if buffer.is_floating_point() and buffer.dtype != torch.float32
+    ]
+    low = [name for name in low if name not in inner.state_dict()]
+    if not low:
+        return
+    import transformers
+    from accelerate import init_empty_weights
+
+    with init_empty_weights(include_buffers=False):
+        exact = getattr(transformers, auto_class).from_config(deepcopy(settings), dtype=torch.float32)
+    for name in low:
+        owner, _, own = name.rpartition(".")
+        setattr(inner.get_submodule(owner), own, exact.get_buffer(name))
 
 
 def _loading_problems(report: dict[str, Any], trunk: str) -> list[str]:

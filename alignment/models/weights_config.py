@@ -1,0 +1,52 @@
+"""The setting of every stage for the type of its weights. What it does to a model is in frozen_weights.py."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Quantization = Literal["nf4", "int8"]
+
+
+@dataclass(frozen=True)
+class WeightsConfig:
+    """How weights are held in memory. Computations run in `training.precision`, whatever the weights' type.
+
+    Attributes:
+        dtype: type of frozen weights (under an adapter; of the reference and the reward model). auto: the type that they
+            have in the checkpoint. Weights that train, norms, biases and score heads are float32 with every setting.
+        quantize: hold the frozen matrices of the blocks in 4 bits (nf4, with double quantization) or 8 bits (int8); needs
+            `adapter` and bitsandbytes (`pip install 'alignment[quantization]'`).
+
+    Source: NF4 and double quantization: Dettmers et al. 2023, arXiv:2305.14314; int8: Dettmers et al. 2022,
+    arXiv:2208.07339.
+    """
+
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    quantize: Quantization | None = None
+
+
+DEFAULT_WEIGHTS = WeightsConfig()
+
+
+def check_weights(weights: WeightsConfig, *, frozen: bool) -> None:
+    """Refuse settings of frozen weights in a stage that trains all weights.
+
+    Args:
+        weights: the stage's setting.
+        frozen: whether weights of the model in training are frozen, because it has an adapter.
+
+    Raises:
+        ValueError: a type below float32, or quantization, without frozen weights.
+    """
+    if frozen:
+        return
+    if weights.quantize is not None:
+        raise ValueError(
+            f"weights.quantize {weights.quantize} needs `adapter`: quantized weights are frozen, and without an adapter "
+            "nothing would train; set adapter.kind=lora, or leave weights.quantize out"
+        )
+    if weights.dtype in ("bfloat16", "float16"):
+        raise ValueError(
+            f"weights.dtype {weights.dtype} needs `adapter`: all weights train here, and a weight of that type does not "
+            "change by an update smaller than 1/256 of it; leave weights.dtype at auto, and set training.precision=bf16 "
+            "to compute in bfloat16"
+        )
