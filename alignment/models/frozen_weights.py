@@ -149,7 +149,8 @@ def _set_type(parameter: nn.Parameter, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
     else:
         one = parameter.data.as_strided((1,) * parameter.dim(), (1,) * parameter.dim())
-        parameter.data, parameter.stored = one.to(dtype).expand(parameter.shape), stored._replace(dtype=dtype)
+        parameter.data = one.to(dtype).expand(parameter.shape)
+        parameter.stored = stored._replace(dtype=dtype)  # type: ignore[attr-defined]
 
 
 def _storable(model: nn.Module) -> set[int]:
