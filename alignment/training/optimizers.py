@@ -232,7 +232,7 @@ def state_layout(
     if not small:
         blocks = (math.ceil(number / BLOCK_SIZE),)
         layout |= {"absmax1": (blocks, torch.float32), "absmax2": (blocks, torch.float32)}
-    return {"step": ((), torch.int64), **layout}
+    return {"step": ((), torch.int64)} | layout
 
 
 def saved_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:

@@ -1,6 +1,7 @@
 """Numbers no run can have and keys of other programs: code 2 and one line each, before any file or model is looked for."""
 
 import pytest
+import torch
 
 from alignment.cli import main
 
@@ -67,6 +68,20 @@ def test_an_adapter_out_of_range_is_one_line(refusal, adapter, why):
         ("sft", "optim={learning_rate: 1e-4, eps: 1e-320}", "optim.eps: must be 0 or between 1e-30 and 1e+30 in size"),
         ("sft", "optim={learning_rate: 1e-4, betas: [0.9, .nan]}", "optim.betas[1]: must be a finite number"),
         ("sft", "optim={learning_rate: 2e4}", "learning_rate must be at most 1, got 20000.0"),
+        ("sft", "optim={learning_rate: 1e-4, momentum: 1.0, name: sgd}", "momentum must lie in [0, 1), got 1.0"),
+        ("sft", "optim={learning_rate: 1e-4, momentum: 0.9}", "momentum has no effect with name: adamw; leave it out"),
+        ("sft", "optim={learning_rate: 1e-4, name: sgd, eps: 1e-5}", "eps has no effect with name: sgd; leave it out"),
+        ("sft", "optim={learning_rate: 1e-4, name: muon, clip_threshold: 2.0}", "choose name among those that have it: adafactor"),
+        ("sft", "optim={learning_rate: 1e-4, name: adafactor, beta2_decay: 0.5}", "beta2_decay must lie in [-1, 0), got 0.5"),
+        ("sft", "optim={learning_rate: 1e-4, name: adafactor, clip_threshold: 0}", "clip_threshold must be above 0, got 0.0"),
+        ("sft", "optim={learning_rate: 1e-4, schedule: wsd, decay_ratio: 1.5}", "decay_ratio must lie in (0, 1], got 1.5"),
+        ("sft", "optim={learning_rate: 1e-4, decay_ratio: 0.2}", "decay_ratio has no effect with schedule: cosine"),
+        ("sft", "optim={learning_rate: 1e-4, schedule: wsd, decay_ratio: 0.9, warmup_ratio: 0.2}", "at most 1 together"),
+        ("sft", "optim={learning_rate: 1e-4, schedule: inverse_sqrt, timescale: 0}", "timescale must be at least 1 update"),
+        ("sft", "optim={learning_rate: 1e-4, schedule: inverse_sqrt, min_learning_rate_ratio: 0.1}", "has no effect with"),
+        ("sft", "optim={learning_rate: 1e-4, learning_rates: {'(': 2}}", "'(' is no regular expression"),
+        ("sft", "optim={learning_rate: 1e-4, learning_rates: {head: 0}}", "the factor of 'head' must be above 0, got 0.0"),
+        ("sft", "optim={learning_rate: 0.1, learning_rates: {lora_B: 16}}", "16.0 times learning_rate 0.1 must be at most 1"),
         ("pretrain", "objective={kind: infilling, density: -1}", "density must be between 0 and 1, got -1.0"),
         ("pretrain", "objective={kind: span_corruption, mean_span: 0}", "mean_span must be at least 1, got 0.0"),
         ("pretrain", f"objective={{kind: masked, masking: {{longest_span: {10**12}}}}}", "longest_span must lie between"),
@@ -83,6 +98,19 @@ def test_a_number_that_no_run_can_have_is_one_line(refusal, verb, setting, why):
     (line,) = refusal(verb, setting).splitlines()
     assert line.startswith("error: override: ")
     assert why in line
+
+
+@pytest.mark.parametrize(("key", "value"), [("name", "adamax"), ("schedule", "wave"), ("decay_type", "steep")])
+def test_an_unknown_optimizer_or_schedule_is_answered_with_the_known_ones(refusal, key, value):
+    message = refusal("sft", f"optim={{learning_rate: 1e-4, {key}: {value}}}")
+    known = {"name": "paged_adamw_8bit", "schedule": "inverse_sqrt", "decay_type": "1-sqrt"}[key]
+    assert f"optim.{key}" in message and known in message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_value_optimizer_that_cannot_run_is_refused_before_any_model_is_looked_for(refusal):
+    line = refusal("ppo", "value_optim={learning_rate: 1e-6, name: paged_adamw_8bit}")
+    assert line.startswith("error: optim.name paged_adamw_8bit ")
 
 
 def test_a_controlled_kl_needs_a_coefficient_to_start_from(refusal):

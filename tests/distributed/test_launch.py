@@ -27,19 +27,19 @@ EVERY_KIND = [
 ]  # fmt: skip
 
 
-def launch(output: Path, mode: str, *launcher: str) -> None:
+def launch(output: Path, mode: str, *launcher: str, worker: str = "worker") -> None:
     """Run the worker; its whole output is the message where it fails."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", *launcher, "tests.distributed.worker", str(output), mode]
+    command = [sys.executable, "-m", *launcher, f"tests.distributed.{worker}", str(output), *mode.split()]
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def launch_two(output: Path, mode: str, name: str) -> None:
+def launch_two(output: Path, mode: str, name: str, worker: str = "worker") -> None:
     """The worker in two processes, as configs/launch/NAME.yaml says."""
     port = str(20000 + os.getpid() % 20000)
     options = ["--config_file", f"configs/launch/{name}.yaml", "--num_processes", "2", "--main_process_port", port]
-    launch(output, mode, "accelerate.commands.launch", *options, "-m")
+    launch(output, mode, "accelerate.commands.launch", *options, "-m", worker=worker)
 
 
 @cache
@@ -95,6 +95,19 @@ def test_resumed_in_two_processes_equals_one_process(tmp_path, alone, name):
 def test_bf16_differs_by_rounding_alone(tmp_path, alone, name):
     launch_two(tmp_path, "bf16", name)
     check_equal(tmp_path, alone("bf16"), name, 2e-2)
+
+
+@pytest.mark.distributed_slow
+@pytest.mark.parametrize(
+    ("name", "optimizers"),
+    [("fsdp2", "sgd muon"), pytest.param("zero2", "sgd", marks=needs_deepspeed), pytest.param("zero3", "sgd", marks=needs_deepspeed)],
+)  # fmt: skip
+def test_other_optimizers_in_two_processes_equal_one_and_resume(tmp_path, name, optimizers):
+    launch(tmp_path / "one", optimizers, worker="optimizer_worker")
+    launch_two(tmp_path / "two", optimizers, name, worker="optimizer_worker")
+    for each in optimizers.split():
+        file = f"{each}.safetensors"
+        assert relative_error(load_file(tmp_path / "two" / file), load_file(tmp_path / "one" / file)) <= 1e-5, each
 
 
 def test_relative_error_sees_a_difference():

@@ -42,6 +42,63 @@ def test_other_schedules_start_at_the_peak_without_a_warmup(schedule, share_left
     assert [learning_rate_at(update, config, 4) for update in (1, 2, 3, 4)] == pytest.approx(expected)
 
 
+# peak 1, 2 updates of warm-up, 12 in total, decay over the last 4: 1 - sqrt(0, 1/4, 1/2, 3/4), and the end value
+WSD = [0, 0.5, 1, 1, 1, 1, 1, 1, 1, 0.5, 0.2928932, 0.1339746, 0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"schedule": "wsd", "warmup_steps": 2, "decay_ratio": 1 / 3}, WSD),
+        ({"schedule": "wsd", "warmup_steps": 2, "decay_ratio": 0.3, "decay_type": "linear"},  # 3.6 updates, rounded up
+         [0, 0.5, 1, 1, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25, 0]),
+        ({"schedule": "wsd", "decay_ratio": 0.3, "decay_type": "linear", "min_learning_rate_ratio": 0.2},
+         [1, 1, 1, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2]),
+        ({"schedule": "inverse_sqrt", "warmup_steps": 3},  # sqrt(3 / k) after k = 3 updates
+         [0, 1 / 3, 2 / 3, 1, 0.8660254, 0.7745967, 0.7071068, 0.6546537, 0.6123724, 0.5773503]),
+        ({"schedule": "inverse_sqrt", "timescale": 4}, [1, 0.8944272, 0.8164966, 0.7559289, 0.7071068]),
+    ],
+)  # fmt: skip
+def test_wsd_and_inverse_sqrt_follow_the_worked_example(settings, expected):
+    config = OptimConfig(learning_rate=1.0, **settings)
+    rates = [learning_rate_at(update, config, 12) for update in range(1, len(expected) + 1)]
+    assert rates == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "theirs"),
+    [
+        ("warmup_stable_decay", {"schedule": "wsd", "decay_ratio": 0.25}, {"num_decay_steps": 5, "decay_type": "1-sqrt"}),
+        ("warmup_stable_decay", {"schedule": "wsd", "decay_ratio": 0.25, "decay_type": "cosine"}, {"num_decay_steps": 5}),
+        ("warmup_stable_decay", {"schedule": "wsd", "decay_ratio": 0.85, "decay_type": "linear"},
+         {"num_decay_steps": 17, "decay_type": "linear"}),
+        ("inverse_sqrt", {"schedule": "inverse_sqrt"}, {}),
+        ("inverse_sqrt", {"schedule": "inverse_sqrt", "timescale": 50}, {"timescale": 50}),
+    ],
+)  # fmt: skip
+def test_every_rate_is_that_of_transformers(name, settings, theirs):
+    from transformers import get_scheduler
+
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.3)
+    scheduler = get_scheduler(name, optimizer, 3, 20, scheduler_specific_kwargs=theirs)
+    config = OptimConfig(learning_rate=0.3, warmup_steps=3, **settings)
+    for update in range(1, 22):
+        assert learning_rate_at(update, config, 20) == pytest.approx(scheduler.get_last_lr()[0], abs=1e-12), update
+        optimizer.step()
+        scheduler.step()
+
+
+def test_inverse_sqrt_without_a_warmup_has_the_timescale_of_transformers():
+    config = OptimConfig(learning_rate=1.0, schedule="inverse_sqrt")
+    assert learning_rate_at(1, config, 10) == 1.0
+    assert learning_rate_at(30_001, config, 10) == 0.5  # sqrt(10,000 / 40,000)
+
+
+def test_a_decay_that_a_warmup_reaches_into_is_shorter():
+    config = OptimConfig(learning_rate=1.0, schedule="wsd", warmup_steps=8, decay_ratio=0.5, decay_type="linear")
+    assert [learning_rate_at(update, config, 12) for update in (8, 9, 10, 11, 13)] == [0.875, 1.0, 0.75, 0.5, 0.0]
+
+
 def test_matrices_decay_and_vectors_do_not():
     model = nn.Sequential(nn.Embedding(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     decayed, plain = parameter_groups(model, 0.1)

@@ -130,6 +130,8 @@ class DeepSpeedBackend:
         settings["train_batch_size"] = self.process_group.size
         settings["gradient_accumulation_steps"] = 1
         settings["gradient_clipping"] = config.max_grad_norm
+        # DeepSpeed knows Adam by name and asks for consent to others; `check_optimizer` lets elementwise ones through.
+        settings["zero_allow_untested_optimizer"] = config.name != "adamw"
         settings["bf16"], settings["fp16"] = {"enabled": False}, {"enabled": False}
         settings["torch_autocast"] = {
             "enabled": precision == "bf16",
