@@ -1,6 +1,10 @@
-"""Batched sampling: prefill once, then at each step one new token for every row that still runs. No text here."""
+"""Batched sampling: prefill once, then at each step one new token for every row that still runs. No text here.
 
-from collections.abc import Sequence
+Where every forward is a collective operation, as with sharded weights, all ranks run equally many of them: a rank that
+has finished goes on with one row whose tokens are dropped, until no rank has a running row.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +15,8 @@ from alignment.generation.logits_processors import TokenHistory
 from alignment.generation.prefill import prefill
 from alignment.generation.sampling import SamplingConfig, sample_token, sampling_log_probs, uniforms
 from alignment.models.protocols import GenerativeModel
+
+CHECK_STEPS = 8  # steps between two looks at the running rows, where a look waits for a GPU or for other ranks
 
 
 @dataclass(frozen=True)
@@ -38,6 +44,7 @@ def decode_responses(
     rows: Sequence[int] | None = None,
     batch_size: int = 256,
     start_token: int | None = None,
+    largest: Callable[[int], int] | None = None,
 ) -> Responses:
     """Sample one response for each prompt.
 
@@ -49,6 +56,9 @@ def decode_responses(
         rows: global number of each prompt, which fixes its random numbers; None counts from 0.
         batch_size: prompts decoded side by side.
         start_token: begins each response of an encoder-decoder model and is no part of it; None: a decoder.
+        largest: gives the largest of all ranks' numbers, where each forward of the model is a collective operation. All
+            ranks must then call this function, each with prompts of its own, and run equally many forwards. No response
+            depends on it. None: this process decodes by itself.
 
     Raises:
         UserError: the device has no room for so many cache rows.
@@ -59,11 +69,12 @@ def decode_responses(
     token_ids: list[list[int]] = [[] for _ in prompts]
     log_probs: list[list[float]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
-    for start in range(0, len(order), batch_size):
-        group = order[start : start + batch_size]
+    groups = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+    others = 0 if largest is None else largest(len(groups)) - len(groups)  # groups that another rank has beyond these
+    for group in groups:
         documents, rows = [prompts[i] for i in group], [numbers[i] for i in group]
         try:
-            drawn = _decode_group(model, documents, config, stop_ids, rows, start_token=start_token)
+            drawn = _decode_group(model, documents, config, stop_ids, rows, start_token=start_token, largest=largest)
         except torch.OutOfMemoryError as error:
             room = max(map(len, documents)) + config.max_new_tokens
             raise UserError(
@@ -73,6 +84,9 @@ def decode_responses(
             ) from error
         for i, tokens, values, end in zip(group, *drawn, strict=True):
             token_ids[i], log_probs[i], ended[i] = tokens, values, end
+    for _ in range(others):
+        shortest = [prompts[order[0]]]
+        _decode_group(model, shortest, config, stop_ids, [0], start_token=start_token, largest=largest, idle=True)
     return Responses(token_ids, log_probs, ended)
 
 
@@ -84,8 +98,14 @@ def _decode_group(
     rows: list[int],
     *,
     start_token: int | None,
+    largest: Callable[[int], int] | None,
+    idle: bool = False,
 ) -> tuple[list[list[int]], list[list[float]], list[bool]]:
-    """Token ids, log-probabilities and `ended` of prompts that share one cache."""
+    """Token ids, log-probabilities and `ended` of prompts that share one cache.
+
+    Args:
+        idle: decode only as long as other ranks need it; what is returned has no meaning.
+    """
     device = next(model.parameters()).device
     steps, count = config.max_new_tokens, len(prompts)
     uniform = uniforms(config.seed, rows, steps).to(device)
@@ -94,7 +114,7 @@ def _decode_group(
     values = torch.zeros(count, steps, device=device)
     lengths = torch.full((count,), steps, device=device)
     live = torch.arange(count, device=device)  # which prompt each cache row serves
-    running = torch.ones(count, dtype=torch.bool, device=device)
+    running = torch.full((count,), not idle, device=device)
 
     cache, logits, history = prefill(model, prompts, steps, stops, start_token)
     for step in range(steps):
@@ -107,12 +127,13 @@ def _decode_group(
         if step + 1 == steps:
             break
         # Counting the running rows synchronizes with a GPU, so there it is done every 8 steps; idle rows cost less.
-        if device.type == "cpu" or step % 8 == 7:
+        check = step % CHECK_STEPS == CHECK_STEPS - 1
+        if device.type == "cpu" or check:
             alive = int(running.sum())
-            if alive == 0:
+            if (alive == 0) if largest is None else (check and largest(alive) == 0):
                 break
-            if alive <= 0.75 * len(running):
-                keep = running.nonzero().squeeze(1)
+            if max(alive, 1) <= 0.75 * len(running):
+                keep = running.nonzero().squeeze(1) if alive else torch.zeros_like(live[:1])
                 cache.keep(keep)
                 history.reorder(keep)
                 live, drawn, running = live[keep], drawn[keep], running[keep]

@@ -70,6 +70,10 @@ class ProcessGroup:
         """Maximum over ranks, elementwise."""
         return self._reduce(values, dist.ReduceOp.MAX)
 
+    def largest(self, count: int) -> int:
+        """The largest of all ranks' numbers."""
+        return int(self.max(torch.tensor(count)))
+
     def _reduce(self, values: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.size == 1:
             return values

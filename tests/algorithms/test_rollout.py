@@ -40,7 +40,9 @@ def collected(checkpoints):
         return answer
 
     sampler = load_language_model(checkpoints["llama"])
-    backend = SimpleNamespace(unwrapped=sampler, full_parameters=nullcontext)
+    backend = SimpleNamespace(
+        unwrapped=sampler, full_parameters=nullcontext, autocast=nullcontext, collective_forward=False
+    )
     state = SimpleNamespace(
         policy=SimpleNamespace(backend=backend, model=language(lambda batch: batch.tokens[batch.target_index])),
         value=SimpleNamespace(backend=backend, model=lambda batch: SimpleNamespace(values=batch.positions.float())),
@@ -49,6 +51,7 @@ def collected(checkpoints):
             [100.0 * len(p.ids) + len(r) + e / 2 for p, r, e in zip(prompts, responses, ended, strict=True)]
         ),
         stop_ids=STOPS,
+        rollout_weights="gathered",
         process_group=SimpleNamespace(rank=0, size=1, device=torch.device("cpu")),
     )
     training = TrainingConfig(batch_size=4, micro_batch_tokens=20, seed=3)

@@ -15,6 +15,7 @@ from torch import Tensor
 from alignment.algorithms.policies import language_loss_fn, note_dropout_off, save_policy
 from alignment.algorithms.ppo.metrics import rollout_metrics, texts_of
 from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, add_advantages, collect, rollout_batches
+from alignment.algorithms.ppo.rollout_weights import choose_rollout_weights
 from alignment.algorithms.ppo.setup import (
     PPOConfig,
     PPOState,
@@ -50,6 +51,7 @@ def run(config: PPOConfig) -> Path:
         state = build_state(config, data)
         save = partial(save_policy, state.policy, state.start, run.output)
         note_dropout_off(state.start, run)
+        state.rollout_weights = choose_rollout_weights(config, data, state, run)
         first = load_ppo_state(state, config, run)
         if first == data.iterations:  # a finished run again: its model may be gone
             save()

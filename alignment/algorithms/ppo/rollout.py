@@ -11,7 +11,7 @@ from torch import Tensor
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.setup import PPOConfig, PPOState
 from alignment.data.tokenize import PromptExample
-from alignment.generation import SamplingConfig, decode_responses
+from alignment.generation import Responses, SamplingConfig, decode_responses
 from alignment.losses import gae, shape_rewards, whiten
 from alignment.models.protocols import GenerativeModel
 from alignment.ragged import Ragged, RaggedBatch, group_by_length
@@ -90,20 +90,20 @@ def collect(state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample]
     numbers = [step * config.training.batch_size + group.rank + i * group.size for i in range(len(prompts))]
     ids = [list(prompt.ids) for prompt in prompts]
     sampling = SamplingConfig(config.max_new_tokens, temperature, seed=config.training.seed)
-    sampler = cast(GenerativeModel, state.policy.backend.unwrapped)
-    # Ranks have unequal work here: with whole weights on each nobody waits for another one's.
-    with state.policy.backend.full_parameters(), state.value.backend.full_parameters(), torch.no_grad():
-        sampled = decode_responses(
-            sampler, ids, sampling, state.stop_ids,
-            rows=numbers, batch_size=config.micro_rollout_batch_size,
-        )  # fmt: skip
+    with torch.no_grad():
+        sampled = sample(state, sampling, ids, numbers, config.micro_rollout_batch_size)
+    with torch.no_grad(), state.policy.backend.autocast():
         mask = torch.zeros(len(ids), max(map(len, sampled.token_ids)), dtype=torch.bool, device=group.device)
         for row, tokens in enumerate(sampled.token_ids):
             mask[row, : len(tokens)] = True
         names = ("log_probs", "reference_log_probs", "values")
         rectangles = {name: torch.zeros(mask.shape, device=group.device) for name in names}
         lengths = [len(prompt) + len(response) for prompt, response in zip(ids, sampled.token_ids, strict=True)]
-        for rows in group_by_length(lengths, config.training.micro_batch_tokens):
+        micro_batches = group_by_length(lengths, config.training.micro_batch_tokens)
+        if state.policy.backend.collective_forward:  # all ranks run equally many: the last one again gives the same
+            missing = group.largest(len(micro_batches)) - len(micro_batches)
+            micro_batches = [*micro_batches, *[micro_batches[-1]] * missing]
+        for rows in micro_batches:
             batch = ragged_of(
                 [ids[i] for i in rows], [sampled.token_ids[i] for i in rows], [numbers[i] for i in rows]
             ).to(group.device)
@@ -128,6 +128,27 @@ def collect(state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample]
         seconds=time.perf_counter() - began,
         **rectangles,
     )
+
+
+def sample(
+    state: PPOState, sampling: SamplingConfig, prompts: Sequence[Sequence[int]], numbers: Sequence[int], batch_size: int
+) -> Responses:
+    """Responses to this rank's prompts, with the policy's weights whole on each rank or sharded, as the run has chosen.
+
+    Args:
+        prompts: token ids.
+        numbers: global number of each row, which fixes what is sampled.
+        batch_size: responses sampled side by side.
+    """
+    backend, group = state.policy.backend, state.process_group
+    sampler = cast(GenerativeModel, backend.unwrapped)
+    # With whole weights no rank waits for another one, however unequal their work is.
+    sharded = state.rollout_weights == "sharded"
+    with backend.sharded_decoding() if sharded else backend.full_parameters():
+        return decode_responses(
+            sampler, prompts, sampling, state.stop_ids,
+            rows=numbers, batch_size=batch_size, largest=group.largest if sharded else None,
+        )  # fmt: skip
 
 
 def add_advantages(

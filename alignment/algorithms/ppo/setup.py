@@ -71,6 +71,9 @@ class PPOConfig:
         temperature: of the samples; log-probabilities are taken at the same one.
         micro_rollout_batch_size: responses that one process samples side by side. Each holds its keys and values for the
             longest prompt and `max_new_tokens`; the number changes memory and speed, and no response.
+        rollout_weights: of the policy while it samples, where FSDP2 or ZeRO-3 shards it. gathered: whole on every
+            device, gathered once per iteration. sharded: each block is gathered for every token, which is slower and
+            takes the memory of one block. auto: gathered where it fits; the choice is printed. It changes no response.
         epochs: passes over each rollout.
         minibatches: updates in each pass.
         kl_coef: penalty on log p - log p_ref, per token; the starting value where `kl_target` is set.
@@ -99,6 +102,7 @@ class PPOConfig:
     max_new_tokens: int = 64
     temperature: float = 1.0
     micro_rollout_batch_size: int = 256
+    rollout_weights: Literal["auto", "gathered", "sharded"] = "auto"
     epochs: int = 4
     minibatches: int = 1
     kl_coef: float = 0.05
@@ -190,6 +194,7 @@ class PPOState:
         pretraining: update number -> micro-batches of this rank; None without a pretraining mix.
         metrics: what to log of prompts and responses, by name.
         num_updates: minibatch updates taken so far.
+        rollout_weights: how the policy's weights lie while it samples.
     """
 
     policy: Engine
@@ -203,6 +208,7 @@ class PPOState:
     pretraining: Callable[[int], list[Batch]] | None = None
     metrics: dict[str, MetricFn] = field(default_factory=dict)
     num_updates: int = 0
+    rollout_weights: Literal["gathered", "sharded"] = "gathered"
 
     @property
     def process_group(self) -> ProcessGroup:

@@ -57,10 +57,23 @@ class Backend(Protocol):
         ...
 
     def full_parameters(self) -> AbstractContextManager[None]:
-        """While open, every rank holds whole weights and computes in the run's precision.
+        """While open, every rank holds whole weights, in the type that each layer computes in at the run's precision.
 
         Opening and closing are collective operations. In between nothing communicates, calls of `model` included: ranks
         may do unequal work and use `unwrapped` in ways other than its forward. Nothing may be trained inside.
+        """
+        ...
+
+    def whole_bytes(self) -> int:
+        """Bytes that `full_parameters` takes on each device while it is open; 0 where weights are not sharded."""
+        ...
+
+    def sharded_decoding(self) -> AbstractContextManager[None]:
+        """While open, `unwrapped` may decode with sharded weights: its blocks gather theirs one after another.
+
+        Weights outside of blocks (embeddings, head, prefix) stay whole meanwhile. Opening and closing are collective
+        operations, and so is each call of `prefill` and `decode`: all ranks must run equally many. Where weights are not
+        sharded nothing communicates.
         """
         ...
 

@@ -5,16 +5,25 @@ config trains the same model on every backend.
 """
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from alignment.errors import UserError
 from alignment.training.backends import state_files
 from alignment.training.backends.base import autocast_context
+from alignment.training.backends.whole_weights import (
+    blocks_of,
+    computing_types,
+    outermost,
+    whole_bytes,
+    whole_parameters,
+)
 from alignment.training.distributed import ProcessGroup
 from alignment.training.optim import OptimConfig
 from alignment.training.optimizers import build_optimizer, set_learning_rate
@@ -29,7 +38,7 @@ class DeepSpeedBackend:
 
     def __init__(self, model: nn.Module, config: OptimConfig, process_group: ProcessGroup, precision: str):
         self.process_group, self.unwrapped = process_group, model
-        self.autocast = autocast_context(process_group.device, precision)
+        self.autocast, self._precision = autocast_context(process_group.device, precision), precision
         self._reached, self._hooks = set(), []
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
@@ -71,12 +80,36 @@ class DeepSpeedBackend:
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
+        types = computing_types(self.unwrapped, self._precision)
+        with whole_parameters(self.unwrapped, types, self._all_gather), self._without_module_hooks(), self.autocast():
+            yield
+
+    def whole_bytes(self) -> int:
+        return whole_bytes(computing_types(self.unwrapped, self._precision), is_partitioned)
+
+    @contextmanager
+    def sharded_decoding(self) -> Iterator[None]:
+        # ZeRO-3's own hooks follow the order of modules in a training step, from which decoding deviates.
+        blocks = outermost(blocks_of(self.unwrapped))
+        inside = {parameter for block in blocks for parameter in block.parameters()}
+        rest = [parameter for parameter in self.unwrapped.parameters() if parameter not in inside]
         with (
-            self._full_tensors(list(self.unwrapped.parameters())),
             self._without_module_hooks(),
+            self._full_tensors(rest),
+            around_forwards(blocks, lambda block: self._full_tensors(list(block.parameters()))),
             self.autocast(),
         ):
             yield
+
+    def _all_gather(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
+        """The whole tensor of a partitioned parameter: the ranks' equal parts of it laid end to end, and padding."""
+        if not is_partitioned(parameter):
+            return None
+        partitioned: Any = parameter
+        part = partitioned.ds_tensor.detach().to(self.process_group.device, dtype)
+        flat = torch.empty(part.numel() * self.process_group.size, dtype=dtype, device=part.device)
+        dist.all_gather_into_tensor(flat, part)
+        return flat[: partitioned.ds_numel].view(partitioned.ds_shape)
 
     def save(self, directory: Path) -> None:
         weights = self.full_state()
@@ -96,7 +129,7 @@ class DeepSpeedBackend:
             raise UserError(f"{directory / TAG}: DeepSpeed could not read its files; was the number of ranks changed?")
 
     @contextmanager
-    def _full_tensors(self, tensors: list[Tensor]) -> Iterator[None]:
+    def _full_tensors(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """While open, these tensors are whole on every rank. Below stage 3, and if they are buffers, they always are."""
         import deepspeed
 
@@ -139,3 +172,31 @@ class DeepSpeedBackend:
             # With its default list ZeRO-3 leaves gathered weights rounded to bfloat16, which checkpoints would contain.
             "lower_precision_safe_modules": [],
         }
+
+
+def is_partitioned(parameter: nn.Parameter) -> bool:
+    """Whether ZeRO-3 has divided this parameter among the ranks."""
+    return hasattr(parameter, "ds_id")
+
+
+@contextmanager
+def around_forwards(
+    modules: list[nn.Module], context: Callable[[nn.Module], AbstractContextManager[None]]
+) -> Iterator[None]:
+    """While open, each forward of these modules, which do not contain each other, runs within its `context`."""
+    opened: list[ExitStack] = []
+
+    def before(module: nn.Module, _: object) -> None:
+        opened.append(ExitStack())
+        opened[-1].enter_context(context(module))
+
+    def after(*_: object) -> None:
+        opened.pop().close()
+
+    hooks = [module.register_forward_pre_hook(before) for module in modules]
+    hooks += [module.register_forward_hook(after, always_call=True) for module in modules]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

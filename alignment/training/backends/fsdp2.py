@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,9 +13,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from alignment.training.backends import state_files
 from alignment.training.backends.base import autocast_context, autocast_forward, checked_step, names_without_gradient
+from alignment.training.backends.whole_weights import computing_types, whole_bytes, whole_parameters
 from alignment.training.distributed import ProcessGroup
 from alignment.training.optim import OptimConfig
 from alignment.training.optimizers import build_optimizer, restore_state, saved_state
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 class FSDP2Backend:
@@ -26,7 +30,7 @@ class FSDP2Backend:
     def __init__(self, model: nn.Module, config: OptimConfig, process_group: ProcessGroup, precision: str):
         self.process_group, self.config = process_group, config
         self.model = self.unwrapped = autocast_forward(model.to(process_group.device), process_group.device, precision)
-        self.autocast = autocast_context(process_group.device, precision)
+        self.autocast, self._precision = autocast_context(process_group.device, precision), precision
         self._reshard_after_forward = reshard_after_forward()
         shard_model(model, process_group, self._reshard_after_forward)
         self.optimizer = build_optimizer(model, config)
@@ -49,21 +53,54 @@ class FSDP2Backend:
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
-        root: Any = self.unwrapped
-        modules = [module for module in root.modules() if hasattr(module, "unshard")]
-        # FSDP2 makes the first module that runs its root. It must be the whole model, even if only parts of it run.
-        root._get_fsdp_state()._lazy_init()
-        root.set_reshard_after_forward(False)  # otherwise a block is sharded again after its first forward
+        modules = fsdp_modules(self.unwrapped)
         for module in modules:
-            module.unshard()
+            module.reshard()
+        with (
+            whole_parameters(self.unwrapped, self._computing_types(), self._all_gather),
+            without_gathering(modules),
+            self.autocast(),
+        ):
+            yield
+
+    def whole_bytes(self) -> int:
+        return whole_bytes(self._computing_types(), lambda parameter: isinstance(parameter, DTensor))
+
+    @contextmanager
+    def sharded_decoding(self) -> Iterator[None]:
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
+        root: Any = fsdp_modules(self.unwrapped)[0]
+        root.unshard()  # the root's own weights: FSDP2 would keep them after the first forward anyhow
+        root.set_reshard_after_forward(True)
+        root.set_reshard_after_forward(False, recurse=False)
+        for name in ("prefill", "decode"):
+            register_fsdp_forward_method(root, name)
         try:
             with self.autocast():
                 yield
         finally:
+            for name in ("prefill", "decode"):
+                delattr(root, name)  # the wrapper on the instance; the method of the class is back
             root.set_reshard_after_forward(self._reshard_after_forward)
             root.set_reshard_after_forward(False, recurse=False)  # its backward follows at once and needs whole weights
-            for module in modules:
-                module.reshard()
+            root.reshard()
+
+    def _computing_types(self) -> dict[nn.Parameter, torch.dtype]:
+        """The type of each parameter's whole copy; where FSDP2 gathers in another type than it stores, that one."""
+        types = computing_types(self.unwrapped, self._precision)
+        for module in fsdp_modules(self.unwrapped):
+            for group in module._get_fsdp_state()._fsdp_param_groups:
+                for managed in group.fsdp_params:
+                    if managed.param_dtype is not None:
+                        types[managed.sharded_param] = managed.param_dtype
+        return types
+
+    def _all_gather(self, parameter: nn.Parameter, dtype: torch.dtype) -> Tensor | None:
+        if not isinstance(parameter, DTensor):
+            return None
+        with torch.no_grad():
+            return full_tensor(parameter.to(self.process_group.device, dtype))
 
     def save(self, directory: Path) -> None:
         names = set(state_files.kept_names(self.unwrapped))
@@ -96,6 +133,30 @@ class FSDP2Backend:
             if self.process_group.is_main:
                 state[name] = tensor.cpu().contiguous()
         return state
+
+
+def fsdp_modules(model: nn.Module) -> "list[FSDPModule]":
+    """The modules whose weights are sharded together, the whole model first. FSDP2 makes it the root of the others."""
+    from torch.distributed.fsdp import FSDPModule
+
+    root: Any = model
+    # FSDP2 makes the first module that runs its root. It must be the whole model, even if only parts of it run.
+    root._get_fsdp_state()._lazy_init()
+    return [module for module in root.modules() if isinstance(module, FSDPModule)]
+
+
+@contextmanager
+def without_gathering(modules: "list[FSDPModule]") -> Iterator[None]:
+    """While open, these modules' forwards gather and shard nothing; casts of their inputs and outputs go on."""
+    states = [module._get_fsdp_state() for module in modules]
+    groups = [state._fsdp_param_groups for state in states]
+    for state in states:
+        state._fsdp_param_groups = []
+    try:
+        yield
+    finally:
+        for state, own in zip(states, groups, strict=True):
+            state._fsdp_param_groups = own
 
 
 def reshard_after_forward() -> bool:

@@ -1,7 +1,7 @@
 """The whole model on every rank: one process, or data-parallel replicas that sum their gradients."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 import torch
@@ -56,6 +56,12 @@ class ReplicatedBackend:
     def full_parameters(self) -> Iterator[None]:
         with self.autocast():
             yield
+
+    def whole_bytes(self) -> int:
+        return 0
+
+    def sharded_decoding(self) -> AbstractContextManager[None]:
+        return self.full_parameters()
 
     def save(self, directory: Path) -> None:
         if self.process_group.is_main:
