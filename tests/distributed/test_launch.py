@@ -73,8 +73,27 @@ def check_equal(two: Path, one: Path, name: str, bound: float) -> None:
         assert mine == pytest.approx(other, rel=max(bound, 2e-5))
     assert ours["collectives"] == []  # while weights are whole, ranks may do unequal work
     assert len(set(ours["draws"])) == 2  # or every rank would drop out the same activations
+    check_sampling(ours["sampling"], theirs["sampling"]["gathered"]["responses"], name, bound)
     # rank 1 alone met the bad loss, and every rank names its rows
     assert "update 6" in ours["message"] and "row-9-1, row-9-3, row-9-5, row-9-7" in ours["message"]
+
+
+def check_sampling(found: dict[str, Any], expected: list[Any], name: str, bound: float) -> None:
+    """Sampled with whole weights and with sharded ones: what one process samples, and equally many sharded forwards."""
+    assert len({len(tokens) for _, tokens, _ in expected}) > 1
+    for weights, way in found.items():
+        for (row, tokens, log_probs), (same_row, same, others) in zip(way["responses"], expected, strict=True):
+            assert row == same_row
+            if bound <= 1e-5:  # a rounded probability may draw another token
+                assert tokens == same and log_probs == pytest.approx(others, abs=1e-4), (weights, row)
+    assert len(set(found["gathered"]["forwards"])) == 2  # each rank has work of its own ...
+    if name in ("fsdp2", "zero3"):
+        assert len(set(found["sharded"]["forwards"])) == 1  # ... and here as much as the one with most
+        assert found["gathered"]["whole"] and not found["sharded"]["whole"]
+        assert found["sharded"]["responses"] == [
+            [row, tokens, pytest.approx(log_probs, abs=max(bound, 1e-5))]
+            for row, tokens, log_probs in found["gathered"]["responses"]
+        ]
 
 
 @pytest.mark.parametrize("name", REPLICAS_AND_ZERO_3)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from alignment.data.batches import collate
 from alignment.data.tokenize import Example
+from alignment.generation import SamplingConfig, decode_responses
 from alignment.models.build import build_language_model
 from alignment.ragged import Ragged
 from alignment.training import (
@@ -116,6 +117,37 @@ def sample(engine: Engine) -> tuple[torch.Tensor, list[str]]:
     return logits, collectives.called
 
 
+def respond(engine: Engine, weights: str) -> dict[str, Any]:
+    """Sampled responses of all ranks by row, forwards of each rank, and whether blocks were whole between forwards.
+
+    Ranks have unequal numbers of prompts, one side by side, and their responses end at different steps.
+    """
+    group, model, forwards, whole = engine.process_group, engine.backend.unwrapped, [0], []
+    rows = list(range(5))[group.rank :: group.size]
+    prompts = [[3, 1, 4, 1, 5][: row + 1] for row in rows]
+    sharded = weights == "sharded"
+
+    def count(*_: object) -> None:
+        forwards[0] += 1
+        query: Any = model.trunk.blocks[0].attention.query.weight
+        whole.append(type(query.data) is torch.Tensor and query.numel() > 0)
+
+    with engine.backend.sharded_decoding() if sharded else engine.backend.full_parameters(), torch.no_grad():
+        hook = model.trunk.embed.register_forward_hook(count)
+        found = decode_responses(
+            model, prompts, SamplingConfig(20, seed=5), range(8),
+            rows=rows, batch_size=1, largest=group.largest if sharded else None,
+        )  # fmt: skip
+        hook.remove()
+    ours = list(zip(rows, found.token_ids, found.log_probs, strict=True))
+    by_rank = group.gather_objects((ours, forwards[0], any(whole)))
+    return {
+        "responses": sorted(row for ours, _, _ in by_rank for row in ours),
+        "forwards": [count for _, count, _ in by_rank],
+        "whole": any(whole for _, _, whole in by_rank),
+    }
+
+
 def run(output: Path, mode: str) -> None:
     """Train, and write states and metrics from rank 0."""
     precision = "bf16" if mode == "bf16" else "fp32"
@@ -134,6 +166,7 @@ def run(output: Path, mode: str) -> None:
     states = {name: engine.backend.full_state() for name, engine in engines.items()}
     after, more = sample(engines["language"])
     collectives += more
+    responses = {weights: respond(engines["language"], weights) for weights in ("gathered", "sharded")}
     message = fail_on_last_rank(engines["toy"])
     if toy.process_group.is_main:
         output.mkdir(parents=True, exist_ok=True)
@@ -146,7 +179,7 @@ def run(output: Path, mode: str) -> None:
             "history": history,
             "message": message,
         }
-        report |= {"draws": draws, "collectives": collectives}
+        report |= {"draws": draws, "collectives": collectives, "sampling": responses}
         (output / "report.json").write_text(json.dumps(report))
     toy.process_group.barrier()
 

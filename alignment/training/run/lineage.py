@@ -17,7 +17,7 @@ from alignment.files import hash_of, sha256
 RESUMABLE_KEYS = frozenset(
     {
         "output", "resume", "trackers", "save_every_steps", "keep_last_checkpoints", "evaluate_every_steps",
-        "micro_batch_tokens", "gradient_checkpointing", "keep_activations",
+        "micro_batch_tokens", "gradient_checkpointing", "keep_activations", "rollout_weights",
     }
 )  # fmt: skip
 

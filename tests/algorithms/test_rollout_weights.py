@@ -1,0 +1,99 @@
+"""The choice between gathered and sharded weights for sampling, and the bytes that decide it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from alignment.algorithms.ppo import rollout_weights
+from alignment.algorithms.ppo.rollout_weights import choose_rollout_weights, sampling_bytes
+from alignment.algorithms.ppo.setup import PPOConfig
+from alignment.data.rows.read import DataConfig
+from alignment.errors import UserError
+from alignment.models.build import build_language_model
+from alignment.training import TrainingConfig
+from alignment.training.backends.whole_weights import computing_types, whole_bytes, whole_parameters
+
+LLAMA = {
+    "model_type": "llama", "vocab_size": 61, "max_position_embeddings": 64, "hidden_size": 32, "intermediate_size": 48,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
+# Per block: query and output 32 x 32, key and value 16 x 32, three feed-forward matrices 48 x 32; two norms of 32.
+LINEAR, REST = 2 * (2 * 1024 + 2 * 512 + 3 * 1536), 61 * 32 + 5 * 32
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return build_language_model(dict(LLAMA)).eval()
+
+
+def state_of(model, whole: int, kind: str = "fsdp2"):
+    """A state on four ranks of which each has the same memory."""
+    backend = SimpleNamespace(unwrapped=model, whole_bytes=lambda: whole)
+    group = SimpleNamespace(size=4, kind=kind, device=torch.device("cpu"), largest=lambda count: count)
+    return SimpleNamespace(
+        policy=SimpleNamespace(backend=backend), value=SimpleNamespace(backend=backend), process_group=group
+    )
+
+
+def choose(model, setting: str, whole: int, free: int, monkeypatch, kind: str = "fsdp2"):
+    monkeypatch.setattr(rollout_weights, "free_bytes", lambda group: free)
+    config = PPOConfig("policy", "reward", DataConfig(train="rows"), "output", rollout_weights=setting)
+    data = SimpleNamespace(prompts=SimpleNamespace(rows=[SimpleNamespace(ids=[1] * 10)]))
+    notes = []
+    return choose_rollout_weights(config, data, state_of(model, whole, kind), SimpleNamespace(note=notes.append)), notes
+
+
+def test_bytes_of_cache_and_logits_by_hand(model):
+    training = TrainingConfig(batch_size=30, precision="bf16")
+    config = PPOConfig("policy", "reward", DataConfig(train="rows"), "output", max_new_tokens=6, training=training)
+    data = SimpleNamespace(prompts=SimpleNamespace(rows=[SimpleNamespace(ids=[1] * 10), SimpleNamespace(ids=[1] * 3)]))
+    # 8 rows a rank; 16 tokens, each with keys and values of 2 heads of 8 numbers in 2 layers, in 2 bytes
+    assert sampling_bytes(config, data, state_of(model, 1)) == 8 * (16 * 2 * 2 * 2 * 8 * 2 + 3 * 4 * 61)
+
+
+def test_what_fits_is_gathered_and_what_does_not_stays_sharded(model, monkeypatch):
+    choice, [note] = choose(model, "auto", 10**9, 10**10, monkeypatch)
+    assert choice == "gathered"
+    assert note.startswith("rollout_weights: gathered (auto): the whole policy takes 1 GB on each device")
+    assert "10 GB are free" in note
+    choice, [note] = choose(model, "auto", 10**10, 10**10, monkeypatch)
+    assert choice == "sharded" and note.startswith("rollout_weights: sharded (auto)")
+    choice, [note] = choose(model, "sharded", 10**9, 10**10, monkeypatch)
+    assert choice == "sharded" and note.startswith("rollout_weights: sharded (as set)")
+
+
+def test_gathered_weights_that_cannot_fit_are_refused(model, monkeypatch):
+    with pytest.raises(UserError, match="rollout_weights=gathered does not fit: the whole policy takes 20 GB"):
+        choose(model, "gathered", 2 * 10**10, 10**10, monkeypatch)
+
+
+def test_without_sharding_nothing_is_chosen_or_noted(model, monkeypatch):
+    assert choose(model, "auto", 0, 0, monkeypatch, "ddp") == ("gathered", [])
+    choice, [note] = choose(model, "sharded", 0, 0, monkeypatch, "ddp")
+    assert choice == "gathered" and "sharded has no effect" in note
+
+
+def test_whole_copies_take_half_the_bytes_and_give_the_bits_of_autocast(model):
+    types = computing_types(model, "bf16")
+    assert whole_bytes(types, lambda parameter: True) == 2 * LINEAR + 4 * REST
+    assert whole_bytes(computing_types(model, "fp32"), lambda parameter: True) == 4 * (LINEAR + REST)
+    ids, before = torch.arange(12).view(2, 6), {name: value.clone() for name, value in model.named_parameters()}
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(ids).logits
+        with whole_parameters(model, types, lambda parameter, dtype: parameter.detach().to(dtype)):
+            assert model.trunk.blocks[0].attention.query.weight.dtype == torch.bfloat16
+            assert model.head.weight is model.trunk.embed.weight and model.head.weight.dtype == torch.float32
+            assert torch.equal(model(ids).logits, expected)
+    assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+
+
+def test_layers_under_an_adapter_keep_their_type(model):
+    from alignment.adapters.attach import attach
+    from alignment.adapters.specs import LoRASpec
+
+    attach(model, LoRASpec(rank=2, alpha=4.0, layers=r"attention\.query"))
+    types = {name: computing_types(model, "bf16")[value] for name, value in model.named_parameters()}
+    assert types["trunk.blocks.0.attention.query.base_layer.weight"] == torch.float32
+    assert types["trunk.blocks.0.attention.key.weight"] == torch.bfloat16
