@@ -17,14 +17,13 @@ MIN_8BIT_SIZE = 4096  # elements; bitsandbytes keeps the moments of smaller tens
 BLOCK_SIZE = 256  # elements of an 8-bit moment that share a scale
 CODE_TABLES = {"qmap1": "dynamic", "qmap2": "udynamic"}  # bitsandbytes' values of the 256 codes, equal for all tensors
 CODE_TABLE_BYTES = 2 * 256 * 4
-# Why an optimizer cannot run on a backend. ZeRO flattens parameters into vectors: only elementwise updates keep their
-# meaning.
+# Why an optimizer cannot run on a backend. ZeRO flattens the parameters of a group into one vector, of which each rank
+# updates a part: only elementwise updates keep their meaning. adamw_8bit does, with blocks that may span two parameters.
 UNSUPPORTED = {
     ("adamw_8bit", "fsdp2"): "bitsandbytes cannot read sharded tensors (DTensor)",
     ("adafactor", "fsdp2"): "transformers' Adafactor cannot read sharded tensors (DTensor)",
     ("adafactor", "deepspeed"): "DeepSpeed flattens weights into vectors, and Adafactor needs rows and columns",
     ("muon", "deepspeed"): "DeepSpeed flattens weights into vectors, and Muon needs matrices",
-    ("adamw_8bit", "deepspeed"): "DeepSpeed shards a vector of all weights, whose blocks would share 8-bit scales",
 }
 
 

@@ -17,6 +17,9 @@ from torch import Tensor
 ROOT = Path(__file__).parents[2]
 KINDS = {"ddp": "ddp", "fsdp2": "fsdp2", "zero2": "deepspeed", "zero3": "deepspeed"}
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="deepspeed is not installed")
+needs_bitsandbytes = pytest.mark.skipif(
+    importlib.util.find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed"
+)
 REPLICAS_AND_ZERO_3 = [
     pytest.param("ddp", marks=pytest.mark.distributed),
     pytest.param("zero3", marks=[pytest.mark.distributed, needs_deepspeed]),
@@ -119,14 +122,19 @@ def test_bf16_differs_by_rounding_alone(tmp_path, alone, name):
 @pytest.mark.distributed_slow
 @pytest.mark.parametrize(
     ("name", "optimizers"),
-    [("fsdp2", "sgd muon"), pytest.param("zero2", "sgd", marks=needs_deepspeed), pytest.param("zero3", "sgd", marks=needs_deepspeed)],
-)  # fmt: skip
+    [
+        ("fsdp2", "sgd muon"),
+        pytest.param("zero2", "sgd adamw_8bit", marks=[needs_deepspeed, needs_bitsandbytes]),
+        pytest.param("zero3", "sgd adamw_8bit", marks=[needs_deepspeed, needs_bitsandbytes]),
+    ],
+)
 def test_other_optimizers_in_two_processes_equal_one_and_resume(tmp_path, name, optimizers):
     launch(tmp_path / "one", optimizers, worker="optimizer_worker")
     launch_two(tmp_path / "two", optimizers, name, worker="optimizer_worker")
     for each in optimizers.split():
         file = f"{each}.safetensors"
-        assert relative_error(load_file(tmp_path / "two" / file), load_file(tmp_path / "one" / file)) <= 1e-5, each
+        bound = 2e-3 if each == "adamw_8bit" else 1e-5  # ZeRO's vectors have 8 bits where small tensors alone have 32
+        assert relative_error(load_file(tmp_path / "two" / file), load_file(tmp_path / "one" / file)) <= bound, each
 
 
 def test_relative_error_sees_a_difference():
