@@ -1,9 +1,9 @@
 """Write a small random checkpoint with the architecture of a real base model, to try a config without the real weights.
 
-    python scripts/shrink.py configs/bases/qwen3_8b.json --text FILE.jsonl --output DIR
+    python scripts/shrink.py qwen3-8b --text FILE.jsonl --output DIR
 
-The widths, the layers and the vocabulary shrink; everything else of the config stays: kinds of attention and their order,
-norms, tied embeddings, positions. The tokenizer is a byte-level BPE trained on the `text` of FILE's rows.
+The base is a name in configs/bases, or a config.json. The widths, the layers and the vocabulary shrink; everything else of
+the config stays: kinds of attention and their order, norms, tied embeddings, positions. The tokenizer is a byte-level BPE trained on the `text` of FILE's rows.
 """
 
 import argparse
@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from alignment.config.load import packaged_folder
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
@@ -25,6 +26,7 @@ from alignment.models.huggingface.checkpoint import save_model
 HEADS, HEAD_DIM, LAYERS = 4, 16, 2
 SIZES = {"hidden_size": HEADS * HEAD_DIM, "intermediate_size": 96, "head_dim": HEAD_DIM, "num_attention_heads": HEADS}
 PER_LAYER = ("layer_types", "no_rope_layers")  # config keys with one entry for each layer
+INTERVALS = ("sliding_window_pattern", "no_rope_layer_interval")  # every so many layers one is of another kind
 
 
 def shrink(config: dict[str, Any], vocabulary: int) -> dict[str, Any]:
@@ -36,8 +38,7 @@ def shrink(config: dict[str, Any], vocabulary: int) -> dict[str, Any]:
     small = dict(config) | {key: size for key, size in SIZES.items() if key in config}
     small["vocab_size"] = vocabulary
     layers = max([LAYERS, *(_layers_with_every_kind(config[key]) for key in PER_LAYER if config.get(key))])
-    pattern = config.get("sliding_window_pattern") or config.get("_sliding_window_pattern") or 0
-    small["num_hidden_layers"] = layers = max(layers, pattern)
+    small["num_hidden_layers"] = layers = max([layers, *(config.get(key) or 0 for key in INTERVALS)])
     for key in PER_LAYER:
         if config.get(key):
             small[key] = config[key][:layers]
@@ -60,6 +61,18 @@ def write_small(config: dict[str, Any], texts: Iterable[str], output: Path, *, s
     save_tokenizer(tokenizer, output)
 
 
+def read_base(name: str) -> dict[str, Any]:
+    """The config.json of a base: a file, or a packaged one by its name.
+
+    Raises:
+        UserError: there is neither.
+    """
+    packaged = packaged_folder("configs") / "bases" / f"{name}.json"
+    if packaged.is_file():
+        return read_json_object(packaged)["config"]
+    return read_json_object(Path(name))
+
+
 def _layers_with_every_kind(kinds: list[Any]) -> int:
     """The smallest number of first layers that hold every kind of layer."""
     return max(kinds.index(kind) for kind in set(kinds)) + 1
@@ -68,7 +81,7 @@ def _layers_with_every_kind(kinds: list[Any]) -> int:
 def main() -> int:
     """Exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("config", type=Path, help="config.json of the base model")
+    parser.add_argument("base", help="a name in configs/bases, or a config.json")
     parser.add_argument("--text", type=Path, required=True, help="JSON lines with `text`, for the tokenizer")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
@@ -76,7 +89,7 @@ def main() -> int:
     try:
         with open(arguments.text, encoding="utf-8") as file:
             texts = [json.loads(line)["text"] for line in file]
-        write_small(read_json_object(arguments.config), texts, arguments.output, seed=arguments.seed)
+        write_small(read_base(arguments.base), texts, arguments.output, seed=arguments.seed)
     except (UserError, FileNotFoundError) as error:
         print(error, file=sys.stderr)
         return 2

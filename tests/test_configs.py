@@ -69,7 +69,7 @@ def test_configs_of_the_8b_and_its_instructions_agree_on_the_launch_file():
     recipe = (packaged_folder("recipes") / "hh/README.md").read_text(encoding="utf-8")
     (file,) = re.findall(r"launch\(\) \{ accelerate launch --config_file (\S+)", recipe)
     for stage in ("sft", "reward", "dpo", "ppo"):
-        head = (ROOT / stage / "llama_8b_lora.yaml").read_text(encoding="utf-8").partition("output:")[0]
+        head = (ROOT / stage / "llama3.1_8b_80gb.yaml").read_text(encoding="utf-8").partition("output:")[0]
         assert f"--config_file {file} " in head
 
 
