@@ -2,8 +2,9 @@
 
     python scripts/shrink.py qwen3-8b --text FILE.jsonl --output DIR
 
-The base is a name in configs/bases, or a config.json. The widths, the layers and the vocabulary shrink; everything else of
-the config stays: kinds of attention and their order, norms, tied embeddings, positions. The tokenizer is a byte-level BPE trained on the `text` of FILE's rows.
+The base is a name in configs/bases, or a config.json. The widths, the layers and the vocabulary shrink; everything else of the
+config stays: kinds of attention and their order, norms, tied embeddings, positions. The tokenizer is a byte-level BPE trained
+on the `text` of FILE's rows.
 """
 
 import argparse
