@@ -179,6 +179,34 @@ class Seq2Seq(DeviceBatch):
         return self.decoder.row_ids
 
 
+def with_virtual_tokens(batch: Ragged, count: int) -> tuple[Ragged, Tensor]:
+    """The documents with `count` more tokens (of id 0) in front of each, and the indices of their own tokens there, [N].
+
+    Targets stay the same tokens. The new tokens stand for the vectors of a soft prompt.
+    """
+    device, documents = batch.tokens.device, len(batch.lengths)
+    size = len(batch.tokens) + count * documents
+    starts = batch.starts.long() + count * torch.arange(documents + 1, device=device)
+    firsts = torch.repeat_interleave(starts[:-1], starts.diff(), output_size=size)
+    shifts = count * torch.arange(1, documents + 1, device=device)
+    own = torch.arange(len(batch.tokens), device=device)
+    own = own + torch.repeat_interleave(shifts, batch.sizes, output_size=len(own))
+
+    def longer(x: Tensor) -> Tensor:
+        return x.new_zeros(size).index_copy(0, own, x)
+
+    expanded = replace(
+        batch,
+        tokens=longer(batch.tokens),
+        positions=torch.arange(size, device=device) - firsts,
+        starts=starts.to(batch.starts.dtype),
+        lengths=tuple(length + count for length in batch.lengths),
+        target_index=own[batch.target_index],
+        segments=None if batch.segments is None else longer(batch.segments),
+    )
+    return expanded, own
+
+
 def group_by_length(lengths: Sequence[int], limit: int) -> list[list[int]]:
     """Row numbers in groups of similar length, from short to long, each of at most `limit` tokens.
 

@@ -56,8 +56,8 @@ def attention_maps(
         segments: sentence of each token, 0 or 1, for an encoder that tells them apart.
 
     Returns:
-        One [H, T, T] per layer, fp32: row t is what token t makes of all tokens. Rows sum to 1, less what a prefix of
-        the model's own takes; what cannot be seen is exactly 0.
+        One [H, T, T] per layer, fp32: row t is what token t makes of all tokens. Rows sum to 1, less what a prefix or
+        soft prompt of the model's own takes; what cannot be seen is exactly 0.
     """
     if isinstance(model, ExternalModel):
         inputs = {} if segments is None else {"token_type_ids": torch.tensor([list(segments)])}
@@ -68,8 +68,9 @@ def attention_maps(
     trunk = model.get_submodule("trunk")
     assert isinstance(trunk, Transformer)
     with _at_rest(model), recorded(trunk) as maps:
-        trunk(batch.to(trunk.embed.weight.device), prefix=model.active_prefix())
-    return maps.own
+        read = model.read(trunk, batch.to(trunk.embed.weight.device), prefix=model.active_prefix())
+    before = len(read.batch.tokens) - len(ids)  # of a soft prompt
+    return [weights[:, before:, before:] for weights in maps.own]
 
 
 @torch.no_grad()
@@ -91,7 +92,8 @@ def encoder_decoder_attention_maps(
     pair = Seq2Seq(Ragged.build([source]), Ragged.build([target])).to(model.encoder.embed.weight.device)
     with _at_rest(model), recorded(model.encoder) as read, recorded(model.decoder) as written:
         model.states(pair)
-    return EncoderDecoderMaps(read.own, written.own, written.cross)
+    own, cross = ([weights[..., -len(source) :] for weights in part] for part in (read.own, written.cross))
+    return EncoderDecoderMaps([weights[:, -len(source) :] for weights in own], written.own, cross)
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class ScalarModel(NativeModel[TransformerSpec]):
         return ValueOutput(to_padded(values, indices, shape), values[batch.last, None])
 
     def _values(self, batch: Ragged) -> Tensor:
-        hidden = self.trunk(batch, prefix=self.active_prefix())
+        hidden = self.hidden_states(self.trunk, batch)
         # Scores are compared with each other: bfloat16's 8 bits would make ties of close ones.
         with torch.autocast(hidden.device.type, enabled=False):
             return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()
@@ -72,7 +72,8 @@ class SequenceClassifier(NativeModel[TransformerSpec]):
         """
         if batch is None:
             batch, _ = from_padded(require_input_ids(input_ids), attention_mask, token_type_ids)
-        return ClassifierOutput(self.head(pooled(self.trunk(batch, prefix=self.active_prefix()), batch, self.pooling)))
+        read = self.read(self.trunk, batch, prefix=self.active_prefix())
+        return ClassifierOutput(self.head(pooled(read.states, read.batch, self.pooling)))
 
 
 class TokenClassifier(NativeModel[TransformerSpec]):
@@ -97,9 +98,9 @@ class TokenClassifier(NativeModel[TransformerSpec]):
             batch: documents end to end, instead.
         """
         if batch is not None:
-            return ClassifierOutput(self.head(self.trunk(batch, prefix=self.active_prefix())))
+            return ClassifierOutput(self.head(self.hidden_states(self.trunk, batch)))
         batch, indices = from_padded(require_input_ids(input_ids), attention_mask, token_type_ids)
-        logits = self.head(self.trunk(batch, prefix=self.active_prefix()))
+        logits = self.head(self.hidden_states(self.trunk, batch))
         return ClassifierOutput(to_padded(logits, indices, require_input_ids(input_ids).shape))
 
 

@@ -110,12 +110,14 @@ class Seq2SeqModel(NativeModel[EncoderDecoderSpec]):
 
     def states(self, batch: Seq2Seq, cache: Cache | None = None) -> Tensor:
         """Hidden states of the target's tokens, [N, D]; `cache` is filled for decoding to go on from."""
-        source = Source(self.encoder(batch.encoder), batch.encoder)
-        return self.decoder(batch.decoder, source=source, cache=cache)
+        read = self.read(self.encoder, batch.encoder)
+        source = Source(read.states, read.batch)
+        return self.decoder(batch.decoder, prefix=self.active_prefix(), source=source, cache=cache)
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
-        """An empty cache for `rows` targets of up to `capacity` tokens each, the start token included."""
-        return empty_cache(self.decoder, rows, capacity)
+        """An empty cache for `rows` targets of up to `capacity` tokens each, the start token included; room for a prefix is added."""
+        prefix = self.active_prefix()
+        return empty_cache(self.decoder, rows, capacity + (0 if prefix is None else prefix.shape[2]))
 
     @torch.no_grad()
     def prefill(self, batch: Seq2Seq, cache: Cache) -> Tensor:
@@ -167,8 +169,10 @@ class Seq2SeqClassifier(NativeModel[EncoderDecoderSpec]):
         documents = batch
         if documents is None:
             documents, indices = from_padded(require_input_ids(input_ids), attention_mask)
-        source = Source(self.encoder(documents), documents)
-        hidden = self.decoder(shifted(documents, self.spec.start_token), source=source)
+        read = self.read(self.encoder, documents)
+        source = Source(read.states, read.batch)
+        target = shifted(documents, self.spec.start_token)
+        hidden = self.decoder(target, prefix=self.active_prefix(), source=source)
         if self.task == "sequence":
             return ClassifierOutput(self.head(hidden[last_positions(documents, self.spec.end_token)]))
         logits = self.head(hidden)

@@ -11,7 +11,7 @@ from alignment.models.layers import ExpertsSpec
 from alignment.models.layers.experts import balance_loss, recorded_router_logits
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.padded_layout import select_rows
-from alignment.models.native_model import NativeModel, empty_cache
+from alignment.models.native_model import DocumentStates, NativeModel, empty_cache
 from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.models.padded_inputs import from_padded, require_input_ids, to_padded
 from alignment.models.safetensors_files import HFConfig
@@ -55,10 +55,10 @@ class LanguageModel(NativeModel[TransformerSpec]):
         """
         if batch is None:
             batch, indices = from_padded(require_input_ids(input_ids), attention_mask)
-            logits = self.head(self.trunk(batch, prefix=self.active_prefix()))
+            logits = self.head(self.hidden_states(self.trunk, batch))
             return LogitsOutput(to_padded(logits, indices, require_input_ids(input_ids).shape))
         with self._router_logits() as router_logits:
-            hidden = self.trunk(batch, prefix=self.active_prefix())
+            hidden = self.hidden_states(self.trunk, batch)
         before = select_rows(hidden, batch.target_index - 1)
         if return_logits:
             return LogitsOutput(self.head(before), before)
@@ -81,14 +81,13 @@ class LanguageModel(NativeModel[TransformerSpec]):
         return experts.balance_coef * balance_loss(router_logits, experts.experts_per_token)
 
     def new_cache(self, rows: int, capacity: int) -> Cache:
-        """An empty cache for `rows` documents of up to `capacity` tokens each; room for a prefix is added."""
-        prefix = self.active_prefix()
-        return empty_cache(self.trunk, rows, capacity + (0 if prefix is None else prefix.shape[2]))
+        """An empty cache for `rows` documents of up to `capacity` tokens each; room for a prefix or soft prompt is added."""
+        return empty_cache(self.trunk, rows, capacity + self.virtual_tokens())
 
     @torch.no_grad()
     def prefill(self, batch: Ragged, cache: Cache, rows: Tensor | None = None) -> Tensor:
         """Logits [B, V] after each document's last token; the documents now fill cache `rows` [B] (None: 0, 1, ...)."""
-        hidden = self.trunk(batch, prefix=self.active_prefix(), cache=cache, rows=rows)
+        hidden = self.hidden_states(self.trunk, batch, cache=cache, rows=rows)
         return self.head(hidden[batch.last])
 
     @torch.no_grad()
@@ -139,16 +138,16 @@ class MaskedLanguageModel(NativeModel[TransformerSpec]):
         """
         if batch is None:
             batch, indices = from_padded(require_input_ids(input_ids), attention_mask, token_type_ids)
-            hidden = self.trunk(batch)
-            logits = to_padded(self.head(hidden), indices, require_input_ids(input_ids).shape)
-            return LogitsOutput(logits, next_sentence_logits=self._next_sentence_logits(hidden, batch))
-        hidden = self.trunk(batch)
-        masked = select_rows(hidden, batch.target_index)
+            read = self.read(self.trunk, batch, prefix=self.active_prefix())
+            logits = to_padded(self.head(read.own_states()), indices, require_input_ids(input_ids).shape)
+            return LogitsOutput(logits, next_sentence_logits=self._next_sentence_logits(read))
+        read = self.read(self.trunk, batch, prefix=self.active_prefix())
+        masked = select_rows(read.states, read.batch.target_index)
         if return_logits:
-            return LogitsOutput(self.head(masked), masked, self._next_sentence_logits(hidden, batch))
+            return LogitsOutput(self.head(masked), masked, self._next_sentence_logits(read))
         labels = batch.tokens[batch.target_index] if batch.labels is None else batch.labels
         log_probs, _ = chunked_token_log_probs(self.head, masked, labels)
-        return LanguageOutput(log_probs, next_sentence_logits=self._next_sentence_logits(hidden, batch))
+        return LanguageOutput(log_probs, next_sentence_logits=self._next_sentence_logits(read))
 
-    def _next_sentence_logits(self, hidden: Tensor, batch: Ragged) -> Tensor | None:
-        return None if self.next_sentence is None else self.next_sentence(hidden[batch.firsts])
+    def _next_sentence_logits(self, read: DocumentStates) -> Tensor | None:
+        return None if self.next_sentence is None else self.next_sentence(read.states[read.batch.firsts])

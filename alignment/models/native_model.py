@@ -1,6 +1,6 @@
-"""Base class of our models: config, spec, activation checkpointing and the prefix of prefix tuning."""
+"""Base class of our models: config, spec, activation checkpointing, and adapters that stand before every document."""
 
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +11,30 @@ from alignment.models.compilation import compile_blocks
 from alignment.models.frozen_weights import like_hidden_states
 from alignment.models.layers import AttentionSpec
 from alignment.models.layers.kv_cache import Cache
+from alignment.models.layers.padded_layout import select_rows
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import Transformer
+from alignment.ragged import Ragged, with_virtual_tokens
 
 Spec = TypeVar("Spec")
+
+
+class DocumentStates(NamedTuple):
+    """Documents as a stack read them, and their hidden states.
+
+    Attributes:
+        states: [N', D].
+        batch: the documents, with the tokens of a soft prompt in front of each.
+        own_tokens: indices of the tokens that are not a prompt's, [N]; None: all are their own.
+    """
+
+    states: Tensor
+    batch: Ragged
+    own_tokens: Tensor | None
+
+    def own_states(self) -> Tensor:
+        """Hidden states of the documents' own tokens, [N, D]."""
+        return self.states if self.own_tokens is None else select_rows(self.states, self.own_tokens)
 
 
 class NativeModel(nn.Module, Generic[Spec]):
@@ -27,6 +47,8 @@ class NativeModel(nn.Module, Generic[Spec]):
         generation_config: content of generation_config.json, if the model generates and the file is there.
         prefix: module whose call gives keys and values in front of every document, [layers, 2, P, K, head_dim].
         prefix_enabled: whether `prefix` acts.
+        soft_prompt: module whose call gives the vectors that are read as the first tokens of every document, [P, E].
+        soft_prompt_enabled: whether `soft_prompt` acts.
     """
 
     source = "native"
@@ -37,10 +59,43 @@ class NativeModel(nn.Module, Generic[Spec]):
         self.spec, self.config, self.task = spec, config, task
         self.prefix: nn.Module | None = None
         self.prefix_enabled = True
+        self.soft_prompt: nn.Module | None = None
+        self.soft_prompt_enabled = True
 
     def active_prefix(self) -> Tensor | None:
         """The prefix's keys and values, [layers, 2, P, K, head_dim]; None where there is none or it is disabled."""
         return self.prefix() if self.prefix is not None and self.prefix_enabled else None
+
+    def active_soft_prompt(self) -> Tensor | None:
+        """The soft prompt's vectors, [P, E]; None where there is none or it is disabled."""
+        return self.soft_prompt() if self.soft_prompt is not None and self.soft_prompt_enabled else None
+
+    def virtual_tokens(self) -> int:
+        """Positions that a prefix or soft prompt takes in front of every document."""
+        prefix, prompt = self.active_prefix(), self.active_soft_prompt()
+        return (0 if prefix is None else prefix.shape[2]) + (0 if prompt is None else len(prompt))
+
+    def read(
+        self,
+        stack: Transformer,
+        batch: Ragged,
+        *,
+        prefix: Tensor | None = None,
+        cache: Cache | None = None,
+        rows: Tensor | None = None,
+    ) -> DocumentStates:
+        """Run documents through a stack, behind the soft prompt where there is one; arguments as for the stack."""
+        prompt, own_tokens = self.active_soft_prompt(), None
+        if prompt is not None:
+            batch, own_tokens = with_virtual_tokens(batch, len(prompt))
+        states = stack(batch, prefix=prefix, prompt=prompt, cache=cache, rows=rows)
+        return DocumentStates(states, batch, own_tokens)
+
+    def hidden_states(
+        self, stack: Transformer, batch: Ragged, *, cache: Cache | None = None, rows: Tensor | None = None
+    ) -> Tensor:
+        """Hidden states of the batch's own tokens behind the prefix or soft prompt, if there is one, [N, D]."""
+        return self.read(stack, batch, prefix=self.active_prefix(), cache=cache, rows=rows).own_states()
 
     def checkpoint_activations(self, enabled: bool = True, keep: Keep = "nothing") -> None:
         """Recompute blocks in the backward pass instead of keeping their activations; `keep`: see `checkpointed`."""
@@ -57,7 +112,7 @@ class NativeModel(nn.Module, Generic[Spec]):
 
 
 def empty_cache(trunk: Transformer, rows: int, capacity: int) -> Cache:
-    """An empty cache for `rows` documents of up to `capacity` tokens each, prefix included.
+    """An empty cache for `rows` documents of up to `capacity` tokens each, prefix or soft prompt included.
 
     Raises:
         UserError: `capacity` is more than the model's positions.

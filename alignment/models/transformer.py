@@ -45,7 +45,7 @@ class TransformerSpec:
 
     Attributes:
         width: D, of the residual stream.
-        max_positions: longest document, tokens, prefix included.
+        max_positions: longest document, tokens, prefix or soft prompt included.
         positions: vectors added to the token embedding; rotary angles and position biases belong to `AttentionSpec`.
         norm: after the last block; `output_dropout` acts on its output.
         tied_head: the language head shares the token embedding's weight.
@@ -142,6 +142,19 @@ class TransformerModules(NamedTuple):
     relative: nn.Module | None = None
 
 
+class PromptTokens(NamedTuple):
+    """Tokens of a batch whose vectors are those of a soft prompt: `index` [B * P] and `vectors` [B * P, E]."""
+
+    index: Tensor
+    vectors: Tensor
+
+    @classmethod
+    def of(cls, batch: Ragged, prompt: Tensor) -> "PromptTokens":
+        """The first P tokens of every document; prompt: [P, E]."""
+        index = batch.firsts[:, None] + torch.arange(len(prompt), device=prompt.device)
+        return cls(index.flatten(), prompt.repeat(len(batch.lengths), 1))
+
+
 class Transformer(nn.Module):
     """Token ids in, hidden states after the final norm out.
 
@@ -176,6 +189,7 @@ class Transformer(nn.Module):
         batch: Ragged,
         *,
         prefix: Tensor | None = None,
+        prompt: Tensor | None = None,
         cache: Cache | None = None,
         rows: Tensor | None = None,
         source: Source | None = None,
@@ -185,6 +199,7 @@ class Transformer(nn.Module):
         Args:
             batch: documents end to end, N tokens.
             prefix: keys and values in front of every document, [layers, 2, P, K, head_dim]; positions then start at P.
+            prompt: vectors of a soft prompt, [P, E], read in place of the first P tokens of every document.
             cache: filled with the keys and values, for `step` to go on from; without gradient only.
             rows: cache row of each document, [B]; None: 0, 1, ...
             source: what an encoder read, one document for each of the batch's; with a cache, for all of its rows.
@@ -196,7 +211,7 @@ class Transformer(nn.Module):
             UserError: a document is longer than `max_positions`.
         """
         offset = 0 if prefix is None else prefix.shape[2]
-        self._check_length(max(batch.lengths) + offset, batch, offset)
+        self._check_length(batch, offset, 0 if prompt is None else len(prompt))
         cache_write = None
         if cache is not None:
             rows = torch.arange(len(batch.lengths), device=batch.tokens.device) if rows is None else rows
@@ -208,7 +223,8 @@ class Transformer(nn.Module):
             cache_write=cache_write,
         )  # fmt: skip
         positions = batch.positions + offset if offset else batch.positions
-        return self._run(batch.tokens, positions, batch.segments, contexts)
+        first = None if prompt is None else PromptTokens.of(batch, prompt)
+        return self._run(batch.tokens, positions, batch.segments, contexts, first)
 
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Hidden states [B, D] of one new token per cache row [B]; each row of the cache is then one longer."""
@@ -223,11 +239,15 @@ class Transformer(nn.Module):
     def _position_modules(self) -> PositionModules:
         return PositionModules(self._rotaries, self.distance)
 
-    def embedded(self, tokens: Tensor, positions: Tensor, segments: Tensor | None) -> Tensor:
-        """The input of the first block, [N, D]."""
+    def embedded(
+        self, tokens: Tensor, positions: Tensor, segments: Tensor | None, prompt: PromptTokens | None = None
+    ) -> Tensor:
+        """The input of the first block, [N, D]; the tokens of a soft prompt have its vectors."""
         x = self.embed(tokens)
         if self.spec.embedding_scale != 1.0:
             x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)  # rounded to x's type first, as Gemma does
+        if prompt is not None:
+            x = x.index_copy(0, prompt.index, prompt.vectors.to(x.dtype))
         projection = self.spec.projection
         if self.project_in is not None and projection is not None and projection.before_positions:
             x = self.project_in(x)
@@ -242,9 +262,14 @@ class Transformer(nn.Module):
         return x
 
     def _run(
-        self, tokens: Tensor, positions: Tensor, segments: Tensor | None, contexts: Sequence[AttentionContext]
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        segments: Tensor | None,
+        contexts: Sequence[AttentionContext],
+        prompt: PromptTokens | None = None,
     ) -> Tensor:
-        x = self.embedded(tokens, positions, segments)
+        x = self.embedded(tokens, positions, segments, prompt)
         if self.compiled:
             contexts = [context.outside_graphs() for context in contexts]
         call = checkpointed(self.kept_activations) if self.kept_activations and torch.is_grad_enabled() else None
@@ -254,14 +279,14 @@ class Transformer(nn.Module):
         x = self.output_dropout(self.norm(x))
         return x if self.project_out is None else self.project_out(x)
 
-    def _check_length(self, longest: int, batch: Ragged, offset: int) -> None:
-        if longest <= self.spec.max_positions:
+    def _check_length(self, batch: Ragged, prefix: int, prompt: int) -> None:
+        if max(batch.lengths) + prefix <= self.spec.max_positions:
             return
         row = max(range(len(batch.lengths)), key=batch.lengths.__getitem__)
         name = f" (row {batch.row_ids[row]})" if batch.row_ids else ""
-        prefix = f" after a prefix of {offset}" if offset else ""
+        before = f" after a prefix of {prefix}" if prefix else f" after a soft prompt of {prompt}" if prompt else ""
         raise UserError(
-            f"a document of {batch.lengths[row]} tokens{prefix}{name} does not fit the model's "
+            f"a document of {batch.lengths[row] - prompt} tokens{before}{name} does not fit the model's "
             f"{self.spec.max_positions} positions; lower max_length or take a model with a longer context"
         )
 

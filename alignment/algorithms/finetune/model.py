@@ -64,9 +64,10 @@ class DoubleHeadsModel(nn.Module):
 
     def forward(self, *, batch: Ragged) -> DoubleHeadsOutput:
         """Class logits and log-probabilities in one forward."""
-        hidden = self.classifier.trunk(batch, prefix=self.classifier.active_prefix())
-        logits = self.classifier.head(pooled(hidden, batch, self.classifier.pooling))
-        before, tokens = select_rows(hidden, batch.target_index - 1), batch.tokens[batch.target_index]
+        read = self.classifier.read(self.classifier.trunk, batch, prefix=self.classifier.active_prefix())
+        logits = self.classifier.head(pooled(read.states, read.batch, self.classifier.pooling))
+        before = select_rows(read.states, read.batch.target_index - 1)
+        tokens = batch.tokens[batch.target_index]
         log_probs, _ = chunked_token_log_probs(self.language_head, before, tokens)
         return DoubleHeadsOutput(logits, log_probs)
 
