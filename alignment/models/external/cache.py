@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from alignment.errors import UserError
 from alignment.models.external.padding import accepts, pad_rows
+from alignment.models.external.virtual_tokens import NO_VIRTUAL_TOKENS, VirtualTokens
 from alignment.ragged import Ragged, Seq2Seq
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def can_share_cache(inner: "PreTrainedModel") -> bool:
+def can_share_cache(inner: "PreTrainedModel", virtual: VirtualTokens = NO_VIRTUAL_TOKENS) -> bool:
     """Whether rows of different lengths may share one cache without changing each other's results."""
     from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
@@ -29,6 +31,8 @@ def can_share_cache(inner: "PreTrainedModel") -> bool:
     if rope.get("rope_type") in ("dynamic", "longrope"):  # angles that depend on the longest row of the batch
         return False
     layers = DynamicCache(config=inner.config).layers  # empty where all layers are plain attention
+    if virtual.prefix is not None:  # lies before a row's padding, which windows would count
+        return all(type(layer) is DynamicLayer for layer in layers)
     return all(type(layer) in (DynamicLayer, DynamicSlidingWindowLayer) for layer in layers)
 
 
@@ -40,7 +44,7 @@ def check_capacity(capacity: int, limit: int) -> None:
     """
     if capacity > limit:
         raise UserError(
-            f"{capacity} tokens (prompt and new tokens) do not fit the model's {limit} positions; lower "
+            f"{capacity} tokens (prompt, prefix and new tokens) do not fit the model's {limit} positions; lower "
             "max_new_tokens or shorten the prompts"
         )
 
@@ -50,11 +54,12 @@ class ExternalCache(ABC):
 
     Attributes:
         capacity: most tokens one document may have.
-        lengths: tokens of each row, [rows].
+        lengths: tokens of each row, virtual ones included, [rows].
     """
 
-    def __init__(self, rows: int, capacity: int):
+    def __init__(self, rows: int, capacity: int, virtual: VirtualTokens = NO_VIRTUAL_TOKENS):
         self.capacity, self.lengths = capacity, torch.zeros(rows, dtype=torch.long)
+        self._virtual = virtual
 
     @property
     def rows(self) -> int:
@@ -75,10 +80,13 @@ class ExternalCache(ABC):
 
 
 class SharedCache(ExternalCache):
-    """One of transformers' caches for all rows, which are left-padded in it."""
+    """One of transformers' caches for all rows, which are left-padded in it.
 
-    def __init__(self, rows: int, capacity: int):
-        super().__init__(rows, capacity)
+    A soft prompt stands between the padding and the document, a prefix before the padding.
+    """
+
+    def __init__(self, rows: int, capacity: int, virtual: VirtualTokens = NO_VIRTUAL_TOKENS):
+        super().__init__(rows, capacity, virtual)
         self._mask = torch.empty(rows, 0, dtype=torch.long)
         self._past: Any = None
 
@@ -86,30 +94,53 @@ class SharedCache(ExternalCache):
         """Read the documents and return the logits [B, V] after each."""
         from transformers.cache_utils import DynamicCache
 
-        self._past = DynamicCache(config=inner.config)
-        width = max(batch.lengths)
-        device = batch.tokens.device
+        virtual, width, device = self._virtual, max(batch.lengths), batch.tokens.device
         columns = torch.tensor([width - length + i for length in batch.lengths for i in range(length)], device=device)
         rows = torch.repeat_interleave(torch.tensor(batch.lengths)).to(device)
         ids = torch.zeros(len(batch.lengths), width, dtype=torch.long, device=device)
         ids[rows, columns] = batch.tokens
-        self._mask = torch.zeros_like(ids)
-        self._mask[rows, columns] = 1
-        self.lengths = self._mask.sum(1)
+        mask = torch.zeros_like(ids)
+        mask[rows, columns] = 1
+        if virtual.prefix is None:
+            self._past = DynamicCache(config=inner.config)
+        else:
+            self._past = virtual.decoder_cache(inner, len(ids))
+            mask = torch.cat([mask.new_ones(len(ids), virtual.prefix_size), mask], dim=1)
+        inputs = {"input_ids": ids}
+        if virtual.prompt is not None:
+            inputs, mask = self._behind_prompt(inner, ids, mask)
+        self._mask = mask
+        self.lengths = mask.sum(1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, virtual.prefix_size :]
         last_only = {"logits_to_keep": 1} if accepts(inner, "logits_to_keep") else {}
-        return self._forward(inner, ids, (self._mask.cumsum(1) - 1).clamp(min=0), **last_only)
+        return self._forward(inner, inputs, positions, **last_only)
+
+    def _behind_prompt(self, inner: "PreTrainedModel", ids: Tensor, mask: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Vectors of left-padded rows with the soft prompt before each document, and their mask."""
+        prompt, size = self._virtual.prompt, self._virtual.prompt_size
+        assert prompt is not None
+        padding = (mask == 0).sum(1)[:, None]
+        columns = padding + torch.arange(size, device=ids.device)
+        vectors = inner.get_input_embeddings()(F.pad(ids, (size, 0)))
+        vectors = vectors.scatter(
+            1, columns[..., None].expand(-1, -1, vectors.shape[-1]), prompt.to(vectors.dtype).expand(len(ids), -1, -1)
+        )
+        behind = torch.arange(ids.shape[1] + size, device=ids.device) >= padding
+        return {"inputs_embeds": vectors}, behind.long()
 
     def step(self, inner: "PreTrainedModel", tokens: Tensor) -> Tensor:
         """Append one token per row [B] and return the logits [B, V] after it."""
         self._mask = torch.cat([self._mask, torch.ones_like(tokens)[:, None]], dim=1)
-        logits = self._forward(inner, tokens[:, None], self.lengths[:, None])
+        logits = self._forward(inner, {"input_ids": tokens[:, None]}, self.lengths[:, None])
         self.lengths = self.lengths + 1
         return logits
 
-    def _forward(self, inner: "PreTrainedModel", ids: Tensor, positions: Tensor, **options: int) -> Tensor:
+    def _forward(
+        self, inner: "PreTrainedModel", inputs: dict[str, Tensor], positions: Tensor, **options: int
+    ) -> Tensor:
         output = inner(
-            input_ids=ids, attention_mask=self._mask, position_ids=positions, past_key_values=self._past,
-            use_cache=True, **options,
+            **inputs, attention_mask=self._mask, position_ids=positions, past_key_values=self._past, use_cache=True,
+            **options,
         )  # fmt: skip
         return output.logits[:, -1]
 
@@ -122,27 +153,33 @@ class SharedCache(ExternalCache):
 class RereadCache(ExternalCache):
     """The documents themselves, read again at every step."""
 
-    def __init__(self, rows: int, capacity: int):
-        super().__init__(rows, capacity)
+    def __init__(self, rows: int, capacity: int, virtual: VirtualTokens = NO_VIRTUAL_TOKENS):
+        super().__init__(rows, capacity, virtual)
         self._ids = torch.empty(rows, 0, dtype=torch.long)
 
     def fill(self, inner: "PreTrainedModel", batch: Ragged) -> Tensor:
         """Read the documents and return the logits [B, V] after each."""
         self._ids, mask, _, _ = pad_rows(batch, 0)
-        self.lengths = mask.sum(1)
+        self.lengths = mask.sum(1) + self._virtual_size
         return self._forward(inner)
 
     def step(self, inner: "PreTrainedModel", tokens: Tensor) -> Tensor:
         """Append one token per row [B] and return the logits [B, V] after it."""
         longer = torch.cat([self._ids, torch.zeros_like(tokens)[:, None]], dim=1)
-        self._ids = longer.scatter(1, self.lengths[:, None], tokens[:, None])
+        self._ids = longer.scatter(1, (self.lengths - self._virtual_size)[:, None], tokens[:, None])
         self.lengths = self.lengths + 1
         return self._forward(inner)
 
     def _forward(self, inner: "PreTrainedModel") -> Tensor:
-        mask = torch.arange(self._ids.shape[1], device=self._ids.device) < self.lengths[:, None]
-        logits = inner(input_ids=self._ids, attention_mask=mask.long(), use_cache=False).logits
-        return logits[torch.arange(len(logits), device=logits.device), self.lengths - 1]
+        own_lengths = self.lengths - self._virtual_size
+        mask = torch.arange(self._ids.shape[1], device=self._ids.device) < own_lengths[:, None]
+        logits = inner(**self._virtual.inputs(inner, self._ids, mask.long()), use_cache=False).logits
+        last = self._virtual.prompt_size + own_lengths - 1
+        return logits[torch.arange(len(logits), device=logits.device), last]
+
+    @property
+    def _virtual_size(self) -> int:
+        return self._virtual.prompt_size + self._virtual.prefix_size
 
     def reorder(self, rows: Tensor) -> None:
         """Make row `rows[i]` the row i; a row may be repeated or dropped. rows: indices, [n]."""
@@ -154,21 +191,24 @@ class EncoderDecoderCache(ExternalCache):
 
     Attributes:
         capacity: most tokens one target may have.
-        lengths: target tokens of each row, [rows].
+        lengths: target tokens of each row, a prefix included, [rows].
     """
 
-    def __init__(self, rows: int, capacity: int):
-        super().__init__(rows, capacity)
+    def __init__(self, rows: int, capacity: int, virtual: VirtualTokens = NO_VIRTUAL_TOKENS):
+        super().__init__(rows, capacity, virtual)
         self._past: Any = None
 
     def fill(self, inner: "PreTrainedModel", batch: Seq2Seq) -> Tensor:
         """Read sources and targets and return the logits [B, V] after each target."""
         if len(set(batch.decoder.lengths)) > 1:
             raise ValueError("decoding with this class begins with targets of one length, a start token each")
-        self._past = None
-        ids, self._source_mask, _, _ = pad_rows(batch.encoder, inner.config.pad_token_id or 0)
-        self._encoded = inner.get_encoder()(input_ids=ids, attention_mask=self._source_mask).last_hidden_state
-        self.lengths = torch.zeros(len(ids), dtype=torch.long, device=ids.device)
+        virtual = self._virtual
+        ids, mask, _, _ = pad_rows(batch.encoder, inner.config.pad_token_id or 0)
+        self._past = None if virtual.prefix is None else virtual.target_cache(inner, len(ids))
+        source = virtual._replace(prefix=None).inputs(inner, ids, mask)
+        self._source_mask = source["attention_mask"]
+        self._encoded = inner.get_encoder()(**source).last_hidden_state
+        self.lengths = torch.full((len(ids),), virtual.prefix_size, dtype=torch.long, device=ids.device)
         return self._forward(inner, batch.decoder.tokens.view(len(ids), -1))
 
     def step(self, inner: "PreTrainedModel", tokens: Tensor) -> Tensor:

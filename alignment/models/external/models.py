@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from alignment.errors import UserError
 from alignment.losses import entropy, token_log_probs
@@ -21,6 +22,7 @@ from alignment.models.external.cache import (
     check_capacity,
 )
 from alignment.models.external.padding import (
+    document_logits,
     forward_documents,
     forward_tokens,
     output_fields,
@@ -28,6 +30,7 @@ from alignment.models.external.padding import (
     scores_every_token,
     token_scores,
 )
+from alignment.models.external.virtual_tokens import VirtualTokens
 from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput, ValueOutput
 from alignment.models.padded_inputs import from_padded, require_input_ids, to_padded
 from alignment.models.safetensors_files import HFConfig
@@ -63,7 +66,7 @@ class ExternalModel(nn.Module):
         task: as in `load_external`.
         source: "transformers"; our own models have "native".
         generation_config: content of generation_config.json, if the model generates and the file is there.
-        prefix, prefix_enabled: None and False, since these models take no prefix adapter.
+        prefix, prefix_enabled, soft_prompt, soft_prompt_enabled: as in `NativeModel`.
     """
 
     source = "transformers"
@@ -74,7 +77,8 @@ class ExternalModel(nn.Module):
         super().__init__()
         self.inner, self.config, self.task = inner, config, task
         self.prefix: nn.Module | None = None
-        self.prefix_enabled = False
+        self.soft_prompt: nn.Module | None = None
+        self.prefix_enabled = self.soft_prompt_enabled = True
 
     @property
     def spec(self) -> ExternalSpec:
@@ -85,6 +89,16 @@ class ExternalModel(nn.Module):
             embedding.shape[0], getattr(config, "hidden_size", embedding.shape[1]), min([*limits, 2**31])
         )
 
+    def active_virtual_tokens(self) -> VirtualTokens:
+        """The soft prompt or prefix that acts; neither where there is none, or it is disabled."""
+        prompt = self.soft_prompt() if self.soft_prompt is not None and self.soft_prompt_enabled else None
+        return VirtualTokens(prompt, self.prefix() if self.prefix is not None and self.prefix_enabled else None)
+
+    def virtual_tokens(self) -> int:
+        """Positions that a prefix or soft prompt takes in front of every document."""
+        virtual = self.active_virtual_tokens()
+        return virtual.prompt_size + virtual.prefix_size
+
     @property
     def padding_id(self) -> int:
         """Token id at padding: the config's own, since some classes look for it; 0 where there is none."""
@@ -94,8 +108,13 @@ class ExternalModel(nn.Module):
         """Recompute layers in the backward pass (non-reentrant) instead of keeping their activations.
 
         Raises:
-            UserError: the class does not support it, or `keep` is not "nothing".
+            UserError: the class does not support it, `keep` is not "nothing", or the model has a prefix.
         """
+        if enabled and self.prefix is not None:
+            raise UserError(
+                "training.gradient_checkpointing: a prefix stands in the cache of transformers' class, which a layer "
+                "that is computed twice would fill twice; leave it off, or take another adapter kind, such as lora"
+            )
         if keep != "nothing":
             raise UserError(f"training.keep_activations: {keep!r} needs a model of ours; transformers' keep nothing")
         from transformers.modeling_layers import GradientCheckpointingLayer
@@ -140,7 +159,7 @@ class ExternalLanguageModel(ExternalModel):
             input_ids, attention_mask, batch, temperature, entropy: as in `LanguageModel.forward`.
             return_logits: return the `logits` [M, V] of the targets instead of their log-probabilities.
         """
-        forward = output_fields(self.inner, "logits")
+        forward = output_fields(self.inner, "logits", virtual=self.active_virtual_tokens())
         if batch is None:
             ragged, positions = from_padded(require_input_ids(input_ids), attention_mask)
             logits = forward_tokens(forward, ragged, self.padding_id)
@@ -150,8 +169,11 @@ class ExternalLanguageModel(ExternalModel):
 
     def new_cache(self, rows: int, capacity: int) -> SharedCache | RereadCache:
         """An empty cache for `rows` documents of up to `capacity` tokens each."""
+        virtual = self.active_virtual_tokens()
+        capacity += virtual.prompt_size + virtual.prefix_size
         check_capacity(capacity, self.spec.max_positions)
-        return SharedCache(rows, capacity) if can_share_cache(self.inner) else RereadCache(rows, capacity)
+        kind = SharedCache if can_share_cache(self.inner, virtual) else RereadCache
+        return kind(rows, capacity, virtual)
 
     @torch.no_grad()
     def prefill(self, batch: Ragged, cache: SharedCache | RereadCache) -> Tensor:
@@ -179,7 +201,7 @@ class ExternalMaskedLanguageModel(ExternalModel):
         return_logits: bool = False,
     ) -> LanguageOutput | LogitsOutput:
         """Logits [B, T, V] of a padded call, zeros at padding; or log-probabilities of a ragged batch's labels."""
-        forward = output_fields(self.inner, "logits")
+        forward = output_fields(self.inner, "logits", virtual=self.active_virtual_tokens())
         if batch is None:
             ragged, positions = from_padded(require_input_ids(input_ids), attention_mask, token_type_ids)
             logits = forward_tokens(forward, ragged, self.padding_id)
@@ -216,8 +238,9 @@ class ExternalSeq2SeqModel(ExternalModel):
 
     def new_cache(self, rows: int, capacity: int) -> EncoderDecoderCache:
         """An empty cache for `rows` targets of up to `capacity` tokens each."""
-        check_capacity(capacity, self.spec.max_positions)
-        return EncoderDecoderCache(rows, capacity)
+        virtual = self.active_virtual_tokens()
+        check_capacity(capacity + virtual.prefix_size, self.spec.max_positions)
+        return EncoderDecoderCache(rows, capacity + virtual.prefix_size, virtual)
 
     @torch.no_grad()
     def prefill(self, batch: Seq2Seq, cache: EncoderDecoderCache) -> Tensor:
@@ -232,9 +255,13 @@ class ExternalSeq2SeqModel(ExternalModel):
     def _decoder_logits(self, batch: Seq2Seq) -> Tensor:
         """Logits at every target token, [N, V]."""
         source, target = pad_rows(batch.encoder, self.padding_id), pad_rows(batch.decoder, self.padding_id)
+        virtual, target_mask, past = self.active_virtual_tokens(), target.mask, {}
+        if virtual.prefix is not None:
+            past = {"past_key_values": virtual.target_cache(self.inner, len(target.ids))}
+            target_mask = F.pad(target_mask, (virtual.prefix_size, 0), value=1)
         logits = self.inner(
-            input_ids=source.ids, attention_mask=source.mask, decoder_input_ids=target.ids,
-            decoder_attention_mask=target.mask, use_cache=False,
+            **virtual._replace(prefix=None).inputs(self.inner, source.ids, source.mask),
+            decoder_input_ids=target.ids, decoder_attention_mask=target_mask, use_cache=False, **past,
         ).logits  # fmt: skip
         return logits[target.mask.bool()]  # row by row, left to right: the order of the batch
 
@@ -258,7 +285,8 @@ class ExternalScalarModel(ExternalModel):
         return ValueOutput(to_padded(values, positions, require_input_ids(input_ids).shape), values[ragged.last, None])
 
     def _values(self, batch: Ragged) -> Tensor:
-        return forward_tokens(token_scores(self.inner), batch, self.padding_id).squeeze(-1).float()
+        forward = token_scores(self.inner, self.active_virtual_tokens())
+        return forward_tokens(forward, batch, self.padding_id).squeeze(-1).float()
 
 
 class ExternalClassifier(ExternalModel):
@@ -284,13 +312,15 @@ class ExternalClassifier(ExternalModel):
         return ClassifierOutput(logits.float())
 
     def _logits(self, batch: Ragged) -> Tensor:
+        virtual = self.active_virtual_tokens()
         if self.task == "tokens":
-            return forward_tokens(output_fields(self.inner, "logits"), batch, self.padding_id)
+            return forward_tokens(output_fields(self.inner, "logits", virtual=virtual), batch, self.padding_id)
         if self.task == "span":
-            return forward_tokens(output_fields(self.inner, "start_logits", "end_logits"), batch, self.padding_id)
+            fields = output_fields(self.inner, "start_logits", "end_logits", virtual=virtual)
+            return forward_tokens(fields, batch, self.padding_id)
         if scores_every_token(self.inner):
-            return forward_tokens(token_scores(self.inner), batch, self.padding_id, batch.last)
-        return forward_documents(output_fields(self.inner, "logits"), batch, self.padding_id)
+            return forward_tokens(token_scores(self.inner, virtual), batch, self.padding_id, batch.last)
+        return forward_documents(document_logits(self.inner, virtual), batch, self.padding_id)
 
 
 def _target_output(

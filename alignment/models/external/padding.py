@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from alignment.models.external.virtual_tokens import NO_VIRTUAL_TOKENS, VirtualTokens
 from alignment.ragged import Ragged
 
 if TYPE_CHECKING:
@@ -113,30 +114,56 @@ def scores_every_token(inner: "PreTrainedModel") -> bool:
     return isinstance(getattr(inner, "score", None), nn.Linear)
 
 
-def output_fields(inner: "PreTrainedModel", *fields: str) -> PaddedForward:
-    """A forward of `inner` that returns one field of its output, or several stacked as the last dimension."""
+def output_fields(inner: "PreTrainedModel", *fields: str, virtual: VirtualTokens = NO_VIRTUAL_TOKENS) -> PaddedForward:
+    """A forward of `inner` that returns one field of its output, or several stacked as the last dimension.
+
+    Args:
+        fields: outputs at every token.
+        virtual: what stands in front of every document; the outputs at its tokens are left out.
+    """
 
     def forward(ids: Tensor, mask: Tensor, segments: Tensor | None, columns: Tensor | None) -> Tensor:
-        options: dict[str, Any] = {"use_cache": False} if accepts(inner, "use_cache") else {}
+        options: dict[str, Any] = {}
         if columns is not None and accepts(inner, "logits_to_keep"):
-            options["logits_to_keep"] = columns
-        if segments is not None:
-            options["token_type_ids"] = segments
-        output = inner(input_ids=ids, attention_mask=mask, **options)
+            options["logits_to_keep"] = columns + virtual.prompt_size
+        output = _run(inner, virtual, ids, mask, segments, **options)
         values = [getattr(output, field) for field in fields]
+        if columns is None or values[0].shape[1] != len(columns):
+            values = [value[:, virtual.prompt_size :] for value in values]
         return values[0] if len(values) == 1 else torch.stack(values, dim=-1)
 
     return forward
 
 
-def token_scores(inner: "PreTrainedModel") -> PaddedForward:
+def document_logits(inner: "PreTrainedModel", virtual: VirtualTokens = NO_VIRTUAL_TOKENS) -> PaddedForward:
+    """A forward of a sequence classifier that returns its logits of each document."""
+
+    def forward(ids: Tensor, mask: Tensor, segments: Tensor | None, columns: Tensor | None) -> Tensor:
+        return _run(inner, virtual, ids, mask, segments).logits
+
+    return forward
+
+
+def _run(
+    inner: "PreTrainedModel", virtual: VirtualTokens, ids: Tensor, mask: Tensor, segments: Tensor | None, **options: Any
+) -> Any:
+    """The output of `inner` on a rectangle behind the virtual tokens."""
+    if accepts(inner, "use_cache"):
+        options["use_cache"] = False
+    if segments is not None:
+        options["token_type_ids"] = virtual.segments(segments)
+    return inner(**virtual.inputs(inner, ids, mask), **options)
+
+
+def token_scores(inner: "PreTrainedModel", virtual: VirtualTokens = NO_VIRTUAL_TOKENS) -> PaddedForward:
     """A forward of a sequence classifier that returns the scores of every token.
 
     The class itself would return those of one token, the last one that is no padding token by its id.
     """
 
     def forward(ids: Tensor, mask: Tensor, segments: Tensor | None, columns: Tensor | None) -> Tensor:
-        hidden = inner.base_model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        hidden = inner.base_model(**virtual.inputs(inner, ids, mask), use_cache=False).last_hidden_state
+        hidden = hidden[:, virtual.prompt_size :]
         score: nn.Linear = inner.score  # type: ignore[assignment]
         with torch.autocast(hidden.device.type, enabled=False):  # in bfloat16 close scores would become ties
             return score(hidden.to(score.weight.dtype))
