@@ -239,13 +239,18 @@ class Transformer(nn.Module):
     def _position_modules(self) -> PositionModules:
         return PositionModules(self._rotaries, self.distance)
 
+    def token_vectors(self, tokens: Tensor) -> Tensor:
+        """What the token table gives, scaled, [N, E]; segments and positions are not in it."""
+        x = self.embed(tokens)
+        if self.spec.embedding_scale != 1.0:
+            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)  # rounded to x's type first, as Gemma does
+        return x
+
     def embedded(
         self, tokens: Tensor, positions: Tensor, segments: Tensor | None, prompt: PromptTokens | None = None
     ) -> Tensor:
         """The input of the first block, [N, D]; the tokens of a soft prompt have its vectors."""
-        x = self.embed(tokens)
-        if self.spec.embedding_scale != 1.0:
-            x = x * torch.tensor(self.spec.embedding_scale, dtype=x.dtype)  # rounded to x's type first, as Gemma does
+        x = self.token_vectors(tokens)
         if prompt is not None:
             x = x.index_copy(0, prompt.index, prompt.vectors.to(x.dtype))
         projection = self.spec.projection
