@@ -143,9 +143,9 @@ class TransformerModules(NamedTuple):
 
 
 class PromptTokens(NamedTuple):
-    """Tokens of a batch whose vectors are those of a soft prompt: `index` [B * P] and `vectors` [B * P, E]."""
+    """Tokens of a batch whose vectors are those of a soft prompt: `tokens` [B * P] and `vectors` [B * P, E]."""
 
-    index: Tensor
+    tokens: Tensor
     vectors: Tensor
 
     @classmethod
@@ -252,7 +252,7 @@ class Transformer(nn.Module):
         """The input of the first block, [N, D]; the tokens of a soft prompt have its vectors."""
         x = self.token_vectors(tokens)
         if prompt is not None:
-            x = x.index_copy(0, prompt.index, prompt.vectors.to(x.dtype))
+            x = x.index_copy(0, prompt.tokens, prompt.vectors.to(x.dtype))
         projection = self.spec.projection
         if self.project_in is not None and projection is not None and projection.before_positions:
             x = self.project_in(x)
