@@ -23,7 +23,7 @@ Launch = Annotated[
     str | None, typer.Option(metavar="FILE", help="Accelerate's launch file, or a packaged name such as launch/zero3.")
 ]
 ModelName = Annotated[str, typer.Option(help="Model directory or Hub name.")]
-AdapterName = Annotated[str | None, typer.Option(help="Directory of a LoRA or prefix adapter.")]
+AdapterName = Annotated[str | None, typer.Option(help="Directory of an adapter.")]
 
 Kind = Literal["text", "demonstrations", "comparisons", "prompts"]
 

@@ -1,4 +1,4 @@
-"""Adapters beside a frozen model: LoRA, DoRA, (IA)^3 and prefix tuning, in peft's file format."""
+"""Adapters beside a frozen model: LoRA, DoRA, (IA)^3, prompts and prefixes in peft's file format; bottleneck adapters."""
 
 from alignment.adapters.attach import attach, disabled, merge_adapter
 from alignment.adapters.peft_files import (
@@ -11,9 +11,18 @@ from alignment.adapters.peft_files import (
     read_spec,
     save_adapter,
 )
-from alignment.adapters.specs import AdapterSpec, DoRASpec, IA3Spec, LoRASpec, PrefixSpec
+from alignment.adapters.specs import (
+    AdapterSpec,
+    BottleneckSpec,
+    DoRASpec,
+    IA3Spec,
+    LoRASpec,
+    PrefixSpec,
+    PromptSpec,
+)
 
 __all__ = [
-    "AdapterSpec", "DoRASpec", "IA3Spec", "LoRASpec", "PrefixSpec", "adapter_state", "attach", "disabled", "is_adapter",
-    "is_scalar_adapter", "load_adapter", "merge_adapter", "read_base", "read_revision", "read_spec", "save_adapter",
+    "AdapterSpec", "BottleneckSpec", "DoRASpec", "IA3Spec", "LoRASpec", "PrefixSpec", "PromptSpec", "adapter_state",
+    "attach", "disabled", "is_adapter", "is_scalar_adapter", "load_adapter", "merge_adapter", "read_base",
+    "read_revision", "read_spec", "save_adapter",
 ]  # fmt: skip

@@ -5,7 +5,8 @@ from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
 from alignment.adapters.kinds import KINDS, AnyModel, kinds_attached
-from alignment.adapters.specs import AdapterSpec
+from alignment.adapters.specs import AdapterSpec, PromptSpec
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.models.classifiers import ScalarModel
 from alignment.models.external.models import ExternalModel, ExternalScalarModel
@@ -14,13 +15,17 @@ from alignment.models.native_model import NativeModel
 Loaded = TypeVar("Loaded", bound=NativeModel | ExternalModel)
 
 
-def attach(model: Loaded, spec: AdapterSpec) -> Loaded:
+def attach(model: Loaded, spec: AdapterSpec, *, tokenizer: Tokenizer | None = None) -> Loaded:
     """Freeze `model`, attach a new adapter and return the model; the score head of a scalar model stays trainable.
+
+    Args:
+        tokenizer: the model's, for a soft prompt that starts from a text.
 
     Raises:
         UserError: the adapter does not fit the model.
     """
-    KINDS[spec.kind].attach(model, spec)
+    options = {"tokenizer": tokenizer} if isinstance(spec, PromptSpec) else {}
+    KINDS[spec.kind].attach(model, spec, **options)
     train_head(model)
     return model
 

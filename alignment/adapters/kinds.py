@@ -8,13 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from alignment.adapters import lora, lora_files, prefix
+from alignment.adapters import bottleneck, lora, lora_files, prefix, prompt
 from alignment.adapters.specs import AdapterSpec
 from alignment.models.external.models import ExternalModel
 from alignment.models.native_model import NativeModel
 
 if TYPE_CHECKING:
     from peft import PeftConfig
+
+    from alignment.adapters.bottleneck import BottleneckConfig
 
 AnyModel = NativeModel[Any] | ExternalModel
 
@@ -25,7 +27,7 @@ class AdapterKind:
 
     Attributes:
         is_file: whether the content of an adapter_config.json is of this kind.
-        attach: freezes the model and adds a new adapter to it; UserError where it does not fit.
+        attach: (model, settings) -> freezes the model and adds a new adapter to it; UserError where it does not fit.
         is_attached: whether the model has such an adapter.
         switched_off: a context in which the adapter does not act.
         merge: puts the adapter into the weights and removes it, all weights trainable; or says why that cannot be.
@@ -41,12 +43,12 @@ class AdapterKind:
     """
 
     is_file: Callable[[Mapping[str, object]], bool]
-    attach: Callable[[Any, Any], object]
+    attach: Callable[..., object]
     is_attached: Callable[[AnyModel], bool]
     switched_off: Callable[[AnyModel], AbstractContextManager[None]]
     merge: Callable[[Any], object] | str
     holds: Callable[[str], bool]
-    to_file: Callable[[Any, dict[str, Tensor]], "tuple[dict[str, Tensor], PeftConfig]"]
+    to_file: Callable[[Any, dict[str, Tensor]], "tuple[dict[str, Tensor], PeftConfig | BottleneckConfig]"]
     read_spec: Callable[[Mapping[str, object], Path], AdapterSpec]
     from_file: Callable[[Any, Any, dict[str, Tensor], Path], dict[str, Tensor | None]]
     own_settings: Callable[[Any, dict[str, Tensor]], dict[str, object]] | None = None
@@ -79,6 +81,32 @@ KINDS: dict[str, AdapterKind] = {
         read_spec=prefix.read_prefix_spec,
         from_file=prefix.prefix_from_file,
         before_head="base_model.",
+    ),
+    "prompt": AdapterKind(
+        is_file=lambda config: config.get("peft_type") == "PROMPT_TUNING",
+        attach=prompt.attach_prompt,
+        is_attached=lambda model: model.soft_prompt is not None,
+        switched_off=prompt.prompt_switched_off,
+        merge="a soft prompt is no change of weights and cannot be merged; keep it as an adapter directory",
+        holds=lambda name: name.startswith("soft_prompt."),
+        to_file=prompt.prompt_to_file,
+        read_spec=prompt.read_prompt_spec,
+        from_file=prompt.prompt_from_file,
+        before_head="base_model.",
+    ),
+    "bottleneck": AdapterKind(
+        is_file=lambda config: config.get("peft_type") == bottleneck.PEFT_TYPE,
+        attach=bottleneck.attach_bottleneck,
+        is_attached=bottleneck.has_bottleneck,
+        switched_off=bottleneck.bottleneck_switched_off,
+        merge=(
+            "a bottleneck adapter has a non-linearity, so that it cannot be merged into weights, and peft has no such "
+            "adapter and does not open its files; keep it as an adapter directory, which this library loads"
+        ),
+        holds=bottleneck.is_bottleneck_weight,
+        to_file=bottleneck.bottleneck_to_file,
+        read_spec=bottleneck.read_bottleneck_spec,
+        from_file=bottleneck.bottleneck_from_file,
     ),
 }
 

@@ -181,8 +181,8 @@ def _load_strictly(
             parameters[name].copy_(value)
 
 
-def _task_type(model: AnyModel) -> str | None:
-    """peft's `task_type` of a model; None where peft has none."""
+def _task_type(model: AnyModel) -> str:
+    """peft's `task_type` of a model; it has none for masked language models, but this one runs them."""
     types = {
         "SEQ_2_SEQ_LM": (Seq2SeqModel, ExternalSeq2SeqModel),
         "SEQ_CLS": (ScalarModel, ExternalScalarModel, SequenceClassifier),
@@ -190,7 +190,7 @@ def _task_type(model: AnyModel) -> str | None:
     }
     if isinstance(model, TokenClassifier | ExternalClassifier):
         return {"tokens": "TOKEN_CLS", "span": "QUESTION_ANS", "sequence": "SEQ_CLS"}[model.task]
-    return next((name for name, classes in types.items() if isinstance(model, classes)), None)
+    return next((name for name, classes in types.items() if isinstance(model, classes)), "FEATURE_EXTRACTION")
 
 
 def _read_config(directory: Path) -> dict[str, Any]:

@@ -152,7 +152,69 @@ class PrefixSpec:
             raise ValueError(f"projection_width must be 0 (off) or up to {MAX_SIZE:,}, got {self.projection_width}")
 
 
-AdapterSpec = LoRASpec | DoRASpec | IA3Spec | PrefixSpec
+@dataclass(frozen=True)
+class PromptSpec:
+    """Trained vectors that a frozen model reads as the first tokens of every document (of an encoder-decoder's source).
+
+    Attributes:
+        tokens: number of virtual tokens.
+        init: how their vectors start: `random`, from N(0, 1); `sampled_vocabulary`, as those of random tokens; `text`,
+            as those of the tokens of `init_text`, cut or repeated.
+        init_text: for `init: text`.
+
+    Source: Lester et al. 2021, arXiv:2104.08691.
+    """
+
+    kind: Literal["prompt"] = "prompt"
+    tokens: int = 20
+    init: Literal["random", "sampled_vocabulary", "text"] = "random"
+    init_text: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.tokens <= MAX_SIZE:
+            raise ValueError(f"tokens must lie between 1 and {MAX_SIZE:,}, got {self.tokens}; 10 to 100 is usual")
+        if (self.init == "text") != (self.init_text is not None):
+            raise ValueError("init_text belongs to init: text, and must be given there")
+
+
+@dataclass(frozen=True)
+class BottleneckSpec:
+    """Small residual networks on the outputs of a frozen model's layers: x + up(activation(down(x))).
+
+    peft has no such adapters, so that the saved files are in a format of this library's own.
+
+    Attributes:
+        width: columns that `down` projects to; None: the model's width divided by `reduction_factor`.
+        reduction_factor: see `width`.
+        placement: `houlsby`: after attention and after the feed-forward layer; `pfeiffer`: after the feed-forward layer.
+        activation: relu, gelu, silu or tanh.
+        dropout: dropout on the input of `up` in training.
+
+    Source: Houlsby et al. 2019, arXiv:1902.00751; Pfeiffer et al. 2021, arXiv:2005.00247, section 2.2.2.
+    """
+
+    kind: Literal["bottleneck"] = "bottleneck"
+    width: int | None = None
+    reduction_factor: float = 16.0
+    placement: Literal["houlsby", "pfeiffer"] = "pfeiffer"
+    activation: Literal["relu", "gelu", "silu", "tanh"] = "relu"
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.width is not None and not 1 <= self.width <= MAX_SIZE:
+            raise ValueError(f"width must lie between 1 and {MAX_SIZE:,}, got {self.width}; 16 to 256 is usual")
+        if not self.reduction_factor >= 1:
+            raise ValueError(f"reduction_factor must be at least 1, got {self.reduction_factor}; 16 is usual")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+
+    def inner_width(self, model_width: int) -> int:
+        """Columns that `down` projects to in a model of this width, at least 1."""
+        return self.width or max(1, int(model_width / self.reduction_factor))
+
+
+UNMERGEABLE = (PrefixSpec, PromptSpec, BottleneckSpec)  # no change of weights
+AdapterSpec = LoRASpec | DoRASpec | IA3Spec | PrefixSpec | PromptSpec | BottleneckSpec
 
 
 def _check_names(key: str, names: Names) -> None:

@@ -20,7 +20,7 @@ from alignment.adapters.peft_files import (
     read_spec,
     save_adapter,
 )
-from alignment.adapters.specs import AdapterSpec, PrefixSpec
+from alignment.adapters.specs import UNMERGEABLE, AdapterSpec
 from alignment.data.tokenizers.load import check_vocabulary, save_tokenizer
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -141,19 +141,19 @@ def _load_start(
 ) -> Policy:
     """Load the starting checkpoint, merge its adapter into the weights, and attach the new adapter.
 
-    A new adapter is attached to the *starting* policy, so that disabling it gives that policy and not its base. A
-    prefix cannot be merged into weights: a start that has one goes on training it. The merged start is written to
-    `output/base`, which the new adapter's files name as their base.
+    A new adapter is attached to the *starting* policy, so that disabling it gives that policy and not its base. Some
+    kinds (`UNMERGEABLE`) cannot be merged into weights: a start that has one goes on training it. The merged start is
+    written to `output/base`, which the new adapter's files name as their base.
     """
     directory = find_directory(source)
-    frozen = adapter is not None or (is_adapter(directory) and isinstance(read_spec(directory), PrefixSpec))
+    frozen = adapter is not None or (is_adapter(directory) and isinstance(read_spec(directory), UNMERGEABLE))
     load = partial(load, dtype=None if frozen else torch.float32)  # None: as stored
     if not is_adapter(directory):
         model, (base, revision) = load(directory), _name_and_revision(source, directory)
-    elif isinstance(earlier := read_spec(directory), PrefixSpec):
+    elif isinstance(earlier := read_spec(directory), UNMERGEABLE):
         if adapter not in (None, earlier):
             raise UserError(
-                f"{source}: ends in a prefix adapter, which cannot lie under another one; leave `adapter` out"
+                f"{source}: ends in a {earlier.kind} adapter, which cannot lie under another one; leave `adapter` out"
             )
         base_model = store_frozen(load(find_base(directory)), weights)
         model = train_in_float32(load_adapter(base_model, directory, with_head=with_head))
@@ -169,7 +169,7 @@ def _load_start(
     check_vocabulary(tokenizer, model.spec.vocabulary)
     if adapter is None:
         return Policy(model, tokenizer, source=source)
-    model = train_in_float32(attach(store_frozen(model, weights), adapter))
+    model = train_in_float32(attach(store_frozen(model, weights), adapter, tokenizer=tokenizer))
     return Policy(model, tokenizer, adapter, base, revision, source, disabled_is_start=True)
 
 

@@ -143,7 +143,7 @@ class TransformerModules(NamedTuple):
 
 
 class PromptTokens(NamedTuple):
-    """Tokens of a batch whose vectors are those of a soft prompt: `tokens` [B * P] and `vectors` [B * P, E]."""
+    """Which tokens of a batch have the vectors of a soft prompt, [B * P], and these vectors, [B * P, E]."""
 
     tokens: Tensor
     vectors: Tensor

@@ -54,7 +54,7 @@ class VirtualTokens(NamedTuple):
         return {"input_ids": ids, "attention_mask": mask}
 
     def segments(self, segments: Tensor) -> Tensor:
-        """Token types of a rectangle with those of the prompt in front, which are 0."""
+        """Token types of a rectangle, with zeros for the prompt in front."""
         return F.pad(segments, (self.prompt_size, 0))
 
     def decoder_cache(self, inner: "PreTrainedModel", rows: int) -> "DynamicCache":

@@ -1,0 +1,210 @@
+"""Bottleneck adapters: small residual networks on the outputs of attention and feed-forward layers.
+
+peft has none, so that the files are in a format of our own, written beside the same two names: every tensor has the name
+of the model's parameter, and adapter_config.json has peft_type "BOTTLENECK" and our settings.
+"""
+
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from alignment.adapters.files import CONFIG, build_spec, check_size
+from alignment.adapters.specs import BottleneckSpec
+from alignment.errors import UserError
+from alignment.files import write_json
+from alignment.models.external.models import ExternalModel
+from alignment.models.layers.feedforward import ACTIVATIONS
+from alignment.models.native_model import NativeModel
+from alignment.models.transformer import Transformer
+
+PEFT_TYPE = "BOTTLENECK"
+CHILD = "bottleneck"  # name of the adapter in the module whose output it reads
+INIT_STD = 0.02  # of the down-projection; the up-projection starts at zero
+NATIVE_SITE = re.compile(r"(?P<stack>\w+)\.blocks\.\d+(\.block)?\.(?P<part>attention|feedforward)")
+
+# Names in transformers' modules: the linear layer that ends a part, else the part itself.
+ATTENTION = r"(self_attn|self_attention|attention|attn)"
+FEED_FORWARD = r"(mlp|ffn|feed_forward|feedforward|block_sparse_moe)"
+ATTENTION_OUTPUT = re.compile(
+    rf"(?P<layer>.+\.\d+)\.{ATTENTION}(\.{ATTENTION}|\.output)?\.(o_proj|out_proj|c_proj|dense|o|wo|out_lin)"
+)
+FEED_FORWARD_OUTPUT = re.compile(
+    rf"(?P<layer>.+\.\d+)\.({FEED_FORWARD}\.(down_proj|fc2|c_proj|fc_out|dense_4h_to_h|w2|wo|down|fc_out|lin2)"
+    r"|output\.dense|fc2)"
+)
+FEED_FORWARD_MODULE = re.compile(rf"(?P<layer>.+\.\d+)\.{FEED_FORWARD}")
+
+
+class Bottleneck(nn.Module):
+    """x + up(dropout(activation(down(x)))), in fp32 unless autocast says otherwise. It starts as the identity.
+
+    Source: Houlsby et al. 2019, arXiv:1902.00751, section 2.1.
+    """
+
+    def __init__(self, spec: BottleneckSpec, width: int):
+        super().__init__()
+        inner = spec.inner_width(width)
+        self.down, self.up = nn.Linear(width, inner), nn.Linear(inner, width)
+        nn.init.normal_(self.down.weight, std=INIT_STD)
+        for zeros in (self.down.bias, self.up.weight, self.up.bias):
+            nn.init.zeros_(zeros)
+        self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
+        self.spec, self.enabled = spec, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: [..., D] -> [..., D]."""
+        inner = ACTIVATIONS[self.spec.activation](self.down(x.to(self.down.weight.dtype)))
+        return x + self.up(self.dropout(inner)).to(x.dtype)
+
+
+def apply_bottleneck(module: nn.Module, inputs: object, output: Any) -> Any:
+    """Forward hook: the output of `module`, or the first of its outputs, through the module's adapter."""
+    adapter = module.get_submodule(CHILD)
+    if not adapter.enabled:
+        return output
+    return (adapter(output[0]), *output[1:]) if isinstance(output, tuple) else adapter(output)
+
+
+def attach_bottleneck(model: NativeModel | ExternalModel, spec: BottleneckSpec) -> None:
+    """Freeze the model and attach a new adapter to the attention and feed-forward layers of every block.
+
+    Raises:
+        UserError: transformers' class has no such layers under names that are known.
+    """
+    sites = bottleneck_sites(model, spec)
+    model.requires_grad_(False)
+    device = next(model.parameters()).device
+    for name, width in sites.items():
+        # A child of the module it acts on: sharding, activation checkpointing and copies of the model take it along.
+        module = model.get_submodule(name)
+        module.add_module(CHILD, Bottleneck(spec, width).to(device))
+        module.register_forward_hook(apply_bottleneck)
+
+
+def bottleneck_sites(model: NativeModel | ExternalModel, spec: BottleneckSpec) -> dict[str, int]:
+    """The modules whose outputs get an adapter, by name, and the width of each output.
+
+    Raises:
+        UserError: as `attach_bottleneck`.
+    """
+    if isinstance(model, ExternalModel):
+        sites = _external_sites(model)
+    else:
+        sites = {"attention": {}, "feedforward": {}}
+        for name, _ in model.named_modules():
+            if match := NATIVE_SITE.fullmatch(name):
+                stack = model.get_submodule(match["stack"])
+                assert isinstance(stack, Transformer)
+                sites[match["part"]][name] = stack.spec.width
+    parts = ("attention", "feedforward") if spec.placement == "houlsby" else ("feedforward",)
+    return {name: width for part in parts for name, width in sites[part].items()}
+
+
+def _external_sites(model: ExternalModel) -> dict[str, dict[str, int]]:
+    """The sites of transformers' class: the last linear layer of each part of each layer, else the part itself."""
+    names = [name for name, _ in model.named_modules()]
+    attention = _by_layer(names, ATTENTION_OUTPUT)
+    feed_forward = _by_layer(names, FEED_FORWARD_MODULE) | _by_layer(names, FEED_FORWARD_OUTPUT)
+    if not attention or attention.keys() != feed_forward.keys():
+        raise UserError(
+            f"{type(model.inner).__name__}: a bottleneck adapter looks for the last linear layer of attention "
+            f"(names {ATTENTION_OUTPUT.pattern!r}) and of the feed-forward layer (names "
+            f"{FEED_FORWARD_OUTPUT.pattern!r}, or the layer itself, {FEED_FORWARD_MODULE.pattern!r}) in every layer, and "
+            f"found {len(attention)} and {len(feed_forward)}; use LoRA instead"
+        )
+    width = model.spec.width
+    return {
+        "attention": {name: _output_width(model, name, width) for name in attention.values()},
+        "feedforward": {name: _output_width(model, name, width) for name in feed_forward.values()},
+    }
+
+
+def _by_layer(names: list[str], pattern: re.Pattern[str]) -> dict[str, str]:
+    """The module that `pattern` matches in each layer."""
+    matches = (pattern.fullmatch(name) for name in names)
+    return {match["layer"]: match[0] for match in matches if match}
+
+
+def _output_width(model: ExternalModel, name: str, width: int) -> int:
+    """Columns that a module returns; `width` of one that is no linear layer."""
+    module = model.get_submodule(name)
+    size = getattr(module, "out_features", getattr(module, "nf", width))  # `nf`: transformers' Conv1D
+    assert isinstance(size, int)
+    return size
+
+
+def bottlenecks(model: nn.Module) -> dict[str, Bottleneck]:
+    """The bottleneck adapters of a model, by name."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Bottleneck)}
+
+
+def has_bottleneck(model: nn.Module) -> bool:
+    """Whether a model has bottleneck adapters."""
+    return any(isinstance(module, Bottleneck) for module in model.modules())
+
+
+def is_bottleneck_weight(name: str) -> bool:
+    """Whether a name of a model's state dict is a weight of such an adapter."""
+    return f".{CHILD}." in name
+
+
+@contextmanager
+def bottleneck_switched_off(model: nn.Module) -> Iterator[None]:
+    """Leave the adapters out within the block."""
+    adapters = list(bottlenecks(model).values())
+    before = [adapter.enabled for adapter in adapters]
+    for adapter in adapters:
+        adapter.enabled = False
+    try:
+        yield
+    finally:
+        for adapter, was_enabled in zip(adapters, before, strict=True):
+            adapter.enabled = was_enabled
+
+
+@dataclass
+class BottleneckConfig:
+    """Content of adapter_config.json, with the fields that peft's configs have too."""
+
+    spec: BottleneckSpec
+    task_type: str | None = None
+    base_model_name_or_path: str | None = None
+    revision: str | None = None
+    inference_mode: bool = True
+
+    def save_pretrained(self, directory: str) -> None:
+        """Write adapter_config.json into a directory, atomically."""
+        shared = asdict(self)
+        settings = shared.pop("spec")
+        del settings["kind"]
+        write_json(Path(directory) / CONFIG, {"peft_type": PEFT_TYPE, **shared, **settings})
+
+
+def bottleneck_to_file(model: nn.Module, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], BottleneckConfig]:
+    """Tensors and config of the adapters; see `AdapterKind.to_file`."""
+    spec = next(iter(bottlenecks(model).values())).spec
+    return {name: value for name, value in state.items() if is_bottleneck_weight(name)}, BottleneckConfig(spec)
+
+
+def read_bottleneck_spec(config: Mapping[str, object], directory: Path) -> BottleneckSpec:
+    """The settings in an adapter_config.json; a key that is unknown is an error."""
+    shared = {"peft_type", *(field.name for field in fields(BottleneckConfig))}
+    return build_spec(
+        BottleneckSpec, {key: value for key, value in config.items() if key not in shared}, f"{directory}/{CONFIG}"
+    )
+
+
+def bottleneck_from_file(
+    model: NativeModel | ExternalModel, spec: BottleneckSpec, tensors: dict[str, Tensor], directory: Path
+) -> dict[str, Tensor | None]:
+    """Attach the adapters and take their tensors out of the file's; see `AdapterKind.from_file`."""
+    sites = bottleneck_sites(model, spec)
+    check_size(directory, sum(2 * width * spec.inner_width(width) for width in sites.values()), tensors)
+    attach_bottleneck(model, spec)
+    wanted = [name for name, _ in model.named_parameters() if is_bottleneck_weight(name)]
+    return {name: tensors.pop(name, None) for name in wanted}
