@@ -369,8 +369,6 @@ def test_other_refusals(tmp_path):
     with pytest.raises(UserError, match="no head for 'next_sentence'"):
         load_external(tmp_path, "next_sentence")
     model = load_external(tmp_path)
-    with pytest.raises(UserError, match="prefix tuning needs an architecture of our own, and 'codegen'"):
-        attach(model, PrefixSpec())
     with pytest.raises(UserError, match="129 tokens"):
         model.new_cache(1, 129)
     with pytest.raises(ValueError, match="input_ids or batch"):
@@ -380,6 +378,9 @@ def test_other_refusals(tmp_path):
     write("mpnet", MPNET, tmp_path / "e", "AutoModelForSequenceClassification", num_labels=1)
     with pytest.raises(UserError, match="gives no number per token"):
         load_external(tmp_path / "e", "scalar")
+    write("mpnet", MPNET, tmp_path / "m", "AutoModelForMaskedLM")
+    with pytest.raises(UserError, match="needs layers that keep keys and values, and MPNetForMaskedLM"):
+        attach(load_external(tmp_path / "m"), PrefixSpec())
 
 
 def test_documents_of_like_length_share_a_rectangle():

@@ -62,7 +62,9 @@ class VirtualTokens(NamedTuple):
         from transformers.cache_utils import DynamicCache
 
         assert self.prefix is not None
-        prefix = self.prefix.to(inner.dtype)
+        embedding: Any = inner.get_input_embeddings()
+        dtype = getattr(embedding, "compute_dtype", embedding.weight.dtype)  # frozen weights may be of a lower type
+        prefix = self.prefix.to(dtype)
         layers = prefix.transpose(2, 3)[:, :, None].expand(-1, -1, rows, -1, -1, -1)  # [layers, 2, B, K, P, head_dim]
         return DynamicCache([(keys, values) for keys, values in layers])
 
