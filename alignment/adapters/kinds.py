@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from alignment.adapters import bottleneck, lora, lora_files, prefix, prompt
+from alignment.adapters import bottleneck, ia3, lora, lora_files, prefix, prompt
 from alignment.adapters.specs import AdapterSpec
 from alignment.models.external.models import ExternalModel
 from alignment.models.native_model import NativeModel
@@ -70,6 +70,18 @@ _LORA = AdapterKind(
 KINDS: dict[str, AdapterKind] = {
     "lora": _LORA,
     "dora": replace(_LORA, is_file=lora_files.is_dora_file, is_attached=lora.has_dora),
+    "ia3": AdapterKind(
+        is_file=ia3.is_ia3_file,
+        attach=ia3.attach_ia3,
+        is_attached=ia3.has_ia3,
+        switched_off=ia3.ia3_switched_off,
+        merge=ia3.merge_ia3,
+        holds=ia3.is_ia3_weight,
+        to_file=ia3.ia3_to_file,
+        read_spec=ia3.read_ia3_spec,
+        from_file=ia3.ia3_from_file,
+        own_settings=ia3.ia3_settings,
+    ),
     "prefix": AdapterKind(
         is_file=lambda config: config.get("peft_type") == "PREFIX_TUNING",
         attach=prefix.attach_prefix,

@@ -16,6 +16,8 @@ from alignment.patterns import search_names, without_numbers
 
 AnyModel = NativeModel[Any] | ExternalModel
 INNER = "inner."  # in front of the names of a model that runs as transformers' class
+BEFORE = "base_model.model."  # in front of every name in a file
+NO_LAYER = "(?!)"  # matches no name
 
 
 @dataclass(frozen=True)
@@ -137,6 +139,11 @@ def matching(patterns: Names, names: Mapping[str, str], key: str) -> list[str]:
             ours = {name for name, file_name in names.items() if file_name in in_file}
         found |= ours
     return [name for name in names if name in found]
+
+
+def escaped(name: str) -> str:
+    """A full name as a regular expression."""
+    return name.replace(".", r"\.")
 
 
 def _means_all(model: nn.Module, wanted: Names) -> bool:

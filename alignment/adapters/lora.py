@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from alignment.adapters.layer_names import matching, matching_layers, names_in_file
+from alignment.adapters.extras import attach_extras, extras_switched_off, is_extra_weight, merge_extras
+from alignment.adapters.layer_names import file_layers, matching, matching_layers, names_in_file
 from alignment.adapters.specs import DoRASpec, LowRankSpec
 from alignment.errors import UserError
 
@@ -67,6 +68,8 @@ def attach_lora(model: nn.Module, spec: LowRankSpec, name: str = DEFAULT) -> Non
     ranks, alphas = by_layer(model, wanted, spec, "rank_pattern"), by_layer(model, wanted, spec, "alpha_pattern")
     if isinstance(spec, DoRASpec) and lora_layers(model):
         raise UserError("adapter: dora cannot lie on another adapter, whose sum would be no DoRA; merge that one first")
+    if isinstance(spec, DoRASpec):
+        _refuse_parts_of_a_matrix(model, set(wanted))
     model.requires_grad_(False)
     config = LoraConfig(
         r=spec.rank,
@@ -87,6 +90,7 @@ def attach_lora(model: nn.Module, spec: LowRankSpec, name: str = DEFAULT) -> Non
             if name in layer.lora_A:
                 _start_at_principal_vectors(layer, name, spec.init)
     activate_loras(model)
+    attach_extras(model, spec.modules_to_save, spec.token_rows)
 
 
 def by_layer(model: nn.Module, wanted: list[str], spec: LowRankSpec, key: str) -> dict[str, int | float]:
@@ -109,6 +113,17 @@ def by_layer(model: nn.Module, wanted: list[str], spec: LowRankSpec, key: str) -
     return found
 
 
+def _refuse_parts_of_a_matrix(model: nn.Module, wanted: set[str]) -> None:
+    """Refuse DoRA on some of the layers that a file holds as one, whose rows all have a length there."""
+    for layer in file_layers(model):
+        without = [name for name in layer.layers if name not in wanted]
+        if without and len(without) < len(layer.layers):
+            raise UserError(
+                f"adapter: a file holds {', '.join(layer.layers)} as one matrix, {layer.file_name}, and dora on it changes "
+                f"every row; let `layers` match {', '.join(without)} too, or use lora"
+            )
+
+
 def activate_loras(model: nn.Module) -> None:
     """Let every LoRA of a layer act; `default` alone is trained."""
     for layer in lora_layers(model).values():
@@ -120,8 +135,8 @@ def activate_loras(model: nn.Module) -> None:
 
 
 def is_lora_weight(name: str) -> bool:
-    """Whether a name of a model's state dict is a weight of a LoRA or DoRA."""
-    return ".lora_" in name
+    """Whether a name of a model's state dict is a weight of a LoRA or DoRA, or of what it trains besides."""
+    return ".lora_" in name or is_extra_weight(name)
 
 
 def lora_layers(model: nn.Module) -> dict[str, "LoraLayer"]:
@@ -153,7 +168,8 @@ def lora_switched_off(model: nn.Module) -> Iterator[None]:
         else:
             layer._disable_adapters = True
     try:
-        yield
+        with extras_switched_off(model):
+            yield
     finally:
         for layer, (was_disabled, was_active) in zip(layers, before, strict=True):
             layer._disable_adapters, layer._active_adapter = was_disabled, was_active
@@ -189,6 +205,7 @@ def merge_lora(model: nn.Module) -> None:
         setattr(model.get_submodule(parent), own, layer.get_base_layer())
     if hasattr(model, "peft_config"):
         del model.peft_config
+    merge_extras(model)
     model.requires_grad_(True)
 
 

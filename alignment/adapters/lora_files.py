@@ -16,14 +16,28 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from alignment.adapters.extras import (
+    extras_from_file,
+    extras_to_file,
+    modules_of_config,
+    rows_of_config,
+    tokens_trained,
+    wrappers,
+)
 from alignment.adapters.files import CONFIG, SPEC, WEIGHTS, build_spec, check_size
-from alignment.adapters.layer_names import FileLayer, file_layers, layer_sizes, linear_layers, matching_layers
+from alignment.adapters.layer_names import (
+    BEFORE,
+    FileLayer,
+    escaped,
+    file_layers,
+    layer_sizes,
+    linear_layers,
+    matching_layers,
+)
 from alignment.adapters.lora import DEFAULT, LowRankUpdate, attach_lora, by_layer, lora_layers, lora_updates, spec_scale
 from alignment.adapters.specs import DoRASpec, LoRASpec, LowRankSpec
 from alignment.errors import UserError, raise_all
 from alignment.files import read_json_object
-from alignment.models.classifiers import ScalarModel
-from alignment.models.external.models import ExternalScalarModel
 from alignment.models.huggingface.weight_map import cut_rows, fuse_rows
 
 if TYPE_CHECKING:
@@ -31,13 +45,13 @@ if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
 
 FULL_NAMES = re.compile(r"[\w|]*(?:\\\.[\w|]+)*")  # layer names as `lora_spec` writes them, and no other pattern
-BEFORE = "base_model.model."  # in front of every name in a file
 
 # Options of LoRA files from other programs that are supported; any other option must have peft's default.
 SUPPORTED_OPTIONS = {
     "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
     "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "modules_to_save", "fan_in_fan_out", "rank_pattern", "alpha_pattern",
+    "trainable_token_indices",
 }  # fmt: skip
 UNCHANGED_BASE = (True, False, None, "gaussian", "orthogonal", "eva")  # other `init_lora_weights` change the base too
 
@@ -68,14 +82,24 @@ def read_lora_spec(config: Mapping[str, object], directory: Path) -> LoRASpec | 
     raise_all(f"{where}: {problem}" for problem in _unsupported_options(config))
     found = {"rank": config.get("r"), "alpha": config.get("lora_alpha")}
     patterns = {key: config.get(key) or {} for key in ("rank_pattern", "alpha_pattern")}
-    return build_spec(kind, {**found, **patterns, "rank_stabilized": bool(config.get("use_rslora"))}, where)
+    return build_spec(
+        kind,
+        {
+            **found,
+            **patterns,
+            "rank_stabilized": bool(config.get("use_rslora")),
+            "token_rows": rows_of_config(config, where),
+        },
+        where,
+    )
 
 
 def lora_to_file(model: nn.Module, state: dict[str, Tensor]) -> "tuple[dict[str, Tensor], LoraConfig]":
     """Tensors and config of a LoRA or DoRA in peft's format; see `AdapterKind.to_file`."""
     from peft import LoraConfig
 
-    updates, linear, tensors = lora_updates(model, state), linear_layers(model), {}
+    updates, linear, extras = lora_updates(model, state), linear_layers(model), extras_to_file(model, state)
+    tensors = extras.tensors
     spec, layers = lora_spec(model, updates), [each for each in file_layers(model) if updates.keys() & set(each.layers)]
     ranks, alphas = {}, {}
     for layer in layers:
@@ -100,7 +124,8 @@ def lora_to_file(model: nn.Module, state: dict[str, Tensor]) -> "tuple[dict[str,
         rank_pattern=ranks,
         alpha_pattern=alphas,
         fan_in_fan_out=any(layer.transposed for layer in layers),
-        modules_to_save=["score"] if isinstance(model, ScalarModel | ExternalScalarModel) else None,
+        modules_to_save=extras.modules_to_save,
+        trainable_token_indices=extras.token_rows,
     )
     return tensors, config
 
@@ -125,10 +150,12 @@ def lora_spec(model: nn.Module, updates: Mapping[str, LowRankUpdate]) -> LoRASpe
         rank=rank,
         alpha=alpha,
         dropout=getattr(one.lora_dropout[first], "p", 0.0),
-        layers="|".join(sorted(_escaped(name) for name in layers)),
+        layers="|".join(sorted(escaped(name) for name in layers)),
         rank_stabilized=bool(one.use_rslora[first]),
-        rank_pattern={_escaped(name): each for name, each in ranks.items() if each != rank},
-        alpha_pattern={_escaped(name): each for name, each in alphas.items() if each != alpha},
+        rank_pattern={escaped(name): each for name, each in ranks.items() if each != rank},
+        alpha_pattern={escaped(name): each for name, each in alphas.items() if each != alpha},
+        token_rows=tokens_trained(model),
+        modules_to_save=tuple(sorted(wrappers(model))),
     )
 
 
@@ -138,7 +165,8 @@ def lora_from_file(
     """Attach a LoRA or DoRA and take its tensors out of the file's; see `AdapterKind.from_file`."""
     written_by_us, in_file = (Path(directory) / SPEC).is_file(), file_layers(model)
     if not written_by_us:
-        spec = _with_layers_of_file(spec, tensors, in_file, directory)
+        modules = modules_of_config(read_json_object(Path(directory) / CONFIG), tensors)
+        spec = _with_layers_of_file(replace(spec, modules_to_save=tuple(modules)), tensors, in_file, directory)
     wanted, linear = matching_layers(model, spec.layers), linear_layers(model)
     ranks = by_layer(model, wanted, spec, "rank_pattern")
     check_size(
@@ -149,7 +177,7 @@ def lora_from_file(
     for layer in in_file:
         if adapted.keys() & set(layer.layers):
             found |= _from_fused(layer, adapted, tensors, layer_sizes_of=linear, block_diagonal=written_by_us)
-    return found
+    return found | extras_from_file(model, tensors)
 
 
 def _fused(parts: list[LowRankUpdate | None], heights: list[int], groups: int) -> LowRankUpdate:
@@ -197,7 +225,7 @@ def _from_fused(
     ups = none if up is None else cut_rows(up, heights, layer.groups)
     lengths = none if magnitude is None else cut_rows(magnitude, heights, layer.groups)
     found: dict[str, Tensor | None] = {}
-    before = 0  # columns of lora_B that belong to earlier layers
+    before, scale = 0, 0.0  # columns of lora_B that belong to earlier layers
     for name, rows, length in zip(layer.layers, ups, lengths, strict=True):
         if name not in adapted:
             continue
@@ -205,7 +233,10 @@ def _from_fused(
         block = slice(before, before + rank) if block_diagonal else slice(None)
         before += rank
         found[f"{name}.lora_A.{DEFAULT}.weight"] = None if down is None else down[block]
-        found[f"{name}.lora_B.{DEFAULT}.weight"] = None if rows is None else rows[:, block]
+        scale = scale or adapted[name].scaling[DEFAULT]  # of the file: that of the first layer
+        factor = scale / adapted[name].scaling[DEFAULT] if block_diagonal else 1.0
+        own = None if rows is None else rows[:, block]
+        found[f"{name}.lora_B.{DEFAULT}.weight"] = own if own is None or factor == 1.0 else own * factor
         if adapted[name].use_dora[DEFAULT]:
             found[f"{name}.lora_magnitude_vector.{DEFAULT}.weight"] = length
     return found
@@ -231,14 +262,10 @@ def _with_layers_of_file(
         raise UserError(f"{directory}/{WEIGHTS}: updates none of the linear layers of its base model")
     return replace(
         spec,
-        layers="|".join(sorted(map(_escaped, ranks))),
-        rank_pattern={_escaped(name): rank for name, rank in ranks.items() if rank != spec.rank},
-        alpha_pattern={_escaped(name): alpha for name, alpha in alphas.items() if alpha != spec.alpha},
+        layers="|".join(sorted(map(escaped, ranks))),
+        rank_pattern={escaped(name): rank for name, rank in ranks.items() if rank != spec.rank},
+        alpha_pattern={escaped(name): alpha for name, alpha in alphas.items() if alpha != spec.alpha},
     )
-
-
-def _escaped(name: str) -> str:
-    return name.replace(".", r"\.")
 
 
 def _unsupported_options(config: Mapping[str, object]) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Literal
 MAX_SIZE = 65_536  # a larger rank or prefix is a typing error and would need terabytes
 # Every expert of a mixture, but not its router.
 EVERY_LINEAR = r"(attention|cross)\.(query|key|value|output)|feedforward\.(experts\.\d+\.)?(gate|up|down)"
-IA3_OUTPUTS, IA3_INPUTS = r"(attention|cross)\.(key|value)", r"feedforward\.(experts\.\d+\.)?down"
+IA3_OUTPUTS, IA3_INPUTS = r"(attention|cross)\.(key|value)", r"feedforward\.down"
 INITS = re.compile(r"default|gaussian|orthogonal|pissa(_niter_[1-9]\d?)?")
 
 Names = str | tuple[str, ...]  # a regular expression, or a list of names
@@ -71,6 +71,8 @@ class LowRankSpec:
             raise ValueError(
                 f"init must be default, gaussian, orthogonal, pissa or pissa_niter_N, got {self.init!r}; default is usual"
             )
+        if self.init == "orthogonal" and any(rank % 2 for rank in (self.rank, *self.rank_pattern.values())):
+            raise ValueError("init: orthogonal needs even ranks, half of the rows each for A and B; take another rank")
         _check_token_rows(self.token_rows)
 
 
@@ -110,7 +112,7 @@ class IA3Spec:
         layers: the linear layers with a factor per output, written as for LoRA.
         feedforward: those with a factor per input instead, the last layer of each feed-forward; `layers` need not name
             them again.
-        exclude, token_rows, modules_to_save: as for LoRA.
+        exclude, modules_to_save: as for LoRA.
 
     Source: Liu et al. 2022, arXiv:2205.05638, section 3.3.
     """
@@ -119,13 +121,11 @@ class IA3Spec:
     layers: Names = IA3_OUTPUTS
     feedforward: Names = IA3_INPUTS
     exclude: Names = ()
-    token_rows: tuple[int, ...] = ()
     modules_to_save: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for key in ("layers", "feedforward", "exclude"):
             _check_names(key, getattr(self, key))
-        _check_token_rows(self.token_rows)
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,7 @@ def change_config(directory, **changes):
 
 UNSUPPORTED = {
     "bias": "all", "lora_bias": True,
-    "layer_replication": [[0, 2]], "alora_invocation_tokens": [1, 2], "trainable_token_indices": [5], "target_parameters": ["x"],
+    "layer_replication": [[0, 2]], "alora_invocation_tokens": [1, 2], "target_parameters": ["x"],
     "init_lora_weights": "pissa", "loftq_config": {"loftq_bits": 4}, "an_option_of_the_future": 0.5,
 }  # fmt: skip
 
