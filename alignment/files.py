@@ -290,3 +290,16 @@ def _allowed_roots(directory: Path) -> list[Path]:
 
 def _too_large(path: Path, size: int) -> str:
     return f"{path}: {size} bytes; files of its kind may have {MAX_JSON_BYTES}"
+
+
+def byte_count(size: str) -> int:
+    """The bytes of a size such as "5GB", "500 MB" or "2GiB"; GB is 10^9, GiB is 2^30.
+
+    Raises:
+        ValueError: it is no such size, or below one byte.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B", size.strip(), re.IGNORECASE)
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"{size!r} is no size; give a number and a unit, such as 5GB or 500MB")
+    base = 1024 if found[3] else 1000
+    return int(float(found[1]) * base ** " KMGT".index(found[2].upper() or " "))

@@ -74,7 +74,7 @@ def run(config: DPOConfig) -> Path:
         engine, stream = prepare_training(policy.model.eval(), config, train)
         reference = reference_of(policy, config.reference, engine, weights=config.weights)
         loss_fn = dpo_loss_fn(engine.model, reference, config)
-        save = partial(save_policy, engine, policy, run.output)
+        save = partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size)
         fit(engine, stream, collate_pairs, loss_fn, training=config.training, run=run, held_out=held_out, save=save)
         return run.output / "model"
 

@@ -1,6 +1,6 @@
 """Networks about to be trained: how a policy or a value model is loaded, which reference it has, how it is saved."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from alignment.adapters.attach import attach, disabled, merge_adapter
 from alignment.adapters.peft_files import (
+    adapter_state,
     is_adapter,
     is_scalar_adapter,
     load_adapter,
@@ -28,7 +29,13 @@ from alignment.files import atomic_directory
 from alignment.loading import architecture_of, find_base, find_directory, load_frozen_model, set_special_tokens
 from alignment.models.external.models import ExternalModel
 from alignment.models.frozen_weights import store_frozen, train_in_float32
-from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model, save_model
+from alignment.models.huggingface.checkpoint import (
+    MAX_SHARD_SIZE,
+    load_language_model,
+    load_scalar_model,
+    save_model,
+    saved_names,
+)
 from alignment.models.native_model import NativeModel
 from alignment.models.outputs import LanguageOutput
 from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
@@ -231,35 +238,44 @@ def reference_of(
     return reference
 
 
-def save_policy(engine: Engine, policy: Policy, output: str | Path) -> Path:
+def save_policy(engine: Engine, policy: Policy, output: str | Path, *, max_shard_size: str = MAX_SHARD_SIZE) -> Path:
     """Write `output/model` in Hugging Face layout (or peft's, for an adapter) and return it."""
+    model = engine.backend.unwrapped
+    assert isinstance(model, NativeModel | ExternalModel)
 
-    def write(folder: Path, state: dict[str, Tensor]) -> None:
-        model = engine.backend.unwrapped
-        assert isinstance(model, NativeModel | ExternalModel)
+    def write(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         set_special_tokens(model, policy.tokenizer)
         if policy.adapter is None:
-            save_model(model, folder, state=state)
+            save_model(model, folder, tensors=tensors, max_shard_size=max_shard_size)
         else:
-            save_adapter(model, folder, base=policy.base, revision=policy.revision, state=state)
+            save_adapter(model, folder, base=policy.base, revision=policy.revision, state=dict(tensors))
 
-    return save_output(engine, output, policy.tokenizer, write)
+    names = saved_names(model) if policy.adapter is None else list(adapter_state(model))
+    return save_output(engine, output, policy.tokenizer, names, write)
 
 
 def save_output(
-    engine: Engine, output: str | Path, tokenizer: Tokenizer, write: Callable[[Path, dict[str, Tensor]], None]
+    engine: Engine,
+    output: str | Path,
+    tokenizer: Tokenizer,
+    names: Sequence[str],
+    write: Callable[[Path, Iterator[tuple[str, Tensor]]], None],
 ) -> Path:
     """Write `output/model` with its tokenizer on rank 0 and return it; every rank must call it.
 
     Args:
-        write: (directory, full state dict of the trained model) -> writes the model's files there.
+        names: of the tensors in the trained model's state dict that are written.
+        write: (directory, these tensors with their names, one at a time) -> writes the model's files there.
     """
     directory = Path(output) / "model"
-    state = engine.backend.full_state()
+    tensors = engine.backend.gather(names)
     if engine.process_group.is_main:
         with atomic_directory(directory) as folder:
-            write(folder, state)
+            write(folder, tensors)
             save_tokenizer(tokenizer, folder)
+    else:
+        for _ in tensors:  # the other ranks send their parts
+            pass
     engine.process_group.barrier()
     return directory
 

@@ -71,7 +71,7 @@ def run(config: RewardConfig) -> Path:
             run.note(line)
         engine, stream = prepare_training(reward_model.model.train(), config, train)
         loss_fn = reward_loss_fn(engine.model, config.center_coef)
-        save = partial(save_policy, engine, reward_model, run.output)
+        save = partial(save_policy, engine, reward_model, run.output, max_shard_size=config.training.max_shard_size)
         fit(engine, stream, collate_pairs, loss_fn, training=config.training, run=run, held_out=held_out, save=save)
         return run.output / "model"
 

@@ -54,8 +54,9 @@ def run(config: SFTConfig) -> Path:
         policy = load_policy(config.policy, config.adapter, tokenizer, config.output, weights=config.weights)
         check_rows(policy.model, train + held_out, config.data.max_length)
         engine, stream = prepare_training(policy.model.train(), config, train)
+        save = partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size)
         fit(
             engine, stream, collate, language_loss_fn(engine.model),
-            training=config.training, run=run, held_out=held_out, save=partial(save_policy, engine, policy, run.output),
+            training=config.training, run=run, held_out=held_out, save=save,
         )  # fmt: skip
         return run.output / "model"

@@ -25,15 +25,22 @@ TIMEOUT = timedelta(hours=2)
 FSDP_SETTINGS: dict[str, tuple[tuple[str, ...], str]] = {
     "VERSION": (("2",), "set it to 2, as configs/launch/fsdp2.yaml does"),
     "RESHARD_AFTER_FORWARD": (("true", "false"), "set it to true or false"),
-    "OFFLOAD_PARAMS": (("false",), "set it to false, or offload with configs/launch/zero3.yaml"),
+    "SHARDING_STRATEGY": (
+        ("full_shard", "hybrid_shard", "1", "4"),
+        "set it to FULL_SHARD or HYBRID_SHARD; fsdp_reshard_after_forward: false is what SHARD_GRAD_OP was",
+    ),
+    "OFFLOAD_PARAMS": (("false", "true"), "set it to true or false"),
     "AUTO_WRAP_POLICY": (("", "transformer_based_wrap"), "leave it out: every block is sharded by itself"),
     "TRANSFORMER_CLS_TO_WRAP": (("",), "leave it out: every block is sharded by itself"),
     "ACTIVATION_CHECKPOINTING": (("false",), "set it to false, and training.gradient_checkpointing=true in the config"),
     "ACTIVATION_CHECKPOINTING_OFFLOAD": (("false",), "set it to false"),
-    "FORWARD_PREFETCH": (("false",), "set it to false"),
+    "FORWARD_PREFETCH": (("false", "true"), "set it to true or false"),
     "BACKWARD_PREFETCH": (("", "backward_pre"), "leave it out"),
     "IGNORED_MODULES": (("",), "leave it out: every weight is sharded"),
-    "STATE_DICT_TYPE": (("", "full_state_dict"), "leave it out: checkpoints hold whole tensors"),
+    "STATE_DICT_TYPE": (
+        ("", "full_state_dict", "sharded_state_dict"),
+        "leave it out: each process writes its shards, for any number of processes",
+    ),
 }
 
 T = TypeVar("T")
@@ -109,6 +116,42 @@ class ProcessGroup:
             dist.barrier()
 
 
+@dataclass(frozen=True)
+class FSDPSettings:
+    """The settings of the launch file's `fsdp_config` that FSDP2 has.
+
+    Attributes:
+        reshard_after_forward: whether a block's weights are sharded again after its forward.
+        cpu_offload: shards, gradients and optimizer state lie in host memory, and the optimizer runs there.
+        hybrid: weights are sharded within a node and replicated across nodes.
+        forward_prefetch: the next block's weights are gathered while a block runs.
+        ranks_per_node: processes that the launcher started on each node.
+    """
+
+    reshard_after_forward: bool = True
+    cpu_offload: bool = False
+    hybrid: bool = False
+    forward_prefetch: bool = False
+    ranks_per_node: int = 1
+
+
+def fsdp_settings() -> FSDPSettings:
+    """What the launch file asks of FSDP2."""
+    sent = _sent_settings()
+    return FSDPSettings(
+        reshard_after_forward=sent["RESHARD_AFTER_FORWARD"] == "true",
+        cpu_offload=sent["OFFLOAD_PARAMS"] == "true",
+        hybrid=sent["SHARDING_STRATEGY"] in ("hybrid_shard", "4"),
+        forward_prefetch=sent["FORWARD_PREFETCH"] == "true",
+        ranks_per_node=int(os.environ.get("LOCAL_WORLD_SIZE", launched_size())),
+    )
+
+
+def _sent_settings() -> dict[str, str]:
+    """Each setting of FSDP_SETTINGS as the launch file sent it, in lower case, or its default."""
+    return {name: os.environ.get(f"FSDP_{name}", accepted[0]).lower() for name, (accepted, _) in FSDP_SETTINGS.items()}
+
+
 def launched_rank() -> int:
     """The rank that the launcher gave this process; known before any process group exists."""
     return int(os.environ.get("RANK", "0"))
@@ -155,11 +198,11 @@ def check_fsdp_settings() -> None:
     Raises:
         UserError: some have not; all of them are named.
     """
-    sent = {name: os.environ.get(f"FSDP_{name}", accepted[0]) for name, (accepted, _) in FSDP_SETTINGS.items()}
+    sent = _sent_settings()
     raise_all(
-        f"launch configuration: fsdp_{name.lower()}: {sent[name]} is not supported; {way_out}"
+        f"launch configuration: fsdp_{name.lower()}: {os.environ[f'FSDP_{name}']} is not supported; {way_out}"
         for name, (accepted, way_out) in FSDP_SETTINGS.items()
-        if sent[name].lower() not in accepted
+        if sent[name] not in accepted
     )
 
 
@@ -187,4 +230,7 @@ def _backend(on_cpu: bool, deepspeed: bool) -> str | None:
     if deepspeed and not is_deepspeed_available():
         raise UserError("the launch configuration asks for DeepSpeed, which is not installed: pip install deepspeed")
     # On the CPU Accelerate treats several DeepSpeed processes as one unless the communication backend is named.
-    return "gloo" if on_cpu and deepspeed else None
+    if on_cpu:
+        return "gloo" if deepspeed else None
+    # Offloaded shards are summed and gathered in host memory.
+    return "cpu:gloo,cuda:nccl" if _launched_with("FSDP") and fsdp_settings().cpu_offload else None

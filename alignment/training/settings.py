@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Literal
 
+from alignment.files import byte_count
+
 MOST_EPOCHS = 1_000_000
 MOST_ROWS = 10_000_000
 
@@ -26,6 +28,7 @@ class TrainingConfig:
             the compiler.
         save_every_steps: 0 saves a checkpoint only when a signal stops the run.
         keep_last_checkpoints: number of newest checkpoints that stay on disk.
+        max_shard_size: of a file of the finished model, such as 5GB; a larger model is written in several, with an index.
         evaluate_every_steps: 0 evaluates only after the last update.
         resume: continue from the newest complete checkpoint in the run's directory.
         trackers: further trackers known to Accelerate, such as wandb, mlflow or trackio.
@@ -42,6 +45,7 @@ class TrainingConfig:
     compile: bool = False
     save_every_steps: int = 0
     keep_last_checkpoints: int = 2
+    max_shard_size: str = "5GB"
     evaluate_every_steps: int = 0
     resume: bool = True
     trackers: list[str] = field(default_factory=list)
@@ -67,6 +71,7 @@ class TrainingConfig:
                 "keep_activations: products cannot see the products inside the graphs of compile; set it to attention or "
                 "nothing, or compile to false"
             )
+        byte_count(self.max_shard_size)
         for name in ("save_every_steps", "evaluate_every_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}; 0 is off")

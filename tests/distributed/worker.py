@@ -163,7 +163,7 @@ def run(output: Path, mode: str) -> None:
         restore_checkpoint(path, fresh, {})
         history += advance(fresh["toy"], fresh["language"], UPDATES - 2)
         engines = fresh
-    states = {name: engine.backend.full_state() for name, engine in engines.items()}
+    states = {name: weights(engine) for name, engine in engines.items()}
     after, more = sample(engines["language"])
     collectives += more
     responses = {weights: respond(engines["language"], weights) for weights in ("gathered", "sharded")}

@@ -104,7 +104,7 @@ def test_transformers_checkpoint_comes_back_bit_equal(config, directory, tmp_pat
 def test_a_full_state_can_be_saved_instead_of_the_live_one(config, tmp_path):
     model = build_language_model(config)
     state = {name: tensor + 1 for name, tensor in model.state_dict().items()}
-    save_model(model, tmp_path, state=state)
+    save_model(model, tmp_path, tensors=state.items())
     assert torch.equal(load_language_model(tmp_path).trunk.embed.weight, model.trunk.embed.weight + 1)
 
 

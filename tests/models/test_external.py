@@ -221,7 +221,7 @@ def test_what_is_saved_opens_in_transformers_bit_for_bit(decoder, tmp_path):
     ours.config["pad_token_id"] = 9
     for number, given in enumerate((None, state)):
         directory = tmp_path / f"saved{number}"
-        save_external(ours, directory, state=given)
+        save_external(ours, directory, tensors=None if given is None else given.items())
         ids = torch.tensor(DOCUMENTS[:1])
         assert torch.equal(AutoModelForCausalLM.from_pretrained(directory)(ids).logits, theirs(ids).logits)
         assert json.loads((directory / "config.json").read_text())["pad_token_id"] == 9
@@ -230,7 +230,7 @@ def test_what_is_saved_opens_in_transformers_bit_for_bit(decoder, tmp_path):
             "config.json", "generation_config.json", "model.safetensors"
         }  # fmt: skip
     with pytest.raises(ValueError, match="surplus"):
-        save_external(ours, tmp_path / "no", state={**state, "surplus": torch.zeros(1)})
+        save_external(ours, tmp_path / "no", tensors={**state, "surplus": torch.zeros(1)}.items())
 
 
 @torch.no_grad()

@@ -193,7 +193,7 @@ def test_an_error_in_the_middle_of_a_save_leaves_the_old_checkpoint(tmp_path, mo
     def fails(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("alignment.training.backends.state_files.save_optimizer", fails)
+    monkeypatch.setattr("alignment.training.backends.state_files.write_whole", fails)
     with pytest.raises(UserError, match=r"step-000002: the disk is full: \d+ bytes .* and \d+ are free"):
         save_checkpoint(tmp_path, 2, engine, {}, IDENTITY, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]

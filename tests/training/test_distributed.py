@@ -9,8 +9,9 @@ from alignment.training.distributed import init_distributed
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("offload_params", "true"), ("auto_wrap_policy", "SIZE_BASED_WRAP"), ("transformer_cls_to_wrap", "GPT2Block"),
-        ("activation_checkpointing", "true"), ("forward_prefetch", "true"), ("reshard_after_forward", "FULL_SHARD"),
+        ("offload_params", "nvme"), ("auto_wrap_policy", "SIZE_BASED_WRAP"), ("transformer_cls_to_wrap", "GPT2Block"),
+        ("activation_checkpointing", "true"), ("forward_prefetch", "2"),
+        ("sharding_strategy", "SHARD_GRAD_OP"), ("reshard_after_forward", "FULL_SHARD"),
         ("ignored_modules", "head"), ("state_dict_type", "LOCAL_STATE_DICT"), ("version", "1"),
     ],
 )  # fmt: skip

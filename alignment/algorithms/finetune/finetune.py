@@ -1,6 +1,6 @@
 """Fine-tuning for downstream tasks: classification of texts, pairs and words, question answering, multiple choice."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -222,7 +222,7 @@ def evaluation(
 def save(config: FinetuneConfig, input_format: Format, engine: Engine, model: nn.Module, tokenizer: Tokenizer) -> Path:
     """Write `output/model` in Hugging Face layout and return it; config.json keeps what `predict` needs to read rows."""
 
-    def write(folder: Path, state: dict[str, Tensor]) -> None:
+    def write(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         classifier = unwrap(model)
         # Hugging Face's classifiers look for the last token that is no padding; an end token must not count as such.
         pad = tokenizer.pad_token_id
@@ -231,6 +231,8 @@ def save(config: FinetuneConfig, input_format: Format, engine: Engine, model: nn
         settings = {name: getattr(config, name) for name in kept}
         settings |= {"format": input_format, "max_length": config.data.max_length}
         classifier.config["task_specific_params"] = {"finetune": settings}
-        save_model(classifier, folder, state=classifier_state(model, state))
+        state, size = classifier_state(model, dict(tensors)), config.training.max_shard_size
+        save_model(classifier, folder, tensors=state.items(), max_shard_size=size)
 
-    return save_output(engine, config.output, tokenizer, write)
+    names = [name for name in engine.backend.unwrapped.state_dict() if not name.startswith("language_head.")]
+    return save_output(engine, config.output, tokenizer, names, write)

@@ -49,7 +49,9 @@ def run(config: PPOConfig) -> Path:
     with open_run(config, "ppo", parents, value_optim=config.value_optim) as run:
         data = read_data(config, run)
         state = build_state(config, data)
-        save = partial(save_policy, state.policy, state.start, run.output)
+        save = partial(
+            save_policy, state.policy, state.start, run.output, max_shard_size=config.training.max_shard_size
+        )
         note_dropout_off(state.start, run)
         state.rollout_weights = choose_rollout_weights(config, data, state, run)
         first = load_ppo_state(state, config, run)

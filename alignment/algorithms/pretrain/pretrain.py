@@ -130,7 +130,7 @@ def run(config: PretrainConfig) -> Path:
             training=config.training,
             run=run,
             evaluate=evaluate,
-            save=partial(save_policy, engine, policy, run.output),
+            save=partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size),
         )
         return run.output / "model"
 

@@ -7,7 +7,7 @@ transformers ignores keys that it does not know.
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from math import prod
@@ -101,29 +101,39 @@ def load_external(
     return model
 
 
-def save_external(model: ExternalModel, directory: str | Path, *, state: dict[str, Tensor] | None = None) -> None:
-    """Write config.json and model.safetensors as transformers does, each file atomically.
+def save_external(
+    model: ExternalModel,
+    directory: str | Path,
+    *,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
+    max_shard_size: str = "5GB",
+) -> None:
+    """Write config.json and the weights as transformers does, each file atomically; all weights are held at once.
 
     Args:
         model: a model from `load_external`.
         directory: directory to write.
-        state: the full state dict by our names where the model is sharded; None: the model's own.
+        tensors: the weights by our names where the model is sharded; None: the model's own.
+        max_shard_size: such as "5GB"; larger weights are written in shards with an index.
 
     Raises:
-        ValueError: the state has other tensors than the model.
+        ValueError: the tensors are others than the model's.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
     own = model.inner.state_dict(keep_vars=True)
-    state = {f"inner.{name}": tensor.detach() for name, tensor in own.items()} if state is None else state
+    state = {f"inner.{name}": tensor.detach() for name, tensor in own.items()} if tensors is None else dict(tensors)
     if state.keys() != {f"inner.{name}" for name in own}:
         raise ValueError(f"the state does not fit: differing {sorted({f'inner.{n}' for n in own} ^ state.keys())}")
     first_names = {id(tensor): name for name, tensor in reversed(own.items())}  # a tied tensor is written once
-    tensors = {name: state[f"inner.{name}"].cpu() for name in own if name in first_names.values()}
+    kept = {name: state[f"inner.{name}"].cpu() for name in own if name in first_names.values()}
     model.inner.config.update({key: value for key, value in model.config.items() if key in SPECIAL_TOKENS})
     with tempfile.TemporaryDirectory(dir=directory) as folder, _default_generation_config(model):
-        model.inner.save_pretrained(folder, state_dict=tensors, max_shard_size="1000GB")
+        model.inner.save_pretrained(folder, state_dict=kept, max_shard_size=max_shard_size)
         written = sorted(Path(folder).iterdir(), key=lambda path: path.name == CONFIG)  # config last
+        for path in directory.glob("model*.safetensors*"):  # of an earlier save in more files or fewer
+            if path.name not in {new.name for new in written}:
+                path.unlink()
         for path in written:
             os.replace(path, directory / path.name)
     write_generation_config(model, directory)

@@ -4,16 +4,15 @@ Loading is strict: every tensor of the file is used, every parameter is found an
 anything else is an error that names it.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from alignment.errors import UserError, raise_all
-from alignment.files import write_atomic, write_json
+from alignment.files import byte_count, write_json
 from alignment.models.build import empty_model
 from alignment.models.classifiers import ScalarModel
 from alignment.models.external.load import load_external, save_external
@@ -29,12 +28,12 @@ from alignment.models.huggingface.legacy_names import (
     rename_legacy_keys,
 )
 from alignment.models.huggingface.stored_parameters import StoredParameter, placeholder, stored_parameter
-from alignment.models.huggingface.weight_map import HFLocation, map_weights, to_hf
+from alignment.models.huggingface.weight_files import write_weights
+from alignment.models.huggingface.weight_map import HFLocation, map_weights, stream_to_hf, to_hf
 from alignment.models.init_weights import initialize_layer
 from alignment.models.native_model import NativeModel
 from alignment.models.safetensors_files import (
     CONFIG,
-    WEIGHTS,
     HFConfig,
     StoredTensor,
     check_sizes,
@@ -42,6 +41,8 @@ from alignment.models.safetensors_files import (
     stored_tensors,
 )
 from alignment.models.transformer import Transformer
+
+MAX_SHARD_SIZE = "5GB"  # of a file of weights, as transformers had it for long
 
 
 def load_language_model(
@@ -160,35 +161,74 @@ def _empty_model(directory: Path, config: HFConfig, tensors: dict[str, StoredTen
 
 
 def save_model(
-    model: NativeModel | ExternalModel, directory: str | Path, *, state: dict[str, Tensor] | None = None
+    model: NativeModel | ExternalModel,
+    directory: str | Path,
+    *,
+    tensors: Iterable[tuple[str, Tensor]] | None = None,
+    max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write config.json, model.safetensors and any generation_config.json so that plain transformers can load them.
+    """Write weights, any generation_config.json and, last, config.json so that plain transformers can load them.
+
+    The weights are model.safetensors, or shards and an index where they are larger than `max_shard_size`.
 
     Args:
         model: any model of this library.
         directory: an existing directory.
-        state: the full state dict by our names where the model is sharded; None: the model's own.
+        tensors: the weights of a sharded model by our names, one at a time, in any order; in that of `saved_names` at most
+            one shard of them is held. None: the model's own.
+        max_shard_size: such as "5GB" or "500MB".
 
     Raises:
-        ValueError: the state lacks parameters of the architecture or has others (an adapter is still attached).
+        ValueError: the tensors lack parameters of the architecture or have others (an adapter is still attached).
     """
     if isinstance(model, ExternalModel):
-        return save_external(model, directory, state=state)
-    full: dict[str, Tensor] = model.state_dict() if state is None else state
-    locations = hf_locations(model)
-    expected = set(locations) - set(_aliases(model))
-    extra = set(full) - set(locations)
-    if extra or not expected <= set(full):
-        raise ValueError(
-            f"the state does not fit the architecture: missing {sorted(expected - set(full))}, "
-            f"unexpected {sorted(extra)}; merge or detach adapters before saving"
-        )
-    tensors = to_hf({name: full[name].cpu() for name in expected}, locations)
+        return save_external(model, directory, tensors=tensors, max_shard_size=max_shard_size)
+    locations, names = hf_locations(model), saved_names(model)
+    if tensors is None:
+        state: dict[str, Tensor] = model.state_dict()
+        _check_names(state, names, locations)
+        tensors = ((name, state[name].detach().cpu()) for name in names)
+    seen: set[str] = set()
     directory = Path(directory)
-    config = _config_to_save(model, next(iter(tensors.values())).dtype)
-    write_atomic(directory / WEIGHTS, lambda path: save_file(tensors, path, metadata={"format": "pt"}))
+    config = _config_to_save(model)  # before it is written to: a wrong config leaves no half of a model
+    whole = stream_to_hf(_noting(tensors, seen, locations), {name: locations[name] for name in names})
+    dtype = write_weights(whole, directory, byte_count(max_shard_size))
+    _check_names(seen, names, locations)
     write_generation_config(model, directory)
-    write_json(directory / CONFIG, config)
+    write_json(directory / CONFIG, config | {"dtype": str(dtype).removeprefix("torch.")})
+
+
+def saved_names(model: NativeModel | ExternalModel) -> list[str]:
+    """The names, in the model's state dict, of the tensors that `save_model` writes, those of one file tensor together."""
+    if isinstance(model, ExternalModel):
+        return list(model.state_dict())
+    locations = hf_locations(model)
+    aliases, by_file_name = _aliases(model), {}
+    for name, location in locations.items():
+        if name not in aliases:
+            by_file_name.setdefault(location.name, []).append(name)
+    return [name for names in by_file_name.values() for name in names]
+
+
+def _check_names(found: Iterable[str], expected: Sequence[str], locations: dict[str, HFLocation]) -> None:
+    """Refuse names that are not the parameters of the architecture; second names of shared ones may be among them."""
+    names = set(found)
+    missing, extra = sorted(set(expected) - names), sorted(names - set(locations))
+    if missing or extra:
+        raise ValueError(
+            f"the state does not fit the architecture: missing {missing}, unexpected {extra}; merge or detach adapters "
+            "before saving"
+        )
+
+
+def _noting(
+    tensors: Iterable[tuple[str, Tensor]], seen: set[str], locations: dict[str, HFLocation]
+) -> Iterator[tuple[str, Tensor]]:
+    """The tensors; their names are added to `seen`, and a name that is none of the architecture's is an error."""
+    for name, tensor in tensors:
+        _check_names((name,), (), locations)
+        seen.add(name)
+        yield name, tensor
 
 
 def hf_locations(model: NativeModel) -> dict[str, HFLocation]:
@@ -301,12 +341,12 @@ def _tensor_problems(tensors: dict[str, StoredTensor], shapes: dict[str, torch.S
             yield f"tensor {name} has shape {tuple(tensors[name].shape)}, the config asks for {tuple(shapes[name])}"
 
 
-def _config_to_save(model: NativeModel, dtype: torch.dtype) -> HFConfig:
-    """config.json of a saved model: its config with the class, the type and the sizes that the weights have."""
+def _config_to_save(model: NativeModel) -> HFConfig:
+    """config.json of a saved model: its config with the class and the sizes that the weights have, its type left open."""
     task = FAMILIES[model.config["model_type"]].tasks[model.task]
     config = {key: value for key, value in model.config.items() if key not in ("torch_dtype", "_name_or_path")}
     vocabulary = next(x for x in model.children() if isinstance(x, Transformer)).embed.num_embeddings
-    config |= {"dtype": str(dtype).removeprefix("torch."), "vocab_size": vocabulary, "architectures": [task.hf_class]}
+    config |= {"dtype": None, "vocab_size": vocabulary, "architectures": [task.hf_class]}
     if isinstance(model, ScalarModel):
         return config | {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
     if task.head is None or model.task == "span":  # a span head has two fixed outputs and no classes

@@ -1,6 +1,6 @@
 """Where each of our parameters lies in a Hugging Face file: tensor names, fused matrices, transposed matrices."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,15 +67,24 @@ def map_weights(
 
 def to_hf(state: Mapping[str, Tensor], locations: Mapping[str, HFLocation]) -> dict[str, Tensor]:
     """Our tensors under Hugging Face's names, parts fused and matrices transposed as the family stores them."""
-    slices: dict[str, dict[int, Tensor]] = {}
-    for name, tensor in state.items():
-        slices.setdefault(locations[name].name, {})[locations[name].part] = tensor.detach()
-    by_hf_name = {location.name: location for location in locations.values()}
-    fused = {
-        name: fuse_rows([parts[i] for i in range(len(parts))], by_hf_name[name].groups)
-        for name, parts in slices.items()
-    }
-    return {name: (tensor.T if by_hf_name[name].transposed else tensor).contiguous() for name, tensor in fused.items()}
+    return dict(stream_to_hf(state.items(), locations))
+
+
+def stream_to_hf(
+    tensors: Iterable[tuple[str, Tensor]], locations: Mapping[str, HFLocation]
+) -> Iterator[tuple[str, Tensor]]:
+    """As `to_hf`, each tensor of the file as soon as all its parts are there."""
+    waiting: dict[str, dict[int, Tensor]] = {}
+    for name, tensor in tensors:
+        if name not in locations:  # the second name of a shared parameter
+            continue
+        location = locations[name]
+        parts = waiting.setdefault(location.name, {})
+        parts[location.part] = tensor.detach()
+        if len(parts) == len(location.rows):
+            del waiting[location.name]
+            whole = fuse_rows([parts[i] for i in range(len(parts))], location.groups)
+            yield location.name, (whole.T if location.transposed else whole).contiguous()
 
 
 def from_hf(tensors: Mapping[str, Tensor], locations: Mapping[str, HFLocation]) -> dict[str, Tensor]:

@@ -4,7 +4,7 @@ Every backend sums gradients over ranks, so that a loss divided by the global we
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from pathlib import Path
@@ -52,8 +52,11 @@ class Backend(Protocol):
         """Names of trainable parameters that got no gradient in the first update; known only after it."""
         ...
 
-    def full_state(self) -> dict[str, Tensor]:
-        """The whole state dict in float32 on the CPU of rank 0, empty on other ranks; a collective operation."""
+    def gather(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of the state dict, one at a time, on the CPU of rank 0; a collective operation.
+
+        Every rank must run the iterator to its end. On other ranks it is empty.
+        """
         ...
 
     def full_parameters(self) -> AbstractContextManager[None]:

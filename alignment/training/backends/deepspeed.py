@@ -68,15 +68,14 @@ class DeepSpeedBackend:
     def without_gradient(self) -> list[str]:
         return [name for name in self._trainable if name not in self._reached]
 
-    def full_state(self) -> dict[str, Tensor]:
-        state: dict[str, Tensor] = {}
-        for name, value in self.unwrapped.state_dict(keep_vars=True).items():
-            with self._full_tensors([value]):  # one at a time: together they might not fit on one device
-                if self.process_group.is_main:
-                    state[name] = value.detach().cpu().clone()
-        for name, value in state.items():
-            assert value.numel() > 0, f"{name} came out empty: ZeRO-3 did not gather it"
-        return state
+    def gather(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        state = self.unwrapped.state_dict(keep_vars=True)
+        for name in names:
+            with self._full_tensors([state[name]]):  # one at a time: together they might not fit on one device
+                tensor = state[name].detach().cpu().clone() if self.process_group.is_main else None
+            if tensor is not None:
+                assert tensor.numel() > 0, f"{name} came out empty: ZeRO-3 did not gather it"
+                yield name, tensor
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
@@ -112,9 +111,10 @@ class DeepSpeedBackend:
         return flat[: partitioned.ds_numel].view(partitioned.ds_shape)
 
     def save(self, directory: Path) -> None:
-        weights = self.full_state()
+        kept = dict(self.gather(state_files.kept_names(self.unwrapped)))
         if self.process_group.is_main:
-            state_files.save_weights(self.unwrapped, weights, directory)
+            state_files.refuse_not_finite(state_files.not_finite(kept))
+            state_files.write_whole(state_files.WEIGHTS, kept, directory)
         self.model.save_checkpoint(str(directory), tag=TAG, save_latest=False, exclude_frozen_parameters=True)
 
     def load(self, directory: Path) -> None:

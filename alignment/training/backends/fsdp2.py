@@ -1,22 +1,21 @@
-"""FSDP2: torch's fully_shard, one shard group per block. Checkpoints hold whole tensors, for any number of ranks."""
+"""FSDP2: torch's fully_shard, one shard group per block. Each rank writes its shards, for any number of ranks."""
 
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from alignment.training.backends import state_files
 from alignment.training.backends.base import autocast_context, autocast_forward, checked_step, names_without_gradient
+from alignment.training.backends.sharding import full_tensor, is_first_copy, local_rows, shard_like, shard_model
 from alignment.training.backends.whole_weights import computing_types, whole_bytes, whole_parameters
-from alignment.training.distributed import ProcessGroup
+from alignment.training.distributed import ProcessGroup, fsdp_settings
 from alignment.training.optim import OptimConfig
-from alignment.training.optimizers import build_optimizer, restore_state, saved_state
+from alignment.training.optimizers import build_optimizer, restore_state
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -29,10 +28,11 @@ class FSDP2Backend:
 
     def __init__(self, model: nn.Module, config: OptimConfig, process_group: ProcessGroup, precision: str):
         self.process_group, self.config = process_group, config
-        self.model = self.unwrapped = autocast_forward(model.to(process_group.device), process_group.device, precision)
+        self.model = self.unwrapped = autocast_forward(model, process_group.device, precision)
         self.autocast, self._precision = autocast_context(process_group.device, precision), precision
-        self._reshard_after_forward = reshard_after_forward()
-        shard_model(model, process_group, self._reshard_after_forward)
+        settings = fsdp_settings()
+        self._reshard_after_forward = settings.reshard_after_forward
+        shard_model(model, process_group, settings)
         self.optimizer = build_optimizer(model, config)
         self._missing: list[str] | None = None
 
@@ -48,8 +48,12 @@ class FSDP2Backend:
     def without_gradient(self) -> list[str]:
         return self._missing or []
 
-    def full_state(self) -> dict[str, Tensor]:
-        return self._on_rank_0(self.unwrapped.state_dict().items())
+    def gather(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        state = self.unwrapped.state_dict()
+        for name in names:
+            tensor = full_tensor(state[name])
+            if self.process_group.is_main:
+                yield name, tensor.cpu()
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
@@ -103,36 +107,36 @@ class FSDP2Backend:
             return full_tensor(parameter.to(self.process_group.device, dtype))
 
     def save(self, directory: Path) -> None:
-        names = set(state_files.kept_names(self.unwrapped))
-        weights = self._on_rank_0((name, value) for name, value in self.unwrapped.state_dict().items() if name in names)
-        state = self._on_rank_0(
-            (f"{name}/{key}", value)
-            for name, parameter in self.unwrapped.named_parameters()
-            if parameter.requires_grad
-            for key, value in saved_state(self.optimizer, parameter).items()
-        )
-        if self.process_group.is_main:
-            state_files.save_weights(self.unwrapped, weights, directory)
-            state_files.save_optimizer(state, directory)
+        state = self.unwrapped.state_dict()
+        kept = {name: state[name] for name in state_files.kept_names(self.unwrapped)}
+        rank, weights = self.process_group.rank, held_rows(kept)
+        bad = state_files.not_finite({name: rows.values for name, rows in weights.items()})
+        state_files.refuse_not_finite([name for names in self.process_group.gather_objects(bad) for name in names])
+        state_files.write_rows(state_files.WEIGHTS, weights, rank, directory)
+        tensors = state_files.optimizer_tensors(self.unwrapped, self.optimizer)
+        state_files.write_rows(state_files.OPTIMIZER, held_rows(tensors), rank, directory)
 
     def load(self, directory: Path) -> None:
-        tensors = dict(self.unwrapped.named_parameters()) | dict(self.unwrapped.named_buffers())
+        weights = state_files.StateFiles(state_files.WEIGHTS, directory)
+        optimizer = state_files.StateFiles(state_files.OPTIMIZER, directory)
+        state, names = self.unwrapped.state_dict(), state_files.kept_names(self.unwrapped)
+        weights.check({name: state[name].shape for name in names})
+        entries = state_files.optimizer_names(optimizer, self.unwrapped)
         with torch.no_grad():
-            for name, tensor in state_files.read_weights(self.unwrapped, directory).items():
-                tensors[name].copy_(shard_like(tensor, tensors[name]))
-        state = state_files.read_optimizer(self.unwrapped, directory)
+            for name in names:
+                local = state[name].to_local() if isinstance(state[name], DTensor) else state[name]
+                local.copy_(weights.rows(name, *local_rows(state[name])))
         for name, parameter in self.unwrapped.named_parameters():
-            if name in state:
-                restore_state(self.optimizer, parameter, state[name], partial(shard_like, like=parameter))
+            if name in entries:
+                tensors = {entry: self._entry(optimizer, f"{name}/{entry}", parameter) for entry in entries[name]}
+                restore_state(self.optimizer, parameter, tensors, lambda tensor: tensor)
 
-    def _on_rank_0(self, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-        """Whole tensors on rank 0's CPU, gathered one at a time: together they might not fit on one device."""
-        state: dict[str, Tensor] = {}
-        for name, value in tensors:
-            tensor = full_tensor(value)
-            if self.process_group.is_main:
-                state[name] = tensor.cpu().contiguous()
-        return state
+    def _entry(self, files: state_files.StateFiles, key: str, parameter: nn.Parameter) -> Tensor:
+        """An entry of the optimizer's state: sharded as its parameter where it has its shape, else whole."""
+        shape = files.shapes[key]
+        if shape != parameter.shape:
+            return files.rows(key).to(parameter.device)
+        return shard_like(files.rows(key, *local_rows(parameter)), shape, parameter)
 
 
 def fsdp_modules(model: nn.Module) -> "list[FSDPModule]":
@@ -159,36 +163,14 @@ def without_gathering(modules: "list[FSDPModule]") -> Iterator[None]:
             state._fsdp_param_groups = own
 
 
-def reshard_after_forward() -> bool:
-    """Whether a block's weights are sharded again after its forward (`fsdp_reshard_after_forward`, true by default)."""
-    return os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
-
-
-def shard_model(model: nn.Module, process_group: ProcessGroup, reshard_after_forward: bool = True) -> None:
-    """Shard each block (a child of a ModuleList) by itself, then the rest; all ranks start with rank 0's weights."""
-    from torch.distributed import broadcast
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    for tensor in [*model.parameters(), *model.buffers()]:
-        broadcast(tensor.detach(), src=0)
-    mesh = init_device_mesh(process_group.device.type, (process_group.size,))
-    for module in reversed(list(model.modules())):  # from the inside out, as fully_shard requires
-        if isinstance(module, nn.ModuleList):
-            for block in module:
-                if not isinstance(block, nn.ModuleList | nn.ModuleDict):  # those are never called
-                    fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh)
-
-
-def full_tensor(value: Tensor) -> Tensor:
-    """The whole tensor; a collective operation if it is sharded."""
-    value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value
-
-
-def shard_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """This rank's part of a whole tensor, sharded like `like`."""
-    if not isinstance(like, DTensor):
-        return tensor.to(like.device)
-    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements)
+def held_rows(tensors: Mapping[str, Tensor]) -> dict[str, state_files.Rows]:
+    """The rows of each tensor that this rank writes: those it holds, where no rank before it holds the same."""
+    return {
+        name: state_files.Rows(
+            tensor.to_local() if isinstance(tensor, DTensor) else tensor,
+            local_rows(tensor)[0],
+            tensor.shape[0] if tensor.ndim else 1,
+        )
+        for name, tensor in tensors.items()
+        if is_first_copy(tensor)
+    }

@@ -1,6 +1,6 @@
 """The whole model on every rank: one process, or data-parallel replicas that sum their gradients."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from alignment.training.backends import state_files
 from alignment.training.backends.base import autocast_context, autocast_forward, checked_step, names_without_gradient
 from alignment.training.distributed import ProcessGroup
 from alignment.training.optim import OptimConfig
-from alignment.training.optimizers import build_optimizer
+from alignment.training.optimizers import build_optimizer, restore_state
 
 BUCKET_ELEMENTS = 32 * 1024 * 1024  # gradients sent at once: 128 MB in float32, past where larger messages go faster
 
@@ -47,10 +47,10 @@ class ReplicatedBackend:
     def without_gradient(self) -> list[str]:
         return self._missing or []
 
-    def full_state(self) -> dict[str, Tensor]:
-        if not self.process_group.is_main:
-            return {}
-        return {name: value.detach().cpu() for name, value in self.unwrapped.state_dict().items()}
+    def gather(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        if self.process_group.is_main:
+            state = self.unwrapped.state_dict()
+            yield from ((name, state[name].detach().cpu()) for name in names)
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
@@ -65,12 +65,26 @@ class ReplicatedBackend:
 
     def save(self, directory: Path) -> None:
         if self.process_group.is_main:
-            state_files.save_weights(self.unwrapped, self.full_state(), directory)
-            state_files.save_optimizer(state_files.optimizer_tensors(self.unwrapped, self.optimizer), directory)
+            state = self.unwrapped.state_dict()
+            kept = {name: state[name] for name in state_files.kept_names(self.unwrapped)}
+            state_files.refuse_not_finite(state_files.not_finite(kept))
+            state_files.write_whole(state_files.WEIGHTS, kept, directory)
+            tensors = state_files.optimizer_tensors(self.unwrapped, self.optimizer)
+            state_files.write_whole(state_files.OPTIMIZER, tensors, directory)
 
     def load(self, directory: Path) -> None:
-        state_files.load_weights(self.unwrapped, directory)
-        state_files.load_optimizer(self.unwrapped, self.optimizer, directory)
+        weights = state_files.StateFiles(state_files.WEIGHTS, directory)
+        optimizer = state_files.StateFiles(state_files.OPTIMIZER, directory)
+        state, names = self.unwrapped.state_dict(), state_files.kept_names(self.unwrapped)
+        weights.check({name: state[name].shape for name in names})
+        entries = state_files.optimizer_names(optimizer, self.unwrapped)
+        with torch.no_grad():
+            for name in names:
+                state[name].copy_(weights.rows(name))
+        for name, parameter in self.unwrapped.named_parameters():
+            if name in entries:
+                tensors = {entry: optimizer.rows(f"{name}/{entry}") for entry in entries[name]}
+                restore_state(self.optimizer, parameter, tensors, lambda tensor, to=parameter.device: tensor.to(to))
 
     def _broadcast_weights(self) -> None:
         """Send rank 0's weights and buffers to all ranks, which may have initialized different ones."""
