@@ -21,7 +21,7 @@ from alignment.adapters.peft_files import (
     read_spec,
     save_adapter,
 )
-from alignment.adapters.specs import UNMERGEABLE, AdapterSpec
+from alignment.adapters.specs import UNMERGEABLE, AdapterSpec, DoRASpec
 from alignment.data.tokenizers.load import check_vocabulary, save_tokenizer
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -41,7 +41,7 @@ from alignment.models.outputs import LanguageOutput
 from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Engine, LossFn, LossSum, Run
-from alignment.training.distributed import launched_rank
+from alignment.training.distributed import launched_kind, launched_rank
 
 
 @dataclass(frozen=True)
@@ -156,13 +156,14 @@ def _load_start(
     frozen = adapter is not None or (is_adapter(directory) and isinstance(read_spec(directory), UNMERGEABLE))
     load = partial(load, dtype=None if frozen else torch.float32)  # None: as stored
     if not is_adapter(directory):
-        model, (base, revision) = load(directory), _name_and_revision(source, directory)
+        model = load(directory, device=start_device(adapter, weights))
+        base, revision = _name_and_revision(source, directory)
     elif isinstance(earlier := read_spec(directory), UNMERGEABLE):
         if adapter not in (None, earlier):
             raise UserError(
                 f"{source}: ends in a {earlier.kind} adapter, which cannot lie under another one; leave `adapter` out"
             )
-        base_model = store_frozen(load(find_base(directory)), weights)
+        base_model = store_frozen(load(find_base(directory), device=start_device(earlier, weights)), weights)
         model = train_in_float32(load_adapter(base_model, directory, with_head=with_head))
         check_vocabulary(tokenizer, model.spec.vocabulary)
         return Policy(model, tokenizer, earlier, read_base(directory), read_revision(directory), source)
@@ -178,6 +179,15 @@ def _load_start(
         return Policy(model, tokenizer, source=source)
     model = train_in_float32(attach(store_frozen(model, weights), adapter, tokenizer=tokenizer))
     return Policy(model, tokenizer, adapter, base, revision, source, disabled_is_start=True)
+
+
+def start_device(adapter: AdapterSpec | None = None, weights: WeightsConfig = DEFAULT_WEIGHTS) -> str:
+    """Device to load a starting checkpoint to: "meta" where FSDP2's ranks read their own slices later, else "cpu".
+
+    DoRA, PiSSA and quantization start from the values of the weights, which every rank then reads whole.
+    """
+    from_values = isinstance(adapter, DoRASpec) or getattr(adapter, "init", "").startswith("pissa") or weights.quantize
+    return "meta" if launched_kind() == "fsdp2" and not from_values else "cpu"
 
 
 def _name_and_revision(source: str, directory: Path) -> tuple[str, str | None]:

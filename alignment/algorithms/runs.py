@@ -20,7 +20,7 @@ from alignment.models.protocols import Module
 from alignment.training import Engine, OptimConfig, Run, TrainingConfig
 from alignment.training.distributed import launched_kind
 from alignment.training.optimizers import check_optimizer
-from alignment.training.ranks import compare_rows, compare_start, propagate_failures
+from alignment.training.ranks import compare_checkpoints, compare_rows, compare_start, propagate_failures
 
 Row = TypeVar("Row")
 
@@ -58,8 +58,7 @@ def open_run(
         compare_start(to_dict(config))
         for optim in (config.optim, value_optim or config.optim):
             check_optimizer(optim, launched_kind())
-        for name in names:
-            find_directory(name)
+        compare_checkpoints({name: find_directory(name) for name in names})
         torch.manual_seed(config.training.seed)  # new weights, dropout; data order and sampling have their own seeds
         with Run(config.output, to_dict(config), stage=stage, parents=names) as run:
             yield run

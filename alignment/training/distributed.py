@@ -5,6 +5,7 @@ import os
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -42,6 +43,9 @@ FSDP_SETTINGS: dict[str, tuple[tuple[str, ...], str]] = {
         "leave it out: each process writes its shards, for any number of processes",
     ),
 }
+
+# Variables of Accelerate's launcher that decide how a run is spread over processes; others differ between machines.
+LAUNCH_PREFIXES = ("FSDP_", "ACCELERATE_USE_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_", "PARALLELISM_CONFIG_")
 
 T = TypeVar("T")
 
@@ -160,6 +164,21 @@ def launched_rank() -> int:
 def launched_size() -> int:
     """Number of processes that the launcher started; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def launch_settings() -> dict[str, str]:
+    """What the launch file decides of a run, by the name of the variable that carries it; alike on all ranks.
+
+    A DeepSpeed configuration file is represented by its content.
+    """
+    found = {name: value for name, value in sorted(os.environ.items()) if name.startswith(LAUNCH_PREFIXES)}
+    found["WORLD_SIZE"] = str(launched_size())
+    return {
+        name: Path(value).read_text(encoding="utf-8")
+        if name.endswith("_CONFIG_FILE") and Path(value).is_file()
+        else value
+        for name, value in found.items()
+    }
 
 
 def launched_kind() -> str:

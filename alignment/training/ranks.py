@@ -11,15 +11,19 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from alignment.errors import raise_all
-from alignment.training.distributed import init_distributed, launched_rank, launched_size
+from alignment.training.distributed import init_distributed, launch_settings, launched_rank, launched_size
 from alignment.training.run.lineage import code_version, differences
 
+PACKAGES = ("peft", "safetensors", "deepspeed", "bitsandbytes")  # compared beside those of lineage.json
+ENDS = 2**20  # bytes of a file that are compared at either end
 FAILURE = "alignment/failure"  # key of the store: the first rank that failed, and its error
 POLL_SECONDS = 1.0  # between two reads of this key
 GRACE_SECONDS = 5.0  # for a rank to end by itself after another has failed
@@ -29,14 +33,50 @@ _watching = False
 
 
 def compare_start(config: Mapping[str, object]) -> None:
-    """Check that all ranks have the same config, source of this library and versions; a collective operation.
+    """Check that all ranks have the same config, launch settings, source of this library and versions of packages.
+
+    A collective operation.
 
     Raises:
         UserError: every difference, with the rank; on every rank.
     """
     if launched_size() > 1:
         code = code_version()
-        compare_ranks({"config": config, "code": {"source": code["source"], "versions": code["versions"]}})
+        versions = code["versions"] | {
+            name: metadata.version(name) for name in PACKAGES if any(metadata.distributions(name=name))
+        }
+        compare_ranks(
+            {"config": config, "launch": launch_settings(), "code": {"source": code["source"], "versions": versions}}
+        )
+
+
+def compare_checkpoints(directories: Mapping[str, Path]) -> None:
+    """Check that all ranks have the same files in the checkpoints that the run starts from; a collective operation.
+
+    Compared are names, sizes, and a hash over the first and the last megabyte of each file: ranks read different slices
+    of the weights, and nobody would notice that they are slices of different models.
+
+    Args:
+        directories: by the name that the config has for them.
+
+    Raises:
+        UserError: every difference, with the rank; on every rank.
+    """
+    if launched_size() > 1:
+        compare_ranks({name: _fingerprints(directory) for name, directory in directories.items()})
+
+
+def _fingerprints(directory: Path) -> dict[str, str]:
+    """Size and hash of the ends of each file of a directory."""
+    found = {}
+    for path in sorted(path for path in directory.iterdir() if path.is_file()):
+        size = path.stat().st_size
+        with open(path, "rb") as file:
+            digest = hashlib.sha256(file.read(ENDS))
+            file.seek(max(0, size - ENDS))
+            digest.update(file.read(ENDS))
+        found[path.name] = f"{size} bytes, {digest.hexdigest()[:16]}"
+    return found
 
 
 def compare_rows(name: str, rows: Sequence[object]) -> None:

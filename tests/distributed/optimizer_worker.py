@@ -21,6 +21,7 @@ from alignment.training import (
     shard_rows,
 )
 from tests.distributed.worker import LLAMA, documents, next_token
+from tests.training.toys import weights
 
 UPDATES = 4
 
@@ -48,9 +49,9 @@ def run(output: Path, name: str) -> None:
     engine = engine_of(name, seed=7)
     restore_checkpoint(path, {"policy": engine}, {})
     advance(engine, UPDATES - 2)
-    state = engine.backend.full_state()
+    state = weights(engine)
     if engine.process_group.is_main:
-        save_file({key: value.clone() for key, value in state.items()}, output / f"{name}.safetensors")
+        save_file(state, output / f"{name}.safetensors")
 
 
 if __name__ == "__main__":

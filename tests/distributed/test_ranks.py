@@ -23,14 +23,21 @@ def free_port() -> str:
         return str(probe.getsockname()[1])
 
 
-def run_two(directory: Path, fault: str, *arguments: str) -> tuple[list[int], list[str], float]:
-    """Exit codes and standard errors by rank, and seconds between the first and the last end."""
+def run_two(
+    directory: Path, fault: str, *arguments: str, **by_rank: tuple[str, str]
+) -> tuple[list[int], list[str], float]:
+    """Exit codes and standard errors by rank, and seconds between the first and the last end.
+
+    Args:
+        by_rank: variables of the environment, a value for each rank.
+    """
     port, started = free_port(), []
     for rank in ("0", "1"):
         ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
         place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-m", "tests.distributed.failing", str(directory), fault, *arguments]
         environment = {**os.environ, **ranks, **place, "PYTHONPATH": str(ROOT)}
+        environment |= {name: values[int(rank)] for name, values in by_rank.items()}
         with open(directory / f"rank-{rank}.err", "w") as error:
             started.append(subprocess.Popen(command, env=environment, cwd=ROOT, stdout=error, stderr=error))
     try:
@@ -99,3 +106,24 @@ def test_a_rank_that_fails_in_training_ends_the_other_with_a_sentence(tmp_path, 
         assert "error: rank 0 ends: it lost the connection to another rank, which was killed" in errors[0]
     assert "Traceback" not in errors[0]
     assert seconds < SECONDS
+
+
+@pytest.mark.distributed_slow
+def test_another_model_or_launch_setting_on_rank_1_is_refused_before_anything_is_loaded(
+    tmp_path, settings, checkpoints
+):
+    for rank in ("rank-0", "rank-1"):
+        shutil.copytree(checkpoints["llama"], tmp_path / rank / "start")
+    settings = ["policy=start" if setting.startswith("policy=") else setting for setting in settings]
+    path = tmp_path / "rank-1" / "start" / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1  # of the same size, and as readable
+    path.write_bytes(bytes(content))
+    codes, errors, _ = run_two(tmp_path, "none", *settings)
+    assert codes == [2, 2]
+    assert "rank 1 has not what rank 0 has: start.model.safetensors: " in "".join(errors)
+    shutil.copy(tmp_path / "rank-0" / "start" / "model.safetensors", path)
+    codes, errors, _ = run_two(tmp_path, "none", *settings, FSDP_OFFLOAD_PARAMS=("false", "true"))
+    assert codes == [2, 2]
+    assert "rank 1 has not what rank 0 has: launch.FSDP_OFFLOAD_PARAMS: 'false' -> 'true'" in "".join(errors)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()

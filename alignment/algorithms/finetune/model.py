@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from alignment.adapters.lora import attach_lora, lora_layers
 from alignment.adapters.specs import LoRASpec
+from alignment.algorithms.policies import start_device
 from alignment.data.tasks.rows import FinetuneTask
 from alignment.losses import chunked_token_log_probs
 from alignment.models.build import build_model
 from alignment.models.classifiers import SequenceClassifier, TokenClassifier, pooled
 from alignment.models.heads import VocabularyHead
 from alignment.models.huggingface.checkpoint import load_pretrained
+from alignment.models.huggingface.stored_parameters import read_parameters
 from alignment.models.init_weights import InitSpec
 from alignment.models.layers.padded_layout import select_rows
 from alignment.models.outputs import DoubleHeadsOutput
@@ -88,10 +90,13 @@ def start_classifier(
         classifier = build_model({**source, **labels}, head)
         language_head = build_model(source, "language").head if language else None
     else:
-        classifier = load_pretrained(source, head, new_head=True, config=labels)
-        language_head = load_pretrained(source, "language").head if language else None
+        classifier = load_pretrained(source, head, device=start_device(), new_head=True, config=labels)
+        language_head = load_pretrained(source, "language", device=start_device()).head if language else None
     spec = classifier.spec
     if isinstance(spec, TransformerSpec) and spec.causal and vocabulary > spec.vocabulary:
+        for part in (classifier, language_head):  # new rows are added to the values
+            if part is not None:
+                read_parameters(part)
         resize_vocabulary(classifier, language_head, vocabulary)
     return classifier if language_head is None else DoubleHeadsModel(classifier, language_head)
 

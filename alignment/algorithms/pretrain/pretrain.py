@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from alignment.algorithms.policies import Policy, language_loss_fn, save_policy, tokenizer_settings
+from alignment.algorithms.policies import Policy, language_loss_fn, save_policy, start_device, tokenizer_settings
 from alignment.algorithms.pretrain.objectives import (
     Causal,
     DistillationConfig,
@@ -184,7 +184,10 @@ def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, A
     if config.policy is None:
         policy = fresh_policy(config, tokenizer, task)
     else:
-        policy = Policy(load_pretrained(find_directory(config.policy), task), tokenizer, source=config.policy)
+        copies = config.distillation is not None and config.distillation.copy_layers
+        device = "cpu" if copies else start_device()
+        model = load_pretrained(find_directory(config.policy), task, device=device)
+        policy = Policy(model, tokenizer, source=config.policy)
     check_vocabulary(tokenizer, policy.model.spec.vocabulary)
     check_kind(config.objective, policy.model)
     if config.distillation is not None:

@@ -67,6 +67,6 @@ def read_parameters(model: nn.Module) -> nn.Module:
     for parameter in model.parameters():
         stored = source_of(parameter)
         if stored is not None:
-            parameter.data = stored.read()
+            parameter.data = stored.read().to(parameter.dtype)
             del parameter.stored  # type: ignore[attr-defined]
     return model

@@ -7,6 +7,7 @@
         random.json             global random states, one per rank
         model.safetensors       trained weights and buffers by name      (several engines: in a folder each)
         optimizer.safetensors   the optimizer's state by name            (deepspeed/ under DeepSpeed)
+        *-rank-00001.safetensors   in place of these two under FSDP2: the rows that rank 1 holds; see state_files.py
 A checkpoint is saved between two updates: it holds no partly accumulated gradient. A damaged one that a resume skipped
 is renamed to damaged-step-000100, and no longer counts as a checkpoint.
 """
@@ -65,6 +66,7 @@ def save_checkpoint(
             check_disk_space(root, named)
             temporary = str(stack.enter_context(atomic_directory(path)))
         directory = Path(process_group.broadcast_object(temporary))
+        check_shared(directory, process_group)
         for name, engine in named.items():
             if process_group.is_main:
                 (directory / name).mkdir(exist_ok=True)
@@ -78,12 +80,27 @@ def save_checkpoint(
             write_json(directory / STATE, saved)
             write_json(directory / IDENTITY, identity)
             write_json(directory / RANDOM, random_states)
-            manifest = {"format": 2, "step": step, "files": hashes(directory)}
+            # Format 2 had whole tensors only; its files are read as they are.
+            manifest = {"format": 3, "step": step, "files": hashes(directory)}
             write_json(directory / MANIFEST, manifest | {"sum": hash_of(manifest)})
     if process_group.is_main:
         delete_older(path, keep)
     process_group.barrier()
     return path
+
+
+def check_shared(directory: Path, process_group: ProcessGroup) -> None:
+    """Check that every rank sees the directory that rank 0 has made; a collective operation.
+
+    Raises:
+        UserError: some rank does not: it runs on a machine without this file system.
+    """
+    blind = [rank for rank, sees in enumerate(process_group.gather_objects(directory.is_dir())) if not sees]
+    if blind:
+        raise UserError(
+            f"{directory.parent}: ranks {', '.join(map(str, blind))} do not see this directory, into which every rank writes "
+            "its part of a checkpoint; choose an output on a file system that all machines share"
+        )
 
 
 def delete_older(newest: Path, keep: int) -> None:
