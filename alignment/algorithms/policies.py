@@ -21,7 +21,7 @@ from alignment.adapters.peft_files import (
     read_spec,
     save_adapter,
 )
-from alignment.adapters.specs import UNMERGEABLE, AdapterSpec, DoRASpec
+from alignment.adapters.specs import UNMERGEABLE, AdapterSpec, DoRASpec, PromptSpec
 from alignment.data.tokenizers.load import check_vocabulary, save_tokenizer
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -184,9 +184,13 @@ def _load_start(
 def start_device(adapter: AdapterSpec | None = None, weights: WeightsConfig = DEFAULT_WEIGHTS) -> str:
     """Device to load a starting checkpoint to: "meta" where FSDP2's ranks read their own slices later, else "cpu".
 
-    DoRA, PiSSA and quantization start from the values of the weights, which every rank then reads whole.
+    DoRA, PiSSA, prompts and quantization start from the values of the weights, which every rank then reads whole.
     """
-    from_values = isinstance(adapter, DoRASpec) or getattr(adapter, "init", "").startswith("pissa") or weights.quantize
+    from_values = (
+        isinstance(adapter, DoRASpec | PromptSpec)
+        or getattr(adapter, "init", "").startswith("pissa")
+        or weights.quantize
+    )
     return "meta" if launched_kind() == "fsdp2" and not from_values else "cpu"
 
 
