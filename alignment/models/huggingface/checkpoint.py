@@ -199,7 +199,7 @@ def save_model(
 
 
 def saved_names(model: NativeModel | ExternalModel) -> list[str]:
-    """The names, in the model's state dict, of the tensors that `save_model` writes, those of one file tensor together."""
+    """The names, in the model's state dict, of the tensors that `save_model` writes; parts of one file tensor follow each other."""
     if isinstance(model, ExternalModel):
         return list(model.state_dict())
     locations = hf_locations(model)

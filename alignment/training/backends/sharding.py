@@ -11,7 +11,7 @@ from alignment.errors import UserError
 from alignment.training.distributed import FSDPSettings, ProcessGroup
 
 
-class StoredParameter(Protocol):
+class RowSource(Protocol):
     """Where the data of an unread parameter lies, its attribute `stored`; models/huggingface makes them."""
 
     def rows(self, start: int = 0, stop: int | None = None) -> Tensor:
@@ -84,9 +84,9 @@ def device_mesh(process_group: ProcessGroup, settings: FSDPSettings) -> Any:
     return init_device_mesh(kind, (size // local, local), mesh_dim_names=("nodes", "ranks"))
 
 
-def _move_unread_to_meta(model: nn.Module) -> dict[str, StoredParameter]:
+def _move_unread_to_meta(model: nn.Module) -> dict[str, RowSource]:
     """Put parameters on the meta device in place of the unread ones; where their data lies, by first name."""
-    stored: dict[str, StoredParameter] = {}
+    stored: dict[str, RowSource] = {}
     replaced: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # the old one too, so that its id stays its own
     for prefix, module in model.named_modules():
         for name, parameter in list(module._parameters.items()):
@@ -119,7 +119,7 @@ def _check_finite(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _read_shards(model: nn.Module, stored: dict[str, StoredParameter], device: torch.device) -> None:
+def _read_shards(model: nn.Module, stored: dict[str, RowSource], device: torch.device) -> None:
     """Read this rank's rows of each parameter on the meta device; shared parameters stay shared."""
     owners: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
