@@ -12,6 +12,7 @@ from alignment.data.tokenizers.load import read_tokenizer_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import check_directory
+from alignment.models.bfloat16 import warn_of_slow_bfloat16
 from alignment.models.external.load import external_architecture
 from alignment.models.external.models import ExternalModel
 from alignment.models.families import family_of, is_external_type
@@ -20,8 +21,9 @@ from alignment.models.frozen_weights import store_frozen
 from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.models.huggingface.generation_config import GENERATION_CONFIG, read_generation_config, set_end_tokens
 from alignment.models.native_model import NativeModel
+from alignment.models.quantization import quantize_blocks, require_bitsandbytes
 from alignment.models.safetensors_files import read_config
-from alignment.models.weights_config import WeightsConfig
+from alignment.models.weights_config import Quantization, WeightsConfig
 
 
 def find_directory(source: str, revision: str | None = None) -> Path:
@@ -133,13 +135,20 @@ def describe_stop_tokens(source: str, tokenizer: Tokenizer) -> str:
     return f"a response ends at {listed(stops)}{more}"
 
 
-def load_model(source: str, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu") -> Any:
+def load_model(
+    source: str,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    *,
+    quantize: Quantization | None = None,
+) -> Any:
     """Load a language model in eval mode.
 
     Args:
         source: directory or Hub name of a model, or of an adapter, which is loaded with its base model.
         dtype: "float32", "bfloat16", "float16", or "auto" for the type that the weights have in the checkpoint.
         device: device of the weights.
+        quantize: hold the matrices of the blocks in 4 bits ("nf4") or 8 ("int8"); everything else as `dtype` says.
 
     Returns:
         A model: `model(input_ids, attention_mask).logits` is [B, T, V]; `.source` is "native" for an architecture of
@@ -148,10 +157,13 @@ def load_model(source: str, dtype: str | torch.dtype = "float32", device: str | 
     Raises:
         UserError: something in the directory is missing, unknown or unsafe.
     """
-    directory, options = find_directory(source), {"dtype": torch_dtype(dtype), "device": device}
-    if not is_adapter(directory):
-        return load_language_model(directory, **options).eval()
-    return load_adapter(load_language_model(find_base(directory), **options), directory).eval()
+    require_bitsandbytes(quantize)
+    directory = find_directory(source)
+    base = find_base(directory) if is_adapter(directory) else directory
+    model = load_language_model(base, torch_dtype(dtype), "cpu" if quantize else device)
+    model = model if quantize is None else quantize_blocks(model, quantize).to(device)
+    _warn_of_type(model)
+    return (load_adapter(model, directory) if is_adapter(directory) else model).eval()
 
 
 def load_frozen_model(source: str, weights: WeightsConfig, device: str | torch.device = "cpu") -> Any:
@@ -166,7 +178,17 @@ def load_frozen_model(source: str, weights: WeightsConfig, device: str | torch.d
     Raises:
         UserError: as for `load_model`.
     """
-    return store_frozen(load_model(source, "auto").requires_grad_(False), weights).to(device)
+    directory = find_directory(source)
+    base = find_base(directory) if is_adapter(directory) else directory
+    model = store_frozen(load_language_model(base, None), weights).to(device)
+    return (load_adapter(model, directory).requires_grad_(False) if is_adapter(directory) else model).eval()
+
+
+def _warn_of_type(model: torch.nn.Module) -> None:
+    """Warn of a model that computes in bfloat16 on a CPU that cannot."""
+    weight = next(model.parameters())
+    if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
+        warn_of_slow_bfloat16()
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype | None:

@@ -21,8 +21,9 @@ from alignment.models.families import FAMILIES
 from alignment.models.frozen_weights import store_frozen
 from alignment.models.huggingface.checkpoint import load_pretrained, load_scalar_model
 from alignment.models.outputs import ValueOutput
+from alignment.models.quantization import quantize_blocks, require_bitsandbytes
 from alignment.models.safetensors_files import HFConfig, read_config
-from alignment.models.weights_config import WeightsConfig
+from alignment.models.weights_config import Quantization, WeightsConfig
 from alignment.ragged import Ragged, group_by_length
 
 
@@ -115,17 +116,28 @@ class RewardModel:
 
 
 def load_reward_model(
-    source: str, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu"
+    source: str,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    *,
+    quantize: Quantization | None = None,
 ) -> RewardModel:
     """Load a reward model in eval mode with its tokenizer.
+
+    Args:
+        source: directory or Hub name of a reward model, or of the adapter of one.
+        dtype, device, quantize: as for `load_model`.
 
     Raises:
         UserError: something in the directory is missing, unknown or unsafe, or there is no trained score head.
     """
     directory = find_directory(source)
     if not is_adapter(directory) and _scores_whole_texts(read_config(directory)):
-        return RewardModel(load_pretrained(directory, "scalar", torch_dtype(dtype), device), load_tokenizer(source))
-    return RewardModel(load_reward_network(source, dtype, device), load_tokenizer(source))
+        require_bitsandbytes(quantize)
+        model = load_pretrained(directory, "scalar", torch_dtype(dtype), "cpu" if quantize else device)
+        model = model if quantize is None else quantize_blocks(model, quantize).to(device)
+        return RewardModel(model, load_tokenizer(source))
+    return RewardModel(load_reward_network(source, dtype, device, quantize=quantize), load_tokenizer(source))
 
 
 def load_frozen_reward_model(source: str, weights: WeightsConfig, device: str | torch.device = "cpu") -> RewardModel:
@@ -134,9 +146,14 @@ def load_frozen_reward_model(source: str, weights: WeightsConfig, device: str | 
     Raises:
         UserError: as for `load_reward_model`.
     """
-    loaded = load_reward_model(source, "auto")
-    store_frozen(loaded.model.requires_grad_(False), weights).to(device)
-    return loaded
+    directory = find_directory(source)
+    if not is_adapter(directory) and _scores_whole_texts(read_config(directory)):
+        return RewardModel(
+            store_frozen(load_pretrained(directory, "scalar", None), weights).to(device), load_tokenizer(source)
+        )
+    base = store_frozen(_load_reward_base(source, directory, None, "cpu"), weights).to(device)
+    model = load_adapter(base, directory).requires_grad_(False) if is_adapter(directory) else base
+    return RewardModel(model.eval(), load_tokenizer(source))
 
 
 def _scores_whole_texts(config: HFConfig) -> bool:
@@ -145,22 +162,35 @@ def _scores_whole_texts(config: HFConfig) -> bool:
     return family is not None and "scalar" in family.tasks and family.tasks["scalar"].head is not None
 
 
-def load_reward_network(source: str, dtype: str | torch.dtype = "float32", device: str | torch.device = "cpu") -> Any:
+def load_reward_network(
+    source: str,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    *,
+    quantize: Quantization | None = None,
+) -> Any:
     """Load the scalar model of a reward model's directory or adapter in eval mode, without its tokenizer.
 
     Raises:
         UserError: something in the directory is missing, unknown or unsafe, or there is no trained score head.
     """
-    directory, options = find_directory(source), {"dtype": torch_dtype(dtype), "device": device}
+    require_bitsandbytes(quantize)
+    directory = find_directory(source)
+    model = _load_reward_base(source, directory, torch_dtype(dtype), "cpu" if quantize else device)
+    model = model if quantize is None else quantize_blocks(model, quantize).to(device)
+    return (load_adapter(model, directory) if is_adapter(directory) else model).eval()
+
+
+def _load_reward_base(source: str, directory: Path, dtype: torch.dtype | None, device: str | torch.device) -> Any:
+    """The scalar model of a reward model's directory, or of the base of its adapter, which is still to be loaded."""
     if not is_adapter(directory):
         _refuse_language_model(source, directory)
-        return load_scalar_model(directory, **options).eval()
+        return load_scalar_model(directory, dtype, device)
     if not is_scalar_adapter(directory):
         raise UserError(
             f"{source}: this adapter belongs to a policy and has no score head; give a reward model's directory"
         )
-    model = load_scalar_model(find_base(directory), new_head="zero", **options)
-    return load_adapter(model, directory).eval()
+    return load_scalar_model(find_base(directory), dtype, device, new_head="zero")
 
 
 def _refuse_language_model(source: str, directory: Path) -> None:

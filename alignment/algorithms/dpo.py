@@ -71,7 +71,7 @@ def run(config: DPOConfig) -> Path:
         policy = load_policy(config.policy, config.adapter, tokenizer, config.output, weights=config.weights)
         check_rows(policy.model, train + held_out, config.data.max_length)
         note_dropout_off(policy, run)
-        engine, stream = prepare_training(policy.model.eval(), config, train)
+        engine, stream = prepare_training(policy.model.eval(), config, train, run)
         reference = reference_of(policy, config.reference, engine, weights=config.weights)
         loss_fn = dpo_loss_fn(engine.model, reference, config)
         save = partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size)

@@ -69,7 +69,7 @@ def run(config: RewardConfig) -> Path:
         check_rows(reward_model.model, train + held_out, config.data.max_length)
         for line in notes(reward_model):
             run.note(line)
-        engine, stream = prepare_training(reward_model.model.train(), config, train)
+        engine, stream = prepare_training(reward_model.model.train(), config, train, run)
         loss_fn = reward_loss_fn(engine.model, config.center_coef)
         save = partial(save_policy, engine, reward_model, run.output, max_shard_size=config.training.max_shard_size)
         fit(engine, stream, collate_pairs, loss_fn, training=config.training, run=run, held_out=held_out, save=save)

@@ -15,8 +15,12 @@ from alignment.data.stream import Stream
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import without_secrets
 from alignment.loading import find_directory
+from alignment.models.bfloat16 import warn_of_slow_bfloat16
 from alignment.models.lengths import check_lengths
 from alignment.models.protocols import Module
+from alignment.models.quantization import require_bitsandbytes
+from alignment.models.weight_bytes import describe_weights
+from alignment.models.weights_config import WeightsConfig
 from alignment.training import Engine, OptimConfig, Run, TrainingConfig
 from alignment.training.distributed import launched_kind
 from alignment.training.optimizers import check_optimizer
@@ -51,13 +55,17 @@ def open_run(
         value_optim: a second optimizer, of PPO's value model.
 
     Raises:
-        UserError: the optimizer cannot run here, a parent is missing, or the directory belongs to another run; see `Run`.
+        UserError: optimizer or quantization cannot run here, a parent is missing, or the directory belongs to another run; see `Run`.
     """
     names = [name for name in parents if name]
     with propagate_failures():
         compare_start(to_dict(config))
         for optim in (config.optim, value_optim or config.optim):
             check_optimizer(optim, launched_kind())
+        if config.training.precision == "bf16" and not torch.cuda.is_available():
+            warn_of_slow_bfloat16()
+        weights = getattr(config, "weights", None)
+        require_bitsandbytes(weights.quantize if isinstance(weights, WeightsConfig) else None)
         compare_checkpoints({name: find_directory(name) for name in names})
         torch.manual_seed(config.training.seed)  # new weights, dropout; data order and sampling have their own seeds
         with Run(config.output, to_dict(config), stage=stage, parents=names) as run:
@@ -105,11 +113,16 @@ def check_rows(model: Module, examples: Sequence[Any], max_length: int, new_toke
     check_lengths(model, lengths, f"{ways}, or take a model with a longer context", new_tokens)
 
 
-def prepare_training(model: nn.Module, config: RunConfig, examples: Sequence[Row]) -> tuple[Engine, Stream[Row]]:
+def prepare_training(
+    model: nn.Module, config: RunConfig, examples: Sequence[Row], run: Run
+) -> tuple[Engine, Stream[Row]]:
     """The engine that trains a model over the run's updates, and the examples in the run's order.
+
+    The types and bytes of the model's weights are noted in the run.
 
     The last batch of the last epoch may be smaller.
     """
+    run.note(describe_weights(model))
     training = config.training
     stream = Stream(
         examples, training.batch_size, training.seed, training.epochs if training.max_steps is None else None

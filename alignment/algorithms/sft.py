@@ -53,7 +53,7 @@ def run(config: SFTConfig) -> Path:
         train, held_out = read_split(config.data, "demonstrations", tokenizer, run)
         policy = load_policy(config.policy, config.adapter, tokenizer, config.output, weights=config.weights)
         check_rows(policy.model, train + held_out, config.data.max_length)
-        engine, stream = prepare_training(policy.model.train(), config, train)
+        engine, stream = prepare_training(policy.model.train(), config, train, run)
         save = partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size)
         fit(
             engine, stream, collate, language_loss_fn(engine.model),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from alignment.models.quantization import quantize_blocks, require_bitsandbytes
 from alignment.models.weights_config import WeightsConfig
 
 LOW_TYPES = (torch.bfloat16, torch.float16)  # every value of theirs is a float32 value too
@@ -99,18 +100,25 @@ TRAINED_CLASSES = {frozen: plain for plain, frozen in FROZEN_CLASSES.items()}
 def store_frozen(model: Frozen, weights: WeightsConfig) -> Frozen:
     """Freeze a model and hold its weights as `weights` says; return the model.
 
-    Linear layers, embeddings and language heads keep the type that they have, or get `weights.dtype`; everything else
+    The linear layers of the blocks are quantized where `weights.quantize` says so. All other linear layers, embeddings and
+    language heads keep the type that they have, or get `weights.dtype`; everything else
     becomes float32: norms, biases, score heads, and layers of classes that compute with their weight in their own way.
     The model then computes in float32, or in the type of the autocast around a call, exactly as with float32 weights.
 
     Args:
         model: its weights in the checkpoint's type. Its layers are changed in place, before an adapter is attached.
         weights: how the weights are held.
+
+    Raises:
+        UserError: quantization without bitsandbytes.
     """
+    require_bitsandbytes(weights.quantize)
     model.requires_grad_(False)
+    if weights.quantize is not None:
+        quantize_blocks(model, weights.quantize)
     dtype = None if weights.dtype == "auto" else getattr(torch, weights.dtype)
     low = _storable(model)
-    for parameter in model.parameters():
+    for parameter in filter(torch.is_floating_point, model.parameters()):
         wanted = (dtype or parameter.dtype) if id(parameter) in low else torch.float32
         _set_type(parameter, wanted if wanted in LOW_TYPES else torch.float32)
     for buffer in model.buffers():

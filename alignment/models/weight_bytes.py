@@ -48,6 +48,39 @@ def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
+def describe_weights(model: nn.Module) -> str:
+    """One sentence: how many weights of a model are frozen and how many train, in which types, and their bytes."""
+    holders = {id(each): (each, layer) for layer in model.modules() for each in layer.parameters(recurse=False)}
+    groups: dict[tuple[str, str], list[tuple[int, int]]] = {}  # (what happens to it, type) -> (numbers, bytes) of each
+    for parameter, layer in holders.values():
+        use = "trained" if parameter.requires_grad else "frozen"
+        found = groups.setdefault((use, _type_name(parameter)), [])
+        found.append((parameter.numel(), _bytes_with_constants(layer, parameter)))
+    parts = [
+        f"{len(found)} tensors" if use == "frozen" else f"{sum(numbers for numbers, _ in found):,} numbers"
+        for (use, _), found in groups.items()
+    ]
+    return "weights: " + ", ".join(
+        f"{part} {use} in {kind} ({written(sum(size for _, size in found))})"
+        for part, ((use, kind), found) in zip(parts, groups.items(), strict=True)
+    )
+
+
+def _type_name(parameter: nn.Parameter) -> str:
+    """The type of a parameter, or how it is quantized."""
+    if parameter.is_floating_point():
+        return str(parameter.dtype).removeprefix("torch.")
+    return "nf4" if hasattr(parameter, "quant_state") else "int8"
+
+
+def _bytes_with_constants(layer: nn.Module, parameter: nn.Parameter) -> int:
+    """Bytes of a parameter and of what its layer needs to dequantize it."""
+    if parameter.is_floating_point():
+        return parameter.nbytes
+    constants = {tensor.data_ptr(): tensor.nbytes for holder in (layer, parameter) for tensor in _constants(holder)}
+    return sum((constants | {parameter.data_ptr(): parameter.nbytes}).values())
+
+
 def written(count: float) -> str:
     """A number of bytes in words, such as 1.24 GB; 1 GB is 10^9 bytes."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):

@@ -130,7 +130,7 @@ def run(config: FinetuneConfig) -> Path:
         examples = train.examples + (held_out.examples if held_out else [])
         check_rows(unwrap(model), examples, config.data.max_length)
         model = freeze(model, config.frozen_trunk, config.adapter)
-        engine, stream = prepare_training(model, config, train.examples)
+        engine, stream = prepare_training(model, config, train.examples, run)
         set_training_mode(model, config.frozen_trunk)
         fit(
             engine,

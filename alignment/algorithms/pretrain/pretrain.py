@@ -102,7 +102,7 @@ def run(config: PretrainConfig) -> Path:
         held_out = read_texts(config, tokenizer, run, "evaluation") if config.data.evaluation else []
         policy, teacher = find_models(config, tokenizer)
         check_rows(policy.model, train + held_out, config.data.max_length)
-        engine, stream = prepare_training(policy.model.train(), config, train)
+        engine, stream = prepare_training(policy.model.train(), config, train, run)
         loss_fn = held_out_loss_fn = language_loss_fn(engine.model)
         if isinstance(config.objective, SentencePairs):
             loss_fn = held_out_loss_fn = sentence_pair_loss_fn(engine.model)

@@ -1,0 +1,227 @@
+"""Frozen matrices in 4 bits (NF4) or 8 bits (int8): bitsandbytes' layers in the blocks of a model, for adapters to train on.
+
+The weights alone are quantized. Every product is computed with the dequantized matrix in the type of its input, so that a
+result does not depend on the batch around it and is the same with and without gradients; bitsandbytes' own int8 layer would
+also round the activations, by a threshold over the whole batch. bitsandbytes is imported when it is needed.
+"""
+
+import copy
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from alignment.errors import UserError
+from alignment.models.weights_config import Quantization
+
+Model = TypeVar("Model", bound=nn.Module)
+INSTALL = "pip install 'alignment[quantization]'"
+KERNEL_PACKAGE = "kernels"  # what bitsandbytes fetches a kernel from the Hub with, when it is imported
+DECODED_ROWS = 64  # with at most so many rows, as in decoding, bitsandbytes' fused kernel on a GPU is faster
+ROUTERS = {"router", "gate"}  # last names of layers that choose experts
+
+
+def require_bitsandbytes(quantize: Quantization | None) -> None:
+    """Refuse quantization where bitsandbytes is not installed; nothing is imported.
+
+    Raises:
+        UserError: naming the package to install.
+    """
+    if quantize is not None and find_spec("bitsandbytes") is None:
+        raise UserError(f"weights.quantize {quantize} needs bitsandbytes: {INSTALL}")
+
+
+def import_bitsandbytes() -> ModuleType:
+    """bitsandbytes, without the kernel that it would fetch from the Hub and without its message about that kernel."""
+    if "bitsandbytes" in sys.modules:
+        return sys.modules["bitsandbytes"]
+    with _without_kernel_package():
+        import bitsandbytes
+    return bitsandbytes
+
+
+def import_quietly() -> None:
+    """Import bitsandbytes as `import_bitsandbytes` does, if it is installed, before another package imports it."""
+    if find_spec("bitsandbytes") is not None:
+        import_bitsandbytes()
+
+
+@contextmanager
+def _without_kernel_package() -> Iterator[None]:
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    level, loaded = logger.level, sys.modules.get(KERNEL_PACKAGE)
+    logger.setLevel(logging.ERROR)
+    sys.modules[KERNEL_PACKAGE] = None  # type: ignore[assignment]  # an import of it fails, and nothing is fetched
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        sys.modules.pop(KERNEL_PACKAGE)
+        if loaded is not None:
+            sys.modules[KERNEL_PACKAGE] = loaded
+
+
+@torch.no_grad()
+def quantize_blocks(model: Model, quantize: Quantization) -> Model:
+    """Quantize the linear layers of a model's blocks in place, one after another, and return the model.
+
+    Embeddings, heads, norms, routers of experts and everything outside the blocks stay as they are.
+
+    Args:
+        model: a model of ours or one that runs as transformers' class, without an adapter.
+        quantize: "nf4", with double quantization, in blocks of 64 numbers; or "int8", one scale per row.
+    """
+    for name, layer in list(quantizable_layers(model)):
+        stored = getattr(layer.weight, "stored", None)  # not read yet, see stored_parameters.py
+        weight = layer.weight.data if stored is None else stored.read()
+        weight = weight.to(_fast_device(weight))
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, _quantized(layer, weight, quantize))
+    return model
+
+
+def quantizable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """Names and layers of the linear layers inside a model's blocks, which stand in lists of modules."""
+    lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
+    exact = {nn.Linear, *nn.Linear.__subclasses__()}
+    for name, module in model.named_modules():
+        plain = type(module) in exact and type(module).__module__.startswith(("torch.nn.modules", "alignment."))
+        inside = any(name.startswith(prefix) for prefix in lists)
+        if plain and isinstance(module, nn.Linear) and inside and name.rpartition(".")[2] not in ROUTERS:
+            yield name, module
+
+
+def _fast_device(weight: Tensor) -> torch.device:
+    """This process's GPU where there is one, since quantizing takes a CPU a second for a few million numbers."""
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if torch.cuda.is_available() else weight.device
+
+
+@torch.no_grad()
+def round_blocks(model: nn.Module, quantize: Quantization) -> dict[str, tuple[float, float]]:
+    """Give the matrices of the blocks the values that they have when quantized, in place; the layers stay plain.
+
+    Args:
+        model, quantize: as for `quantize_blocks`.
+
+    Returns:
+        The largest and the mean absolute difference from the original, by layer.
+    """
+    errors = {}
+    for name, layer in list(quantizable_layers(model)):
+        rounded = dequantized(_quantized(layer, layer.weight.data, quantize)).to(layer.weight)
+        error = (rounded.float() - layer.weight.data.float()).abs()
+        errors[name] = (float(error.max()), float(error.mean()))
+        layer.weight.data = rounded
+    return errors
+
+
+def dequantized(layer: nn.Linear) -> Tensor:
+    """The matrix [out, in] that a quantized layer computes with, float32."""
+    return layer.read_weight(torch.float32)  # type: ignore[operator]
+
+
+def is_quantized(layer: nn.Module) -> bool:
+    """Whether a layer comes from `quantize_blocks`."""
+    return hasattr(layer, "read_weight")
+
+
+class _ReadLinear(torch.autograd.Function):
+    """`F.linear` with a weight that is read in the forward and again in the backward pass, and not kept in between."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, bias: Tensor | None, read: Callable[[torch.dtype], Tensor]) -> Tensor:
+        ctx.read = read
+        return F.linear(x, read(x.dtype), None if bias is None else bias.to(x.dtype))
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor) -> Any:
+        (grad,) = grad_outputs
+        grad_x = grad @ ctx.read(grad.dtype) if ctx.needs_input_grad[0] else None
+        grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0) if ctx.needs_input_grad[1] else None
+        return grad_x, grad_bias, None
+
+
+def _computed_in(x: Tensor) -> Tensor:
+    """The input in the type of the autocast around the call."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def _quantized(layer: nn.Linear, weight: Tensor, quantize: Quantization) -> Any:
+    """A quantized layer with the bias and mode of `layer`, and `weight` quantized on its device."""
+    kind: Any = _layer_classes()[quantize]
+    with torch.device("meta"):
+        made = kind(layer.in_features, layer.out_features)
+    made.bias = layer.bias
+    made.quantize(weight)
+    return made.train(layer.training)
+
+
+_CLASSES: dict[str, type[nn.Linear]] = {}
+
+
+def _layer_classes() -> dict[str, type[nn.Linear]]:
+    """bitsandbytes' layers with our forward, made at the first use."""
+    if _CLASSES:
+        return _CLASSES
+    bnb = import_bitsandbytes()
+
+    class NF4Linear(bnb.nn.Linear4bit):
+        """A linear layer with a frozen NF4 weight."""
+
+        def __init__(self, inputs: int, outputs: int):
+            super().__init__(inputs, outputs, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+
+        def quantize(self, weight: Tensor) -> None:
+            """Quantize a matrix [out, in] on its device and hold it."""
+            # bitsandbytes keeps the quantized numbers on the parameter and their scales on the layer too.
+            held = bnb.nn.Params4bit(weight.float(), requires_grad=False, quant_type="nf4", module=self)
+            self.weight = held.to(weight.device)
+
+        def read_weight(self, dtype: torch.dtype) -> Tensor:
+            """The matrix [out, in] in a type."""
+            state = copy.copy(self.quant_state)
+            state.dtype = dtype
+            return bnb.functional.dequantize_4bit(self.weight.data, state)
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = _computed_in(x)
+            if x.is_cuda and not torch.is_grad_enabled() and x.numel() <= DECODED_ROWS * self.in_features:
+                bias = None if self.bias is None else self.bias.to(x.dtype)
+                return bnb.matmul_4bit(x, self.weight, bias=bias, quant_state=self.quant_state)
+            return _ReadLinear.apply(x, self.bias, self.read_weight)
+
+    class Int8Linear(bnb.nn.Linear8bitLt):
+        """A linear layer with a frozen int8 weight."""
+
+        compute_dtype = torch.float32  # of an adapter's weights, by peft's name for it
+
+        scales: Tensor  # largest size in each row, [out]
+
+        def __init__(self, inputs: int, outputs: int):
+            super().__init__(inputs, outputs, bias=False, has_fp16_weights=False)
+
+        def quantize(self, weight: Tensor) -> None:
+            """Quantize a matrix [out, in] on its device and hold it."""
+            held = bnb.nn.Int8Params(weight.float(), requires_grad=False, has_fp16_weights=False)
+            self.weight = held.to(weight.device)
+            self.register_buffer("scales", self.weight.SCB, persistent=False)
+            self.state.SCB = self.weight.SCB  # where peft looks for it
+
+        def read_weight(self, dtype: torch.dtype) -> Tensor:
+            """The matrix [out, in] in a type."""
+            return (self.weight.data.float() * (self.scales / 127).unsqueeze(1)).to(dtype)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return _ReadLinear.apply(_computed_in(x), self.bias, self.read_weight)
+
+    _CLASSES.update(nf4=NF4Linear, int8=Int8Linear)
+    return _CLASSES
