@@ -26,7 +26,7 @@ Model = TypeVar("Model", bound=nn.Module)
 INSTALL = "pip install 'alignment[quantization]'"
 KERNEL_PACKAGE = "kernels"  # what bitsandbytes fetches a kernel from the Hub with, when it is imported
 DECODED_ROWS = 64  # with at most so many rows, as in decoding, bitsandbytes' fused kernel on a GPU is faster
-ROUTERS = {"router", "gate"}  # last names of layers that choose experts
+ROUTERS = {"native": ("router",), "transformers": ("router", "gate")}  # last names of layers that choose experts
 
 
 def require_bitsandbytes(quantize: Quantization | None) -> None:
@@ -91,11 +91,10 @@ def quantize_blocks(model: Model, quantize: Quantization) -> Model:
 def quantizable_layers(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
     """Names and layers of the linear layers inside a model's blocks, which stand in lists of modules."""
     lists = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    exact = {nn.Linear, *nn.Linear.__subclasses__()}
+    routers = ROUTERS[getattr(model, "source", "native")]
     for name, module in model.named_modules():
-        plain = type(module) in exact and type(module).__module__.startswith(("torch.nn.modules", "alignment."))
         inside = any(name.startswith(prefix) for prefix in lists)
-        if plain and isinstance(module, nn.Linear) and inside and name.rpartition(".")[2] not in ROUTERS:
+        if type(module) is nn.Linear and inside and name.rpartition(".")[2] not in routers:
             yield name, module
 
 
@@ -189,8 +188,9 @@ def _layer_classes() -> dict[str, type[nn.Linear]]:
         def read_weight(self, dtype: torch.dtype) -> Tensor:
             """The matrix [out, in] in a type."""
             state = copy.copy(self.quant_state)
-            state.dtype = dtype
-            return bnb.functional.dequantize_4bit(self.weight.data, state)
+            # As one row: for the CPU, bitsandbytes starts a new block at every row, which the quantized blocks do not.
+            state.dtype, state.shape = dtype, torch.Size((1, self.in_features * self.out_features))
+            return bnb.functional.dequantize_4bit(self.weight.data, state).view(self.out_features, self.in_features)
 
         def forward(self, x: Tensor) -> Tensor:
             x = _computed_in(x)

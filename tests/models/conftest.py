@@ -1,11 +1,14 @@
 """Tiny models of each family and random documents, for the tests of the stack."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from alignment.models.build import build_language_model, build_scalar_model
+from alignment.models.huggingface.checkpoint import save_model
 from alignment.ragged import Ragged
 
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -21,6 +24,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 2,
     },
 }
+PARITY_CASES = Path(__file__).parents[2] / "scripts" / "parity_cases"
 LENGTHS = (40, 7, 1, 33, 40, 12)
 
 
@@ -57,3 +61,35 @@ def documents() -> list[list[int]]:
 @pytest.fixture
 def batch(documents) -> Ragged:
     return Ragged.build(documents)
+
+
+@pytest.fixture(scope="session")
+def low(tmp_path_factory):
+    """`low("qwen3", torch.bfloat16)` -> a tiny checkpoint in a lower type; "stablelm" runs as transformers' class."""
+    written = {}
+
+    def write(family, dtype=torch.bfloat16, **changes):
+        key = (family, dtype, *changes.items())
+        if key not in written:
+            written[key] = write_low(tmp_path_factory.mktemp(family), family, dtype, changes)
+        return written[key]
+
+    return write
+
+
+def write_low(folder, family, dtype, changes):
+    torch.manual_seed(0)
+    if family == "stablelm":
+        from transformers import StableLmConfig, StableLmForCausalLM
+
+        sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+        heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+        StableLmForCausalLM(StableLmConfig(vocab_size=211, **sizes, **heads)).to(dtype).save_pretrained(folder)
+        return folder
+    case = yaml.safe_load((PARITY_CASES / f"{family}.yaml").read_text(encoding="utf-8"))
+    model = build_language_model({"model_type": case["model_type"], **case["config"], **changes})
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.05 * torch.randn_like(parameter)  # biases and norms matter too
+    save_model(model.to(dtype), folder)
+    return folder

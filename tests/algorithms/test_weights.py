@@ -1,0 +1,175 @@
+"""The types of weights in whole runs: no number changes with frozen weights in bfloat16; NF4 and int8 train on every stage."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from alignment.adapters import LoRASpec, PrefixSpec
+from alignment.algorithms.dpo import DPOConfig
+from alignment.algorithms.sft import SFTConfig
+from alignment.data.rows.read import DataConfig
+from alignment.data.tokenizers.load import save_tokenizer
+from alignment.errors import UserError
+from alignment.loading import load_frozen_model, load_model
+from alignment.models import quantization
+from alignment.models.frozen_weights import FrozenLinear
+from alignment.models.huggingface.checkpoint import load_language_model, save_model
+from alignment.models.weights_config import WeightsConfig
+from alignment.training import OptimConfig, TrainingConfig
+
+LORA = LoRASpec(rank=4, alpha=16.0)
+TWO = TrainingConfig(batch_size=8, max_steps=2)
+
+
+@pytest.fixture(scope="module")
+def low(checkpoints, tokenizer, tmp_path_factory):
+    """The tiny Llama in bfloat16."""
+    folder = tmp_path_factory.mktemp("low")
+    save_model(load_language_model(checkpoints["llama"], torch.bfloat16), folder)
+    save_tokenizer(tokenizer, folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def qwen(tokenizer, tmp_path_factory):
+    """A tiny Qwen3 that transformers wrote, in bfloat16."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    folder = tmp_path_factory.mktemp("qwen")
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=16, bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
+    return str(folder)
+
+
+def figures(rows):
+    """Metrics without what depends on the clock."""
+    return [{key: value for key, value in row.items() if not key.startswith(("tokens_per", "seconds"))} for row in rows]
+
+
+def notes(output):
+    return json.loads((Path(output) / "lineage.json").read_text())["notes"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_a_run_with_bfloat16_weights_has_the_numbers_of_float32_weights(
+    kind, precision, low, make_stage, read_metrics, tmp_path
+):
+    training = replace(TWO, precision=precision)
+    for name in ("auto", "float32"):
+        run, config = make_stage(
+            kind, low, tmp_path / name, adapter=LORA, weights=WeightsConfig(dtype=name), training=training
+        )
+        run(config)
+    assert figures(read_metrics(tmp_path / "auto")) == figures(read_metrics(tmp_path / "float32"))
+    adapters = [load_file(tmp_path / name / "model" / "adapter_model.safetensors") for name in ("auto", "float32")]
+    assert all(torch.equal(adapters[0][name], adapters[1][name]) for name in adapters[1])
+    assert {x.dtype for x in adapters[0].values()} == {torch.float32}
+    (note,) = [note for note in notes(tmp_path / "auto") if note.startswith("weights:")]
+    assert "tensors frozen in bfloat16" in note and "numbers trained in float32" in note
+
+
+def test_all_weights_train_in_float32_and_are_saved_so(low, make_stage, tmp_path):
+    run, config = make_stage("sft", low, tmp_path, training=TWO)
+    model = run(config)
+    assert {x.dtype for x in load_file(model / "model.safetensors").values()} == {torch.float32}
+    assert json.loads((model / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_a_reference_stays_in_the_type_of_its_checkpoint(low):
+    batchless = load_frozen_model(low, WeightsConfig())
+    assert isinstance(batchless.trunk.blocks[0].attention.query, FrozenLinear)
+    assert batchless.trunk.embed.weight.dtype == torch.bfloat16
+    assert not any(x.requires_grad for x in batchless.parameters())
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.equal(batchless(ids).logits, load_model(low)(ids).logits)
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+@pytest.mark.parametrize("adapter", [LORA, PrefixSpec(tokens=3)], ids=["LoRA", "prefix"])
+def test_every_stage_trains_on_quantized_weights(quantize, adapter, qwen, make_stage, read_metrics, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    weights = WeightsConfig(quantize=quantize)
+    shared = {"adapter": adapter, "weights": weights, "training": TWO}
+    for kind in ("sft", "reward", "dpo"):
+        run, config = make_stage(kind, qwen, tmp_path / kind, **shared)
+        run(config)
+        (note,) = [note for note in notes(tmp_path / kind) if note.startswith("weights:")]
+        assert f"14 tensors frozen in {quantize} (" in note
+    if adapter is LORA:  # a new prefix is no identity
+        assert read_metrics(tmp_path / "dpo")[0]["loss"] == pytest.approx(0.693147, abs=2e-6)
+    training = replace(TWO, max_steps=1)
+    run, config = make_stage(
+        "ppo",
+        qwen,
+        tmp_path / "ppo",
+        reward_model=str(tmp_path / "reward" / "model"),
+        **{**shared, "training": training},
+    )
+    run(config)
+    assert read_metrics(tmp_path / "ppo")[0]["first_ratio_error"] < 1e-4
+    adapter_config = json.loads((tmp_path / "dpo" / "model" / "adapter_config.json").read_text())
+    named = (tmp_path / "dpo" / "model" / adapter_config["base_model_name_or_path"]).resolve()
+    assert named == Path(qwen).resolve()  # the original, which peft quantizes itself
+
+
+def test_dpo_on_nf4_resumes_to_the_bit(qwen, make_stage, read_metrics, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    shared = {"adapter": LORA, "weights": WeightsConfig(quantize="nf4")}
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run, config = make_stage("dpo", qwen, whole, training=TrainingConfig(batch_size=8, max_steps=3), **shared)
+    run(config)
+    training = TrainingConfig(batch_size=8, max_steps=3, save_every_steps=1, keep_last_checkpoints=3)
+    run, config = make_stage("dpo", qwen, parts, training=training, **shared)
+    run(config)
+    for later in ("step-000002", "step-000003"):
+        shutil.rmtree(parts / "checkpoints" / later)
+    assert [each.name for each in (parts / "checkpoints").iterdir()] == ["step-000001"]
+    run(config)
+    assert figures(read_metrics(parts)) == figures(read_metrics(whole))
+    ours, theirs = (load_file(each / "model" / "adapter_model.safetensors") for each in (parts, whole))
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("Config", [SFTConfig, DPOConfig])
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (WeightsConfig(quantize="nf4"), "weights.quantize nf4 needs `adapter`"),
+        (WeightsConfig(dtype="bfloat16"), "weights.dtype bfloat16 needs `adapter`.*training.precision=bf16"),
+    ],
+)
+def test_frozen_types_without_frozen_weights_are_refused(Config, weights, message):
+    with pytest.raises(ValueError, match=message):
+        Config(policy="p", data=DataConfig(train="d"), output="o", weights=weights)
+    Config(policy="p", data=DataConfig(train="d"), output="o", weights=weights, adapter=LORA)
+    Config(policy="p", data=DataConfig(train="d"), output="o", weights=WeightsConfig(dtype="float32"))
+
+
+def test_a_run_without_bitsandbytes_is_refused_before_anything_is_read(make_stage, tmp_path, monkeypatch):
+    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
+    run, config = make_stage("sft", "no-such-model", tmp_path, adapter=LORA, weights=WeightsConfig(quantize="int8"))
+    with pytest.raises(UserError, match=r"weights\.quantize int8 needs bitsandbytes: pip install"):
+        run(config)
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def test_it_learns_on_nf4(qwen, make_stage, read_metrics, tmp_path):
+    pytest.importorskip("bitsandbytes")
+    training, optim = TrainingConfig(batch_size=8, max_steps=20, epochs=None), OptimConfig(learning_rate=1e-2)
+    run, config = make_stage(
+        "sft", qwen, tmp_path, adapter=LORA, weights=WeightsConfig(quantize="nf4"), training=training, optim=optim
+    )
+    run(config)
+    losses = [row["loss"] for row in read_metrics(tmp_path) if "loss" in row]
+    assert losses[-1] < losses[0] - 0.25

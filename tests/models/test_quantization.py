@@ -1,0 +1,239 @@
+"""NF4 and int8 through bitsandbytes: what is quantized, what it computes, and the same in transformers and peft."""
+
+import logging
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from alignment.adapters import LoRASpec, attach, disabled
+from alignment.errors import UserError
+from alignment.models import quantization
+from alignment.models.frozen_weights import store_frozen
+from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
+from alignment.models.quantization import dequantized, is_quantized, quantize_blocks, require_bitsandbytes, round_blocks
+from alignment.models.weight_bytes import total_bytes
+from alignment.models.weights_config import WeightsConfig
+from alignment.ragged import Ragged
+
+pytest.importorskip("bitsandbytes")
+KINDS = ["nf4", "int8"]
+ALIGNED = {  # rows of whole blocks of 64, see `read_weight`
+    "llama": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "qwen3": {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16},
+    "bert": {"hidden_size": 64, "intermediate_size": 128},
+}
+DOCUMENTS = [[5, 6, 7, 8, 9], [10, 11, 12], [13, 14, 15, 16]]
+
+
+def quantized_layers(model):
+    return {name: layer for name, layer in model.named_modules() if is_quantized(layer)}
+
+
+@pytest.mark.parametrize("quantize", KINDS)
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "gpt2", "bert", "t5", "mixtral", "stablelm"])
+def test_the_linear_layers_of_the_blocks_are_quantized_and_nothing_else(low, family, quantize):
+    plain = load_language_model(low(family), torch.float32)
+    model = store_frozen(load_language_model(low(family), None), WeightsConfig(quantize=quantize))
+    found = set(quantized_layers(model))
+    inside = {
+        name
+        for name, layer in plain.named_modules()
+        if isinstance(layer, nn.Linear)
+        and any(part in name for part in ("blocks.", "layers."))
+        and "router" not in name
+    }
+    assert found == inside and len(found) >= 6
+    others = [x for name, x in model.named_parameters() if name.rpartition(".")[0] not in found and x.dim() > 1]
+    assert {x.dtype for x in others} <= {torch.bfloat16, torch.float32}
+    for name in found:
+        matrix, original = dequantized(model.get_submodule(name)), plain.get_submodule(name).weight
+        bound = original.abs().max() * (0.16 if quantize == "nf4" else 0.51 / 127 * 1.05)  # half of the widest step
+        assert (matrix - original).abs().max() <= bound
+        assert (matrix - original).abs().max() > 0
+
+
+def test_nf4_of_one_block_by_hand():
+    # The 16 values of NF4 are fixed, -1 and 1 among them; a block's largest size is its scale, itself held in 8 bits.
+    layer = nn.Linear(64, 1, bias=False)
+    layer.weight.data = torch.zeros(1, 64)
+    layer.weight.data[0, :4] = torch.tensor([-2.0, 2.0, 1.0, 0.16])
+    (made,) = quantize_blocks(nn.ModuleDict({"blocks": nn.ModuleList([layer])}), "nf4")["blocks"]
+    # 1 / 2 lies between 0.4407 and 0.5626 (nearer 0.4407 by 0.0593); 0.08 is nearest to 0.0796.
+    expected = 2 * torch.tensor([-1.0, 1.0, 0.4407098, 0.0795803])
+    torch.testing.assert_close(dequantized(made)[0, :4], expected, rtol=2e-2, atol=1e-3)
+    assert dequantized(made)[0, 4:].abs().max() == 0
+
+
+def test_int8_of_one_row_by_hand():
+    layer = nn.Linear(4, 1, bias=False)
+    layer.weight.data = torch.tensor([[1.27, -0.5, 0.004, 0.006]])
+    (made,) = quantize_blocks(nn.ModuleDict({"blocks": nn.ModuleList([layer])}), "int8")["blocks"]
+    torch.testing.assert_close(dequantized(made), torch.tensor([[1.27, -0.5, 0.0, 0.01]]), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("quantize", KINDS)
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_layer_is_a_linear_layer_with_the_dequantized_matrix(quantize, precision):
+    layer = nn.Linear(64, 96)
+    (made,) = quantize_blocks(nn.ModuleDict({"blocks": nn.ModuleList([layer])}), quantize)["blocks"]
+    twin = nn.Linear(64, 96)
+    twin.weight.data, twin.bias = dequantized(made), made.bias
+    outputs = []
+    for each in (made, twin):
+        x = torch.linspace(-8, 8, 7 * 64).reshape(7, 64).requires_grad_()  # one above bitsandbytes' threshold of 6
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            y = each.train()(x)
+            assert torch.equal(y, each.eval()(x))  # training mode does not matter
+            torch.testing.assert_close(y[:2], each(x[:2]), rtol=1e-6, atol=1e-5)  # nor do the other rows
+        y.float().square().sum().backward()
+        outputs.append((y, x.grad))
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
+            assert torch.equal(each(x), y)
+    assert outputs[0][0].dtype == outputs[1][0].dtype
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("quantize", KINDS)
+def test_a_lora_trains_on_quantized_weights_which_do_not_change(low, quantize):
+    torch.manual_seed(0)
+    model = store_frozen(load_language_model(low("qwen3"), None), WeightsConfig(quantize=quantize))
+    before = {name: layer.weight.data.clone() for name, layer in quantized_layers(model).items()}
+    attach(model, LoRASpec(rank=4))
+    trained = [x for x in model.parameters() if x.requires_grad]
+    assert {x.dtype for x in trained} == {torch.float32}
+    optimizer, losses = torch.optim.AdamW(trained, lr=1e-2), []
+    for _ in range(20):
+        loss = -model(batch=Ragged.build(DOCUMENTS)).log_probs.mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < 0.7 * losses[0]
+    after = {name.replace(".base_layer", ""): layer.weight.data for name, layer in quantized_layers(model).items()}
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in after)
+    batch = Ragged.build(DOCUMENTS)
+    base = store_frozen(load_language_model(low("qwen3"), None), WeightsConfig(quantize=quantize))
+    with torch.no_grad(), disabled(model):
+        assert torch.equal(model(batch=batch).log_probs, base(batch=batch).log_probs)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "stablelm", "bert"])
+def test_nf4_logits_are_those_of_transformers_own_quantized_model(low, family):
+    import transformers
+
+    kind = "AutoModelForMaskedLM" if family == "bert" else "AutoModelForCausalLM"
+    quantization.import_quietly()
+    settings = transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32, llm_int8_skip_modules=["lm_head", "cls"],
+    )  # fmt: skip
+    directory = low(family, torch.float32, **ALIGNED.get(family, {}))
+    theirs = getattr(transformers, kind).from_pretrained(
+        directory, quantization_config=settings, dtype=torch.float32, device_map="cpu"
+    )
+    for module in theirs.modules():  # their path for CPUs with bfloat16 instructions computes in bfloat16
+        module.support_avx512bf16_for_cpu = False
+    ours = store_frozen(load_language_model(directory, None), WeightsConfig(quantize="nf4"))
+    ids = torch.tensor([DOCUMENTS[0]])
+    with torch.no_grad():
+        torch.testing.assert_close(ours(ids).logits, theirs.eval()(ids).logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_saved_adapter_opens_in_peft_on_the_same_quantized_base(low, family, tmp_path):
+    import peft
+    import transformers
+
+    from alignment.adapters import save_adapter
+
+    directory = low(family, torch.float32, **ALIGNED[family])
+    torch.manual_seed(0)
+    ours = attach(store_frozen(load_language_model(directory, None), WeightsConfig(quantize="nf4")), LoRASpec(rank=2))
+    with torch.no_grad():
+        for name, parameter in ours.named_parameters():
+            if ".lora_B" in name:
+                parameter.copy_(0.1 * torch.randn_like(parameter))
+    save_adapter(ours, tmp_path / "adapter", base=str(directory))
+    settings = transformers.BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )
+    base = transformers.AutoModelForCausalLM.from_pretrained(
+        directory, quantization_config=settings, dtype=torch.float32, device_map="cpu"
+    )
+    for module in base.modules():
+        module.support_avx512bf16_for_cpu = False
+    ids = torch.tensor([DOCUMENTS[0]])
+    with torch.no_grad():
+        plain = base.eval()(ids).logits
+        theirs = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter")).eval()
+        assert (theirs(ids).logits - plain).abs().max() > 1e-2  # the adapter does something
+        torch.testing.assert_close(ours.eval()(ids).logits, theirs(ids).logits, rtol=0, atol=1e-4)
+
+
+def test_bytes_of_a_layer():
+    # NF4: half a byte per number, one scale byte per 64 numbers, a float32 scale of scales per 16384, two code tables.
+    layers = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(512, 512, bias=False)])})
+    tables = 4 * (16 + 256) + 4  # float32 each: NF4's 16 values, the 256 of the scales, the scales' mean
+    assert total_bytes(quantize_blocks(layers, "nf4")) == 512 * 512 // 2 + 512 * 512 // 64 + 4 * 16 + tables
+    layers = nn.ModuleDict({"blocks": nn.ModuleList([nn.Linear(512, 512, bias=False)])})
+    assert total_bytes(quantize_blocks(layers, "int8")) == 512 * 512 + 4 * 512
+
+
+@pytest.mark.parametrize("quantize", KINDS)
+def test_rounding_gives_the_matrices_of_the_quantized_model_and_their_errors(low, quantize):
+    plain, original = load_language_model(low("llama"), torch.float32), load_language_model(low("llama"), torch.float32)
+    errors = round_blocks(plain, quantize)
+    model = store_frozen(load_language_model(low("llama"), None), WeightsConfig(quantize=quantize))
+    assert errors.keys() == quantized_layers(model).keys()
+    for name, (largest, mean) in errors.items():
+        weight = plain.get_submodule(name).weight
+        assert torch.equal(weight, dequantized(model.get_submodule(name)))
+        difference = (weight - original.get_submodule(name).weight).abs()
+        assert largest == difference.max() > 0 and mean == pytest.approx(float(difference.mean()))
+
+
+def test_a_scalar_model_keeps_its_head(low):
+    model = store_frozen(load_scalar_model(low("llama"), None, new_head="normal"), WeightsConfig(quantize="nf4"))
+    assert type(model.head) is nn.Linear and model.head.weight.dtype == torch.float32
+    assert len(quantized_layers(model)) >= 6
+
+
+def test_nothing_is_fetched_or_said_when_bitsandbytes_is_imported(tmp_path):
+    import os
+    import subprocess
+
+    (tmp_path / "kernels.py").write_text("def get_kernel(*_, **__):\n    raise SystemExit('fetched')\n")
+    check = (
+        "from alignment.models.quantization import import_bitsandbytes\nimport_bitsandbytes()\n"
+        "import kernels, sys\nassert sys.modules['kernels'].get_kernel"
+    )
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    result = subprocess.run(
+        [sys.executable, "-c", check],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_quantization_without_bitsandbytes_is_refused(monkeypatch):
+    monkeypatch.setattr(quantization, "find_spec", lambda name: None)
+    require_bitsandbytes(None)
+    with pytest.raises(
+        UserError, match=r"weights.quantize nf4 needs bitsandbytes: pip install 'alignment\[quantization\]'"
+    ):
+        require_bitsandbytes("nf4")
+
+
+def test_no_message_of_bitsandbytes_comes_with_a_forward(low, caplog):
+    model = store_frozen(load_language_model(low("llama"), None), WeightsConfig(quantize="int8"))
+    with caplog.at_level(logging.DEBUG):
+        model(batch=Ragged.build(DOCUMENTS))
+    assert caplog.records == []
