@@ -32,6 +32,7 @@ from alignment.models.frozen_weights import store_frozen, train_in_float32
 from alignment.models.huggingface.checkpoint import (
     MAX_SHARD_SIZE,
     load_language_model,
+    load_pretrained,
     load_scalar_model,
     save_model,
     saved_names,
@@ -125,6 +126,27 @@ def load_value_model(
     brings_head = head is None and is_adapter(directory) and is_scalar_adapter(directory)  # its base may have none
     load = partial(load_scalar_model, new_head="zero" if brings_head else head)
     return _load_start(source, adapter, tokenizer, output, load=load, with_head=head is None, weights=weights)
+
+
+def load_pretraining_start(
+    source: str,
+    adapter: AdapterSpec | None,
+    tokenizer: Tokenizer,
+    output: str,
+    *,
+    task: str,
+    weights: WeightsConfig = DEFAULT_WEIGHTS,
+) -> Policy:
+    """A language model of any architecture to train further on text.
+
+    Args:
+        source, adapter, tokenizer, output, weights: as for `load_policy`.
+        task: which of its family's heads it has, as for `load_pretrained`.
+
+    Raises:
+        UserError: as for `load_policy`.
+    """
+    return _load_start(source, adapter, tokenizer, output, load=partial(load_pretrained, task=task), weights=weights)
 
 
 def _refuse_unless_decoder(source: str, advice: str) -> None:

@@ -1,11 +1,18 @@
-"""Pretraining of a fresh model or a checkpoint with any objective of objectives.py, with or without a teacher."""
+"""Pretraining of a fresh model or a checkpoint with any objective of objectives.py, with or without a teacher or adapter."""
 
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from alignment.algorithms.policies import Policy, language_loss_fn, save_policy, start_device, tokenizer_settings
+from alignment.adapters.specs import AdapterSpec
+from alignment.algorithms.policies import (
+    Policy,
+    language_loss_fn,
+    load_pretraining_start,
+    save_policy,
+    tokenizer_settings,
+)
 from alignment.algorithms.pretrain.objectives import (
     Causal,
     DistillationConfig,
@@ -30,6 +37,7 @@ from alignment.loading import find_directory, load_tokenizer
 from alignment.models.build import build_model
 from alignment.models.distill_init import init_from_teacher
 from alignment.models.huggingface.checkpoint import load_pretrained
+from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.training import OptimConfig, Run, TrainingConfig, fit, held_out_metrics
 from alignment.training.ranks import compare_rows
 
@@ -49,6 +57,8 @@ class PretrainConfig:
         model: a fresh model, as the keys of a Hugging Face config.json (`model_type`, `hidden_size` ...); its
             vocabulary and special tokens are taken from the tokenizer.
         policy: continue from this checkpoint instead.
+        weights: type of the frozen weights in memory, under an adapter.
+        adapter: trained instead of the weights of `policy`, which are frozen; saved as an adapter over them.
         tokenizer: directory of the tokenizer; with `policy` the default is the checkpoint's own.
         vocabulary: train a tokenizer of this size on the data instead.
         tokenizer_kind: kind of the new tokenizer; bytes and characters need no `vocabulary`.
@@ -68,6 +78,8 @@ class PretrainConfig:
     sentinels: int | None = None
     chat_template: str | None = None
     distillation: DistillationConfig | None = None
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    adapter: AdapterSpec | None = None
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-3))
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
@@ -83,6 +95,13 @@ class PretrainConfig:
             raise ValueError("give either `tokenizer` (a directory) or `vocabulary` (train one of that size)")
         if self.policy is not None and trained:
             raise ValueError("`vocabulary` trains a new tokenizer, which cannot fit the checkpoint in `policy`")
+        check_weights(self.weights, frozen=self.adapter is not None)
+        if self.adapter is not None and self.policy is None:
+            raise ValueError("adapter: a fresh model has no trained weights to freeze; give `policy`, a checkpoint")
+        if self.adapter is not None and self.distillation is not None and self.distillation.copy_layers:
+            raise ValueError(
+                "distillation.copy_layers replaces weights, and an adapter leaves them as they are; set it off"
+            )
         if self.distillation is not None and isinstance(self.objective, SentencePairs):
             raise ValueError("distillation goes with causal, masked and encoder-decoder objectives, not sentence_pairs")
 
@@ -183,11 +202,12 @@ def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, A
     task, teacher = task_of(config.objective), None
     if config.policy is None:
         policy = fresh_policy(config, tokenizer, task)
+    elif config.distillation is not None and config.distillation.copy_layers:  # written to, and so read whole
+        policy = Policy(load_pretrained(find_directory(config.policy), task), tokenizer, source=config.policy)
     else:
-        copies = config.distillation is not None and config.distillation.copy_layers
-        device = "cpu" if copies else start_device()
-        model = load_pretrained(find_directory(config.policy), task, device=device)
-        policy = Policy(model, tokenizer, source=config.policy)
+        policy = load_pretraining_start(
+            config.policy, config.adapter, tokenizer, config.output, task=task, weights=config.weights
+        )
     check_vocabulary(tokenizer, policy.model.spec.vocabulary)
     check_kind(config.objective, policy.model)
     if config.distillation is not None:
