@@ -100,7 +100,9 @@ def add_training_verb(verb: str, help_text: str) -> None:
             if gpus is not None or launch is not None:
                 debug = ["--debug"] if context.find_root().params["debug"] else []
                 relaunch([verb, config, *(overrides or []), *debug], gpus, launch)
-            show_result(run(checked), checked.output)
+            from alignment.pipeline.stages import with_micro_batch
+
+            show_result(run(with_micro_batch(checked)), checked.output)
 
 
 for _verb, _help in TRAINING.items():
@@ -229,6 +231,32 @@ def export(
     from alignment.commands.export import export_model
 
     print(export_model(model, adapter, output))
+
+
+@app.command()
+def plan(
+    config: ConfigName,
+    overrides: Overrides = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="Number of GPUs; each holds the whole model.")] = None,
+    gpu_memory: Annotated[float | None, typer.Option(help="Memory of one GPU, GB of 10^9 bytes.")] = None,
+    launch: Launch = None,
+    stage: Annotated[str | None, typer.Option(help="Of the config, where its name and keys do not tell.")] = None,
+    mfu: Annotated[float, typer.Option(help="Share of the device's peak rate that training reaches.")] = 0.4,
+    tflops: Annotated[float | None, typer.Option(help="The device's peak rate, 10^12 operations per second.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines.")] = False,
+) -> None:
+    """Show what a run will hold on each device, how long it is, and whether it fits: 2 where it does not. Nothing runs."""
+    from alignment.commands import plan as planning
+    from alignment.planning.plan import shortfall
+
+    options = planning.PlanOptions(gpus, gpu_memory, launch, stage, mfu, tflops)
+    found, changes = planning.plan_config(config, overrides or [], options)
+    if as_json:
+        print(json.dumps(planning.as_json(found, changes, mfu), indent=2))
+    else:
+        print("\n".join(planning.plan_lines(found, changes, mfu)))
+    if found.fits is False:
+        raise UserError(shortfall(found))
 
 
 @data.command("check")

@@ -32,6 +32,14 @@ def find_stage(verb: str) -> tuple[type, Callable[[Any], Any]]:
     return config_class, function
 
 
+def with_micro_batch(config: Any) -> Any:
+    """A stage's config with a number for `training.micro_batch_tokens: auto`; every process of the run must call this."""
+    training = getattr(config, "training", None)
+    if training is None or training.micro_batch_tokens != "auto":
+        return config
+    return importlib.import_module("alignment.planning.resolve").resolve_micro_batch(config)
+
+
 def write_page(directory: Path) -> None:
     """Write `report.html` of a training run into its directory; nothing for a stage that logged no metrics."""
     if (directory / "metrics.jsonl").is_file():

@@ -81,7 +81,7 @@ def fit(
         SystemExit: 143 or 130 after SIGTERM or SIGINT, a checkpoint being saved.
         UserError: the checkpoint to resume from is damaged or belongs to other settings or data.
     """
-    to_batches = partial(collate, micro_batch_tokens=training.micro_batch_tokens)
+    to_batches = partial(collate, micro_batch_tokens=training.tokens_per_forward)
     if held_out and evaluate is None:
         evaluate = partial(held_out_metrics, engine, to_batches(held_out), loss_fn)
     load_run_state(run, engine, training)

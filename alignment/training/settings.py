@@ -18,7 +18,8 @@ class TrainingConfig:
         epochs: passes over the rows; ignored where max_steps is set.
         max_steps: updates of the whole run.
         batch_size: rows per update over all ranks.
-        micro_batch_tokens: tokens per forward on one rank; a memory setting that changes no result.
+        micro_batch_tokens: tokens per forward on one rank; a memory setting that changes no result. auto: the largest
+            number that fits, found at the start of the run, whose config.yaml then holds it.
         seed: of data order, initialization and dropout.
         precision: of the computation; weights and optimizer state are float32 with both.
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
@@ -37,7 +38,7 @@ class TrainingConfig:
     epochs: float | None = 1
     max_steps: int | None = None
     batch_size: int = 32
-    micro_batch_tokens: int = 8192
+    micro_batch_tokens: int | Literal["auto"] = 8192
     seed: int = 0
     precision: Literal["fp32", "bf16"] = "fp32"
     gradient_checkpointing: bool = False
@@ -62,7 +63,7 @@ class TrainingConfig:
         if not 0 <= self.seed < 2**63:
             raise ValueError(f"seed must be at least 0 and below 2**63, got {self.seed}")
         for name, least in (("batch_size", 1), ("micro_batch_tokens", 1), ("keep_last_checkpoints", 1)):
-            if getattr(self, name) < least:
+            if getattr(self, name) != "auto" and getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
         if self.batch_size > MOST_ROWS:  # rows of a batch are listed, also where they come from several epochs
             raise ValueError(f"batch_size must be at most {MOST_ROWS:,} rows, got {self.batch_size}")
@@ -75,6 +76,20 @@ class TrainingConfig:
         for name in ("save_every_steps", "evaluate_every_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}; 0 is off")
+
+    @property
+    def tokens_per_forward(self) -> int:
+        """`micro_batch_tokens` as a number.
+
+        Raises:
+            ValueError: it is still auto: `alignment.planning.resolve_micro_batch` has not been called.
+        """
+        if self.micro_batch_tokens == "auto":
+            raise ValueError(
+                "training.micro_batch_tokens is auto: the commands resolve it; from Python, pass the config through "
+                "alignment.planning.resolve_micro_batch first"
+            )
+        return self.micro_batch_tokens
 
     def steps(self, rows: int) -> int:
         """Updates of the whole run over `rows` rows; batches run across the ends of epochs."""

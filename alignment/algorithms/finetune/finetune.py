@@ -202,7 +202,7 @@ def evaluation(
         engine.model.eval()
         with engine.backend.autocast():
             logits, loss = predict_examples(
-                engine.model, examples, collate, config.task, config.training.micro_batch_tokens
+                engine.model, examples, collate, config.task, config.training.tokens_per_forward
             )
         engine.model.train()
         set_training_mode(engine.backend.unwrapped, config.frozen_trunk)

@@ -103,7 +103,7 @@ def update_policy_and_value(state: PPOState, config: PPOConfig, rollout: Rollout
         # Of the rows of all ranks, so that who is in a minibatch does not depend on the number of ranks.
         order = np.random.default_rng([seed, step, epoch]).permutation(num_rows)
         for rows in np.array_split(order, config.minibatches):
-            batches = local_batches(rollout, rows.tolist(), group, config.training.micro_batch_tokens)
+            batches = local_batches(rollout, rows.tolist(), group, config.training.tokens_per_forward)
             ratio_errors: list[Tensor] = []
             terms = [Term(batches, policy_loss_fn(state.policy.model, config, ratio_errors))]
             if state.pretraining is not None:

@@ -99,7 +99,7 @@ def collect(state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample]
         names = ("log_probs", "reference_log_probs", "values")
         rectangles = {name: torch.zeros(mask.shape, device=group.device) for name in names}
         lengths = [len(prompt) + len(response) for prompt, response in zip(ids, sampled.token_ids, strict=True)]
-        micro_batches = group_by_length(lengths, config.training.micro_batch_tokens)
+        micro_batches = group_by_length(lengths, config.training.tokens_per_forward)
         if state.policy.backend.collective_forward:  # all ranks run equally many: the last one again gives the same
             missing = group.largest(len(micro_batches)) - len(micro_batches)
             micro_batches = [*micro_batches, *[micro_batches[-1]] * missing]

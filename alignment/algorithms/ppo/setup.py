@@ -242,7 +242,7 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
     """
     metrics = load_metrics(config.metrics)
     policy, value, start = build_engines(config, data)
-    micro_batch_tokens = config.training.micro_batch_tokens
+    micro_batch_tokens = config.training.tokens_per_forward
     reward_model = load_frozen_reward_model(config.reward_model, config.weights, policy.process_group.device)
     check_judged(data.prompts.rows, reward_model, data.tokenizer, config)
     return PPOState(

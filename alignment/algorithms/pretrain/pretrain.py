@@ -138,7 +138,7 @@ def run(config: PretrainConfig) -> Path:
         evaluate = None
         if held_out:
             batches = collate(held_out)(
-                fixed_seed_rows(held_out), micro_batch_tokens=config.training.micro_batch_tokens
+                fixed_seed_rows(held_out), micro_batch_tokens=config.training.tokens_per_forward
             )
             evaluate = partial(held_out_metrics, engine, batches, held_out_loss_fn)
         fit(

@@ -122,7 +122,7 @@ def _layout(
     starts = [0, *accumulate(lengths)]
     shifts = torch.tensor(firsts) - torch.tensor(starts[:-1])
     tokens = torch.arange(starts[-1])
-    slots = tokens + torch.repeat_interleave(shifts, torch.tensor(lengths))
+    slots = tokens + torch.repeat_interleave(shifts, torch.tensor(lengths), output_size=starts[-1])
     source = torch.zeros(first, dtype=torch.long).index_copy_(0, slots, tokens)
     groups = tuple((len(rows), width) for rows, width in rectangles)
     sizes = tuple(tuple(lengths[row] for row in rows) for rows, _ in rectangles)

@@ -1,0 +1,101 @@
+"""Micro-batches for tracing: rows as long as the config allows, or the longest rows of the data that are there."""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from alignment.data.batches import PairBatch, collate, collate_pairs
+from alignment.data.pretraining.next_sentence import SentencePairBatch
+from alignment.data.tasks.classification import LabeledBatch
+from alignment.data.tasks.gpt1_inputs import MultiSequenceBatch
+from alignment.data.tasks.question_answering import SpanBatch
+from alignment.data.tokenize import Example, PairExample, TokenizedRow
+from alignment.ragged import DeviceBatch, Ragged, Seq2Seq
+
+MASKED_SHARE = 0.15  # of the tokens, in masked text
+TARGET_SHARE = 0.25  # of the source's length, that a corrupted text's target has
+CHOICES = 4  # of a row of multiple choice
+
+Moved = TypeVar("Moved", bound=DeviceBatch)
+Row = TypeVar("Row", bound=TokenizedRow)
+
+
+def rows_of(tokens: int, length: int, most: int | None = None) -> int:
+    """Rows of `length` tokens in a micro-batch of `tokens`: at least one, at most `most`."""
+    rows = max(1, tokens // length)
+    return rows if most is None else max(1, min(rows, most))
+
+
+def example(length: int, prompt: int = 1) -> Example:
+    """A row of `length` tokens; those after the first `prompt` are to be predicted."""
+    return Example([0] * length, [False] * prompt + [True] * (length - prompt), "row")
+
+
+def text_batch(examples: Sequence[Example], tokens: int) -> Ragged:
+    """The largest micro-batch that rows of demonstrations or texts can come in: the longest ones together."""
+    return collate(examples, tokens)[0]
+
+
+def pair_batch(pairs: Sequence[PairExample], tokens: int) -> PairBatch:
+    """The largest micro-batch of comparisons."""
+    return collate_pairs(pairs, tokens)[0]
+
+
+def longest(examples: Sequence[Row], count: int) -> list[Row]:
+    """The `count` longest examples."""
+    return sorted(examples, key=lambda row: -max(map(len, row.documents)))[:count]
+
+
+def masked_text_batch(length: int, rows: int) -> Ragged:
+    """Masked texts: a share of all tokens is predicted, with labels of its own."""
+    batch = Ragged.build([[0] * length] * rows)
+    index = torch.arange(0, len(batch.tokens), round(1 / MASKED_SHARE))
+    labels = torch.zeros(len(index), dtype=torch.long)
+    return replace(batch, target_index=index, target_rows=index // length, labels=labels, weight=float(len(index)))
+
+
+def sentence_pair_batch(length: int, rows: int) -> SentencePairBatch:
+    """Masked pairs of sentences."""
+    batch = masked_text_batch(length, rows)
+    segments = torch.zeros(len(batch.tokens), dtype=torch.long)
+    return SentencePairBatch(replace(batch, segments=segments), torch.zeros(rows, dtype=torch.long))
+
+
+def seq2seq_batch(length: int, rows: int) -> Seq2Seq:
+    """Sources of `length` tokens together with their targets."""
+    target = max(2, round(length * TARGET_SHARE / (1 + TARGET_SHARE)))
+    return Seq2Seq(Ragged.build([[0] * (length - target)] * rows), Ragged.build([[0] * target] * rows))
+
+
+def task_batch(task: str, length: int, rows: int) -> LabeledBatch | SpanBatch | MultiSequenceBatch:
+    """A micro-batch of a fine-tuning task."""
+    ragged = Ragged.build([[0] * length] * rows)
+    zeros = torch.zeros(rows, dtype=torch.long)
+    if task == "token_classification":
+        return LabeledBatch(ragged, torch.zeros(length * rows, dtype=torch.long))
+    if task == "question_answering":
+        return SpanBatch(ragged, ragged.firsts, ragged.last)
+    if task == "multiple_choice":
+        choices = min(CHOICES, rows)
+        documents = Ragged.build([[0] * length] * (rows // choices * choices))
+        count = rows // choices
+        return MultiSequenceBatch(
+            documents, torch.zeros(count, dtype=torch.long), torch.arange(count).repeat_interleave(choices)
+        )
+    return LabeledBatch(ragged, zeros)
+
+
+def as_fake(batch: Moved, mode: FakeTensorMode) -> Moved:
+    """The batch with fake tensors in the place of its real ones."""
+    held = {field.name: getattr(batch, field.name) for field in fields(batch)}
+    changed: dict[str, Any] = {}
+    for name, value in held.items():
+        if isinstance(value, Tensor):
+            changed[name] = mode.from_tensor(value)
+        elif isinstance(value, DeviceBatch):
+            changed[name] = as_fake(value, mode)
+    return replace(batch, **changed)

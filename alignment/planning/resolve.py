@@ -1,0 +1,86 @@
+"""`training.micro_batch_tokens: auto` at the start of a run: the number that this device takes."""
+
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import yaml
+
+from alignment.planning.device import CPU_SHARE, GPU_SHARE, Device, free_memory
+from alignment.planning.layout import Layout
+from alignment.planning.plan import make_plan
+from alignment.planning.run_length import read_training_rows
+from alignment.planning.stages import StageConfig
+from alignment.training.distributed import init_distributed, launched_rank, launched_size
+
+Config = TypeVar("Config")
+
+
+def resolve_micro_batch(config: Config) -> Config:
+    """The config with a number in the place of `training.micro_batch_tokens: auto`; any other config as it is.
+
+    A run that is resumed keeps the number of its config.yaml. On several processes the smallest free memory decides,
+    and all of them take the same number; every process must call this.
+
+    Raises:
+        UserError: not even one row fits.
+    """
+    if not isinstance(config, StageConfig) or config.training.micro_batch_tokens != "auto":
+        return config
+    tokens = earlier_choice(config) or _choose(config)
+    if launched_rank() == 0:
+        print(f"training.micro_batch_tokens: auto: {tokens}", file=sys.stderr, flush=True)
+    return replace(config, training=replace(config.training, micro_batch_tokens=tokens))
+
+
+def earlier_choice(config: StageConfig) -> int | None:
+    """The number with which the run in the config's directory began; None where there is nothing to resume."""
+    output = Path(config.output)
+    if not (config.training.resume and (output / "checkpoints").is_dir() and (output / "config.yaml").is_file()):
+        return None
+    values = yaml.safe_load((output / "config.yaml").read_text(encoding="utf-8"))
+    tokens = values.get("training", {}).get("micro_batch_tokens") if isinstance(values, dict) else None
+    return tokens if isinstance(tokens, int) else None
+
+
+def _choose(config: StageConfig) -> int:
+    group = init_distributed()
+    gpu = group.device.type == "cuda"
+    # Processes of a CPU run share the memory of their machine.
+    own = free_memory() * (GPU_SHARE if gpu else CPU_SHARE / max(1, launched_size()))
+    memory = int(min(values[0] for values in group.gather([own])))
+    layout = launched_layout(group.kind, group.size)
+    # Rank 0 traces the model: the others would find the same, and may have less time.
+    tokens = None
+    if group.is_main:
+        # The need of a CPU plan is that of all its processes.
+        device = Device(gpu, memory * (1 if gpu else group.size), group.device.type, 1.0)
+        tokens = make_plan(config, layout, device, data=read_training_rows(config)).tokens
+    return group.broadcast_object(tokens)
+
+
+def launched_layout(kind: str, size: int) -> Layout:
+    """The layout of the processes that were launched, from what Accelerate has put into the environment.
+
+    Args:
+        kind: of the process group.
+        size: its number of processes.
+    """
+    if kind == "deepspeed":
+        stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
+        offload = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none")
+        offload_optimizer = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
+        return Layout(
+            f"zero{stage}",  # type: ignore[arg-type]
+            size,
+            size,
+            offload=offload != "none",
+            offload_optimizer=offload_optimizer != "none",
+        )
+    if kind == "fsdp2":
+        offload = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
+        reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
+        return Layout("fsdp2", size, size, offload=offload, reshard=reshard)
+    return Layout("ddp" if kind == "ddp" else "single", size)

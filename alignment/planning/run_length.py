@@ -1,0 +1,158 @@
+"""How long a run is: rows, updates, tokens, operations."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from alignment.algorithms.dpo import DPOConfig
+from alignment.algorithms.finetune.finetune import FinetuneConfig
+from alignment.algorithms.ppo.setup import PPOConfig
+from alignment.algorithms.pretrain.pretrain import PretrainConfig
+from alignment.algorithms.reward import RewardConfig
+from alignment.algorithms.sft import SFTConfig
+from alignment.analysis.operations import forward_operations
+from alignment.data.prepare import prepare
+from alignment.data.rows.read import read_rows
+from alignment.data.rows.records import Kind
+from alignment.loading import load_tokenizer
+from alignment.models.transformer import TransformerSpec
+from alignment.planning.quantized_layers import QuantizedStandIn
+from alignment.planning.stages import StageConfig
+
+KINDS: dict[type, Kind] = {
+    SFTConfig: "demonstrations", RewardConfig: "comparisons", DPOConfig: "comparisons", PPOConfig: "prompts",
+    PretrainConfig: "text",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is known of the training rows.
+
+    Attributes:
+        rows: their number; None where the data is not there.
+        examples: tokenized; None where the tokenizer is not there either.
+    """
+
+    rows: int | None = None
+    examples: Sequence[Any] | None = None
+
+
+@dataclass(frozen=True)
+class RunLength:
+    """Attributes: rows (None: not known), updates (None: they depend on the rows), tokens and operations of the run.
+
+    Attributes:
+        exact: whether tokens are those of the data; else rows are counted as long as `data.max_length` allows.
+    """
+
+    rows: int | None
+    steps: int | None
+    tokens: float | None
+    operations: float | None
+    exact: bool
+
+
+def read_training_rows(config: StageConfig) -> Data:
+    """The training rows of a config, where files and tokenizer are on this disk.
+
+    Raises:
+        UserError: bad rows, as the stage itself would find them.
+    """
+    if isinstance(config, FinetuneConfig):
+        return Data()
+    sources = config.data.sources("train")
+    if not all(Path(source).is_file() for source in sources):
+        return Data()
+    kind = KINDS[type(config)]
+    tokenizer = getattr(config, "tokenizer", None) or config.policy
+    if tokenizer is None or not Path(tokenizer).is_dir():
+        rows, _ = read_rows(
+            sources, kind, columns=config.data.columns, max_rows=config.data.max_rows, on_bad_row="skip"
+        )
+        return Data(len(rows))
+    examples, _ = prepare(config.data, kind, load_tokenizer(tokenizer))
+    return Data(len(examples), examples)
+
+
+def run_length(config: StageConfig, data: Data, networks: Mapping[str, nn.Module]) -> RunLength:
+    """Rows, updates, tokens and operations of a run.
+
+    Args:
+        networks: by role, as the plan built them.
+    """
+    training = config.training
+    known = training.max_steps is not None or data.rows is not None
+    steps = training.steps(data.rows or 0) if known else None
+    longest = config.data.max_length + (config.max_new_tokens if isinstance(config, PPOConfig) else 0)
+    sides = 2 if isinstance(config, RewardConfig | DPOConfig) else 1
+    mean: float = longest * sides
+    if data.examples:
+        mean = sum(sum(map(len, row.documents)) for row in data.examples) / len(data.examples)
+        mean += config.max_new_tokens if isinstance(config, PPOConfig) else 0
+    if steps is None:
+        return RunLength(data.rows, None, None, None, False)
+    rows_seen = steps * training.batch_size
+    tokens = rows_seen * mean
+    length = max(1, round(mean / sides))
+    return RunLength(data.rows, steps, tokens, tokens * _operations(config, networks, length), bool(data.examples))
+
+
+def _operations(config: StageConfig, networks: Mapping[str, nn.Module], length: int) -> float:
+    """Operations of the run per token of its rows."""
+    forward = {role: forward_per_token(model, length) for role, model in networks.items()}
+    train = {role: train_per_token(model, forward[role]) for role, model in networks.items()}
+    if isinstance(config, PPOConfig):
+        reference = forward.get("reference", forward["policy"])
+        sampled = forward["policy"]
+        scored = forward["policy"] + reference + forward["value model"] + forward["reward model"]
+        return sampled + scored + config.epochs * (train["policy"] + train["value model"])
+    if isinstance(config, DPOConfig):
+        return train["policy"] + forward.get("reference", forward["policy"])
+    return train.get("policy", train.get("reward model", 0.0)) + forward.get("teacher", 0.0)
+
+
+def forward_per_token(model: nn.Module, length: int) -> float:
+    """Operations of a forward per token: of matrices and attention where they can be counted, else twice the weights.
+
+    An adapter's own matrices come on top.
+    """
+    adapters = sum(x.numel() for name, x in model.named_parameters() if "lora_" in name)
+    if isinstance(model.spec, TransformerSpec):
+        try:
+            return forward_operations(model.spec, length) + 2 * adapters
+        except ValueError:
+            pass
+    return 2.0 * parameter_count(model)[0]
+
+
+def train_per_token(model: nn.Module, forward: float) -> float:
+    """Operations of forward and backward per token: 6 per trained weight, 4 per frozen one that gradients pass through."""
+    total, trained = parameter_count(model)
+    return forward * (2 + trained / total) if total else 0.0
+
+
+def parameter_count(model: nn.Module) -> tuple[int, int]:
+    """Weights of a model, each once, and how many of them train; a quantized matrix counts its own weights."""
+    total = trained = 0
+    seen: set[int] = set()
+    for module in model.modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            number = parameter.numel()
+            if isinstance(module, QuantizedStandIn) and name == "weight":
+                number = module.in_features * module.out_features
+            total += number
+            trained += number if parameter.requires_grad else 0
+    return total, trained
+
+
+def updates_share(config: StageConfig, gpus: int) -> int:
+    """Rows of one update on one device."""
+    return math.ceil(config.training.batch_size / gpus)

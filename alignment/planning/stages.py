@@ -1,0 +1,290 @@
+"""Each stage's networks, and the phases of which one is the peak of its memory.
+
+The loss functions are the stages' own; only rows are made up where the data is not there.
+"""
+
+import math
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alignment.adapters.attach import disabled
+from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
+from alignment.algorithms.finetune.finetune import FinetuneConfig
+from alignment.algorithms.finetune.model import HEADS
+from alignment.algorithms.finetune.scoring import finetune_loss_fn
+from alignment.algorithms.policies import LogProbModel, language_loss_fn
+from alignment.algorithms.ppo.ppo import policy_loss_fn, value_loss_fn
+from alignment.algorithms.ppo.rollout import RolloutBatch
+from alignment.algorithms.ppo.setup import PPOConfig
+from alignment.algorithms.pretrain.objectives import distillation_loss_fn, sentence_pair_loss_fn, task_of
+from alignment.algorithms.pretrain.pretrain import PretrainConfig
+from alignment.algorithms.reward import RewardConfig, reward_loss_fn
+from alignment.algorithms.sft import SFTConfig
+from alignment.data.batches import PairBatch
+from alignment.data.tokenize import Example, PairExample
+from alignment.generation.sampling import SamplingConfig, sample_token, sampling_log_probs
+from alignment.models.outputs import LanguageOutput
+from alignment.models.weights_config import DEFAULT_WEIGHTS
+from alignment.planning import batches
+from alignment.planning.layout import Layout
+from alignment.planning.networks import Networks
+from alignment.planning.optimizer_state import state_bytes
+from alignment.planning.starts import Start, config_dtype, find_start, fresh_config
+from alignment.planning.trace import Tracer
+from alignment.ragged import DeviceBatch, Ragged, Seq2Seq
+from alignment.training import LossFn
+
+StageConfig = SFTConfig | RewardConfig | DPOConfig | PPOConfig | PretrainConfig | FinetuneConfig
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows that a device sees.
+
+    Attributes:
+        tokens: of a micro-batch.
+        per_update: rows of one update on one device.
+        longest: the longest rows of the data, where it could be read; empty otherwise.
+    """
+
+    tokens: int
+    per_update: int
+    longest: Sequence[Any] = ()
+
+
+def build_networks(config: StageConfig, layout: Layout, near: Path | None) -> tuple[Networks, dict[str, Start]]:
+    """The networks of a stage, and what each role starts from.
+
+    Args:
+        near: folder of the user's config, whose other configs may write a start that is not there yet.
+
+    Raises:
+        UserError: nothing is known about a checkpoint that the config names.
+    """
+    networks = Networks(getattr(config, "weights", DEFAULT_WEIGHTS), layout.shares_base)
+    if isinstance(config, PretrainConfig):
+        return networks, _pretrain_networks(networks, config, near)
+    if isinstance(config, FinetuneConfig):
+        return networks, _finetune_networks(networks, config, near)
+    start = find_start(config.policy, near)
+    if isinstance(config, SFTConfig):
+        networks.add("policy", start, adapter=config.adapter)
+        return networks, {"policy": start}
+    if isinstance(config, RewardConfig):
+        networks.add("reward model", start, "scalar", adapter=config.adapter)
+        return networks, {"reward model": start}
+    networks.add("policy", start, adapter=config.adapter)
+    starts = {"policy": start}
+    if config.reference is not None or config.adapter is None:
+        starts["reference"] = start if config.reference is None else find_start(config.reference, near)
+        networks.add("reference", starts["reference"], trained=False)
+    if isinstance(config, PPOConfig):
+        judge = find_start(config.reward_model, near)
+        starts["reward model"] = judge
+        starts["value model"] = start if config.value_model == "policy" else judge
+        networks.add("value model", starts["value model"], "scalar", adapter=config.adapter)
+        networks.add("reward model", judge, "scalar", trained=False)
+    return networks, starts
+
+
+def _pretrain_networks(networks: Networks, config: PretrainConfig, near: Path | None) -> dict[str, Start]:
+    if config.policy is None:
+        values = {"model": config.model, "vocabulary": config.vocabulary, "tokenizer_kind": config.tokenizer_kind}
+        fresh = fresh_config({**values, "tokenizer": config.tokenizer})
+        starts = {"policy": Start(fresh, torch.float32, "fresh", shapes_from="the config's `model`")}
+    else:
+        starts = {"policy": find_start(config.policy, near)}
+    networks.add("policy", starts["policy"], task_of(config.objective), adapter=getattr(config, "adapter", None))
+    if config.distillation is not None:
+        starts["teacher"] = find_start(config.distillation.teacher, near)
+        networks.add("teacher", starts["teacher"], task_of(config.objective), trained=False)
+    return starts
+
+
+def _finetune_networks(networks: Networks, config: FinetuneConfig, near: Path | None) -> dict[str, Start]:
+    if config.policy is None:
+        fresh = dict(config.model or {})
+        start = Start(fresh, config_dtype(fresh), "fresh", shapes_from="the config's `model`")
+    else:
+        start = find_start(config.policy, near)
+    task = HEADS[config.task]
+    changes = {} if task == "span" else {"num_labels": 1 if config.task == "multiple_choice" else 2}
+    model = networks.add("policy", start, task, adapter=config.adapter, changes=changes)
+    model.head.requires_grad_(True)
+    if config.frozen_trunk:
+        for name, module in model.named_children():
+            module.requires_grad_(name == "head")
+    return {"policy": start}
+
+
+# Phases
+
+
+def trace(config: StageConfig, tracer: Tracer, rows: Rows) -> None:
+    """Run the phases of a stage; the tracer keeps their peaks."""
+    training = config.training
+    if training.gradient_checkpointing:
+        for role, model in tracer.networks.by_role.items():
+            if any(parameter.requires_grad for parameter in model.parameters()) and role != "teacher":
+                model.checkpoint_activations(True, training.keep_activations)
+    if isinstance(config, SFTConfig):
+        model = tracer.train("policy", state_bytes(tracer.networks.by_role["policy"], config.optim)).train()
+        batch = batches.text_batch(_examples(config.data.max_length, rows), rows.tokens)
+        tracer.update("update", "policy", [(language_loss_fn(model), batch)], repeated=_repeated(batch, rows))
+    elif isinstance(config, RewardConfig):
+        model = tracer.train("reward model", state_bytes(tracer.networks.by_role["reward model"], config.optim)).train()
+        batch = batches.pair_batch(_pairs(config.data.max_length, rows), rows.tokens)
+        terms = [(reward_loss_fn(model, config.center_coef), batch)]
+        tracer.update("update", "reward model", terms, repeated=_repeated(batch, rows))
+    elif isinstance(config, DPOConfig):
+        model = tracer.train("policy", state_bytes(tracer.networks.by_role["policy"], config.optim)).eval()
+        batch = batches.pair_batch(_pairs(config.data.max_length, rows), rows.tokens)
+        loss_fn = dpo_loss_fn(model, _reference(tracer), config)
+        tracer.update("update", "policy", [(loss_fn, batch)], repeated=_repeated(batch, rows))
+    elif isinstance(config, PPOConfig):
+        _trace_ppo(config, tracer, rows)
+    elif isinstance(config, PretrainConfig):
+        _trace_pretrain(config, tracer, rows)
+    else:
+        model = tracer.train("policy", state_bytes(tracer.networks.by_role["policy"], config.optim)).train()
+        count = batches.rows_of(rows.tokens, config.data.max_length, rows.per_update)
+        batch = batches.task_batch(config.task, config.data.max_length, count)
+        loss_fn = finetune_loss_fn(model, config.task, 0.0)
+        tracer.update("update", "policy", [(loss_fn, batch)], repeated=_repeated(batch, rows))
+
+
+def _repeated(batch: DeviceBatch, rows: Rows) -> bool:
+    """Whether an update has more micro-batches than this one."""
+    documents = len(batch.lengths)  # type: ignore[attr-defined]
+    return (documents // 2 if isinstance(batch, PairBatch) else documents) < rows.per_update
+
+
+def _examples(length: int, rows: Rows) -> list[Example]:
+    if rows.longest:
+        return list(rows.longest)
+    return [batches.example(length)] * batches.rows_of(rows.tokens, length, rows.per_update)
+
+
+def _pairs(length: int, rows: Rows) -> list[PairExample]:
+    if rows.longest:
+        return list(rows.longest)
+    pair = PairExample(batches.example(length), batches.example(length), None, "row")
+    return [pair] * batches.rows_of(rows.tokens, 2 * length, rows.per_update)
+
+
+def _reference(tracer: Tracer) -> LogProbModel:
+    """The stage's reference: a network of its own, or the policy with its adapter off."""
+    own = "reference" in tracer.networks.by_role
+    model = tracer.networks.by_role["reference" if own else "policy"]
+
+    def reference(*, batch: Ragged | Seq2Seq, temperature: float = 1.0) -> LanguageOutput:
+        with torch.no_grad(), nullcontext() if own else disabled(model), tracer.autocast():
+            return model(batch=batch, temperature=temperature)
+
+    return reference
+
+
+def _trace_pretrain(config: PretrainConfig, tracer: Tracer, rows: Rows) -> None:
+    model = tracer.train("policy", state_bytes(tracer.networks.by_role["policy"], config.optim)).train()
+    length, kind = config.data.max_length, config.objective.kind
+    count = batches.rows_of(rows.tokens, length, rows.per_update)
+    batch: DeviceBatch
+    if kind == "causal":
+        batch = batches.text_batch(_examples(length, rows), rows.tokens)
+    elif kind == "masked":
+        batch = batches.masked_text_batch(length, count)
+    elif kind == "sentence_pairs":
+        batch = batches.sentence_pair_batch(length, count)
+    else:
+        batch = batches.seq2seq_batch(length, count)
+    loss_fn = language_loss_fn(model)
+    if kind == "sentence_pairs":
+        loss_fn = sentence_pair_loss_fn(model)
+    elif config.distillation is not None:
+        loss_fn = distillation_loss_fn(model, tracer.networks.by_role["teacher"], config.distillation)
+    tracer.update("update", "policy", [(loss_fn, batch)], repeated=_repeated(batch, rows))
+
+
+# PPO
+
+
+def _trace_ppo(config: PPOConfig, tracer: Tracer, rows: Rows) -> None:
+    networks = tracer.networks.by_role
+    policy = tracer.train("policy", state_bytes(networks["policy"], config.optim)).eval()
+    value = tracer.train("value model", state_bytes(networks["value model"], config.value_optim or config.optim)).eval()
+    prompt = max((len(row.ids) for row in rows.longest), default=config.data.max_length)
+    _trace_sampling(config, tracer, prompt, min(config.micro_rollout_batch_size, rows.per_update))
+    length = prompt + config.max_new_tokens
+    minibatch = math.ceil(rows.per_update / config.minibatches)
+    count = batches.rows_of(rows.tokens, length, rows.per_update)
+    ragged = Ragged.build([[0] * length] * count, [[False] * prompt + [True] * config.max_new_tokens] * count)
+    _trace_scoring(config, tracer, ragged)
+    ragged = _first_rows(ragged, length, min(count, minibatch), prompt)
+    targets = torch.zeros(len(ragged.target_index))
+    batch = RolloutBatch(ragged, targets, targets, targets, targets)
+    repeated = _repeated(batch, replace(rows, per_update=minibatch))
+    terms: list[tuple[LossFn, DeviceBatch]] = [(policy_loss_fn(policy, config, []), batch)]
+    if config.pretrain is not None and config.pretrain_coef > 0:
+        text = replace(rows, longest=(), per_update=config.pretrain_batch_size)
+        texts = batches.text_batch(_examples(config.pretrain.max_length, text), rows.tokens)
+        terms.append((language_loss_fn(policy), texts))
+    tracer.update("policy update", "policy", terms, repeated=repeated)
+    tracer.update("value update", "value model", [(value_loss_fn(value, config), batch)], repeated=repeated)
+
+
+def _first_rows(ragged: Ragged, length: int, count: int, prompt: int) -> Ragged:
+    if count == len(ragged.lengths):
+        return ragged
+    return Ragged.build([[0] * length] * count, [[False] * prompt + [True] * (length - prompt)] * count)
+
+
+def _trace_sampling(config: PPOConfig, tracer: Tracer, prompt: int, count: int) -> None:
+    """Prefill and the last step of decoding, when the cache is full."""
+    policy = tracer.networks.by_role["policy"]
+    batch = batches.as_fake(Ragged.build([[0] * prompt] * count), tracer.mode)
+    sampling = SamplingConfig(config.max_new_tokens, config.temperature)
+    with tracer.running("sampling", ["policy"], whole=["policy", "value model"]), torch.no_grad(), tracer.autocast():
+        cache = policy.new_cache(count, prompt + config.max_new_tokens)
+        tracer.tracker.count(_cache_tensors(cache), "key-value cache")
+        logits = policy.prefill(batch, cache)
+        for _ in range(2):
+            drawn = _sample(logits, sampling)
+            logits = policy.decode(drawn, cache)
+            if hasattr(cache, "longest"):
+                cache.longest = prompt + config.max_new_tokens - 1
+
+
+def _sample(logits: Tensor, sampling: SamplingConfig) -> Tensor:
+    log_probs = sampling_log_probs(logits, sampling)
+    drawn = sample_token(log_probs, torch.zeros(len(logits), dtype=torch.float64))
+    log_probs.gather(-1, drawn.unsqueeze(-1))
+    return drawn
+
+
+def _cache_tensors(cache: object) -> list[Tensor]:
+    """The keys and values of a cache."""
+    return [*getattr(cache, "keys", []), *getattr(cache, "values", [])]
+
+
+def _trace_scoring(config: PPOConfig, tracer: Tracer, ragged: Ragged) -> None:
+    """Log-probabilities, values and scores of sampled responses, without gradients."""
+    networks = tracer.networks.by_role
+    batch = batches.as_fake(ragged, tracer.mode)
+    reference = _reference(tracer)
+    roles = ["policy", "value model", "reward model"]
+    with tracer.running("scoring", roles, whole=["policy", "value model"]), torch.no_grad(), tracer.autocast():
+        networks["policy"](batch=batch, temperature=config.temperature)
+        reference(batch=batch, temperature=config.temperature)
+        _ = networks["value model"](batch=batch).values
+        _ = _score(networks["reward model"], batch)
+
+
+def _score(reward_model: nn.Module, batch: Ragged) -> Tensor:
+    output = reward_model(batch=batch)
+    return output.values[batch.last] if hasattr(output, "values") else output.logits[:, 0]

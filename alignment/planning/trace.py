@@ -1,0 +1,199 @@
+"""The peak of a phase of training, found by running the phase itself on fake tensors.
+
+A phase is what a stage runs on one micro-batch: forward, backward, and what stays for the next one. The kernels'
+own working memory is not seen; on a GPU it belongs to the reserve of plan.py.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from alignment.losses import language
+from alignment.models.layers import layer_contexts
+from alignment.models.layers.attention import AttentionSpec
+from alignment.models.layers.sdpa import VARLEN_HEAD_DIM_MULTIPLE, VARLEN_MAX_HEAD_DIM
+from alignment.planning.batches import as_fake
+from alignment.planning.layout import Layout
+from alignment.planning.memory_tracker import MemoryTracker
+from alignment.planning.networks import Networks, trained_bytes
+from alignment.ragged import DeviceBatch
+from alignment.training import LossFn
+
+WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
+ACTIVATIONS, LOGITS, CACHE, UNSHARDED = "activations", "logits", "key-value cache", "unsharded blocks and buckets"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most bytes alive at once on one device during a phase.
+
+    Attributes:
+        phase: its name.
+        parts: bytes by what they are for, such as `weights of policy`; they add up to `total`.
+    """
+
+    phase: str
+    parts: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes."""
+        return sum(self.parts.values())
+
+    def of_kind(self, kind: str) -> int:
+        """Bytes of one kind, all roles together."""
+        return sum(size for name, size in self.parts.items() if name.split(" of ")[0] == kind)
+
+
+class Tracer:
+    """Runs phases over the networks of a stage and keeps the peak of each.
+
+    Attributes:
+        networks: on fake tensors while the tracer is open.
+        peaks: of the phases that were run.
+    """
+
+    def __init__(self, networks: Networks, layout: Layout, *, precision: str, gpu: bool):
+        """Take the networks over: their weights become fake tensors.
+
+        Args:
+            layout: which part of weights, gradients and optimizer state one device holds.
+            precision: of the computation, fp32 or bf16.
+            gpu: run what a GPU would run, as far as it can be known without one.
+        """
+        self.networks, self.layout, self.precision, self.gpu = networks, layout, precision, gpu
+        self.mode = FakeTensorMode()
+        networks.on(self.mode)
+        self.peaks: list[Peak] = []
+        self._vocabularies = {model.spec.vocabulary for model in networks.by_role.values()}
+        self.tracker = MemoryTracker(self._category, self._share)
+        for role, tensors in networks.categories():
+            self.tracker.count(tensors, f"{WEIGHTS} of {role}")
+
+    def autocast(self) -> Any:
+        """The context in which the run's networks compute."""
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == "bf16")
+
+    def train(self, role: str, optimizer_bytes: int) -> Any:
+        """Prepare a network as an engine does, and count its optimizer's state; returns the module to call."""
+        model = self.networks.by_role[role]
+        self.tracker.count_bytes(f"{OPTIMIZER} of {role}", optimizer_bytes)
+        if self.layout.has_masters:
+            self.tracker.count_bytes(f"{OPTIMIZER} of {role}", trained_bytes([model]))
+        self.tracker.watch_gradients(model, f"{GRADIENTS} of {role}")
+        forward = model.forward
+
+        def cast(*args: object, **kwargs: object) -> object:
+            with self.autocast():
+                return forward(*args, **kwargs)
+
+        model.forward = cast
+        return model
+
+    def update(self, phase: str, role: str, terms: Sequence[tuple[LossFn, DeviceBatch]], *, repeated: bool) -> None:
+        """Run forward and backward of one micro-batch of each term, gradients adding up; keep the peak.
+
+        Args:
+            phase: its name.
+            role: the network that trains.
+            terms: each term's micro-batch with its loss function.
+            repeated: whether other micro-batches of the update came before, so that every gradient is there already.
+        """
+        model = self.networks.by_role[role]
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if repeated:
+            with self.mode:
+                for parameter in trained:
+                    parameter.grad = torch.empty_like(parameter)
+            gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
+            self.tracker.count(gradients, f"{GRADIENTS} of {role}")
+            del gradients
+        with self.running(phase, [role]):
+            for loss_fn, batch in terms:
+                loss = loss_fn(as_fake(batch, self.mode))
+                (loss.total * 0.5).backward()
+                del loss
+        for parameter in trained:
+            parameter.grad = None
+
+    @contextmanager
+    def running(self, phase: str, roles: Sequence[str], *, whole: Sequence[str] = ()) -> Iterator[None]:
+        """Track what runs inside and keep its peak.
+
+        Args:
+            phase: its name.
+            roles: networks that run, whose sharded weights are made whole block by block.
+            whole: networks whose sharded weights are all made whole for the phase.
+        """
+        self.tracker.reset_peak()
+        with _gpu_choices(self.gpu and self.precision == "bf16", self.gpu), self.mode, self.tracker:
+            yield
+        parts = {name: size for name, size in self.tracker.at_peak.items() if size}
+        unsharded = max((self._unsharded(role) for role in roles), default=0)
+        unsharded += sum(self._weights(role) for role in whole if self.layout.sharded)
+        if unsharded:
+            parts[UNSHARDED] = unsharded
+        self.peaks.append(Peak(phase, parts))
+
+    def _unsharded(self, role: str) -> int:
+        model = self.networks.by_role[role]
+        return self.layout.unsharded_bytes(model, trained_bytes([model]))
+
+    def _weights(self, role: str) -> int:
+        """Bytes of a network that are missing on one device."""
+        model = self.networks.by_role[role]
+        size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+        return int(size * (1 - self.layout.weights_share))
+
+    def _category(self, tensor: Tensor) -> str:
+        return LOGITS if tensor.ndim > 1 and tensor.shape[-1] in self._vocabularies else ACTIVATIONS
+
+    def _share(self, category: str) -> float:
+        shares = {
+            WEIGHTS: self.layout.weights_share,
+            GRADIENTS: self.layout.gradients_share,
+            OPTIMIZER: self.layout.optimizer_share,
+        }
+        return shares.get(category.split(" of ")[0], 1.0)
+
+
+# What a GPU runs
+
+
+@contextmanager
+def _gpu_choices(varlen: bool, gpu: bool) -> Iterator[None]:
+    """While open, models make a GPU's choices: larger pieces of logits, and the variable-length attention kernel.
+
+    Fake CUDA tensors would need CUDA for their backward pass.
+    """
+    if not gpu:
+        yield
+        return
+    chunk, kept, applies = language.CHUNK_ELEMENTS["cpu"], language.KEPT_ELEMENTS["cpu"], layer_contexts.varlen_applies
+    language.CHUNK_ELEMENTS["cpu"] = language.CHUNK_ELEMENTS["cuda"]
+    language.KEPT_ELEMENTS["cpu"] = language.KEPT_ELEMENTS["cuda"]
+    if varlen:
+        layer_contexts.varlen_applies = _varlen_fits
+    try:
+        yield
+    finally:
+        language.CHUNK_ELEMENTS["cpu"], language.KEPT_ELEMENTS["cpu"] = chunk, kept
+        layer_contexts.varlen_applies = applies
+
+
+def _varlen_fits(specs: Sequence[object], parameter: Tensor, training: bool) -> bool:
+    """`varlen_applies` on a GPU that has the kernel."""
+    return all(
+        isinstance(spec, AttentionSpec)
+        and spec.head_dim <= VARLEN_MAX_HEAD_DIM
+        and spec.head_dim % VARLEN_HEAD_DIM_MULTIPLE == 0
+        and spec.softcap is None
+        and spec.position_bias is None
+        and not (training and spec.dropout)
+        for spec in specs
+    )

@@ -1,0 +1,241 @@
+"""Plans of tiny models against counts by hand, the command's exit codes, and what changes a plan."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import yaml
+
+from alignment.adapters.specs import LoRASpec
+from alignment.algorithms.dpo import DPOConfig
+from alignment.algorithms.sft import SFTConfig
+from alignment.cli import main
+from alignment.commands.plan import stage_of
+from alignment.data.rows.read import DataConfig
+from alignment.errors import UserError
+from alignment.models.weights_config import WeightsConfig
+from alignment.planning.device import Device
+from alignment.planning.layout import Layout, read_layout
+from alignment.planning.micro_batch import largest_that_fits
+from alignment.planning.plan import make_plan
+from alignment.planning.quantized_layers import quantized_bytes
+from alignment.planning.starts import find_start, packaged_bases
+from alignment.training import OptimConfig, TrainingConfig
+
+CPU = Device(False, None, "cpu", 1.0)
+GPU = Device(True, 24 * 10**9, "RTX 4090", 165.0)
+
+# Width 64, inner 128, 2 layers, 4 heads of 16, 2 of keys and values, 512 tokens, head of its own:
+#   a layer: query and output 64 * 64 each, key and value 64 * 32 each, gate, up and down 64 * 128 each, 2 norms of 64
+LAYER = 2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128 + 2 * 64
+TABLES = 512 * 64
+PARAMETERS = 2 * LAYER + 2 * TABLES + 64
+NORMS = 2 * 2 * 64 + 64
+RANK = 4
+# Both factors of every linear layer: rank * (columns + rows).
+LORA = 2 * RANK * (2 * (64 + 64) + 2 * (64 + 32) + 3 * (64 + 128))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A directory with the config.json of a bfloat16 Llama, and nothing else."""
+    folder = tmp_path_factory.mktemp("base")
+    config = {
+        "model_type": "llama", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096, "dtype": "bfloat16",
+        "tie_word_embeddings": False, "attention_dropout": 0.0,
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+def sft_config(base, **changes):
+    training = changes.pop("training", {})
+    return SFTConfig(
+        policy=base,
+        data=DataConfig("nowhere.jsonl", max_length=128),
+        output="out",
+        optim=changes.pop("optim", OptimConfig(1e-4)),
+        training=TrainingConfig(**{"batch_size": 4, "micro_batch_tokens": 512, "max_steps": 3, **training}),
+        **changes,
+    )
+
+
+def kinds(plan):
+    [peak] = plan.peaks
+    return {kind: peak.of_kind(kind) for kind in ("weights", "gradients", "optimizer")}
+
+
+def test_full_training_holds_four_bytes_a_weight_and_eight_of_optimizer_state(base):
+    plan = make_plan(sft_config(base), Layout(), CPU)
+    assert [(role.parameters, role.trained) for role in plan.roles] == [(PARAMETERS, PARAMETERS)]
+    assert kinds(plan)["weights"] == 4 * PARAMETERS
+    scalars = 4 * (2 * 9 + 3)  # AdamW's step of each parameter
+    assert kinds(plan)["optimizer"] == 8 * PARAMETERS + scalars
+
+
+def test_an_adapter_leaves_the_base_in_its_own_type_and_trains_in_float32(base):
+    plan = make_plan(sft_config(base, adapter=LoRASpec(rank=RANK)), Layout(), CPU)
+    [role] = plan.roles
+    assert (role.parameters, role.trained) == (PARAMETERS + LORA, LORA)
+    assert kinds(plan)["weights"] == 2 * (PARAMETERS - NORMS) + 4 * NORMS + 4 * LORA
+
+
+def test_nf4_takes_half_a_byte_a_weight_and_its_scales(base):
+    # 64 * 64 weights: 2048 bytes of codes, 64 scales of one byte in one block of 4, and 1092 bytes of tables.
+    assert quantized_bytes(64, 64, "nf4") == 2048 + 64 + 4 + 1092
+    assert quantized_bytes(64, 64, "int8") == 4096 + 256
+    config = sft_config(base, adapter=LoRASpec(rank=RANK), weights=WeightsConfig(quantize="nf4"))
+    plan = make_plan(config, Layout(), CPU)
+    shapes = [(64, 64), (64, 64), (32, 64), (32, 64), (128, 64), (128, 64), (64, 128)]
+    blocks = 2 * sum(quantized_bytes(*shape, "nf4") for shape in shapes)
+    assert kinds(plan)["weights"] == blocks + 2 * 2 * TABLES + 4 * NORMS + 4 * LORA
+    assert plan.roles[0].parameters == PARAMETERS + LORA  # weights, and not the bytes that hold them
+
+
+def test_bitsandbytes_holds_as_many_bytes_as_are_counted():
+    functional = pytest.importorskip("bitsandbytes.functional")
+    packed, state = functional.quantize_4bit(torch.ones(96, 64), quant_type="nf4", compress_statistics=True)
+    held = [packed, state.absmax, state.code, state.offset, state.state2.absmax, state.state2.code]
+    assert sum(x.numel() * x.element_size() for x in held) == quantized_bytes(96, 64, "nf4")
+
+
+def test_dpo_with_an_adapter_has_no_second_model_and_without_one_it_has(base):
+    def roles(adapter):
+        config = DPOConfig(
+            policy=base, data=DataConfig("nowhere.jsonl", max_length=64), output="out", adapter=adapter,
+            training=TrainingConfig(batch_size=2, micro_batch_tokens=256, max_steps=1),
+        )  # fmt: skip
+        return [role.role for role in make_plan(config, Layout(), CPU).roles]
+
+    assert roles(LoRASpec(rank=RANK)) == ["policy"]
+    assert roles(None) == ["policy", "reference"]
+
+
+def test_checkpointing_and_smaller_micro_batches_lower_the_activations_in_this_order(base):
+    def activations(tokens, **training):
+        config = sft_config(base, training={"micro_batch_tokens": tokens, **training})
+        [peak] = make_plan(config, Layout(), CPU).peaks
+        return peak.of_kind("activations")
+
+    by_choice = [
+        activations(512),
+        activations(512, gradient_checkpointing=True, keep_activations="products"),
+        activations(512, gradient_checkpointing=True, keep_activations="attention"),
+        activations(512, gradient_checkpointing=True),
+        activations(128, gradient_checkpointing=True),
+    ]
+    assert by_choice == sorted(by_choice, reverse=True) and len(set(by_choice)) == 5
+
+
+def test_shards_are_parts_of_what_one_device_would_hold(base):
+    alone, sharded = (kinds(make_plan(sft_config(base), layout, CPU)) for layout in (Layout(), Layout("fsdp2", 2, 2)))
+    assert sharded["weights"] == pytest.approx(alone["weights"] / 2, rel=1e-3)
+    assert sharded["optimizer"] == pytest.approx(alone["optimizer"] / 2, rel=1e-3)
+    zero2 = kinds(make_plan(sft_config(base), Layout("zero2", 2, 2), CPU))
+    assert zero2["weights"] == alone["weights"]
+    assert zero2["optimizer"] == pytest.approx((alone["optimizer"] + 4 * PARAMETERS) / 2, rel=1e-3)
+    assert kinds(make_plan(sft_config(base), Layout("fsdp2", 2, 2, offload=True), CPU))["weights"] == 0
+
+
+def test_launch_files_say_how_the_model_lies_on_the_devices():
+    assert read_layout(None, None) == Layout("single", 1)
+    assert read_layout(None, 4) == Layout("ddp", 4)
+    assert read_layout("launch/fsdp2", 8) == Layout("fsdp2", 8, 8)
+    assert read_layout("launch/zero3", 4) == Layout("zero3", 4, 4)
+    with pytest.raises(UserError, match="no such file"):
+        read_layout("launch/zero9", 4)
+
+
+# Starts
+
+
+def test_a_start_that_is_not_there_yet_is_traced_through_the_configs_that_write_it():
+    start = find_start("runs/llama_8b/sft/model")
+    assert start.base == "meta-llama/Llama-3.1-8B" and start.dtype == torch.bfloat16
+    [adapter] = start.adapters
+    assert isinstance(adapter, LoRASpec)
+
+
+def test_a_hub_name_without_known_shapes_says_what_helps():
+    with pytest.raises(UserError, match="hf download nobody/nothing config.json"):
+        find_start("nobody/nothing")
+
+
+@pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen3-0.6B", "google/gemma-3-1b-pt"])
+def test_packaged_bases_have_the_published_number_of_weights(name):
+    from alignment.config.load import packaged_folder
+    from alignment.models.build import empty_model
+
+    file, config = packaged_bases()[name]
+    with torch.device("meta"):
+        model = empty_model(config, "language")
+    published = json.loads((packaged_folder("configs") / "bases" / file).read_text())["parameters"]
+    assert sum(parameter.numel() for parameter in model.parameters()) == published
+
+
+# The command
+
+
+@pytest.fixture
+def config_file(base, tmp_path):
+    values = {
+        "policy": base, "output": str(tmp_path / "out"), "data": {"train": "nowhere.jsonl", "max_length": 128},
+        "optim": {"learning_rate": 1e-4}, "training": {"batch_size": 4, "micro_batch_tokens": 512, "max_steps": 3},
+    }  # fmt: skip
+    file = tmp_path / "mine.yaml"
+    file.write_text(yaml.safe_dump(values))
+    return str(file)
+
+
+def test_the_command_says_0_where_the_run_fits(config_file, capsys):
+    assert main(["plan", config_file, "--stage", "sft", "--gpu-memory", "24"]) == 0
+    text = capsys.readouterr().out
+    assert "weights of policy" in text and "3 updates of 4 rows" in text and "computed, not measured" in text
+
+
+def test_the_command_says_2_where_it_does_not_and_lists_what_helps(config_file, capsys):
+    assert main(["plan", config_file, "--stage", "sft", "--gpu-memory", "0.803", "--json"]) == 2
+    out, error = capsys.readouterr()
+    assert error.count("\n") == 1 and "does not fit" in error
+    plan = json.loads(out)
+    assert plan["fits"] is False and plan["needed_bytes"] > 803_000_000
+    changes = plan["changes"]
+    assert changes[0]["settings"] == "training.gradient_checkpointing=true"
+    assert changes[0]["needed_bytes"] < plan["needed_bytes"]
+
+
+def test_a_stage_is_found_by_name_or_keys_and_asked_for_otherwise(config_file, tmp_path):
+    from pathlib import Path
+
+    assert stage_of("ppo/tiny", Path("configs/ppo/tiny.yaml")) == "ppo"
+    (tmp_path / "a.yaml").write_text("policy: x\nreward_model: y\n")
+    assert stage_of("a.yaml", tmp_path / "a.yaml") == "ppo"
+    with pytest.raises(UserError, match="--stage sft"):
+        stage_of(config_file, Path(config_file))
+
+
+# auto
+
+
+def test_the_largest_micro_batch_is_found_and_a_row_that_does_not_fit_is_an_error():
+    tried = []
+
+    def needed(tokens):
+        tried.append(tokens)
+        return 1000 + 10 * tokens
+
+    assert largest_that_fits(needed, 1000 + 10 * 640, row=64, most=6400) == 640
+    assert len(tried) <= 8
+    assert largest_that_fits(needed, 10**9, row=64, most=6400) == 6400
+    with pytest.raises(UserError, match="not even one row of 64 tokens fits"):
+        largest_that_fits(needed, 1500, row=64, most=6400)
+
+
+def test_auto_takes_what_fits_the_device(base):
+    config = sft_config(base, training={"batch_size": 64, "micro_batch_tokens": "auto"})
+    most = make_plan(config, Layout(), replace(GPU, memory=24 * 10**9))
+    assert most.tokens == 64 * 128  # a whole update
+    less = make_plan(config, Layout(), replace(GPU, memory=(most.needed + 810_000_000) // 2))
+    assert 128 <= less.tokens < most.tokens and less.fits
