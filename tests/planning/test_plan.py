@@ -152,7 +152,7 @@ def test_launch_files_say_how_the_model_lies_on_the_devices():
 
 
 def test_a_start_that_is_not_there_yet_is_traced_through_the_configs_that_write_it():
-    start = find_start("runs/llama_8b/sft/model")
+    start = find_start("runs/llama3.1_8b_80gb/sft/model")
     assert start.base == "meta-llama/Llama-3.1-8B" and start.dtype == torch.bfloat16
     [adapter] = start.adapters
     assert isinstance(adapter, LoRASpec)
