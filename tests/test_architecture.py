@@ -26,7 +26,8 @@ FLOORS = [  # a room may import rooms on lower floors only, never one beside it
     {"__main__", "__init__"},
 ]
 BESIDE = {  # the neighbors on one floor that may be looked at
-    ("files", "errors"), ("commands", "pipeline"), ("patterns", "errors"), ("loading", "adapters"), ("reward_model", "adapters"), ("reward_model", "loading"),
+    ("commands", "pipeline"), ("files", "errors"), ("patterns", "errors"), ("loading", "adapters"),
+    ("reward_model", "adapters"), ("reward_model", "loading"),
 }  # fmt: skip
 CEILINGS = {  # no number rises above these; whoever lowers a number lowers its ceiling, down to the target of house.py
     "narrow": 27,

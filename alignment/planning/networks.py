@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from alignment.adapters.attach import attach
-from alignment.adapters.specs import AdapterSpec
+from alignment.adapters.lora import START, activate_loras, attach_lora
+from alignment.adapters.specs import AdapterSpec, LoRASpec
 from alignment.errors import UserError
 from alignment.models.build import empty_model
 from alignment.models.external.load import AUTO_CLASSES
@@ -67,7 +68,8 @@ class Networks:
         else:
             model = self._over_base(start, task, changes or {})
             if adapter is not None:
-                attach(model, adapter)
+                with torch.device("meta"):
+                    attach(model, adapter)
                 train_in_float32(model)
         self.by_role[role] = model
         return model
@@ -79,10 +81,15 @@ class Networks:
             model = share_weights(base) if task == "language" else _scalar_over(base)
         else:
             model = self._frozen(start, task, changes)
-        for spec in start.adapters:
-            attach(model, spec)
-        model.requires_grad_(False)
-        return model
+        with torch.device("meta"):
+            for spec in start.adapters:
+                if isinstance(spec, LoRASpec):
+                    attach_lora(model, spec, START)
+                    activate_loras(model)
+                    del model.peft_config
+                else:
+                    attach(model, spec)
+        return train_in_float32(model).requires_grad_(False)
 
     def _base(self, start: Start) -> Any:
         if not self.shared or start.base not in self._bases:

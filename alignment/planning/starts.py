@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from alignment.adapters.peft_files import is_adapter, read_base, read_spec
-from alignment.adapters.specs import AdapterSpec
+from alignment.adapters.specs import AdapterSpec, LoRASpec
 from alignment.config.load import build, packaged_folder, packaged_writer
 from alignment.config.yaml_source import SourcedYaml, fill, read_yaml
 from alignment.errors import UserError, suggest
@@ -72,7 +72,7 @@ def find_start(source: str, directory: Path | None = None) -> Start:
 def _local_start(path: Path, directory: Path | None) -> Start:
     if is_adapter(path):
         below = find_start(read_base(path), directory)
-        return replace(below, adapters=(*below.adapters, read_spec(path)))
+        return replace(below, adapters=on_top(below.adapters, read_spec(path)))
     config = read_config(path)
     return Start(config, _stored_dtype(path, config), str(path.resolve()), shapes_from=str(path / CONFIG))
 
@@ -151,7 +151,14 @@ def _start_of_run(source: str, file: Path, directory: Path | None) -> Start:
     below = find_start(values["policy"], directory)
     if values.get("adapter") is None:
         return below.with_whole_weights(source)
-    return replace(below, adapters=(*below.adapters, _spec(values["adapter"], file)))
+    return replace(below, adapters=on_top(below.adapters, _spec(values["adapter"], file)))
+
+
+def on_top(adapters: tuple[AdapterSpec, ...], new: AdapterSpec) -> tuple[AdapterSpec, ...]:
+    """The adapters of a checkpoint that trains a new one on these: two LoRAs are saved as one of the sum of their ranks."""
+    if adapters and isinstance(adapters[-1], LoRASpec) and isinstance(new, LoRASpec):
+        return (*adapters[:-1], replace(new, rank=adapters[-1].rank + new.rank))
+    return (*adapters, new)
 
 
 def fresh_config(values: Mapping[str, object]) -> HFConfig:

@@ -159,7 +159,7 @@ def test_a_start_that_is_not_there_yet_is_traced_through_the_configs_that_write_
 
 
 def test_a_hub_name_without_known_shapes_says_what_helps():
-    with pytest.raises(UserError, match="hf download nobody/nothing config.json"):
+    with pytest.raises(UserError, match="hf download nobody/nothing"):
         find_start("nobody/nothing")
 
 
