@@ -129,20 +129,20 @@ def read_layout(launch: str | None, gpus: int | None) -> Layout:
     if kind == "MULTI_GPU" or kind == "MULTI_CPU":
         return Layout("ddp", processes)
     if kind == "FSDP":
-        return _fsdp_layout(values.get("fsdp_config") or {}, processes)
+        return _fsdp_layout(values.get("fsdp_config") or {}, processes, int(values.get("num_machines", 1)))
     if kind == "DEEPSPEED":
         return _zero_layout(values.get("deepspeed_config") or {}, processes)
     raise UserError(f"{file}: distributed_type {kind} is none of MULTI_GPU, FSDP and DEEPSPEED")
 
 
-def _fsdp_layout(config: Mapping[str, object], processes: int) -> Layout:
-    within = int(str(config.get("fsdp_shard_size") or processes))
+def _fsdp_layout(config: Mapping[str, object], processes: int, machines: int) -> Layout:
+    hybrid = str(config.get("fsdp_sharding_strategy", "")).lower() in ("hybrid_shard", "4")
     return Layout(
         "fsdp2",
         processes,
-        shard_over=min(within, processes),
-        offload=bool(config.get("fsdp_offload_params", False)),
-        reshard=bool(config.get("fsdp_reshard_after_forward", True)),
+        shard_over=processes // machines if hybrid else processes,
+        offload=str(config.get("fsdp_offload_params", False)).lower() == "true",
+        reshard=str(config.get("fsdp_reshard_after_forward", True)).lower() == "true",
     )
 
 

@@ -16,7 +16,7 @@ from alignment.planning.device import GB, Device
 from alignment.planning.layout import Layout
 from alignment.planning.micro_batch import largest_that_fits
 from alignment.planning.run_length import Data, RunLength, parameter_count, run_length, updates_share
-from alignment.planning.stages import Rows, StageConfig, build_networks, trace
+from alignment.planning.stages import DeviceRows, StageConfig, build_networks, trace
 from alignment.planning.trace import Peak, Tracer
 
 WITH_WEIGHTS = (SFTConfig, RewardConfig, DPOConfig, PPOConfig)  # stages whose frozen weights have a type of their own
@@ -149,7 +149,7 @@ def plan_at(
     length = run_length(config, data, networks.by_role)
     tracer = Tracer(networks, layout, precision=config.training.precision, gpu=device.gpu)
     per_update = updates_share(config, layout.gpus)
-    rows = Rows(tokens, per_update, longest(data.examples or [], per_update))
+    rows = DeviceRows(tokens, per_update, longest(data.examples or [], per_update))
     trace(config, tracer, rows)
     return Plan(config, layout, device, tokens, roles, tracer.peaks, length)
 

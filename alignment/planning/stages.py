@@ -44,7 +44,7 @@ StageConfig = SFTConfig | RewardConfig | DPOConfig | PPOConfig | PretrainConfig 
 
 
 @dataclass(frozen=True)
-class Rows:
+class DeviceRows:
     """The rows that a device sees.
 
     Attributes:
@@ -126,7 +126,7 @@ def _finetune_networks(networks: Networks, config: FinetuneConfig, near: Path | 
 # Phases
 
 
-def trace(config: StageConfig, tracer: Tracer, rows: Rows) -> None:
+def trace(config: StageConfig, tracer: Tracer, rows: DeviceRows) -> None:
     """Run the phases of a stage; the tracer keeps their peaks."""
     training = config.training
     if training.gradient_checkpointing:
@@ -159,19 +159,19 @@ def trace(config: StageConfig, tracer: Tracer, rows: Rows) -> None:
         tracer.update("update", "policy", [(loss_fn, batch)], repeated=_repeated(batch, rows))
 
 
-def _repeated(batch: DeviceBatch, rows: Rows) -> bool:
+def _repeated(batch: DeviceBatch, rows: DeviceRows) -> bool:
     """Whether an update has more micro-batches than this one."""
     documents = len(batch.lengths)  # type: ignore[attr-defined]
     return (documents // 2 if isinstance(batch, PairBatch) else documents) < rows.per_update
 
 
-def _examples(length: int, rows: Rows) -> list[Example]:
+def _examples(length: int, rows: DeviceRows) -> list[Example]:
     if rows.longest:
         return list(rows.longest)
     return [batches.example(length)] * batches.rows_of(rows.tokens, length, rows.per_update)
 
 
-def _pairs(length: int, rows: Rows) -> list[PairExample]:
+def _pairs(length: int, rows: DeviceRows) -> list[PairExample]:
     if rows.longest:
         return list(rows.longest)
     pair = PairExample(batches.example(length), batches.example(length), None, "row")
@@ -190,7 +190,7 @@ def _reference(tracer: Tracer) -> LogProbModel:
     return reference
 
 
-def _trace_pretrain(config: PretrainConfig, tracer: Tracer, rows: Rows) -> None:
+def _trace_pretrain(config: PretrainConfig, tracer: Tracer, rows: DeviceRows) -> None:
     model = tracer.train("policy", state_bytes(tracer.networks.by_role["policy"], config.optim)).train()
     length, kind = config.data.max_length, config.objective.kind
     count = batches.rows_of(rows.tokens, length, rows.per_update)
@@ -214,7 +214,7 @@ def _trace_pretrain(config: PretrainConfig, tracer: Tracer, rows: Rows) -> None:
 # PPO
 
 
-def _trace_ppo(config: PPOConfig, tracer: Tracer, rows: Rows) -> None:
+def _trace_ppo(config: PPOConfig, tracer: Tracer, rows: DeviceRows) -> None:
     networks = tracer.networks.by_role
     policy = tracer.train("policy", state_bytes(networks["policy"], config.optim)).eval()
     value = tracer.train("value model", state_bytes(networks["value model"], config.value_optim or config.optim)).eval()
