@@ -17,13 +17,13 @@ from alignment.models.external.load import external_architecture
 from alignment.models.external.models import ExternalModel
 from alignment.models.families import family_of, is_external_type
 from alignment.models.families.family import Architecture
-from alignment.models.frozen_weights import store_frozen
 from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.models.huggingface.generation_config import GENERATION_CONFIG, read_generation_config, set_end_tokens
 from alignment.models.native_model import NativeModel
 from alignment.models.quantization import quantize_blocks, require_bitsandbytes
 from alignment.models.safetensors_files import read_config
-from alignment.models.weights_config import Quantization, WeightsConfig
+from alignment.models.shared_weights import SharedWeights
+from alignment.models.weights_config import Quantization
 
 
 def find_directory(source: str, revision: str | None = None) -> Path:
@@ -166,22 +166,21 @@ def load_model(
     return (load_adapter(model, directory) if is_adapter(directory) else model).eval()
 
 
-def load_frozen_model(source: str, weights: WeightsConfig, device: str | torch.device = "cpu") -> Any:
+def load_frozen_model(source: str, bases: SharedWeights, device: str | torch.device = "cpu") -> Any:
     """Load a language model that does not train, such as a reference, in eval mode.
 
-    Its weights are held as `weights` says, and it computes in float32, or in the type of the autocast around a call.
+    It computes in float32, or in the type of the autocast around a call, however its weights are held.
 
     Args:
         source, device: as for `load_model`.
-        weights: how the weights are held.
+        bases: gives its weights, which other networks may share.
 
     Raises:
         UserError: as for `load_model`.
     """
     directory = find_directory(source)
-    base = find_base(directory) if is_adapter(directory) else directory
-    model = store_frozen(load_language_model(base, None), weights).to(device)
-    return (load_adapter(model, directory).requires_grad_(False) if is_adapter(directory) else model).eval()
+    base = bases.language_model(find_base(directory) if is_adapter(directory) else directory).to(device)
+    return (load_adapter(base, directory).requires_grad_(False) if is_adapter(directory) else base).eval()
 
 
 def _warn_of_type(model: torch.nn.Module) -> None:

@@ -1,7 +1,8 @@
 """Reward models from a directory or the Hub: texts in, scores out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ from alignment.models.huggingface.checkpoint import load_pretrained, load_scalar
 from alignment.models.outputs import ValueOutput
 from alignment.models.quantization import quantize_blocks, require_bitsandbytes
 from alignment.models.safetensors_files import HFConfig, read_config
-from alignment.models.weights_config import Quantization, WeightsConfig
+from alignment.models.shared_weights import SharedWeights
+from alignment.models.weights_config import Quantization
 from alignment.ragged import Ragged, group_by_length
 
 
@@ -140,8 +142,13 @@ def load_reward_model(
     return RewardModel(load_reward_network(source, dtype, device, quantize=quantize), load_tokenizer(source))
 
 
-def load_frozen_reward_model(source: str, weights: WeightsConfig, device: str | torch.device = "cpu") -> RewardModel:
-    """Load a reward model in eval mode with its tokenizer; its weights are held as `weights` says, the head in float32.
+def load_frozen_reward_model(source: str, bases: SharedWeights, device: str | torch.device = "cpu") -> RewardModel:
+    """Load a reward model that does not train in eval mode, with its tokenizer; its head is float32.
+
+    Args:
+        source: directory or Hub name.
+        bases: gives its weights, which other networks may share.
+        device: device of the weights.
 
     Raises:
         UserError: as for `load_reward_model`.
@@ -149,9 +156,9 @@ def load_frozen_reward_model(source: str, weights: WeightsConfig, device: str | 
     directory = find_directory(source)
     if not is_adapter(directory) and _scores_whole_texts(read_config(directory)):
         return RewardModel(
-            store_frozen(load_pretrained(directory, "scalar", None), weights).to(device), load_tokenizer(source)
+            store_frozen(load_pretrained(directory, "scalar", None), bases.weights).to(device), load_tokenizer(source)
         )
-    base = store_frozen(_load_reward_base(source, directory, None, "cpu"), weights).to(device)
+    base = _load_reward_base(source, directory, bases.scalar_model).to(device)
     model = load_adapter(base, directory).requires_grad_(False) if is_adapter(directory) else base
     return RewardModel(model.eval(), load_tokenizer(source))
 
@@ -176,21 +183,26 @@ def load_reward_network(
     """
     require_bitsandbytes(quantize)
     directory = find_directory(source)
-    model = _load_reward_base(source, directory, torch_dtype(dtype), "cpu" if quantize else device)
+    load = partial(load_scalar_model, dtype=torch_dtype(dtype), device="cpu" if quantize else device)
+    model = _load_reward_base(source, directory, load)
     model = model if quantize is None else quantize_blocks(model, quantize).to(device)
     return (load_adapter(model, directory) if is_adapter(directory) else model).eval()
 
 
-def _load_reward_base(source: str, directory: Path, dtype: torch.dtype | None, device: str | torch.device) -> Any:
-    """The scalar model of a reward model's directory, or of the base of its adapter, which is still to be loaded."""
+def _load_reward_base(source: str, directory: Path, load: Callable[..., Any]) -> Any:
+    """The scalar model of a reward model's directory, or of the base of its adapter, which is still to be loaded.
+
+    Args:
+        load: (directory, new_head=) -> a scalar model.
+    """
     if not is_adapter(directory):
         _refuse_language_model(source, directory)
-        return load_scalar_model(directory, dtype, device)
+        return load(directory)
     if not is_scalar_adapter(directory):
         raise UserError(
             f"{source}: this adapter belongs to a policy and has no score head; give a reward model's directory"
         )
-    return load_scalar_model(find_base(directory), dtype, device, new_head="zero")
+    return load(find_base(directory), new_head="zero")
 
 
 def _refuse_language_model(source: str, directory: Path) -> None:

@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 
 from alignment.adapters.specs import AdapterSpec, refuse_dropout
+from alignment.algorithms.memory_notes import Role, note_memory
 from alignment.algorithms.policies import (
     LogProbModel,
     load_policy,
@@ -18,8 +19,10 @@ from alignment.data.batches import PairBatch, collate_pairs
 from alignment.data.rows.read import DataConfig
 from alignment.loading import load_tokenizer
 from alignment.losses.preference import dpo_loss, implicit_rewards, preference_metrics
+from alignment.models.shared_weights import SharedWeights, refuse_trained
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.training import LossFn, LossSum, OptimConfig, TrainingConfig, fit
+from alignment.training.distributed import shares_weights
 
 
 @dataclass(frozen=True)
@@ -68,11 +71,15 @@ def run(config: DPOConfig) -> Path:
     with open_run(config, "dpo", parents=[config.policy, config.reference]) as run:
         tokenizer = load_tokenizer(config.policy)
         train, held_out = read_split(config.data, "comparisons", tokenizer, run)
-        policy = load_policy(config.policy, config.adapter, tokenizer, config.output, weights=config.weights)
+        bases = SharedWeights(config.weights, shared=shares_weights())
+        policy = load_policy(config.policy, config.adapter, tokenizer, config.output, bases=bases)
         check_rows(policy.model, train + held_out, config.data.max_length)
         note_dropout_off(policy, run)
         engine, stream = prepare_training(policy.model.eval(), config, train, run)
-        reference = reference_of(policy, config.reference, engine, weights=config.weights)
+        reference = reference_of(policy, config.reference, engine, bases=bases)
+        roles = [Role("policy", engine.backend.unwrapped, engine), reference.role]
+        refuse_trained({role.name: role.model for role in roles if role.model is not None})
+        note_memory(run, roles)
         loss_fn = dpo_loss_fn(engine.model, reference, config)
         save = partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size)
         fit(engine, stream, collate_pairs, loss_fn, training=config.training, run=run, held_out=held_out, save=save)

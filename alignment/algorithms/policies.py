@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from alignment.adapters.attach import attach, disabled, merge_adapter
 from alignment.adapters.peft_files import (
@@ -22,6 +22,8 @@ from alignment.adapters.peft_files import (
     save_adapter,
 )
 from alignment.adapters.specs import UNMERGEABLE, AdapterSpec, DoRASpec, PromptSpec
+from alignment.adapters.stack import can_stack, keep_as_start
+from alignment.algorithms.memory_notes import Role
 from alignment.data.tokenizers.load import check_vocabulary, save_tokenizer
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -39,6 +41,7 @@ from alignment.models.huggingface.checkpoint import (
 )
 from alignment.models.native_model import NativeModel
 from alignment.models.outputs import LanguageOutput
+from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Engine, LossFn, LossSum, Run
@@ -75,12 +78,7 @@ class LogProbModel(Protocol):
 
 
 def load_policy(
-    source: str,
-    adapter: AdapterSpec | None,
-    tokenizer: Tokenizer,
-    output: str,
-    *,
-    weights: WeightsConfig = DEFAULT_WEIGHTS,
+    source: str, adapter: AdapterSpec | None, tokenizer: Tokenizer, output: str, *, bases: SharedWeights | None = None
 ) -> Policy:
     """The language model to train, from a model or an adapter directory.
 
@@ -88,14 +86,16 @@ def load_policy(
         source: directory or Hub name.
         adapter: attached to the model; None trains every weight.
         tokenizer: the checkpoint's.
-        output: the run's directory; where `source` is an adapter, its merged weights are written to `output/base`.
-        weights: how frozen weights are held.
+        output: the run's directory; see `_load_start` for what may be written there.
+        bases: gives the frozen weights under an adapter, which other networks may share.
 
     Raises:
         UserError: the model is no decoder, or its tokenizer has ids that the model has no row for.
     """
     _refuse_unless_decoder(source, "a policy is a decoder; start from one")
-    return _load_start(source, adapter, tokenizer, output, load=load_language_model, weights=weights)
+    bases = bases or SharedWeights()
+    reader = _Reader(load_language_model, bases.language_model, bases.weights)
+    return _load_start(source, adapter, tokenizer, output, reader)
 
 
 def load_value_model(
@@ -105,15 +105,14 @@ def load_value_model(
     output: str | None,
     *,
     head: Literal["normal", "zero"] | None,
-    weights: WeightsConfig = DEFAULT_WEIGHTS,
+    bases: SharedWeights | None = None,
 ) -> Policy:
     """A model with one number per token to train: a reward model or PPO's value model.
 
     Args:
-        source, adapter, tokenizer: as for `load_policy`.
+        source, adapter, tokenizer, bases: as for `load_policy`.
         output: as for `load_policy`; None: the model is never saved.
         head: the new head's weights; None keeps the checkpoint's head.
-        weights: how frozen weights are held; the head is float32.
 
     Raises:
         UserError: as for `load_policy`.
@@ -122,10 +121,14 @@ def load_value_model(
     _refuse_unless_decoder(
         source, "a value model needs a value at every token; set value_model=policy" if output is None else advice
     )
-    directory = find_directory(source)
+    bases, directory = bases or SharedWeights(), find_directory(source)
     brings_head = head is None and is_adapter(directory) and is_scalar_adapter(directory)  # its base may have none
-    load = partial(load_scalar_model, new_head="zero" if brings_head else head)
-    return _load_start(source, adapter, tokenizer, output, load=load, with_head=head is None, weights=weights)
+    new_head = "zero" if brings_head else head
+    reader = _Reader(
+        partial(load_scalar_model, new_head=new_head), partial(bases.scalar_model, new_head=new_head), bases.weights,
+        with_head=head is None,
+    )  # fmt: skip
+    return _load_start(source, adapter, tokenizer, output, reader)
 
 
 def load_pretraining_start(
@@ -140,13 +143,20 @@ def load_pretraining_start(
     """A language model of any architecture to train further on text.
 
     Args:
-        source, adapter, tokenizer, output, weights: as for `load_policy`.
+        source, adapter, tokenizer, output: as for `load_policy`.
         task: which of its family's heads it has, as for `load_pretrained`.
+        weights: how frozen weights are held.
 
     Raises:
         UserError: as for `load_policy`.
     """
-    return _load_start(source, adapter, tokenizer, output, load=partial(load_pretrained, task=task), weights=weights)
+
+    def frozen(directory: Path, device: str) -> nn.Module:
+        return store_frozen(load_pretrained(directory, task, None, device), weights)
+
+    return _load_start(
+        source, adapter, tokenizer, output, _Reader(partial(load_pretrained, task=task), frozen, weights)
+    )
 
 
 def _refuse_unless_decoder(source: str, advice: str) -> None:
@@ -158,49 +168,81 @@ def _refuse_unless_decoder(source: str, advice: str) -> None:
         )
 
 
-def _load_start(
-    source: str,
-    adapter: AdapterSpec | None,
-    tokenizer: Tokenizer,
-    output: str | None,
-    *,
-    load: Callable[..., Any],
-    weights: WeightsConfig,
-    with_head: bool = True,
-) -> Policy:
-    """Load the starting checkpoint, merge its adapter into the weights, and attach the new adapter.
+@dataclass(frozen=True)
+class _Reader:
+    """How a model of one kind is read from a directory.
 
-    A new adapter is attached to the *starting* policy, so that disabling it gives that policy and not its base. Some
-    kinds (`UNMERGEABLE`) cannot be merged into weights: a start that has one goes on training it. The merged start is
-    written to `output/base`, which the new adapter's files name as their base.
+    Attributes:
+        own: (directory, dtype=, device=) -> a model with weights of its own.
+        frozen: (directory, device=) -> a model whose weights are frozen, and perhaps shared with other networks.
+        weights: how frozen weights are held.
+        with_head: whether an adapter's score head is taken over.
     """
-    directory = find_directory(source)
-    frozen = adapter is not None or (is_adapter(directory) and isinstance(read_spec(directory), UNMERGEABLE))
-    load = partial(load, dtype=None if frozen else torch.float32)  # None: as stored
+
+    own: Callable[..., Any]
+    frozen: Callable[..., Any]
+    weights: WeightsConfig
+    with_head: bool = True
+
+
+def _load_start(
+    source: str, adapter: AdapterSpec | None, tokenizer: Tokenizer, output: str | None, reader: _Reader
+) -> Policy:
+    """Load the starting checkpoint and attach the new adapter to it.
+
+    A new adapter is attached to the *starting* policy, so that disabling it gives that policy and not its base. A LoRA of
+    the start stays beneath a new one, frozen, and both are saved as one over the same base. Some kinds
+    (`UNMERGEABLE`) cannot be merged into weights: a start that has one goes on training it. Any other adapter of the
+    start is merged into the weights, which are written to `output/base`; the new adapter's files name that as their base.
+    """
+    directory, device = find_directory(source), start_device(adapter, reader.weights)
     if not is_adapter(directory):
-        model = load(directory, device=start_device(adapter, weights))
-        base, revision = _name_and_revision(source, directory)
+        if adapter is None:
+            return _checked(Policy(reader.own(directory, device=start_device()), tokenizer, source=source))
+        model, (base, revision) = reader.frozen(directory, device=device), _name_and_revision(source, directory)
     elif isinstance(earlier := read_spec(directory), UNMERGEABLE):
         if adapter not in (None, earlier):
             raise UserError(
                 f"{source}: ends in a {earlier.kind} adapter, which cannot lie under another one; leave `adapter` out"
             )
-        base_model = store_frozen(load(find_base(directory), device=start_device(earlier, weights)), weights)
-        model = train_in_float32(load_adapter(base_model, directory, with_head=with_head))
-        check_vocabulary(tokenizer, model.spec.vocabulary)
-        return Policy(model, tokenizer, earlier, read_base(directory), read_revision(directory), source)
+        base_model = reader.frozen(find_base(directory), device=start_device(earlier, reader.weights))
+        model = load_adapter(base_model, directory, with_head=reader.with_head)
+        base, revision = read_base(directory), read_revision(directory)
+        return _checked(Policy(train_in_float32(model), tokenizer, earlier, base, revision, source))
+    elif adapter is None:
+        model = load_adapter(reader.own(find_base(directory)), directory, with_head=reader.with_head)
+        return _checked(Policy(merge_adapter(model), tokenizer, source=source))
+    elif can_stack(earlier, adapter):
+        model = load_adapter(reader.frozen(find_base(directory), device=device), directory, with_head=reader.with_head)
+        model, (base, revision) = keep_as_start(model), (read_base(directory), read_revision(directory))
     else:
-        model = merge_adapter(load_adapter(load(find_base(directory)), directory, with_head=with_head))
-        base, revision = None if output is None else str((Path(output) / "base").resolve()), None
-        if adapter is not None and base is not None and launched_rank() == 0:
-            set_special_tokens(model, tokenizer)
-            with atomic_directory(Path(base)) as folder:
-                save_model(model, folder)
+        model, (base, revision) = _merged_start(directory, tokenizer, output, reader), (_base_folder(output), None)
+    policy = Policy(model, tokenizer, adapter, base, revision, source, disabled_is_start=True)
     check_vocabulary(tokenizer, model.spec.vocabulary)
-    if adapter is None:
-        return Policy(model, tokenizer, source=source)
-    model = train_in_float32(attach(store_frozen(model, weights), adapter, tokenizer=tokenizer))
-    return Policy(model, tokenizer, adapter, base, revision, source, disabled_is_start=True)
+    train_in_float32(attach(model, adapter, tokenizer=tokenizer))
+    return policy
+
+
+def _checked(policy: Policy) -> Policy:
+    """The policy itself, if its model has a row for every id of its tokenizer."""
+    check_vocabulary(policy.tokenizer, policy.model.spec.vocabulary)
+    return policy
+
+
+def _merged_start(directory: Path, tokenizer: Tokenizer, output: str | None, reader: _Reader) -> Any:
+    """A start with its adapter merged into weights of its own, which are written to `output/base`, then frozen."""
+    model = reader.own(find_base(directory), dtype=None)  # in the checkpoint's type
+    model = merge_adapter(load_adapter(model, directory, with_head=reader.with_head))
+    base = _base_folder(output)
+    if base is not None and launched_rank() == 0:
+        set_special_tokens(model, tokenizer)
+        with atomic_directory(Path(base)) as folder:
+            save_model(model, folder)
+    return store_frozen(model, reader.weights)
+
+
+def _base_folder(output: str | None) -> str | None:
+    return None if output is None else str((Path(output) / "base").resolve())
 
 
 def start_device(adapter: AdapterSpec | None = None, weights: WeightsConfig = DEFAULT_WEIGHTS) -> str:
@@ -245,33 +287,47 @@ def note_dropout_off(policy: Policy, run: Run) -> None:
         run.note(f"dropout: off, so that policy and reference start equal; {policy.source} has {named}")
 
 
+class Reference:
+    """A reference, called on a batch for log-probabilities without gradients.
+
+    Attributes:
+        model: the frozen network; None where it is the policy with its adapter off.
+    """
+
+    def __init__(self, engine: Engine, model: nn.Module | None):
+        self.model, self._engine = model, engine
+
+    def __call__(self, *, batch: Ragged | Seq2Seq, temperature: float = 1.0) -> LanguageOutput:
+        backend = self._engine.backend
+        model, without_adapter = self.model, nullcontext()
+        if model is None:
+            assert isinstance(backend.unwrapped, NativeModel | ExternalModel)
+            model, without_adapter = self._engine.model, disabled(backend.unwrapped)
+        with torch.no_grad(), without_adapter, backend.autocast():
+            return model(batch=batch, temperature=temperature)
+
+    @property
+    def role(self) -> Role:
+        """What is said of its memory."""
+        return Role("reference", self.model, remark="the policy with its new adapter off")
+
+
 def reference_of(
-    policy: Policy, source: str | None, engine: Engine, *, weights: WeightsConfig = DEFAULT_WEIGHTS
-) -> LogProbModel:
-    """The reference as a function of a batch, without gradients: `reference(batch=..., temperature=...)`.
+    policy: Policy, source: str | None, engine: Engine, *, bases: SharedWeights | None = None
+) -> Reference:
+    """The reference of a policy.
 
     Args:
         policy: the network in training.
         source: checkpoint of the reference; None: the checkpoint that the policy started from. That is the policy with
-            its adapter disabled where it has a fresh one; otherwise a frozen copy is loaded.
+            its adapter disabled where it has a fresh one; otherwise a frozen network is loaded.
         engine: the policy's.
-        weights: how the weights of a frozen copy are held.
+        bases: gives the weights of a frozen network, which other networks may share.
     """
-    shares_weights = source is None and policy.disabled_is_start
-    model = (
-        engine.model
-        if shares_weights
-        else load_frozen_model(source or policy.source or "", weights, engine.process_group.device)
-    )
-    adapted = engine.backend.unwrapped if shares_weights else None
-    assert adapted is None or isinstance(adapted, NativeModel | ExternalModel)
-
-    def reference(*, batch: Ragged | Seq2Seq, temperature: float = 1.0) -> LanguageOutput:
-        without_adapter = nullcontext() if adapted is None else disabled(adapted)
-        with torch.no_grad(), without_adapter, engine.backend.autocast():
-            return model(batch=batch, temperature=temperature)
-
-    return reference
+    if source is None and policy.disabled_is_start:
+        return Reference(engine, None)
+    device = engine.process_group.device
+    return Reference(engine, load_frozen_model(source or policy.source or "", bases or SharedWeights(), device))
 
 
 def save_policy(engine: Engine, policy: Policy, output: str | Path, *, max_shard_size: str = MAX_SHARD_SIZE) -> Path:

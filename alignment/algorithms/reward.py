@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from alignment.adapters.specs import AdapterSpec
+from alignment.algorithms.memory_notes import Role, note_memory
 from alignment.algorithms.policies import Policy, load_value_model, save_policy
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split
 from alignment.data.batches import PairBatch, collate_pairs
@@ -16,6 +17,7 @@ from alignment.data.text.chat import stop_token_ids
 from alignment.loading import load_tokenizer
 from alignment.losses.preference import bradley_terry_loss, center_penalty, preference_metrics
 from alignment.models.protocols import ScoringModel
+from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.training import LossFn, LossSum, OptimConfig, TrainingConfig, fit
 
@@ -64,12 +66,13 @@ def run(config: RewardConfig) -> Path:
         tokenizer = load_tokenizer(config.policy)
         train, held_out = read_split(config.data, "comparisons", tokenizer, run)
         reward_model = load_value_model(
-            config.policy, config.adapter, tokenizer, config.output, head="normal", weights=config.weights
+            config.policy, config.adapter, tokenizer, config.output, head="normal", bases=SharedWeights(config.weights)
         )
         check_rows(reward_model.model, train + held_out, config.data.max_length)
         for line in notes(reward_model):
             run.note(line)
         engine, stream = prepare_training(reward_model.model.train(), config, train, run)
+        note_memory(run, [Role("reward model", engine.backend.unwrapped, engine)])
         loss_fn = reward_loss_fn(engine.model, config.center_coef)
         save = partial(save_policy, engine, reward_model, run.output, max_shard_size=config.training.max_shard_size)
         fit(engine, stream, collate_pairs, loss_fn, training=config.training, run=run, held_out=held_out, save=save)

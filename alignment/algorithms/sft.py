@@ -5,11 +5,13 @@ from functools import partial
 from pathlib import Path
 
 from alignment.adapters.specs import AdapterSpec
+from alignment.algorithms.memory_notes import Role, note_memory
 from alignment.algorithms.policies import language_loss_fn, load_policy, save_policy
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split
 from alignment.data.batches import collate
 from alignment.data.rows.read import DataConfig
 from alignment.loading import load_tokenizer
+from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.training import OptimConfig, TrainingConfig, fit
 
@@ -51,10 +53,13 @@ def run(config: SFTConfig) -> Path:
     with open_run(config, "sft", parents=[config.policy]) as run:
         tokenizer = load_tokenizer(config.policy)
         train, held_out = read_split(config.data, "demonstrations", tokenizer, run)
-        policy = load_policy(config.policy, config.adapter, tokenizer, config.output, weights=config.weights)
+        policy = load_policy(
+            config.policy, config.adapter, tokenizer, config.output, bases=SharedWeights(config.weights)
+        )
         check_rows(policy.model, train + held_out, config.data.max_length)
         engine, stream = prepare_training(policy.model.train(), config, train, run)
         save = partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size)
+        note_memory(run, [Role("policy", engine.backend.unwrapped, engine)])
         fit(
             engine, stream, collate, language_loss_fn(engine.model),
             training=config.training, run=run, held_out=held_out, save=save,

@@ -16,11 +16,13 @@ from alignment.models.build import empty_model
 from alignment.models.classifiers import ScalarModel
 from alignment.models.external.models import ExternalLanguageModel, ExternalScalarModel
 from alignment.models.external.over_trunk import external_scalar_over
+from alignment.models.frozen_weights import store_frozen
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
 from alignment.models.init_weights import initialize_layer
 from alignment.models.language_model import LanguageModel
 from alignment.models.safetensors_files import read_config
 from alignment.models.weight_bytes import held_tensors
+from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 
 Network = TypeVar("Network", bound=nn.Module)
 NewHead = Literal["normal", "zero"]
@@ -36,27 +38,37 @@ class SharedWeights:
     network: `refuse_trained` finds the first, and trees that are merged are loaded without this class.
 
     Attributes:
+        weights: how the weights are held.
         shared: False: every call reads weights of its own, because FSDP2 and ZeRO shard each network by itself.
     """
 
-    def __init__(self, *, shared: bool = True):
-        self.shared = shared
+    def __init__(self, weights: WeightsConfig = DEFAULT_WEIGHTS, *, shared: bool = True):
+        self.weights, self.shared = weights, shared
         self._originals: dict[Path, Any] = {}  # what the trees are copied from; never run, never changed
 
-    def language_model(self, directory: Path) -> Any:
-        """The language model of a directory in eval mode, every weight frozen; errors as in `load_pretrained`."""
-        original = self._original(directory)
+    def unshared(self) -> "SharedWeights":
+        """The same settings, with weights of its own for every network."""
+        return SharedWeights(self.weights, shared=False)
+
+    def language_model(self, directory: Path, *, device: str = "cpu") -> Any:
+        """The language model of a directory in eval mode, every weight frozen; errors as in `load_pretrained`.
+
+        Args:
+            device: "meta" leaves weights that are not shared unread, as in `load_pretrained`.
+        """
+        original = self._original(Path(directory))
         if isinstance(original, LanguageModel | ExternalLanguageModel):
             return share_weights(original)
-        return load_language_model(directory).requires_grad_(False)
+        return store_frozen(load_language_model(directory, dtype=None, device=device), self.weights)
 
-    def scalar_model(self, directory: Path, new_head: NewHead | None = None) -> Any:
+    def scalar_model(self, directory: Path, new_head: NewHead | None = None, *, device: str = "cpu") -> Any:
         """The scalar model of a directory in eval mode, every weight frozen; its head is the caller's alone.
 
         Args:
             directory, new_head: as in `load_scalar_model`, with the same errors.
+            device: as for `language_model`.
         """
-        original = self._original(directory)
+        original = self._original(Path(directory))
         scalar = None
         if isinstance(original, ScalarModel | ExternalScalarModel):
             scalar = _with_own_head(original)
@@ -65,7 +77,8 @@ class SharedWeights:
         elif isinstance(original, ExternalLanguageModel) and new_head is not None:
             scalar = external_scalar_over(share_weights(original))
         if scalar is None:
-            return load_scalar_model(directory, new_head=new_head).requires_grad_(False)
+            own = load_scalar_model(directory, dtype=None, device=device, new_head=new_head)
+            return store_frozen(own, self.weights)
         if new_head is not None:
             _draw_head(scalar, new_head)
         return scalar
@@ -75,26 +88,23 @@ class SharedWeights:
 
         A file with a language head is loaded with it, since a policy or a reference may ask for it later.
         """
-        key = Path(directory).resolve()
         if not self.shared:
             return None
+        key = directory.resolve()
         if key not in self._originals:
             name = str((read_config(key).get("architectures") or [""])[0])
             load = load_language_model if name.endswith(LANGUAGE_CLASSES) else load_scalar_model
             if not name.endswith((*LANGUAGE_CLASSES, SCALAR_CLASS)):
                 return None
-            self._originals[key] = load(directory).requires_grad_(False)
+            self._originals[key] = store_frozen(load(key, dtype=None), self.weights)
         return self._originals[key]
 
 
 def share_weights(network: Network) -> Network:
     """A copy of the module tree whose parameters and buffers belong to `network` too and are not copied."""
-    for module in network.modules():
-        # bitsandbytes' 8-bit layer takes the scales off its weight in its first call, and a second layer with that
-        # weight would compute without them.
-        if hasattr(module, "init_8bit_state") and getattr(module.weight, "CB", None) is not None:
-            module.init_8bit_state()  # pyright: ignore[reportCallIssue]
-    return deepcopy(network, {id(tensor): tensor for tensor in held_tensors(network)})
+    # bitsandbytes' layers have the scales of 4-bit weights in an object that their weight has too, and moves.
+    states = [vars(module)["quant_state"] for module in network.modules() if "quant_state" in vars(module)]
+    return deepcopy(network, {id(shared): shared for shared in (*held_tensors(network), *states)})
 
 
 def shared_parameters(networks: Mapping[str, nn.Module]) -> Iterator[tuple[list[str], str, nn.Parameter]]:

@@ -190,6 +190,11 @@ def launched_kind() -> str:
     return "fsdp2" if _launched_with("FSDP") else "ddp"
 
 
+def shares_weights() -> bool:
+    """Whether networks in training can hold the same frozen weights: FSDP2 and ZeRO shard each network by itself."""
+    return launched_kind() in ("single", "ddp")
+
+
 def init_distributed() -> ProcessGroup:
     """Join the processes started by `accelerate launch` or `torchrun`; without a launcher, a group of one process.
 

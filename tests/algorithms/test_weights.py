@@ -19,6 +19,7 @@ from alignment.loading import load_frozen_model, load_model
 from alignment.models import quantization
 from alignment.models.frozen_weights import FrozenLinear
 from alignment.models.huggingface.checkpoint import load_language_model, save_model
+from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
 from alignment.training import OptimConfig, TrainingConfig
 
@@ -87,7 +88,7 @@ def test_all_weights_train_in_float32_and_are_saved_so(low, make_stage, tmp_path
 
 
 def test_a_reference_stays_in_the_type_of_its_checkpoint(low):
-    batchless = load_frozen_model(low, WeightsConfig())
+    batchless = load_frozen_model(low, SharedWeights())
     assert isinstance(batchless.trunk.blocks[0].attention.query, FrozenLinear)
     assert batchless.trunk.embed.weight.dtype == torch.bfloat16
     assert not any(x.requires_grad for x in batchless.parameters())

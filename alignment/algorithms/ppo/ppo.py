@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from alignment.algorithms.memory_notes import note_memory
 from alignment.algorithms.policies import language_loss_fn, note_dropout_off, save_policy
 from alignment.algorithms.ppo.metrics import rollout_metrics, texts_of
 from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, add_advantages, collect, rollout_batches
@@ -54,6 +55,7 @@ def run(config: PPOConfig) -> Path:
         )
         note_dropout_off(state.start, run)
         state.rollout_weights = choose_rollout_weights(config, data, state, run)
+        note_memory(run, state.roles)
         first = load_ppo_state(state, config, run)
         if first == data.iterations:  # a finished run again: its model may be gone
             save()

@@ -9,6 +9,7 @@ from typing import Literal
 from torch import Tensor
 
 from alignment.adapters.specs import AdapterSpec, refuse_dropout
+from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.policies import LogProbModel, Policy, load_policy, load_value_model, reference_of
 from alignment.algorithms.ppo.controllers import AdaptiveKL, FixedKL, ScoreNormalizer
 from alignment.algorithms.runs import check_rows, read_examples
@@ -24,6 +25,7 @@ from alignment.generation import SamplingConfig, response_text
 from alignment.loading import describe_stop_tokens, load_tokenizer, same_vocabulary
 from alignment.models.classifiers import SequenceClassifier
 from alignment.models.lengths import check_lengths
+from alignment.models.shared_weights import SharedWeights, refuse_trained
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.ragged import Batch
 from alignment.reward_model import RewardModel, load_frozen_reward_model
@@ -37,7 +39,7 @@ from alignment.training import (
     save_run_state,
     shard_rows,
 )
-from alignment.training.distributed import ProcessGroup
+from alignment.training.distributed import ProcessGroup, shares_weights
 
 METRICS = {"hotel_gold": "alignment.hotel_world.gold:gold_score"}  # name in the config -> module:function
 LOGGED_KEYS = {  # of every PPO run's log; a metric of the config may not have one of these names
@@ -66,7 +68,8 @@ class PPOConfig:
             normalized, else it keeps the reward model's. A reward model with another vocabulary cannot become it.
         adapter: train adapters, without dropout, on policy and value model; the reference is then the policy with its
             adapter off.
-        weights: type of the frozen weights in memory, the reference's and the reward model's among them.
+        weights: type of the frozen weights in memory, the reference's and the reward model's among them. Networks that
+            are adapters of one base hold its weights once, where FSDP2 or ZeRO do not shard each network by itself.
         max_new_tokens: longest response, end token included.
         temperature: of the samples; log-probabilities are taken at the same one.
         micro_rollout_batch_size: responses that one process samples side by side. Each holds its keys and values for the
@@ -195,6 +198,7 @@ class PPOState:
         metrics: what to log of prompts and responses, by name.
         num_updates: minibatch updates taken so far.
         rollout_weights: how the policy's weights lie while it samples.
+        roles: the four networks, for what is said of their memory.
     """
 
     policy: Engine
@@ -209,6 +213,7 @@ class PPOState:
     metrics: dict[str, MetricFn] = field(default_factory=dict)
     num_updates: int = 0
     rollout_weights: Literal["gathered", "sharded"] = "gathered"
+    roles: Sequence[Role] = ()
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -241,14 +246,22 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
         UserError: an unknown metric, before any network is loaded; bad checkpoints; prompts that do not fit a network.
     """
     metrics = load_metrics(config.metrics)
-    policy, value, start = build_engines(config, data)
+    bases = SharedWeights(config.weights)
+    policy, value, start = build_engines(config, data, bases if shares_weights() else bases.unshared())
     micro_batch_tokens = config.training.tokens_per_forward
-    reward_model = load_frozen_reward_model(config.reward_model, config.weights, policy.process_group.device)
+    reward_model = load_frozen_reward_model(config.reward_model, bases, policy.process_group.device)
     check_judged(data.prompts.rows, reward_model, data.tokenizer, config)
+    reference = reference_of(start, config.reference, policy, bases=bases)
+    roles = [
+        Role("policy", policy.backend.unwrapped, policy), Role("value model", value.backend.unwrapped, value),
+        Role("reward model", reward_model.model), reference.role,
+    ]  # fmt: skip
+    refuse_trained({role.name: role.model for role in roles if role.model is not None})
     return PPOState(
         policy=policy,
         value=value,
-        reference=reference_of(start, config.reference, policy, weights=config.weights),
+        roles=roles,
+        reference=reference,
         score=response_scorer(reward_model, data.tokenizer, micro_batch_tokens),
         stop_ids=sorted(stop_token_ids(data.tokenizer)),
         kl=FixedKL(config.kl_coef)
@@ -283,12 +296,12 @@ def load_metrics(names: Sequence[str]) -> dict[str, MetricFn]:
     return found
 
 
-def build_engines(config: PPOConfig, data: PPOData) -> tuple[Engine, Engine, Policy]:
+def build_engines(config: PPOConfig, data: PPOData, bases: SharedWeights) -> tuple[Engine, Engine, Policy]:
     """The engines of policy and value model, and the policy as it was loaded."""
     training = config.training
     total = data.iterations * config.epochs * config.minibatches
-    start = load_policy(config.policy, config.adapter, data.tokenizer, config.output, weights=config.weights)
-    value_start = start_value_model(config, data.tokenizer)
+    start = load_policy(config.policy, config.adapter, data.tokenizer, config.output, bases=bases)
+    value_start = start_value_model(config, data.tokenizer, bases)
     for model in (start.model, value_start.model):
         check_rows(model, data.prompts.rows, config.data.max_length, config.max_new_tokens)
     if data.texts is not None and config.pretrain is not None:
@@ -304,10 +317,10 @@ def build_engines(config: PPOConfig, data: PPOData) -> tuple[Engine, Engine, Pol
     return policy, value, start
 
 
-def start_value_model(config: PPOConfig, tokenizer: Tokenizer) -> Policy:
+def start_value_model(config: PPOConfig, tokenizer: Tokenizer, bases: SharedWeights | None = None) -> Policy:
     """The value model to train: the trunk of the reward model or of the policy, with one number per token on top."""
     if config.value_model == "policy":
-        return load_value_model(config.policy, config.adapter, tokenizer, None, head="zero", weights=config.weights)
+        return load_value_model(config.policy, config.adapter, tokenizer, None, head="zero", bases=bases)
     own = load_tokenizer(config.reward_model)
     if not same_vocabulary(tokenizer, own):
         raise UserError(
@@ -315,7 +328,7 @@ def start_value_model(config: PPOConfig, tokenizer: Tokenizer) -> Policy:
             "value model; set value_model=policy"
         )
     head = "zero" if config.normalize_scores else None
-    return load_value_model(config.reward_model, config.adapter, own, None, head=head, weights=config.weights)
+    return load_value_model(config.reward_model, config.adapter, own, None, head=head, bases=bases)
 
 
 def response_scorer(reward_model: RewardModel, tokenizer: Tokenizer, micro_batch_tokens: int) -> Scorer:
