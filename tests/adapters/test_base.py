@@ -60,13 +60,22 @@ def test_an_adapter_and_its_local_base_can_be_moved_together(house, spec, train)
     assert len(load_tokenizer(str(moved / "run" / "model"))) == 384
 
 
-def test_an_adapter_on_an_adapter_names_the_merged_base_relatively(house, train):
+def test_an_adapter_on_one_of_another_kind_names_the_merged_base_relatively(house, train):
     first = train(house / "base model", house / "first", LoRASpec(rank=2))
-    second = train(first, house / "second", LoRASpec(rank=2))
+    second = train(first, house / "second", PrefixSpec(tokens=2))
     assert named(second)["base_model_name_or_path"] == "../base"
     wanted = logits(second)
     shutil.move(house / "second", house.parent / "alone")
     assert torch.equal(logits(house.parent / "alone" / "model"), wanted)
+
+
+def test_a_lora_on_a_lora_names_the_same_base_and_its_rank_is_their_sum(house, train):
+    first = train(house / "base model", house / "first", LoRASpec(rank=2))
+    second = train(first, house / "deep" / "second", LoRASpec(rank=3))
+    assert named(second)["base_model_name_or_path"] == "../../../base model" and named(second)["r"] == 5
+    assert not (house / "deep" / "second" / "base").exists()
+    third = train(second, house / "third", LoRASpec(rank=1))
+    assert named(third)["r"] == 6
 
 
 def test_a_prefix_that_goes_on_training_names_the_same_base(house, train):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.adapters import LoRASpec
+from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms.ppo import PPOConfig, iterate, setup
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.ppo import policy_loss_fn, update_policy_and_value
@@ -249,10 +249,10 @@ def test_the_value_model_is_the_reward_model_with_a_head_of_zeros(ppo, stage, ma
 
 
 def test_the_value_model_writes_nothing_over_the_policys_base(ppo, stage, tmp_path):
-    """Policy and reward model both adapters: `base` holds the starting policy."""
+    """Policy and reward model both adapters, of another kind than the new ones: `base` holds the starting policy."""
     from alignment.loading import load_model
 
-    run, config = ppo(policy="sft lora", reward_model="reward lora", adapter=LoRASpec(rank=2))
+    run, config = ppo(policy="sft lora", reward_model="reward lora", adapter=PrefixSpec(tokens=2))
     run(config)
     ids = torch.arange(3, 40)[None]
     with torch.no_grad():

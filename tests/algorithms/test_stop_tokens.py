@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.adapters import LoRASpec
+from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.commands.export import export_model
 from alignment.data.rows.read import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer
@@ -111,7 +111,7 @@ def test_a_generation_config_is_carried_along(learnt, tmp_path):
 
 def test_a_base_written_for_an_adapter_knows_its_stop_tokens_too(learnt, make_stage, tmp_path):
     run, config = make_stage(
-        "sft", str(learnt["lora"]), tmp_path / "again", adapter=LoRASpec(rank=2),
+        "sft", str(learnt["lora"]), tmp_path / "again", adapter=PrefixSpec(tokens=2),
         training=TrainingConfig(batch_size=4, max_steps=1),
     )  # fmt: skip
     run(config)
