@@ -151,7 +151,7 @@ def measure(measurement: Measurement, folder: Path, size: str) -> dict[str, floa
         found.append(weights_alive())
         return update(engine, *terms)
 
-    Engine.update = counted
+    Engine.update = counted  # pyright: ignore[reportAttributeAccessIssue]
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten

@@ -106,7 +106,8 @@ def test_training_one_network_changes_no_other_and_no_base_weight(spec, director
     bases = SharedWeights()
     trained, other = attach(bases.language_model(directory), spec), attach(bases.language_model(directory), spec)
     value = attach(bases.scalar_model(directory, "normal"), spec)
-    disturb(trained), disturb(other, seed=2), disturb(value, seed=3)
+    for seed, network in enumerate((trained, other, value)):
+        disturb(network, seed=seed)
     before = [outputs(network) for network in (other, value)]
     base = {name: parameter.clone() for name, parameter in load_language_model(directory).named_parameters()}
     optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], lr=0.1, weight_decay=0.1)

@@ -249,7 +249,7 @@ def test_a_network_that_trains_the_shared_base_ends_the_run_before_it_starts(one
 
     def unfreeze(*rest, **options):
         loaded = load(*rest, **options)
-        loaded.model.trunk.norm.weight.requires_grad_(True)
+        loaded.model.get_parameter("trunk.norm.weight").requires_grad_(True)
         return loaded
 
     monkeypatch.setattr(setup, "load_frozen_reward_model", unfreeze)
