@@ -154,3 +154,22 @@ def test_a_copy_of_the_modules_shares_buffers_and_keeps_ties(directory):
     copy = share_weights(model)
     assert copy.mean is model.mean and copy is not model and copy.trunk.blocks[0] is not model.trunk.blocks[0]
     assert (copy.head.weight is copy.trunk.embed.weight) == (model.head.weight is model.trunk.embed.weight)
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8"])
+def test_quantized_weights_are_shared_with_their_scales(quantize, write_checkpoint, tmp_path):
+    directory = write_checkpoint(tmp_path / "wide", "llama", hidden_size=64, intermediate_size=128)
+    bases = SharedWeights(WeightsConfig(quantize=quantize))
+    policy, other = bases.language_model(directory), bases.language_model(directory)
+    value = bases.scalar_model(directory, "normal")
+    assert held_bytes(policy) == held_bytes(other)
+    assert total_bytes(policy, other, value) == total_bytes(policy) + 4 * 64
+    alone = SharedWeights(WeightsConfig(quantize=quantize)).unshared().language_model(directory)
+    wanted = outputs(alone)
+    attach(policy, LoRASpec(rank=2))
+    for network in (policy, other):
+        assert torch.equal(outputs(network), wanted)
+    disturb(policy)
+    assert not torch.allclose(outputs(policy), wanted, atol=1e-2) and torch.equal(outputs(other), wanted)
+    assert outputs(value).abs().max() > 0
+    assert not torch.allclose(outputs(load_language_model(directory)), wanted, atol=1e-4)  # they are quantized

@@ -2,8 +2,7 @@
 
 import torch
 
-from alignment.models.shared_weights import share_weights
-from alignment.models.weight_bytes import held_bytes, total_bytes, written
+from alignment.models.weight_bytes import total_bytes, written
 
 
 def test_a_tensor_counts_once_whatever_holds_it():
@@ -38,24 +37,6 @@ def test_quantized_weights_count_with_their_constants():
     assert total_bytes(layer) == 256 * 256 + 4 * 256
     layer(torch.ones(1, 256))
     assert total_bytes(layer) == 256 * 256 + 4 * 256  # the first call moves them from the weight to the layer
-
-
-def test_quantized_weights_are_shared_with_their_constants():
-    from bitsandbytes.nn.modules import Linear4bit, Linear8bitLt
-
-    torch.manual_seed(0)
-    x, weight = torch.randn(3, 64), torch.randn(64, 64)
-    for layer in (
-        Linear4bit(64, 64, bias=False, quant_type="nf4"),
-        Linear8bitLt(64, 64, False, has_fp16_weights=False),
-    ):
-        layer.load_state_dict({"weight": weight})
-        layer.to("cpu").requires_grad_(False)
-        one, other = share_weights(layer), share_weights(layer)
-        assert one.weight is other.weight and held_bytes(one) == held_bytes(other) == held_bytes(layer)
-        first = one(x)
-        assert torch.equal(other(x), first) and torch.equal(one(x), first)
-        assert (first - x @ weight.T).abs().max() < 6
 
 
 def test_bytes_in_words():
