@@ -1,6 +1,6 @@
 """What every rank runs: some updates of two small models, and their whole weights on rank 0. Started by the tests.
 
-python -m tests.distributed.worker OUTPUT MODE     MODE: plain | bf16 | resume
+python -m tests.distributed.worker OUTPUT MODE     MODE: plain | bf16 | resume | save | continue
 """
 
 import json
@@ -156,7 +156,13 @@ def run(output: Path, mode: str) -> None:
     draws = [row[0] for row in toy.process_group.gather([float(torch.rand(()))])]
     engines = {"toy": toy, "language": language}
     before, collectives = sample(language)  # ahead of any forward, as PPO does
-    history = advance(toy, language, 2 if mode == "resume" else UPDATES)
+    if mode == "save":  # for `continue`, which goes on with another number of processes
+        advance(toy, language, 2)
+        save_checkpoint(output / "checkpoints", 2, engines, {}, {}, keep=1, drawn=False)
+        return
+    if mode == "continue":
+        restore_checkpoint(output / "checkpoints" / "step-000002", engines, {})
+    history = advance(toy, language, {"resume": 2, "continue": UPDATES - 2}.get(mode, UPDATES))
     if mode == "resume":
         path = save_checkpoint(output / "checkpoints", 2, engines, {}, {}, keep=1)
         fresh = {"toy": toy_engine(seed=7, schedule="constant"), "language": language_engine(precision, seed=7)}

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 1 to 3, prepared by Accelerate. Its checkpoint files are pickles: resume only runs that you trust.
+"""DeepSpeed ZeRO 1 to 3, prepared by Accelerate. Checkpoints are those of the other backends, not DeepSpeed's pickles.
 
 Stage and offloading come from the launch configuration. Precision, clipping and batch sizes are set here, so that a
 config trains the same model on every backend.
@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from alignment.errors import UserError
-from alignment.training.backends import state_files
 from alignment.training.backends.base import autocast_context
 from alignment.training.backends.whole_weights import (
     blocks_of,
@@ -24,11 +23,10 @@ from alignment.training.backends.whole_weights import (
     whole_bytes,
     whole_parameters,
 )
+from alignment.training.backends.zero_state import ZeroState
 from alignment.training.distributed import ProcessGroup
 from alignment.training.optim import OptimConfig
 from alignment.training.optimizers import build_optimizer, set_learning_rate
-
-TAG = "deepspeed"
 
 
 class DeepSpeedBackend:
@@ -111,22 +109,13 @@ class DeepSpeedBackend:
         return flat[: partitioned.ds_numel].view(partitioned.ds_shape)
 
     def save(self, directory: Path) -> None:
-        kept = dict(self.gather(state_files.kept_names(self.unwrapped)))
-        if self.process_group.is_main:
-            state_files.refuse_not_finite(state_files.not_finite(kept))
-            state_files.write_whole(state_files.WEIGHTS, kept, directory)
-        self.model.save_checkpoint(str(directory), tag=TAG, save_latest=False, exclude_frozen_parameters=True)
+        self._zero_state().save(directory)
 
     def load(self, directory: Path) -> None:
-        if not (directory / TAG).is_dir():
-            raise UserError(
-                f"{directory} has no {TAG}/ files: it was saved without DeepSpeed, and DeepSpeed cannot load its "
-                "optimizer state; resume with the launch configuration that saved it"
-            )
-        frozen = any(not parameter.requires_grad for parameter in self.unwrapped.parameters())
-        path, _ = self.model.load_checkpoint(str(directory), tag=TAG, load_module_strict=not frozen)
-        if path is None:
-            raise UserError(f"{directory / TAG}: DeepSpeed could not read its files; was the number of ranks changed?")
+        self._zero_state().load(directory)
+
+    def _zero_state(self) -> ZeroState:
+        return ZeroState(self.unwrapped, self.model.optimizer, self.process_group)
 
     @contextmanager
     def _full_tensors(self, tensors: Sequence[Tensor]) -> Iterator[None]:

@@ -6,8 +6,8 @@
         identity.json           what must be equal for a resume: config and data
         random.json             global random states, one per rank
         model.safetensors       trained weights and buffers by name      (several engines: in a folder each)
-        optimizer.safetensors   the optimizer's state by name            (deepspeed/ under DeepSpeed)
-        *-rank-00001.safetensors   in place of these two under FSDP2: the rows that rank 1 holds; see state_files.py
+        optimizer.safetensors   the optimizer's state by name
+        *-rank-00001.safetensors   in place of these two where weights or optimizer are sharded: what rank 1 writes
 A checkpoint is saved between two updates: it holds no partly accumulated gradient. A damaged one that a resume skipped
 is renamed to damaged-step-000100, and no longer counts as a checkpoint.
 """
@@ -265,20 +265,14 @@ def check_world_size(path: Path, saved: Mapping[str, Any], process_group: Proces
     """Raise UserError if a run that another number of processes saved would not continue as it was.
 
     Rows, minibatches and samples do not depend on the number of ranks, so that only rounding differs, unless each rank
-    used its own random numbers (dropout) or wrote its own files (DeepSpeed).
+    used its own random numbers (dropout).
     """
     before = saved["environment"]["world_size"]
-    if before == process_group.size:
-        return
-    if process_group.kind == "deepspeed":
-        why = "DeepSpeed's files belong to one process each"
-    elif saved.get("drawn", True):
-        why = "every process draws its own dropout, and the run would not go on as it was"
-    else:
+    if before == process_group.size or not saved.get("drawn", True):
         return
     raise UserError(
-        f"{path} was saved by {before} processes, and now there are {process_group.size}: {why}; resume with {before}, or choose "
-        "another output directory"
+        f"{path} was saved by {before} processes, and now there are {process_group.size}: every process draws its own dropout, "
+        f"and the run would not go on as it was; resume with {before}, or choose another output directory"
     )
 
 
