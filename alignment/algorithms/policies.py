@@ -246,7 +246,7 @@ def _base_folder(output: str | None) -> str | None:
 
 
 def start_device(adapter: AdapterSpec | None = None, weights: WeightsConfig = DEFAULT_WEIGHTS) -> str:
-    """Device to load a starting checkpoint to: "meta" where FSDP2's ranks read their own slices later, else "cpu".
+    """Device to load a starting checkpoint to: "meta" where ranks read their own slices later, else "cpu".
 
     DoRA, PiSSA, prompts and quantization start from the values of the weights, which every rank then reads whole.
     """
@@ -255,7 +255,7 @@ def start_device(adapter: AdapterSpec | None = None, weights: WeightsConfig = DE
         or getattr(adapter, "init", "").startswith("pissa")
         or weights.quantize
     )
-    return "meta" if launched_kind() == "fsdp2" and not from_values else "cpu"
+    return "meta" if launched_kind() in ("fsdp2", "deepspeed") and not from_values else "cpu"
 
 
 def _name_and_revision(source: str, directory: Path) -> tuple[str, str | None]:

@@ -23,6 +23,7 @@ from alignment.training.backends.whole_weights import (
     whole_bytes,
     whole_parameters,
 )
+from alignment.training.backends.zero_loading import read_partitions, read_whole
 from alignment.training.backends.zero_state import ZeroState
 from alignment.training.distributed import ProcessGroup
 from alignment.training.optim import OptimConfig
@@ -42,7 +43,11 @@ class DeepSpeedBackend:
             if parameter.requires_grad:
                 self._hooks.append(parameter.register_hook(lambda _, name=name: self._reached.add(name)))
         self._trainable = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self._configure(config, precision)
+        settings = self._configure(config, precision)
+        if process_group.accelerator.deepspeed_plugin.zero_stage == 3:
+            read_partitions(model, settings, process_group)
+        else:
+            read_whole(model)
         # Under DeepSpeed Accelerate allows one model per Accelerator; each engine's process group has its own.
         self.model: Any = process_group.accelerator.prepare(model, build_optimizer(model, config))[0]
 
@@ -143,7 +148,8 @@ class DeepSpeedBackend:
             )
             offload._register_deepspeed_module(offload.module)
 
-    def _configure(self, config: OptimConfig, precision: str) -> None:
+    def _configure(self, config: OptimConfig, precision: str) -> dict[str, Any]:
+        """Complete DeepSpeed's settings and return them."""
         plugin = self.process_group.accelerator.deepspeed_plugin
         if plugin.zero_stage == 0:
             raise UserError("launch configuration: zero_stage 0 is plain data parallelism; use configs/launch/ddp.yaml")
@@ -161,6 +167,7 @@ class DeepSpeedBackend:
             # With its default list ZeRO-3 leaves gathered weights rounded to bfloat16, which checkpoints would contain.
             "lower_precision_safe_modules": [],
         }
+        return settings
 
 
 def is_partitioned(parameter: nn.Parameter) -> bool:

@@ -36,7 +36,7 @@ def shard_model(model: nn.Module, process_group: ProcessGroup, settings: FSDPSet
     for tensor in (*model.parameters(), *model.buffers()):
         if not tensor.is_meta:
             broadcast(tensor.detach(), src=0)
-    _check_finite(model)
+    check_finite(model)
     _wrap_blocks(model, process_group, settings)
     _read_shards(model, stored, torch.device("cpu") if settings.cpu_offload else process_group.device)
 
@@ -100,7 +100,7 @@ def _move_unread_to_meta(model: nn.Module) -> dict[str, RowSource]:
     return stored
 
 
-def _check_finite(model: nn.Module) -> None:
+def check_finite(model: nn.Module) -> None:
     """Refuse new parameters that were computed from unread ones, which are NaN.
 
     Raises:
@@ -109,7 +109,9 @@ def _check_finite(model: nn.Module) -> None:
     bad = [
         name
         for name, parameter in model.named_parameters()
-        if not parameter.is_meta and parameter.is_floating_point() and parameter.isnan().any()
+        if not (parameter.is_meta or hasattr(parameter, "stored"))
+        and parameter.is_floating_point()
+        and parameter.isnan().any()
     ]
     if bad:
         raise UserError(

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from alignment.errors import UserError
 from alignment.training.backends import state_files
 from alignment.training.backends.state_files import OPTIMIZER, WEIGHTS, Rows, StateFiles
+from alignment.training.backends.zero_loading import elements
 from alignment.training.distributed import ProcessGroup
 from alignment.training.optimizers import restore_state, saved_state
 
@@ -191,7 +192,7 @@ class ZeroState:
             parameter.copy_(weights.rows(name))
         if fragment is None:
             return
-        values = elements(weights, name, fragment)
+        values = self._elements(weights, name, fragment)
         fragment.of(fragment.master).copy_(values)
         if part is not None:
             part.narrow(0, 0, fragment.size).copy_(values)
@@ -211,12 +212,17 @@ class ZeroState:
                 state[STEP] = int(step) if counts_in_python else torch.tensor(step)
             elif files.shapes[key] == shapes[name]:
                 vector = state.setdefault(entry, torch.zeros_like(fragment.master).detach())
-                fragment.of(vector).copy_(elements(files, key, fragment))
+                fragment.of(vector).copy_(self._elements(files, key, fragment))
             else:
                 raise UserError(
                     f"{files.directory}: {key} has not one number for each weight, and DeepSpeed cannot divide it among "
                     "ranks; resume with the launch configuration that saved it"
                 )
+
+    def _elements(self, files: StateFiles, key: str, fragment: Fragment) -> Tensor:
+        """The elements of a fragment from a tensor of the files."""
+        shape, last = files.shapes[key], fragment.first + fragment.size
+        return elements(lambda start, stop: files.rows(key, start, stop), shape, fragment.first, last)
 
     def _load_vectors(self, files: StateFiles) -> None:
         """Put back vectors that the same number of ranks saved."""
@@ -240,14 +246,6 @@ class ZeroState:
 def shape_of(parameter: nn.Parameter) -> torch.Size:
     """The shape of the whole parameter; stage 3 leaves an empty tensor and the shape in `ds_shape`."""
     return torch.Size(getattr(parameter, "ds_shape", parameter.shape))
-
-
-def elements(files: StateFiles, key: str, fragment: Fragment) -> Tensor:
-    """The elements of a fragment, read from the rows that they lie in."""
-    shape, first, last = files.shapes[key], fragment.first, fragment.first + fragment.size
-    width = prod(shape[1:])  # elements of a row; a tensor without dimensions is one row
-    start, stop = first // width, -(-last // width)
-    return files.rows(key, start, stop).reshape(-1)[first - start * width : last - start * width]
 
 
 def _as_rows(tensors: dict[str, Tensor]) -> dict[str, Rows]:
