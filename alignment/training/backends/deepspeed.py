@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 1 to 3, prepared by Accelerate. Checkpoints are those of the other backends, not DeepSpeed's pickles.
+"""DeepSpeed ZeRO 1 to 3, prepared by Accelerate. Checkpoints are the same files as the other backends', no pickles.
 
 Stage and offloading come from the launch configuration. Precision, clipping and batch sizes are set here, so that a
 config trains the same model on every backend.

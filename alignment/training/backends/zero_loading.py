@@ -23,7 +23,7 @@ def read_whole(model: nn.Module) -> None:
 
 
 @torch.no_grad()
-def read_partitions(model: nn.Module, settings: dict[str, Any], process_group: ProcessGroup) -> None:
+def read_partitions(model: nn.Module, settings: dict[str, object], process_group: ProcessGroup) -> None:
     """Divide the unread parameters of a model among the ranks and read this rank's part of each, for stage 3.
 
     Args:

@@ -54,7 +54,7 @@ class ZeroState:
         fragments: what lies on this rank of each; None where nothing does.
     """
 
-    def __init__(self, model: nn.Module, zero: Any, process_group: ProcessGroup):
+    def __init__(self, model: nn.Module, zero: object, process_group: ProcessGroup):
         """Find the fragments.
 
         Args:
@@ -62,7 +62,8 @@ class ZeroState:
             zero: the engine's optimizer, of any stage of ZeRO.
             process_group: the engine's.
         """
-        self.model, self.zero, self.process_group = model, zero, process_group
+        self.model, self.process_group = model, process_group
+        self.zero: Any = zero
         self.trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
         find = self._fragment_of_vector if hasattr(zero, "grad_position") else self._fragment_of_group
         self.fragments = {name: find(parameter) for name, parameter in self.trainable.items()}
@@ -105,16 +106,16 @@ class ZeroState:
         state_files.optimizer_names(optimizer, self.model)
         self._load_optimizer(optimizer, shapes)
 
-    def _fragment_of_vector(self, parameter: Any) -> Fragment | None:
+    def _fragment_of_vector(self, parameter: nn.Parameter) -> Fragment | None:
         """Stage 3: every parameter is cut into equal parts by rank, the last ones padded."""
         vector, position, size = self.zero.grad_position[self.zero.get_param_id(parameter)]
         first = size * self.process_group.rank
-        count = min(size, parameter.ds_numel - first)
+        count = min(size, prod(shape_of(parameter)) - first)
         return Fragment(self.zero.fp32_partitioned_groups_flat[vector], position, first, count) if count > 0 else None
 
-    def _fragment_of_group(self, parameter: Any) -> Fragment | None:
+    def _fragment_of_group(self, parameter: nn.Parameter) -> Fragment | None:
         """Stages 1 and 2: the vector of a group of parameters is cut, wherever that falls."""
-        mapping = parameter._hp_mapping
+        mapping: Any = getattr(parameter, "_hp_mapping", None)
         if mapping is None:
             return None
         master = self.zero.single_partition_of_fp32_groups[mapping.param_group_index]
@@ -167,22 +168,22 @@ class ZeroState:
 
     def _entries(self) -> list[str]:
         """Entries of the optimizer's state with one number for each element, the same on every rank; none at first."""
-        mine = {
+        local = {
             key
             for master, state in self.zero.optimizer.state.items()
             for key, value in state.items()
             if isinstance(value, Tensor) and value.shape == master.shape
         }
-        return sorted(set().union(*self.process_group.gather_objects(mine)))
+        return sorted(set().union(*self.process_group.gather_objects(local)))
 
     def _steps(self) -> dict[str, Tensor]:
         """The number of updates of each parameter, as torch's AdamW keeps it; empty where the optimizer has none."""
         states = self.zero.optimizer.state
-        mine = [
+        local = [
             0.0 if fragment is None else float(states.get(fragment.master, {}).get(STEP, 0.0))
             for fragment in self.fragments.values()
         ]
-        steps = self.process_group.max(torch.tensor(mine)).cpu()
+        steps = self.process_group.max(torch.tensor(local)).cpu()
         return {name: step for name, step in zip(self.fragments, steps, strict=True) if step > 0}
 
     def _load_weights(self, weights: StateFiles, name: str) -> None:
