@@ -2,8 +2,8 @@
 
 Rows: SFT, reward model, DPO and PPO, each of the full weights, with LoRA and with a prefix. Figures are the largest
 relative difference of any tensor or metric from one process; columns: weights of the final model; metrics; resumed,
-weights of the same run resumed from the checkpoint in its middle; alone, resumed there by one process (DeepSpeed refuses
-that); opened, absolute difference of what our loader's model and transformers' or peft's give for a few texts.
+weights of the same run resumed from the checkpoint in its middle; alone, resumed there by one process without a launcher;
+opened, absolute difference of what our loader's model and transformers' or peft's give for a few texts.
 
 7 rows of data, so that the ranks' shares are unequal; micro-batches of few tokens; responses that end at different steps;
 a policy with dropout for DPO, where it must stay off. On the CPU over gloo; one launch for each way to spread a model.
@@ -213,10 +213,9 @@ def measure(two: Path, one: Path, cell: tuple[str, str]) -> dict[str, float]:
         "resumed": difference(weights(two / f"{name}-resumed"), reference),
         "opened": opened(two / name / "model", cell),
     }
-    if two.name in ("ddp", "fsdp2"):
-        with redirect_stderr(io.StringIO()):  # its progress
-            resume(cell, two / name, two / f"{name}-alone")
-        found["alone"] = difference(weights(two / f"{name}-alone"), reference)
+    with redirect_stderr(io.StringIO()):  # its progress
+        resume(cell, two / name, two / f"{name}-alone")
+    found["alone"] = difference(weights(two / f"{name}-alone"), reference)
     return found
 
 
