@@ -22,6 +22,13 @@ Gpus = Annotated[int | None, typer.Option(min=1, help="Start that many processes
 Launch = Annotated[
     str | None, typer.Option(metavar="FILE", help="Accelerate's launch file, or a packaged name such as launch/zero3.")
 ]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(help="Type of the weights; auto: the checkpoint's."),
+]
+Quantize = Annotated[
+    Literal["nf4", "int8"] | None, typer.Option(help="Quantize the blocks, or (export) what an adapter was trained on.")
+]
 ModelName = Annotated[str, typer.Option(help="Model directory or Hub name.")]
 AdapterName = Annotated[str | None, typer.Option(help="Directory of an adapter.")]
 
@@ -201,6 +208,8 @@ def generate(
     prompts: Annotated[str | None, typer.Option(help="File of prompts.")] = None,
     output: Annotated[str | None, typer.Option(help="File for the JSON lines; the screen by default.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template.")] = False,
+    dtype: Dtype = "auto",
+    quantize: Quantize = None,
 ) -> None:
     """Sample responses, or search with beams. Where the model has a chat template, a text is one user message.
 
@@ -211,9 +220,11 @@ def generate(
         raise UserError("generate: give either --prompt TEXT or --prompts FILE")
     from alignment.commands.generate import generate_responses, read_settings
     from alignment.files import write_text
+    from alignment.models.weights_config import WeightsConfig
 
     settings = read_settings(model, overrides or [])
-    rows = generate_responses(model, adapter, prompt or str(prompts), settings, raw=raw)
+    weights = WeightsConfig(dtype, quantize)
+    rows = generate_responses(model, adapter, prompt or str(prompts), settings, raw=raw, weights=weights)
     lines = [json.dumps(row, ensure_ascii=False) for row in rows]
     if output is None:
         print("\n".join(lines))
@@ -226,11 +237,13 @@ def export(
     model: ModelName,
     output: Annotated[str, typer.Option(help="Directory to write.")],
     adapter: AdapterName = None,
+    dtype: Dtype = "auto",
+    quantize: Quantize = None,
 ) -> None:
     """Write a model, its adapter merged in, as a plain Hugging Face directory."""
     from alignment.commands.export import export_model
 
-    print(export_model(model, adapter, output))
+    print(export_model(model, adapter, output, dtype=dtype, quantize=quantize))
 
 
 @app.command()

@@ -41,6 +41,7 @@ from alignment.models.huggingface.checkpoint import (
 )
 from alignment.models.native_model import NativeModel
 from alignment.models.outputs import LanguageOutput
+from alignment.models.quantization import write_quantization
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 from alignment.ragged import Ragged, Seq2Seq
@@ -341,6 +342,7 @@ def save_policy(engine: Engine, policy: Policy, output: str | Path, *, max_shard
             save_model(model, folder, tensors=tensors, max_shard_size=max_shard_size)
         else:
             save_adapter(model, folder, base=policy.base, revision=policy.revision, state=dict(tensors))
+            write_quantization(model, folder)
 
     names = saved_names(model) if policy.adapter is None else list(adapter_state(model))
     return save_output(engine, output, policy.tokenizer, names, write)

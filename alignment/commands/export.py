@@ -1,42 +1,113 @@
 """The command `alignment export`: a model and its adapter as one plain Hugging Face directory."""
 
+import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter, merge_adapter
 from alignment.data.tokenizers.load import save_tokenizer
-from alignment.files import atomic_directory
-from alignment.loading import find_directory, load_model, load_tokenizer, set_special_tokens
+from alignment.errors import UserError
+from alignment.files import atomic_directory, write_json
+from alignment.loading import (
+    find_base,
+    find_directory,
+    load_model,
+    load_tokenizer,
+    set_special_tokens,
+    torch_dtype,
+)
+from alignment.models.external.models import ExternalModel
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model, save_model
-from alignment.models.safetensors_files import read_config
+from alignment.models.native_model import NativeModel
+from alignment.models.quantization import read_quantization, require_bitsandbytes, round_blocks
+from alignment.models.safetensors_files import read_config, widest_type
+from alignment.models.weights_config import Quantization
 from alignment.reward_model import load_reward_network
 
+ERRORS = "quantization_error.json"
 
-def export_model(model: str, adapter: str | None, output: str) -> Path:
+
+def export_model(
+    model: str, adapter: str | None, output: str, *, dtype: str = "auto", quantize: Quantization | None = None
+) -> Path:
     """Write a model with its adapter merged as one plain Hugging Face directory and return that directory.
+
+    The sum of a weight and its update is computed in float32. An adapter that was trained on quantized weights is merged
+    into these weights as they were, and how far they are from the original ones is printed, and written for each matrix.
 
     Args:
         model: directory or Hub name of a model or an adapter.
         adapter: directory or Hub name of an adapter for it.
         output: directory to write.
+        dtype: type of the weights written; "auto": that of the model, or of the adapter's base. A score head is float32.
+        quantize: how the weights were quantized that the adapter was trained on; None: as its directory says.
 
     Raises:
-        UserError: the adapter cannot be merged (a prefix does not change weights).
+        UserError: the adapter cannot be merged (a prefix does not change weights); `quantize` without an adapter.
     """
     directory = find_directory(model)
-    scalar = _is_scalar(find_directory(adapter) if adapter else directory)
-    if adapter is None:
-        merged = load_reward_network(model) if scalar else load_model(model)
+    updates = find_directory(adapter) if adapter else directory if is_adapter(directory) else None
+    scalar = _is_scalar(updates or directory)
+    errors: Mapping[str, tuple[float, float]] = {}
+    if updates is None:
+        if quantize is not None:
+            raise UserError("--quantize is for the weights below an adapter, and there is none to merge; leave it out")
+        written = load_reward_network(model, dtype) if scalar else load_model(model, dtype)
     else:
-        base = load_scalar_model(directory, new_head="zero") if scalar else load_language_model(directory)
-        merged = load_adapter(base, find_directory(adapter))
-    if adapter is not None or is_adapter(directory):
-        merged = merge_adapter(merged)
+        base = directory if adapter else find_base(directory)
+        quantize = quantize or read_quantization(updates)
+        require_bitsandbytes(quantize)
+        written = load_scalar_model(base, new_head="zero") if scalar else load_language_model(base)
+        types = _types(written, base, torch_dtype(dtype), scalar=scalar)
+        if quantize is not None:
+            errors = round_blocks(written, quantize)
+            print(_describe_errors(errors, quantize, base), file=sys.stderr)
+        written = merge_adapter(load_adapter(written, updates))
+        for name, parameter in written.named_parameters():
+            parameter.data = parameter.data.to(types.get(name, torch.float32))
     tokenizer = load_tokenizer(adapter or model)
-    set_special_tokens(merged, tokenizer)
+    set_special_tokens(written, tokenizer)
     with atomic_directory(Path(output)) as directory:
-        save_model(merged, directory)
+        save_model(written, directory)
         save_tokenizer(tokenizer, directory)
+        if errors:
+            write_json(directory / ERRORS, {name: {"max": most, "mean": mean} for name, (most, mean) in errors.items()})
     return Path(output)
+
+
+def _types(
+    model: NativeModel | ExternalModel, base: Path, dtype: torch.dtype | None, *, scalar: bool
+) -> dict[str, torch.dtype]:
+    """The type to write each parameter in; `dtype` None: that of the base's file."""
+    names = [name for name, _ in model.named_parameters()]
+    found = dict.fromkeys(names, dtype or widest_type(base))
+    if dtype is None and isinstance(model, NativeModel):
+        unread: Any = (
+            load_scalar_model(base, None, "meta", "zero") if scalar else load_language_model(base, None, "meta")
+        )
+        found = {name: parameter.dtype for name, parameter in unread.named_parameters()}
+    head = (
+        {id(parameter) for parameter in model.get_submodule("head").parameters()} if _has_head(model, scalar) else set()
+    )
+    return found | {name: torch.float32 for name, parameter in model.named_parameters() if id(parameter) in head}
+
+
+def _has_head(model: NativeModel | ExternalModel, scalar: bool) -> bool:
+    return scalar and isinstance(model, NativeModel)
+
+
+def _describe_errors(errors: Mapping[str, tuple[float, float]], quantize: Quantization, base: Path) -> str:
+    """One sentence on how far quantized weights are from the original ones."""
+    worst = max(errors, key=lambda name: errors[name][0])
+    mean = sum(mean for _, mean in errors.values()) / len(errors)
+    return (
+        f"merged into the {quantize} weights that the adapter was trained on: they differ from those of {base} by "
+        f"{errors[worst][0]:.2g} at most (in {worst}) and by {mean:.2g} on average over {len(errors)} matrices; {ERRORS} "
+        "has each"
+    )
 
 
 def _is_scalar(directory: Path) -> bool:

@@ -14,6 +14,7 @@ from alignment.generation import SamplingConfig, decoding_config
 from alignment.generation import generate as generate_texts
 from alignment.loading import best_device, describe_stop_tokens, find_directory, load_model, load_tokenizer
 from alignment.models.huggingface.generation_config import GENERATION_CONFIG, read_generation_config
+from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,13 @@ def stored_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def generate_responses(
-    model: str, adapter: str | None, prompts: Sequence[str] | str, config: GenerateConfig, *, raw: bool = False
+    model: str,
+    adapter: str | None,
+    prompts: Sequence[str] | str,
+    config: GenerateConfig,
+    *,
+    raw: bool = False,
+    weights: WeightsConfig = DEFAULT_WEIGHTS,
 ) -> list[dict[str, Any]]:
     """One row per prompt: prompt, response, token_ids, log_probs, ended.
 
@@ -88,6 +95,7 @@ def generate_responses(
         model: directory or Hub name.
         adapter: directory of an adapter for it.
         prompts: texts, or the name of a file of prompts.
+        weights: type that the model is held and computes in (auto: the checkpoint's), and whether it is quantized.
         raw: do not apply the model's chat template; with the template a text is one user message.
 
     Raises:
@@ -100,7 +108,7 @@ def generate_responses(
         written = list(prompts)
     tokenizer = load_tokenizer(model)
     stops = describe_stop_tokens(model, tokenizer)
-    loaded = load_model(model, device=best_device())
+    loaded = load_model(model, weights.dtype, best_device(), quantize=weights.quantize)
     if adapter is not None:
         loaded = load_adapter(loaded, find_directory(adapter)).eval()
     has_template = tokenizer.chat_template is not None and not loaded.config.get("is_encoder_decoder")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from alignment.evaluation.inputs import read_records
 from alignment.files import write_json
 from alignment.loading import best_device, load_model, load_tokenizer
 from alignment.models.protocols import GenerativeModel
+from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import Ragged
 
 
@@ -69,11 +70,16 @@ def language_loss(model: GenerativeModel, batches: Iterable[Ragged], *, text_byt
 
 @dataclass(frozen=True)
 class LanguageEvalConfig:
-    """Settings of a language model's loss on running text."""
+    """Settings of a language model's loss on running text.
+
+    Attributes:
+        weights: type that the model is held and computes in; auto: the checkpoint's.
+    """
 
     model: str
     data: DataConfig
     output: str
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
 
 
 def run(config: LanguageEvalConfig) -> Path:
@@ -81,6 +87,7 @@ def run(config: LanguageEvalConfig) -> Path:
     rows = read_records(config.data, "text")
     examples, _ = tokenize_texts(rows, load_tokenizer(config.model), config.data.max_length)
     size = sum(len(row.text.encode()) for row in rows)
-    loss = language_loss(load_model(config.model, device=best_device()), collate(examples, 16_384), text_bytes=size)
+    model = load_model(config.model, config.weights.dtype, best_device(), quantize=config.weights.quantize)
+    loss = language_loss(model, collate(examples, 16_384), text_bytes=size)
     write_json(Path(config.output) / "results.json", asdict(loss))
     return Path(config.output) / "results.json"

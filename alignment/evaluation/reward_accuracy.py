@@ -1,7 +1,7 @@
 """Accuracy of a reward model: how often it prefers the chosen response (`alignment evaluate reward`)."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +12,22 @@ from alignment.evaluation.inputs import read_records
 from alignment.evaluation.winrate import win_rate
 from alignment.files import write_json
 from alignment.loading import architecture_of, best_device
+from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import load_reward_model
 
 
 @dataclass(frozen=True)
 class RewardEvalConfig:
-    """Settings of a reward model's accuracy on comparisons."""
+    """Settings of a reward model's accuracy on comparisons.
+
+    Attributes:
+        weights: type that the reward model is held and computes in; auto: the checkpoint's.
+    """
 
     reward_model: str
     data: DataConfig
     output: str
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
 
 
 def run(config: RewardEvalConfig) -> Path:
@@ -38,7 +44,8 @@ def run(config: RewardEvalConfig) -> Path:
             "reward` scores decoders; alignment.load_reward_model gives its scores of (prompt, response) pairs"
         )
     rows = read_records(config.data, "comparisons")
-    model = load_reward_model(config.reward_model, device=best_device())
+    weights = config.weights
+    model = load_reward_model(config.reward_model, weights.dtype, best_device(), quantize=weights.quantize)
     pairs, counts = tokenize_comparisons(rows, model.tokenizer, config.data.max_length)
     kept = {pair.row_id: pair for pair in pairs}
     rows = [row for row in rows if row.row_id in kept]

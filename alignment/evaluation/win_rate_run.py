@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from alignment.generation import Generation, SamplingConfig, decode_responses, r
 from alignment.loading import best_device, find_directory, load_model, load_tokenizer, same_vocabulary
 from alignment.models.classifiers import SequenceClassifier
 from alignment.models.lengths import check_lengths
+from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import Ragged, group_by_length
 from alignment.reward_model import RewardModel, load_reward_model
 
@@ -46,6 +47,7 @@ class WinRateConfig:
         text: held-out running text for each model's language-model loss.
         tie_margin: largest difference of scores that is a tie.
         samples: prompts kept with every model's response.
+        weights: type that models are held and compute in; auto: each checkpoint's.
     """
 
     models: dict[str, str]
@@ -64,6 +66,7 @@ class WinRateConfig:
     batch_size: int = 256
     seed: int = 0
     samples: int = 8
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
 
     def __post_init__(self) -> None:
         for name, value in (("baseline", self.baseline), ("reference", self.reference)):
@@ -107,7 +110,9 @@ def run(config: WinRateConfig) -> Path:
     if others:
         print(f"no KL from {config.baseline} for {', '.join(others)}: another vocabulary", file=sys.stderr)
     # Loaded on the CPU first: a wrong checkpoint is reported early, and the GPU holds one model at a time.
-    proxy = None if config.reward_model is None else load_reward_model(config.reward_model)
+    proxy = None
+    if config.reward_model is not None:
+        proxy = load_reward_model(config.reward_model, config.weights.dtype, quantize=config.weights.quantize)
     print_tally(
         "prompts", tokenize_prompts(prompts, load_tokenizer(config.models[config.baseline]), config.data.max_length)[1]
     )
@@ -207,9 +212,13 @@ def _proxy_scores(
     return dict(zip(sequences, model.score_ids(list(sequences.values())).tolist(), strict=True))
 
 
+def _load(config: WinRateConfig, source: str) -> Any:
+    return load_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)
+
+
 def _generate(config: WinRateConfig, source: str, prompts: list[Prompt]) -> Generation:
     """One model's responses. The model is loaded for this call only."""
-    model, tokenizer = load_model(source, device=best_device()), load_tokenizer(source)
+    model, tokenizer = _load(config, source), load_tokenizer(source)
     sampling = SamplingConfig(config.max_new_tokens, config.temperature, top_p=config.top_p, seed=config.seed)
     stop_ids = sorted(stop_token_ids(tokenizer))
     ids = _prompt_ids(config, tokenizer, prompts)
@@ -261,7 +270,7 @@ def _measurements(
         source = config.models[name]
         examples, _ = tokenize_texts(texts, load_tokenizer(source), config.text.max_length)
         size = sum(len(row.text.encode()) for row in texts)
-        loss = language_loss(load_model(source, device=best_device()), collate(examples, 16_384), text_bytes=size)
+        loss = language_loss(_load(config, source), collate(examples, 16_384), text_bytes=size)
         result["language_loss"], result["bits_per_byte"] = loss.loss, loss.bits_per_byte
     return result
 
@@ -275,7 +284,7 @@ def _same_vocabulary(config: WinRateConfig, name: str, reference: str) -> bool:
 def _kl(config: WinRateConfig, reference: str, generation: Generation, prompts: list[Prompt]) -> float:
     """KL from the reference over whole responses, nats: mean of log p - log p_ref over the model's own samples."""
     source = config.models[reference]
-    model, tokenizer = load_model(source, device=best_device()), load_tokenizer(source)
+    model, tokenizer = _load(config, source), load_tokenizer(source)
     ids = _prompt_ids(config, tokenizer, prompts)
     total = sum(sum(values) for values in generation.log_probs)
     for group in group_by_length([len(p) + len(r) for p, r in zip(ids, generation.token_ids, strict=True)], 16_384):

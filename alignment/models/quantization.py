@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -20,9 +21,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alignment.errors import UserError
+from alignment.files import read_json_object, write_json
 from alignment.models.weights_config import Quantization
 
 Model = TypeVar("Model", bound=nn.Module)
+RECORD = "alignment_quantization.json"  # in an adapter's directory
 INSTALL = "pip install 'alignment[quantization]'"
 KERNEL_PACKAGE = "kernels"  # what bitsandbytes fetches a kernel from the Hub with, when it is imported
 DECODED_ROWS = 64  # with at most so many rows, as in decoding, bitsandbytes' fused kernel on a GPU is faster
@@ -127,6 +130,36 @@ def dequantized(layer: nn.Linear) -> Tensor:
     return layer.read_weight(torch.float32)  # type: ignore[operator]
 
 
+def quantization_of(model: nn.Module) -> Quantization | None:
+    """How the blocks of a model are quantized."""
+    kinds: set[Quantization] = {getattr(module, "kind") for module in model.modules() if is_quantized(module)}  # noqa: B009
+    return next(iter(kinds), None)
+
+
+def write_quantization(model: nn.Module, directory: Path) -> None:
+    """Write beside an adapter how the weights were quantized that it was trained on; nothing where they were not."""
+    kind = quantization_of(model)
+    if kind is not None:
+        write_json(directory / RECORD, {"quantize": kind})
+
+
+def read_quantization(directory: Path) -> Quantization | None:
+    """How the weights were quantized that a directory's adapter was trained on, as far as it says.
+
+    Raises:
+        UserError: the file is no JSON object, or names something else.
+    """
+    path = Path(directory) / RECORD
+    if not path.is_file():
+        return None
+    kind = read_json_object(path).get("quantize")
+    if kind not in ("nf4", "int8"):
+        raise UserError(
+            f"{path}: quantize must be nf4 or int8, got {kind!r}; delete the file if the base was not quantized"
+        )
+    return kind
+
+
 def is_quantized(layer: nn.Module) -> bool:
     """Whether a layer comes from `quantize_blocks`."""
     return hasattr(layer, "read_weight")
@@ -176,6 +209,8 @@ def _layer_classes() -> dict[str, type[nn.Linear]]:
     class NF4Linear(bnb.nn.Linear4bit):
         """A linear layer with a frozen NF4 weight."""
 
+        kind = "nf4"
+
         def __init__(self, inputs: int, outputs: int):
             super().__init__(inputs, outputs, bias=False, compute_dtype=torch.float32, quant_type="nf4")
 
@@ -201,6 +236,8 @@ def _layer_classes() -> dict[str, type[nn.Linear]]:
 
     class Int8Linear(bnb.nn.Linear8bitLt):
         """A linear layer with a frozen int8 weight."""
+
+        kind = "int8"
 
         compute_dtype = torch.float32  # of an adapter's weights, by peft's name for it
 

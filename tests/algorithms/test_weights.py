@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.sft import SFTConfig
+from alignment.commands.export import export_model
+from alignment.commands.generate import generate_responses, read_settings
 from alignment.data.rows.read import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.errors import UserError
@@ -24,6 +26,7 @@ from alignment.models.weights_config import WeightsConfig
 from alignment.training import OptimConfig, TrainingConfig
 
 LORA = LoRASpec(rank=4, alpha=16.0)
+TYPES = ("auto", "bfloat16", "float32")
 TWO = TrainingConfig(batch_size=8, max_steps=2)
 
 
@@ -140,6 +143,50 @@ def test_dpo_on_nf4_resumes_to_the_bit(qwen, make_stage, read_metrics, tmp_path)
     assert figures(read_metrics(parts)) == figures(read_metrics(whole))
     ours, theirs = (load_file(each / "model" / "adapter_model.safetensors") for each in (parts, whole))
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
+def test_an_exported_adapter_is_the_trained_model_in_the_type_of_its_base(quantize, qwen, make_stage, tmp_path, capsys):
+    pytest.importorskip("bitsandbytes")
+    run, config = make_stage(
+        "sft", qwen, tmp_path / "run", adapter=LORA, weights=WeightsConfig(quantize=quantize), training=TWO
+    )
+    adapter = str(run(config))
+    capsys.readouterr()
+    merged = export_model(adapter, None, str(tmp_path / "merged"))
+    assert {x.dtype for x in load_file(merged / "model.safetensors").values()} == {torch.bfloat16}
+    assert json.loads((merged / "config.json").read_text())["dtype"] == "bfloat16"
+    exact = export_model(qwen, adapter, str(tmp_path / "exact"), dtype="float32")
+    ids = torch.tensor([[5, 6, 7, 8]])
+    trained = load_frozen_model(adapter, WeightsConfig(quantize=quantize))
+    with torch.no_grad():
+        expected = trained(ids).logits
+        torch.testing.assert_close(load_model(str(exact))(ids).logits, expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(load_model(str(merged))(ids).logits, expected, rtol=0, atol=0.05)
+    message = capsys.readouterr().err
+    if quantize is None:
+        assert "merged into" not in message and not (merged / "quantization_error.json").exists()
+        return
+    errors = json.loads((merged / "quantization_error.json").read_text())
+    assert len(errors) == 14 and all(0 < each["mean"] < each["max"] for each in errors.values())
+    worst = max(each["max"] for each in errors.values())
+    assert f"merged into the {quantize} weights" in message and f"by {worst:.2g} at most" in message
+
+
+def test_quantize_without_an_adapter_to_merge_is_refused(qwen, tmp_path):
+    with pytest.raises(UserError, match="there is none to merge"):
+        export_model(qwen, None, str(tmp_path / "out"), quantize="nf4")
+
+
+def test_a_model_that_is_only_used_has_its_checkpoints_type_or_the_one_asked_for(low, tmp_path):
+    settings = read_settings(low, ["max_new_tokens=4", "temperature=0"])
+    rows = [generate_responses(low, None, ["Hello"], settings, weights=WeightsConfig(dtype=name)) for name in TYPES]
+    with torch.no_grad():
+        logits = {name: load_model(low, name)(torch.tensor([[5, 6, 7]])).logits for name in TYPES}
+    assert torch.equal(logits["auto"], logits["bfloat16"]) and logits["auto"].dtype == torch.bfloat16
+    assert logits["float32"].dtype == torch.float32 and rows[0] == rows[1]
+    output = export_model(low, None, str(tmp_path / "out"))
+    assert {x.dtype for x in load_file(output / "model.safetensors").values()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize("Config", [SFTConfig, DPOConfig])
