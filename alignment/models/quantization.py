@@ -6,6 +6,7 @@ also round the activations, by a threshold over the whole batch. bitsandbytes is
 """
 
 import copy
+import functools
 import logging
 import os
 import sys
@@ -189,7 +190,7 @@ def _computed_in(x: Tensor) -> Tensor:
 
 def _quantized(layer: nn.Linear, weight: Tensor, quantize: Quantization) -> Any:
     """A quantized layer with the bias and mode of `layer`, and `weight` quantized on its device."""
-    kind: Any = _layer_classes()[quantize]
+    kind: Any = _nf4_class() if quantize == "nf4" else _int8_class()
     with torch.device("meta"):
         made = kind(layer.in_features, layer.out_features)
     made.bias = layer.bias
@@ -197,13 +198,9 @@ def _quantized(layer: nn.Linear, weight: Tensor, quantize: Quantization) -> Any:
     return made.train(layer.training)
 
 
-_CLASSES: dict[str, type[nn.Linear]] = {}
-
-
-def _layer_classes() -> dict[str, type[nn.Linear]]:
-    """bitsandbytes' layers with our forward, made at the first use."""
-    if _CLASSES:
-        return _CLASSES
+@functools.cache
+def _nf4_class() -> type[nn.Linear]:
+    """bitsandbytes' 4-bit layer with our forward, made at the first use."""
     bnb = import_bitsandbytes()
 
     class NF4Linear(bnb.nn.Linear4bit):
@@ -234,6 +231,14 @@ def _layer_classes() -> dict[str, type[nn.Linear]]:
                 return bnb.matmul_4bit(x, self.weight, bias=bias, quant_state=self.quant_state)
             return _ReadLinear.apply(x, self.bias, self.read_weight)
 
+    return NF4Linear
+
+
+@functools.cache
+def _int8_class() -> type[nn.Linear]:
+    """bitsandbytes' 8-bit layer with our forward, made at the first use."""
+    bnb = import_bitsandbytes()
+
     class Int8Linear(bnb.nn.Linear8bitLt):
         """A linear layer with a frozen int8 weight."""
 
@@ -260,5 +265,4 @@ def _layer_classes() -> dict[str, type[nn.Linear]]:
         def forward(self, x: Tensor) -> Tensor:
             return _ReadLinear.apply(_computed_in(x), self.bias, self.read_weight)
 
-    _CLASSES.update(nf4=NF4Linear, int8=Int8Linear)
-    return _CLASSES
+    return Int8Linear
