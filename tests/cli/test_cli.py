@@ -307,7 +307,7 @@ def responder(monkeypatch):
         n = len(prompts)
         return Generation(["yes"] * n, [[7, 2]] * n, [[-0.5, -0.25]] * n, [True] * n)
 
-    monkeypatch.setattr(command, "load_model", lambda name, device: types.SimpleNamespace(name=name, config={}))
+    monkeypatch.setattr(command, "load_model", lambda name, *_, **__: types.SimpleNamespace(name=name, config={}))
     monkeypatch.setattr(command, "load_tokenizer", lambda name: types.SimpleNamespace(name=name, chat_template=None))
     monkeypatch.setattr(
         command, "describe_stop_tokens", lambda name, tokenizer: f"a response of {name} ends at <end> (1)"
