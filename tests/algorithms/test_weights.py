@@ -158,7 +158,7 @@ def test_an_exported_adapter_is_the_trained_model_in_the_type_of_its_base(quanti
     assert json.loads((merged / "config.json").read_text())["dtype"] == "bfloat16"
     exact = export_model(qwen, adapter, str(tmp_path / "exact"), dtype="float32")
     ids = torch.tensor([[5, 6, 7, 8]])
-    trained = load_frozen_model(adapter, WeightsConfig(quantize=quantize))
+    trained = load_frozen_model(adapter, SharedWeights(WeightsConfig(quantize=quantize)))
     with torch.no_grad():
         expected = trained(ids).logits
         torch.testing.assert_close(load_model(str(exact))(ids).logits, expected, rtol=0, atol=1e-5)
