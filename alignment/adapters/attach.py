@@ -4,7 +4,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
+from torch import Tensor, nn
+
+from alignment.adapters.extras import replace_extras
+from alignment.adapters.ia3 import multiply_factors
 from alignment.adapters.kinds import KINDS, AnyModel, kinds_attached
+from alignment.adapters.lora import lora_updates
 from alignment.adapters.specs import AdapterSpec, PromptSpec
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -56,3 +61,24 @@ def merge_adapter(model: Loaded) -> Loaded:
             raise UserError(kind.merge)
         kind.merge(model)
     return model.requires_grad_(True)
+
+
+def merged_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The state dict of a model without its LoRA, DoRA or (IA)^3, which is put into the weights; the model stays as it is.
+
+    Args:
+        model: a model with or without such an adapter.
+        state: its state dict; whole tensors where the model is sharded.
+    """
+    adapter = [kind.holds for name, kind in KINDS.items() if name in ("lora", "dora", "ia3")]
+    plain = {
+        name.replace(".base_layer.", ".").replace(".original_module.", "."): value
+        for name, value in state.items()
+        if not any(holds(name) for holds in adapter)
+    }
+    for name, update in lora_updates(model, state).items():
+        weight = plain[f"{name}.weight"]
+        plain[f"{name}.weight"] = update.applied(weight.cpu()).to(weight.dtype)
+    multiply_factors(model, state, plain)
+    replace_extras(model, state, plain)
+    return plain

@@ -243,6 +243,22 @@ def merge_extras(model: nn.Module) -> None:
         setattr(model.get_submodule(parent), own, trained)
 
 
+def replace_extras(model: nn.Module, state: Mapping[str, Tensor], plain: dict[str, Tensor]) -> None:
+    """Put the trained rows and modules of a state dict into the one without the adapter."""
+    for name, value in state.items():
+        if COPY in name:
+            own = name.replace(COPY, ".")
+            plain[own] = value.to(plain[own].dtype)
+    rows = token_rows(model)
+    if rows is not None:
+        assert isinstance(model, NativeModel | ExternalModel)
+        embedding = cast(nn.Embedding, _embedding(model)).weight
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if parameter is embedding:
+                old = plain[name].cpu()
+                plain[name] = old.index_copy(0, rows.ids.cpu(), state[ROWS].cpu().to(old.dtype))
+
+
 @dataclass(frozen=True)
 class ExtrasInFile:
     """What is trained besides, as a file holds it.

@@ -155,6 +155,15 @@ def merge_ia3(model: nn.Module) -> None:
     model.requires_grad_(True)
 
 
+def multiply_factors(model: nn.Module, state: Mapping[str, Tensor], plain: dict[str, Tensor]) -> None:
+    """Multiply the weights in a state dict without the adapter by the factors in the one with it."""
+    for name, layer in ia3_layers(model).items():
+        factors, weight = state[f"{name}.ia3_l.{DEFAULT}"].cpu(), plain[f"{name}.weight"].cpu()
+        plain[f"{name}.weight"] = (weight * factors).to(weight.dtype)
+        if not layer.is_feedforward and f"{name}.bias" in plain:
+            plain[f"{name}.bias"] = plain[f"{name}.bias"].cpu() * factors[:, 0]
+
+
 def is_ia3_file(config: Mapping[str, object]) -> bool:
     """Whether an adapter_config.json is that of (IA)^3."""
     return config.get("peft_type") == "IA3"

@@ -73,6 +73,8 @@ def attach_lora(model: nn.Module, spec: LowRankSpec, name: str = DEFAULT) -> Non
     if isinstance(spec, DoRASpec):
         _refuse_parts_of_a_matrix(model, set(wanted))
     model.requires_grad_(False)
+    if hasattr(model, "peft_config"):
+        del model.peft_config  # of the LoRA below; the two are told apart by name in the layers
     config = LoraConfig(
         r=spec.rank,
         lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType]  # any number works

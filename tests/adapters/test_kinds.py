@@ -22,6 +22,7 @@ from alignment.adapters import (
     read_spec,
     save_adapter,
 )
+from alignment.adapters.attach import merged_state
 from alignment.models.huggingface.checkpoint import load_pretrained
 
 SMALL = {"vocab_size": 101, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -168,7 +169,9 @@ def test_trained_saved_opened_in_peft_and_here_switched_off_and_merged(bases, tm
         with disabled(model):
             assert torch.equal(logits(model, name), untrained)
         assert torch.equal(logits(model, name), trained)
+        merged = merged_state(model, model.state_dict())
         assert_close(logits(merge_adapter(model), name), trained, atol=1e-4, rtol=1e-4)
+    assert_close(merged, dict(model.state_dict()), atol=1e-5, rtol=1e-5)
     assert model.state_dict().keys() == before.keys()
     save_adapter(again, tmp_path / "again", base=str(base))
     first, second = (load_file(folder / "adapter_model.safetensors") for folder in (tmp_path, tmp_path / "again"))

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alignment.adapters.lora import attach_lora, lora_layers
+from alignment.adapters.attach import merged_state
+from alignment.adapters.lora import attach_lora
 from alignment.adapters.specs import LoRASpec
 from alignment.algorithms.policies import start_device
 from alignment.data.tasks.rows import FinetuneTask
@@ -136,7 +137,8 @@ def backbone_modules(model: nn.Module) -> list[nn.Module]:
 def freeze(model: nn.Module, frozen_trunk: bool, adapter: LoRASpec | None) -> nn.Module:
     """Freeze the trunk or attach LoRA, as the config asks; the head trains in any case."""
     if adapter is not None:
-        attach_lora(model, adapter)
+        model.requires_grad_(False)
+        attach_lora(unwrap(model), adapter)
         unwrap(model).head.requires_grad_(True)
     if frozen_trunk:
         for module in backbone_modules(model):
@@ -159,8 +161,4 @@ def classifier_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Te
         state: state dict of the whole model as trained.
     """
     state = {name.removeprefix("classifier."): x for name, x in state.items() if not name.startswith("language_head.")}
-    merged = {name.replace(".base_layer.", "."): x for name, x in state.items() if ".lora_" not in name}
-    for name, layer in lora_layers(unwrap(model)).items():
-        down, up = (state[f"{name}.lora_{side}.default.weight"] for side in "AB")
-        merged[f"{name}.weight"] = merged[f"{name}.weight"] + layer.scaling["default"] * up @ down
-    return merged
+    return merged_state(unwrap(model), state)
