@@ -46,10 +46,14 @@ ARCHITECTURES = {  # name: (model_type, transformers' class, config)
     "t5": ("t5", "AutoModelForSeq2SeqLM", T5),
     "gptj": ("gptj", "AutoModelForCausalLM", {**OLD, "rotary_dim": 4}),  # no table of ours
     "stablelm": ("stablelm", "AutoModelForCausalLM", {**GATED, "partial_rotary_factor": 0.5}),  # nor here
+    "gpt_neox": ("gpt_neox", "AutoModelForCausalLM", {**SMALL, "intermediate_size": 48, "max_position_embeddings": 64}),
+    "phi3": ("phi3", "AutoModelForCausalLM", GATED),
 }
+RARE = ("stablelm", "gpt_neox", "phi3")  # the last two: rows of a fused matrix in turn, and a fused gate and up
+IMPOSSIBLE: set[tuple[str, str]] = set()
 NORMS = {
     "llama": "model.norm", "qwen3": "model.norm", "gemma3": "model.norm", "gpt2": "ln_f", "bert": "embeddings.LayerNorm",
-    "t5": "decoder.final_layer_norm", "gptj": "ln_f", "stablelm": "model.norm",
+    "t5": "decoder.final_layer_norm", "gptj": "ln_f", "stablelm": "model.norm", "gpt_neox": "final_layer_norm", "phi3": "model.norm",
 }  # fmt: skip
 KINDS = {
     "lora": lambda name: LoRASpec(rank=3, alpha=6.0),
@@ -66,11 +70,19 @@ KINDS = {
     "modules": lambda name: LoRASpec(rank=2, init="gaussian", modules_to_save=(NORMS[name],)),
 }  # fmt: skip
 SKIPPED = {("token rows", "bert"): "peft leaves out the bias of a head that is tied to the rows"}
-CASES = [
-    pytest.param(kind, name, marks=[pytest.mark.slow] if kind in ("patterns", "modules") and name != "llama" else [])
-    for kind in KINDS
-    for name in ARCHITECTURES
-]
+FULL_ROWS = ("lora", "dora", "ia3")  # on every architecture; of the rest, some combinations are slow tests
+FEW = ("llama", "gpt2", "t5", "gptj")
+
+
+def cases(kinds):
+    """Every kind on every architecture, rarer combinations marked slow."""
+    for kind in kinds:
+        for name in ARCHITECTURES:
+            usual = name not in RARE and (kind in FULL_ROWS or name in FEW)
+            if (kind, name) not in IMPOSSIBLE:
+                yield pytest.param(kind, name, marks=[] if usual else [pytest.mark.slow])
+
+
 IDS = torch.randint(3, 101, (2, 13), generator=torch.Generator().manual_seed(4))
 TARGETS = torch.randint(3, 101, (2, 7), generator=torch.Generator().manual_seed(5))
 
@@ -141,7 +153,7 @@ def base_weights(model):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("kind", "name"), CASES)
+@pytest.mark.parametrize(("kind", "name"), cases(KINDS))
 def test_trained_saved_opened_in_peft_and_here_switched_off_and_merged(bases, tmp_path, kind, name):
     from peft import PeftModel
 
@@ -185,15 +197,17 @@ def test_trained_saved_opened_in_peft_and_here_switched_off_and_merged(bases, tm
 LINEAR = {
     "llama": ["q_proj", "v_proj", "down_proj"], "qwen3": ["k_proj", "gate_proj"], "gemma3": ["o_proj", "up_proj"],
     "gpt2": ["c_attn", "c_fc"], "bert": ["query", "output.dense"], "t5": ["q", "wi"], "gptj": ["q_proj", "fc_in"],
-    "stablelm": ["q_proj", "up_proj"],
+    "stablelm": ["q_proj", "up_proj"], "gpt_neox": ["query_key_value", "dense_h_to_4h"],
+    "phi3": ["qkv_proj", "gate_up_proj"],
 }  # fmt: skip
 FACTORS = {  # key, value and feed-forward, as the paper has it
     "llama": (["k_proj", "v_proj"], ["down_proj"]), "gpt2": (["c_attn"], ["mlp.c_proj"]),
     "bert": (["key", "value"], ["output.dense"]), "t5": (["k", "v"], ["wo"]), "gptj": (["k_proj", "v_proj"], ["fc_out"]),
+    "gpt_neox": (["query_key_value"], ["dense_4h_to_h"]), "phi3": (["qkv_proj"], ["down_proj"]),
 }  # fmt: skip
 for _name in ("qwen3", "gemma3", "stablelm"):
     FACTORS[_name] = FACTORS["llama"]
-EMBEDDING = {"gpt2": "wte", "bert": "word_embeddings", "t5": "shared", "gptj": "wte"}
+EMBEDDING = {"gpt_neox": "embed_in", "gpt2": "wte", "bert": "word_embeddings", "t5": "shared", "gptj": "wte"}
 
 
 def their_config(kind, name):
@@ -214,16 +228,10 @@ def their_config(kind, name):
 
 
 THEIRS = ("lora", "dora", "ia3", "patterns", "layers", "token rows", "modules")
-THEIR_CASES = [
-    pytest.param(kind, name, marks=[pytest.mark.slow] if kind in ("patterns", "layers") and name != "gpt2" else [])
-    for kind in THEIRS
-    for name in ARCHITECTURES
-    if (kind, name) not in SKIPPED
-]
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(("kind", "name"), THEIR_CASES)
+@pytest.mark.parametrize(("kind", "name"), [case for case in cases(THEIRS) if case.values not in SKIPPED])
 def test_an_adapter_trained_with_plain_peft_opens_here(bases, tmp_path, kind, name):
     from peft import get_peft_model
 

@@ -1,0 +1,70 @@
+"""Every stage with an adapter on an architecture without a table of ours, which runs as transformers' own class."""
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment.adapters import IA3Spec, LoRASpec
+from alignment.loading import load_model
+from alignment.reward_model import load_reward_network
+from alignment.training import TrainingConfig
+
+GPTJ = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 320, "rotary_dim": 4}
+IDS = torch.arange(3, 30)[None]
+
+
+@pytest.fixture(scope="module")
+def gptj(tmp_path_factory, tokenizer):
+    """Directory of a random GPT-J with the tests' tokenizer."""
+    import transformers
+
+    from alignment.data.tokenizers.load import save_tokenizer
+
+    special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    torch.manual_seed(0)
+    settings = transformers.AutoConfig.for_model("gptj", vocab_size=len(tokenizer), **special, **GPTJ)
+    directory = tmp_path_factory.mktemp("gptj")
+    transformers.AutoModelForCausalLM.from_config(settings).save_pretrained(directory)
+    save_tokenizer(tokenizer, directory)
+    return str(directory)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_every_stage_trains_lora_and_peft_opens_its_files(gptj, make_stage, read_metrics, tmp_path):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+    training = {"adapter": LoRASpec(rank=4, alpha=16.0), "training": TrainingConfig(batch_size=8, max_steps=6)}
+    run, config = make_stage("sft", gptj, tmp_path / "sft", **training)
+    policy = run(config)
+    losses = [row["loss"] for row in read_metrics(tmp_path / "sft") if "loss" in row]
+    assert losses[-1] < losses[0]
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(gptj), policy).eval()
+    with torch.no_grad():
+        assert_close(theirs(IDS).logits, load_model(str(policy))(IDS).logits, atol=1e-5, rtol=0)
+
+    run, config = make_stage("reward", gptj, tmp_path / "reward", **training)
+    judge = run(config)
+    theirs = AutoModelForSequenceClassification.from_pretrained(gptj, num_labels=1)
+    theirs.config.pad_token_id = 0
+    theirs = PeftModel.from_pretrained(theirs, judge).eval()
+    with torch.no_grad():
+        assert_close(theirs(IDS).logits, load_reward_network(str(judge))(IDS).logits, atol=1e-5, rtol=0)
+
+    run, config = make_stage("dpo", gptj, tmp_path / "dpo", **training)
+    run(config)
+    first = read_metrics(tmp_path / "dpo")[0]
+    assert first["loss"] == pytest.approx(0.693147, abs=1e-6)
+
+    training["training"] = TrainingConfig(batch_size=8, max_steps=1)
+    run, config = make_stage("ppo", gptj, tmp_path / "ppo", reward_model=str(judge), value_model="policy", **training)
+    assert load_model(str(run(config)))(IDS).logits.isfinite().all()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_dpo_starts_at_its_reference_with_factors_too(gptj, make_stage, read_metrics, tmp_path):
+    """The reference is the policy with the adapter off."""
+    training = TrainingConfig(batch_size=8, max_steps=2)
+    run, config = make_stage("dpo", gptj, tmp_path, adapter=IA3Spec(), training=training)
+    run(config)
+    assert read_metrics(tmp_path)[0]["loss"] == pytest.approx(0.693147, abs=1e-6)
