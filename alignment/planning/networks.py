@@ -4,7 +4,7 @@ Which adapters lie on which base, what trains, and what several networks share i
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -98,11 +98,10 @@ class Networks:
 
     def _frozen(self, start: Start, task: str, changes: Mapping[str, object]) -> Any:
         """A frozen model whose weights are held as `weights` says."""
-        model = store_frozen(empty_network({**start.config, **changes}, task, start.dtype), self.weights)
+        model = empty_network({**start.config, **changes}, task, start.dtype)
         if self.weights.quantize is not None:
-            for block in _block_lists(model):
-                replace_by_stand_ins(block, self.weights.quantize)
-        return model
+            replace_by_stand_ins(model, self.weights.quantize)
+        return store_frozen(model, replace(self.weights, quantize=None))
 
     def on(self, mode: FakeTensorMode) -> None:
         """Give the networks fake tensors on the CPU; what they share stays shared."""
@@ -144,14 +143,6 @@ def _scalar_over(base: LanguageModel) -> Any:
         scalar = empty_model(base.config, "scalar")
     scalar.trunk = share_weights(base.trunk)
     return scalar
-
-
-def _block_lists(model: nn.Module) -> list[nn.Module]:
-    """The module lists that hold a model's blocks."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        found += [child] if isinstance(child, nn.ModuleList) else _block_lists(child)
-    return found
 
 
 def empty_network(config: HFConfig, task: str, dtype: torch.dtype) -> Any:

@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from alignment.models.frozen_weights import FrozenLinear
+from alignment.models.quantization import quantizable_layers
 from alignment.models.weights_config import Quantization
 
 BLOCK, NESTED_BLOCK = 64, 256  # weights per scale; scales per scale of the scales
@@ -36,32 +36,22 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, packed: Tensor, shape: tuple[int, int], kind: Quantization) -> Tensor:
-        ctx.shape, ctx.dtype, ctx.packed = shape, x.dtype, packed
-        if kind == "int8":
-            return _int8_product(x, shape)
-        return nn.functional.linear(x, _dequantized(packed, shape, x.dtype))
+        ctx.shape, ctx.kind, ctx.packed = shape, kind, packed
+        return nn.functional.linear(x, _dequantized(packed, shape, x.dtype, kind))
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
         (grad,) = grad_outputs
-        return grad @ _dequantized(ctx.packed, ctx.shape, grad.dtype), None, None, None
+        return grad @ _dequantized(ctx.packed, ctx.shape, grad.dtype, ctx.kind), None, None, None
 
 
-def _dequantized(packed: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The whole matrix, beside the float32 scales it is made with."""
-    scales = torch.empty(math.ceil(math.prod(shape) / BLOCK), dtype=torch.float32, device=packed.device)
+def _dequantized(packed: Tensor, shape: tuple[int, int], dtype: torch.dtype, kind: Quantization) -> Tensor:
+    """The whole matrix, and beside it for a moment what it is made with: float32 scales, or a float32 copy for int8."""
+    numbers = math.prod(shape) if kind == "int8" else math.ceil(math.prod(shape) / BLOCK)
+    beside = torch.empty(numbers, dtype=torch.float32, device=packed.device)
     whole = torch.empty(shape, dtype=dtype, device=packed.device)
-    del scales
+    del beside
     return whole
-
-
-def _int8_product(x: Tensor, shape: tuple[int, int]) -> Tensor:
-    """The product of int8 inputs and weights: its int32 sums are as large as two outputs in half precision."""
-    quantized = torch.empty(x.shape, dtype=torch.int8, device=x.device)
-    sums = torch.empty(*x.shape[:-1], shape[0], dtype=torch.int32, device=x.device)
-    result = sums.to(x.dtype)
-    del quantized
-    return result
 
 
 class QuantizedStandIn(nn.Linear):
@@ -81,14 +71,14 @@ class QuantizedStandIn(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """input: [..., in_features] -> [..., out_features]."""
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
         y: Tensor = _Product.apply(input, self.weight, (self.out_features, self.in_features), self.kind)
         return y if self.bias is None else y + self.bias.to(y.dtype)
 
 
-def replace_by_stand_ins(module: nn.Module, kind: Quantization) -> None:
-    """Put a stand-in in the place of every frozen linear layer below `module`, adapters' base layers among them."""
-    for name, child in list(module.named_children()):
-        if isinstance(child, nn.Linear) and type(child) in (nn.Linear, FrozenLinear) and not child.weight.requires_grad:
-            setattr(module, name, QuantizedStandIn(child, kind))
-        elif not name.startswith("lora_"):
-            replace_by_stand_ins(child, kind)
+def replace_by_stand_ins(model: nn.Module, kind: Quantization) -> None:
+    """Put a stand-in in the place of every linear layer that `quantize_blocks` would quantize."""
+    for name, layer in list(quantizable_layers(model)):
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, QuantizedStandIn(layer, kind))
