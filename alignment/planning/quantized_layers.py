@@ -48,9 +48,9 @@ class _Product(torch.autograd.Function):
 def _dequantized(packed: Tensor, shape: tuple[int, int], dtype: torch.dtype, kind: Quantization) -> Tensor:
     """The whole matrix, and beside it for a moment what it is made with: float32 scales, or a float32 copy for int8."""
     numbers = math.prod(shape) if kind == "int8" else math.ceil(math.prod(shape) / BLOCK)
-    beside = torch.empty(numbers, dtype=torch.float32, device=packed.device)
+    intermediate = torch.empty(numbers, dtype=torch.float32, device=packed.device)
     whole = torch.empty(shape, dtype=dtype, device=packed.device)
-    del beside
+    del intermediate
     return whole
 
 
