@@ -191,7 +191,7 @@ def weights_alive() -> int:
     """Bytes of the tensors of all modules alive, each counted once."""
     import torch
 
-    modules = [thing for thing in gc.get_objects() if isinstance(thing, torch.nn.Module)]
+    modules = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.nn.Module)]
     try:
         from alignment.models.weight_bytes import total_bytes
 

@@ -61,3 +61,27 @@ def test_ppo_on_two_processes_draws_what_one_draws(tmp_path, world, checkpoints,
         assert two["first_ratio_error"] <= 1e-5
         for key in ("score", "response_tokens", "policy_loss", "value_loss", "pretrain_loss"):
             assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_ppo_over_one_base_and_a_stacked_lora_gives_on_two_processes_what_it_gives_on_one(tmp_path, world, stage, kind):
+    """Replicas share the base among the networks, FSDP2 and ZeRO shard each by itself; the start's LoRA stays frozen."""
+    settings = [
+        "ppo", "ppo/tiny", f"policy={stage('sft lora')}/model", f"reward_model={stage('reward lora')}/model",
+        f"data.train={world['prompts']}", "pretrain_coef=0", "adapter.kind=lora", "adapter.rank=2",
+        "training.max_steps=2", "training.batch_size=8", "max_new_tokens=8", "micro_rollout_batch_size=4",
+    ]  # fmt: skip
+    lines, models = {}, {}
+    for name, launcher in (("one", None), ("two", kind)):
+        models[name] = load_file(run(tmp_path / name, launcher, *settings) / "adapter_model.safetensors")
+        lines[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        notes = json.loads((tmp_path / name / "lineage.json").read_text())["notes"]
+        shared = any("shared with value model and reward model" in note for note in notes)
+        assert shared == (launcher in (None, "ddp")) and not (tmp_path / name / "base").exists()
+    for one, two in zip(lines["one"], lines["two"], strict=True):
+        assert two["first_ratio_error"] <= 1e-5
+        for key in ("score", "response_tokens", "policy_loss", "value_loss", "kl"):
+            assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
+    assert models["one"].keys() == models["two"].keys()
+    for name, tensor in models["one"].items():
+        assert float((models["two"][name] - tensor).norm()) <= 1e-3 * float(tensor.norm()), name
