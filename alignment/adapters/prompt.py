@@ -54,10 +54,11 @@ def attach_prompt(model: NativeModel | ExternalModel, spec: PromptSpec, tokenize
     """
     width, device = prompt_width(model), next(model.parameters()).device
     prompt = SoftPrompt(spec, width).to(device)
-    tokens = _initial_tokens(spec, model.spec.vocabulary, tokenizer)
-    if tokens is not None:
-        with torch.no_grad():
-            prompt.embedding.weight.copy_(_token_vectors(model, tokens.to(device)))
+    if not prompt.embedding.weight.is_meta:  # sizes alone are wanted there
+        tokens = _initial_tokens(spec, model.spec.vocabulary, tokenizer)
+        if tokens is not None:
+            with torch.no_grad():
+                prompt.embedding.weight.copy_(_token_vectors(model, tokens.to(device)))
     model.requires_grad_(False)
     model.soft_prompt = prompt
 

@@ -158,6 +158,9 @@ def test_where_a_soft_prompt_starts(name, tmp_path):
     assert all((every_row == vector).all(1).any() for vector in drawn)
     with pytest.raises(UserError, match="needs the model's tokenizer"):
         attach(base, PromptSpec(init="text", init_text="7"))
+    if name != "stablelm":
+        sizes = attach(base.to("meta"), PromptSpec(tokens=4, init="text", init_text="7"))  # as a plan does
+        assert sizes.soft_prompt.embedding.weight.shape == (4, 32)
 
 
 @KIND
