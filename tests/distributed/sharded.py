@@ -2,6 +2,7 @@
 
 python -m tests.distributed.sharded slices DIRECTORY...          shards equal the rows of the whole model, bit for bit
 python -m tests.distributed.sharded memory DIRECTORY OUTPUT      peak memory of loading, on each rank
+python -m tests.distributed.sharded train DIRECTORY OUTPUT UPDATES KIND...     go on to this update; weights from rank 0
 """
 
 import json
@@ -14,15 +15,29 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from alignment.adapters.attach import attach
 from alignment.adapters.specs import LoRASpec
+from alignment.data.batches import collate
+from alignment.models.frozen_weights import store_frozen, train_in_float32
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
 from alignment.models.safetensors_files import read_config
-from alignment.training import Engine, OptimConfig, TrainingConfig
+from alignment.models.weights_config import WeightsConfig
+from alignment.training import (
+    Engine,
+    OptimConfig,
+    Term,
+    TrainingConfig,
+    latest_checkpoint,
+    restore_checkpoint,
+    save_checkpoint,
+    shard_rows,
+)
 from alignment.training.backends.sharding import local_rows
-from alignment.training.distributed import init_distributed
+from alignment.training.distributed import init_distributed, launched_kind
+from tests.distributed.worker import documents, next_token
 
 
 def engine(model: Any) -> Engine:
@@ -56,6 +71,50 @@ def check_slices(directory: Path) -> None:
                 assert "lora_" in name or name.startswith("head."), name
                 assert not parameter.full_tensor().isnan().any(), name
         assert compared >= len(whole) - (kind == "scalar"), kind
+
+
+def start(directory: Path, kind: str) -> Engine:
+    """An engine of a model of the directory: `full`, `lora` over bfloat16, or `bf16`, full in bfloat16's precision."""
+    device = "meta" if launched_kind() == "fsdp2" else "cpu"
+    torch.manual_seed(3)
+    model = load_language_model(directory, None if kind == "lora" else torch.float32, device)
+    if kind == "lora":
+        model = train_in_float32(attach(store_frozen(model, WeightsConfig("bfloat16")), LoRASpec(rank=2)))
+    training = TrainingConfig(precision="bf16" if kind == "bf16" else "fp32", gradient_checkpointing=kind == "bf16")
+    return Engine(model, OptimConfig(1e-3, weight_decay=0.1), training, total_steps=4)
+
+
+def gathered_types(model: Any) -> set[torch.dtype]:
+    """The types in which the linear layers of the first block lie while they run."""
+    found: set[torch.dtype] = set()
+    for module in model.trunk.blocks[0].modules():
+        if isinstance(module, torch.nn.Linear):
+            module.register_forward_pre_hook(lambda module, inputs: found.add(module.weight.dtype))
+    return found
+
+
+def train(directory: Path, output: Path, updates: int, kinds: list[str]) -> None:
+    """Train each kind from its newest checkpoint to this update, save one, and write what `save_model` makes of it."""
+    for kind in kinds:
+        trained = start(directory, kind)
+        types, group = gathered_types(trained.backend.unwrapped), trained.process_group
+        path = latest_checkpoint(output / kind)
+        if path is not None:
+            restore_checkpoint(path, trained, {})
+        while trained.step < updates:  # one row in each micro-batch: the same products whatever the number of ranks
+            rows = documents(trained.step)[:5]
+            batches = shard_rows(
+                rows, lambda part: [b for row in part for b in collate([row], 64)], group.rank, group.size
+            )
+            trained.update(Term(batches, next_token(trained)))
+        save_checkpoint(output / kind, updates, trained, {}, {}, keep=9)
+        if kind == "bf16" and group.kind == "fsdp2":
+            assert types == {torch.bfloat16}, types
+        names = list(trained.backend.unwrapped.state_dict())
+        state = dict(trained.backend.gather(names))
+        if group.is_main:
+            save_file({name: x.clone() for name, x in state.items()}, output / f"{kind}.safetensors")
+        group.barrier()
 
 
 def resident() -> int:
@@ -96,5 +155,7 @@ if __name__ == "__main__":
     if mode == "slices":
         for path in paths:
             check_slices(Path(path))
+    elif mode == "train":
+        train(Path(paths[0]), Path(paths[1]), int(paths[2]), paths[3:])
     else:
         measure_memory(*map(Path, paths))

@@ -1,9 +1,12 @@
 """Models loaded as shards: each rank reads its own rows, holds no more than them and a block, and ends with the same bits."""
 
 import json
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import save_model
@@ -44,3 +47,52 @@ def test_loading_holds_the_shard_and_one_block_at_most(tmp_path):
         print(rank)
         assert rank["shard"] > 60 * 10**6
         assert rank["peak"] <= 1.15 * (rank["shard"] + rank["block"]), rank
+
+
+KINDS = ("full", "lora", "bf16")
+
+
+def train(count: int, model: str, output: Path, updates: int, **environment: str) -> None:
+    output.mkdir(exist_ok=True)
+    settings = {**(FSDP2 if count > 1 else {}), **environment}
+    run_ranks(count, "tests.distributed.sharded", "train", model, str(output), str(updates), *KINDS, **settings)
+
+
+def largest_difference(one: Path, other: Path) -> float:
+    """Largest |one - other| / |other| of any tensor of a model."""
+    ours, theirs = load_file(one), load_file(other)
+    assert ours.keys() == theirs.keys()
+    differences = {name: float((ours[name].double() - theirs[name].double()).norm()) for name in ours}
+    return max(differences[name] / max(float(theirs[name].double().norm()), 1e-12) for name in ours)
+
+
+@pytest.mark.distributed_slow
+def test_a_checkpoint_of_four_goes_on_in_two_and_in_one_and_all_train_the_weights_of_one_process(tmp_path):
+    """4 updates in one process, against 2 in four and 2 more in four (hybrid), in two (offloaded) and in one."""
+    model = write("llama", tmp_path / "start")
+    train(1, model, tmp_path / "one", 4)
+    train(4, model, tmp_path / "four", 2)
+    files = sorted(path.name for path in (tmp_path / "four" / "full" / "step-000002").iterdir())
+    ranks = [f"{kind}-rank-{rank:05d}.safetensors" for kind in ("model", "optimizer") for rank in range(4)]
+    assert files == sorted(["identity.json", "manifest.json", *ranks, "random.json", "state.json"])
+    manifest = json.loads((tmp_path / "four" / "full" / "step-000002" / "manifest.json").read_text())
+    assert manifest["format"] == 3 and set(ranks) <= manifest["files"].keys()
+    ways = {
+        "hybrid": (
+            4,
+            {"LOCAL_WORLD_SIZE": "2", "FSDP_SHARDING_STRATEGY": "HYBRID_SHARD", "FSDP_FORWARD_PREFETCH": "true"},
+        ),
+        "offloaded": (2, {"FSDP_OFFLOAD_PARAMS": "true", "FSDP_RESHARD_AFTER_FORWARD": "false"}),
+        "alone": (1, {}),
+    }
+    for name, (count, environment) in ways.items():
+        shutil.copytree(tmp_path / "four", tmp_path / name)
+        train(count, model, tmp_path / name, 4, **environment)
+        for kind in KINDS:
+            found = largest_difference(
+                tmp_path / name / f"{kind}.safetensors", tmp_path / "one" / f"{kind}.safetensors"
+            )
+            print(f"{name} {kind}: {found:.1e}")
+            assert found <= 1e-5, (name, kind)
+    shutil.copytree(tmp_path / "alone", tmp_path / "spread")  # what one process saved goes on in two
+    train(2, model, tmp_path / "spread", 5)

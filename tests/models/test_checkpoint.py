@@ -2,6 +2,7 @@
 
 import json
 import re
+import weakref
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,18 @@ from torch.testing import assert_close
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from alignment.errors import UserError
+from alignment.files import byte_count
 from alignment.models.build import build_language_model, build_scalar_model
-from alignment.models.huggingface.checkpoint import hf_locations, load_language_model, load_scalar_model, save_model
+from alignment.models.huggingface.checkpoint import (
+    hf_locations,
+    load_language_model,
+    load_scalar_model,
+    save_model,
+    saved_names,
+)
 from alignment.models.huggingface.stored_parameters import read_parameters, source_of
 from alignment.ragged import Ragged
+from alignment.training import TrainingConfig
 
 IDS = torch.randint(61, (3, 20), generator=torch.Generator().manual_seed(0))
 
@@ -426,3 +435,72 @@ def test_every_slice_of_a_fused_tensor_equals_that_of_the_whole_model(family, tm
             for start in range(0, len(real), rows):
                 part = source_of(parameter).rows(start, min(len(real), start + rows))
                 assert torch.equal(part, real[start : start + rows]), name
+
+
+# Large models in several files
+
+
+def test_shards_open_here_and_in_transformers_and_a_model_that_fits_is_one_file_with_the_same_bytes(config, tmp_path):
+    model = rough(build_language_model({**config, "bos_token_id": 1, "eos_token_id": 2}))
+    for folder in ("one", "many"):
+        (tmp_path / folder).mkdir()
+    save_model(model, tmp_path / "one")
+    tensors = ((name, model.state_dict()[name]) for name in saved_names(model))
+    save_model(model, tmp_path / "many", tensors=tensors, max_shard_size="20KB")
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    shards = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
+    assert shards == sorted(set(index["weight_map"].values())) and len(shards) > 2
+    assert shards[0] == f"model-00001-of-{len(shards):05d}.safetensors"
+    sizes = {name: sum(x.numel() * 4 for x in load_file(tmp_path / "many" / name).values()) for name in shards}
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    assert all(size <= 20_000 or len(load_file(tmp_path / "many" / name)) == 1 for name, size in sizes.items())
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "many")
+    with torch.no_grad():
+        assert_close(load_language_model(tmp_path / "many")(IDS).logits, reference(IDS).logits, atol=1e-5, rtol=0)
+    # saved again in one file: the shards and their index are gone, and the bytes are those of the first save
+    save_model(model, tmp_path / "many")
+    assert [path.name for path in (tmp_path / "many").glob("*.safetensors*")] == ["model.safetensors"]
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "many" / name).read_bytes() == (tmp_path / "one" / name).read_bytes()
+
+
+def test_at_most_one_shard_is_held_while_tensors_come_in(tmp_path):
+    config = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 32, "n_layer": 6, "n_head": 4, "n_positions": 32}
+    model = build_language_model(config)
+    alive, most = 0, 0
+
+    def forget(size):
+        nonlocal alive
+        alive -= size
+
+    def counted():
+        nonlocal alive, most
+        for name in saved_names(model):
+            tensor = model.state_dict()[name].clone()
+            alive += tensor.numel() * 4
+            most = max(most, alive)
+            weakref.finalize(tensor, forget, tensor.numel() * 4)
+            yield name, tensor
+
+    save_model(model, tmp_path, tensors=counted(), max_shard_size="30KB")
+    total = sum(tensor.numel() * 4 for tensor in model.parameters())
+    assert total > 200_000 and most < 80_000, (
+        most
+    )  # a shard, the tensor that did not fit, its parts before they are fused
+
+
+def test_tensors_that_do_not_fit_leave_no_config(config, tmp_path):
+    model = build_language_model(config)
+    names = saved_names(model)
+    with pytest.raises(ValueError, match=rf"missing \['{names[-1]}'\]"):
+        save_model(model, tmp_path, tensors=((name, model.state_dict()[name]) for name in names[:-1]))
+    with pytest.raises(ValueError, match=r"unexpected \['surplus'\]"):
+        save_model(model, tmp_path, tensors=[("surplus", torch.zeros(2))])
+    assert not (tmp_path / "config.json").exists()
+
+
+@pytest.mark.parametrize("size", ["5", "GB", "-1GB", "0GB", "5XB"])
+def test_a_size_that_is_none_is_refused(size):
+    with pytest.raises(ValueError, match="is no size; give a number and a unit"):
+        TrainingConfig(max_shard_size=size)
+    assert [byte_count(text) for text in ("5GB", "1.5 mb", "2KiB", "7B")] == [5 * 10**9, 1_500_000, 2048, 7]

@@ -20,6 +20,7 @@ from alignment.training import (
     restore_checkpoint,
     save_checkpoint,
 )
+from alignment.training.backends import state_files
 from alignment.training.run.random_state import random_state, set_random_state
 from tests.killing import run_killed
 from tests.training.toys import squared_error, toy_batches, toy_engine, toy_rows, weights
@@ -339,3 +340,56 @@ def test_a_full_disk_while_weights_are_written_is_named_with_path_and_bytes(tmp_
         save_checkpoint(tmp_path, 2, engine, {}, IDENTITY, keep=1)
     assert latest_checkpoint(tmp_path) == tmp_path / "step-000001"
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
+
+
+# Checkpoints of several ranks
+
+
+def in_parts(directory: Path, ranks: int) -> None:
+    """Cut the files of one process into those of several ranks, by rows; a tensor with fewer rows is on some of them."""
+    from safetensors.torch import load_file
+
+    for kind in ("model", "optimizer"):
+        tensors = load_file(directory / f"{kind}.safetensors")
+        for rank in range(ranks):
+            rows = {}
+            for name, tensor in tensors.items():
+                whole = tensor.shape[0] if tensor.ndim else 1
+                chunk = -(-whole // ranks)
+                part = tensor[rank * chunk : (rank + 1) * chunk] if tensor.ndim else tensor
+                if tensor.ndim or rank == 0:
+                    rows[name] = state_files.Rows(part, min(whole, rank * chunk), whole)
+            state_files.write_rows(kind, rows, rank, directory)
+        (directory / f"{kind}.safetensors").unlink()
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
+def test_parts_of_any_number_of_ranks_are_put_together(tmp_path, ranks):
+    engine = saved(tmp_path, 2)
+    expected = weights(engine)
+    in_parts(tmp_path / "step-000002", ranks)
+    other = toy_engine(seed=9)
+    restore_checkpoint(tmp_path / "step-000002", other, IDENTITY)
+    assert all(torch.equal(value, weights(other)[name]) for name, value in expected.items())
+    advance(engine, 1)
+    advance(other, 1)
+    assert all(torch.equal(value, weights(other)[name]) for name, value in weights(engine).items())
+
+
+def test_any_rows_are_read_from_any_parts_in_the_type_they_were_saved_in(tmp_path):
+    table = torch.randn(11, 3).bfloat16()
+    for rank, (start, stop) in enumerate(((0, 4), (4, 8), (8, 11))):
+        state_files.write_rows("model", {"a": state_files.Rows(table[start:stop], start, 11)}, rank, tmp_path)
+    files = state_files.StateFiles("model", tmp_path)
+    assert files.shapes == {"a": torch.Size([11, 3])}
+    for start in range(12):
+        for stop in range(start, 12):
+            assert torch.equal(files.rows("a", start, stop), table[start:stop])
+
+
+def test_a_missing_part_is_told_by_tensor(tmp_path):
+    saved(tmp_path, 1)
+    in_parts(tmp_path / "step-000001", 3)
+    (tmp_path / "step-000001" / "model-rank-00001.safetensors").unlink()
+    with pytest.raises(UserError, match=r"rows of last\.weight are missing, or there twice|rows of .* are missing"):
+        restore_checkpoint(tmp_path / "step-000001", toy_engine(), IDENTITY)

@@ -32,7 +32,7 @@ class FSDP2Backend:
         self.autocast, self._precision = autocast_context(process_group.device, precision), precision
         settings = fsdp_settings()
         self._reshard_after_forward = settings.reshard_after_forward
-        shard_model(model, process_group, settings)
+        shard_model(model, process_group, settings, precision)
         self.optimizer = build_optimizer(model, config)
         self._missing: list[str] | None = None
 

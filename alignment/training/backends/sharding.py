@@ -1,13 +1,16 @@
 """FSDP2 sharding of a model: the mesh of ranks, the groups of parameters, and shards read straight from their files."""
 
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 
 from alignment.errors import UserError
+from alignment.training.backends.whole_weights import computing_types
 from alignment.training.distributed import FSDPSettings, ProcessGroup
 
 
@@ -19,7 +22,7 @@ class RowSource(Protocol):
         ...
 
 
-def shard_model(model: nn.Module, process_group: ProcessGroup, settings: FSDPSettings) -> None:
+def shard_model(model: nn.Module, process_group: ProcessGroup, settings: FSDPSettings, precision: str) -> None:
     """Shard each block (a child of a ModuleList) by itself, then the rest.
 
     An unread parameter is never whole on any rank: each reads the rows of its own shard from the file. What has been
@@ -37,13 +40,18 @@ def shard_model(model: nn.Module, process_group: ProcessGroup, settings: FSDPSet
         if not tensor.is_meta:
             broadcast(tensor.detach(), src=0)
     check_finite(model)
-    _wrap_blocks(model, process_group, settings)
+    _wrap_blocks(model, process_group, settings, precision)
     _read_shards(model, stored, torch.device("cpu") if settings.cpu_offload else process_group.device)
 
 
-def _wrap_blocks(model: nn.Module, process_group: ProcessGroup, settings: FSDPSettings) -> None:
-    """Make each block, and what is outside of blocks, a group of parameters that is gathered and sharded together."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+def _wrap_blocks(model: nn.Module, process_group: ProcessGroup, settings: FSDPSettings, precision: str) -> None:
+    """Make each block, and what is outside of blocks, a group of parameters that is gathered and sharded together.
+
+    In bf16 the float32 shards of a block's linear layers are gathered in bfloat16, in half the bytes: under autocast these
+    layers compute with weights rounded in the same way, so no number changes. They are a group of their own then, beside
+    the block's norms, which compute in float32. Gradients are reduced in float32.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     on_gpu = process_group.device.type == "cuda"
     options: dict[str, Any] = {
@@ -51,18 +59,42 @@ def _wrap_blocks(model: nn.Module, process_group: ProcessGroup, settings: FSDPSe
         "offload_policy": CPUOffloadPolicy(pin_memory=on_gpu) if settings.cpu_offload else OffloadPolicy(),
         "ignored_params": {parameter for parameter in model.parameters() if not parameter.is_floating_point()},
     }
+    types = computing_types(model, precision)
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     blocks: list[Any] = []
     for module in reversed(list(model.modules())):  # from the inside out, as fully_shard requires
         if isinstance(module, nn.ModuleList):
             for block in module:
                 if not isinstance(block, nn.ModuleList | nn.ModuleDict):  # those are never called
-                    fully_shard(block, reshard_after_forward=settings.reshard_after_forward, **options)
+                    reshard = {"reshard_after_forward": settings.reshard_after_forward}
+                    if layers := bfloat16_layers(block, types):
+                        fully_shard(layers, mp_policy=policy, **reshard, **options)
+                        blocks.append(layers[0])
+                    fully_shard(block, **reshard, **options)
                     blocks.append(block)
     fully_shard(model, **options)
     if settings.forward_prefetch:
         ordered: list[Any] = [module for module in model.modules() if module in blocks]
         for block, after in pairwise(ordered):
             block.set_modules_to_forward_prefetch([after])
+
+
+def bfloat16_layers(block: nn.Module, types: Mapping[nn.Parameter, torch.dtype]) -> list[nn.Module]:
+    """The trained layers of a block that compute with weights rounded to bfloat16; none where the block is compiled.
+
+    A group within a compiled block would cut its graph. Under an adapter the frozen weights have the checkpoint's type.
+    """
+    compiled = getattr(block, "_compiled_call_impl", None) is not None
+    if compiled or not all(parameter.requires_grad for parameter in block.parameters()):
+        return []
+    done = {id(module) for inner in block.modules() if isinstance(inner, FSDPModule) for module in inner.modules()}
+    return [
+        module
+        for module in block.modules()
+        if type(module) is nn.Linear
+        and id(module) not in done
+        and all(types[parameter] == torch.bfloat16 for parameter in module.parameters())
+    ]
 
 
 def device_mesh(process_group: ProcessGroup, settings: FSDPSettings) -> Any:
