@@ -107,7 +107,7 @@ def train(directory: Path, output: Path, updates: int, kinds: list[str]) -> None
                 rows, lambda part: [b for row in part for b in collate([row], 64)], group.rank, group.size
             )
             trained.update(Term(batches, next_token(trained)))
-        save_checkpoint(output / kind, updates, trained, {}, {}, keep=9)
+        save_checkpoint(output / kind, updates, trained, {}, {}, keep=9, drawn=False)
         if kind == "bf16" and group.kind == "fsdp2":
             assert types == {torch.bfloat16}, types
         names = list(trained.backend.unwrapped.state_dict())
