@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from safetensors.torch import load_file
 
 from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms.dpo import DPOConfig
+from alignment.algorithms.finetune import finetune
+from alignment.algorithms.finetune.finetune import FinetuneConfig
+from alignment.algorithms.finetune.model import unwrap
 from alignment.algorithms.sft import SFTConfig
 from alignment.commands.export import export_model
 from alignment.commands.generate import generate_responses, read_settings
@@ -19,11 +23,14 @@ from alignment.data.tokenizers.load import save_tokenizer
 from alignment.errors import UserError
 from alignment.loading import load_frozen_model, load_model
 from alignment.models import quantization
+from alignment.models.build import build_model
 from alignment.models.frozen_weights import FrozenLinear
-from alignment.models.huggingface.checkpoint import load_language_model, save_model
+from alignment.models.huggingface.checkpoint import load_language_model, load_pretrained, save_model
+from alignment.models.quantization import quantization_of
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
 from alignment.training import OptimConfig, TrainingConfig
+from tests.algorithms.labeled_rows import write_rows
 
 LORA = LoRASpec(rank=4, alpha=16.0)
 TYPES = ("auto", "bfloat16", "float32")
@@ -189,7 +196,83 @@ def test_a_model_that_is_only_used_has_its_checkpoints_type_or_the_one_asked_for
     assert {x.dtype for x in load_file(output / "model.safetensors").values()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("Config", [SFTConfig, DPOConfig])
+# Fine-tuning
+
+
+@pytest.fixture
+def make_finetune(low, tokenizer, tmp_path):
+    """`make_finetune("bert", "classification", output, **changes)`: a config over a bfloat16 checkpoint of a family."""
+
+    def make(family, task, output, **changes):
+        folder = tmp_path / family
+        if family == "bert" and not folder.is_dir():
+            torch.manual_seed(0)
+            bert = {"hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+            config = {"model_type": family, "max_position_embeddings": 128, "vocab_size": len(tokenizer), **bert}
+            folder.mkdir()
+            save_model(build_model(config, "language").to(torch.bfloat16), folder)
+            save_tokenizer(tokenizer, folder)
+        rows, held_out = (write_rows(tmp_path, task, 8 * (2 - seed), seed, f"{task}-{seed}.jsonl") for seed in (0, 1))
+        settings = {
+            "data": DataConfig(train=rows, evaluation=held_out, max_length=96),
+            "optim": OptimConfig(learning_rate=3e-3, eps=1e-5),
+            "adapter": LORA,
+            "training": TWO,
+        }
+        policy = low if family == "llama" else str(folder)
+        return FinetuneConfig(task=task, policy=policy, output=str(output), **{**settings, **changes})
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("family", "task", "changes"),
+    [
+        ("bert", "classification", {}),
+        ("bert", "token_classification", {}),
+        ("llama", "classification", {"language_coef": 0.5}),
+        ("llama", "pair_classification", {}),  # new rows in the embedding
+    ],
+)
+def test_fine_tuning_with_bfloat16_weights_has_the_numbers_of_float32_weights(
+    family, task, changes, make_finetune, read_metrics, tmp_path
+):
+    for name in ("auto", "float32"):
+        weights = WeightsConfig(dtype=name)
+        finetune.run(make_finetune(family, task, tmp_path / name, weights=weights, **changes))
+    assert figures(read_metrics(tmp_path / "auto")) == figures(read_metrics(tmp_path / "float32"))
+    ours, theirs = (load_file(tmp_path / name / "model" / "model.safetensors") for name in ("auto", "float32"))
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    assert {x.dtype for x in ours.values()} == {torch.float32}
+    (note,) = [note for note in notes(tmp_path / "auto") if note.startswith("weights:")]
+    assert "tensors frozen in bfloat16" in note
+    assert not any("frozen in bfloat16" in note for note in notes(tmp_path / "float32"))
+
+
+@pytest.mark.parametrize("quantize", ["nf4", "int8", None])
+@pytest.mark.parametrize("family", ["bert", "llama"])
+def test_a_fine_tuned_model_is_saved_with_the_values_of_its_weights(
+    quantize, family, make_finetune, read_metrics, tmp_path, monkeypatch
+):
+    pytest.importorskip("bitsandbytes")
+    trained, freeze = [], finetune.freeze
+    monkeypatch.setattr(finetune, "freeze", lambda *each: trained.append(freeze(*each)) or trained[0])
+    weights, coef = WeightsConfig(quantize=quantize), {"language_coef": 0.5} if family == "llama" else {}
+    adapter = LORA if quantize else LoRASpec(rank=4, alpha=16.0, init="pissa")
+    config = make_finetune(family, "classification", tmp_path / "run", weights=weights, adapter=adapter, **coef)
+    output = finetune.run(config)
+    (note,) = [note for note in notes(tmp_path / "run") if note.startswith("weights:")]
+    assert f"tensors frozen in {quantize or 'bfloat16'} (" in note
+    saved = load_pretrained(output, "sequence")
+    model = unwrap(trained[0]).eval()
+    assert quantization_of(model) == quantize and quantization_of(saved) is None
+    assert {x.dtype for x in model.head.parameters()} == {torch.float32}
+    ids = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        torch.testing.assert_close(saved(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("Config", [SFTConfig, DPOConfig, partial(FinetuneConfig, task="classification")])
 @pytest.mark.parametrize(
     ("weights", "message"),
     [

@@ -15,6 +15,7 @@ from alignment.algorithms.finetune.model import (
     classifier_state,
     freeze,
     label_config,
+    read_names,
     set_training_mode,
     start_classifier,
     unwrap,
@@ -33,6 +34,7 @@ from alignment.errors import UserError, raise_all
 from alignment.loading import find_directory, load_tokenizer
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.models.safetensors_files import read_config
+from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.training import Engine, OptimConfig, Run, TrainingConfig, fit
 from alignment.training.ranks import compare_rows
 
@@ -54,8 +56,9 @@ class FinetuneConfig:
             for a decoder's pairs and choices, else tokenizer.
         frozen_trunk: train the head alone (BERT's pooler is part of the head); the trunk has no dropout then.
         language_coef: weight of GPT-1's auxiliary language-model loss, lambda; decoders only; GPT-1 has 0.5.
-        adapter: train LoRA on the frozen trunk, and the head; the result is saved merged. The embeddings of added tokens
-            are not trained then.
+        weights: type of the frozen weights in memory, under an adapter.
+        adapter: train LoRA on the frozen trunk, and the head; the result is saved merged, in float32 (into the values of
+            the quantized matrices where `weights.quantize` is set). The embeddings of added tokens are not trained then.
         stride: question_answering: tokens from the start of a window over the context to the start of the next.
         max_question: question_answering: tokens that a longer question is truncated to.
         max_answer: question_answering: most tokens of an answer.
@@ -73,6 +76,7 @@ class FinetuneConfig:
     format: Format | None = None
     frozen_trunk: bool = False
     language_coef: float = 0.0
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
     adapter: LoRASpec | None = None
     stride: int = 128
     max_question: int = 64
@@ -96,6 +100,7 @@ class FinetuneConfig:
             )
         if self.frozen_trunk and self.adapter is not None:
             raise ValueError("frozen_trunk leaves nothing for `adapter` to change; leave one of them out")
+        check_weights(self.weights, frozen=self.adapter is not None)
         for name in ("stride", "max_question", "max_answer"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -125,7 +130,10 @@ def run(config: FinetuneConfig) -> Path:
         if isinstance(source, dict):
             source = tokenizer_settings(tokenizer) | source
         labels = label_config(config.task, train.names)
-        model = start_classifier(source, config.task, labels, len(tokenizer), config.language_coef > 0)
+        model = start_classifier(
+            source, config.task, labels, len(tokenizer), config.language_coef > 0,
+            adapter=config.adapter, weights=config.weights,
+        )  # fmt: skip
         check_vocabulary(tokenizer, unwrap(model).spec.vocabulary)
         examples = train.examples + (held_out.examples if held_out else [])
         check_rows(unwrap(model), examples, config.data.max_length)
@@ -234,5 +242,5 @@ def save(config: FinetuneConfig, input_format: Format, engine: Engine, model: nn
         state, size = classifier_state(model, dict(tensors)), config.training.max_shard_size
         save_model(classifier, folder, tensors=state.items(), max_shard_size=size)
 
-    names = [name for name in engine.backend.unwrapped.state_dict() if not name.startswith("language_head.")]
+    names = read_names(model, engine.backend.unwrapped.state_dict())
     return save_output(engine, config.output, tokenizer, names, write)

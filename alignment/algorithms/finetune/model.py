@@ -3,9 +3,10 @@
 How rows become its inputs is in inputs.py, losses and metrics are in scoring.py.
 """
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +19,16 @@ from alignment.data.tasks.rows import FinetuneTask
 from alignment.losses import chunked_token_log_probs
 from alignment.models.build import build_model
 from alignment.models.classifiers import SequenceClassifier, TokenClassifier, pooled
+from alignment.models.frozen_weights import store_frozen, train_in_float32
 from alignment.models.heads import VocabularyHead
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.huggingface.stored_parameters import read_parameters
 from alignment.models.init_weights import InitSpec
 from alignment.models.layers.padded_layout import select_rows
 from alignment.models.outputs import DoubleHeadsOutput
+from alignment.models.quantization import dequantized, is_quantized
 from alignment.models.transformer import TransformerSpec
+from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 from alignment.ragged import Ragged
 
 HEADS = {  # the task of our model classes that each fine-tuning task trains
@@ -76,29 +80,45 @@ class DoubleHeadsModel(nn.Module):
 
 
 def start_classifier(
-    source: Path | dict[str, Any], task: FinetuneTask, labels: dict[str, Any], vocabulary: int, language: bool
+    source: Path | dict[str, Any],
+    task: FinetuneTask,
+    labels: dict[str, Any],
+    vocabulary: int,
+    language: bool,
+    *,
+    adapter: LoRASpec | None = None,
+    weights: WeightsConfig = DEFAULT_WEIGHTS,
 ) -> nn.Module:
     """The model to train, with a new classification head.
+
+    Weights are float32; under an adapter all but the classification head are frozen and held as `weights` says.
 
     Args:
         source: directory of a checkpoint, or the config of a fresh model.
         labels: from `label_config`.
         vocabulary: tokens of the tokenizer; a decoder with a smaller embedding is resized.
         language: keep the checkpoint's language head, for the auxiliary language-model loss.
+        adapter: that `freeze` will attach.
+        weights: how frozen weights are held.
     """
-    head = HEADS[task]
+    head, device = HEADS[task], start_device(adapter, weights)
+    dtype = torch.float32 if adapter is None else None  # None: the checkpoint's
     if isinstance(source, dict):
         classifier = build_model({**source, **labels}, head)
         language_head = build_model(source, "language").head if language else None
     else:
-        classifier = load_pretrained(source, head, device=start_device(), new_head=True, config=labels)
-        language_head = load_pretrained(source, "language", device=start_device()).head if language else None
+        classifier = load_pretrained(source, head, dtype, device, new_head=True, config=labels)
+        language_head = load_pretrained(source, "language", dtype, device).head if language else None
     spec = classifier.spec
     if isinstance(spec, TransformerSpec) and spec.causal and vocabulary > spec.vocabulary:
         for part in (classifier, language_head):  # new rows are added to the values
             if part is not None:
                 read_parameters(part)
         resize_vocabulary(classifier, language_head, vocabulary)
+    if adapter is not None:
+        for part in (classifier, language_head):
+            if part is not None:
+                store_frozen(part, weights)
     return classifier if language_head is None else DoubleHeadsModel(classifier, language_head)
 
 
@@ -106,13 +126,16 @@ def start_classifier(
 def resize_vocabulary(
     classifier: SequenceClassifier | TokenClassifier, language_head: VocabularyHead | None, vocabulary: int
 ) -> None:
-    """Widen a decoder's embedding and language head in place to `vocabulary` tokens, initialized as in a fresh model."""
+    """Widen a decoder's embedding and language head in place to `vocabulary` tokens, initialized as in a fresh model.
+
+    The new rows are float32, and so is a whole table then.
+    """
     trunk, old = classifier.trunk, classifier.trunk.spec.vocabulary
     init = trunk.spec.init
     std = init.std if isinstance(init, InitSpec) else 1.0
 
     def widened(table: Tensor) -> nn.Parameter:
-        new = torch.randn(vocabulary - old, *table.shape[1:], dtype=table.dtype) * (std if table.dim() > 1 else 0.0)
+        new = torch.randn(vocabulary - old, *table.shape[1:]) * (std if table.dim() > 1 else 0.0)
         return nn.Parameter(torch.cat([table, new]))
 
     trunk.embed.weight, trunk.embed.num_embeddings = widened(trunk.embed.weight), vocabulary
@@ -140,6 +163,7 @@ def freeze(model: nn.Module, frozen_trunk: bool, adapter: LoRASpec | None) -> nn
         model.requires_grad_(False)
         attach_lora(unwrap(model), adapter)
         unwrap(model).head.requires_grad_(True)
+        train_in_float32(model)
     if frozen_trunk:
         for module in backbone_modules(model):
             module.requires_grad_(False)
@@ -154,11 +178,26 @@ def set_training_mode(model: nn.Module, frozen_trunk: bool) -> None:
             module.eval()
 
 
+def read_names(model: nn.Module, names: Iterable[str]) -> list[str]:
+    """Those names of the model's state dict that `classifier_state` reads: no language head, no quantized matrix."""
+    quantized = tuple(f"{name}." for name in _quantized_layers(model))
+    matrices = {name for name in names if name.startswith(quantized) and not name.endswith(".bias")}
+    return [name for name in names if not (name in matrices or name.startswith("language_head."))]
+
+
+def _quantized_layers(model: nn.Module) -> dict[str, nn.Linear]:
+    return {name: cast(nn.Linear, module) for name, module in model.named_modules() if is_quantized(module)}
+
+
 def classifier_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the plain classifier, LoRA merged into its weights.
+    """The state dict of the plain classifier in float32, LoRA merged into its weights.
+
+    Quantized matrices, which are whole on every rank, get the values that they compute with.
 
     Args:
-        state: state dict of the whole model as trained.
+        state: state dict of the whole model as trained; `read_names` of it are enough.
     """
-    state = {name.removeprefix("classifier."): x for name, x in state.items() if not name.startswith("language_head.")}
+    state = {name: state[name] for name in read_names(model, state)}
+    state |= {f"{name}.weight": dequantized(layer).cpu() for name, layer in _quantized_layers(model).items()}
+    state = {name.removeprefix("classifier."): x.float() for name, x in state.items()}
     return merged_state(unwrap(model), state)
