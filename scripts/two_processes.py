@@ -8,6 +8,8 @@ opened, absolute difference of what our loader's model and transformers' or peft
 7 rows of data, so that the ranks' shares are unequal; micro-batches of few tokens; responses that end at different steps;
 a policy with dropout for DPO, where it must stay off. On the CPU over gloo; one launch for each way to spread a model.
 
+Further adapters can be named: dora ia3 prompt prefix_network bottleneck pissa patterns token_rows modules.
+
     python scripts/two_processes.py [--ways ddp fsdp2 zero2 zero3] [--stages ppo ...] [--adapters lora ...]
 """
 
@@ -28,6 +30,7 @@ ROOT = Path(__file__).resolve().parent.parent
 WAYS = ("ddp", "fsdp2", "zero2", "zero3")
 STAGES = ("sft", "reward", "dpo", "ppo")
 ADAPTERS = ("full", "lora", "prefix")
+KINDS = ("dora", "ia3", "prompt", "prefix_network", "bottleneck", "pissa", "patterns", "token_rows", "modules")
 BOUNDS = {"weights": 1e-5, "metrics": 1e-3, "resumed": 1e-5, "alone": 1e-5, "opened": 1e-4}
 ROWS, STEPS = 7, 4
 CLOCKS = ("seconds_rollout", "seconds_update", "tokens_per_second")
@@ -39,7 +42,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--adapters", nargs="+", choices=ADAPTERS, default=list(ADAPTERS))
+    parser.add_argument("--adapters", nargs="+", choices=ADAPTERS + KINDS, default=list(ADAPTERS))
     parser.add_argument("--output", type=Path, help="keep the runs here; a temporary directory by default")
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)  # inside a launched process
     options = parser.parse_args()
@@ -150,7 +153,6 @@ def run(cell: tuple[str, str], output: Path) -> None:
 
 def settings(stage: str, adapter: str, output: Path) -> Any:
     """The config of one run."""
-    from alignment.adapters import LoRASpec, PrefixSpec
     from alignment.algorithms import dpo, reward, sft
     from alignment.algorithms.ppo import ppo
     from alignment.data.rows.read import DataConfig
@@ -163,8 +165,8 @@ def settings(stage: str, adapter: str, output: Path) -> Any:
         "policy": str(start / ("gpt2" if stage == "dpo" else "llama")),
         "data": DataConfig(train=str(start / "world" / f"{rows}.jsonl"), evaluation=held_out, max_length=256),
         "output": str(output),
-        "adapter": {"lora": LoRASpec(rank=4, alpha=16.0), "prefix": PrefixSpec(tokens=4)}.get(adapter),
-        "optim": OptimConfig(learning_rate=3e-2 if adapter == "prefix" else 1e-3, eps=1e-5),
+        "adapter": adapter_spec(adapter),
+        "optim": OptimConfig(learning_rate=3e-2 if adapter in ("prefix", "prompt") else 1e-3, eps=1e-5),
         "training": TrainingConfig(
             max_steps=STEPS, batch_size=ROWS, micro_batch_tokens=150, save_every_steps=STEPS // 2,
             evaluate_every_steps=1,
@@ -179,6 +181,26 @@ def settings(stage: str, adapter: str, output: Path) -> Any:
     value_model = "policy" if adapter == "prefix" else "reward_model"
     own: dict[str, Any] = {"max_new_tokens": 12, "epochs": 2, "minibatches": 2, "value_model": value_model}
     return ppo.PPOConfig(reward_model=str(start / "reward"), **common, **own)
+
+
+def adapter_spec(name: str) -> Any:
+    """The settings of an adapter; None: all weights train."""
+    from alignment.adapters import BottleneckSpec, DoRASpec, IA3Spec, LoRASpec, PrefixSpec, PromptSpec
+
+    return {
+        "full": None,
+        "lora": LoRASpec(rank=4, alpha=16.0),
+        "prefix": PrefixSpec(tokens=4),
+        "dora": DoRASpec(rank=4, alpha=16.0),
+        "ia3": IA3Spec(),
+        "prompt": PromptSpec(tokens=4, init="sampled_vocabulary"),
+        "prefix_network": PrefixSpec(tokens=4, projection_width=8),
+        "bottleneck": BottleneckSpec(width=5, placement="houlsby"),
+        "pissa": LoRASpec(rank=4, alpha=16.0, init="pissa"),
+        "patterns": LoRASpec(rank=4, rank_stabilized=True, rank_pattern={"value": 2}, init="orthogonal"),
+        "token_rows": LoRASpec(rank=4, token_rows=(5, 9, 300)),
+        "modules": LoRASpec(rank=4, modules_to_save=("model.norm", "lm_head")),
+    }[name]
 
 
 # Measuring
@@ -211,8 +233,9 @@ def measure(two: Path, one: Path, cell: tuple[str, str]) -> dict[str, float]:
         "weights": difference(weights(two / name), reference),
         "metrics": metric_difference(*(lines(run / name / "metrics.jsonl") for run in (two, one))),
         "resumed": difference(weights(two / f"{name}-resumed"), reference),
-        "opened": opened(two / name / "model", cell),
     }
+    if cell[1] != "bottleneck":  # peft has no such adapter
+        found["opened"] = opened(two / name / "model", cell)
     with redirect_stderr(io.StringIO()):  # its progress
         resume(cell, two / name, two / f"{name}-alone")
     found["alone"] = difference(weights(two / f"{name}-alone"), reference)
@@ -280,7 +303,10 @@ def opened(directory: Path, cell: tuple[str, str]) -> float:
         peer = PeftModel.from_pretrained(Peer.from_pretrained(base, **more), directory)
     rows = torch.arange(3, 27).view(2, 12)
     with torch.no_grad():
-        return float((ours.eval()(rows).logits - peer.eval()(input_ids=rows).logits).abs().max())
+        ours, theirs = ours.eval()(rows).logits, peer.eval()(input_ids=rows).logits
+        if adapter == "prompt":
+            theirs = theirs[:, -rows.shape[1] :]  # peft gives the logits of the prompt too
+        return float((ours - theirs).abs().max())
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from alignment.errors import UserError
 from alignment.models.classifiers import ScalarModel
 from alignment.models.external.models import ExternalModel, ExternalScalarModel
 from alignment.models.native_model import NativeModel
+from alignment.models.quantization import quantization_of
 
 Loaded = TypeVar("Loaded", bound=NativeModel | ExternalModel)
 
@@ -54,8 +55,13 @@ def merge_adapter(model: Loaded) -> Loaded:
     """Merge a model's adapter into its weights and return the model.
 
     Raises:
-        UserError: the adapter is no change of weights.
+        UserError: the adapter is no change of weights, or the weights are quantized.
     """
+    if (quantize := quantization_of(model)) is not None:
+        raise UserError(
+            f"the adapter cannot be merged into weights in {quantize}, which would round its changes away; load the model "
+            "without quantization, or merge with `alignment export`"
+        )
     for kind in kinds_attached(model):
         if isinstance(kind.merge, str):
             raise UserError(kind.merge)

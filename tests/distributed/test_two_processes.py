@@ -37,3 +37,10 @@ def test_sharded_ppo_with_unequal_shares_equals_one_process():
 @pytest.mark.parametrize("way", EVERY_WAY)
 def test_every_stage_and_adapter_equals_one_process_and_resumes(way):
     assert check("--ways", way).count(way) >= 12
+
+
+@pytest.mark.distributed_slow
+@pytest.mark.parametrize("way", EVERY_WAY)
+def test_further_kinds_of_adapter_equal_one_process_and_resume(way):
+    kinds = ["dora", "ia3", "prompt", "prefix_network", "bottleneck", "pissa", "patterns", "token_rows", "modules"]
+    assert check("--ways", way, "--stages", "sft", "--adapters", *kinds).count(f"{way} ") >= len(kinds)
