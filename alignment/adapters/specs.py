@@ -214,6 +214,7 @@ class BottleneckSpec:
 
 
 UNMERGEABLE = (PrefixSpec, PromptSpec, BottleneckSpec)  # no change of weights
+MergeableSpec = LoRASpec | DoRASpec | IA3Spec  # changes of weights
 AdapterSpec = LoRASpec | DoRASpec | IA3Spec | PrefixSpec | PromptSpec | BottleneckSpec
 
 

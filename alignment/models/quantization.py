@@ -224,6 +224,15 @@ def _nf4_class() -> type[nn.Linear]:
             state.dtype, state.shape = dtype, torch.Size((1, self.in_features * self.out_features))
             return bnb.functional.dequantize_4bit(self.weight.data, state).view(self.out_features, self.in_features)
 
+        @property
+        def W_q(self) -> Tensor:
+            """The quantized numbers; peft asks a layer that has this name for its matrix, and does not read it itself."""
+            return self.weight.data
+
+        def dequantize(self) -> Tensor:
+            """The matrix [out, in] in float32, for the norms of DoRA and the vectors of PiSSA."""
+            return self.read_weight(torch.float32)
+
         def forward(self, x: Tensor) -> Tensor:
             x = _computed_in(x)
             if x.is_cuda and not torch.is_grad_enabled() and x.numel() <= DECODED_ROWS * self.in_features:

@@ -113,8 +113,10 @@ def test_trained_saved_loaded_and_switched_off(bases, tmp_path, kind, name, quan
 
 
 @pytest.mark.parametrize("quantize", ["nf4", "int8"])
-def test_the_norms_of_dora_and_the_vectors_of_pissa_are_those_of_the_dequantized_matrix(bases, quantize):
-    base = bases("llama")
+@pytest.mark.parametrize("sizes", [SIZES, {}], ids=["whole blocks", "parts of blocks"])
+def test_norms_of_dora_and_vectors_of_pissa_are_those_of_the_dequantized_matrix(tmp_path, sizes, quantize):
+    write("llama", tmp_path, **sizes)
+    base = str(tmp_path)
     layer = next(each for each in load_model(base, quantize=quantize).modules() if quantization.is_quantized(each))
     matrix = quantization.dequantized(layer)
     dora = next(iter(lora_layers(attach(load_model(base, quantize=quantize), DoRASpec(rank=2))).values()))

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from alignment.adapters import LoRASpec
+from alignment.adapters import DoRASpec, IA3Spec, LoRASpec
 from alignment.algorithms.finetune import finetune
 from alignment.algorithms.finetune import predict as predict_module
 from alignment.algorithms.finetune.finetune import FinetuneConfig
@@ -35,6 +35,7 @@ from alignment.data.text.special_tokens import EncodedText
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
 from alignment.models.huggingface.checkpoint import load_language_model, load_pretrained
+from alignment.models.weights_config import WeightsConfig
 from alignment.pipeline.stages import find_stage
 from alignment.ragged import Ragged
 from alignment.training import OptimConfig, Run, TrainingConfig
@@ -219,12 +220,14 @@ def test_the_result_does_not_depend_on_how_the_batch_is_cut(settings, tmp_path, 
     assert_close(cut, whole, atol=2e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("name", ["plain", "language", "LoRA", "frozen"])
+@pytest.mark.parametrize("name", ["plain", "language", "LoRA", "DoRA", "IA3", "frozen"])
 def test_stopped_and_resumed_equals_uninterrupted(settings, tmp_path, read_metrics, monkeypatch, name):
     changes = {
         "plain": {},
         "language": {"language_coef": 0.5},
         "LoRA": {"adapter": LoRASpec(rank=2, dropout=0.1)},
+        "DoRA": {"adapter": DoRASpec(rank=2)},
+        "IA3": {"adapter": IA3Spec()},
         "frozen": {"frozen_trunk": True},
     }[name] | {"training": TrainingConfig(batch_size=16, max_steps=4, evaluate_every_steps=2)}
     whole = finetune.run(settings("gpt2", "pair_classification", output=str(tmp_path / "whole"), **changes))
@@ -315,23 +318,32 @@ def test_both_orders_of_a_pair_count_the_same(settings):
 # Adapters
 
 
-def test_a_saved_update_is_the_one_that_was_trained(checkpoints):
-    labels = label_config("classification", {0: "no", 1: "yes"})
-    model = freeze(
-        start_classifier(checkpoints["gpt2"], "classification", labels, 0, True), False, LoRASpec(rank=2, alpha=3.0)
-    )
+@pytest.mark.parametrize("quantize", [None, "nf4", "int8"])
+@pytest.mark.parametrize(
+    "adapter",
+    [LoRASpec(rank=2, alpha=3.0), DoRASpec(rank=2, alpha=3.0), IA3Spec(), LoRASpec(rank=2, token_rows=(5, 8))],
+    ids=["lora", "dora", "ia3", "token rows"],
+)
+def test_a_saved_update_is_the_one_that_was_trained(checkpoints, adapter, quantize):
+    labels, held = label_config("classification", {0: "no", 1: "yes"}), WeightsConfig(quantize=quantize)
+    start = start_classifier(
+        checkpoints["gpt2"], "classification", labels, 0, True, adapter=adapter, weights=held
+    )  # fmt: skip
+    model = freeze(start, False, adapter)
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    assert all(".lora_" in name or name.startswith("classifier.head.") for name in trained)
+    own = (".lora_", ".ia3_l.", "token_rows", "classifier.head.")
+    assert trained and all(any(part in name for part in own) for name in trained)
+    generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if ".lora_B" in name:
-                parameter.normal_(generator=torch.Generator().manual_seed(0), std=0.1)
+        for parameter in (p for p in model.parameters() if p.requires_grad):
+            parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     plain = start_classifier(checkpoints["gpt2"], "classification", labels, 0, False)
     batch = Ragged.build([[5, 6, 7], [8, 9]])
-    before = plain(batch=batch).logits
-    plain.load_state_dict(classifier_state(model, model.state_dict()))
-    assert_close(plain(batch=batch).logits, model(batch=batch).logits)
-    assert not torch.allclose(plain(batch=batch).logits, before, atol=1e-3)
+    with torch.no_grad():
+        before = plain(batch=batch).logits
+        plain.load_state_dict(classifier_state(model, model.state_dict()))
+        assert_close(plain(batch=batch).logits, model(batch=batch).logits, atol=1e-5, rtol=1e-5)
+        assert not torch.allclose(plain(batch=batch).logits, before, atol=1e-3)
 
 
 # Answers

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from alignment.adapters import is_adapter
-from alignment.adapters.specs import LoRASpec
+from alignment.adapters.specs import MergeableSpec
 from alignment.algorithms.finetune.inputs import ENCODE, Format, choose_format, collate_for_task
 from alignment.algorithms.finetune.model import (
     classifier_state,
@@ -57,8 +57,9 @@ class FinetuneConfig:
         frozen_trunk: train the head alone (BERT's pooler is part of the head); the trunk has no dropout then.
         language_coef: weight of GPT-1's auxiliary language-model loss, lambda; decoders only; GPT-1 has 0.5.
         weights: type of the frozen weights in memory, under an adapter.
-        adapter: train LoRA on the frozen trunk, and the head; the result is saved merged, in float32 (into the values of
-            the quantized matrices where `weights.quantize` is set). The embeddings of added tokens are not trained then.
+        adapter: train LoRA, DoRA or (IA)^3 on the frozen trunk, and the head; the result is saved merged, in float32
+            (into the values of the quantized matrices where `weights.quantize` is set). The embeddings of added tokens
+            are not trained then, unless `adapter.token_rows` names them.
         stride: question_answering: tokens from the start of a window over the context to the start of the next.
         max_question: question_answering: tokens that a longer question is truncated to.
         max_answer: question_answering: most tokens of an answer.
@@ -77,7 +78,7 @@ class FinetuneConfig:
     frozen_trunk: bool = False
     language_coef: float = 0.0
     weights: WeightsConfig = field(default_factory=WeightsConfig)
-    adapter: LoRASpec | None = None
+    adapter: MergeableSpec | None = None
     stride: int = 128
     max_question: int = 64
     max_answer: int = 30

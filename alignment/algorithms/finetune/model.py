@@ -11,9 +11,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from alignment.adapters.attach import merged_state
-from alignment.adapters.lora import attach_lora
-from alignment.adapters.specs import LoRASpec
+from alignment.adapters.attach import attach, merged_state
+from alignment.adapters.specs import MergeableSpec
 from alignment.algorithms.policies import start_device
 from alignment.data.tasks.rows import FinetuneTask
 from alignment.losses import chunked_token_log_probs
@@ -86,7 +85,7 @@ def start_classifier(
     vocabulary: int,
     language: bool,
     *,
-    adapter: LoRASpec | None = None,
+    adapter: MergeableSpec | None = None,
     weights: WeightsConfig = DEFAULT_WEIGHTS,
 ) -> nn.Module:
     """The model to train, with a new classification head.
@@ -157,11 +156,11 @@ def backbone_modules(model: nn.Module) -> list[nn.Module]:
     return [module for name, module in unwrap(model).named_children() if name != "head"]
 
 
-def freeze(model: nn.Module, frozen_trunk: bool, adapter: LoRASpec | None) -> nn.Module:
-    """Freeze the trunk or attach LoRA, as the config asks; the head trains in any case."""
+def freeze(model: nn.Module, frozen_trunk: bool, adapter: MergeableSpec | None) -> nn.Module:
+    """Freeze the trunk or attach an adapter, as the config asks; the head trains in any case."""
     if adapter is not None:
         model.requires_grad_(False)
-        attach_lora(unwrap(model), adapter)
+        attach(unwrap(model), adapter)
         unwrap(model).head.requires_grad_(True)
         train_in_float32(model)
     if frozen_trunk:
@@ -190,7 +189,7 @@ def _quantized_layers(model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def classifier_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict of the plain classifier in float32, LoRA merged into its weights.
+    """The state dict of the plain classifier in float32, any adapter merged into its weights.
 
     Quantized matrices, which are whole on every rank, get the values that they compute with.
 
