@@ -1,6 +1,7 @@
 """Train on two processes and on one, print how far apart they are, and exit 1 where a cell is outside its bounds.
 
-Rows: SFT, reward model, DPO and PPO, each of the full weights, with LoRA and with a prefix. Figures are the largest
+Rows: SFT, reward model, DPO and PPO, each of the full weights, with LoRA, with LoRA over quantized weights (nf4, int8: only
+where they are asked for) and with a prefix. Figures are the largest
 relative difference of any tensor or metric from one process; columns: weights of the final model; metrics; resumed,
 weights of the same run resumed from the checkpoint in its middle; alone, resumed there by one process without a launcher;
 opened, absolute difference of what our loader's model and transformers' or peft's give for a few texts.
@@ -31,6 +32,7 @@ WAYS = ("ddp", "fsdp2", "zero2", "zero3")
 STAGES = ("sft", "reward", "dpo", "ppo")
 ADAPTERS = ("full", "lora", "prefix")
 KINDS = ("dora", "ia3", "prompt", "prefix_network", "bottleneck", "pissa", "patterns", "token_rows", "modules")
+QUANTIZED = ("nf4", "int8")  # under LoRA
 BOUNDS = {"weights": 1e-5, "metrics": 1e-3, "resumed": 1e-5, "alone": 1e-5, "opened": 1e-4}
 ROWS, STEPS = 7, 4
 CLOCKS = ("seconds_rollout", "seconds_update", "tokens_per_second")
@@ -42,7 +44,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--stages", nargs="+", choices=STAGES, default=list(STAGES))
-    parser.add_argument("--adapters", nargs="+", choices=ADAPTERS + KINDS, default=list(ADAPTERS))
+    parser.add_argument("--adapters", nargs="+", choices=ADAPTERS + KINDS + QUANTIZED, default=list(ADAPTERS))
     parser.add_argument("--output", type=Path, help="keep the runs here; a temporary directory by default")
     parser.add_argument("--train", action="store_true", help=argparse.SUPPRESS)  # inside a launched process
     options = parser.parse_args()
@@ -156,6 +158,7 @@ def settings(stage: str, adapter: str, output: Path) -> Any:
     from alignment.algorithms import dpo, reward, sft
     from alignment.algorithms.ppo import ppo
     from alignment.data.rows.read import DataConfig
+    from alignment.models.weights_config import WeightsConfig
     from alignment.training import OptimConfig, TrainingConfig
 
     start = output.parent.parent / "start"
@@ -166,6 +169,7 @@ def settings(stage: str, adapter: str, output: Path) -> Any:
         "data": DataConfig(train=str(start / "world" / f"{rows}.jsonl"), evaluation=held_out, max_length=256),
         "output": str(output),
         "adapter": adapter_spec(adapter),
+        "weights": WeightsConfig(quantize=adapter if adapter in QUANTIZED else None),
         "optim": OptimConfig(learning_rate=3e-2 if adapter in ("prefix", "prompt") else 1e-3, eps=1e-5),
         "training": TrainingConfig(
             max_steps=STEPS, batch_size=ROWS, micro_batch_tokens=150, save_every_steps=STEPS // 2,
@@ -200,7 +204,7 @@ def adapter_spec(name: str) -> Any:
         "patterns": LoRASpec(rank=4, rank_stabilized=True, rank_pattern={"value": 2}, init="orthogonal"),
         "token_rows": LoRASpec(rank=4, token_rows=(5, 9, 300)),
         "modules": LoRASpec(rank=4, modules_to_save=("model.norm", "lm_head")),
-    }[name]
+    }["lora" if name in QUANTIZED else name]
 
 
 # Measuring

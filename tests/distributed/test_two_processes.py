@@ -44,3 +44,12 @@ def test_every_stage_and_adapter_equals_one_process_and_resumes(way):
 def test_further_kinds_of_adapter_equal_one_process_and_resume(way):
     kinds = ["dora", "ia3", "prompt", "prefix_network", "bottleneck", "pissa", "patterns", "token_rows", "modules"]
     assert check("--ways", way, "--stages", "sft", "--adapters", *kinds).count(f"{way} ") >= len(kinds)
+
+
+@pytest.mark.distributed_slow
+@pytest.mark.parametrize("way", EVERY_WAY)
+def test_lora_over_quantized_weights_equals_one_process_and_resumes(way):
+    """Quantized weights are whole on each rank under FSDP2, while the LoRA is sharded."""
+    pytest.importorskip("bitsandbytes")
+    table = check("--ways", way, "--stages", "sft", "--adapters", "nf4", "int8")
+    assert sum(line.startswith(way) for line in table.splitlines()) == 2
