@@ -6,6 +6,8 @@ The names below are imported on first use, so that `import alignment` is fast.
 from importlib import import_module
 from typing import Any
 
+from alignment.quiet_imports import import_quietly
+
 _MODULES = {
     "load_model": "alignment.loading",
     "load_tokenizer": "alignment.loading",
@@ -15,6 +17,8 @@ _MODULES = {
 
 __all__ = sorted(_MODULES)
 __version__ = "0.1.0"
+
+import_quietly()
 
 
 def __getattr__(name: str) -> Any:

@@ -19,7 +19,6 @@ from alignment.adapters.extras import attach_extras, extras_switched_off, is_ext
 from alignment.adapters.layer_names import file_layers, matching, matching_layers, names_in_file
 from alignment.adapters.specs import DoRASpec, LowRankSpec
 from alignment.errors import UserError
-from alignment.models.quantization import import_quietly
 
 if TYPE_CHECKING:
     from peft.tuners.lora import LoraLayer
@@ -65,7 +64,6 @@ def attach_lora(model: nn.Module, spec: LowRankSpec, name: str = DEFAULT) -> Non
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    import_quietly()  # peft imports bitsandbytes where it is installed
     wanted = matching_layers(model, spec.layers, spec.exclude)
     ranks, alphas = by_layer(model, wanted, spec, "rank_pattern"), by_layer(model, wanted, spec, "alpha_pattern")
     if isinstance(spec, DoRASpec) and lora_layers(model):

@@ -7,14 +7,11 @@ also round the activations, by a threshold over the whole batch. bitsandbytes is
 
 import copy
 import functools
-import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +25,6 @@ from alignment.models.weights_config import Quantization
 Model = TypeVar("Model", bound=nn.Module)
 RECORD = "alignment_quantization.json"  # in an adapter's directory
 INSTALL = "pip install 'alignment[quantization]'"
-KERNEL_PACKAGE = "kernels"  # what bitsandbytes fetches a kernel from the Hub with, when it is imported
 DECODED_ROWS = 64  # with at most so many rows, as in decoding, bitsandbytes' fused kernel on a GPU is faster
 ROUTERS = {"native": ("router",), "transformers": ("router", "gate")}  # last names of layers that choose experts
 
@@ -41,36 +37,6 @@ def require_bitsandbytes(quantize: Quantization | None) -> None:
     """
     if quantize is not None and find_spec("bitsandbytes") is None:
         raise UserError(f"weights.quantize {quantize} needs bitsandbytes: {INSTALL}")
-
-
-def import_bitsandbytes() -> ModuleType:
-    """bitsandbytes, without the kernel that it would fetch from the Hub and without its message about that kernel."""
-    if "bitsandbytes" in sys.modules:
-        return sys.modules["bitsandbytes"]
-    with _without_kernel_package():
-        import bitsandbytes
-    return bitsandbytes
-
-
-def import_quietly() -> None:
-    """Import bitsandbytes as `import_bitsandbytes` does, if it is installed, before another package imports it."""
-    if find_spec("bitsandbytes") is not None:
-        import_bitsandbytes()
-
-
-@contextmanager
-def _without_kernel_package() -> Iterator[None]:
-    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
-    level, loaded = logger.level, sys.modules.get(KERNEL_PACKAGE)
-    logger.setLevel(logging.ERROR)
-    sys.modules[KERNEL_PACKAGE] = None  # type: ignore[assignment]  # an import of it fails, and nothing is fetched
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        sys.modules.pop(KERNEL_PACKAGE)
-        if loaded is not None:
-            sys.modules[KERNEL_PACKAGE] = loaded
 
 
 @torch.no_grad()
@@ -201,7 +167,7 @@ def _quantized(layer: nn.Linear, weight: Tensor, quantize: Quantization) -> Any:
 @functools.cache
 def _nf4_class() -> type[nn.Linear]:
     """bitsandbytes' 4-bit layer with our forward, made at the first use."""
-    bnb = import_bitsandbytes()
+    bnb = import_module("bitsandbytes")
 
     class NF4Linear(bnb.nn.Linear4bit):
         """A linear layer with a frozen NF4 weight."""
@@ -246,7 +212,7 @@ def _nf4_class() -> type[nn.Linear]:
 @functools.cache
 def _int8_class() -> type[nn.Linear]:
     """bitsandbytes' 8-bit layer with our forward, made at the first use."""
-    bnb = import_bitsandbytes()
+    bnb = import_module("bitsandbytes")
 
     class Int8Linear(bnb.nn.Linear8bitLt):
         """A linear layer with a frozen int8 weight."""

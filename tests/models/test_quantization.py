@@ -124,7 +124,6 @@ def test_nf4_logits_are_those_of_transformers_own_quantized_model(low, family):
     import transformers
 
     kind = "AutoModelForMaskedLM" if family == "bert" else "AutoModelForCausalLM"
-    quantization.import_quietly()
     settings = transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32, llm_int8_skip_modules=["lm_head", "cls"],
@@ -203,14 +202,15 @@ def test_a_scalar_model_keeps_its_head(low):
     assert len(quantized_layers(model)) >= 6
 
 
-def test_nothing_is_fetched_or_said_when_bitsandbytes_is_imported(tmp_path):
+@pytest.mark.parametrize("first", ["bitsandbytes", "peft", "bitsandbytes.optim.adamw", "transformers, peft"])
+def test_nothing_is_fetched_or_said_when_bitsandbytes_is_imported(first, tmp_path):
     import os
     import subprocess
 
     (tmp_path / "kernels.py").write_text("def get_kernel(*_, **__):\n    raise SystemExit('fetched')\n")
     check = (
-        "from alignment.models.quantization import import_bitsandbytes\nimport_bitsandbytes()\n"
-        "import kernels, sys\nassert sys.modules['kernels'].get_kernel"
+        f"import alignment.errors\nimport {first}\nimport kernels, sys\nassert 'bitsandbytes' in sys.modules\n"
+        "assert sys.modules['kernels'].get_kernel"
     )
     path = os.pathsep.join([str(tmp_path), *sys.path])
     result = subprocess.run(
