@@ -1,7 +1,6 @@
 """Train on two processes and on one, print how far apart they are, and exit 1 where a cell is outside its bounds.
 
-Rows: SFT, reward model, DPO and PPO, each of the full weights, with LoRA, with LoRA over quantized weights (nf4, int8: only
-where they are asked for) and with a prefix. Figures are the largest
+Rows: SFT, reward model, DPO and PPO, each of the full weights, with LoRA and with a prefix. Figures are the largest
 relative difference of any tensor or metric from one process; columns: weights of the final model; metrics; resumed,
 weights of the same run resumed from the checkpoint in its middle; alone, resumed there by one process without a launcher;
 opened, absolute difference of what our loader's model and transformers' or peft's give for a few texts.
@@ -9,7 +8,8 @@ opened, absolute difference of what our loader's model and transformers' or peft
 7 rows of data, so that the ranks' shares are unequal; micro-batches of few tokens; responses that end at different steps;
 a policy with dropout for DPO, where it must stay off. On the CPU over gloo; one launch for each way to spread a model.
 
-Further adapters can be named: dora ia3 prompt prefix_network bottleneck pissa patterns token_rows modules.
+Further adapters can be named: dora ia3 prompt prefix_network bottleneck pissa patterns token_rows modules; nf4 int8
+(LoRA over quantized weights).
 
     python scripts/two_processes.py [--ways ddp fsdp2 zero2 zero3] [--stages ppo ...] [--adapters lora ...]
 """
