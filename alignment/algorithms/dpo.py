@@ -52,7 +52,7 @@ class DPOConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self) -> None:
-        check_weights(self.weights, frozen=self.adapter is not None)
+        check_weights(self.weights, frozen=self.adapter is not None, judges=True)
         if self.beta <= 0:
             raise ValueError(f"beta must be above 0, got {self.beta}; 0.1 is usual")
         if not 0 <= self.label_smoothing < 0.5:

@@ -172,7 +172,9 @@ def _describe_length(plan: Plan, mfu: float) -> Iterator[str]:
     assert seconds is not None
     rate = f"{plan.layout.gpus} x {plan.device.tflops:.3g} TFLOP/s ({plan.device.name})"
     yield f"{_written_time(seconds)} at {mfu:.0%} of {rate}" + (
-        "; sampling token by token is slower than that" if any(peak.phase == "sampling" for peak in plan.peaks) else ""
+        "; sampling token by token is slower than that"
+        if any(peak.phase.startswith("sampling") for peak in plan.peaks)
+        else ""
     )
 
 

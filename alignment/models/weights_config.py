@@ -27,12 +27,13 @@ class WeightsConfig:
 DEFAULT_WEIGHTS = WeightsConfig()
 
 
-def check_weights(weights: WeightsConfig, *, frozen: bool) -> None:
+def check_weights(weights: WeightsConfig, *, frozen: bool, judges: bool = False) -> None:
     """Refuse settings of frozen weights in a stage that trains all weights.
 
     Args:
         weights: the stage's setting.
         frozen: whether weights of the model in training are frozen, because it has an adapter.
+        judges: whether the stage has frozen networks beside it, a reference or a reward model, which may have any type.
 
     Raises:
         ValueError: a type below float32, or quantization, without frozen weights.
@@ -44,7 +45,7 @@ def check_weights(weights: WeightsConfig, *, frozen: bool) -> None:
             f"weights.quantize {weights.quantize} needs `adapter`: quantized weights are frozen, and without an adapter "
             "nothing would train; set adapter.kind=lora, or leave weights.quantize out"
         )
-    if weights.dtype in ("bfloat16", "float16"):
+    if weights.dtype in ("bfloat16", "float16") and not judges:
         raise ValueError(
             f"weights.dtype {weights.dtype} needs `adapter`: all weights train here, and a weight of that type does not "
             "change by an update smaller than 1/256 of it; leave weights.dtype at auto, and set training.precision=bf16 "

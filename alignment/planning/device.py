@@ -41,6 +41,13 @@ class Device:
             return CPU_BYTES
         return CUDA_BYTES + (NCCL_BYTES if gpus > 1 else 0) + int(FRAGMENTATION * peak)
 
+    def room(self, gpus: int) -> int | None:
+        """Bytes that the tensors of one process can take; None where the memory is not known."""
+        if self.memory is None:
+            return None
+        own = self.memory if self.gpu else self.memory // gpus
+        return own - self.reserve(own, gpus)
+
 
 def find_device(gpu_memory: float | None, gpus: int | None, precision: str, tflops: float | None) -> Device:
     """The device that was asked for: a GPU where there is one or its memory or number is given, else this processor.

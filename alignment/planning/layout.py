@@ -71,7 +71,7 @@ class Layout:
     @property
     def shares_base(self) -> bool:
         """Whether several networks can lie over one set of frozen weights."""
-        return not self.sharded
+        return self.backend in ("single", "ddp")
 
     def unsharded_bytes(self, model: nn.Module, trained_bytes: int) -> int:
         """Bytes that one device holds for a moment beside its shards while the model runs.
@@ -87,9 +87,31 @@ class Layout:
         if not self.sharded:
             return 0
         blocks = sorted((_bytes(block) for block in _blocks(model)), reverse=True)
-        outside = _bytes(model) - sum(blocks)
         running = sum(blocks[:PREFETCHED_BLOCKS]) if self.reshard else sum(blocks)
-        return int((outside + running) * (1 - self.weights_share))
+        return self.outside_bytes(model) + int(running * (1 - self.weights_share))
+
+    def outside_bytes(self, model: nn.Module) -> int:
+        """Bytes that are missing in the shard of the weights outside of blocks; FSDP2 keeps them whole after a forward."""
+        if not self.sharded:
+            return 0
+        outside = _bytes(model) - sum(_bytes(block) for block in _blocks(model))
+        return int(outside * (1 - self.weights_share))
+
+    def unsharded_gradient_bytes(self, model: nn.Module, trained_bytes: int) -> int:
+        """Bytes of gradients that one device holds for a moment beside its shards in a backward pass.
+
+        Under FSDP2: those of the block that runs and their copy that is sent, and that of the head, which is sent with
+        the weights outside of blocks at the end.
+        """
+        if self.backend == "zero3":
+            return min(ZERO_BUCKET_BYTES, 2 * trained_bytes)
+        if not self.sharded:
+            return 0
+        blocks = _blocks(model)
+        inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+        outside = [_trained(x) for x in model.parameters() if id(x) not in inside]
+        sent = max((sum(map(_trained, block.parameters())) for block in blocks), default=0)
+        return int((max(outside, default=0) + 2 * sent) * (1 - self.gradients_share))
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:
@@ -102,7 +124,12 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _bytes(module: nn.Module) -> int:
-    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+    """Bytes of the weights that are sharded; the quantized ones are whole on every device."""
+    return sum(x.numel() * x.element_size() for x in module.parameters() if x.is_floating_point())
+
+
+def _trained(parameter: nn.Parameter) -> int:
+    return parameter.numel() * parameter.element_size() if parameter.requires_grad else 0
 
 
 # From a launch file

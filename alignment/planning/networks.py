@@ -37,11 +37,13 @@ class Networks:
         weights: how frozen weights are held.
         shared: whether networks over the same frozen base hold it together.
         by_role: policy, value model, reward model, reference, teacher; those that the stage has.
+        frozen: roles that do not train: FSDP2 and ZeRO leave these networks whole on every device.
     """
 
     weights: WeightsConfig
     shared: bool
     by_role: dict[str, Any] = field(default_factory=dict)
+    frozen: set[str] = field(default_factory=set)
     _bases: dict[str, Any] = field(default_factory=dict)
 
     def add(
@@ -63,6 +65,8 @@ class Networks:
             trained: without `adapter`: whether all its weights train; else all are frozen.
             changes: keys of config.json that differ, such as the number of labels.
         """
+        if not trained:
+            self.frozen.add(role)
         if adapter is None and trained:
             model = _whole(start, task, changes or {})
         else:

@@ -147,7 +147,9 @@ def plan_at(
         for role, model in networks.by_role.items()
     ]
     length = run_length(config, data, networks.by_role)
-    tracer = Tracer(networks, layout, precision=config.training.precision, gpu=device.gpu)
+    tracer = Tracer(
+        networks, layout, precision=config.training.precision, gpu=device.gpu, room=device.room(layout.gpus)
+    )
     per_update = updates_share(config, layout.gpus)
     rows = DeviceRows(tokens, per_update, longest(data.examples or [], per_update))
     trace(config, tracer, rows)

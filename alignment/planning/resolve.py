@@ -8,6 +8,7 @@ from typing import TypeVar
 
 import yaml
 
+from alignment.errors import UserError
 from alignment.planning.device import CPU_SHARE, GPU_SHARE, Device, free_memory
 from alignment.planning.layout import Layout
 from alignment.planning.plan import make_plan
@@ -25,7 +26,7 @@ def resolve_micro_batch(config: Config) -> Config:
     and all of them take the same number; every process must call this.
 
     Raises:
-        UserError: not even one row fits.
+        UserError: not even one row fits; on every process, with the same text.
     """
     if not isinstance(config, StageConfig) or config.training.micro_batch_tokens != "auto":
         return config
@@ -53,12 +54,18 @@ def _choose(config: StageConfig) -> int:
     memory = int(min(values[0] for values in group.gather([own])))
     layout = launched_layout(group.kind, group.size)
     # Rank 0 traces the model: the others would find the same, and may have less time.
-    tokens = None
+    tokens, refused = 0, ""
     if group.is_main:
         # The need of a CPU plan is that of all its processes.
         device = Device(gpu, memory * (1 if gpu else group.size), group.device.type, 1.0)
-        tokens = make_plan(config, layout, device, data=read_training_rows(config)).tokens
-    return group.broadcast_object(tokens)
+        try:
+            tokens = make_plan(config, layout, device, data=read_training_rows(config)).tokens
+        except UserError as error:
+            refused = str(error)
+    tokens, refused = group.broadcast_object((tokens, refused))
+    if refused:
+        raise UserError(refused)
+    return tokens
 
 
 def launched_layout(kind: str, size: int) -> Layout:

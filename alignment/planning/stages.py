@@ -234,7 +234,7 @@ def _trace_ppo(config: PPOConfig, tracer: Tracer, rows: DeviceRows) -> None:
         text = replace(rows, longest=(), per_update=config.pretrain_batch_size)
         texts = batches.text_batch(_examples(config.pretrain.max_length, text), rows.tokens)
         terms.append((language_loss_fn(policy), texts))
-    tracer.update("policy update", "policy", terms, repeated=repeated)
+    tracer.update("policy update", "policy", terms, repeated=repeated, kept=["value model"])
     tracer.update("value update", "value model", [(value_loss_fn(value, config), batch)], repeated=repeated)
 
 
@@ -249,7 +249,7 @@ def _trace_sampling(config: PPOConfig, tracer: Tracer, prompt: int, count: int) 
     policy = tracer.networks.by_role["policy"]
     batch = batches.as_fake(Ragged.build([[0] * prompt] * count), tracer.mode)
     sampling = SamplingConfig(config.max_new_tokens, config.temperature)
-    with tracer.running("sampling", ["policy"], whole=["policy", "value model"]), torch.no_grad(), tracer.autocast():
+    with tracer.running("sampling", ["policy"]), torch.no_grad(), tracer.autocast(sampling=True):
         cache = policy.new_cache(count, prompt + config.max_new_tokens)
         tracer.tracker.count(_cache_tensors(cache), "key-value cache")
         logits = policy.prefill(batch, cache)
@@ -258,6 +258,8 @@ def _trace_sampling(config: PPOConfig, tracer: Tracer, prompt: int, count: int) 
             logits = policy.decode(drawn, cache)
             if hasattr(cache, "longest"):
                 cache.longest = prompt + config.max_new_tokens - 1
+    del logits, drawn, cache
+    tracer.choose_rollout_weights("policy", config.rollout_weights)
 
 
 def _sample(logits: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -277,8 +279,7 @@ def _trace_scoring(config: PPOConfig, tracer: Tracer, ragged: Ragged) -> None:
     networks = tracer.networks.by_role
     batch = batches.as_fake(ragged, tracer.mode)
     reference = _reference(tracer)
-    roles = ["policy", "value model", "reward model"]
-    with tracer.running("scoring", roles, whole=["policy", "value model"]), torch.no_grad(), tracer.autocast():
+    with tracer.running("scoring", ["value model"], kept=["policy"]), torch.no_grad(), tracer.autocast():
         networks["policy"](batch=batch, temperature=config.temperature)
         reference(batch=batch, temperature=config.temperature)
         _ = networks["value model"](batch=batch).values

@@ -23,9 +23,12 @@ from alignment.planning.memory_tracker import MemoryTracker
 from alignment.planning.networks import Networks, trained_bytes
 from alignment.ragged import DeviceBatch
 from alignment.training import LossFn
+from alignment.training.backends.whole_weights import computing_types, whole_bytes
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOGITS, CACHE, UNSHARDED = "activations", "logits", "key-value cache", "unsharded blocks and buckets"
+WHOLE = WEIGHTS + " of {} (quantized)"  # FSDP2 does not cut them
+USABLE = 0.9  # share of the room within which sampling takes whole weights, as ppo/rollout_weights.py has it
 
 
 @dataclass(frozen=True)
@@ -58,14 +61,16 @@ class Tracer:
         peaks: of the phases that were run.
     """
 
-    def __init__(self, networks: Networks, layout: Layout, *, precision: str, gpu: bool):
+    def __init__(self, networks: Networks, layout: Layout, *, precision: str, gpu: bool, room: int | None = None):
         """Take the networks over: their weights become fake tensors.
 
         Args:
             layout: which part of weights, gradients and optimizer state one device holds.
             precision: of the computation, fp32 or bf16.
             gpu: run what a GPU would run, as far as it can be known without one.
+            room: bytes of a device that the run's tensors can take; None: not known.
         """
+        self.room = room
         self.networks, self.layout, self.precision, self.gpu = networks, layout, precision, gpu
         self.mode = FakeTensorMode()
         networks.on(self.mode)
@@ -73,11 +78,14 @@ class Tracer:
         self._vocabularies = {model.spec.vocabulary for model in networks.by_role.values()}
         self.tracker = MemoryTracker(self._category, self._share)
         for role, tensors in networks.categories():
-            self.tracker.count(tensors, f"{WEIGHTS} of {role}")
+            cut = [tensor for tensor in tensors if tensor.is_floating_point() or not layout.sharded]
+            self.tracker.count(cut, f"{WEIGHTS} of {role}")
+            self.tracker.count([x for x in tensors if layout.sharded and not x.is_floating_point()], WHOLE.format(role))
 
-    def autocast(self) -> Any:
-        """The context in which the run's networks compute."""
-        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == "bf16")
+    def autocast(self, *, sampling: bool = False) -> Any:
+        """The context in which the run's networks compute; with sharded weights it keeps no copies of them."""
+        keep = self.layout.backend != "fsdp2" and not (sampling and self.layout.sharded)
+        return torch.autocast("cpu", dtype=torch.bfloat16, enabled=self.precision == "bf16", cache_enabled=keep)
 
     def train(self, role: str, optimizer_bytes: int) -> Any:
         """Prepare a network as an engine does, and count its optimizer's state; returns the module to call."""
@@ -95,7 +103,15 @@ class Tracer:
         model.forward = cast
         return model
 
-    def update(self, phase: str, role: str, terms: Sequence[tuple[LossFn, DeviceBatch]], *, repeated: bool) -> None:
+    def update(
+        self,
+        phase: str,
+        role: str,
+        terms: Sequence[tuple[LossFn, DeviceBatch]],
+        *,
+        repeated: bool,
+        kept: Sequence[str] = (),
+    ) -> None:
         """Run forward and backward of one micro-batch of each term, gradients adding up; keep the peak.
 
         Args:
@@ -103,6 +119,7 @@ class Tracer:
             role: the network that trains.
             terms: each term's micro-batch with its loss function.
             repeated: whether other micro-batches of the update came before, so that every gradient is there already.
+            kept: as for `running`.
         """
         model = self.networks.by_role[role]
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -113,7 +130,7 @@ class Tracer:
             gradients = [parameter.grad for parameter in trained if parameter.grad is not None]
             self.tracker.count(gradients, f"{GRADIENTS} of {role}")
             del gradients
-        with self.running(phase, [role]):
+        with self.running(phase, [role], kept=kept, backward=True):
             for loss_fn, batch in terms:
                 loss = loss_fn(as_fake(batch, self.mode))
                 (loss.total * 0.5).backward()
@@ -122,44 +139,65 @@ class Tracer:
             parameter.grad = None
 
     @contextmanager
-    def running(self, phase: str, roles: Sequence[str], *, whole: Sequence[str] = ()) -> Iterator[None]:
+    def running(
+        self, phase: str, roles: Sequence[str], *, kept: Sequence[str] = (), backward: bool = False
+    ) -> Iterator[None]:
         """Track what runs inside and keep its peak.
 
         Args:
             phase: its name.
             roles: networks that run, whose sharded weights are made whole block by block.
-            whole: networks whose sharded weights are all made whole for the phase.
+            kept: networks that ran before without a backward pass: FSDP2 keeps their weights outside of blocks whole.
+            backward: whether gradients are made.
         """
         self.tracker.reset_peak()
         with _gpu_choices(self.gpu and self.precision == "bf16", self.gpu), self.mode, self.tracker:
             yield
         parts = {name: size for name, size in self.tracker.at_peak.items() if size}
-        unsharded = max((self._unsharded(role) for role in roles), default=0)
-        unsharded += sum(self._weights(role) for role in whole if self.layout.sharded)
+        unsharded = max((self._unsharded(role, backward) for role in roles), default=0)
+        if self.layout.backend == "fsdp2":
+            unsharded += sum(self.layout.outside_bytes(self.networks.by_role[role]) for role in kept)
         if unsharded:
             parts[UNSHARDED] = unsharded
         self.peaks.append(Peak(phase, parts))
 
-    def _unsharded(self, role: str) -> int:
-        model = self.networks.by_role[role]
-        return self.layout.unsharded_bytes(model, trained_bytes([model]))
+    def choose_rollout_weights(self, role: str, choice: str) -> None:
+        """Take whole copies of a sharded network's weights for the last phase, or block by block where they do not fit.
 
-    def _weights(self, role: str) -> int:
-        """Bytes of a network that are missing on one device."""
+        Args:
+            choice: auto, gathered or sharded, as `rollout_weights` of ppo.
+        """
+        if not self.layout.sharded:
+            return
+        types = computing_types(self.networks.by_role[role], self.precision)
+        peak = self.peaks.pop()
+        gathered = {**peak.parts, UNSHARDED: whole_bytes(types, lambda parameter: parameter.is_floating_point())}
+        if choice == "auto":
+            fits = self.room is None or sum(gathered.values()) <= USABLE * self.room
+            choice = "gathered" if fits else "sharded"
+        self.peaks.append(Peak(f"{peak.phase} ({choice})", gathered if choice == "gathered" else peak.parts))
+
+    def _unsharded(self, role: str, backward: bool) -> int:
+        if role in self.networks.frozen:
+            return 0
         model = self.networks.by_role[role]
-        size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-        return int(size * (1 - self.layout.weights_share))
+        trained = trained_bytes([model])
+        size = self.layout.unsharded_bytes(model, trained)
+        return size + (self.layout.unsharded_gradient_bytes(model, trained) if backward else 0)
 
     def _category(self, tensor: Tensor) -> str:
         return LOGITS if tensor.ndim > 1 and tensor.shape[-1] in self._vocabularies else ACTIVATIONS
 
     def _share(self, category: str) -> float:
+        kind, _, role = category.partition(" of ")
+        if role in self.networks.frozen or role not in self.networks.by_role:
+            return 1.0
         shares = {
             WEIGHTS: self.layout.weights_share,
             GRADIENTS: self.layout.gradients_share,
             OPTIMIZER: self.layout.optimizer_share,
         }
-        return shares.get(category.split(" of ")[0], 1.0)
+        return shares.get(kind, 1.0)
 
 
 # What a GPU runs

@@ -272,12 +272,22 @@ def test_a_fine_tuned_model_is_saved_with_the_values_of_its_weights(
         torch.testing.assert_close(saved(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("Config", [SFTConfig, DPOConfig, partial(FinetuneConfig, task="classification")])
 @pytest.mark.parametrize(
-    ("weights", "message"),
+    ("Config", "weights", "message"),
     [
-        (WeightsConfig(quantize="nf4"), "weights.quantize nf4 needs `adapter`"),
-        (WeightsConfig(dtype="bfloat16"), "weights.dtype bfloat16 needs `adapter`.*training.precision=bf16"),
+        (SFTConfig, WeightsConfig(quantize="nf4"), "weights.quantize nf4 needs `adapter`"),
+        (DPOConfig, WeightsConfig(quantize="nf4"), "weights.quantize nf4 needs `adapter`"),
+        (
+            partial(FinetuneConfig, task="classification"),
+            WeightsConfig(quantize="nf4"),
+            "weights.quantize nf4 needs `adapter`",
+        ),
+        (SFTConfig, WeightsConfig(dtype="bfloat16"), "weights.dtype bfloat16 needs `adapter`.*training.precision=bf16"),
+        (
+            partial(FinetuneConfig, task="classification"),
+            WeightsConfig(dtype="bfloat16"),
+            "weights.dtype bfloat16 needs `adapter`.*training.precision=bf16",
+        ),
     ],
 )
 def test_frozen_types_without_frozen_weights_are_refused(Config, weights, message):
@@ -285,6 +295,11 @@ def test_frozen_types_without_frozen_weights_are_refused(Config, weights, messag
         Config(policy="p", data=DataConfig(train="d"), output="o", weights=weights)
     Config(policy="p", data=DataConfig(train="d"), output="o", weights=weights, adapter=LORA)
     Config(policy="p", data=DataConfig(train="d"), output="o", weights=WeightsConfig(dtype="float32"))
+
+
+def test_a_reference_may_have_a_type_of_its_own_where_every_weight_of_the_policy_trains():
+    config = DPOConfig(policy="p", data=DataConfig(train="d"), output="o", weights=WeightsConfig(dtype="bfloat16"))
+    assert config.adapter is None and config.weights.dtype == "bfloat16"
 
 
 def test_a_run_without_bitsandbytes_is_refused_before_anything_is_read(make_stage, tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import yaml
 
 from alignment.adapters.specs import LoRASpec
 from alignment.algorithms.dpo import DPOConfig
+from alignment.algorithms.ppo.setup import PPOConfig
 from alignment.algorithms.sft import SFTConfig
 from alignment.cli import main
 from alignment.commands.plan import stage_of
@@ -137,6 +138,41 @@ def test_shards_are_parts_of_what_one_device_would_hold(base):
     assert zero2["weights"] == alone["weights"]
     assert zero2["optimizer"] == pytest.approx((alone["optimizer"] + 4 * PARAMETERS) / 2, rel=1e-3)
     assert kinds(make_plan(sft_config(base), Layout("fsdp2", 2, 2, offload=True), CPU))["weights"] == 0
+
+
+@pytest.fixture(scope="module")
+def sharded_ppo(base):
+    """A device's memory, or None -> the plan of PPO on all weights, on two of them, in bf16."""
+    config = PPOConfig(
+        policy=base, reward_model=base, data=DataConfig("nowhere.jsonl", max_length=32), output="out", max_new_tokens=16,
+        training=TrainingConfig(batch_size=4, micro_batch_tokens=96, max_steps=1, precision="bf16"),
+        weights=WeightsConfig(dtype="bfloat16"),
+    )  # fmt: skip
+    return lambda memory: make_plan(config, Layout("fsdp2", 2, 2), Device(True, memory, "", 1.0))
+
+
+def test_sharded_ppo_samples_from_whole_copies_in_the_computing_type_and_leaves_the_judges_whole(sharded_ppo):
+    sampling, *others = sharded_ppo(None).peaks
+    matrices = 2 * (LAYER - 2 * 64)  # of the blocks: bfloat16; embedding, head and norms compute in float32
+    assert sampling.phase == "sampling (gathered)"
+    assert sampling.parts["unsharded blocks and buckets"] == 2 * matrices + 4 * (PARAMETERS - matrices)
+    scalar = PARAMETERS - TABLES + 64  # one number per token in the place of the head
+    for phase in (sampling, *others):
+        assert phase.parts["weights of policy"] == 4 * PARAMETERS // 2
+        assert phase.parts["weights of value model"] == 4 * scalar // 2
+        assert phase.parts["weights of reference"] == 2 * (PARAMETERS - NORMS) + 4 * NORMS  # frozen: not cut
+        assert phase.parts["weights of reward model"] == 2 * (scalar - NORMS - 64) + 4 * (NORMS + 64)
+        assert phase is sampling or phase.parts["unsharded blocks and buckets"] < 4 * 4 * PARAMETERS
+
+
+def test_sharded_ppo_samples_block_by_block_where_whole_copies_do_not_fit(sharded_ppo):
+    enough = sharded_ppo(None)
+    least = next(phase.total for phase in enough.peaks if phase.phase.startswith("sampling"))
+    [sampling, *_] = sharded_ppo(1_400_000_000 + least).peaks  # 0.8 and 0.6 GB of libraries, and 3 % are kept free
+    assert sampling.phase == "sampling (sharded)"
+    assert sampling.total < least
+    # Both blocks at once, and what is outside of them: half of each is missing in the shard.
+    assert sampling.parts["unsharded blocks and buckets"] == 4 * PARAMETERS // 2
 
 
 def test_launch_files_say_how_the_model_lies_on_the_devices():

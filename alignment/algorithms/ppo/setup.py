@@ -126,7 +126,7 @@ class PPOConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self) -> None:
-        check_weights(self.weights, frozen=self.adapter is not None)
+        check_weights(self.weights, frozen=self.adapter is not None, judges=True)
         refuse_dropout(self.adapter, "PPO")
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature}: PPO has to sample")

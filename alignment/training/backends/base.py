@@ -117,20 +117,27 @@ def names_without_gradient(model: nn.Module) -> list[str]:
     return [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
 
 
-def autocast_context(device: torch.device, precision: str) -> Callable[[], AbstractContextManager[Any]]:
-    """A function that makes contexts in which matrix products run in `precision`; weights keep their type."""
+def autocast_context(
+    device: torch.device, precision: str, *, keep_casts: bool = True
+) -> Callable[[], AbstractContextManager[Any]]:
+    """A function that makes contexts in which matrix products run in `precision`; weights keep their type.
+
+    Args:
+        keep_casts: whether the bfloat16 copy of a trained weight is kept until the context ends, for its next use. Where
+            weights are sharded, the copies of all blocks together would take what sharding saves.
+    """
     if precision == "fp32":
         return nullcontext
     if precision != "bf16":
         raise ValueError(f"precision must be fp32 or bf16, got {precision!r}")
-    return lambda: torch.autocast(device.type, dtype=torch.bfloat16)
+    return lambda: torch.autocast(device.type, dtype=torch.bfloat16, cache_enabled=keep_casts)
 
 
-def autocast_forward(model: nn.Module, device: torch.device, precision: str) -> nn.Module:
-    """Run every call of `model` under autocast. The model is changed in place and returned."""
+def autocast_forward(model: nn.Module, device: torch.device, precision: str, *, keep_casts: bool = True) -> nn.Module:
+    """Run every call of `model` under autocast, as `autocast_context`. The model is changed in place and returned."""
     if precision == "fp32":
         return model
-    forward, autocast = model.forward, autocast_context(device, precision)
+    forward, autocast = model.forward, autocast_context(device, precision, keep_casts=keep_casts)
 
     @wraps(forward)
     def cast(*args: Any, **kwargs: Any) -> Any:

@@ -99,7 +99,7 @@ class DeepSpeedBackend:
             self._without_module_hooks(),
             self._full_tensors(rest),
             around_forwards(blocks, lambda block: self._full_tensors(list(block.parameters()))),
-            self.autocast(),
+            autocast_context(self.process_group.device, self._precision, keep_casts=False)(),
         ):
             yield
 

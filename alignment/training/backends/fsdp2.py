@@ -28,8 +28,9 @@ class FSDP2Backend:
 
     def __init__(self, model: nn.Module, config: OptimConfig, process_group: ProcessGroup, precision: str):
         self.process_group, self.config = process_group, config
-        self.model = self.unwrapped = autocast_forward(model, process_group.device, precision)
-        self.autocast, self._precision = autocast_context(process_group.device, precision), precision
+        device = process_group.device
+        self.model = self.unwrapped = autocast_forward(model, device, precision, keep_casts=False)
+        self.autocast, self._precision = autocast_context(device, precision, keep_casts=False), precision
         settings = fsdp_settings()
         self._reshard_after_forward = settings.reshard_after_forward
         shard_model(model, process_group, settings, precision)
