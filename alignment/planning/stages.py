@@ -258,7 +258,6 @@ def _trace_sampling(config: PPOConfig, tracer: Tracer, prompt: int, count: int) 
             logits = policy.decode(drawn, cache)
             if hasattr(cache, "longest"):
                 cache.longest = prompt + config.max_new_tokens - 1
-    del logits, drawn, cache
     tracer.choose_rollout_weights("policy", config.rollout_weights)
 
 
