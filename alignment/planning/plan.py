@@ -8,7 +8,6 @@ from alignment.adapters.specs import LoRASpec
 from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.ppo.setup import PPOConfig
 from alignment.algorithms.reward import RewardConfig
-from alignment.algorithms.sft import SFTConfig
 from alignment.errors import UserError
 from alignment.models.weights_config import WeightsConfig
 from alignment.planning.batches import longest
@@ -19,7 +18,6 @@ from alignment.planning.run_length import Data, RunLength, parameter_count, run_
 from alignment.planning.stages import DeviceRows, StageConfig, build_networks, trace
 from alignment.planning.trace import Peak, Tracer
 
-WITH_WEIGHTS = (SFTConfig, RewardConfig, DPOConfig, PPOConfig)  # stages whose frozen weights have a type of their own
 DEFAULT_TOKENS = 8192  # of a micro-batch, where `auto` has no memory to go by
 MOST_TOKENS = {True: 131_072, False: 16_384}  # of a micro-batch on a GPU, on a CPU: larger ones run no faster
 
@@ -210,7 +208,7 @@ def _candidates(plan: Plan) -> list[tuple[str, StageConfig, Layout, int]]:
     if getattr(config, "adapter", None) is None and hasattr(config, "adapter"):
         config = replace(config, adapter=LoRASpec())
         note("adapter.kind=lora")
-    if isinstance(config, WITH_WEIGHTS) and config.weights.quantize is None and layout.backend in ("single", "ddp"):
+    if config.weights.quantize is None and layout.backend in ("single", "ddp"):
         config = replace(config, weights=WeightsConfig(config.weights.dtype, "nf4"))
         note("weights.quantize=nf4")
     config, layout = whole

@@ -30,7 +30,6 @@ from alignment.data.batches import PairBatch
 from alignment.data.tokenize import Example, PairExample
 from alignment.generation.sampling import SamplingConfig, sample_token, sampling_log_probs
 from alignment.models.outputs import LanguageOutput
-from alignment.models.weights_config import DEFAULT_WEIGHTS
 from alignment.planning import batches
 from alignment.planning.layout import Layout
 from alignment.planning.networks import Networks
@@ -67,7 +66,7 @@ def build_networks(config: StageConfig, layout: Layout, near: Path | None) -> tu
     Raises:
         UserError: nothing is known about a checkpoint that the config names.
     """
-    networks = Networks(getattr(config, "weights", DEFAULT_WEIGHTS), layout.shares_base)
+    networks = Networks(config.weights, layout.shares_base)
     if isinstance(config, PretrainConfig):
         return networks, _pretrain_networks(networks, config, near)
     if isinstance(config, FinetuneConfig):
@@ -100,7 +99,7 @@ def _pretrain_networks(networks: Networks, config: PretrainConfig, near: Path | 
         starts = {"policy": Start(fresh, torch.float32, "fresh", shapes_from="the config's `model`")}
     else:
         starts = {"policy": find_start(config.policy, near)}
-    networks.add("policy", starts["policy"], task_of(config.objective), adapter=getattr(config, "adapter", None))
+    networks.add("policy", starts["policy"], task_of(config.objective), adapter=config.adapter)
     if config.distillation is not None:
         starts["teacher"] = find_start(config.distillation.teacher, near)
         networks.add("teacher", starts["teacher"], task_of(config.objective), trained=False)

@@ -9,7 +9,9 @@ import yaml
 
 from alignment.adapters.specs import LoRASpec
 from alignment.algorithms.dpo import DPOConfig
+from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.ppo.setup import PPOConfig
+from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.algorithms.sft import SFTConfig
 from alignment.cli import main
 from alignment.commands.plan import stage_of
@@ -93,6 +95,23 @@ def test_nf4_takes_half_a_byte_a_weight_and_its_scales(base):
     blocks = 2 * sum(quantized_bytes(*shape, "nf4") for shape in shapes)
     assert kinds(plan)["weights"] == blocks + 2 * 2 * TABLES + 4 * NORMS + 4 * LORA
     assert plan.roles[0].parameters == PARAMETERS + LORA  # weights, and not the bytes that hold them
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+@pytest.mark.parametrize("stage", ["pretrain", "finetune"])
+def test_pretraining_and_fine_tuning_hold_the_frozen_weights_as_weights_says(base, stage, quantize):
+    common = {
+        "policy": base, "data": DataConfig("nowhere.jsonl", max_length=64), "output": "out",
+        "weights": WeightsConfig(quantize=quantize), "adapter": LoRASpec(rank=RANK),
+        "training": TrainingConfig(batch_size=2, micro_batch_tokens=128, max_steps=1),
+    }  # fmt: skip
+    config = PretrainConfig(**common) if stage == "pretrain" else FinetuneConfig(task="classification", **common)
+    [role] = (plan := make_plan(config, Layout(), CPU)).roles
+    shapes = [(64, 64), (64, 64), (32, 64), (32, 64), (128, 64), (128, 64), (64, 128)]
+    blocks = 2 * sum(2 * m * n if quantize is None else quantized_bytes(m, n, "nf4") for m, n in shapes)
+    tables = 2 * 2 * TABLES if stage == "pretrain" else 2 * TABLES + 4 * 2 * 64  # a head of two classes, in float32
+    assert kinds(plan)["weights"] == blocks + tables + 4 * NORMS + 4 * LORA
+    assert role.trained == LORA + (0 if stage == "pretrain" else 2 * 64)
 
 
 def test_bitsandbytes_holds_as_many_bytes_as_are_counted():
