@@ -100,8 +100,8 @@ class Layout:
     def unsharded_gradient_bytes(self, model: nn.Module, trained_bytes: int) -> int:
         """Bytes of gradients that one device holds for a moment beside its shards in a backward pass.
 
-        Under FSDP2: those of the block that runs and their copy that is sent, and that of the head, which is sent with
-        the weights outside of blocks at the end.
+        Under FSDP2: those of the block that runs and their copy that is sent; or, after all blocks, that of the head,
+        which is sent together with the embedding's.
         """
         if self.backend == "zero3":
             return min(ZERO_BUCKET_BYTES, 2 * trained_bytes)
@@ -111,7 +111,7 @@ class Layout:
         inside = {id(parameter) for block in blocks for parameter in block.parameters()}
         outside = [_trained(x) for x in model.parameters() if id(x) not in inside]
         sent = max((sum(map(_trained, block.parameters())) for block in blocks), default=0)
-        return int((max(outside, default=0) + 2 * sent) * (1 - self.gradients_share))
+        return int(max(max(outside, default=0), 2 * sent) * (1 - self.gradients_share))
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

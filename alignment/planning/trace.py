@@ -171,11 +171,11 @@ class Tracer:
             return
         types = computing_types(self.networks.by_role[role], self.precision)
         peak = self.peaks.pop()
-        gathered = {**peak.parts, UNSHARDED: whole_bytes(types, lambda parameter: parameter.is_floating_point())}
+        parts = {**peak.parts, UNSHARDED: whole_bytes(types, lambda parameter: parameter.is_floating_point())}
         if choice == "auto":
-            fits = self.room is None or sum(gathered.values()) <= USABLE * self.room
+            fits = self.room is None or sum(parts.values()) <= USABLE * self.room
             choice = "gathered" if fits else "sharded"
-        self.peaks.append(Peak(f"{peak.phase} ({choice})", gathered if choice == "gathered" else peak.parts))
+        self.peaks.append(Peak(f"{peak.phase} ({choice})", parts if choice == "gathered" else peak.parts))
 
     def _unsharded(self, role: str, backward: bool) -> int:
         if role in self.networks.frozen:
