@@ -70,7 +70,7 @@ KINDS = {
 }  # fmt: skip
 SKIPPED = {("token rows", "bert"): "peft leaves out the bias of a head that is tied to the rows"}
 FULL_ROWS = ("lora", "dora", "ia3")  # on every architecture; of the rest, some combinations are slow tests
-FEW = ("llama", "gpt2", "t5", "gptj")
+FEW = ("llama", "gpt2")
 
 
 def cases(kinds):
