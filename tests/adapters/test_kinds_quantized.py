@@ -131,7 +131,6 @@ def nf4_of_transformers(base):
     """The base as transformers quantizes it."""
     import transformers
 
-    quantization.import_quietly()
     config = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
