@@ -50,7 +50,7 @@ def test_new_tokens_and_a_prefix_take_positions_too(rows, checkpoints, stage, ma
     with pytest.raises(UserError, match=r"1 of 4 .*300 tokens, 24 new ones\).* or max_new_tokens"):
         run(config)
     run, config = make_stage("ppo", checkpoints["llama"], tmp_path / "prefix", adapter=PrefixSpec(tokens=10), **more)
-    with pytest.raises(UserError, match=r"300 tokens, 12 new ones, a prefix of 10\)"):
+    with pytest.raises(UserError, match=r"300 tokens, 12 new ones, a prefix or soft prompt of 10\)"):
         run(config)
 
 

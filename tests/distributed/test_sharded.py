@@ -30,7 +30,7 @@ def write(family: str, directory, **changes) -> str:
     return str(directory)
 
 
-@pytest.mark.distributed
+@pytest.mark.distributed_slow
 def test_shards_equal_the_rows_of_the_whole_model_bit_for_bit(tmp_path):
     """3 ranks: no size of these models is a multiple of 3."""
     run_ranks(3, "tests.distributed.sharded", "slices", *(write(name, tmp_path / name) for name in FAMILIES), **FSDP2)

@@ -76,8 +76,8 @@ def test_the_reward_model_scores_on_the_device_of_the_policies(config_of, monkey
     placed, load = [], evaluation.load_reward_model
     monkeypatch.setattr(evaluation, "best_device", lambda: torch.device("cpu", 0))
 
-    def spy(source, dtype="float32", device="cpu"):
-        judge = load(source, dtype, device)
+    def spy(source, dtype="float32", device="cpu", **options):
+        judge = load(source, dtype, device, **options)
         to = judge.model.to
         placed.append(device)
         monkeypatch.setattr(judge.model, "to", lambda device: placed.append(device) or to(device))

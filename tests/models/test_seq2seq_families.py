@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 import alignment
-from alignment.adapters import LoRASpec, PrefixSpec, attach, disabled, load_adapter, save_adapter
+from alignment.adapters import LoRASpec, attach, disabled, load_adapter, save_adapter
 from alignment.data.tokenizers.load import read_tokenizer_files
 from alignment.errors import UserError
 from alignment.generation import generate
@@ -369,11 +369,6 @@ def test_lora_on_both_stacks_is_what_peft_makes_of_the_file(name, tmp_path):
     assert torch.equal(logits_of(again), adapted)
     theirs = PeftModel.from_pretrained(reference, str(tmp_path / "adapter")).eval()
     assert_close(logits_of(theirs), adapted, atol=1e-4, rtol=0)
-
-
-def test_prefixes_do_not_fit_two_stacks():
-    with pytest.raises(UserError, match="not an encoder-decoder"):
-        attach(build_model({"model_type": "t5", **T5}), PrefixSpec(tokens=2))
 
 
 WORDS = ["a", "small", "fox", "sees", "the", "red", "house", "and", "an", "old", "river", "runs", "to", "my", "sea"]

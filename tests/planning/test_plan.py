@@ -133,6 +133,7 @@ def test_dpo_with_an_adapter_has_no_second_model_and_without_one_it_has(base):
     assert roles(None) == ["policy", "reference"]
 
 
+@pytest.mark.slow
 def test_checkpointing_and_smaller_micro_batches_lower_the_activations_in_this_order(base):
     def activations(tokens, **training):
         config = sft_config(base, training={"micro_batch_tokens": tokens, **training})

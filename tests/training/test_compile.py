@@ -99,7 +99,9 @@ OTHERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("family", OTHERS)
+@pytest.mark.parametrize(
+    "family", ["gpt2", *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS if name != "gpt2")]
+)
 def test_other_blocks_compute_the_same(counted, family):
     torch.manual_seed(0)
     model, compiled = with_compiled_copy(build_language_model({"model_type": family, **OTHERS[family]}))
@@ -107,6 +109,7 @@ def test_other_blocks_compute_the_same(counted, family):
     torch.testing.assert_close(model(batch=batch).log_probs, compiled(batch=batch).log_probs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers_computes_the_same(counted, tmp_path):
     from transformers import GPTJConfig, GPTJForCausalLM
 

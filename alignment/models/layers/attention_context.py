@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -14,6 +14,14 @@ from alignment.models.layers.rotary import Rotation
 AttentionFn = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 # (queries [N, H, K], states of the encoder -> its keys and values, dropout) -> [N, H, K]
 CrossAttentionFn = Callable[[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]], float], Tensor]
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def not_compiled(function: Function) -> Function:
+    """The function, whose calls torch.compile leaves out of its graphs and does not specialize on."""
+    return cast(Function, torch.compiler.disable(function))
 
 
 @dataclass(frozen=True)
@@ -42,10 +50,10 @@ class AttentionContext:
 
 @dataclass(frozen=True)
 class OutsideGraphs:
-    """A function whose calls torch.compile leaves out of its graphs and does not specialize on."""
+    """A function of one batch, called outside the graphs of torch.compile."""
 
     function: Callable[..., Tensor]
 
-    @torch.compiler.disable
+    @not_compiled
     def __call__(self, *args: Any) -> Tensor:
         return self.function(*args)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alignment.models.layers.attention_context import AttentionContext
+from alignment.models.layers.attention_context import AttentionContext, not_compiled
 from alignment.models.layers.feedforward import ACTIVATIONS
 from alignment.models.layers.padded_layout import PaddedLayout, key_mask, pad, relative_positions, unpad
 
@@ -97,7 +97,7 @@ class DisentangledAttention(nn.Module):
         self.spec = spec
         self.scale = (spec.head_dim * terms) ** -0.5
 
-    @torch.compiler.disable  # its shapes depend on the data
+    @not_compiled  # its shapes depend on the data
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
         layout = context.layout
@@ -181,7 +181,7 @@ class Convolution(nn.Module):
         super().__init__()
         self.layer, self.activation, self.dropout = layer, activation, dropout
 
-    @torch.compiler.disable  # its shapes depend on the data
+    @not_compiled  # its shapes depend on the data
     def forward(self, x: Tensor, layout: PaddedLayout) -> Tensor:
         """x: [N, D] -> [N, D]."""
         rectangles = zip(pad(x, layout), layout.lengths, strict=True)

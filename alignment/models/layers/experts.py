@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from alignment.models.layers.attention_context import not_compiled
 from alignment.models.layers.feedforward import GatedFeedForwardSpec, PlainFeedForwardSpec
 
 
@@ -52,7 +53,7 @@ class Experts(nn.Module):
         self.experts = nn.ModuleList(experts)
         self.experts_per_token, self.normalized = experts_per_token, normalized
 
-    @torch.compiler.disable  # its shapes depend on the data
+    @not_compiled  # its shapes depend on the data
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, D] -> [N, D]."""
         logits = self.router(x)
