@@ -1,8 +1,9 @@
 """What the package needs to know about each kind of adapter; a new kind is one more entry of `KINDS`."""
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,6 +56,17 @@ class AdapterKind:
     before_head: str = "base_model.model."
 
 
+@contextmanager
+def _flag_off(model: AnyModel, *, flag: str) -> Iterator[None]:
+    """Set an attribute of the model to False within the block, also when the block raises."""
+    before = getattr(model, flag)
+    setattr(model, flag, False)
+    try:
+        yield
+    finally:
+        setattr(model, flag, before)
+
+
 _LORA = AdapterKind(
     is_file=lora_files.is_lora_file,
     attach=lora.attach_lora,
@@ -86,7 +98,7 @@ KINDS: dict[str, AdapterKind] = {
         is_file=lambda config: config.get("peft_type") == "PREFIX_TUNING",
         attach=prefix.attach_prefix,
         is_attached=lambda model: model.prefix is not None,
-        switched_off=prefix.prefix_switched_off,
+        switched_off=partial(_flag_off, flag="prefix_enabled"),
         merge="a prefix adapter is no change of weights and cannot be merged; keep it as an adapter directory",
         holds=lambda name: name.startswith("prefix."),
         to_file=prefix.prefix_to_file,
@@ -98,7 +110,7 @@ KINDS: dict[str, AdapterKind] = {
         is_file=lambda config: config.get("peft_type") == "PROMPT_TUNING",
         attach=prompt.attach_prompt,
         is_attached=lambda model: model.soft_prompt is not None,
-        switched_off=prompt.prompt_switched_off,
+        switched_off=partial(_flag_off, flag="soft_prompt_enabled"),
         merge="a soft prompt is no change of weights and cannot be merged; keep it as an adapter directory",
         holds=lambda name: name.startswith("soft_prompt."),
         to_file=prompt.prompt_to_file,

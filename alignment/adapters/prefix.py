@@ -3,8 +3,7 @@
 An encoder-decoder has them before its targets, in the decoder's attention on itself.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,16 +118,6 @@ def attach_prefix(model: NativeModel | ExternalModel, spec: PrefixSpec) -> None:
     dimensions = prefix_dimensions(model)
     model.requires_grad_(False)
     model.prefix = PrefixAdapter(spec, *dimensions).to(next(model.parameters()).device)
-
-
-@contextmanager
-def prefix_switched_off(model: NativeModel | ExternalModel) -> Iterator[None]:
-    """Leave the prefix out within the block."""
-    before, model.prefix_enabled = model.prefix_enabled, False
-    try:
-        yield
-    finally:
-        model.prefix_enabled = before
 
 
 def prefix_to_file(

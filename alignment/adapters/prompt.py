@@ -4,8 +4,7 @@ An encoder-decoder has them in front of its source. Encoder classifiers that rea
 first of these, as in peft.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -109,16 +108,6 @@ def prompt_width(model: NativeModel | ExternalModel) -> int:
         )
     with torch.no_grad():
         return _token_vectors(model, torch.zeros(1, dtype=torch.long, device=next(model.parameters()).device)).shape[-1]
-
-
-@contextmanager
-def prompt_switched_off(model: NativeModel | ExternalModel) -> Iterator[None]:
-    """Leave the soft prompt out within the block."""
-    before, model.soft_prompt_enabled = model.soft_prompt_enabled, False
-    try:
-        yield
-    finally:
-        model.soft_prompt_enabled = before
 
 
 def prompt_to_file(

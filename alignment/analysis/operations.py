@@ -38,10 +38,19 @@ def forward_operations(spec: TransformerSpec, tokens: int) -> float:
     return 2 * matrices + sum(block_operations(block, spec.width, tokens) for block in spec.layers)
 
 
+def is_counted(spec: TransformerSpec) -> bool:
+    """Whether `forward_operations` counts every layer of this architecture."""
+    return all(_is_counted(block) for block in spec.layers)
+
+
+def _is_counted(spec: BlockSpec) -> bool:
+    return not isinstance(spec.attention, DisentangledSpec) and spec.cross is None and spec.convolution is None
+
+
 def block_operations(spec: BlockSpec, width: int, tokens: int) -> float:
     """Floating-point operations of one layer."""
     attention = spec.attention
-    if isinstance(attention, DisentangledSpec) or spec.cross is not None or spec.convolution is not None:
+    if isinstance(attention, DisentangledSpec) or not _is_counted(spec):
         raise ValueError("operations of cross-attention, disentangled attention and convolutions are not counted")
     inner, shared = (heads * attention.head_dim for heads in (attention.heads, attention.key_value_heads))
     projections = 2 * width * (2 * inner + 2 * shared)

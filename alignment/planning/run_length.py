@@ -14,7 +14,7 @@ from alignment.algorithms.ppo.setup import PPOConfig
 from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.algorithms.reward import RewardConfig
 from alignment.algorithms.sft import SFTConfig
-from alignment.analysis.operations import forward_operations
+from alignment.analysis.operations import forward_operations, is_counted
 from alignment.data.prepare import prepare
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Kind
@@ -122,11 +122,8 @@ def forward_per_token(model: nn.Module, length: int) -> float:
     An adapter's own matrices come on top.
     """
     adapters = sum(x.numel() for name, x in model.named_parameters() if "lora_" in name)
-    if isinstance(model.spec, TransformerSpec):
-        try:
-            return forward_operations(model.spec, length) + 2 * adapters
-        except ValueError:
-            pass
+    if isinstance(model.spec, TransformerSpec) and is_counted(model.spec):
+        return forward_operations(model.spec, length) + 2 * adapters
     return 2.0 * parameter_count(model)[0]
 
 

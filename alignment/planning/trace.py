@@ -15,8 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from alignment.losses import language
 from alignment.models.layers import layer_contexts
-from alignment.models.layers.attention import AttentionSpec
-from alignment.models.layers.sdpa import VARLEN_HEAD_DIM_MULTIPLE, VARLEN_MAX_HEAD_DIM
+from alignment.models.layers.sdpa import varlen_computes
 from alignment.planning.batches import as_fake
 from alignment.planning.layout import Layout
 from alignment.planning.memory_tracker import MemoryTracker
@@ -216,22 +215,9 @@ def _gpu_choices(varlen: bool, gpu: bool) -> Iterator[None]:
     language.CHUNK_ELEMENTS["cpu"] = language.CHUNK_ELEMENTS["cuda"]
     language.KEPT_ELEMENTS["cpu"] = language.KEPT_ELEMENTS["cuda"]
     if varlen:
-        layer_contexts.varlen_applies = _varlen_fits
+        layer_contexts.varlen_applies = lambda specs, _, training: varlen_computes(specs, training)
     try:
         yield
     finally:
         language.CHUNK_ELEMENTS["cpu"], language.KEPT_ELEMENTS["cpu"] = chunk, kept
         layer_contexts.varlen_applies = applies
-
-
-def _varlen_fits(specs: Sequence[object], parameter: Tensor, training: bool) -> bool:
-    """`varlen_applies` on a GPU that has the kernel."""
-    return all(
-        isinstance(spec, AttentionSpec)
-        and spec.head_dim <= VARLEN_MAX_HEAD_DIM
-        and spec.head_dim % VARLEN_HEAD_DIM_MULTIPLE == 0
-        and spec.softcap is None
-        and spec.position_bias is None
-        and not (training and spec.dropout)
-        for spec in specs
-    )

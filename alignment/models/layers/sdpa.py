@@ -118,15 +118,20 @@ def varlen_applies(specs: Sequence[object], parameter: Tensor, training: bool) -
     return (
         _in_half_precision_on_cuda(parameter)
         and has_varlen_kernel(parameter.device)
-        and all(
-            isinstance(spec, AttentionSpec)
-            and spec.head_dim <= VARLEN_MAX_HEAD_DIM
-            and spec.head_dim % VARLEN_HEAD_DIM_MULTIPLE == 0
-            and spec.softcap is None
-            and spec.position_bias is None
-            and not (training and spec.dropout)
-            for spec in specs
-        )
+        and varlen_computes(specs, training)
+    )
+
+
+def varlen_computes(specs: Sequence[object], training: bool) -> bool:
+    """Whether the variable-length kernel can compute every layer's attention, on a device that has it."""
+    return all(
+        isinstance(spec, AttentionSpec)
+        and spec.head_dim <= VARLEN_MAX_HEAD_DIM
+        and spec.head_dim % VARLEN_HEAD_DIM_MULTIPLE == 0
+        and spec.softcap is None
+        and spec.position_bias is None
+        and not (training and spec.dropout)
+        for spec in specs
     )
 
 
