@@ -7,7 +7,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from alignment.data.tokenize import Example, PairExample
+from alignment.data.examples import Example, PairExample
 from alignment.ragged import Ragged, RaggedBatch, fill_groups
 
 Row = TypeVar("Row")

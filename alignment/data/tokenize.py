@@ -4,10 +4,10 @@ Nothing is cached on disk: ids always come from the tokenizer and the rows at ha
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import TypeVar
 
-from alignment.data.rows.records import SHOWN_IDS, Comparison, Demonstration, Messages, Prompt, Tally, Text
+from alignment.data.examples import Example, PairExample, PromptExample
+from alignment.data.rows.records import SHOWN_IDS, Comparison, Demonstration, Prompt, Tally, Text
 from alignment.data.text import chat
 from alignment.data.text.truncation import split_document, truncate, truncate_left
 from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos, bos_id
@@ -21,60 +21,6 @@ EQUAL = "chosen and rejected are the same tokens"
 
 AnyRow = TypeVar("AnyRow", bound=Demonstration | Comparison | Prompt)
 Encoded = TypeVar("Encoded")
-
-
-class TokenizedRow(Protocol):
-    """An example of any kind: the token sequences that a model reads of one row."""
-
-    @property
-    def row_id(self) -> str: ...
-    @property
-    def documents(self) -> Sequence[Sequence[int]]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One token sequence; `mask` is True where a token is to be predicted and counts."""
-
-    ids: list[int]
-    mask: list[bool]
-    row_id: str
-
-    @property
-    def documents(self) -> list[list[int]]:
-        """The one token sequence."""
-        return [self.ids]
-
-
-@dataclass(frozen=True, slots=True)
-class PairExample:
-    """Two responses to the same prompt tokens."""
-
-    chosen: Example
-    rejected: Example
-    margin: float | None
-    row_id: str
-
-    @property
-    def documents(self) -> list[list[int]]:
-        """Prompt with the chosen and with the rejected response."""
-        return [self.chosen.ids, self.rejected.ids]
-
-
-@dataclass(frozen=True, slots=True)
-class PromptExample:
-    """A prompt ready to be continued; `prompt` and `extra` as they were read, `cut` where `ids` lack its beginning."""
-
-    ids: list[int]
-    prompt: str | Messages
-    extra: dict[str, Any]
-    row_id: str
-    cut: bool = False
-
-    @property
-    def documents(self) -> list[list[int]]:
-        """The prompt's tokens."""
-        return [self.ids]
 
 
 def tokenize_texts(rows: Sequence[Text], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:

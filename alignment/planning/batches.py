@@ -9,11 +9,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from alignment.data.batches import PairBatch, collate, collate_pairs
+from alignment.data.examples import Example, PairExample, TokenizedRow
 from alignment.data.pretraining.next_sentence import SentencePairBatch
 from alignment.data.tasks.classification import LabeledBatch
 from alignment.data.tasks.gpt1_inputs import MultiSequenceBatch
 from alignment.data.tasks.question_answering import SpanBatch
-from alignment.data.tokenize import Example, PairExample, TokenizedRow
 from alignment.ragged import DeviceBatch, Ragged, Seq2Seq
 
 MASKED_SHARE = 0.15  # of the tokens, in masked text

@@ -27,7 +27,7 @@ from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.algorithms.reward import RewardConfig, reward_loss_fn
 from alignment.algorithms.sft import SFTConfig
 from alignment.data.batches import PairBatch
-from alignment.data.tokenize import Example, PairExample
+from alignment.data.examples import Example, PairExample
 from alignment.generation.sampling import SamplingConfig, sample_token, sampling_log_probs
 from alignment.models.outputs import LanguageOutput
 from alignment.planning import batches

@@ -21,7 +21,7 @@ from alignment.training.optim import OptimConfig, learning_rate_at
 from alignment.training.optimizers import check_optimizer
 from alignment.training.run.random_state import rank_seed
 from alignment.training.settings import TrainingConfig
-from alignment.training.terms import MetricSums, Term, ZeroWeightBatch, flatten_sums, unwrap_batch
+from alignment.training.terms import MetricSums, Term, ZeroWeightBatch, averages, flatten_sums, unwrap_batch
 
 
 class NonFiniteError(RuntimeError):
@@ -110,8 +110,11 @@ class Engine:
         metrics = {"loss": sum(term.coef * loss for term, loss in zip(terms, losses, strict=True))}
         metrics |= {"grad_norm": grad_norm, "learning_rate": rate, "tokens": tokens}
         metrics |= {term.key("loss"): loss for term, loss in zip(terms, losses, strict=True) if term.name}
+        by_term: list[dict[tuple[str, str], float]] = [{} for _ in terms]
         for (position, name), total in zip(names, metric_totals, strict=True):
-            metrics[terms[position].key(name)] = total / weights[position]
+            by_term[position][name] = total
+        for term, term_totals, weight in zip(terms, by_term, weights, strict=True):
+            metrics |= {term.key(name): value for name, value in averages(term_totals, weight).items()}
         return metrics
 
     def _global_weights(self, terms: tuple[Term, ...]) -> tuple[list[float], list[int], float]:

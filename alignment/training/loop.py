@@ -27,7 +27,7 @@ from alignment.training.run.checkpoints import (
 from alignment.training.run.directory import Run
 from alignment.training.run.random_state import generator_states, unchanged_random_state
 from alignment.training.settings import TrainingConfig
-from alignment.training.terms import LossSum, Term, shard_rows
+from alignment.training.terms import LossSum, Term, averages, named_sums, shard_rows
 
 # Of a loss that has exploded; see `divergence`.
 LEAST_UPDATES = 5  # at the end of the run
@@ -109,15 +109,16 @@ def held_out_metrics(engine: Engine, batches: Sequence[Batch], loss_fn: LossFn) 
         engine.backend.unwrapped.training
     )  # DeepSpeed's wrapper only passes the mode on, and always says True
     engine.model.eval()
-    sums: dict[str, Tensor] = {}
+    sums: dict[tuple[str, str], Tensor] = {}
     with engine.backend.autocast():
         for batch in batches:
             result = loss_fn(batch.to(engine.process_group.device))
-            for key, value in {"loss": result.total, **result.metrics}.items():
+            for key, value in {("loss", ""): result.total, **named_sums(result)}.items():
                 sums[key] = sums.get(key, torch.zeros((), device=engine.process_group.device)) + value.float()
     engine.model.train(was_training)
     weight = sum(batch.weight for batch in batches)
-    return {f"held_out_{key}": float(value) / weight for key, value in sums.items()}
+    means = averages({key: float(value) for key, value in sums.items()}, weight)
+    return {f"held_out_{key}": value for key, value in means.items()}
 
 
 def note_endless_warmup(run: Run, engines: Engines) -> None:

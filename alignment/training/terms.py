@@ -1,6 +1,6 @@
 """What one update consists of: terms, their micro-batches, and the sums of their losses and metrics."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -19,10 +19,13 @@ class LossSum:
     Attributes:
         total: the SUM of the loss over everything that counts, a scalar with gradient.
         metrics: sums likewise; each is divided by its term's global weight when logged.
+        means: (sum, weight) of metrics that have a weight of their own, such as the loss of one source's rows; left out
+            of the log where the weight is 0 over the whole update. The same names on every rank.
     """
 
     total: Tensor
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    means: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class MetricSums:
     def __init__(self) -> None:
         self.totals: list[Tensor] = []
         self.batches: list[Batch] = []
-        self.metrics: dict[str, Tensor] = {}
+        self.metrics: dict[tuple[str, str], Tensor] = {}  # see `named_sums`
 
     def add(self, loss: LossSum, batch: Batch) -> None:
         """Add one micro-batch. One of weight 0 contributes the names of its metrics and no value."""
@@ -82,16 +85,31 @@ class MetricSums:
         if counts:
             self.totals.append(loss.total.detach().float())
             self.batches.append(batch)
-        for name, value in loss.metrics.items():
+        for (name, part), value in named_sums(loss).items():
             value = value.detach().float() * factor
-            self.metrics[name] = self.metrics[name] + value if name in self.metrics else value
+            self.metrics[name, part] = self.metrics[name, part] + value if (name, part) in self.metrics else value
 
 
-def flatten_sums(sums: list[MetricSums], device: torch.device) -> tuple[list[tuple[int, str]], Tensor]:
+def named_sums(loss: LossSum) -> dict[tuple[str, str], Tensor]:
+    """The sums of a loss's metrics by (name, ""), and of its means by (name, "sum") and (name, "weight")."""
+    sums = {(name, ""): value for name, value in loss.metrics.items()}
+    for name, (value, weight) in loss.means.items():
+        sums[name, "sum"], sums[name, "weight"] = value, weight
+    return sums
+
+
+def averages(sums: Mapping[tuple[str, str], float], weight: float) -> dict[str, float]:
+    """The metrics behind `named_sums`: sums over `weight`, and means over their own weights, where these are not 0."""
+    metrics = {name: value / weight for (name, part), value in sums.items() if not part}
+    means = {name: (value, sums[name, "weight"]) for (name, part), value in sums.items() if part == "sum"}
+    return metrics | {name: value / own for name, (value, own) in means.items() if own}
+
+
+def flatten_sums(sums: list[MetricSums], device: torch.device) -> tuple[list[tuple[int, tuple[str, str]]], Tensor]:
     """All sums of an update in one vector, for a single reduction over ranks.
 
     Returns:
-        (term's position, name) of each metric; and the vector: the total of each term, then these metrics.
+        (term's position, key of `named_sums`) of each sum; and the vector: the total of each term, then these sums.
     """
     zero = torch.zeros((), device=device)
     names = [(position, name) for position, part in enumerate(sums) for name in sorted(part.metrics)]

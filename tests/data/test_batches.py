@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from alignment.data.batches import collate, collate_pairs
-from alignment.data.tokenize import Example, PairExample
+from alignment.data.examples import Example, PairExample
 
 
 def example(length, name, first_target=1):

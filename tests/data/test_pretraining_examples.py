@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from alignment.data.examples import Example
 from alignment.data.pretraining.corruption import EpochStream, Masking, fixed_seed_rows
 from alignment.data.pretraining.examples import (
     TOO_SHORT,
@@ -20,7 +21,6 @@ from alignment.data.rows.records import Text
 from alignment.data.stream import Stream
 from alignment.data.text.special_tokens import non_special_ids, sentinel_ids, special_token_template
 from alignment.data.text.truncation import even_slices
-from alignment.data.tokenize import Example
 from alignment.data.tokenizers.train import train_bpe, train_tokenizer
 from alignment.errors import UserError
 

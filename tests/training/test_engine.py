@@ -135,6 +135,20 @@ def test_terms_are_weighed_each_over_its_own_weight():
     assert metrics["pretrain_largest"] == pytest.approx((10 + 40) / 4)
 
 
+def test_means_have_weights_of_their_own_and_none_is_logged_without():
+    engine = straight_engine()
+
+    def loss_fn(batch: ToyBatch) -> LossSum:
+        total, one = engine.model(batch.x).sum(), torch.ones(())
+        means = {"loss/a": (total, one * 4), "loss/b": (torch.zeros(()), one * 0)}
+        return LossSum(total, {"plain": total}, means)
+
+    metrics = engine.update(Term([plain_batch([1.0, 3.0]), plain_batch([8.0])], loss_fn, name="mix"))
+    assert metrics["mix_loss/a"] == 12 / 8  # (4 + 8) / (4 + 4), however many rows the batches hold
+    assert metrics["mix_plain"] == 12 / 3
+    assert not [name for name in metrics if "loss/b" in name]
+
+
 def test_a_borrowed_batch_changes_nothing():
     rows = toy_rows(0)
     plain, lent = toy_engine(), toy_engine()

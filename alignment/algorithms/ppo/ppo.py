@@ -26,7 +26,7 @@ from alignment.algorithms.ppo.setup import (
     save_ppo_state,
 )
 from alignment.algorithms.runs import open_run
-from alignment.data.tokenize import PromptExample
+from alignment.data.examples import PromptExample
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.losses import clipped_policy_loss, clipped_tokens, clipped_value_loss
 from alignment.models.protocols import GenerativeModel, ScoringModel

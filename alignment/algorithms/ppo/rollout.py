@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.setup import PPOConfig, PPOState
-from alignment.data.tokenize import PromptExample
+from alignment.data.examples import PromptExample
 from alignment.generation import Responses, SamplingConfig, decode_responses
 from alignment.losses import gae, shape_rewards, whiten
 from alignment.models.protocols import GenerativeModel

@@ -14,11 +14,12 @@ from alignment.algorithms.policies import LogProbModel, Policy, load_policy, loa
 from alignment.algorithms.ppo.controllers import AdaptiveKL, FixedKL, ScoreNormalizer
 from alignment.algorithms.runs import check_rows, read_examples
 from alignment.data.batches import collate
+from alignment.data.examples import PromptExample
 from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Prompt
 from alignment.data.stream import Stream
 from alignment.data.text.chat import stop_token_ids
-from alignment.data.tokenize import PromptExample, encode_prompts
+from alignment.data.tokenize import encode_prompts
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.generation import SamplingConfig, response_text

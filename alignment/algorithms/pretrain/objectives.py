@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from alignment.data.batches import collate
+from alignment.data.examples import Example
 from alignment.data.pretraining.corruption import Masking, SeededRow
 from alignment.data.pretraining.examples import (
     MaskTokens,
@@ -23,7 +24,6 @@ from alignment.data.pretraining.examples import (
 )
 from alignment.data.pretraining.next_sentence import SentencePairBatch, collate_sentence_pairs
 from alignment.data.text.special_tokens import special_token_template
-from alignment.data.tokenize import Example
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.losses.classification import label_loss, next_sentence_loss
 from alignment.losses.distillation import distillation_loss, hidden_cosine_loss

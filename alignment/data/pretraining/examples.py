@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 import torch
 
+from alignment.data.examples import Example
 from alignment.data.pretraining import corruption
 from alignment.data.pretraining.corruption import NOT_CHOSEN, Ids, Masking, SeededRow
 from alignment.data.rows.records import Tally, Text
@@ -24,7 +25,7 @@ from alignment.data.text.special_tokens import (
     tokenize_with_offsets,
 )
 from alignment.data.text.truncation import even_slices, text_budget
-from alignment.data.tokenize import TEXT_CUT, Example
+from alignment.data.tokenize import TEXT_CUT
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.ragged import Ragged, Seq2Seq, group_rows_by_length

@@ -57,7 +57,49 @@ class Prompt:
     row_id: str
 
 
-Record = Text | Demonstration | Comparison | Prompt
+@dataclass(frozen=True, slots=True)
+class LabeledResponse:
+    """A response judged alone, as KTO's data: desirable or not."""
+
+    prompt: str | Messages
+    response: str
+    desirable: bool
+    row_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """K responses to one prompt.
+
+    Attributes:
+        prompt: plain text, or messages.
+        responses: K >= 2 texts.
+        ranks: place of each, 0 is best; equal places are ties.
+        row_id: name of the data row.
+        scores: what each was rated, where the row says; annotators' agreement is computed from them.
+        margin: by how much the better of two leads.
+    """
+
+    prompt: str | Messages
+    responses: tuple[str, ...]
+    ranks: tuple[int, ...]
+    row_id: str
+    scores: tuple[float, ...] | None = None
+    margin: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """A response in steps, each labeled right or wrong (process supervision); `separator` follows each step's text."""
+
+    prompt: str | Messages
+    steps: tuple[str, ...]
+    labels: tuple[bool, ...]
+    row_id: str
+    separator: str = "\n"
+
+
+Record = Text | Demonstration | Comparison | Prompt | LabeledResponse | Ranking | Steps
 
 SHOWN_IDS = 3
 

@@ -7,11 +7,12 @@ from itertools import groupby
 from pathlib import Path
 from statistics import mean
 
+from alignment.data.examples import Example, PairExample, PromptExample
 from alignment.data.prepare import TOKENIZE
 from alignment.data.rows.read import TIE, DataConfig, prompt_key, read_rows, record_key
 from alignment.data.rows.records import Comparison, Kind, Record, Tally
 from alignment.data.text import chat
-from alignment.data.tokenize import PROMPT_CUT, RESPONSE_CUT, Example, PairExample, PromptExample
+from alignment.data.tokenize import PROMPT_CUT, RESPONSE_CUT
 from alignment.data.tokenizers.load import read_tokenizer_files
 from alignment.data.tokenizers.tokenizer import Tokenizer, bos_id, control_strings
 from alignment.errors import UserError

@@ -287,7 +287,7 @@ def test_template_that_cuts_hidden_strings_apart_is_refused(chatml, templates):
 def test_h01_ends_count_where_padding_is_the_end_token(bpe):
     # eos = pad: rows of lengths 8 and 15 ending in it. Two supervised end tokens, no more, no fewer.
     from alignment.data.batches import collate
-    from alignment.data.tokenize import Example
+    from alignment.data.examples import Example
 
     eos = bpe.eos_token_id
     rows = [Example([5] * (n - 1) + [eos], [False] + [True] * (n - 1), str(n)) for n in (8, 15)]

@@ -2,9 +2,9 @@
 
 import pytest
 
+from alignment.data.examples import Example, PairExample
 from alignment.data.rows.read import overlap, prompt_key
 from alignment.data.rows.records import Prompt, Tally, Text
-from alignment.data.tokenize import Example, PairExample
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.data.tools.doctor import boundaries, check_file, show_example

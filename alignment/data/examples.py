@@ -1,0 +1,134 @@
+"""Examples: data rows as token sequences, as a model reads them. Records become examples in tokenize.py, batches in batches.py."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from alignment.data.rows.records import Messages
+
+
+class TokenizedRow(Protocol):
+    """An example of any kind: the token sequences that a model reads of one row."""
+
+    @property
+    def row_id(self) -> str: ...
+    @property
+    def documents(self) -> Sequence[Sequence[int]]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One token sequence.
+
+    Attributes:
+        ids: token ids.
+        mask: True where a token is to be predicted and counts.
+        row_id: name of the data row.
+        source: number of its source among those of the data config.
+    """
+
+    ids: list[int]
+    mask: list[bool]
+    row_id: str
+    source: int = 0
+
+    @property
+    def documents(self) -> list[list[int]]:
+        """The one token sequence."""
+        return [self.ids]
+
+
+@dataclass(frozen=True, slots=True)
+class PairExample:
+    """Two responses to the same prompt tokens."""
+
+    chosen: Example
+    rejected: Example
+    margin: float | None
+    row_id: str
+    source: int = 0
+
+    @property
+    def documents(self) -> list[list[int]]:
+        """Prompt with the chosen and with the rejected response."""
+        return [self.chosen.ids, self.rejected.ids]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptExample:
+    """A prompt ready to be continued; `prompt` and `extra` as they were read, `cut` where `ids` lack its beginning."""
+
+    ids: list[int]
+    prompt: str | Messages
+    extra: dict[str, Any]
+    row_id: str
+    cut: bool = False
+    source: int = 0
+
+    @property
+    def documents(self) -> list[list[int]]:
+        """The prompt's tokens."""
+        return [self.ids]
+
+
+@dataclass(frozen=True, slots=True)
+class LabeledExample:
+    """A response judged alone (KTO): prompt and response, and whether the response is desirable."""
+
+    example: Example
+    desirable: bool
+    row_id: str
+    source: int = 0
+
+    @property
+    def documents(self) -> list[list[int]]:
+        """The one token sequence."""
+        return [self.example.ids]
+
+
+@dataclass(frozen=True, slots=True)
+class RankedExample:
+    """K responses to the same prompt tokens, from K = 2.
+
+    Attributes:
+        responses: prompt with each response.
+        ranks: place of each response, 0 is best; equal places are ties.
+        row_id: name of the data row.
+        source: number of its source.
+        margin: by how much the better of two leads; None where K > 2 or the row has none.
+    """
+
+    responses: tuple[Example, ...]
+    ranks: tuple[int, ...]
+    row_id: str
+    source: int = 0
+    margin: float | None = None
+
+    @property
+    def documents(self) -> list[list[int]]:
+        """Prompt with each response."""
+        return [response.ids for response in self.responses]
+
+
+@dataclass(frozen=True, slots=True)
+class StepExample:
+    """A response in steps, each labeled (process supervision).
+
+    Attributes:
+        ids: prompt and all steps.
+        ends: index of each step's last token.
+        labels: whether each step is right.
+        row_id: name of the data row.
+        source: number of its source.
+    """
+
+    ids: list[int]
+    ends: tuple[int, ...]
+    labels: tuple[bool, ...]
+    row_id: str
+    source: int = 0
+
+    @property
+    def documents(self) -> list[list[int]]:
+        """The one token sequence."""
+        return [self.ids]
