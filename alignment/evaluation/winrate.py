@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
-from scipy.optimize import brentq
-
 from alignment.errors import raise_all
 
 WIN, TIE, LOSS = 1.0, 0.5, 0.0
@@ -93,6 +91,8 @@ def paired_interval(wins: int, losses: int, n: int) -> tuple[float, float]:
 
 def _root(wins: int, losses: int, n: int, z: float, *, low: float, high: float) -> float:
     """The true difference between `low` and `high` at which the score is z."""
+    from scipy.optimize import brentq  # a third of a second, which a run's report does not need
+
     return float(brentq(lambda difference: _score(wins, losses, n, difference) - z, low, high))  # pyright: ignore[reportArgumentType]
 
 

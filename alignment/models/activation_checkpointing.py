@@ -6,7 +6,6 @@ from types import MethodType
 from typing import Any, Literal
 
 import torch
-import torch.nn.attention.varlen  # registers torch_attn::_varlen_attn
 from torch import nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -15,6 +14,8 @@ Keep = Literal["nothing", "attention", "products"]
 
 def _kept_operations(keep: Keep) -> list[Any]:
     """Operations whose outputs are kept: those that cost most to recompute."""
+    import torch.nn.attention.varlen  # registers torch_attn::_varlen_attn; loads the compiler, so not above
+
     aten = torch.ops.aten
     attention = [
         aten._scaled_dot_product_flash_attention_for_cpu.default,

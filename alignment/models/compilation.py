@@ -23,9 +23,12 @@ def compile_blocks(blocks: Iterable[nn.Module], device: torch.device) -> None:
     Raises:
         UserError: the machine has no compiler for the device.
     """
+    from alignment.models.layers.outside_graphs import leave_out  # loads the compiler
+
     check_compiler(device)
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
     for block in blocks:
+        leave_out(block.modules())
         block.compile(dynamic=True)
 
 

@@ -167,9 +167,9 @@ class Transformer(nn.Module):
     def __init__(self, spec: TransformerSpec, blocks: Sequence[nn.Module], modules: TransformerModules):
         super().__init__()
         self.spec = spec
-        self.embed = nn.Embedding(spec.vocabulary, spec.projection.width if spec.projection else spec.width)
+        self.embed = _embedding(spec.vocabulary, spec.projection.width if spec.projection else spec.width)
         self.positions = modules.positions
-        self.segments = nn.Embedding(spec.segments, self.embed.embedding_dim) if spec.segments else None
+        self.segments = _embedding(spec.segments, self.embed.embedding_dim) if spec.segments else None
         self.embedding_norm, self.project_in, self.project_out = (
             modules.embedding_norm,
             modules.project_in,
@@ -294,6 +294,12 @@ class Transformer(nn.Module):
             f"a document of {batch.lengths[row] - prompt} tokens{before}{name} does not fit the model's "
             f"{self.spec.max_positions} positions; lower max_length or take a model with a longer context"
         )
+
+
+def _embedding(count: int, width: int) -> nn.Embedding:
+    """A table of vectors. On the meta device nothing is drawn for it: there normal_ would load torch's compiler, a second."""
+    weight = torch.empty(count, width)
+    return nn.Embedding(count, width, _weight=weight if weight.is_meta else None)
 
 
 def _reserve(cache: Cache, batch: Ragged, rows: Tensor, offset: int) -> Tensor:

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.util import find_spec
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -45,6 +46,14 @@ class MuonWithAdamW(torch.optim.Optimizer):
         for part in self._parts:
             part.step()
         return loss
+
+
+class AdamW(torch.optim.AdamW):
+    """torch's AdamW without its wrappers for torch.compile, whose first call loads the compiler: a second of start-up."""
+
+    add_param_group = unwrap(torch.optim.Optimizer.add_param_group)
+    zero_grad = unwrap(torch.optim.Optimizer.zero_grad)
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
 def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimizer:
@@ -300,7 +309,7 @@ def check_optimizer(config: OptimConfig, kind: str) -> None:
 
 def _adamw(groups: list[Group], config: OptimConfig) -> torch.optim.AdamW:
     devices = {parameter.device.type for group in groups for parameter in group["params"]}
-    return torch.optim.AdamW(
+    return AdamW(
         groups,
         lr=config.learning_rate,
         betas=config.betas,

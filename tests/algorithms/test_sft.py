@@ -1,5 +1,8 @@
 """Supervised fine-tuning and pretraining, as runs."""
 
+import subprocess
+import sys
+
 import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -89,3 +92,19 @@ def test_a_checkpoint_that_does_not_exist_is_named(make_stage, tmp_path):
     run, config = make_stage("sft", str(tmp_path / "nowhere"), tmp_path / "out")
     with pytest.raises(UserError, match="nowhere"):
         run(config)
+
+
+def test_a_run_does_not_load_what_it_does_not_need(checkpoints, world, tmp_path):
+    check = (
+        "import sys\nfrom alignment.cli import main\n"
+        f"sys.argv = ['alignment', 'sft', {str(tmp_path / 'config.yaml')!r}]\n"
+        "try:\n    main(sys.argv[1:])\nexcept SystemExit as end:\n    assert not end.code, end.code\n"
+        "heavy = ['torch._dynamo', 'sympy', 'scipy', 'pandas', 'datasets', 'trl', 'peft', 'deepspeed']\n"
+        "print('loaded', [name for name in heavy if name in sys.modules])"
+    )
+    (tmp_path / "config.yaml").write_text(
+        f"{{policy: {checkpoints['llama']}, output: {tmp_path / 'out'}, data: {{train: {world['demonstrations']}}}, "
+        "training: {max_steps: 1, batch_size: 2}}"
+    )
+    ran = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, timeout=120)
+    assert ran.stdout.splitlines()[-1:] == ["loaded []"], ran.stdout + ran.stderr

@@ -2,9 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar, cast
-
-import torch
 from torch import Tensor
 
 from alignment.models.layers.padded_layout import PaddedLayout
@@ -14,14 +11,6 @@ from alignment.models.layers.rotary import Rotation
 AttentionFn = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 # (queries [N, H, K], states of the encoder -> its keys and values, dropout) -> [N, H, K]
 CrossAttentionFn = Callable[[Tensor, Callable[[Tensor], tuple[Tensor, Tensor]], float], Tensor]
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def not_compiled(function: Function) -> Function:
-    """The function, whose calls torch.compile leaves out of its graphs and does not specialize on."""
-    return cast(Function, torch.compiler.disable(function))
 
 
 @dataclass(frozen=True)
@@ -44,16 +33,7 @@ class AttentionContext:
 
     def outside_graphs(self) -> "AttentionContext":
         """The same context, its attention left out of the graphs of torch.compile."""
+        from alignment.models.layers.outside_graphs import OutsideGraphs  # loads the compiler
+
         cross_attend = None if self.cross_attend is None else OutsideGraphs(self.cross_attend)
         return replace(self, attend=OutsideGraphs(self.attend), cross_attend=cross_attend)
-
-
-@dataclass(frozen=True)
-class OutsideGraphs:
-    """A function of one batch, called outside the graphs of torch.compile."""
-
-    function: Callable[..., Tensor]
-
-    @not_compiled
-    def __call__(self, *args: Any) -> Tensor:
-        return self.function(*args)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alignment.models.layers.attention_context import AttentionContext, not_compiled
+from alignment.models.layers.attention_context import AttentionContext
 from alignment.models.layers.feedforward import ACTIVATIONS
 from alignment.models.layers.padded_layout import PaddedLayout, key_mask, pad, relative_positions, unpad
 
@@ -81,6 +81,8 @@ class DisentangledAttention(nn.Module):
     published weights, and transformers, have i - j.
     """
 
+    data_dependent_shapes = True  # torch.compile leaves its forward out; see outside_graphs.py
+
     def __init__(self, spec: DisentangledSpec, width: int):
         super().__init__()
         terms = 1 + spec.content_to_position + spec.position_to_content
@@ -97,7 +99,6 @@ class DisentangledAttention(nn.Module):
         self.spec = spec
         self.scale = (spec.head_dim * terms) ** -0.5
 
-    @not_compiled  # its shapes depend on the data
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
         layout = context.layout
@@ -177,11 +178,12 @@ def relative_classes(relative: Tensor, buckets: int, max_distance: int) -> Tenso
 class Convolution(nn.Module):
     """activation(convolution(x)) over each document's tokens; beyond its ends lie zeros."""
 
+    data_dependent_shapes = True  # torch.compile leaves its forward out; see outside_graphs.py
+
     def __init__(self, layer: nn.Conv1d, activation: Callable[[Tensor], Tensor], dropout: nn.Module):
         super().__init__()
         self.layer, self.activation, self.dropout = layer, activation, dropout
 
-    @not_compiled  # its shapes depend on the data
     def forward(self, x: Tensor, layout: PaddedLayout) -> Tensor:
         """x: [N, D] -> [N, D]."""
         rectangles = zip(pad(x, layout), layout.lengths, strict=True)

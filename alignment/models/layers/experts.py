@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from alignment.models.layers.attention_context import not_compiled
 from alignment.models.layers.feedforward import GatedFeedForwardSpec, PlainFeedForwardSpec
 
 
@@ -47,13 +46,14 @@ class Experts(nn.Module):
         normalized: a token's weights sum to 1 (Mixtral), or are the probabilities as they are (Switch).
     """
 
+    data_dependent_shapes = True  # torch.compile leaves its forward out; see outside_graphs.py
+
     def __init__(self, width: int, experts: Sequence[nn.Module], experts_per_token: int, normalized: bool):
         super().__init__()
         self.router = nn.Linear(width, len(experts), bias=False)
         self.experts = nn.ModuleList(experts)
         self.experts_per_token, self.normalized = experts_per_token, normalized
 
-    @not_compiled  # its shapes depend on the data
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, D] -> [N, D]."""
         logits = self.router(x)
