@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+
 from torch import Tensor
 
 from alignment.models.layers.padded_layout import PaddedLayout
