@@ -5,7 +5,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, SupportsFloat, cast
 
-from alignment.data.rows.records import Columns, Messages
+from alignment.data.rows.records import Columns, Message, Messages
 
 ROLES = {  # name of a role in data files -> chat templates' name
     "system": "system",
@@ -103,7 +103,7 @@ def as_chatml(messages: Sequence[object]) -> Sequence[Any]:
     return maybe_convert_to_chatml({"messages": copies})["messages"]
 
 
-def _message(message: object, key: str) -> dict[str, str]:
+def _message(message: object, key: str) -> Message:
     if not isinstance(message, dict):
         raise BadRow(
             _list_name(key), "a message must be an object with role and content", f"{key} is {type_name(message)}"

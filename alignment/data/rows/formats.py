@@ -13,7 +13,17 @@ from alignment.data.rows.fields import (
     text_field,
     turn_weights,
 )
-from alignment.data.rows.records import Columns, Comparison, Demonstration, Kind, Messages, Prompt, Record, Text
+from alignment.data.rows.records import (
+    Columns,
+    Comparison,
+    Demonstration,
+    Kind,
+    Message,
+    Messages,
+    Prompt,
+    Record,
+    Text,
+)
 
 HUMAN_TURN = "\n\nHuman:"
 ASSISTANT_TURN = "\n\nAssistant:"
@@ -94,7 +104,7 @@ def complete(record: Record, row: Columns) -> Record:
         if record.prompt[0]["content"] != system:
             raise BadRow("system", "differs from the system message that the dialogue begins with")
         return record
-    first = {"role": "system", "content": system}
+    first: Message = {"role": "system", "content": system}
     if isinstance(record, Demonstration) and record.messages is not None:
         record = replace(record, messages=[first, *record.messages])
     return replace(record, prompt=[first, *record.prompt])
@@ -189,8 +199,8 @@ def _message_pair(row: Columns) -> tuple[str | Messages, str, str]:
         prompt = prompt_field(pair, "prompt")
     else:
         prompt = _explicit_prompt(row)
-        # plain text before a message list is what the user said
-        prompt = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+        if isinstance(prompt, str):  # plain text before a message list is what the user said
+            prompt = [Message(role="user", content=prompt)]
     return prompt, reply_field(pair, "chosen"), reply_field(pair, "rejected")
 
 

@@ -2,13 +2,41 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypedDict
 
 from alignment.errors import UserError
 
 Kind = Literal["text", "demonstrations", "comparisons", "prompts"]
 Columns = Mapping[str, object]  # a row as it was read: name of the column -> value
-Messages = list[dict[str, str]]  # each {"role": ..., "content": ...}, oldest first
+Tools = list[dict[str, Any]]  # definitions of functions that a model may call, JSON schemas as OpenAI writes them
+
+
+class Turn(TypedDict):
+    """What every message has: who speaks (system, developer, user, assistant, tool or function), and the words."""
+
+    role: str
+    content: str  # "" where an assistant message consists of tool calls alone
+
+
+class Message(Turn, total=False):
+    """One message of a dialogue, in the field names of OpenAI's protocol.
+
+    Attributes:
+        name: of the speaker, or of the tool that answered.
+        tool_calls: what the assistant calls: `{"type": "function", "function": {"name": ..., "arguments": {...}}}`,
+            arguments as an object.
+        tool_call_id: which call a tool message answers.
+        reasoning_content: what the assistant thought before its words; data sets also call it `thinking` or `reasoning`,
+            and templates are given it under all three names.
+    """
+
+    name: str
+    tool_calls: list[dict[str, Any]]
+    tool_call_id: str
+    reasoning_content: str
+
+
+Messages = list[Message]  # oldest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +54,11 @@ class Demonstration:
     Attributes:
         prompt: plain text, or the messages before the last assistant turn.
         response: text of the (last) assistant turn.
-        messages: the whole dialogue where more than one assistant turn is to be imitated, else None.
+        messages: the whole dialogue where more than one assistant turn is to be imitated, or where the last one holds
+            tool calls or reasoning beside its text; else None.
         trained: which assistant turns of `messages` are to be imitated; None: all of them.
+        tools: definitions of the tools that the dialogue may use.
+        apart: each assistant turn of `messages` becomes an example of its own, after the prompt that generation renders.
     """
 
     prompt: str | Messages
@@ -35,17 +66,28 @@ class Demonstration:
     row_id: str
     messages: Messages | None = None
     trained: tuple[bool, ...] | None = None
+    tools: Tools | None = None
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two responses to one prompt, and optionally by how much (`margin`) the chosen one is better."""
+    """Two responses to one prompt, and optionally by how much (`margin`) the chosen one is better.
+
+    Attributes:
+        prompt: plain text, or messages; the prompts of other records likewise.
+        chosen, rejected: text of the response.
+        tools: definitions of the tools that the dialogue may use.
+        messages: (chosen, rejected) as assistant messages, where either holds tool calls or reasoning beside its text.
+    """
 
     prompt: str | Messages
     chosen: str
     rejected: str
     margin: float | None
     row_id: str
+    tools: Tools | None = None
+    messages: tuple[Message, Message] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +97,7 @@ class Prompt:
     prompt: str | Messages
     extra: dict[str, Any]
     row_id: str
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +108,7 @@ class LabeledResponse:
     response: str
     desirable: bool
     row_id: str
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +130,7 @@ class Ranking:
     row_id: str
     scores: tuple[float, ...] | None = None
     margin: float | None = None
+    tools: Tools | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +160,7 @@ class Tally:
         tokens: tokens of these documents.
         dropped: rows lost, by reason.
         cut: rows shortened, by what was cut.
+        noted: rows used as they are, by what is worth knowing about them.
         first: the first few row ids of each reason.
         trained_on: ids of the held-out rows whose prompt (or text) is in the training rows too.
     """
@@ -125,6 +171,7 @@ class Tally:
     tokens: int = 0
     dropped: dict[str, int] = field(default_factory=dict)
     cut: dict[str, int] = field(default_factory=dict)
+    noted: dict[str, int] = field(default_factory=dict)
     first: dict[str, list[str]] = field(default_factory=dict)
     trained_on: list[str] = field(default_factory=list)
 
@@ -141,6 +188,11 @@ class Tally:
     def note_cut(self, what: str, row_id: str) -> None:
         """Count a row that is kept, but cut."""
         self.cut[what] = self.cut.get(what, 0) + 1
+        self._note(what, row_id)
+
+    def note(self, what: str, row_id: str) -> None:
+        """Count a row that is used, and has something worth knowing."""
+        self.noted[what] = self.noted.get(what, 0) + 1
         self._note(what, row_id)
 
     def _note(self, reason: str, row_id: str) -> None:
@@ -160,6 +212,7 @@ class Tally:
             rows=self.rows,
             dropped=_sum(self.dropped, later.dropped),
             cut=_sum(self.cut, later.cut),
+            noted=_sum(self.noted, later.noted),
             first=_join(self.first, later.first),
         )
 
@@ -172,6 +225,7 @@ class Tally:
             tokens=self.tokens + other.tokens,
             dropped=_sum(self.dropped, other.dropped),
             cut=_sum(self.cut, other.cut),
+            noted=_sum(self.noted, other.noted),
             first=_join(self.first, other.first),
         )
 
@@ -213,6 +267,7 @@ class Tally:
         if self.documents:
             head += f", {self.documents} documents, {self.tokens} tokens"
         lines = [head, *self._reasons(self.dropped, "dropped"), *self._reasons(self.cut, "cut")]
+        lines += self._reasons(self.noted, "noted")
         if self.trained_on:
             shown = ", ".join(self.trained_on[:SHOWN_IDS]) + (", ..." if len(self.trained_on) > SHOWN_IDS else "")
             lines.append(f"  held out {len(self.trained_on)}: the prompt or text is also trained on ({shown})")
