@@ -1,12 +1,16 @@
 """Batches without padding: documents end to end in one tensor. The `Batch` protocol is what training needs of any batch."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
+
+# Whether the documents of one prompt share its computation: always, never, or as their lengths (whole, in tokens) allow.
+Sharing = bool | Callable[[Sequence[int]], bool]
 
 Row = TypeVar("Row")
 Self = TypeVar("Self")
@@ -47,13 +51,39 @@ class DeviceBatch:
 
 
 @dataclass(frozen=True)
+class SharedPrompts(DeviceBatch):
+    """Prompts that stand once in a batch and begin several of its documents.
+
+    Attributes:
+        lengths: tokens of each prompt, [P].
+        of_documents: prompt of each document; None: the document shares nothing, [B].
+        documents: index of each token of each whole document, documents end to end, [S].
+        before: index of the token that predicts each target, [M].
+    """
+
+    lengths: tuple[int, ...]
+    of_documents: tuple[int | None, ...]
+    documents: Tensor
+    before: Tensor
+
+    @cached_property
+    def of_each(self) -> tuple[int, ...]:
+        """Tokens of each document that are its prompt's, [B]."""
+        return tuple(0 if prompt is None else self.lengths[prompt] for prompt in self.of_documents)
+
+
+@dataclass(frozen=True)
 class Ragged(DeviceBatch):
     """Tokens of B documents lying end to end, N in all, of which M are predictions that count.
+
+    With `shared` the tokens of the shared prompts come first, each prompt once; then, document by document, the tokens
+    that each has to itself. `lengths`, `last`, `firsts` and `target_rows` speak of whole documents all the same.
 
     Attributes:
         tokens: token ids, [N].
         positions: position of each token in its own document, from 0, [N].
-        starts: index of each document's first token, then N; int32 as variable-length kernels want it, [B + 1].
+        starts: index of each document's first token (of those it has to itself), then N; int32 as variable-length
+            kernels want it, [B + 1].
         lengths: tokens of each document, as plain numbers, so that no shape has to be fetched from a device.
         target_index: indices into `tokens` of the tokens to predict, [M]; a document's first token only in masked text.
         target_rows: document of each target, [M].
@@ -61,6 +91,7 @@ class Ragged(DeviceBatch):
         row_ids: name of the data row behind each document, for messages.
         labels: ids to predict at the targets, where they differ from `tokens` (masked text), [M].
         segments: sentence of a pair that each token belongs to, 0 or 1, [N].
+        shared: prompts that begin several documents; None: every document stands for itself.
     """
 
     tokens: Tensor
@@ -73,6 +104,7 @@ class Ragged(DeviceBatch):
     row_ids: tuple[str, ...] = ()
     labels: Tensor | None = None
     segments: Tensor | None = None
+    shared: SharedPrompts | None = None
 
     @classmethod
     def build(
@@ -113,10 +145,56 @@ class Ragged(DeviceBatch):
             row_ids=tuple(row_ids),
         )
 
+    @classmethod
+    def build_shared(
+        cls,
+        documents: Sequence[Sequence[int]],
+        target_masks: Sequence[Sequence[bool]],
+        groups: Sequence[Sequence[int]],
+        *,
+        weight: float | None = None,
+        row_ids: Sequence[str] = (),
+        share: Sharing = True,
+    ) -> "Ragged":
+        """Lay documents end to end, what the documents of a group begin with only once.
+
+        Shared are the leading tokens that are equal in all documents of the group and no target in any. At least one
+        token of each document remains its own. Where no group shares a token, this is `build`.
+
+        Args:
+            documents, target_masks, weight, row_ids: as for `build`.
+            groups: numbers of the documents that may share their beginning; no document is in two groups.
+            share: whether the documents of a group share.
+        """
+        lengths = tuple(len(document) for document in documents)
+        prompts: list[int] = []
+        first_of: list[int] = []  # a document of each prompt
+        of_documents: list[int | None] = [None] * len(documents)
+        for group in sorted(groups, key=len, reverse=True):  # as `prompt_copies` wants them
+            if not allowed(share, [lengths[i] for i in group]):
+                continue
+            common = common_prompt([documents[i] for i in group], [target_masks[i] for i in group])
+            if common:
+                for i in group:
+                    of_documents[i] = len(prompts)
+                prompts.append(common)
+                first_of.append(group[0])
+        whole = cls.build(documents, target_masks, weight=weight, row_ids=row_ids)
+        if not prompts:
+            return whole
+        return _share(whole, prompts, first_of, of_documents)
+
+    @cached_property
+    def before(self) -> Tensor:
+        """Index of the token that predicts each target, the one before it in its document, [M]."""
+        return self.target_index - 1 if self.shared is None else self.shared.before
+
     @cached_property
     def firsts(self) -> Tensor:
         """Index of each document's first token, [B]."""
-        return self.starts[:-1].long()
+        if self.shared is None:
+            return self.starts[:-1].long()
+        return self.shared.documents[self.sizes.cumsum(0) - self.sizes]
 
     @cached_property
     def last(self) -> Tensor:
@@ -126,7 +204,95 @@ class Ragged(DeviceBatch):
     @cached_property
     def sizes(self) -> Tensor:
         """Tokens of each document, on the device of the tokens, [B]."""
-        return self.starts.long().diff()
+        if self.shared is None:
+            return self.starts.long().diff()
+        return torch.tensor(self.lengths).to(self.tokens.device, non_blocking=True)
+
+    @property
+    def pieces(self) -> tuple[int, ...]:
+        """Tokens of each piece that lies in one run: the shared prompts, then what each document has to itself."""
+        if self.shared is None:
+            return self.lengths
+        own = tuple(length - prompt for length, prompt in zip(self.lengths, self.shared.of_each, strict=True))
+        return (*self.shared.lengths, *own)
+
+
+def refuse_shared(batch: Ragged, what: str) -> None:
+    """Raise ValueError where a batch has shared prompts and `what` computes whole documents only."""
+    if batch.shared is not None:
+        raise ValueError(f"{what} takes no shared prompts; build the batch without them")
+
+
+def allowed(share: Sharing, lengths: Sequence[int]) -> bool:
+    """Whether documents with these lengths, whole, share their prompt."""
+    return len(lengths) > 1 and (share if isinstance(share, bool) else share(lengths))
+
+
+def common_prompt(documents: Sequence[Sequence[int]], target_masks: Sequence[Sequence[bool]]) -> int:
+    """Leading tokens that are the same in all documents and no target; at least one token of each is left over."""
+    limit = min(min(len(d) - 1, _before_targets(m)) for d, m in zip(documents, target_masks, strict=True))
+    first = list(documents[0][:limit])
+    for document in documents[1:]:
+        other = list(document[: len(first)])
+        if other != first:
+            first = first[: next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)]
+    return len(first)
+
+
+def _before_targets(mask: Sequence[bool]) -> int:
+    """Tokens before the first target; a document's first token is never one."""
+    counts = list(mask[1:])
+    return 1 + counts.index(True) if True in counts else len(mask)
+
+
+def _share(
+    whole: Ragged, prompts: Sequence[int], first_of: Sequence[int], of_documents: Sequence[int | None]
+) -> Ragged:
+    """The batch with each shared prompt once.
+
+    Args:
+        whole: every document for itself.
+        prompts: tokens of each prompt.
+        first_of: a document that begins with it.
+        of_documents: prompt of each document.
+    """
+    whole_starts = [0, *accumulate(whole.lengths)]
+    own = [length - (0 if p is None else prompts[p]) for length, p in zip(whole.lengths, of_documents, strict=True)]
+    ends = [whole_starts[i + 1] for i in range(len(own))]
+    kept = runs(
+        [whole_starts[i] for i in first_of] + [end - size for end, size in zip(ends, own, strict=True)],
+        [*prompts, *own],
+    )
+    documents = document_tokens(prompts, of_documents, whole.lengths)
+    starts = torch.tensor([0, *accumulate(own)]) + sum(prompts)
+    return replace(
+        whole,
+        tokens=whole.tokens[kept],
+        positions=whole.positions[kept],
+        starts=starts.to(torch.int32),
+        target_index=documents[whole.target_index],
+        shared=SharedPrompts(tuple(prompts), tuple(of_documents), documents, documents[whole.target_index - 1]),
+    )
+
+
+def runs(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
+    """start, start + 1, ... of each run, `length` numbers each, end to end, [sum of lengths]."""
+    size = torch.tensor(lengths)
+    shifts = torch.tensor(starts) - (size.cumsum(0) - size)
+    total = sum(lengths)
+    return torch.arange(total) + torch.repeat_interleave(shifts, size, output_size=total)
+
+
+def document_tokens(prompts: Sequence[int], of_documents: Sequence[int | None], lengths: Sequence[int]) -> Tensor:
+    """`SharedPrompts.documents`: where the tokens of each whole document lie, [sum of lengths]."""
+    prompt_starts = [0, *accumulate(prompts)]
+    start, starts, sizes = prompt_starts[-1], [], []
+    for prompt, length in zip(of_documents, lengths, strict=True):
+        before = 0 if prompt is None else prompts[prompt]
+        starts += [0 if prompt is None else prompt_starts[prompt], start]
+        sizes += [before, length - before]
+        start += length - before
+    return runs(starts, sizes)
 
 
 @dataclass(frozen=True)
@@ -184,6 +350,8 @@ def with_virtual_tokens(batch: Ragged, count: int) -> tuple[Ragged, Tensor]:
 
     Targets stay the same tokens. The new tokens stand for the vectors of a soft prompt.
     """
+    if batch.shared is not None:
+        return _shared_with_virtual_tokens(batch, batch.shared, count)
     device, documents = batch.tokens.device, len(batch.lengths)
     size = len(batch.tokens) + count * documents
     starts = batch.starts.long() + count * torch.arange(documents + 1, device=device)
@@ -203,6 +371,40 @@ def with_virtual_tokens(batch: Ragged, count: int) -> tuple[Ragged, Tensor]:
         lengths=tuple(length + count for length in batch.lengths),
         target_index=own[batch.target_index],
         segments=None if batch.segments is None else longer(batch.segments),
+    )
+    return expanded, own
+
+
+def _shared_with_virtual_tokens(batch: Ragged, shared: SharedPrompts, count: int) -> tuple[Ragged, Tensor]:
+    """`with_virtual_tokens` of a batch with shared prompts: in front of each of these and of each document without one."""
+    device = batch.tokens.device
+    pieces = batch.pieces
+    added = [count] * len(shared.lengths) + [count if prompt is None else 0 for prompt in shared.of_documents]
+    starts = [0, *accumulate(size + more for size, more in zip(pieces, added, strict=True))]
+    own = runs([start + more for start, more in zip(starts[:-1], added, strict=True)], pieces).to(device)
+    virtual = runs(
+        [start for start, more in zip(starts[:-1], added, strict=True) if more], [more for more in added if more]
+    )
+    size = starts[-1]
+    positions = batch.positions.new_zeros(size).index_copy(0, own, batch.positions + count)
+    positions = positions.index_copy(
+        0, virtual.to(device), torch.arange(count, device=device).repeat(len(virtual) // count)
+    )
+    lengths = tuple(length + count for length in batch.lengths)
+    prompts = tuple(length + count for length in shared.lengths)
+    expanded = replace(
+        batch,
+        tokens=batch.tokens.new_zeros(size).index_copy(0, own, batch.tokens),
+        positions=positions,
+        starts=torch.tensor(starts[len(prompts) :], dtype=batch.starts.dtype).to(device),
+        lengths=lengths,
+        target_index=own[batch.target_index],
+        shared=SharedPrompts(
+            prompts,
+            shared.of_documents,
+            document_tokens(prompts, shared.of_documents, lengths).to(device),
+            own[shared.before],
+        ),
     )
     return expanded, own
 

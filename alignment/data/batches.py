@@ -2,13 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from alignment.data.examples import Example, PairExample
-from alignment.ragged import Ragged, RaggedBatch, fill_groups
+from alignment.data.examples import Example, PairExample, RankedExample
+from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, common_prompt, fill_groups
 
 Row = TypeVar("Row")
 
@@ -35,27 +36,117 @@ def collate(examples: Sequence[Example], micro_batch_tokens: int) -> list[Ragged
     ]
 
 
-def collate_pairs(pairs: Sequence[PairExample], micro_batch_tokens: int) -> list[PairBatch]:
-    """Pair batches of at most `micro_batch_tokens` tokens each, both sides together; a longer pair stands alone."""
-    lengths = [(len(pair.chosen.ids), len(pair.rejected.ids)) for pair in pairs]
-    return [_pair_batch(group) for group in _longest_first(pairs, lengths, micro_batch_tokens)]
+def collate_pairs(
+    pairs: Sequence[PairExample], micro_batch_tokens: int, *, share_prompts: Sharing = False
+) -> list[PairBatch]:
+    """Pair batches of at most `micro_batch_tokens` tokens each, both sides together; a longer pair stands alone.
+
+    Args:
+        pairs: rows.
+        micro_batch_tokens: a prompt that its sides share counts once.
+        share_prompts: whether the prompt of a pair is in the batch once.
+    """
+    sides = [(pair.chosen, pair.rejected) for pair in pairs]
+    groups = _groups(pairs, sides, micro_batch_tokens, share_prompts)
+    return [_pair_batch(group, share_prompts) for group in groups]
 
 
-def _pair_batch(pairs: Sequence[PairExample]) -> PairBatch:
+def _pair_batch(pairs: Sequence[PairExample], share_prompts: Sharing) -> PairBatch:
     sides = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
-    ragged = Ragged.build(
-        [side.ids for side in sides],
-        [side.mask for side in sides],
-        weight=len(pairs),
-        row_ids=[side.row_id for side in sides],
+    together = [(number, len(pairs) + number) for number in range(len(pairs))]
+    return PairBatch(_laid_out(sides, together, share_prompts), _margins([pair.margin for pair in pairs]))
+
+
+@dataclass(frozen=True)
+class RankedBatch(RaggedBatch):
+    """D responses to B prompts as D documents, those to one prompt side by side. Its weight is B.
+
+    Attributes:
+        ranks: place of each response, 0 is best; equal places are ties, [D].
+        groups: number of the prompt, from 0, that each response answers, [D].
+        sizes: responses to each prompt, B numbers.
+        margins: by how much the better of two leads, 0 where a row says nothing, [B]; None where no row has one.
+    """
+
+    ranks: Tensor
+    groups: Tensor
+    sizes: tuple[int, ...]
+    margins: Tensor | None
+
+
+def collate_rankings(
+    rows: Sequence[RankedExample], micro_batch_tokens: int, *, share_prompts: Sharing = False
+) -> list[RankedBatch]:
+    """Batches of at most `micro_batch_tokens` tokens each, all responses to a prompt together; a longer row stands alone.
+
+    Args:
+        rows: rows.
+        micro_batch_tokens: a prompt that its responses share counts once.
+        share_prompts: whether the prompt of a row is in the batch once.
+    """
+    groups = _groups(rows, [row.responses for row in rows], micro_batch_tokens, share_prompts)
+    return [_ranked_batch(group, share_prompts) for group in groups]
+
+
+def _ranked_batch(rows: Sequence[RankedExample], share_prompts: Sharing) -> RankedBatch:
+    sizes = tuple(len(row.responses) for row in rows)
+    starts = [0, *accumulate(sizes)]
+    together = [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+    return RankedBatch(
+        _laid_out([response for row in rows for response in row.responses], together, share_prompts),
+        ranks=torch.tensor([rank for row in rows for rank in row.ranks]),
+        groups=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(sizes)),
+        sizes=sizes,
+        margins=_margins([row.margin for row in rows]),
     )
-    margins = [pair.margin for pair in pairs]
-    if all(margin is None for margin in margins):
-        return PairBatch(ragged, None)
-    return PairBatch(ragged, torch.tensor([margin or 0.0 for margin in margins]))  # no margin: a plain comparison
 
 
-def _longest_first(rows: Sequence[Row], lengths: Sequence[tuple[int, ...]], limit: int) -> list[list[Row]]:
-    """Rows from long to short by their longest document (equal ones in their order), in groups of `limit` tokens."""
+def _laid_out(sides: Sequence[Example], together: Sequence[Sequence[int]], share_prompts: Sharing) -> Ragged:
+    """The documents end to end, with the number of groups as weight.
+
+    Args:
+        sides: prompt with response each.
+        together: numbers of the sides of one prompt.
+        share_prompts: whether these share it.
+    """
+    documents, masks = [side.ids for side in sides], [side.mask for side in sides]
+    row_ids = [side.row_id for side in sides]
+    if share_prompts is False:
+        return Ragged.build(documents, masks, weight=len(together), row_ids=row_ids)
+    return Ragged.build_shared(documents, masks, together, weight=len(together), row_ids=row_ids, share=share_prompts)
+
+
+def _margins(margins: Sequence[float | None]) -> Tensor | None:
+    """None where no row has a margin; a row without one beside others is a plain comparison."""
+    return None if all(margin is None for margin in margins) else torch.tensor([margin or 0.0 for margin in margins])
+
+
+def _groups(
+    rows: Sequence[Row], sides: Sequence[Sequence[Example]], limit: int, share_prompts: Sharing
+) -> list[list[Row]]:
+    """`_longest_first` of rows with several sides each, a shared prompt counted once."""
+    lengths = [[len(side.ids) for side in each] for each in sides]
+    once = [0] * len(rows)
+    if share_prompts is not False:
+        for number, each in enumerate(sides):
+            if allowed(share_prompts, lengths[number]):
+                prompt = common_prompt([side.ids for side in each], [side.mask for side in each])
+                once[number] = (len(each) - 1) * prompt
+    return _longest_first(rows, lengths, limit, once)
+
+
+def _longest_first(
+    rows: Sequence[Row], lengths: Sequence[Sequence[int]], limit: int, saved: Sequence[int] | None = None
+) -> list[list[Row]]:
+    """Rows from long to short by their longest document (equal ones in their order), in groups of `limit` tokens.
+
+    Args:
+        rows: to be grouped.
+        lengths: tokens of the documents of each row.
+        limit: tokens of a group.
+        saved: tokens of each row that are in several documents and count once; None: none.
+    """
     order = sorted(range(len(rows)), key=lambda number: -max(lengths[number]))
-    return [[rows[number] for number in group] for group in fill_groups(order, [sum(each) for each in lengths], limit)]
+    saved = saved or [0] * len(rows)
+    sizes = [sum(each) - less for each, less in zip(lengths, saved, strict=True)]
+    return [[rows[number] for number in group] for group in fill_groups(order, sizes, limit)]

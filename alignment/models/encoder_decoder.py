@@ -100,7 +100,7 @@ class Seq2SeqModel(NativeModel[EncoderDecoderSpec]):
             logits = self.head(self.states(Seq2Seq(source, target)))
             return LogitsOutput(to_padded(logits, indices, require_input_ids(decoder_input_ids).shape))
         hidden, target = self.states(batch), batch.decoder
-        before = select_rows(hidden, target.target_index - 1)
+        before = select_rows(hidden, target.before)
         if return_logits:
             return LogitsOutput(self.head(before), before)
         log_probs, entropies = chunked_token_log_probs(

@@ -21,7 +21,7 @@ from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.layer_contexts import CacheWrite, PositionModules, decoding_contexts, training_contexts
 from alignment.models.layers.norms import NoNormSpec, NormSpec
 from alignment.models.layers.position_embeddings import PositionsSpec
-from alignment.ragged import Ragged
+from alignment.ragged import Ragged, refuse_shared
 
 UNLIMITED = 2**31  # tokens: more than any document has; `max_positions` where an architecture sets no limit
 
@@ -210,6 +210,7 @@ class Transformer(nn.Module):
         Raises:
             UserError: a document is longer than `max_positions`.
         """
+        refuse_shared(batch, "this model")
         offset = 0 if prefix is None else prefix.shape[2]
         self._check_length(batch, offset, 0 if prompt is None else len(prompt))
         cache_write = None

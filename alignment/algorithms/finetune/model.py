@@ -72,7 +72,7 @@ class DoubleHeadsModel(nn.Module):
         """Class logits and log-probabilities in one forward."""
         read = self.classifier.read(self.classifier.trunk, batch, prefix=self.classifier.active_prefix())
         logits = self.classifier.head(pooled(read.states, read.batch, self.classifier.pooling))
-        before = select_rows(read.states, read.batch.target_index - 1)
+        before = select_rows(read.states, read.batch.before)
         tokens = batch.tokens[batch.target_index]
         log_probs, _ = chunked_token_log_probs(self.language_head, before, tokens)
         return DoubleHeadsOutput(logits, log_probs)

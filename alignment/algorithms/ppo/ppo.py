@@ -165,7 +165,7 @@ def value_loss_fn(value_model: ScoringModel, config: PPOConfig) -> LossFn:
     """Loss function of the value model: the clipped squared error, summed over response tokens."""
 
     def loss_fn(batch: RolloutBatch) -> LossSum:
-        values = value_model(batch=batch.ragged).values[batch.ragged.target_index - 1]
+        values = value_model(batch=batch.ragged).values[batch.ragged.before]
         cost = clipped_value_loss(values, batch.values, batch.returns, clip_range=config.value_clip_range)
         return LossSum(cost.sum(), {})
 

@@ -110,7 +110,7 @@ def collect(state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample]
             flat = {
                 "log_probs": state.policy.model(batch=batch, temperature=temperature).log_probs,
                 "reference_log_probs": state.reference(batch=batch, temperature=temperature).log_probs,
-                "values": state.value.model(batch=batch).values[batch.target_index - 1],  # before the token
+                "values": state.value.model(batch=batch).values[batch.before],  # before the token
             }
             for name in names:
                 index = torch.tensor(rows, device=group.device)

@@ -164,7 +164,7 @@ class ExternalLanguageModel(ExternalModel):
             ragged, positions = from_padded(require_input_ids(input_ids), attention_mask)
             logits = forward_tokens(forward, ragged, self.padding_id)
             return LogitsOutput(to_padded(logits, positions, require_input_ids(input_ids).shape))
-        logits = forward_tokens(forward, batch, self.padding_id, batch.target_index - 1)
+        logits = forward_tokens(forward, batch, self.padding_id, batch.before)
         return _target_output(logits, batch, temperature, entropy, return_logits)
 
     def new_cache(self, rows: int, capacity: int) -> SharedCache | RereadCache:
@@ -233,7 +233,7 @@ class ExternalSeq2SeqModel(ExternalModel):
             target, positions = from_padded(require_input_ids(decoder_input_ids), decoder_attention_mask)
             logits = self._decoder_logits(Seq2Seq(from_padded(require_input_ids(input_ids), attention_mask)[0], target))
             return LogitsOutput(to_padded(logits, positions, require_input_ids(decoder_input_ids).shape))
-        logits = self._decoder_logits(batch)[batch.decoder.target_index - 1]
+        logits = self._decoder_logits(batch)[batch.decoder.before]
         return _target_output(logits, batch.decoder, temperature, entropy, return_logits)
 
     def new_cache(self, rows: int, capacity: int) -> EncoderDecoderCache:

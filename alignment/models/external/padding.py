@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from alignment.models.external.virtual_tokens import NO_VIRTUAL_TOKENS, VirtualTokens
-from alignment.ragged import Ragged
+from alignment.ragged import Ragged, refuse_shared
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -40,6 +40,7 @@ class PaddedRows(NamedTuple):
 
 def pad_rows(batch: Ragged, padding_id: int, rows: Sequence[int] | None = None) -> PaddedRows:
     """Documents `rows` (None: all) of a ragged batch as one rectangle."""
+    refuse_shared(batch, "a model that runs as transformers' class")
     rows = range(len(batch.lengths)) if rows is None else rows
     device = batch.tokens.device
     lengths = torch.tensor([batch.lengths[row] for row in rows], device=device)
