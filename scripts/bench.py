@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from alignment.algorithms import dpo, reward, sft
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.generation.decode import decode_responses

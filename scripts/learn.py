@@ -31,8 +31,8 @@ import torch
 from alignment.algorithms.pretrain import pretrain
 from alignment.algorithms.pretrain.objectives import DistillationConfig, Masked, SpanCorruption, target_tokens
 from alignment.algorithms.pretrain.pretrain import PretrainConfig
+from alignment.data.config import DataConfig
 from alignment.data.pretraining.corruption import Masking
-from alignment.data.rows.read import DataConfig
 from alignment.data.stream import Stream
 from alignment.loading import load_model, load_tokenizer
 from alignment.training import OptimConfig, TrainingConfig

@@ -169,7 +169,7 @@ def run_stage(measurement: Measurement, parents: Path, output: Path) -> None:
     from alignment.adapters import LoRASpec
     from alignment.algorithms import sft
     from alignment.algorithms.ppo import ppo
-    from alignment.data.rows.read import DataConfig
+    from alignment.data.config import DataConfig
     from alignment.training import TrainingConfig
 
     common: dict[str, Any] = {

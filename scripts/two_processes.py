@@ -157,7 +157,7 @@ def settings(stage: str, adapter: str, output: Path) -> Any:
     """The config of one run."""
     from alignment.algorithms import dpo, reward, sft
     from alignment.algorithms.ppo import ppo
-    from alignment.data.rows.read import DataConfig
+    from alignment.data.config import DataConfig
     from alignment.models.weights_config import WeightsConfig
     from alignment.training import OptimConfig, TrainingConfig
 

@@ -136,7 +136,7 @@ def stage_of(kind: str, policy: str, world: dict[str, str], output: Path, **chan
     from alignment.algorithms import dpo, reward, sft
     from alignment.algorithms.ppo import ppo
     from alignment.algorithms.pretrain import pretrain
-    from alignment.data.rows.read import DataConfig
+    from alignment.data.config import DataConfig
     from alignment.training import OptimConfig, TrainingConfig
 
     module, Config, rows = {

@@ -6,8 +6,8 @@ from torch.testing import assert_close
 
 from alignment import load_reward_model
 from alignment.algorithms.ppo.setup import PPOConfig, check_judged
+from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
-from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Prompt
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_wordpiece

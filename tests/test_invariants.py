@@ -28,8 +28,8 @@ from alignment.algorithms.ppo.rollout import Rollout, add_advantages, ragged_of,
 from alignment.algorithms.ppo.setup import build_state, read_data
 from alignment.commands.export import export_model
 from alignment.data.batches import collate, collate_pairs
+from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
-from alignment.data.rows.read import DataConfig
 from alignment.data.stream import Stream
 from alignment.data.text.chat import end_token_id
 from alignment.generation import generate

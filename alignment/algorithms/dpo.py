@@ -16,7 +16,7 @@ from alignment.algorithms.policies import (
 )
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split
 from alignment.data.batches import PairBatch, collate_pairs
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.loading import load_tokenizer
 from alignment.losses.preference import dpo_loss, implicit_rewards, preference_metrics
 from alignment.models.shared_weights import SharedWeights, refuse_trained

@@ -12,7 +12,7 @@ from alignment.algorithms.memory_notes import Role, note_memory
 from alignment.algorithms.policies import Policy, load_value_model, save_policy
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split
 from alignment.data.batches import PairBatch, collate_pairs
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.data.text.chat import stop_token_ids
 from alignment.loading import load_tokenizer
 from alignment.losses.preference import bradley_terry_loss, center_penalty, preference_metrics

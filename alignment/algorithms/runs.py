@@ -8,8 +8,8 @@ from typing import Any, Literal, Protocol, TypeVar, cast
 import torch
 from torch import nn
 
+from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
-from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Kind
 from alignment.data.stream import Stream
 from alignment.data.tokenizers.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from alignment.algorithms.memory_notes import Role, note_memory
 from alignment.algorithms.policies import language_loss_fn, load_policy, save_policy
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split
 from alignment.data.batches import collate
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.loading import load_tokenizer
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig, check_weights

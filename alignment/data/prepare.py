@@ -6,7 +6,8 @@ The four kinds of rows only. Texts for pretraining objectives: pretraining/prepa
 from collections.abc import Callable
 from typing import Any
 
-from alignment.data.rows.read import DataConfig, Part, overlap, prompt_key, read_rows
+from alignment.data.config import DataConfig, Part
+from alignment.data.rows.read import overlap, prompt_key, read_rows
 from alignment.data.rows.records import Kind, Tally
 from alignment.data.tokenize import (
     PROMPT_CUT,
@@ -56,7 +57,7 @@ def require_enough(counts: Tally, config: DataConfig, part: Part) -> Tally:
     Raises:
         UserError: more rows lost than `config.max_lost_share`, or cut than `config.max_cut_share`.
     """
-    name = ", ".join(config.sources(part))
+    name = ", ".join(source.source for source in config.sources(part))
     counts.require(config.max_lost_share, name)
     counts.require_whole(config.max_cut_share, (PROMPT_CUT, RESPONSE_CUT), name)
     return counts
@@ -66,8 +67,6 @@ def _read_part(config: DataConfig, kind: Kind, part: Part) -> tuple[list[Any], T
     return read_rows(
         config.require_sources(part),
         kind,
-        split=config.split_of(part),
-        columns=config.columns,
         max_rows=config.max_rows,
         on_bad_row=config.on_bad_row,
         skip_ties=config.skip_ties,

@@ -3,15 +3,14 @@
 import sys
 from typing import Any
 
-from alignment.data.rows.read import DataConfig, read_rows
+from alignment.data.config import DataConfig
+from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Kind, Tally
 
 
 def read_records(data: DataConfig, kind: Kind) -> list[Any]:
     """Records of `data.train`; what was dropped is printed on standard error."""
-    rows, tally = read_rows(
-        data.train, kind, split=data.split, columns=data.columns, max_rows=data.max_rows, on_bad_row=data.on_bad_row
-    )
+    rows, tally = read_rows(data.sources("train"), kind, max_rows=data.max_rows, on_bad_row=data.on_bad_row)
     print_tally(kind, tally)
     return rows
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from alignment.data.batches import collate
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.data.tokenize import tokenize_texts
 from alignment.errors import UserError
 from alignment.evaluation.inputs import read_records

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.data.tokenize import tokenize_comparisons
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.inputs import read_records

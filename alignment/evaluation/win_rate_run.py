@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 
 from alignment.data.batches import collate
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.data.rows.records import Prompt, Text
 from alignment.data.text.chat import response_ids, stop_token_ids
 from alignment.data.tokenize import tokenize_prompts, tokenize_texts

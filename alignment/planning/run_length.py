@@ -66,14 +66,12 @@ def read_training_rows(config: StageConfig) -> Data:
     if isinstance(config, FinetuneConfig):
         return Data()
     sources = config.data.sources("train")
-    if not all(Path(source).is_file() for source in sources):
+    if not all(Path(source.source).is_file() for source in sources):
         return Data()
     kind = KINDS[type(config)]
     tokenizer = getattr(config, "tokenizer", None) or config.policy
     if tokenizer is None or not Path(tokenizer).is_dir():
-        rows, _ = read_rows(
-            sources, kind, columns=config.data.columns, max_rows=config.data.max_rows, on_bad_row="skip"
-        )
+        rows, _ = read_rows(sources, kind, max_rows=config.data.max_rows, on_bad_row="skip")
         return Data(len(rows))
     examples, _ = prepare(config.data, kind, load_tokenizer(tokenizer))
     return Data(len(examples), examples)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from alignment.adapters import BottleneckSpec, PrefixSpec, PromptSpec, attach
 from alignment.algorithms.pretrain import pretrain
 from alignment.algorithms.pretrain.objectives import Causal, Masked, SpanCorruption
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.loading import load_model
 from alignment.models.huggingface.checkpoint import load_pretrained

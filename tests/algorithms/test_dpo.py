@@ -10,7 +10,7 @@ import torch
 
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
 from alignment.data.batches import PairBatch
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.ragged import Ragged
 from alignment.training import LossSum, OptimConfig, TrainingConfig, held_out_metrics
 

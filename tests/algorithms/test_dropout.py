@@ -7,7 +7,7 @@ import pytest
 from alignment.adapters import LoRASpec
 from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.ppo.ppo import PPOConfig
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.training import TrainingConfig
 
 

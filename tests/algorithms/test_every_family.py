@@ -6,7 +6,7 @@ import pytest
 import torch
 import yaml
 
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.generation import generate
 from alignment.loading import load_model, load_tokenizer

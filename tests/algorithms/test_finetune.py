@@ -26,7 +26,7 @@ from alignment.algorithms.finetune.model import (
 from alignment.algorithms.finetune.predict import predict, predict_examples
 from alignment.algorithms.finetune.scoring import auxiliary_language_loss, best_answers, finetune_loss_fn, word_metrics
 from alignment.config.load import load_config
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.data.tasks.classification import LabeledBatch, TokenExample
 from alignment.data.tasks.gpt1_inputs import MultiSequenceExample, add_gpt1_tokens, collate_multi_sequence
 from alignment.data.tasks.question_answering import SpanExample

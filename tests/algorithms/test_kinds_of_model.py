@@ -61,7 +61,7 @@ def test_an_encoder_is_no_critic(directory, stage, make_stage, tmp_path):
 
 
 def test_evaluate_reward_says_who_scores_with_an_encoder(directory, world, tmp_path):
-    from alignment.data.rows.read import DataConfig
+    from alignment.data.config import DataConfig
 
     torch.manual_seed(0)
     config = reward_accuracy.RewardEvalConfig(

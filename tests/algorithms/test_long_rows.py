@@ -6,7 +6,7 @@ import pytest
 
 from alignment import generate
 from alignment.adapters import PrefixSpec
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.loading import load_model, load_tokenizer
 from alignment.training import TrainingConfig

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from alignment.algorithms import dpo, reward, sft
 from alignment.algorithms.ppo import ppo
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.loading import load_model, load_tokenizer
 from alignment.reward_model import load_reward_model, load_reward_network
 from alignment.training import TrainingConfig

@@ -14,7 +14,7 @@ from alignment.algorithms.ppo.rollout import Rollout
 from alignment.algorithms.ppo.setup import start_value_model
 from alignment.algorithms.pretrain import pretrain
 from alignment.algorithms.runs import read_split
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.data.tokenize import PROMPT_CUT
 from alignment.loading import load_tokenizer
 from alignment.models.outputs import LanguageOutput

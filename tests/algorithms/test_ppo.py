@@ -17,8 +17,8 @@ from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.ppo import policy_loss_fn, update_policy_and_value
 from alignment.algorithms.ppo.rollout import RolloutBatch, ragged_of
 from alignment.algorithms.ppo.setup import LOGGED_KEYS, build_state, read_data, start_value_model
+from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
-from alignment.data.rows.read import DataConfig
 from alignment.data.text.chat import prompt_ids
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe

@@ -14,7 +14,7 @@ from alignment.algorithms.ppo.metrics import distinct_share, response_means, sam
 from alignment.algorithms.ppo.ppo import PPOConfig, iterate, value_loss_fn
 from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, add_advantages, ragged_of, rollout_batches
 from alignment.algorithms.ppo.setup import build_state, read_data
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model
 from alignment.models.outputs import ValueOutput

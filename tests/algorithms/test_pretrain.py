@@ -21,10 +21,10 @@ from alignment.algorithms.pretrain.objectives import (
     distillation_loss_fn,
     target_tokens,
 )
+from alignment.data.config import DataConfig
 from alignment.data.pretraining.corruption import Masking, fixed_seed_rows
 from alignment.data.pretraining.examples import tokenize_maskable, tokenize_plain
 from alignment.data.pretraining.next_sentence import tokenize_passages
-from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Text
 from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.training import Run, TrainingConfig
 

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 from alignment.algorithms.policies import load_value_model
 from alignment.algorithms.reward import RewardConfig, reward_loss_fn
 from alignment.data.batches import collate_pairs
+from alignment.data.config import DataConfig
 from alignment.data.examples import Example, PairExample
-from alignment.data.rows.read import DataConfig
 from alignment.loading import load_tokenizer
 from alignment.losses.preference import bradley_terry_loss, preference_metrics
 from alignment.models.outputs import ValueOutput

@@ -11,8 +11,8 @@ from torch.testing import assert_close
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.rollout import Rollout, add_advantages, collect, rollout_batches
 from alignment.algorithms.ppo.setup import PPOConfig
+from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
-from alignment.data.rows.read import DataConfig
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.training import TrainingConfig

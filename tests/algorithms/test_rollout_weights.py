@@ -8,7 +8,7 @@ import torch
 from alignment.algorithms.ppo import rollout_weights
 from alignment.algorithms.ppo.rollout_weights import choose_rollout_weights, sampling_bytes
 from alignment.algorithms.ppo.setup import PPOConfig
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.models.build import build_language_model
 from alignment.training import TrainingConfig

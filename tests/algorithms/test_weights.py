@@ -18,7 +18,7 @@ from alignment.algorithms.finetune.model import unwrap
 from alignment.algorithms.sft import SFTConfig
 from alignment.commands.export import export_model
 from alignment.commands.generate import generate_responses, read_settings
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.errors import UserError
 from alignment.loading import load_frozen_model, load_model

@@ -2,8 +2,9 @@
 
 import pytest
 
+from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
-from alignment.data.rows.read import TIE, DataConfig
+from alignment.data.rows.read import TIE
 from alignment.data.rows.records import Tally
 from alignment.data.tasks.classification import encode_texts
 from alignment.data.tasks.prepare import prepare_labeled

@@ -5,8 +5,8 @@ import json
 
 import pytest
 
+from alignment.data.config import DataConfig
 from alignment.data.pretraining.prepare import prepare_text
-from alignment.data.rows.read import DataConfig
 from alignment.data.tasks.classification import (
     NO_TEXT,
     PAIR_CUT,

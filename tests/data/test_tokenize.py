@@ -4,8 +4,8 @@ import re
 
 import pytest
 
+from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
-from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Comparison, Demonstration, Prompt, Text
 from alignment.data.text import chat
 from alignment.data.text.truncation import truncate

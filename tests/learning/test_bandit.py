@@ -9,8 +9,8 @@ from alignment.algorithms.policies import Policy
 from alignment.algorithms.ppo import FixedKL, PPOConfig, iterate
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.setup import PPOState
+from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
-from alignment.data.rows.read import DataConfig
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.training import Engine, OptimConfig, TrainingConfig
 

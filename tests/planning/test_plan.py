@@ -15,7 +15,7 @@ from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.algorithms.sft import SFTConfig
 from alignment.cli import main
 from alignment.commands.plan import stage_of
-from alignment.data.rows.read import DataConfig
+from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.models.weights_config import WeightsConfig
 from alignment.planning.device import Device

@@ -24,7 +24,7 @@ from alignment.algorithms.finetune.predict import predict_examples
 from alignment.algorithms.finetune.scoring import finetune_loss_fn, label_metrics, question_metrics, word_metrics
 from alignment.algorithms.policies import save_output, tokenizer_settings
 from alignment.algorithms.runs import check_rows, open_run, prepare_training
-from alignment.data.rows.read import DataConfig, Part
+from alignment.data.config import DataConfig, Part
 from alignment.data.tasks.gpt1_inputs import add_gpt1_tokens
 from alignment.data.tasks.prepare import LabeledExamples, prepare_labeled
 from alignment.data.tasks.rows import FinetuneTask

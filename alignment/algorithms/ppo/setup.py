@@ -14,8 +14,8 @@ from alignment.algorithms.policies import LogProbModel, Policy, load_policy, loa
 from alignment.algorithms.ppo.controllers import AdaptiveKL, FixedKL, ScoreNormalizer
 from alignment.algorithms.runs import check_rows, read_examples
 from alignment.data.batches import collate
+from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
-from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Prompt
 from alignment.data.stream import Stream
 from alignment.data.text.chat import stop_token_ids

@@ -25,9 +25,10 @@ from alignment.algorithms.pretrain.objectives import (
     task_of,
 )
 from alignment.algorithms.runs import check_rows, open_run, prepare_training
+from alignment.data.config import DataConfig, Part
 from alignment.data.pretraining.corruption import EpochStream, fixed_seed_rows
 from alignment.data.pretraining.prepare import prepare_text
-from alignment.data.rows.read import DataConfig, Part, read_rows
+from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Text
 from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -168,10 +169,8 @@ def find_tokenizer(config: PretrainConfig) -> Any:
     if config.vocabulary is None and config.tokenizer_kind in SIZED:
         return load_tokenizer(config.tokenizer or config.policy or "")
     rows, _ = read_rows(
-        config.data.train,
+        config.data.sources("train"),
         "text",
-        split=config.data.split,
-        columns=config.data.columns,
         max_rows=config.data.max_rows,
         on_bad_row=config.data.on_bad_row,
     )

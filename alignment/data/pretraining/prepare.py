@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
+from alignment.data.config import DataConfig, Part
 from alignment.data.examples import TokenizedRow
 from alignment.data.prepare import Tokenize, prepare_with
 from alignment.data.pretraining.examples import tokenize_maskable, tokenize_plain
 from alignment.data.pretraining.next_sentence import tokenize_passages
-from alignment.data.rows.read import DataConfig, Part
 from alignment.data.rows.records import Tally, Text
 from alignment.data.tokenize import tokenize_texts
 from alignment.data.tokenizers.tokenizer import Tokenizer

@@ -5,13 +5,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar, get_args
 
+from alignment.data.config import SourceConfig, as_sources
 from alignment.data.rows.fields import BadRow
-from alignment.data.rows.files import RawRow, hub_source, read_raw
+from alignment.data.rows.files import RawRow, read_raw
 from alignment.data.rows.formats import ROW_FORMATS, RowFormat, column_advice, complete, expected_columns, match_format
 from alignment.data.rows.records import Columns, Comparison, Demonstration, Kind, Record, Tally
 from alignment.errors import UserError, raise_all, suggest
-
-Part = Literal["train", "evaluation"]
 
 SHOWN_PROBLEMS = 20
 TIE = "chosen and rejected are identical"
@@ -20,65 +19,8 @@ Row = TypeVar("Row")
 Parse = Callable[[Columns, str], Row]  # columns and location of a row -> the row; raises BadRow or SkippedRow
 
 
-@dataclass(frozen=True)
-class DataConfig:
-    """Where rows come from, and what happens to those that do not fit."""
-
-    train: str | list[str]  # file(s) or Hub id(s): owner/name, owner/name[split], owner/name:config[split]
-    evaluation: str | list[str] | None = None
-    split: str = "train"  # of a Hub data set that names none itself
-    evaluation_split: str | None = None  # the same in `evaluation`; None: as `split`
-    columns: dict[str, str] = field(default_factory=dict)  # our column name -> the file's
-    max_rows: int | None = None  # stop after so many good rows
-    on_bad_row: Literal["error", "skip"] = "error"
-    max_length: int = 1024  # tokens of prompt and response together
-    skip_ties: bool = True  # pairs with equal texts: drop and count them, or treat them as bad rows
-    max_lost_share: float = 0.5  # of the rows read
-    max_cut_share: float = 0.5  # of the rows kept: prompts without their beginning, or responses without their end
-
-    def __post_init__(self) -> None:
-        if not self.train:
-            raise ValueError("data.train names no file")
-        if self.on_bad_row not in ("error", "skip"):
-            raise ValueError(f"data.on_bad_row must be error or skip, got {self.on_bad_row!r}")
-        if self.max_rows is not None and self.max_rows < 1:
-            raise ValueError(f"data.max_rows must be at least 1, got {self.max_rows}")
-        if self.max_length < 2:
-            raise ValueError(f"data.max_length must be at least 2 tokens, got {self.max_length}")
-        for name in ("max_lost_share", "max_cut_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"data.{name} must lie between 0 and 1, got {getattr(self, name)}")
-        trained = {hub_source(source, self.split) for source in self.sources("train")}
-        for source in self.sources("evaluation"):
-            found = hub_source(source, self.split_of("evaluation"))
-            if found is not None and found in trained:
-                raise ValueError(
-                    f"data.evaluation: {source} is read from the split '{found[-1]}', which is trained on; name the "
-                    f"held-out one: data.evaluation_split=test, or data.evaluation={found[0]}[test]"
-                )
-
-    def sources(self, part: Part) -> list[str]:
-        """Files and Hub ids of one part; none where no data is named for it."""
-        named = self.train if part == "train" else self.evaluation or []
-        return [named] if isinstance(named, str) else named
-
-    def require_sources(self, part: Part) -> list[str]:
-        """Files and Hub ids of one part.
-
-        Raises:
-            UserError: no data is named for it.
-        """
-        if not self.sources(part):
-            raise UserError(f"data.{part} names no file")
-        return self.sources(part)
-
-    def split_of(self, part: Part) -> str:
-        """The split read of a Hub data set that names none itself."""
-        return self.split if part == "train" or self.evaluation_split is None else self.evaluation_split
-
-
 def read_rows(
-    source: str | Path | Sequence[str | Path],
+    source: str | Path | SourceConfig | Sequence[str | Path | SourceConfig],
     kind: Kind,
     *,
     split: str = "train",
@@ -90,7 +32,8 @@ def read_rows(
     """The records of one or several sources, in order, and the tally of what was dropped.
 
     Args:
-        source: file (.jsonl[.gz], .json, .csv, .parquet) or Hub id, or several of them.
+        source: file (.jsonl[.gz], .json, .csv, .parquet) or Hub id, or several of them; or sections of a data config,
+            each with settings of its own.
         split: of a Hub data set that names none itself.
         kind: text, demonstrations, comparisons or prompts.
         columns: our column name -> the source's, where they differ.
@@ -103,17 +46,17 @@ def read_rows(
     """
     if kind not in get_args(Kind):
         raise UserError(f"unknown kind of rows {kind!r}; known: {', '.join(get_args(Kind))}")
-    sources = [source] if isinstance(source, str | Path) else list(source)
     records: list[Record] = []
     problems: list[str] = []
     counts = Tally()
-    for name in map(str, sources):
-        left = None if max_rows is None else max_rows - len(records)
+    for each in as_sources(source, split=split, columns=columns):
+        name, names = each.source, each.columns or {}
+        left = rows_left(max_rows, len(records), each)
         if left == 0:
             break
-        raw = list(read_raw(name, split))
-        parse = RecordParser(_choose_format(name, raw, kind, columns or {}), skip_ties)
-        parsed = parse_rows(raw, parse, columns=columns or {}, max_rows=left)
+        raw = list(read_raw(name, str(each.split)))
+        parse = RecordParser(_choose_format(name, raw, kind, names), skip_ties)
+        parsed = parse_rows(raw, parse, columns=names, max_rows=left)
         if not parsed.rows and (on_bad_row == "skip" or not parsed.problems):
             raise UserError(f"{name}: no row can be used\n" + "\n".join(parsed.counts.lines()[1:]))
         records += parsed.rows
@@ -122,6 +65,12 @@ def read_rows(
     if on_bad_row == "error":
         raise_bad_rows(problems)
     return records, counts
+
+
+def rows_left(max_rows: int | None, read: int, source: SourceConfig) -> int | None:
+    """Rows that may still be read of a source, `read` having come from those before it; None: all that it has."""
+    limits = [source.max_rows] if max_rows is None else [max_rows - read, source.max_rows]
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 class SkippedRow(Exception):

@@ -4,8 +4,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from alignment.data.config import DataConfig, Part
 from alignment.data.prepare import require_enough
-from alignment.data.rows.read import DataConfig, Part, overlap
+from alignment.data.rows.read import overlap
 from alignment.data.rows.records import Tally
 from alignment.data.tasks.rows import FinetuneTask, content_key, label_names, read_labeled
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -67,8 +68,6 @@ def _read_part(config: DataConfig, task: FinetuneTask, part: Part) -> tuple[list
     return read_labeled(
         config.require_sources(part),
         task,
-        split=config.split_of(part),
-        columns=config.columns,
         max_rows=config.max_rows,
         on_bad_row=config.on_bad_row,
     )

@@ -4,9 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from alignment.data.config import SourceConfig, as_sources
 from alignment.data.rows.fields import BadRow, number_field, text_field, type_name
 from alignment.data.rows.files import read_raw
-from alignment.data.rows.read import parse_rows, raise_bad_rows
+from alignment.data.rows.read import parse_rows, raise_bad_rows, rows_left
 from alignment.data.rows.records import Columns, Tally
 from alignment.errors import UserError, raise_all
 
@@ -63,7 +64,7 @@ LabeledRow = LabeledText | LabeledWords | Question | Choice
 
 
 def read_labeled(
-    source: str | Sequence[str],
+    source: str | SourceConfig | Sequence[str | SourceConfig],
     task: FinetuneTask,
     *,
     split: str = "train",
@@ -90,9 +91,11 @@ def read_labeled(
     rows: list[LabeledRow] = []
     problems: list[str] = []
     counts = Tally()
-    for name in [source] if isinstance(source, str) else source:
-        left = None if max_rows is None else max_rows - len(rows)
-        parsed = parse_rows(read_raw(name, split), PARSERS[task], columns=columns or {}, max_rows=left)
+    for each in as_sources(source, split=split, columns=columns):
+        left = rows_left(max_rows, len(rows), each)
+        parsed = parse_rows(
+            read_raw(each.source, str(each.split)), PARSERS[task], columns=each.columns or {}, max_rows=left
+        )
         rows += parsed.rows
         problems += parsed.problems
         counts = counts.merged_with(parsed.counts)

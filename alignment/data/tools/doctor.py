@@ -7,9 +7,10 @@ from itertools import groupby
 from pathlib import Path
 from statistics import mean
 
+from alignment.data.config import DataConfig
 from alignment.data.examples import Example, PairExample, PromptExample
 from alignment.data.prepare import TOKENIZE
-from alignment.data.rows.read import TIE, DataConfig, prompt_key, read_rows, record_key
+from alignment.data.rows.read import TIE, prompt_key, read_rows, record_key
 from alignment.data.rows.records import Comparison, Kind, Record, Tally
 from alignment.data.text import chat
 from alignment.data.tokenize import PROMPT_CUT, RESPONSE_CUT

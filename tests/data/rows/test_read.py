@@ -6,10 +6,11 @@ import json
 
 import pytest
 
+from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
 from alignment.data.rows.fields import messages_field
 from alignment.data.rows.formats import alpaca_prompt
-from alignment.data.rows.read import TIE, DataConfig, read_rows, record_key
+from alignment.data.rows.read import TIE, read_rows, record_key
 from alignment.data.rows.records import Comparison, Demonstration, Prompt, Text
 from alignment.errors import UserError
 

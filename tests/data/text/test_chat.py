@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
+from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
-from alignment.data.rows.read import DataConfig
 from alignment.data.rows.records import Comparison, Demonstration
 from alignment.data.text import chat
 from alignment.data.tokenize import tokenize_comparisons, tokenize_demonstrations

@@ -1,0 +1,269 @@
+"""Settings of the data of a run: which sources, how they are mixed, and what happens to rows that do not fit.
+
+Rows are read in rows/read.py; mixtures are drawn in mixture.py.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from alignment.data.rows.files import SUFFIXES, hub_source
+from alignment.errors import UserError
+
+Part = Literal["train", "evaluation"]
+Mixing = Literal["concatenate", "proportional", "weights", "temperature"]
+OnBadRow = Literal["error", "skip"]
+
+NAME = re.compile(r"[\w.-]+")
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One source of rows, with the settings that are its own.
+
+    Attributes:
+        source: file or Hub id, as in `data.train`.
+        name: in metrics and reports; None: made of the file's or the data set's name.
+        weight: its share of the draws is its weight over the sum of all weights; with data.mixing=weights only.
+        max_rows: stop after so many good rows of this source.
+        columns: our column name -> the source's; None: data.columns.
+        split: of a Hub data set that names none itself; None: data.split, or data.evaluation_split.
+        chat_template: of the rows of this source, Jinja text or file; None: that of the run.
+        loss_weight: multiplies the loss of its tokens (in preference stages, of its rows). An update minimizes the
+            weighted mean: the sum of weight times loss over the sum of weights, as torch's cross_entropy.
+    """
+
+    source: str
+    name: str | None = None
+    weight: float | None = None
+    max_rows: int | None = None
+    columns: dict[str, str] | None = None
+    split: str | None = None
+    chat_template: str | None = None
+    loss_weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.source:
+            raise ValueError("source names no file")
+        if self.name is not None and not NAME.fullmatch(self.name):
+            raise ValueError(f"name may have letters, digits and _ . - only, got {self.name!r}")
+        if self.weight is not None and self.weight <= 0:
+            raise ValueError(f"weight must be above 0, got {self.weight}; leave out a source that is not to be drawn")
+        if self.max_rows is not None and self.max_rows < 1:
+            raise ValueError(f"max_rows must be at least 1, got {self.max_rows}")
+        if self.loss_weight <= 0:
+            raise ValueError(
+                f"loss_weight must be above 0, got {self.loss_weight}; leave out a source that is not to count"
+            )
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where rows come from, how sources are mixed, and what happens to rows that do not fit.
+
+    Attributes:
+        train: file or Hub id (owner/name, owner/name[split], owner/name:config[split]), or a list of them, or of
+            sections `{source, name, weight, max_rows, columns, split, chat_template, loss_weight}`.
+        evaluation: held-out rows, likewise; all of them are read, so these sources have no weights.
+        split: of a Hub data set that names none itself.
+        evaluation_split: the same in `evaluation`; None: as `split`.
+        mixing: which source the next row of `train` comes from. concatenate: all rows in one shuffle, each once per
+            epoch. Else every row is a draw: proportional to the sources' sizes, by their weights, or by sizes to the
+            power 1/temperature (Raffel et al. 2020, arXiv:1910.10683, section 3.5.2); a source repeats its rows, each
+            once per epoch of its own, and an epoch of the mixture is as many draws as the sources have rows together.
+        mixing_maximum: a larger source counts as having so many rows: T5's K, FLAN's mixing rate maximum.
+        temperature: 1 mixes in proportion to sizes, a high one equally.
+        columns: our column name -> the file's.
+        max_rows: stop after so many good rows of all sources together.
+        on_bad_row: report all bad rows and stop, or skip and count them.
+        max_length: tokens of prompt and response together.
+        skip_ties: pairs with equal texts: drop and count them, or treat them as bad rows.
+        max_lost_share: of the rows read.
+        max_cut_share: of the rows kept: prompts without their beginning, or responses without their end.
+    """
+
+    train: str | list[str | SourceConfig]
+    evaluation: str | list[str | SourceConfig] | None = None
+    split: str = "train"
+    evaluation_split: str | None = None
+    mixing: Mixing = "concatenate"
+    mixing_maximum: int | None = None
+    temperature: float | None = None
+    columns: dict[str, str] = field(default_factory=dict)
+    max_rows: int | None = None
+    on_bad_row: OnBadRow = "error"
+    max_length: int = 1024
+    skip_ties: bool = True
+    max_lost_share: float = 0.5
+    max_cut_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not self.train:
+            raise ValueError("data.train names no file")
+        if self.on_bad_row not in ("error", "skip"):
+            raise ValueError(f"data.on_bad_row must be error or skip, got {self.on_bad_row!r}")
+        if self.max_rows is not None and self.max_rows < 1:
+            raise ValueError(f"data.max_rows must be at least 1, got {self.max_rows}")
+        if self.max_length < 2:
+            raise ValueError(f"data.max_length must be at least 2 tokens, got {self.max_length}")
+        for name in ("max_lost_share", "max_cut_share"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"data.{name} must lie between 0 and 1, got {getattr(self, name)}")
+        _check_mixing(self)
+        _check_evaluation(self)
+
+    def sources(self, part: Part) -> list[SourceConfig]:
+        """The sources of one part, each with name, columns and split filled in; none where no data is named for it."""
+        return as_sources(
+            (self.train if part == "train" else self.evaluation) or [],
+            split=self.split_of(part),
+            columns=self.columns,
+        )
+
+    def require_sources(self, part: Part) -> list[SourceConfig]:
+        """The sources of one part.
+
+        Raises:
+            UserError: no data is named for it.
+        """
+        if not (sources := self.sources(part)):
+            raise UserError(f"data.{part} names no file")
+        return sources
+
+    def split_of(self, part: Part) -> str:
+        """The split read of a Hub data set that names none itself."""
+        return self.split if part == "train" or self.evaluation_split is None else self.evaluation_split
+
+    @property
+    def source_names(self) -> list[str]:
+        """Names of all sources, each once, first for `train`; `Example.source` is an index into them."""
+        return list(
+            dict.fromkeys(str(source.name) for part in ("train", "evaluation") for source in self.sources(part))
+        )
+
+    @property
+    def distinguishes_sources(self) -> bool:
+        """Whether metrics are logged for each source: some part has several, or one is named in the config."""
+        named = any(isinstance(each, SourceConfig) and each.name for each in _listed(self.train, self.evaluation))
+        return named or any(len(self.sources(part)) > 1 for part in ("train", "evaluation"))
+
+
+def as_sources(
+    named: str | Path | SourceConfig | Sequence[str | Path | SourceConfig],
+    *,
+    split: str = "train",
+    columns: dict[str, str] | None = None,
+) -> list[SourceConfig]:
+    """Files and Hub ids as sources, each with a name, columns and a split.
+
+    Args:
+        named: one or several; a section of a config keeps what it says itself.
+        split: of those that say none.
+        columns: of those that say none.
+    """
+    listed = _listed(named)
+    sources = [each if isinstance(each, SourceConfig) else SourceConfig(str(each)) for each in listed]
+    names = _default_names([source.source for source in sources])
+    return [
+        replace(
+            source,
+            name=source.name or name,
+            split=source.split or split,
+            columns=dict(columns or {}) if source.columns is None else source.columns,
+        )
+        for source, name in zip(sources, names, strict=True)
+    ]
+
+
+def _listed(*named: object) -> list[str | Path | SourceConfig]:
+    """What each argument names, one or several, in one list; None names nothing."""
+    listed = []
+    for each in named:
+        several = isinstance(each, Sequence) and not isinstance(each, str)
+        listed += list(each) if several else [] if each is None else [each]  # pyright: ignore
+    return listed
+
+
+def _default_names(sources: Sequence[str]) -> list[str]:
+    """A short name for each source: its last part, with as many of the parts before it as tell the sources apart.
+
+    data/a/train.jsonl and data/b/train.jsonl are a.train and b.train. A source that is named twice gets numbers.
+    """
+    parts = [_parts(source) for source in sources]
+    names = [each[-1] for each in parts]
+    for depth in range(2, max(map(len, parts), default=0) + 1):
+        shared = {name for name in names if names.count(name) > 1}
+        names = [".".join(each[-depth:]) if name in shared else name for name, each in zip(names, parts, strict=True)]
+    return [
+        f"{name}.{names[: number + 1].count(name)}" if names.count(name) > 1 else name
+        for number, name in enumerate(names)
+    ]
+
+
+def _parts(source: str) -> list[str]:
+    """The parts of a path or Hub id from which a name can be made."""
+    if (found := hub_source(source, "")) is not None:
+        name, config, split = found
+        parts = [part for part in (split, config, name.rpartition("/")[0], name.rpartition("/")[2]) if part]
+    else:
+        suffix = next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if source.endswith(suffix)), "")
+        parts = [part for part in source.removesuffix(suffix).split("/") if part not in ("", ".", "..")]
+    return [re.sub(r"[^\w.-]+", "_", part) for part in parts] or ["source"]
+
+
+def _check_mixing(data: DataConfig) -> None:
+    """Refuse settings of a mixture that contradict each other."""
+    train = data.sources("train")
+    weighted = [source for source in train if source.weight is not None]
+    if data.mixing == "weights" and len(weighted) < len(train):
+        missing = ", ".join(str(source.name) for source in train if source.weight is None)
+        raise ValueError(f"data.mixing=weights needs a weight for every source of data.train; none for: {missing}")
+    if data.mixing != "weights" and weighted:
+        names = ", ".join(str(source.name) for source in weighted)
+        raise ValueError(
+            f"data.mixing={data.mixing} draws by no weights, and these sources have one: {names}; "
+            "set data.mixing=weights, or take the weights out"
+        )
+    if (data.mixing == "temperature") != (data.temperature is not None):
+        raise ValueError(
+            "data.temperature is missing: T5 found 2 best"
+            if data.temperature is None
+            else f"data.temperature says nothing with data.mixing={data.mixing}; set data.mixing=temperature"
+        )
+    if data.temperature is not None and data.temperature <= 0:
+        raise ValueError(f"data.temperature must be above 0, got {data.temperature}; 1 mixes in proportion to sizes")
+    if data.mixing_maximum is not None and data.mixing not in ("proportional", "temperature"):
+        raise ValueError(
+            f"data.mixing_maximum says nothing with data.mixing={data.mixing}; it caps the sizes that "
+            "data.mixing=proportional and temperature draw by (to read fewer rows, give a source max_rows)"
+        )
+    if data.mixing_maximum is not None and data.mixing_maximum < 1:
+        raise ValueError(f"data.mixing_maximum must be at least 1, got {data.mixing_maximum}")
+    if data.mixing != "concatenate" and data.max_rows is not None:
+        raise ValueError(
+            f"data.max_rows counts the rows of all sources in order, which leaves out the last ones of a mixture "
+            f"(data.mixing={data.mixing}); give each source its own max_rows"
+        )
+
+
+def _check_evaluation(data: DataConfig) -> None:
+    """Refuse sources with the same name, rows held out that are trained on, and weights where all rows are read."""
+    for part in ("train", "evaluation"):
+        names = [str(source.name) for source in data.sources(part)]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"data.{part}: two sources have the name {', '.join(twice)}; give each its own")
+    if weighted := [source for source in data.sources("evaluation") if source.weight or source.loss_weight != 1]:
+        raise ValueError(
+            f"data.evaluation: {weighted[0].name} has a weight, but held-out rows are all read and count alike; "
+            "weight and loss_weight belong to data.train"
+        )
+    trained = {hub_source(source.source, str(source.split)) for source in data.sources("train")}
+    for source in data.sources("evaluation"):
+        found = hub_source(source.source, str(source.split))
+        if found is not None and found in trained:
+            raise ValueError(
+                f"data.evaluation: {source.source} is read from the split '{found[-1]}', which is trained on; name the "
+                f"held-out one: data.evaluation_split=test, or data.evaluation={found[0]}[test]"
+            )
