@@ -189,6 +189,15 @@ class Ragged(DeviceBatch):
         """Index of the token that predicts each target, the one before it in its document, [M]."""
         return self.target_index - 1 if self.shared is None else self.shared.before
 
+    def with_sources(self, numbers: Sequence[int]) -> "Ragged":
+        """The batch with the number of each document's data source."""
+        return replace(self, sources=torch.tensor(numbers, dtype=torch.long))
+
+    @property
+    def counted_sources(self) -> Tensor | None:
+        """Data source of each thing that the weight counts, here of each target, [M]."""
+        return None if self.sources is None else self.sources[self.target_rows]
+
     @cached_property
     def firsts(self) -> Tensor:
         """Index of each document's first token, [B]."""
@@ -316,6 +325,11 @@ class RaggedBatch(DeviceBatch):
         """Name of the data row behind each document."""
         return self.ragged.row_ids
 
+    @property
+    def counted_sources(self) -> Tensor | None:
+        """Data source of each thing that the weight counts, here of each document, [B]."""
+        return self.ragged.sources
+
 
 @dataclass(frozen=True)
 class Seq2Seq(DeviceBatch):
@@ -343,6 +357,11 @@ class Seq2Seq(DeviceBatch):
     def row_ids(self) -> tuple[str, ...]:
         """Name of the data row behind each pair."""
         return self.decoder.row_ids
+
+    @property
+    def counted_sources(self) -> Tensor | None:
+        """Data source of each token that the decoder predicts, [M]."""
+        return self.decoder.counted_sources
 
 
 def with_virtual_tokens(batch: Ragged, count: int) -> tuple[Ragged, Tensor]:

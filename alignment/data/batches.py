@@ -20,6 +20,11 @@ class PairBatch(RaggedBatch):
 
     margins: Tensor | None  # [B]; None where no row has one
 
+    @property
+    def counted_sources(self) -> Tensor | None:
+        """Data source of each pair, [B]."""
+        return None if self.ragged.sources is None else self.ragged.sources[: len(self.lengths) // 2]
+
 
 def collate(examples: Sequence[Example], micro_batch_tokens: int) -> list[Ragged]:
     """Ragged batches of at most `micro_batch_tokens` tokens each; a longer document stands alone.
@@ -31,7 +36,7 @@ def collate(examples: Sequence[Example], micro_batch_tokens: int) -> list[Ragged
             [example.ids for example in group],
             [example.mask for example in group],
             row_ids=[example.row_id for example in group],
-        )
+        ).with_sources([example.source for example in group])
         for group in _longest_first(examples, [(len(example.ids),) for example in examples], micro_batch_tokens)
     ]
 
