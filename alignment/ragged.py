@@ -92,6 +92,7 @@ class Ragged(DeviceBatch):
         labels: ids to predict at the targets, where they differ from `tokens` (masked text), [M].
         segments: sentence of a pair that each token belongs to, 0 or 1, [N].
         shared: prompts that begin several documents; None: every document stands for itself.
+        sources: number of the data source of each document, where sources are told apart, [B].
     """
 
     tokens: Tensor
@@ -105,6 +106,7 @@ class Ragged(DeviceBatch):
     labels: Tensor | None = None
     segments: Tensor | None = None
     shared: SharedPrompts | None = None
+    sources: Tensor | None = None
 
     @classmethod
     def build(

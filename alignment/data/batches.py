@@ -59,7 +59,8 @@ def collate_pairs(
 def _pair_batch(pairs: Sequence[PairExample], share_prompts: Sharing) -> PairBatch:
     sides = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
     together = [(number, len(pairs) + number) for number in range(len(pairs))]
-    return PairBatch(_laid_out(sides, together, share_prompts), _margins([pair.margin for pair in pairs]))
+    ragged = _laid_out(sides, together, share_prompts).with_sources([pair.source for pair in pairs] * 2)
+    return PairBatch(ragged, _margins([pair.margin for pair in pairs]))
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,14 @@ class RankedBatch(RaggedBatch):
     groups: Tensor
     sizes: tuple[int, ...]
     margins: Tensor | None
+
+    @property
+    def counted_sources(self) -> Tensor | None:
+        """Data source of each prompt, [B]."""
+        if self.ragged.sources is None:
+            return None
+        firsts = [0, *accumulate(self.sizes)][:-1]
+        return self.ragged.sources[torch.tensor(firsts, device=self.ragged.sources.device)]
 
 
 def collate_rankings(
@@ -97,8 +106,9 @@ def _ranked_batch(rows: Sequence[RankedExample], share_prompts: Sharing) -> Rank
     sizes = tuple(len(row.responses) for row in rows)
     starts = [0, *accumulate(sizes)]
     together = [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
+    ragged = _laid_out([response for row in rows for response in row.responses], together, share_prompts)
     return RankedBatch(
-        _laid_out([response for row in rows for response in row.responses], together, share_prompts),
+        ragged.with_sources([row.source for row in rows for _ in row.responses]),
         ranks=torch.tensor([rank for row in rows for rank in row.ranks]),
         groups=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(sizes)),
         sizes=sizes,

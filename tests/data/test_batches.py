@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from alignment.data.batches import collate, collate_pairs
-from alignment.data.examples import Example, PairExample
+from alignment.data.batches import collate, collate_pairs, collate_rankings
+from alignment.data.examples import Example, PairExample, RankedExample
 
 
 def example(length, name, first_target=1):
@@ -74,3 +74,19 @@ def test_margins_travel_with_their_pairs():
     assert batch.ragged.row_ids[:3] == ("b", "c", "a")
     assert batch.margins is not None and batch.margins.tolist() == [0.0, 2.0, 0.5]
     assert batch.to("cpu").margins.tolist() == [0.0, 2.0, 0.5]
+
+
+def test_batches_know_the_source_of_what_they_count():
+    first = Example([1, 2, 3], [False, True, True], "a", source=2)
+    other = Example([1, 2], [False, True], "b", source=0)
+    [batch] = collate([other, first], 100)
+    assert batch.sources.tolist() == [2, 0]  # the longer one first
+    assert batch.counted_sources.tolist() == [2, 2, 0]  # one for each target
+
+    pairs = [PairExample(first, other, None, "a", source=1), PairExample(other, first, None, "b", source=3)]
+    [paired] = collate_pairs(pairs, 100)
+    assert paired.ragged.sources.tolist() == [1, 3, 1, 3] and paired.counted_sources.tolist() == [1, 3]
+
+    rows = [RankedExample((first, other, first), (0, 1, 2), "a", source=1), RankedExample((other, other), (0, 1), "b")]
+    [ranked] = collate_rankings(rows, 100)
+    assert ranked.ragged.sources.tolist() == [1, 1, 1, 0, 0] and ranked.counted_sources.tolist() == [1, 0]
