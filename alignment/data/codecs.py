@@ -81,9 +81,8 @@ def _encode_documents(documents: Sequence[Example]) -> tuple[list[int], list[int
     return tokens, parts, runs, counts
 
 
-def _decode_documents(
-    row_id: str, source: int, tokens: list[int], parts: list[int], runs: list[int], counts: list[int]
-) -> list[Example]:
+def _decode_documents(row_id: str, source: int, values: Sequence[list[int]]) -> list[Example]:
+    tokens, parts, runs, counts = values
     prompt, start, first = tokens[: parts[0]], parts[0], 0
     documents = []
     for part, count in zip(parts[1:], counts, strict=True):
@@ -104,13 +103,13 @@ def _example(row_id: str, source: int, tokens: list[int], runs: list[int]) -> Ex
 
 def _pair(row_id: str, source: int, *values: Any) -> PairExample:
     *documents, margin = values
-    chosen, rejected = _decode_documents(row_id, source, *documents)
+    chosen, rejected = _decode_documents(row_id, source, documents)
     return PairExample(chosen, rejected, margin, row_id, source)
 
 
 def _ranked(row_id: str, source: int, *values: Any) -> RankedExample:
     *documents, ranks, margin = values
-    return RankedExample(tuple(_decode_documents(row_id, source, *documents)), tuple(ranks), row_id, source, margin)
+    return RankedExample(tuple(_decode_documents(row_id, source, documents)), tuple(ranks), row_id, source, margin)
 
 
 def _labeled(row_id: str, source: int, tokens: list[int], runs: list[int], desirable: bool) -> LabeledExample:

@@ -4,7 +4,6 @@ A table is a directory of Arrow IPC files and `manifest.json`, which says what t
 process has read of them is given back to the system after every few rows, so that memory does not grow with the table.
 """
 
-import json
 import mmap
 import re
 from bisect import bisect_right
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 Row = TypeVar("Row", bound=TokenizedRow)
 
-MANIFEST = "manifest.json"
 FILE_BYTES = 2**31  # of one Arrow file; a table has as many as it takes
 ROWS_KEPT = 128  # decoded before mapped pages are given back; 64 KiB around each column of each row are mapped with it
 LAST_NUMBER = re.compile(r"(?s)(.*:)(0|[1-9]\d{0,17})(\D*)")  # FILE:LINE, and what may follow
@@ -87,10 +85,10 @@ def encode_batch(
     names: dict[str, int] = {}
     rows = [codec.encode(example) for example in examples]
     lengths = [[len(document) for document in example.documents] for example in examples]
-    places = [split_row_id(example.row_id) for example in examples]
+    positions = [split_row_id(example.row_id) for example in examples]
     arrays = [
-        pa.array(np.fromiter((names.setdefault(name, len(names)) for name, _ in places), np.int32, len(rows))),
-        pa.array(np.fromiter((line for _, line in places), np.int64, len(rows))),
+        pa.array(np.fromiter((names.setdefault(name, len(names)) for name, _ in positions), np.int32, len(rows))),
+        pa.array(np.fromiter((line for _, line in positions), np.int64, len(rows))),
         pa.array(np.fromiter(map(max, lengths), np.int32, len(rows))),
         pa.array(np.fromiter(map(sum, lengths), np.int64, len(rows))),
         pa.array(np.fromiter((hashes.get(example.row_id, 0) for example in examples), np.uint64, len(rows))),
@@ -217,9 +215,9 @@ class Table(Sequence[Row]):
         if isinstance(index, slice):
             return [self[number] for number in range(*index.indices(len(self)))]
         batch, row = self._position(index)
-        name, line, readers = self._batches.open(batch)
+        name, line, values = self._batches.open(batch)
         row_id = join_row_id(self._names[name[row]], line[row])
-        example = self.codec.decode(row_id, self.source, *[read(row) for read in readers])
+        example = self.codec.decode(row_id, self.source, *[read(row) for read in values])
         self._batches.release_after(ROWS_KEPT)
         return example
 
@@ -279,9 +277,9 @@ class Table(Sequence[Row]):
 class _Batches(Generic[Row]):
     """The record batches of a table's files, opened when first asked for."""
 
-    def __init__(self, directory: Path, codec: Codec[Row], files: Sequence[str], places: Sequence[tuple[int, int]]):
-        self.directory, self.codec, self.files, self.places = directory, codec, files, places
-        self._readers: dict[int, Any] = {}
+    def __init__(self, directory: Path, codec: Codec[Row], files: Sequence[str], positions: Sequence[tuple[int, int]]):
+        self.directory, self.codec, self.files, self.positions = directory, codec, files, positions
+        self._opened_files: dict[int, Any] = {}
         self._maps: list[mmap.mmap] = []
         self._open: dict[int, tuple[Any, Any, list[Callable[[int], Any]]]] = {}
         self._read = 0
@@ -290,9 +288,9 @@ class _Batches(Generic[Row]):
         """Numbers of the rows' names, their lines, and a function for each column of the codec: row -> value."""
         if batch not in self._open:
             rows = self._batch(batch)
-            readers = [COLUMNS[kind][1](rows.column(name)) for name, kind in self.codec.columns.items()]
+            values = [COLUMNS[kind][1](rows.column(name)) for name, kind in self.codec.columns.items()]
             name, line = (rows.column(key).to_numpy().data for key in ("name", "line"))
-            self._open[batch] = (name, line, readers)
+            self._open[batch] = (name, line, values)
         return self._open[batch]
 
     def column(self, batch: int, name: str) -> np.ndarray:
@@ -302,12 +300,12 @@ class _Batches(Generic[Row]):
     def _batch(self, batch: int) -> "pa.RecordBatch":
         import pyarrow as pa
 
-        file, number = self.places[batch]
-        if file not in self._readers:
+        file, number = self.positions[batch]
+        if file not in self._opened_files:
             with open(self.directory / self.files[file], "rb") as opened:
                 self._maps.append(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
-            self._readers[file] = pa.ipc.open_file(pa.py_buffer(self._maps[-1]))
-        return self._readers[file].get_batch(number)
+            self._opened_files[file] = pa.ipc.open_file(pa.py_buffer(self._maps[-1]))
+        return self._opened_files[file].get_batch(number)
 
     def release_after(self, rows: int) -> None:
         """Give mapped pages back to the system after every so many calls."""
@@ -417,8 +415,3 @@ def longest_rows(rows: Sequence[Row], count: int) -> list[Row]:
 def manifest_of(written: Mapping[str, Any], *, key: str, tally: Tally, notes: Sequence[str]) -> dict[str, Any]:
     """The manifest of a table: what `TableWriter.close` gave, and what the rows were made of."""
     return {**written, "key": key, "tally": asdict(tally), "notes": list(notes)}
-
-
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """The manifest of a table's directory."""
-    return json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
