@@ -2,6 +2,22 @@
 `alignment.losses.classification`.
 """
 
+from alignment.losses.direct_preference import (
+    apo_down_loss,
+    apo_zero_loss,
+    bco_loss,
+    discopop_loss,
+    exo_loss,
+    f_divergence_scores,
+    f_dpo_loss,
+    hinge_loss,
+    ipo_loss,
+    nca_loss,
+    odpo_loss,
+    rdpo_loss,
+    robust_loss,
+    sppo_loss,
+)
 from alignment.losses.distillation import distillation_loss, hidden_cosine_loss
 from alignment.losses.language import (
     chunked_token_log_probs,
@@ -20,24 +36,48 @@ from alignment.losses.policy import (
     whiten,
 )
 from alignment.losses.preference import bradley_terry_loss, center_penalty, dpo_loss, implicit_rewards
+from alignment.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
+from alignment.losses.sorted_pairs import aot_paired_loss, aot_unpaired_loss
+from alignment.losses.unpaired import apo_zero_unpaired_loss, kto_loss
 
 __all__ = [
+    "aot_paired_loss",
+    "aot_unpaired_loss",
+    "apo_down_loss",
+    "apo_zero_loss",
+    "apo_zero_unpaired_loss",
+    "bco_loss",
     "bradley_terry_loss",
     "center_penalty",
     "chunked_token_log_probs",
     "clipped_policy_loss",
     "clipped_tokens",
     "clipped_value_loss",
+    "cpo_loss",
+    "discopop_loss",
     "distillation_loss",
     "dpo_loss",
     "entropy",
+    "exo_loss",
+    "f_divergence_scores",
+    "f_dpo_loss",
     "gae",
     "hidden_cosine_loss",
+    "hinge_loss",
     "implicit_rewards",
+    "ipo_loss",
     "kl_estimates",
+    "kto_loss",
     "log_softmax",
     "mean_language_loss",
+    "nca_loss",
+    "odpo_loss",
+    "orpo_loss",
+    "rdpo_loss",
+    "robust_loss",
     "shape_rewards",
+    "simpo_loss",
+    "sppo_loss",
     "token_log_probs",
     "whiten",
 ]

@@ -74,7 +74,7 @@ def hinge_loss(
         Unreduced cost, [B].
 
     Source: Zhao et al. 2023, arXiv:2305.10425 (SLiC-HF), eq. 1, in the form with a reference of Liu et al. 2023,
-        arXiv:2309.06657, eq. 10 (their gamma is beta).
+        arXiv:2309.06657, section 3 (their gamma is beta).
     """
     margin = log_ratio_margin(policy_chosen, policy_rejected, reference_chosen, reference_rejected)
     return F.relu(1 - _positive(beta) * margin)
@@ -103,7 +103,7 @@ def robust_loss(
     Returns:
         Unreduced cost, [B].
 
-    Source: Chowdhury et al. 2024, arXiv:2403.00409, eq. 12.
+    Source: Chowdhury et al. 2024, arXiv:2403.00409, section 3, the unbiased loss of noisy labels.
     """
     _flip_rate(label_smoothing)
     margin = _positive(beta) * log_ratio_margin(policy_chosen, policy_rejected, reference_chosen, reference_rejected)
@@ -168,7 +168,7 @@ def nca_loss(
     Returns:
         Unreduced cost, [B]: 2 log 2 where the policy equals the reference.
 
-    Source: Chen et al. 2024, arXiv:2402.05369, eq. 12, with K = 2 and the chosen response's label 1.
+    Source: Chen et al. 2024, arXiv:2402.05369, section 4, its form for pairs.
     """
     chosen = _positive(beta) * (policy_chosen - reference_chosen)
     rejected = beta * (policy_rejected - reference_rejected)
@@ -198,7 +198,7 @@ def bco_loss(
     Returns:
         Unreduced cost, [B].
 
-    Source: Jung et al. 2024, arXiv:2404.04656, eq. 9 (their delta is shift).
+    Source: Jung et al. 2024, arXiv:2404.04656, section 4 (their delta is shift).
     """
     chosen = _positive(beta) * (policy_chosen - reference_chosen)
     rejected = beta * (policy_rejected - reference_rejected)
@@ -230,7 +230,9 @@ def sppo_loss(
     Source: Wu et al. 2024, arXiv:2405.00675, eq. 4.7 with P = 1 and 0.
     """
     target = 0.5 / _positive(beta)
-    return (policy_chosen - reference_chosen - target).square() + (policy_rejected - reference_rejected + target).square()
+    return (policy_chosen - reference_chosen - target).square() + (
+        policy_rejected - reference_rejected + target
+    ).square()
 
 
 def apo_zero_loss(
@@ -304,7 +306,8 @@ def discopop_loss(
         tau: width of the change from one cost to the other, > 0; the paper's is 0.05.
 
     Returns:
-        Unreduced cost, [B]. It is not convex: the gradient changes its sign at small negative margins.
+        Unreduced cost, [B]. It is not convex: around a margin of 0 it falls when the rejected response gains, at
+            beta = tau between log-ratio margins of -2.37 and 1.44 nats.
 
     Source: Lu et al. 2024, arXiv:2406.08414, eq. 5.
     """
@@ -339,7 +342,7 @@ def odpo_loss(
     Returns:
         Unreduced cost, [B].
 
-    Source: Amini et al. 2024, arXiv:2402.10571, eq. 9 (their alpha is offset_coef, their f the scale).
+    Source: Amini et al. 2024, arXiv:2402.10571, section 3 (their alpha is offset_coef, their f the scale).
     """
     if offset_scale not in get_args(OffsetScale):
         raise ValueError(f"offset_scale must be one of {', '.join(get_args(OffsetScale))}, got {offset_scale!r}")
@@ -371,7 +374,7 @@ def rdpo_loss(
     Returns:
         Unreduced cost, [B].
 
-    Source: Park et al. 2024, arXiv:2403.19159, eq. 9 (their alpha is length_penalty).
+    Source: Park et al. 2024, arXiv:2403.19159, section 4 (their alpha is length_penalty).
     """
     margin = log_ratio_margin(policy_chosen, policy_rejected, reference_chosen, reference_rejected)
     return F.softplus(-(_positive(beta) * margin + length_penalty * length_difference))
@@ -426,7 +429,7 @@ def f_dpo_loss(
     Returns:
         Unreduced cost, [B]: log 2 where the policy equals the reference.
 
-    Source: Wang et al. 2023, arXiv:2309.16240, eq. 9.
+    Source: Wang et al. 2023, arXiv:2309.16240, theorem 1 and section 4.
     """
     chosen = f_divergence_scores(policy_chosen - reference_chosen, divergence, alpha)
     rejected = f_divergence_scores(policy_rejected - reference_rejected, divergence, alpha)

@@ -53,9 +53,7 @@ def weighted_orpo_loss(policy_chosen_mean: Tensor, policy_rejected_mean: Tensor,
     return beta * orpo_loss(policy_chosen_mean, policy_rejected_mean)
 
 
-def cpo_loss(
-    policy_chosen: Tensor, policy_rejected: Tensor, *, beta: float, label_smoothing: float = 0.0
-) -> Tensor:
+def cpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, *, beta: float, label_smoothing: float = 0.0) -> Tensor:
     """CPO's preference term, DPO with a uniform reference, one value per pair; the whole loss adds the chosen one's -log p.
 
     margin = beta * (policy_chosen - policy_rejected)

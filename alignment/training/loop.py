@@ -59,6 +59,7 @@ def fit(
     training: TrainingConfig,
     run: Run,
     held_out: Sequence[Any] = (),
+    update: Callable[[int, Sequence[Any]], dict[str, float]] | None = None,
     evaluate: Callable[[], dict[str, float]] | None = None,
     save: Callable[[], object] | None = None,
 ) -> None:
@@ -72,6 +73,8 @@ def fit(
         loss_fn: micro-batch -> sums; it calls `engine.model`.
         held_out: rows over which loss and metrics are averaged after every `training.evaluate_every_steps`-th update
             and after the last one, and added to its log line.
+        update: one update of the engine on the rows of a global batch, given the batch's number from 0 too, in place of
+            one term of `loss_fn` over them; returns the metrics to log.
         evaluate: metrics to log in place of those means; it may draw random numbers without changing the training.
         save: writes the trained model, right after the last update: an error in the last evaluation does not lose it,
             and a signal that comes meanwhile waits for it.
@@ -89,8 +92,12 @@ def fit(
     if save is not None and engine.step == engine.total_steps:  # a finished run again: its model may be gone
         save()
     for step in run.steps(engine.step, engine.total_steps):
-        batches = shard_rows(stream.rows_at(step), to_batches, engine.process_group.rank, engine.process_group.size)
-        metrics = engine.update(Term(batches, loss_fn))
+        rows = stream.rows_at(step)
+        if update is not None:
+            metrics = update(step, rows)
+        else:
+            batches = shard_rows(rows, to_batches, engine.process_group.rank, engine.process_group.size)
+            metrics = engine.update(Term(batches, loss_fn))
         if save is not None and step + 1 == engine.total_steps:
             save()
         if evaluate is not None and is_due(step + 1, training.evaluate_every_steps, engine.total_steps):

@@ -1,0 +1,282 @@
+"""Hand-worked numbers of every loss of DPO's family, and what each paper says of it."""
+
+import math
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment.losses import (
+    aot_paired_loss,
+    aot_unpaired_loss,
+    apo_down_loss,
+    apo_zero_loss,
+    apo_zero_unpaired_loss,
+    bco_loss,
+    cpo_loss,
+    discopop_loss,
+    dpo_loss,
+    exo_loss,
+    f_divergence_scores,
+    f_dpo_loss,
+    hinge_loss,
+    ipo_loss,
+    kto_loss,
+    nca_loss,
+    odpo_loss,
+    orpo_loss,
+    rdpo_loss,
+    robust_loss,
+    simpo_loss,
+    sppo_loss,
+)
+from alignment.losses.preference_table import LOSSES
+from alignment.losses.reference_free import log_one_minus_exp
+from alignment.losses.sorted_pairs import partners
+
+# Log-ratios: chosen -23.5 + 25 = 1.5, rejected -30.25 + 29 = -1.25; their margin is 2.75.
+PAIR = [torch.tensor([value]) for value in (-23.5, -30.25, -25.0, -29.0)]
+SAME = [torch.tensor([value]) for value in (-3.0, -50.0, -3.0, -50.0)]
+
+
+def softplus(x: float) -> float:
+    return math.log1p(math.exp(x))
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+WORKED = [  # loss, what it takes more, cost of PAIR by hand at beta 0.2, cost where policy and reference are equal
+    # (2.75 - 1 / 0.4)^2 = 0.25^2; (0 - 2.5)^2
+    (ipo_loss, {}, 0.0625, 6.25),
+    # 1 - 0.2 * 2.75; 1
+    (hinge_loss, {}, 0.45, 1.0),
+    # (0.9 * softplus(-0.55) - 0.1 * softplus(0.55)) / 0.8 = (0.9 * 0.455492 - 0.1 * 1.005492) / 0.8
+    (robust_loss, {"label_smoothing": 0.1}, 0.386742, math.log(2)),
+    # q = sigmoid(0.55) = 0.634136; 0.634136 * log(0.634136 / 0.9) + 0.365864 * log(0.365864 / 0.1)
+    (exo_loss, {"label_smoothing": 0.1}, 0.252528, 0.5 * math.log(0.5 / 0.9) + 0.5 * math.log(0.5 / 0.1)),
+    # rewards 0.3 and -0.25: softplus(-0.3) + (softplus(0.3) + softplus(-0.25)) / 2 = 0.554355 + (0.854355 + 0.575939) / 2
+    (nca_loss, {}, 1.269502, 2 * math.log(2)),
+    # softplus(-0.3) + softplus(-0.25)
+    (bco_loss, {}, 1.130294, 2 * math.log(2)),
+    # against a shift of 0.1: softplus(-0.2) + softplus(-0.35) = 0.598139 + 0.533382
+    (bco_loss, {"shift": 0.1}, 1.131521, softplus(0.1) + softplus(-0.1)),
+    # (1.5 - 2.5)^2 + (-1.25 + 2.5)^2 = 1 + 1.5625
+    (sppo_loss, {}, 2.5625, 12.5),
+    # sigmoid(-0.3) + sigmoid(-0.25) = 0.425557 + 0.437823
+    (apo_zero_loss, {}, 0.863380, 1.0),
+    # sigmoid(0.3) + sigmoid(-0.55) = 0.574443 + 0.365864
+    (apo_down_loss, {}, 0.940307, 1.0),
+    # s = sigmoid(0.55 / 0.5) = 0.750260; 0.249740 * 0.455492 + 0.750260 * exp(-0.55)
+    (discopop_loss, {"tau": 0.5}, 0.546617, 0.5 * math.log(2) + 0.5),
+    # an offset of log(e) = 1: softplus(1 - 0.55)
+    (odpo_loss, {"margins": torch.tensor([math.e])}, 0.943248, softplus(1.0)),
+    (odpo_loss, {"margins": torch.tensor([0.25]), "offset_scale": "linear"}, softplus(-0.3), softplus(0.25)),
+    # the chosen response is 5 tokens longer: softplus(-(0.55 + 0.02 * 5))
+    (rdpo_loss, {"length_difference": torch.tensor([5.0]), "length_penalty": 0.02}, 0.420055, softplus(-0.1)),
+    # f' = 1 - 1/u: 1 - e^-1.5 - (1 - e^1.25) = 0.776870 + 2.490343; softplus(-0.2 * 3.267213)
+    (f_dpo_loss, {"divergence": "forward_kl"}, 0.418876, math.log(2)),
+    # f' = log(2u / (1 + u)): -softplus(-1.5) + softplus(1.25) = -0.201413 + 1.501929
+    (f_dpo_loss, {"divergence": "js"}, 0.571528, math.log(2)),
+    # f' = (1 - u^-0.5) / 0.5: 2 (e^0.625 - e^-0.75) = 2 (1.868246 - 0.472367)
+    (f_dpo_loss, {"divergence": "alpha", "alpha": 0.5}, 0.452443, math.log(2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "cost", "at_start"), WORKED, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_each_loss_is_worked_by_hand(loss, settings, cost, at_start):
+    assert_close(loss(*PAIR, beta=0.2, **settings), torch.tensor([cost]), atol=2e-6, rtol=0)
+    assert_close(loss(*SAME, beta=0.2, **settings), torch.tensor([at_start]), atol=2e-6, rtol=0)
+
+
+def test_special_cases_are_the_plain_loss():
+    plain = dpo_loss(*PAIR, beta=0.2)
+    assert_close(robust_loss(*PAIR, beta=0.2, label_smoothing=0.0), plain)
+    assert_close(f_dpo_loss(*PAIR, beta=0.2, divergence="reverse_kl"), plain)
+    assert_close(odpo_loss(*PAIR, torch.tensor([1.0]), beta=0.2), plain)  # log 1
+    assert_close(rdpo_loss(*PAIR, torch.tensor([7.0]), beta=0.2, length_penalty=0.0), plain)
+    assert_close(aot_paired_loss(*PAIR, beta=0.2), plain)  # one pair is its own order
+    assert_close(f_dpo_loss(*PAIR, beta=0.2, divergence="alpha", alpha=1e-4), plain, atol=1e-4, rtol=0)
+    forward = f_dpo_loss(*PAIR, beta=0.2, divergence="forward_kl")
+    assert_close(f_dpo_loss(*PAIR, beta=0.2, divergence="alpha", alpha=1.0), forward)
+
+
+def test_the_robust_cost_of_flipped_labels_is_on_average_that_of_the_true_ones():
+    chosen, rejected, reference_chosen, reference_rejected = PAIR
+    right = robust_loss(*PAIR, beta=0.2, label_smoothing=0.3)
+    flipped = robust_loss(rejected, chosen, reference_rejected, reference_chosen, beta=0.2, label_smoothing=0.3)
+    assert_close(0.7 * right + 0.3 * flipped, dpo_loss(*PAIR, beta=0.2))
+
+
+def test_exo_costs_nothing_where_the_policy_has_the_labels_distribution():
+    # beta * margin = log(0.9 / 0.1)
+    zero = torch.zeros(1)
+    assert_close(exo_loss(torch.tensor([math.log(9.0)]), zero, zero, zero, beta=1.0, label_smoothing=0.1), zero)
+    with pytest.raises(ValueError, match="EXO, got 0"):
+        exo_loss(*PAIR, beta=0.1, label_smoothing=0.0)
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "js", "alpha"])
+def test_f_divergence_scores_grow_with_the_ratio_and_stay_finite(divergence):
+    ratios = torch.tensor([-500.0, -3.0, 0.0, 3.0, 500.0], requires_grad=True)
+    scores = f_divergence_scores(ratios, divergence)
+    assert (scores.diff() >= 0).all() and torch.isfinite(scores).all() and scores[2].abs() < 1e-6
+    scores.sum().backward()
+    assert torch.isfinite(ratios.grad).all()
+    assert_close(ratios.grad[2], torch.tensor({"js": 0.5}.get(divergence, 1.0)))
+
+
+def test_simpo_is_worked_by_hand():
+    # 2 * (-1.2 + 2.0) = 1.6; softplus(0.5 - 1.6)
+    cost = simpo_loss(torch.tensor([-1.2]), torch.tensor([-2.0]), beta=2.0, gamma=0.5)
+    assert_close(cost, torch.tensor([0.287335]), atol=1e-6, rtol=0)
+
+
+def test_orpo_is_worked_by_hand():
+    # p = 0.5 and 0.2: odds 1 and 0.25, their ratio 4: -log(4 / 5)
+    cost = orpo_loss(torch.tensor([0.5]).log(), torch.tensor([0.2]).log())
+    assert_close(cost, torch.tensor([0.223144]), atol=1e-6, rtol=0)
+
+
+def test_orpo_is_finite_at_both_ends_of_probability():
+    means = torch.tensor([-1e-7, -100.0, -0.6931471], requires_grad=True)
+    cost = orpo_loss(means, torch.full((3,), -1.0))
+    cost.sum().backward()
+    assert torch.isfinite(cost).all() and torch.isfinite(means.grad).all()
+    exact = torch.tensor([math.log(-math.expm1(-1e-7)), math.log1p(-math.exp(-100.0)), math.log1p(-0.5)])
+    assert_close(log_one_minus_exp(means.detach()), exact, atol=1e-5, rtol=0)
+
+
+def test_cpo_is_worked_by_hand():
+    # 0.1 * (-20 + 23) = 0.3; softplus(-0.3) and with flips of 0.1 0.9 * 0.554355 + 0.1 * 0.854355
+    chosen, rejected = torch.tensor([-20.0]), torch.tensor([-23.0])
+    assert_close(cpo_loss(chosen, rejected, beta=0.1), torch.tensor([0.554355]), atol=1e-6, rtol=0)
+    smoothed = cpo_loss(chosen, rejected, beta=0.1, label_smoothing=0.1)
+    assert_close(smoothed, torch.tensor([0.584355]), atol=1e-6, rtol=0)
+
+
+def test_kto_is_worked_by_hand():
+    # gains 0.2 * (1.5 - 0.5) = 0.2 and -(0.2 * (-1.25 - 0.5)) = 0.35; 1 - sigmoid of each, the second one weighted
+    policy, reference = torch.tensor([-23.5, -30.25]), torch.tensor([-25.0, -29.0])
+    desirable = torch.tensor([True, False])
+    cost = kto_loss(policy, reference, desirable, torch.tensor(0.5), beta=0.2, undesirable_weight=1.5)
+    assert_close(cost, torch.tensor([0.450166, 1.5 * 0.413382]), atol=1e-6, rtol=0)
+    start = kto_loss(policy, policy, desirable, 0.0, beta=0.2, desirable_weight=1.2)
+    assert_close(start, torch.tensor([0.6, 0.5]))
+    halves = apo_zero_unpaired_loss(policy, reference, desirable, beta=0.2)
+    assert_close(halves.sum(), apo_zero_loss(*PAIR, beta=0.2)[0])
+
+
+def test_aot_pairs_the_quantiles():
+    # policy margins 3, 1, 2 -> sorted 1, 2, 3; reference margins 0.5, 2.5, 1.5 -> 0.5, 1.5, 2.5: every lead is 0.5
+    policy, reference = torch.tensor([3.0, 1.0, 2.0]), torch.tensor([0.5, 2.5, 1.5])
+    zero = torch.zeros(3)
+    cost = aot_paired_loss(policy, zero, reference, zero, beta=1.0)
+    assert_close(cost, torch.full((3,), softplus(-0.5)))
+    # chosen log-ratios 3, 1, 2, rejected ones 0.5, 2.5, 1.5: the same leads
+    assert_close(aot_unpaired_loss(policy, reference, zero, zero, beta=1.0), cost)
+    assert partners(policy, policy, reference).tolist() == [2.5, 0.5, 1.5]
+
+
+@pytest.mark.parametrize("loss", [aot_paired_loss, aot_unpaired_loss])
+def test_aot_of_a_batch_in_parts_is_that_of_the_whole(loss):
+    generator = torch.Generator().manual_seed(1)
+    columns = [torch.randn(12, generator=generator).requires_grad_() for _ in range(4)]
+    whole = loss(*columns, beta=0.7, label_smoothing=0.1)
+    grads = torch.autograd.grad(whole.sum(), columns[:2])
+    a, b, c, d = (column.detach() for column in columns)
+    values = (a - b, c - d) if loss is aot_paired_loss else (a - c, b - d)
+    parts = [
+        loss(*piece, values, beta=0.7, label_smoothing=0.1)
+        for piece in zip(*(x.split(5) for x in columns), strict=True)
+    ]
+    assert_close(torch.cat(parts), whole)
+    for part, wanted in zip(torch.autograd.grad(torch.cat(parts).sum(), columns[:2]), grads, strict=True):
+        assert_close(part, wanted)
+
+
+def test_aot_unpaired_has_the_gradient_of_the_sorted_form():
+    generator = torch.Generator().manual_seed(2)
+    columns = [torch.randn(9, generator=generator).requires_grad_() for _ in range(4)]
+    chosen, rejected = columns[0] - columns[2], columns[1] - columns[3]
+    direct = torch.nn.functional.softplus(-0.7 * (chosen.sort().values - rejected.sort().values)).sum()
+    ours = aot_unpaired_loss(*columns, beta=0.7).sum()
+    assert_close(ours, direct)
+    for one, other in zip(*(torch.autograd.grad(total, columns[:2]) for total in (ours, direct)), strict=True):
+        assert_close(one, other)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_gradients_agree_with_finite_differences(name):
+    spec = LOSSES[name]
+    generator = torch.Generator().manual_seed(0)
+    count = (1 if spec.rows == "labels" else 2) * (2 if spec.reference else 1)
+    columns = [(-torch.rand(3, dtype=torch.float64, generator=generator) - 0.2).requires_grad_() for _ in range(count)]
+    more = {"margins": [torch.tensor([0.5, 1.0, 2.0])], "length_difference": [torch.tensor([3.0, 0.0, -2.0])], None: []}
+    extra = [torch.tensor([True, False, True])] if spec.rows == "labels" else more[spec.row_input]
+    extra += [torch.tensor(0.1)] if spec.batch_input == "kl" else []
+    if spec.batch_input in ("paired_values", "unpaired_values"):  # its gradient is that of the sum over the batch
+        policy, reference = columns[:2], [column.detach() for column in columns[2:]]
+        assert torch.autograd.gradcheck(lambda *x: spec.function(*x, *reference, **spec.defaults).sum(), policy)
+    elif name == "hinge":  # away from the kink
+        assert torch.autograd.gradcheck(lambda *x: spec.function(*x, beta=0.3), columns)
+    else:
+        assert torch.autograd.gradcheck(lambda *x: spec.function(*x, *extra, **spec.defaults), columns)
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, spec in LOSSES.items() if spec.rows == "comparisons" and name != "discopop"]
+)
+def test_a_step_against_the_gradient_favors_the_chosen_response(name):
+    """The margin of the pair grows, whatever else the paper wants of the two."""
+    spec = LOSSES[name]
+    columns = [torch.full((1,), value, requires_grad=True) for value in (-1.0, -1.2, -1.1, -1.1)]
+    extra = {"margins": [torch.tensor([2.0])], "length_difference": [torch.tensor([1.0])], None: []}[spec.row_input]
+    cost = spec.function(*columns[: 4 if spec.reference else 2], *extra, **spec.defaults).sum()
+    chosen, rejected = torch.autograd.grad(cost, columns[:2])
+    assert rejected.item() > chosen.item()
+
+
+def test_discopop_prefers_the_rejected_response_between_two_log_ratios():
+    """Section 5 of its paper: at beta = tau = 0.05 the slope is 0 at margins of -2.3714 and 1.44012 nats, and rises between."""
+    margins = torch.tensor([-5.0, -2.3714, 0.0, 1.44012, 5.0], dtype=torch.float64, requires_grad=True)
+    zero = torch.zeros(5, dtype=torch.float64)
+    (slopes,) = torch.autograd.grad(discopop_loss(margins, zero, zero, zero, beta=0.05, tau=0.05).sum(), margins)
+    assert slopes[[0, 4]].max() < -1e-3 and slopes[2] > 1e-3
+    assert_close(slopes[[1, 3]], torch.zeros(2, dtype=torch.float64), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("loss", "columns", "settings"),
+    [
+        (ipo_loss, 4, {}), (hinge_loss, 4, {}), (nca_loss, 4, {}), (bco_loss, 4, {}), (sppo_loss, 4, {}),
+        (apo_zero_loss, 4, {}), (apo_down_loss, 4, {}), (aot_paired_loss, 4, {}), (cpo_loss, 2, {}),
+        (simpo_loss, 2, {"gamma": 0.5}), (discopop_loss, 4, {"tau": 0.1}),
+    ],
+)  # fmt: skip
+def test_a_beta_that_means_nothing_is_refused(loss, columns, settings):
+    with pytest.raises(ValueError, match="beta must be above 0, got 0"):
+        loss(*PAIR[:columns], beta=0.0, **settings)
+
+
+@pytest.mark.parametrize(
+    ("loss", "settings", "wrong"),
+    [
+        (robust_loss, {"label_smoothing": 0.5}, "label_smoothing"),
+        (aot_paired_loss, {"label_smoothing": 0.5}, "label_smoothing"),
+        (discopop_loss, {"tau": 0.0}, "tau"),
+        (f_dpo_loss, {"divergence": "renyi"}, "divergence"),
+        (f_dpo_loss, {"divergence": "alpha", "alpha": 0.0}, "alpha"),
+    ],
+)
+def test_parameters_that_mean_nothing_are_refused(loss, settings, wrong):
+    with pytest.raises(ValueError, match=wrong):
+        loss(*PAIR, beta=0.1, **settings)
+
+
+def test_an_offset_of_an_unknown_scale_is_refused():
+    with pytest.raises(ValueError, match="offset_scale"):
+        odpo_loss(*PAIR, torch.ones(1), beta=0.1, offset_scale="sqrt")  # type: ignore[arg-type]
