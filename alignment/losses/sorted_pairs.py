@@ -14,9 +14,9 @@ def aot_paired_loss(
     policy_rejected: Tensor,
     reference_chosen: Tensor,
     reference_rejected: Tensor,
-    values_of_all: tuple[Tensor, Tensor] | None = None,
     *,
     beta: float,
+    values_of_all: tuple[Tensor, Tensor] | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """Cost of a policy whose margins do not dominate the reference's, quantile by quantile, one value per pair.
@@ -46,9 +46,9 @@ def aot_unpaired_loss(
     policy_rejected: Tensor,
     reference_chosen: Tensor,
     reference_rejected: Tensor,
-    values_of_all: tuple[Tensor, Tensor] | None = None,
     *,
     beta: float,
+    values_of_all: tuple[Tensor, Tensor] | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
     """Cost of chosen responses' log-ratios that do not dominate the rejected ones', quantile by quantile.
@@ -85,8 +85,8 @@ def partners(values: Tensor, among: Tensor, others: Tensor) -> Tensor:
         among: all values of their kind, [n].
         others: [n].
     """
-    places = torch.searchsorted(among.detach().sort().values, values.detach())
-    return others.detach().sort().values[places.clamp(max=len(others) - 1)]
+    ranks = torch.searchsorted(among.detach().sort().values, values.detach())
+    return others.detach().sort().values[ranks.clamp(max=len(others) - 1)]
 
 
 def _smoothed(lead: Tensor, beta: float, label_smoothing: float) -> Tensor:
