@@ -32,7 +32,9 @@ Quantize = Annotated[
 ModelName = Annotated[str, typer.Option(help="Model directory or Hub name.")]
 AdapterName = Annotated[str | None, typer.Option(help="Directory of an adapter.")]
 
-Kind = Literal["text", "demonstrations", "comparisons", "prompts"]
+Kind = Literal[
+    "text", "demonstrations", "comparisons", "prompts", "labels", "rankings", "steps"
+]  # as in data.rows.records
 
 app = typer.Typer(
     add_completion=False,

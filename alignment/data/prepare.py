@@ -1,6 +1,6 @@
 """From a data config to token sequences in one call: read, tokenize, and refuse to go on with too little.
 
-The four kinds of rows only. Texts for pretraining objectives: pretraining/prepare.py; labeled rows: tasks/prepare.py.
+The kinds of rows in rows/kinds.py only. Texts for pretraining objectives: pretraining/prepare.py; labeled rows: tasks/prepare.py.
 """
 
 from collections.abc import Callable
@@ -12,9 +12,13 @@ from alignment.data.rows.records import Kind, Tally
 from alignment.data.tokenize import (
     PROMPT_CUT,
     RESPONSE_CUT,
+    STEPS_CUT,
     tokenize_comparisons,
     tokenize_demonstrations,
+    tokenize_labels,
     tokenize_prompts,
+    tokenize_rankings,
+    tokenize_steps,
     tokenize_texts,
 )
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -26,11 +30,14 @@ TOKENIZE: dict[str, Tokenize] = {
     "demonstrations": tokenize_demonstrations,
     "comparisons": tokenize_comparisons,
     "prompts": tokenize_prompts,
+    "labels": tokenize_labels,
+    "rankings": tokenize_rankings,
+    "steps": tokenize_steps,
 }
 
 
 def prepare(config: DataConfig, kind: Kind, tokenizer: Tokenizer, part: Part = "train") -> tuple[list[Any], Tally]:
-    """Token sequences of one part of the data (Example, PairExample or PromptExample, by kind), and the whole tally.
+    """Token sequences of one part of the data (by kind, see examples.py), and the whole tally.
 
     Raises:
         UserError: bad rows, as `read_rows`; more rows lost than `config.max_lost_share`, or prompts or responses cut
@@ -59,7 +66,7 @@ def require_enough(counts: Tally, config: DataConfig, part: Part) -> Tally:
     """
     name = ", ".join(source.source for source in config.sources(part))
     counts.require(config.max_lost_share, name)
-    counts.require_whole(config.max_cut_share, (PROMPT_CUT, RESPONSE_CUT), name)
+    counts.require_whole(config.max_cut_share, (PROMPT_CUT, RESPONSE_CUT, STEPS_CUT), name)
     return counts
 
 

@@ -4,13 +4,24 @@ Nothing is cached on disk: ids always come from the tokenizer and the rows at ha
 """
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import TypeVar
 
-from alignment.data.examples import Example, PairExample, PromptExample
-from alignment.data.rows.records import SHOWN_IDS, Comparison, Demonstration, Prompt, Tally, Text
+from alignment.data.examples import Example, LabeledExample, PairExample, PromptExample, RankedExample, StepExample
+from alignment.data.rows.records import (
+    SHOWN_IDS,
+    Comparison,
+    Demonstration,
+    LabeledResponse,
+    Prompt,
+    Ranking,
+    Steps,
+    Tally,
+    Text,
+)
 from alignment.data.text import chat
 from alignment.data.text.truncation import split_document, truncate, truncate_left
-from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos, bos_id
+from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos, bos_id, encode
 from alignment.errors import UserError, raise_all
 
 PROMPT_CUT = "prompt longer than fits: its beginning cut off"
@@ -18,8 +29,13 @@ RESPONSE_CUT = "response longer than fits: its end cut off, with the end token"
 TEXT_CUT = "text longer than max_length: cut into successive pieces"
 EMPTY = "response is nothing but the end token"
 EQUAL = "chosen and rejected are the same tokens"
+EQUAL_IN_RANKING = "responses of a ranking are the same tokens: left out of it"
+FEW_RESPONSES = "fewer than two responses of the ranking differ in their tokens"
+STEPS_CUT = "steps longer than fit: the last ones left out, with their labels"
+NO_STEP = "no whole step fits"
 
-AnyRow = TypeVar("AnyRow", bound=Demonstration | Comparison | Prompt)
+PromptedRow = Demonstration | Comparison | Prompt | LabeledResponse | Ranking | Steps
+AnyRow = TypeVar("AnyRow", bound=PromptedRow)
 Encoded = TypeVar("Encoded")
 
 
@@ -93,12 +109,101 @@ def tokenize_comparisons(
         else:
             cut = max(len(chosen), len(rejected)) > max(map(len, tails))
             _note_cuts(counts, row.row_id, len(head) > len(kept_head), cut)
-            first, second = (
-                Example(kept_head + tail, [False] * len(kept_head) + [True] * len(tail), row.row_id) for tail in tails
-            )
+            first, second = (_answered(kept_head, tail, row.row_id) for tail in tails)
             pairs.append(PairExample(first, second, row.margin, row.row_id))
     counts.kept = len(pairs)
     return pairs, counts.with_documents(ids for pair in pairs for ids in pair.documents)
+
+
+def tokenize_labels(
+    rows: Sequence[LabeledResponse], tokenizer: Tokenizer, max_length: int
+) -> tuple[list[LabeledExample], Tally]:
+    """Prompt and response joined, as in demonstrations of one turn, with the label."""
+    counts, examples = Tally(rows=len(rows)), []
+    prompts = encode_prompts(tokenizer, rows)
+    responses = chat.responses_ids(tokenizer, [row.response for row in rows], [row.prompt for row in rows])
+    for row, head, tail in zip(rows, prompts, responses, strict=True):
+        if len(tail) < 2:
+            counts.drop(EMPTY, row.row_id)
+            continue
+        kept_head, [kept_tail] = truncate(head, [tail], max_length, bos_id(tokenizer))
+        _note_cuts(counts, row.row_id, len(head) > len(kept_head), len(tail) > len(kept_tail))
+        examples.append(LabeledExample(_answered(kept_head, kept_tail, row.row_id), row.desirable, row.row_id))
+    counts.kept = len(examples)
+    return examples, counts.with_documents(ids for example in examples for ids in example.documents)
+
+
+def tokenize_rankings(
+    rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int
+) -> tuple[list[RankedExample], Tally]:
+    """All responses of a row after the very same prompt tokens, each cut to what the prompt leaves of `max_length`.
+
+    Of responses that are the same tokens in the end, one stays where they tie; where they do not, none does, since the
+    ranking contradicts itself. A ranking with fewer than two responses left is dropped.
+    """
+    counts, examples = Tally(rows=len(rows)), []
+    prompts = encode_prompts(tokenizer, rows)
+    sides = [(text, row.prompt) for row in rows for text in row.responses]
+    responses = iter(chat.responses_ids(tokenizer, [text for text, _ in sides], [prompt for _, prompt in sides]))
+    for row, head in zip(rows, prompts, strict=True):
+        whole = [next(responses) for _ in row.responses]
+        if min(map(len, whole)) < 2:
+            counts.drop(EMPTY, row.row_id)
+            continue
+        kept_head, tails = truncate(head, whole, max_length, bos_id(tokenizer))
+        kept = _distinct(tails, row.ranks)
+        if len(kept) < 2:
+            counts.drop(EQUAL if len(whole) == 2 else FEW_RESPONSES, row.row_id)
+            continue
+        if len(kept) < len(tails):
+            counts.note_cut(EQUAL_IN_RANKING, row.row_id)
+        _note_cuts(counts, row.row_id, len(head) > len(kept_head), max(map(len, whole)) > max(map(len, tails)))
+        sequences = tuple(_answered(kept_head, tails[index], row.row_id) for index in kept)
+        distinct = sorted({row.ranks[index] for index in kept})
+        ranks = tuple(distinct.index(row.ranks[index]) for index in kept)
+        examples.append(RankedExample(sequences, ranks, row.row_id, margin=row.margin))
+    counts.kept = len(examples)
+    return examples, counts.with_documents(ids for example in examples for ids in example.documents)
+
+
+def _distinct(responses: Sequence[list[int]], ranks: Sequence[int]) -> list[int]:
+    """Indices of the responses to keep: one of those that are equal and tie, none of those that are equal and do not."""
+    found: dict[tuple[int, ...], list[int]] = {}
+    for index, ids in enumerate(responses):
+        found.setdefault(tuple(ids), []).append(index)
+    return [same[0] for same in found.values() if len({ranks[index] for index in same}) == 1]
+
+
+def tokenize_steps(rows: Sequence[Steps], tokenizer: Tokenizer, max_length: int) -> tuple[list[StepExample], Tally]:
+    """Prompt and steps joined, each step followed by its row's separator, whose last token carries the step's label.
+
+    The prompt gives way first, from its beginning, as for other responses. A step that does not fit whole is left out
+    with its label, as are those after it. No end token: a solution may stop after any step.
+
+    Source: Uesato et al. 2022, arXiv:2211.14275; the layout of tokens is trl's stepwise supervision.
+    """
+    counts, examples = Tally(rows=len(rows)), []
+    prompts = encode_prompts(tokenizer, rows)
+    encoded = iter(encode(tokenizer, [text for row in rows for text in row.steps], follows=True))
+    separators = {text: encode(tokenizer, [text], follows=True)[0] for text in {row.separator for row in rows}}
+    for row, head in zip(rows, prompts, strict=True):
+        steps = [next(encoded) + separators[row.separator] for _ in row.steps]
+        ends = list(accumulate(map(len, steps)))
+        kept_head, [response] = truncate(
+            head, [[token for step in steps for token in step]], max_length, bos_id(tokenizer)
+        )
+        whole = sum(end <= len(response) for end in ends)
+        if not whole:
+            counts.drop(NO_STEP, row.row_id)
+            continue
+        if whole < len(steps):
+            counts.note_cut(STEPS_CUT, row.row_id)
+        _note_cuts(counts, row.row_id, len(head) > len(kept_head), False)
+        last = tuple(len(kept_head) + end - 1 for end in ends[:whole])
+        ids = kept_head + response[: ends[whole - 1]]
+        examples.append(StepExample(ids, last, row.labels[:whole], row.row_id))
+    counts.kept = len(examples)
+    return examples, counts.with_documents(example.ids for example in examples)
 
 
 def tokenize_prompts(
@@ -114,7 +219,7 @@ def tokenize_prompts(
     return examples, counts.with_documents(example.ids for example in examples)
 
 
-def encode_prompts(tokenizer: Tokenizer, rows: Sequence[Demonstration | Comparison | Prompt]) -> list[list[int]]:
+def encode_prompts(tokenizer: Tokenizer, rows: Sequence[PromptedRow]) -> list[list[int]]:
     """Prompt ids of each row: plain texts in one go, messages through the template one by one."""
     texts = iter(chat.prompts_ids(tokenizer, [row.prompt for row in rows if isinstance(row.prompt, str)]))
     dialogues = [row for row in rows if not isinstance(row.prompt, str)]
@@ -144,6 +249,11 @@ def _more(row_ids: Sequence[str]) -> str:
 def last_span(mask: Sequence[bool]) -> int:
     """Where the last unbroken run of True begins, in a mask that ends with True."""
     return max((index + 1 for index, counts in enumerate(mask) if not counts), default=0)
+
+
+def _answered(prompt: list[int], response: list[int], row_id: str) -> Example:
+    """Prompt and response in one sequence, in which the response counts."""
+    return Example(prompt + response, [False] * len(prompt) + [True] * len(response), row_id)
 
 
 def _note_cuts(counts: Tally, row_id: str, prompt: bool, response: bool) -> None:

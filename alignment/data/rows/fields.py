@@ -18,6 +18,7 @@ ROLES = {  # name of a role in data files -> chat templates' name
     "tool": "tool",
 }
 
+FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # how files write them
 HALF_PAIR = re.compile("[\ud800-\udfff]")  # JSON can write one; no encoder takes it
 
 
@@ -25,18 +26,27 @@ class BadRow(Exception):
     """A row that cannot be used.
 
     Args:
-        key: the field at fault.
+        key: the field at fault; empty where the row as a whole is.
         why: the fault, in the same words for every row that has it.
         seen: what the field holds.
+        advice: the way out, where it is not plain from the fault.
     """
 
-    def __init__(self, key: str, why: str, seen: str = ""):
-        super().__init__(f"{key}: {why}{f' ({seen})' if seen else ''}")
-        self.reason = f"{key}: {why}"
+    def __init__(self, key: str, why: str, seen: str = "", *, advice: str = ""):
+        self.reason = f"{key}: {why}" if key else why
+        super().__init__(self.reason + (f" ({seen})" if seen else "") + (f"; {advice}" if advice else ""))
+        self.key = key
 
     def at(self, location: str) -> str:
         """The message for the row at FILE:LINE."""
-        return f"{location}:{self}"
+        return f"{location}:{self}" if self.key else f"{location}: {self}"
+
+
+class EqualResponses(BadRow):
+    """A row whose responses do not differ, so that it prefers nothing."""
+
+    def __init__(self, responses: str = "chosen and rejected"):
+        super().__init__("", f"{responses} are identical", advice="drop the row or set data.skip_ties=true")
 
 
 def type_name(value: object) -> str:
@@ -77,6 +87,37 @@ def number_field(row: Columns, key: str) -> float | None:
     if not math.isfinite(number):
         raise BadRow(key, "must be a finite number", repr(value)[:40])
     return number
+
+
+def flag_field(row: Columns, key: str) -> bool:
+    """True or false under `key`, also written as 0 or 1, or as text (CSV).
+
+    Raises:
+        BadRow: missing, or anything else.
+    """
+    if key not in row:
+        raise BadRow(key, "missing", f"the row has {', '.join(map(str, row))}")
+    value = row[key]
+    word = str(value).strip().lower() if isinstance(value, str | bool | int | float) else ""
+    if word not in FLAGS:
+        raise BadRow(key, "must be true or false (or 1 or 0)", repr(value)[:40])
+    return FLAGS[word]
+
+
+def list_field(row: Columns, key: str) -> list[Any]:
+    """The list under `key`.
+
+    Raises:
+        BadRow: missing, not a list, or empty.
+    """
+    if key not in row:
+        raise BadRow(key, "missing", f"the row has {', '.join(map(str, row))}")
+    value = row[key]
+    if not isinstance(value, list):
+        raise BadRow(key, f"must be a list, is {type_name(value)}")
+    if not value:
+        raise BadRow(key, "is an empty list")
+    return value
 
 
 def messages_field(row: Columns, key: str) -> Messages:

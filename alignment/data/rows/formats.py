@@ -1,7 +1,7 @@
-"""Row formats: which columns make which record."""
+"""Row formats of texts, demonstrations, pairs and prompts. The table of all formats is in kinds.py."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import cast
 
 from alignment.data.rows.fields import (
@@ -17,7 +17,6 @@ from alignment.data.rows.records import (
     Columns,
     Comparison,
     Demonstration,
-    Kind,
     Message,
     Messages,
     Prompt,
@@ -38,14 +37,6 @@ ALPACA_PLAIN = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
     "### Instruction:\n{instruction}\n\n### Response:\n"
 )
-
-
-@dataclass(frozen=True)
-class RowFormat:
-    """The columns of a row format, and its parser: (row, row_id) -> record."""
-
-    columns: tuple[str, ...]
-    parse: Callable[[Columns, str], Record]
 
 
 def alpaca_prompt(instruction: str, context: str = "") -> str:
@@ -72,11 +63,11 @@ def split_dialogue(text: str, key: str) -> tuple[str, str]:
     return head + header, response
 
 
-def _text(row: Columns, row_id: str) -> Text:
+def parse_text(row: Columns, row_id: str) -> Text:
     return Text(text_field(row, "text"), row_id)
 
 
-def _instruction(row: Columns) -> str:
+def instruction_prompt(row: Columns) -> str:
     return alpaca_prompt(text_field(row, "instruction"), text_field({"input": "", **row}, "input", may_be_empty=True))
 
 
@@ -118,7 +109,7 @@ def _refuse_undesirable(row: Columns) -> None:
             raise BadRow(key, "false marks an undesirable response (KTO's rows), which must not be imitated")
 
 
-def _dialogue(key: str) -> Callable[[Columns, str], Demonstration]:
+def dialogue_parser(key: str) -> Callable[[Columns, str], Demonstration]:
     def parse(row: Columns, row_id: str) -> Demonstration:
         messages = messages_field(row, key)
         if messages[-1]["role"] != "assistant":
@@ -140,7 +131,7 @@ def _dialogue(key: str) -> Callable[[Columns, str], Demonstration]:
     return parse
 
 
-def _demonstration(response: str) -> Callable[[Columns, str], Demonstration]:
+def demonstration_parser(response: str) -> Callable[[Columns, str], Demonstration]:
     def parse(row: Columns, row_id: str) -> Demonstration:
         record = Demonstration(prompt_field(row, "prompt"), reply_field(row, response), row_id)
         if isinstance(row[response], list) and False in turn_weights(row, response):
@@ -150,20 +141,20 @@ def _demonstration(response: str) -> Callable[[Columns, str], Demonstration]:
     return parse
 
 
-def _alpaca(row: Columns, row_id: str) -> Demonstration:
-    return Demonstration(_instruction(row), text_field(row, "output"), row_id)
+def parse_alpaca(row: Columns, row_id: str) -> Demonstration:
+    return Demonstration(instruction_prompt(row), text_field(row, "output"), row_id)
 
 
-def _chosen_side(row: Columns, row_id: str) -> Demonstration:
-    pair = _comparison(row, row_id)
+def parse_chosen_side(row: Columns, row_id: str) -> Demonstration:
+    pair = parse_comparison(row, row_id)
     return Demonstration(pair.prompt, pair.chosen, row_id)
 
 
-def _comparison(row: Columns, row_id: str) -> Comparison:
+def parse_comparison(row: Columns, row_id: str) -> Comparison:
     if isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list):
         prompt, chosen, rejected = _message_pair(row)
     elif any(row.get(key) is not None for key in ("prompt", "conversations", "instruction")):
-        prompt, chosen, rejected = _explicit_prompt(row), reply_field(row, "chosen"), reply_field(row, "rejected")
+        prompt, chosen, rejected = explicit_prompt(row), reply_field(row, "chosen"), reply_field(row, "rejected")
     elif "prompt" in row and ASSISTANT_TURN not in text_field(row, "chosen"):
         raise BadRow("prompt", "is null")
     else:
@@ -171,10 +162,10 @@ def _comparison(row: Columns, row_id: str) -> Comparison:
     return Comparison(prompt, chosen, rejected, number_field(row, "margin"), row_id)
 
 
-def _explicit_prompt(row: Columns) -> str | Messages:
+def explicit_prompt(row: Columns) -> str | Messages:
     if row.get("prompt") is not None:
         return prompt_field(row, "prompt")
-    return prompt_field(row, "conversations") if "conversations" in row else _instruction(row)
+    return prompt_field(row, "conversations") if "conversations" in row else instruction_prompt(row)
 
 
 def _plain_pair(row: Columns) -> tuple[str, str, str]:
@@ -198,13 +189,13 @@ def _message_pair(row: Columns) -> tuple[str | Messages, str, str]:
             raise BadRow("rejected", "shares no first message with chosen, so there is no prompt")
         prompt = prompt_field(pair, "prompt")
     else:
-        prompt = _explicit_prompt(row)
+        prompt = explicit_prompt(row)
         if isinstance(prompt, str):  # plain text before a message list is what the user said
             prompt = [Message(role="user", content=prompt)]
     return prompt, reply_field(pair, "chosen"), reply_field(pair, "rejected")
 
 
-def _prompt(key: str) -> Callable[[Columns, str], Prompt]:
+def prompt_parser(key: str) -> Callable[[Columns, str], Prompt]:
     def parse(row: Columns, row_id: str) -> Prompt:
         extra = {name: value for name, value in row.items() if name != key}
         return Prompt(prompt_field(row, key), extra, row_id)
@@ -212,65 +203,10 @@ def _prompt(key: str) -> Callable[[Columns, str], Prompt]:
     return parse
 
 
-def _instruction_prompt(row: Columns, row_id: str) -> Prompt:
-    return Prompt(_instruction(row), dict(row), row_id)
+def parse_instruction_prompt(row: Columns, row_id: str) -> Prompt:
+    return Prompt(instruction_prompt(row), dict(row), row_id)
 
 
-def _pair_prompt(row: Columns, row_id: str) -> Prompt:
+def parse_pair_prompt(row: Columns, row_id: str) -> Prompt:
     """The prompt two responses share; they stay in `extra`."""
-    return Prompt(_comparison(row, row_id).prompt, dict(row), row_id)
-
-
-ROW_FORMATS: dict[Kind, tuple[RowFormat, ...]] = {  # the first whose columns are there is taken
-    "text": (RowFormat(("text",), _text),),
-    "demonstrations": (
-        RowFormat(("messages",), _dialogue("messages")),
-        RowFormat(("prompt", "completion"), _demonstration("completion")),
-        RowFormat(("prompt", "response"), _demonstration("response")),
-        RowFormat(("instruction", "output"), _alpaca),
-        RowFormat(("chosen", "rejected"), _chosen_side),
-        RowFormat(("conversations",), _dialogue("conversations")),
-    ),
-    "comparisons": (RowFormat(("chosen", "rejected"), _comparison),),
-    "prompts": (
-        RowFormat(("prompt",), _prompt("prompt")),
-        RowFormat(("messages",), _prompt("messages")),
-        RowFormat(("conversations",), _prompt("conversations")),
-        RowFormat(("instruction",), _instruction_prompt),
-        RowFormat(("chosen", "rejected"), _pair_prompt),
-    ),
-}
-
-
-def match_format(kind: Kind, columns: set[str]) -> RowFormat | None:
-    """The first format of `kind` whose columns are all there."""
-    return next((row_format for row_format in ROW_FORMATS[kind] if columns.issuperset(row_format.columns)), None)
-
-
-# Other names of a column, for advice.
-ALIASES = {
-    "prompt": ("question", "query", "instruction", "input", "problem"),
-    "response": ("answer", "output", "solution", "reply", "completion"),
-    "chosen": ("preferred", "better"),
-    "rejected": ("dispreferred", "worse"),
-    "text": ("content", "document"),
-}
-
-
-def column_advice(kind: Kind, row: Columns) -> str:
-    """How to name the columns of a row that matches no format of `kind`, for a message."""
-    lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
-    if lists and kind in ("demonstrations", "prompts"):
-        return f"data.columns.messages={lists[0]}"
-    wanted = {"text": ["text"], "demonstrations": ["prompt", "response"], "prompts": ["prompt"]}
-    names = {
-        ours: next((alias for alias in ALIASES[ours] if alias in row), "COLUMN")
-        for ours in wanted.get(kind, ["prompt", "chosen", "rejected"])
-        if ours not in row
-    }
-    return " ".join(f"data.columns.{ours}={theirs}" for ours, theirs in names.items())
-
-
-def expected_columns(kind: Kind) -> str:
-    """The formats of `kind`, for a message."""
-    return "; or ".join(" + ".join(row_format.columns) for row_format in ROW_FORMATS[kind])
+    return Prompt(parse_comparison(row, row_id).prompt, dict(row), row_id)

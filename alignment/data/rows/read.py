@@ -1,4 +1,4 @@
-"""Files and Hub ids to checked records; every bad row is reported or counted. Row formats are in formats.py."""
+"""Files and Hub ids to checked records; every bad row is reported or counted. Row formats are in kinds.py."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,17 +6,31 @@ from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar, get_args
 
 from alignment.data.config import SourceConfig, as_sources
-from alignment.data.rows.fields import BadRow
+from alignment.data.rows.fields import BadRow, EqualResponses
 from alignment.data.rows.files import RawRow, read_raw
-from alignment.data.rows.formats import ROW_FORMATS, RowFormat, column_advice, complete, expected_columns, match_format
-from alignment.data.rows.records import Columns, Comparison, Demonstration, Kind, Record, Tally
+from alignment.data.rows.formats import complete
+from alignment.data.rows.kinds import ROW_FORMATS, RowFormat, column_advice, expected_columns, match_format
+from alignment.data.rows.records import (
+    EXPANDED,
+    Columns,
+    Comparison,
+    Demonstration,
+    Kind,
+    LabeledResponse,
+    Ranking,
+    Record,
+    SkippedRow,
+    Steps,
+    Tally,
+)
 from alignment.errors import UserError, raise_all, suggest
 
 SHOWN_PROBLEMS = 20
-TIE = "chosen and rejected are identical"
+TIE = EqualResponses().reason
 
 Row = TypeVar("Row")
-Parse = Callable[[Columns, str], Row]  # columns and location of a row -> the row; raises BadRow or SkippedRow
+# columns and location of a row -> what it holds; raises BadRow or SkippedRow
+Parse = Callable[[Columns, str], Row | list[Row]]
 
 
 def read_rows(
@@ -35,9 +49,9 @@ def read_rows(
         source: file (.jsonl[.gz], .json, .csv, .parquet) or Hub id, or several of them; or sections of a data config,
             each with settings of its own.
         split: of a Hub data set that names none itself.
-        kind: text, demonstrations, comparisons or prompts.
+        kind: text, demonstrations, comparisons, prompts, labels, rankings or steps.
         columns: our column name -> the source's, where they differ.
-        max_rows: stop after so many good rows.
+        max_rows: stop after so many good rows; a row of the source that makes several is kept whole.
         on_bad_row: "error" reports all bad rows at once (up to 20); "skip" drops and counts them.
         skip_ties: drop and count pairs with equal texts; False: they are bad rows.
 
@@ -52,7 +66,7 @@ def read_rows(
     for each in as_sources(source, split=split, columns=columns):
         name, names = each.source, each.columns or {}
         left = rows_left(max_rows, len(records), each)
-        if left == 0:
+        if left is not None and left <= 0:
             break
         raw = list(read_raw(name, str(each.split)))
         parse = RecordParser(_choose_format(name, raw, kind, names), skip_ties)
@@ -71,22 +85,6 @@ def rows_left(max_rows: int | None, read: int, source: SourceConfig) -> int | No
     """Rows that may still be read of a source, `read` having come from those before it; None: all that it has."""
     limits = [source.max_rows] if max_rows is None else [max_rows - read, source.max_rows]
     return min((limit for limit in limits if limit is not None), default=None)
-
-
-class SkippedRow(Exception):
-    """A row that is left out and counted, without being a bad one."""
-
-
-class EqualResponses(BadRow):
-    """A comparison of two equal responses, where these are bad rows."""
-
-    def __init__(self) -> None:
-        Exception.__init__(self, TIE)
-        self.reason = TIE
-
-    def at(self, location: str) -> str:
-        """The message for the row at FILE:LINE."""
-        return f"{location}: {TIE}; drop the row or set data.skip_ties=true"
 
 
 @dataclass
@@ -116,7 +114,12 @@ def parse_rows(
             parsed.problems.append(row.problem)
             continue
         try:
-            parsed.rows.append(parse(rename_columns(row.values, columns), row.location))
+            found = parse(rename_columns(row.values, columns), row.location)
+            records = found if isinstance(found, list) else [found]
+            if len(records) > 1:
+                parsed.counts.rows += len(records) - 1
+                parsed.counts.note(EXPANDED, row.location)
+            parsed.rows += records
         except SkippedRow as skipped:
             parsed.counts.drop(str(skipped), row.location)
         except BadRow as bad:
@@ -155,12 +158,17 @@ class RecordParser:
         self.form: type | None = None
         self.form_location = ""
 
-    def __call__(self, values: Columns, location: str) -> Record:
-        record = complete(self.row_format.parse(values, location), values)
-        self._check_form(record, location)
-        if isinstance(record, Comparison) and record.chosen == record.rejected:
-            raise SkippedRow(TIE) if self.skip_ties else EqualResponses()
-        return record
+    def __call__(self, values: Columns, location: str) -> list[Record]:
+        try:
+            found = self.row_format.parse(values, location)
+        except EqualResponses as equal:
+            if self.skip_ties:
+                raise SkippedRow(equal.reason) from equal
+            raise
+        records = [complete(record, values) for record in (found if isinstance(found, list) else [found])]
+        for record in records:
+            self._check_form(record, location)
+        return records
 
     def _check_form(self, record: Record, location: str) -> None:
         """Refuse a source that mixes prompts of text and of messages: they would be rendered in two ways."""
@@ -183,17 +191,12 @@ def _choose_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[str,
     _check_columns(name, kind, columns, list(found))
     for values in readable:
         present = {key for key, value in rename_columns(values, columns).items() if value is not None}
-        if kind == "comparisons" and {"responses", "ranking"} <= present:
-            raise UserError(
-                f"{name}: rows with responses + ranking (K-way groups) cannot be read yet; "
-                "write each ordered pair as a row of prompt, chosen, rejected"
-            )
         if row_format := match_format(kind, present):
             return row_format
     if kind == "comparisons" and {"label", "kto_tag"} & set(found):
         raise UserError(
             f"{name}: no comparisons here: found columns {', '.join(found)}. Rows of one response and a label, as KTO has "
-            "them, say nothing of another response to the same prompt; give rows of prompt, chosen, rejected"
+            "them, say nothing of another response to the same prompt; give rows of prompt, chosen, rejected, or train by dpo.loss=kto"
         )
     raise UserError(
         f"{name}: no {kind} here: found columns {', '.join(found)}; expected {expected_columns(kind)}. "
@@ -220,11 +223,17 @@ def prompt_key(record: Record) -> str:
 
 def record_key(record: Record) -> tuple[str, ...]:
     """Equal for two records of the same prompt and responses, whatever their rows."""
-    if isinstance(record, Comparison):
-        return prompt_key(record), record.chosen, record.rejected
-    if isinstance(record, Demonstration):
-        return prompt_key(record), record.response
-    return (prompt_key(record),)
+    match record:
+        case Comparison():
+            return prompt_key(record), record.chosen, record.rejected
+        case Demonstration() | LabeledResponse():
+            return prompt_key(record), record.response
+        case Ranking():
+            return prompt_key(record), *record.responses
+        case Steps():
+            return prompt_key(record), *record.steps
+        case _:
+            return (prompt_key(record),)
 
 
 class HasRowId(Protocol):

@@ -1,4 +1,4 @@
-"""The four kinds of record that data rows become, and the tally of what was dropped and cut on the way."""
+"""The records that data rows become, one class per kind, and the tally of what was dropped and cut on the way."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -6,7 +6,7 @@ from typing import Any, Literal, TypedDict
 
 from alignment.errors import UserError
 
-Kind = Literal["text", "demonstrations", "comparisons", "prompts"]
+Kind = Literal["text", "demonstrations", "comparisons", "prompts", "labels", "rankings", "steps"]
 Columns = Mapping[str, object]  # a row as it was read: name of the column -> value
 Tools = list[dict[str, Any]]  # definitions of functions that a model may call, JSON schemas as OpenAI writes them
 
@@ -147,6 +147,11 @@ class Steps:
 Record = Text | Demonstration | Comparison | Prompt | LabeledResponse | Ranking | Steps
 
 SHOWN_IDS = 3
+EXPANDED = "a row of several records: each counts as a row"
+
+
+class SkippedRow(Exception):
+    """A row that is left out and counted, without being a bad one."""
 
 
 @dataclass
@@ -154,7 +159,7 @@ class Tally:
     """Counts of one preparation: every row that is dropped or cut is counted here.
 
     Attributes:
-        rows: rows read.
+        rows: rows read; one that holds several records counts as so many.
         kept: rows that survive.
         documents: token sequences made of them (0 before tokenization; a pair counts two).
         tokens: tokens of these documents.

@@ -317,11 +317,6 @@ def test_wrong_column_mapping_is_told_with_the_nearest_names(jsonl):
     assert "data.columns.response=anser: no such column; did you mean 'answer'?" in str(caught.value)
 
 
-def test_groups_of_k_are_refused_clearly(jsonl):
-    with pytest.raises(UserError, match="K-way groups"):
-        read_rows(jsonl({"prompt": "x", "responses": ["a", "b"], "ranking": [1, 0]}), "comparisons")
-
-
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

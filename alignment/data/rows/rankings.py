@@ -1,0 +1,249 @@
+"""Rows of K responses to one prompt, by rank or by score, and the pairs they make.
+
+Understood: `responses` with `ranking` (best first), `ranks` or `scores`; `generations` with `ratings`; UltraFeedback's
+`completions` and Nectar's `answers`, which are lists of objects; trees of OpenAssistant; a pair, as K = 2.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
+
+from alignment.data.rows.fields import (
+    BadRow,
+    EqualResponses,
+    list_field,
+    number_field,
+    reply_field,
+    text_field,
+    type_name,
+)
+from alignment.data.rows.formats import explicit_prompt, parse_comparison
+from alignment.data.rows.records import Columns, Comparison, Messages, Ranking, Record, SkippedRow
+
+RANKING_COLUMNS = (  # the responses, and what orders them
+    ("responses", "ranking"),
+    ("responses", "ranks"),
+    ("responses", "scores"),
+    ("generations", "ratings"),
+)
+RESPONSE_KEYS = ("response", "answer", "text", "content")  # of an object in a list of responses
+SCORE_KEYS = ("overall_score", "score", "rating", "fine-grained_score")  # higher is better
+ALL_TIED = "all responses are tied, so no pair prefers one"
+NO_RANKED_REPLIES = "no two ranked replies in the tree"
+TREE_ROLES = {"prompter": "user", "assistant": "assistant"}
+
+
+def ranking_parser(responses: str, order: str) -> Callable[[Columns, str], Ranking]:
+    """Parser of rows with a list of responses and a list that orders them.
+
+    Args:
+        responses: column of K texts or assistant messages.
+        order: `ranking`: the responses best first, each as its number from 0 or as its text, ties as a list in the
+            list; `ranks`: the place of each response, the lowest best; `scores` or `ratings`: one number for each
+            response, the highest best.
+    """
+
+    def parse(row: Columns, row_id: str) -> Ranking:
+        texts = [reply_field({responses: item}, responses) for item in list_field(row, responses)]
+        if order == "ranking":
+            return build_ranking(
+                row, _prompt(row), texts, ranks=listed_ranks(list_field(row, order), texts), row_id=row_id
+            )
+        numbers = [_number(item, order) for item in list_field(row, order)]
+        if len(numbers) != len(texts):
+            raise BadRow(order, f"must be as many as {responses}", f"{len(numbers)} and {len(texts)}")
+        if order == "ranks":
+            return build_ranking(row, _prompt(row), texts, ranks=dense_ranks(numbers), row_id=row_id)
+        return scored_ranking(row, texts, numbers, row_id)
+
+    return parse
+
+
+def parse_rated_completions(key: str) -> Callable[[Columns, str], Ranking]:
+    """Parser of a list of objects, each a response with its score or rank (UltraFeedback, Nectar).
+
+    Args:
+        key: column of the list.
+    """
+
+    def parse(row: Columns, row_id: str) -> Ranking:
+        texts, scores, ranks = [], [], []
+        for item in list_field(row, key):
+            if not isinstance(item, dict):
+                raise BadRow(key, f"must hold objects with a response and a score, holds {type_name(item)}")
+            texts.append(text_field({key: _first(item, RESPONSE_KEYS, key, "response")}, key))
+            if item.get("rank") is not None:
+                ranks.append(_number(item["rank"], key))
+            else:
+                scores.append(_number(_first(item, SCORE_KEYS, key, "score"), key))
+        if scores and ranks:
+            raise BadRow(key, "some responses have a rank and some have a score")
+        if ranks:
+            return build_ranking(row, _prompt(row), texts, ranks=dense_ranks(ranks), row_id=row_id)
+        return scored_ranking(row, texts, scores, row_id)
+
+    return parse
+
+
+def scored_ranking(row: Columns, responses: Sequence[str], scores: Sequence[float], row_id: str) -> Ranking:
+    """A ranking by scores, the highest best; the scores are kept."""
+    ranks = dense_ranks([-score for score in scores])
+    return build_ranking(row, _prompt(row), responses, ranks=ranks, scores=tuple(scores), row_id=row_id)
+
+
+def build_ranking(
+    row: Columns,
+    prompt: str | Messages,
+    responses: Sequence[str],
+    *,
+    ranks: Sequence[int],
+    row_id: str,
+    scores: tuple[float, ...] | None = None,
+) -> Ranking:
+    """A ranking of at least two responses that differ.
+
+    Raises:
+        EqualResponses: two of them are the same text.
+        BadRow: fewer than two, or a margin beside more than two.
+    """
+    if len(responses) < 2:
+        raise BadRow("responses", "must be at least two to rank", f"{len(responses)} given")
+    if len(set(responses)) < len(responses):
+        raise EqualResponses("two responses of one prompt")
+    margin = number_field(row, "margin")
+    if margin is not None and len(responses) > 2:
+        raise BadRow("margin", "tells by how much the better of two responses leads; for more of them give scores")
+    return Ranking(prompt, tuple(responses), tuple(ranks), row_id, scores, margin)
+
+
+def listed_ranks(ranking: Sequence[object], responses: Sequence[str]) -> list[int]:
+    """The place of each response, 0 the best, from the list of them best first.
+
+    Raises:
+        BadRow: the list names a response that is not there, one twice, or leaves one out.
+    """
+    found: dict[int, int] = {}
+    for rank, entry in enumerate(ranking):
+        for name in entry if isinstance(entry, list) else [entry]:
+            index = _index(name, responses)
+            if index in found:
+                raise BadRow("ranking", "names a response twice", repr(name)[:40])
+            found[index] = rank
+    missing = [index for index in range(len(responses)) if index not in found]
+    if missing:
+        raise BadRow("ranking", "leaves out a response", f"number {missing[0]} of {len(responses)}, from 0")
+    return [found[index] for index in range(len(responses))]
+
+
+def _index(name: object, responses: Sequence[str]) -> int:
+    if isinstance(name, str) and name in responses:
+        return responses.index(name)
+    if isinstance(name, int) and not isinstance(name, bool) and 0 <= name < len(responses):
+        return name
+    seen = f"{name!r:.40}; they are numbered 0 to {len(responses) - 1}, the best first"
+    raise BadRow("ranking", "names a response that is not there", seen)
+
+
+def dense_ranks(numbers: Sequence[float]) -> list[int]:
+    """The place of each number among the distinct ones, the lowest 0."""
+    order = sorted(set(numbers))
+    return [order.index(number) for number in numbers]
+
+
+def different_pair(
+    parse: Callable[[Columns, str], Comparison],
+) -> Callable[[Columns, str], Comparison]:
+    """The parser, where two equal responses are no comparison."""
+
+    def parse_different(row: Columns, row_id: str) -> Comparison:
+        pair = parse(row, row_id)
+        if pair.chosen == pair.rejected:
+            raise EqualResponses()
+        return pair
+
+    return parse_different
+
+
+def parse_pair_ranking(row: Columns, row_id: str) -> Ranking:
+    """A pair as a ranking of two, the chosen one first; its margin and scores are kept."""
+    pair = parse_comparison(row, row_id)
+    if pair.chosen == pair.rejected:
+        raise EqualResponses()
+    rated = number_field(row, "score_chosen"), number_field(row, "score_rejected")
+    scores = None if None in rated else cast("tuple[float, float]", rated)
+    return Ranking(pair.prompt, (pair.chosen, pair.rejected), (0, 1), row_id, scores, pair.margin)
+
+
+def pairs_parser(parse: Callable[[Columns, str], Record | list[Record]]) -> Callable[[Columns, str], list[Record]]:
+    """Parser of the pairs that the rankings of a row make: each response beside every worse one, ties left out."""
+
+    def parse_pairs(row: Columns, row_id: str) -> list[Record]:
+        found = parse(row, row_id)
+        rankings = cast("list[Ranking]", found if isinstance(found, list) else [found])
+        pairs: list[Record] = [pair for ranking in rankings for pair in ordered_pairs(ranking)]
+        if not pairs:
+            raise SkippedRow(ALL_TIED)
+        return pairs
+
+    return parse_pairs
+
+
+def ordered_pairs(ranking: Ranking) -> Iterator[Comparison]:
+    """The comparisons of a ranking; the row id of each ends in the numbers of its responses: ROW[better>worse]."""
+    for better, first in enumerate(ranking.ranks):
+        for worse, second in enumerate(ranking.ranks):
+            if first < second:
+                row_id = f"{ranking.row_id}[{better}>{worse}]"
+                chosen, rejected = ranking.responses[better], ranking.responses[worse]
+                yield Comparison(ranking.prompt, chosen, rejected, ranking.margin, row_id)
+
+
+def parse_tree(row: Columns, row_id: str) -> list[Record]:
+    """The rankings in a tree of messages (OpenAssistant): each prompt with two ranked replies or more is one.
+
+    Deleted messages and replies without a rank are left out. The dialogue up to the prompt is the prompt.
+    """
+    root = row["prompt"]
+    if not isinstance(root, dict):
+        raise BadRow("prompt", f"must be a tree of messages, is {type_name(root)}")
+    rankings: list[Record] = list(_ranked_replies(root, [], row_id))
+    if not rankings:
+        raise SkippedRow(NO_RANKED_REPLIES)
+    return rankings
+
+
+def _ranked_replies(node: Columns, before: Messages, row_id: str, way: tuple[int, ...] = ()) -> Iterator[Ranking]:
+    """Rankings of a message's replies and of what follows them; ids end in the numbers of the replies on the way."""
+    role = node.get("role")
+    if not isinstance(role, str) or role not in TREE_ROLES:
+        raise BadRow("prompt", "unknown role in the tree", f"{role!r}; known: {', '.join(TREE_ROLES)}")
+    dialogue = [*before, {"role": TREE_ROLES[role], "content": text_field(node, "text")}]
+    replies = [reply for reply in cast("list[Columns]", node.get("replies") or []) if not reply.get("deleted")]
+    ranked = [reply for reply in replies if reply.get("rank") is not None]
+    if TREE_ROLES[role] == "user" and len(ranked) > 1:
+        ranks = dense_ranks([_number(reply["rank"], "prompt") for reply in ranked])
+        texts = [text_field(reply, "text") for reply in ranked]
+        name = f"{row_id}[{'.'.join(map(str, way))}]" if way else row_id
+        yield build_ranking({}, dialogue, texts, ranks=ranks, row_id=name)
+    for number, reply in enumerate(replies):
+        yield from _ranked_replies(reply, dialogue, row_id, (*way, number))
+
+
+def _prompt(row: Columns) -> str | Messages:
+    """The prompt of the row; an `instruction` without an `input` stands as it is."""
+    if any(row.get(key) is not None for key in ("prompt", "conversations")) or str(row.get("input") or "").strip():
+        return explicit_prompt(row)
+    return text_field(row, "instruction" if "instruction" in row else "prompt")
+
+
+def _number(value: object, key: str) -> float:
+    number = number_field({key: value}, key)
+    if number is None:
+        raise BadRow(key, "holds no number for a response")
+    return number
+
+
+def _first(item: Columns, names: Sequence[str], key: str, what: str) -> object:
+    for name in names:
+        if item.get(name) is not None:
+            return item[name]
+    raise BadRow(key, f"a response without its {what}", f"it has {', '.join(map(str, item))}")
