@@ -24,7 +24,7 @@ test-gpu: setup
 	$(BIN)/python -m pytest -m gpu tests/gpu $(ARGS)
 	$(BIN)/python scripts/bench_model.py --sizes llama-1b --dtype bfloat16 --batches full half ragged
 	$(BIN)/python scripts/bench_model.py --sizes llama-1b --dtype bfloat16 --batches full --work train --compile
-	$(BIN)/python scripts/bench.py --only sft reward dpo --size 1b --precision bf16 --steps 8
+	$(BIN)/python scripts/bench.py --only sft reward dpo --sizes 1b --precision bf16 --steps 8
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,27 +1,35 @@
-"""Speed of ours and of the peers on the same weights, machine and run; JSON lines on standard output.
+"""Speed of ours and of the peers on the same weights, rows, machine and run; JSON lines on standard output.
 
-    python scripts/bench.py [--only NAME ...] [--steps N] [--rounds N]
+    python scripts/bench.py [--only NAME ...] [--sizes nano micro gpt2] [--rows world|hh] [--rounds N] [--table]
 
-Each figure is the median over rounds in which ours and the peer take turns, so that a machine whose speed drifts
-treats both alike. `ratio` is ours over the peer: above 1, ours is faster. Peers: transformers (forward and backward,
-generation) and trl (SFT, reward, DPO).
+Trainers (sft, reward, dpo) run in processes of their own, which take turns: ours, trl as it comes, and trl at each setting
+that could make it faster (packing, rows grouped by length, reference log-probabilities computed beforehand). Figures are
+medians over rounds, with the lowest and the highest: tokens and rows (pairs) per second after two updates, seconds from the
+start of Python to the end of the first update (prepared data lies in ours' cache from a round that is not counted), peak
+memory, and MFU: 6 operations per weight of a matrix product and token, 2 more for DPO's reference, over what a large
+product reaches in the same run. Tokens are real ones: padding earns nothing, and a prompt that we compute once for both
+sides of a pair counts twice. The forward pass and generation are beside transformers. `ratio` above 1: ours is faster.
 """
 
 import argparse
 import json
+import os
 import random
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import torch
+from bench_model import matrix_rate
 
-from alignment.algorithms import dpo, reward, sft
-from alignment.data.config import DataConfig
+from alignment.data.rows.read import read_rows
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.generation.decode import decode_responses
@@ -30,38 +38,53 @@ from alignment.hotel_world.datasets import RowCounts, write_world
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import load_language_model, save_model
 from alignment.ragged import Ragged
-from alignment.training import OptimConfig, TrainingConfig
 
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "nano": {"hidden_size": 128, "intermediate_size": 344, "num_hidden_layers": 4, "num_attention_heads": 4},
     "micro": {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 6},
-    "1b": {
-        "hidden_size": 2048,
-        "intermediate_size": 8192,
-        "num_hidden_layers": 16,
-        "num_attention_heads": 32,
-    },  # for a GPU
-}
+    "gpt2": {  # GPT-2 small; its vocabulary is what the rows give of 50,257
+        "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocabulary": 8192,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+    },
+    "1b": {  # for a GPU
+        "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,
+    },
+}  # fmt: skip
 
 
 def main() -> None:
     """Run the chosen benchmarks."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", choices=list(BENCHES), default=list(BENCHES))
-    parser.add_argument("--size", choices=list(SIZES), default="nano")
+    parser.add_argument("--only", nargs="*", choices=[*BENCHES, *BEST], default=[*BENCHES, *BEST])
+    parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["nano"])
+    parser.add_argument("--rows", choices=["world", "hh"], default="world", help="of the trainers")
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps in each round of the trainers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the trainers, ours and trl's")
-    arguments = parser.parse_args()
-    if arguments.precision == "bf16" and set(arguments.only) - TRAINERS:
-        parser.error(f"--precision bf16 goes with --only {' '.join(sorted(TRAINERS))}")
-    with tempfile.TemporaryDirectory() as folder:
-        files = write_world(Path(folder) / "world", sizes=RowCounts(pretrain=800, demonstrations=600, comparisons=600))
-        checkpoint = make_checkpoint(Path(folder) / "model", files["pretrain"], arguments.size)
-        for name in arguments.only:
-            more = {"precision": arguments.precision} if name in TRAINERS else {}
-            ours, peer, impl, unit = BENCHES[name](checkpoint, files, Path(folder), arguments.steps, **more)
-            report(name, arguments.size, impl, unit, take_turns(ours, peer, arguments.rounds))
+    parser.add_argument("--table", action="store_true", help="print the trainers' figures as a table at the end")
+    options = parser.parse_args()
+    options.results = []
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    options.matrix_rate = matrix_rate(device, torch.bfloat16 if options.precision == "bf16" else torch.float32)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        os.environ["ALIGNMENT_CACHE"] = str(folder / "cache")
+        files = write_world(folder / "world", sizes=RowCounts(pretrain=800, demonstrations=600, comparisons=600))
+        for size in options.sizes:
+            rows = {kind: files["demonstrations" if kind == "sft" else "comparisons"] for kind in BEST}
+            text = files["pretrain"]
+            if options.rows == "hh":
+                rows = {kind: hh_rows(kind, folder, 1200) for kind in BEST}
+                text = rows["sft"]
+            checkpoint = make_checkpoint(folder / size, text, size)
+            for bench in options.only:
+                if bench in BEST:
+                    bench_trainers(bench, size, checkpoint, rows[bench], options)
+                else:
+                    ours, peer, impl, unit = BENCHES[bench](checkpoint, options.steps)
+                    report(bench, size, impl, unit, take_turns(ours, peer, options.rounds))
+    if options.table:
+        print_table(options.results)
 
 
 def report(name: str, size: str, impl: str, unit: str, times: tuple[list[float], list[float]]) -> None:
@@ -88,20 +111,24 @@ def take_turns(ours: Callable[[], Any], peer: Callable[[], Any], rounds: int) ->
 
 
 def make_checkpoint(directory: Path, text: Path, size: str) -> Path:
-    """A random Llama with a byte-level BPE of the world's text."""
-    texts = [json.loads(line)["text"] for line in text.read_text().splitlines()]
-    tokenizer = train_bpe(texts, 640)
-    config = {"model_type": "llama", "vocab_size": len(tokenizer), "max_position_embeddings": 512, **SIZES[size]}
-    config |= {"num_key_value_heads": config["num_attention_heads"], "tie_word_embeddings": True}
+    """A random model of this size with a byte-level BPE of the texts in a file of rows."""
+    rows = [json.loads(line) for line in text.read_text().splitlines()]
+    shape = SIZES[size]
+    tokenizer = train_bpe((" ".join(map(str, row.values())) for row in rows), shape.get("vocabulary", 640))
+    config = {key: value for key, value in shape.items() if key != "vocabulary"}
     config |= {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    config = {"model_type": "llama", "vocab_size": len(tokenizer), "pad_token_id": tokenizer.pad_token_id, **config}
+    if config["model_type"] == "llama":
+        config |= {"max_position_embeddings": 512, "tie_word_embeddings": True}
+        config |= {"num_key_value_heads": config["num_attention_heads"]}
     torch.manual_seed(0)
     directory.mkdir(parents=True)
-    save_model(build_language_model({**config, "pad_token_id": tokenizer.pad_token_id}), directory)
+    save_model(build_language_model(config), directory)
     save_tokenizer(tokenizer, directory)
     return directory
 
 
-def bench_forward_backward(checkpoint: Path, files: dict[str, Path], folder: Path, steps: int) -> Any:
+def bench_forward_backward(checkpoint: Path, steps: int) -> Any:
     """Loss and gradient of 64 documents of 16 to 128 tokens (about half of the padded rectangle is padding)."""
     from transformers import AutoModelForCausalLM
 
@@ -126,7 +153,7 @@ def bench_forward_backward(checkpoint: Path, files: dict[str, Path], folder: Pat
     return partial(repeat, ours, steps), partial(repeat, peer, steps), "transformers", "seconds"
 
 
-def bench_generate(checkpoint: Path, files: dict[str, Path], folder: Path, steps: int) -> Any:
+def bench_generate(checkpoint: Path, steps: int) -> Any:
     """64 new tokens for each of 64 prompts of 16 to 64 tokens, sampled at temperature 1, none ending early."""
     from transformers import AutoModelForCausalLM
 
@@ -148,62 +175,93 @@ def bench_generate(checkpoint: Path, files: dict[str, Path], folder: Path, steps
     return ours, peer, "transformers", "seconds"
 
 
-def bench_trainer(
-    kind: str, checkpoint: Path, files: dict[str, Path], folder: Path, steps: int, *, precision: Any = "fp32"
-) -> Any:
-    """Seconds per run of `steps` updates of 32 rows, start-up and data preparation left out."""
-    source = files["demonstrations" if kind == "sft" else "comparisons"]
-    module, config = {
-        "sft": (sft, sft.SFTConfig),
-        "reward": (reward, reward.RewardConfig),
-        "dpo": (dpo, dpo.DPOConfig),
-    }[kind]
+def bench_trainers(kind: str, size: str, checkpoint: Path, rows: Path, options: argparse.Namespace) -> None:
+    """Runs of ours and of trl by turns, in processes of their own; a line of figures for each."""
+    runs: dict[str, tuple[str, list[str]]] = {"alignment": ("alignment", []), "trl": ("trl", [])}
+    runs |= {f"trl {name}": ("trl", settings) for name, settings in BEST[kind].items()}
+    figures: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
+    for number in range(options.rounds + 1):
+        for name, (impl, settings) in runs.items():
+            if number == 0 and impl == "trl":
+                continue  # the round that is not counted only fills our cache of prepared rows
+            measured = run_trainer(impl, kind, checkpoint, rows, settings, options)
+            if number:
+                figures[name].append(measured)
+    weights = matrix_weights(checkpoint)
+    operations = weights * (8 if kind == "dpo" else 6)
+    for name, measured in figures.items():
+        row: dict[str, Any] = {"bench": kind, "impl": name, "size": size, "rows": options.rows}
+        row |= {"threads": torch.get_num_threads(), "precision": options.precision, "rounds": len(measured)}
+        for key in ("tokens_per_second", "rows_per_second", "first_step_seconds", "peak_mb"):
+            values = [one[key] for one in measured]
+            row[key] = round(statistics.median(values), 2)
+            row[f"{key}_spread"] = [round(min(values), 2), round(max(values), 2)]
+        row["mfu"] = round(row["tokens_per_second"] * operations / options.matrix_rate, 3)
+        if name != "alignment":
+            row["ratios"] = ratios(figures["alignment"], measured)
+        options.results.append(row)
+        print(json.dumps(row), flush=True)
 
-    def ours() -> float:
-        output = tempfile.mkdtemp(dir=folder)
-        settings = {"policy": str(checkpoint), "data": DataConfig(train=str(source), max_length=512), "output": output}
-        training = TrainingConfig(max_steps=steps, batch_size=32, precision=precision)
-        module.run(config(**settings, training=training, optim=OptimConfig(learning_rate=1e-5)))
-        lines = [json.loads(line) for line in (Path(output) / "metrics.jsonl").read_text().splitlines()]
-        return sum(line["tokens"] / line["tokens_per_second"] for line in lines[2:])  # the first two warm up
 
-    peer = partial(trl_seconds, kind, checkpoint, source, folder, steps, bf16=precision == "bf16")
-    return ours, peer, "trl", "seconds"
+def ratios(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> dict[str, float]:
+    """Medians over rounds of ours over theirs."""
+    pairs = list(zip(ours, theirs, strict=True))
+    keys = ("tokens_per_second", "rows_per_second", "first_step_seconds", "peak_mb")
+    return {key: round(statistics.median(a[key] / b[key] for a, b in pairs), 3) for key in keys}
 
 
-def trl_seconds(kind: str, checkpoint: Path, source: Path, folder: Path, steps: int, *, bf16: bool) -> float:
-    """The same run in trl; seconds from the end of step 2 to the end of the last."""
-    import datasets
-    from transformers import AutoModelForSequenceClassification, AutoTokenizer, TrainerCallback
-    from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
+def run_trainer(
+    impl: str, kind: str, checkpoint: Path, rows: Path, settings: list[str], options: argparse.Namespace
+) -> dict[str, float]:
+    """Figures of one run in a process of its own."""
+    command = [
+        sys.executable, str(Path(__file__).with_name("bench_trainers.py")), impl, kind, str(checkpoint), str(rows),
+        "--steps", str(options.steps), "--precision", options.precision,
+        *[part for setting in settings for part in ("--setting", setting)],
+    ]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command)}\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
 
-    marks: list[float] = []
 
-    class Clock(TrainerCallback):
-        def on_step_end(self, *_: Any, **__: Any) -> None:
-            marks.append(time.perf_counter())
+def matrix_weights(checkpoint: Path) -> int:
+    """Numbers in the matrices that every token is multiplied with; the embedding counts once, as the head."""
+    model = load_language_model(checkpoint)
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 2)
 
-    trainer_class, config_class = {
-        "sft": (SFTTrainer, SFTConfig), "reward": (RewardTrainer, RewardConfig), "dpo": (DPOTrainer, DPOConfig)
-    }[kind]  # fmt: skip
-    rows = [json.loads(line) for line in source.read_text().splitlines()]
-    data = datasets.Dataset.from_list(
-        [{k: r[k] for k in r if k in ("prompt", "completion", "chosen", "rejected")} for r in rows]
-    )
-    settings = {
-        "output_dir": tempfile.mkdtemp(dir=folder), "per_device_train_batch_size": 32, "max_steps": steps,
-        "learning_rate": 1e-5, "report_to": [], "logging_steps": 1000, "save_strategy": "no", "bf16": bf16,
-        "use_cpu": not torch.cuda.is_available(), "gradient_checkpointing": False, "max_length": 512, "disable_tqdm": True,
-    }  # fmt: skip
-    model: Any = str(checkpoint)
-    if kind == "reward":
-        model = AutoModelForSequenceClassification.from_pretrained(checkpoint, num_labels=1)
-    trainer = trainer_class(
-        model=model, args=config_class(**settings), train_dataset=data, callbacks=[Clock()],
-        processing_class=AutoTokenizer.from_pretrained(checkpoint),
-    )  # fmt: skip
-    trainer.train()
-    return marks[-1] - marks[1]
+
+def hh_rows(kind: str, folder: Path, count: int) -> Path:
+    """Rows of HH-RLHF under ALIGNMENT_DATA that are short enough to be read whole: pairs, or the chosen side of each."""
+    source = Path(os.environ.get("ALIGNMENT_DATA", "../shared/data")) / "hh_rlhf"
+    files = sorted(source.rglob("*helpful-base*.jsonl.gz")) or sorted(source.rglob("*.jsonl.gz"))
+    if not files:
+        raise SystemExit(f"{source}: no HH-RLHF rows here; set ALIGNMENT_DATA, or take --rows world")
+    target = folder / f"hh_{kind}.jsonl"
+    with target.open("w") as file:
+        pairs = read_rows(str(files[0]), "comparisons", on_bad_row="skip")[0]
+        short = (row for row in pairs if len(row.prompt) + max(len(row.chosen), len(row.rejected)) < SHORT)
+        for row in islice(short, count):
+            pair = {"prompt": row.prompt, "chosen": row.chosen, "rejected": row.rejected}
+            demonstration = {"prompt": row.prompt, "completion": row.chosen}
+            file.write(json.dumps(demonstration if kind == "sft" else pair) + "\n")
+    return target
+
+
+def print_table(rows: list[dict[str, Any]]) -> None:
+    """The trainers' figures as a Markdown table."""
+    print("\n| stage | model | rows | | tokens/s | rows/s | MFU | first update | peak memory |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for row in rows:
+        ratio = row.get("ratios", {})
+        cells = [
+            f"{row[key]:,.{digits}f}{unit}" + (f" ({ratio[key]:.2f}x)" if key in ratio else "")
+            for key, digits, unit in (
+                ("tokens_per_second", 0, ""), ("rows_per_second", 1, ""), ("mfu", 2, ""),
+                ("first_step_seconds", 1, " s"), ("peak_mb", 0, " MB"),
+            )
+        ]  # fmt: skip
+        print(f"| {row['bench']} | {row['size']} | {row['rows']} | {row['impl']} | {' | '.join(cells)} |")
 
 
 def repeat(call: Callable[[], None], times: int) -> None:
@@ -212,13 +270,15 @@ def repeat(call: Callable[[], None], times: int) -> None:
         call()
 
 
-TRAINERS = {"sft", "reward", "dpo"}
-BENCHES: dict[str, Callable[..., Any]] = {
-    "forward_backward": bench_forward_backward,
-    "generate": bench_generate,
-    "sft": partial(bench_trainer, "sft"),
-    "reward": partial(bench_trainer, "reward"),
-    "dpo": partial(bench_trainer, "dpo"),
+SHORT = 1000  # characters; below 512 tokens of the small vocabularies here
+BENCHES: dict[str, Callable[..., Any]] = {"forward_backward": bench_forward_backward, "generate": bench_generate}
+# trl's settings that could make it faster, by the trainer they belong to.
+PACKING = ["packing=true", 'packing_strategy="wrapped"', "per_device_train_batch_size=4"]
+GROUPING = ['train_sampling_strategy="group_by_length"']
+BEST: dict[str, dict[str, list[str]]] = {
+    "sft": {"packing": PACKING, "grouped by length": GROUPING},
+    "reward": {"micro-batch 8": ["per_device_train_batch_size=8", "gradient_accumulation_steps=4"]},
+    "dpo": {"reference precomputed": ["precompute_ref_log_probs=true"]},
 }
 
 if __name__ == "__main__":
