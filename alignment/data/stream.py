@@ -15,6 +15,29 @@ def order(rows: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.default_rng([seed, epoch]).permutation(rows)
 
 
+def positions_of(step: int, batch_size: int, epoch_length: int, epochs: float | None) -> range:
+    """Positions of the rows of batch `step` (from 0), counted over all epochs.
+
+    Args:
+        batch_size: rows per batch.
+        epoch_length: rows per epoch.
+        epochs: after which the last, smaller batch ends; None: there is no last one.
+
+    Raises:
+        IndexError: the step is negative, or at or after the last batch.
+    """
+    end = math.inf if epochs is None else rows_in(epochs, epoch_length)
+    first = step * batch_size
+    if step < 0 or first >= end:
+        raise IndexError(f"step {step} lies outside the stream of {-(-end // batch_size):g} steps")
+    return range(first, int(min(first + batch_size, end)))
+
+
+def rows_in(epochs: float, epoch_length: int) -> int:
+    """Rows in so many epochs, at least one."""
+    return max(1, round(epoch_length * epochs))
+
+
 @dataclass(frozen=True)
 class Stream(Generic[Row]):
     """Global batches of rows, epoch after epoch; a batch may run across an epoch's end.
@@ -46,11 +69,11 @@ class Stream(Generic[Row]):
         Raises:
             IndexError: the step is negative, or at or after the stream's end.
         """
-        end = math.inf if self.epochs is None else self._length(self.epochs)
-        first = step * self.batch_size
-        if step < 0 or first >= end:
-            raise IndexError(f"step {step} lies outside the stream of {self.steps()} steps")
-        return [self._index(position) for position in range(first, int(min(first + self.batch_size, end)))]
+        return [self.index_of(position) for position in self._positions(step)]
+
+    def epochs_at(self, step: int) -> list[int]:
+        """The epoch, from 0, in which each row of batch `step` is seen."""
+        return [position // len(self.rows) for position in self._positions(step)]
 
     def rows_at(self, step: int) -> list[Row]:
         """The rows of batch `step`, as `positions_at`."""
@@ -61,15 +84,21 @@ class Stream(Generic[Row]):
         epochs = self.epochs if epochs is None else epochs
         if epochs is None:
             raise ValueError("an endless stream has no number of steps; say for how many epochs")
-        return -(-self._length(epochs) // self.batch_size)
+        return -(-rows_in(epochs, self.epoch_length) // self.batch_size)
 
-    def _length(self, epochs: float) -> int:
-        return max(1, round(len(self.rows) * epochs))
+    @property
+    def epoch_length(self) -> int:
+        """Rows of one epoch."""
+        return len(self.rows)
 
-    def _index(self, position: int) -> int:
+    def index_of(self, position: int) -> int:
+        """Index of the row at a position, counted over all epochs."""
         epoch, offset = divmod(position, len(self.rows))
         if epoch not in self._orders:  # a memo of a pure function: what is in it changes speed only
             if len(self._orders) > 1:
                 self._orders.clear()
             self._orders[epoch] = order(len(self.rows), self.seed, epoch)
         return int(self._orders[epoch][offset])
+
+    def _positions(self, step: int) -> range:
+        return positions_of(step, self.batch_size, self.epoch_length, self.epochs)

@@ -1,5 +1,6 @@
 """What one update consists of: terms, their micro-batches, and the sums of their losses and metrics."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -11,6 +12,8 @@ from alignment.ragged import Batch
 
 Row = TypeVar("Row")
 
+LARGEST_EXPONENT = 709.0  # e^709.78 is the largest float
+
 
 @dataclass(frozen=True)
 class LossSum:
@@ -20,7 +23,8 @@ class LossSum:
         total: the SUM of the loss over everything that counts, a scalar with gradient.
         metrics: sums likewise; each is divided by its term's global weight when logged.
         means: (sum, weight) of metrics that have a weight of their own, such as the loss of one source's rows; left out
-            of the log where the weight is 0 over the whole update. The same names on every rank.
+            of the log where the weight is 0 over the whole update. The same names on every rank. Of `perplexity`, and of
+            `perplexity/SOURCE`, the mean is in nats, and its exponential is logged.
     """
 
     total: Tensor
@@ -101,8 +105,14 @@ def named_sums(loss: LossSum) -> dict[tuple[str, str], Tensor]:
 def averages(sums: Mapping[tuple[str, str], float], weight: float) -> dict[str, float]:
     """The metrics behind `named_sums`: sums over `weight`, and means over their own weights, where these are not 0."""
     metrics = {name: value / weight for (name, part), value in sums.items() if not part}
-    means = {name: (value, sums[name, "weight"]) for (name, part), value in sums.items() if part == "sum"}
-    return metrics | {name: value / own for name, (value, own) in means.items() if own}
+    sums_of_means = {name: (value, sums[name, "weight"]) for (name, part), value in sums.items() if part == "sum"}
+    means = {name: value / own for name, (value, own) in sums_of_means.items() if own}
+    return metrics | {name: _exp(mean) if name.startswith("perplexity") else mean for name, mean in means.items()}
+
+
+def _exp(nats: float) -> float:
+    """The exponential, of what is beyond a float's range infinite."""
+    return math.exp(nats) if nats < LARGEST_EXPONENT else math.inf
 
 
 def flatten_sums(sums: list[MetricSums], device: torch.device) -> tuple[list[tuple[int, tuple[str, str]]], Tensor]:

@@ -1,0 +1,181 @@
+"""Mixtures: several sources whose rows are drawn by given shares. The settings, and what an epoch means, are in config.py.
+
+A draw is a pure function of (seed, position), as the order of one source is in stream.py: no rank and no resumed run has
+to know what was drawn before it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Generic, TypeVar
+
+import numpy as np
+
+from alignment.data.config import DataConfig
+from alignment.data.examples import TokenizedRow
+from alignment.data.stream import Stream, positions_of, rows_in
+from alignment.data.table import JoinedTables
+from alignment.errors import UserError
+
+Row = TypeVar("Row", bound=TokenizedRow)
+
+BLOCK = 4096  # positions whose sources are drawn together
+COUNT_SALT, ORDER_SALT, SOURCE_SALT = 715_101, 715_102, 715_103  # generators of different things draw differently
+
+
+def mixing_shares(config: DataConfig, sizes: Sequence[int]) -> np.ndarray:
+    """The probability with which each source of `config.train` is drawn, [S].
+
+    proportional: min(n, K) / sum; temperature: min(n, K)^(1/T) / sum, with n the rows of a source and K
+    `mixing_maximum`; weights: weight / sum.
+
+    Args:
+        config: with a `mixing` other than concatenate.
+        sizes: rows of each source.
+
+    Source: Raffel et al. 2020, arXiv:1910.10683, section 3.5.2; Wei et al. 2022, arXiv:2109.01652, section 2.1.
+    """
+    if config.mixing == "weights":
+        shares = np.array([source.weight for source in config.sources("train")], dtype=np.float64)
+    else:
+        shares = np.array(capped_sizes(config, sizes), dtype=np.float64) ** (1 / (config.temperature or 1.0))
+    return shares / shares.sum()
+
+
+def capped_sizes(config: DataConfig, sizes: Sequence[int]) -> list[int]:
+    """Rows of each source, at most `mixing_maximum`."""
+    return [size if config.mixing_maximum is None else min(size, config.mixing_maximum) for size in sizes]
+
+
+def epoch_rows(config: DataConfig, sizes: Sequence[int]) -> int:
+    """Rows of one epoch: all rows of all sources, of a mixture's each at most `mixing_maximum`.
+
+    An epoch of a mixture is only a length: some of a source's rows are not drawn in it, and others twice.
+    """
+    return sum(sizes if config.mixing == "concatenate" else capped_sizes(config, sizes))
+
+
+@dataclass(frozen=True)
+class MixtureStream(Generic[Row]):
+    """Global batches of rows drawn from several sources; the k-th draw of a source is row k of its own `Stream`.
+
+    So a source repeats no row before it has shown all of them, whatever its share. Positions count all draws from 0;
+    the sources of each `BLOCK` of them are drawn together: how many from each source, and in which order.
+
+    Attributes:
+        rows: all rows, source after source.
+        shares: probability of each source, [S].
+        batch_size: rows per batch, over all ranks.
+        seed: >= 0.
+        epoch_length: draws in one epoch.
+        epochs: where the stream ends, so that its last batch may be smaller; None: it never ends.
+    """
+
+    rows: JoinedTables[Row]
+    shares: Sequence[float]
+    batch_size: int
+    seed: int
+    epoch_length: int
+    epochs: float | None = None
+    _sources: list[Stream[Row]] = field(default_factory=list, init=False, repr=False, compare=False)
+    _draws: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _counts: list[np.ndarray] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.rows.tables) != len(self.shares):
+            raise ValueError(f"{len(self.rows.tables)} sources and {len(self.shares)} shares")
+        if not (abs(sum(self.shares) - 1) < 1e-9 and min(self.shares) > 0):
+            raise ValueError(f"shares must be above 0 and add up to 1, got {list(self.shares)}")
+        for number, table in enumerate(self.rows.tables):
+            self._sources.append(Stream(table, 1, _source_seed(self.seed, number)))
+
+    def positions_at(self, step: int) -> list[int]:
+        """Indices into `rows` of the rows of batch `step` (from 0).
+
+        Raises:
+            IndexError: the step is negative, or at or after the stream's end.
+        """
+        starts = [0, *accumulate(map(len, self.rows.tables))]
+        return [starts[source] + self._sources[source].index_of(draw) for source, draw in self.draws_at(step)]
+
+    def epochs_at(self, step: int) -> list[int]:
+        """How often its source had been seen to the end before each row of batch `step`."""
+        return [draw // len(self.rows.tables[source]) for source, draw in self.draws_at(step)]
+
+    def rows_at(self, step: int) -> list[Row]:
+        """The rows of batch `step`, as `positions_at`."""
+        return [self.rows[index] for index in self.positions_at(step)]
+
+    def steps(self, epochs: float | None = None) -> int:
+        """Batches in so many epochs (default: the stream's own), the last, smaller one included."""
+        epochs = self.epochs if epochs is None else epochs
+        if epochs is None:
+            raise ValueError("an endless stream has no number of steps; say for how many epochs")
+        return -(-rows_in(epochs, self.epoch_length) // self.batch_size)
+
+    def draws_at(self, step: int) -> list[tuple[int, int]]:
+        """Source of each row of batch `step`, and how many rows of this source were drawn before it."""
+        positions = positions_of(step, self.batch_size, self.epoch_length, self.epochs)
+        pairs = [self._block(position // BLOCK)[position % BLOCK] for position in positions]
+        return [(int(source), int(draw)) for source, draw in pairs]
+
+    def _block(self, number: int) -> np.ndarray:
+        """Source and number of the draw at each position of one block, [BLOCK, 2]."""
+        if number not in self._draws:  # a memo of a pure function: what is in it changes speed only
+            if len(self._draws) > 1:
+                self._draws.clear()
+            counts = self._counts_to(number)
+            sources = np.repeat(np.arange(len(self.shares)), counts[number])
+            sources = np.random.default_rng([self.seed, ORDER_SALT, number]).permutation(sources)
+            draws = np.empty(BLOCK, dtype=np.int64)
+            for source, before in enumerate(counts[:number].sum(0)):
+                draws[sources == source] = before + np.arange(counts[number, source])
+            self._draws[number] = np.stack([sources, draws], 1)
+        return self._draws[number]
+
+    def _counts_to(self, number: int) -> np.ndarray:
+        """How many rows of each source are in each block, up to block `number` and beyond, [blocks, S].
+
+        The generator gives the same first rows however many are asked for; they take 8 S bytes for 4096 positions.
+        """
+        if not self._counts or len(self._counts[0]) <= number:
+            generator = np.random.default_rng([self.seed, COUNT_SALT])
+            self._counts[:] = [generator.multinomial(BLOCK, self.shares, size=2 ** int(number + 1).bit_length())]
+        return self._counts[0]
+
+
+def _source_seed(seed: int, number: int) -> int:
+    """The seed of one source's order: two sources of equal size are not shuffled alike."""
+    return int(np.random.default_rng([seed, SOURCE_SALT, number]).integers(2**62))
+
+
+def stream_of(
+    config: DataConfig, examples: Sequence[Row], *, batch_size: int, seed: int, epochs: float | None = None
+) -> Stream[Row] | MixtureStream[Row]:
+    """The training examples in the order that the data config asks for.
+
+    Args:
+        config: whose `train` the examples come from.
+        examples: source after source, `JoinedTables` where there are several.
+        batch_size: rows per batch, over all ranks.
+        seed: >= 0.
+        epochs: where the stream ends; None: it never ends.
+
+    Raises:
+        UserError: a source of a mixture has no row.
+    """
+    if config.mixing == "concatenate":
+        return Stream(examples, batch_size, seed, epochs)
+    tables = tables_of(examples)
+    sizes = [len(table) for table in tables]
+    if 0 in sizes:
+        raise UserError(f"{config.sources('train')[sizes.index(0)].source}: no row of it can be drawn; take it out")
+    shares = mixing_shares(config, sizes)
+    return MixtureStream(
+        JoinedTables(tables), shares.tolist(), batch_size, seed, epoch_length=epoch_rows(config, sizes), epochs=epochs
+    )
+
+
+def tables_of(examples: Sequence[Row]) -> list[Sequence[Row]]:
+    """The examples of each source."""
+    return list(examples.tables) if isinstance(examples, JoinedTables) else [examples]

@@ -1,0 +1,94 @@
+"""Loss and metrics of each data source by itself, and the weights by which sources count in the loss.
+
+Which rows come from which source is known to the batch (`counted_sources`); how often a source is drawn is decided in
+data/mixture.py.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from alignment.ragged import Ragged, RaggedBatch, Seq2Seq
+from alignment.training.loop import Collate
+
+Counted = TypeVar("Counted", Ragged, RaggedBatch, Seq2Seq)
+
+
+class HasSources(Protocol):
+    """A batch that knows the data source of each thing that it counts."""
+
+    @property
+    def counted_sources(self) -> Tensor | None: ...
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The data sources of a run.
+
+    Attributes:
+        names: by number; empty where metrics do not tell sources apart.
+        loss_weights: what a token (or row) of each source counts for in the loss, > 0; empty: all count alike.
+    """
+
+    names: tuple[str, ...] = ()
+    loss_weights: tuple[float, ...] = ()
+
+    def weigh(self, losses: Tensor, batch: HasSources) -> Tensor:
+        """The losses of what a batch counts, [M], each times the weight of its source."""
+        if not self.loss_weights:
+            return losses
+        return losses * losses.new_tensor(self.loss_weights)[_numbers(batch)]
+
+    def means(self, batch: HasSources, **values: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
+        """`LossSum.means` of each source: what a metric averages to over its tokens (or rows), and its share of them.
+
+        Args:
+            batch: whose `counted_sources` say where each value belongs.
+            values: by metric; of what the batch counts, not weighted, [M].
+        """
+        if not self.names:
+            return {}
+        numbers = _numbers(batch)
+        belongs = (numbers == torch.arange(len(self.names), device=numbers.device)[:, None]).float()  # [S, M]
+        counts = belongs.sum(1)
+        means = {f"share/{name}": (count, counts.sum()) for name, count in zip(self.names, counts, strict=True)}
+        for metric, value in values.items():
+            sums = (belongs * value.detach().float()).sum(1)
+            for name, total, count in zip(self.names, sums, counts, strict=True):
+                means[f"{metric}/{name}"] = total, count
+        return means
+
+    def weighted(self, collate: Collate) -> Collate:
+        """`collate` whose batches weigh as much as the loss weights of what they count, so that the loss is a mean."""
+        if not self.loss_weights:
+            return collate
+
+        def collate_weighted(rows: Sequence[object], /, micro_batch_tokens: int) -> Sequence[object]:
+            weights = torch.tensor(self.loss_weights)
+            batches = collate(rows, micro_batch_tokens=micro_batch_tokens)
+            return [with_weight(batch, float(weights[_numbers(batch)].sum())) for batch in batches]
+
+        return collate_weighted
+
+
+def _numbers(batch: HasSources) -> Tensor:
+    """The data source of each thing that a batch counts, [M].
+
+    Raises:
+        ValueError: the batch was made without them.
+    """
+    if batch.counted_sources is None:
+        raise ValueError("a batch without the sources of its rows cannot be told apart by source")
+    return batch.counted_sources
+
+
+def with_weight(batch: Counted, weight: float) -> Counted:
+    """The batch with another weight in the mean of its term."""
+    if isinstance(batch, RaggedBatch):
+        return replace(batch, ragged=replace(batch.ragged, weight=weight))
+    if isinstance(batch, Seq2Seq):
+        return replace(batch, decoder=replace(batch.decoder, weight=weight))
+    return replace(batch, weight=weight)
