@@ -29,6 +29,7 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory
 from alignment.loading import architecture_of, find_base, find_directory, load_frozen_model, set_special_tokens
+from alignment.losses import TokenLoss
 from alignment.models.external.models import ExternalModel
 from alignment.models.frozen_weights import store_frozen, train_in_float32
 from alignment.models.huggingface.checkpoint import (
@@ -76,6 +77,14 @@ class LogProbModel(Protocol):
     """A language model, or a reference, called on a batch for the log-probabilities of its targets."""
 
     def __call__(self, *, batch: Ragged | Seq2Seq, temperature: float = 1.0) -> LanguageOutput: ...
+
+
+class RegularizedModel(Protocol):
+    """A decoder, called on a batch also for the loss of each target with label smoothing or z-loss."""
+
+    def __call__(
+        self, *, batch: Ragged | Seq2Seq, temperature: float = 1.0, token_loss: TokenLoss | None = None
+    ) -> LanguageOutput: ...
 
 
 def load_policy(
@@ -382,13 +391,30 @@ def language_loss_fn(model: LogProbModel) -> LossFn:
 
     def loss_fn(batch: Ragged | Seq2Seq) -> LossSum:
         output = model(batch=batch)
-        total = -output.log_probs.sum()
-        if output.balance is None:
-            return LossSum(total, {})
-        balance = output.balance * batch.weight
-        return LossSum(total + balance, {"balance_loss": balance})
+        return _with_balance(-output.log_probs.sum(), {}, output, batch)
 
     return loss_fn
+
+
+def regularized_loss_fn(model: RegularizedModel, token_loss: TokenLoss) -> LossFn:
+    """`language_loss_fn` with label smoothing or z-loss in each target's loss; -log p(token) itself is the metric `nll`."""
+
+    def loss_fn(batch: Ragged | Seq2Seq) -> LossSum:
+        output = model(batch=batch, token_loss=token_loss)
+        assert output.losses is not None
+        return _with_balance(output.losses.sum(), {"nll": -output.log_probs.detach().sum()}, output, batch)
+
+    return loss_fn
+
+
+def _with_balance(
+    total: Tensor, metrics: dict[str, Tensor], output: LanguageOutput, batch: Ragged | Seq2Seq
+) -> LossSum:
+    """The loss with the load-balancing loss of a mixture of experts, times the number of targets."""
+    if output.balance is None:
+        return LossSum(total, metrics)
+    balance = output.balance * batch.weight
+    return LossSum(total + balance, {**metrics, "balance_loss": balance})
 
 
 def sequence_log_probs(model: LogProbModel, batch: Ragged) -> Tensor:

@@ -13,7 +13,7 @@ from alignment.data.prepare import prepare
 from alignment.data.rows.records import Kind
 from alignment.data.stream import Stream
 from alignment.data.tokenizers.tokenizer import Tokenizer
-from alignment.errors import without_secrets
+from alignment.errors import UserError, without_secrets
 from alignment.loading import find_directory
 from alignment.models.bfloat16 import warn_of_slow_bfloat16
 from alignment.models.lengths import check_lengths
@@ -25,6 +25,7 @@ from alignment.training import Engine, OptimConfig, Run, TrainingConfig
 from alignment.training.distributed import launched_kind
 from alignment.training.optimizers import check_optimizer
 from alignment.training.ranks import compare_checkpoints, compare_rows, compare_start, propagate_failures
+from alignment.training.result import NO_EVALUATION
 
 Row = TypeVar("Row")
 
@@ -59,6 +60,7 @@ def open_run(
     """
     names = [name for name in parents if name]
     with propagate_failures():
+        check_evaluation(config)
         compare_start(to_dict(config))
         for optim in (config.optim, value_optim or config.optim):
             check_optimizer(optim, launched_kind())
@@ -70,6 +72,19 @@ def open_run(
         torch.manual_seed(config.training.seed)  # new weights, dropout; data order and sampling have their own seeds
         with Run(config.output, to_dict(config), stage=stage, parents=names) as run:
             yield run
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """Refuse a run whose result its evaluation decides, and which has no rows to evaluate on.
+
+    Raises:
+        UserError: there are none.
+    """
+    data = getattr(config, "data", None)
+    if config.training.best_metric is None or not isinstance(data, DataConfig):
+        return
+    if data.evaluation is None and not getattr(data, "evaluation_share", None):
+        raise UserError(NO_EVALUATION)
 
 
 def to_dict(config: object) -> dict[str, Any]:

@@ -1,19 +1,29 @@
-"""Supervised fine-tuning (SFT): next-token loss on the response alone."""
+"""Supervised fine-tuning (SFT): next-token loss on the response, or on prompt and response."""
 
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 from alignment.adapters.specs import AdapterSpec
 from alignment.algorithms.memory_notes import Role, note_memory
-from alignment.algorithms.policies import language_loss_fn, load_policy, save_policy
+from alignment.algorithms.policies import (
+    RegularizedModel,
+    language_loss_fn,
+    load_policy,
+    regularized_loss_fn,
+    save_policy,
+)
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split
-from alignment.data.batches import collate
+from alignment.algorithms.samples import SamplesConfig, response_writer
+from alignment.data.batches import collate, collate_whole
 from alignment.data.config import DataConfig
 from alignment.loading import load_tokenizer
+from alignment.losses import TokenLoss
+from alignment.models.embedding_noise import add_embedding_noise
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig, check_weights
-from alignment.training import OptimConfig, TrainingConfig, fit
+from alignment.training import LossFn, OptimConfig, TrainingConfig, fit
 
 
 @dataclass(frozen=True)
@@ -26,6 +36,13 @@ class SFTConfig:
         output: the run's directory.
         adapter: train a LoRA or prefix adapter on the frozen model; None trains every weight.
         weights: type of the frozen weights in memory.
+        loss_on: completion: the response and its end token are predicted, in dialogues every turn that is trained.
+            all: the prompt too, every token but the first, which nothing comes before.
+        label_smoothing: share of each target that is spread evenly over the vocabulary, in [0, 1).
+        z_loss: weight of log(Z)^2 per token, which holds the sum of the exponentiated logits near 1; PaLM has 1e-4.
+        neftune_alpha: size of NEFTune's noise on the token vectors in training, such as 5 (Jain et al. 2023,
+            arXiv:2310.05914); None: no noise.
+        samples: responses written to samples.jsonl at every evaluation; None: none.
     """
 
     policy: str
@@ -33,17 +50,31 @@ class SFTConfig:
     output: str
     adapter: AdapterSpec | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
+    loss_on: Literal["completion", "all"] = "completion"
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    neftune_alpha: float | None = None
+    samples: SamplesConfig | None = None
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self) -> None:
         check_weights(self.weights, frozen=self.adapter is not None)
+        TokenLoss(self.label_smoothing, self.z_loss)  # refuses what is out of range
+        if self.neftune_alpha is not None and not self.neftune_alpha > 0:
+            raise ValueError(f"neftune_alpha must be above 0, got {self.neftune_alpha}; 5 is usual, null is off")
+
+    @property
+    def token_loss(self) -> TokenLoss:
+        """What is minimized for each token."""
+        return TokenLoss(self.label_smoothing, self.z_loss)
 
 
 def run(config: SFTConfig) -> Path:
     """Fine-tune and return the directory of the result, `output/model`.
 
     Each update minimizes the mean of -log p(token) over all response tokens of the global batch, end token included.
+    That is the metric `loss`; with label smoothing or z-loss, `loss` is what is minimized and `nll` that mean.
 
     Raises:
         UserError: bad data or checkpoint, before any training.
@@ -57,11 +88,21 @@ def run(config: SFTConfig) -> Path:
             config.policy, config.adapter, tokenizer, config.output, bases=SharedWeights(config.weights)
         )
         check_rows(policy.model, train + held_out, config.data.max_length)
+        if config.neftune_alpha is not None:
+            add_embedding_noise(policy.model, config.neftune_alpha)
         engine, stream = prepare_training(policy.model.train(), config, train, run)
         save = partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size)
         note_memory(run, [Role("policy", engine.backend.unwrapped, engine)])
         fit(
-            engine, stream, collate, language_loss_fn(engine.model),
+            engine, stream, collate_whole if config.loss_on == "all" else collate, sft_loss_fn(engine.model, config),
             training=config.training, run=run, held_out=held_out, save=save,
+            observe=config.samples and response_writer(config.samples, policy, engine, held_out or train, run),
         )  # fmt: skip
         return run.output / "model"
+
+
+def sft_loss_fn(model: RegularizedModel, config: SFTConfig) -> LossFn:
+    """Loss function of SFT: -log p(token), with label smoothing or z-loss where they are on."""
+    if config.token_loss.plain:
+        return language_loss_fn(model)
+    return regularized_loss_fn(model, config.token_loss)

@@ -1,7 +1,7 @@
 """Examples to ragged micro-batches of limited size; how records become examples is in tokenize.py."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import TypeVar
 
@@ -39,6 +39,11 @@ def collate(examples: Sequence[Example], micro_batch_tokens: int) -> list[Ragged
         ).with_sources([example.source for example in group])
         for group in _longest_first(examples, [(len(example.ids),) for example in examples], micro_batch_tokens)
     ]
+
+
+def collate_whole(examples: Sequence[Example], micro_batch_tokens: int) -> list[Ragged]:
+    """`collate` with every token but each document's first as a target, whatever the examples' masks."""
+    return collate([replace(example, mask=[True] * len(example.ids)) for example in examples], micro_batch_tokens)
 
 
 def collate_pairs(

@@ -20,10 +20,12 @@ from alignment.losses.direct_preference import (
 )
 from alignment.losses.distillation import distillation_loss, hidden_cosine_loss
 from alignment.losses.language import (
+    TokenLoss,
     chunked_token_log_probs,
     entropy,
     log_softmax,
     mean_language_loss,
+    regularized_token_loss,
     token_log_probs,
 )
 from alignment.losses.policy import (
@@ -41,6 +43,7 @@ from alignment.losses.sorted_pairs import aot_paired_loss, aot_unpaired_loss
 from alignment.losses.unpaired import apo_zero_unpaired_loss, kto_loss
 
 __all__ = [
+    "TokenLoss",
     "aot_paired_loss",
     "aot_unpaired_loss",
     "apo_down_loss",
@@ -74,6 +77,7 @@ __all__ = [
     "odpo_loss",
     "orpo_loss",
     "rdpo_loss",
+    "regularized_token_loss",
     "robust_loss",
     "shape_rewards",
     "simpo_loss",

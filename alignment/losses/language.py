@@ -1,7 +1,8 @@
 """Log-probabilities of tokens and entropies, from logits or from hidden states and a head in chunks."""
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -28,6 +29,44 @@ class Head(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class TokenLoss:
+    """What is minimized for each target token in place of its negative log-likelihood; see `regularized_token_loss`.
+
+    Attributes:
+        label_smoothing: eps, the share of the target that is spread evenly over the vocabulary, in [0, 1).
+        z_loss: coefficient of log(Z)^2, at least 0; PaLM has 1e-4.
+    """
+
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.label_smoothing < 1:
+            raise ValueError(f"label_smoothing must be in [0, 1), got {self.label_smoothing}; 0.1 is usual")
+        if not self.z_loss >= 0:
+            raise ValueError(f"z_loss must be 0 (off) or above, got {self.z_loss}; 1e-4 is usual")
+
+    @property
+    def plain(self) -> bool:
+        """Whether the loss is the negative log-likelihood itself."""
+        return not (self.label_smoothing or self.z_loss)
+
+
+class TokenOutputs(NamedTuple):
+    """What is computed from the logits behind each target, [M] each, fp32.
+
+    Attributes:
+        log_probs: log-probability of the target, nats.
+        entropy: of the distribution, nats, without gradient; None where it was not asked for.
+        losses: `regularized_token_loss` of the target; None where it was not asked for.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None = None
+    losses: Tensor | None = None
+
+
 def log_softmax(logits: Tensor) -> Tensor:
     """Log-probabilities over the last axis, float32 at least: bfloat16 keeps 8 bits, and sums drift by whole nats."""
     return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -46,6 +85,27 @@ def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
         [...], float32 at least: bfloat16 keeps 8 bits, and sums over 500 tokens would drift by whole nats.
     """
     return log_softmax(logits).gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+
+
+def regularized_token_loss(logits: Tensor, tokens: Tensor, loss: TokenLoss) -> Tensor:
+    """Cross-entropy with label smoothing, plus the z-loss, of each token under its logits.
+
+    cost = -(1 - eps) log p(token) - eps / V sum_v log p(v) + z_loss log(Z)^2,   log Z = log sum_v exp(logit(v))
+
+    Args:
+        logits: [..., V], finite, of any floating type.
+        tokens: ids in [0, V), [...].
+        loss: eps and the coefficient of the z-loss.
+
+    Returns:
+        Unreduced cost in nats, [...], float32 at least.
+
+    Source: Szegedy et al. 2016, arXiv:1512.00567, section 7 (uniform prior); Chowdhery et al. 2022, arXiv:2204.02311,
+        section 5 (their z_loss is 1e-4).
+    """
+    flat = logits.reshape(-1, logits.shape[-1])
+    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    return _TokenLosses.apply(flat, tokens.reshape(-1), loss)[1].view(tokens.shape)
 
 
 def entropy(logits: Tensor) -> Tensor:
@@ -81,8 +141,14 @@ def mean_language_loss(log_probs: Tensor, rows: Tensor, counts: Tensor) -> Tenso
 
 
 def chunked_token_log_probs(
-    head: Head, hidden: Tensor, tokens: Tensor, *, temperature: float = 1.0, entropy: bool = False
-) -> tuple[Tensor, Tensor | None]:
+    head: Head,
+    hidden: Tensor,
+    tokens: Tensor,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    loss: TokenLoss | None = None,
+) -> TokenOutputs:
     """`token_log_probs` of head(hidden) / temperature, with the logits of few rows in memory at a time.
 
     Args:
@@ -91,32 +157,35 @@ def chunked_token_log_probs(
         tokens: ids in [0, V), [M].
         temperature: > 0.
         entropy: also return the entropy of each row's distribution.
-
-    Returns:
-        Log-probabilities, nats, fp32, [M]; entropies, nats, without gradient, [M], or None.
+        loss: also return the `regularized_token_loss` of each row.
     """
     device, vocabulary = hidden.device.type, head.out_features
     chunk = max(1, CHUNK_ELEMENTS.get(device, 2**25) // vocabulary)
+    of_chunk = partial(_chunk_outputs, head, temperature=temperature, with_entropy=entropy, loss=loss)
     if len(tokens) <= chunk:
-        return _chunk_log_probs(head, hidden, tokens, temperature, entropy)
+        return of_chunk(hidden, tokens)
     kept = len(tokens) * vocabulary <= KEPT_ELEMENTS.get(device, 2**26)
-    call = _chunk_log_probs if kept else partial(checkpoint, _chunk_log_probs, use_reentrant=False)
-    pieces = [
-        call(head, h, t, temperature, entropy) for h, t in zip(hidden.split(chunk), tokens.split(chunk), strict=True)
-    ]
-    log_probs, entropies = zip(*pieces, strict=True)
-    return torch.cat(log_probs), torch.cat(entropies) if entropy else None
+    call = of_chunk if kept else partial(checkpoint, of_chunk, use_reentrant=False)
+    pieces = [call(h, t) for h, t in zip(hidden.split(chunk), tokens.split(chunk), strict=True)]
+    log_probs, entropies, losses = zip(*pieces, strict=True)
+    return TokenOutputs(
+        torch.cat(log_probs), torch.cat(entropies) if entropy else None, None if loss is None else torch.cat(losses)
+    )
 
 
-def _chunk_log_probs(
-    head: Head, hidden: Tensor, tokens: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, Tensor | None]:
+def _chunk_outputs(
+    head: Head, hidden: Tensor, tokens: Tensor, *, temperature: float, with_entropy: bool, loss: TokenLoss | None
+) -> TokenOutputs:
     logits = head(hidden).float()
     if temperature != 1.0:
         logits = logits / temperature
-    log_probs = _TokenLogProbs.apply(logits, tokens)
+    losses = None
+    if loss is None:
+        log_probs = _TokenLogProbs.apply(logits, tokens)
+    else:
+        log_probs, losses = _TokenLosses.apply(logits, tokens, loss)
     with torch.no_grad():
-        return log_probs, entropy(logits.detach()) if with_entropy else None
+        return TokenOutputs(log_probs, entropy(logits.detach()) if with_entropy else None, losses)
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -136,3 +205,34 @@ class _TokenLogProbs(torch.autograd.Function):
         log_probs, tokens = ctx.saved_tensors
         grad = grad_outputs[0].unsqueeze(1)
         return log_probs.exp().mul_(-grad).scatter_add_(1, tokens.unsqueeze(1), grad), None
+
+
+class _TokenLosses(torch.autograd.Function):
+    """`token_log_probs` and `regularized_token_loss` of [M, V]; both gradients are written into one tensor [M, V].
+
+    d log p(token) / d logits = [v = token] - p(v)
+    d cost / d logits = (1 + 2 z_loss log Z) p(v) - (1 - eps) [v = token] - eps / V
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, tokens: Tensor, loss: TokenLoss) -> tuple[Tensor, Tensor]:
+        log_z = logits.logsumexp(1)
+        log_probs = logits - log_z.unsqueeze(1)
+        chosen = log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1)
+        eps = loss.label_smoothing
+        losses = -(1 - eps) * chosen - eps * log_probs.mean(1) + loss.z_loss * log_z**2
+        ctx.save_for_backward(log_probs, tokens, log_z)
+        ctx.loss = loss
+        return chosen, losses
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor):
+        log_probs, tokens, log_z = ctx.saved_tensors
+        to_log_probs, to_losses = grad_outputs
+        eps, vocabulary = ctx.loss.label_smoothing, log_probs.shape[1]
+        of_probs = to_losses * (1 + 2 * ctx.loss.z_loss * log_z) - to_log_probs
+        of_token = to_log_probs - (1 - eps) * to_losses
+        gradient = (
+            log_probs.exp().mul_(of_probs.unsqueeze(1)).scatter_add_(1, tokens.unsqueeze(1), of_token.unsqueeze(1))
+        )
+        return (gradient.sub_((eps / vocabulary * to_losses).unsqueeze(1)) if eps else gradient), None, None

@@ -103,10 +103,9 @@ class Seq2SeqModel(NativeModel[EncoderDecoderSpec]):
         before = select_rows(hidden, target.before)
         if return_logits:
             return LogitsOutput(self.head(before), before)
-        log_probs, entropies = chunked_token_log_probs(
-            self.head, before, target.tokens[target.target_index], temperature=temperature, entropy=entropy
-        )
-        return LanguageOutput(log_probs, entropies)
+        tokens = target.tokens[target.target_index]
+        found = chunked_token_log_probs(self.head, before, tokens, temperature=temperature, entropy=entropy)
+        return LanguageOutput(found.log_probs, found.entropy)
 
     def states(self, batch: Seq2Seq, cache: Cache | None = None) -> Tensor:
         """Hidden states of the target's tokens, [N, D]; `cache` is filled for decoding to go on from."""

@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from alignment.losses import chunked_token_log_probs
+from alignment.losses import TokenLoss, chunked_token_log_probs
 from alignment.models.heads import ClassificationHead, VocabularyHead
 from alignment.models.layers import ExpertsSpec
 from alignment.models.layers.experts import balance_loss, recorded_router_logits
@@ -37,6 +37,7 @@ class LanguageModel(NativeModel[TransformerSpec]):
         temperature: float = 1.0,
         entropy: bool = False,
         return_logits: bool = False,
+        token_loss: TokenLoss | None = None,
     ) -> LanguageOutput | LogitsOutput:
         """Logits of padded input_ids, or log-probabilities of a ragged batch's targets.
 
@@ -49,6 +50,7 @@ class LanguageModel(NativeModel[TransformerSpec]):
             temperature: > 0, for the batch call.
             entropy: also give the entropy of each predicting distribution.
             return_logits: for the batch call: return the logits behind every target and the states they came from.
+            token_loss: also give each target's loss with label smoothing or z-loss.
 
         Returns:
             `LogitsOutput` of a padded call or with `return_logits`, else `LanguageOutput`.
@@ -62,10 +64,12 @@ class LanguageModel(NativeModel[TransformerSpec]):
         before = select_rows(hidden, batch.target_index - 1)
         if return_logits:
             return LogitsOutput(self.head(before), before)
-        log_probs, entropies = chunked_token_log_probs(
-            self.head, before, batch.tokens[batch.target_index], temperature=temperature, entropy=entropy
+        tokens = batch.tokens[batch.target_index]
+        found = chunked_token_log_probs(
+            self.head, before, tokens, temperature=temperature, entropy=entropy, loss=token_loss
         )
-        return LanguageOutput(log_probs, entropies, self._balance(router_logits))
+        balance = self._balance(router_logits)
+        return LanguageOutput(found.log_probs, found.entropy, balance, losses=found.losses)
 
     def _router_logits(self) -> AbstractContextManager[list[Tensor]]:
         """Records what `_balance` needs, where there are experts to balance."""
@@ -146,7 +150,7 @@ class MaskedLanguageModel(NativeModel[TransformerSpec]):
         if return_logits:
             return LogitsOutput(self.head(masked), masked, self._next_sentence_logits(read))
         labels = batch.tokens[batch.target_index] if batch.labels is None else batch.labels
-        log_probs, _ = chunked_token_log_probs(self.head, masked, labels)
+        log_probs = chunked_token_log_probs(self.head, masked, labels).log_probs
         return LanguageOutput(log_probs, next_sentence_logits=self._next_sentence_logits(read))
 
     def _next_sentence_logits(self, read: DocumentStates) -> Tensor | None:

@@ -13,12 +13,14 @@ class LanguageOutput(NamedTuple):
         entropy: of the distribution behind each target, nats, without gradient, [M]; where asked for.
         balance: load-balancing loss of the experts times its coefficient, scalar; where the model trains one.
         next_sentence_logits: not next, next, [B, 2]; of encoders with a next-sentence head.
+        losses: of each target with label smoothing or z-loss, nats, fp32, [M]; where asked for.
     """
 
     log_probs: Tensor
     entropy: Tensor | None = None
     balance: Tensor | None = None
     next_sentence_logits: Tensor | None = None
+    losses: Tensor | None = None
 
 
 class LogitsOutput(NamedTuple):

@@ -7,6 +7,8 @@ them, up to rounding.
 import math
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from alignment.ragged import Batch
 from alignment.training.backends.base import Backend
 from alignment.training.backends.replicated import ReplicatedBackend
 from alignment.training.distributed import ProcessGroup, init_distributed
+from alignment.training.moving_average import MovingAverage
 from alignment.training.optim import OptimConfig, learning_rate_at
 from alignment.training.optimizers import check_optimizer
 from alignment.training.run.random_state import rank_seed
@@ -41,6 +44,7 @@ class Engine:
         backend: how the model is spread over them; holds the unwrapped module, its state and its optimizer.
         step: updates done.
         untrained: trainable parameters that the first update did not reach; empty before it.
+        average: the moving average of the trained weights; None where `training.ema_decay` is not set.
     """
 
     def __init__(self, model: nn.Module, config: OptimConfig, training: TrainingConfig, *, total_steps: int):
@@ -63,6 +67,8 @@ class Engine:
         self.process_group = init_distributed()
         self.backend = build_backend(model, config, self.process_group, training.precision)
         self.model: Any = self.backend.model
+        decay = training.ema_decay
+        self.average = None if decay is None else MovingAverage(self.backend, decay)
         if self.process_group.size > 1:  # weights are equal on all ranks by now; dropout must differ between them
             torch.manual_seed(rank_seed(training.seed, self.process_group.rank))
 
@@ -104,6 +110,8 @@ class Engine:
         if not all(math.isfinite(value) for value in (*totals, grad_norm)):
             raise self._non_finite(terms, sums, grad_norm)
         self.step = number
+        if self.average is not None:
+            self.average.update()
         if number == 1:
             self._warn_of_untrained()
         losses = [total / weight for total, weight in zip(totals, weights, strict=True)]
@@ -116,6 +124,26 @@ class Engine:
         for term, term_totals, weight in zip(terms, by_term, weights, strict=True):
             metrics |= {term.key(name): value for name, value in averages(term_totals, weight).items()}
         return metrics
+
+    def averaged_weights(self) -> AbstractContextManager[None]:
+        """While open, the model has the moving average of its weights, where there is one."""
+        return nullcontext() if self.average is None else self.average.swapped()
+
+    def save(self, directory: Path) -> None:
+        """Write weights, their moving average and the optimizer's state; a collective operation."""
+        self.backend.save(directory)
+        if self.average is not None:
+            self.average.save(directory)
+
+    def load(self, directory: Path) -> None:
+        """Restore what `save` wrote; a collective operation.
+
+        Raises:
+            UserError: a file or tensor is missing or does not fit; it is named.
+        """
+        self.backend.load(directory)
+        if self.average is not None:
+            self.average.load(directory)
 
     def _global_weights(self, terms: tuple[Term, ...]) -> tuple[list[float], list[int], float]:
         """Weight of each term over all ranks, its largest number of micro-batches on any rank, and all tokens."""

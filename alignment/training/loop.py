@@ -16,6 +16,7 @@ from alignment.errors import UserError
 from alignment.ragged import Batch
 from alignment.training.engine import Engine
 from alignment.training.optim import endless_warmup
+from alignment.training.result import Result
 from alignment.training.run.checkpoints import (
     Engines,
     checkpoints,
@@ -62,6 +63,7 @@ def fit(
     update: Callable[[int, Sequence[Any]], dict[str, float]] | None = None,
     evaluate: Callable[[], dict[str, float]] | None = None,
     save: Callable[[], object] | None = None,
+    observe: Callable[[int], object] | None = None,
 ) -> None:
     """Train from the newest checkpoint, or from the start, to `engine.total_steps`.
 
@@ -77,36 +79,69 @@ def fit(
             one term of `loss_fn` over them; returns the metrics to log.
         evaluate: metrics to log in place of those means; it may draw random numbers without changing the training.
         save: writes the trained model, right after the last update: an error in the last evaluation does not lose it,
-            and a signal that comes meanwhile waits for it.
+            and a signal that comes meanwhile waits for it. The best weights are written after the last evaluation.
+        observe: called with the update's number at every evaluation, such as to write samples.
 
     Raises:
         NonFiniteError: a loss or gradient is not finite; the newest checkpoint is from before it.
         SystemExit: 143 or 130 after SIGTERM or SIGINT, a checkpoint being saved.
-        UserError: the checkpoint to resume from is damaged or belongs to other settings or data.
+        UserError: the checkpoint to resume from is damaged or belongs to other settings or data; no evaluation has the
+            metric of the best weights.
     """
     to_batches = partial(collate, micro_batch_tokens=training.tokens_per_forward)
     if held_out and evaluate is None:
         evaluate = partial(held_out_metrics, engine, to_batches(held_out), loss_fn)
-    load_run_state(run, engine, training)
+    result = Result(run, engine, training, save, evaluated=evaluate is not None)
+    result.restore(load_run_state(run, engine, training))
     note_endless_warmup(run, engine)
-    if save is not None and engine.step == engine.total_steps:  # a finished run again: its model may be gone
-        save()
-    for step in run.steps(engine.step, engine.total_steps):
-        rows = stream.rows_at(step)
-        if update is not None:
-            metrics = update(step, rows)
-        else:
-            batches = shard_rows(rows, to_batches, engine.process_group.rank, engine.process_group.size)
-            metrics = engine.update(Term(batches, loss_fn))
-        if save is not None and step + 1 == engine.total_steps:
-            save()
-        if evaluate is not None and is_due(step + 1, training.evaluate_every_steps, engine.total_steps):
-            with unchanged_random_state():
-                metrics |= evaluate()
+    take_update = update or partial(update_on_term, engine, to_batches, loss_fn)
+    last = engine.step if result.exhausted else engine.total_steps
+    if engine.step == last:  # a finished run again: its model may be gone
+        result.write()
+    for step in run.steps(engine.step, last):
+        metrics = take_update(step, stream.rows_at(step))
+        if step + 1 == last and result.best is None:
+            result.write()
+        if is_due(step + 1, training.evaluate_every_steps, last):
+            metrics |= evaluate_model(engine, evaluate, observe, step + 1)
+            metrics |= result.add(step + 1, metrics)
+        if result.exhausted:
+            run.total = step + 1
         run.log(step + 1, metrics)
-        save_run_state(run, engine, training, step + 1)
+        save_run_state(run, engine, training, step + 1, result.state())
+        result.delete_older()
+        if step + 1 == run.total and result.best is not None:
+            result.write()
     if run.is_main and (problem := divergence(read_losses(run.output / "metrics.jsonl"))):
         run.note(problem)
+
+
+def update_on_term(
+    engine: Engine,
+    to_batches: Callable[[Sequence[Any]], Sequence[Any]],
+    loss_fn: LossFn,
+    step: int,
+    rows: Sequence[Any],
+) -> dict[str, float]:
+    """One update of the engine on a single term, the loss over all rows of a global batch; returns its metrics."""
+    batches = shard_rows(rows, to_batches, engine.process_group.rank, engine.process_group.size)
+    return engine.update(Term(batches, loss_fn))
+
+
+def evaluate_model(
+    engine: Engine,
+    evaluate: Callable[[], dict[str, float]] | None,
+    observe: Callable[[int], object] | None,
+    step: int,
+) -> dict[str, float]:
+    """The metrics of the model after update `step`, with its averaged weights where it has them."""
+    if evaluate is None and observe is None:
+        return {}
+    with unchanged_random_state(), engine.averaged_weights():
+        metrics = {} if evaluate is None else evaluate()
+        if observe is not None:
+            observe(step)
+    return metrics
 
 
 @torch.no_grad()
@@ -215,7 +250,9 @@ def save_run_state(
     signal = run.request.number
     if process_group.size > 1:  # ranks get a signal at different times, and must stop after the same step
         signal = int(process_group.max(torch.tensor([signal])))
-    if signal or (training.save_every_steps and is_due(step, training.save_every_steps, run.total)):
+    # The average is the result, so that only a checkpoint has the weights themselves.
+    saves = training.save_every_steps or training.ema_decay is not None
+    if signal or (saves and is_due(step, training.save_every_steps, run.total)):
         drawn = any(process_group.gather_objects(generator_states() != run.random_start))
         save_checkpoint(
             run.checkpoints,

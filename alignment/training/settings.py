@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from alignment.files import byte_count
+from alignment.training.early_stopping import EarlyStopping, is_lower_better
 
 MOST_EPOCHS = 1_000_000
 MOST_ROWS = 10_000_000
@@ -31,6 +32,12 @@ class TrainingConfig:
         keep_last_checkpoints: number of newest checkpoints that stay on disk.
         max_shard_size: of a file of the finished model, such as 5GB; a larger model is written in several, with an index.
         evaluate_every_steps: 0 evaluates only after the last update.
+        keep_best: metric of the evaluation, such as held_out_loss or held_out_accuracy, by which the best weights are kept
+            as a checkpoint of their own; model/ then holds them in place of the last ones. None: the metric of
+            early_stopping where that is set, else the last weights are the result.
+        early_stopping: end the run where the evaluation no longer improves; None runs to the end.
+        ema_decay: keep an exponential moving average of the trained weights with this decay, such as 0.999; it is what is
+            evaluated and written to model/. It takes the memory of another copy of the trained weights.
         resume: continue from the newest complete checkpoint in the run's directory.
         trackers: further trackers known to Accelerate, such as wandb, mlflow or trackio.
     """
@@ -48,6 +55,9 @@ class TrainingConfig:
     keep_last_checkpoints: int = 2
     max_shard_size: str = "5GB"
     evaluate_every_steps: int = 0
+    keep_best: str | None = None
+    early_stopping: EarlyStopping | None = None
+    ema_decay: float | None = None
     resume: bool = True
     trackers: list[str] = field(default_factory=list)
 
@@ -76,6 +86,27 @@ class TrainingConfig:
         for name in ("save_every_steps", "evaluate_every_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}; 0 is off")
+        self._check_selection()
+
+    def _check_selection(self) -> None:
+        """Refuse settings of the evaluation that leave it without effect."""
+        if self.keep_best is not None:
+            is_lower_better(self.keep_best)
+        if self.best_metric is not None and not self.evaluate_every_steps:
+            name = "early_stopping" if self.early_stopping is not None else "keep_best"
+            raise ValueError(f"{name} needs evaluations during the run: set evaluate_every_steps, such as 50")
+        if self.early_stopping is not None and self.keep_best not in (None, self.early_stopping.metric):
+            raise ValueError(
+                f"keep_best ({self.keep_best}) and early_stopping.metric ({self.early_stopping.metric}) must be the same; "
+                "leave keep_best out"
+            )
+        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
+            raise ValueError(f"ema_decay must be above 0 and below 1, got {self.ema_decay}; 0.999 is usual")
+
+    @property
+    def best_metric(self) -> str | None:
+        """The metric by which the best weights are chosen; None: the last ones are the result."""
+        return self.early_stopping.metric if self.early_stopping is not None else self.keep_best
 
     @property
     def tokens_per_forward(self) -> int:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.losses import entropy, token_log_probs
+from alignment.losses import TokenLoss, entropy, language, regularized_token_loss, token_log_probs
 from alignment.losses.language import mean_language_loss
 
 
@@ -65,3 +65,67 @@ def test_the_mean_language_loss_is_a_mean_over_each_documents_predicted_tokens()
     # document 0: (1 + 3) / 2; document 1: 6 / 1; document 2 predicts nothing
     loss = mean_language_loss(torch.tensor([-1.0, -6.0, -3.0]), torch.tensor([0, 1, 0]), torch.tensor([2, 1, 1]))
     assert_close(loss, torch.tensor([2.0, 6.0, 0.0]))
+
+
+def test_label_smoothing_and_z_loss_are_worked_by_hand():
+    # logits (0, ln 3): Z = 4, p = (1/4, 3/4); target 1; eps = 0.2: 0.8 * ln(4/3) + 0.1 * (ln 4 + ln(4/3)) = 0.397551
+    logits, target = torch.tensor([[0.0, math.log(3)]]), torch.tensor([1])
+    smoothed = 0.9 * math.log(4 / 3) + 0.1 * math.log(4)
+    assert_close(regularized_token_loss(logits, target, TokenLoss(0.2, 0.0)), torch.tensor([smoothed]))
+    # z-loss at 0.01: ln(4/3) + 0.01 * (ln 4)^2 = 0.287682 + 0.019218
+    assert_close(regularized_token_loss(logits, target, TokenLoss(0.0, 0.01)), torch.tensor([0.306900]))
+    both = smoothed + 1e-4 * math.log(4) ** 2
+    assert_close(regularized_token_loss(logits, target, TokenLoss(0.2, 1e-4)), torch.tensor([both]))
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.1, 0.9])
+def test_label_smoothing_is_that_of_torch_in_value_and_gradient(eps):
+    generator = torch.Generator().manual_seed(3)
+    logits = 3 * torch.randn(6, 11, generator=generator)
+    tokens, weights = torch.randint(11, (6,), generator=generator), torch.rand(6, generator=generator)
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    loss = regularized_token_loss(ours, tokens, TokenLoss(eps, 0.0))
+    expected = torch.nn.functional.cross_entropy(theirs, tokens, label_smoothing=eps, reduction="none")
+    assert_close(loss, expected, atol=1e-6, rtol=1e-6)
+    (loss * weights).sum().backward()
+    (expected * weights).sum().backward()
+    assert_close(ours.grad, theirs.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_the_gradient_of_the_regularized_loss_agrees_with_finite_differences():
+    logits = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    tokens = torch.tensor([0, 4, 2])
+    for loss in (TokenLoss(0.1, 0.0), TokenLoss(0.0, 0.5), TokenLoss(0.3, 0.2)):
+        assert torch.autograd.gradcheck(lambda x, loss=loss: regularized_token_loss(x, tokens, loss), logits)
+
+
+@pytest.mark.parametrize("kept", [2**26, 0], ids=["kept", "computed twice"])
+@pytest.mark.parametrize("loss", [None, TokenLoss(0.1, 1e-2)], ids=["plain", "regularized"])
+def test_chunks_change_no_log_probability_no_loss_and_no_gradient(monkeypatch, loss, kept):
+    torch.manual_seed(0)
+    head, tokens = torch.nn.Linear(4, 9, bias=False), torch.randint(9, (10,))
+    hidden = torch.randn(10, 4)
+
+    def outputs(elements):
+        monkeypatch.setattr(language, "CHUNK_ELEMENTS", {"cpu": elements})
+        monkeypatch.setattr(language, "KEPT_ELEMENTS", {"cpu": kept})
+        states = hidden.clone().requires_grad_()
+        found = language.chunked_token_log_probs(head, states, tokens, entropy=True, loss=loss)
+        total = found.log_probs.sum() if found.losses is None else (found.losses + 0.5 * found.log_probs).sum()
+        total.backward()
+        return found, states.grad
+
+    (whole, whole_gradient), (cut, gradient) = outputs(2**20), outputs(27)
+    for one, other in zip(whole, cut, strict=True):
+        assert (one is None and other is None) or torch.allclose(one, other, atol=1e-6)
+    assert_close(gradient, whole_gradient, atol=1e-6, rtol=0)
+    assert (whole.losses is None) == (loss is None)
+    if loss is not None:
+        assert_close(whole.losses, regularized_token_loss(head(hidden), tokens, loss))
+        assert_close(whole.log_probs, token_log_probs(head(hidden), tokens))
+
+
+@pytest.mark.parametrize("settings", [(-0.1, 0.0), (1.0, 0.0), (0.0, -1e-4), (0.0, math.nan)])
+def test_a_token_loss_out_of_range_is_refused(settings):
+    with pytest.raises(ValueError, match="must be"):
+        TokenLoss(*settings)

@@ -74,8 +74,7 @@ class DoubleHeadsModel(nn.Module):
         logits = self.classifier.head(pooled(read.states, read.batch, self.classifier.pooling))
         before = select_rows(read.states, read.batch.before)
         tokens = batch.tokens[batch.target_index]
-        log_probs, _ = chunked_token_log_probs(self.language_head, before, tokens)
-        return DoubleHeadsOutput(logits, log_probs)
+        return DoubleHeadsOutput(logits, chunked_token_log_probs(self.language_head, before, tokens).log_probs)
 
 
 def start_classifier(

@@ -167,6 +167,11 @@ class PPOConfig:
         for name in self.metrics:
             if name not in METRICS and ":" not in name:
                 raise ValueError(f"metrics: {name!r} is unknown; known: {', '.join(METRICS)}, or module:function")
+        for name in ("keep_best", "early_stopping", "ema_decay"):
+            if getattr(self.training, name) is not None:
+                raise ValueError(
+                    f"training.{name} has no effect in PPO, which evaluates nothing while it runs; leave it out"
+                )
         if self.minibatches > self.training.batch_size:
             raise ValueError(
                 f"minibatches ({self.minibatches}) cannot exceed training.batch_size ({self.training.batch_size})"

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alignment.errors import UserError
-from alignment.losses import entropy, token_log_probs
+from alignment.losses import TokenLoss, entropy, regularized_token_loss, token_log_probs
 from alignment.models.activation_checkpointing import checkpoint_calls
 from alignment.models.compilation import compile_blocks
 from alignment.models.external.cache import (
@@ -152,11 +152,12 @@ class ExternalLanguageModel(ExternalModel):
         temperature: float = 1.0,
         entropy: bool = False,
         return_logits: bool = False,
+        token_loss: TokenLoss | None = None,
     ) -> LanguageOutput | LogitsOutput:
         """Logits [B, T, V] of a padded call, zeros at padding; or log-probabilities of a ragged batch's targets.
 
         Args:
-            input_ids, attention_mask, batch, temperature, entropy: as in `LanguageModel.forward`.
+            input_ids, attention_mask, batch, temperature, entropy, token_loss: as in `LanguageModel.forward`.
             return_logits: return the `logits` [M, V] of the targets instead of their log-probabilities.
         """
         forward = output_fields(self.inner, "logits", virtual=self.active_virtual_tokens())
@@ -165,7 +166,11 @@ class ExternalLanguageModel(ExternalModel):
             logits = forward_tokens(forward, ragged, self.padding_id)
             return LogitsOutput(to_padded(logits, positions, require_input_ids(input_ids).shape))
         logits = forward_tokens(forward, batch, self.padding_id, batch.before)
-        return _target_output(logits, batch, temperature, entropy, return_logits)
+        output = _target_output(logits, batch, temperature, entropy, return_logits)
+        if token_loss is None or isinstance(output, LogitsOutput):
+            return output
+        tokens = batch.tokens[batch.target_index]
+        return output._replace(losses=regularized_token_loss(logits / temperature, tokens, token_loss))
 
     def new_cache(self, rows: int, capacity: int) -> SharedCache | RereadCache:
         """An empty cache for `rows` documents of up to `capacity` tokens each."""

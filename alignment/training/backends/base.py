@@ -80,6 +80,26 @@ class Backend(Protocol):
         """
         ...
 
+    def trained_weights(self) -> dict[str, Tensor]:
+        """What this rank holds of each trained parameter, by name, to be read and written in place between updates.
+
+        Raises:
+            UserError: the backend holds them in a form that cannot be written.
+        """
+        ...
+
+    def save_like_weights(self, kind: str, tensors: dict[str, Tensor], directory: Path) -> None:
+        """Write tensors of the shapes of `trained_weights` as files of this kind; a collective operation."""
+        ...
+
+    def load_like_weights(self, kind: str, tensors: dict[str, Tensor], directory: Path) -> None:
+        """Fill tensors from what `save_like_weights` wrote; a collective operation.
+
+        Raises:
+            UserError: a file or tensor is missing or does not fit; it is named.
+        """
+        ...
+
     def save(self, directory: Path) -> None:
         """Write weights and optimizer state into an existing directory; a collective operation."""
         ...

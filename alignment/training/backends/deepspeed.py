@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from alignment.errors import UserError
+from alignment.training.backends import state_files
 from alignment.training.backends.base import autocast_context
 from alignment.training.backends.whole_weights import (
     blocks_of,
@@ -112,6 +113,22 @@ class DeepSpeedBackend:
         flat = torch.empty(part.numel() * self.process_group.size, dtype=dtype, device=part.device)
         dist.all_gather_into_tensor(flat, part)
         return flat[: partitioned.ds_numel].view(partitioned.ds_shape)
+
+    def trained_weights(self) -> dict[str, Tensor]:
+        trained = state_files.whole_trained_weights(self.unwrapped)
+        if any(is_partitioned(parameter) for parameter in self.unwrapped.parameters()):
+            raise UserError(
+                "training.ema_decay: ZeRO-3 divides the weights into parts that only its own optimizer may write; leave it "
+                "out, or launch with FSDP2 or ZeRO-2 (configs/launch/fsdp2.yaml, configs/launch/zero2.yaml)"
+            )
+        return trained
+
+    def save_like_weights(self, kind: str, tensors: dict[str, Tensor], directory: Path) -> None:
+        if self.process_group.is_main:
+            state_files.write_whole(kind, tensors, directory)
+
+    def load_like_weights(self, kind: str, tensors: dict[str, Tensor], directory: Path) -> None:
+        state_files.fill_whole(kind, tensors, directory)
 
     def save(self, directory: Path) -> None:
         self._zero_state().save(directory)

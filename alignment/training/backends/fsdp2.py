@@ -1,6 +1,6 @@
 """FSDP2: torch's fully_shard, one shard group per block. Each rank writes its shards, for any number of ranks."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,6 +106,32 @@ class FSDP2Backend:
             return None
         with torch.no_grad():
             return full_tensor(parameter.to(self.process_group.device, dtype))
+
+    def trained_weights(self) -> dict[str, Tensor]:
+        for module in fsdp_modules(self.unwrapped):  # the root's weights may still be whole after a forward
+            module.reshard()
+        trained = state_files.whole_trained_weights(self.unwrapped)
+        return {name: weight.to_local() if isinstance(weight, DTensor) else weight for name, weight in trained.items()}
+
+    def save_like_weights(self, kind: str, tensors: dict[str, Tensor], directory: Path) -> None:
+        rows = {
+            name: state_files.Rows(tensors[name], local_rows(weight)[0], weight.shape[0] if weight.ndim else 1)
+            for name, weight in self._sharded_weights(tensors).items()
+            if is_first_copy(weight)
+        }
+        state_files.write_rows(kind, rows, self.process_group.rank, directory)
+
+    def load_like_weights(self, kind: str, tensors: dict[str, Tensor], directory: Path) -> None:
+        files, weights = state_files.StateFiles(kind, directory), self._sharded_weights(tensors)
+        files.check({name: weight.shape for name, weight in weights.items()})
+        for name, weight in weights.items():
+            tensors[name].copy_(files.rows(name, *local_rows(weight)))
+
+    def _sharded_weights(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """The parameters of these names as DTensors, where they are sharded."""
+        self.trained_weights()
+        parameters = dict(self.unwrapped.named_parameters())
+        return {name: parameters[name].detach() for name in names}
 
     def save(self, directory: Path) -> None:
         state = self.unwrapped.state_dict()

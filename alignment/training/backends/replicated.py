@@ -63,6 +63,16 @@ class ReplicatedBackend:
     def sharded_decoding(self) -> AbstractContextManager[None]:
         return self.full_parameters()
 
+    def trained_weights(self) -> dict[str, Tensor]:
+        return state_files.whole_trained_weights(self.unwrapped)
+
+    def save_like_weights(self, kind: str, tensors: dict[str, Tensor], directory: Path) -> None:
+        if self.process_group.is_main:
+            state_files.write_whole(kind, tensors, directory)
+
+    def load_like_weights(self, kind: str, tensors: dict[str, Tensor], directory: Path) -> None:
+        state_files.fill_whole(kind, tensors, directory)
+
     def save(self, directory: Path) -> None:
         if self.process_group.is_main:
             state = self.unwrapped.state_dict()

@@ -84,6 +84,23 @@ def write_whole(kind: str, tensors: Mapping[str, Tensor], directory: Path) -> No
     save_file(_on_cpu(tensors), directory / f"{kind}.safetensors")
 
 
+def whole_trained_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The trained parameters of a model whose weights are whole, by name."""
+    return {name: parameter.detach() for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def fill_whole(kind: str, tensors: Mapping[str, Tensor], directory: Path) -> None:
+    """Fill whole tensors from the files of one kind.
+
+    Raises:
+        UserError: a file or tensor is missing or does not fit.
+    """
+    files = StateFiles(kind, directory)
+    files.check({name: tensor.shape for name, tensor in tensors.items()})
+    for name, tensor in tensors.items():
+        tensor.copy_(files.rows(name))
+
+
 def write_rows(kind: str, rows: Mapping[str, Rows], rank: int, directory: Path) -> None:
     """Write the rows that one rank holds; whole tensors among them have start 0 and all their rows."""
     ranges = {name: [part.start, part.whole] for name, part in rows.items() if part.values.numel()}

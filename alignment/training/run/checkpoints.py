@@ -7,7 +7,9 @@
         random.json             global random states, one per rank
         model.safetensors       trained weights and buffers by name      (several engines: in a folder each)
         optimizer.safetensors   the optimizer's state by name
-        *-rank-00001.safetensors   in place of these two where weights or optimizer are sharded: what rank 1 writes
+        average.safetensors     the moving average of the trained weights by name, where `training.ema_decay` is set
+        *-rank-00001.safetensors   in place of these where weights or optimizer are sharded: what rank 1 writes
+    checkpoints/best/step-000080/   the same, of the best evaluation; see training/result.py
 A checkpoint is saved between two updates: it holds no partly accumulated gradient. A damaged one that a resume skipped
 is renamed to damaged-step-000100, and no longer counts as a checkpoint.
 """
@@ -71,7 +73,7 @@ def save_checkpoint(
             if process_group.is_main:
                 (directory / name).mkdir(exist_ok=True)
             process_group.barrier()
-            engine.backend.save(directory / name)
+            engine.save(directory / name)
         process_group.barrier()
         if process_group.is_main:
             counters = {name: {"step": engine.step} for name, engine in named.items()}
@@ -139,7 +141,7 @@ def restore_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -
         for line in differences(saved["environment"], environment(process_group.size)):
             _warn(f"{path} was made in another environment ({line}); results may differ in the last digits")
     for name, engine in named.items():
-        engine.backend.load(path / name)
+        engine.load(path / name)
         engine.step = int(saved["engines"][name]["step"])
     random_states = _read(path / RANDOM)
     if process_group.rank < len(random_states):

@@ -45,7 +45,7 @@ class Run:
         output: the directory.
         checkpoints: the directory of its checkpoints.
         identity: what a resume compares; empty on ranks above 0.
-        total: updates or iterations of the whole run; 0 before `steps` is called.
+        total: updates or iterations of the whole run, lowered where it ends early; 0 before `steps` is called.
         request: the signal that asks this process to stop.
         random_start: states of torch's generators before the first update.
         stopped: the signal that all ranks have agreed to stop on, after saving a checkpoint; 0 before.
@@ -132,6 +132,8 @@ class Run:
                 if self.stopped:
                     self._print(f"stopped by signal {self.stopped} after step {step + 1}; a checkpoint is saved")
                     raise SystemExit(128 + self.stopped)
+                if step + 1 >= self.total:
+                    break
         finally:
             if self._progress is not None:
                 self._progress.close()

@@ -1,0 +1,92 @@
+"""Responses to a few fixed prompts, written to the run's samples.jsonl at every evaluation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from alignment.algorithms.policies import Policy
+from alignment.data.examples import Example
+from alignment.data.text.chat import stop_token_ids
+from alignment.generation.decode import decode_responses
+from alignment.generation.sampling import SamplingConfig
+from alignment.generation.text import response_text
+from alignment.models.lengths import check_lengths
+from alignment.training import Engine, Run
+
+
+@dataclass(frozen=True)
+class SamplesConfig:
+    """Which responses are written during a run.
+
+    Attributes:
+        prompts: number of prompts: the first held-out ones, or of the training rows where none are held out.
+        max_new_tokens: longest response, end token included.
+        temperature: 0 takes the likeliest token each time. The random numbers are the same at every evaluation.
+    """
+
+    prompts: int = 4
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "max_new_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}; leave samples out for none")
+        SamplingConfig(max_new_tokens=self.max_new_tokens, temperature=self.temperature)
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """Prompts to respond to: their token ids and texts."""
+
+    ids: list[list[int]] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+
+
+def response_writer(
+    config: SamplesConfig, policy: Policy, engine: Engine, examples: Sequence[Example], run: Run
+) -> Callable[[int], None]:
+    """A function that writes responses of the model in training after an update, given its number.
+
+    It is a collective operation: every rank must call it.
+
+    Args:
+        config: how many, and how they are sampled.
+        policy: for its tokenizer.
+        engine: of the same model.
+        examples: demonstrations; a prompt is all that comes before the last response.
+        run: where they are written.
+
+    Raises:
+        UserError: a prompt and its response do not fit the model's positions.
+    """
+    chosen = [examples[number] for number in range(min(config.prompts, len(examples)))]
+    prompts = _Prompts([prompt_of(example) for example in chosen])
+    prompts.texts.extend(policy.tokenizer.decode(ids, skip_special_tokens=False) for ids in prompts.ids)
+    lengths = [(example.row_id, len(ids)) for example, ids in zip(chosen, prompts.ids, strict=True)]
+    check_lengths(engine.backend.unwrapped, lengths, "lower samples.max_new_tokens", config.max_new_tokens)
+    return partial(_write_samples, config, policy, engine=engine, prompts=prompts, run=run)
+
+
+def prompt_of(example: Example) -> list[int]:
+    """Token ids of all that comes before an example's last response."""
+    mask = list(example.mask)
+    end = next((index + 1 for index in reversed(range(len(mask))) if mask[index]), len(mask))
+    start = next((index + 1 for index in reversed(range(end)) if not mask[index]), 0)
+    return list(example.ids[: max(start, 1)])
+
+
+def _write_samples(
+    config: SamplesConfig, policy: Policy, step: int, *, engine: Engine, prompts: _Prompts, run: Run
+) -> None:
+    model, tokenizer = engine.backend.unwrapped, policy.tokenizer
+    was_training = model.training
+    model.eval()
+    with engine.backend.full_parameters():  # whole on every rank, so that rank 0 can sample by itself
+        if run.is_main:
+            sampling = SamplingConfig(max_new_tokens=config.max_new_tokens, temperature=config.temperature)
+            responses = decode_responses(policy.model, prompts.ids, sampling, sorted(stop_token_ids(tokenizer)))
+            rows = zip(prompts.texts, responses.token_ids, responses.ended, strict=True)
+            for prompt, tokens, ended in rows:
+                run.sample(step, prompt=prompt, response=response_text(tokenizer, tokens, ended))
+    model.train(was_training)

@@ -1,0 +1,141 @@
+"""What a run writes to model/: the weights of its last update or of its best evaluation, or their moving average.
+
+The best weights are a checkpoint of their own, checkpoints/best/step-000080, which rotation does not reach. One of an earlier
+best stays as long as a checkpoint that the run may resume from knows it as the best.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from alignment.errors import UserError, raise_all
+from alignment.files import remove_directory
+from alignment.training.early_stopping import BestEvaluation
+from alignment.training.engine import Engine
+from alignment.training.run.checkpoints import STATE, checkpoints, save_checkpoint, step_of, verify
+from alignment.training.run.directory import Run
+from alignment.training.settings import TrainingConfig
+
+NO_EVALUATION = (
+    "training.keep_best, training.early_stopping: nothing is evaluated, because data.evaluation names no rows; name some, or "
+    "leave them out"
+)
+ALL = 10**9  # checkpoints in checkpoints/best that a save leaves; `delete_older` chooses among them
+
+
+class Result:
+    """Follows the evaluations of a run, keeps the weights of the best one, and writes the model at the end.
+
+    Attributes:
+        best: the best evaluation so far; None where the last weights are the result.
+    """
+
+    def __init__(
+        self, run: Run, engine: Engine, training: TrainingConfig, save: Callable[[], object] | None, *, evaluated: bool
+    ):
+        """Begin without a best.
+
+        Args:
+            save: writes the engine's weights as the run's model; None: no model is written.
+            evaluated: whether the run has an evaluation.
+
+        Raises:
+            UserError: the evaluation decides what is the result, and there is none.
+        """
+        metric = training.best_metric
+        if metric is not None and not evaluated:
+            raise UserError(NO_EVALUATION)
+        self.best = None if metric is None else BestEvaluation(metric, training.early_stopping)
+        self._run, self._engine, self._save = run, engine, save
+        self._root = run.checkpoints / "best"
+        self._has_older = False
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the run ends here because its evaluation no longer improves."""
+        return self.best is not None and self.best.exhausted
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs, for its checkpoint."""
+        return {} if self.best is None else {"best": self.best.state()}
+
+    def restore(self, state: Mapping[str, Mapping[str, float | None]] | None) -> None:
+        """Go on from the state of a checkpoint; None: there was none."""
+        if self.best is not None and state is not None:
+            self.best.restore(state["best"])
+
+    def add(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
+        """Note the evaluation after update `step`, and save the weights if it is the best; a collective operation.
+
+        Returns:
+            What to log of the best so far.
+
+        Raises:
+            UserError: the metric is not among the evaluation's.
+        """
+        if self.best is None:
+            return {}
+        metric = self.best.metric
+        # Rank 0's number decides for all ranks, whose own may differ in the last digit.
+        value = self._engine.process_group.broadcast_object(metrics.get(metric))
+        if value is None:
+            raise UserError(
+                f"training.keep_best, training.early_stopping.metric: the evaluation has no {metric}; it has "
+                f"{', '.join(sorted(metrics)) or 'no metrics'}"
+            )
+        if self.best.add(step, value):
+            save_checkpoint(self._root, step, self._engine, self.state(), self._run.identity, keep=ALL)
+            self._has_older = True
+        if self.best.value is None:
+            return {}
+        return {"best_step": float(self.best.step), f"best_{metric}": self.best.value}
+
+    def delete_older(self) -> None:
+        """Delete the weights of earlier bests, except where a checkpoint of the run still knows them as the best."""
+        if not self._has_older or self.best is None:
+            return
+        self._has_older = False
+        if self._engine.process_group.is_main:
+            kept = {self.best.step} | {_best_step(path) for path in checkpoints(self._run.checkpoints)}
+            for path in [path for path in checkpoints(self._root) if step_of(path) not in kept]:
+                remove_directory(path)
+
+    def write(self) -> None:
+        """Put the best weights into the engine, where these are the result, and write the model; a collective operation.
+
+        Raises:
+            UserError: the checkpoint of the best weights is damaged or missing, or there is none.
+        """
+        if self._save is None:
+            return
+        which = f"step {self._engine.step}" if self.best is None else self._load_best(self.best)
+        average = "" if self._engine.average is None else "the moving average of the weights at "
+        if self.best is not None or average:
+            self._run.note(f"model/ holds {average}{which}; the run ended at step {self._engine.step}")
+        with self._engine.averaged_weights():
+            self._save()
+
+    def _load_best(self, best: BestEvaluation) -> str:
+        """Load the best weights; what to say of them."""
+        if best.value is None:
+            raise UserError(f"no evaluation had a finite {best.metric}, so there are no best weights to write")
+        path, group = self._root / f"step-{best.step:06d}", self._engine.process_group
+        raise_all(group.broadcast_object(_problems(path) if group.is_main else []))
+        self._engine.load(path)
+        return f"step {best.step}, the best by {best.metric} ({best.value:.6g})"
+
+
+def _best_step(path: Path) -> int:
+    """The step of the best evaluation that a checkpoint knows of; 0 where it knows of none."""
+    try:
+        return int(json.loads((path / STATE).read_text(encoding="utf-8"))["state"]["best"]["step"])
+    except (OSError, ValueError, LookupError, TypeError):
+        return 0
+
+
+def _problems(path: Path) -> list[str]:
+    """Why a checkpoint of best weights cannot be loaded."""
+    damage, missing = verify(path)
+    problems = damage + [f"{path / name} is missing" for name in missing]
+    return [f"{line}; the best weights are lost, and the run has to be done again" for line in problems]
