@@ -65,7 +65,7 @@ def fit(
     save: Callable[[], object] | None = None,
     observe: Callable[[int], object] | None = None,
 ) -> None:
-    """Train from the newest checkpoint, or from the start, to `engine.total_steps`.
+    """Train from the newest checkpoint, or from the start, to `engine.total_steps` or to an early stop.
 
     A signal that asks the run to stop takes effect at the end of an update, when its evaluation is done and logged.
 
@@ -73,20 +73,19 @@ def fit(
         stream: row order as a pure function of the step, the same on every rank.
         collate: rows -> micro-batches; each rank collates every world_size-th row of a global batch.
         loss_fn: micro-batch -> sums; it calls `engine.model`.
-        held_out: rows over which loss and metrics are averaged after every `training.evaluate_every_steps`-th update
-            and after the last one, and added to its log line.
+        held_out: rows over which loss and metrics are averaged after every `training.evaluate_every_steps`-th update and
+            the last one, and added to its log line.
         update: one update of the engine on the rows of a global batch, given the batch's number from 0 too, in place of
             one term of `loss_fn` over them; returns the metrics to log.
         evaluate: metrics to log in place of those means; it may draw random numbers without changing the training.
-        save: writes the trained model, right after the last update: an error in the last evaluation does not lose it,
-            and a signal that comes meanwhile waits for it. The best weights are written after the last evaluation.
+        save: writes the trained model, right after the last update (the best weights after the last evaluation): an error
+            in the last evaluation does not lose it, and a signal that comes meanwhile waits for it.
         observe: called with the update's number at every evaluation, such as to write samples.
 
     Raises:
         NonFiniteError: a loss or gradient is not finite; the newest checkpoint is from before it.
         SystemExit: 143 or 130 after SIGTERM or SIGINT, a checkpoint being saved.
-        UserError: the checkpoint to resume from is damaged or belongs to other settings or data; no evaluation has the
-            metric of the best weights.
+        UserError: the checkpoint to resume from is damaged or belongs to other settings or data.
     """
     to_batches = partial(collate, micro_batch_tokens=training.tokens_per_forward)
     if held_out and evaluate is None:
@@ -94,9 +93,10 @@ def fit(
     result = Result(run, engine, training, save, evaluated=evaluate is not None)
     result.restore(load_run_state(run, engine, training))
     note_endless_warmup(run, engine)
-    take_update = update or partial(update_on_term, engine, to_batches, loss_fn)
-    last = engine.step if result.exhausted else engine.total_steps
-    if engine.step == last:  # a finished run again: its model may be gone
+    group = engine.process_group
+    own_batches = partial(shard_rows, collate=to_batches, rank=group.rank, world_size=group.size)
+    take_update = update or (lambda _, rows: engine.update(Term(own_batches(rows), loss_fn)))
+    if (last := result.last_step) == engine.step:  # a finished run again: its model may be gone
         result.write()
     for step in run.steps(engine.step, last):
         metrics = take_update(step, stream.rows_at(step))
@@ -105,8 +105,7 @@ def fit(
         if is_due(step + 1, training.evaluate_every_steps, last):
             metrics |= evaluate_model(engine, evaluate, observe, step + 1)
             metrics |= result.add(step + 1, metrics)
-        if result.exhausted:
-            run.total = step + 1
+        run.total = result.last_step
         run.log(step + 1, metrics)
         save_run_state(run, engine, training, step + 1, result.state())
         result.delete_older()
@@ -114,18 +113,6 @@ def fit(
             result.write()
     if run.is_main and (problem := divergence(read_losses(run.output / "metrics.jsonl"))):
         run.note(problem)
-
-
-def update_on_term(
-    engine: Engine,
-    to_batches: Callable[[Sequence[Any]], Sequence[Any]],
-    loss_fn: LossFn,
-    step: int,
-    rows: Sequence[Any],
-) -> dict[str, float]:
-    """One update of the engine on a single term, the loss over all rows of a global batch; returns its metrics."""
-    batches = shard_rows(rows, to_batches, engine.process_group.rank, engine.process_group.size)
-    return engine.update(Term(batches, loss_fn))
 
 
 def evaluate_model(

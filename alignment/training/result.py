@@ -56,6 +56,11 @@ class Result:
         """Whether the run ends here because its evaluation no longer improves."""
         return self.best is not None and self.best.exhausted
 
+    @property
+    def last_step(self) -> int:
+        """The update after which the run ends: the last of its schedule, or the one done last where it is exhausted."""
+        return self._engine.step if self.exhausted else self._engine.total_steps
+
     def state(self) -> dict[str, Any]:
         """What a resumed run needs, for its checkpoint."""
         return {} if self.best is None else {"best": self.best.state()}
