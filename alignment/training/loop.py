@@ -73,8 +73,7 @@ def fit(
         stream: row order as a pure function of the step, the same on every rank.
         collate: rows -> micro-batches; each rank collates every world_size-th row of a global batch.
         loss_fn: micro-batch -> sums; it calls `engine.model`.
-        held_out: rows over which loss and metrics are averaged after every `training.evaluate_every_steps`-th update and
-            the last one, and added to its log line.
+        held_out: rows of the means that are logged after every `evaluate_every_steps`-th update and the last one.
         update: one update of the engine on the rows of a global batch, given the batch's number from 0 too, in place of
             one term of `loss_fn` over them; returns the metrics to log.
         evaluate: metrics to log in place of those means; it may draw random numbers without changing the training.
@@ -111,8 +110,7 @@ def fit(
         result.delete_older()
         if step + 1 == run.total and result.best is not None:
             result.write()
-    if run.is_main and (problem := divergence(read_losses(run.output / "metrics.jsonl"))):
-        run.note(problem)
+    note_divergence(run)
 
 
 def evaluate_model(
@@ -169,6 +167,12 @@ def read_losses(path: Path) -> list[float]:
     with open(path, encoding="utf-8") as file:
         lines = [json.loads(line) for line in file]
     return [line["loss"] for line in lines if isinstance(line.get("loss"), float)]
+
+
+def note_divergence(run: Run) -> None:
+    """Note in the run that its loss has exploded, where it has."""
+    if run.is_main and (problem := divergence(read_losses(run.output / "metrics.jsonl"))):
+        run.note(problem)
 
 
 def divergence(losses: Sequence[float]) -> str:
