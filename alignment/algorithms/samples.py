@@ -1,5 +1,6 @@
 """Responses to a few fixed prompts, written to the run's samples.jsonl at every evaluation."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -7,9 +8,6 @@ from functools import partial
 from alignment.algorithms.policies import Policy
 from alignment.data.examples import Example
 from alignment.data.text.chat import stop_token_ids
-from alignment.generation.decode import decode_responses
-from alignment.generation.sampling import SamplingConfig
-from alignment.generation.text import response_text
 from alignment.models.lengths import check_lengths
 from alignment.training import Engine, Run
 
@@ -32,7 +30,8 @@ class SamplesConfig:
         for name in ("prompts", "max_new_tokens"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}; leave samples out for none")
-        SamplingConfig(max_new_tokens=self.max_new_tokens, temperature=self.temperature)
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature must be 0 (greedy) or above, got {self.temperature}")
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,8 @@ def prompt_of(example: Example) -> list[int]:
 def _write_samples(
     config: SamplesConfig, policy: Policy, step: int, *, engine: Engine, prompts: _Prompts, run: Run
 ) -> None:
+    from alignment.generation import SamplingConfig, decode_responses, response_text  # a run without samples needs none
+
     model, tokenizer = engine.backend.unwrapped, policy.tokenizer
     was_training = model.training
     model.eval()
