@@ -1,35 +1,27 @@
 """The data doctor: reads a data file as training would, reports common faults, and shows the first examples as text."""
 
-from collections import Counter
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from pathlib import Path
-from statistics import mean
 
+from alignment.data.checks import Checks, Finding
 from alignment.data.config import DataConfig
-from alignment.data.examples import Example, PairExample, PromptExample
+from alignment.data.examples import (
+    Example,
+    LabeledExample,
+    PairExample,
+    RankedExample,
+    StepExample,
+    TokenizedRow,
+)
 from alignment.data.prepare import TOKENIZE
-from alignment.data.rows.read import TIE, prompt_key, read_rows, record_key
-from alignment.data.rows.records import Comparison, Kind, Record, Tally
-from alignment.data.text import chat
-from alignment.data.tokenize import PROMPT_CUT, RESPONSE_CUT
+from alignment.data.rows.read import read_rows
+from alignment.data.rows.records import Kind, Tally
 from alignment.data.tokenizers.load import read_tokenizer_files
-from alignment.data.tokenizers.tokenizer import Tokenizer, bos_id, control_strings
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 
-CUT_SHARE = 0.01  # above these shares a finding is a warning
-EQUAL_SHARE = 0.01
-LENGTH_BIAS = 0.1  # |share of pairs whose chosen side is longer - 1/2|
 SHOWN_TOKENS = 160  # of an example
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One observation: an error would spoil training, a warning may."""
-
-    level: str  # error, warning, note
-    text: str
 
 
 @dataclass
@@ -46,10 +38,6 @@ class Report:
     def ok(self) -> bool:
         """True where no finding is an error."""
         return all(finding.level != "error" for finding in self.findings)
-
-    def add(self, level: str, text: str) -> None:
-        """Add a finding."""
-        self.findings.append(Finding(level, text))
 
     def render(self) -> str:
         """The report as plain text."""
@@ -90,20 +78,18 @@ def check_file(
         raise UserError(f"max_length must be at least 2 tokens, got {max_length}")
     coder = _tokenizer(tokenizer, template)
     rows, counts = read_rows(source, kind, columns=columns, on_bad_row="skip")
-    report = Report(str(source), kind, counts)
-    for reason, number in counts.dropped.items():
-        level = "error" if reason != TIE else _level(number, counts.rows, EQUAL_SHARE)
-        report.add(level, f"{number} rows: {reason} ({', '.join(counts.first[reason])})")
-    _check_repeats(report, rows)
-    if kind == "comparisons":
-        _check_lengths(report, "characters", [(len(row.chosen), len(row.rejected)) for row in rows])  # type: ignore[union-attr]
+    checks, samples, refused = Checks(kind, coder), [], []
+    examples: list[TokenizedRow] = []
     if coder is not None:
-        _check_tokens(report, rows, coder, max_length, show)
-    return report
-
-
-def _level(number: int, rows: int, share: float) -> str:
-    return "warning" if number > share * rows else "note"
+        try:
+            examples, tokenized = TOKENIZE[kind](rows, coder, max_length)
+            counts = counts.followed_by(tokenized)
+            samples = [show_example(example, coder) for example in examples[:show]]
+        except UserError as error:
+            refused = [Finding("error", str(error), "refused rows")]
+    checks.add(rows, examples)
+    found = checks.findings(counts, max_cut_share=DataConfig.max_cut_share, max_length=max_length)
+    return Report(str(source), kind, counts, [*refused, *found], samples)
 
 
 def _tokenizer(tokenizer: str | Path | Tokenizer | None, template: str | Path | None) -> Tokenizer | None:
@@ -117,116 +103,30 @@ def _tokenizer(tokenizer: str | Path | Tokenizer | None, template: str | Path | 
     return loaded
 
 
-def _check_repeats(report: Report, rows: Sequence[Record]) -> None:
-    """Exact duplicates, and pairs that say the opposite of each other."""
-    seen = Counter(record_key(row) for row in rows)
-    copies = len(rows) - len(seen)
-    if copies:
-        report.add("warning", f"{copies} rows are exact copies of an earlier one")
-    reversed_pairs = sum(
-        (key[0], key[2], key[1]) in seen and key[1] < key[2] for key in seen if report.kind == "comparisons"
-    )
-    if reversed_pairs:
-        report.add("warning", f"{reversed_pairs} prompts have the same two responses preferred both ways round")
-
-
-def _check_lengths(report: Report, unit: str, pairs: Sequence[tuple[int, int]]) -> None:
-    """Length bias: the accuracy of always preferring the longer response; ties count half."""
-    if not pairs:
-        return
-    longer = mean(0.5 if chosen == rejected else float(chosen > rejected) for chosen, rejected in pairs)
-    gap = mean(chosen - rejected for chosen, rejected in pairs)
-    level = "warning" if abs(longer - 0.5) > LENGTH_BIAS else "note"
-    report.add(level, f"chosen is {gap:+.1f} {unit} longer on average; 'the longer one wins' is right in {longer:.1%}")
-
-
-def _check_tokens(report: Report, rows: Sequence[Record], tokenizer: Tokenizer, max_length: int, show: int) -> None:
-    try:
-        examples, tokenized = TOKENIZE[report.kind](rows, tokenizer, max_length)  # type: ignore[arg-type]
-    except UserError as error:
-        report.add("error", str(error))
-        return
-    report.counts = report.counts.followed_by(tokenized)
-    for reason, number in tokenized.dropped.items():
-        level = _level(number, tokenized.rows, EQUAL_SHARE)
-        report.add(level, f"{number} rows dropped: {reason} ({', '.join(tokenized.first[reason])})")
-    for what, number in tokenized.cut.items():
-        level = "note" if report.kind == "text" else _level(number, tokenized.rows, CUT_SHARE)
-        if what in (PROMPT_CUT, RESPONSE_CUT) and number > DataConfig.max_cut_share * tokenized.kept:
-            level = "error"  # a run refuses so many
-        report.add(level, f"{number} of {tokenized.rows} rows at max_length {max_length}: {what}")
-    sides = [side for example in examples for side in _sides(example)]
-    _check_ids(report, sides, tokenizer)
-    _check_stops(report, sides, tokenizer, tokenized)
-    _check_strings(report, rows, tokenizer)
-    report.samples += [show_example(example, tokenizer) for example in examples[:show]]
-
-
-def _sides(example: Example | PairExample | PromptExample) -> list[Example]:
-    if isinstance(example, PairExample):
-        return [example.chosen, example.rejected]
-    if isinstance(example, PromptExample):
-        return [Example(example.ids, [False] * len(example.ids), example.row_id)]
-    return [example]
-
-
-def _report_rows(
-    report: Report, level: str, what: str, sides: Sequence[Example], test: Callable[[Example], bool]
-) -> None:
-    bad = list(dict.fromkeys(side.row_id for side in sides if test(side)))
-    if bad:
-        report.add(level, f"{len(bad)} rows {what} ({', '.join(bad[:3])})")
-
-
-def _check_ids(report: Report, sides: Sequence[Example], tokenizer: Tokenizer) -> None:
-    bos, unknown = bos_id(tokenizer), tokenizer.unk_token_id
-    if bos is not None and bos not in chat.stop_token_ids(tokenizer):
-        _report_rows(report, "error", "have more than one BOS", sides, lambda side: side.ids.count(bos) > 1)
-    if unknown is not None and unknown not in chat.stop_token_ids(tokenizer):
-        _report_rows(report, "warning", "have unknown tokens", sides, lambda side: unknown in side.ids)
-
-
-def _check_stops(report: Report, sides: Sequence[Example], tokenizer: Tokenizer, tokenized: Tally) -> None:
-    """Every trained span must end with a token that generation stops at, unless it was cut there."""
-    if report.kind in ("text", "prompts"):
-        return
-    stops = chat.stop_token_ids(tokenizer)
-
-    def unstopped(side: Example) -> bool:
-        following = [*side.mask[1:], False]
-        ends = [index for index, counts in enumerate(side.mask) if counts and not following[index]]
-        return any(side.ids[index] not in stops for index in ends)
-
-    bad = {side.row_id for side in sides if unstopped(side)}
-    cut = sum(number for what, number in tokenized.cut.items() if what.startswith("response"))
-    if len(bad) > cut:
-        report.add("error", f"{len(bad) - cut} rows train no stop token ({', '.join(sorted(bad)[:3])})")
-
-
-def _check_strings(report: Report, rows: Sequence[Record], tokenizer: Tokenizer) -> None:
-    """Report control strings in texts: they stay text, which is safe, but the rows may have been rendered already."""
-    strings = control_strings(tokenizer)
-    stops = [str(token) for token in tokenizer.convert_ids_to_tokens(sorted(chat.stop_token_ids(tokenizer)))]
-
-    def texts(row: Record) -> list[str]:
-        if isinstance(row, Comparison):
-            return [prompt_key(row), chat.without_end(row.chosen, stops), chat.without_end(row.rejected, stops)]
-        return [prompt_key(row), chat.without_end(getattr(row, "response", ""), stops)]
-
-    found = Counter(string for row in rows for string in strings if any(string in text for text in texts(row)))
-    for string, number in found.items():
-        report.add("warning", f"{number} rows hold {string!r} in their text; it is read as text, not as a token")
-
-
-def show_example(example: Example | PairExample | PromptExample, tokenizer: Tokenizer) -> str:
+def show_example(example: TokenizedRow, tokenizer: Tokenizer) -> str:
     """Tokens between bars, those that count in square brackets; ids and boundaries below."""
-    if isinstance(example, PairExample):
-        margin = "" if example.margin is None else f", margin {example.margin:g}"
-        chosen, rejected = (_show(side, tokenizer) for side in (example.chosen, example.rejected))
-        return f"{example.row_id}{margin}\n chosen\n{chosen}\n rejected\n{rejected}"
-    if isinstance(example, PromptExample):
-        example = Example(example.ids, [False] * len(example.ids), example.row_id)
-    return f"{example.row_id}\n{_show(example, tokenizer)}"
+    match example:
+        case PairExample():
+            sides = {"chosen": example.chosen, "rejected": example.rejected}
+        case RankedExample():
+            ranked = sorted(zip(example.ranks, range(len(example.ranks)), strict=True))
+            sides = {f"response {index}, rank {rank}": example.responses[index] for rank, index in ranked}
+        case LabeledExample():
+            sides = {"desirable" if example.desirable else "undesirable": example.example}
+        case StepExample():
+            labels = " ".join("right" if label else "wrong" for label in example.labels)
+            mask = [index in example.ends for index in range(len(example.ids))]
+            sides = {f"steps: {labels}": Example(example.ids, mask, example.row_id)}
+        case Example():
+            sides = {"": example}
+        case _:
+            [ids] = example.documents
+            sides = {"": Example(list(ids), [False] * len(ids), example.row_id)}
+    margin = getattr(example, "margin", None)
+    lines = [example.row_id + ("" if margin is None else f", margin {margin:g}")]
+    for name, side in sides.items():
+        lines += [f" {name}"] * bool(name) + [_show(side, tokenizer)]
+    return "\n".join(lines)
 
 
 def _show(example: Example, tokenizer: Tokenizer) -> str:

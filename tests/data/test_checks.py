@@ -1,0 +1,113 @@
+"""The checks of the data doctor in chunks: the same findings however the rows are cut, in bounded memory."""
+
+import pickle
+
+import pytest
+
+from alignment.data.checks import Checks, HashSample, LengthCounts, stable_hash
+from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Ranking, Steps, Tally, Text
+from alignment.data.tokenize import tokenize_demonstrations
+
+
+def found(made, rows=0):
+    counts = Tally(rows=rows, kept=rows)
+    return {finding.name: finding for finding in made.findings(counts, max_cut_share=0.5, max_length=64)}
+
+
+ROWS = [
+    *(Demonstration(f"the cat {index}", f" sat on mat {index}", f"r{index}") for index in range(150)),
+    Demonstration("the cat 1", " sat on mat 1", "copy"),
+    Demonstration("x", " caf\u00c3\u00a9", "mojibake"),
+    Demonstration("x", " \ufffd", "replacement"),
+    Demonstration("x", " <s> y", "control"),
+    Demonstration("x", " z" * 3000, "long"),
+]
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_chunks_joined_say_what_all_rows_together_say(bpe, size):
+    whole = Checks("demonstrations", bpe)
+    whole.add(ROWS, tokenize_demonstrations(ROWS, bpe, 64)[0])
+    joined = Checks("demonstrations", bpe)
+    for start in range(0, len(ROWS), size):
+        part = Checks("demonstrations", bpe)
+        part.add(ROWS[start : start + size], tokenize_demonstrations(ROWS[start : start + size], bpe, 64)[0])
+        joined.merge(pickle.loads(pickle.dumps(part)))
+    assert found(joined) == found(whole)
+    assert {"copies", "mojibake", "replacement characters", "control strings", "length outliers"} <= set(found(whole))
+    assert "(long)" in found(whole)["length outliers"].text
+
+
+def test_memory_is_bounded_and_numbers_become_estimates():
+    sample = HashSample(most=256)
+    keys = [stable_hash(str(number)) for number in range(20_000)]
+    for key in keys + keys[:5_000]:
+        sample.add(key)
+    assert len(sample.seen) <= 256
+    assert sample.weight in (64, 128)
+    # 5,000 copies, about 40 to 80 of them in the sample: standard deviation below 16 %
+    assert 2500 < sample.copies() < 7500
+    halves = [HashSample(most=256), HashSample(most=256)]
+    for number, key in enumerate(keys + keys[:5_000]):
+        halves[number % 2].add(key)
+    halves[0].merge(halves[1])
+    assert len(halves[0].seen) <= 256 and 2500 < halves[0].copies() < 7500
+
+
+def test_a_weight_looks_at_fewer_rows_and_counts_each_for_several():
+    made = Checks("text", weight=8)
+    made.add([Text("a \ufffd", f"r{index}") for index in range(4000)])
+    finding = found(made)["replacement characters"]
+    number = int(finding.text.split()[1])
+    assert finding.text.startswith("about ") and number % 8 == 0 and 3400 < number < 4600
+
+
+def test_contradictions_are_found_across_kinds_of_rows():
+    pairs = Checks("comparisons")
+    pairs.add(
+        [
+            Comparison("p", "a", "b", None, "1"),
+            Comparison("p", "b", "a", None, "2"),
+            Comparison("q", "b", "a", None, "3"),
+        ]
+    )
+    assert found(pairs)["contradictions"].text.startswith("1 prompts have the same two responses preferred both ways")
+    groups = Checks("rankings")
+    groups.add([Ranking("p", ("a", "b", "c"), (0, 1, 2), "1"), Ranking("p", ("c", "b"), (0, 1), "2")])
+    assert found(groups)["contradictions"].text.startswith("1 prompts")
+    labels = Checks("labels")
+    labels.add(
+        [
+            LabeledResponse("p", "a", True, "1"),
+            LabeledResponse("p", "a", False, "2"),
+            LabeledResponse("p", "b", True, "3"),
+        ]
+    )
+    assert "both desirable and undesirable" in found(labels)["contradictions"].text
+    fine = Checks("labels")
+    fine.add(
+        [
+            LabeledResponse("p", "a", True, "1"),
+            LabeledResponse("p", "b", False, "2"),
+            LabeledResponse("p", "a", True, "3"),
+        ]
+    )
+    assert "contradictions" not in found(fine)
+
+
+def test_outliers_are_ten_times_what_99_of_100_stay_below():
+    lengths = LengthCounts()
+    for index in range(990):
+        lengths.add(100, f"r{index}", 1)
+    for index in range(9):
+        lengths.add(700, f"s{index}", 1)
+    lengths.add(2000, "long", 1)
+    assert lengths.outliers(10).first == ["long"]
+    assert lengths.outliers(30).number == 0
+
+
+def test_labels_that_are_nearly_all_alike_are_a_warning():
+    for share, level in [(0.02, "warning"), (0.5, "note"), (0.98, "warning")]:
+        made = Checks("steps")
+        made.add([Steps("p", (f"a{index}",), (index < 100 * share,), f"r{index}") for index in range(100)])
+        assert found(made)["label balance"].level == level
