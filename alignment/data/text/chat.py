@@ -3,71 +3,57 @@
 The rules: a sequence has exactly one BOS where the tokenizer or its template has one, and a response exactly one end
 token; prompt and response are tokenized apart and joined by ids, as sampling does; a control string typed inside a text
 ("</s>") stays text. Messages become text through the chat template (templates.py); plain text never enters a template.
+Dialogues of several turns are in dialogues.py.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar, cast
 
-from alignment.data.rows.records import Messages
-from alignment.data.text.templates import (
-    PROBE,
-    encode_rendered,
-    end_of_turn,
-    escape,
-    name_of,
-    render,
-    require_contents,
-    unescape,
+from alignment.data.rows.records import Message, Messages, Tools
+from alignment.data.text.dialogues import (
+    UNRENDERED_REASONING,
+    DialogueRow,
+    encode_dialogues,
+    header_start,
+    lost_reasoning,
+    reply_pieces,
+    split_end,
+    start_of_reply,
 )
-from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos, bos_id, control_strings, encode
+from alignment.data.text.ends import document_end_id as document_end_id
+from alignment.data.text.ends import end_token_id as end_token_id
+from alignment.data.text.ends import stop_strings, token_id, with_one_bos
+from alignment.data.text.ends import stop_token_ids as stop_token_ids
+from alignment.data.text.ends import without_end as without_end
+from alignment.data.text.templates import (
+    ChatFormat,
+    Dialogue,
+    Piece,
+    chat_format,
+    encode_pieces,
+    escape,
+    lost_contents,
+    name_of,
+    pieces_of,
+    render_dialogues,
+)
+from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos, bos_id, encode
 from alignment.errors import UserError
 
-
-def end_token_id(tokenizer: Tokenizer) -> int:
-    """The token that ends a response: the template's end of turn where there is one, else the tokenizer's EOS.
-
-    Raises:
-        UserError: the tokenizer has neither.
-    """
-    if tokenizer.chat_template and (turn := end_of_turn(tokenizer)) is not None:
-        return _token_id(tokenizer, turn)
-    return document_end_id(tokenizer)
+Result = TypeVar("Result")
 
 
-def document_end_id(tokenizer: Tokenizer) -> int:
-    """The token that ends a document of plain text: EOS.
-
-    Raises:
-        UserError: the tokenizer has none.
-    """
-    end = tokenizer.eos_token_id
-    if end is None:
-        raise UserError(
-            f"{tokenizer.name_or_path or 'the tokenizer'} names no end token, so nothing could learn to stop; "
-            'set "eos_token" in its tokenizer_config.json'
-        )
-    return end
-
-
-def stop_token_ids(tokenizer: Tokenizer) -> set[int]:
-    """All tokens at which generation stops: the end of turn and EOS."""
-    eos = tokenizer.eos_token_id
-    return {end_token_id(tokenizer)} | ({eos} if eos is not None else set())
-
-
-def prompt_ids(tokenizer: Tokenizer, prompt: str | Messages) -> list[int]:
+def prompt_ids(tokenizer: Tokenizer, prompt: str | Messages, tools: Tools | None = None) -> list[int]:
     """Ids of a prompt: one BOS where there is one, the text; for messages up to the assistant's header.
+
+    Args:
+        tools: definitions of the tools that the dialogue may use.
 
     Raises:
         UserError: messages without a template, or that the template refuses, or that end with the assistant.
     """
-    if isinstance(prompt, str):
-        return prompts_ids(tokenizer, [prompt])[0]
-    if not prompt or prompt[-1]["role"] == "assistant":
-        raise UserError("a prompt of messages must end with a message of someone else than the assistant")
-    messages, escaped = escape(tokenizer, prompt)
-    text = render(tokenizer, messages, open_turn=True)
-    require_contents(tokenizer, messages, text)
-    return _with_one_bos(tokenizer, encode_rendered(tokenizer, text, escaped, follows=False))
+    return _sure(encode_prompts(tokenizer, [prompt], [tools])[0])
 
 
 def prompts_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
@@ -76,38 +62,234 @@ def prompts_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]
     return [ids if bos is None else [bos, *ids] for ids in encode(tokenizer, prompts)]
 
 
-def response_ids(tokenizer: Tokenizer, response: str, prompt: str | Messages = "", *, ended: bool = True) -> list[int]:
+def encode_prompts(
+    tokenizer: Tokenizer, prompts: Sequence[str | Messages], tools: Sequence[Tools | None] | None = None
+) -> list[list[int] | UserError]:
+    """`prompt_ids` of many prompts at once, texts and messages; for a prompt that is refused, why."""
+    plain = iter(prompts_ids(tokenizer, [prompt for prompt in prompts if isinstance(prompt, str)]))
+    every = [None] * len(prompts) if tools is None else tools
+    dialogues = [(prompt, tool) for prompt, tool in zip(prompts, every, strict=True) if not isinstance(prompt, str)]
+    rendered = iter(_encode_open_dialogues(tokenizer, dialogues))
+    return [next(plain) if isinstance(prompt, str) else next(rendered) for prompt in prompts]
+
+
+def _encode_open_dialogues(
+    tokenizer: Tokenizer, prompts: Sequence[tuple[Messages, Tools | None]]
+) -> list[list[int] | UserError]:
+    if not prompts:
+        return []
+    dialogues = []
+    for messages, tools in prompts:
+        safe, definitions, escaped = escape(tokenizer, messages, tools)
+        dialogues.append(Dialogue(safe, definitions, escaped, ((len(safe), True),)))
+    try:
+        rendered = render_dialogues(tokenizer, dialogues)
+    except UserError as error:
+        return [error for _ in prompts]
+    planned: list[list[Piece] | UserError] = []
+    for dialogue, texts in zip(dialogues, rendered, strict=True):
+        try:
+            planned.append(_prompt_pieces(tokenizer, dialogue, texts))
+        except UserError as error:
+            planned.append(error)
+    flat = [piece for pieces in planned if not isinstance(pieces, UserError) for piece in pieces]
+    ids = iter(encode_pieces(tokenizer, flat))
+    encoded: list[list[int] | UserError] = []
+    for pieces in planned:
+        try:
+            encoded.append(
+                pieces
+                if isinstance(pieces, UserError)
+                else with_one_bos(tokenizer, [token for _ in pieces for token in next(ids)])
+            )
+        except UserError as error:
+            encoded.append(error)
+    return encoded
+
+
+def _prompt_pieces(tokenizer: Tokenizer, dialogue: Dialogue, texts: list[str] | UserError) -> list[Piece]:
+    if not dialogue.messages or dialogue.messages[-1]["role"] == "assistant":
+        raise UserError("a prompt of messages must end with a message of someone else than the assistant")
+    [text] = _sure(texts)
+    if lost := lost_contents(tokenizer, dialogue.messages, dialogue.tools, text):
+        raise lost
+    return pieces_of(tokenizer, text, dialogue.escaped, follows=False)
+
+
+def response_ids(
+    tokenizer: Tokenizer, response: str | Message, prompt: str | Messages = "", *, ended: bool = True
+) -> list[int]:
     """Ids of a response and exactly one end token, also where the text already ends in it; as `responses_ids`."""
     return responses_ids(tokenizer, [response], [prompt], ended=[ended])[0]
 
 
 def responses_ids(
     tokenizer: Tokenizer,
-    responses: Sequence[str],
+    responses: Sequence[str | Message],
     prompts: Sequence[str | Messages] | None = None,
     *,
     ended: Sequence[bool] | None = None,
+    tools: Sequence[Tools | None] | None = None,
 ) -> list[list[int]]:
     """`response_ids` of many texts at once.
 
     Args:
+        responses: texts; or assistant messages, whose tool calls and reasoning the template writes.
         prompts: what each responds to. After messages, the blanks that the template writes around a reply (Mistral's,
             Llama 2's) are part of the response, since `prompt_ids` ends before them. None: plain texts.
         ended: False where a response was cut off: no end token follows its text. None: all of them ended.
+        tools: definitions of the tools that each dialogue may use.
+
+    Raises:
+        UserError: the template refuses a dialogue, or an assistant message has tool calls that it does not render.
     """
-    end, stops = end_token_id(tokenizer), _stop_strings(tokenizer)
+    return [_sure(each).ids for each in encode_responses(tokenizer, responses, prompts, ended=ended, tools=tools)]
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedResponse:
+    """Ids of a response, and what is worth knowing of it."""
+
+    ids: list[int]
+    notes: tuple[str, ...] = ()
+
+
+def encode_responses(
+    tokenizer: Tokenizer,
+    responses: Sequence[str | Message],
+    prompts: Sequence[str | Messages] | None = None,
+    *,
+    ended: Sequence[bool] | None = None,
+    tools: Sequence[Tools | None] | None = None,
+) -> list[EncodedResponse | UserError]:
+    """As `responses_ids`; for a response that cannot be used, why.
+
+    Raises:
+        UserError: there is no usable template, or no end token.
+    """
+    end, stops = end_token_id(tokenizer), stop_strings(tokenizer)
     whole = [True] * len(responses) if ended is None else ended
-    texts = [without_end(text, stops) if done else text for text, done in zip(responses, whole, strict=True)]
-    turns = [("", text) for text in texts]
-    if prompts is not None and any(isinstance(prompt, list) for prompt in prompts):
-        turn = end_of_turn(tokenizer)
-        if turn is not None and _writes_around(tokenizer, turn):
-            turns = [
-                ("", text) if isinstance(prompt, str) else _last_turn(tokenizer, prompt, text, done, turn)
-                for prompt, text, done in zip(prompts, texts, whole, strict=True)
-            ]
-    ids = _turns_ids(tokenizer, turns)
-    return [[*tokens, end] if done else tokens for tokens, done in zip(ids, whole, strict=True)]
+    asked = [""] * len(responses) if prompts is None else prompts
+    every = [None] * len(responses) if tools is None else tools
+    replies = [_as_message(reply, stops if done else ()) for reply, done in zip(responses, whole, strict=True)]
+    turns: list[_Reply | UserError] = [_Reply(_plain(reply["content"]), end) for reply in replies]
+    chat = chat_format(tokenizer) if any(isinstance(prompt, list) for prompt in asked) else None
+    if chat is not None and chat.end is not None:
+        chosen = {
+            number: _Turn(prompt, replies[number], every[number], whole[number])
+            for number, prompt in enumerate(asked)
+            if isinstance(prompt, list) and (chat.writes_around or _is_rich(replies[number]))
+        }
+        for number, reply in zip(chosen, _last_turns(tokenizer, chat, list(chosen.values())), strict=True):
+            turns[number] = reply
+    pieces = [piece for turn in turns if not isinstance(turn, UserError) for piece in turn.pieces]
+    ids = iter(encode_pieces(tokenizer, pieces))
+    encoded: list[EncodedResponse | UserError] = []
+    for turn, done in zip(turns, whole, strict=True):
+        if isinstance(turn, UserError):
+            encoded.append(turn)
+            continue
+        tokens = [token for _ in turn.pieces for token in next(ids)]
+        encoded.append(EncodedResponse([*tokens, turn.end] if done else tokens, turn.notes))
+    return encoded
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A reply to messages, whole or cut off."""
+
+    prompt: Messages
+    reply: Message
+    tools: Tools | None
+    ended: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """A reply as pieces to encode, the id of its end token, and what is worth knowing of it."""
+
+    pieces: list[Piece]
+    end: int
+    notes: tuple[str, ...] = ()
+
+
+def _plain(text: str) -> list[Piece]:
+    return [Piece(text, control=False, follows=True)]
+
+
+def _as_message(reply: str | Message, stops: Sequence[str]) -> Message:
+    """The reply as a message, without the end tokens written at its end."""
+    message: Message = {"role": "assistant", "content": reply} if isinstance(reply, str) else reply
+    return {**message, "content": without_end(message["content"], stops)}
+
+
+def _is_rich(reply: Message) -> bool:
+    return bool(reply.get("tool_calls") or reply.get("reasoning_content"))
+
+
+def _last_turns(tokenizer: Tokenizer, chat: ChatFormat, turns: Sequence[_Turn]) -> list[_Reply | UserError]:
+    """Each reply as the template writes it after its prompt."""
+    dialogues = []
+    for turn in turns:
+        safe, tools, escaped = escape(tokenizer, [*turn.prompt, turn.reply], turn.tools)
+        dialogues.append(Dialogue(safe, tools, escaped, ((len(safe) - 1, True), (len(safe), False))))
+    replies: list[_Reply | UserError] = []
+    for turn, dialogue, texts in zip(turns, dialogues, render_dialogues(tokenizer, dialogues), strict=True):
+        try:
+            replies.append(_last_turn(tokenizer, chat, turn, dialogue, texts))
+        except UserError as error:
+            replies.append(error)
+    return replies
+
+
+def _last_turn(
+    tokenizer: Tokenizer, chat: ChatFormat, turn: _Turn, dialogue: Dialogue, texts: list[str] | UserError
+) -> _Reply:
+    """A reply with what the template writes around it.
+
+    A text that already begins with what the template writes before it does not get it twice; one that the template
+    rewrites is left as it is.
+    """
+    response = turn.reply["content"]
+    plain = _Reply(_plain(response), end_token_id(tokenizer))
+    if not response.strip() and not _is_rich(turn.reply):
+        return plain
+    opened, closed = _sure(texts)
+    start = header_start(chat, opened, closed)
+    body, end = split_end(chat, closed[start:], turn.reply) if start is not None else ("", None)
+    known = end is not None or chat.training_name is not None
+    lead = start_of_reply(body, dialogue.messages[-1]) if known else None
+    rich = _is_rich(turn.reply)
+    if lead is None or (not rich and start != len(opened)):
+        if turn.reply.get("tool_calls"):
+            raise UserError(f"{name_of(tokenizer)} leaves out the tool calls of a reply, or rewrites them")
+        return replace(plain, notes=(UNRENDERED_REASONING,)) if rich else plain
+    if not rich and lead and response.startswith(body[:lead]):
+        return plain
+    if not turn.ended and not rich:
+        body = body[:lead] + dialogue.escaped.escape(response)
+    notes = (UNRENDERED_REASONING,) if lost_reasoning(dialogue.messages[-1], body) else ()
+    pieces = reply_pieces(tokenizer, chat, body, dialogue.escaped)
+    return _Reply(pieces, plain.end if end is None else token_id(tokenizer, end), notes)
+
+
+def chat_ids(
+    tokenizer: Tokenizer, messages: Messages, trained: Sequence[bool] | None = None, tools: Tools | None = None
+) -> tuple[list[int], list[bool]]:
+    """Ids of a dialogue, and which of them count: every assistant reply with its end token, and nothing else.
+
+    Args:
+        trained: for each assistant reply whether it counts; None: all do.
+        tools: definitions of the tools that the dialogue may use.
+
+    Returns:
+        ids and mask of equal length, both ending with the last reply.
+
+    Raises:
+        UserError: no assistant message; the template rewrites earlier turns, or ends a turn with no control token.
+    """
+    encoded = _sure(encode_dialogues(tokenizer, [DialogueRow(messages, trained, tools)])[0])
+    return encoded.ids, encoded.mask
 
 
 def text_ids(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -121,141 +303,8 @@ def texts_ids(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     return [[*ids, end] for ids in prompts_ids(tokenizer, texts)]
 
 
-def chat_ids(
-    tokenizer: Tokenizer, messages: Messages, trained: Sequence[bool] | None = None
-) -> tuple[list[int], list[bool]]:
-    """Ids of a dialogue, and which of them count: every assistant reply with its end token, and nothing else.
-
-    The template is rendered up to each reply and again with it; each text must begin with the one before. So the mask
-    does not depend on markers in the template, and a template that rewrites earlier turns is noticed. What it writes
-    between the assistant's header and the reply (Mistral's blank) counts with the reply: a prompt ends before it.
-
-    Args:
-        trained: for each assistant reply whether it counts; None: all do.
-
-    Returns:
-        ids and mask of equal length, both ending with the last reply's end token.
-
-    Raises:
-        UserError: no assistant message; the template rewrites earlier turns, or ends a turn with no control token.
-    """
-    stops = _stop_strings(tokenizer)
-    messages = [
-        {**message, "content": without_end(message["content"], stops)} if message["role"] == "assistant" else message
-        for message in messages
-    ]
-    safe, escaped = escape(tokenizer, messages)
-    end = end_of_turn(tokenizer)
-    if end is None:
-        raise UserError(f"{name_of(tokenizer)} ends the assistant's turn with no control token to stop at")
-    ids: list[int] = []
-    mask: list[bool] = []
-    done = ""
-    replies = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-    for index, counts in zip(replies, [True] * len(replies) if trained is None else trained, strict=True):
-        before, lead, reply, done_next = _one_turn(tokenizer, safe, index, done, end)
-        context = encode_rendered(tokenizer, before, escaped, follows=bool(ids))
-        ids += context if ids else _with_one_bos(tokenizer, context)
-        mask += [False] * (len(ids) - len(mask))
-        ids += _turns_ids(tokenizer, [(lead, unescape(reply, escaped))])[0]
-        ids.append(_token_id(tokenizer, end))
-        mask += [counts] * (len(ids) - len(mask))
-        done = done_next
-    if not any(mask) or all(mask):
-        raise UserError("a dialogue needs an assistant message with something before it")
-    text = render(tokenizer, safe[: 1 + _last_assistant(safe)], open_turn=False)
-    require_contents(tokenizer, safe[: _last_assistant(safe)], text)
-    return ids, mask
-
-
-def _one_turn(tokenizer: Tokenizer, messages: Messages, index: int, done: str, end: str) -> tuple[str, str, str, str]:
-    """Texts of one assistant turn: the new text up to its header, what the template writes between header and reply, the
-    reply, and everything up to its end token, which is included."""
-    opened = render(tokenizer, messages[:index], open_turn=True) if index else ""
-    closed = render(tokenizer, messages[: index + 1], open_turn=False)
-    if not (closed.startswith(opened) and opened.startswith(done)):
-        raise UserError(
-            f"{name_of(tokenizer)} rewrites earlier turns when the dialogue goes on (at message {index}), so it cannot "
-            "be trained on whole dialogues; use a training template that keeps the history, or split the rows"
-        )
-    turn = _split_turn(closed[len(opened) :], messages[index]["content"], end)
-    if turn is None:
-        raise UserError(f"{name_of(tokenizer)} does not render the reply of message {index} as it stands, then {end!r}")
-    lead, reply = turn
-    if not index:  # nobody asked: the assistant's own header is what its first words follow
-        opened, lead = lead, ""
-    return opened[len(done) :], lead, reply, opened + lead + reply + end
-
-
-def _split_turn(turn: str, content: str, end: str) -> tuple[str, str] | None:
-    """What the template wrote before an assistant's reply, and the reply up to its end token; None: it rewrote the reply."""
-    body, found, _ = turn.partition(end)
-    start = _start_of_reply(body, content)
-    return (body[:start], body[start:]) if found and start is not None else None
-
-
-def _writes_around(tokenizer: Tokenizer, end: str) -> bool:
-    """Whether the template writes anything between the assistant's header, its reply and the end token."""
-    return _last_turn(tokenizer, [{"role": "user", "content": "Hello"}], PROBE, True, end) != ("", PROBE)
-
-
-def _last_turn(tokenizer: Tokenizer, prompt: Messages, response: str, ended: bool, end: str) -> tuple[str, str]:
-    """What the template writes before a response to messages, and the response as it writes it.
-
-    A response that already begins with it does not get it twice; one that the template rewrites is left as it is.
-    """
-    if not response.strip():
-        return "", response
-    messages, escaped = escape(tokenizer, [*prompt, {"role": "assistant", "content": response}])
-    opened = render(tokenizer, messages[:-1], open_turn=True)
-    closed = render(tokenizer, messages, open_turn=False)
-    turn = _split_turn(closed[len(opened) :], messages[-1]["content"], end) if closed.startswith(opened) else None
-    if turn is None or (turn[0] and response.startswith(turn[0])):
-        return "", response
-    return turn[0], unescape(turn[1], escaped) if ended else response
-
-
-def _turns_ids(tokenizer: Tokenizer, turns: Sequence[tuple[str, str]]) -> list[list[int]]:
-    """Ids of (lead, reply) pairs: encoded as one text, except where the lead holds control tokens (a whole header)."""
-    apart = [any(string in lead for string in control_strings(tokenizer)) for lead, _ in turns]
-    texts = [text if header else lead + text for header, (lead, text) in zip(apart, turns, strict=True)]
-    leads = [lead if header else "" for header, (lead, _) in zip(apart, turns, strict=True)]
-    heads = encode(tokenizer, leads, control_tokens=True, follows=True) if any(apart) else [[] for _ in turns]
-    return [head + ids for head, ids in zip(heads, encode(tokenizer, texts, follows=True), strict=True)]
-
-
-def _start_of_reply(body: str, content: str) -> int | None:
-    """Index of the reply in what the template wrote for it, its blanks trimmed or not; None: it is not there."""
-    for text in (content, content.strip()):
-        start = body.rfind(text)
-        if start >= 0 and not body[start + len(text) :].strip():
-            return start
-    return None
-
-
-def _last_assistant(messages: Messages) -> int:
-    return max(index for index, message in enumerate(messages) if message["role"] == "assistant")
-
-
-def without_end(text: str, stops: Sequence[str]) -> str:
-    """The text without the end tokens written at its end."""
-    while stop := next((stop for stop in stops if text.rstrip().endswith(stop)), None):
-        text = text.rstrip().removesuffix(stop)
-    return text
-
-
-def _stop_strings(tokenizer: Tokenizer) -> list[str]:
-    return [str(token) for token in tokenizer.convert_ids_to_tokens(sorted(stop_token_ids(tokenizer)))]
-
-
-def _token_id(tokenizer: Tokenizer, token: str) -> int:
-    return tokenizer.convert_tokens_to_ids(token)
-
-
-def _with_one_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    bos = bos_id(tokenizer)
-    if bos is None:
-        return ids
-    if ids[:2] == [bos, bos]:
-        raise UserError(f"{name_of(tokenizer)} writes the BOS twice; one is right")
-    return ids if ids[:1] == [bos] or not adds_bos(tokenizer) else [bos, *ids]
+def _sure(result: Result | UserError) -> Result:
+    """The result, where it is one."""
+    if isinstance(result, UserError):
+        raise result
+    return cast("Result", result)

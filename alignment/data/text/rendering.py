@@ -3,8 +3,8 @@
 A template comes with a checkpoint and is a program. Jinja's sandbox keeps it from files and code, but not from endless
 loops, `2 ** 10 ** 9` or 20 GB of text, and such a step inside the interpreter can be interrupted from outside only.
 So one helper process renders all templates. The kernel ends it when a template uses more than `CPU_SECONDS`, and memory
-beyond `MEMORY_BYTES` fails there. A text costs one line of JSON each way, some ten microseconds; since nothing but
-template and messages decides it, a text that was rendered a moment ago is not rendered again.
+beyond `MEMORY_BYTES` fails there. Many dialogues go as one line of JSON each way. Nothing but template and messages
+decides a text, so what was rendered a moment ago is not rendered again.
 """
 
 import atexit
@@ -14,8 +14,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
@@ -24,32 +25,86 @@ from typing import Any
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 2**30
 MAX_CHARACTERS = 50_000_000
+TASKS_PER_LINE = 64
 # What `strftime_now` answers, always: the date that Llama 3.2's template takes where there is no clock. With today's
 # date a run that is resumed tomorrow, or a model that is served later, would read other tokens than it was trained on.
 TEMPLATE_DATE = datetime(2024, 7, 26)
 
 
 class RenderError(ValueError):
-    """A template failed, or was ended for what it used."""
+    """A template failed."""
 
 
-def render_template(template: str, messages: Sequence[Mapping[str, object]], **variables: Any) -> str:
-    """The text that `tokenizer.apply_chat_template(messages, tokenize=False)` gives, but for its `strftime_now`.
+class TemplateEnded(RenderError):
+    """A template was ended for what it used."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderTask:
+    """The texts that are wanted of one dialogue.
+
+    Attributes:
+        messages: dicts of plain values, oldest first.
+        cuts: for each text, how many of the messages it holds, and whether the assistant's header follows them
+            (`add_generation_prompt`).
+        tools: definitions of the tools that the dialogue may use, JSON schemas.
+    """
+
+    messages: Sequence[Mapping[str, object]]
+    cuts: tuple[tuple[int, bool], ...]
+    tools: Sequence[Mapping[str, object]] | None = None
+
+
+def render_tasks(
+    template: str, tasks: Sequence[RenderTask], variables: Mapping[str, object]
+) -> list[list[str] | RenderError]:
+    """The texts that `tokenizer.apply_chat_template(messages, tokenize=False)` gives, but for its `strftime_now`.
 
     Args:
         template: Jinja text.
-        messages: dicts of plain values.
-        variables: what else the template sees: `add_generation_prompt` and the special tokens.
+        tasks: dialogues, each with the texts wanted of it.
+        variables: what else the template sees: the special tokens.
 
-    Raises:
-        RenderError: the template fails, or takes more time or memory than is allowed.
+    Returns:
+        For each task its texts in order, or the error of the first one that failed.
     """
-    return _render(template, json.dumps({"messages": messages, "variables": variables}, default=str))
+    answers: list[list[str] | RenderError] = []
+    for start in range(0, len(tasks), TASKS_PER_LINE):
+        answers += _render_line(template, tasks[start : start + TASKS_PER_LINE], variables)
+    return answers
 
 
-@lru_cache(maxsize=16)  # one row asks for the same few texts several times
-def _render(template: str, request: str) -> str:
-    return _process.render(template, request)
+def _render_line(
+    template: str, tasks: Sequence[RenderTask], variables: Mapping[str, object]
+) -> list[list[str] | RenderError]:
+    requests = [{"messages": task.messages, "cuts": task.cuts, "tools": task.tools} for task in tasks]
+    try:
+        answers = _render(template, json.dumps({"tasks": requests, "variables": variables}, default=str))
+    except TemplateEnded as error:
+        if len(tasks) == 1:
+            return [error]
+        return [answer for task in tasks for answer in _render_line(template, [task], variables)]
+    return [_failure(answer) if "error" in answer else _unpacked(answer["texts"]) for answer in answers]
+
+
+def _failure(answer: Mapping[str, Any]) -> RenderError:
+    return TemplateEnded(answer["error"]) if answer.get("ended") else RenderError(answer["error"])
+
+
+def _packed(texts: Sequence[str]) -> list[str | int]:
+    """The texts, each that begins the longest one as its length."""
+    longest = max(texts, key=len)
+    return [text if text is longest or not longest.startswith(text) else len(text) for text in texts]
+
+
+def _unpacked(texts: Sequence[str | int]) -> list[str]:
+    longest = max((text for text in texts if isinstance(text, str)), key=len)
+    return [longest[:text] if isinstance(text, int) else text for text in texts]
+
+
+@lru_cache(maxsize=16)  # a single dialogue is often asked for several times in a row
+def _render(template: str, request: str) -> list[dict[str, Any]]:
+    return json.loads(_process.render(template, request))["answers"]
 
 
 class _Process:
@@ -77,12 +132,9 @@ class _Process:
                 self.stop()
                 raise
             if not line:
-                raise RenderError(_why_ended(self.stop(kill=False)))
+                raise TemplateEnded(_why_ended(self.stop(kill=False)))
             self.template = template
-        answer = json.loads(line)
-        if "error" in answer:
-            raise RenderError(answer["error"])
-        return answer["text"]
+        return line
 
     def stop(self, *, kill: bool = True) -> int:
         """End the helper process, or wait for the end that it has come to, and return its exit code."""
@@ -120,7 +172,7 @@ def serve() -> None:
     """What the helper process does: a line of JSON in, a line of JSON out, until there are no more."""
     import resource
 
-    from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
+    from transformers.utils.chat_template_utils import _compile_jinja_template
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the run, which then closes our input
     statm = Path("/proc/self/statm")
@@ -131,21 +183,35 @@ def serve() -> None:
     template = ""
     for line in sys.stdin:
         new, request = map(json.loads, line.split("\t"))
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
-        try:
-            template = template if new is None else new
-            _compile_jinja_template(template).globals["strftime_now"] = TEMPLATE_DATE.strftime
-            texts, _ = render_jinja_template([request["messages"]], chat_template=template, **request["variables"])
-            if len(texts[0]) > MAX_CHARACTERS:
+        template = template if new is None else new
+        answers = [_answer(_compile_jinja_template, template, task, request["variables"]) for task in request["tasks"]]
+        print(json.dumps({"answers": answers}), flush=True)
+
+
+def _answer(
+    compile_template: Callable[[str], Any], template: str, task: Mapping[str, Any], variables: Mapping[str, object]
+) -> dict[str, object]:
+    """The texts of one task, or the error; each text has its own limit of time."""
+    texts = []
+    try:
+        for number, open_turn in task["cuts"]:
+            signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+            compiled = compile_template(template)  # cached
+            compiled.globals["strftime_now"] = TEMPLATE_DATE.strftime
+            messages = task["messages"][:number]
+            text = compiled.render(
+                messages=messages, tools=task["tools"], documents=None, add_generation_prompt=open_turn, **variables
+            )
+            if len(text) > MAX_CHARACTERS:
                 raise MemoryError
-            answer = json.dumps({"text": texts[0]})
-        except MemoryError:
-            answer = json.dumps({"error": "it takes more memory than any chat template needs"})
-        except RecursionError:
-            answer = json.dumps({"error": "it calls itself without end, or is nested too deeply"})
-        except Exception as error:  # whatever the template did wrong is the template's
-            named = str(error) if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
-            answer = json.dumps({"error": named[:2000]})
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-        print(answer, flush=True)
+            texts.append(text)
+        return {"texts": _packed(texts)}
+    except MemoryError:
+        return {"error": "it takes more memory than any chat template needs", "ended": True}
+    except RecursionError:
+        return {"error": "it calls itself without end, or is nested too deeply", "ended": True}
+    except Exception as error:  # whatever the template did wrong is the template's
+        named = str(error) if type(error).__module__.startswith("jinja2") else f"{type(error).__name__}: {error}"
+        return {"error": named[:2000]}
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)

@@ -1,0 +1,322 @@
+"""Whole dialogues to token ids, with a mask that is True on what the assistant wrote; many dialogues at once.
+
+A dialogue is rendered once as a whole, and for each of the assistant's turns up to its header and up to its end. These
+texts must begin the whole one: so the mask does not depend on markers in the template, and a template that rewrites
+earlier turns is noticed.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from alignment.data.rows.records import Message, Messages, Tools
+from alignment.data.text.ends import stop_strings, token_id, with_one_bos, without_end
+from alignment.data.text.templates import (
+    ChatFormat,
+    Dialogue,
+    EscapedControlTokens,
+    Piece,
+    chat_format,
+    encode_pieces,
+    escape,
+    lost_contents,
+    name_of,
+    pieces_of,
+    render_dialogues,
+    shared_length,
+    unescape,
+)
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.errors import UserError
+
+# What is noted about rows that are used.
+VARIANT = "dialogue rendered by trl's training template {}, which keeps earlier turns; generation keeps the model's own"
+OTHER_PROMPT = "what stands before the last reply differs from what generation renders (data.turns=each trains on that)"
+PREFILLED = "generation opens a reply with {!r}, which the template leaves out of the replies it writes"
+UNENDED = "an earlier reply ends in {!r}, at which generation does not stop, so that token does not count"
+UNRENDERED_REASONING = "the chat template writes no reasoning into a reply that counts, so it is not learned"
+
+THOUGHTS = re.compile("</?think>")
+
+
+@dataclass(frozen=True, slots=True)
+class DialogueRow:
+    """A dialogue to train on.
+
+    Attributes:
+        messages: oldest first.
+        trained: for each assistant reply whether it counts; None: all do.
+        tools: definitions of the tools that it may use.
+    """
+
+    messages: Messages
+    trained: Sequence[bool] | None = None
+    tools: Tools | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedDialogue:
+    """Ids and mask of a dialogue, of equal length, both ending with the last reply; and what is worth knowing of it."""
+
+    ids: list[int]
+    mask: list[bool]
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """Where an assistant's turn lies in the rendered dialogue.
+
+    Attributes:
+        start: first character that the assistant writes.
+        stop: the one after its last, end token not included.
+        end: the control token that ends it; None: none that counts.
+        resume: where the text goes on after it.
+    """
+
+    start: int
+    stop: int
+    end: str | None
+    resume: int
+
+
+def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[EncodedDialogue | UserError]:
+    """Each dialogue's ids and mask, or why it cannot be used: every counting reply is True with its end token.
+
+    What the template writes between the assistant's header and the reply (Mistral's blank, an empty block of reasoning)
+    counts with the reply: a prompt ends before it.
+
+    Raises:
+        UserError: there is no usable template, or it ends the assistant's turn with no control token.
+    """
+    if not rows:
+        return []
+    chat = chat_format(tokenizer)
+    if chat.end is None:
+        raise UserError(f"{name_of(tokenizer)} ends the assistant's turn with no control token to stop at")
+    stops = stop_strings(tokenizer)
+    dialogues = [_prepared(tokenizer, row, stops) for row in rows]
+    written = render_dialogues(tokenizer, dialogues, training=True)
+    planned: list[tuple[list[tuple[list[Piece], bool, str | None]], tuple[str, ...]] | UserError] = []
+    for row, dialogue, texts in zip(rows, dialogues, written, strict=True):
+        try:
+            if isinstance(texts, UserError):
+                raise texts
+            planned.append(_plan(tokenizer, chat, row, dialogue, texts))
+        except UserError as error:
+            planned.append(error)
+    pieces = [piece for plan in planned if not isinstance(plan, UserError) for part, *_ in plan[0] for piece in part]
+    ids = iter(encode_pieces(tokenizer, pieces))
+    encoded: list[EncodedDialogue | UserError] = []
+    for plan in planned:
+        if isinstance(plan, UserError):
+            encoded.append(plan)
+            continue
+        parts, notes = plan
+        encoded.append(_joined(tokenizer, [([next(ids) for _ in part], counts, end) for part, counts, end in parts], notes))
+    return _with_prompt_notes(tokenizer, chat, dialogues, written, encoded)
+
+
+def _prepared(tokenizer: Tokenizer, row: DialogueRow, stops: Sequence[str]) -> Dialogue:
+    """The dialogue up to its last reply, its control strings escaped, and the texts to render of it."""
+    messages = row.messages[: 1 + max((index for index, each in enumerate(row.messages) if _replies(each)), default=-1)]
+    ended: Messages = [
+        {**each, "content": without_end(each["content"], stops)} if _replies(each) else each for each in messages
+    ]
+    safe, tools, escaped = escape(tokenizer, ended, row.tools)
+    cuts = [(len(safe), False)]
+    for index, message in enumerate(safe):
+        if _replies(message):
+            cuts += [(index, True)] if index else []
+            cuts += [(index + 1, False)] if index + 1 < len(safe) else []
+    return Dialogue(safe, tools, escaped, tuple(cuts))
+
+
+def _replies(message: Message) -> bool:
+    return message["role"] == "assistant"
+
+
+def _plan(
+    tokenizer: Tokenizer, chat: ChatFormat, row: DialogueRow, dialogue: Dialogue, texts: Sequence[str]
+) -> tuple[list[tuple[list[Piece], bool, str | None]], tuple[str, ...]]:
+    """The dialogue as parts (pieces to encode, whether they count, end token), and what is to be noted."""
+    if not any(row.trained or [True]) or len(dialogue.messages) < 2:
+        raise UserError("a dialogue needs an assistant message with something before it")
+    by_cut = dict(zip(dialogue.cuts, texts, strict=True))
+    whole, messages, notes = texts[0], dialogue.messages, []
+    replies = [index for index, message in enumerate(messages) if _replies(message)]
+    parts: list[tuple[list[Piece], bool, str | None]] = []
+    position = 0
+    for index, counts in zip(replies, [True] * len(replies) if row.trained is None else row.trained, strict=True):
+        opened, closed = by_cut.get((index, True), ""), by_cut.get((index + 1, False), whole)
+        turn = _find_turn(tokenizer, chat, whole, opened, closed, messages[index], index)
+        if turn.start < position:
+            raise _rewrites(tokenizer, index)
+        if opened and turn.start < len(opened):
+            notes.append(PREFILLED.format(opened[turn.start :]))
+        if turn.end is None and counts:
+            notes.append(UNENDED.format(_control_at(chat, whole, turn.stop)))
+        if counts and lost_reasoning(messages[index], whole[turn.start : turn.stop]):
+            notes.append(UNRENDERED_REASONING)
+        before, reply = whole[position : turn.start], whole[turn.start : turn.stop]
+        parts.append((pieces_of(tokenizer, before, dialogue.escaped, follows=bool(parts)), False, None))
+        parts.append((reply_pieces(tokenizer, chat, reply, dialogue.escaped), counts, turn.end))
+        position = turn.resume
+    if lost := lost_contents(tokenizer, messages, dialogue.tools, whole):
+        raise lost
+    return parts, tuple(dict.fromkeys(notes))
+
+
+def reply_pieces(tokenizer: Tokenizer, chat: ChatFormat, reply: str, escaped: EscapedControlTokens) -> list[Piece]:
+    """The pieces of a rendered reply: one text, unless the template wrote control tokens into it."""
+    if any(string in reply for string in chat.controls):
+        return pieces_of(tokenizer, reply, escaped, follows=True)
+    text = unescape(reply, escaped)
+    return [Piece(text, control=False, follows=True)] if text else []
+
+
+def _find_turn(
+    tokenizer: Tokenizer, chat: ChatFormat, whole: str, opened: str, closed: str, message: Message, index: int
+) -> _Turn:
+    """Where the turn of an assistant's message lies.
+
+    Args:
+        whole: the rendered dialogue.
+        opened: the messages before it with the assistant's header; "" for the first message.
+        closed: the messages up to it.
+    """
+    start = header_start(chat, opened, whole)
+    if start is None:
+        raise _rewrites(tokenizer, index)
+    stop, goes_on = len(closed), not whole.startswith(closed)
+    if goes_on:  # gpt-oss ends a turn in another token once the dialogue goes on, and Phi-3 a dialogue in one of its own
+        stop = _control_boundary(chat, whole, shared_length(whole, closed))
+        if closed[stop:].strip() not in chat.controls:
+            raise _rewrites(tokenizer, index)
+    turn, end = split_end(chat, whole[start:stop], message)
+    if end is None and not goes_on:
+        raise _unlike(tokenizer, chat, index)
+    lead = start_of_reply(turn, message)
+    if lead is None:
+        raise _unlike(tokenizer, chat, index)
+    after = start + len(turn)
+    # without a question before it, the assistant's own header is what its first words follow
+    return _Turn(start if opened else lead, after, end, after + len(end or ""))
+
+
+def header_start(chat: ChatFormat, opened: str, whole: str) -> int | None:
+    """Where a reply begins in a rendered dialogue: after its header, or where the text leaves the header.
+
+    Args:
+        opened: what generation renders up to the reply; its header may hold more ("<think>") than a written reply does.
+
+    Returns:
+        None: the texts differ before the header.
+    """
+    if whole.startswith(opened):
+        return len(opened)
+    start = _control_boundary(chat, whole, shared_length(whole, opened))
+    return start if opened.endswith(chat.header) and start >= len(opened) - len(chat.header) else None
+
+
+def split_end(chat: ChatFormat, turn: str, message: Message) -> tuple[str, str | None]:
+    """The turn up to its end token, and that token."""
+    ends = [chat.end, chat.call_end] if message.get("tool_calls") else [chat.end]
+    found = [(turn.rfind(end), end) for end in ends if end is not None and end in turn]
+    if not found:
+        return turn, None
+    place, end = max(found)
+    return turn[:place], end
+
+
+def start_of_reply(turn: str, message: Message) -> int | None:
+    """Index of the reply in what the template wrote for it, its blanks trimmed or not; None: it is not there."""
+    content = message["content"]
+    calls = [call.get("function", call).get("name", "") for call in message.get("tool_calls", [])]
+    if calls:
+        place = turn.find(content.strip())
+        return place if place >= 0 and all(str(name) in turn for name in calls) else None
+    for text in (content, content.strip()):
+        start = turn.rfind(text)
+        if start >= 0 and not turn[start + len(text) :].strip():
+            return start
+    thoughts = [part.strip() for part in THOUGHTS.split(content)]
+    if len(thoughts) > 1 and turn.rstrip().endswith(thoughts[-1]) and all(part in turn for part in thoughts):
+        return turn.find(next(part for part in thoughts if part) if any(thoughts) else turn)
+    return None
+
+
+def lost_reasoning(message: Message, turn: str) -> bool:
+    """Whether a template left a message's reasoning out of the turn that it wrote."""
+    return (message.get("reasoning_content") or "").strip() not in turn
+
+
+def _control_at(chat: ChatFormat, text: str, place: int) -> str | None:
+    return next((string for string in chat.controls if text.startswith(string, place)), None)
+
+
+def _control_boundary(chat: ChatFormat, text: str, place: int) -> int:
+    """The place, or the beginning of the control token that it lies within."""
+    for string in chat.controls:
+        begin = text.find(string, max(0, place - len(string) + 1), place + len(string) - 1)
+        if 0 <= begin < place < begin + len(string):
+            return begin
+    return place
+
+
+def _rewrites(tokenizer: Tokenizer, index: int) -> UserError:
+    return UserError(
+        f"{name_of(tokenizer)} rewrites earlier turns when the dialogue goes on (at message {index}), so it cannot be "
+        "trained on whole dialogues; set data.turns=each (each reply an example of its own, after what generation "
+        "renders) or data.turns=last, or set chat_template to one that keeps the history"
+    )
+
+
+def _unlike(tokenizer: Tokenizer, chat: ChatFormat, index: int) -> UserError:
+    return UserError(
+        f"{name_of(tokenizer)} does not render the reply of message {index} as it stands, then {chat.end!r}"
+    )
+
+
+def _joined(
+    tokenizer: Tokenizer, parts: Sequence[tuple[list[list[int]], bool, str | None]], notes: tuple[str, ...]
+) -> EncodedDialogue | UserError:
+    ids: list[int] = []
+    mask: list[bool] = []
+    for pieces, counts, end in parts:
+        more = [token for piece in pieces for token in piece]
+        try:
+            ids += more if ids or counts else with_one_bos(tokenizer, more)
+        except UserError as error:
+            return error
+        ids += [] if end is None else [token_id(tokenizer, end)]
+        mask += [counts] * (len(ids) - len(mask))
+    if not any(mask) or all(mask):
+        return UserError("a dialogue needs an assistant message with something before it")
+    return EncodedDialogue(ids, mask, notes)
+
+
+def _with_prompt_notes(
+    tokenizer: Tokenizer,
+    chat: ChatFormat,
+    dialogues: Sequence[Dialogue],
+    written: Sequence[list[str] | UserError],
+    encoded: Sequence[EncodedDialogue | UserError],
+) -> list[EncodedDialogue | UserError]:
+    """The dialogues, noted where a training variant rendered them, and where generation would render another prompt."""
+    if chat.training_name is None:
+        return list(encoded)
+    last = [Dialogue(each.messages, each.tools, each.escaped, ((len(each.messages) - 1, True),)) for each in dialogues]
+    noted: list[EncodedDialogue | UserError] = []
+    for dialogue, texts, result, prompt in zip(
+        dialogues, written, encoded, render_dialogues(tokenizer, last), strict=True
+    ):
+        if isinstance(result, UserError) or isinstance(texts, UserError):
+            noted.append(result)
+            continue
+        notes = [*result.notes, VARIANT.format(chat.training_name)]
+        trained = texts[dialogue.cuts.index((len(dialogue.messages) - 1, True))]
+        if isinstance(prompt, UserError) or prompt[0] != trained:
+            notes.append(OTHER_PROMPT)
+        noted.append(EncodedDialogue(result.ids, result.mask, tuple(notes)))
+    return noted
