@@ -7,9 +7,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from alignment.data.rows.files import SUFFIXES, hub_source
+from alignment.data.rows.turns import Turns
 from alignment.errors import UserError
 
 Part = Literal["train", "evaluation"]
@@ -79,6 +80,9 @@ class DataConfig:
         max_rows: stop after so many good rows of all sources together.
         on_bad_row: report all bad rows and stop, or skip and count them.
         max_length: tokens of prompt and response together.
+        turns: of demonstrations of several assistant turns: train on all of them in one sequence; on the last one; or on
+            each in an example of its own, after the prompt that generation renders (for chat templates that rewrite
+            earlier turns).
         skip_ties: pairs with equal texts: drop and count them, or treat them as bad rows.
         max_lost_share: of the rows read.
         max_cut_share: of the rows kept: prompts without their beginning, or responses without their end.
@@ -95,6 +99,7 @@ class DataConfig:
     max_rows: int | None = None
     on_bad_row: OnBadRow = "error"
     max_length: int = 1024
+    turns: Turns = "all"
     skip_ties: bool = True
     max_lost_share: float = 0.5
     max_cut_share: float = 0.5
@@ -111,6 +116,8 @@ class DataConfig:
         for name in ("max_lost_share", "max_cut_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"data.{name} must lie between 0 and 1, got {getattr(self, name)}")
+        if self.turns not in get_args(Turns):
+            raise ValueError(f"data.turns must be all, last or each, got {self.turns!r}")
         _check_mixing(self)
         _check_evaluation(self)
 

@@ -9,6 +9,7 @@ from typing import Any
 from alignment.data.config import DataConfig, Part
 from alignment.data.rows.read import overlap, prompt_key, read_rows
 from alignment.data.rows.records import Kind, Tally
+from alignment.data.rows.turns import choose_turns
 from alignment.data.tokenize import (
     PROMPT_CUT,
     RESPONSE_CUT,
@@ -71,10 +72,11 @@ def require_enough(counts: Tally, config: DataConfig, part: Part) -> Tally:
 
 
 def _read_part(config: DataConfig, kind: Kind, part: Part) -> tuple[list[Any], Tally]:
-    return read_rows(
+    rows, counts = read_rows(
         config.require_sources(part),
         kind,
         max_rows=config.max_rows,
         on_bad_row=config.on_bad_row,
         skip_ties=config.skip_ties,
     )
+    return choose_turns(rows, config.turns), counts

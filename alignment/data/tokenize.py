@@ -3,8 +3,8 @@
 Nothing is cached on disk: ids always come from the tokenizer and the rows at hand.
 """
 
-from collections.abc import Callable, Sequence
-from itertools import accumulate
+from collections.abc import Sequence
+from itertools import accumulate, islice
 from typing import TypeVar
 
 from alignment.data.examples import Example, LabeledExample, PairExample, PromptExample, RankedExample, StepExample
@@ -13,13 +13,16 @@ from alignment.data.rows.records import (
     Comparison,
     Demonstration,
     LabeledResponse,
+    Message,
     Prompt,
     Ranking,
     Steps,
     Tally,
     Text,
 )
+from alignment.data.rows.turns import single_turns
 from alignment.data.text import chat
+from alignment.data.text.dialogues import DialogueRow, encode_dialogues
 from alignment.data.text.truncation import split_document, truncate, truncate_left
 from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos, bos_id, encode
 from alignment.errors import UserError, raise_all
@@ -35,7 +38,6 @@ STEPS_CUT = "steps longer than fit: the last ones left out, with their labels"
 NO_STEP = "no whole step fits"
 
 PromptedRow = Demonstration | Comparison | Prompt | LabeledResponse | Ranking | Steps
-AnyRow = TypeVar("AnyRow", bound=PromptedRow)
 Encoded = TypeVar("Encoded")
 
 
@@ -64,31 +66,29 @@ def tokenize_demonstrations(
     """
     counts, examples = Tally(rows=len(rows)), []
     bos = bos_id(tokenizer)
-    single = [row for row in rows if row.messages is None]
-    prompts = iter(encode_prompts(tokenizer, single))
-    responses = iter(chat.responses_ids(tokenizer, [row.response for row in single], [row.prompt for row in single]))
-    dialogues = iter(
-        _each(
-            [row for row in rows if row.messages],
-            lambda row: chat.chat_ids(tokenizer, row.messages or [], row.trained),
-        )
+    turns = [[] if row.messages and not row.apart else single_turns(row) for row in rows]
+    flat = [turn for each in turns for turn in each]
+    answered = zip(
+        encode_prompts(tokenizer, [row for row, _ in flat]), _responses(tokenizer, flat, counts), strict=True
     )
-    for row in rows:
-        if row.messages is None:
-            head, tail = next(prompts), next(responses)
-            mask = [False] * len(head) + [True] * len(tail)
-        else:
-            ids, mask = next(dialogues)
+    whole = iter(_dialogues(tokenizer, [row for row in rows if row.messages and not row.apart], counts))
+    for row, of_row in zip(rows, turns, strict=True):
+        if row.messages and not row.apart:
+            ids, mask = next(whole)
             start = last_span(mask)
-            head, tail = ids[:start], ids[start:]
-        if len(tail) < 2:
+            made = [(ids[:start], mask[:start], ids[start:])]
+        else:
+            made = [(head, [False] * len(head), tail) for head, tail in islice(answered, len(of_row))]
+        made = [(head, mask, tail) for head, mask, tail in made if len(tail) >= 2]
+        if not made:
             counts.drop(EMPTY, row.row_id)
             continue
-        kept_head, [kept_tail] = truncate(head, [tail], max_length, bos)
-        _note_cuts(counts, row.row_id, len(head) > len(kept_head), len(tail) > len(kept_tail))
-        kept_mask = truncate_left(mask[: len(head)], len(kept_head), head[:1] == [bos]) + [True] * len(kept_tail)
-        examples.append(Example(kept_head + kept_tail, kept_mask, row.row_id))
-    counts.kept = len(examples)
+        counts.kept += 1
+        for head, mask, tail in made:
+            kept_head, [kept_tail] = truncate(head, [tail], max_length, bos)
+            _note_cuts(counts, row.row_id, len(head) > len(kept_head), len(tail) > len(kept_tail))
+            kept_mask = truncate_left(mask, len(kept_head), head[:1] == [bos]) + [True] * len(kept_tail)
+            examples.append(Example(kept_head + kept_tail, kept_mask, row.row_id))
     return examples, counts.with_documents(example.ids for example in examples)
 
 
@@ -98,8 +98,8 @@ def tokenize_comparisons(
     """Both responses after the very same prompt tokens; pairs whose tokens are equal in the end are dropped."""
     counts, pairs = Tally(rows=len(rows)), []
     prompts = encode_prompts(tokenizer, rows)
-    sides = [(text, row.prompt) for row in rows for text in (row.chosen, row.rejected)]
-    responses = chat.responses_ids(tokenizer, [text for text, _ in sides], [prompt for _, prompt in sides])
+    sides = [(row, reply) for row in rows for reply in row.messages or (row.chosen, row.rejected)]
+    responses = _responses(tokenizer, sides, counts)
     for row, head, chosen, rejected in zip(rows, prompts, responses[::2], responses[1::2], strict=True):
         kept_head, tails = truncate(head, [chosen, rejected], max_length, bos_id(tokenizer))
         if min(len(chosen), len(rejected)) < 2:
@@ -121,7 +121,7 @@ def tokenize_labels(
     """Prompt and response joined, as in demonstrations of one turn, with the label."""
     counts, examples = Tally(rows=len(rows)), []
     prompts = encode_prompts(tokenizer, rows)
-    responses = chat.responses_ids(tokenizer, [row.response for row in rows], [row.prompt for row in rows])
+    responses = _responses(tokenizer, [(row, row.response) for row in rows], counts)
     for row, head, tail in zip(rows, prompts, responses, strict=True):
         if len(tail) < 2:
             counts.drop(EMPTY, row.row_id)
@@ -143,8 +143,7 @@ def tokenize_rankings(
     """
     counts, examples = Tally(rows=len(rows)), []
     prompts = encode_prompts(tokenizer, rows)
-    sides = [(text, row.prompt) for row in rows for text in row.responses]
-    responses = iter(chat.responses_ids(tokenizer, [text for text, _ in sides], [prompt for _, prompt in sides]))
+    responses = iter(_responses(tokenizer, [(row, text) for row in rows for text in row.responses], counts))
     for row, head in zip(rows, prompts, strict=True):
         whole = [next(responses) for _ in row.responses]
         if min(map(len, whole)) < 2:
@@ -220,24 +219,55 @@ def tokenize_prompts(
 
 
 def encode_prompts(tokenizer: Tokenizer, rows: Sequence[PromptedRow]) -> list[list[int]]:
-    """Prompt ids of each row: plain texts in one go, messages through the template one by one."""
-    texts = iter(chat.prompts_ids(tokenizer, [row.prompt for row in rows if isinstance(row.prompt, str)]))
-    dialogues = [row for row in rows if not isinstance(row.prompt, str)]
-    rendered = iter(_each(dialogues, lambda row: chat.prompt_ids(tokenizer, row.prompt)))
-    return [next(texts) if isinstance(row.prompt, str) else next(rendered) for row in rows]
+    """Prompt ids of each row, texts and messages each in one go.
+
+    Raises:
+        UserError: the chat template is missing or refuses rows; all refusals at once.
+    """
+    encoded = chat.encode_each_prompt(tokenizer, [row.prompt for row in rows], [row.tools for row in rows])
+    return _accepted(rows, encoded)
 
 
-def _each(rows: Sequence[AnyRow], encode: Callable[[AnyRow], Encoded]) -> list[Encoded]:
-    """`encode` of each row; what it refuses is reported for all rows at once, the same refusal once with its rows."""
+def _responses(
+    tokenizer: Tokenizer, replies: Sequence[tuple[PromptedRow, str | Message]], counts: Tally
+) -> list[list[int]]:
+    """Ids of each reply to its row's prompt; what is worth knowing of them is noted."""
+    rows = [row for row, _ in replies]
+    encoded = chat.encode_each_response(
+        tokenizer, [reply for _, reply in replies], [row.prompt for row in rows], tools=[row.tools for row in rows]
+    )
+    accepted = _accepted(rows, encoded)
+    _note(counts, rows, [each.notes for each in accepted])
+    return [each.ids for each in accepted]
+
+
+def _dialogues(
+    tokenizer: Tokenizer, rows: Sequence[Demonstration], counts: Tally
+) -> list[tuple[list[int], list[bool]]]:
+    """Ids and mask of each row's dialogue; what is worth knowing of them is noted."""
+    dialogues = [DialogueRow(row.messages or [], row.trained, row.tools) for row in rows]
+    accepted = _accepted(rows, encode_dialogues(tokenizer, dialogues))
+    _note(counts, rows, [each.notes for each in accepted])
+    return [(each.ids, each.mask) for each in accepted]
+
+
+def _accepted(rows: Sequence[PromptedRow], encoded: Sequence[Encoded | UserError]) -> list[Encoded]:
+    """What became of each row; refusals are reported for all rows at once, the same refusal once with its rows."""
     done: list[Encoded] = []
     refused: dict[str, list[str]] = {}
-    for row in rows:
-        try:
-            done.append(encode(row))
-        except UserError as error:
-            refused.setdefault(str(error), []).append(row.row_id)
+    for row, result in zip(rows, encoded, strict=True):
+        if isinstance(result, UserError):
+            refused.setdefault(str(result), []).append(row.row_id)
+        else:
+            done.append(result)
     raise_all(f"{names[0]}: {why}{_more(names[1:])}" for why, names in refused.items())
     return done
+
+
+def _note(counts: Tally, rows: Sequence[PromptedRow], notes: Sequence[Sequence[str]]) -> None:
+    for row, of_row in zip(rows, notes, strict=True):
+        for note in of_row:
+            counts.note(note, row.row_id)
 
 
 def _more(row_ids: Sequence[str]) -> str:

@@ -142,6 +142,7 @@ class Steps:
     labels: tuple[bool, ...]
     row_id: str
     separator: str = "\n"
+    tools: Tools | None = None
 
 
 Record = Text | Demonstration | Comparison | Prompt | LabeledResponse | Ranking | Steps

@@ -53,7 +53,7 @@ def prompt_ids(tokenizer: Tokenizer, prompt: str | Messages, tools: Tools | None
     Raises:
         UserError: messages without a template, or that the template refuses, or that end with the assistant.
     """
-    return _sure(encode_prompts(tokenizer, [prompt], [tools])[0])
+    return _sure(encode_each_prompt(tokenizer, [prompt], [tools])[0])
 
 
 def prompts_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]:
@@ -62,7 +62,7 @@ def prompts_ids(tokenizer: Tokenizer, prompts: Sequence[str]) -> list[list[int]]
     return [ids if bos is None else [bos, *ids] for ids in encode(tokenizer, prompts)]
 
 
-def encode_prompts(
+def encode_each_prompt(
     tokenizer: Tokenizer, prompts: Sequence[str | Messages], tools: Sequence[Tools | None] | None = None
 ) -> list[list[int] | UserError]:
     """`prompt_ids` of many prompts at once, texts and messages; for a prompt that is refused, why."""
@@ -143,7 +143,7 @@ def responses_ids(
     Raises:
         UserError: the template refuses a dialogue, or an assistant message has tool calls that it does not render.
     """
-    return [_sure(each).ids for each in encode_responses(tokenizer, responses, prompts, ended=ended, tools=tools)]
+    return [_sure(each).ids for each in encode_each_response(tokenizer, responses, prompts, ended=ended, tools=tools)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +154,7 @@ class EncodedResponse:
     notes: tuple[str, ...] = ()
 
 
-def encode_responses(
+def encode_each_response(
     tokenizer: Tokenizer,
     responses: Sequence[str | Message],
     prompts: Sequence[str | Messages] | None = None,

@@ -36,6 +36,14 @@ PREFILLED = "generation opens a reply with {!r}, which the template leaves out o
 UNENDED = "an earlier reply ends in {!r}, at which generation does not stop, so that token does not count"
 UNRENDERED_REASONING = "the chat template writes no reasoning into a reply that counts, so it is not learned"
 
+# What is wrong with a template.
+REWRITES = (
+    "rewrites earlier turns when the dialogue goes on (at message {}), so it cannot be trained on whole dialogues; set "
+    "data.turns=each (each reply an example of its own, after what generation renders) or data.turns=last, or set "
+    "chat_template to one that keeps the history"
+)
+UNLIKE = "does not render the reply of message {} as it stands, then its end token"
+
 THOUGHTS = re.compile("</?think>")
 
 
@@ -113,7 +121,9 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[
             encoded.append(plan)
             continue
         parts, notes = plan
-        encoded.append(_joined(tokenizer, [([next(ids) for _ in part], counts, end) for part, counts, end in parts], notes))
+        encoded.append(
+            _joined(tokenizer, [([next(ids) for _ in part], counts, end) for part, counts, end in parts], notes)
+        )
     return _with_prompt_notes(tokenizer, chat, dialogues, written, encoded)
 
 
@@ -149,9 +159,11 @@ def _plan(
     position = 0
     for index, counts in zip(replies, [True] * len(replies) if row.trained is None else row.trained, strict=True):
         opened, closed = by_cut.get((index, True), ""), by_cut.get((index + 1, False), whole)
-        turn = _find_turn(tokenizer, chat, whole, opened, closed, messages[index], index)
+        turn = _find_turn(chat, messages[index], whole, opened=opened, closed=closed)
+        if isinstance(turn, str):
+            raise UserError(f"{name_of(tokenizer)} {turn.format(index)}")
         if turn.start < position:
-            raise _rewrites(tokenizer, index)
+            raise UserError(f"{name_of(tokenizer)} {REWRITES.format(index)}")
         if opened and turn.start < len(opened):
             notes.append(PREFILLED.format(opened[turn.start :]))
         if turn.end is None and counts:
@@ -175,10 +187,8 @@ def reply_pieces(tokenizer: Tokenizer, chat: ChatFormat, reply: str, escaped: Es
     return [Piece(text, control=False, follows=True)] if text else []
 
 
-def _find_turn(
-    tokenizer: Tokenizer, chat: ChatFormat, whole: str, opened: str, closed: str, message: Message, index: int
-) -> _Turn:
-    """Where the turn of an assistant's message lies.
+def _find_turn(chat: ChatFormat, message: Message, whole: str, *, opened: str, closed: str) -> _Turn | str:
+    """Where the turn of an assistant's message lies, or what is wrong with the template.
 
     Args:
         whole: the rendered dialogue.
@@ -187,18 +197,18 @@ def _find_turn(
     """
     start = header_start(chat, opened, whole)
     if start is None:
-        raise _rewrites(tokenizer, index)
+        return REWRITES
     stop, goes_on = len(closed), not whole.startswith(closed)
-    if goes_on:  # gpt-oss ends a turn in another token once the dialogue goes on, and Phi-3 a dialogue in one of its own
+    if (
+        goes_on
+    ):  # gpt-oss ends a turn in another token once the dialogue goes on, and Phi-3 a dialogue in one of its own
         stop = _control_boundary(chat, whole, shared_length(whole, closed))
         if closed[stop:].strip() not in chat.controls:
-            raise _rewrites(tokenizer, index)
+            return REWRITES
     turn, end = split_end(chat, whole[start:stop], message)
-    if end is None and not goes_on:
-        raise _unlike(tokenizer, chat, index)
     lead = start_of_reply(turn, message)
-    if lead is None:
-        raise _unlike(tokenizer, chat, index)
+    if lead is None or (end is None and not goes_on):
+        return UNLIKE
     after = start + len(turn)
     # without a question before it, the assistant's own header is what its first words follow
     return _Turn(start if opened else lead, after, end, after + len(end or ""))
@@ -225,8 +235,8 @@ def split_end(chat: ChatFormat, turn: str, message: Message) -> tuple[str, str |
     found = [(turn.rfind(end), end) for end in ends if end is not None and end in turn]
     if not found:
         return turn, None
-    place, end = max(found)
-    return turn[:place], end
+    index, end = max(found)
+    return turn[:index], end
 
 
 def start_of_reply(turn: str, message: Message) -> int | None:
@@ -234,8 +244,8 @@ def start_of_reply(turn: str, message: Message) -> int | None:
     content = message["content"]
     calls = [call.get("function", call).get("name", "") for call in message.get("tool_calls", [])]
     if calls:
-        place = turn.find(content.strip())
-        return place if place >= 0 and all(str(name) in turn for name in calls) else None
+        start = turn.find(content.strip())
+        return start if start >= 0 and all(str(name) in turn for name in calls) else None
     for text in (content, content.strip()):
         start = turn.rfind(text)
         if start >= 0 and not turn[start + len(text) :].strip():
@@ -251,31 +261,17 @@ def lost_reasoning(message: Message, turn: str) -> bool:
     return (message.get("reasoning_content") or "").strip() not in turn
 
 
-def _control_at(chat: ChatFormat, text: str, place: int) -> str | None:
-    return next((string for string in chat.controls if text.startswith(string, place)), None)
+def _control_at(chat: ChatFormat, text: str, index: int) -> str | None:
+    return next((string for string in chat.controls if text.startswith(string, index)), None)
 
 
-def _control_boundary(chat: ChatFormat, text: str, place: int) -> int:
-    """The place, or the beginning of the control token that it lies within."""
+def _control_boundary(chat: ChatFormat, text: str, index: int) -> int:
+    """The index, or the first character of the control token that it lies within."""
     for string in chat.controls:
-        begin = text.find(string, max(0, place - len(string) + 1), place + len(string) - 1)
-        if 0 <= begin < place < begin + len(string):
-            return begin
-    return place
-
-
-def _rewrites(tokenizer: Tokenizer, index: int) -> UserError:
-    return UserError(
-        f"{name_of(tokenizer)} rewrites earlier turns when the dialogue goes on (at message {index}), so it cannot be "
-        "trained on whole dialogues; set data.turns=each (each reply an example of its own, after what generation "
-        "renders) or data.turns=last, or set chat_template to one that keeps the history"
-    )
-
-
-def _unlike(tokenizer: Tokenizer, chat: ChatFormat, index: int) -> UserError:
-    return UserError(
-        f"{name_of(tokenizer)} does not render the reply of message {index} as it stands, then {chat.end!r}"
-    )
+        first = text.find(string, max(0, index - len(string) + 1), index + len(string) - 1)
+        if 0 <= first < index < first + len(string):
+            return first
+    return index
 
 
 def _joined(

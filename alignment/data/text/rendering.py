@@ -20,7 +20,10 @@ from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict
+
+if TYPE_CHECKING:
+    import jinja2
 
 CPU_SECONDS = 1.0
 MEMORY_BYTES = 2**30
@@ -37,6 +40,22 @@ class RenderError(ValueError):
 
 class TemplateEnded(RenderError):
     """A template was ended for what it used."""
+
+
+class _Request(TypedDict):
+    """A task as JSON."""
+
+    messages: list[dict[str, object]]
+    cuts: list[tuple[int, bool]]
+    tools: list[dict[str, object]] | None
+
+
+class _Answer(TypedDict, total=False):
+    """What became of a task: its texts, each that begins the longest one as its length; or why it failed."""
+
+    texts: list[str | int]
+    error: str
+    ended: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +103,15 @@ def _render_line(
         if len(tasks) == 1:
             return [error]
         return [answer for task in tasks for answer in _render_line(template, [task], variables)]
-    return [_failure(answer) if "error" in answer else _unpacked(answer["texts"]) for answer in answers]
+    return [_texts(answer) for answer in answers]
 
 
-def _failure(answer: Mapping[str, Any]) -> RenderError:
-    return TemplateEnded(answer["error"]) if answer.get("ended") else RenderError(answer["error"])
+def _texts(answer: _Answer) -> list[str] | RenderError:
+    if "error" in answer:
+        return TemplateEnded(answer["error"]) if answer.get("ended") else RenderError(answer["error"])
+    texts = answer.get("texts", [])
+    longest = max((text for text in texts if isinstance(text, str)), key=len)
+    return [longest[:text] if isinstance(text, int) else text for text in texts]
 
 
 def _packed(texts: Sequence[str]) -> list[str | int]:
@@ -97,13 +120,8 @@ def _packed(texts: Sequence[str]) -> list[str | int]:
     return [text if text is longest or not longest.startswith(text) else len(text) for text in texts]
 
 
-def _unpacked(texts: Sequence[str | int]) -> list[str]:
-    longest = max((text for text in texts if isinstance(text, str)), key=len)
-    return [longest[:text] if isinstance(text, int) else text for text in texts]
-
-
 @lru_cache(maxsize=16)  # a single dialogue is often asked for several times in a row
-def _render(template: str, request: str) -> list[dict[str, Any]]:
+def _render(template: str, request: str) -> list[_Answer]:
     return json.loads(_process.render(template, request))["answers"]
 
 
@@ -189,8 +207,8 @@ def serve() -> None:
 
 
 def _answer(
-    compile_template: Callable[[str], Any], template: str, task: Mapping[str, Any], variables: Mapping[str, object]
-) -> dict[str, object]:
+    compile_template: "Callable[[str], jinja2.Template]", template: str, task: _Request, variables: Mapping[str, object]
+) -> _Answer:
     """The texts of one task, or the error; each text has its own limit of time."""
     texts = []
     try:

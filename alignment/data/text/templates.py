@@ -9,7 +9,7 @@ text is split there and the strings are tokenized as plain text.
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any, TypeVar, cast
@@ -125,8 +125,8 @@ class ChatFormat:
         return made
 
 
-def _with_text_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    function = dict(call.get("function", call))
+def _with_text_arguments(call: Mapping[str, object]) -> dict[str, object]:
+    function = dict(cast("Mapping[str, object]", call.get("function", call)))
     if not isinstance(function.get("arguments"), str):
         function["arguments"] = json.dumps(function.get("arguments", {}), ensure_ascii=False)
     return {**call, "function": function} if "function" in call else function
@@ -181,7 +181,7 @@ def _probe(template: str, variables: str, controls: tuple[str, ...]) -> ChatForm
 
 
 def _probe_texts(
-    special: dict[str, Any], chat: ChatFormat, messages: Messages, cuts: tuple[tuple[int, bool], ...]
+    special: Mapping[str, object], chat: ChatFormat, messages: Messages, cuts: tuple[tuple[int, bool], ...]
 ) -> list[str]:
     """The texts of a short dialogue; none where the template fails on it.
 

@@ -29,8 +29,8 @@ def _variants() -> dict[str, Path]:
 def published_templates() -> Path | None:
     """The folder of trl's chat templates."""
     spec = find_spec("trl")
-    places = [] if spec is None else list(spec.submodule_search_locations or [])
-    folder = Path(places[0]) / "chat_templates" if places else None
+    roots = [] if spec is None else list(spec.submodule_search_locations or [])
+    folder = Path(roots[0]) / "chat_templates" if roots else None
     return folder if folder is not None and folder.is_dir() else None
 
 

@@ -87,7 +87,10 @@ def test_row_that_trains_no_stop_token_is_an_error(monkeypatch, jsonl, bpe):
     """The check looks at the ids themselves, so it also finds a fault in our own preparation."""
     from alignment.data.text import chat
 
-    monkeypatch.setattr(chat, "responses_ids", lambda tokenizer, texts, prompts: [[50, 51, 52] for _ in texts])
+    def unended(tokenizer, texts, prompts, *, tools):
+        return [chat.EncodedResponse([50, 51, 52]) for _ in texts]
+
+    monkeypatch.setattr(chat, "encode_each_response", unended)
     report = check_file(jsonl({"prompt": "a", "response": "b"}), "demonstrations", bpe)
     assert found(report, "error") == [f"1 rows train no stop token ({report.source}:1)"]
 
