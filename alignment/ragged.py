@@ -55,16 +55,18 @@ class SharedPrompts(DeviceBatch):
     """Prompts that stand once in a batch and begin several of its documents.
 
     Attributes:
-        lengths: tokens of each prompt, [P].
+        lengths: tokens of each prompt; those that begin the most documents come first, [P].
         of_documents: prompt of each document; None: the document shares nothing, [B].
         documents: index of each token of each whole document, documents end to end, [S].
         before: index of the token that predicts each target, [M].
+        repeated: targets that a prompt's last token predicts, as it does others, [at most B].
     """
 
     lengths: tuple[int, ...]
     of_documents: tuple[int | None, ...]
     documents: Tensor
     before: Tensor
+    repeated: Tensor
 
     @cached_property
     def of_each(self) -> tuple[int, ...]:
@@ -172,7 +174,7 @@ class Ragged(DeviceBatch):
         prompts: list[int] = []
         first_of: list[int] = []  # a document of each prompt
         of_documents: list[int | None] = [None] * len(documents)
-        for group in sorted(groups, key=len, reverse=True):  # as `prompt_copies` wants them
+        for group in sorted(groups, key=len, reverse=True):  # see `SharedPrompts.lengths`
             if not allowed(share, [lengths[i] for i in group]):
                 continue
             common = common_prompt([documents[i] for i in group], [target_masks[i] for i in group])
@@ -276,13 +278,15 @@ def _share(
     )
     documents = document_tokens(prompts, of_documents, whole.lengths)
     starts = torch.tensor([0, *accumulate(own)]) + sum(prompts)
+    before = documents[whole.target_index - 1]
+    repeated = (before < sum(prompts)).nonzero().squeeze(1)
     return replace(
         whole,
         tokens=whole.tokens[kept],
         positions=whole.positions[kept],
         starts=starts.to(torch.int32),
         target_index=documents[whole.target_index],
-        shared=SharedPrompts(tuple(prompts), tuple(of_documents), documents, documents[whole.target_index - 1]),
+        shared=SharedPrompts(tuple(prompts), tuple(of_documents), documents, before, repeated),
     )
 
 
@@ -420,11 +424,11 @@ def _shared_with_virtual_tokens(batch: Ragged, shared: SharedPrompts, count: int
         starts=torch.tensor(starts[len(prompts) :], dtype=batch.starts.dtype).to(device),
         lengths=lengths,
         target_index=own[batch.target_index],
-        shared=SharedPrompts(
-            prompts,
-            shared.of_documents,
-            document_tokens(prompts, shared.of_documents, lengths).to(device),
-            own[shared.before],
+        shared=replace(
+            shared,
+            lengths=prompts,
+            documents=document_tokens(prompts, shared.of_documents, lengths).to(device),
+            before=own[shared.before],
         ),
     )
     return expanded, own

@@ -11,6 +11,7 @@ from alignment.models.layers import ExpertsSpec
 from alignment.models.layers.experts import balance_loss, recorded_router_logits
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.padded_layout import select_rows
+from alignment.models.layers.shared_layout import states_before_targets
 from alignment.models.native_model import DocumentStates, NativeModel, empty_cache
 from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.models.padded_inputs import from_padded, require_input_ids, to_padded
@@ -60,15 +61,15 @@ class LanguageModel(NativeModel[TransformerSpec]):
             logits = self.head(self.hidden_states(self.trunk, batch))
             return LogitsOutput(to_padded(logits, indices, require_input_ids(input_ids).shape))
         with self._router_logits() as router_logits:
-            hidden = self.hidden_states(self.trunk, batch)
-        before = select_rows(hidden, batch.target_index - 1)
+            read = self.read(self.trunk, batch, prefix=self.active_prefix())
+        before = states_before_targets(read.own_states(), batch)
         if return_logits:
             return LogitsOutput(self.head(before), before)
         tokens = batch.tokens[batch.target_index]
         found = chunked_token_log_probs(
             self.head, before, tokens, temperature=temperature, entropy=entropy, loss=token_loss
         )
-        balance = self._balance(router_logits)
+        balance = self._balance(router_logits, read.batch)
         return LanguageOutput(found.log_probs, found.entropy, balance, losses=found.losses)
 
     def _router_logits(self) -> AbstractContextManager[list[Tensor]]:
@@ -77,11 +78,18 @@ class LanguageModel(NativeModel[TransformerSpec]):
         balanced = isinstance(experts, ExpertsSpec) and experts.balance_coef > 0 and torch.is_grad_enabled()
         return recorded_router_logits(self.trunk) if balanced else nullcontext([])
 
-    def _balance(self, router_logits: list[Tensor]) -> Tensor | None:
-        """The load-balancing loss times its coefficient; None where nothing was recorded."""
+    def _balance(self, router_logits: list[Tensor], batch: Ragged) -> Tensor | None:
+        """The load-balancing loss times its coefficient; None where nothing was recorded.
+
+        Args:
+            router_logits: of each layer, [N, E].
+            batch: what the trunk read; the tokens of a shared prompt count once for each of its documents.
+        """
         experts = self.spec.blocks[0].feedforward
         if not router_logits or not isinstance(experts, ExpertsSpec):
             return None
+        if batch.shared is not None:
+            router_logits = [logits.index_select(0, batch.shared.documents) for logits in router_logits]
         return experts.balance_coef * balance_loss(router_logits, experts.experts_per_token)
 
     def new_cache(self, rows: int, capacity: int) -> Cache:

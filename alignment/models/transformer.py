@@ -150,9 +150,10 @@ class PromptTokens(NamedTuple):
 
     @classmethod
     def of(cls, batch: Ragged, prompt: Tensor) -> "PromptTokens":
-        """The first P tokens of every document; prompt: [P, E]."""
-        index = batch.firsts[:, None] + torch.arange(len(prompt), device=prompt.device)
-        return cls(index.flatten(), prompt.repeat(len(batch.lengths), 1))
+        """The first P tokens of every document, those of documents with a shared prompt once; prompt: [P, E]."""
+        firsts = batch.firsts if batch.shared is None else batch.firsts.unique()
+        index = firsts[:, None] + torch.arange(len(prompt), device=prompt.device)
+        return cls(index.flatten(), prompt.repeat(len(firsts), 1))
 
 
 class Transformer(nn.Module):
@@ -210,7 +211,8 @@ class Transformer(nn.Module):
         Raises:
             UserError: a document is longer than `max_positions`.
         """
-        refuse_shared(batch, "this model")
+        if cache is not None or source is not None:
+            refuse_shared(batch, "a forward that fills a cache or reads an encoder's states")
         offset = 0 if prefix is None else prefix.shape[2]
         self._check_length(batch, offset, 0 if prompt is None else len(prompt))
         cache_write = None

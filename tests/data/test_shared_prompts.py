@@ -54,6 +54,7 @@ def test_a_pair_by_hand():
     assert batch.target_index.tolist() == [4, 5, 6, 7, 8, 9]
     assert batch.before.tolist() == [2, 4, 2, 3, 3, 8]
     assert batch.target_rows.tolist() == [0, 0, 1, 2, 3, 3]
+    assert batch.shared.repeated.tolist() == [0, 2, 3, 4]  # the first tokens of all responses
     assert batch.weight == 6.0 and batch.sizes.tolist() == [5, 4, 2, 3]
 
 

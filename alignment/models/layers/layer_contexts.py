@@ -30,7 +30,8 @@ from alignment.models.layers.sdpa import (
     varlen_applies,
     with_cache_write,
 )
-from alignment.ragged import Ragged
+from alignment.models.layers.shared_layout import continued_mask, piece_starts, shared_keys, shared_layout
+from alignment.ragged import Ragged, SharedPrompts
 
 
 class PositionModules(NamedTuple):
@@ -69,10 +70,14 @@ def training_contexts(
         source: what an encoder read, one document for each of the batch's.
         cache_write: where keys and values are also written to.
     """
+    if batch.shared is not None and not shares_prompts(layers):
+        raise ValueError("this model's tokens see what follows them, so that no prompt is the same for two responses")
     offset = 0 if prefix is None else prefix.shape[2]
     layout = None
     if prefix is None and varlen_applies([layer.attention for layer in layers], parameter, training):
         attends = varlen_attentions(layers, batch)
+    elif batch.shared is not None:
+        attends = shared_attentions(layers, modules, batch, batch.shared, prefix)
     else:
         layout = pad_layout(batch.lengths, layers[0].attention.heads, batch.tokens.device)
         attends = padded_attentions(layers, modules, batch, layout, prefix)
@@ -115,8 +120,15 @@ def rotations(
 
 
 def _token_sizes(batch: Ragged) -> Tensor:
-    """Tokens of the document each token belongs to, [N]."""
-    return batch.sizes.repeat_interleave(batch.sizes, output_size=len(batch.tokens))
+    """Tokens of the document each token belongs to, of the longest one for a shared prompt's, [N]."""
+    if batch.shared is None:
+        return batch.sizes.repeat_interleave(batch.sizes, output_size=len(batch.tokens))
+    longest = [0] * len(batch.shared.lengths)
+    for prompt, length in zip(batch.shared.of_documents, batch.lengths, strict=True):
+        if prompt is not None:
+            longest[prompt] = max(longest[prompt], length)
+    sizes = torch.tensor([*longest, *batch.lengths])
+    return sizes.repeat_interleave(torch.tensor(batch.pieces)).to(batch.tokens.device)
 
 
 def padded_attentions(
@@ -149,6 +161,43 @@ def padded_attentions(
     return attends
 
 
+def shared_attentions(
+    layers: Sequence[BlockSpec],
+    modules: PositionModules,
+    batch: Ragged,
+    shared: SharedPrompts,
+    prefix: Tensor | None,
+) -> list[AttentionFn]:
+    """Each layer's attention in a batch with shared prompts: a document's own tokens read its prompt's keys too."""
+    offset, device = 0 if prefix is None else prefix.shape[2], batch.tokens.device
+    specs = [layer.attention for layer in layers if isinstance(layer.attention, AttentionSpec)]
+    layout = shared_layout(batch.lengths, shared, specs[0].heads, device)
+
+    @cache
+    def masks(window: int | None, biased: bool) -> list[Tensor | None]:
+        bias = modules.bias if biased else None
+        return [
+            continued_mask(rectangle, offset=offset, window=window, bias=bias, device=device)
+            for rectangle in layout.rectangles
+        ]
+
+    return [
+        PaddedAttention(
+            layout.queries,
+            spec,
+            masks(spec.window, spec.position_bias is not None),
+            None if prefix is None else prefix[layer],
+            layout.keys,
+        )
+        for layer, spec in enumerate(specs)
+    ]
+
+
+def shares_prompts(layers: Sequence[BlockSpec]) -> bool:
+    """Whether tokens see only what is before them in every layer: then a prompt is the same for all of its responses."""
+    return all(isinstance(layer.attention, AttentionSpec) and layer.attention.causal for layer in layers)
+
+
 def _no_attention(query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
     raise ValueError("disentangled attention computes its own scores and does not call `attend`")
 
@@ -159,8 +208,12 @@ def varlen_attentions(layers: Sequence[BlockSpec], batch: Ragged) -> list[Attent
     @cache
     def attention(spec: Hashable) -> AttentionFn:
         assert isinstance(spec, AttentionSpec)
-        return VarlenAttention(batch.starts, max(batch.lengths), spec)
+        return VarlenAttention(starts, max(batch.pieces), spec, keys)
 
+    starts, keys = batch.starts, None
+    if batch.shared is not None:
+        keys = shared_keys(batch.lengths, batch.shared, batch.tokens.device)
+        starts = piece_starts(batch)
     return [attention(layer.attention) for layer in layers]
 
 

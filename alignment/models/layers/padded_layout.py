@@ -80,40 +80,42 @@ class PaddedLayout:
         lengths: tokens of the documents of each rectangle, row by row.
         slots: index of each token when all rectangles lie end to end, [N]; None: the batch is one rectangle already.
         source: token that fills each slot; token 0, unseen, at padding, [S].
+        copies: further slots of the first tokens, where documents share these; any number of them each.
     """
 
     groups: tuple[tuple[int, int], ...]
     lengths: tuple[tuple[int, ...], ...]
     slots: Tensor | None = None
     source: Tensor | None = None
+    copies: tuple[Tensor, ...] = ()
 
 
 def pad_layout(lengths: Sequence[int], heads: int, device: torch.device | str = "cpu") -> PaddedLayout:
     """The layout of documents with these `lengths` that costs least, by a greedy rule."""
     if min(lengths) == max(lengths):
         return PaddedLayout(((len(lengths), lengths[0]),), (tuple(lengths),))
-    return _layout(lengths, _rectangles(_columns(lengths, heads)), device)
+    return layout_of(lengths, in_rectangles(choose_columns(lengths, heads)), device)
 
 
 def pad_layouts(
     ours: Sequence[int], theirs: Sequence[int], heads: int, device: torch.device | str = "cpu"
 ) -> tuple[PaddedLayout, PaddedLayout]:
     """Layouts of two sets of documents such that rectangle i of both holds the same rows in the same order."""
-    rectangles = _rectangles(_columns([max(pair) for pair in zip(ours, theirs, strict=True)], heads))
+    rectangles = in_rectangles(choose_columns([max(pair) for pair in zip(ours, theirs, strict=True)], heads))
     one, other = ([(rows, max(lengths[i] for i in rows)) for rows, _ in rectangles] for lengths in (ours, theirs))
-    return _layout(ours, one, device), _layout(theirs, other, device)
+    return layout_of(ours, one, device), layout_of(theirs, other, device)
 
 
-def _rectangles(columns: Sequence[int]) -> list[tuple[list[int], int]]:
+def in_rectangles(columns: Sequence[int]) -> list[tuple[list[int], int]]:
     """Documents of equal `columns` together, widest first: (their numbers, the columns)."""
     order = sorted(range(len(columns)), key=columns.__getitem__, reverse=True)
     return [(list(rows), width) for width, rows in groupby(order, key=columns.__getitem__)]
 
 
-def _layout(
+def layout_of(
     lengths: Sequence[int], rectangles: Sequence[tuple[list[int], int]], device: torch.device | str
 ) -> PaddedLayout:
-    """The layout with these rectangles: (documents, columns) each."""
+    """The layout with these rectangles: (numbers of its documents, columns) each."""
     firsts = [0] * len(lengths)
     first = 0
     for rows, width in rectangles:
@@ -129,7 +131,7 @@ def _layout(
     return PaddedLayout(groups, sizes, slots.to(device, non_blocking=True), source.to(device, non_blocking=True))
 
 
-def _columns(lengths: Sequence[int], heads: int) -> list[int]:
+def choose_columns(lengths: Sequence[int], heads: int) -> list[int]:
     """Width of the rectangle each document goes into: shorter ones get their own where that saves more than a call."""
     rounded = [-(-length // ROUND_TO) * ROUND_TO for length in lengths]
     width_of: dict[int, int] = {}
@@ -162,24 +164,40 @@ def select_rows(x: Tensor, index: Tensor) -> Tensor:
     return _SelectRows.apply(x, index)
 
 
-class _Pad(torch.autograd.Function):
-    """`pad`: padding is never attended to, so no gradient comes back from there."""
+class _FillSlots(torch.autograd.Function):
+    """`fill_slots`: the gradients of a token's copies are added up in one order, so that a run repeats bit for bit."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, source: Tensor, slots: Tensor) -> Tensor:
-        ctx.save_for_backward(slots)
+    def forward(ctx, x: Tensor, source: Tensor, slots: Tensor, *copies: Tensor) -> Tensor:
+        ctx.save_for_backward(slots, *copies)
         return x.index_select(0, source)
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
-        (slots,), (grad,) = ctx.saved_tensors, grad_outputs
-        return grad.index_select(0, slots), None, None
+        (slots, *copies), (grad,) = ctx.saved_tensors, grad_outputs
+        total = grad.index_select(0, slots)
+        for more in copies:
+            total[: len(more)] += grad.index_select(0, more)
+        return total, None, None, *[None] * len(copies)
+
+
+def fill_slots(x: Tensor, source: Tensor, slots: Tensor, copies: Sequence[Tensor] = ()) -> Tensor:
+    """x[source] along the first axis, where no gradient comes back from padding, [S, ...].
+
+    Args:
+        x: tokens, [N, ...].
+        source: token in each slot, [S].
+        slots: a slot of each token, [N].
+        copies: further slots of the first tokens; padding, whose token is any, is in none of these.
+    """
+    return _FillSlots.apply(x, source, slots, *copies)
 
 
 def pad(x: Tensor, layout: PaddedLayout) -> tuple[Tensor, ...]:
-    """Tokens [N, ...] as rectangles, one [documents, columns, ...] per group. `unpad` is the inverse."""
+    """Tokens [N, ...] as rectangles, one [documents, columns, ...] per group. `unpad` is the inverse without copies."""
     if layout.slots is not None:
-        x = _Pad.apply(x, layout.source, layout.slots)
+        assert layout.source is not None
+        x = fill_slots(x, layout.source, layout.slots, layout.copies)
     pieces = x.split([documents * columns for documents, columns in layout.groups])
     return tuple(piece.unflatten(0, group) for piece, group in zip(pieces, layout.groups, strict=True))
 

@@ -11,6 +11,7 @@ from alignment.models.layers.attention import AttentionSpec
 from alignment.models.layers.attention_context import AttentionFn
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.padded_layout import PaddedLayout, pad, unpad
+from alignment.models.layers.shared_layout import SharedKeys
 
 VARLEN_MAX_HEAD_DIM, VARLEN_HEAD_DIM_MULTIPLE = 256, 8  # head dimensions that the variable-length kernel takes
 
@@ -59,19 +60,23 @@ class PaddedAttention:
     """Attention inside each document, one call per rectangle of documents.
 
     Attributes:
-        masks: of each rectangle, from `rectangle_mask`.
+        layout: of the queries; of the keys and values too, where `keys` is None.
+        masks: of each rectangle, from `rectangle_mask` or `continued_mask`.
         prefix: keys and values in front of every document, [2, P, KV, K].
+        keys: layout of keys and values, with the same rows.
     """
 
     layout: PaddedLayout
     spec: AttentionSpec
     masks: Sequence[Tensor | None]
     prefix: Tensor | None = None
+    keys: PaddedLayout | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         """query: [N, H, K]; key, value: [N, KV, K] -> [N, H, K]."""
         mixed = []
-        rectangles = zip(*(pad(x, self.layout) for x in (query, key, value)), self.masks, strict=True)
+        keys = self.keys or self.layout
+        rectangles = zip(pad(query, self.layout), pad(key, keys), pad(value, keys), self.masks, strict=True)
         for q, k, v, mask in rectangles:
             if self.prefix is not None:
                 k, v = (_prepend(part, x) for part, x in zip(self.prefix, (k, v), strict=True))
@@ -92,11 +97,16 @@ class VarlenAttention:
     Attributes:
         starts: of each document, then N; int32, [B + 1].
         longest: tokens of the longest document.
+        shared: what each piece of a batch with shared prompts reads; `starts` and `longest` are then of the pieces.
+
+    Where a sequence has more keys than queries, the kernel gives the last query the position of the last key, in causal
+    and in sliding-window masks (FlashAttention 2.1 and later).
     """
 
     starts: Tensor
     longest: int
     spec: AttentionSpec
+    shared: SharedKeys | None = None
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, dropout: float) -> Tensor:
         """query: [N, H, K]; key, value: [N, KV, K] -> [N, H, K]."""
@@ -105,8 +115,12 @@ class VarlenAttention:
         if dropout:
             raise ValueError("the variable-length kernel has no attention dropout; set it to 0 in the model's config")
         left = -1 if self.spec.window is None else self.spec.window - 1  # -1: no limit
+        key_starts, longest_keys = self.starts, self.longest
+        if self.shared is not None:
+            key_starts, longest_keys = self.shared.starts, max(self.shared.lengths)
+            key, value = self.shared.gather(key), self.shared.gather(value)
         mixed = varlen_attn(
-            query, key, value, self.starts, self.starts, self.longest, self.longest, scale=self.spec.scale,
+            query, key, value, self.starts, key_starts, self.longest, longest_keys, scale=self.spec.scale,
             window_size=(left, 0 if self.spec.causal else left), enable_gqa=query.shape[1] != key.shape[1],
         )  # fmt: skip
         assert isinstance(mixed, Tensor)  # a pair only where statistics are asked for
