@@ -19,6 +19,7 @@ from alignment.data.batches import PairBatch, collate_pairs
 from alignment.data.config import DataConfig
 from alignment.loading import load_tokenizer
 from alignment.losses.preference import dpo_loss, implicit_rewards, preference_metrics
+from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.shared_weights import SharedWeights, refuse_trained
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.training import LossFn, LossSum, OptimConfig, TrainingConfig, fit
@@ -82,7 +83,10 @@ def run(config: DPOConfig) -> Path:
         note_memory(run, roles)
         loss_fn = dpo_loss_fn(engine.model, reference, config)
         save = partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size)
-        fit(engine, stream, collate_pairs, loss_fn, training=config.training, run=run, held_out=held_out, save=save)
+        models = [policy.model, reference.model]
+        sharing = prompt_sharing(models, wanted=config.training.share_prompts, note=run.note)
+        collate = partial(collate_pairs, share_prompts=sharing)
+        fit(engine, stream, collate, loss_fn, training=config.training, run=run, held_out=held_out, save=save)
         return run.output / "model"
 
 

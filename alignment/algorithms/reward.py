@@ -17,6 +17,7 @@ from alignment.data.text.chat import stop_token_ids
 from alignment.loading import load_tokenizer
 from alignment.losses.preference import bradley_terry_loss, center_penalty, preference_metrics
 from alignment.models.protocols import ScoringModel
+from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.training import LossFn, LossSum, OptimConfig, TrainingConfig, fit
@@ -75,7 +76,9 @@ def run(config: RewardConfig) -> Path:
         note_memory(run, [Role("reward model", engine.backend.unwrapped, engine)])
         loss_fn = reward_loss_fn(engine.model, config.center_coef)
         save = partial(save_policy, engine, reward_model, run.output, max_shard_size=config.training.max_shard_size)
-        fit(engine, stream, collate_pairs, loss_fn, training=config.training, run=run, held_out=held_out, save=save)
+        sharing = prompt_sharing([reward_model.model], wanted=config.training.share_prompts, note=run.note)
+        collate = partial(collate_pairs, share_prompts=sharing)
+        fit(engine, stream, collate, loss_fn, training=config.training, run=run, held_out=held_out, save=save)
         return run.output / "model"
 
 

@@ -150,7 +150,7 @@ class PromptTokens(NamedTuple):
 
     @classmethod
     def of(cls, batch: Ragged, prompt: Tensor) -> "PromptTokens":
-        """The first P tokens of every document, those of documents with a shared prompt once; prompt: [P, E]."""
+        """The first P tokens of every document, where a prompt is shared once for its documents; prompt: [P, E]."""
         firsts = batch.firsts if batch.shared is None else batch.firsts.unique()
         index = firsts[:, None] + torch.arange(len(prompt), device=prompt.device)
         return cls(index.flatten(), prompt.repeat(len(firsts), 1))

@@ -26,6 +26,8 @@ class TrainingConfig:
         gradient_checkpointing: recompute activations in the backward pass instead of keeping them.
         keep_activations: what is not recomputed even so: nothing (least memory), attention's outputs, or those of all
             matrix products too (least recomputation).
+        share_prompts: compute the prompt of a pair, or of several responses, once for all of them; a matter of speed, which
+            changes no result but for rounding. Where dropout acts, the responses share what it drops from the prompt.
         compile: run the model's blocks through torch.compile, in training and in PPO's sampling; the first update waits for
             the compiler.
         save_every_steps: 0 saves a checkpoint only when a signal stops the run.
@@ -50,6 +52,7 @@ class TrainingConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     gradient_checkpointing: bool = False
     keep_activations: Literal["nothing", "attention", "products"] = "nothing"
+    share_prompts: bool = True
     compile: bool = False
     save_every_steps: int = 0
     keep_last_checkpoints: int = 2

@@ -1,7 +1,7 @@
 """Rotary angles and the scalings that stretch them; turning queries and keys by them. Nothing is trained here."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +87,11 @@ class RotarySpec:
     width: int
     scaling: RotaryScaling | None = None
 
+    @property
+    def by_length(self) -> bool:
+        """Whether the angles of a token depend on the length of its document, beyond the original context."""
+        return isinstance(self.scaling, DynamicScaling | LongScaling)
+
     def build(self) -> "Rotary":
         """The table of angles."""
         return Rotary(self)
@@ -138,6 +143,17 @@ def _rotation(angles: Tensor, spec: RotarySpec) -> Rotation:
     factor = getattr(spec.scaling, "attention_factor", 1.0)
     cosines = angles.cos() * factor
     return torch.cat([cosines, cosines], dim=-1)[:, None], (angles.sin() * factor)[:, None]
+
+
+def equal_angles(spec: RotarySpec, lengths: Sequence[int]) -> bool:
+    """Whether documents of these lengths turn the tokens that they begin with by the same angles."""
+    match spec.scaling:
+        case DynamicScaling(original_positions=original):
+            return len({max(length, original) for length in lengths}) == 1
+        case LongScaling(original_positions=original):
+            return len({length > original for length in lengths}) == 1
+        case _:
+            return True
 
 
 def rotary_frequencies(spec: RotarySpec) -> Tensor:

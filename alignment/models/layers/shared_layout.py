@@ -31,28 +31,29 @@ class SharedKeys:
 
     Attributes:
         lengths: tokens that each piece reads.
-        starts: place of the first key of each piece, then S; int32.
-        source: token at each place, [S].
-        places: place of each token among the keys of its own piece, [N].
-        copies: further places of the shared prompts' tokens, one tensor for each of the documents that begin with them.
+        starts: index of the first key of each piece, then S; int32.
+        source: token that each key is of, [S].
+        indices: index of each token's key in its own piece, [N].
+        copies: indices of the shared prompts' tokens in the documents that begin with them: in the first documents, in
+            the second ones, ...
     """
 
     lengths: tuple[int, ...]
     starts: Tensor
     source: Tensor
-    places: Tensor
+    indices: Tensor
     copies: tuple[Tensor, ...]
 
     def gather(self, x: Tensor) -> Tensor:
         """Keys or values of the tokens, [N, KV, K], as the pieces read them, [S, KV, K]."""
-        return fill_slots(x, self.source, self.places, self.copies)
+        return fill_slots(x, self.source, self.indices, self.copies)
 
 
 def shared_keys(lengths: Sequence[int], shared: SharedPrompts, device: torch.device | str) -> SharedKeys:
     """The keys of a batch of documents with these `lengths`."""
     prompts = sum(shared.lengths)
     own = [length - before for length, before in zip(lengths, shared.of_each, strict=True)]
-    firsts = [prompts + start for start in [0, *accumulate(lengths)]]  # place of each document's first key
+    firsts = [prompts + start for start in [0, *accumulate(lengths)]]  # index of each document's first key
     of_own = runs([first + before for first, before in zip(firsts, shared.of_each, strict=False)], own)
     all_lengths = (*shared.lengths, *lengths)
     keys = torch.arange(prompts)
@@ -61,18 +62,18 @@ def shared_keys(lengths: Sequence[int], shared: SharedPrompts, device: torch.dev
         torch.tensor([0, *accumulate(all_lengths)], dtype=torch.int32).to(device, non_blocking=True),
         torch.cat([keys.to(device, non_blocking=True), shared.documents]),
         torch.cat([keys, of_own]).to(device, non_blocking=True),
-        tuple(places.to(device, non_blocking=True) for places in _copies(shared, firsts)),
+        tuple(index.to(device, non_blocking=True) for index in _copies(shared, firsts)),
     )
 
 
 def _copies(shared: SharedPrompts, firsts: Sequence[int]) -> list[Tensor]:
-    """Places of the prompts' tokens in the first of their documents, in the second, ...; firsts: of each document."""
-    places: list[list[int]] = [[] for _ in shared.lengths]
+    """`SharedKeys.copies`; firsts: index of each document's first key."""
+    found: list[list[int]] = [[] for _ in shared.lengths]
     for prompt, first in zip(shared.of_documents, firsts, strict=False):
         if prompt is not None:
-            places[prompt].append(first)
-    most = len(places[0])  # of the first prompt: see `SharedPrompts`
-    rounds = [[each[number] for each in places if len(each) > number] for number in range(most)]
+            found[prompt].append(first)
+    most = len(found[0])  # of the first prompt: see `SharedPrompts`
+    rounds = [[each[number] for each in found if len(each) > number] for number in range(most)]
     return [runs(starts, shared.lengths[: len(starts)]) for starts in rounds]
 
 
@@ -117,9 +118,9 @@ def shared_layout(
     key_layout = PaddedLayout(
         in_slots.groups,
         in_slots.lengths,
-        in_slots.slots[keys.places],
+        in_slots.slots[keys.indices],
         keys.source[in_slots.source],
-        tuple(in_slots.slots[places] for places in keys.copies),
+        tuple(in_slots.slots[index] for index in keys.copies),
     )
     made = [
         SharedRectangle(tuple(before[row] for row in rows), tuple(pieces[row] for row in rows), columns, wide)
@@ -144,10 +145,14 @@ def continued_mask(
     before, queries, columns, keys = rectangle
     if not any(before):
         return rectangle_mask(queries, columns, offset=offset, causal=True, window=window, bias=bias, device=device)
-    # A padded query takes the position of the last real one: it sees some key, for a softmax over nothing is NaN.
-    last = torch.tensor([first + size - 1 for first, size in zip(before, queries, strict=True)])
-    places = torch.minimum(torch.tensor(before)[:, None] + torch.arange(columns), last[:, None])
-    relative = torch.arange(offset + keys) - (offset + places)[..., None]  # [B, columns, offset + keys]
+    positions = torch.tensor(before)[:, None] + torch.arange(columns)
+    if len(set(before)) == 1:
+        positions = positions[:1]  # one mask for all rows: a padded query has the position of a padded key
+    else:
+        # A padded query takes the position of the last real one: it sees some key, for a softmax over nothing is NaN.
+        last = torch.tensor([first + size - 1 for first, size in zip(before, queries, strict=True)])
+        positions = torch.minimum(positions, last[:, None])
+    relative = torch.arange(offset + keys) - (offset + positions)[..., None]  # [B, columns, offset + keys]
     relative = relative.to(device, non_blocking=True)
     seen = visible(relative, True, window)[:, None]
     return seen if bias is None else bias(relative).masked_fill(~seen, -torch.inf)
@@ -161,7 +166,7 @@ def piece_starts(batch: Ragged) -> Tensor:
 
 
 class _SelectRepeatedRows(torch.autograd.Function):
-    """Rows of x, of which `repeated` picks the places that name a row more than once; see `states_before_targets`."""
+    """Rows of x, of which `repeated` picks those that occur more than once; see `states_before_targets`."""
 
     @staticmethod
     def forward(ctx, x: Tensor, index: Tensor, repeated: Tensor) -> Tensor:

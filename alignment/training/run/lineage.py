@@ -18,7 +18,7 @@ RESUMABLE_KEYS = frozenset(
     {
         "output", "resume", "trackers", "save_every_steps", "keep_last_checkpoints", "evaluate_every_steps",
         "micro_batch_tokens", "gradient_checkpointing", "keep_activations", "rollout_weights",
-        "max_shard_size",
+        "max_shard_size", "share_prompts",
     }
 )  # fmt: skip
 
