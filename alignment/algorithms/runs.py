@@ -9,9 +9,10 @@ import torch
 from torch import nn
 
 from alignment.data.config import DataConfig
+from alignment.data.examples import TokenizedRow
+from alignment.data.mixture import RowOrder, describe_mixture, stream_of
 from alignment.data.prepare import prepare
 from alignment.data.rows.records import Kind
-from alignment.data.stream import Stream
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, without_secrets
 from alignment.loading import find_directory
@@ -26,12 +27,16 @@ from alignment.training.distributed import launched_kind
 from alignment.training.optimizers import check_optimizer
 from alignment.training.ranks import compare_checkpoints, compare_rows, compare_start, propagate_failures
 from alignment.training.result import NO_EVALUATION
+from alignment.training.source_metrics import Sources
 
-Row = TypeVar("Row")
+Row = TypeVar("Row", bound=TokenizedRow)
 
 
 class RunConfig(Protocol):
     """The settings that every training stage has."""
+
+    @property
+    def data(self) -> DataConfig: ...
 
     @property
     def output(self) -> str: ...
@@ -130,7 +135,7 @@ def check_rows(model: Module, examples: Sequence[Any], max_length: int, new_toke
 
 def prepare_training(
     model: nn.Module, config: RunConfig, examples: Sequence[Row], run: Run
-) -> tuple[Engine, Stream[Row]]:
+) -> tuple[Engine, RowOrder[Row]]:
     """The engine that trains a model over the run's updates, and the examples in the run's order.
 
     The types and bytes of the model's weights are noted in the run.
@@ -139,7 +144,23 @@ def prepare_training(
     """
     run.note(describe_weights(model))
     training = config.training
-    stream = Stream(
-        examples, training.batch_size, training.seed, training.epochs if training.max_steps is None else None
+    stream = stream_of(
+        config.data,
+        examples,
+        batch_size=training.batch_size,
+        seed=training.seed,
+        epochs=training.epochs if training.max_steps is None else None,
     )
-    return Engine(model, config.optim, training, total_steps=training.steps(len(examples))), stream
+    total_steps = training.steps(stream.epoch_length)
+    for line in describe_mixture(config.data, stream, total_steps):
+        run.note(line)
+    return Engine(model, config.optim, training, total_steps=total_steps), stream
+
+
+def sources_of(data: DataConfig) -> Sources:
+    """The data sources that metrics tell apart and losses weigh, as a data config names them."""
+    weights = tuple(data.loss_weights)
+    return Sources(
+        tuple(data.source_names) if data.distinguishes_sources else (),
+        weights if len(set(weights)) > 1 else (),  # equal weights leave every mean as it is
+    )

@@ -33,7 +33,8 @@ class SourceConfig:
         split: of a Hub data set that names none itself; None: data.split, or data.evaluation_split.
         chat_template: of the rows of this source, Jinja text or file; None: that of the run.
         loss_weight: multiplies the loss of its tokens (in preference stages, of its rows). An update minimizes the
-            weighted mean: the sum of weight times loss over the sum of weights, as torch's cross_entropy.
+            weighted mean: the sum of weight times loss over the sum of weights, as torch's cross_entropy. Held-out rows
+            of the same name weigh as much in held_out_loss.
     """
 
     source: str
@@ -73,7 +74,8 @@ class DataConfig:
         mixing: which source the next row of `train` comes from. concatenate: all rows in one shuffle, each once per
             epoch. Else every row is a draw: proportional to the sources' sizes, by their weights, or by sizes to the
             power 1/temperature (Raffel et al. 2020, arXiv:1910.10683, section 3.5.2); a source repeats its rows, each
-            once per epoch of its own, and an epoch of the mixture is as many draws as the sources have rows together.
+            once per epoch of its own. An epoch of the mixture is a length alone: as many draws as the sources have rows
+            together, each source counted up to `mixing_maximum`.
         mixing_maximum: a larger source counts as having so many rows: T5's K, FLAN's mixing rate maximum.
         temperature: 1 mixes in proportion to sizes, a high one equally.
         columns: our column name -> the file's.
@@ -149,6 +151,22 @@ class DataConfig:
         return list(
             dict.fromkeys(str(source.name) for part in ("train", "evaluation") for source in self.sources(part))
         )
+
+    @property
+    def loss_weights(self) -> list[float]:
+        """`loss_weight` of each of `source_names`; a held-out source that has no namesake in `train` counts 1."""
+        weights = {str(source.name): source.loss_weight for source in self.sources("train")}
+        return [weights.get(name, 1.0) for name in self.source_names]
+
+    def unread(self, *names: Literal["mixing", "loss_weight", "chat_template"]) -> list[str]:
+        """The settings among `names` that are not at their defaults, for a command that follows none of them."""
+        train = self.sources("train")
+        changed = {
+            "mixing": self.mixing != "concatenate",
+            "loss_weight": any(source.loss_weight != 1 for source in train),
+            "chat_template": any(source.chat_template is not None for source in train),
+        }
+        return [f"data.{name}" if name == "mixing" else f"{name} of a source" for name in names if changed[name]]
 
     @property
     def distinguishes_sources(self) -> bool:

@@ -4,7 +4,7 @@ A draw is a pure function of (seed, position), as the order of one source is in 
 to know what was drawn before it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Generic, TypeVar
@@ -149,9 +149,12 @@ def _source_seed(seed: int, number: int) -> int:
     return int(np.random.default_rng([seed, SOURCE_SALT, number]).integers(2**62))
 
 
+RowOrder = Stream[Row] | MixtureStream[Row]
+
+
 def stream_of(
     config: DataConfig, examples: Sequence[Row], *, batch_size: int, seed: int, epochs: float | None = None
-) -> Stream[Row] | MixtureStream[Row]:
+) -> RowOrder[Row]:
     """The training examples in the order that the data config asks for.
 
     Args:
@@ -168,12 +171,25 @@ def stream_of(
         return Stream(examples, batch_size, seed, epochs)
     tables = tables_of(examples)
     sizes = [len(table) for table in tables]
+    if len(sizes) != len(config.sources("train")):
+        raise ValueError(f"the examples come in {len(sizes)} parts, of {len(config.sources('train'))} sources")
     if 0 in sizes:
         raise UserError(f"{config.sources('train')[sizes.index(0)].source}: no row of it can be drawn; take it out")
     shares = mixing_shares(config, sizes)
     return MixtureStream(
         JoinedTables(tables), shares.tolist(), batch_size, seed, epoch_length=epoch_rows(config, sizes), epochs=epochs
     )
+
+
+def describe_mixture(config: DataConfig, stream: RowOrder[Row], steps: int) -> Iterator[str]:
+    """What a mixture draws, one line for each source: its rows, its share, and how often its rows are seen."""
+    if not isinstance(stream, MixtureStream):
+        return
+    draws = steps * stream.batch_size
+    yield f"mixture by {config.mixing}: an epoch is {stream.epoch_length} draws, the run draws {draws}"
+    for source, table, share in zip(config.sources("train"), stream.rows.tables, stream.shares, strict=True):
+        seen = share * draws / len(table)
+        yield f"  {source.name}: {len(table)} rows, share {share:.4f}, about {seen:.2g} epochs of its own"
 
 
 def tables_of(examples: Sequence[Row]) -> list[Sequence[Row]]:

@@ -6,10 +6,17 @@ from typing import Any
 from alignment.data.config import DataConfig
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Kind, Tally
+from alignment.errors import UserError
 
 
 def read_records(data: DataConfig, kind: Kind) -> list[Any]:
-    """Records of `data.train`; what was dropped is printed on standard error."""
+    """Records of `data.train`; what was dropped is printed on standard error.
+
+    Raises:
+        UserError: bad rows, or settings of a mixture: an evaluation reads every row once.
+    """
+    if unread := data.unread("mixing", "loss_weight", "chat_template"):
+        raise UserError(f"an evaluation reads every row once and alike, without {', '.join(unread)}; leave that out")
     rows, tally = read_rows(data.sources("train"), kind, max_rows=data.max_rows, on_bad_row=data.on_bad_row)
     print_tally(kind, tally)
     return rows

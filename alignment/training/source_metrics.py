@@ -13,6 +13,7 @@ from torch import Tensor
 
 from alignment.ragged import Ragged, RaggedBatch, Seq2Seq
 from alignment.training.loop import Collate
+from alignment.training.terms import LossSum
 
 Counted = TypeVar("Counted", Ragged, RaggedBatch, Seq2Seq)
 
@@ -28,22 +29,39 @@ class HasSources(Protocol):
 class Sources:
     """The data sources of a run.
 
+    With weights the loss of an update is sum(weight * loss) / sum(weight) over the tokens (or rows) that count, over all
+    micro-batches and ranks; the losses of the sources by themselves, and all other metrics, are plain means.
+
     Attributes:
         names: by number; empty where metrics do not tell sources apart.
-        loss_weights: what a token (or row) of each source counts for in the loss, > 0; empty: all count alike.
+        loss_weights: of a token (or row) of each source, > 0; empty: all count alike.
     """
 
     names: tuple[str, ...] = ()
     loss_weights: tuple[float, ...] = ()
 
-    def weigh(self, losses: Tensor, batch: HasSources) -> Tensor:
-        """The losses of what a batch counts, [M], each times the weight of its source."""
+    def loss_sum(
+        self, losses: Tensor, batch: HasSources, metrics: dict[str, Tensor] | None = None, **values: Tensor
+    ) -> LossSum:
+        """What a loss function returns: the sum of losses by weight, metrics, and both of each source by itself.
+
+        Args:
+            losses: of what the batch counts, with gradient, [M].
+            batch: their `counted_sources` say where each belongs.
+            metrics: sums over what the batch counts, averaged without weights.
+            values: further metrics of each source, as for `means`.
+        """
+        metrics = metrics or {}
+        means = self.means(batch, loss=losses, **values)
         if not self.loss_weights:
-            return losses
-        return losses * losses.new_tensor(self.loss_weights)[_numbers(batch)]
+            return LossSum(losses.sum(), metrics, means)
+        count = losses.new_tensor(float(len(losses)))
+        means |= {name: (value, count) for name, value in metrics.items()}  # the term's own weight is not their number
+        weights = losses.new_tensor(self.loss_weights)[_numbers(batch)]
+        return LossSum((losses * weights).sum(), {}, means)
 
     def means(self, batch: HasSources, **values: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """`LossSum.means` of each source: what a metric averages to over its tokens (or rows), and its share of them.
+        """`LossSum.means` of each source: its share of what counts (tokens or rows), and its mean of each metric.
 
         Args:
             batch: whose `counted_sources` say where each value belongs.

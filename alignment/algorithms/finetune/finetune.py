@@ -102,6 +102,8 @@ class FinetuneConfig:
         if self.frozen_trunk and self.adapter is not None:
             raise ValueError("frozen_trunk leaves nothing for `adapter` to change; leave one of them out")
         check_weights(self.weights, frozen=self.adapter is not None)
+        if unread := self.data.unread("mixing", "loss_weight", "chat_template"):
+            raise ValueError(f"data: finetune sees every row once per epoch and alike, without {', '.join(unread)}")
         for name in ("stride", "max_question", "max_answer"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")

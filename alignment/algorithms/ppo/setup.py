@@ -16,8 +16,8 @@ from alignment.algorithms.runs import check_rows, read_examples
 from alignment.data.batches import collate
 from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
+from alignment.data.mixture import RowOrder, stream_of
 from alignment.data.rows.records import Prompt
-from alignment.data.stream import Stream
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenize import encode_prompts
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -159,6 +159,10 @@ class PPOConfig:
         if self.pretrain_coef > 0 and self.pretrain is None:
             raise ValueError("pretrain_coef above 0 needs `pretrain`, the text; leave it out or set it to 0")
         for name, data in (("data", self.data), ("pretrain", self.pretrain)):
+            if data is not None and (unread := data.unread("loss_weight")):
+                raise ValueError(
+                    f"{name}: ppo counts all rows alike, without {unread[0]}; draw by weights: data.mixing"
+                )
             if data is not None and data.evaluation is not None:
                 raise ValueError(
                     f"{name}.evaluation is not read: ppo evaluates nothing while it trains; leave it out, and compare the "
@@ -183,9 +187,9 @@ class PPOData:
     """Prompts and the pretraining mix as streams, with the tokenizer that made them."""
 
     tokenizer: Tokenizer
-    prompts: Stream
+    prompts: RowOrder
     iterations: int
-    texts: Stream | None
+    texts: RowOrder | None
 
 
 @dataclass
@@ -239,10 +243,12 @@ def read_data(config: PPOConfig, run: Run) -> PPOData:
     texts = None
     if config.pretrain is not None and config.pretrain_coef > 0:
         examples = read_examples(config.pretrain, "text", tokenizer, run)
-        texts = Stream(examples, config.pretrain_batch_size, config.training.seed + 1)
+        texts = stream_of(
+            config.pretrain, examples, batch_size=config.pretrain_batch_size, seed=config.training.seed + 1
+        )
     # Batches run across the ends of epochs: a smaller last one could not be cut into the same minibatches.
-    stream = Stream(prompts, config.training.batch_size, config.training.seed)
-    return PPOData(tokenizer, stream, config.training.steps(len(prompts)), texts)
+    stream = stream_of(config.data, prompts, batch_size=config.training.batch_size, seed=config.training.seed)
+    return PPOData(tokenizer, stream, config.training.steps(stream.epoch_length), texts)
 
 
 def build_state(config: PPOConfig, data: PPOData) -> PPOState:
@@ -413,7 +419,7 @@ def save_ppo_state(state: PPOState, config: PPOConfig, run: Run, step: int) -> N
     save_run_state(run, {"policy": state.policy, "value": state.value}, config.training, step, saved)
 
 
-def local_texts(texts: Stream, engine: Engine, micro_batch_tokens: int, update: int) -> list[Batch]:
+def local_texts(texts: RowOrder, engine: Engine, micro_batch_tokens: int, update: int) -> list[Batch]:
     """This rank's micro-batches of the texts of one update."""
     to_batches = partial(collate, micro_batch_tokens=micro_batch_tokens)
     return shard_rows(texts.rows_at(update), to_batches, engine.process_group.rank, engine.process_group.size)

@@ -9,10 +9,11 @@ from typing import Generic, Literal, TypeVar
 
 import numpy as np
 
-from alignment.data.stream import Stream
+from alignment.data.examples import TokenizedRow
+from alignment.data.mixture import RowOrder
 
 Ids = Sequence[int]
-Row = TypeVar("Row")
+Row = TypeVar("Row", bound=TokenizedRow)
 NOT_CHOSEN = -1  # in an array of choices: this token is left alone
 CORRUPTION_SALT = 0x6D61736B  # separates corruption from the order of rows: numpy pads seeds with zeros
 
@@ -35,14 +36,14 @@ class SeededRow(Generic[Row]):
 class EpochStream(Generic[Row]):
     """A stream whose rows carry their epoch, so that a row is corrupted differently each time it is seen."""
 
-    stream: Stream[Row]
+    stream: RowOrder[Row]
 
     def rows_at(self, step: int) -> list[SeededRow[Row]]:
         """The rows of batch `step`, in the order of `Stream.rows_at`."""
-        first, rows = step * self.stream.batch_size, self.stream.rows
+        stream = self.stream
         return [
-            SeededRow(rows[index], self.stream.seed, (first + offset) // len(rows), index)
-            for offset, index in enumerate(self.stream.positions_at(step))
+            SeededRow(stream.rows[index], stream.seed, epoch, index)
+            for index, epoch in zip(stream.positions_at(step), stream.epochs_at(step), strict=True)
         ]
 
 

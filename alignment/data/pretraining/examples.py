@@ -43,6 +43,7 @@ class MaskableExample:
     maskable: list[bool]
     word_starts: list[bool]
     row_id: str
+    source: int = 0
 
     @property
     def documents(self) -> list[list[int]]:
@@ -124,6 +125,7 @@ def mask_example(
 def masked_batch(masked: Sequence[tuple[MaskableExample, np.ndarray, np.ndarray]]) -> Ragged:
     """One ragged batch of examples with their corrupted ids and chosen positions."""
     ragged = Ragged.build([ids.tolist() for _, ids, _ in masked], row_ids=[example.row_id for example, _, _ in masked])
+    ragged = ragged.with_sources([example.source for example, _, _ in masked])
     targets = torch.from_numpy(np.flatnonzero(np.concatenate([chosen for _, _, chosen in masked])))
     rows = torch.repeat_interleave(torch.arange(len(masked)), torch.tensor(ragged.lengths))
     originals = torch.tensor([token for example, _, _ in masked for token in example.ids])
@@ -205,11 +207,13 @@ def collate_seq2seq(
     Each target begins with `start_id`, which starts the decoder and is never predicted.
     """
     sides = [corrupt(row.row.ids, row.generator()) for row in rows]
-    pairs = [(row.row.row_id, source, [start_id, *target]) for row, (source, target) in zip(rows, sides, strict=True)]
+    pairs = [(row.row, source, [start_id, *target]) for row, (source, target) in zip(rows, sides, strict=True)]
     lengths = [len(source) + len(target) for _, source, target in pairs]
     batches = []
     for group in group_rows_by_length(pairs, lengths, micro_batch_tokens):
-        names, sources, targets = zip(*group, strict=True)
+        examples, sources, targets = zip(*group, strict=True)
+        names = [example.row_id for example in examples]
         nothing = [[False] * len(source) for source in sources]
-        batches.append(Seq2Seq(Ragged.build(sources, nothing, row_ids=names), Ragged.build(targets, row_ids=names)))
+        decoder = Ragged.build(targets, row_ids=names).with_sources([example.source for example in examples])
+        batches.append(Seq2Seq(Ragged.build(sources, nothing, row_ids=names), decoder))
     return batches

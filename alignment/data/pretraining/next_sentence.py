@@ -45,6 +45,7 @@ class Passage:
     sentences: list[Sentence]
     document: int
     row_id: str
+    source: int = 0
 
     @property
     def documents(self) -> list[list[int]]:
@@ -202,7 +203,7 @@ def make_pair(
     words = [[flag for sentence in side for flag in sentence.word_starts] for side in (first, second)]
     encoded = template.pair(*kept)
     starts = word_starts_in(encoded, [flags[: len(ids)] for flags, ids in zip(words, kept, strict=True)])
-    example = MaskableExample(encoded.ids, encoded.is_text, starts, passage.row_id)
+    example = MaskableExample(encoded.ids, encoded.is_text, starts, passage.row_id, passage.source)
     return SentencePair(example, encoded.segments, label, sum(map(len, sides)) - sum(map(len, kept)))
 
 
