@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -48,6 +48,7 @@ from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Engine, LossFn, LossSum, Run
 from alignment.training.distributed import launched_kind, launched_rank
+from alignment.training.source_metrics import ONE_SOURCE, Sources
 
 
 @dataclass(frozen=True)
@@ -383,38 +384,45 @@ def save_output(
     return directory
 
 
-def language_loss_fn(model: LogProbModel) -> LossFn:
-    """Loss function of a language model: -log p(token), summed over the batch's targets.
+def language_loss_fn(model: LogProbModel, sources: Sources = ONE_SOURCE) -> LossFn:
+    """Loss function of a language model: -log p(token), summed over the batch's targets; its exponential is `perplexity`.
 
     Mixtures of experts add their load-balancing loss, times the number of targets.
+
+    Args:
+        model: called on a batch.
+        sources: told apart in metrics, and weighed.
     """
 
     def loss_fn(batch: Ragged | Seq2Seq) -> LossSum:
         output = model(batch=batch)
-        return _with_balance(-output.log_probs.sum(), {}, output, batch)
+        nll = -output.log_probs
+        return _with_balance(sources.loss_sum(nll, batch, perplexity=nll), output, batch)
 
     return loss_fn
 
 
-def regularized_loss_fn(model: RegularizedModel, token_loss: TokenLoss) -> LossFn:
+def regularized_loss_fn(model: RegularizedModel, token_loss: TokenLoss, sources: Sources = ONE_SOURCE) -> LossFn:
     """`language_loss_fn` with label smoothing or z-loss in each target's loss; -log p(token) itself is the metric `nll`."""
 
     def loss_fn(batch: Ragged | Seq2Seq) -> LossSum:
         output = model(batch=batch, token_loss=token_loss)
         assert output.losses is not None
-        return _with_balance(output.losses.sum(), {"nll": -output.log_probs.detach().sum()}, output, batch)
+        nll = -output.log_probs.detach()
+        loss = sources.loss_sum(output.losses, batch, {"nll": nll.sum()}, perplexity=nll)
+        return _with_balance(loss, output, batch)
 
     return loss_fn
 
 
-def _with_balance(
-    total: Tensor, metrics: dict[str, Tensor], output: LanguageOutput, batch: Ragged | Seq2Seq
-) -> LossSum:
-    """The loss with the load-balancing loss of a mixture of experts, times the number of targets."""
+def _with_balance(loss: LossSum, output: LanguageOutput, batch: Ragged | Seq2Seq) -> LossSum:
+    """The loss with perplexity, and the load-balancing loss of a mixture of experts, times what the targets weigh."""
+    nll = -output.log_probs.detach()
+    means = loss.means | {"perplexity": (nll.sum(), nll.new_tensor(float(len(nll))))}
     if output.balance is None:
-        return LossSum(total, metrics)
+        return replace(loss, means=means)
     balance = output.balance * batch.weight
-    return LossSum(total + balance, {**metrics, "balance_loss": balance})
+    return LossSum(loss.total + balance, {**loss.metrics, "balance_loss": balance}, means)
 
 
 def sequence_log_probs(model: LogProbModel, batch: Ragged) -> Tensor:

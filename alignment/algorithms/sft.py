@@ -14,7 +14,7 @@ from alignment.algorithms.policies import (
     regularized_loss_fn,
     save_policy,
 )
-from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split
+from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split, sources_of
 from alignment.algorithms.samples import SamplesConfig, response_writer
 from alignment.data.batches import collate, collate_whole
 from alignment.data.config import DataConfig
@@ -24,6 +24,7 @@ from alignment.models.embedding_noise import add_embedding_noise
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.training import LossFn, OptimConfig, TrainingConfig, fit
+from alignment.training.source_metrics import Sources
 
 
 @dataclass(frozen=True)
@@ -93,16 +94,18 @@ def run(config: SFTConfig) -> Path:
         engine, stream = prepare_training(policy.model.train(), config, train, run)
         save = partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size)
         note_memory(run, [Role("policy", engine.backend.unwrapped, engine)])
+        sources = sources_of(config.data)
         fit(
-            engine, stream, collate_whole if config.loss_on == "all" else collate, sft_loss_fn(engine.model, config),
+            engine, stream, sources.weighted(collate_whole if config.loss_on == "all" else collate),
+            sft_loss_fn(engine.model, config, sources),
             training=config.training, run=run, held_out=held_out, save=save,
             observe=config.samples and response_writer(config.samples, policy, engine, held_out or train, run),
         )  # fmt: skip
         return run.output / "model"
 
 
-def sft_loss_fn(model: RegularizedModel, config: SFTConfig) -> LossFn:
+def sft_loss_fn(model: RegularizedModel, config: SFTConfig, sources: Sources) -> LossFn:
     """Loss function of SFT: -log p(token), with label smoothing or z-loss where they are on."""
     if config.token_loss.plain:
-        return language_loss_fn(model)
-    return regularized_loss_fn(model, config.token_loss)
+        return language_loss_fn(model, sources)
+    return regularized_loss_fn(model, config.token_loss, sources)

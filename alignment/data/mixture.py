@@ -182,7 +182,7 @@ def stream_of(
 
 
 def describe_mixture(config: DataConfig, stream: RowOrder[Row], steps: int) -> Iterator[str]:
-    """What a mixture draws, one line for each source: its rows, its share, and how often its rows are seen."""
+    """Lines that describe a mixture, one for each source: its rows, its share, and how often its rows are seen."""
     if not isinstance(stream, MixtureStream):
         return
     draws = steps * stream.batch_size

@@ -92,6 +92,9 @@ class Sources:
         return collate_weighted
 
 
+ONE_SOURCE = Sources()
+
+
 def _numbers(batch: HasSources) -> Tensor:
     """The data source of each thing that a batch counts, [M].
 

@@ -30,6 +30,7 @@ from alignment.losses.distillation import distillation_loss, hidden_cosine_loss
 from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Collate, LossFn, LossSum
+from alignment.training.source_metrics import ONE_SOURCE, Sources
 
 
 @dataclass(frozen=True)
@@ -193,7 +194,7 @@ def collate_plain(rows: Sequence[SeededRow[Example]], micro_batch_tokens: int) -
     return collate([row.row for row in rows], micro_batch_tokens)
 
 
-def sentence_pair_loss_fn(model: NextSentenceModel) -> LossFn:
+def sentence_pair_loss_fn(model: NextSentenceModel, sources: Sources = ONE_SOURCE) -> LossFn:
     """Loss function of BERT: for each pair the mean of -log p over its masked tokens, plus its next-sentence loss.
 
     Source: Devlin et al. 2018, arXiv:1810.04805, appendix A.2.
@@ -208,12 +209,16 @@ def sentence_pair_loss_fn(model: NextSentenceModel) -> LossFn:
         next_sentence = next_sentence_loss(logits, batch.labels)
         correct = (logits.argmax(-1) == batch.labels).float().sum()
         metrics = {"masked_loss": masked, "next_sentence_loss": next_sentence, "next_sentence_accuracy": correct}
-        return LossSum(masked + next_sentence, metrics)
+        pairs = -(output.log_probs * batch.token_shares).detach()
+        masked_each = pairs.new_zeros(len(batch.labels)).index_add(0, batch.ragged.target_rows, pairs)
+        return LossSum(masked + next_sentence, metrics, sources.means(batch, masked_loss=masked_each))
 
     return loss_fn
 
 
-def distillation_loss_fn(student: LogitsModel, teacher: LogitsModel, config: DistillationConfig) -> LossFn:
+def distillation_loss_fn(
+    student: LogitsModel, teacher: LogitsModel, config: DistillationConfig, sources: Sources = ONE_SOURCE
+) -> LossFn:
     """Loss function of distillation: the three terms of `DistillationConfig`, summed over the batch's targets.
 
     The load-balancing loss of experts is not part of it.
@@ -221,20 +226,22 @@ def distillation_loss_fn(student: LogitsModel, teacher: LogitsModel, config: Dis
     Args:
         student: the engine's model.
         teacher: frozen, of the same kind; it reads the batch that the student reads.
+        sources: told apart in metrics.
     """
 
     def loss_fn(batch: Ragged | Seq2Seq) -> LossSum:
         with torch.no_grad():
             teacher_output = teacher(batch=batch, return_logits=True)
         output = student(batch=batch, return_logits=True)
-        soft = distillation_loss(output.logits, teacher_output.logits, temperature=config.temperature).sum()
+        soft_each = distillation_loss(output.logits, teacher_output.logits, temperature=config.temperature)
+        soft = soft_each.sum()
         hard = label_loss(output.logits.float(), target_tokens(batch))
         total = config.soft_coef * soft + config.hard_coef * hard
         metrics = {"soft_loss": soft, "hard_loss": hard}
         if config.cosine_coef:
             metrics["cosine_loss"] = hidden_cosine_loss(_hidden(output), _hidden(teacher_output)).sum()
             total = total + config.cosine_coef * metrics["cosine_loss"]
-        return LossSum(total, metrics)
+        return LossSum(total, metrics, sources.means(batch, soft_loss=soft_each))
 
     return loss_fn
 

@@ -24,7 +24,7 @@ from alignment.algorithms.pretrain.objectives import (
     sentence_pair_loss_fn,
     task_of,
 )
-from alignment.algorithms.runs import check_rows, open_run, prepare_training
+from alignment.algorithms.runs import check_rows, open_run, prepare_training, sources_of
 from alignment.data.config import DataConfig, Part
 from alignment.data.pretraining.corruption import EpochStream, fixed_seed_rows
 from alignment.data.pretraining.prepare import prepare_text
@@ -105,6 +105,11 @@ class PretrainConfig:
             )
         if self.distillation is not None and isinstance(self.objective, SentencePairs):
             raise ValueError("distillation goes with causal, masked and encoder-decoder objectives, not sentence_pairs")
+        alike = isinstance(self.objective, SentencePairs) or self.distillation is not None
+        if alike and (unread := self.data.unread("loss_weight")):
+            raise ValueError(
+                f"data: distillation and sentence_pairs count all rows alike, without {unread[0]}; draw by data.mixing"
+            )
 
 
 def run(config: PretrainConfig) -> Path:
@@ -123,12 +128,13 @@ def run(config: PretrainConfig) -> Path:
         policy, teacher = find_models(config, tokenizer)
         check_rows(policy.model, train + held_out, config.data.max_length)
         engine, stream = prepare_training(policy.model.train(), config, train, run)
-        loss_fn = held_out_loss_fn = language_loss_fn(engine.model)
+        sources = sources_of(config.data)
+        loss_fn = held_out_loss_fn = language_loss_fn(engine.model, sources)
         if isinstance(config.objective, SentencePairs):
-            loss_fn = held_out_loss_fn = sentence_pair_loss_fn(engine.model)
+            loss_fn = held_out_loss_fn = sentence_pair_loss_fn(engine.model, sources)
         elif config.distillation is not None:
             teacher = teacher.to(engine.process_group.device)
-            loss_fn = distillation_loss_fn(engine.model, teacher, config.distillation)
+            loss_fn = distillation_loss_fn(engine.model, teacher, config.distillation, sources)
         collate = partial(
             collate_for_objective,
             config.objective,
@@ -138,14 +144,14 @@ def run(config: PretrainConfig) -> Path:
         )
         evaluate = None
         if held_out:
-            batches = collate(held_out)(
+            batches = sources.weighted(collate(held_out))(
                 fixed_seed_rows(held_out), micro_batch_tokens=config.training.tokens_per_forward
             )
             evaluate = partial(held_out_metrics, engine, batches, held_out_loss_fn)
         fit(
             engine,
             EpochStream(stream),
-            collate(train),
+            sources.weighted(collate(train)),
             loss_fn,
             training=config.training,
             run=run,
