@@ -21,7 +21,7 @@ from alignment.algorithms.pretrain.objectives import (
     distillation_loss_fn,
     target_tokens,
 )
-from alignment.data.config import DataConfig
+from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.pretraining.corruption import Masking, fixed_seed_rows
 from alignment.data.pretraining.examples import tokenize_maskable, tokenize_plain
 from alignment.data.pretraining.next_sentence import tokenize_passages
@@ -261,6 +261,6 @@ def test_a_new_tokenizer_is_trained_on_the_rows_that_the_run_reads(make, tmp_pat
         pretrain.find_tokenizer(make("causal", data=data, chat_template=template)).chat_template
         for template in (str(tmp_path / "template.jinja"), "{{ messages }}\n", None)
     ]
-    options = {"split": "s", "columns": {"text": "body"}, "max_rows": 3, "on_bad_row": "skip"}
-    assert calls == 3 * [("some.jsonl", "text", options)]
+    source = SourceConfig("some.jsonl", name="some", split="s", columns={"text": "body"})
+    assert calls == 3 * [([source], "text", {"max_rows": 3, "on_bad_row": "skip"})]
     assert found == ["{{ messages }}", "{{ messages }}\n", None]
