@@ -1,22 +1,10 @@
-"""Checks of single fields of a row: text, messages, numbers. Each returns the clean value or raises `BadRow`."""
+"""Checks of single fields of a row: text, numbers, lists. Each returns the clean value or raises `BadRow`. Messages: messages.py."""
 
 import math
 import re
-from collections.abc import Sequence
 from typing import Any, SupportsFloat, cast
 
-from alignment.data.rows.records import Columns, Message, Messages
-
-ROLES = {  # name of a role in data files -> chat templates' name
-    "system": "system",
-    "developer": "developer",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "model": "assistant",
-    "tool": "tool",
-}
+from alignment.data.rows.records import Columns
 
 FLAGS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}  # how files write them
 HALF_PAIR = re.compile("[\ud800-\udfff]")  # JSON can write one; no encoder takes it
@@ -118,97 +106,3 @@ def list_field(row: Columns, key: str) -> list[Any]:
     if not value:
         raise BadRow(key, "is an empty list")
     return value
-
-
-def messages_field(row: Columns, key: str) -> Messages:
-    """The messages under `key`, as role and content; ShareGPT's `from` and `value` are understood.
-
-    Raises:
-        BadRow: not a list of messages, an unknown role, content that is not text, tool calls.
-    """
-    value = row.get(key)
-    if not isinstance(value, list):
-        raise BadRow(key, f"must be a list of messages, is {type_name(value)}")
-    if not value:
-        raise BadRow(key, "is an empty list")
-    return [_message(message, f"{key}[{index}]") for index, message in enumerate(as_chatml(value))]
-
-
-def as_chatml(messages: Sequence[object]) -> Sequence[Any]:
-    """`from`/`value` messages as `role`/`content`, others as they are; the argument is not changed."""
-    if not any(isinstance(message, dict) and "from" in message for message in messages):
-        return messages
-    from trl.data_utils import maybe_convert_to_chatml
-
-    copies = [dict(message) if isinstance(message, dict) else message for message in messages]
-    return maybe_convert_to_chatml({"messages": copies})["messages"]
-
-
-def _message(message: object, key: str) -> Message:
-    if not isinstance(message, dict):
-        raise BadRow(
-            _list_name(key), "a message must be an object with role and content", f"{key} is {type_name(message)}"
-        )
-    role = message.get("role")
-    if not isinstance(role, str) or role not in ROLES:
-        raise BadRow(_list_name(key), "unknown role", f"{key} has {role!r}; known: {', '.join(ROLES)}")
-    if message.get("tool_calls"):
-        raise BadRow(_list_name(key), "tool calls are not supported", key)
-    try:
-        return {"role": ROLES[role], "content": text_field(_joined(message), "content")}
-    except BadRow as bad:
-        raise BadRow(_list_name(key), f"content of a message {bad.reason.removeprefix('content: ')}", key) from bad
-
-
-def _joined(message: Columns) -> Columns:
-    """A message whose content is a list of text parts, as OpenAI's may be, with one text; any other as it is."""
-    parts = message.get("content")
-    if not isinstance(parts, list) or not parts:
-        return message
-    texts = [part["text"] for part in parts if isinstance(part, dict) and part.get("type") == "text" and "text" in part]
-    if len(texts) < len(parts) or not all(isinstance(text, str) for text in texts):
-        return message
-    return {**message, "content": "".join(texts)}
-
-
-def turn_weights(row: Columns, key: str) -> list[bool | None]:
-    """Whether each message under `key` counts, by its own `weight` (0 or 1) or `train`; None where it does not say.
-
-    Raises:
-        BadRow: another weight, or a message of someone else than the assistant that is to count.
-    """
-    weights: list[bool | None] = []
-    for message in as_chatml(cast("list[object]", row[key])):
-        value = next((message[name] for name in ("weight", "train") if message.get(name) is not None), None)
-        if value is not None and value not in (0, 1):
-            raise BadRow(key, "the weight of a message must be 0 or 1", repr(value)[:40])
-        if value and ROLES[message["role"]] != "assistant":
-            raise BadRow(key, "only the assistant's messages can count, another has weight 1", message["role"])
-        weights.append(None if value is None else bool(value))
-    return weights
-
-
-def _list_name(key: str) -> str:
-    """`messages[3]` -> `messages`: faults are counted per column, not per message."""
-    return key.partition("[")[0]
-
-
-def prompt_field(row: Columns, key: str) -> str | Messages:
-    """A prompt: text, or messages that do not end with the assistant."""
-    if not isinstance(row.get(key), list):
-        return text_field(row, key)
-    messages = messages_field(row, key)
-    if messages[-1]["role"] == "assistant":
-        raise BadRow(key, "ends with an assistant message, so nothing is left to answer")
-    return messages
-
-
-def reply_field(row: Columns, key: str) -> str:
-    """A response: text, or a list of exactly one assistant message, or that message itself."""
-    value = row.get(key)
-    if not isinstance(value, list | dict):
-        return text_field(row, key)
-    messages = messages_field({key: [value] if isinstance(value, dict) else value}, key)
-    if len(messages) != 1 or messages[0]["role"] != "assistant":
-        raise BadRow(key, "must be one assistant message", f"roles: {', '.join(m['role'] for m in messages)}")
-    return messages[0]["content"]

@@ -4,13 +4,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
-from alignment.data.rows.fields import (
-    BadRow,
+from alignment.data.rows.fields import BadRow, EqualResponses, list_field, number_field, text_field
+from alignment.data.rows.messages import (
+    is_plain,
     messages_field,
-    number_field,
     prompt_field,
-    reply_field,
-    text_field,
+    reply_message,
+    tools_field,
     turn_weights,
 )
 from alignment.data.rows.records import (
@@ -21,6 +21,7 @@ from alignment.data.rows.records import (
     Messages,
     Prompt,
     Record,
+    Steps,
     Text,
 )
 
@@ -67,25 +68,40 @@ def parse_text(row: Columns, row_id: str) -> Text:
     return Text(text_field(row, "text"), row_id)
 
 
-def instruction_prompt(row: Columns) -> str:
-    return alpaca_prompt(text_field(row, "instruction"), text_field({"input": "", **row}, "input", may_be_empty=True))
+def instruction_prompt(row: Columns) -> str | Messages:
+    """Alpaca's prompt for `instruction` and `input`; messages where the rows have a column `history` or `system`.
+
+    `history` holds the earlier turns, pairs of what the user said and the answer.
+    """
+    instruction, context = text_field(row, "instruction"), text_field({"input": "", **row}, "input", may_be_empty=True)
+    if "history" not in row and "system" not in row:
+        return alpaca_prompt(instruction, context)
+    messages: Messages = []
+    for pair in list_field(row, "history") if row.get("history") else []:
+        if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(isinstance(text, str) for text in pair):
+            raise BadRow("history", "must be a list of pairs of texts, the user's and the answer", repr(pair)[:60])
+        messages += [Message(role="user", content=pair[0]), Message(role="assistant", content=pair[1])]
+    request = f"{instruction}\n{context}" if context.strip() else instruction
+    return [*messages, Message(role="user", content=request)]
 
 
 def complete(record: Record, row: Columns) -> Record:
-    """The record with what its row says beside the columns of its format: the system message of a dialogue.
+    """The record with what its row says beside the columns of its format: tools and the system message of a dialogue.
 
     Raises:
-        BadRow: what a record cannot express and training would leave out: tool definitions, a system message for a
-            plain text prompt, earlier turns beside an instruction, or a response that is marked as undesirable.
+        BadRow: what a record cannot express and training would leave out: tool definitions or a system message for a
+            plain text prompt, earlier turns without an instruction, or a response that is marked as undesirable.
     """
     if isinstance(record, Demonstration):
         _refuse_undesirable(row)
     if isinstance(record, Text) or (isinstance(record, Prompt) and isinstance(record.prompt, str)):
         return record
-    for key, what in (("tools", "tool definitions"), ("history", "earlier turns beside an instruction")):
-        value = row.get(key)
-        if value and not (isinstance(value, str) and value.strip() in ("", "[]", "{}", "null")):
-            raise BadRow(key, f"{what} are not supported, and would be left out")
+    if row.get("history") and "instruction" not in row:
+        raise BadRow("history", "earlier turns are read beside an instruction only; write the row as messages")
+    if tools := tools_field(row):
+        if isinstance(record.prompt, str) or isinstance(record, Steps):
+            raise BadRow("tools", "a plain text prompt has no place for tool definitions; write the row as messages")
+        record = replace(record, tools=tools)
     system = text_field({"system": None, **row}, "system", may_be_empty=True)
     if not system.strip():
         return record
@@ -123,7 +139,7 @@ def dialogue_parser(key: str) -> Callable[[Columns, str], Demonstration]:
         if last == 0:
             raise BadRow(key, "an assistant message alone has no prompt")
         prompt, response = messages[:last], messages[last]["content"]
-        if len(counting) == 1:
+        if len(counting) == 1 and is_plain(messages[last]):
             return Demonstration(prompt, response, row_id)
         trained = tuple(index in counting for index in replies if index <= last)
         return Demonstration(prompt, response, row_id, messages[: last + 1], None if all(trained) else trained)
@@ -133,7 +149,7 @@ def dialogue_parser(key: str) -> Callable[[Columns, str], Demonstration]:
 
 def demonstration_parser(response: str) -> Callable[[Columns, str], Demonstration]:
     def parse(row: Columns, row_id: str) -> Demonstration:
-        record = Demonstration(prompt_field(row, "prompt"), reply_field(row, response), row_id)
+        record = _answered(prompt_field(row, "prompt"), reply_message(row, response), response, row_id)
         if isinstance(row[response], list) and False in turn_weights(row, response):
             raise BadRow(response, "has weight 0, so nothing in the row counts")
         return record
@@ -142,24 +158,62 @@ def demonstration_parser(response: str) -> Callable[[Columns, str], Demonstratio
 
 
 def parse_alpaca(row: Columns, row_id: str) -> Demonstration:
-    return Demonstration(instruction_prompt(row), text_field(row, "output"), row_id)
+    prompt, reply = instruction_prompt(row), Message(role="assistant", content=text_field(row, "output"))
+    if isinstance(prompt, list) and len(prompt) > 1:  # the answers in the history are demonstrations too
+        return Demonstration(prompt, reply["content"], row_id, [*prompt, reply])
+    return Demonstration(prompt, reply["content"], row_id)
+
+
+def _answered(prompt: str | Messages, reply: Message, key: str, row_id: str) -> Demonstration:
+    """A demonstration of one reply; one with tool calls or reasoning is kept as a message."""
+    if is_plain(reply):
+        return Demonstration(prompt, reply["content"], row_id)
+    if isinstance(prompt, str):
+        raise BadRow(key, "holds tool calls or reasoning, for which a plain text prompt has no place")
+    before = tuple(False for message in prompt if message["role"] == "assistant")
+    return Demonstration(prompt, reply["content"], row_id, [*prompt, reply], (*before, True) if before else None)
 
 
 def parse_chosen_side(row: Columns, row_id: str) -> Demonstration:
     pair = parse_comparison(row, row_id)
-    return Demonstration(pair.prompt, pair.chosen, row_id)
+    reply = Message(role="assistant", content=pair.chosen) if pair.messages is None else pair.messages[0]
+    return _answered(pair.prompt, reply, "chosen", row_id)
 
 
 def parse_comparison(row: Columns, row_id: str) -> Comparison:
     if isinstance(row.get("chosen"), list) and isinstance(row.get("rejected"), list):
-        prompt, chosen, rejected = _message_pair(row)
+        prompt, *replies = _message_pair(row)
     elif any(row.get(key) is not None for key in ("prompt", "conversations", "instruction")):
-        prompt, chosen, rejected = explicit_prompt(row), reply_field(row, "chosen"), reply_field(row, "rejected")
+        prompt, *replies = explicit_prompt(row), reply_message(row, "chosen"), reply_message(row, "rejected")
     elif "prompt" in row and ASSISTANT_TURN not in text_field(row, "chosen"):
         raise BadRow("prompt", "is null")
     else:
         prompt, chosen, rejected = _plain_pair(row)
-    return Comparison(prompt, chosen, rejected, number_field(row, "margin"), row_id)
+        return Comparison(prompt, chosen, rejected, number_field(row, "margin"), row_id)
+    chosen, rejected = replies
+    messages = None if is_plain(chosen) and is_plain(rejected) else (chosen, rejected)
+    if messages and isinstance(prompt, str):
+        raise BadRow("chosen", "holds tool calls or reasoning, for which a plain text prompt has no place")
+    margin = number_field(row, "margin")
+    return Comparison(prompt, chosen["content"], rejected["content"], margin, row_id, messages=messages)
+
+
+def parse_text_pair(row: Columns, row_id: str) -> Comparison:
+    """A pair of two different texts, for rows that have no place for more."""
+    pair = parse_comparison(row, row_id)
+    if is_tie(pair):
+        raise EqualResponses()
+    if pair.messages is not None:
+        raise BadRow(
+            "chosen", "holds tool calls or reasoning, which demonstrations and comparisons can have, these rows not"
+        )
+    return pair
+
+
+def is_tie(pair: Comparison) -> bool:
+    """Whether both responses are the same, tool calls and reasoning among them."""
+    same = pair.messages is None or pair.messages[0] == pair.messages[1]
+    return pair.chosen == pair.rejected and same
 
 
 def explicit_prompt(row: Columns) -> str | Messages:
@@ -177,7 +231,7 @@ def _plain_pair(row: Columns) -> tuple[str, str, str]:
     return prompt, chosen, rejected
 
 
-def _message_pair(row: Columns) -> tuple[str | Messages, str, str]:
+def _message_pair(row: Columns) -> tuple[str | Messages, Message, Message]:
     """Message lists: the replies alone beside an explicit prompt, or whole dialogues with the prompt in them."""
     pair = {key: messages_field(row, key) for key in ("chosen", "rejected")}
     explicit = any(row.get(key) is not None for key in ("prompt", "conversations", "instruction"))
@@ -192,7 +246,7 @@ def _message_pair(row: Columns) -> tuple[str | Messages, str, str]:
         prompt = explicit_prompt(row)
         if isinstance(prompt, str):  # plain text before a message list is what the user said
             prompt = [Message(role="user", content=prompt)]
-    return prompt, reply_field(pair, "chosen"), reply_field(pair, "rejected")
+    return prompt, reply_message(pair, "chosen"), reply_message(pair, "rejected")
 
 
 def prompt_parser(key: str) -> Callable[[Columns, str], Prompt]:

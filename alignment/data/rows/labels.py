@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 
-from alignment.data.rows.fields import BadRow, EqualResponses, flag_field, messages_field, prompt_field, reply_field
-from alignment.data.rows.formats import instruction_prompt, parse_comparison
+from alignment.data.rows.fields import BadRow, flag_field
+from alignment.data.rows.formats import instruction_prompt, parse_text_pair
+from alignment.data.rows.messages import messages_field, prompt_field, reply_field
 from alignment.data.rows.records import Columns, LabeledResponse, Record
 
 
@@ -35,7 +36,8 @@ def labeled_dialogue_parser(key: str, label: str) -> Callable[[Columns, str], La
             raise BadRow(key, "the last message is not the assistant's")
         if len(messages) == 1:
             raise BadRow(key, "an assistant message alone has no prompt")
-        return LabeledResponse(messages[:-1], messages[-1]["content"], flag_field(row, label), row_id)
+        response = reply_field({key: messages[-1]}, key)
+        return LabeledResponse(messages[:-1], response, flag_field(row, label), row_id)
 
     return parse
 
@@ -55,9 +57,7 @@ def parse_labeled_alpaca(label: str) -> Callable[[Columns, str], LabeledResponse
 
 def parse_labeled_pair(row: Columns, row_id: str) -> list[Record]:
     """A pair as two labeled responses: the chosen one desirable, the rejected one not."""
-    pair = parse_comparison(row, row_id)
-    if pair.chosen == pair.rejected:
-        raise EqualResponses()
+    pair = parse_text_pair(row, row_id)
     return [
         LabeledResponse(pair.prompt, pair.chosen, True, f"{row_id}[chosen]"),
         LabeledResponse(pair.prompt, pair.rejected, False, f"{row_id}[rejected]"),

@@ -7,16 +7,9 @@ Understood: `responses` with `ranking` (best first), `ranks` or `scores`; `gener
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
-from alignment.data.rows.fields import (
-    BadRow,
-    EqualResponses,
-    list_field,
-    number_field,
-    reply_field,
-    text_field,
-    type_name,
-)
-from alignment.data.rows.formats import explicit_prompt, parse_comparison
+from alignment.data.rows.fields import BadRow, EqualResponses, list_field, number_field, text_field, type_name
+from alignment.data.rows.formats import explicit_prompt, is_tie, parse_text_pair
+from alignment.data.rows.messages import reply_field
 from alignment.data.rows.records import Columns, Comparison, Messages, Ranking, Record, SkippedRow
 
 RANKING_COLUMNS = (  # the responses, and what orders them
@@ -156,7 +149,7 @@ def different_pair(
 
     def parse_different(row: Columns, row_id: str) -> Comparison:
         pair = parse(row, row_id)
-        if pair.chosen == pair.rejected:
+        if is_tie(pair):
             raise EqualResponses()
         return pair
 
@@ -165,9 +158,7 @@ def different_pair(
 
 def parse_pair_ranking(row: Columns, row_id: str) -> Ranking:
     """A pair as a ranking of two, the chosen one first; its margin and scores are kept."""
-    pair = parse_comparison(row, row_id)
-    if pair.chosen == pair.rejected:
-        raise EqualResponses()
+    pair = parse_text_pair(row, row_id)
     rated = number_field(row, "score_chosen"), number_field(row, "score_rejected")
     scores = None if None in rated else cast("tuple[float, float]", rated)
     return Ranking(pair.prompt, (pair.chosen, pair.rejected), (0, 1), row_id, scores, pair.margin)

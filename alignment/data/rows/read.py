@@ -225,8 +225,10 @@ def record_key(record: Record) -> tuple[str, ...]:
     """Equal for two records of the same prompt and responses, whatever their rows."""
     match record:
         case Comparison():
-            return prompt_key(record), record.chosen, record.rejected
-        case Demonstration() | LabeledResponse():
+            return prompt_key(record), record.chosen, record.rejected, *map(repr, record.messages or ())
+        case Demonstration():
+            return prompt_key(record), record.response, *map(repr, (record.messages or [])[-1:])
+        case LabeledResponse():
             return prompt_key(record), record.response
         case Ranking():
             return prompt_key(record), *record.responses

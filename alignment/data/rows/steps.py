@@ -6,15 +6,8 @@ Understood: trl's stepwise supervision (`prompt`, `completions`, `labels`), PRM8
 from collections.abc import Iterator, Sequence
 from typing import cast
 
-from alignment.data.rows.fields import (
-    BadRow,
-    flag_field,
-    list_field,
-    number_field,
-    prompt_field,
-    text_field,
-    type_name,
-)
+from alignment.data.rows.fields import BadRow, flag_field, list_field, number_field, text_field, type_name
+from alignment.data.rows.messages import prompt_field
 from alignment.data.rows.records import Columns, Record, SkippedRow, Steps
 
 TAG = "\u043a\u0438"  # the token that ends a step in Math-Shepherd's `input`

@@ -8,8 +8,8 @@ import pytest
 
 from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
-from alignment.data.rows.fields import messages_field
 from alignment.data.rows.formats import alpaca_prompt
+from alignment.data.rows.messages import messages_field
 from alignment.data.rows.read import TIE, read_rows, record_key
 from alignment.data.rows.records import Comparison, Demonstration, Prompt, Text
 from alignment.errors import UserError
@@ -258,7 +258,17 @@ def test_all_bad_rows_are_told_at_once_up_to_a_cap(jsonl):
         ({"messages": [{"role": "user"}, HEY]}, "content of a message missing"),
         ({"messages": [HI, HEY, HI]}, "the last message is not the assistant's"),
         ({"messages": [HEY]}, "alone has no prompt"),
-        ({"messages": [HI, {**HEY, "tool_calls": [{}]}]}, "tool calls are not supported"),
+        ({"messages": [HI, {**HEY, "tool_calls": [{}]}]}, "a tool call must be an object that names its function"),
+        ({"messages": [HI, {**HEY, "tool_calls": [{"name": "f", "arguments": "{x"}]}]}, "a tool call must be JSON"),
+        ({"messages": [HI, {**HEY, "tool_calls": [{"name": "f", "arguments": [1]}]}]}, "must be an object"),
+        ({"messages": [{**HI, "tool_calls": [{"name": "f"}]}, HEY]}, "only the assistant can call tools"),
+        ({"messages": [*SHAREGPT[:1], {"from": "function_call", "value": "f(x)"}]}, "a tool call must be JSON"),
+        ({"messages": [HI, {"role": "assistant", "content": None, "tool_calls": []}]}, "content of a message must be"),
+        ({"messages": [HI, {**HEY, "reasoning": ["x"]}]}, "reasoning must be text"),
+        (
+            {"messages": [HI, {"role": "assistant", "content": [{"type": "image_url"}]}]},
+            "content of a message must be text",
+        ),
     ],
 )
 def test_bad_messages(jsonl, row, message):
@@ -450,20 +460,33 @@ def test_hub_failure_says_both_possibilities(monkeypatch):
     [
         ("demonstrations", {"prompt": "hi", "completion": "bad", "label": False}, "label: false marks an undesirable"),
         ("demonstrations", {"messages": [HI, HEY], "kto_tag": "False"}, "kto_tag: false marks an undesirable"),
-        ("demonstrations", {"messages": [HI, HEY], "tools": [{"name": "f"}]}, "tools: tool definitions are not supp"),
+        ("demonstrations", {"messages": [HI, HEY], "tools": [{"title": "f"}]}, "tools: a tool definition must be an"),
+        ("demonstrations", {"prompt": "a", "response": "b", "tools": [{"name": "f"}]}, "tools: a plain text prompt"),
+        ("demonstrations", {"prompt": "a", "response": "b", "history": [["c", "d"]]}, "history: earlier turns"),
+        (
+            "labels",
+            {"messages": [HI, {**HEY, "reasoning": "x"}], "label": 1},
+            "messages: holds tool calls or reasoning",
+        ),
+        ("rankings", {"prompt": [HI], "chosen": [{**HEY, "reasoning": "x"}], "rejected": [YO]}, "chosen: holds tool"),
+        (
+            "demonstrations",
+            {"prompt": "a", "response": {**HEY, "reasoning": "x"}},
+            "response: holds tool calls or reas",
+        ),
         (
             "comparisons",
-            {"prompt": [HI], "chosen": "a", "rejected": "b", "tools": '[{"name": "f"}]'},
-            "tools: tool def",
+            {"prompt": [HI], "chosen": "a", "rejected": "b", "tools": '[{"name": "f"}'},
+            "tools: must be a list of tool definitions",
         ),
-        ("prompts", {"messages": [HI], "tools": [{"name": "f"}]}, "tools: tool definitions are not supported"),
+        ("prompts", {"messages": [HI], "tools": [3]}, "tools: a tool definition must be an object that names"),
         (
             "demonstrations",
             {"prompt": "hi", "completion": "a", "system": "Be kind."},
             "system: a plain text prompt has",
         ),
         ("demonstrations", {"messages": [BE_KIND, HI, HEY], "system": "Be curt."}, "system: differs from the system"),
-        ("demonstrations", {"instruction": "a", "output": "b", "history": [["c", "d"]]}, "history: earlier turns"),
+        ("demonstrations", {"instruction": "a", "output": "b", "history": [["c"]]}, "history: must be a list of pairs"),
         ("demonstrations", {"messages": [HI, {**HEY, "weight": 0}]}, "messages: no message of the assistant counts"),
         (
             "demonstrations",

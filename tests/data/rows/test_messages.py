@@ -1,0 +1,83 @@
+"""Dialogues as data files have them: OpenAI's tool calls, ShareGPT's roles, reasoning, Alpaca's history."""
+
+import pytest
+
+from alignment.data.rows.messages import tools_field
+from alignment.data.rows.read import read_rows
+
+HI = {"role": "user", "content": "hi"}
+HEY = {"role": "assistant", "content": "hey"}
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+ANSWER = {"role": "tool", "content": "3"}
+CALLING = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+
+
+def read_one(path, kind="demonstrations"):
+    [record], _ = read_rows(path, kind)
+    return record
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "add", "arguments": '{"a": 1, "b": 2}'}}]},
+        {"role": "assistant", "content": "", "tool_calls": [{"name": "add", "arguments": {"a": 1, "b": 2}}]},
+        {"role": "assistant", "content": None, "function_call": {"name": "add", "arguments": '{"a": 1, "b": 2}'}},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1, "b": 2}}'},
+        {"from": "function_call", "value": '[{"name": "add", "parameters": {"a": 1, "b": 2}}]'},
+    ],
+)
+def test_every_way_to_write_a_tool_call_is_one_call(jsonl, turn):
+    row = {"messages": [HI, turn, {"role": "function", "name": "add", "content": "3"}, HEY], "tools": [TOOL]}
+    record = read_one(jsonl(row))
+    assert record.messages == [HI, CALLING, {**ANSWER, "name": "add"}, HEY]
+    assert record.tools == [TOOL] and record.trained is None
+
+
+def test_ids_of_calls_and_of_what_they_answer_are_kept(jsonl):
+    turns = [HI, {**CALLING, "tool_calls": [{**CALL, "id": "c1"}]}, {**ANSWER, "tool_call_id": "c1"}, HEY]
+    assert read_one(jsonl({"messages": turns})).messages == turns
+
+
+def test_sharegpt_with_system_tools_and_observations(jsonl):
+    turns = [
+        {"from": "human", "value": "hi"},
+        {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1, "b": 2}}'},
+        {"from": "observation", "value": "3"},
+        {"from": "gpt", "value": "hey"},
+    ]
+    row = {"conversations": turns, "system": "Be kind.", "tools": '[{"name": "add", "parameters": {"type": "object"}}]'}
+    record = read_one(jsonl(row))
+    assert record.messages == [{"role": "system", "content": "Be kind."}, HI, CALLING, ANSWER, HEY]
+    assert record.tools == [TOOL]
+
+
+def test_a_last_turn_that_calls_or_thinks_is_kept_as_a_message(jsonl):
+    record = read_one(jsonl({"messages": [HI, CALLING], "tools": [TOOL]}))
+    assert (record.prompt, record.response, record.messages, record.trained) == ([HI], "", [HI, CALLING], None)
+    thinking = {**HEY, "thinking": "hm"}
+    clean = {**HEY, "reasoning_content": "hm"}
+    record = read_one(jsonl({"prompt": [HI, HEY, HI], "completion": [thinking]}))
+    assert (record.messages, record.trained) == ([HI, HEY, HI, clean], (False, True))
+    pair = read_one(jsonl({"prompt": [HI], "chosen": thinking, "rejected": HEY}), "comparisons")
+    assert (pair.chosen, pair.rejected, pair.messages) == ("hey", "hey", (clean, HEY))
+    assert read_one(jsonl({"prompt": [HI], "chosen": [thinking], "rejected": [HEY]})).messages == [HI, clean]
+
+
+def test_alpaca_with_history_becomes_a_dialogue(jsonl):
+    row = {"instruction": "And now?", "input": "1 2", "output": "3", "history": [["hi", "hey"]], "system": "Be kind."}
+    record = read_one(jsonl(row))
+    system, last = {"role": "system", "content": "Be kind."}, {"role": "user", "content": "And now?\n1 2"}
+    assert record.prompt == [system, HI, HEY, last]
+    assert record.messages == [system, HI, HEY, last, {"role": "assistant", "content": "3"}]
+    record = read_one(jsonl({"instruction": "Go.", "output": "ok", "history": [], "system": ""}))
+    assert (record.prompt, record.messages) == ([{"role": "user", "content": "Go."}], None)
+    pair = {"instruction": "Go.", "chosen": "a", "rejected": "b", "history": [["hi", "hey"]]}
+    assert read_one(jsonl(pair), "comparisons").prompt == [HI, HEY, {"role": "user", "content": "Go."}]
+
+
+def test_tools_in_json_and_none():
+    assert tools_field({"tools": "[]"}) is None and tools_field({"tools": ""}) is None and tools_field({}) is None
+    assert tools_field({"tools": {"name": "f"}}) == [{"type": "function", "function": {"name": "f"}}]
