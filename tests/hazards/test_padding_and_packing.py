@@ -1,0 +1,141 @@
+"""H08 and H18: what stands beside a document, before it or at its padding changes none of its numbers."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from alignment.algorithms.policies import language_loss_fn
+from alignment.data.batches import collate, collate_pairs
+from alignment.data.examples import Example, PairExample
+from alignment.models.build import build_language_model
+from alignment.ragged import Ragged
+
+ROTARY = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+ROTARY |= {"num_key_value_heads": 2}
+MODELS: dict[str, dict[str, Any]] = {  # learned positions, rotary ones, biases by relative position, a window
+    "gpt2": {"n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4},
+    "llama": {"max_position_embeddings": 64, **ROTARY},
+    "bloom": {"hidden_size": 32, "n_layer": 2, "n_head": 4},
+    "mistral": {"max_position_embeddings": 64, "sliding_window": 7, **ROTARY},
+}
+
+
+@pytest.fixture(params=sorted(MODELS))
+def model(request):
+    torch.manual_seed(0)
+    model = build_language_model({"model_type": request.param, "vocab_size": 61, **MODELS[request.param]}).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.15 * torch.randn_like(parameter)
+    return model
+
+
+def example(name: str, length: int, seed: int, prompt: int = 1) -> Example:
+    ids = torch.randint(3, 61, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+    return Example(ids, [False] * prompt + [True] * (length - prompt), name)
+
+
+def padded(documents: list[list[int]], side: str, extra: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask of a rectangle with `extra` further columns of padding."""
+    width = max(map(len, documents)) + extra
+    ids, mask = torch.full((len(documents), width), 9), torch.zeros(len(documents), width, dtype=torch.bool)
+    for row, document in enumerate(documents):
+        columns = slice(width - len(document), width) if side == "left" else slice(len(document))
+        ids[row, columns], mask[row, columns] = torch.tensor(document), True
+    return ids, mask
+
+
+def padded_log_probs(model: Any, examples: list[Example], side: str, extra: int = 0) -> torch.Tensor:
+    """Log-probabilities of all targets from the logits of a padded rectangle, [M]."""
+    ids, mask = padded([each.ids for each in examples], side, extra)
+    found = []
+    for row, logits in enumerate(model(ids, mask).logits):
+        tokens, log_probs = ids[row][mask[row]], logits[mask[row]].log_softmax(-1)
+        counts = torch.tensor(examples[row].mask[1:])
+        found.append(log_probs[:-1].gather(1, tokens[1:, None])[counts, 0])
+    return torch.cat(found)
+
+
+def gradient(model: Any, loss: torch.Tensor) -> torch.Tensor:
+    model.zero_grad()
+    loss.backward()
+    return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+
+def test_h08_no_document_reads_another_one(model):
+    """Pack A and B; with another A the log-probabilities of B change by at most 1e-6, and A's by far more."""
+    first, other, second = example("a", 20, 0), example("a", 20, 1), example("b", 17, 2)
+    with torch.no_grad():
+        [before], [after] = (collate([each, second], 100) for each in (first, other))
+        one, two = model(batch=before).log_probs, model(batch=after).log_probs
+    assert (one[19:] - two[19:]).abs().max() <= 1e-6 < 1e-2 < (one[:19] - two[:19]).abs().max()
+    assert before.target_index.tolist() == [*range(1, 20), *range(21, 37)]  # B's first token follows nothing
+    assert before.positions.tolist() == [*range(20), *range(17)]
+
+
+def test_h08_no_response_reads_another_one_of_the_same_prompt(model):
+    """A shared prompt is read by both of its responses; with another chosen response the rejected one stays."""
+    prompt, answers = example("a", 30, 0).ids, [example("r", 9, seed).ids for seed in (1, 2, 3)]
+    mask = [False] * 30 + [True] * 9
+    with torch.no_grad():
+        found = []
+        for chosen in answers[:2]:
+            sides = [Example([*prompt, *answer], mask, "a") for answer in (chosen, answers[2])]
+            [batch] = collate_pairs([PairExample(*sides, margin=None, row_id="a")], 200, share_prompts=True)
+            assert len(batch.ragged.tokens) == 30 + 9 + 9
+            found.append(model(batch=batch.ragged).log_probs)
+    assert (found[0][9:] - found[1][9:]).abs().max() <= 1e-6 < 1e-2 < (found[0][:9] - found[1][:9]).abs().max()
+
+
+def test_h08_the_packed_loss_is_the_loss_of_documents_by_themselves(model):
+    examples = [example(str(n), length, n, prompt=length // 3 + 1) for n, length in enumerate((20, 17, 5, 31))]
+    loss_fn = language_loss_fn(model)
+    [packed] = collate(examples, 1000)
+    alone = [batch for each in examples for batch in collate([each], 1000)]
+    together = loss_fn(packed).total / packed.weight
+    apart = torch.stack([loss_fn(batch).total for batch in alone]).sum() / sum(batch.weight for batch in alone)
+    assert abs(together.item() - apart.item()) <= 1e-6
+    one, other = gradient(model, together), gradient(model, apart)
+    assert (one - other).norm() <= 1e-6 * other.norm()
+
+
+def test_h18_padding_on_either_side_changes_no_log_prob(model):
+    """The same document with 0, 1 and 5 pads on either side, alone and beside a longer one."""
+    document, longer = example("a", 12, 0), example("b", 25, 1)
+    with torch.no_grad():
+        expected = model(batch=Ragged.build([document.ids])).log_probs
+        for side in ("left", "right"):
+            for extra in (0, 1, 5):
+                assert (padded_log_probs(model, [document], side, extra) - expected).abs().max() <= 1e-5
+            beside = padded_log_probs(model, [document, longer], side)
+            assert (beside[: len(expected)] - expected).abs().max() <= 1e-5
+
+
+def test_h18_padded_packed_and_shared_forms_have_one_loss_and_one_gradient(model):
+    """Pairs as a rectangle padded on the left or right, as documents end to end, and with each prompt once."""
+    pairs = []
+    for number, (prompt_length, chosen, rejected) in enumerate(((20, 9, 3), (4, 12, 15), (11, 1, 6))):
+        prompt = example("p", prompt_length, number).ids
+        sides = []
+        for side, length in enumerate((chosen, rejected)):
+            mask = [False] * prompt_length + [True] * length
+            sides.append(Example([*prompt, *example("r", length, 10 * number + side + 5).ids], mask, str(number)))
+        pairs.append(PairExample(*sides, margin=None, row_id=str(number)))
+    order = sorted(pairs, key=lambda pair: -max(len(pair.chosen.ids), len(pair.rejected.ids)))
+    documents = [pair.chosen for pair in order] + [pair.rejected for pair in order]
+    [packed], [shared] = (collate_pairs(pairs, 1000, share_prompts=share) for share in (False, True))
+    assert len(shared.ragged.tokens) == len(packed.ragged.tokens) - 35
+    forms = {
+        "packed": lambda: model(batch=packed.ragged).log_probs,
+        "shared": lambda: model(batch=shared.ragged).log_probs,
+        "padded left": lambda: padded_log_probs(model, documents, "left"),
+        "padded right": lambda: padded_log_probs(model, documents, "right", extra=5),
+    }
+    expected = forms["packed"]()
+    expected_gradient = gradient(model, -expected.mean())
+    for name in ("shared", "padded left", "padded right"):
+        found = forms[name]()
+        assert abs(found.mean().item() - expected.mean().item()) <= 1e-6, name
+        difference = gradient(model, -found.mean()) - expected_gradient
+        assert difference.norm() <= 1e-6 * expected_gradient.norm(), name
