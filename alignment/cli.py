@@ -291,6 +291,22 @@ def data_check(
         raise typer.Exit(2)
 
 
+@data.command("cache")
+def data_cache(
+    clear: Annotated[bool, typer.Option("--clear", help="Delete the entries listed.")] = False,
+    older_than: Annotated[
+        float | None, typer.Option(min=0, metavar="DAYS", help="Only those that no run has used for so many days.")
+    ] = None,
+    directory: Annotated[
+        str | None, typer.Option("--dir", metavar="DIR", help="ALIGNMENT_CACHE or the user's cache by default.")
+    ] = None,
+) -> None:
+    """List the prepared rows that are kept on disk, or delete them; a run whose rows are missing prepares them again."""
+    from alignment.data.tools.cached_rows import cache_lines
+
+    print("\n".join(cache_lines(directory, clear=clear, older_than=older_than)))
+
+
 @inspect.command("attention")
 def inspect_attention(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model or adapter directory, or Hub name.")],

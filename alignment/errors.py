@@ -26,13 +26,15 @@ class UserError(ValueError):
 
 def raise_all(problems: Iterable[str], cap: int = 20) -> None:
     """Raise one `UserError` that lists every problem (up to `cap`), or return where there are none."""
+    if text := list_problems(problems, cap):
+        raise UserError(text)
+
+
+def list_problems(problems: Iterable[str], cap: int = 20) -> str:
+    """One problem per line, up to `cap` of them, and how many more there are."""
     problems = list(problems)
-    if not problems:
-        return
-    shown = problems[:cap]
-    if len(problems) > cap:
-        shown.append(f"... and {len(problems) - cap} more")
-    raise UserError("\n".join(shown))
+    more = [f"... and {len(problems) - cap} more"] if len(problems) > cap else []
+    return "\n".join([*problems[:cap], *more])
 
 
 def spelling_hint(name: str, known: Iterable[str]) -> str:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("real_data"):
             item.add_marker(skip)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_prepared_rows(tmp_path_factory) -> Iterator[None]:
+    """Prepared rows go into a cache of this test session, also those of processes that tests start."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ALIGNMENT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol, TypeVar, cast
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -13,11 +14,12 @@ from alignment.data.examples import TokenizedRow
 from alignment.data.mixture import RowOrder, describe_mixture, stream_of
 from alignment.data.prepare import prepare
 from alignment.data.rows.records import Kind
+from alignment.data.table import Rows, describe_cache, lengths_of, name_of_row
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, without_secrets
 from alignment.loading import find_directory
 from alignment.models.bfloat16 import warn_of_slow_bfloat16
-from alignment.models.lengths import check_lengths
+from alignment.models.lengths import check_row_lengths
 from alignment.models.protocols import Module
 from alignment.models.quantization import require_bitsandbytes
 from alignment.models.weight_bytes import describe_weights
@@ -97,7 +99,7 @@ def to_dict(config: object) -> dict[str, Any]:
     return without_secrets(dataclasses.asdict(cast(Any, config)))
 
 
-def read_split(data: DataConfig, kind: Kind, tokenizer: Tokenizer, run: Run) -> tuple[list[Any], list[Any]]:
+def read_split(data: DataConfig, kind: Kind, tokenizer: Tokenizer, run: Run) -> tuple[Rows, Rows | list[Any]]:
     """Training and held-out examples; rows that were dropped or cut are noted in the run.
 
     Raises:
@@ -109,10 +111,10 @@ def read_split(data: DataConfig, kind: Kind, tokenizer: Tokenizer, run: Run) -> 
 
 def read_examples(
     data: DataConfig, kind: Kind, tokenizer: Tokenizer, run: Run, part: Literal["train", "evaluation"] = "train"
-) -> list[Any]:
-    """Examples of one part of the data; rows that were dropped or cut are noted in the run."""
+) -> Rows:
+    """Examples of one part of the data; rows that were dropped or cut are noted in the run, and where they are kept."""
     examples, counts = prepare(data, kind, tokenizer, part)
-    for line in counts.lines():
+    for line in (*counts.lines(), *describe_cache(examples)):
         run.note(f"{part} {kind}: {line}")
     compare_rows(f"data.{part}" if kind != "text" else f"pretrain.{part}", examples)
     return examples
@@ -128,9 +130,10 @@ def check_rows(model: Module, examples: Sequence[Any], max_length: int, new_toke
     Raises:
         UserError: naming how many, the longest, and the way out.
     """
-    lengths = [(example.row_id, min(max_length, max(map(len, example.documents)))) for example in examples]
+    lengths = np.minimum(lengths_of(examples), max_length)
     ways = f"lower data.max_length (it is {max_length})" + (" or max_new_tokens" if new_tokens else "")
-    check_lengths(model, lengths, f"{ways}, or take a model with a longer context", new_tokens)
+    ways += ", or take a model with a longer context"
+    check_row_lengths(model, lengths, lambda row: name_of_row(examples, row), ways, new_tokens)
 
 
 def prepare_training(

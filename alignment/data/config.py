@@ -88,6 +88,8 @@ class DataConfig:
         skip_ties: pairs with equal texts: drop and count them, or treat them as bad rows.
         max_lost_share: of the rows read.
         max_cut_share: of the rows kept: prompts without their beginning, or responses without their end.
+        processes: that read and tokenize rows side by side; None: one, or one per core for a source of 64 MB or more.
+        cache: directory of prepared rows; None: ALIGNMENT_CACHE, else alignment/data in the user's cache directory.
     """
 
     train: str | list[str | SourceConfig]
@@ -105,6 +107,8 @@ class DataConfig:
     skip_ties: bool = True
     max_lost_share: float = 0.5
     max_cut_share: float = 0.5
+    processes: int | None = None
+    cache: str | None = None
 
     def __post_init__(self) -> None:
         if not self.train:
@@ -120,6 +124,8 @@ class DataConfig:
                 raise ValueError(f"data.{name} must lie between 0 and 1, got {getattr(self, name)}")
         if self.turns not in get_args(Turns):
             raise ValueError(f"data.turns must be all, last or each, got {self.turns!r}")
+        if self.processes is not None and self.processes < 1:
+            raise ValueError(f"data.processes must be at least 1, got {self.processes}")
         _check_mixing(self)
         _check_evaluation(self)
 

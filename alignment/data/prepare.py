@@ -1,19 +1,34 @@
-"""From a data config to token sequences in one call: read, tokenize, and refuse to go on with too little.
+"""From a data config to token sequences on disk in one call: read, tokenize, and refuse to go on with too little.
 
-The kinds of rows in rows/kinds.py only. Texts for pretraining objectives: pretraining/prepare.py; labeled rows: tasks/prepare.py.
+Every source of the config becomes a table of its own (table.py) in the cache (cache.py), chunk by chunk, so that memory
+does not grow with the source; several processes may take the chunks of one source. Texts for pretraining objectives:
+pretraining/prepare.py; labeled rows: tasks/prepare.py.
 """
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
 from typing import Any
 
-from alignment.data.config import DataConfig, Part
-from alignment.data.rows.read import overlap, prompt_key, read_rows
-from alignment.data.rows.records import Kind, Tally
+import numpy as np
+
+from alignment.data.cache import cache_directory, get_entry
+from alignment.data.codecs import CODECS, Codec
+from alignment.data.config import DataConfig, Part, SourceConfig
+from alignment.data.fingerprint import table_key
+from alignment.data.rows.chunks import Chunk, open_source
+from alignment.data.rows.read import RecordParser, parse_rows, prompt_key, raise_bad_rows, rows_left
+from alignment.data.rows.records import Kind, Record, Tally
 from alignment.data.rows.turns import choose_turns
+from alignment.data.table import JoinedTables, Rows, Table, TableWriter, encode_batch, joined_batch
 from alignment.data.tokenize import (
     PROMPT_CUT,
     RESPONSE_CUT,
     STEPS_CUT,
+    RefusedRows,
     tokenize_comparisons,
     tokenize_demonstrations,
     tokenize_labels,
@@ -23,6 +38,7 @@ from alignment.data.tokenize import (
     tokenize_texts,
 )
 from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.errors import UserError
 
 Tokenize = Callable[[list[Any], Tokenizer, int], tuple[list[Any], Tally]]
 
@@ -36,26 +52,85 @@ TOKENIZE: dict[str, Tokenize] = {
     "steps": tokenize_steps,
 }
 
+CHUNK_BYTES = 4 * 2**20  # of a file of JSON lines; more where there would be more than MOST_CHUNKS
+MOST_CHUNKS, MOST_BYTES = 1000, 64 * 2**20
+LARGE_BYTES = 64 * 2**20  # from this size of a source, one process per core prepares it unless `data.processes` says
+BATCH_ROWS = 1024  # rows of one call of the tokenizer
+SHOWN = 20  # bad rows that are kept of each chunk, to be shown
 
-def prepare(config: DataConfig, kind: Kind, tokenizer: Tokenizer, part: Part = "train") -> tuple[list[Any], Tally]:
+
+@dataclass(frozen=True)
+class Preparation:
+    """How rows of one kind become examples.
+
+    Attributes:
+        name: tells preparations apart that differ in nothing else of the key.
+        kind: of the rows.
+        tokenize: records, tokenizer and length -> examples and their tally.
+        codec: how the examples are stored.
+        whole: whether `tokenize` must see all records at once.
+    """
+
+    name: str
+    kind: Kind
+    tokenize: Tokenize
+    codec: Codec[Any]
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What every chunk of a source needs."""
+
+    preparation: Preparation
+    parser: RecordParser
+    columns: Mapping[str, str]
+    config: DataConfig
+    tokenizer: Tokenizer
+
+
+@dataclass
+class _Prepared:
+    """A chunk's examples as an Arrow batch, and what was found on the way; counts of reading and of tokenizing."""
+
+    read: Tally
+    tokenized: Tally
+    problems: list[str]
+    bad: int
+    refused: dict[str, list[str]]
+    batch: Any = None
+    names: Sequence[str] = ()
+
+
+class _BadRows(Exception):
+    """A source with bad rows, or with rows that the tokenizer's template refuses."""
+
+    def __init__(self, kept: int, problems: list[str], bad: int, refused: dict[str, list[str]]):
+        self.kept, self.problems, self.bad, self.refused = kept, problems, bad, refused
+
+
+def prepare(config: DataConfig, kind: Kind, tokenizer: Tokenizer, part: Part = "train") -> tuple[Rows, Tally]:
     """Token sequences of one part of the data (by kind, see examples.py), and the whole tally.
 
+    Returns:
+        A `Table`, or `JoinedTables` where the part has several sources; examples are read from disk when asked for.
+
     Raises:
-        UserError: bad rows, as `read_rows`; more rows lost than `config.max_lost_share`, or prompts or responses cut
-            than `config.max_cut_share`; no data named for this part.
+        UserError: bad rows, all of them at once; more rows lost than `config.max_lost_share`, or prompts or responses
+            cut than `config.max_cut_share`; no data named for this part.
     """
-    return prepare_with(TOKENIZE[kind], config, kind, tokenizer, part=part)
+    return prepare_with(Preparation(kind, kind, TOKENIZE[kind], CODECS[kind]), config, tokenizer, part=part)
 
 
 def prepare_with(
-    tokenize: Tokenize, config: DataConfig, kind: Kind, tokenizer: Tokenizer, *, part: Part
-) -> tuple[list[Any], Tally]:
-    """Read and tokenize the rows of one part by `tokenize`; see `prepare`."""
-    rows, read = _read_part(config, kind, part)
-    examples, tokenized = tokenize(rows, tokenizer, config.max_length)
-    counts = require_enough(read.followed_by(tokenized), config, part)
-    if part == "evaluation":  # the training rows are read once more: text alone, which is quick beside tokenizing it
-        counts.trained_on = overlap(_read_part(config, kind, "train")[0], rows, prompt_key)
+    preparation: Preparation, config: DataConfig, tokenizer: Tokenizer, *, part: Part
+) -> tuple[Rows, Tally]:
+    """Read and tokenize the rows of one part as `preparation` says; see `prepare`."""
+    examples = prepare_tables(preparation, config, tokenizer, part=part)
+    counts = require_enough(examples.tally, config, part)
+    if part == "evaluation":
+        train = prepare_tables(preparation, config, tokenizer, part="train")
+        counts.trained_on = trained_on(train, examples)
     return examples, counts
 
 
@@ -71,12 +146,158 @@ def require_enough(counts: Tally, config: DataConfig, part: Part) -> Tally:
     return counts
 
 
-def _read_part(config: DataConfig, kind: Kind, part: Part) -> tuple[list[Any], Tally]:
-    rows, counts = read_rows(
-        config.require_sources(part),
-        kind,
-        max_rows=config.max_rows,
-        on_bad_row=config.on_bad_row,
-        skip_ties=config.skip_ties,
-    )
-    return choose_turns(rows, config.turns), counts
+def prepare_tables(preparation: Preparation, config: DataConfig, tokenizer: Tokenizer, *, part: Part) -> Rows:
+    """The tables of the sources of one part, from the cache or made.
+
+    Raises:
+        UserError: bad rows of all sources at once, or rows that the template refuses.
+    """
+    cache, names = cache_directory(config.cache), config.source_names
+    tables: list[Table[Any]] = []
+    problems: list[str] = []
+    refused: dict[str, list[str]] = {}
+    read = bad = 0
+    for source in config.require_sources(part):
+        left = rows_left(config.max_rows, read, source)
+        if left is not None and left <= 0:
+            break
+        try:
+            table = prepare_source(preparation, source, config, tokenizer, max_rows=left, cache=cache)
+            tables.append(table.with_source(names.index(str(source.name))))
+            read += table.manifest["read"]
+        except _BadRows as error:
+            read, bad = read + error.kept, bad + error.bad
+            problems += error.problems
+            merge_lists(refused, error.refused)
+    raise_bad_rows(problems, bad)
+    if refused:
+        raise RefusedRows(refused)
+    return tables[0] if len(tables) == 1 else JoinedTables(tables)
+
+
+def prepare_source(
+    preparation: Preparation,
+    source: SourceConfig,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    max_rows: int | None,
+    cache: Path,
+) -> Table[Any]:
+    """The table of one source, from the cache or made; of several processes that ask for it, one makes it."""
+    key, parts = table_key(source, config, tokenizer, name=preparation.name, max_rows=max_rows, cache=cache)
+
+    def make(directory: Path) -> dict[str, Any]:
+        return {**_make(preparation, source, config, tokenizer, max_rows=max_rows, directory=directory), "parts": parts}
+
+    entry = get_entry(cache, key, make)
+    return Table(entry.directory, preparation.codec, entry.manifest, cached=entry.cached, notes=entry.notes)
+
+
+def _make(
+    preparation: Preparation,
+    source: SourceConfig,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    max_rows: int | None,
+    directory: Path,
+) -> dict[str, Any]:
+    """Fill the directory of a table; what its manifest says of it."""
+    size = _size(source)
+    chunk_bytes = min(max(CHUNK_BYTES, size // MOST_CHUNKS), MOST_BYTES)
+    parser, chunks = open_source(source, preparation.kind, skip_ties=config.skip_ties, size=chunk_bytes)
+    job = _Job(preparation, parser, source.columns or {}, config, tokenizer)
+    read, tokenized, problems, refused, bad = Tally(), Tally(), [], {}, 0
+    writer = TableWriter(directory, preparation.codec)
+    for done in _prepared_chunks(job, chunks, max_rows, processes_for(config, size)):
+        read, tokenized, bad = read.merged_with(done.read), tokenized.merged_with(done.tokenized), bad + done.bad
+        problems += done.problems
+        merge_lists(refused, done.refused)
+        if done.batch is not None:
+            writer.add(done.batch, done.names)
+    if not read.kept and (config.on_bad_row == "skip" or not bad):
+        raise UserError(f"{source.source}: no row can be used\n" + "\n".join(read.lines()[1:]))
+    if refused or (bad and config.on_bad_row == "error"):
+        raise _BadRows(read.kept, problems if config.on_bad_row == "error" else [], bad, refused)
+    counts = {"read": read.kept, "tally": asdict(read.followed_by(tokenized))}
+    return {**writer.close(), **counts, "notes": [], "kind": preparation.name, "source": source.source}
+
+
+def _prepared_chunks(job: _Job, chunks: Iterator[Chunk], max_rows: int | None, processes: int) -> Iterator[_Prepared]:
+    """The chunks prepared, in order: one after another where rows are counted, else by several processes."""
+    if job.preparation.whole:
+        yield _prepare_chunk(job, Chunk(rows=tuple(row for chunk in chunks for row in chunk.raw_rows())), max_rows)
+    elif max_rows is None:
+        from alignment.data.parallel import map_in_order
+
+        yield from map_in_order(partial(_prepare_chunk, job), chunks, processes)
+    else:
+        for chunk in chunks:
+            if max_rows <= 0:
+                return
+            done = _prepare_chunk(job, chunk, max_rows)
+            max_rows -= done.read.kept
+            yield done
+
+
+def _prepare_chunk(job: _Job, chunk: Chunk, max_rows: int | None = None) -> _Prepared:
+    """Parse and tokenize one chunk; it is not tokenized where it has bad rows that end the run."""
+    parsed = parse_rows(chunk.raw_rows(), job.parser, columns=job.columns, max_rows=max_rows)
+    done = _Prepared(parsed.counts, Tally(), parsed.problems[:SHOWN], len(parsed.problems), {})
+    if parsed.problems and job.config.on_bad_row == "error":
+        return done
+    batches, names = [], {}
+    rows = choose_turns(parsed.rows, job.config.turns)
+    step = len(rows) if job.preparation.whole else BATCH_ROWS
+    for start in range(0, len(rows), max(1, step)):
+        records = rows[start : start + step]
+        try:
+            examples, counts = job.preparation.tokenize(records, job.tokenizer, job.config.max_length)
+        except RefusedRows as error:
+            merge_lists(done.refused, error.refused)
+            continue
+        done.tokenized = done.tokenized.merged_with(counts)
+        batches.append(encode_batch(job.preparation.codec, examples, names, prompt_hashes(records)))
+    done.batch, done.names = joined_batch(batches), list(names)
+    return done
+
+
+def merge_lists(into: dict[str, list[str]], more: Mapping[str, Sequence[str]]) -> None:
+    """Append lists to the lists of the same key."""
+    for key, values in more.items():
+        into.setdefault(key, []).extend(values)
+
+
+def prompt_hashes(records: Sequence[Record]) -> dict[str, int]:
+    """64-bit hash of the prompt or text of each record, by row id."""
+    return {
+        record.row_id: int.from_bytes(blake2b(prompt_key(record).encode("utf-8", "replace"), digest_size=8).digest(), "little")
+        for record in records
+    }  # fmt: skip
+
+
+def trained_on(train: Rows, held_out: Rows) -> list[str]:
+    """Row ids of the held-out examples whose prompt (or text) a training example has too.
+
+    Prompts are compared by hashes of 64 bits: among ten million prompts a false match has a chance of about 1e-12 each.
+    """
+    wanted = np.unique(held_out.column("prompt_hash"))
+    found = np.zeros(len(wanted), bool)
+    for batch in train.column_batches("prompt_hash"):
+        found |= np.isin(wanted, batch)
+    rows = np.flatnonzero(np.isin(held_out.column("prompt_hash"), wanted[found]))
+    return list(dict.fromkeys(held_out.row_id(int(row)) for row in rows))
+
+
+def processes_for(config: DataConfig, size: int) -> int:
+    """Processes that prepare a source of so many bytes: those asked for, else one, or for a large source one per core."""
+    if config.processes is not None:
+        return config.processes
+    return len(os.sched_getaffinity(0)) if size >= LARGE_BYTES else 1
+
+
+def _size(source: SourceConfig) -> int:
+    """Bytes of a source's file; 0 where it is none."""
+    path = Path(source.source)
+    return path.stat().st_size if path.is_file() else 0

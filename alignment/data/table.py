@@ -8,16 +8,19 @@ import mmap
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import asdict
+from functools import reduce
 from itertools import accumulate, chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast, overload
 
 import numpy as np
 
 from alignment.data.codecs import Codec
 from alignment.data.examples import TokenizedRow
 from alignment.data.rows.records import Tally
+from alignment.files import hash_of
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -30,10 +33,10 @@ LAST_NUMBER = re.compile(r"(?s)(.*:)(0|[1-9]\d{0,17})(\D*)")  # FILE:LINE, and w
 COMMON = ("name", "line", "longest", "total", "prompt_hash")  # columns of every table, beside those of its codec
 
 
-class TableWriter:
+class TableWriter(Generic[Row]):
     """Writes the Arrow files of one table into a directory; `close` gives what its manifest must hold of them."""
 
-    def __init__(self, directory: Path, codec: Codec[Any]):
+    def __init__(self, directory: Path, codec: Codec[Row]):
         self.directory, self.codec = directory, codec
         self.names: dict[str, int] = {}
         self.files: list[dict[str, Any]] = []
@@ -54,7 +57,7 @@ class TableWriter:
             self._writer = pa.ipc.new_file(self.directory / self.files[-1]["name"], batch.schema)
         numbers = np.array([self.names.setdefault(name, len(self.names)) for name in names], np.int32)
         column = batch.schema.get_field_index("name")
-        batch = batch.set_column(column, "name", pa.array(numbers[batch.column(column).to_numpy()]))
+        batch = batch.set_column(column, "name", _fixed(numbers[_numbers(batch.column(column))]))
         self._writer.write_batch(batch)
         self.files[-1]["rows"].append(batch.num_rows)
         if (self.directory / self.files[-1]["name"]).stat().st_size > FILE_BYTES:
@@ -72,30 +75,39 @@ class TableWriter:
 
 
 def encode_batch(
-    codec: Codec[Row], examples: Sequence[Row], prompt_hashes: Mapping[str, int] | None = None
-) -> tuple["pa.RecordBatch", list[str]]:
-    """Examples as one Arrow record batch, and the names that its column `name` counts into.
+    codec: Codec[Row], examples: Sequence[Row], names: dict[str, int], prompt_hashes: Mapping[str, int] | None = None
+) -> "pa.RecordBatch":
+    """Examples as one Arrow record batch.
 
     Args:
+        names: numbers of the names of rows, by which its column `name` tells them; new ones are added.
         prompt_hashes: row id -> 64-bit hash of the row's prompt or text, by which held-out rows are looked for.
     """
     import pyarrow as pa
 
     hashes = prompt_hashes or {}
-    names: dict[str, int] = {}
     rows = [codec.encode(example) for example in examples]
     lengths = [[len(document) for document in example.documents] for example in examples]
     positions = [split_row_id(example.row_id) for example in examples]
     arrays = [
-        pa.array(np.fromiter((names.setdefault(name, len(names)) for name, _ in positions), np.int32, len(rows))),
-        pa.array(np.fromiter((line for _, line in positions), np.int64, len(rows))),
-        pa.array(np.fromiter(map(max, lengths), np.int32, len(rows))),
-        pa.array(np.fromiter(map(sum, lengths), np.int64, len(rows))),
-        pa.array(np.fromiter((hashes.get(example.row_id, 0) for example in examples), np.uint64, len(rows))),
+        _fixed(np.fromiter((names.setdefault(name, len(names)) for name, _ in positions), np.int32, len(rows))),
+        _fixed(np.fromiter((line for _, line in positions), np.int64, len(rows))),
+        _fixed(np.fromiter(map(max, lengths), np.int32, len(rows))),
+        _fixed(np.fromiter(map(sum, lengths), np.int64, len(rows))),
+        _fixed(np.fromiter((hashes.get(example.row_id, 0) for example in examples), np.uint64, len(rows))),
     ]
     columns = list(zip(*rows, strict=True)) if rows else [()] * len(codec.columns)
     arrays += [COLUMNS[kind][0](values) for kind, values in zip(codec.columns.values(), columns, strict=True)]
-    return pa.RecordBatch.from_arrays(arrays, names=[*COMMON, *codec.columns]), list(names)
+    return pa.RecordBatch.from_arrays(arrays, names=[*COMMON, *codec.columns])
+
+
+def joined_batch(batches: Sequence["pa.RecordBatch"]) -> "pa.RecordBatch | None":
+    """Batches of the same columns as one; None where they have no row."""
+    import pyarrow as pa
+
+    if not any(batch.num_rows for batch in batches):
+        return None
+    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)
 
 
 def split_row_id(row_id: str) -> tuple[str, int]:
@@ -111,33 +123,43 @@ def join_row_id(name: str, line: int) -> str:
     return name if line < 0 else name.replace("{}", str(line), 1)
 
 
+# pyarrow's own conversions of numpy arrays load pandas, where that is installed; buffers are handed over as they are.
+
+
+def _fixed(values: np.ndarray) -> "pa.Array":
+    """An Arrow array of single numbers."""
+    import pyarrow as pa
+
+    type_ = getattr(pa, str(values.dtype))()
+    return pa.Array.from_buffers(type_, len(values), [None, pa.py_buffer(np.ascontiguousarray(values))])
+
+
 def _write_integers(values: Sequence[Sequence[int]]) -> "pa.Array":
     import pyarrow as pa
 
     offsets = np.fromiter(accumulate(map(len, values), initial=0), np.int32, len(values) + 1)
     flat = np.fromiter(chain.from_iterable(values), np.int32, int(offsets[-1]))
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
-
-
-def _write_numbers(values: Sequence[float | None]) -> "pa.Array":
-    import pyarrow as pa
-
-    return pa.array(np.array([np.nan if value is None else value for value in values], np.float64))
+    return pa.ListArray.from_arrays(_fixed(offsets), _fixed(flat))
 
 
 def _write_text(values: Sequence[str]) -> "pa.Array":
     import pyarrow as pa
 
-    return pa.array(values, pa.string())
+    texts = [value.encode() for value in values]
+    offsets = np.fromiter(accumulate(map(len, texts), initial=0), np.int32, len(texts) + 1)
+    return pa.Array.from_buffers(pa.string(), len(texts), [None, pa.py_buffer(offsets), pa.py_buffer(b"".join(texts))])
 
 
-def _write_as(dtype: type) -> Callable[[Sequence[Any]], "pa.Array"]:
-    def write(values: Sequence[Any]) -> "pa.Array":
-        import pyarrow as pa
+def _write_integer(values: Sequence[int]) -> "pa.Array":
+    return _fixed(np.array(values, np.int64))
 
-        return pa.array(np.array(values, dtype))
 
-    return write
+def _write_number(values: Sequence[float | None]) -> "pa.Array":
+    return _fixed(np.array([np.nan if value is None else value for value in values], np.float64))
+
+
+def _write_flag(values: Sequence[bool]) -> "pa.Array":
+    return _fixed(np.array(values, np.uint8))
 
 
 def _view(array: "pa.Array", number: int, dtype: type) -> np.ndarray:
@@ -146,8 +168,13 @@ def _view(array: "pa.Array", number: int, dtype: type) -> np.ndarray:
     return np.empty(0, dtype) if buffer is None else np.frombuffer(buffer, dtype)
 
 
+def _numbers(array: "pa.Array") -> np.ndarray:
+    """A column of single numbers as an array, without copying it."""
+    return _view(array, 1, getattr(np, {"double": "float64"}.get(str(array.type), str(array.type))))[: len(array)]
+
+
 def _read_integers(array: "pa.Array") -> Callable[[int], list[int]]:
-    offsets, values = _view(array, 1, np.int32).data, _view(array, 3, np.int32)
+    offsets, values = _view(array, 1, np.int32).data, _view(array.values, 1, np.int32)
     return lambda row: values[offsets[row] : offsets[row + 1]].tolist()
 
 
@@ -157,24 +184,24 @@ def _read_text(array: "pa.Array") -> Callable[[int], str]:
 
 
 def _read_number(array: "pa.Array") -> Callable[[int], float | None]:
-    values = _view(array, 1, np.float64).data
+    values = _numbers(array).data
     return lambda row: None if (value := values[row]) != value else value
 
 
 def _read_integer(array: "pa.Array") -> Callable[[int], int]:
-    return array.to_numpy().data.__getitem__
+    return _numbers(array).data.__getitem__
 
 
 def _read_flag(array: "pa.Array") -> Callable[[int], bool]:
-    values = _view(array, 1, np.uint8).data
+    values = _numbers(array).data
     return lambda row: bool(values[row])
 
 
 COLUMNS: dict[str, tuple[Callable[[Any], "pa.Array"], Callable[["pa.Array"], Callable[[int], Any]]]] = {
     "integers": (_write_integers, _read_integers),
-    "integer": (_write_as(np.int64), _read_integer),
-    "number": (_write_numbers, _read_number),
-    "flag": (_write_as(np.uint8), _read_flag),
+    "integer": (_write_integer, _read_integer),
+    "number": (_write_number, _read_number),
+    "flag": (_write_flag, _read_flag),
     "text": (_write_text, _read_text),
 }
 
@@ -192,13 +219,20 @@ class Table(Sequence[Row]):
     """
 
     def __init__(
-        self, directory: Path, codec: Codec[Row], manifest: Mapping[str, Any], *, cached: bool = False, source: int = 0
+        self,
+        directory: Path,
+        codec: Codec[Row],
+        manifest: Mapping[str, Any],
+        *,
+        cached: bool = False,
+        notes: Sequence[str] = (),
+        source: int = 0,
     ):
         self.directory, self.codec, self.manifest = directory, codec, manifest
         self.cached, self.source = cached, source
         self.key: str = manifest["key"]
         self.tally = Tally(**manifest["tally"])
-        self.notes: list[str] = list(manifest.get("notes", ()))
+        self.notes: list[str] = [*notes, *manifest.get("notes", ())]
         files = [(number, batch) for number, file in enumerate(manifest["files"]) for batch in range(len(file["rows"]))]
         self._batches = _Batches(directory, codec, [file["name"] for file in manifest["files"]], files)
         self._starts = list(accumulate(chain.from_iterable(file["rows"] for file in manifest["files"]), initial=0))
@@ -264,7 +298,9 @@ class Table(Sequence[Row]):
 
     def with_source(self, source: int) -> "Table[Row]":
         """The same table, its examples given another number of their source."""
-        return Table(self.directory, self.codec, self.manifest, cached=self.cached, source=source)
+        other = copy(self)
+        other.source = source
+        return other
 
     def _position(self, index: int) -> tuple[int, int]:
         number = index + len(self) if index < 0 else index
@@ -275,12 +311,13 @@ class Table(Sequence[Row]):
 
 
 class _Batches(Generic[Row]):
-    """The record batches of a table's files, opened when first asked for."""
+    """The record batches of a table's files, read when first asked for. The files are mapped at once, so that they stay
+    readable when the cache is cleared."""
 
     def __init__(self, directory: Path, codec: Codec[Row], files: Sequence[str], positions: Sequence[tuple[int, int]]):
-        self.directory, self.codec, self.files, self.positions = directory, codec, files, positions
+        self.codec, self.positions = codec, positions
+        self._maps = [_mapped(directory / name) for name in files]
         self._opened_files: dict[int, Any] = {}
-        self._maps: list[mmap.mmap] = []
         self._open: dict[int, tuple[Any, Any, list[Callable[[int], Any]]]] = {}
         self._read = 0
 
@@ -289,22 +326,20 @@ class _Batches(Generic[Row]):
         if batch not in self._open:
             rows = self._batch(batch)
             values = [COLUMNS[kind][1](rows.column(name)) for name, kind in self.codec.columns.items()]
-            name, line = (rows.column(key).to_numpy().data for key in ("name", "line"))
+            name, line = (_numbers(rows.column(key)).data for key in ("name", "line"))
             self._open[batch] = (name, line, values)
         return self._open[batch]
 
     def column(self, batch: int, name: str) -> np.ndarray:
         """A column of single numbers."""
-        return self._batch(batch).column(name).to_numpy()
+        return _numbers(self._batch(batch).column(name))
 
     def _batch(self, batch: int) -> "pa.RecordBatch":
         import pyarrow as pa
 
         file, number = self.positions[batch]
         if file not in self._opened_files:
-            with open(self.directory / self.files[file], "rb") as opened:
-                self._maps.append(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
-            self._opened_files[file] = pa.ipc.open_file(pa.py_buffer(self._maps[-1]))
+            self._opened_files[file] = pa.ipc.open_file(pa.py_buffer(self._maps[file]))
         return self._opened_files[file].get_batch(number)
 
     def release_after(self, rows: int) -> None:
@@ -319,6 +354,11 @@ class _Batches(Generic[Row]):
         for mapped in self._maps:
             if hasattr(mmap, "MADV_DONTNEED"):
                 mapped.madvise(mmap.MADV_DONTNEED)
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    with open(path, "rb") as file:
+        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 class JoinedTables(Sequence[Row]):
@@ -382,9 +422,44 @@ class JoinedTables(Sequence[Row]):
         """Tokens of all documents of all rows."""
         return int(sum(totals_of(table).sum() for table in self.tables))
 
+    @property
+    def key(self) -> str:
+        """Hex digest of the keys of all tables, in order."""
+        return hash_of([table.key for table in self._on_disk()])
+
+    @property
+    def cached(self) -> bool:
+        """Whether all tables had been prepared before."""
+        return all(table.cached for table in self._on_disk())
+
+    @property
+    def notes(self) -> list[str]:
+        """What was noted when the tables were prepared."""
+        return [note for table in self._on_disk() for note in table.notes]
+
+    @property
+    def tally(self) -> Tally:
+        """What was read, dropped and cut to make the tables."""
+        return reduce(Tally.merged_with, [table.tally for table in self._on_disk()], Tally())
+
+    def column(self, name: str) -> np.ndarray:
+        """One column of single numbers as an array, [rows]; made anew at each call."""
+        return np.concatenate([table.column(name) for table in self._on_disk()])
+
+    def column_batches(self, name: str) -> Iterator[np.ndarray]:
+        """One column of single numbers, batch by batch."""
+        return chain.from_iterable(table.column_batches(name) for table in self._on_disk())
+
+    def _on_disk(self) -> list[Table[Row]]:
+        """The parts, which must all be tables."""
+        return [cast("Table[Row]", table) for table in self.tables]
+
     def row_id(self, index: int) -> str:
         """Name of one row."""
         return name_of_row(self.tables[table := self.source_of(index)], index - self._starts[table])
+
+
+Rows = Table[Any] | JoinedTables[Any]  # examples of one kind on disk
 
 
 def lengths_of(rows: Sequence[TokenizedRow]) -> np.ndarray:
@@ -406,12 +481,28 @@ def name_of_row(rows: Sequence[TokenizedRow], index: int) -> str:
     return rows.row_id(index) if isinstance(rows, Table | JoinedTables) else rows[index].row_id
 
 
+def flagged_rows(rows: Sequence[TokenizedRow], name: str) -> list[int]:
+    """Indices of the rows whose attribute `name` is True; it is a column of a table."""
+    if isinstance(rows, Table | JoinedTables):
+        return np.flatnonzero(rows.column(name)).tolist()
+    return [index for index, row in enumerate(rows) if getattr(row, name)]
+
+
+def describe_cache(rows: Sequence[TokenizedRow]) -> list[str]:
+    """Key and place of prepared rows on disk, and what was noted of them, as lines of text; none for rows in memory."""
+    if not isinstance(rows, Table | JoinedTables):
+        return []
+    tables = [rows] if isinstance(rows, Table) else [table for table in rows.tables if isinstance(table, Table)]
+    ways = [f"{'read from' if table.cached else 'prepared into'} the cache: {table.directory}" for table in tables]
+    return [*ways, *rows.notes]
+
+
 def longest_rows(rows: Sequence[Row], count: int) -> list[Row]:
     """The `count` rows with the longest documents, longest first, equal ones in their order."""
     order = np.argsort(-lengths_of(rows).astype(np.int64), kind="stable")[:count]
     return [rows[int(index)] for index in order]
 
 
-def manifest_of(written: Mapping[str, Any], *, key: str, tally: Tally, notes: Sequence[str]) -> dict[str, Any]:
+def manifest_of(written: Mapping[str, object], *, key: str, tally: Tally, notes: Sequence[str]) -> dict[str, Any]:
     """The manifest of a table: what `TableWriter.close` gave, and what the rows were made of."""
     return {**written, "key": key, "tally": asdict(tally), "notes": list(notes)}

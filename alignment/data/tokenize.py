@@ -1,9 +1,9 @@
 """Records to token sequences of limited length; every drop and cut is counted. Batches are made in batches.py.
 
-Nothing is cached on disk: ids always come from the tokenizer and the rows at hand.
+Nothing is cached here: ids come from the tokenizer and the rows at hand; prepare.py keeps them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, islice
 from typing import TypeVar
 
@@ -25,7 +25,7 @@ from alignment.data.text import chat
 from alignment.data.text.dialogues import DialogueRow, encode_dialogues
 from alignment.data.text.truncation import split_document, truncate, truncate_left
 from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos, bos_id, encode
-from alignment.errors import UserError, raise_all
+from alignment.errors import UserError, list_problems
 
 PROMPT_CUT = "prompt longer than fits: its beginning cut off"
 RESPONSE_CUT = "response longer than fits: its end cut off, with the end token"
@@ -260,7 +260,8 @@ def _accepted(rows: Sequence[PromptedRow], encoded: Sequence[Encoded | UserError
             refused.setdefault(str(result), []).append(row.row_id)
         else:
             done.append(result)
-    raise_all(f"{names[0]}: {why}{_more(names[1:])}" for why, names in refused.items())
+    if refused:
+        raise RefusedRows(refused)
     return done
 
 
@@ -268,6 +269,14 @@ def _note(counts: Tally, rows: Sequence[PromptedRow], notes: Sequence[Sequence[s
     for row, of_row in zip(rows, notes, strict=True):
         for note in of_row:
             counts.note(note, row.row_id)
+
+
+class RefusedRows(UserError):
+    """Rows that the chat template refuses: `refused` has their names by what it says."""
+
+    def __init__(self, refused: Mapping[str, Sequence[str]]):
+        self.refused = refused
+        super().__init__(list_problems(f"{names[0]}: {why}{_more(names[1:])}" for why, names in refused.items()))
 
 
 def _more(row_ids: Sequence[str]) -> str:

@@ -1,7 +1,9 @@
 """A check of all documents against the model's positions before anything is computed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import numpy as np
 
 from alignment.errors import UserError
 
@@ -18,12 +20,29 @@ def check_lengths(model: Any, lengths: Sequence[tuple[str, int]], way_out: str, 
     Raises:
         UserError: naming how many do not fit, and the longest.
     """
+    tokens = np.array([tokens for _, tokens in lengths], np.int64)
+    check_row_lengths(model, tokens, lambda row: lengths[row][0], way_out, new_tokens)
+
+
+def check_row_lengths(
+    model: Any, lengths: np.ndarray, name_of: Callable[[int], str], way_out: str, new_tokens: int = 0
+) -> None:
+    """`check_lengths` of many documents, whose names are asked for only where they do not fit.
+
+    Args:
+        lengths: tokens of each document.
+        name_of: number of a document -> its name.
+
+    Raises:
+        UserError: naming how many do not fit, and the longest.
+    """
     taken = model.virtual_tokens()
     positions = model.spec.max_positions
-    long = [(name, tokens) for name, tokens in lengths if taken + tokens + new_tokens > positions]
-    if not long:
+    long = np.flatnonzero(lengths > positions - taken - new_tokens)
+    if not len(long):
         return
-    name, tokens = max(long, key=lambda item: item[1])
+    longest = int(long[lengths[long].argmax()])
+    name, tokens = name_of(longest), int(lengths[longest])
     follow = f", {new_tokens} new ones" if new_tokens else ""
     before = f", a prefix or soft prompt of {taken}" if taken else ""
     raise UserError(

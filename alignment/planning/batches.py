@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from alignment.data.batches import PairBatch, collate, collate_pairs
 from alignment.data.examples import Example, PairExample, TokenizedRow
 from alignment.data.pretraining.next_sentence import SentencePairBatch
+from alignment.data.table import longest_rows
 from alignment.data.tasks.classification import LabeledBatch
 from alignment.data.tasks.gpt1_inputs import MultiSequenceBatch
 from alignment.data.tasks.question_answering import SpanBatch
@@ -47,7 +48,7 @@ def pair_batch(pairs: Sequence[PairExample], tokens: int) -> PairBatch:
 
 def longest(examples: Sequence[Row], count: int) -> list[Row]:
     """The `count` longest examples."""
-    return sorted(examples, key=lambda row: -max(map(len, row.documents)))[:count]
+    return longest_rows(examples, count)
 
 
 def masked_text_batch(length: int, rows: int) -> Ragged:

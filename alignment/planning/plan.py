@@ -8,6 +8,7 @@ from alignment.adapters.specs import LoRASpec
 from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.ppo.setup import PPOConfig
 from alignment.algorithms.reward import RewardConfig
+from alignment.data.table import totals_of
 from alignment.errors import UserError
 from alignment.models.weights_config import WeightsConfig
 from alignment.planning.batches import longest
@@ -119,7 +120,7 @@ def token_range(config: StageConfig, layout: Layout, device: Device, data: Data)
     """Tokens of the longest row, and of the largest micro-batch that can come up on one device."""
     row = config.data.max_length
     if data.examples:
-        row = max(sum(map(len, example.documents)) for example in data.examples)
+        row = int(totals_of(data.examples).max())
     elif isinstance(config, RewardConfig | DPOConfig):
         row *= 2
     row += getattr(config, "max_new_tokens", 0)

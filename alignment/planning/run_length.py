@@ -18,6 +18,7 @@ from alignment.analysis.operations import forward_operations, is_counted
 from alignment.data.prepare import prepare
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Kind
+from alignment.data.table import totals_of
 from alignment.loading import load_tokenizer
 from alignment.models.transformer import TransformerSpec
 from alignment.planning.quantized_layers import QuantizedStandIn
@@ -90,7 +91,7 @@ def run_length(config: StageConfig, data: Data, networks: Mapping[str, nn.Module
     sides = 2 if isinstance(config, RewardConfig | DPOConfig) else 1
     mean: float = longest * sides
     if data.examples:
-        mean = sum(sum(map(len, row.documents)) for row in data.examples) / len(data.examples)
+        mean = float(totals_of(data.examples).mean())
         mean += config.max_new_tokens if isinstance(config, PPOConfig) else 0
     if steps is None:
         return RunLength(data.rows, None, None, None, False)

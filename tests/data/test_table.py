@@ -74,7 +74,9 @@ def write(tmp_path):
         directory.mkdir()
         writer = TableWriter(directory, CODECS[kind])
         for batch in batches:
-            writer.add(*encode_batch(CODECS[kind], batch, {example.row_id: 2**64 - 1 for example in batch}))
+            names: dict[str, int] = {}
+            hashes = {example.row_id: 2**64 - 1 for example in batch}
+            writer.add(encode_batch(CODECS[kind], batch, names, hashes), list(names))
         manifest = manifest_of(writer.close(), key="ab12", tally=Tally(tokens=3), notes=["a note"])
         return Table(directory, CODECS[kind], json.loads(json.dumps(manifest)))
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from alignment.algorithms.ppo.setup import PPOConfig, PPOData, PPOState
+from alignment.data.table import lengths_of
 from alignment.errors import UserError
 from alignment.models.external.models import ExternalModel
 from alignment.models.native_model import NativeModel
@@ -59,7 +60,7 @@ def sampling_bytes(config: PPOConfig, data: PPOData, state: PPOState) -> int:
     model, group = state.policy.backend.unwrapped, state.process_group
     assert isinstance(model, NativeModel | ExternalModel)
     rows = min(config.micro_rollout_batch_size, -(-config.training.batch_size // group.size))
-    tokens = max(len(prompt.ids) for prompt in data.prompts.rows) + config.max_new_tokens
+    tokens = int(lengths_of(data.prompts.rows).max()) + config.max_new_tokens
     element = 2 if config.training.precision == "bf16" else 4
     logits = 3 * 4 * model.spec.vocabulary  # float32: the logits, their log-softmax and its cumulative sum
     return rows * (tokens * cached_numbers(model) * element + logits)

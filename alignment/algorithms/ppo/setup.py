@@ -18,6 +18,7 @@ from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
 from alignment.data.mixture import RowOrder, stream_of
 from alignment.data.rows.records import Prompt
+from alignment.data.table import flagged_rows, name_of_row
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenize import encode_prompts
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -377,11 +378,11 @@ def check_judged(
     """
     if reward_model.shares_token_ids(tokenizer):
         return check_rows(reward_model.model, prompts, config.data.max_length, config.max_new_tokens)
-    cut = [prompt.row_id for prompt in prompts if prompt.cut]
-    if cut:
+    if cut := flagged_rows(prompts, "cut"):
+        names = ", ".join(name_of_row(prompts, row) for row in cut[:3])
         raise UserError(
             f"{config.reward_model}: the reward model has a tokenizer or chat template of its own and reads whole prompts, "
-            f"while the policy sees {len(cut)} of {len(prompts)} without their beginning ({', '.join(cut[:3])}); raise "
+            f"while the policy sees {len(cut)} of {len(prompts)} without their beginning ({names}); raise "
             f"data.max_length (it is {config.data.max_length}), or leave the long prompts out"
         )
     if isinstance(reward_model.model, SequenceClassifier):

@@ -30,6 +30,7 @@ from alignment.data.pretraining.corruption import EpochStream, fixed_seed_rows
 from alignment.data.pretraining.prepare import prepare_text
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Text
+from alignment.data.table import Rows, describe_cache
 from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.data.tokenizers.train import TokenizerKind, train_tokenizer
@@ -161,10 +162,10 @@ def run(config: PretrainConfig) -> Path:
         return run.output / "model"
 
 
-def read_texts(config: PretrainConfig, tokenizer: Tokenizer, run: Run, part: Part) -> list[Any]:
+def read_texts(config: PretrainConfig, tokenizer: Tokenizer, run: Run, part: Part) -> Rows:
     """Examples of one part of the data for the run's objective; rows that were dropped or cut are noted in the run."""
     examples, counts = prepare_text(config.data, config.objective.kind, tokenizer, part)
-    for line in counts.lines():
+    for line in (*counts.lines(), *describe_cache(examples)):
         run.note(f"{part} text: {line}")
     compare_rows(f"data.{part}", examples)
     return examples

@@ -15,6 +15,7 @@ from alignment.data.examples import Example
 from alignment.data.pretraining import corruption
 from alignment.data.pretraining.corruption import NOT_CHOSEN, Ids, Masking, SeededRow
 from alignment.data.rows.records import Tally, Text
+from alignment.data.table import lengths_of
 from alignment.data.text.chat import document_end_id
 from alignment.data.text.special_tokens import (
     EncodedText,
@@ -167,11 +168,12 @@ def span_corruption(
         UserError: the tokenizer has fewer sentinels than the longest example needs.
     """
     sentinels, end = sentinel_ids(tokenizer), document_end_id(tokenizer)
-    needed = max(corruption.sentinels_needed(len(example.ids), density, mean_span) for example in examples)
+    lengths = np.unique(lengths_of(examples)).tolist()
+    needed = max(corruption.sentinels_needed(length, density, mean_span) for length in lengths)
     if needed > len(sentinels):
         raise UserError(
             f"{tokenizer.name_or_path or 'the tokenizer'} has {len(sentinels)} sentinels (<extra_id_0>, ...), and a "
-            f"text of {max(len(example.ids) for example in examples)} tokens takes {needed}; lower data.max_length, "
+            f"text of {max(lengths)} tokens takes {needed}; lower data.max_length, "
             "lengthen the mean span, or train the tokenizer with more sentinels"
         )
     corrupt = partial(corruption.corrupt_spans, sentinels=sentinels, density=density, mean_span=mean_span)

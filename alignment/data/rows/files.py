@@ -6,8 +6,9 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,15 @@ class RawRow:
     values: dict[str, Any] | None
     problem: str = ""
     reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ByteSpan:
+    """Whole lines of a file: the bytes from `start` up to `stop`; the first line has number `line`."""
+
+    start: int
+    stop: int
+    line: int
 
 
 def read_raw(source: str, split: str = "train") -> Iterator[RawRow]:
@@ -72,10 +82,15 @@ def hub_source(source: str, split: str) -> tuple[str, str | None, str] | None:
     return found["name"], found["config"], found["split"] or split
 
 
-def json_line_rows(path: Path) -> Iterator[RawRow]:
-    """One JSON object per line. Decoded line by line, so that a broken byte costs one row only and is located."""
-    offset = 0
-    for number, line in enumerate(_binary_lines(path), start=1):
+def json_line_rows(path: Path, span: ByteSpan | None = None) -> Iterator[RawRow]:
+    """One JSON object per line. Decoded line by line, so that a broken byte costs one row only and is located.
+
+    Args:
+        span: whole lines of an uncompressed file; None: all of them.
+    """
+    offset = 0 if span is None else span.start
+    lines = _binary_lines(path) if span is None else _lines_of_span(path, span)
+    for number, line in enumerate(lines, start=1 if span is None else span.line):
         location, start, offset = f"{path}:{number}", offset, offset + len(line)
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -109,6 +124,29 @@ def _binary_lines(path: Path) -> Iterator[bytes]:
             yield from file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: broken or incomplete gzip file ({error}); fetch it again") from error
+    except PermissionError as error:
+        raise UserError(f"{path}: may not be read: permission denied") from error
+
+
+def _lines_of_span(path: Path, span: ByteSpan) -> Iterator[bytes]:
+    with open(path, "rb") as file:
+        file.seek(span.start)
+        yield from io.BytesIO(file.read(span.stop - span.start))
+
+
+def byte_spans(path: Path, size: int, first: int | None = None) -> Iterator[ByteSpan]:
+    """An uncompressed file of lines in successive spans of whole lines, each of about `size` bytes or of one line.
+
+    Args:
+        first: bytes of the first span; None: as the others.
+    """
+    try:
+        with open(path, "rb") as file:
+            start, line = 0, 1
+            while block := file.read(first if first and not start else size):
+                block += file.readline()
+                yield ByteSpan(start, start + len(block), line)
+                start, line = start + len(block), line + block.count(b"\n")
     except PermissionError as error:
         raise UserError(f"{path}: may not be read: permission denied") from error
 
@@ -176,15 +214,29 @@ def _parquet_rows(path: Path) -> Iterator[RawRow]:
 
 
 def _hub_rows(name: str, config: str | None, split: str) -> Iterator[RawRow]:
+    table = load_hub(name, config, split)
+    label = name if config is None else f"{name}:{config}"
+    for number, values in enumerate(table, start=1):
+        yield RawRow(f"{label}[{split}]:{number}", dict(values))
+
+
+@lru_cache(maxsize=2)  # once for its fingerprint, and once more to read it
+def _load_hub(load_dataset: Callable[..., object], name: str, config: str | None, split: str) -> Any:
+    return load_dataset(name, split=split) if config is None else load_dataset(name, config, split=split)
+
+
+def load_hub(name: str, config: str | None, split: str) -> Any:
+    """A split of a Hub data set, as `datasets` loads it.
+
+    Raises:
+        UserError: there is none of that name, or it cannot be read.
+    """
     from datasets import load_dataset
 
     try:
-        table = load_dataset(name, split=split) if config is None else load_dataset(name, config, split=split)
+        return _load_hub(load_dataset, name, config, split)
     except Exception as error:  # the library raises a dozen unrelated types
         raise UserError(
             f"{name}: no such file, and the Hub gave no data set of that name with split '{split}' "
             f"({type(error).__name__}: {error}); a local file needs its suffix ({', '.join(SUFFIXES)})"
         ) from error
-    label = name if config is None else f"{name}:{config}"
-    for number, values in enumerate(table, start=1):
-        yield RawRow(f"{label}[{split}]:{number}", dict(values))

@@ -69,7 +69,7 @@ def read_rows(
         if left is not None and left <= 0:
             break
         raw = list(read_raw(name, str(each.split)))
-        parse = RecordParser(_choose_format(name, raw, kind, names), skip_ties)
+        parse = RecordParser(choose_row_format(name, raw, kind, names), skip_ties)
         parsed = parse_rows(raw, parse, columns=names, max_rows=left)
         if not parsed.rows and (on_bad_row == "skip" or not parsed.problems):
             raise UserError(f"{name}: no row can be used\n" + "\n".join(parsed.counts.lines()[1:]))
@@ -129,13 +129,18 @@ def parse_rows(
     return parsed
 
 
-def raise_bad_rows(problems: Sequence[str]) -> None:
-    """Raise one `UserError` that lists the bad rows, up to 20, or return where there are none."""
+def raise_bad_rows(problems: Sequence[str], number: int | None = None) -> None:
+    """Raise one `UserError` that lists the bad rows, up to 20, or return where there are none.
+
+    Args:
+        number: of all bad rows, where `problems` has not all of them.
+    """
     if not problems:
         return
-    number = f"{len(problems)} bad row{'s' if len(problems) > 1 else ''}"
-    head = f"{number}; mend them, or set data.on_bad_row=skip to leave them out"
-    raise_all([head, *problems], cap=SHOWN_PROBLEMS + 1)
+    number = len(problems) if number is None else number
+    head = f"{number} bad row{'s' if number > 1 else ''}; mend them, or set data.on_bad_row=skip to leave them out"
+    more = [f"... and {number - SHOWN_PROBLEMS} more"] if number > SHOWN_PROBLEMS else []
+    raise UserError("\n".join([head, *problems[:SHOWN_PROBLEMS], *more]))
 
 
 def rename_columns(values: Columns, columns: Mapping[str, str]) -> Columns:
@@ -180,7 +185,7 @@ class RecordParser:
             raise BadRow("prompt", f"is {words[form]} here and {words[self.form]} above", f"at {self.form_location}")
 
 
-def _choose_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[str, str]) -> RowFormat:
+def choose_row_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[str, str]) -> RowFormat:
     """The format of the first readable row that matches one; where no row is readable, any."""
     if not rows:
         raise UserError(f"{name}: 0 rows in {name}")

@@ -1,0 +1,239 @@
+"""The cache of prepared rows: a directory with one entry per key, written whole or not at all, and checked when opened.
+
+    DIRECTORY/entries/KEY/     manifest.json and the files that it lists
+    DIRECTORY/locks/KEY        locked while one process looks for the entry or makes it
+    DIRECTORY/hashes/          hashes of large source files (fingerprint.py)
+
+The system releases a lock when its process ends, however it ends. Entries are renamed into place when they are complete.
+"""
+
+import atexit
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from alignment.files import atomic_directory, hash_of, remove_directory, sha256
+
+MANIFEST = "manifest.json"
+VERIFY_BYTES = 64 * 2**20  # smaller entries are hashed at every opening, larger ones where a file's times have changed
+
+Make = Callable[[Path], Mapping[str, Any]]  # directory to fill -> what its manifest must say
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One entry of the cache, whole and checked.
+
+    Attributes:
+        directory: where its files are.
+        manifest: what was written with them.
+        cached: whether it was there already.
+        notes: what the user should know: a damaged entry that was replaced, a directory that cannot be written.
+    """
+
+    directory: Path
+    manifest: Mapping[str, Any]
+    cached: bool
+    notes: tuple[str, ...] = ()
+
+
+def cache_directory(named: str | None = None) -> Path:
+    """The directory of the cache: the one named, else ALIGNMENT_CACHE, else alignment/data in the user's cache home."""
+    chosen = named or os.environ.get("ALIGNMENT_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "alignment" / "data"
+
+
+def get_entry(cache: Path, key: str, make: Make) -> Entry:
+    """The entry of a key; `make` fills it where it is missing or damaged. Of several processes, one does so.
+
+    Where the cache cannot be written, the entry is made in a temporary directory, which ends with the process.
+    """
+    problem = write_problem(cache)
+    if not problem:
+        with _locked(cache / "locks" / key):
+            return _get(cache / "entries" / key, key, make)
+    found, _ = open_entry(cache / "entries" / key, key)
+    if found is not None:
+        return found
+    temporary = temporary_cache()
+    with _locked(temporary / "locks" / key):
+        made = _get(temporary / "entries" / key, key, make)
+    note = (
+        f"{cache}: cannot be written ({problem}), so rows are prepared into a temporary directory, and again by the next "
+        "run; name another directory by data.cache or ALIGNMENT_CACHE"
+    )
+    return Entry(made.directory, made.manifest, made.cached, (note, *made.notes))
+
+
+def write_problem(cache: Path) -> str:
+    """Why the cache cannot be written, or ''."""
+    try:
+        for name in ("entries", "locks"):
+            (cache / name).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=cache / name):
+                pass
+    except OSError as error:
+        return error.strerror or str(error)
+    return ""
+
+
+def _get(directory: Path, key: str, make: Make) -> Entry:
+    found, problem = open_entry(directory, key)
+    if found is not None:
+        return found
+    notes = ()
+    if problem:
+        notes = (f"{directory}: prepared rows were damaged ({problem}) and are prepared again",)
+        remove_directory(directory)
+    with atomic_directory(directory) as temporary:
+        content = {**make(temporary), "key": key, "created": time.time()}
+        content["stored"] = {path.name: _stamp(path) | {"sha256": sha256(path)} for path in sorted(temporary.iterdir())}
+        text = json.dumps({**content, "check": hash_of(content)})
+        (temporary / MANIFEST).write_text(text, encoding="utf-8")
+    return Entry(directory, json.loads(text), False, notes)
+
+
+def open_entry(directory: Path, key: str) -> tuple[Entry | None, str]:
+    """The entry in a directory, or None and what is wrong with it; '' where there is none."""
+    if not os.path.lexists(directory):
+        return None, ""
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        check = manifest.pop("check")
+        if manifest["key"] != key or hash_of(manifest) != check:
+            return None, f"{MANIFEST} does not have its checksum"
+        if problem := _damage(directory, manifest["stored"]):
+            return None, problem
+        with suppress(PermissionError):  # an entry of another user
+            os.utime(directory / MANIFEST)  # its last use
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return None, f"{type(error).__name__}: {error}"
+    return Entry(directory, manifest, True), ""
+
+
+def _damage(directory: Path, stored: Mapping[str, Mapping[str, Any]]) -> str:
+    """What is wrong with the files of an entry, or ''."""
+    small = sum(file["bytes"] for file in stored.values()) <= VERIFY_BYTES
+    for name, file in stored.items():
+        stamp = _stamp(directory / name)
+        if stamp["bytes"] != file["bytes"]:
+            return f"{name} has {stamp['bytes']} bytes, not {file['bytes']}"
+        changed = any(stamp[key] != file[key] for key in stamp)
+        if (small or changed) and sha256(directory / name) != file["sha256"]:
+            return f"{name} does not have its checksum"
+    return ""
+
+
+def _stamp(path: Path) -> dict[str, int]:
+    stat = path.stat()
+    return {"bytes": stat.st_size, "changed": stat.st_mtime_ns, "inode": stat.st_ino}
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """While open, this process alone holds the lock of that name; on a file system without locks, several may."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
+    try:
+        with suppress(OSError):  # without locks the last of two writers wins, and both write the same
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def temporary_cache() -> Path:
+    """A cache that ends with this process, shared by the processes that one launcher started on this machine."""
+    several = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1
+    owner = f"{os.getuid()}-{os.getppid()}-{os.environ.get('MASTER_PORT', '')}" if several else f"{os.getpid()}"
+    path = Path(tempfile.gettempdir()) / f"alignment-data-{owner}"
+    path.mkdir(mode=0o700, exist_ok=True)
+    if path.is_symlink() or path.stat().st_uid != os.getuid():
+        raise PermissionError(f"{path} belongs to another user")
+    atexit.register(_remove_own, path, os.getpid())
+    return path
+
+
+def _remove_own(path: Path, process: int) -> None:
+    if os.getpid() == process:  # not in a forked child
+        shutil.rmtree(path, ignore_errors=True)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """An entry as `alignment data cache` lists it.
+
+    Attributes:
+        key: name of the entry.
+        kind: of its rows.
+        source: file or Hub id that they come from.
+        rows, tokens, bytes: its size.
+        created, used: when it was made and last opened, in seconds since 1970.
+    """
+
+    key: str
+    kind: str
+    source: str
+    rows: int
+    tokens: int
+    bytes: int
+    created: float
+    used: float
+
+
+def list_entries(cache: Path, older_than: float | None = None) -> list[Listed]:
+    """The entries of a cache, the one used last first; damaged ones with kind "damaged".
+
+    Args:
+        older_than: only those last used more than so many days ago; None: all.
+    """
+    folder = cache / "entries"
+    found = [_listed(path) for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []
+    oldest = time.time() if older_than is None else time.time() - older_than * 86400
+    return sorted((entry for entry in found if entry.used <= oldest), key=lambda entry: -entry.used)
+
+
+def _listed(directory: Path) -> Listed:
+    size = sum(path.stat().st_size for path in directory.glob("*"))
+    try:
+        manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+        rows = sum(sum(file["rows"]) for file in manifest["files"])
+        tokens, created = manifest["tally"]["tokens"], manifest["created"]
+        used = (directory / MANIFEST).stat().st_mtime
+        return Listed(directory.name, manifest["kind"], manifest["source"], rows, tokens, size, created, used)
+    except (OSError, ValueError, KeyError, TypeError):
+        return Listed(directory.name, "damaged", "", 0, 0, size, 0.0, 0.0)
+
+
+def clear_entries(cache: Path, older_than: float | None = None) -> tuple[list[Listed], list[Listed]]:
+    """Delete entries: (deleted, left because a process holds them).
+
+    A run that has opened an entry keeps reading it; the system frees the space when the run ends.
+
+    Args:
+        older_than: only those last used more than so many days ago; None: all, and the hashes of source files.
+    """
+    deleted, left = [], []
+    for entry in list_entries(cache, older_than):
+        lock = os.open(cache / "locks" / entry.key, os.O_RDONLY | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            remove_directory(cache / "entries" / entry.key)
+            deleted.append(entry)
+        except BlockingIOError:
+            left.append(entry)
+        finally:
+            os.close(lock)
+    if older_than is None:
+        shutil.rmtree(cache / "hashes", ignore_errors=True)
+    return deleted, left

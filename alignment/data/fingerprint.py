@@ -1,0 +1,146 @@
+"""What prepared rows depend on, as one key: the rows' bytes, the tokenizer, the settings and the code that prepares them.
+
+Anything that could change a token is part of it. Settings count unless they are known not to matter, so that a new one
+counts from its first day.
+"""
+
+import dataclasses
+import functools
+import glob
+import json
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from alignment.data.config import DataConfig, SourceConfig
+from alignment.data.rows.files import hub_source, load_hub
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.files import hash_of, sha256, write_json
+
+PACKAGES = ("tokenizers", "transformers", "jinja2", "trl")  # their versions may change what a row becomes
+# Settings that change no row and no token: the sources have keys of their own, limits are checked on the stored tally.
+WITHOUT_EFFECT = frozenset(
+    {
+        "train", "evaluation", "split", "evaluation_split", "columns", "max_rows", "mixing", "mixing_maximum", "temperature",
+        "max_lost_share", "max_cut_share", "processes", "cache",
+    }
+)  # fmt: skip
+WITHOUT_EFFECT_OF_A_SOURCE = frozenset({"name", "weight", "loss_weight", "max_rows"})
+UNKNOWN_TO_THE_CLASS = ("name_or_path", "is_local", "local_files_only")  # where a tokenizer came from, not what it is
+MEMO_BYTES = 2**20  # smaller files are hashed every time
+SETTLED_SECONDS = 2.0  # a file that changed later than this before it was hashed may change again under the same time
+
+
+def table_key(
+    source: SourceConfig,
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    *,
+    name: str,
+    max_rows: int | None,
+    cache: Path,
+) -> tuple[str, dict[str, Any]]:
+    """The key of one source's prepared rows, and what went into it.
+
+    Args:
+        name: of the preparation: kind of rows, and the objective for running text.
+        max_rows: good rows to read of this source.
+        cache: directory in which hashes of large files are kept.
+    """
+    settings = {key: value for key, value in dataclasses.asdict(config).items() if key not in WITHOUT_EFFECT}
+    own = {key: value for key, value in dataclasses.asdict(source).items() if key not in WITHOUT_EFFECT_OF_A_SOURCE}
+    parts = {
+        "preparation": name,
+        "rows": content_of(source, cache),
+        "source": own,
+        "settings": settings,
+        "max_rows": max_rows,
+        "tokenizer": tokenizer_hash(tokenizer),
+        "code": preparation_code_hash(),
+        "packages": package_versions(),
+    }
+    return hash_of(parts)[:32], parts
+
+
+def content_of(source: SourceConfig, cache: Path) -> dict[str, str]:
+    """Hashes of the files of a source by path; for a Hub data set, the fingerprint that `datasets` gives it."""
+    path = Path(source.source)
+    if path.is_dir():
+        files = sorted(str(each) for each in path.rglob("*") if each.is_file())
+    else:
+        files = [source.source] if path.exists() else sorted(glob.glob(source.source, recursive=True))
+    if files:
+        return {file: file_hash(Path(file), cache) for file in files}
+    found = hub_source(source.source, str(source.split))
+    if found is None:
+        return {}  # no such file: reading it says so
+    dataset = load_hub(*found)
+    return {"fingerprint": getattr(dataset, "_fingerprint", None) or hash_of([dict(row) for row in dataset])}
+
+
+def file_hash(path: Path, cache: Path) -> str:
+    """SHA-256 of a file. That of a large file is computed once for each version of it.
+
+    A version is known by path, device, inode, size, and the times of the last change of content and of inode in
+    nanoseconds. It is assumed that a file system updates one of them with every change, which all local ones do, unless
+    two changes fall into one tick of its clock; so a hash is kept only where the file was last changed some seconds
+    before it was read. A hash that is kept in a damaged file is computed again.
+    """
+    version = _version(path)
+    if path.stat().st_size < MEMO_BYTES:
+        return sha256(path)
+    memo = cache / "hashes" / f"{hash_of(version)[:32]}.json"
+    try:
+        kept = json.loads(memo.read_text(encoding="utf-8"))
+        if kept["version"] == version and kept["check"] == hash_of([version, kept["sha256"]]):
+            return kept["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    settled = max(path.stat().st_mtime, path.stat().st_ctime) < time.time() - SETTLED_SECONDS
+    digest = sha256(path)
+    if settled and _version(path) == version:
+        with suppress(OSError):  # where the cache cannot be written, the hash is right all the same
+            write_json(memo, {"version": version, "sha256": digest, "check": hash_of([version, digest])})
+    return digest
+
+
+def _version(path: Path) -> list[str | int]:
+    stat = path.stat()
+    return [str(path.resolve()), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
+
+
+def tokenizer_hash(tokenizer: Tokenizer) -> str:
+    """Hash of the files that the tokenizer would be saved as: vocabulary, special tokens, chat template."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files: dict[str, object] = {}
+        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            name = str(path.relative_to(folder))
+            files[name] = _without_origin(path) if name == "tokenizer_config.json" else sha256(path)
+    return hash_of(files)
+
+
+def _without_origin(path: Path) -> Mapping[str, object]:
+    config = json.loads(path.read_text(encoding="utf-8"))
+    return {key: value for key, value in config.items() if key not in UNKNOWN_TO_THE_CLASS}
+
+
+@functools.lru_cache(maxsize=1)
+def preparation_code_hash() -> str:
+    """Hash of the source of every module that reads or tokenizes rows: all of alignment/data."""
+    return hash_code(Path(__file__).parent)
+
+
+def hash_code(folder: Path) -> str:
+    """Hash of all Python files of a folder, by name and content."""
+    return hash_of({str(path.relative_to(folder)): sha256(path) for path in sorted(folder.rglob("*.py"))})
+
+
+@functools.lru_cache(maxsize=1)
+def package_versions() -> dict[str, str]:
+    """Versions of the packages that may change what a row becomes."""
+    return {name: metadata.version(name) for name in PACKAGES}

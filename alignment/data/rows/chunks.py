@@ -1,0 +1,83 @@
+"""A source in chunks of rows that can be read side by side, and the one parser that all of them share."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+
+from alignment.data.config import SourceConfig
+from alignment.data.rows.files import ByteSpan, RawRow, byte_spans, json_line_rows, read_raw
+from alignment.data.rows.read import RecordParser, choose_row_format, parse_rows
+from alignment.data.rows.records import Kind
+from alignment.errors import UserError
+
+FIRST_BYTES = 2**18  # of the first chunk, by which the format of the rows is chosen
+ROWS = 4096  # most rows of a chunk that cannot be read by its position in the file
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Successive rows of a source: a part of a file of JSON lines, which whoever parses it reads, or rows as they are."""
+
+    path: Path | None = None
+    span: ByteSpan | None = None
+    rows: tuple[RawRow, ...] = ()
+
+    def raw_rows(self) -> Iterable[RawRow]:
+        """The rows, each with its location."""
+        return self.rows if self.path is None else json_line_rows(self.path, self.span)
+
+
+def read_chunks(source: str, split: str, size: int) -> Iterator[Chunk]:
+    """The rows of a file or Hub data set in order, in chunks of about `size` bytes, the first one smaller.
+
+    Raises:
+        UserError: as `read_raw`.
+    """
+    path = Path(source)
+    if path.is_file() and path.name.endswith(".jsonl"):
+        for span in byte_spans(path, size, first=min(size, FIRST_BYTES)):
+            yield Chunk(path, span)
+        return
+    rows: list[RawRow] = []
+    weight = 0
+    for row in read_raw(source, split):
+        rows.append(row)
+        weight += sum(len(value) for value in (row.values or {}).values() if isinstance(value, str))
+        if len(rows) == ROWS or weight >= size:
+            yield Chunk(rows=tuple(rows))
+            rows, weight = [], 0
+    if rows:
+        yield Chunk(rows=tuple(rows))
+
+
+def open_source(
+    source: SourceConfig, kind: Kind, *, skip_ties: bool, size: int
+) -> tuple[RecordParser, Iterator[Chunk]]:
+    """The parser of a source's rows, and its chunks.
+
+    The format is that of the first row that matches one, and the form of all prompts (text or messages) that of the
+    first good row. So the parser is the same for all chunks, in whatever order they are parsed.
+
+    Raises:
+        UserError: no such source, no rows, or columns that make no record of this kind.
+    """
+    chunks = read_chunks(source.source, str(source.split), size)
+    columns = source.columns or {}
+    held: list[Chunk] = []
+    seen: list[RawRow] = []
+    tried = 0
+    for chunk in chunks:
+        held.append(chunk)
+        seen += chunk.raw_rows()
+        if len(seen) < 2 * tried or all(row.values is None for row in seen):
+            continue
+        tried = len(seen)
+        try:
+            parser = RecordParser(choose_row_format(source.source, seen, kind, columns), skip_ties)
+        except UserError:  # a row further down may match
+            continue
+        parse_rows(seen, parser, columns=columns, max_rows=1)
+        if parser.form is not None:
+            return parser, chain(held, chunks)
+    return RecordParser(choose_row_format(source.source, seen, kind, columns), skip_ties), iter(held)
