@@ -1,11 +1,13 @@
 """Trunk and a head of few outputs: scalar models (reward, value), sequence and token classifiers, answer spans."""
 
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from alignment.models.heads import ClassificationHead, Pooling
+from alignment.models.layers.padded_layout import select_rows
 from alignment.models.native_model import NativeModel
 from alignment.models.outputs import ClassifierOutput, ValueOutput
 from alignment.models.padded_inputs import from_padded, require_input_ids, to_padded
@@ -23,26 +25,33 @@ class ScalarModel(NativeModel[TransformerSpec]):
         self.head = nn.Linear(trunk.spec.output_width or trunk.spec.width, 1, bias=False)
 
     def forward(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *, batch: Ragged | None = None
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        batch: Ragged | None = None,
+        tokens: Tensor | None = None,
     ) -> ValueOutput:
         """Values of every token.
 
         Args:
             input_ids, attention_mask, batch: as for `LanguageModel.forward`.
+            tokens: for the batch call: indices of the tokens whose values are wanted, none twice, [M]; None: all.
 
         Returns:
-            Batch call: `values` [N]. Padded call: `values` [B, T], zeros at padding, and `logits` [B, 1], the value at
+            Batch call: `values` [N], or [M] of `tokens`. Padded call: `values` [B, T], zeros at padding, and `logits` [B, 1], the value at
             each row's last real token as the mask has it, wherever the padding sits.
         """
         if batch is not None:
-            return ValueOutput(self._values(batch))
+            return ValueOutput(self._values(batch, tokens))
         shape = require_input_ids(input_ids).shape
         batch, indices = from_padded(require_input_ids(input_ids), attention_mask)
         values = self._values(batch)
         return ValueOutput(to_padded(values, indices, shape), values[batch.last, None])
 
-    def _values(self, batch: Ragged) -> Tensor:
-        hidden = self.hidden_states(self.trunk, batch)
+    def _values(self, batch: Ragged, tokens: Tensor | None = None) -> Tensor:
+        select = None if tokens is None else partial(select_rows, index=tokens)
+        hidden = self.hidden_states(self.trunk, batch, select=select)
         # Scores are compared with each other: bfloat16's 8 bits would make ties of close ones.
         with torch.autocast(hidden.device.type, enabled=False):
             return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()

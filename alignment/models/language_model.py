@@ -1,6 +1,7 @@
 """Trunk and language head: decoders, and masked language models. Reward models and classifiers are in classifiers.py."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -61,8 +62,9 @@ class LanguageModel(NativeModel[TransformerSpec]):
             logits = self.head(self.hidden_states(self.trunk, batch))
             return LogitsOutput(to_padded(logits, indices, require_input_ids(input_ids).shape))
         with self._router_logits() as router_logits:
-            read = self.read(self.trunk, batch, prefix=self.active_prefix())
-        before = states_before_targets(read.own_states(), batch)
+            select = partial(states_before_targets, batch=batch)
+            read = self.read(self.trunk, batch, prefix=self.active_prefix(), select=select)
+        before = read.states
         if return_logits:
             return LogitsOutput(self.head(before), before)
         tokens = batch.tokens[batch.target_index]
@@ -99,8 +101,8 @@ class LanguageModel(NativeModel[TransformerSpec]):
     @torch.no_grad()
     def prefill(self, batch: Ragged, cache: Cache, rows: Tensor | None = None) -> Tensor:
         """Logits [B, V] after each document's last token; the documents now fill cache `rows` [B] (None: 0, 1, ...)."""
-        hidden = self.hidden_states(self.trunk, batch, cache=cache, rows=rows)
-        return self.head(hidden[batch.last])
+        last = partial(select_rows, index=batch.last)
+        return self.head(self.hidden_states(self.trunk, batch, cache=cache, rows=rows, select=last))
 
     @torch.no_grad()
     def decode(self, tokens: Tensor, cache: Cache) -> Tensor:

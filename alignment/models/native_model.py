@@ -1,5 +1,6 @@
 """Base class of our models: config, spec, activation checkpointing, and adapters that stand before every document."""
 
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
@@ -83,19 +84,30 @@ class NativeModel(nn.Module, Generic[Spec]):
         prefix: Tensor | None = None,
         cache: Cache | None = None,
         rows: Tensor | None = None,
+        select: Callable[[Tensor], Tensor] | None = None,
     ) -> DocumentStates:
-        """Run documents through a stack, behind the soft prompt where there is one; arguments as for the stack."""
+        """Run documents through a stack, behind the soft prompt where there is one; arguments as for the stack.
+
+        `select` is of the documents' own tokens; the states are then of the selected ones alone.
+        """
         prompt, own_tokens = self.active_soft_prompt(), None
         if prompt is not None:
             batch, own_tokens = with_virtual_tokens(batch, len(prompt))
-        states = stack(batch, prefix=prefix, prompt=prompt, cache=cache, rows=rows)
-        return DocumentStates(states, batch, own_tokens)
+            select = _selected_of_own(own_tokens, select)
+        states = stack(batch, prefix=prefix, prompt=prompt, cache=cache, rows=rows, select=select)
+        return DocumentStates(states, batch, None if select is not None else own_tokens)
 
     def hidden_states(
-        self, stack: Transformer, batch: Ragged, *, cache: Cache | None = None, rows: Tensor | None = None
+        self,
+        stack: Transformer,
+        batch: Ragged,
+        *,
+        cache: Cache | None = None,
+        rows: Tensor | None = None,
+        select: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
-        """Hidden states of the batch's own tokens behind the prefix or soft prompt, if there is one, [N, D]."""
-        return self.read(stack, batch, prefix=self.active_prefix(), cache=cache, rows=rows).own_states()
+        """Hidden states of the batch's own tokens (the selected ones) behind prefix and soft prompt, [N, D] or [M, D]."""
+        return self.read(stack, batch, prefix=self.active_prefix(), cache=cache, rows=rows, select=select).own_states()
 
     def checkpoint_activations(self, enabled: bool = True, keep: Keep = "nothing") -> None:
         """Recompute blocks in the backward pass instead of keeping their activations; `keep`: see `checkpointed`."""
@@ -109,6 +121,13 @@ class NativeModel(nn.Module, Generic[Spec]):
             if isinstance(stack, Transformer):
                 compile_blocks(stack.blocks, stack.embed.weight.device)
                 stack.compiled = True
+
+
+def _selected_of_own(
+    own_tokens: Tensor, select: Callable[[Tensor], Tensor] | None
+) -> Callable[[Tensor], Tensor] | None:
+    """`select`, of the own tokens among all."""
+    return None if select is None else lambda states: select(select_rows(states, own_tokens))
 
 
 def empty_cache(trunk: Transformer, rows: int, capacity: int) -> Cache:

@@ -110,6 +110,6 @@ class GenerativeModel(Module, Protocol):
 class ScoringModel(Module, Protocol):
     """A reward or value model: one number per token."""
 
-    def __call__(self, *, batch: Ragged) -> ValueOutput:
-        """Values of every token, [N]."""
+    def __call__(self, *, batch: Ragged, tokens: Tensor | None = None) -> ValueOutput:
+        """Values of every token, [N], or of the named ones, [M]."""
         ...

@@ -1,7 +1,7 @@
 """The trunk of a decoder or encoder: embedding, blocks, final norm; over whole documents or one new token per row."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from alignment.models.heads import LanguageHeadSpec
 from alignment.models.init_weights import FanInInitSpec, InitSpec
 from alignment.models.layers.attention import AttentionSpec
 from alignment.models.layers.attention_context import AttentionContext
-from alignment.models.layers.block import BlockSpec
+from alignment.models.layers.block import BlockSpec, selects_tokens
 from alignment.models.layers.cross_attention import Source
 from alignment.models.layers.disentangled import RelativeEmbedding
 from alignment.models.layers.kv_cache import Cache
@@ -194,6 +194,7 @@ class Transformer(nn.Module):
         cache: Cache | None = None,
         rows: Tensor | None = None,
         source: Source | None = None,
+        select: Callable[[Tensor], Tensor] | None = None,
     ) -> Tensor:
         """Hidden states of whole documents.
 
@@ -204,9 +205,10 @@ class Transformer(nn.Module):
             cache: filled with the keys and values, for `step` to go on from; without gradient only.
             rows: cache row of each document, [B]; None: 0, 1, ...
             source: what an encoder read, one document for each of the batch's; with a cache, for all of its rows.
+            select: keeps the tokens whose states are needed, [N, ...] -> [M, ...]; the last layer saves the others' work.
 
         Returns:
-            [N, D].
+            [N, D], or [M, D] of the selected tokens.
 
         Raises:
             UserError: a document is longer than `max_positions`.
@@ -227,7 +229,11 @@ class Transformer(nn.Module):
         )  # fmt: skip
         positions = batch.positions + offset if offset else batch.positions
         first = None if prompt is None else PromptTokens.of(batch, prompt)
-        return self._run(batch.tokens, positions, batch.segments, contexts, first)
+        inside = select is not None and not self.compiled and selects_tokens(self.blocks[-1]) and not self.spec.order
+        if inside:
+            contexts[-1] = replace(contexts[-1], select=select)
+        states = self._run(batch.tokens, positions, batch.segments, contexts, first)
+        return states if inside or select is None else select(states)
 
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
         """Hidden states [B, D] of one new token per cache row [B]; each row of the cache is then one longer."""

@@ -280,11 +280,17 @@ class ExternalScalarModel(ExternalModel):
         return self.inner.score
 
     def forward(
-        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None, *, batch: Ragged | None = None
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        *,
+        batch: Ragged | None = None,
+        tokens: Tensor | None = None,
     ) -> ValueOutput:
-        """`values` [N]; or [B, T] with zeros at padding, and `logits` [B, 1] at each row's last real token."""
+        """`values` [N], or [M] of `tokens`; or [B, T] with zeros at padding, and `logits` [B, 1] at each last real token."""
         if batch is not None:
-            return ValueOutput(self._values(batch))
+            values = self._values(batch)
+            return ValueOutput(values if tokens is None else values[tokens])
         ragged, positions = from_padded(require_input_ids(input_ids), attention_mask)
         values = self._values(ragged)
         return ValueOutput(to_padded(values, positions, require_input_ids(input_ids).shape), values[ragged.last, None])

@@ -71,7 +71,7 @@ class Attention(nn.Module):
         self.spec = spec
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
-        """x: [N, D] -> [N, D]."""
+        """x: [N, D] -> [N, D], or [M, D] of the tokens that are needed."""
         query, key, value = self.query(x), self.key(x), self.value(x).unflatten(-1, (-1, self.spec.head_dim))
         if self.normed:
             query, key = self._norm(query, self.query_norm), self._norm(key, self.key_norm)
@@ -82,7 +82,7 @@ class Attention(nn.Module):
         if self.normed:  # under autocast a norm's fp32 weight makes them fp32, and the kernel takes one type
             query, key = query.to(value.dtype), key.to(value.dtype)
         mixed = context.attend(query, key, value, self.spec.dropout if self.training else 0.0)
-        return self.output(mixed.reshape(len(x), -1))
+        return self.output(context.needed(mixed.reshape(len(x), -1)))
 
     def _norm(self, x: Tensor, norm: nn.Module) -> Tensor:
         """x [N, H * K], normalized head by head or as one vector."""

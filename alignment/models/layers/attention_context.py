@@ -24,6 +24,8 @@ class AttentionContext:
         cross_attend: attention on an encoder's states.
         layout: how documents lie in rectangles, for layers that do more than `attend` (DeBERTa).
         relative: vectors of relative positions, for the same layers, [2 * S, D].
+        select: keeps the tokens whose output is needed, [N, ...] -> [M, ...]; None: all. In a trunk's last layer only the
+            keys and values of the others matter.
     """
 
     attend: AttentionFn
@@ -31,6 +33,11 @@ class AttentionContext:
     cross_attend: CrossAttentionFn | None = None
     layout: PaddedLayout | None = None
     relative: Tensor | None = None
+    select: Callable[[Tensor], Tensor] | None = None
+
+    def needed(self, x: Tensor) -> Tensor:
+        """The tokens of x [N, ...] whose output is needed."""
+        return x if self.select is None else self.select(x)
 
     def outside_graphs(self) -> "AttentionContext":
         """The same context, its attention left out of the graphs of torch.compile."""

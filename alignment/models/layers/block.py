@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from alignment.models.layers.attention import AttentionSpec, CrossAttention
 from alignment.models.layers.attention_context import AttentionContext
 from alignment.models.layers.disentangled import ConvolutionSpec, ConvolvedBlock, DisentangledSpec
-from alignment.models.layers.experts import FeedForwardSpec
+from alignment.models.layers.experts import Experts, FeedForwardSpec
 from alignment.models.layers.norms import NormSpec
 
 Norm = Callable[[], nn.Module]
@@ -61,6 +61,16 @@ class BlockSpec:
                 return ParallelBlock(attention, feedforward, norm, dropout, shared=self.wiring == "parallel_shared")
 
 
+def selects_tokens(block: nn.Module) -> bool:
+    """Whether a block can compute its output for some tokens alone, after keys and values of all; see `AttentionContext`.
+
+    Experts are balanced over all tokens, and attention on an encoder's states is laid out for all.
+    """
+    if not isinstance(block, Block | NormedResidualBlock | SandwichBlock | ParallelBlock):
+        return False
+    return not getattr(block, "crosses", False) and not isinstance(block.feedforward, Experts)
+
+
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feedforward(norm(x)). Pre-norm, as in GPT-2 and Llama.
 
@@ -86,7 +96,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), context))
+        x = context.needed(x) + self.dropout(self.attention(self.attention_norm(x), context))
         if self.crosses:
             x = x + self.dropout(self.cross(self.cross_norm(x), context))
         return x + self.dropout(self.feedforward(self.feedforward_norm(x)))
@@ -104,7 +114,7 @@ class NormedResidualBlock(nn.Module):
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
         x = self.attention_norm(x)
-        x = self.feedforward_norm(x + self.dropout(self.attention(x, context)))
+        x = self.feedforward_norm(context.needed(x) + self.dropout(self.attention(x, context)))
         return x + self.dropout(self.feedforward(x))
 
 
@@ -149,7 +159,9 @@ class SandwichBlock(nn.Module):
 
     def forward(self, x: Tensor, context: AttentionContext) -> Tensor:
         """x: [N, D] -> [N, D]."""
-        x = x + self.dropout(self.attention_output_norm(self.attention(self.attention_norm(x), context)))
+        x = context.needed(x) + self.dropout(
+            self.attention_output_norm(self.attention(self.attention_norm(x), context))
+        )
         return x + self.dropout(self.feedforward_output_norm(self.feedforward(self.feedforward_norm(x))))
 
 
@@ -170,4 +182,5 @@ class ParallelBlock(nn.Module):
         """x: [N, D] -> [N, D]."""
         normed = self.attention_norm(x)
         attended = self.dropout(self.attention(normed, context))
+        x, normed = context.needed(x), context.needed(normed)
         return x + attended + self.dropout(self.feedforward(normed if self.shared else self.feedforward_norm(x)))
