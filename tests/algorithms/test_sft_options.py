@@ -1,0 +1,131 @@
+"""Options of SFT: each learns, resumes to the bit, and does what its name says."""
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file
+
+from alignment.algorithms.samples import SamplesConfig, prompt_of
+from alignment.algorithms.sft import SFTConfig
+from alignment.data.batches import collate, collate_whole
+from alignment.data.config import DataConfig
+from alignment.data.examples import Example
+from alignment.training import OptimConfig, TrainingConfig
+from alignment.training.early_stopping import EarlyStopping
+
+OPTIONS = {
+    "loss_on": {"loss_on": "all"},
+    "label_smoothing": {"label_smoothing": 0.1},
+    "z_loss": {"z_loss": 1e-2},
+    "NEFTune": {"neftune_alpha": 5.0},
+    "EMA": {"training": {"ema_decay": 0.5}},
+    "early stopping": {"training": {"early_stopping": EarlyStopping(patience=2)}},
+}
+
+
+@pytest.fixture
+def sft(checkpoints, make_stage, world, tmp_path, read_metrics):
+    """`sft(name, training={...}, **settings)` runs on 16 demonstrations, which are also held out; its directory."""
+    data = DataConfig(train=world["demonstrations"], evaluation=world["demonstrations"], max_rows=16)
+
+    def run_one(name, training=(), **settings):
+        training = TrainingConfig(**{"batch_size": 8, "max_steps": 9, "evaluate_every_steps": 3, **dict(training)})
+        settings = {"optim": OptimConfig(learning_rate=1e-2), "data": data, **settings}
+        run, config = make_stage("sft", checkpoints["llama"], tmp_path / name, training=training, **settings)
+        run(config)
+        return tmp_path / name
+
+    return run_one
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_each_option_lowers_the_held_out_loss(option, sft, read_metrics):
+    lines = read_metrics(sft("run", **OPTIONS[option]))
+    held_out = [line["held_out_loss"] for line in lines if "held_out_loss" in line]
+    assert held_out[-1] < held_out[0] - 0.1
+    plain = option not in ("label_smoothing", "z_loss")
+    for line in lines:
+        assert ("nll" in line) is not plain
+        assert plain or line["loss"] > line["nll"] > 0  # both add to the negative log-likelihood
+    if not plain:
+        assert lines[-1]["held_out_nll"] < lines[2]["held_out_nll"] - 0.1
+
+
+def test_the_z_loss_brings_the_normalizer_towards_one(sft, read_metrics):
+    lines = read_metrics(sft("run", z_loss=0.1))
+    sizes = [(line["loss"] - line["nll"]) / 0.1 for line in lines]  # mean of log(Z)^2
+    assert sizes[-1] < 0.8 * sizes[0]
+
+
+def test_the_prompt_counts_too_and_the_first_token_never():
+    examples = [
+        Example([1, 5, 6, 7, 2], [False, False, False, True, True], "a", 3),
+        Example([1, 8, 2], [False, True, True], "b", 4),
+    ]
+    (part,), (whole,) = collate(examples, 100), collate_whole(examples, 100)
+    assert part.tokens[part.target_index].tolist() == [7, 2, 8, 2]
+    assert whole.tokens[whole.target_index].tolist() == [5, 6, 7, 2, 8, 2]
+    assert (part.weight, whole.weight) == (4.0, 6.0)
+    assert whole.sources is not None and whole.sources.tolist() == [3, 4] and whole.row_ids == part.row_ids
+
+
+def test_a_resumed_run_with_noise_average_and_early_stopping_is_the_same_to_the_bit(sft, read_metrics, tmp_path):
+    settings = {
+        "neftune_alpha": 5.0, "label_smoothing": 0.1, "samples": SamplesConfig(prompts=1, max_new_tokens=4),
+        "training": {"ema_decay": 0.7, "early_stopping": EarlyStopping("held_out_nll", 2), "save_every_steps": 2,
+                     "keep_last_checkpoints": 9, "max_steps": 6, "evaluate_every_steps": 2},
+    }  # fmt: skip
+    whole, parts = sft("whole", **settings), sft("parts", **settings)
+    shutil.rmtree(parts / "model")
+    for name in ("step-000004", "step-000006"):  # as if it had died in update 4
+        shutil.rmtree(parts / "checkpoints" / name)
+    sft("parts", **settings)
+    ours, theirs = (load_file(path / "model/model.safetensors") for path in (parts, whole))
+    assert ours.keys() == theirs.keys() and all(value.equal(theirs[name]) for name, value in ours.items())
+    logs = [[{**line, "tokens_per_second": 0} for line in read_metrics(path)] for path in (parts, whole)]
+    assert logs[0] == logs[1]
+    assert (parts / "samples.jsonl").read_text() == (whole / "samples.jsonl").read_text()
+
+
+def test_samples_are_written_at_each_evaluation_shown_in_the_report_and_change_no_number(sft, read_metrics):
+    from alignment.evaluation.report.run_report import write_run_report
+
+    without = sft("without", neftune_alpha=5.0)
+    with_samples = sft("with", neftune_alpha=5.0, samples=SamplesConfig(prompts=2, max_new_tokens=6))
+    losses = [[line["loss"] for line in read_metrics(path)] for path in (without, with_samples)]
+    assert losses[0] == losses[1]
+    assert not (without / "samples.jsonl").exists()
+    lines = [json.loads(line) for line in (with_samples / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [3, 3, 6, 6, 9, 9]
+    assert lines[0]["prompt"] == lines[2]["prompt"] != lines[1]["prompt"]
+    assert len({line["response"] for line in lines}) > 1
+    page = write_run_report(with_samples).read_text()
+    assert "update 9" in page
+
+
+def test_the_prompt_of_a_sample_is_all_before_the_last_response():
+    ids = list(range(8))
+    turns = [False, False, True, True, False, False, True, True]
+    assert prompt_of(Example(ids, turns, "")) == [0, 1, 2, 3, 4, 5]
+    assert prompt_of(Example(ids, [True] * 8, "")) == [0]  # cut at the left: something must come first
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"label_smoothing": 1.0}, "label_smoothing must be in"),
+        ({"z_loss": -1.0}, "z_loss must be 0"),
+        ({"neftune_alpha": 0.0}, "neftune_alpha must be above 0"),
+        ({"neftune_alpha": float("nan")}, "neftune_alpha must be above 0"),
+    ],
+)
+def test_settings_out_of_range_are_refused(settings, why):
+    with pytest.raises(ValueError, match=why):
+        SFTConfig("model", DataConfig(train="rows.jsonl"), "out", **settings)
+
+
+@pytest.mark.parametrize("settings", [{"prompts": 0}, {"max_new_tokens": 0}, {"temperature": -1.0}])
+def test_samples_out_of_range_are_refused(settings):
+    with pytest.raises(ValueError, match="must be"):
+        SamplesConfig(**settings)
