@@ -120,6 +120,8 @@ class Result:
             self._run.note(f"model/ holds {average}{which}; the run ended at step {self._engine.step}")
         with self._engine.averaged_weights():
             self._save()
+        self._has_older = True  # checkpoints that knew an earlier best are gone by now
+        self.delete_older()
 
     def _load_best(self, best: BestEvaluation) -> str:
         """Load the best weights; what to say of them."""

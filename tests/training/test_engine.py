@@ -83,34 +83,6 @@ def test_gradients_do_not_depend_on_how_the_batch_is_cut(cut, monkeypatch):
     assert float((gradients(cut) - whole).norm() / whole.norm()) <= 1e-6
 
 
-@pytest.mark.parametrize(
-    "cut",
-    [
-        [[1.2], [0.4, 0.6], [0.1, 0.2, 0.3, 0.4, 0.5]],
-        [[1.2, 0.4, 0.6], [0.1, 0.2, 0.3, 0.4, 0.5]],
-        [[1.2, 0.4, 0.6, 0.1, 0.2, 0.3, 0.4, 0.5]],
-    ],
-)
-def test_the_loss_is_the_mean_over_all_tokens_of_the_global_batch(cut):
-    # 3.7 / 8; a mean of means would give 0.6667 or 0.5167
-    engine = straight_engine()
-    metrics = engine.update(
-        Term([plain_batch(part) for part in cut], lambda batch: LossSum(engine.model(batch.x).sum()))
-    )
-    assert metrics["loss"] == pytest.approx(0.4625, abs=1e-6)
-    assert metrics["grad_norm"] == pytest.approx(0.4625, abs=1e-6)
-
-
-def test_clipping_uses_the_global_norm():
-    # gradient (3, 4, 12): norm 13, coefficient 1/13
-    weight = nn.Parameter(torch.zeros(3))
-    weight.grad = torch.tensor([3.0, 4.0, 12.0])
-    optimizer = torch.optim.SGD([weight], lr=9.0)
-    _, norm = checked_step(optimizer, 1.0, 1.0, torch.zeros(1), 1)
-    assert norm == pytest.approx(13.0)
-    torch.testing.assert_close(weight.detach(), -0.0769231 * torch.tensor([3.0, 4.0, 12.0]), rtol=1e-6, atol=0)
-
-
 def test_no_clipping_below_the_limit_or_at_zero():
     for limit in (0.0, 20.0):
         weight = nn.Parameter(torch.zeros(3))
@@ -190,33 +162,6 @@ def test_a_value_that_is_not_finite_stops_before_the_weights_change(poison):
     kept = [state["exp_avg"] for state in engine.backend.optimizer.state.values()]
     assert all(torch.equal(a, b) for a, b in zip(moments, kept, strict=True))
     assert engine.step == 2
-
-
-def test_bf16_computes_in_bf16_and_updates_float32_weights():
-    engine = toy_engine(learning_rate=1e-6, schedule="constant", training=TrainingConfig(precision="bf16"))
-    before, seen = weights(engine), []
-
-    def loss_fn(batch: ToyBatch) -> LossSum:
-        answer = engine.model(batch.x)
-        seen.append(answer.dtype)
-        return LossSum((answer.float() - batch.y).pow(2).sum())
-
-    engine.update(Term(toy_batches(toy_rows(0), [8]), loss_fn))
-    after = weights(engine)
-    changed = sum(int((after[name] != before[name]).sum()) for name in before)
-    total = sum(value.numel() for value in before.values())
-    assert seen == [torch.bfloat16]
-    assert {value.dtype for value in after.values()} == {torch.float32}
-    assert changed / total > 0.9
-    with engine.backend.autocast():
-        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.bfloat16
-
-
-def test_a_bf16_weight_would_not_move_by_such_a_step():
-    weight = torch.ones(1, dtype=torch.bfloat16)
-    for _ in range(1000):
-        weight -= 1e-3
-    assert weight.item() == 1.0
 
 
 def test_frozen_weights_stay_and_trained_ones_move():

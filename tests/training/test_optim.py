@@ -4,33 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from alignment.training import OptimConfig, Term, TrainingConfig, learning_rate_at, shard_rows
+from alignment.training import OptimConfig, TrainingConfig, learning_rate_at
 from alignment.training.optimizers import build_optimizer, parameter_groups
-from tests.training.toys import collate_by, squared_error, toy_engine, toy_rows
-
-# 12 updates, warm-up 3, cosine, peak 2e-4; the 13th value is where the schedule ends.
-EXPECTED = [
-    0, 6.667e-5, 1.3333e-4, 2e-4, 1.9397e-4, 1.7660e-4, 1.5e-4, 1.1736e-4, 8.2635e-5, 5e-5, 2.3396e-5, 6.0307e-6, 0,
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("update", "expected"), list(enumerate(EXPECTED, start=1)))
-def test_cosine_with_warmup_follows_the_worked_example(update, expected):
-    config = OptimConfig(learning_rate=2e-4, warmup_steps=3)
-    assert learning_rate_at(update, config, 12) == pytest.approx(expected, rel=1e-4, abs=1e-12)
-
-
-@pytest.mark.parametrize("micro_batch", [1, 4])
-def test_the_logged_rate_is_the_one_of_the_update_whatever_the_accumulation(micro_batch):
-    engine = toy_engine(learning_rate=2e-4, warmup_steps=3, steps=12)
-    logged = []
-    for step in range(12):
-        before = [parameter.detach().clone() for parameter in engine.backend.unwrapped.parameters()]
-        batches = shard_rows(toy_rows(step, 4), collate_by(micro_batch))
-        logged.append(engine.update(Term(batches, squared_error(engine.model)))["learning_rate"])
-        moved = any(not torch.equal(a, b) for a, b in zip(before, engine.backend.unwrapped.parameters(), strict=True))
-        assert moved == (step > 0)  # the first update of a warm-up uses 0
-    assert logged == pytest.approx(EXPECTED[:12], rel=1e-4, abs=1e-12)
 
 
 @pytest.mark.parametrize(

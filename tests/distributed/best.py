@@ -1,0 +1,63 @@
+"""What every rank runs: a run that ends early, with a moving average, stopped in between and resumed. Started by the tests.
+
+python -m tests.distributed.best OUTPUT
+"""
+
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from alignment.training import Engine, Run, TrainingConfig, fit
+from alignment.training.early_stopping import EarlyStopping
+from tests.training.toys import ToyStream, collate_by, squared_error, toy_engine, weights
+
+VALUES = [3.0, 2.0, 1.0, 1.5, 2.5, 2.0, 0.5, 0.4]  # of the evaluations; best at the third, patience ends at the sixth
+
+
+class Interrupted(Exception):
+    """The run dies here."""
+
+
+def train(output: Path, die_at: int = 0) -> None:
+    """At most eight updates; `model.safetensors` holds what the run writes as its model."""
+    settings = {"max_steps": 8, "evaluate_every_steps": 1, "save_every_steps": 2, "keep_last_checkpoints": 1}
+    training = TrainingConfig(ema_decay=0.5, early_stopping=EarlyStopping(patience=3), **settings)
+    engine = toy_engine(steps=8, training=training)
+
+    def evaluate() -> dict[str, float]:
+        if engine.step == die_at:
+            raise Interrupted
+        other = 1e-3 * engine.process_group.rank  # no rank may decide by a number of its own
+        return {"held_out_loss": VALUES[engine.step - 1] - other * engine.step}
+
+    with Run(output, {"output": str(output), "training": {"trackers": []}}, stage="toy") as run:
+        try:
+            fit(
+                engine, ToyStream(), collate_by(3), squared_error(engine.model), training=training, run=run,
+                evaluate=evaluate, save=lambda: write(engine, output),
+            )  # fmt: skip
+        except Interrupted:
+            return
+        state = weights(engine)  # the best weights themselves
+        if run.is_main:
+            save_file(state, output / "raw.safetensors")
+
+
+def write(engine: Engine, output: Path) -> None:
+    """The whole weights that the engine has now."""
+    state = weights(engine)
+    if engine.process_group.is_main:
+        save_file(state, output / "model.safetensors")
+        (output / "end.json").write_text(json.dumps({"step": engine.step, "kind": engine.process_group.kind}))
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    train(Path(sys.argv[1]) / "whole")
+    train(Path(sys.argv[1]) / "parts", die_at=5)
+    train(Path(sys.argv[1]) / "parts")

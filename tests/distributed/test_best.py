@@ -1,0 +1,47 @@
+"""Early stopping, best weights and their moving average on two processes: what one process has, and all ranks agree."""
+
+import json
+
+import pytest
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from tests.distributed.processes import FSDP2, run_ranks
+from tests.distributed.test_launch import needs_deepspeed
+
+ZERO = {stage: {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)} for stage in (2, 3)}
+WAYS = [
+    pytest.param({}, "ddp", marks=pytest.mark.distributed_slow),
+    pytest.param(FSDP2, "fsdp2", marks=pytest.mark.distributed),
+    pytest.param(ZERO[2], "deepspeed", marks=[pytest.mark.distributed_slow, needs_deepspeed]),
+]
+
+
+@pytest.mark.parametrize(("environment", "kind"), WAYS)
+def test_two_processes_end_early_with_the_average_of_one_and_resume(tmp_path, environment, kind):
+    from tests.distributed import best
+
+    best.train(tmp_path / "one")
+    run_ranks(2, "tests.distributed.best", str(tmp_path / "two"), **environment)
+    one = tmp_path / "one"
+    for name in ("whole", "parts"):
+        two = tmp_path / "two" / name
+        assert json.loads((two / "end.json").read_text()) == {"step": 6, "kind": kind}
+        assert sorted(path.name for path in (two / "checkpoints/best").iterdir()) == ["step-000003"]
+        for file in ("model.safetensors", "raw.safetensors"):
+            ours, theirs = load_file(two / file), load_file(one / file)
+            assert ours.keys() == theirs.keys()
+            for key, value in ours.items():
+                assert_close(value, theirs[key], atol=1e-6, rtol=1e-5)
+    whole, parts = (load_file(tmp_path / "two" / name / "model.safetensors") for name in ("whole", "parts"))
+    assert all(value.equal(parts[key]) for key, value in whole.items())
+    assert not all(value.equal(load_file(one / "raw.safetensors")[key]) for key, value in whole.items())
+    sharded = list((tmp_path / "two/whole/checkpoints/best/step-000003").glob("average-rank-*"))
+    assert len(sharded) == (2 if kind == "fsdp2" else 0)
+
+
+@pytest.mark.distributed_slow
+@needs_deepspeed
+def test_zero_3_refuses_a_moving_average_and_names_the_way_out(tmp_path):
+    with pytest.raises(AssertionError, match=r"training\.ema_decay: ZeRO-3 .*zero2\.yaml"):
+        run_ranks(2, "tests.distributed.best", str(tmp_path), **ZERO[3])
