@@ -7,13 +7,10 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from tests.distributed.processes import FSDP2, run_ranks
-from tests.distributed.test_launch import needs_deepspeed
 
-ZERO = {stage: {"ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage)} for stage in (2, 3)}
 WAYS = [
     pytest.param({}, "ddp", marks=pytest.mark.distributed_slow),
     pytest.param(FSDP2, "fsdp2", marks=pytest.mark.distributed),
-    pytest.param(ZERO[2], "deepspeed", marks=[pytest.mark.distributed_slow, needs_deepspeed]),
 ]
 
 
@@ -38,10 +35,3 @@ def test_two_processes_end_early_with_the_average_of_one_and_resume(tmp_path, en
     assert not all(value.equal(load_file(one / "raw.safetensors")[key]) for key, value in whole.items())
     sharded = list((tmp_path / "two/whole/checkpoints/best/step-000003").glob("average-rank-*"))
     assert len(sharded) == (2 if kind == "fsdp2" else 0)
-
-
-@pytest.mark.distributed_slow
-@needs_deepspeed
-def test_zero_3_refuses_a_moving_average_and_names_the_way_out(tmp_path):
-    with pytest.raises(AssertionError, match=r"training\.ema_decay: ZeRO-3 .*zero2\.yaml"):
-        run_ranks(2, "tests.distributed.best", str(tmp_path), **ZERO[3])

@@ -15,6 +15,7 @@ from alignment.data.examples import Example
 from alignment.loading import load_model
 from alignment.models.embedding_noise import add_embedding_noise
 from alignment.models.huggingface.checkpoint import save_model
+from alignment.training.source_metrics import ONE_SOURCE
 
 pytest.importorskip("trl")
 
@@ -60,7 +61,7 @@ def ours(checkpoint: str, config: SFTConfig, rows: list, folder: Path) -> tuple[
         add_embedding_noise(model, config.neftune_alpha)
     examples = [Example(ids, [False] * prompt + [True] * (len(ids) - prompt), "") for ids, prompt in rows]
     (batch,) = (collate_whole if config.loss_on == "all" else collate)(examples, 10**6)
-    loss = sft_loss_fn(model, config)(batch).total / batch.weight
+    loss = sft_loss_fn(model, config, ONE_SOURCE)(batch).total / batch.weight
     loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():
