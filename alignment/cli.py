@@ -276,16 +276,37 @@ def plan(
 
 @data.command("check")
 def data_check(
-    file: Annotated[str, typer.Argument(metavar="FILE")],
+    file: Annotated[str, typer.Argument(metavar="FILE", help="File, directory, glob or Hub id.")],
     kind: Annotated[Kind, typer.Option(help="Kind of its rows.")],
     tokenizer: Annotated[str | None, typer.Option(help="Directory of a tokenizer: shows tokens and masks.")] = None,
-    template: Annotated[str | None, typer.Option(help="File with a chat template in place of the tokenizer's.")] = None,
+    chat_template: Annotated[
+        str | None,
+        typer.Option("--chat-template", "--template", help="File with a chat template in place of the tokenizer's."),
+    ] = None,
     max_length: Annotated[int, typer.Option(min=2, help="Tokens per row; longer rows are cut.")] = 1024,
+    columns: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OURS=THEIRS", help="Our name of a column = the file's; may be given several times."),
+    ] = None,
+    evaluation: Annotated[
+        str | None, typer.Option(help="Held-out rows: which of their prompts are in FILE too.")
+    ] = None,
 ) -> None:
-    """Read a file as training does, and list what is wrong with it."""
+    """Read rows as training does, and list what is wrong with them: a file, directory, glob or Hub id."""
+    names = [pair.partition("=") for pair in columns or []]
+    if wrong := [ours + equals for ours, equals, theirs in names if not (ours and theirs)]:
+        raise UserError(f"--columns {wrong[0]!r}: write our name of the column = the file's, such as prompt=question")
     from alignment.data.tools.doctor import check_file
 
-    report = check_file(file, kind=kind, tokenizer=tokenizer, template=template, max_length=max_length)
+    report = check_file(
+        file,
+        kind=kind,
+        tokenizer=tokenizer,
+        template=chat_template,
+        max_length=max_length,
+        columns={ours: theirs for ours, _, theirs in names},
+        evaluation=evaluation,
+    )
     print(report.render())
     if not report.ok:
         raise typer.Exit(2)

@@ -379,6 +379,7 @@ class Checks:
             *self._row_findings(),
             *self._preference_findings(),
             *self._token_findings(counts),
+            *_overlap(counts),
         ]
         levels: Sequence[Level] = ("error", "warning", "note")
         return sorted(found, key=lambda finding: levels.index(finding.level))  # type: ignore[arg-type]
@@ -458,6 +459,12 @@ def _dropped(counts: Tally) -> Iterator[Finding]:
         level = _level(number, counts.rows, EQUAL_SHARE) if reason in SKIPPED + LOST else "error"
         verb = " dropped" if reason in LOST else ""
         yield Finding(level, f"{number} rows{verb}: {reason} ({', '.join(counts.first[reason])})", reason)
+
+
+def _overlap(counts: Tally) -> Iterator[Finding]:
+    if ids := counts.trained_on:
+        text = f"{len(ids)} held-out rows have a prompt or text that is trained on too ({', '.join(ids[:SHOWN_IDS])})"
+        yield Finding("warning", text, "overlap")
 
 
 def _cut(counts: Tally, kind: Kind, max_cut_share: float, max_length: int) -> Iterator[Finding]:

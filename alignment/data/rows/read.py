@@ -227,18 +227,18 @@ def prompt_key(record: Record) -> str:
 
 
 def record_key(record: Record) -> tuple[str, ...]:
-    """Equal for two records of the same prompt and responses, whatever their rows."""
+    """Equal for two records of the same prompt, responses and judgment, whatever their rows."""
     match record:
         case Comparison():
             return prompt_key(record), record.chosen, record.rejected, *map(repr, record.messages or ())
         case Demonstration():
             return prompt_key(record), record.response, *map(repr, (record.messages or [])[-1:])
         case LabeledResponse():
-            return prompt_key(record), record.response
+            return prompt_key(record), record.response, str(record.desirable)
         case Ranking():
-            return prompt_key(record), *record.responses
+            return prompt_key(record), *record.responses, str(record.ranks)
         case Steps():
-            return prompt_key(record), *record.steps
+            return prompt_key(record), *record.steps, str(record.labels)
         case _:
             return (prompt_key(record),)
 

@@ -15,7 +15,7 @@ from alignment.data.examples import (
     TokenizedRow,
 )
 from alignment.data.prepare import TOKENIZE
-from alignment.data.rows.read import read_rows
+from alignment.data.rows.read import overlap, prompt_key, read_rows
 from alignment.data.rows.records import Kind, Tally
 from alignment.data.tokenizers.load import read_tokenizer_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -57,15 +57,19 @@ def check_file(
     max_length: int = 1024,
     *,
     columns: dict[str, str] | None = None,
+    evaluation: str | Path | None = None,
     show: int = 3,
 ) -> Report:
     """Check a data file.
 
     Args:
         source: file or Hub id.
+        kind: of its rows.
         tokenizer: directory (or loaded tokenizer); None: rows are checked as text only.
         template: file with a chat template to use in place of the tokenizer's own.
         max_length: tokens a row may have.
+        columns: our column name -> the file's, where they differ.
+        evaluation: held-out rows of the same kind and columns; those whose prompt is in `source` too are a finding.
         show: how many rows to render token by token.
 
     Returns:
@@ -88,13 +92,16 @@ def check_file(
         except UserError as error:
             refused = [Finding("error", str(error), "refused rows")]
     checks.add(rows, examples)
+    if evaluation is not None:
+        held_out, _ = read_rows(evaluation, kind, columns=columns, on_bad_row="skip")
+        counts.trained_on = overlap(rows, held_out, prompt_key)
     found = checks.findings(counts, max_cut_share=DataConfig.max_cut_share, max_length=max_length)
     return Report(str(source), kind, counts, [*refused, *found], samples)
 
 
 def _tokenizer(tokenizer: str | Path | Tokenizer | None, template: str | Path | None) -> Tokenizer | None:
     if template is not None and tokenizer is None:
-        raise UserError("--template needs --tokenizer: a template becomes ids only through a tokenizer")
+        raise UserError("--chat-template needs --tokenizer: a template becomes ids only through a tokenizer")
     loaded = read_tokenizer_files(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     if template is not None and loaded is not None:
         if not Path(template).is_file():

@@ -142,7 +142,7 @@ def test_overlap_names_the_evaluation_rows():
 def test_wrong_usage_is_refused(jsonl, bpe, tmp_path):
     path = jsonl({"text": "a"})
     for options, message in [
-        ({"template": tmp_path / "x"}, "needs --tokenizer"),
+        ({"template": tmp_path / "x"}, "--chat-template needs --tokenizer"),
         ({"tokenizer": bpe, "template": tmp_path / "x"}, "no such template file"),
         ({"tokenizer": tmp_path / "x"}, "no such directory"),
         ({"max_length": 1}, "at least 2"),
