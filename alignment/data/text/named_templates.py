@@ -1,0 +1,91 @@
+"""Chat templates by name, of our own writing in the formats the field uses, and the choice of one for a tokenizer."""
+
+import copy
+from pathlib import Path
+
+from alignment.data.text.templates import chat_format
+from alignment.data.tokenizers.tokenizer import Tokenizer, control_strings
+from alignment.errors import UserError, suggest
+
+FOLDER = Path(__file__).parent / "chat_templates"
+# The tokens that a template needs in the vocabulary, beside the tokenizer's own BOS and EOS.
+NAMED: dict[str, tuple[str, ...]] = {
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+    "qwen": ("<|im_start|>", "<|im_end|>"),
+    "llama3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "gemma": ("<start_of_turn>", "<end_of_turn>"),
+    "phi3": ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
+    "llama2": (),
+    "mistral": (),
+    "zephyr": (),
+    "alpaca": (),
+    "vicuna": (),
+    "plain": (),
+}
+
+
+def read_chat_template(chosen: str) -> str:
+    """The text of a chat template.
+
+    Args:
+        chosen: name of a built-in template (`NAMED`), a file, or the Jinja text itself.
+
+    Raises:
+        UserError: there is no such name or file, or the file is no text.
+    """
+    if chosen in NAMED:
+        return (FOLDER / f"{chosen}.jinja").read_text(encoding="utf-8")
+    if "{{" in chosen or "{%" in chosen:
+        return chosen
+    path = Path(chosen).expanduser()
+    if not path.is_file():
+        raise UserError(
+            f"chat_template {chosen}: no such file, and no built-in template of that name; {suggest(chosen, NAMED)}; "
+            f"built in: {', '.join(NAMED)}"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"chat_template {chosen}: cannot be read as text: {error}") from error
+
+
+def with_chat_template(tokenizer: Tokenizer, chosen: str | None) -> Tokenizer:
+    """A copy of the tokenizer with another chat template, which is saved with it; None: the tokenizer as it is.
+
+    Args:
+        chosen: as for `read_chat_template`.
+
+    Raises:
+        UserError: as `read_chat_template`; the template writes tokens that the vocabulary lacks, or ends the
+            assistant's turn with no control token.
+    """
+    if chosen is None:
+        return tokenizer
+    template = read_chat_template(chosen)
+    if missing := [token for token in NAMED.get(chosen, ()) if token not in control_strings(tokenizer)]:
+        raise UserError(_missing(tokenizer, chosen, missing))
+    changed = copy.copy(tokenizer)
+    changed.chat_template = template
+    if chat_format(changed).end is None:
+        raise UserError(
+            f"chat_template {_shown(chosen)}: with {_name(tokenizer)} it ends the assistant's turn with no control token "
+            "of the vocabulary, so nothing could learn to stop; write {{ eos_token }} or another special token there"
+        )
+    return changed
+
+
+def _missing(tokenizer: Tokenizer, chosen: str, missing: list[str]) -> str:
+    free = ", ".join(name for name, needed in NAMED.items() if not needed)
+    return (
+        f"chat_template {chosen}: {_name(tokenizer)} has no special token {', '.join(missing)}. `alignment export --model "
+        f"{_name(tokenizer)} --chat-template {chosen} --output DIR` writes the model with these tokens added, to start "
+        f"from; or take a template that needs none of its own: {free}"
+    )
+
+
+def _name(tokenizer: Tokenizer) -> str:
+    return str(tokenizer.name_or_path or "the tokenizer")
+
+
+def _shown(chosen: str) -> str:
+    return chosen if len(chosen) < 100 else chosen[:100] + "..."
