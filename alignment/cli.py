@@ -216,7 +216,7 @@ def generate(
     """Sample responses, or search with beams. Where the model has a chat template, a text is one user message.
 
     Keys: max_new_tokens min_new_tokens temperature top_k top_p min_p repetition_penalty no_repeat_ngram_size seed
-    num_beams length_penalty early_stopping batch_size use_generation_config.
+    num_beams length_penalty early_stopping batch_size chat_template use_generation_config.
     """
     if bool(prompt) == bool(prompts):
         raise UserError("generate: give either --prompt TEXT or --prompts FILE")

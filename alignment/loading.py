@@ -8,6 +8,7 @@ import torch
 
 from alignment.adapters.peft_files import is_adapter, load_adapter, read_base, read_revision
 from alignment.data.text.chat import stop_token_ids
+from alignment.data.text.named_templates import with_chat_template
 from alignment.data.tokenizers.load import read_tokenizer_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -99,12 +100,20 @@ def architecture_of(source: str) -> Architecture:
     return family_of(config).architecture
 
 
-def load_tokenizer(source: str) -> Tokenizer:
-    """The tokenizer of a model directory or Hub name; an adapter without a tokenizer uses its base model's."""
+def load_tokenizer(source: str, chat_template: str | None = None) -> Tokenizer:
+    """The tokenizer of a model directory or Hub name; an adapter without a tokenizer uses its base model's.
+
+    Args:
+        source: directory or Hub name.
+        chat_template: another template than its own: a built-in one's name, a file, or Jinja text.
+
+    Raises:
+        UserError: no such tokenizer or template, or one that does not fit the vocabulary.
+    """
     directory = find_directory(source)
     if not (directory / "tokenizer.json").exists() and is_adapter(directory):
         directory = find_base(directory)
-    return read_tokenizer_files(directory)
+    return with_chat_template(read_tokenizer_files(directory), chat_template)
 
 
 def describe_stop_tokens(source: str, tokenizer: Tokenizer) -> str:

@@ -38,6 +38,8 @@ class DPOConfig:
         beta: pull towards the reference, > 0.
         label_smoothing: share of labels assumed flipped, in [0, 0.5).
         adapter: train an adapter, without dropout; the reference is then the same weights with the adapter off.
+        chat_template: a built-in one's name (chatml, llama3, ...) or a Jinja file, also saved with the model; None: the
+            tokenizer's own.
         weights: type of the frozen weights in memory, the reference's among them.
     """
 
@@ -48,6 +50,7 @@ class DPOConfig:
     beta: float = 0.1
     label_smoothing: float = 0.0
     adapter: AdapterSpec | None = None
+    chat_template: str | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
     training: TrainingConfig = field(default_factory=TrainingConfig)
@@ -70,7 +73,7 @@ def run(config: DPOConfig) -> Path:
     Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7.
     """
     with open_run(config, "dpo", parents=[config.policy, config.reference]) as run:
-        tokenizer = load_tokenizer(config.policy)
+        tokenizer = load_tokenizer(config.policy, config.chat_template)
         train, held_out = read_split(config.data, "comparisons", tokenizer, run)
         bases = SharedWeights(config.weights, shared=shares_weights())
         policy = load_policy(config.policy, config.adapter, tokenizer, config.output, bases=bases)

@@ -32,6 +32,8 @@ class RewardConfig:
         data: comparisons.
         output: the run's directory.
         adapter: train an adapter and the score head only; None trains every weight.
+        chat_template: a built-in one's name (chatml, llama3, ...) or a Jinja file, also saved with the model; None: the
+            tokenizer's own.
         weights: type of the frozen weights in memory.
         center_coef: weight of (chosen + rejected)^2, which holds the scores near 0 (Eisenstein et al. 2023,
             arXiv:2312.09244); 0 leaves their level free.
@@ -41,6 +43,7 @@ class RewardConfig:
     data: DataConfig
     output: str
     adapter: AdapterSpec | None = None
+    chat_template: str | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     center_coef: float = 0.0
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
@@ -64,7 +67,7 @@ def run(config: RewardConfig) -> Path:
     Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4; margin Touvron et al. 2023, arXiv:2307.09288, eq. 2.
     """
     with open_run(config, "reward", parents=[config.policy]) as run:
-        tokenizer = load_tokenizer(config.policy)
+        tokenizer = load_tokenizer(config.policy, config.chat_template)
         train, held_out = read_split(config.data, "comparisons", tokenizer, run)
         reward_model = load_value_model(
             config.policy, config.adapter, tokenizer, config.output, head="normal", bases=SharedWeights(config.weights)

@@ -36,6 +36,8 @@ class SFTConfig:
         data: demonstrations.
         output: the run's directory.
         adapter: train a LoRA or prefix adapter on the frozen model; None trains every weight.
+        chat_template: a built-in one's name (chatml, llama3, ...) or a Jinja file, also saved with the model; None: the
+            tokenizer's own.
         weights: type of the frozen weights in memory.
         loss_on: completion: the response and its end token are predicted, in dialogues every turn that is trained.
             all: the prompt too, every token but the first, which nothing comes before.
@@ -50,6 +52,7 @@ class SFTConfig:
     data: DataConfig
     output: str
     adapter: AdapterSpec | None = None
+    chat_template: str | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     loss_on: Literal["completion", "all"] = "completion"
     label_smoothing: float = 0.0
@@ -83,7 +86,7 @@ def run(config: SFTConfig) -> Path:
     Source: Ouyang et al. 2022, arXiv:2203.02155, section 3.5.
     """
     with open_run(config, "sft", parents=[config.policy]) as run:
-        tokenizer = load_tokenizer(config.policy)
+        tokenizer = load_tokenizer(config.policy, config.chat_template)
         train, held_out = read_split(config.data, "demonstrations", tokenizer, run)
         policy = load_policy(
             config.policy, config.adapter, tokenizer, config.output, bases=SharedWeights(config.weights)

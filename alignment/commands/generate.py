@@ -23,6 +23,7 @@ class GenerateConfig:
 
     Attributes:
         batch_size: rows of the cache that are decoded together: one per prompt, or per beam.
+        chat_template: a built-in one's name (chatml, llama3, ...) or a Jinja file; None: the tokenizer's own.
         use_generation_config: settings that are not given come from the checkpoint's generation_config.json.
     """
 
@@ -40,6 +41,7 @@ class GenerateConfig:
     num_beams: int = 1
     length_penalty: float = 1.0
     early_stopping: bool | Literal["never"] = False
+    chat_template: str | None = None
 
     def __post_init__(self) -> None:
         sampling = SamplingConfig(**{each.name: getattr(self, each.name) for each in fields(SamplingConfig)})
@@ -106,7 +108,7 @@ def generate_responses(
         written: list[Any] = [getattr(row, "prompt") for row in rows]  # noqa: B009  (a record of this kind has one)
     else:
         written = list(prompts)
-    tokenizer = load_tokenizer(model)
+    tokenizer = load_tokenizer(model, config.chat_template)
     stops = describe_stop_tokens(model, tokenizer)
     loaded = load_model(model, weights.dtype, best_device(), quantize=weights.quantize)
     if adapter is not None:
@@ -116,6 +118,7 @@ def generate_responses(
     print(f"{explanation}; {stops}", file=sys.stderr)
     settings = asdict(config)
     settings.pop("use_generation_config")
+    settings.pop("chat_template")
     generated = generate_texts(loaded, tokenizer, inputs, **settings)
     columns = (written, generated.texts, generated.token_ids, generated.log_probs, generated.ended)
     names = ("prompt", "response", "token_ids", "log_probs", "ended")

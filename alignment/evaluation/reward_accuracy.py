@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.data.config import DataConfig
+from alignment.data.text.named_templates import with_chat_template
 from alignment.data.tokenize import tokenize_comparisons
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.inputs import read_records
@@ -21,12 +22,14 @@ class RewardEvalConfig:
     """Settings of a reward model's accuracy on comparisons.
 
     Attributes:
+        chat_template: a built-in one's name or a Jinja file; None: the tokenizer's own.
         weights: type that the reward model is held and computes in; auto: the checkpoint's.
     """
 
     reward_model: str
     data: DataConfig
     output: str
+    chat_template: str | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
 
 
@@ -46,7 +49,8 @@ def run(config: RewardEvalConfig) -> Path:
     rows = read_records(config.data, "comparisons")
     weights = config.weights
     model = load_reward_model(config.reward_model, weights.dtype, best_device(), quantize=weights.quantize)
-    pairs, counts = tokenize_comparisons(rows, model.tokenizer, config.data.max_length)
+    tokenizer = with_chat_template(model.tokenizer, config.chat_template)
+    pairs, counts = tokenize_comparisons(rows, tokenizer, config.data.max_length)
     kept = {pair.row_id: pair for pair in pairs}
     rows = [row for row in rows if row.row_id in kept]
     raise_all([] if rows else [f"{config.data.train}: no comparison is left to score"])

@@ -47,6 +47,7 @@ class WinRateConfig:
         text: held-out running text for each model's language-model loss.
         tie_margin: largest difference of scores that is a tie.
         samples: prompts kept with every model's response.
+        chat_template: of the models, a built-in one's name or a Jinja file; None: each tokenizer's own.
         weights: type that models are held and compute in; auto: each checkpoint's.
     """
 
@@ -66,6 +67,7 @@ class WinRateConfig:
     batch_size: int = 256
     seed: int = 0
     samples: int = 8
+    chat_template: str | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
 
     def __post_init__(self) -> None:
@@ -113,9 +115,8 @@ def run(config: WinRateConfig) -> Path:
     proxy = None
     if config.reward_model is not None:
         proxy = load_reward_model(config.reward_model, config.weights.dtype, quantize=config.weights.quantize)
-    print_tally(
-        "prompts", tokenize_prompts(prompts, load_tokenizer(config.models[config.baseline]), config.data.max_length)[1]
-    )
+    own = load_tokenizer(config.models[config.baseline], config.chat_template)
+    print_tally("prompts", tokenize_prompts(prompts, own, config.data.max_length)[1])
     responses = {name: _generate(config, source, prompts) for name, source in config.models.items()}
     _write_responses(output, prompts, responses)
     scores = None if proxy is None else _proxy_scores(config, proxy, prompts, responses)
@@ -203,7 +204,7 @@ def _proxy_scores(
     ids = _prompt_ids(config, model.tokenizer, prompts)
     sequences: dict[tuple[int, str], list[int]] = {}
     for name, generation in responses.items():
-        same_ids = model.shares_token_ids(load_tokenizer(config.models[name]))
+        same_ids = model.shares_token_ids(load_tokenizer(config.models[name], config.chat_template))
         for i, (text, sampled, ended) in enumerate(
             zip(generation.texts, generation.token_ids, generation.ended, strict=True)
         ):
@@ -218,7 +219,7 @@ def _load(config: WinRateConfig, source: str) -> Any:
 
 def _generate(config: WinRateConfig, source: str, prompts: list[Prompt]) -> Generation:
     """One model's responses. The model is loaded for this call only."""
-    model, tokenizer = _load(config, source), load_tokenizer(source)
+    model, tokenizer = _load(config, source), load_tokenizer(source, config.chat_template)
     sampling = SamplingConfig(config.max_new_tokens, config.temperature, top_p=config.top_p, seed=config.seed)
     stop_ids = sorted(stop_token_ids(tokenizer))
     ids = _prompt_ids(config, tokenizer, prompts)
@@ -284,7 +285,7 @@ def _same_vocabulary(config: WinRateConfig, name: str, reference: str) -> bool:
 def _kl(config: WinRateConfig, reference: str, generation: Generation, prompts: list[Prompt]) -> float:
     """KL from the reference over whole responses, nats: mean of log p - log p_ref over the model's own samples."""
     source = config.models[reference]
-    model, tokenizer = _load(config, source), load_tokenizer(source)
+    model, tokenizer = _load(config, source), load_tokenizer(source, config.chat_template)
     ids = _prompt_ids(config, tokenizer, prompts)
     total = sum(sum(values) for values in generation.log_probs)
     for group in group_by_length([len(p) + len(r) for p, r in zip(ids, generation.token_ids, strict=True)], 16_384):

@@ -74,7 +74,7 @@ def read_training_rows(config: StageConfig) -> Data:
     if tokenizer is None or not Path(tokenizer).is_dir():
         rows, _ = read_rows(sources, kind, max_rows=config.data.max_rows, on_bad_row="skip")
         return Data(len(rows))
-    examples, _ = prepare(config.data, kind, load_tokenizer(tokenizer))
+    examples, _ = prepare(config.data, kind, load_tokenizer(tokenizer, getattr(config, "chat_template", None)))
     return Data(len(examples), examples)
 
 

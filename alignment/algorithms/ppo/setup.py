@@ -70,6 +70,8 @@ class PPOConfig:
             normalized, else it keeps the reward model's. A reward model with another vocabulary cannot become it.
         adapter: train adapters, without dropout, on policy and value model; the reference is then the policy with its
             adapter off.
+        chat_template: a built-in one's name (chatml, llama3, ...) or a Jinja file, also saved with the model; None: the
+            tokenizer's own.
         weights: type of the frozen weights in memory, the reference's and the reward model's among them. Networks that
             are adapters of one base hold its weights once, where FSDP2 or ZeRO do not shard each network by itself.
         max_new_tokens: longest response, end token included.
@@ -103,6 +105,7 @@ class PPOConfig:
     reference: str | None = None
     value_model: Literal["reward_model", "policy"] = "reward_model"
     adapter: AdapterSpec | None = None
+    chat_template: str | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     max_new_tokens: int = 64
     temperature: float = 1.0
@@ -238,7 +241,7 @@ def read_data(config: PPOConfig, run: Run) -> PPOData:
     Raises:
         UserError: bad rows, all at once.
     """
-    tokenizer = load_tokenizer(config.policy)
+    tokenizer = load_tokenizer(config.policy, config.chat_template)
     run.note(describe_stop_tokens(config.policy, tokenizer))
     prompts = read_examples(config.data, "prompts", tokenizer, run)
     texts = None
