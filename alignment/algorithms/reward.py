@@ -32,8 +32,7 @@ class RewardConfig:
         data: comparisons.
         output: the run's directory.
         adapter: train an adapter and the score head only; None trains every weight.
-        chat_template: a built-in one's name (chatml, llama3, ...) or a Jinja file, also saved with the model; None: the
-            tokenizer's own.
+        chat_template: as for SFT; saved with the model, whose scores depend on it.
         weights: type of the frozen weights in memory.
         center_coef: weight of (chosen + rejected)^2, which holds the scores near 0 (Eisenstein et al. 2023,
             arXiv:2312.09244); 0 leaves their level free.

@@ -19,6 +19,7 @@ from alignment.data.text.templates import (
     chat_format,
     encode_pieces,
     escape,
+    is_written,
     lost_contents,
     name_of,
     pieces_of,
@@ -245,7 +246,7 @@ def start_of_reply(turn: str, message: Message) -> int | None:
     calls = [call.get("function", call).get("name", "") for call in message.get("tool_calls", [])]
     if calls:
         start = turn.find(content.strip())
-        return start if start >= 0 and all(str(name) in turn for name in calls) else None
+        return start if start >= 0 and all(is_written(str(name), turn) for name in calls) else None
     for text in (content, content.strip()):
         start = turn.rfind(text)
         if start >= 0 and not turn[start + len(text) :].strip():

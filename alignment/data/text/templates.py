@@ -172,9 +172,10 @@ def _probe(template: str, variables: str, controls: tuple[str, ...]) -> ChatForm
     if closed.startswith(opened):
         body = closed[len(opened) :].partition(chat.end)[0] if chat.end else closed[len(opened) :]
         chat = replace(chat, writes_around=chat.end is not None and body != PROBE)
-    call = render_probe(chat, [HELLO, CALL], ((2, False),))
+    whole = replace(chat, template=chat.training)
+    call = render_probe(whole, [HELLO, CALL], ((2, False),))
     if not call:
-        call = render_probe(replace(chat, arguments_as_text=True), [HELLO, CALL], ((2, False),))
+        call = render_probe(replace(whole, arguments_as_text=True), [HELLO, CALL], ((2, False),))
         chat = replace(chat, arguments_as_text=bool(call))
     written = call[0].rstrip() if call and PROBE in call[0] else ""
     return replace(chat, call_end=next((string for string in controls if written.endswith(string)), None))
@@ -283,22 +284,22 @@ def render(tokenizer: Tokenizer, messages: Messages, *, open_turn: bool, tools: 
     return answer[0]
 
 
+def is_written(words: str, text: str) -> bool:
+    """Whether some words stand in a rendered text, as they are or inside a JSON string."""
+    return words in text or json.dumps(words, ensure_ascii=False)[1:-1] in text
+
+
 def lost_contents(tokenizer: Tokenizer, messages: Messages, tools: Tools | None, text: str) -> UserError | None:
     """What a template leaves out or rewrites of what others than the assistant said, or of the tool definitions.
 
     Trimmed blanks are fine, and so is a tool's answer written as a JSON string.
     """
     for index, message in enumerate(messages):
-        words = message["content"].strip()
-        if (
-            message["role"] != "assistant"
-            and words not in text
-            and json.dumps(words, ensure_ascii=False)[1:-1] not in text
-        ):
+        if message["role"] != "assistant" and not is_written(message["content"].strip(), text):
             return UserError(f"{name_of(tokenizer)} leaves out or rewrites message {index} (role {message['role']})")
     for tool in tools or []:
         name = tool.get("function", tool).get("name")
-        if isinstance(name, str) and name not in text:
+        if isinstance(name, str) and not is_written(name, text):
             return UserError(
                 f"{name_of(tokenizer)} leaves out the definition of tool {name!r}; take a chat_template that renders "
                 "tools, or leave the column out: data.columns.tools"

@@ -1,0 +1,149 @@
+"""Every chat template that trl publishes: what counts in a dialogue of three turns, and where a template is refused."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from published import NAMES, SUFFIX, has_variant, spans, text_of, tokenizer_of
+
+from alignment.data.rows.records import Demonstration
+from alignment.data.rows.turns import choose_turns
+from alignment.data.text import chat
+from alignment.data.text.dialogues import DialogueRow, encode_dialogues
+from alignment.data.text.templates import chat_format
+from alignment.data.tokenize import tokenize_demonstrations
+from alignment.errors import UserError
+
+DIALOGUE = [
+    {"role": "user", "content": "first question"},
+    {"role": "assistant", "content": "first answer"},
+    {"role": "user", "content": "second question"},
+    {"role": "assistant", "content": "second answer"},
+    {"role": "user", "content": "third question"},
+    {"role": "assistant", "content": "third answer"},
+]
+REPLIES = ["first answer", "second answer", "third answer"]
+
+REFUSED: dict[str, str] = {}  # name -> why; no template of trl 1.16 is refused
+# What a template writes between the header that generation ends with and the reply, where it writes anything.
+LEADS = {
+    "glm4moe": "\n<think></think>\n",
+    "gptoss": "<|channel|>final<|message|>",
+    "idefics3": " ",
+    "llava_next": " ",
+    "muse_glimmer": " to=user<|message|>",
+    "nemotron_3_5_lightning": "</think>",
+    "nemotron_3_nano": "</think>",
+    "nemotron_3_super": "</think>",
+    "nemotron_3_ultra": "</think>",
+    "qwen3": "<think>\n\n</think>\n\n",
+    "qwen3_5_think": "\n</think>\n\n",
+    "qwen3_6": "\n</think>\n\n",
+    "qwen3_8": "\n</think>\n\n",
+    "smolvlm": " ",
+}
+UNENDED = {"gptoss"}  # its earlier turns end in a token at which generation does not stop, which must not be learned
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_published_template_trains_exactly_the_replies_and_their_ends(name):
+    tokenizer = tokenizer_of(name)
+    [encoded] = encode_dialogues(tokenizer, [DialogueRow(DIALOGUE)])
+    if name in REFUSED:
+        assert isinstance(encoded, UserError) and name in str(encoded) and REFUSED[name] in str(encoded)
+        return
+    assert not isinstance(encoded, UserError), encoded
+    end = tokenizer.decode([chat.end_token_id(tokenizer)])
+    lead = LEADS.get(name, "")
+    expected = [lead + reply + ("" if name in UNENDED else end) for reply in REPLIES[:2]] + [lead + REPLIES[2] + end]
+    assert spans(tokenizer, encoded.ids, encoded.mask) == expected
+    if name not in UNENDED:
+        ends = [
+            i
+            for i, m, after in zip(encoded.ids, encoded.mask, [*encoded.mask[1:], False], strict=True)
+            if m and not after
+        ]
+        assert set(ends) <= chat.stop_token_ids(tokenizer)
+
+
+def test_no_published_template_is_refused_today():
+    refused = []
+    for name in NAMES:
+        [encoded] = encode_dialogues(tokenizer_of(name), [DialogueRow(DIALOGUE)])
+        if isinstance(encoded, UserError):
+            refused.append(name)
+    print(f"{len(refused)} of {len(NAMES)} published chat templates are refused: {', '.join(refused) or 'none'}")
+    assert len(NAMES) >= 34 and refused == sorted(REFUSED)
+
+
+def test_training_variants_are_used_where_they_write_whole_dialogues_otherwise():
+    used = {name for name in NAMES if chat_format(tokenizer_of(name)).training_name is not None}
+    assert used == {"glm4moe", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6"}
+
+
+def test_a_training_variant_is_noted_and_so_is_a_prompt_that_generation_would_render_otherwise():
+    row = Demonstration(DIALOGUE[:-1], REPLIES[2], "r1", DIALOGUE)
+    _, counts = tokenize_demonstrations([row], tokenizer_of("qwen3"), 1000)
+    variant, other = counts.noted
+    assert "qwen3_training" in variant and "differs from what generation renders" in other
+    assert any("noted 1: dialogue rendered by trl's training template" in line for line in counts.lines())
+    _, counts = tokenize_demonstrations([row], tokenizer_of("llama3"), 1000)
+    assert not counts.noted
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_each_turn_apart_follows_exactly_the_prompt_that_generation_renders(name):
+    tokenizer = tokenizer_of(name)
+    rows = choose_turns([Demonstration(DIALOGUE[:-1], REPLIES[2], "r1", DIALOGUE)], "each")
+    examples, counts = tokenize_demonstrations(rows, tokenizer, 10_000)
+    assert len(examples) == 3 and (counts.rows, counts.kept) == (1, 1)
+    for number, example in enumerate(examples):
+        prompt = chat.prompt_ids(tokenizer, DIALOGUE[: 2 * number + 1])
+        assert example.ids[: len(prompt)] == prompt
+        assert example.mask == [False] * len(prompt) + [True] * (len(example.ids) - len(prompt))
+        reply = tokenizer.decode(example.ids[len(prompt) :])
+        assert reply.removesuffix(tokenizer.decode(example.ids[-1:])).endswith(REPLIES[number])
+        assert example.ids[-1] in chat.stop_token_ids(tokenizer)
+
+
+def test_the_last_turn_alone():
+    rows = choose_turns([Demonstration(DIALOGUE[:-1], REPLIES[2], "r1", DIALOGUE)], "last")
+    [example], _ = tokenize_demonstrations(rows, tokenizer_of("qwen3"), 1000)
+    tokenizer = tokenizer_of("qwen3")
+    assert spans(tokenizer, example.ids, example.mask) == ["<think>\n\n</think>\n\nthird answer<|im_end|>"]
+
+
+def test_reasoning_that_a_template_drops_from_earlier_turns_is_refused_by_name_and_trained_apart():
+    tokenizer = tokenizer_of("nemotron_3_nano")
+    thinking = [{**m, "reasoning_content": "so"} if m["role"] == "assistant" else m for m in DIALOGUE]
+    row = Demonstration(thinking[:-1], REPLIES[2], "r1", thinking)
+    with pytest.raises(UserError, match=r"nemotron_3_nano rewrites earlier turns .* data.turns=each"):
+        tokenize_demonstrations([row], tokenizer, 1000)
+    examples, counts = tokenize_demonstrations(choose_turns([row], "each"), tokenizer, 1000)
+    assert [tokenizer.decode([i for i, m in zip(e.ids, e.mask, strict=True) if m]) for e in examples] == [
+        f"so\n</think>\n{reply}<|im_end|>" for reply in REPLIES
+    ]
+    assert not counts.noted
+
+
+MARKED = [name for name in NAMES if has_variant(name) and name not in ("deepseekv3", "deepseek_r1_distill", "glm4moe")]
+
+
+@pytest.mark.parametrize("name", MARKED)
+def test_our_mask_is_that_of_the_templates_generation_markers(name):
+    """Blanks after the end token, and what opens a reply at generation already, do not count with us."""
+    tokenizer = tokenizer_of(name)
+    parts = chat_format(tokenizer).as_parts
+    tokenizer.chat_template = text_of(name + SUFFIX)
+    messages = [{**m, "content": [{"type": "text", "text": m["content"]}]} if parts else m for m in DIALOGUE]
+    theirs = tokenizer.apply_chat_template(messages, return_dict=True, return_assistant_tokens_mask=True)
+    marked = spans(tokenizer, theirs["input_ids"], theirs["assistant_masks"])
+    ids, mask = chat.chat_ids(tokenizer, DIALOGUE)
+    ours = spans(tokenizer, ids, mask)
+    assert len(marked) == len(ours) == 3
+    for one, other in zip(marked, ours, strict=True):
+        assert other in one
+        assert "question" not in one
