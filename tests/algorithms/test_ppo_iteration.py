@@ -12,13 +12,20 @@ from alignment.algorithms.ppo import ppo
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.metrics import distinct_share, response_means, sampling_error
 from alignment.algorithms.ppo.ppo import PPOConfig, iterate, value_loss_fn
-from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, add_advantages, ragged_of, rollout_batches
+from alignment.algorithms.ppo.rollout import (
+    Rollout,
+    RolloutBatch,
+    add_advantages,
+    group_rollouts,
+    ragged_of,
+    rollout_batches,
+)
 from alignment.algorithms.ppo.setup import build_state, read_data
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model
 from alignment.models.outputs import ValueOutput
-from alignment.ragged import Ragged
+from alignment.ragged import Ragged, group_by_length
 from alignment.training import OptimConfig, Run, TrainingConfig
 
 
@@ -164,3 +171,46 @@ def test_the_value_loss_is_worked_by_hand():
     value_model = lambda batch: ValueOutput(values=torch.tensor([9.0, 2.0, 1.0, 9.0]))  # noqa: E731  2 and 1 stand before the response's tokens
     # (0.9 - 1.5)^2 / 2 = 0.18 beats (2 - 1.5)^2 / 2; (0.9 - 1)^2 / 2 = 0.005 beats (1 - 1)^2 / 2
     assert value_loss_fn(value_model, config)(batch).total.item() == pytest.approx(0.185, abs=1e-6)
+
+
+def test_responses_to_one_prompt_share_it_in_scoring_and_updates(built):
+    """Several responses to a prompt: the same numbers as with the prompt computed for each, in fewer tokens."""
+    found = []
+    for share in (False, True):
+        training = TrainingConfig(batch_size=8, max_steps=2, micro_batch_tokens=300, share_prompts=share)
+        config, data, state = built(
+            training=training, max_new_tokens=6, optim=OptimConfig(learning_rate=1e-3, eps=1e-4)
+        )
+        assert state.share_prompts is share
+        first, second, third, *_ = data.prompts.rows_at(0)
+        metrics, rollout = iterate(state, config, [first, second, first, first, third, second, first, second], 0)
+        assert metrics["first_ratio_error"] <= 1e-5
+        weights = [parameter.detach().clone() for parameter in state.policy.backend.unwrapped.parameters()]
+        batches = rollout_batches(rollout, range(8), 1000)
+        tokens = sum(len(batch.ragged.tokens) for batch in batches)
+        found.append((metrics, rollout, weights, tokens))
+    (plain, apart, expected, more), (shared, together, weights, fewer) = found
+    assert fewer == more - 3 * len(apart.prompts[0]) - 2 * len(apart.prompts[1])
+    assert apart.responses == together.responses
+    for name in ("log_probs", "reference_log_probs", "values", "advantages", "returns"):
+        assert_close(getattr(together, name), getattr(apart, name), atol=1e-5, rtol=0)
+    for name in ("policy_loss", "value_loss", "kl", "entropy"):
+        assert shared[name] == pytest.approx(plain[name], abs=1e-5)
+    for one, other in zip(weights, expected, strict=True):
+        assert_close(one, other, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("limit", [12, 20, 40, 1000])
+def test_responses_to_one_prompt_stay_together_within_the_limit(limit):
+    prompts = [[1] * 8, [2] * 3, [1] * 8, [3] * 5, [1] * 8, [2] * 3]
+    responses = [[9] * n for n in (4, 2, 1, 3, 4, 5)]
+    groups = group_rollouts(prompts, responses, limit, True)
+    assert sorted(row for group in groups for row in group) == list(range(6))
+    for group in groups:
+        batch = ragged_of([prompts[row] for row in group], [responses[row] for row in group], group, share_prompts=True)
+        assert len(batch.tokens) <= limit
+    assert len(groups) == {12: 5, 20: 2, 40: 1, 1000: 1}[limit]
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+    assert group_rollouts(prompts, responses, limit, False) == group_by_length(lengths, limit)
+    alone = [[number, *prompt] for number, prompt in enumerate(prompts)]
+    assert group_rollouts(alone, responses, limit, True) == group_by_length([n + 1 for n in lengths], limit)

@@ -14,7 +14,7 @@ from alignment.data.examples import PromptExample
 from alignment.generation import Responses, SamplingConfig, decode_responses
 from alignment.losses import gae, shape_rewards, whiten
 from alignment.models.protocols import GenerativeModel
-from alignment.ragged import Ragged, RaggedBatch, group_by_length
+from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, fill_groups, group_by_length
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Rollout:
         scores: the reward model's, of whole responses, not normalized, [B].
         ended: True where the response stopped by itself, [B].
         seconds: time it took to collect.
+        share_prompts: whether a prompt with several responses is computed once for all of them.
         rewards, advantages, returns: filled in by `add_advantages`.
     """
 
@@ -46,6 +47,7 @@ class Rollout:
     scores: Tensor
     ended: Tensor
     seconds: float = 0.0
+    share_prompts: Sharing = False
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -61,14 +63,51 @@ class RolloutBatch(RaggedBatch):
     returns: Tensor
 
 
-def ragged_of(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], numbers: Sequence[int]) -> Ragged:
-    """Prompt + response of each row; every response token is a target."""
+def ragged_of(
+    prompts: Sequence[Sequence[int]],
+    responses: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+    share_prompts: Sharing = False,
+) -> Ragged:
+    """Prompt + response of each row; every response token is a target. Equal prompts may be shared."""
     pairs = list(zip(prompts, responses, strict=True))
-    return Ragged.build(
+    return Ragged.build_shared(
         [[*prompt, *response] for prompt, response in pairs],
         [[False] * len(prompt) + [True] * len(response) for prompt, response in pairs],
+        equal_prompts(prompts),
         row_ids=[f"rollout {number}" for number in numbers],
+        share=share_prompts,
     )
+
+
+def equal_prompts(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Numbers of the rows that have each prompt, in the order in which the prompts come first."""
+    rows: dict[tuple[int, ...], list[int]] = {}
+    for row, prompt in enumerate(prompts):
+        rows.setdefault(tuple(prompt), []).append(row)
+    return list(rows.values())
+
+
+def group_rollouts(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], limit: int, share_prompts: Sharing
+) -> list[list[int]]:
+    """Row numbers in groups of similar length, each of at most `limit` tokens; a longer row is a group of its own.
+
+    Responses that share their prompt stay together as far as the limit allows, and their prompt counts once.
+    """
+    lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+    together = [rows for rows in equal_prompts(prompts) if allowed(share_prompts, [lengths[row] for row in rows])]
+    if not together:
+        return group_by_length(lengths, limit)
+    alone = set(range(len(prompts))).difference(*together)
+    units, sizes = [[row] for row in alone], [lengths[row] for row in alone]
+    for rows in together:
+        before = len(prompts[rows[0]])
+        for part in fill_groups(range(len(rows)), [lengths[row] - before for row in rows], max(1, limit - before)):
+            units.append([rows[i] for i in part])
+            sizes.append(before + sum(lengths[row] - before for row in units[-1]))
+    order = sorted(range(len(units)), key=lambda unit: max(lengths[row] for row in units[unit]))
+    return [[row for unit in group for row in units[unit]] for group in fill_groups(order, sizes, limit)]
 
 
 def collect(state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample], step: int) -> Rollout:
@@ -98,15 +137,15 @@ def collect(state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample]
             mask[row, : len(tokens)] = True
         names = ("log_probs", "reference_log_probs", "values")
         rectangles = {name: torch.zeros(mask.shape, device=group.device) for name in names}
-        lengths = [len(prompt) + len(response) for prompt, response in zip(ids, sampled.token_ids, strict=True)]
-        micro_batches = group_by_length(lengths, config.training.tokens_per_forward)
+        limit, share_prompts = config.training.tokens_per_forward, state.share_prompts
+        micro_batches = group_rollouts(ids, sampled.token_ids, limit, share_prompts)
         if state.policy.backend.collective_forward:  # all ranks run equally many: the last one again gives the same
             missing = group.largest(len(micro_batches)) - len(micro_batches)
             micro_batches = [*micro_batches, *[micro_batches[-1]] * missing]
         for rows in micro_batches:
-            batch = ragged_of(
-                [ids[i] for i in rows], [sampled.token_ids[i] for i in rows], [numbers[i] for i in rows]
-            ).to(group.device)
+            responses = [sampled.token_ids[i] for i in rows]
+            batch = ragged_of([ids[i] for i in rows], responses, [numbers[i] for i in rows], share_prompts)
+            batch = batch.to(group.device)
             flat = {
                 "log_probs": state.policy.model(batch=batch, temperature=temperature).log_probs,
                 "reference_log_probs": state.reference(batch=batch, temperature=temperature).log_probs,
@@ -126,6 +165,7 @@ def collect(state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample]
         scores=scores,
         ended=torch.tensor(sampled.ended, device=group.device),
         seconds=time.perf_counter() - began,
+        share_prompts=share_prompts,
         **rectangles,
     )
 
@@ -181,15 +221,16 @@ def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: i
     """Micro-batches of the given rows of a rollout that has its advantages."""
     if rollout.advantages is None or rollout.returns is None:
         raise ValueError("the rollout has no advantages yet: see add_advantages")
-    lengths = [len(rollout.prompts[i]) + len(rollout.responses[i]) for i in rows]
+    documents = [rollout.prompts[i] for i in rows], [rollout.responses[i] for i in rows]
     batches = []
-    for group in group_by_length(lengths, micro_batch_tokens):
+    for group in group_rollouts(*documents, micro_batch_tokens, rollout.share_prompts):
         members = [rows[i] for i in group]
         mask = rollout.mask[members]
         ragged = ragged_of(
             [rollout.prompts[i] for i in members],
             [rollout.responses[i] for i in members],
             [rollout.numbers[i] for i in members],
+            rollout.share_prompts,
         )
         rectangles = (rollout.log_probs, rollout.values, rollout.advantages, rollout.returns)
         batches.append(RolloutBatch(ragged.to(mask.device), *(rectangle[members][mask] for rectangle in rectangles)))

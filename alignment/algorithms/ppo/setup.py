@@ -27,9 +27,10 @@ from alignment.generation import SamplingConfig, response_text
 from alignment.loading import describe_stop_tokens, load_tokenizer, same_vocabulary
 from alignment.models.classifiers import SequenceClassifier
 from alignment.models.lengths import check_lengths
+from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.shared_weights import SharedWeights, refuse_trained
 from alignment.models.weights_config import WeightsConfig, check_weights
-from alignment.ragged import Batch
+from alignment.ragged import Batch, Sharing
 from alignment.reward_model import RewardModel, load_frozen_reward_model
 from alignment.training import (
     Engine,
@@ -213,6 +214,7 @@ class PPOState:
         num_updates: minibatch updates taken so far.
         rollout_weights: how the policy's weights lie while it samples.
         roles: the four networks, for what is said of their memory.
+        share_prompts: whether a prompt with several responses is computed once for all of them.
     """
 
     policy: Engine
@@ -228,6 +230,7 @@ class PPOState:
     num_updates: int = 0
     rollout_weights: Literal["gathered", "sharded"] = "gathered"
     roles: Sequence[Role] = ()
+    share_prompts: Sharing = False
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -273,6 +276,9 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
         Role("reward model", reward_model.model), reference.role,
     ]  # fmt: skip
     refuse_trained({role.name: role.model for role in roles if role.model is not None})
+    readers = [policy.backend.unwrapped, value.backend.unwrapped, reference.model]
+    # Nobody is told where prompts are not shared: few rollouts have several responses to one.
+    share_prompts = prompt_sharing(readers, wanted=config.training.share_prompts, note=lambda line: None)
     return PPOState(
         policy=policy,
         value=value,
@@ -287,6 +293,7 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
         normalizer=ScoreNormalizer(enabled=config.normalize_scores),
         pretraining=None if data.texts is None else partial(local_texts, data.texts, policy, micro_batch_tokens),
         metrics=metrics,
+        share_prompts=share_prompts,
     )
 
 
