@@ -276,9 +276,9 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
         Role("reward model", reward_model.model), reference.role,
     ]  # fmt: skip
     refuse_trained({role.name: role.model for role in roles if role.model is not None})
-    readers = [policy.backend.unwrapped, value.backend.unwrapped, reference.model]
+    networks = [policy.backend.unwrapped, value.backend.unwrapped, reference.model]
     # Nobody is told where prompts are not shared: few rollouts have several responses to one.
-    share_prompts = prompt_sharing(readers, wanted=config.training.share_prompts, note=lambda line: None)
+    share_prompts = prompt_sharing(networks, wanted=config.training.share_prompts, note=lambda line: None)
     return PPOState(
         policy=policy,
         value=value,
