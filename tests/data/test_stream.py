@@ -1,5 +1,6 @@
 """The order of rows is a pure function of (seed, epoch, position): stopping anywhere changes nothing (HAZARDS H38)."""
 
+import numpy as np
 import pytest
 
 from alignment.data.stream import Stream, order
@@ -76,3 +77,9 @@ def test_the_step_after_the_last_whole_batch_lies_outside():
     assert stream.steps() == 2 and len(stream.rows_at(1)) == 5
     with pytest.raises(IndexError, match="outside the stream of 2 steps"):
         stream.rows_at(2)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 7, 1000, 65_537])
+def test_the_order_is_numpys_permutation_in_half_the_memory(rows):
+    expected = np.random.default_rng([5, 3]).permutation(rows)
+    assert order(rows, 5, 3).tolist() == expected.tolist() and order(rows, 5, 3).itemsize == 4
