@@ -11,12 +11,13 @@ from torch import nn
 
 from alignment.data.config import DataConfig
 from alignment.data.examples import TokenizedRow
-from alignment.data.mixture import RowOrder, describe_mixture, stream_of
+from alignment.data.mixture import RowOrder, describe_mixture, source_shares, stream_of
 from alignment.data.prepare import prepare
 from alignment.data.rows.records import Kind
 from alignment.data.table import Rows, describe_cache, lengths_of, name_of_row
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, without_secrets
+from alignment.files import write_json
 from alignment.loading import find_directory
 from alignment.models.bfloat16 import warn_of_slow_bfloat16
 from alignment.models.lengths import check_row_lengths
@@ -157,6 +158,9 @@ def prepare_training(
     total_steps = training.steps(stream.epoch_length)
     for line in describe_mixture(config.data, stream, total_steps):
         run.note(line)
+    if run.is_main and config.data.distinguishes_sources:
+        shares = source_shares(config.data, stream, total_steps)
+        write_json(run.output / "sources.json", [dataclasses.asdict(share) for share in shares])
     return Engine(model, config.optim, training, total_steps=total_steps), stream
 
 

@@ -31,7 +31,7 @@ class SourceConfig:
         max_rows: stop after so many good rows of this source.
         columns: our column name -> the source's; None: data.columns.
         split: of a Hub data set that names none itself; None: data.split, or data.evaluation_split.
-        chat_template: of the rows of this source, Jinja text or file; None: that of the run.
+        chat_template: that renders the rows of this source, a built-in name or a file; None: that of the run.
         loss_weight: multiplies the loss of its tokens (in preference stages, of its rows). An update minimizes the
             weighted mean: the sum of weight times loss over the sum of weights, as torch's cross_entropy. Held-out rows
             of the same name weigh as much in held_out_loss.

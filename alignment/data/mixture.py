@@ -181,15 +181,44 @@ def stream_of(
     )
 
 
+@dataclass(frozen=True)
+class SourceShare:
+    """What a run takes of one source.
+
+    Attributes:
+        name: of the source.
+        source: file or Hub id.
+        rows: that it has.
+        share: of the rows that the run sees.
+        epochs: how often the run sees each of its rows, on average.
+    """
+
+    name: str
+    source: str
+    rows: int
+    share: float
+    epochs: float
+
+
+def source_shares(config: DataConfig, stream: RowOrder[Row], steps: int) -> list[SourceShare]:
+    """What a run of so many updates takes of each source."""
+    tables = tables_of(stream.rows)
+    total, draws = len(stream.rows), steps * stream.batch_size
+    shares = stream.shares if isinstance(stream, MixtureStream) else [len(table) / total for table in tables]
+    return [
+        SourceShare(str(source.name), source.source, len(table), share, share * draws / len(table) if table else 0.0)
+        for source, table, share in zip(config.sources("train"), tables, shares, strict=False)
+    ]
+
+
 def describe_mixture(config: DataConfig, stream: RowOrder[Row], steps: int) -> Iterator[str]:
     """Lines that describe a mixture, one for each source: its rows, its share, and how often its rows are seen."""
     if not isinstance(stream, MixtureStream):
         return
     draws = steps * stream.batch_size
     yield f"mixture by {config.mixing}: an epoch is {stream.epoch_length} draws, the run draws {draws}"
-    for source, table, share in zip(config.sources("train"), stream.rows.tables, stream.shares, strict=True):
-        seen = share * draws / len(table)
-        yield f"  {source.name}: {len(table)} rows, share {share:.4f}, about {seen:.2g} epochs of its own"
+    for each in source_shares(config, stream, steps):
+        yield f"  {each.name}: {each.rows} rows, share {each.share:.4f}, about {each.epochs:.2g} epochs of its own"
 
 
 def tables_of(examples: Sequence[Row]) -> list[Sequence[Row]]:

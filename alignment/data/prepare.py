@@ -24,6 +24,7 @@ from alignment.data.rows.read import RecordParser, parse_rows, prompt_key, raise
 from alignment.data.rows.records import Kind, Record, Tally
 from alignment.data.rows.turns import choose_turns
 from alignment.data.table import JoinedTables, Rows, Table, TableWriter, encode_batch, joined_batch
+from alignment.data.text.named_templates import with_chat_template
 from alignment.data.tokenize import (
     PROMPT_CUT,
     RESPONSE_CUT,
@@ -162,7 +163,8 @@ def prepare_tables(preparation: Preparation, config: DataConfig, tokenizer: Toke
         if left is not None and left <= 0:
             break
         try:
-            table = prepare_source(preparation, source, config, tokenizer, max_rows=left, cache=cache)
+            own = with_chat_template(tokenizer, source.chat_template)
+            table = prepare_source(preparation, source, config, own, max_rows=left, cache=cache)
             tables.append(table.with_source(names.index(str(source.name))))
             read += table.manifest["read"]
         except _BadRows as error:

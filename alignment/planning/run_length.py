@@ -15,6 +15,9 @@ from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.algorithms.reward import RewardConfig
 from alignment.algorithms.sft import SFTConfig
 from alignment.analysis.operations import forward_operations, is_counted
+from alignment.data.config import DataConfig
+from alignment.data.examples import TokenizedRow
+from alignment.data.mixture import epoch_rows, mixing_shares, tables_of
 from alignment.data.prepare import prepare
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Kind
@@ -35,7 +38,7 @@ class Data:
     """What is known of the training rows.
 
     Attributes:
-        rows: their number; None where the data is not there.
+        rows: rows of one epoch; None where the data is not there.
         examples: tokenized; None where the tokenizer is not there either.
     """
 
@@ -72,10 +75,13 @@ def read_training_rows(config: StageConfig) -> Data:
     kind = KINDS[type(config)]
     tokenizer = getattr(config, "tokenizer", None) or config.policy
     if tokenizer is None or not Path(tokenizer).is_dir():
-        rows, _ = read_rows(sources, kind, max_rows=config.data.max_rows, on_bad_row="skip")
-        return Data(len(rows))
+        if config.data.mixing == "concatenate":
+            rows, _ = read_rows(sources, kind, max_rows=config.data.max_rows, on_bad_row="skip")
+            return Data(len(rows))
+        sizes = [len(read_rows(source, kind, on_bad_row="skip")[0]) for source in sources]
+        return Data(epoch_rows(config.data, sizes))
     examples, _ = prepare(config.data, kind, load_tokenizer(tokenizer, getattr(config, "chat_template", None)))
-    return Data(len(examples), examples)
+    return Data(epoch_rows(config.data, list(map(len, tables_of(examples)))), examples)
 
 
 def run_length(config: StageConfig, data: Data, networks: Mapping[str, nn.Module]) -> RunLength:
@@ -91,7 +97,7 @@ def run_length(config: StageConfig, data: Data, networks: Mapping[str, nn.Module
     sides = 2 if isinstance(config, RewardConfig | DPOConfig) else 1
     mean: float = longest * sides
     if data.examples:
-        mean = float(totals_of(data.examples).mean())
+        mean = mean_tokens(config.data, data.examples)
         mean += config.max_new_tokens if isinstance(config, PPOConfig) else 0
     if steps is None:
         return RunLength(data.rows, None, None, None, False)
@@ -99,6 +105,15 @@ def run_length(config: StageConfig, data: Data, networks: Mapping[str, nn.Module
     tokens = rows_seen * mean
     length = max(1, round(mean / sides))
     return RunLength(data.rows, steps, tokens, tokens * _operations(config, networks, length), bool(data.examples))
+
+
+def mean_tokens(data: DataConfig, examples: Sequence[TokenizedRow]) -> float:
+    """Tokens of a row, on average over the rows that a run sees."""
+    if data.mixing == "concatenate":
+        return float(totals_of(examples).mean())
+    tables = tables_of(examples)
+    shares = mixing_shares(data, list(map(len, tables)))
+    return float(sum(share * totals_of(table).mean() for share, table in zip(shares, tables, strict=True)))
 
 
 def _operations(config: StageConfig, networks: Mapping[str, nn.Module], length: int) -> float:

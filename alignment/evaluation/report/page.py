@@ -18,6 +18,7 @@ from alignment.evaluation.report.charts import (
     path_chart,
 )
 from alignment.evaluation.report.metric_panels import FURTHER, MAIN, Panel
+from alignment.evaluation.report.source_table import source_panels
 from alignment.evaluation.winrate import WinRate
 from alignment.files import write_text
 
@@ -206,7 +207,7 @@ def visible_and_folded_charts(
 ) -> tuple[list[Chart], list[Chart]]:
     """A stage's charts that are shown, at least one row of them, and those that are folded."""
     main = charts_of(stage, rows, MAIN)
-    further = charts_of(stage, rows, [*FURTHER, *other_panels(rows)])
+    further = charts_of(stage, rows, [*source_panels(rows), *FURTHER, *other_panels(rows)])
     moved = max(row_length - len(main), 0)
     return main + further[:moved], further[moved:]
 
@@ -237,10 +238,11 @@ def _keys(panel: Panel) -> list[tuple[str, str]]:
 
 
 def other_panels(rows: Sequence[Mapping[str, object]]) -> list[Panel]:
-    """A panel for each metric that no known panel shows."""
+    """A panel for each metric that no known panel shows; metrics of single sources are shown by `source_panels`."""
     shown = {"step", "tokens"} | {key for panel in (*MAIN, *FURTHER) for key in panel.keys}
     keys = dict.fromkeys(key.removeprefix(HELD_OUT) for row in rows for key in row)
-    return [Panel(key.replace("_", " ").capitalize(), "", {key: key}) for key in keys if key not in shown]
+    keys = [key for key in keys if key not in shown and "/" not in key]
+    return [Panel(key.replace("_", " ").capitalize(), "", {key: key}) for key in keys]
 
 
 def flatten_settings(settings: Mapping[str, object], prefix: str = "") -> Iterable[tuple[str, str]]:

@@ -10,6 +10,7 @@ import yaml
 from alignment.data.rows.files import json_line_rows
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.report.page import ReportData, Sample, SampleResponse, StageRecord, write_report
+from alignment.evaluation.report.source_table import source_table
 from alignment.files import hash_of
 
 SAMPLES_SHOWN = 8
@@ -47,12 +48,14 @@ def read_stage_record(directory: Path, seconds: float | None = None) -> StageRec
 
 
 def write_run_report(directory: Path) -> Path:
-    """Write `report.html` of a single run into its directory: curves, sampled texts, lineage."""
+    """Write `report.html` of a single run into its directory: data sources, curves, sampled texts, lineage."""
     directory = Path(directory)
     record = read_stage_record(directory)
+    log = read_log_rows(directory / "metrics.jsonl")
     data = ReportData(
         title=f"{directory.name}: {record.name}" if directory.name != record.name else record.name,
-        stages={record.name: read_log_rows(directory / "metrics.jsonl")},
+        summary_table=source_table(directory, log),
+        stages={record.name: log},
         samples=[_sample(row) for row in read_log_rows(directory / "samples.jsonl")[-SAMPLES_SHOWN:]],
         lineage=[record],
     )

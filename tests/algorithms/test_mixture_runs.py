@@ -1,0 +1,159 @@
+"""Runs on several sources: what is logged of each, that both are learned, and that a stopped run goes on as it was."""
+
+import json
+import math
+import os
+import signal
+
+import pytest
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from alignment.data.config import DataConfig, SourceConfig
+from alignment.training import OptimConfig, Run, TrainingConfig
+
+TIMES = ("tokens_per_second",)
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory):
+    """Two sources of short demonstrations that have nothing in common, and held-out rows of both."""
+    folder = tmp_path_factory.mktemp("sources")
+    colors, numbers = ["red", "blue", "green", "gray"], ["one", "two", "three", "four"]
+    rows = {
+        "colors": [(f"color {a} {b}?", f" {b} {a}") for a in colors for b in colors],
+        "numbers": [(f"After {n}:", f" {numbers[(i + 1) % 4]}") for i, n in enumerate(numbers)],
+    }
+    for name, pairs in rows.items():
+        lines = [json.dumps({"question": prompt, "answer": response}) for prompt, response in pairs]
+        (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    return {name: str(folder / f"{name}.jsonl") for name in rows}
+
+
+def mixture(sources, **settings):
+    columns = {"prompt": "question", "response": "answer"}
+    weights = {"colors": 3.0, "numbers": 1.0}
+    train = [SourceConfig(sources[name], name=name, weight=weights[name], columns=columns) for name in sources]
+    evaluation = [SourceConfig(sources[name], name=name, columns=columns) for name in sources]
+    return DataConfig(train=train, evaluation=evaluation, mixing="weights", max_length=64, **settings)
+
+
+def test_a_mixture_of_three_to_one_is_learned_from_both_sources(
+    sources, checkpoints, make_stage, tmp_path, read_metrics
+):
+    training = TrainingConfig(batch_size=8, max_steps=40, evaluate_every_steps=20)
+    run, config = make_stage(
+        "sft", checkpoints["llama"], tmp_path, data=mixture(sources), training=training,
+        optim=OptimConfig(learning_rate=1e-2),
+    )  # fmt: skip
+    run(config)
+    lines = read_metrics(tmp_path)
+    for name in sources:
+        held_out = [line[f"held_out_loss/{name}"] for line in lines if f"held_out_loss/{name}" in line]
+        first = next(line[f"loss/{name}"] for line in lines if f"loss/{name}" in line)
+        assert held_out[-1] < held_out[0] and held_out[-1] < 0.5 * first
+    last = lines[-1]
+    assert last["held_out_perplexity"] == pytest.approx(math.exp(last["held_out_loss"]))
+    assert last["held_out_perplexity/colors"] == pytest.approx(math.exp(last["held_out_loss/colors"]))
+    assert all(line["share/colors"] + line["share/numbers"] == pytest.approx(1) for line in lines)
+    for line in lines:  # the mean over all tokens is the mean of the sources' means by their shares
+        parts = [line[f"share/{name}"] * line.get(f"loss/{name}", 0.0) for name in sources]
+        assert line["loss"] == pytest.approx(sum(parts), rel=1e-5)
+    assert not any(isinstance(value, float) and math.isnan(value) for line in lines for value in line.values())
+    shares = json.loads((tmp_path / "sources.json").read_text())
+    assert [(each["name"], each["rows"], each["share"]) for each in shares] == [
+        ("colors", 16, 0.75),
+        ("numbers", 4, 0.25),
+    ]
+    assert [each["epochs"] for each in shares] == [0.75 * 320 / 16, 0.25 * 320 / 4]
+
+
+def test_the_report_shows_the_sources(sources, checkpoints, make_stage, tmp_path):
+    from alignment.evaluation.report.run_report import read_log_rows, write_run_report
+    from alignment.evaluation.report.source_table import source_panels, source_table
+
+    training = TrainingConfig(batch_size=8, max_steps=2)
+    run, config = make_stage("sft", checkpoints["llama"], tmp_path, data=mixture(sources), training=training)
+    run(config)
+    log = read_log_rows(tmp_path / "metrics.jsonl")
+    table = source_table(tmp_path, log)
+    assert [(row["source"], row["rows"], row["share of draws"]) for row in table] == [
+        ("colors", 16, 0.75), ("numbers", 4, 0.25)
+    ]  # fmt: skip
+    assert table[0]["held out loss"] == log[-1]["held_out_loss/colors"]
+    assert table[1]["loss"] == [line["loss/numbers"] for line in log if "loss/numbers" in line][-1]
+    assert "accuracy" not in table[0]
+    assert {panel.title for panel in source_panels(log)} == {
+        "Loss by source",
+        "Perplexity by source",
+        "Share by source",
+    }
+    page = write_run_report(tmp_path).read_text()
+    assert "Loss by source" in page and "share of draws" in page and "numbers" in page
+
+
+def test_an_epoch_of_a_mixture_is_the_rows_of_all_sources(sources, checkpoints, make_stage, tmp_path, read_metrics):
+    training = TrainingConfig(batch_size=8, epochs=1.5)
+    run, config = make_stage("sft", checkpoints["llama"], tmp_path, data=mixture(sources), training=training)
+    run(config)
+    assert len(read_metrics(tmp_path)) == 4  # 1.5 * 20 rows in batches of 8, the last of 6
+
+
+@pytest.mark.parametrize("stop", [2, 3])
+def test_a_stopped_mixture_goes_on_bit_for_bit(
+    stop, sources, checkpoints, make_stage, tmp_path, read_metrics, monkeypatch
+):
+    training = TrainingConfig(batch_size=8, max_steps=5)
+    made = {
+        name: make_stage("sft", checkpoints["llama"], tmp_path / name, data=mixture(sources), training=training)
+        for name in ("whole", "parts")
+    }
+    run, config = made["whole"]
+    whole = run(config)
+    log = Run.log
+
+    def log_and_stop(self, step, metrics):
+        log(self, step, metrics)
+        if step == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    run, config = made["parts"]
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "log", log_and_stop)
+        with pytest.raises(SystemExit):
+            run(config)
+    assert len(read_metrics(tmp_path / "parts")) == stop
+    assert_close(load_file(run(config) / "model.safetensors"), load_file(whole / "model.safetensors"), rtol=0, atol=0)
+    lines = [
+        [{key: value for key, value in line.items() if key not in TIMES} for line in read_metrics(tmp_path / name)]
+        for name in ("whole", "parts")
+    ]
+    assert lines[0] == lines[1]
+
+
+def test_loss_weights_count_as_often_as_they_say(sources, checkpoints, make_stage, tmp_path, read_metrics):
+    """All rows in one batch, colors counting three times: the loss is the weighted mean of the sources' losses."""
+    data = DataConfig(
+        train=[
+            SourceConfig(path, name=name, columns={"prompt": "question", "response": "answer"}, loss_weight=weight)
+            for (name, path), weight in zip(sources.items(), (3.0, 1.0), strict=True)
+        ],
+        max_length=64,
+    )
+    for name, tokens in (("a", 8192), ("b", 40)):
+        training = TrainingConfig(batch_size=20, max_steps=2, micro_batch_tokens=tokens)
+        run, config = make_stage("sft", checkpoints["llama"], tmp_path / name, data=data, training=training)
+        run(config)
+    first, again = (read_metrics(tmp_path / name) for name in "ab")
+    for line, other in zip(first, again, strict=True):
+        weights = {name: weight * line[f"share/{name}"] for name, weight in zip(sources, (3.0, 1.0), strict=True)}
+        expected = sum(weights[name] * line[f"loss/{name}"] for name in sources) / sum(weights.values())
+        assert line["loss"] == pytest.approx(expected, rel=1e-5)
+        assert other["loss"] == pytest.approx(line["loss"], rel=1e-5)  # micro-batches change no result
+
+
+def test_a_plain_run_logs_no_sources(checkpoints, make_stage, tmp_path, read_metrics):
+    run, config = make_stage("sft", checkpoints["llama"], tmp_path, training=TrainingConfig(batch_size=8, max_steps=1))
+    run(config)
+    assert not any("/" in key for line in read_metrics(tmp_path) for key in line)
+    assert not (tmp_path / "sources.json").exists()
