@@ -6,7 +6,6 @@ counts from its first day.
 
 import dataclasses
 import functools
-import glob
 import json
 import tempfile
 import time
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.data.config import DataConfig, SourceConfig
-from alignment.data.rows.files import hub_source, load_hub
+from alignment.data.rows.files import hub_source, load_hub, source_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.files import hash_of, sha256, write_json
 
@@ -68,13 +67,8 @@ def table_key(
 
 def content_of(source: SourceConfig, cache: Path) -> dict[str, str]:
     """Hashes of the files of a source by path; for a Hub data set, the fingerprint that `datasets` gives it."""
-    path = Path(source.source)
-    if path.is_dir():
-        files = sorted(str(each) for each in path.rglob("*") if each.is_file())
-    else:
-        files = [source.source] if path.exists() else sorted(glob.glob(source.source, recursive=True))
-    if files:
-        return {file: file_hash(Path(file), cache) for file in files}
+    if files := source_files(source.source):
+        return {str(file): file_hash(file, cache) for file in files}
     found = hub_source(source.source, str(source.split))
     if found is None:
         return {}  # no such file: reading it says so

@@ -20,6 +20,7 @@ from alignment.data.codecs import CODECS, Codec
 from alignment.data.config import DataConfig, Part, SourceConfig
 from alignment.data.fingerprint import table_key
 from alignment.data.rows.chunks import Chunk, open_source
+from alignment.data.rows.files import source_files
 from alignment.data.rows.read import RecordParser, parse_rows, prompt_key, raise_bad_rows, rows_left
 from alignment.data.rows.records import Kind, Record, Tally
 from alignment.data.rows.turns import choose_turns
@@ -300,6 +301,5 @@ def processes_for(config: DataConfig, size: int) -> int:
 
 
 def _size(source: SourceConfig) -> int:
-    """Bytes of a source's file; 0 where it is none."""
-    path = Path(source.source)
-    return path.stat().st_size if path.is_file() else 0
+    """Bytes of a source's files; 0 where it has none."""
+    return sum(path.stat().st_size for path in source_files(source.source) or [])

@@ -6,7 +6,7 @@ from itertools import chain
 from pathlib import Path
 
 from alignment.data.config import SourceConfig
-from alignment.data.rows.files import ByteSpan, RawRow, byte_spans, json_line_rows, read_raw
+from alignment.data.rows.files import ByteSpan, RawRow, byte_spans, json_line_rows, read_raw, source_files
 from alignment.data.rows.read import RecordParser, choose_row_format, parse_rows
 from alignment.data.rows.records import Kind
 from alignment.errors import UserError
@@ -34,10 +34,11 @@ def read_chunks(source: str, split: str, size: int) -> Iterator[Chunk]:
     Raises:
         UserError: as `read_raw`.
     """
-    path = Path(source)
-    if path.is_file() and path.name.endswith(".jsonl"):
-        for span in byte_spans(path, size, first=min(size, FIRST_BYTES)):
-            yield Chunk(path, span)
+    files = source_files(source) or []
+    if files and all(path.name.endswith(".jsonl") for path in files):
+        for path in files:
+            for span in byte_spans(path, size, first=min(size, FIRST_BYTES)):
+                yield Chunk(path, span)
         return
     rows: list[RawRow] = []
     weight = 0

@@ -1,6 +1,7 @@
 """Raw rows of files and Hub data sets, each with its location. Records are made of them in read.py."""
 
 import csv
+import glob
 import gzip
 import io
 import json
@@ -9,12 +10,13 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from alignment.errors import UserError
 
-SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet")
+SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet", ".txt", ".txt.gz")
 # owner/name, owner/name[split], owner/name:config[split]
 HUB_SOURCE = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*(/[\w.-]+)?)(:(?P<config>[^\[\]:/]+))?(\[(?P<split>.+)\])?")
 
@@ -49,26 +51,67 @@ def read_raw(source: str, split: str = "train") -> Iterator[RawRow]:
     """The rows of a local file, or of a Hub data set where `source` cannot be a file name.
 
     Args:
-        source: path with one of `SUFFIXES`; or `owner/name`, `owner/name[split]`, `owner/name:config[split]`.
+        source: path with one of `SUFFIXES`, a directory, or a glob (`data/*.jsonl`, `data/**/*.parquet`); or
+            `owner/name`, `owner/name[split]`, `owner/name:config[split]`.
         split: which split of a Hub data set that names none itself; files have none.
 
     Raises:
-        UserError: no such file, a directory, an unknown suffix, a broken archive or table, no such data set.
+        UserError: no such file, an unknown suffix, a broken archive or table, no such data set.
     """
-    path = Path(source)
-    if not path.exists():
+    files = source_files(source)
+    if files is None:
         found = hub_source(source, split)
         if found is None:
             raise UserError(f"{source}: no such file")
         return _hub_rows(*found)
+    readers = [(_reader(path), path) for path in files]  # a wrong name is told before anything is read
+    return chain.from_iterable(read(path) for read, path in readers)
+
+
+def source_files(source: str) -> list[Path] | None:
+    """The files of a source, in order of their names: a file, all files of rows in a directory and below, or a glob.
+
+    Hidden files and directories (.git, .ipynb_checkpoints) are left out. None where no file has the name.
+
+    Raises:
+        UserError: a directory without a file of rows, or a glob that matches nothing.
+    """
+    path = Path(source)
+    if path.is_file():
+        return [path]
     if path.is_dir():
-        raise UserError(f"{source}: is a directory; name a file in it ({', '.join(SUFFIXES)})")
+        inside = (each for each in path.rglob("*") if each.is_file() and each.name.endswith(SUFFIXES))
+        files = [each for each in inside if not any(part.startswith(".") for part in each.relative_to(path).parts)]
+        if not files:
+            raise UserError(f"{source}: a directory without files of rows ({', '.join(SUFFIXES)})")
+        return sorted(files)
+    if glob.has_magic(source) and hub_source(source, "") is None:
+        files = [Path(each) for each in sorted(glob.glob(source, recursive=True)) if Path(each).is_file()]
+        if not files:
+            raise UserError(f"{source}: no file matches")
+        return files
+    return None
+
+
+def _reader(path: Path) -> Callable[[Path], Iterator[RawRow]]:
     suffix = next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if path.name.endswith(suffix)), None)
     if suffix is None:
-        raise UserError(f"{source}: cannot tell the format by its name; expected one of {', '.join(SUFFIXES)}")
-    if suffix == ".parquet":
-        return _parquet_rows(path)
-    return {".jsonl": json_line_rows, ".json": _json_rows, ".csv": _csv_rows}[suffix.removesuffix(".gz")](path)
+        raise UserError(f"{path}: cannot tell the format by its name; expected one of {', '.join(SUFFIXES)}")
+    readers = {".jsonl": json_line_rows, ".json": _json_rows, ".csv": _csv_rows, ".txt": _text_rows}
+    return _parquet_rows if suffix == ".parquet" else readers[suffix.removesuffix(".gz")]
+
+
+def _text_rows(path: Path) -> Iterator[RawRow]:
+    """Running text: documents are separated by blank lines; a row is located by its first line."""
+    lines, first = [], 0
+    text = _whole_text(path).split("\n")
+    for number, line in enumerate([*text, ""], start=1):
+        if line.strip():
+            first = first if lines else number
+            lines.append(line.rstrip("\r"))
+        elif lines:
+            yield RawRow(f"{path}:{first}", {"text": "\n".join(lines)})
+            lines = []
 
 
 def hub_source(source: str, split: str) -> tuple[str, str | None, str] | None:
@@ -77,7 +120,7 @@ def hub_source(source: str, split: str) -> tuple[str, str | None, str] | None:
     A Hub id looks like no path of its own (`./`, `/`, `~`), has no known suffix, and at most one slash.
     """
     found = HUB_SOURCE.fullmatch(source)
-    if found is None or found["name"].endswith((*SUFFIXES, ".gz", ".txt", ".tsv")):
+    if found is None or found["name"].endswith((*SUFFIXES, ".gz", ".tsv")):
         return None
     return found["name"], found["config"], found["split"] or split
 

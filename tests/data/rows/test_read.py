@@ -363,8 +363,8 @@ def test_missing_file_is_not_taken_for_a_hub_id(source):
         read_rows(source, "text")
 
 
-def test_directory_is_refused(tmp_path):
-    with pytest.raises(UserError, match="is a directory"):
+def test_directory_without_rows_is_refused(tmp_path):
+    with pytest.raises(UserError, match="a directory without files of rows"):
         read_rows(tmp_path, "text")
 
 
