@@ -64,8 +64,8 @@ def read_raw(source: str, split: str = "train") -> Iterator[RawRow]:
         if found is None:
             raise UserError(f"{source}: no such file")
         return _hub_rows(*found)
-    readers = [(_reader(path), path) for path in files]  # a wrong name is told before anything is read
-    return chain.from_iterable(read(path) for read, path in readers)
+    found = [(_reader(path), path) for path in files]  # a wrong name is told before anything is read
+    return chain.from_iterable(read(path) for read, path in found)
 
 
 def source_files(source: str) -> list[Path] | None:
@@ -97,8 +97,8 @@ def _reader(path: Path) -> Callable[[Path], Iterator[RawRow]]:
     suffix = next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if path.name.endswith(suffix)), None)
     if suffix is None:
         raise UserError(f"{path}: cannot tell the format by its name; expected one of {', '.join(SUFFIXES)}")
-    readers = {".jsonl": json_line_rows, ".json": _json_rows, ".csv": _csv_rows, ".txt": _text_rows}
-    return _parquet_rows if suffix == ".parquet" else readers[suffix.removesuffix(".gz")]
+    by_suffix = {".jsonl": json_line_rows, ".json": _json_rows, ".csv": _csv_rows, ".txt": _text_rows}
+    return _parquet_rows if suffix == ".parquet" else by_suffix[suffix.removesuffix(".gz")]
 
 
 def _text_rows(path: Path) -> Iterator[RawRow]:
