@@ -15,7 +15,7 @@ from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.algorithms.sft import SFTConfig
 from alignment.cli import main
 from alignment.commands.plan import stage_of
-from alignment.data.config import DataConfig
+from alignment.data.config import DataConfig, SourceConfig
 from alignment.errors import UserError
 from alignment.models.weights_config import WeightsConfig
 from alignment.planning.device import Device
@@ -295,3 +295,30 @@ def test_auto_takes_what_fits_the_device(base):
     assert most.tokens == 64 * 128  # a whole update
     less = make_plan(config, Layout(), replace(GPU, memory=(most.needed + 810_000_000) // 2))
     assert 128 <= less.tokens < most.tokens and less.fits
+
+
+def test_the_length_of_a_mixture_is_that_of_its_draws(checkpoints, tmp_path):
+    """Sources of 6 and 2 rows, the second drawn three times in four: 8 draws an epoch, and more of its shorter rows."""
+    from alignment.data.mixture import stream_of
+    from alignment.planning.run_length import Data, mean_tokens, read_training_rows, run_length
+
+    for name, count, response in (("a", 6, "one two three four five six"), ("b", 2, "one")):
+        rows = [f'{{"prompt": "{name} {number}", "completion": " {response}"}}\n' for number in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(rows))
+    train = [SourceConfig(str(tmp_path / f"{name}.jsonl"), weight=weight) for name, weight in (("a", 1.0), ("b", 3.0))]
+    data = DataConfig(train, mixing="weights", max_length=64)
+    training = TrainingConfig(batch_size=4, epochs=2, micro_batch_tokens=256)
+    config = SFTConfig(policy=checkpoints["llama"], data=data, output="out", training=training)
+    read = read_training_rows(config)
+    assert read.rows == 8 and len(read.examples) == 8
+    assert (
+        run_length(config, read, {}).steps
+        == 4
+        == stream_of(data, read.examples, batch_size=4, seed=0, epochs=2).steps()
+    )
+    long, short = (len(read.examples[index].ids) for index in (0, 6))
+    assert mean_tokens(data, read.examples) == pytest.approx((long + 3 * short) / 4)
+    assert mean_tokens(DataConfig([str(tmp_path / "a.jsonl")]), read.examples) == pytest.approx(
+        (6 * long + 2 * short) / 8
+    )
+    assert Data(8).examples is None
