@@ -1,8 +1,9 @@
 """Which function of the package calls which, from its text alone: names, imports, annotations and handed-in functions.
 
 A value is followed through assignments, annotations, fields, returned functions, `functools.partial` and parameters, so
-that `term.loss_fn(batch)` leads to the loss function that some reached caller handed in. What cannot be followed (a
-parameter of type Any, a dictionary of functions) leads nowhere. One thing is known beforehand: the function that looks a
+that `term.loss_fn(batch)` leads to the loss function that some reached caller handed in; what the objects made at the top of a
+module hold, such as the entries of a table, is known from the start. What cannot be followed (a parameter of type Any, a
+dictionary of functions) leads nowhere. One thing is known beforehand: the function that looks a
 stage up by name (it calls `import_module`) returns the `run` of the stage's module.
 """
 
@@ -29,6 +30,8 @@ class Calls:
         self._open: set[tuple[int, str]] = set()
         self._locals: dict[str, dict[str, list[ast.expr]]] = {}
         self._fields: dict[str, list[tuple[str, ast.expr, Function]]] = {}
+        for module in package.modules.values():
+            self._hand_in_at_the_top(module)
         before = -1
         while before != (before := self._size()):  # values handed in reach functions whose calls hand in values
             self._known.clear()
@@ -38,6 +41,17 @@ class Calls:
                 if name not in self.edges:
                     self.edges[name] = self._targets(self.package.functions[name])
                     todo.extend(self.edges[name])
+
+    def _hand_in_at_the_top(self, module: Module) -> None:
+        """Keep the functions that objects made at the top of a module are handed."""
+        made = [line.value for line in module.tree.body if isinstance(line, ast.Assign | ast.AnnAssign) and line.value]
+        for call in (node for value in made for node in ast.walk(value) if isinstance(node, ast.Call)):
+            made_of = self.package.lookup(module.name, call.func.id) if isinstance(call.func, ast.Name) else None
+            if isinstance(made_of, Class):
+                several = [*zip(fields_of(made_of.node), call.args, strict=False)]
+                for name, value in [*several, *((keyword.arg or "", keyword.value) for keyword in call.keywords)]:
+                    held = self.package.lookup(module.name, value.id) if isinstance(value, ast.Name) else None
+                    self.slots[made_of.name, name] |= {held} if isinstance(held, Function) else set()
 
     def _size(self) -> int:
         return sum(map(len, self.slots.values())) + sum(map(len, self.edges.values()))

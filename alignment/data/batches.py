@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from alignment.data.examples import Example, PairExample, RankedExample
+from alignment.data.examples import Example, LabeledExample, PairExample, RankedExample
 from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, common_prompt, fill_groups
 
 Row = TypeVar("Row")
@@ -19,6 +19,7 @@ class PairBatch(RaggedBatch):
     """B pairs as 2B documents: all chosen, then all rejected in the same order. Its weight is B."""
 
     margins: Tensor | None  # [B]; None where no row has one
+    reference: Tensor | None = None  # log-probabilities under a reference, nats, computed beforehand, [2B]
 
     @property
     def counted_sources(self) -> Tensor | None:
@@ -65,7 +66,7 @@ def _pair_batch(pairs: Sequence[PairExample], share_prompts: Sharing) -> PairBat
     sides = [pair.chosen for pair in pairs] + [pair.rejected for pair in pairs]
     together = [(number, len(pairs) + number) for number in range(len(pairs))]
     ragged = _laid_out(sides, together, share_prompts).with_sources([pair.source for pair in pairs] * 2)
-    return PairBatch(ragged, _margins([pair.margin for pair in pairs]))
+    return PairBatch(ragged, _margins([pair.margin for pair in pairs]), _references(sides))
 
 
 @dataclass(frozen=True)
@@ -77,12 +78,14 @@ class RankedBatch(RaggedBatch):
         groups: number of the prompt, from 0, that each response answers, [D].
         sizes: responses to each prompt, B numbers.
         margins: by how much the better of two leads, 0 where a row says nothing, [B]; None where no row has one.
+        reference: log-probabilities under a reference, nats, where they were computed beforehand, [D].
     """
 
     ranks: Tensor
     groups: Tensor
     sizes: tuple[int, ...]
     margins: Tensor | None
+    reference: Tensor | None = None
 
     @property
     def counted_sources(self) -> Tensor | None:
@@ -111,14 +114,45 @@ def _ranked_batch(rows: Sequence[RankedExample], share_prompts: Sharing) -> Rank
     sizes = tuple(len(row.responses) for row in rows)
     starts = [0, *accumulate(sizes)]
     together = [range(start, start + size) for start, size in zip(starts, sizes, strict=False)]
-    ragged = _laid_out([response for row in rows for response in row.responses], together, share_prompts)
+    responses = [response for row in rows for response in row.responses]
+    ragged = _laid_out(responses, together, share_prompts)
     return RankedBatch(
         ragged.with_sources([row.source for row in rows for _ in row.responses]),
         ranks=torch.tensor([rank for row in rows for rank in row.ranks]),
         groups=torch.repeat_interleave(torch.arange(len(rows)), torch.tensor(sizes)),
         sizes=sizes,
         margins=_margins([row.margin for row in rows]),
+        reference=_references(responses),
     )
+
+
+@dataclass(frozen=True)
+class UnpairedBatch(RaggedBatch):
+    """B responses, each judged alone. Its weight is B.
+
+    Attributes:
+        desirable: whether each response is a good one, bool, [B].
+        reference: log-probabilities under a reference, nats, where they were computed beforehand, [B].
+    """
+
+    desirable: Tensor
+    reference: Tensor | None = None
+
+
+PreferenceBatch = PairBatch | RankedBatch | UnpairedBatch
+
+
+def collate_labeled(rows: Sequence[LabeledExample], micro_batch_tokens: int) -> list[UnpairedBatch]:
+    """Batches of at most `micro_batch_tokens` tokens each; a longer response stands alone."""
+    groups = _longest_first(rows, [(len(row.example.ids),) for row in rows], micro_batch_tokens)
+    return [_unpaired_batch(group) for group in groups]
+
+
+def _unpaired_batch(rows: Sequence[LabeledExample]) -> UnpairedBatch:
+    responses = [row.example for row in rows]
+    together = [(number,) for number in range(len(rows))]
+    ragged = _laid_out(responses, together, False).with_sources([row.source for row in rows])
+    return UnpairedBatch(ragged, torch.tensor([row.desirable for row in rows]), _references(responses))
 
 
 def _laid_out(sides: Sequence[Example], together: Sequence[Sequence[int]], share_prompts: Sharing) -> Ragged:
@@ -134,6 +168,12 @@ def _laid_out(sides: Sequence[Example], together: Sequence[Sequence[int]], share
     if share_prompts is False:
         return Ragged.build(documents, masks, weight=len(together), row_ids=row_ids)
     return Ragged.build_shared(documents, masks, together, weight=len(together), row_ids=row_ids, share=share_prompts)
+
+
+def _references(sides: Sequence[Example]) -> Tensor | None:
+    """Log-probabilities under the reference, where every side has one."""
+    known = [side.reference for side in sides if side.reference is not None]
+    return torch.tensor(known) if len(known) == len(sides) else None
 
 
 def _margins(margins: Sequence[float | None]) -> Tensor | None:

@@ -25,12 +25,14 @@ class Example:
         mask: True where a token is to be predicted and counts.
         row_id: name of the data row.
         source: number of its source among those of the data config.
+        reference: log-probability of its targets under a run's reference, nats, where it was computed beforehand.
     """
 
     ids: list[int]
     mask: list[bool]
     row_id: str
     source: int = 0
+    reference: float | None = None
 
     @property
     def documents(self) -> list[list[int]]:
@@ -108,6 +110,9 @@ class RankedExample:
     def documents(self) -> list[list[int]]:
         """Prompt with each response."""
         return [response.ids for response in self.responses]
+
+
+PreferenceExample = PairExample | LabeledExample | RankedExample
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,16 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from alignment.data.batches import PairBatch, collate, collate_pairs
-from alignment.data.examples import Example, PairExample, TokenizedRow
+from alignment.data.batches import (
+    PairBatch,
+    RankedBatch,
+    UnpairedBatch,
+    collate,
+    collate_labeled,
+    collate_pairs,
+    collate_rankings,
+)
+from alignment.data.examples import Example, LabeledExample, PairExample, RankedExample, TokenizedRow
 from alignment.data.pretraining.next_sentence import SentencePairBatch
 from alignment.data.table import longest_rows
 from alignment.data.tasks.classification import LabeledBatch
@@ -20,6 +28,7 @@ from alignment.ragged import DeviceBatch, Ragged, Seq2Seq
 MASKED_SHARE = 0.15  # of the tokens, in masked text
 TARGET_SHARE = 0.25  # of the source's length, that a corrupted text's target has
 CHOICES = 4  # of a row of multiple choice
+RANKED = 4  # responses of a ranking
 
 Moved = TypeVar("Moved", bound=DeviceBatch)
 Row = TypeVar("Row", bound=TokenizedRow)
@@ -44,6 +53,21 @@ def text_batch(examples: Sequence[Example], tokens: int) -> Ragged:
 def pair_batch(pairs: Sequence[PairExample], tokens: int) -> PairBatch:
     """The largest micro-batch of comparisons."""
     return collate_pairs(pairs, tokens)[0]
+
+
+def unpaired_batch(rows: Sequence[LabeledExample], tokens: int) -> UnpairedBatch:
+    """The largest micro-batch of labels."""
+    return collate_labeled(rows, tokens)[0]
+
+
+def ranked_batch(rows: Sequence[RankedExample], tokens: int) -> RankedBatch:
+    """The largest micro-batch of rankings."""
+    return collate_rankings(rows, tokens)[0]
+
+
+def ranking(length: int) -> RankedExample:
+    """A ranking of `RANKED` responses, `length` tokens each with the prompt."""
+    return RankedExample((example(length),) * RANKED, tuple(range(RANKED)), "row")
 
 
 def longest(examples: Sequence[Row], count: int) -> list[Row]:

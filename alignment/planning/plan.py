@@ -5,9 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from alignment.adapters.specs import LoRASpec
-from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.ppo.setup import PPOConfig
-from alignment.algorithms.reward import RewardConfig
 from alignment.data.table import totals_of
 from alignment.errors import UserError
 from alignment.models.weights_config import WeightsConfig
@@ -15,7 +13,14 @@ from alignment.planning.batches import longest
 from alignment.planning.device import GB, Device
 from alignment.planning.layout import Layout
 from alignment.planning.micro_batch import largest_that_fits
-from alignment.planning.run_length import Data, RunLength, parameter_count, run_length, updates_share
+from alignment.planning.run_length import (
+    Data,
+    RunLength,
+    parameter_count,
+    responses_per_row,
+    run_length,
+    updates_share,
+)
 from alignment.planning.stages import DeviceRows, StageConfig, build_networks, trace
 from alignment.planning.trace import Peak, Tracer
 
@@ -121,8 +126,8 @@ def token_range(config: StageConfig, layout: Layout, device: Device, data: Data)
     row = config.data.max_length
     if data.examples:
         row = int(totals_of(data.examples).max())
-    elif isinstance(config, RewardConfig | DPOConfig):
-        row *= 2
+    else:
+        row *= responses_per_row(config)
     row += getattr(config, "max_new_tokens", 0)
     rows = updates_share(config, layout.gpus)
     return row, max(row, min(row * rows, MOST_TOKENS[device.gpu] // row * row))

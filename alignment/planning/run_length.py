@@ -24,11 +24,12 @@ from alignment.data.rows.records import Kind
 from alignment.data.table import totals_of
 from alignment.loading import load_tokenizer
 from alignment.models.transformer import TransformerSpec
+from alignment.planning.batches import RANKED
 from alignment.planning.quantized_layers import QuantizedStandIn
 from alignment.planning.stages import StageConfig
 
 KINDS: dict[type, Kind] = {
-    SFTConfig: "demonstrations", RewardConfig: "comparisons", DPOConfig: "comparisons", PPOConfig: "prompts",
+    SFTConfig: "demonstrations", RewardConfig: "comparisons", PPOConfig: "prompts",
     PretrainConfig: "text",
 }  # fmt: skip
 
@@ -72,7 +73,7 @@ def read_training_rows(config: StageConfig) -> Data:
     sources = config.data.sources("train")
     if not all(Path(source.source).is_file() for source in sources):
         return Data()
-    kind = KINDS[type(config)]
+    kind = config.rows if isinstance(config, DPOConfig) else KINDS[type(config)]
     tokenizer = getattr(config, "tokenizer", None) or config.policy
     if tokenizer is None or not Path(tokenizer).is_dir():
         if config.data.mixing == "concatenate":
@@ -94,7 +95,7 @@ def run_length(config: StageConfig, data: Data, networks: Mapping[str, nn.Module
     known = training.max_steps is not None or data.rows is not None
     steps = training.steps(data.rows or 0) if known else None
     longest = config.data.max_length + (config.max_new_tokens if isinstance(config, PPOConfig) else 0)
-    sides = 2 if isinstance(config, RewardConfig | DPOConfig) else 1
+    sides = responses_per_row(config)
     mean: float = longest * sides
     if data.examples:
         mean = mean_tokens(config.data, data.examples)
@@ -116,6 +117,13 @@ def mean_tokens(data: DataConfig, examples: Sequence[TokenizedRow]) -> float:
     return float(sum(share * totals_of(table).mean() for share, table in zip(shares, tables, strict=True)))
 
 
+def responses_per_row(config: StageConfig) -> int:
+    """Documents that a row of the stage holds; of a ranking a typical number."""
+    if isinstance(config, DPOConfig):
+        return {"comparisons": 2, "labels": 1, "rankings": RANKED}[config.rows]
+    return 2 if isinstance(config, RewardConfig) else 1
+
+
 def _operations(config: StageConfig, networks: Mapping[str, nn.Module], length: int) -> float:
     """Operations of the run per token of its rows."""
     forward = {role: forward_per_token(model, length) for role, model in networks.items()}
@@ -126,7 +134,9 @@ def _operations(config: StageConfig, networks: Mapping[str, nn.Module], length: 
         scored = forward["policy"] + reference + forward["value model"] + forward["reward model"]
         return sampled + scored + config.epochs * (train["policy"] + train["value model"])
     if isinstance(config, DPOConfig):
-        return train["policy"] + forward.get("reference", forward["policy"])
+        reference = forward.get("reference", forward["policy"]) if config.holds_reference else 0.0
+        first = forward["policy"] + reference if any(loss.spec.batch_input for loss in config.losses) else 0.0
+        return train["policy"] + reference + first
     return train.get("policy", train.get("reward model", 0.0)) + forward.get("teacher", 0.0)
 
 

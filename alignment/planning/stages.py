@@ -26,8 +26,8 @@ from alignment.algorithms.pretrain.objectives import distillation_loss_fn, sente
 from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.algorithms.reward import RewardConfig, reward_loss_fn
 from alignment.algorithms.sft import SFTConfig
-from alignment.data.batches import PairBatch
-from alignment.data.examples import Example, PairExample
+from alignment.data.batches import PairBatch, PreferenceBatch, RankedBatch
+from alignment.data.examples import Example, LabeledExample, PairExample
 from alignment.generation.sampling import SamplingConfig, sample_token, sampling_log_probs
 from alignment.models.outputs import LanguageOutput
 from alignment.planning import batches
@@ -80,7 +80,8 @@ def build_networks(config: StageConfig, layout: Layout, near: Path | None) -> tu
         return networks, {"reward model": start}
     networks.add("policy", start, adapter=config.adapter)
     starts = {"policy": start}
-    if config.reference is not None or config.adapter is None:
+    held = not isinstance(config, DPOConfig) or config.holds_reference
+    if held and (config.reference is not None or config.adapter is None):
         starts["reference"] = start if config.reference is None else find_start(config.reference, near)
         networks.add("reference", starts["reference"], trained=False)
     if isinstance(config, PPOConfig):
@@ -143,9 +144,14 @@ def trace(config: StageConfig, tracer: Tracer, rows: DeviceRows) -> None:
         tracer.update("update", "reward model", terms, repeated=_repeated(batch, rows))
     elif isinstance(config, DPOConfig):
         model = tracer.train("policy", state_bytes(tracer.networks.by_role["policy"], config.optim)).eval()
-        batch = batches.pair_batch(_pairs(config.data.max_length, rows), rows.tokens)
-        loss_fn = dpo_loss_fn(model, _reference(tracer), config)
-        tracer.update("update", "policy", [(loss_fn, batch)], repeated=_repeated(batch, rows))
+        batch = _preference_batch(config, rows)
+        loss_fn = dpo_loss_fn(model, _reference(tracer) if config.holds_reference else None, config)
+        terms: list[tuple[LossFn, DeviceBatch]] = [(loss_fn, batch)]
+        if config.sft is not None:
+            texts = replace(rows, longest=(), per_update=config.sft_batch_size)
+            text = batches.text_batch(_examples(config.sft.max_length, texts), rows.tokens)
+            terms.append((language_loss_fn(model), text))
+        tracer.update("update", "policy", terms, repeated=_repeated(batch, rows))
     elif isinstance(config, PPOConfig):
         _trace_ppo(config, tracer, rows)
     elif isinstance(config, PretrainConfig):
@@ -161,7 +167,7 @@ def trace(config: StageConfig, tracer: Tracer, rows: DeviceRows) -> None:
 def _repeated(batch: DeviceBatch, rows: DeviceRows) -> bool:
     """Whether an update has more micro-batches than this one."""
     documents = len(batch.lengths)  # type: ignore[attr-defined]
-    return (documents // 2 if isinstance(batch, PairBatch) else documents) < rows.per_update
+    return (int(batch.weight) if isinstance(batch, PairBatch | RankedBatch) else documents) < rows.per_update
 
 
 def _examples(length: int, rows: DeviceRows) -> list[Example]:
@@ -175,6 +181,24 @@ def _pairs(length: int, rows: DeviceRows) -> list[PairExample]:
         return list(rows.longest)
     pair = PairExample(batches.example(length), batches.example(length), None, "row")
     return [pair] * batches.rows_of(rows.tokens, 2 * length, rows.per_update)
+
+
+def _preference_batch(config: DPOConfig, rows: DeviceRows) -> PreferenceBatch:
+    """The largest micro-batch of the kind of rows that the config's losses learn from."""
+    length = config.data.max_length
+    batch: PreferenceBatch
+    if config.rows == "labels":
+        count = batches.rows_of(rows.tokens, length, rows.per_update)
+        labeled = list(rows.longest) or [LabeledExample(batches.example(length), True, "row")] * count
+        batch = batches.unpaired_batch(labeled, rows.tokens)
+    elif config.rows == "rankings":
+        count = batches.rows_of(rows.tokens, batches.RANKED * length, rows.per_update)
+        batch = batches.ranked_batch(list(rows.longest) or [batches.ranking(length)] * count, rows.tokens)
+    else:
+        batch = batches.pair_batch(_pairs(length, rows), rows.tokens)
+    if config.refers and not config.holds_reference:
+        return replace(batch, reference=torch.zeros(len(batch.lengths)))
+    return batch
 
 
 def _reference(tracer: Tracer) -> LogProbModel:

@@ -71,7 +71,8 @@ def test_the_loss_is_worked_by_hand_with_its_beta_and_label_smoothing():
         assert result.total.item() == pytest.approx(wanted, abs=1e-5)
         assert {name: value.item() for name, value in result.metrics.items()} == {
             "accuracy": 1, "ties": 0, "margin": 1.5, "chosen_reward": 1.0, "rejected_reward": -0.5,
-            "chosen_log_prob": -1, "rejected_log_prob": -4,
+            "chosen_log_prob": -1, "rejected_log_prob": -4, "chosen_log_prob_change": 2, "rejected_log_prob_change": -1,
+            "length_difference": 0, "margin_squared": 2.25, "length_difference_squared": 0, "margin_by_length_difference": 0,
         }  # fmt: skip
 
 

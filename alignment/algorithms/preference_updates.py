@@ -1,0 +1,186 @@
+"""One update of DPO's family: what its losses take of the whole global batch is computed first, without gradient.
+
+KTO's reference point, AOT's order and BCO's shift belong to the global batch: they are computed over all its rows and all
+ranks, so that neither micro-batches nor the number of ranks change the loss.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alignment.algorithms.dpo_config import DPOConfig
+from alignment.algorithms.policies import LogProbModel, language_loss_fn
+from alignment.algorithms.preference_losses import (
+    GlobalInputs,
+    PreferenceLossFn,
+    ResponseLogProbs,
+    WeightedLoss,
+    preferred_tokens,
+    response_log_probs,
+)
+from alignment.algorithms.preference_metrics import logged_metrics
+from alignment.data.batches import PairBatch, PreferenceBatch, RankedBatch, UnpairedBatch, collate
+from alignment.data.examples import Example, LabeledExample, PreferenceExample, TokenizedRow
+from alignment.data.stream import Stream
+from alignment.data.text.truncation import truncate
+from alignment.data.tokenize import last_span
+from alignment.losses.unpaired import kl_reference_point
+from alignment.ragged import Batch
+from alignment.training import Engine, Term, held_out_metrics
+from alignment.training.terms import ZeroWeightBatch, shard_rows, unwrap_batch
+
+Collate = Callable[[Sequence[Any]], Sequence[Any]]  # rows -> micro-batches
+
+
+@dataclass(frozen=True)
+class Demonstrations:
+    """Responses to imitate beside the preferences: a second term of the objective.
+
+    Attributes:
+        stream: their order.
+        coef: weight of their mean negative log-likelihood per token.
+        micro_batch_tokens: tokens of a forward.
+    """
+
+    stream: Stream[Example]
+    coef: float
+    micro_batch_tokens: int
+
+
+@dataclass(frozen=True)
+class PreferenceUpdates:
+    """Updates and evaluations of a policy that learns from preferences.
+
+    Attributes:
+        engine: trains the policy.
+        losses: what is minimized.
+        loss_fn: micro-batch, and what it takes of the global batch -> sums.
+        reference: gives log-probabilities that no batch holds; None where no loss needs them.
+        collate: rows -> micro-batches.
+        mismatch: rows -> their responses after other rows' prompts; for KTO's reference point.
+        imitates: whether the loss has a part per token of the preferred responses.
+        demonstrations: a second term of the objective.
+    """
+
+    engine: Engine
+    losses: Sequence[WeightedLoss]
+    loss_fn: PreferenceLossFn
+    reference: LogProbModel | None
+    collate: Collate
+    mismatch: Callable[[Sequence[LabeledExample]], list[LabeledExample]]
+    imitates: bool = False
+    demonstrations: Demonstrations | None = None
+
+    def update(self, step: int, rows: Sequence[PreferenceExample]) -> dict[str, float]:
+        """One update on the rows of a global batch, which are the same on every rank; its metrics."""
+        batches = self._shard(rows, self.collate)
+        terms = [Term(batches, partial(self.loss_fn, given=self.inputs(batches, rows, shared=True)))]
+        if self.demonstrations is not None:
+            tokens = self.demonstrations.micro_batch_tokens
+            texts = self._shard(self.demonstrations.stream.rows_at(step), partial(collate, micro_batch_tokens=tokens))
+            terms.append(Term(texts, language_loss_fn(self.engine.model), self.demonstrations.coef, "sft"))
+        return logged_metrics(self.engine.update(*terms))
+
+    def evaluate(self, rows: Sequence[PreferenceExample], batches: Sequence[PreferenceBatch]) -> dict[str, float]:
+        """Mean loss and metrics over held-out rows, taken as one global batch; every rank reads them all."""
+        given = self.inputs(batches, rows, shared=False)
+        return logged_metrics(held_out_metrics(self.engine, batches, partial(self.loss_fn, given=given)), "held_out_")
+
+    @torch.no_grad()
+    def inputs(self, batches: Sequence[Batch], rows: Sequence[PreferenceExample], *, shared: bool) -> GlobalInputs:
+        """What the losses take of a global batch; a collective operation where it is shared among ranks.
+
+        Args:
+            batches: of this rank.
+            rows: of the global batch.
+            shared: whether every rank has a part of the batches; otherwise each has all of them.
+        """
+        kinds = {loss.spec.batch_input for loss in self.losses}
+        return GlobalInputs(
+            kl=self._reference_point([row for row in rows if isinstance(row, LabeledExample)], shared)
+            if "kl" in kinds
+            else None,
+            pairs=self._pairs(batches, shared) if kinds & {"shift", "paired_values", "unpaired_values"} else None,
+            mean_tokens=self._mean_tokens(batches, shared) if self.imitates else None,
+        )
+
+    def _reference_point(self, rows: Sequence[LabeledExample], shared: bool) -> Tensor:
+        """KTO's z0, from the responses of the global batch after other rows' prompts; 0 where there is one row alone."""
+        device = self.engine.process_group.device
+        totals = torch.zeros(2, device=device)  # sum of log-ratios, their number
+        if len(rows) < 2:
+            return totals[0]
+        mismatched = self.mismatch(rows)
+        batches = self._shard(mismatched, self.collate) if shared else self.collate(mismatched)
+        for responses in self._log_probs(batches):
+            assert responses.reference is not None
+            ratios = responses.policy - responses.reference
+            totals += torch.stack([ratios.sum(), ratios.new_tensor(len(ratios))])
+        total, count = (self.engine.process_group.sum(totals) if shared else totals).unbind()
+        return kl_reference_point(total, count)
+
+    def _pairs(self, batches: Sequence[Batch], shared: bool) -> Tensor:
+        """Log-probabilities of all pairs, [n, 4]; see `GlobalInputs`."""
+        columns = [torch.empty(0, 4, device=self.engine.process_group.device)]
+        for responses in self._log_probs(batches):
+            assert responses.reference is not None
+            columns.append(torch.stack([*responses.policy.chunk(2), *responses.reference.chunk(2)], dim=1).float())
+        local = torch.cat(columns)
+        if not shared:
+            return local
+        return torch.cat([part.to(local.device) for part in self.engine.process_group.gather_objects(local.cpu())])
+
+    def _mean_tokens(self, batches: Sequence[Batch], shared: bool) -> Tensor:
+        """Tokens of preferred responses for each row of the global batch, a scalar."""
+        totals = torch.zeros(2)
+        for batch in batches:
+            if isinstance(batch, PairBatch | RankedBatch | UnpairedBatch):
+                totals += torch.tensor([float(preferred_tokens(batch)), float(batch.weight)])
+        device = self.engine.process_group.device
+        tokens, count = (self.engine.process_group.sum(totals) if shared else totals).to(device).unbind()
+        return tokens / count
+
+    def _log_probs(self, batches: Sequence[Batch]) -> Iterator[ResponseLogProbs]:
+        """Log-probabilities of each batch that counts; the ranks call their models equally often."""
+        most = self.engine.process_group.largest(len(batches)) if self.engine.backend.collective_forward else 0
+        extra = [ZeroWeightBatch(unwrap_batch(batches[-1]))] * (most - len(batches))
+        for batch in (*batches, *extra):
+            moved = unwrap_batch(batch.to(self.engine.process_group.device))
+            assert isinstance(moved, PairBatch | RankedBatch | UnpairedBatch)
+            responses = response_log_probs(self.engine.model, self.reference, moved)
+            if not isinstance(batch, ZeroWeightBatch):
+                yield responses
+
+    def _shard(self, rows: Sequence[TokenizedRow], collate: Collate) -> list[Batch]:
+        """This rank's micro-batches of a global batch."""
+        return shard_rows(rows, collate, self.engine.process_group.rank, self.engine.process_group.size)
+
+
+def demonstrations(config: DPOConfig, texts: Sequence[Example]) -> Demonstrations | None:
+    """The second term of a config that names demonstrations."""
+    if config.sft is None:
+        return None
+    stream = Stream(texts, config.sft_batch_size, config.training.seed + 1)
+    return Demonstrations(stream, config.sft_weight, config.training.tokens_per_forward)
+
+
+def mismatched_rows(rows: Sequence[LabeledExample], max_length: int, bos: int | None) -> list[LabeledExample]:
+    """Each prompt with the response of the row before it, the first one with that of the last, at most `max_length` long.
+
+    The responses are those of the batch itself, as in KTO's own code, and the rows are those of the global batch in the
+    order of the run: the pairing depends neither on micro-batches nor on ranks.
+    """
+    starts = [last_span(row.example.mask) for row in rows]
+    pieces = [(row.example.ids[:start], row.example.ids[start:]) for row, start in zip(rows, starts, strict=True)]
+    mismatched = []
+    for number, row in enumerate(rows):
+        prompt, [response] = truncate(pieces[number][0], [pieces[number - 1][1]], max_length, bos)
+        example = Example(
+            prompt + response, [False] * len(prompt) + [True] * len(response), row.example.row_id, row.source
+        )
+        mismatched.append(LabeledExample(example, row.desirable, row.row_id, row.source))
+    return mismatched

@@ -1,0 +1,284 @@
+"""The reference's log-probabilities, computed once before training and kept on disk, so that its weights can go.
+
+A file is named by a hash of everything that its numbers depend on: the weights' content, the rows' tokens and masks, the
+type of computation, and the version of this computation. Any change of data, template or weights is another file. A few
+rows are computed again at every start, and a difference ends the run.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol, TypeVar, overload
+
+import numpy as np
+import torch
+
+from alignment.adapters.peft_files import is_adapter
+from alignment.algorithms.dpo_config import DPOConfig
+from alignment.algorithms.policies import LogProbModel, Policy, reference_of, sequence_log_probs
+from alignment.data.batches import collate
+from alignment.data.examples import Example, LabeledExample, PairExample, PreferenceExample, RankedExample
+from alignment.errors import UserError
+from alignment.files import hash_of, write_atomic
+from alignment.loading import find_base, find_directory
+from alignment.models.shared_weights import SharedWeights
+from alignment.models.weights_config import WeightsConfig
+from alignment.training import Engine, Run
+from alignment.training.run.lineage import directory_hash
+from alignment.training.terms import ZeroWeightBatch, shard_rows, unwrap_batch
+
+VERSION = 1  # of what is computed: raised when the same weights and rows would give other numbers
+CHECKED_ROWS = 8
+# How far two computations of one number may lie apart, in nats and as a share of it: batches of other rows round otherwise.
+TOLERANCE = {"fp32": (1e-3, 1e-4), "bf16": (0.5, 2e-2)}
+
+Row = TypeVar("Row", PairExample, LabeledExample, RankedExample)
+Collate = Callable[[Sequence[Any]], Sequence[Any]]
+
+
+@dataclass(frozen=True)
+class ReferencedRows(Sequence[Any]):
+    """Rows whose responses know their log-probability under the reference.
+
+    Attributes:
+        rows: as they were prepared.
+        values: log-probabilities of all rows' responses, nats, float32, in their order.
+        starts: index of each row's first response in `values`, then their number.
+    """
+
+    rows: Sequence[Any]
+    values: np.ndarray
+    starts: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @overload
+    def __getitem__(self, index: int) -> Any: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Any]: ...
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        return with_reference(self.rows[number], self.values[self.starts[number] : self.starts[number + 1]])
+
+
+def with_reference(row: Row, values: Sequence[float] | np.ndarray) -> Row:
+    """The row, its responses with their log-probabilities."""
+    known = [replace(each, reference=float(value)) for each, value in zip(responses_of(row), values, strict=True)]
+    if isinstance(row, PairExample):
+        return replace(row, chosen=known[0], rejected=known[1])
+    if isinstance(row, LabeledExample):
+        return replace(row, example=known[0])
+    return replace(row, responses=tuple(known))
+
+
+def responses_of(row: PreferenceExample) -> tuple[Example, ...]:
+    """The responses of a row, each with its prompt, in the order of its documents."""
+    if isinstance(row, PairExample):
+        return row.chosen, row.rejected
+    return (row.example,) if isinstance(row, LabeledExample) else row.responses
+
+
+class IndexedRows(Protocol):
+    """Rows, and the order in which they are seen; `data.stream.Stream` is one."""
+
+    @property
+    def rows(self) -> Sequence[Any]: ...
+    def positions_at(self, step: int) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class ReferencedStream:
+    """The rows of a stream in its order, with the reference's log-probabilities."""
+
+    order: IndexedRows
+    rows: Sequence[Any]
+
+    def rows_at(self, step: int) -> list[Any]:
+        """The rows of batch `step`."""
+        return [self.rows[position] for position in self.order.positions_at(step)]
+
+
+def cached_reference(
+    config: DPOConfig,
+    policy: Policy,
+    engine: Engine,
+    stream: IndexedRows,
+    held_out: Sequence[PreferenceExample],
+    *,
+    run: Run,
+) -> tuple[ReferencedStream, Sequence[Any]]:
+    """Training and held-out rows with the log-probabilities of the config's reference, whose weights are freed again.
+
+    While they are computed or verified, the reference's weights are in memory beside the policy's, which has neither
+    gradients nor optimizer state yet.
+
+    Raises:
+        UserError: as `ReferenceCache.attach`.
+    """
+    reference = reference_of(policy, config.reference, engine, bases=SharedWeights(config.weights, shared=False))
+    source, group = config.reference or config.policy, engine.process_group
+    cache = ReferenceCache(
+        reference,
+        engine,
+        partial(collate, micro_batch_tokens=config.training.tokens_per_forward),
+        Path(config.reference_cache or Path(config.output) / "reference_log_probs"),
+        group.broadcast_object(weights_key(source, config.weights) if group.is_main else None),
+        config.training.precision,
+    )
+    rows = cache.attach(stream.rows, "training", run)
+    return ReferencedStream(stream, rows), cache.attach(held_out, "held-out", run)
+
+
+def weights_key(source: str, weights: WeightsConfig) -> str:
+    """A hash of how weights are held and of the files of a checkpoint, and of the models under its adapters."""
+    directory = find_directory(source)
+    hashes = [directory_hash(directory)]
+    while is_adapter(directory):
+        directory = find_base(directory)
+        hashes.append(directory_hash(directory))
+    return hash_of([hashes, asdict(weights)])
+
+
+@dataclass(frozen=True)
+class ReferenceCache:
+    """Reads, computes and verifies the log-probabilities of a reference.
+
+    Attributes:
+        reference: the network.
+        engine: the policy's, whose process group computes them together.
+        collate: one row per document -> micro-batches of documents.
+        folder: where the files are.
+        weights: hash of everything that the network's weights depend on.
+        precision: of the run, fp32 or bf16.
+    """
+
+    reference: LogProbModel
+    engine: Engine
+    collate: Collate
+    folder: Path
+    weights: str
+    precision: str
+
+    def attach(self, rows: Sequence[PreferenceExample], name: str, run: Run) -> Sequence[Any]:
+        """The rows with the reference's log-probabilities, from disk or computed now; a collective operation.
+
+        Args:
+            rows: of one kind.
+            name: of the rows, for messages.
+            run: notes where the numbers come from.
+
+        Raises:
+            UserError: the numbers on disk are damaged, or not those that the reference gives.
+        """
+        if not rows:
+            return rows
+        key, starts = rows_key(rows)
+        path = self.folder / f"{hash_of([VERSION, self.weights, key, self.precision])[:32]}.npy"
+        group = self.engine.process_group
+        found = group.broadcast_object(_read(path, int(starts[-1])) if group.is_main else None)
+        if isinstance(found, str):
+            raise UserError(found)
+        if isinstance(found, np.ndarray):
+            run.note(f"reference: log-probabilities of {len(rows):,} {name} rows are read from {path}")
+            known = ReferencedRows(rows, found, starts)
+            self._verify(known, path)
+            return known
+        values = self._compute(rows, starts)
+        if group.is_main:
+            write_atomic(path, lambda temporary: _write(temporary, values))
+        group.barrier()
+        run.note(f"reference: log-probabilities of {len(rows):,} {name} rows are computed, and kept in {path}")
+        return ReferencedRows(rows, values, starts)
+
+    def _compute(self, rows: Sequence[PreferenceExample], starts: np.ndarray) -> np.ndarray:
+        """Log-probabilities of all rows' responses, each rank computing its share; float32, in their order."""
+        values = np.full(int(starts[-1]), np.nan, np.float32)
+        group, step = self.engine.process_group, 256 * self.engine.process_group.size
+        for first in range(0, len(rows), step):  # few rows of a table are in memory at a time
+            numbers = range(first, min(first + step, len(rows)))
+            local = dict(self._log_probs(rows, numbers, starts))
+            for part in group.gather_objects(local):
+                for position, value in part.items():
+                    values[position] = value
+        if not np.isfinite(values).all():
+            row = int(np.searchsorted(starts, int(np.flatnonzero(~np.isfinite(values))[0]), side="right")) - 1
+            raise UserError(f"reference: its log-probability of {rows[row].row_id} is not finite; check its weights")
+        return values
+
+    @torch.no_grad()
+    def _log_probs(
+        self, rows: Sequence[PreferenceExample], numbers: Sequence[int], starts: np.ndarray
+    ) -> Iterator[tuple[int, float]]:
+        """(index among all responses, log-probability) of this rank's share of these rows."""
+        documents = []
+        for number in numbers:
+            for offset, response in enumerate(responses_of(rows[number])):
+                documents.append(replace(response, row_id=str(int(starts[number]) + offset)))
+        group, backend = self.engine.process_group, self.engine.backend
+        batches = shard_rows(documents, self.collate, group.rank, group.size)
+        most = group.largest(len(batches)) if backend.collective_forward else 0
+        extra = [ZeroWeightBatch(unwrap_batch(batches[-1]))] * (most - len(batches))
+        for batch in (*batches, *extra):
+            moved: Any = unwrap_batch(batch.to(group.device))
+            values = sequence_log_probs(self.reference, moved).float().tolist()
+            if not isinstance(batch, ZeroWeightBatch):
+                yield from zip(map(int, batch.row_ids), values, strict=True)
+
+    def _verify(self, known: ReferencedRows, path: Path) -> None:
+        """Compare a few rows with what the reference gives now; a collective operation."""
+        numbers = sorted(
+            {round(position) for position in np.linspace(0, len(known) - 1, min(CHECKED_ROWS, len(known)))}
+        )
+        absolute, relative = TOLERANCE[self.precision]
+        local = dict(self._log_probs(known.rows, numbers, known.starts))
+        wrong = [
+            f"{known.rows[number].row_id}: {known.values[position]:.4f} on disk, {value:.4f} now"
+            for position, value in sorted(local.items())
+            if not abs(known.values[position] - value) <= absolute + relative * abs(value)
+            for number in [int(np.searchsorted(known.starts, position, side="right")) - 1]
+        ]
+        wrong = [line for lines in self.engine.process_group.gather_objects(wrong) for line in lines]
+        if wrong:
+            raise UserError(
+                f"{path}: the reference gives other log-probabilities: {'; '.join(wrong[:4])}. Delete the file, "
+                "and they are computed again"
+            )
+
+
+def rows_key(rows: Sequence[PreferenceExample]) -> tuple[str, np.ndarray]:
+    """A hash of the tokens and masks of all rows' responses, and the index of each row's first response, then their number."""
+    digest, starts = hashlib.sha256(), np.zeros(len(rows) + 1, np.int64)
+    for number in range(len(rows)):
+        responses = responses_of(rows[number])
+        starts[number + 1] = starts[number] + len(responses)
+        for response in responses:
+            digest.update(np.array([len(response.ids), *response.ids], np.int32).tobytes())
+            digest.update(np.array(response.mask, np.bool_).tobytes())
+    return digest.hexdigest(), starts
+
+
+def _write(path: Path, values: np.ndarray) -> None:
+    """The numbers, and behind them their SHA-256."""
+    with open(path, "wb") as file:
+        np.save(file, values)
+        file.write(hashlib.sha256(values.tobytes()).digest())
+
+
+def _read(path: Path, count: int) -> np.ndarray | str | None:
+    """The numbers of a file; None where there is none, a message where it is damaged."""
+    if not path.is_file():
+        return None
+    try:
+        with open(path, "rb") as file:
+            values = np.load(file, allow_pickle=False)
+            whole = file.read() == hashlib.sha256(values.tobytes()).digest()
+    except (OSError, ValueError, EOFError) as error:
+        return f"{path}: cannot be read ({error}). Delete the file, and it is computed again"
+    if not whole or values.shape != (count,):
+        return f"{path}: is damaged: its content is not what was written. Delete the file, and it is computed again"
+    return values
