@@ -241,11 +241,14 @@ def export(
     adapter: AdapterName = None,
     dtype: Dtype = "auto",
     quantize: Quantize = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Chat template to give it: a built-in name or a file; adds the tokens it needs.")
+    ] = None,
 ) -> None:
     """Write a model, its adapter merged in, as a plain Hugging Face directory."""
     from alignment.commands.export import export_model
 
-    print(export_model(model, adapter, output, dtype=dtype, quantize=quantize))
+    print(export_model(model, adapter, output, dtype=dtype, quantize=quantize, chat_template=chat_template))
 
 
 @app.command()

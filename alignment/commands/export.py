@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter, merge_adapter
+from alignment.data.text.named_templates import with_template_tokens
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory, write_json
@@ -24,6 +25,7 @@ from alignment.models.huggingface.checkpoint import load_language_model, load_sc
 from alignment.models.native_model import NativeModel
 from alignment.models.quantization import read_quantization, require_bitsandbytes, round_blocks
 from alignment.models.safetensors_files import read_config, widest_type
+from alignment.models.vocabulary import grow_vocabulary
 from alignment.models.weights_config import Quantization
 from alignment.reward_model import load_reward_network
 
@@ -31,7 +33,13 @@ ERRORS = "quantization_error.json"
 
 
 def export_model(
-    model: str, adapter: str | None, output: str, *, dtype: str = "auto", quantize: Quantization | None = None
+    model: str,
+    adapter: str | None,
+    output: str,
+    *,
+    dtype: str = "auto",
+    quantize: Quantization | None = None,
+    chat_template: str | None = None,
 ) -> Path:
     """Write a model with its adapter merged as one plain Hugging Face directory and return that directory.
 
@@ -43,6 +51,8 @@ def export_model(
         adapter: directory or Hub name of an adapter for it.
         output: directory to write.
         dtype: type of the weights written; "auto": that of the model, or of the adapter's base. A score head is float32.
+        chat_template: give the tokenizer this template, a built-in one's name or a file; the special tokens that a built-in
+            one needs are added to the vocabulary, their rows the mean of the others.
         quantize: how the weights were quantized that the adapter was trained on; None: as its directory says.
 
     Raises:
@@ -69,6 +79,12 @@ def export_model(
         for name, parameter in written.named_parameters():
             parameter.data = parameter.data.to(types.get(name, torch.float32))
     tokenizer = load_tokenizer(adapter or model)
+    if chat_template is not None:
+        known = len(tokenizer)
+        tokenizer, added = with_template_tokens(tokenizer, chat_template)
+        if added:
+            grow_vocabulary(written, known, len(tokenizer))
+            print(f"added to the vocabulary, rows at the mean of the others: {', '.join(added)}", file=sys.stderr)
     set_special_tokens(written, tokenizer)
     with atomic_directory(Path(output)) as directory:
         save_model(written, directory)

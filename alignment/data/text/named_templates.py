@@ -74,6 +74,19 @@ def with_chat_template(tokenizer: Tokenizer, chosen: str | None) -> Tokenizer:
     return changed
 
 
+def with_template_tokens(tokenizer: Tokenizer, chosen: str) -> tuple[Tokenizer, list[str]]:
+    """The tokenizer with another chat template and the special tokens that it needs, and which of them are new.
+
+    The tokenizer that is given is changed.
+
+    Raises:
+        UserError: as `with_chat_template`.
+    """
+    missing = [token for token in NAMED.get(chosen, ()) if token not in control_strings(tokenizer)]
+    tokenizer.add_tokens(missing, special_tokens=True)
+    return with_chat_template(tokenizer, chosen), missing
+
+
 def _missing(tokenizer: Tokenizer, chosen: str, missing: list[str]) -> str:
     free = ", ".join(name for name, needed in NAMED.items() if not needed)
     return (

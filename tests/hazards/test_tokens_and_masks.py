@@ -1,0 +1,126 @@
+"""H01 to H05 over every kind of row: end tokens, BOS, the seam of prompt and response, masks of dialogues."""
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from alignment.data.batches import collate
+from alignment.data.examples import Example
+from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Prompt, Ranking, Text
+from alignment.data.text import chat
+from alignment.data.tokenize import (
+    tokenize_comparisons,
+    tokenize_demonstrations,
+    tokenize_labels,
+    tokenize_prompts,
+    tokenize_rankings,
+    tokenize_texts,
+)
+from alignment.data.tokenizers.tokenizer import encode
+from alignment.data.tokenizers.train import train_bpe
+from alignment.errors import UserError
+
+CORPUS = ["The price is $46 today and $46 tomorrow. Price: $4 or $46.", "user assistant hello x the cat"] * 20
+TURNS = ("<s>", "</s>", "<pad>", "<|im_start|>", "<|im_end|>")
+CHATML = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+ASKED = [{"role": "user", "content": "Price: "}]
+DIALOGUE = [*ASKED, {"role": "assistant", "content": "$4"}, *ASKED, {"role": "assistant", "content": "$46"}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Byte-level BPE that adds a BOS, with a template that writes it too; " $" is one token."""
+    return train_bpe(CORPUS, 400, TURNS, CHATML)
+
+
+def sequences(tokenizer, prompt, responses=("46", "$46")):
+    """Ids and mask of every kind of row with this prompt: SFT, pairs, KTO labels, rankings, prompts to sample from."""
+    first, second = responses
+    dialogue = [*prompt, {"role": "assistant", "content": first}] if isinstance(prompt, list) else None
+    [demonstration], _ = tokenize_demonstrations([Demonstration(prompt, first, "r")], tokenizer, 100)
+    [pair], _ = tokenize_comparisons([Comparison(prompt, first, second, None, "r")], tokenizer, 100)
+    [labeled], _ = tokenize_labels([LabeledResponse(prompt, first, True, "r")], tokenizer, 100)
+    [ranked], _ = tokenize_rankings([Ranking(prompt, responses, (0, 1), "r")], tokenizer, 100)
+    made = {
+        "sft": demonstration,
+        "chosen": pair.chosen,
+        "rejected": pair.rejected,
+        "label": labeled.example,
+        "ranking": ranked.responses[0],
+    }
+    if dialogue is not None:
+        [made["dialogue"]], _ = tokenize_demonstrations([Demonstration(prompt, first, "r", dialogue)], tokenizer, 100)
+    return made
+
+
+def test_h01_end_token_is_kept_when_pad_is_eos(tokenizer):
+    """eos = pad: rows of 8 and 15 tokens that end in it have two supervised end tokens, and no padding counts."""
+    end = tokenizer.eos_token_id
+    rows = [Example([5] * (size - 1) + [end], [False] + [True] * (size - 1), str(size)) for size in (8, 15)]
+    [batch] = collate(rows, 100)
+    assert int((batch.tokens[batch.target_index] == end).sum()) == 2
+    assert set(batch.last.tolist()) <= set(batch.target_index.tolist())
+    assert batch.weight == 7 + 14  # every token but each row's first, no padding
+
+
+@pytest.mark.parametrize("prompt", ["Price: ", ASKED], ids=["text", "messages"])
+@pytest.mark.parametrize("ending", ["", "</s>", "<|im_end|>", "<|im_end|>\n"])
+def test_h02_exactly_one_end_token_is_trained(tokenizer, prompt, ending):
+    stops = chat.stop_token_ids(tokenizer)
+    made = sequences(tokenizer, prompt, ("46" + ending, "$46" + ending))
+    for kind, row in made.items():
+        trained = [index for index, counts in zip(row.ids, row.mask, strict=True) if counts]
+        assert trained[-1] in stops and sum(index in stops for index in trained) == 1, kind
+    [text], _ = tokenize_texts([Text("Price: 46", "r")], tokenizer, 100)
+    assert text.ids[-1] == tokenizer.eos_token_id and text.ids.count(tokenizer.eos_token_id) == 1
+
+
+def test_h02_the_last_trained_token_of_each_turn_is_one_that_generation_stops_at(tokenizer):
+    ids, mask = chat.chat_ids(tokenizer, DIALOGUE)
+    ends = [i for i, counts, after in zip(ids, mask, [*mask[1:], False], strict=True) if counts and not after]
+    assert len(ends) == 2 and set(ends) <= chat.stop_token_ids(tokenizer)
+
+
+@pytest.mark.parametrize("prompt", ["Price: ", ASKED], ids=["text", "messages"])
+def test_h03_one_bos_in_every_kind_of_row_and_the_prompt_is_generations(tokenizer, prompt):
+    bos = tokenizer.bos_token_id
+    generation = chat.prompt_ids(tokenizer, prompt)
+    [sampled], _ = tokenize_prompts([Prompt(prompt, {}, "r")], tokenizer, 100)
+    assert sampled.ids == generation and generation[0] == bos and generation.count(bos) == 1
+    for kind, row in sequences(tokenizer, prompt).items():
+        assert row.ids.count(bos) == 1 and row.ids[: len(generation)] == generation, kind
+        assert row.mask == [False] * len(generation) + [True] * (len(row.ids) - len(generation)), kind
+    [text], _ = tokenize_texts([Text("Price: 46", "r")], tokenizer, 100)
+    assert text.ids.count(bos) == 1
+
+
+@pytest.mark.parametrize("prompt", ["Price: ", ASKED], ids=["text", "messages"])
+def test_h04_the_seam_of_prompt_and_response_does_not_merge(tokenizer, prompt):
+    """ "Price: " + "$46" as one text has the token " $", which neither prompt nor response has alone."""
+    joint = encode(tokenizer, ["Price: $46"])[0]
+    assert " $" in [tokenizer.decode([index]) for index in joint]
+    generation = chat.prompt_ids(tokenizer, prompt)
+    end = tokenizer.decode([chat.end_token_id(tokenizer)])
+    made = sequences(tokenizer, prompt)
+    for kind, row in made.items():
+        words = "$46" if kind == "rejected" else "46"
+        assert row.ids[: len(generation)] == generation, kind
+        assert tokenizer.decode([i for i, counts in zip(row.ids, row.mask, strict=True) if counts]) == words + end, kind
+
+
+def test_h05_the_mask_of_a_dialogue_is_neither_all_zero_nor_all_one(tokenizer):
+    ids, mask = chat.chat_ids(tokenizer, DIALOGUE)
+    assert any(mask) and not all(mask)
+    assert tokenizer.decode([i for i, counts in zip(ids, mask, strict=True) if counts]) == "$4<|im_end|>$46<|im_end|>"
+    with pytest.raises(UserError, match="needs an assistant message"):
+        chat.chat_ids(tokenizer, ASKED)
+    with pytest.raises(UserError, match="needs an assistant message"):  # nothing before it: everything would count
+        chat.chat_ids(tokenizer, [DIALOGUE[1]])
+
+
+def test_h05_a_template_without_generation_markers_gets_a_mask_all_the_same(tokenizer):
+    assert "generation" not in CHATML.replace("add_generation_prompt", "")
+    [row], _ = tokenize_demonstrations([Demonstration(DIALOGUE[:-1], "$46", "r", DIALOGUE)], tokenizer, 100)
+    assert 0 < sum(row.mask) < len(row.mask)
