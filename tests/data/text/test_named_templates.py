@@ -27,7 +27,7 @@ SPACED = {"llama2": (" ", " "), "mistral": (" ", ""), "vicuna": (" ", ""), "plai
 
 
 @pytest.fixture(scope="module")
-def tokenizer():
+def words():
     tokens = dict.fromkeys(["<s>", "</s>", "<pad>", *(token for needed in NAMED.values() for token in needed)])
     return train_bpe(["hello there, be kind; no more user assistant system"] * 5, 400, tuple(tokens))
 
@@ -37,23 +37,23 @@ def test_every_file_has_a_name_and_every_name_a_file():
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_named_template_trains_the_replies_and_its_prompts_begin_the_dialogue(name, tokenizer):
-    chosen = with_chat_template(tokenizer, name)
+def test_a_named_template_trains_the_replies_and_its_prompts_begin_the_dialogue(name, words):
+    chosen = with_chat_template(words, name)
     ids, mask = chat.chat_ids(chosen, DIALOGUE)
     end = chosen.decode([chat.end_token_id(chosen)])
     before, after = SPACED.get(name, ("", ""))
     assert spans(chosen, ids, mask) == [before + words + after + end for words in ("hello there", "no more")]
     prompt = chat.prompt_ids(chosen, DIALOGUE[:-1])
     assert ids[: len(prompt)] == prompt
-    assert tokenizer.chat_template is None  # the given one is left as it was
+    assert words.chat_template is None  # the given one is left as it was
 
 
 @pytest.mark.parametrize(("name", "published"), [("llama3", "llama3"), ("chatml", "qwen3_vl"), ("gemma", "gemma")])
-def test_a_named_template_writes_what_the_published_one_writes(name, published, tokenizer):
+def test_a_named_template_writes_what_the_published_one_writes(name, published, words):
     """On a dialogue that both can write; Gemma's has no system message."""
     messages = DIALOGUE[1:] if name == "gemma" else DIALOGUE
     written = [
-        tokenizer.apply_chat_template(messages, chat_template=text, tokenize=False, add_generation_prompt=False)
+        words.apply_chat_template(messages, chat_template=text, tokenize=False, add_generation_prompt=False)
         for text in (read_chat_template(name), text_of(published))
     ]
     assert written[0] == written[1]
@@ -68,18 +68,18 @@ def test_tokens_that_are_missing_are_named_with_the_ways_out():
         with_chat_template(plain, "chatml")
 
 
-def test_an_unknown_name_gives_the_nearest_and_the_list(tokenizer):
+def test_an_unknown_name_gives_the_nearest_and_the_list(words):
     with pytest.raises(UserError, match=r"chatlm: no such file.*chatml.*built in: chatml, qwen, llama3"):
-        with_chat_template(tokenizer, "chatlm")
+        with_chat_template(words, "chatlm")
 
 
-def test_a_file_is_a_template_too_and_must_end_a_turn(tokenizer, tmp_path):
+def test_a_file_is_a_template_too_and_must_end_a_turn(words, tmp_path):
     path = tmp_path / "own.jinja"
     path.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}")
-    assert with_chat_template(tokenizer, str(path)).chat_template == path.read_text()
+    assert with_chat_template(words, str(path)).chat_template == path.read_text()
     path.write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     with pytest.raises(UserError, match="no control token of the vocabulary"):
-        with_chat_template(tokenizer, str(path))
+        with_chat_template(words, str(path))
 
 
 def test_a_trained_model_keeps_the_template_it_was_trained_with(checkpoints, make_stage, tmp_path):
