@@ -241,7 +241,8 @@ def _parts(source: str) -> list[str]:
     else:
         suffix = next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if source.endswith(suffix)), "")
         parts = [part for part in source.removesuffix(suffix).split("/") if part not in ("", ".", "..")]
-    return [re.sub(r"[^\w.-]+", "_", part) for part in parts] or ["source"]
+    parts = [re.sub(r"[^\w.-]+", "_", part) for part in parts]
+    return [part for part in parts if re.search(r"[^\W_]", part)] or ["source"]  # `*` of a glob names nothing
 
 
 def _check_mixing(data: DataConfig) -> None:

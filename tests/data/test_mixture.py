@@ -234,6 +234,7 @@ def test_names_tell_sources_apart():
     assert names("x/train.jsonl", "y/train.jsonl", "other.csv") == ["x.train", "y.train", "other"]
     assert names("a.jsonl", "a.jsonl") == ["a.1", "a.2"]
     assert names("org/set:main[test]", "org/more") == ["set", "more"]
+    assert names("web/*.jsonl", "books/", "**/*.csv") == ["web", "books", "source"]
     assert names("my rows.jsonl", SourceConfig("b.jsonl", name="mine")) == ["my_rows", "mine"]
 
 
