@@ -57,6 +57,7 @@ TOKENIZE: dict[str, Tokenize] = {
 CHUNK_BYTES = 4 * 2**20  # of a file of JSON lines; more where there would be more than MOST_CHUNKS
 MOST_CHUNKS, MOST_BYTES = 1000, 64 * 2**20
 LARGE_BYTES = 64 * 2**20  # from this size of a source, one process per core prepares it unless `data.processes` says
+CHECKED_BYTES = 4 * 2**20  # of a source, whose rows are all checked; of a larger one as many, evenly drawn
 BATCH_ROWS = 1024  # rows of one call of the tokenizer
 SHOWN = 20  # bad rows that are kept of each chunk, to be shown
 
@@ -89,6 +90,7 @@ class _Job:
     columns: Mapping[str, str]
     config: DataConfig
     tokenizer: Tokenizer
+    checked: int = 1  # one row in so many has its texts and tokens checked; a power of 2
 
 
 @dataclass
@@ -102,6 +104,7 @@ class _Prepared:
     refused: dict[str, list[str]]
     batch: Any = None
     names: Sequence[str] = ()
+    checks: Any = None
 
 
 class _BadRows(Exception):
@@ -207,23 +210,30 @@ def _make(
     directory: Path,
 ) -> dict[str, Any]:
     """Fill the directory of a table; what its manifest says of it."""
+    from alignment.data.checks import Checks
+
     size = _size(source)
     chunk_bytes = min(max(CHUNK_BYTES, size // MOST_CHUNKS), MOST_BYTES)
     parser, chunks = open_source(source, preparation.kind, skip_ties=config.skip_ties, size=chunk_bytes)
-    job = _Job(preparation, parser, source.columns or {}, config, tokenizer)
+    job = _Job(preparation, parser, source.columns or {}, config, tokenizer, 1 << (size // CHECKED_BYTES).bit_length())
+    checks = Checks(preparation.kind, weight=job.checked)
     read, tokenized, problems, refused, bad = Tally(), Tally(), [], {}, 0
     writer = TableWriter(directory, preparation.codec)
     for done in _prepared_chunks(job, chunks, max_rows, processes_for(config, size)):
         read, tokenized, bad = read.merged_with(done.read), tokenized.merged_with(done.tokenized), bad + done.bad
         problems += done.problems
         merge_lists(refused, done.refused)
+        if done.checks is not None:
+            checks.merge(done.checks)
         if done.batch is not None:
             writer.add(done.batch, done.names)
     if not read.kept and (config.on_bad_row == "skip" or not bad):
         raise UserError(f"{source.source}: no row can be used\n" + "\n".join(read.lines()[1:]))
     if refused or (bad and config.on_bad_row == "error"):
         raise _BadRows(read.kept, problems if config.on_bad_row == "error" else [], bad, refused)
-    counts = {"read": read.kept, "tally": asdict(read.followed_by(tokenized))}
+    tally = read.followed_by(tokenized)
+    findings = checks.findings(tally, max_cut_share=config.max_cut_share, max_length=config.max_length)
+    counts = {"read": read.kept, "tally": asdict(tally), "findings": [asdict(finding) for finding in findings]}
     return {**writer.close(), **counts, "notes": [], "kind": preparation.name, "source": source.source}
 
 
@@ -250,6 +260,11 @@ def _prepare_chunk(job: _Job, chunk: Chunk, max_rows: int | None = None) -> _Pre
     done = _Prepared(parsed.counts, Tally(), parsed.problems[:SHOWN], len(parsed.problems), {})
     if parsed.problems and job.config.on_bad_row == "error":
         return done
+    from alignment.data.checks import Checks
+
+    kind = job.preparation.kind
+    plain = job.preparation.name == kind  # the tokens of texts for an objective are checked where they are corrupted
+    done.checks = Checks(kind, job.tokenizer if plain else None, weight=job.checked)
     batches, names = [], {}
     rows = choose_turns(parsed.rows, job.config.turns)
     step = len(rows) if job.preparation.whole else BATCH_ROWS
@@ -261,6 +276,7 @@ def _prepare_chunk(job: _Job, chunk: Chunk, max_rows: int | None = None) -> _Pre
             merge_lists(done.refused, error.refused)
             continue
         done.tokenized = done.tokenized.merged_with(counts)
+        done.checks.add(records, examples)
         batches.append(encode_batch(job.preparation.codec, examples, names, prompt_hashes(records)))
     done.batch, done.names = joined_batch(batches), list(names)
     return done

@@ -214,6 +214,7 @@ class Table(Sequence[Row]):
         key: hex digest of all that the table was made of.
         tally: what was read, dropped and cut to make it.
         notes: what the preparation noted beside the tally.
+        findings: what the checks of the rows found while they were prepared, each as the fields of a `Finding`.
         cached: whether an earlier run, or another process, had prepared it.
         source: number of the data source that its examples are given.
     """
@@ -234,6 +235,7 @@ class Table(Sequence[Row]):
         self.tally = Tally(**manifest["tally"])
         self.notes: list[str] = [*notes, *manifest.get("notes", ())]
         files = [(number, batch) for number, file in enumerate(manifest["files"]) for batch in range(len(file["rows"]))]
+        self.findings: list[dict[str, Any]] = list(manifest.get("findings", ()))
         self._batches = _Batches(directory, codec, [file["name"] for file in manifest["files"]], files)
         self._starts = list(accumulate(chain.from_iterable(file["rows"] for file in manifest["files"]), initial=0))
         self._names: list[str] = manifest["names"]

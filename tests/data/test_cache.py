@@ -328,3 +328,10 @@ def test_an_entry_that_is_being_prepared_is_not_cleared(cache, jsonl, bpe):
     with cache_module._locked(cache / "locks" / key):
         deleted, left = clear_entries(cache)
     assert deleted == [] and [entry.key for entry in left] == [key]
+
+
+def test_findings_of_the_checks_are_kept_with_the_rows(cache, jsonl, bpe, small_chunks):
+    config = DataConfig(jsonl(*ROWS, *ROWS[:20]))
+    first, again = table_of(config, bpe), table_of(config, bpe)
+    assert again.cached and first.findings == again.findings
+    assert any("20 rows are exact copies" in finding["text"] for finding in again.findings), again.findings

@@ -91,6 +91,9 @@ def _puts_a_blank_first(tokenizer: Tokenizer) -> bool:
 
 def _encode(tokenizer: Tokenizer, texts: Sequence[str], control_tokens: bool) -> list[list[int]]:
     with naming_panics(tokenizer):
+        if (backend := _plain_backend(tokenizer)) is not None:
+            backend.encode_special_tokens = not control_tokens
+            return [each.ids for each in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
         encoded = tokenizer(
             list(texts),
             add_special_tokens=False,
@@ -102,6 +105,20 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str], control_tokens: bool) ->
             verbose=False,  # no warning about long texts: they are truncated later
         )
     return cast("list[list[int]]", encoded["input_ids"])
+
+
+def _plain_backend(tokenizer: Tokenizer) -> Any:
+    """The object of the tokenizers library behind a tokenizer that hands texts to it as they are, else None.
+
+    It gives the same ids without offsets, masks and tokens, in about two thirds of the time.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    backend = getattr(tokenizer, "_tokenizer", None)
+    encode_plus = getattr(type(tokenizer), "_encode_plus", None)
+    if backend is None or encode_plus is not getattr(PreTrainedTokenizerFast, "_encode_plus", 0):
+        return None
+    return backend if backend.truncation is None and backend.padding is None else None
 
 
 def bos_id(tokenizer: Tokenizer) -> int | None:
