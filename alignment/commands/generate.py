@@ -105,6 +105,11 @@ def generate_responses(
     """
     if isinstance(prompts, str):
         rows, _ = read_rows(prompts, "prompts")
+        raise_all(
+            f"{getattr(row, 'row_id', '')}: tool definitions are not read here; put them into the system message"
+            for row in rows
+            if getattr(row, "tools", None)
+        )
         written: list[Any] = [getattr(row, "prompt") for row in rows]  # noqa: B009  (a record of this kind has one)
     else:
         written = list(prompts)

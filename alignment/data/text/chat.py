@@ -38,7 +38,7 @@ from alignment.data.text.templates import (
     pieces_of,
     render_dialogues,
 )
-from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos, bos_id, encode
+from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos, bos_id, control_strings, encode
 from alignment.errors import UserError
 
 Result = TypeVar("Result")
@@ -78,9 +78,9 @@ def _encode_open_dialogues(
 ) -> list[list[int] | UserError]:
     if not prompts:
         return []
-    dialogues = []
+    dialogues, controls = [], control_strings(tokenizer)
     for messages, tools in prompts:
-        safe, definitions, escaped = escape(tokenizer, messages, tools)
+        safe, definitions, escaped = escape(controls, messages, tools)
         dialogues.append(Dialogue(safe, definitions, escaped, ((len(safe), True),)))
     try:
         rendered = render_dialogues(tokenizer, dialogues)
@@ -231,7 +231,7 @@ def _last_turns(tokenizer: Tokenizer, chat: ChatFormat, turns: Sequence[_Turn]) 
     """Each reply as the template writes it after its prompt."""
     dialogues = []
     for turn in turns:
-        safe, tools, escaped = escape(tokenizer, [*turn.prompt, turn.reply], turn.tools)
+        safe, tools, escaped = escape(chat.controls, [*turn.prompt, turn.reply], turn.tools)
         dialogues.append(Dialogue(safe, tools, escaped, ((len(safe) - 1, True), (len(safe), False))))
     replies: list[_Reply | UserError] = []
     for turn, dialogue, texts in zip(turns, dialogues, render_dialogues(tokenizer, dialogues), strict=True):

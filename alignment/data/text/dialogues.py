@@ -104,7 +104,7 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[
     if chat.end is None:
         raise UserError(f"{name_of(tokenizer)} ends the assistant's turn with no control token to stop at")
     stops = stop_strings(tokenizer)
-    dialogues = [_prepared(tokenizer, row, stops) for row in rows]
+    dialogues = [_prepared(chat.controls, row, stops) for row in rows]
     written = render_dialogues(tokenizer, dialogues, training=True)
     planned: list[tuple[list[tuple[list[Piece], bool, str | None]], tuple[str, ...]] | UserError] = []
     for row, dialogue, texts in zip(rows, dialogues, written, strict=True):
@@ -128,13 +128,13 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[
     return _with_prompt_notes(tokenizer, chat, dialogues, written, encoded)
 
 
-def _prepared(tokenizer: Tokenizer, row: DialogueRow, stops: Sequence[str]) -> Dialogue:
+def _prepared(controls: Sequence[str], row: DialogueRow, stops: Sequence[str]) -> Dialogue:
     """The dialogue up to its last reply, its control strings escaped, and the texts to render of it."""
     messages = row.messages[: 1 + max((index for index, each in enumerate(row.messages) if _replies(each)), default=-1)]
     ended: Messages = [
         {**each, "content": without_end(each["content"], stops)} if _replies(each) else each for each in messages
     ]
-    safe, tools, escaped = escape(tokenizer, ended, row.tools)
+    safe, tools, escaped = escape(controls, ended, row.tools)
     cuts = [(len(safe), False)]
     for index, message in enumerate(safe):
         if _replies(message):

@@ -63,12 +63,12 @@ class EscapedControlTokens:
 
 
 def escape(
-    tokenizer: Tokenizer, messages: Messages, tools: Tools | None = None
+    controls: Sequence[str], messages: Messages, tools: Tools | None = None
 ) -> tuple[Messages, Tools | None, EscapedControlTokens]:
     """The messages and tools with the control strings in any of their texts escaped, and what was escaped."""
     present = "\n".join([*_texts(messages), *_texts(tools)])
     unused = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in present)
-    found = tuple(text for text in control_strings(tokenizer) if text in present)
+    found = tuple(text for text in controls if text in present)
     escaped = EscapedControlTokens(next(unused), next(unused), found)
     return (escaped.escape(messages), escaped.escape(tools), escaped) if found else (messages, tools, escaped)
 
