@@ -1,0 +1,126 @@
+"""H39 and H40: reductions of log-probabilities, and the reference; with what the losses take of the whole batch (H12)."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
+from alignment.algorithms.preference_updates import PreferenceUpdates, mismatched_rows
+from alignment.data.batches import collate_labeled, collate_pairs
+from alignment.data.config import DataConfig
+from alignment.data.examples import Example, LabeledExample, PairExample
+from alignment.errors import UserError
+from alignment.losses import dpo_loss
+from alignment.losses.preference_table import LOSSES
+from alignment.models.build import build_language_model
+from alignment.training import Engine, OptimConfig, TrainingConfig
+
+CONFIG = {
+    "model_type": "llama", "vocab_size": 23, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_H39_sums_and_means_by_name():
+    columns = [torch.tensor([value]) for value in (-23.5, -30.25, -25.0, -29.0)]
+    assert_close(dpo_loss(*columns, beta=0.2), torch.tensor([0.455492]), atol=1e-6, rtol=0)
+    assert_close(dpo_loss(*columns, beta=0.2, label_smoothing=0.15), torch.tensor([0.537992]), atol=1e-6, rtol=0)
+    assert {name for name, spec in LOSSES.items() if spec.means} == {"sigmoid_norm", "ipo", "simpo", "orpo"}
+
+
+def rows_of(count: int) -> list[LabeledExample]:
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    for number in range(count):
+        ids = torch.randint(1, 23, (4 + number % 5,), generator=generator).tolist()
+        rows.append(
+            LabeledExample(
+                Example(ids, [False] * 2 + [True] * (len(ids) - 2), str(number)), number % 3 > 0, str(number)
+            )
+        )
+    return rows
+
+
+def one_update(name: str, tokens: int):
+    """Gradients and metrics of one update of a loss, in micro-batches of so many tokens."""
+    models = []
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        model = build_language_model(CONFIG).eval()
+        for parameter in model.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        models.append(model)
+    policy, reference = models
+    training = TrainingConfig(batch_size=8, max_steps=1)
+    config = DPOConfig("p", DataConfig(train="t"), "o", loss=name, beta=0.3, sft_coef=0.5, training=training)
+    engine = Engine(policy, OptimConfig(learning_rate=1e-3), training, total_steps=1)
+    frozen = torch.no_grad()(reference)
+    labeled = rows_of(8)
+    rows = labeled
+    if config.rows == "comparisons":
+        rows = [
+            PairExample(a.example, b.example, None, a.row_id) for a, b in zip(labeled[:4], labeled[4:], strict=True)
+        ]
+    collate = collate_labeled if config.rows == "labels" else collate_pairs
+    updates = PreferenceUpdates(
+        engine, config.losses, dpo_loss_fn(engine.model, frozen, config), frozen,
+        collate=lambda rows: collate(rows, tokens), mismatch=lambda rows: mismatched_rows(rows, 32, None), imitates=True,
+    )  # fmt: skip
+    return updates.update(0, rows)
+
+
+@pytest.mark.parametrize("name", ["kto", "aot", "aot_unpaired", "bco", "ipo", "orpo"])
+def test_H12_an_update_does_not_depend_on_how_its_batch_is_cut(name):
+    whole, cut = one_update(name, 10_000), one_update(name, 14)
+    assert whole.keys() == cut.keys()
+    for key, value in whole.items():
+        assert cut[key] == pytest.approx(value, abs=1e-4, rel=1e-4), key
+
+
+@pytest.mark.parametrize("variant", ["", "lora"])
+def test_H40_cached_log_probs_train_the_same_and_are_not_reused_for_other_rows(
+    variant, stage, world, make_stage, tmp_path, read_metrics
+):
+    """The losses of a run with cached log-probabilities are those of one that computes them, from ln 2 on."""
+    policy, training = str(stage(f"sft {variant}".strip()) / "model"), TrainingConfig(batch_size=8, max_steps=2)
+    folder, losses = tmp_path / "log_probs", {}
+    for name in ("compute", "cache", "again"):
+        more = {} if name == "compute" else {"reference_log_probs": "cache", "reference_cache": str(folder)}
+        run, config = make_stage("dpo", policy, tmp_path / name, training=training, **more)
+        run(config)
+        losses[name] = [line["loss"] for line in read_metrics(tmp_path / name)]
+    assert losses["compute"] == pytest.approx(losses["cache"], abs=1e-5) and losses["cache"] == losses["again"]
+    assert losses["cache"][0] == pytest.approx(0.693147, abs=1e-5)
+    notes = " ".join(json.loads((tmp_path / "again" / "lineage.json").read_text())["notes"])
+    assert "are read from" in notes and "no weights of its own" in notes
+    (file,) = folder.iterdir()
+    other = dataclasses.replace(
+        config, output=str(tmp_path / "other"), data=DataConfig(train=world["comparisons"], max_rows=9, max_length=256)
+    )
+    run(other)
+    assert len(list(folder.iterdir())) == 2  # fewer rows: numbers of their own
+    damaged = bytearray(file.read_bytes())
+    damaged[200] ^= 64
+    file.write_bytes(bytes(damaged))
+    with pytest.raises(UserError, match=r"is damaged.*Delete the file"):
+        run(dataclasses.replace(config, output=str(tmp_path / "damaged")))
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"loss": "ipo", "gamma": 1.0}, "gamma is a parameter of simpo; the loss is ipo"),
+        ({"loss": "sigmoyd"}, "there is no 'sigmoyd'"),
+        ({"loss": {"kto": 1.0, "ipo": 1.0}}, "learn from different rows"),
+        ({"loss": "simpo", "reference": "m"}, "simpo needs none"),
+        ({"loss": "kto", "reference_log_probs": "cache"}, "cannot be computed beforehand"),
+        ({"loss": "nca_pair", "f_divergence": "js"}, "needs the rewards themselves"),
+        ({"loss": "exo_pair", "label_smoothing": 0.0}, "label_smoothing"),
+    ],
+)
+def test_settings_that_contradict_each_other_are_refused_in_words(settings, words):
+    with pytest.raises(ValueError, match=words):
+        DPOConfig("p", DataConfig(train="t"), "o", **settings)
