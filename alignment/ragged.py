@@ -370,6 +370,17 @@ class Seq2Seq(DeviceBatch):
         return self.decoder.counted_sources
 
 
+def first_tokens(batch: Ragged) -> Tensor:
+    """Index of the first token of each document, for those with a shared prompt once: at most [B]."""
+    shared = batch.shared
+    if shared is None:
+        return batch.firsts
+    starts = [0, *accumulate(batch.pieces)]
+    prompts = len(shared.lengths)
+    alone = [prompts + number for number, prompt in enumerate(shared.of_documents) if prompt is None]
+    return torch.tensor([starts[piece] for piece in [*range(prompts), *alone]]).to(batch.tokens.device)
+
+
 def with_virtual_tokens(batch: Ragged, count: int) -> tuple[Ragged, Tensor]:
     """The documents with `count` more tokens (of id 0) in front of each, and the indices of their own tokens there, [N].
 

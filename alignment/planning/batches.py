@@ -23,7 +23,7 @@ from alignment.data.table import longest_rows
 from alignment.data.tasks.classification import LabeledBatch
 from alignment.data.tasks.gpt1_inputs import MultiSequenceBatch
 from alignment.data.tasks.question_answering import SpanBatch
-from alignment.ragged import DeviceBatch, Ragged, Seq2Seq
+from alignment.ragged import DeviceBatch, Ragged, Seq2Seq, Sharing
 
 MASKED_SHARE = 0.15  # of the tokens, in masked text
 TARGET_SHARE = 0.25  # of the source's length, that a corrupted text's target has
@@ -50,9 +50,9 @@ def text_batch(examples: Sequence[Example], tokens: int) -> Ragged:
     return collate(examples, tokens)[0]
 
 
-def pair_batch(pairs: Sequence[PairExample], tokens: int) -> PairBatch:
+def pair_batch(pairs: Sequence[PairExample], tokens: int, share_prompts: Sharing = False) -> PairBatch:
     """The largest micro-batch of comparisons."""
-    return collate_pairs(pairs, tokens)[0]
+    return collate_pairs(pairs, tokens, share_prompts=share_prompts)[0]
 
 
 def unpaired_batch(rows: Sequence[LabeledExample], tokens: int) -> UnpairedBatch:
@@ -60,9 +60,9 @@ def unpaired_batch(rows: Sequence[LabeledExample], tokens: int) -> UnpairedBatch
     return collate_labeled(rows, tokens)[0]
 
 
-def ranked_batch(rows: Sequence[RankedExample], tokens: int) -> RankedBatch:
+def ranked_batch(rows: Sequence[RankedExample], tokens: int, share_prompts: Sharing = False) -> RankedBatch:
     """The largest micro-batch of rankings."""
-    return collate_rankings(rows, tokens)[0]
+    return collate_rankings(rows, tokens, share_prompts=share_prompts)[0]
 
 
 def ranking(length: int) -> RankedExample:

@@ -30,13 +30,14 @@ from alignment.data.batches import PairBatch, PreferenceBatch, RankedBatch
 from alignment.data.examples import Example, LabeledExample, PairExample
 from alignment.generation.sampling import SamplingConfig, sample_token, sampling_log_probs
 from alignment.models.outputs import LanguageOutput
+from alignment.models.shared_prompts import prompt_sharing
 from alignment.planning import batches
 from alignment.planning.layout import Layout
 from alignment.planning.networks import Networks
 from alignment.planning.optimizer_state import state_bytes
 from alignment.planning.starts import Start, config_dtype, find_start, fresh_config
 from alignment.planning.trace import Tracer
-from alignment.ragged import DeviceBatch, Ragged, Seq2Seq
+from alignment.ragged import DeviceBatch, Ragged, Seq2Seq, Sharing
 from alignment.training import LossFn
 
 StageConfig = SFTConfig | RewardConfig | DPOConfig | PPOConfig | PretrainConfig | FinetuneConfig
@@ -139,12 +140,12 @@ def trace(config: StageConfig, tracer: Tracer, rows: DeviceRows) -> None:
         tracer.update("update", "policy", [(language_loss_fn(model), batch)], repeated=_repeated(batch, rows))
     elif isinstance(config, RewardConfig):
         model = tracer.train("reward model", state_bytes(tracer.networks.by_role["reward model"], config.optim)).train()
-        batch = batches.pair_batch(_pairs(config.data.max_length, rows), rows.tokens)
+        batch = batches.pair_batch(_pairs(config.data.max_length, rows), rows.tokens, _sharing(config, tracer))
         terms = [(reward_loss_fn(model, config.center_coef), batch)]
         tracer.update("update", "reward model", terms, repeated=_repeated(batch, rows))
     elif isinstance(config, DPOConfig):
         model = tracer.train("policy", state_bytes(tracer.networks.by_role["policy"], config.optim)).eval()
-        batch = _preference_batch(config, rows)
+        batch = _preference_batch(config, rows, _sharing(config, tracer))
         loss_fn = dpo_loss_fn(model, _reference(tracer) if config.holds_reference else None, config)
         terms: list[tuple[LossFn, DeviceBatch]] = [(loss_fn, batch)]
         if config.sft is not None:
@@ -162,6 +163,12 @@ def trace(config: StageConfig, tracer: Tracer, rows: DeviceRows) -> None:
         batch = batches.task_batch(config.task, config.data.max_length, count)
         loss_fn = finetune_loss_fn(model, config.task, 0.0)
         tracer.update("update", "policy", [(loss_fn, batch)], repeated=_repeated(batch, rows))
+
+
+def _sharing(config: StageConfig, tracer: Tracer) -> Sharing:
+    """Which pairs share their prompt, as in the run."""
+    networks = list(tracer.networks.by_role.values())
+    return prompt_sharing(networks, wanted=config.training.share_prompts, note=lambda line: None)
 
 
 def _repeated(batch: DeviceBatch, rows: DeviceRows) -> bool:
@@ -183,7 +190,7 @@ def _pairs(length: int, rows: DeviceRows) -> list[PairExample]:
     return [pair] * batches.rows_of(rows.tokens, 2 * length, rows.per_update)
 
 
-def _preference_batch(config: DPOConfig, rows: DeviceRows) -> PreferenceBatch:
+def _preference_batch(config: DPOConfig, rows: DeviceRows, share_prompts: Sharing) -> PreferenceBatch:
     """The largest micro-batch of the kind of rows that the config's losses learn from."""
     length = config.data.max_length
     batch: PreferenceBatch
@@ -193,9 +200,10 @@ def _preference_batch(config: DPOConfig, rows: DeviceRows) -> PreferenceBatch:
         batch = batches.unpaired_batch(labeled, rows.tokens)
     elif config.rows == "rankings":
         count = batches.rows_of(rows.tokens, batches.RANKED * length, rows.per_update)
-        batch = batches.ranked_batch(list(rows.longest) or [batches.ranking(length)] * count, rows.tokens)
+        rankings = list(rows.longest) or [batches.ranking(length)] * count
+        batch = batches.ranked_batch(rankings, rows.tokens, share_prompts)
     else:
-        batch = batches.pair_batch(_pairs(length, rows), rows.tokens)
+        batch = batches.pair_batch(_pairs(length, rows), rows.tokens, share_prompts)
     if config.refers and not config.holds_reference:
         return replace(batch, reference=torch.zeros(len(batch.lengths)))
     return batch

@@ -7,7 +7,7 @@ import pytest
 import torch
 import yaml
 
-from alignment.adapters.specs import LoRASpec
+from alignment.adapters.specs import LoRASpec, PrefixSpec, PromptSpec
 from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.ppo.setup import PPOConfig
@@ -16,6 +16,7 @@ from alignment.algorithms.sft import SFTConfig
 from alignment.cli import main
 from alignment.commands.plan import stage_of
 from alignment.data.config import DataConfig, SourceConfig
+from alignment.data.examples import Example, PairExample
 from alignment.errors import UserError
 from alignment.models.weights_config import WeightsConfig
 from alignment.planning.device import Device
@@ -23,6 +24,7 @@ from alignment.planning.layout import Layout, read_layout
 from alignment.planning.micro_batch import largest_that_fits
 from alignment.planning.plan import make_plan
 from alignment.planning.quantized_layers import quantized_bytes
+from alignment.planning.run_length import Data
 from alignment.planning.starts import find_start, packaged_bases
 from alignment.training import OptimConfig, TrainingConfig
 
@@ -131,6 +133,21 @@ def test_dpo_with_an_adapter_has_no_second_model_and_without_one_it_has(base):
 
     assert roles(LoRASpec(rank=RANK)) == ["policy"]
     assert roles(None) == ["policy", "reference"]
+
+
+@pytest.mark.parametrize("adapter", [None, PromptSpec(tokens=4), PrefixSpec(tokens=4)])
+def test_known_pairs_are_traced_with_their_prompts_shared(base, adapter):
+    """Prompts of 60 tokens and responses of 4: of the 2 * 64 tokens of a pair only 68 are computed."""
+    sides = [Example([1] * 60 + [n] * 4, [False] * 60 + [True] * 4, "row") for n in (2, 3)]
+    pairs = [PairExample(sides[0], sides[1], None, "row")] * 4
+
+    def activations(share):
+        training = TrainingConfig(batch_size=4, micro_batch_tokens=4096, max_steps=1, share_prompts=share)
+        config = DPOConfig(base, DataConfig("nowhere.jsonl", max_length=64), "out", adapter=adapter, training=training)
+        [peak] = make_plan(config, Layout(), CPU, data=Data(examples=pairs)).peaks
+        return peak.of_kind("activations")
+
+    assert 0.5 < activations(True) / activations(False) < 0.9
 
 
 @pytest.mark.slow

@@ -128,7 +128,8 @@ def _token_sizes(batch: Ragged) -> Tensor:
         if prompt is not None:
             longest[prompt] = max(longest[prompt], length)
     sizes = torch.tensor([*longest, *batch.lengths])
-    return sizes.repeat_interleave(torch.tensor(batch.pieces)).to(batch.tokens.device)
+    sizes = sizes.repeat_interleave(torch.tensor(batch.pieces), output_size=len(batch.tokens))
+    return sizes.to(batch.tokens.device)
 
 
 def padded_attentions(
