@@ -370,7 +370,7 @@ class Seq2Seq(DeviceBatch):
         return self.decoder.counted_sources
 
 
-def first_tokens(batch: Ragged) -> Tensor:
+def distinct_firsts(batch: Ragged) -> Tensor:
     """Index of the first token of each document, for those with a shared prompt once: at most [B]."""
     shared = batch.shared
     if shared is None:

@@ -21,7 +21,7 @@ from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.layer_contexts import CacheWrite, PositionModules, decoding_contexts, training_contexts
 from alignment.models.layers.norms import NoNormSpec, NormSpec
 from alignment.models.layers.position_embeddings import PositionsSpec
-from alignment.ragged import Ragged, first_tokens, refuse_shared
+from alignment.ragged import Ragged, distinct_firsts, refuse_shared
 
 UNLIMITED = 2**31  # tokens: more than any document has; `max_positions` where an architecture sets no limit
 
@@ -151,7 +151,7 @@ class PromptTokens(NamedTuple):
     @classmethod
     def of(cls, batch: Ragged, prompt: Tensor) -> "PromptTokens":
         """The first P tokens of every document, where a prompt is shared once for its documents; prompt: [P, E]."""
-        firsts = first_tokens(batch)
+        firsts = distinct_firsts(batch)
         index = firsts[:, None] + torch.arange(len(prompt), device=prompt.device)
         return cls(index.flatten(), prompt.repeat(len(firsts), 1))
 
