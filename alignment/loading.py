@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from alignment.adapters.ensemble_files import read_members
 from alignment.adapters.peft_files import is_adapter, load_adapter, read_base, read_revision
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.text.named_templates import with_chat_template
@@ -91,8 +92,9 @@ def find_base(adapter: Path) -> Path:
 
 
 def architecture_of(source: str) -> Architecture:
-    """Whether a model, or an adapter's base model, is a decoder, an encoder or an encoder-decoder; no weights are read."""
+    """Whether a model, or the base model of an adapter or ensemble, is a decoder, an encoder or an encoder-decoder; no weights are read."""
     directory = find_directory(source)
+    directory = (read_members(directory) or [directory])[0]
     directory = find_base(directory) if is_adapter(directory) else directory
     config = read_config(directory)
     if is_external_type(config):

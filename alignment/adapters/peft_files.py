@@ -37,6 +37,12 @@ def is_scalar_adapter(directory: Path) -> bool:
     return _read_config(directory).get("task_type") == "SEQ_CLS"
 
 
+def score_rows(directory: Path) -> int:
+    """Outputs of the score head in an adapter of a reward model: 1, or one for each member of an ensemble."""
+    tensors = read_safetensors(Path(directory) / WEIGHTS) if (Path(directory) / WEIGHTS).is_file() else {}
+    return next((len(value) for name, value in tensors.items() if name.endswith("score.weight")), 1)
+
+
 def read_base(directory: Path) -> str:
     """An adapter's base model: a local directory, relative to the adapter's own where it exists there, or a Hub name."""
     base = _read_config(directory).get("base_model_name_or_path")

@@ -20,6 +20,7 @@ from alignment.adapters.peft_files import (
     read_revision,
     read_spec,
     save_adapter,
+    score_rows,
 )
 from alignment.adapters.specs import UNMERGEABLE, AdapterSpec, DoRASpec, PromptSpec
 from alignment.adapters.stack import can_stack, keep_as_start
@@ -116,6 +117,7 @@ def load_value_model(
     output: str | None,
     *,
     head: Literal["normal", "zero"] | None,
+    members: int = 1,
     bases: SharedWeights | None = None,
 ) -> Policy:
     """A model with one number per token to train: a reward model or PPO's value model.
@@ -124,6 +126,7 @@ def load_value_model(
         source, adapter, tokenizer, bases: as for `load_policy`.
         output: as for `load_policy`; None: the model is never saved.
         head: the new head's weights; None keeps the checkpoint's head.
+        members: outputs of a new head, one for each member of an ensemble.
 
     Raises:
         UserError: as for `load_policy`.
@@ -135,10 +138,13 @@ def load_value_model(
     bases, directory = bases or SharedWeights(), find_directory(source)
     brings_head = head is None and is_adapter(directory) and is_scalar_adapter(directory)  # its base may have none
     new_head = "zero" if brings_head else head
+    members = score_rows(directory) if brings_head else members
     reader = _Reader(
-        partial(load_scalar_model, new_head=new_head), partial(bases.scalar_model, new_head=new_head), bases.weights,
+        partial(load_scalar_model, new_head=new_head, members=members),
+        partial(bases.scalar_model, new_head=new_head, members=members),
+        bases.weights,
         with_head=head is None,
-    )  # fmt: skip
+    )
     return _load_start(source, adapter, tokenizer, output, reader)
 
 
@@ -341,8 +347,19 @@ def reference_of(
     return Reference(engine, load_frozen_model(source or policy.source or "", bases or SharedWeights(), device))
 
 
-def save_policy(engine: Engine, policy: Policy, output: str | Path, *, max_shard_size: str = MAX_SHARD_SIZE) -> Path:
-    """Write `output/model` in Hugging Face layout (or peft's, for an adapter) and return it."""
+def save_policy(
+    engine: Engine,
+    policy: Policy,
+    output: str | Path,
+    *,
+    max_shard_size: str = MAX_SHARD_SIZE,
+    extra_files: Callable[[Path], None] | None = None,
+) -> Path:
+    """Write `output/model` in Hugging Face layout (or peft's, for an adapter) and return it.
+
+    Args:
+        extra_files: writes further files into the same directory.
+    """
     model = engine.backend.unwrapped
     assert isinstance(model, NativeModel | ExternalModel)
 
@@ -353,6 +370,8 @@ def save_policy(engine: Engine, policy: Policy, output: str | Path, *, max_shard
         else:
             save_adapter(model, folder, base=policy.base, revision=policy.revision, state=dict(tensors))
             write_quantization(model, folder)
+        if extra_files is not None:
+            extra_files(folder)
 
     names = saved_names(model) if policy.adapter is None else list(adapter_state(model))
     return save_output(engine, output, policy.tokenizer, names, write)

@@ -1,26 +1,31 @@
-"""Reward models, trained on pairs of responses by the Bradley-Terry loss."""
+"""Reward models, trained on pairs of responses, on K ranked ones, or on labeled steps; decoders and encoders."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from torch import Tensor
-
 from alignment.adapters.specs import AdapterSpec
 from alignment.algorithms.memory_notes import Role, note_memory
-from alignment.algorithms.policies import Policy, load_value_model, save_policy
-from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split
-from alignment.data.batches import PairBatch, collate_pairs
+from alignment.algorithms.policies import Policy
+from alignment.algorithms.reward_losses import OBJECTIVES, Bootstrap, RewardLoss, objective_loss_fn
+from alignment.algorithms.reward_networks import (
+    EnsembleConfig,
+    load_reward_start,
+    networks_of,
+    save_reward_model,
+    tie_parameter,
+)
+from alignment.algorithms.reward_reference import NormalizeConfig, measure_reference, reference_texts, write_reference
+from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split, sources_of
 from alignment.data.config import DataConfig
 from alignment.data.text.chat import stop_token_ids
 from alignment.loading import load_tokenizer
-from alignment.losses.preference import bradley_terry_loss, center_penalty, preference_metrics
+from alignment.models.classifiers import SequenceClassifier
 from alignment.models.protocols import ScoringModel
 from alignment.models.shared_prompts import prompt_sharing
-from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig, check_weights
-from alignment.training import LossFn, LossSum, OptimConfig, TrainingConfig, fit
+from alignment.training import LossFn, OptimConfig, TrainingConfig, fit
 
 
 @dataclass(frozen=True)
@@ -28,11 +33,19 @@ class RewardConfig:
     """Settings of one reward-model run.
 
     Attributes:
-        policy: the checkpoint whose trunk the reward model starts from, usually the SFT policy.
-        data: comparisons.
+        policy: the checkpoint whose trunk the reward model starts from, usually the SFT policy; a decoder, or an encoder such
+            as BERT, which reads prompt and response as a pair of texts.
+        data: comparisons; rankings (pairs among them) for ranking, plackett_luce and rao_kupper; steps for steps.
         output: the run's directory.
-        adapter: train an adapter and the score head only; None trains every weight.
+        loss: bradley_terry: pairs. ranking: K responses, each prompt the mean of its pairs (InstructGPT). plackett_luce: the
+            probability of the whole ranking. rao_kupper: pairs, ties among them. steps: a label at the end of each step, for
+            a process reward model.
+        theta: of rao_kupper, how easily two responses tie, above 1.
+        learn_theta: rao_kupper: learn theta from the share of ties, starting from `theta`.
+        adapter: train an adapter and the score head only; None trains every weight. Of an encoder it is saved merged.
         chat_template: as for SFT; saved with the model, whose scores depend on it.
+        ensemble: train several members at once; None: one model.
+        normalize: give scores mean 0 and deviation 1 on reference samples, after training; None: scores stay as they are.
         weights: type of the frozen weights in memory.
         center_coef: weight of (chosen + rejected)^2, which holds the scores near 0 (Eisenstein et al. 2023,
             arXiv:2312.09244); 0 leaves their level free.
@@ -41,8 +54,13 @@ class RewardConfig:
     policy: str
     data: DataConfig
     output: str
+    loss: RewardLoss = "bradley_terry"
+    theta: float = 2.0
+    learn_theta: bool = False
     adapter: AdapterSpec | None = None
     chat_template: str | None = None
+    ensemble: EnsembleConfig | None = None
+    normalize: NormalizeConfig | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     center_coef: float = 0.0
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
@@ -52,13 +70,26 @@ class RewardConfig:
         check_weights(self.weights, frozen=self.adapter is not None)
         if self.center_coef < 0:
             raise ValueError(f"center_coef must be 0 (off) or above, got {self.center_coef}; 0.01 is usual")
+        if self.center_coef and self.loss == "steps":
+            raise ValueError("center_coef holds scores of whole responses near 0; leave it out with loss=steps")
+        if self.theta <= 1:
+            raise ValueError(f"theta must be above 1, got {self.theta}: at 1 no two responses tie")
+        if self.learn_theta and self.loss != "rao_kupper":
+            raise ValueError(f"learn_theta goes with loss=rao_kupper; loss={self.loss} has no theta")
+        if self.ensemble is not None and self.ensemble.kind == "adapters" and self.adapter is None:
+            raise ValueError(
+                "ensemble.kind=adapters needs `adapter`, whose copies are the members; set adapter.kind=lora"
+            )
+        if self.loss == "steps" and self.normalize is not None:
+            raise ValueError("normalize is for scores of whole responses; scores of steps are logits of probabilities")
 
 
 def run(config: RewardConfig) -> Path:
     """Train a reward model and return its directory, `output/model`.
 
-    Each update minimizes the mean over pairs of -log sigmoid(score(chosen) - score(rejected) - margin); a score is read
-    at the last token of prompt + response + end token.
+    Each update minimizes, with loss=bradley_terry, the mean over pairs of
+    -log sigmoid(score(chosen) - score(rejected) - margin); a decoder's score is read at the last token of prompt +
+    response + end token. The other losses are in losses/ranking.py.
 
     Raises:
         UserError: bad data or checkpoint, before any training.
@@ -67,26 +98,56 @@ def run(config: RewardConfig) -> Path:
     """
     with open_run(config, "reward", parents=[config.policy]) as run:
         tokenizer = load_tokenizer(config.policy, config.chat_template)
-        train, held_out = read_split(config.data, "comparisons", tokenizer, run)
-        reward_model = load_value_model(
-            config.policy, config.adapter, tokenizer, config.output, head="normal", bases=SharedWeights(config.weights)
+        objective = OBJECTIVES[config.loss]
+        preparation = objective.preparation_for(config.policy)
+        train, held_out = read_split(config.data, objective.kind, tokenizer, run, preparation=preparation)
+        reward_model = load_reward_start(
+            config.policy, config.adapter, tokenizer, config.output, weights=config.weights, ensemble=config.ensemble
         )
         check_rows(reward_model.model, train + held_out, config.data.max_length)
         for line in notes(reward_model):
             run.note(line)
+        references = None
+        if config.normalize is not None:
+            rows, length = held_out or train, config.data.max_length
+            references = reference_texts(config.normalize, config.policy, rows, tokenizer, max_length=length)
+        theta = tie_parameter(reward_model.model, config.theta, learned=config.learn_theta)
         engine, stream = prepare_training(reward_model.model.train(), config, train, run)
         note_memory(run, [Role("reward model", engine.backend.unwrapped, engine)])
-        loss_fn = reward_loss_fn(engine.model, config.center_coef)
-        save = partial(save_policy, engine, reward_model, run.output, max_shard_size=config.training.max_shard_size)
-        sharing = prompt_sharing([reward_model.model], wanted=config.training.share_prompts, note=run.note)
-        collate = partial(collate_pairs, share_prompts=sharing)
-        fit(engine, stream, collate, loss_fn, training=config.training, run=run, held_out=held_out, save=save)
+        bootstrap = None
+        if config.ensemble is not None and config.ensemble.bootstrap:
+            bootstrap = Bootstrap(config.training.seed, config.ensemble.members)
+        loss_fn = objective_loss_fn(
+            engine.model, objective, center_coef=config.center_coef, theta=theta, bootstrap=bootstrap,
+            is_encoder=isinstance(reward_model.model, SequenceClassifier), sources=sources_of(config.data),
+        )  # fmt: skip
+
+        sharing = prompt_sharing(networks_of(reward_model.model), wanted=config.training.share_prompts, note=run.note)
+        collate = sources_of(config.data).weighted(objective.collate_sharing(sharing))
+
+        def save() -> Path:
+            measured = measure_reference(engine, reward_model, config.training, loss=config.loss, references=references)
+            size = config.training.max_shard_size
+            extra_files = partial(write_reference, *measured)
+            return save_reward_model(engine, reward_model, run.output, max_shard_size=size, extra_files=extra_files)
+
+        fit(
+            engine, stream, collate, loss_fn,
+            training=config.training, run=run, held_out=held_out, save=save,
+        )  # fmt: skip
         return run.output / "model"
+
+
+def reward_loss_fn(model: ScoringModel, center_coef: float) -> LossFn:
+    """Loss function of a reward model on pairs: Bradley-Terry, summed over them, plus `center_penalty`."""
+    return objective_loss_fn(model, OBJECTIVES["bradley_terry"], center_coef=center_coef)
 
 
 def notes(reward_model: Policy) -> Iterator[str]:
     """What a user should know about a reward model before it is trained."""
     yield f"score head: new, with random weights; any head that {reward_model.source} has is not used"
+    if isinstance(reward_model.model, SequenceClassifier):
+        return
     pad = reward_model.model.config.get("pad_token_id")
     if reward_model.adapter is not None and pad in stop_token_ids(reward_model.tokenizer):
         yield (
@@ -94,24 +155,3 @@ def notes(reward_model: Policy) -> Iterator[str]:
             "adapter's scores before the end token, where they are others; `alignment export` writes a model that it "
             "reads right, or set pad_token_id to null on the loaded base's config"
         )
-
-
-def reward_loss_fn(model: ScoringModel, center_coef: float) -> LossFn:
-    """Loss function of a reward model: Bradley-Terry, summed over the batch's pairs, plus `center_penalty`."""
-
-    def loss_fn(batch: PairBatch) -> LossSum:
-        chosen, rejected = pair_scores(model, batch)  # [B] each
-        cost = bradley_terry_loss(chosen, rejected, batch.margins)
-        if center_coef:
-            cost = cost + center_coef * center_penalty(chosen, rejected)
-        score = (chosen + rejected).detach().sum() / 2
-        return LossSum(cost.sum(), preference_metrics(chosen - rejected) | {"score": score})
-
-    return loss_fn
-
-
-def pair_scores(model: ScoringModel, batch: PairBatch) -> tuple[Tensor, Tensor]:
-    """Scores of the chosen and the rejected responses, [B] each."""
-    values = model(batch=batch.ragged).values  # [N]
-    chosen, rejected = values[batch.ragged.last].chunk(2)  # the last token saw the whole text
-    return chosen, rejected

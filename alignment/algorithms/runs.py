@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch import nn
 from alignment.data.config import DataConfig
 from alignment.data.examples import TokenizedRow
 from alignment.data.mixture import RowOrder, describe_mixture, source_shares, stream_of
-from alignment.data.prepare import prepare
+from alignment.data.prepare import Preparation, prepare, prepare_with
 from alignment.data.rows.records import Kind
 from alignment.data.table import Rows, describe_cache, lengths_of, name_of_row
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -100,21 +101,35 @@ def to_dict(config: object) -> dict[str, Any]:
     return without_secrets(dataclasses.asdict(cast(Any, config)))
 
 
-def read_split(data: DataConfig, kind: Kind, tokenizer: Tokenizer, run: Run) -> tuple[Rows, Rows | list[Any]]:
+def read_split(
+    data: DataConfig, kind: Kind, tokenizer: Tokenizer, run: Run, *, preparation: Preparation | None = None
+) -> tuple[Rows, Rows | list[Any]]:
     """Training and held-out examples; rows that were dropped or cut are noted in the run.
+
+    Args:
+        preparation: how rows become examples; None: as decoders read rows of the kind.
 
     Raises:
         UserError: bad rows, all at once; or more of them lost than `data.max_lost_share`.
     """
-    train = read_examples(data, kind, tokenizer, run)
-    return train, [] if data.evaluation is None else read_examples(data, kind, tokenizer, run, "evaluation")
+    read = partial(read_examples, data, kind, tokenizer, run, preparation=preparation)
+    return read(), [] if data.evaluation is None else read("evaluation")
 
 
 def read_examples(
-    data: DataConfig, kind: Kind, tokenizer: Tokenizer, run: Run, part: Literal["train", "evaluation"] = "train"
+    data: DataConfig,
+    kind: Kind,
+    tokenizer: Tokenizer,
+    run: Run,
+    part: Literal["train", "evaluation"] = "train",
+    *,
+    preparation: Preparation | None = None,
 ) -> Rows:
     """Examples of one part of the data; rows that were dropped or cut are noted in the run, and where they are kept."""
-    examples, counts = prepare(data, kind, tokenizer, part)
+    if preparation is None:
+        examples, counts = prepare(data, kind, tokenizer, part)
+    else:
+        examples, counts = prepare_with(preparation, data, tokenizer, part=part)
     for line in (*counts.lines(), *describe_cache(examples)):
         run.note(f"{part} {kind}: {line}")
     compare_rows(f"data.{part}" if kind != "text" else f"pretrain.{part}", examples)

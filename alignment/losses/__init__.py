@@ -38,6 +38,7 @@ from alignment.losses.policy import (
     whiten,
 )
 from alignment.losses.preference import bradley_terry_loss, center_penalty, dpo_loss, implicit_rewards
+from alignment.losses.ranking import plackett_luce_loss, ranking_loss, rao_kupper_loss, step_loss
 from alignment.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
 from alignment.losses.sorted_pairs import aot_paired_loss, aot_unpaired_loss
 from alignment.losses.unpaired import apo_zero_unpaired_loss, kto_loss
@@ -76,12 +77,16 @@ __all__ = [
     "nca_loss",
     "odpo_loss",
     "orpo_loss",
+    "plackett_luce_loss",
+    "ranking_loss",
+    "rao_kupper_loss",
     "rdpo_loss",
     "regularized_token_loss",
     "robust_loss",
     "shape_rewards",
     "simpo_loss",
     "sppo_loss",
+    "step_loss",
     "token_log_probs",
     "whiten",
 ]

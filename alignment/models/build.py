@@ -6,7 +6,7 @@ from alignment.errors import UserError
 from alignment.models.classifiers import ScalarModel, SequenceClassifier, TokenClassifier
 from alignment.models.encoder_decoder import EncoderDecoderSpec, Seq2SeqClassifier, Seq2SeqModel
 from alignment.models.families import family_of
-from alignment.models.heads import ClassificationHeadSpec, VocabularyHead
+from alignment.models.heads import ClassificationHeadSpec, VocabularyHead, score_labels, score_outputs
 from alignment.models.init_weights import initialize
 from alignment.models.language_model import LanguageModel, MaskedLanguageModel
 from alignment.models.safetensors_files import HFConfig
@@ -44,8 +44,8 @@ def empty_model(config: HFConfig, task: str) -> Any:
     if task not in family.tasks:
         raise UserError(f"{family.name} has no head for {task!r}, only {', '.join(sorted(family.tasks))}")
     head_spec = family.tasks[task].head
-    if task == "scalar" and head_spec is not None:  # an encoder's: one class, read where all are
-        config |= {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+    if task == "scalar" and head_spec is not None:  # an encoder's, read where its classes are
+        config |= score_labels(score_outputs(config))
         task = "sequence"
     spec = family.spec_from_config(config)
     if isinstance(spec, EncoderDecoderSpec):

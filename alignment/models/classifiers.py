@@ -6,23 +6,26 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from alignment.models.heads import ClassificationHead, Pooling
+from alignment.models.heads import ClassificationHead, Pooling, score_outputs
 from alignment.models.layers.padded_layout import select_rows
 from alignment.models.native_model import NativeModel
-from alignment.models.outputs import ClassifierOutput, ValueOutput
-from alignment.models.padded_inputs import from_padded, require_input_ids, to_padded
+from alignment.models.outputs import ClassifierOutput, ValueOutput, value_output
+from alignment.models.padded_inputs import from_padded, padded_value_output, require_input_ids, to_padded
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import Transformer, TransformerSpec
 from alignment.ragged import Ragged
 
 
 class ScalarModel(NativeModel[TransformerSpec]):
-    """Trunk and one number per token: a reward model's score is the last token's, a value model uses every one."""
+    """Trunk and one number per token: a reward model's score is the last token's, a value model uses every one.
+
+    An ensemble has several heads on one trunk, the rows of `head.weight`, and the number is their mean.
+    """
 
     def __init__(self, trunk: Transformer, config: HFConfig):
         super().__init__(trunk.spec, config, "scalar")
         self.trunk = trunk
-        self.head = nn.Linear(trunk.spec.output_width or trunk.spec.width, 1, bias=False)
+        self.head = nn.Linear(trunk.spec.output_width or trunk.spec.width, score_outputs(config), bias=False)
 
     def forward(
         self,
@@ -39,22 +42,22 @@ class ScalarModel(NativeModel[TransformerSpec]):
             tokens: for the batch call: indices of the tokens whose values are wanted, none twice, [M]; None: all.
 
         Returns:
-            Batch call: `values` [N], or [M] of `tokens`. Padded call: `values` [B, T], zeros at padding, and `logits` [B, 1], the value at
-            each row's last real token as the mask has it, wherever the padding sits.
+            Batch call: `values` [N], or [M] of `tokens`. Padded call: `values` [B, T], zeros at padding, and `logits`
+            [B, 1], the value at each row's last real token as the mask has it, wherever the padding sits. Of an ensemble of
+            k heads both calls have `members`, and `logits` are [B, k].
         """
         if batch is not None:
-            return ValueOutput(self._values(batch, tokens))
+            return value_output(self._outputs(batch, tokens))
         shape = require_input_ids(input_ids).shape
         batch, indices = from_padded(require_input_ids(input_ids), attention_mask)
-        values = self._values(batch)
-        return ValueOutput(to_padded(values, indices, shape), values[batch.last, None])
+        return padded_value_output(self._outputs(batch), batch, indices, shape)
 
-    def _values(self, batch: Ragged, tokens: Tensor | None = None) -> Tensor:
+    def _outputs(self, batch: Ragged, tokens: Tensor | None = None) -> Tensor:
         select = None if tokens is None else partial(select_rows, index=tokens)
         hidden = self.hidden_states(self.trunk, batch, select=select)
         # Scores are compared with each other: bfloat16's 8 bits would make ties of close ones.
         with torch.autocast(hidden.device.type, enabled=False):
-            return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()
+            return self.head(hidden.to(self.head.weight.dtype)).float()  # [N, k]
 
 
 class SequenceClassifier(NativeModel[TransformerSpec]):

@@ -10,8 +10,27 @@ from torch import Tensor, nn
 from alignment.models.frozen_weights import frozen_linear
 from alignment.models.layers.feedforward import ACTIVATIONS
 from alignment.models.layers.norms import NoNormSpec, NormSpec
+from alignment.models.safetensors_files import HFConfig
 
 Pooling = Literal["first", "last", "mean"]  # which of a document's vectors a classifier reads
+
+
+def score_labels(members: int = 1) -> HFConfig:
+    """The keys of config.json that describe the outputs of a score head: one, or one per member of an ensemble."""
+    names = ["score"] if members == 1 else [f"score_{number}" for number in range(members)]
+    return {
+        "num_labels": members,
+        "id2label": {str(number): name for number, name in enumerate(names)},
+        "label2id": {name: number for number, name in enumerate(names)},
+    }
+
+
+def score_outputs(config: HFConfig) -> int:
+    """Outputs of the score head in a config: as many as are named like an ensemble's, else 1."""
+    labels = config.get("id2label")
+    members = len(labels) if isinstance(labels, dict) else 0
+    named = isinstance(labels, dict) and members > 1 and set(labels.values()) == set(score_labels(members)["label2id"])
+    return members if named else 1
 
 
 @dataclass(frozen=True)

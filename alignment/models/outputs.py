@@ -41,12 +41,21 @@ class ValueOutput(NamedTuple):
     """One number per token, from a scalar model (reward or value).
 
     Attributes:
-        values: fp32, [N] of a batch; [B, T] of a padded call, zeros at padding.
-        logits: padded call: the value at each row's last real token, [B, 1].
+        values: fp32, [N] of a batch; [B, T] of a padded call, zeros at padding. Of an ensemble the mean of its members.
+        logits: padded call: the value at each row's last real token, [B, 1], or of each member of an ensemble, [B, k].
+        members: of an ensemble of k, the number of each, with one axis of k more than `values`.
     """
 
     values: Tensor
     logits: Tensor | None = None
+    members: Tensor | None = None
+
+
+def value_output(outputs: Tensor) -> ValueOutput:
+    """The output of a scalar model: the one number of each token, or the mean of its k numbers; outputs: [N, k]."""
+    if outputs.shape[-1] == 1:
+        return ValueOutput(outputs.squeeze(-1))
+    return ValueOutput(outputs.mean(-1), members=outputs)
 
 
 class ClassifierOutput(NamedTuple):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from alignment.models.outputs import ValueOutput, value_output
 from alignment.ragged import Ragged
 
 
@@ -41,6 +42,20 @@ def to_padded(x: Tensor, indices: Tensor | None, shape: torch.Size) -> Tensor:
     if indices is not None:
         x = x.new_zeros(shape.numel(), *x.shape[1:]).index_copy(0, indices, x)
     return x.unflatten(0, tuple(shape))
+
+
+def padded_value_output(outputs: Tensor, batch: Ragged, indices: Tensor | None, shape: torch.Size) -> ValueOutput:
+    """The output of a scalar model's padded call.
+
+    Args:
+        outputs: of each token of the batch, [N, k].
+        batch: the rows without padding.
+        indices: of the tokens in the padded rectangle, from `from_padded`; None: all.
+        shape: of the rectangle, [B, T].
+    """
+    plain = value_output(outputs)
+    members = None if plain.members is None else to_padded(plain.members, indices, shape)
+    return ValueOutput(to_padded(plain.values, indices, shape), outputs[batch.last], members)
 
 
 def require_input_ids(input_ids: Tensor | None) -> Tensor:

@@ -17,6 +17,7 @@ from alignment.models.classifiers import ScalarModel
 from alignment.models.external.models import ExternalLanguageModel, ExternalScalarModel
 from alignment.models.external.over_trunk import external_scalar_over
 from alignment.models.frozen_weights import store_frozen
+from alignment.models.heads import score_labels
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
 from alignment.models.init_weights import initialize_layer
 from alignment.models.language_model import LanguageModel
@@ -61,11 +62,13 @@ class SharedWeights:
             return share_weights(original)
         return store_frozen(load_language_model(directory, dtype=None, device=device), self.weights)
 
-    def scalar_model(self, directory: Path, new_head: NewHead | None = None, *, device: str = "cpu") -> Any:
+    def scalar_model(
+        self, directory: Path, new_head: NewHead | None = None, members: int = 1, *, device: str = "cpu"
+    ) -> Any:
         """The scalar model of a directory in eval mode, every weight frozen; its head is the caller's alone.
 
         Args:
-            directory, new_head: as in `load_scalar_model`, with the same errors.
+            directory, new_head, members: as in `load_scalar_model`, with the same errors.
             device: as for `language_model`.
         """
         original = self._original(Path(directory))
@@ -77,10 +80,10 @@ class SharedWeights:
         elif isinstance(original, ExternalLanguageModel) and new_head is not None:
             scalar = external_scalar_over(share_weights(original))
         if scalar is None:
-            own = load_scalar_model(directory, dtype=None, device=device, new_head=new_head)
+            own = load_scalar_model(directory, dtype=None, device=device, new_head=new_head, members=members)
             return store_frozen(own, self.weights)
         if new_head is not None:
-            _draw_head(scalar, new_head)
+            _draw_head(scalar, new_head, members)
         return scalar
 
     def _original(self, directory: Path) -> Any:
@@ -150,8 +153,12 @@ def _scalar_over(language: LanguageModel) -> ScalarModel:
 
 
 @torch.no_grad()
-def _draw_head(scalar: ScalarModel | ExternalScalarModel, new_head: NewHead) -> None:
-    """A new score head with the random numbers of `load_scalar_model`."""
+def _draw_head(scalar: ScalarModel | ExternalScalarModel, new_head: NewHead, members: int) -> None:
+    """A new score head of `members` outputs with the random numbers of `load_scalar_model`."""
+    if scalar.head.out_features != members:
+        old: Tensor = scalar.head.weight
+        scalar.head.weight = nn.Parameter(old.new_empty(members, old.shape[1]), requires_grad=False)
+        scalar.head.out_features, scalar.config = members, scalar.config | score_labels(members)
     weight: Tensor = scalar.head.weight
     if isinstance(scalar, ScalarModel):
         initialize_layer(scalar.head, scalar.spec.init, "head")

@@ -116,14 +116,15 @@ def test_what_is_saved_is_what_was_trained(kind, adapter, stage, make_stage, tmp
     """Also where the start is itself an adapter, and so are reward model and critic."""
     from alignment.adapters import LoRASpec
 
-    save, ids, trained = STAGES[kind].save_policy, torch.arange(3, 40)[None], []
+    name = "save_reward_model" if kind == "reward" else "save_policy"
+    save, ids, trained = getattr(STAGES[kind], name), torch.arange(3, 40)[None], []
 
     def spied(engine, *rest, **named):
         with torch.no_grad():
             trained.append(engine.backend.unwrapped.eval()(ids).logits)
         return save(engine, *rest, **named)
 
-    monkeypatch.setattr(STAGES[kind], "save_policy", spied)
+    monkeypatch.setattr(STAGES[kind], name, spied)
     more = {"adapter": LoRASpec(rank=2)} if adapter == "lora" else {}
     more |= {"reward_model": model_of(stage, f"reward {adapter}".strip())} if kind == "ppo" else {}
     run, config = make_stage(kind, model_of(stage, f"sft {adapter}".strip()), tmp_path, **more)

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
+from alignment.adapters.ensemble_files import read_members
 from alignment.adapters.specs import AdapterSpec, refuse_dropout
 from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.policies import LogProbModel, Policy, load_policy, load_value_model, reference_of
@@ -24,7 +25,7 @@ from alignment.data.tokenize import encode_prompts
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.generation import SamplingConfig, response_text
-from alignment.loading import describe_stop_tokens, load_tokenizer, same_vocabulary
+from alignment.loading import describe_stop_tokens, find_directory, load_tokenizer, same_vocabulary
 from alignment.models.classifiers import SequenceClassifier
 from alignment.models.lengths import check_lengths
 from alignment.models.shared_prompts import prompt_sharing
@@ -32,6 +33,7 @@ from alignment.models.shared_weights import SharedWeights, refuse_trained
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.ragged import Batch, Sharing
 from alignment.reward_model import RewardModel, load_frozen_reward_model
+from alignment.reward_model.calibration import read_calibration
 from alignment.training import (
     Engine,
     OptimConfig,
@@ -90,7 +92,8 @@ class PPOConfig:
         clip_range, value_clip_range: half widths of the trusted range of ratio and value.
         gamma, gae_lambda: discount and bias-variance trade of the advantages.
         missing_end_penalty: taken off the (normalized) score of a response that did not end.
-        normalize_scores: shift and scale the reward model's scores to mean 0 and deviation 1 on the first samples.
+        normalize_scores: shift and scale the reward model's scores to mean 0 and deviation 1 on the first samples. Scores
+            of a reward model that was trained with `normalize` have their scale already, and keep it.
         pretrain: text of the pretraining mix; not read where `pretrain_coef` is 0.
         pretrain_coef: InstructGPT's gamma: weight of the text's next-token loss beside the policy loss; 0 is off.
         pretrain_batch_size: texts per update over all ranks.
@@ -290,7 +293,7 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
         if config.kl_target is None
         else AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon),
         start=start,
-        normalizer=ScoreNormalizer(enabled=config.normalize_scores),
+        normalizer=ScoreNormalizer(enabled=config.normalize_scores, fitted=reward_model.calibration.fitted),
         pretraining=None if data.texts is None else partial(local_texts, data.texts, policy, micro_batch_tokens),
         metrics=metrics,
         share_prompts=share_prompts,
@@ -344,13 +347,19 @@ def start_value_model(config: PPOConfig, tokenizer: Tokenizer, bases: SharedWeig
     """The value model to train: the trunk of the reward model or of the policy, with one number per token on top."""
     if config.value_model == "policy":
         return load_value_model(config.policy, config.adapter, tokenizer, None, head="zero", bases=bases)
+    reward_model = find_directory(config.reward_model)
+    if read_members(reward_model) is not None:
+        raise UserError(
+            f"{config.reward_model}: an ensemble of adapters has no one network to become the value model; set value_model=policy"
+        )
     own = load_tokenizer(config.reward_model)
     if not same_vocabulary(tokenizer, own):
         raise UserError(
             f"{config.reward_model}: the reward model's tokenizer differs from the policy's, so it cannot become the "
             "value model; set value_model=policy"
         )
-    head = "zero" if config.normalize_scores else None
+    # A head of its own where scores are normalized, here or in the reward model's files: its weights give raw scores.
+    head = "zero" if config.normalize_scores or read_calibration(reward_model).fitted else None
     return load_value_model(config.reward_model, config.adapter, own, None, head=head, bases=bases)
 
 

@@ -28,6 +28,7 @@ from alignment.models.external.models import (
 )
 from alignment.models.external.padding import scores_every_token
 from alignment.models.families.family import Architecture
+from alignment.models.heads import score_labels, score_outputs
 from alignment.models.huggingface.generation_config import (
     generation_config_of,
     read_generation_config,
@@ -172,7 +173,7 @@ def _read_settings(directory: Path, task: str, changes: HFConfig) -> tuple[str, 
     check_sizes(directory, config, read_shapes(directory))
     try:
         settings = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        settings.update(changes | ({"num_labels": 1} if task == "scalar" else {}))
+        settings.update(changes if task != "scalar" else changes | _score_settings(config | changes))
     except Exception as error:  # each class checks its keys in its own way
         raise UserError(f"{directory}/{CONFIG}: transformers refuses it ({type(error).__name__}: {error})") from error
     if task == "language":
@@ -180,6 +181,12 @@ def _read_settings(directory: Path, task: str, changes: HFConfig) -> tuple[str, 
     if task not in AUTO_CLASSES:
         raise UserError(f"{directory}: {name} runs as transformers' class, and there is no head for {task!r} then")
     return task, settings
+
+
+def _score_settings(config: HFConfig) -> HFConfig:
+    """The labels of a score head, or of an ensemble's heads, as transformers' config object has them."""
+    labels = score_labels(score_outputs(config))
+    return labels | {"id2label": {int(number): name for number, name in labels["id2label"].items()}}
 
 
 def _refuse_keys(directory: Path, config: HFConfig) -> None:

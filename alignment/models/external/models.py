@@ -31,8 +31,8 @@ from alignment.models.external.padding import (
     token_scores,
 )
 from alignment.models.external.virtual_tokens import VirtualTokens
-from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput, ValueOutput
-from alignment.models.padded_inputs import from_padded, require_input_ids, to_padded
+from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput, ValueOutput, value_output
+from alignment.models.padded_inputs import from_padded, padded_value_output, require_input_ids, to_padded
 from alignment.models.safetensors_files import HFConfig
 from alignment.ragged import Ragged, Seq2Seq
 
@@ -287,17 +287,17 @@ class ExternalScalarModel(ExternalModel):
         batch: Ragged | None = None,
         tokens: Tensor | None = None,
     ) -> ValueOutput:
-        """`values` [N], or [M] of `tokens`; or [B, T] with zeros at padding, and `logits` [B, 1] at each last real token."""
+        """`values` [N], or [M] of `tokens`; or [B, T] with zeros at padding, and `logits` [B, 1]; see `ScalarModel`."""
         if batch is not None:
-            values = self._values(batch)
-            return ValueOutput(values if tokens is None else values[tokens])
+            outputs = self._outputs(batch)
+            return value_output(outputs if tokens is None else outputs[tokens])
+        shape = require_input_ids(input_ids).shape
         ragged, positions = from_padded(require_input_ids(input_ids), attention_mask)
-        values = self._values(ragged)
-        return ValueOutput(to_padded(values, positions, require_input_ids(input_ids).shape), values[ragged.last, None])
+        return padded_value_output(self._outputs(ragged), ragged, positions, shape)
 
-    def _values(self, batch: Ragged) -> Tensor:
+    def _outputs(self, batch: Ragged) -> Tensor:
         forward = token_scores(self.inner, self.active_virtual_tokens())
-        return forward_tokens(forward, batch, self.padding_id).squeeze(-1).float()
+        return forward_tokens(forward, batch, self.padding_id).float()  # [N, k]
 
 
 class ExternalClassifier(ExternalModel):

@@ -19,6 +19,7 @@ from alignment.models.external.load import load_external, save_external
 from alignment.models.external.models import ExternalModel, ExternalScalarModel
 from alignment.models.families import FAMILIES, family_of, is_external_type
 from alignment.models.families.family import Family
+from alignment.models.heads import score_labels
 from alignment.models.huggingface.generation_config import read_generation_config, write_generation_config
 from alignment.models.huggingface.legacy_names import (
     drop_all_heads,
@@ -57,6 +58,7 @@ def load_scalar_model(
     dtype: torch.dtype | None = torch.float32,
     device: str | torch.device = "cpu",
     new_head: Literal["normal", "zero"] | None = None,
+    members: int = 1,
 ) -> ScalarModel | ExternalScalarModel:
     """Load the scalar model (reward or value) of a Hugging Face directory in eval mode.
 
@@ -65,6 +67,7 @@ def load_scalar_model(
         dtype, device: as in `load_pretrained`.
         new_head: None: the file must contain the head. "normal" or "zero": the file's head, usually a language head, is
             dropped and a new one created with standard deviation 1 / sqrt(D + 1) or with zeros.
+        members: outputs of a new head, one for each member of an ensemble.
 
     Raises:
         UserError: as in `load_pretrained`; or the head is missing; or the model is an encoder, which has one score per
@@ -72,7 +75,8 @@ def load_scalar_model(
 
     Source: standard deviation of a new head: Stiennon et al. 2020, arXiv:2009.01325, appendix B.1.
     """
-    model = load_pretrained(directory, "scalar", dtype, device, new_head=new_head is not None)
+    labels = None if new_head is None else score_labels(members)
+    model = load_pretrained(directory, "scalar", dtype, device, new_head=new_head is not None, config=labels)
     if not isinstance(model, ScalarModel | ExternalScalarModel):
         raise UserError(
             f"{directory}: an encoder scores whole texts (alignment.load_reward_model does), while training and values "
@@ -348,7 +352,7 @@ def _config_to_save(model: NativeModel) -> HFConfig:
     vocabulary = next(x for x in model.children() if isinstance(x, Transformer)).embed.num_embeddings
     config |= {"dtype": None, "vocab_size": vocabulary, "architectures": [task.hf_class]}
     if isinstance(model, ScalarModel):
-        return config | {"num_labels": 1, "id2label": {"0": "score"}, "label2id": {"score": 0}}
+        return config | score_labels(model.head.out_features)
     if task.head is None or model.task == "span":  # a span head has two fixed outputs and no classes
         for key in ("num_labels", "id2label", "label2id"):
             config.pop(key, None)

@@ -1,0 +1,213 @@
+"""Reward models about to be trained, on decoders and encoders, one or an ensemble: how they are loaded and saved."""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from alignment.adapters.ensemble_files import member_folder, write_members
+from alignment.adapters.peft_files import adapter_state, is_adapter, save_adapter
+from alignment.adapters.specs import AdapterSpec, MergeableSpec
+from alignment.algorithms.policies import Policy, load_value_model, save_output, save_policy, start_device
+from alignment.data.tokenizers.load import check_vocabulary
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.errors import UserError
+from alignment.loading import architecture_of, find_directory, set_special_tokens
+from alignment.models.classifiers import SequenceClassifier
+from alignment.models.heads import score_labels
+from alignment.models.quantization import write_quantization
+from alignment.models.shared_weights import SharedWeights
+from alignment.models.weights_config import WeightsConfig
+from alignment.reward_model.ensemble import AdapterEnsemble
+from alignment.training import Engine
+from alignment.training.distributed import launched_kind
+
+WriteFiles = Callable[[Path], None]
+
+
+@dataclass(frozen=True)
+class EnsembleConfig:
+    """Several reward models in one, whose mean is the score and whose deviation tells how sure it is.
+
+    Attributes:
+        members: number of them, k.
+        kind: heads: k rows of one head on one trunk, which all of them train; cheap, but off the training data the members
+            agree more than models of their own would. adapters: k adapters (of `adapter`'s kind), with a head each, over
+            one frozen base.
+        bootstrap: each member learns from rows of its own: it counts each row a Poisson(1) number of times, fixed by
+            (training.seed, member, row id). Without it members differ by their initial weights alone.
+
+    Source: Coste et al. 2023, arXiv:2310.02743; adapters: Zhai et al. 2023, arXiv:2401.00243.
+    """
+
+    members: int = 4
+    kind: Literal["heads", "adapters"] = "heads"
+    bootstrap: bool = False
+
+    def __post_init__(self) -> None:
+        if self.members < 2:
+            raise ValueError(
+                f"ensemble.members must be at least 2, got {self.members}; leave `ensemble` out for one model"
+            )
+
+
+def load_reward_start(
+    source: str,
+    adapter: AdapterSpec | None,
+    tokenizer: Tokenizer,
+    output: str,
+    *,
+    weights: WeightsConfig,
+    ensemble: EnsembleConfig | None = None,
+) -> Policy:
+    """A reward model with a new head, from a decoder's or an encoder's checkpoint.
+
+    Args:
+        source: directory or Hub name.
+        adapter: attached to the model; None trains every weight.
+        tokenizer: the checkpoint's.
+        output: the run's directory.
+        weights: how frozen weights are held.
+        ensemble: its members; None: one model.
+
+    Raises:
+        UserError: the checkpoint does not go with the adapter or the ensemble.
+    """
+    members = 1 if ensemble is None else ensemble.members
+    if architecture_of(source) == "encoder":
+        if ensemble is not None and ensemble.kind == "adapters":
+            raise UserError(f"{source}: an encoder's adapters are saved merged; take ensemble.kind=heads")
+        return _encoder_start(source, adapter, tokenizer, weights, members=members)
+    load = partial(load_value_model, source, adapter, tokenizer, output, head="normal", bases=SharedWeights(weights))
+    if ensemble is None or ensemble.kind == "heads":
+        return load(members=members)
+    if launched_kind() in ("fsdp2", "deepspeed"):
+        raise UserError(
+            "ensemble.kind=adapters trains on one process or on replicas; launch it without sharding, or take "
+            "ensemble.kind=heads"
+        )
+    policies = [load() for _ in range(members)]
+    return replace(policies[0], model=AdapterEnsemble([policy.model for policy in policies]))
+
+
+def _encoder_start(
+    source: str, adapter: AdapterSpec | None, tokenizer: Tokenizer, weights: WeightsConfig, *, members: int
+) -> Policy:
+    """An encoder with a new score head; an adapter's changes are merged into the weights when it is saved."""
+    from alignment.algorithms.finetune.model import freeze
+    from alignment.models.frozen_weights import store_frozen
+    from alignment.models.huggingface.checkpoint import load_pretrained
+
+    if is_adapter(find_directory(source)):
+        raise UserError(f"{source}: an adapter; `alignment export` merges it into an encoder to start from")
+    if adapter is not None and not isinstance(adapter, MergeableSpec):
+        raise UserError(f"{source}: an encoder's reward model trains with lora, dora or ia3, not with {adapter.kind}")
+    model = load_pretrained(
+        find_directory(source), "scalar", torch.float32 if adapter is None else None, start_device(adapter, weights),
+        new_head=True, config=score_labels(members),
+    )  # fmt: skip
+    if not isinstance(model, SequenceClassifier):
+        raise UserError(
+            f"{source}: transformers' class for this encoder gives no score of a whole text; take another one"
+        )
+    check_vocabulary(tokenizer, model.spec.vocabulary)
+    if adapter is not None:
+        store_frozen(model, weights)
+    return Policy(freeze(model, False, adapter), tokenizer, adapter, source=source)
+
+
+def save_reward_model(
+    engine: Engine, policy: Policy, output: str | Path, *, max_shard_size: str, extra_files: WriteFiles
+) -> Path:
+    """Write `output/model` and return it; every rank must call it.
+
+    Args:
+        engine: that trained the model.
+        policy: as it was loaded.
+        output: the run's directory.
+        max_shard_size: of a file of weights.
+        extra_files: writes further files into the same directory.
+    """
+    model = engine.backend.unwrapped
+    if isinstance(model, AdapterEnsemble):
+        return _save_ensemble(engine, policy, model, output, extra_files=extra_files)
+    if isinstance(model, SequenceClassifier) and policy.adapter is not None:
+        return _save_merged_encoder(
+            engine, policy, model, output, max_shard_size=max_shard_size, extra_files=extra_files
+        )
+    return save_policy(engine, policy, output, max_shard_size=max_shard_size, extra_files=extra_files)
+
+
+def _save_ensemble(
+    engine: Engine, policy: Policy, ensemble: AdapterEnsemble, output: str | Path, *, extra_files: WriteFiles
+) -> Path:
+    """The members as adapters in a folder each."""
+    members = ensemble.models
+    names = {f"members.{i}.{name}": i for i, member in enumerate(members) for name in adapter_state(member)}
+
+    def write(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        states: list[dict[str, Tensor]] = [{} for _ in members]
+        for name, tensor in tensors:
+            number = names[name]
+            states[number][name.removeprefix(f"members.{number}.")] = tensor
+        for number, (member, state) in enumerate(zip(members, states, strict=True)):
+            path = folder / member_folder(number)
+            save_adapter(member, path, base=policy.base, revision=policy.revision, state=state)
+            write_quantization(member, path)
+        extra_files(folder)
+        write_members(folder, len(members))
+
+    return save_output(engine, output, policy.tokenizer, list(names), write)
+
+
+def _save_merged_encoder(
+    engine: Engine,
+    policy: Policy,
+    model: SequenceClassifier,
+    output: str | Path,
+    *,
+    max_shard_size: str,
+    extra_files: WriteFiles,
+) -> Path:
+    """The encoder with its adapter merged into the weights, in float32."""
+    from alignment.algorithms.finetune.model import classifier_state, read_names
+    from alignment.models.huggingface.checkpoint import save_model
+
+    def write(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
+        set_special_tokens(model, policy.tokenizer)
+        state = classifier_state(model, dict(tensors))
+        save_model(model, folder, tensors=state.items(), max_shard_size=max_shard_size)
+        extra_files(folder)
+
+    names = read_names(model, engine.backend.unwrapped.state_dict())
+    return save_output(engine, output, policy.tokenizer, names, write)
+
+
+def networks_of(model: nn.Module) -> list[nn.Module]:
+    """The networks that read a batch: the members of an ensemble of adapters, or the model itself."""
+    return list(model.members) if isinstance(model, AdapterEnsemble) else [model]
+
+
+def tie_parameter(model: nn.Module, theta: float, *, learned: bool) -> Callable[[], Tensor | float]:
+    """The parameter of ties: the number itself, or one that trains with the model and is not saved with its weights.
+
+    Args:
+        model: about to be trained; gets the parameter ln(theta - 1) where it is learned.
+        theta: its (first) value, above 1.
+        learned: whether it trains.
+
+    Raises:
+        UserError: it is to be learned, and the launch shards parameters.
+    """
+    if not learned:
+        return lambda: theta
+    if launched_kind() in ("fsdp2", "deepspeed"):
+        raise UserError("learn_theta trains on one process or on replicas; launch without sharding, or set theta")
+    log = nn.Parameter(torch.tensor([math.log(theta - 1)]))
+    model.register_parameter("log_theta_above_one", log)
+    return lambda: 1 + log.exp()

@@ -1,0 +1,144 @@
+"""What is measured once a reward model is trained and saved with it: its scale on reference samples, and its canaries."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from alignment.algorithms.policies import Policy
+from alignment.data.examples import TokenizedRow
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.errors import UserError
+from alignment.models.classifiers import SequenceClassifier
+from alignment.reward_model.calibration import Calibration, fit_calibration
+from alignment.reward_model.canaries import Canaries, canary_ids, weights_precision
+from alignment.reward_model.model import Encoded, RewardModel, score_encoded
+from alignment.training import Engine, TrainingConfig
+
+
+@dataclass(frozen=True)
+class NormalizeConfig:
+    """Reference samples whose scores are to have mean 0 and deviation 1. The gain and bias are kept beside the weights.
+
+    Attributes:
+        responses: given: those of the held-out rows, or of the training rows where none are held out. sampled: the starting
+            policy answers `prompts`, as Ziegler et al. do; for decoders with a language head.
+        prompts: file of prompts for `sampled`.
+        samples: at most so many.
+        max_new_tokens: longest sampled response.
+        temperature: of sampled responses.
+
+    Source: Ziegler et al. 2019, arXiv:1909.08593, section 2.2.
+    """
+
+    responses: Literal["given", "sampled"] = "given"
+    prompts: str | None = None
+    samples: int = 256
+    max_new_tokens: int = 64
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        if (self.responses == "sampled") != (self.prompts is not None):
+            raise ValueError("normalize.responses=sampled and normalize.prompts (a file of prompts) go together")
+        if self.samples < 2 or self.max_new_tokens < 1 or self.temperature <= 0:
+            raise ValueError(
+                f"normalize.samples must be at least 2, max_new_tokens at least 1 and temperature above 0, got "
+                f"{self.samples}, {self.max_new_tokens} and {self.temperature}"
+            )
+
+
+def reference_texts(
+    config: NormalizeConfig, policy: str, rows: Sequence[TokenizedRow], tokenizer: Tokenizer, *, max_length: int
+) -> tuple[list[Encoded], str]:
+    """The reference samples as the reward model reads them, and what they are in words.
+
+    Args:
+        config: which samples.
+        policy: the run's starting checkpoint, which answers prompts.
+        rows: examples of the run, for given responses.
+        tokenizer: of the policy and the reward model.
+        max_length: of prompts, in tokens.
+
+    Raises:
+        UserError: bad prompts, or fewer than two samples.
+    """
+    if config.responses == "sampled":
+        texts, of = _sampled(config, policy, tokenizer, max_length), f"{policy}'s own responses to {config.prompts}"
+    else:
+        # Every row of a long data set is not read: rows are spread evenly over it.
+        step = max(1, len(rows) // config.samples)
+        texts = [text for number in range(0, len(rows), step) for text in encoded_documents(rows[number])]
+        texts, of = texts[: config.samples], "responses of the rows"
+    if len(texts) < 2:
+        raise UserError(f"normalize: {len(texts)} reference sample(s); a deviation needs two")
+    return texts, of
+
+
+def encoded_documents(row: TokenizedRow) -> list[Encoded]:
+    """The documents of an example; an encoder's segments are the masks of its texts."""
+    sides: Any = getattr(row, "responses", None) or [getattr(row, side, None) for side in ("chosen", "rejected")]
+    if sides[0] is None:
+        return [Encoded(document, [0] * len(document)) for document in row.documents]
+    return [Encoded(side.ids, [int(second) for second in side.mask]) for side in sides]
+
+
+def _sampled(config: NormalizeConfig, policy: str, tokenizer: Tokenizer, max_length: int) -> list[Encoded]:
+    """Prompts with the policy's responses to them."""
+    from alignment.data.config import DataConfig
+    from alignment.data.prepare import prepare
+    from alignment.data.text.chat import stop_token_ids
+    from alignment.generation import SamplingConfig, decode_responses
+    from alignment.loading import load_model
+
+    data = DataConfig(train=config.prompts or "", max_length=max_length, max_rows=config.samples)
+    prompts, _ = prepare(data, "prompts", tokenizer)
+    ids = [list(prompt.ids) for prompt in prompts]
+    sampling = SamplingConfig(config.max_new_tokens, config.temperature)
+    responses = decode_responses(load_model(policy), ids, sampling, stop_ids=sorted(stop_token_ids(tokenizer)))
+    whole = [[*prompt, *response] for prompt, response in zip(ids, responses.token_ids, strict=True)]
+    return [Encoded(one, [0] * len(one)) for one in whole]
+
+
+def measure_reference(
+    engine: Engine, policy: Policy, training: TrainingConfig, *, loss: str, references: tuple[list[Encoded], str] | None
+) -> tuple[Canaries, Calibration]:
+    """The canaries of the trained model in memory, and its calibration; a collective operation.
+
+    Args:
+        engine: that trained the model.
+        policy: as it was loaded.
+        training: the run's settings.
+        loss: the run's.
+        references: from `reference_texts`; None: scores stay as they are.
+    """
+    model = engine.backend.unwrapped
+    was_training = model.training
+    engine.model.eval()
+    scores = scores_of(engine, canary_ids(RewardModel(policy.model, policy.tokenizer)), training)
+    calibration = Calibration()
+    if references is not None:
+        texts, of = references
+        calibration = fit_calibration(scores_of(engine, texts, training).mean(-1), of)
+    engine.model.train(was_training)
+    precision = weights_precision(model)
+    precision = "half" if precision == "float32" and training.precision == "bf16" else precision
+    return Canaries(scores, precision, loss), calibration
+
+
+def scores_of(engine: Engine, texts: Sequence[Encoded], training: TrainingConfig) -> Tensor:
+    """Raw scores by the model in training, [n, k]; every rank computes all of them."""
+    with torch.no_grad(), engine.backend.autocast():
+        if isinstance(engine.backend.unwrapped, SequenceClassifier):
+            return score_encoded(engine.model, texts, training.tokens_per_forward)
+        plain = [Encoded(text.ids, [0] * len(text.ids)) for text in texts]
+        return score_encoded(engine.model, plain, training.tokens_per_forward)
+
+
+def write_reference(canaries: Canaries, calibration: Calibration, directory: Path) -> None:
+    """Write both beside the weights; no file of a calibration that changes nothing."""
+    canaries.write(directory)
+    if calibration.fitted:
+        calibration.write(directory)

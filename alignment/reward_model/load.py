@@ -1,0 +1,168 @@
+"""Reward models loaded from a directory or the Hub: decoders, encoders, adapters, ensembles; canaries checked."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter
+from alignment.adapters.ensemble_files import read_members
+from alignment.adapters.peft_files import score_rows
+from alignment.errors import UserError
+from alignment.loading import find_base, find_directory, load_tokenizer, torch_dtype
+from alignment.models.families import FAMILIES
+from alignment.models.frozen_weights import store_frozen
+from alignment.models.huggingface.checkpoint import load_pretrained, load_scalar_model
+from alignment.models.quantization import quantize_blocks, require_bitsandbytes
+from alignment.models.safetensors_files import HFConfig, read_config
+from alignment.models.shared_weights import SharedWeights
+from alignment.models.weights_config import Quantization, WeightsConfig
+from alignment.reward_model.calibration import read_calibration
+from alignment.reward_model.canaries import check_canaries, read_canaries
+from alignment.reward_model.ensemble import AdapterEnsemble
+from alignment.reward_model.model import Combine, Network, RewardModel
+
+
+def load_reward_model(
+    source: str,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    *,
+    quantize: Quantization | None = None,
+    combine: Combine = "mean",
+    std_coef: float = 1.0,
+) -> RewardModel:
+    """Load a reward model in eval mode with its tokenizer.
+
+    Its scores are normalized where the run that trained it had `normalize`, and its canaries are scored again.
+
+    Args:
+        source: directory or Hub name of a reward model, or of the adapter of one, or of an ensemble.
+        dtype, device, quantize: as for `load_model`.
+        combine, std_coef: how the scores of an ensemble become one; see `RewardModel`.
+
+    Raises:
+        UserError: something in the directory is missing, unknown or unsafe, there is no trained score head, or the canary
+            texts have other scores than when the model was saved.
+    """
+    directory = find_directory(source)
+    if read_members(directory) is not None or is_adapter(directory) or not _scores_whole_texts(read_config(directory)):
+        model = load_reward_network(source, dtype, device, quantize=quantize)
+    else:
+        require_bitsandbytes(quantize)
+        model = load_pretrained(directory, "scalar", torch_dtype(dtype), "cpu" if quantize else device)
+        model = model if quantize is None else quantize_blocks(model, quantize).to(device)
+    loaded = replace(_with_files(model, source, directory), combine=combine, std_coef=std_coef)
+    check_canaries(loaded, directory, source)
+    return loaded
+
+
+def load_frozen_reward_model(
+    source: str,
+    bases: SharedWeights,
+    device: str | torch.device = "cpu",
+    *,
+    combine: Combine = "mean",
+    std_coef: float = 1.0,
+) -> RewardModel:
+    """Load a reward model that does not train in eval mode, with its tokenizer; its head is float32.
+
+    Args:
+        source: directory or Hub name.
+        bases: gives its weights, which other networks may share.
+        device: device of the weights.
+        combine, std_coef: how the scores of an ensemble become one; see `RewardModel`.
+
+    Raises:
+        UserError: as for `load_reward_model`.
+    """
+    directory = find_directory(source)
+    members = read_members(directory)
+    if members is not None:
+        model: Any = _ensemble(members, bases, device)
+    elif not is_adapter(directory) and _scores_whole_texts(read_config(directory)):
+        model = store_frozen(load_pretrained(directory, "scalar", None), bases.weights).to(device)
+    else:
+        base = _load_reward_base(source, directory, bases.scalar_model).to(device)
+        model = load_adapter(base, directory).requires_grad_(False) if is_adapter(directory) else base
+    loaded = replace(_with_files(model.eval(), source, directory), combine=combine, std_coef=std_coef)
+    check_canaries(loaded, directory, source)
+    return loaded
+
+
+def _with_files(model: Network, source: str, directory: Path) -> RewardModel:
+    """The model with its tokenizer and what its directory says beside the weights."""
+    saved = read_canaries(directory)
+    loss = None if saved is None else saved[0].loss
+    return RewardModel(model, load_tokenizer(source), read_calibration(directory), loss=loss)
+
+
+def _held_as(dtype: str | torch.dtype, quantize: Quantization | None) -> WeightsConfig:
+    """The setting of frozen weights for the type of a whole model."""
+    return WeightsConfig(cast(Any, str(dtype).removeprefix("torch.")), quantize)
+
+
+def _ensemble(members: list[Path], bases: SharedWeights, device: str | torch.device) -> AdapterEnsemble:
+    """The members over one base, which is read once; nothing trains."""
+    models = []
+    for folder in members:
+        base = _load_reward_base(str(folder), folder, bases.scalar_model).to(device)
+        models.append(load_adapter(base, folder).requires_grad_(False))
+    return AdapterEnsemble(models).eval()
+
+
+def _scores_whole_texts(config: HFConfig) -> bool:
+    """Whether a config is that of an encoder, which has one score for the text and none per token."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and "scalar" in family.tasks and family.tasks["scalar"].head is not None
+
+
+def load_reward_network(
+    source: str,
+    dtype: str | torch.dtype = "float32",
+    device: str | torch.device = "cpu",
+    *,
+    quantize: Quantization | None = None,
+) -> Any:
+    """Load the scalar model of a reward model's directory or adapter in eval mode, without its tokenizer.
+
+    Raises:
+        UserError: something in the directory is missing, unknown or unsafe, or there is no trained score head.
+    """
+    require_bitsandbytes(quantize)
+    directory = find_directory(source)
+    if (members := read_members(directory)) is not None:
+        return _ensemble(members, SharedWeights(_held_as(dtype, quantize)), device)
+    load = partial(load_scalar_model, dtype=torch_dtype(dtype), device="cpu" if quantize else device)
+    model = _load_reward_base(source, directory, load)
+    model = model if quantize is None else quantize_blocks(model, quantize).to(device)
+    return (load_adapter(model, directory) if is_adapter(directory) else model).eval()
+
+
+def _load_reward_base(source: str, directory: Path, load: Callable[..., Any]) -> Any:
+    """The scalar model of a reward model's directory, or of the base of its adapter, which is still to be loaded.
+
+    Args:
+        load: (directory, new_head=, members=) -> a scalar model.
+    """
+    if not is_adapter(directory):
+        _refuse_language_model(source, directory)
+        return load(directory)
+    if not is_scalar_adapter(directory):
+        raise UserError(
+            f"{source}: this adapter belongs to a policy and has no score head; give a reward model's directory"
+        )
+    return load(find_base(directory), new_head="zero", members=score_rows(directory))
+
+
+def _refuse_language_model(source: str, directory: Path) -> None:
+    """Refuse a language model by its class, before the error about a missing head tensor would come."""
+    architecture = (read_config(directory).get("architectures") or [""])[0]
+    if str(architecture).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+        raise UserError(
+            f"{source}: this is no reward model but a language model ({architecture}) without a score head; train one "
+            f"from it with `alignment reward CONFIG policy={source}`"
+        )

@@ -1,0 +1,228 @@
+"""A reward model and its tokenizer: texts, prompts with responses, and steps in; scores out. Loading is in load.py."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from alignment.data.encoder_inputs import encode_prompts_with_responses
+from alignment.data.rows.records import Messages, Steps
+from alignment.data.text.chat import prompt_ids, response_ids, text_ids
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.errors import UserError
+from alignment.loading import same_vocabulary
+from alignment.models.classifiers import ScalarModel, SequenceClassifier
+from alignment.models.external.models import ExternalScalarModel
+from alignment.models.outputs import ClassifierOutput, ValueOutput
+from alignment.ragged import Ragged, group_by_length
+from alignment.reward_model.calibration import Calibration
+from alignment.reward_model.ensemble import AdapterEnsemble
+
+Network = ScalarModel | ExternalScalarModel | SequenceClassifier | AdapterEnsemble
+Combine = Literal["mean", "min", "lower"]
+Text = str | tuple[str | Messages, str]
+WHOLE = Calibration()
+
+
+class Encoded(NamedTuple):
+    """Token ids of a text, and the sentence of each, 0 or 1."""
+
+    ids: Sequence[int]
+    segments: Sequence[int]
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """A scalar model, an encoder with a score head, or an ensemble of either, and its tokenizer.
+
+    Attributes:
+        model: decoder with a score per token, or encoder with a score per text.
+        tokenizer: the model's.
+        calibration: gain and bias of the scores, from a run with `normalize`; raw scores are those before it.
+        combine: how the scores of an ensemble become one: their mean, their least ("min"), or mean - std_coef * deviation
+            ("lower").
+        std_coef: weight of the deviation in "lower".
+        loss: what it was trained with, where its files say so.
+
+    Source: least and lower scores of an ensemble: Coste et al. 2023, arXiv:2310.02743, section 3.
+    """
+
+    model: Network
+    tokenizer: Tokenizer
+    calibration: Calibration = WHOLE
+    combine: Combine = "mean"
+    std_coef: float = 1.0
+    loss: str | None = None
+
+    @property
+    def is_encoder(self) -> bool:
+        """Whether it reads texts with the special tokens of an encoder."""
+        return isinstance(self.model, SequenceClassifier)
+
+    def shares_token_ids(self, tokenizer: Tokenizer) -> bool:
+        """Whether a policy's token ids can be scored as they are.
+
+        Both need the same vocabulary and the same chat template (a reward model without a template uses the policy's).
+        An encoder never shares ids, because it puts its own special tokens around prompt and response.
+        """
+        own = self.tokenizer
+        same_template = not own.chat_template or own.chat_template == tokenizer.chat_template
+        return same_vocabulary(own, tokenizer) and same_template and not self.is_encoder
+
+    def score(
+        self, texts: Sequence[Text], micro_batch_tokens: int = 16_384, ended: Sequence[bool] | None = None
+    ) -> Tensor:
+        """Score whole texts, or prompts with their responses; a score does not depend on the batch around it.
+
+        Args:
+            texts: a plain text is tokenized as it is and the end token added; a (prompt, response) pair is tokenized as
+                in training, its prompt a text or a list of messages. An encoder's tokenizer adds its special tokens
+                around one text or two, one where the prompt is empty.
+            micro_batch_tokens: tokens per forward.
+            ended: False where a pair's response was cut off, so that no end token follows it; None: all of them ended.
+                The special tokens of an encoder do not depend on it.
+
+        Returns:
+            Scores, float32 on the CPU, [n]; normalized where the model was saved with `normalize`.
+
+        Raises:
+            UserError: a prompt is a list of messages and the reward model is an encoder, which reads no dialogues.
+        """
+        return self.combined(self.score_members(texts, micro_batch_tokens, ended))
+
+    def score_members(
+        self, texts: Sequence[Text], micro_batch_tokens: int = 16_384, ended: Sequence[bool] | None = None
+    ) -> Tensor:
+        """Scores by each member of an ensemble, [n, k], k = 1 for a single model; arguments as for `score`."""
+        encoded = self.encode(texts, ended)
+        members = self.members_of_ids(
+            [one.ids for one in encoded], micro_batch_tokens, [one.segments for one in encoded]
+        )
+        return self.calibration.apply(members)
+
+    def deviation(self, texts: Sequence[Text], micro_batch_tokens: int = 16_384) -> Tensor:
+        """Deviation of the members' scores of each text, [n]; 0 for a single model. It grows off the training data."""
+        return self.score_members(texts, micro_batch_tokens).std(-1, correction=0)
+
+    def combined(self, members: Tensor) -> Tensor:
+        """One score from the scores by the members, as `combine` says; [n, k] -> [n]."""
+        if self.combine == "min":
+            return members.amin(-1)
+        mean = members.mean(-1) if members.shape[-1] > 1 else members.squeeze(-1)
+        return mean if self.combine == "mean" else mean - self.std_coef * members.std(-1, correction=0)
+
+    def score_ids(
+        self,
+        documents: Sequence[Sequence[int]],
+        micro_batch_tokens: int = 16_384,
+        segments: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Score token ids as they are, [n].
+
+        Args:
+            documents: token ids of each document.
+            micro_batch_tokens: tokens per forward.
+            segments: sentence of each token, 0 or 1, for encoders.
+        """
+        return self.combined(self.calibration.apply(self.members_of_ids(documents, micro_batch_tokens, segments)))
+
+    def score_steps(
+        self, prompt: str | Messages, steps: Sequence[str], separator: str = "\n", *, document: str | None = None
+    ) -> Tensor:
+        """Probability that each step of a response is right, [S], from a process reward model.
+
+        Args:
+            prompt: text or messages.
+            steps: texts of the steps.
+            separator: text after each step, as in training; a step's score is read at its last token.
+            document: None: the probabilities of the steps; "min" or "product": of the whole response, a scalar.
+
+        Raises:
+            UserError: the model is an encoder, or was trained with another loss.
+
+        Source: Lightman et al. 2023, arXiv:2305.20050, section 2.6 (product), appendix F (minimum).
+        """
+        if self.is_encoder or self.loss not in (None, "steps"):
+            raise UserError(
+                f"scores of steps need a decoder trained with loss=steps; this model is "
+                f"{'an encoder' if self.is_encoder else f'trained with loss={self.loss}'}"
+            )
+        if document not in (None, "min", "product"):
+            raise ValueError(f"document must be None, 'min' or 'product', got {document!r}")
+        from alignment.data.tokenize import tokenize_steps
+
+        row = Steps(prompt, tuple(steps), (True,) * len(steps), "steps", separator)
+        [example], _ = tokenize_steps([row], self.tokenizer, self.model.spec.max_positions)
+        batch = Ragged.build([example.ids])
+        with torch.no_grad():
+            values = self.model(batch=batch.to(next(self.model.parameters()).device)).values
+        scores = values[torch.tensor(example.ends, device=values.device)].float().cpu()
+        right = torch.sigmoid(scores)
+        return right if document is None else right.min() if document == "min" else right.prod()
+
+    def encode(self, texts: Sequence[Text], ended: Sequence[bool] | None = None) -> list[Encoded]:
+        """Token ids and segments of texts and pairs of texts; arguments as for `score`."""
+        if self.is_encoder:
+            parts = [("", text) if isinstance(text, str) else text for text in texts]
+            plain = [(prompt, response) for prompt, response in parts if isinstance(prompt, str)]
+            if len(plain) < len(parts):
+                raise UserError("this reward model is an encoder and reads texts; give each prompt as one text")
+            return [Encoded(one.ids, one.segments) for one in encode_prompts_with_responses(self.tokenizer, plain)]
+        whole = [True] * len(texts) if ended is None else ended
+        ids = [self._ids(text, end) for text, end in zip(texts, whole, strict=True)]
+        return [Encoded(one, [0] * len(one)) for one in ids]
+
+    def _ids(self, text: Text, ended: bool) -> list[int]:
+        if isinstance(text, str):
+            return text_ids(self.tokenizer, text)
+        prompt, response = text
+        return prompt_ids(self.tokenizer, prompt) + response_ids(self.tokenizer, response, prompt, ended=ended)
+
+    def members_of_ids(
+        self,
+        documents: Sequence[Sequence[int]],
+        micro_batch_tokens: int = 16_384,
+        segments: Sequence[Sequence[int]] | None = None,
+    ) -> Tensor:
+        """Raw scores by each member, before any calibration, [n, k]; arguments as for `score_ids`."""
+        own = [[0] * len(ids) for ids in documents] if segments is None else segments
+        texts = [Encoded(ids, parts) for ids, parts in zip(documents, own, strict=True)]
+        return score_encoded(self.model, texts, micro_batch_tokens)
+
+
+@torch.no_grad()
+def score_encoded(model: nn.Module, texts: Sequence[Encoded], micro_batch_tokens: int = 16_384) -> Tensor:
+    """Raw scores of texts by each member, float32 on the CPU, [n, k].
+
+    Args:
+        model: of a `RewardModel`, or what an engine trains in its place.
+        texts: token ids and segments of each text.
+        micro_batch_tokens: tokens per forward.
+    """
+    found: list[tuple[list[int], Tensor]] = []
+    device = next(model.parameters()).device
+    for group in group_by_length([len(text.ids) for text in texts], micro_batch_tokens):
+        batch = Ragged.build([texts[i].ids for i in group])
+        segments = torch.tensor([part for i in group for part in texts[i].segments])
+        if segments.any():
+            batch = replace(batch, segments=segments)
+        output, last = model(batch=batch.to(device)), batch.last.to(device)
+        found.append((group, document_scores(output, last).float().cpu()))
+    scores = torch.zeros(len(texts), found[0][1].shape[1] if found else 1)
+    for group, values in found:
+        scores[group] = values
+    return scores
+
+
+def document_scores(output: ValueOutput | ClassifierOutput, read_at: Tensor) -> Tensor:
+    """The scores in a model's output by each member, [B, k].
+
+    Args:
+        output: of a decoder, a number per token; of an encoder, one per text.
+        read_at: index of the token that a decoder's score is read at, [B].
+    """
+    if isinstance(output, ClassifierOutput):
+        return output.logits
+    return output.values[read_at, None] if output.members is None else output.members[read_at]

@@ -1,0 +1,411 @@
+"""Reward models from rankings, ties, steps, ensembles and encoders: each learns a planted preference and loads again."""
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment.adapters.specs import LoRASpec
+from alignment.algorithms.reward import EnsembleConfig, RewardConfig
+from alignment.algorithms.reward_losses import OBJECTIVES, Bootstrap, objective_loss_fn
+from alignment.data.batches import collate_pairs, collate_rankings
+from alignment.data.config import DataConfig
+from alignment.data.examples import Example, PairExample, RankedExample
+from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.train import train_wordpiece
+from alignment.errors import UserError
+from alignment.models.build import build_model
+from alignment.models.huggingface.checkpoint import save_model
+from alignment.models.outputs import ValueOutput
+from alignment.models.shared_weights import SharedWeights
+from alignment.reward_model import load_frozen_reward_model, load_reward_model
+from alignment.training import OptimConfig, TrainingConfig
+
+WORDS = ["pool", "bus", "spa", "tour", "bar", "view"]
+MOODS = ["awful", "poor", "fair", "good", "lovely"]  # a known reward: the place in this list, summed over a response
+QUICK = {"training": TrainingConfig(batch_size=16, epochs=8), "optim": OptimConfig(learning_rate=3e-3)}
+
+
+def response(rng, count=2):
+    """A response and its reward, linear in its words."""
+    moods = [rng.randrange(len(MOODS)) for _ in range(count)]
+    return " " + " and ".join(f"the {rng.choice(WORDS)} is {MOODS[mood]}" for mood in moods), sum(moods)
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def rankings(path, count, seed, size=4):
+    """Rows of 2 to `size` ranked responses, with ties where rewards are equal."""
+    rng, rows = random.Random(seed), []
+    while len(rows) < count:
+        found = dict(response(rng) for _ in range(rng.randint(2, size)))
+        if len(found) > 1 and len(set(found.values())) > 1:
+            rows.append(
+                {"prompt": f"How is the {rng.choice(WORDS)}?", "responses": list(found), "scores": list(found.values())}
+            )
+    return write(path, rows)
+
+
+def pairs(path, count, seed):
+    rng, rows = random.Random(seed), []
+    while len(rows) < count:
+        (one, high), (two, low) = response(rng), response(rng)
+        if high > low:
+            rows.append({"prompt": f"How is the {rng.choice(WORDS)}?", "chosen": one, "rejected": two})
+    return write(path, rows)
+
+
+def data_of(make, tmp_path, count=96):
+    return DataConfig(train=make(tmp_path / "train.jsonl", count, 0), evaluation=make(tmp_path / "held.jsonl", 32, 1))
+
+
+@pytest.mark.parametrize("loss", ["ranking", "plackett_luce", "rao_kupper"])
+def test_a_known_reward_is_recovered_from_rankings(loss, checkpoints, make_stage, tmp_path, read_metrics):
+    settings = {"learn_theta": True} if loss == "rao_kupper" else {}
+    run, config = make_stage(
+        "reward",
+        checkpoints["llama"],
+        tmp_path / "run",
+        data=data_of(rankings, tmp_path),
+        loss=loss,
+        **settings,
+        **QUICK,
+    )
+    reward = load_reward_model(str(run(config)))
+    last = read_metrics(tmp_path / "run")[-1]
+    assert last["held_out_accuracy"] > 0.85 and last["held_out_top1"] > 0.6 and last["held_out_margin"] > 0
+    assert (last.get("theta", 2.0) != 2.0) == (loss == "rao_kupper")
+    rng = random.Random(7)
+    texts = [response(rng) for _ in range(60)]
+    scores = reward.score([("How is the bus?", text) for text, _ in texts])
+    rewards = torch.tensor([float(value) for _, value in texts])
+    assert torch.corrcoef(torch.stack([scores, rewards]))[0, 1] > 0.8
+
+
+def test_pairs_cost_the_same_as_comparisons_and_as_rankings_of_two(tmp_path):
+    side = lambda *ids: Example([1, *ids], [False] + [True] * len(ids), "r")  # noqa: E731
+    rows = [(side(3, 4), side(5)), (side(6), side(7, 8, 9)), (side(4), side(4, 4))]
+    values = torch.randn(20, generator=torch.Generator().manual_seed(0))
+    model = lambda batch: ValueOutput(values[batch.tokens])  # noqa: E731
+    [two] = collate_pairs([PairExample(a, b, 0.5, "r") for a, b in rows], 100)
+    [group] = collate_rankings([RankedExample((b, a), (1, 0), "r", margin=0.5) for a, b in rows], 100)
+    found = [
+        objective_loss_fn(model, OBJECTIVES[loss], center_coef=0.1)(batch)
+        for loss, batch in (("bradley_terry", two), ("ranking", group))
+    ]
+    assert_close(found[0].total, found[1].total)
+    assert two.weight == group.weight == 3
+    for name in ("accuracy", "ties", "margin"):
+        total, number = found[1].means[name]
+        assert_close(total / number, found[0].metrics[name] / 3)
+
+
+def test_a_prompt_counts_once_however_the_groups_are_cut_and_however_many_responses_it_has():
+    """InstructGPT's mean over prompts: sums over micro-batches of any cut divide by the same weight."""
+    rng = random.Random(0)
+    rows = [
+        RankedExample(
+            tuple(Example([1, rng.randrange(40), place + 2], [False, True, True], f"r{row}") for place in range(size)),
+            tuple(rng.sample(range(size), size)), f"r{row}",
+        )
+        for row, size in enumerate((2, 5, 9, 3, 4, 2))
+    ]  # fmt: skip
+    values = torch.randn(50, generator=torch.Generator().manual_seed(0))
+    for loss in ("ranking", "plackett_luce", "rao_kupper"):
+        loss_fn = objective_loss_fn(lambda batch: ValueOutput(values[batch.tokens] * 3), OBJECTIVES[loss])
+        sums = []
+        for tokens in (10**6, 40, 1):
+            batches = collate_rankings(rows, tokens)
+            found = [loss_fn(batch) for batch in batches]
+            assert sum(batch.weight for batch in batches) == 6
+            sums.append(torch.stack([torch.stack([each.total, each.means["top1"][0]]) for each in found]).sum(0))
+        assert_close(sums[0], sums[1])
+        assert_close(sums[0], sums[2])
+
+
+def test_rows_whose_responses_all_tie_are_left_out_where_they_say_nothing(checkpoints, make_stage, tmp_path, capsys):
+    rows = [json.loads(line) for line in Path(rankings(tmp_path / "r.jsonl", 20, 0)).read_text().splitlines()]
+    rows[3]["scores"] = [1] * len(rows[3]["responses"])
+    path = write(tmp_path / "tied.jsonl", rows)
+    for loss, kept in (("ranking", 19), ("rao_kupper", 20)):
+        run, config = make_stage(
+            "reward", checkpoints["llama"], tmp_path / loss, data=DataConfig(train=path), loss=loss,
+            training=TrainingConfig(batch_size=8, max_steps=1),
+        )  # fmt: skip
+        run(config)
+        assert f"{kept} of 20 rows kept" in capsys.readouterr().err
+
+
+# Ensembles
+
+
+@pytest.mark.parametrize("kind", ["heads", "adapters"])
+def test_an_ensemble_scores_by_its_mean_and_is_unsure_off_the_training_rows(
+    kind, checkpoints, make_stage, tmp_path, read_metrics
+):
+    more = {"adapter": LoRASpec(rank=4, alpha=16.0)} if kind == "adapters" else {}
+    ensemble = EnsembleConfig(members=3, kind=kind, bootstrap=True)
+    run, config = make_stage(
+        "reward", checkpoints["llama"], tmp_path / "run", data=data_of(pairs, tmp_path), ensemble=ensemble, **more,
+        training=TrainingConfig(batch_size=16, epochs=4), optim=OptimConfig(learning_rate=5e-3),
+    )  # fmt: skip
+    directory = str(run(config))
+    last = read_metrics(tmp_path / "run")[-1]
+    assert last["held_out_accuracy"] > 0.75 and last["held_out_spread"] > 0
+    reward = load_reward_model(directory)
+    rng = random.Random(3)
+    known = [("How is the bus?", response(rng)[0]) for _ in range(30)]
+    strange = [(" ".join(rng.choices("QZX#@%&~^", k=12)), " ".join(rng.choices("KJ!?$*+=<>", k=16))) for _ in range(30)]
+    members = reward.score_members(known)
+    assert members.shape == (30, 3)
+    assert_close(reward.score(known), members.mean(1))
+    assert_close(reward.deviation(known), members.std(1, correction=0))
+    assert_close(load_reward_model(directory, combine="min").score(known), members.amin(1))
+    lower = load_frozen_reward_model(directory, SharedWeights(), combine="lower", std_coef=2.0)
+    assert_close(lower.score(known), members.mean(1) - 2 * members.std(1, correction=0), atol=1e-5, rtol=1e-5)
+    if kind == "heads":  # their one trunk learns to see nothing but the reward, also in strange texts
+        return
+    # Members agree on what they learned, up to a level and a scale of their own, and on nothing else.
+    other = (reward.score_members(strange) - members.mean(0)) / members.std(0)
+    same = (members - members.mean(0)) / members.std(0)
+    assert other.std(1).mean() > 1.2 * same.std(1).mean()
+
+
+def test_heads_on_fixed_features_disagree_where_no_row_taught_them():
+    """Rows vary in the first 8 of 16 features; what the heads think of the others is as they were drawn."""
+    torch.manual_seed(0)
+    features, heads = torch.randn(40, 16) / 4, torch.nn.Parameter(torch.randn(5, 16) / 4)
+    features[:, 8:] = 0
+    truth = features.sum(1)
+    order = [(a, b) if truth[a] > truth[b] else (b, a) for a, b in torch.randint(0, 40, (300, 2)).tolist() if a != b]
+    rows = [
+        PairExample(*(Example([0, token], [False, True], f"r{i}") for token in pair), None, f"r{i}")  # pyright: ignore
+        for i, pair in enumerate(order)
+    ]
+    [batch] = collate_pairs(rows, 10**6)
+
+    def model(batch):
+        outputs = features[batch.tokens] @ heads.T
+        return ValueOutput(outputs.mean(-1), members=outputs)
+
+    loss_fn = objective_loss_fn(model, OBJECTIVES["bradley_terry"], bootstrap=Bootstrap(0, 5))
+    optimizer = torch.optim.Adam([heads], lr=0.05)
+    for _ in range(300):
+        optimizer.zero_grad()
+        (loss_fn(batch).total / batch.weight).backward()
+        optimizer.step()
+    heads_now = heads.detach() / (features @ heads.detach().T).std(0)[:, None]  # each on its own scale
+    elsewhere = torch.randn(40, 16) / 4
+    elsewhere[:, :8] = 0
+    spread = [
+        (x @ heads_now.T).std(1).mean().item() / (x @ heads_now.T).abs().mean().item() for x in (features, elsewhere)
+    ]
+    assert loss_fn(batch).metrics["accuracy"].item() / len(rows) > 0.95
+    assert spread[1] > 2 * spread[0]
+
+
+def test_an_ensemble_of_heads_opens_in_transformers_with_a_label_for_each(checkpoints, make_stage, tmp_path):
+    import transformers
+
+    run, config = make_stage(
+        "reward", checkpoints["llama"], tmp_path / "run", ensemble=EnsembleConfig(members=3),
+        training=TrainingConfig(batch_size=8, max_steps=1),
+    )  # fmt: skip
+    directory = run(config)
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(directory)
+    reward = load_reward_model(str(directory))
+    ids = [list(one.ids) for one in reward.encode([("How are you?", " Well."), "A text"])]
+    with torch.no_grad():
+        logits = torch.cat([theirs(torch.tensor([row])).logits for row in ids])
+    assert theirs.config.num_labels == 3 and logits[0].unique().numel() == 3
+    assert_close(reward.members_of_ids(ids), logits, atol=1e-5, rtol=1e-5)
+
+
+def test_ppo_learns_from_an_ensemble(checkpoints, make_stage, tmp_path, read_metrics):
+    run, config = make_stage(
+        "reward", checkpoints["llama"], tmp_path / "reward", ensemble=EnsembleConfig(members=2),
+        training=TrainingConfig(batch_size=8, max_steps=1),
+    )  # fmt: skip
+    run, config = make_stage("ppo", checkpoints["llama"], tmp_path / "ppo", reward_model=str(run(config)))
+    run(config)
+    assert all(line["score"] == line["score"] for line in read_metrics(tmp_path / "ppo"))
+
+
+def test_bootstrap_counts_are_poisson_and_fixed_by_seed_member_and_row():
+    rows = [f"rows.jsonl:{number}" for number in range(4000)]
+    counts = Bootstrap(0, 3).counts(rows)
+    assert_close(counts, Bootstrap(0, 3).counts(rows[::-1]).flip(0))
+    assert (counts != Bootstrap(1, 3).counts(rows)).any() and (counts[:, 0] != counts[:, 1]).any()
+    assert counts.mean().item() == pytest.approx(1, abs=0.05) and counts.var().item() == pytest.approx(1, abs=0.1)
+    assert (counts == 0).float().mean().item() == pytest.approx(0.3679, abs=0.02)
+
+
+# Steps
+
+
+def test_a_process_reward_model_learns_step_labels(checkpoints, make_stage, tmp_path, read_metrics):
+    def steps(path, count, seed):
+        rng, rows = random.Random(seed), []
+        for _ in range(count):
+            moods = [rng.choice(["awful", "lovely"]) for _ in range(rng.randint(1, 4))]
+            rows.append(
+                {
+                    "prompt": "Describe the hotel.",
+                    "completions": [f"the {rng.choice(WORDS)} is {mood}" for mood in moods],
+                    "labels": [mood == "lovely" for mood in moods],
+                }
+            )
+        return write(path, rows)
+
+    run, config = make_stage(
+        "reward", checkpoints["llama"], tmp_path / "run", data=data_of(steps, tmp_path), loss="steps", **QUICK
+    )
+    reward = load_reward_model(str(run(config)))
+    last = read_metrics(tmp_path / "run")[-1]
+    assert last["held_out_accuracy"] > 0.9
+    texts = ["the pool is lovely", "the bus is awful", "the spa is lovely"]
+    right = reward.score_steps("Describe the hotel.", texts)
+    assert right.shape == (3,) and right[0] > 0.5 > right[1]
+    assert_close(reward.score_steps("Describe the hotel.", texts, document="min"), right.min())
+    assert_close(reward.score_steps("Describe the hotel.", texts, document="product"), right.prod())
+
+
+def test_scores_of_steps_need_a_model_trained_on_steps(stage):
+    with pytest.raises(
+        UserError, match="need a decoder trained with loss=steps; this model is trained with loss=bradley"
+    ):
+        load_reward_model(str(stage("reward") / "model")).score_steps("p", ["a"])
+
+
+# Encoders
+
+ENCODERS = {
+    "bert": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "roberta": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4},
+    "distilbert": {"dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
+    "deberta-v2": {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "relative_attention": True, "pos_att_type": ["p2c", "c2p"], "position_buckets": 16, "norm_rel_ebd": "layer_norm",
+        "share_att_key": True,
+    },
+    "electra": {
+        "hidden_size": 32, "embedding_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    },
+    "albert": {
+        "hidden_size": 32, "embedding_size": 16, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    },
+    "modernbert": {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "cls_token_id": 2,
+        "sep_token_id": 3,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory):
+    """`encoder("bert")` -> directory of a tiny one with a WordPiece tokenizer of the rows' words."""
+    words = " ".join([*WORDS, *MOODS, "how is the", "and", "?"])
+    tokenizer = train_wordpiece([words] * 4, 120)
+
+    def make(family):
+        folder = tmp_path_factory.mktemp(family)
+        torch.manual_seed(0)
+        config = {
+            "model_type": family,
+            "vocab_size": len(tokenizer),
+            "pad_token_id": tokenizer.pad_token_id,
+            **ENCODERS[family],
+        }
+        save_model(build_model(config), folder)
+        save_tokenizer(tokenizer, folder)
+        return str(folder)
+
+    return make
+
+
+@pytest.mark.parametrize("family", ENCODERS)
+def test_an_encoder_is_trained_by_the_same_verb_and_opens_in_transformers(
+    family, encoder, make_stage, tmp_path, read_metrics
+):
+    import transformers
+
+    data = replace(data_of(pairs, tmp_path), max_length=64)
+    run, config = make_stage(
+        "reward", encoder(family), tmp_path / "run", data=data, optim=OptimConfig(learning_rate=3e-3),
+        training=TrainingConfig(batch_size=16, epochs=8 if family == "bert" else 1),
+    )  # fmt: skip
+    directory = run(config)
+    if family == "bert":
+        assert read_metrics(tmp_path / "run")[-1]["held_out_accuracy"] > 0.85
+    reward = load_reward_model(str(directory))
+    theirs = transformers.AutoModelForSequenceClassification.from_pretrained(directory).eval()
+    texts = [("how is the bus ?", "the bus is lovely"), ("how is the bar ?", "the bar is awful and the view is poor")]
+    with torch.no_grad():
+        expected = torch.stack([theirs(**reward.tokenizer(*pair, return_tensors="pt")).logits[0, 0] for pair in texts])
+    assert_close(reward.score(texts), expected, atol=1e-5, rtol=1e-4)
+    assert_close(reward.score(texts), torch.cat([reward.score([text]) for text in texts]), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("settings", ["lora", "heads", "ranking"])
+def test_an_encoder_takes_adapters_ensembles_and_rankings(settings, encoder, make_stage, tmp_path, read_metrics):
+    make = rankings if settings == "ranking" else pairs
+    more = {
+        "lora": {"adapter": LoRASpec(rank=4, alpha=16.0)},
+        "heads": {"ensemble": EnsembleConfig(members=2, bootstrap=True)},
+        "ranking": {"loss": "ranking"},
+    }[settings]
+    data = replace(data_of(make, tmp_path), max_length=64)
+    run, config = make_stage("reward", encoder("bert"), tmp_path / "run", data=data, **QUICK, **more)
+    reward = load_reward_model(str(run(config)))
+    assert read_metrics(tmp_path / "run")[-1]["held_out_accuracy"] > 0.7
+    good, bad = reward.score([("how is the bus ?", "the bus is lovely"), ("how is the bus ?", "the bus is awful")])
+    assert good > bad
+    assert reward.score_members(["the bus is lovely"]).shape == (1, 2 if settings == "heads" else 1)
+
+
+def test_long_rows_of_an_encoder_lose_the_prompts_beginning_and_are_counted(encoder, make_stage, tmp_path, capsys):
+    rng = random.Random(0)
+    rows = [
+        {"prompt": "how is the " + "bus " * 60, "chosen": response(rng)[0] + " a", "rejected": response(rng)[0] + " b"}
+        for _ in range(8)
+    ]
+    data = DataConfig(train=write(tmp_path / "long.jsonl", rows), max_length=40, max_cut_share=1.0)
+    run, config = make_stage(
+        "reward", encoder("bert"), tmp_path / "run", data=data, training=TrainingConfig(batch_size=8, max_steps=1)
+    )
+    run(config)
+    assert "cut 8: prompt longer than fits" in capsys.readouterr().err
+
+
+def test_what_an_encoder_cannot_learn_is_refused_before_its_weights_are_read(encoder, make_stage, tmp_path):
+    policy = encoder("bert")
+    Path(policy, "model.safetensors").write_bytes(b"not read")
+    run, config = make_stage("reward", policy, tmp_path / "a", loss="steps")
+    with pytest.raises(UserError, match="this model is an encoder, every token of which sees all steps"):
+        run(config)
+    rows = [{"prompt": [{"role": "user", "content": "hi"}], "chosen": "a b", "rejected": "c d"}]
+    data = DataConfig(train=write(tmp_path / "chat.jsonl", rows))
+    run, config = make_stage("reward", policy, tmp_path / "b", data=data)
+    with pytest.raises(UserError, match=r"chat\.jsonl:1: the prompt is a list of messages, and an encoder reads texts"):
+        run(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"theta": 1.0}, "theta must be above 1"),
+        ({"learn_theta": True}, "learn_theta goes with loss=rao_kupper"),
+        ({"ensemble": EnsembleConfig(kind="adapters")}, "needs `adapter`"),
+        ({"loss": "steps", "center_coef": 0.1}, "center_coef holds scores of whole responses"),
+    ],
+)
+def test_settings_that_do_not_go_together_are_refused(settings, problem):
+    with pytest.raises(ValueError, match=problem):
+        RewardConfig(policy="p", data=DataConfig(train="t"), output="o", **settings)

@@ -1,0 +1,146 @@
+"""Losses over ranked responses: worked numbers, limits, and a batch of groups against one group at a time."""
+
+import math
+from functools import partial
+from itertools import permutations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment.losses import bradley_terry_loss, center_penalty, ranking_loss
+from alignment.losses.ranking import (
+    center_scores_penalty,
+    ordered_pair_metrics,
+    plackett_luce_loss,
+    rao_kupper_loss,
+    step_loss,
+    step_metrics,
+    tie_probabilities,
+)
+
+SCORES = torch.tensor([2.0, 1.0, 0.0])
+
+
+def test_three_responses_cost_the_mean_of_their_three_pairs():
+    """Leads 1, 1, 2: (0.313262 + 0.313262 + 0.126928) / 3 = 0.251151."""
+    loss = ranking_loss(SCORES, torch.tensor([0, 1, 2]))
+    assert loss.shape == () and loss.item() == pytest.approx(0.251151, abs=1e-6)
+
+
+def test_equal_ranks_form_no_pair():
+    """Only 2 over 1 and 2 over 0 are left: (0.313262 + 0.126928) / 2."""
+    assert ranking_loss(SCORES, torch.tensor([0, 1, 1])).item() == pytest.approx(0.220095, abs=1e-6)
+    assert ranking_loss(SCORES, torch.tensor([0, 0, 0])) == 0
+
+
+def test_two_responses_are_the_bradley_terry_loss_with_its_margin():
+    pairs, ranks = torch.randn(6, 2), torch.tensor([[0, 1]]).expand(6, 2)
+    margin = torch.rand(6)
+    assert_close(ranking_loss(pairs, ranks, margin=margin), bradley_terry_loss(*pairs.unbind(1), margin))
+    assert_close(plackett_luce_loss(pairs, ranks), bradley_terry_loss(*pairs.unbind(1)))
+    assert_close(rao_kupper_loss(pairs, ranks, theta=1 + 1e-7), bradley_terry_loss(*pairs.unbind(1)))
+    assert_close(center_scores_penalty(pairs, pairs == pairs), center_penalty(*pairs.unbind(1)))
+
+
+def test_a_ranking_has_the_probability_of_its_choices():
+    """exp(2) / (e^2 + e + 1) * e / (e + 1) = 0.665241 * 0.731059; all six orders together are certain."""
+    assert plackett_luce_loss(SCORES, torch.tensor([0, 1, 2])).item() == pytest.approx(
+        -math.log(0.665241 * 0.731059), abs=1e-5
+    )
+    orders = torch.tensor(list(permutations(range(3))))
+    assert plackett_luce_loss(SCORES.expand(6, 3), orders).neg().exp().sum().item() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_tied_responses_are_chosen_before_the_rest_and_not_before_each_other():
+    """2 and 1 tie above 0: e^2 / (e^2 + 1) * e / (e + 1)."""
+    loss = plackett_luce_loss(SCORES, torch.tensor([0, 0, 1]))
+    assert loss.item() == pytest.approx(0.126928 + 0.313262, abs=1e-6)
+    assert plackett_luce_loss(SCORES, torch.tensor([1, 1, 1])) == 0
+
+
+def test_wins_ties_and_losses_are_certain_together():
+    """Scores 1 and 0, theta 2: e / (e + 2) = 0.576117, 1 / (2e + 1) = 0.155362, the tie has the rest."""
+    win, tie, loss = tie_probabilities(torch.tensor(1.0), torch.tensor(0.0), theta=2.0)
+    assert (win.item(), loss.item()) == pytest.approx((0.576117, 0.155362), abs=1e-6)
+    assert tie.item() == pytest.approx(3 * math.e / ((math.e + 2) * (2 * math.e + 1)), abs=1e-6)
+    assert (win + tie + loss).item() == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_tie_costs_what_its_probability_says():
+    scores = torch.tensor([1.0, 0.0, -1.0])
+    ranks = torch.tensor([0, 0, 1])  # one tie, two wins
+    tie = tie_probabilities(scores[0], scores[1], theta=2.0).tie
+    wins = [tie_probabilities(scores[i], scores[2], theta=2.0).win for i in (0, 1)]
+    assert_close(rao_kupper_loss(scores, ranks, theta=2.0), -torch.stack([tie, *wins]).log().mean())
+    with pytest.raises(ValueError, match="theta must be above 1"):
+        rao_kupper_loss(scores, ranks, theta=1.0)
+
+
+def test_theta_is_found_from_the_share_of_ties():
+    """At equal scores a tie has probability (theta - 1) / (theta + 1): with half the pairs tied theta is 3."""
+    log_theta = torch.tensor(0.5, requires_grad=True)
+    scores, ranks = torch.zeros(2, 2), torch.tensor([[0, 1], [0, 0]])
+    optimizer = torch.optim.SGD([log_theta], lr=0.5)
+    for _ in range(200):
+        optimizer.zero_grad()
+        rao_kupper_loss(scores, ranks, theta=log_theta.exp()).mean().backward()
+        optimizer.step()
+    assert log_theta.exp().item() == pytest.approx(3.0, abs=1e-3)
+
+
+LOSSES = {
+    "ranking": ranking_loss,
+    "plackett_luce": plackett_luce_loss,
+    "rao_kupper": partial(rao_kupper_loss, theta=1.7),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_padded_batch_of_groups_gives_the_numbers_of_each_group_alone(name):
+    torch.manual_seed(0)
+    sizes = (2, 5, 3, 4)
+    groups = [(torch.randn(size, dtype=torch.float64), torch.randint(0, 3, (size,))) for size in sizes]
+    mask = torch.tensor([[place < size for place in range(5)] for size in sizes])
+    scores = torch.full((4, 5), 1e9, dtype=torch.float64).masked_scatter(mask, torch.cat([s for s, _ in groups]))
+    scores.requires_grad_()
+    ranks = torch.zeros(4, 5, dtype=torch.long).masked_scatter(mask, torch.cat([r for _, r in groups]))
+    together = LOSSES[name](scores, ranks, mask=mask)
+    alone = torch.stack([LOSSES[name](s, r) for s, r in groups])
+    assert_close(together, alone)
+    together.sum().backward()
+    assert scores.grad is not None and scores.grad.isfinite().all() and (scores.grad[~mask] == 0).all()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_scores_that_fit_the_ranks_cost_less_and_a_shift_costs_nothing(name):
+    ranks = torch.tensor([1, 0, 2, 1])
+    good, bad = torch.tensor([1.0, 3.0, -2.0, 1.0]), torch.tensor([0.0, -3.0, 2.0, 1.0])
+    assert LOSSES[name](good, ranks) < LOSSES[name](bad, ranks)
+    assert_close(LOSSES[name](good + 7, ranks), LOSSES[name](good, ranks))
+
+
+def test_metrics_count_ordered_pairs_and_the_best_of_each_prompt():
+    """First prompt: pairs (a, b) right, (a, c) tied, (b, c) wrong, best is a tie of a and c. Second: one right pair."""
+    scores = torch.tensor([[2.0, 1.0, 2.0], [0.5, 0.0, 9.0]])
+    ranks, mask = torch.tensor([[0, 1, 2], [0, 1, 0]]), torch.tensor([[True, True, True], [True, True, False]])
+    found = {
+        name: (value.item(), number.item())
+        for name, (value, number) in ordered_pair_metrics(scores, ranks, mask).items()
+    }
+    assert found == {"accuracy": (2.5, 4.0), "ties": (1.0, 4.0), "margin": (0.5, 4.0), "top1": (1.5, 2.0)}
+
+
+def test_a_step_costs_its_cross_entropy():
+    """Logit 2 on a right step costs 0.126928, on a wrong one 2.126928."""
+    scores, labels = torch.tensor([2.0, 2.0, 0.0]), torch.tensor([True, False, True])
+    assert_close(step_loss(scores, labels), torch.tensor([0.126928, 2.126928, math.log(2)]), atol=1e-6, rtol=0)
+    sums = {name: value.item() for name, value in step_metrics(scores, labels).items()}
+    assert sums == {"accuracy": 1.5, "ties": 1.0, "right": 2.0}
+
+
+def test_a_step_costs_what_two_classes_cost_in_a_token_classifier():
+    """The cross-entropy over (wrong, right) logits is the binary one of their difference."""
+    logits, labels = torch.randn(7, 2), torch.randint(0, 2, (7,))
+    two = torch.nn.functional.cross_entropy(logits, labels, reduction="none")
+    assert_close(step_loss(logits[:, 1] - logits[:, 0], labels.bool()), two)
