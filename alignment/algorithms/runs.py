@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from alignment.data.checks import check_findings
 from alignment.data.config import DataConfig
 from alignment.data.examples import TokenizedRow
 from alignment.data.mixture import RowOrder, describe_mixture, source_shares, stream_of
@@ -130,7 +131,7 @@ def read_examples(
         examples, counts = prepare(data, kind, tokenizer, part)
     else:
         examples, counts = prepare_with(preparation, data, tokenizer, part=part)
-    for line in (*counts.lines(), *describe_cache(examples)):
+    for line in (*counts.lines(), *describe_cache(examples), *check_findings(examples, data.check)):
         run.note(f"{part} {kind}: {line}")
     compare_rows(f"data.{part}" if kind != "text" else f"pretrain.{part}", examples)
     return examples

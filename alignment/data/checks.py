@@ -39,6 +39,7 @@ from alignment.data.rows.steps import NO_STEPS
 from alignment.data.text import chat
 from alignment.data.tokenize import EMPTY, EQUAL, FEW_RESPONSES, NO_STEP, PROMPT_CUT, RESPONSE_CUT, STEPS_CUT
 from alignment.data.tokenizers.tokenizer import Tokenizer, bos_id, control_strings
+from alignment.errors import raise_all
 
 Level = Literal["error", "warning", "note"]
 
@@ -376,13 +377,19 @@ class Checks:
         found = [
             *_dropped(counts),
             *_cut(counts, self.kind, max_cut_share, max_length),
-            *self._row_findings(),
-            *self._preference_findings(),
-            *self._token_findings(counts),
+            *self.findings_of_rows(counts),
             *_overlap(counts),
         ]
         levels: Sequence[Level] = ("error", "warning", "note")
         return sorted(found, key=lambda finding: levels.index(finding.level))  # type: ignore[arg-type]
+
+    def findings_of_rows(self, counts: Tally) -> list[Finding]:
+        """The findings about rows that are used: what the tally says of others is left out.
+
+        Args:
+            counts: of the tokenization; a response that was cut lacks its stop token for that.
+        """
+        return [*self._row_findings(), *self._preference_findings(), *self._token_findings(counts)]
 
     def _row_findings(self) -> Iterator[Finding]:
         if copies := self.copies.copies():
@@ -522,3 +529,25 @@ def _unstopped(example: Example, stops: frozenset[int]) -> bool:
         ends.append(start)
         start = mask.find(b"\1\0", start + 1)
     return any(example.ids[index] not in stops for index in ends)
+
+
+def check_findings(examples: Sequence[TokenizedRow], check: Literal["stop", "warn", "off"]) -> list[str]:
+    """What the data doctor found in prepared rows, a line each; what the tally says of them is left out.
+
+    Args:
+        examples: a table, or joined tables.
+        check: data.check.
+
+    Raises:
+        UserError: it found errors, and `check` is stop; all of them at once.
+    """
+    lines, errors = [], []
+    for table in getattr(examples, "tables", [examples]) if check != "off" else []:
+        counted = {**table.manifest["tally"]["dropped"], **table.manifest["tally"]["cut"]}
+        for finding in table.findings:
+            if finding["name"] not in counted:
+                lines.append(f"{finding['level']}: {finding['text']}")
+                errors += [f"{table.manifest['source']}: {finding['text']}"] * (finding["level"] == "error")
+    if errors and check == "stop":
+        raise_all([*errors, "mend the rows, or set data.check=warn to train on them as they are"])
+    return lines

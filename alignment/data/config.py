@@ -88,6 +88,7 @@ class DataConfig:
         skip_ties: pairs with equal texts: drop and count them, or treat them as bad rows.
         max_lost_share: of the rows read.
         max_cut_share: of the rows kept: prompts without their beginning, or responses without their end.
+        check: what the data doctor finds is noted in the run; its errors stop the run, are noted too, or it is off.
         processes: that read and tokenize rows side by side; None: one, or one per core for a source of 64 MB or more.
         cache: directory of prepared rows; None: ALIGNMENT_CACHE, else alignment/data in the user's cache directory.
     """
@@ -107,12 +108,15 @@ class DataConfig:
     skip_ties: bool = True
     max_lost_share: float = 0.5
     max_cut_share: float = 0.5
+    check: Literal["stop", "warn", "off"] = "stop"
     processes: int | None = None
     cache: str | None = None
 
     def __post_init__(self) -> None:
         if not self.train:
             raise ValueError("data.train names no file")
+        if self.check not in ("stop", "warn", "off"):
+            raise ValueError(f"data.check must be stop, warn or off, got {self.check!r}")
         if self.on_bad_row not in ("error", "skip"):
             raise ValueError(f"data.on_bad_row must be error or skip, got {self.on_bad_row!r}")
         if self.max_rows is not None and self.max_rows < 1:
