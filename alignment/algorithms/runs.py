@@ -10,13 +10,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from alignment.data.checks import check_findings
 from alignment.data.config import DataConfig
 from alignment.data.examples import TokenizedRow
 from alignment.data.mixture import RowOrder, describe_mixture, source_shares, stream_of
 from alignment.data.prepare import Preparation, prepare, prepare_with
 from alignment.data.rows.records import Kind
-from alignment.data.table import Rows, describe_cache, lengths_of, name_of_row
+from alignment.data.table import Rows, check_findings, describe_cache, lengths_of, name_of_row
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, without_secrets
 from alignment.files import write_json

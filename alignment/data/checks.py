@@ -39,7 +39,6 @@ from alignment.data.rows.steps import NO_STEPS
 from alignment.data.text import chat
 from alignment.data.tokenize import EMPTY, EQUAL, FEW_RESPONSES, NO_STEP, PROMPT_CUT, RESPONSE_CUT, STEPS_CUT
 from alignment.data.tokenizers.tokenizer import Tokenizer, bos_id, control_strings
-from alignment.errors import raise_all
 
 Level = Literal["error", "warning", "note"]
 
@@ -529,25 +528,3 @@ def _unstopped(example: Example, stops: frozenset[int]) -> bool:
         ends.append(start)
         start = mask.find(b"\1\0", start + 1)
     return any(example.ids[index] not in stops for index in ends)
-
-
-def check_findings(examples: Sequence[TokenizedRow], check: Literal["stop", "warn", "off"]) -> list[str]:
-    """What the data doctor found in prepared rows, a line each; what the tally says of them is left out.
-
-    Args:
-        examples: a table, or joined tables.
-        check: data.check.
-
-    Raises:
-        UserError: it found errors, and `check` is stop; all of them at once.
-    """
-    lines, errors = [], []
-    for table in getattr(examples, "tables", [examples]) if check != "off" else []:
-        counted = {**table.manifest["tally"]["dropped"], **table.manifest["tally"]["cut"]}
-        for finding in table.findings:
-            if finding["name"] not in counted:
-                lines.append(f"{finding['level']}: {finding['text']}")
-                errors += [f"{table.manifest['source']}: {finding['text']}"] * (finding["level"] == "error")
-    if errors and check == "stop":
-        raise_all([*errors, "mend the rows, or set data.check=warn to train on them as they are"])
-    return lines

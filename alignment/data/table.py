@@ -20,6 +20,7 @@ import numpy as np
 from alignment.data.codecs import Codec
 from alignment.data.examples import TokenizedRow
 from alignment.data.rows.records import Tally
+from alignment.errors import raise_all
 from alignment.files import hash_of
 
 if TYPE_CHECKING:
@@ -508,3 +509,25 @@ def longest_rows(rows: Sequence[Row], count: int) -> list[Row]:
 def manifest_of(written: Mapping[str, object], *, key: str, tally: Tally, notes: Sequence[str]) -> dict[str, Any]:
     """The manifest of a table: what `TableWriter.close` gave, and what the rows were made of."""
     return {**written, "key": key, "tally": asdict(tally), "notes": list(notes)}
+
+
+def check_findings(examples: Sequence[TokenizedRow], check: Literal["stop", "warn", "off"]) -> list[str]:
+    """What the data doctor found in prepared rows, a line each; what the tally says of them is left out.
+
+    Args:
+        examples: a table, or joined tables.
+        check: data.check.
+
+    Raises:
+        UserError: it found errors, and `check` is stop; all of them at once.
+    """
+    lines, errors = [], []
+    for table in getattr(examples, "tables", [examples]) if check != "off" else []:
+        counted = {**table.manifest["tally"]["dropped"], **table.manifest["tally"]["cut"]}
+        for finding in table.findings:
+            if finding["name"] not in counted:
+                lines.append(f"{finding['level']}: {finding['text']}")
+                errors += [f"{table.manifest['source']}: {finding['text']}"] * (finding["level"] == "error")
+    if errors and check == "stop":
+        raise_all([*errors, "mend the rows, or set data.check=warn to train on them as they are"])
+    return lines

@@ -2,9 +2,9 @@
 
 import pytest
 
-from alignment.data.checks import check_findings
 from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
+from alignment.data.table import check_findings
 from alignment.errors import UserError
 
 ROW = {"prompt": [{"role": "user", "content": "hi"}], "response": "ho"}
