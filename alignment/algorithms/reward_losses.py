@@ -235,7 +235,9 @@ def objective_loss_fn(
 
     def loss_fn(batch: RaggedBatch) -> LossSum:
         ragged: Ragged = with_segments(batch.ragged) if is_encoder else batch.ragged
-        scores = document_scores(model(batch=ragged), objective.read_at(batch))  # [D, k]
+        # A decoder's last layer then computes these tokens alone; an encoder gives a score per document anyway.
+        output = model(batch=ragged) if is_encoder else model(batch=ragged, tokens=objective.read_at(batch))
+        scores = document_scores(output)  # [D, k]
         costs = torch.stack([objective.cost(one, batch, theta(), center_coef) for one in scores.unbind(-1)], -1)
         if bootstrap is not None:
             costs = costs * bootstrap.counts(counted_rows(batch)).to(costs.device)

@@ -6,7 +6,7 @@ An ensemble of heads needs no class of its own: the rows of one head on one trun
 from collections.abc import Sequence
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from alignment.models.activation_checkpointing import Keep
 from alignment.models.classifiers import ScalarModel
@@ -52,6 +52,6 @@ class AdapterEnsemble(nn.Module):
         for member in self.models:
             member.checkpoint_activations(enabled, keep)
 
-    def forward(self, *, batch: Ragged) -> ValueOutput:
-        """Values of every token, [N], and the values by each member, [N, k]."""
-        return value_output(torch.stack([member(batch=batch).values for member in self.members], -1))
+    def forward(self, *, batch: Ragged, tokens: Tensor | None = None) -> ValueOutput:
+        """Values of every token, [N], or of `tokens`, [M], and the values by each member, [N, k] or [M, k]."""
+        return value_output(torch.stack([member(batch=batch, tokens=tokens).values for member in self.members], -1))

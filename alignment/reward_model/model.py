@@ -216,13 +216,14 @@ def score_encoded(model: nn.Module, texts: Sequence[Encoded], micro_batch_tokens
     return scores
 
 
-def document_scores(output: ValueOutput | ClassifierOutput, read_at: Tensor) -> Tensor:
+def document_scores(output: ValueOutput | ClassifierOutput, read_at: Tensor | None = None) -> Tensor:
     """The scores in a model's output by each member, [B, k].
 
     Args:
         output: of a decoder, a number per token; of an encoder, one per text.
-        read_at: index of the token that a decoder's score is read at, [B].
+        read_at: index of the token that a decoder's score is read at, [B]; None: the output is of these tokens alone.
     """
     if isinstance(output, ClassifierOutput):
         return output.logits
-    return output.values[read_at, None] if output.members is None else output.members[read_at]
+    members = output.values[:, None] if output.members is None else output.members
+    return members if read_at is None else members[read_at]

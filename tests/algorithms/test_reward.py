@@ -72,7 +72,7 @@ def scores_as_given(chosen, rejected):
     [batch] = collate_pairs(pairs, 10**6)
     values = torch.full((len(batch.ragged.tokens),), 1e9)
     values[batch.ragged.last] = torch.tensor([*chosen, *rejected])
-    return batch, lambda batch: ValueOutput(values=values)
+    return batch, lambda batch, tokens: ValueOutput(values=values[tokens])
 
 
 def test_loss_and_metrics_of_four_margins():

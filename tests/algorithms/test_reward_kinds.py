@@ -93,7 +93,7 @@ def test_pairs_cost_the_same_as_comparisons_and_as_rankings_of_two(tmp_path):
     side = lambda *ids: Example([1, *ids], [False] + [True] * len(ids), "r")  # noqa: E731
     rows = [(side(3, 4), side(5)), (side(6), side(7, 8, 9)), (side(4), side(4, 4))]
     values = torch.randn(20, generator=torch.Generator().manual_seed(0))
-    model = lambda batch: ValueOutput(values[batch.tokens])  # noqa: E731
+    model = lambda batch, tokens: ValueOutput(values[batch.tokens[tokens]])  # noqa: E731
     [two] = collate_pairs([PairExample(a, b, 0.5, "r") for a, b in rows], 100)
     [group] = collate_rankings([RankedExample((b, a), (1, 0), "r", margin=0.5) for a, b in rows], 100)
     found = [
@@ -119,7 +119,7 @@ def test_a_prompt_counts_once_however_the_groups_are_cut_and_however_many_respon
     ]  # fmt: skip
     values = torch.randn(50, generator=torch.Generator().manual_seed(0))
     for loss in ("ranking", "plackett_luce", "rao_kupper"):
-        loss_fn = objective_loss_fn(lambda batch: ValueOutput(values[batch.tokens] * 3), OBJECTIVES[loss])
+        loss_fn = objective_loss_fn(lambda batch, tokens: ValueOutput(values[batch.tokens[tokens]] * 3), OBJECTIVES[loss])
         sums = []
         for tokens in (10**6, 40, 1):
             batches = collate_rankings(rows, tokens)
@@ -191,8 +191,8 @@ def test_heads_on_fixed_features_disagree_where_no_row_taught_them():
     ]
     [batch] = collate_pairs(rows, 10**6)
 
-    def model(batch):
-        outputs = features[batch.tokens] @ heads.T
+    def model(batch, tokens):
+        outputs = features[batch.tokens[tokens]] @ heads.T
         return ValueOutput(outputs.mean(-1), members=outputs)
 
     loss_fn = objective_loss_fn(model, OBJECTIVES["bradley_terry"], bootstrap=Bootstrap(0, 5))

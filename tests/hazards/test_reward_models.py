@@ -78,7 +78,7 @@ def test_h23_the_loss_reads_the_last_token_alone():
     for elsewhere in (0.0, 1e9, float("nan")):
         values = torch.full((10,), elsewhere)
         values[torch.tensor([2, 9])] = torch.tensor([1.0, 0.5])
-        losses.append(reward_loss_fn(lambda batch, values=values: ValueOutput(values), 0.0)(batch).total)
+        losses.append(reward_loss_fn(lambda batch, tokens, values=values: ValueOutput(values[tokens]), 0.0)(batch).total)
     assert losses[0] == losses[1] == losses[2] and losses[0].item() == pytest.approx(0.474077, abs=1e-6)
 
 
@@ -229,7 +229,7 @@ def test_h26_four_margins():
     [batch] = collate_pairs([PairExample(side(row), side(row), None, str(row)) for row in range(4)], 100)
     values = torch.zeros(len(batch.ragged.tokens))
     values[batch.ragged.last] = torch.tensor([0.7, 0.0, 0.2, 3.1, 0.0, 0.3, 0.2, 0.0])
-    result = reward_loss_fn(lambda batch: ValueOutput(values), 0.0)(batch)
+    result = reward_loss_fn(lambda batch, tokens: ValueOutput(values[tokens]), 0.0)(batch)
     assert result.total.item() / 4 == pytest.approx(0.498688, abs=1e-6)
     assert (result.metrics["accuracy"].item() / 4, result.metrics["ties"].item()) == (0.625, 1.0)
 
@@ -241,7 +241,10 @@ def test_h26_nine_rows_on_two_ranks_give_the_numbers_of_one():
     scores = torch.randn(40, generator=torch.Generator().manual_seed(0))
 
     def sums(batches):
-        loss_fn = reward_loss_fn(lambda batch: ValueOutput(scores[batch.tokens] * batch.tokens.roll(1).float()), 0.01)
+        def model(batch, tokens):
+            return ValueOutput((scores[batch.tokens] * batch.tokens.roll(1).float())[tokens])
+
+        loss_fn = reward_loss_fn(model, 0.01)
         found = [(batch.weight, loss_fn(batch)) for batch in batches]
         return torch.tensor([[w, float(r.total), float(r.metrics["accuracy"])] for w, r in found]).sum(0)
 
