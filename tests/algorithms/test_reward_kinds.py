@@ -119,7 +119,9 @@ def test_a_prompt_counts_once_however_the_groups_are_cut_and_however_many_respon
     ]  # fmt: skip
     values = torch.randn(50, generator=torch.Generator().manual_seed(0))
     for loss in ("ranking", "plackett_luce", "rao_kupper"):
-        loss_fn = objective_loss_fn(lambda batch, tokens: ValueOutput(values[batch.tokens[tokens]] * 3), OBJECTIVES[loss])
+        loss_fn = objective_loss_fn(
+            lambda batch, tokens: ValueOutput(values[batch.tokens[tokens]] * 3), OBJECTIVES[loss]
+        )
         sums = []
         for tokens in (10**6, 40, 1):
             batches = collate_rankings(rows, tokens)

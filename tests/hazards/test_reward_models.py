@@ -78,7 +78,9 @@ def test_h23_the_loss_reads_the_last_token_alone():
     for elsewhere in (0.0, 1e9, float("nan")):
         values = torch.full((10,), elsewhere)
         values[torch.tensor([2, 9])] = torch.tensor([1.0, 0.5])
-        losses.append(reward_loss_fn(lambda batch, tokens, values=values: ValueOutput(values[tokens]), 0.0)(batch).total)
+        losses.append(
+            reward_loss_fn(lambda batch, tokens, values=values: ValueOutput(values[tokens]), 0.0)(batch).total
+        )
     assert losses[0] == losses[1] == losses[2] and losses[0].item() == pytest.approx(0.474077, abs=1e-6)
 
 
