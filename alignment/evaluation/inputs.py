@@ -15,11 +15,20 @@ def read_records(data: DataConfig, kind: Kind) -> list[Any]:
     Raises:
         UserError: bad rows, or settings of a mixture: an evaluation reads every row once.
     """
-    if unread := data.unread("mixing", "loss_weight", "chat_template"):
-        raise UserError(f"an evaluation reads every row once and alike, without {', '.join(unread)}; leave that out")
+    refuse_mixture(data)
     rows, tally = read_rows(data.sources("train"), kind, max_rows=data.max_rows, on_bad_row=data.on_bad_row)
     print_tally(kind, tally)
     return rows
+
+
+def refuse_mixture(data: DataConfig) -> None:
+    """Refuse settings of a mixture: an evaluation reads every row once.
+
+    Raises:
+        UserError: the data has such settings.
+    """
+    if unread := data.unread("mixing", "loss_weight", "chat_template"):
+        raise UserError(f"an evaluation reads every row once and alike, without {', '.join(unread)}; leave that out")
 
 
 def print_tally(what: str, tally: Tally) -> None:

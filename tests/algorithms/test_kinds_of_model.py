@@ -1,14 +1,19 @@
 """Stages for decoders refuse encoders and encoder-decoders in words, before any weight is read."""
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from alignment.data.config import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.errors import UserError
 from alignment.evaluation import reward_accuracy
 from alignment.models.build import build_model
 from alignment.models.huggingface.checkpoint import save_model
+from alignment.reward_model import load_reward_model
 
 SMALL = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 CONFIGS = {
@@ -64,12 +69,16 @@ def test_an_encoder_is_no_critic(directory, stage, make_stage, tmp_path):
         run(config)
 
 
-def test_evaluate_reward_says_who_scores_with_an_encoder(directory, world, tmp_path):
-    from alignment.data.config import DataConfig
-
-    torch.manual_seed(0)
-    config = reward_accuracy.RewardEvalConfig(
-        directory("bert", "scalar"), DataConfig(train=world["comparisons"]), str(tmp_path / "out")
-    )
-    with pytest.raises(UserError, match=r"bert: an encoder reads .* alignment\.load_reward_model gives its scores"):
-        reward_accuracy.run(config)
+def test_an_encoder_is_evaluated_as_it_reads_pairs_of_texts(directory, world, tmp_path):
+    judge = directory("bert", "scalar")
+    data = DataConfig(train=world["comparisons_heldout"], max_length=256)
+    results = reward_accuracy.run(reward_accuracy.RewardEvalConfig(judge, data, str(tmp_path / "out"), bins=5))
+    found, card = json.loads(results.read_text()), json.loads((tmp_path / "out" / "card.json").read_text())
+    rows = [json.loads(line) for line in Path(world["comparisons_heldout"]).read_text().splitlines()]
+    model = load_reward_model(judge)
+    scores = {side: model.score([(row["prompt"], row[side]) for row in rows]) for side in ("chosen", "rejected")}
+    assert found["margin"] == pytest.approx(float((scores["chosen"] - scores["rejected"]).mean()), abs=1e-5)
+    assert found["score"]["chosen"] == pytest.approx(float(scores["chosen"].mean()), abs=1e-5)
+    assert card["model"]["architecture"] == "encoder"
+    assert card["robustness"]["forms"]["padded left"]["largest"] < 1e-4
+    assert card["robustness"]["forms"]["bfloat16"]["largest"] > 0

@@ -114,14 +114,7 @@ class Chart:
 
 def write_report(path: Path, data: ReportData) -> Path:
     """Write a self-contained HTML page and return its path. All text is escaped, and the page runs no script."""
-    environment = Environment(
-        loader=FileSystemLoader(TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.filters |= {"cell": format_cell, "duration": format_duration}
+    environment = page_environment()
     colors = policy_colors(data)
     stages = {name: visible_and_folded_charts(name, rows) for name, rows in data.stages.items()}
     html = environment.get_template("report.html.jinja").render(
@@ -137,6 +130,19 @@ def write_report(path: Path, data: ReportData) -> Path:
     )
     write_text(path, html)
     return Path(path)
+
+
+def page_environment() -> Environment:
+    """Templates of pages: all text is escaped, unknown names are errors, and `cell` and `duration` format values."""
+    environment = Environment(
+        loader=FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {"cell": format_cell, "duration": format_duration}
+    return environment
 
 
 def policy_colors(data: ReportData) -> dict[str, int]:

@@ -1,0 +1,413 @@
+"""The reward model's card: each figure by hand, planted faults of scorers, and the files of a run."""
+
+import json
+import math
+import random
+import re
+from itertools import combinations, pairwise
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from alignment.data.config import DataConfig, SourceConfig
+from alignment.errors import UserError
+from alignment.evaluation import reward_accuracy
+from alignment.evaluation.best_of_n import best_of_n, best_of_n_curve, kl_bound, powers_of_two
+from alignment.evaluation.reward_accuracy import RewardEvalConfig
+from alignment.evaluation.reward_card import (
+    ScoredGroup,
+    accuracy_figures,
+    calibrating_temperature,
+    calibration_figures,
+    clustered_rate,
+    ensemble_figures,
+    length_figures,
+    pairs_of,
+    reliability,
+    strength_figures,
+    symmetric_kappa,
+    vote_figures,
+)
+from alignment.evaluation.reward_robustness import score_changes
+from alignment.evaluation.reward_sampling import BestOfNConfig
+from alignment.evaluation.winrate import Z_95, paired_interval
+from alignment.models.outputs import ValueOutput
+from alignment.reward_model import RewardModel
+
+
+def group(scores, ranks=(0, 1), lengths=(10, 10), prompt="p", **more):
+    return ScoredGroup("r", "s", prompt, scores, ranks, lengths, **more)
+
+
+# --- accuracy -------------------------------------------------------------------------------------------------------
+
+
+def test_one_pair_per_prompt_has_tangos_interval_and_pairs_of_a_prompt_are_not_counted_as_independent():
+    alone = clustered_rate(np.array([1.0, 1.0, 0.5, 0.0]), np.arange(4))
+    assert alone is not None
+    assert (alone["rate"], alone["wins"], alone["losses"], alone["ties"]) == (0.625, 2, 1, 1)
+    assert (alone["low"], alone["high"]) == paired_interval(2, 1, 4)
+    # two prompts, both pairs of the one right and of the other wrong: sums of deviations 1 and -1,
+    # variance 2/1 * 2/16 = 1/4 = rate (1 - rate) / 1, so that four pairs say as much as one
+    both = clustered_rate(np.array([1.0, 1.0, 0.0, 0.0]), np.array([0, 0, 1, 1]))
+    assert both is not None
+    half = 0.5 * Z_95 / math.sqrt(1 + Z_95**2)
+    assert (both["low"], both["high"]) == pytest.approx((0.5 - half, 0.5 + half))
+    assert both["prompts"] == 2
+    # all right: Wilson's interval of 2 prompts, 1 / (1 + z^2 / 2)
+    sure = clustered_rate(np.ones(6), np.array([0, 0, 0, 1, 1, 1]))
+    assert sure is not None
+    assert sure["low"] == pytest.approx(1 / (1 + Z_95**2 / 2))
+    assert clustered_rate(np.array([]), np.array([])) is None
+
+
+def test_a_group_of_three_counts_its_ordered_pairs_and_what_is_picked():
+    figures = accuracy_figures(
+        [group((3.0, 1.0, 2.0), (0, 1, 2), (1, 2, 3)), group((0.0, 1.0, 1.0), (0, 0, 1), (1, 1, 1))]
+    )
+    # first: 3>1, 3>2 right, 1<2 wrong; second: 0<1 wrong, 1=1 tie
+    accuracy = figures["accuracy"]
+    assert (accuracy["wins"], accuracy["losses"], accuracy["ties"]) == (2, 2, 1)
+    assert figures["margin"]["mean"] == pytest.approx((2 + 1 - 1 - 1 + 0) / 5)
+    assert sum(figures["margin"]["histogram"]["counts"]) == 5
+    k_way = figures["k_way"]
+    assert k_way["groups"] == 2
+    assert k_way["top_1"] == pytest.approx(
+        (1 + 0.5) / 2
+    )  # of the two highest scores of the second one is among the best
+    assert k_way["top_1_by_chance"] == pytest.approx((1 / 3 + 2 / 3) / 2)
+    assert figures["always_longer"]["losses"] == 3
+
+
+def test_pairs_are_no_k_way_groups():
+    assert accuracy_figures([group((1.0, 0.0))])["k_way"] is None
+
+
+# --- reliability ----------------------------------------------------------------------------------------------------
+
+
+def test_calibration_by_hand():
+    three_of_four = math.log(3) * np.array([1.0, 1.0, 1.0, -1.0])  # sigmoid(log 3) = 3/4
+    fair = reliability(three_of_four)
+    assert fair["ece"] == pytest.approx(0, abs=1e-12)
+    assert fair["brier"] == pytest.approx((3 * (1 / 4) ** 2 + (3 / 4) ** 2) / 4)
+    mixed = reliability(np.concatenate([three_of_four, math.log(9) * np.array([1.0, -1.0])]))  # 9/10, observed 1/2
+    assert mixed["ece"] == pytest.approx(2 / 6 * 0.4)
+    filled = [row for row in mixed["bins"] if row["pairs"]]
+    assert [(row["pairs"], row["observed"]) for row in filled] == [(4, 0.75), (2, 0.5)]
+    assert [row["predicted"] for row in filled] == pytest.approx([0.75, 0.9])
+    assert len(mixed["bins"]) == 10
+    assert reliability(np.zeros(3))["brier"] == 0.25  # ties: half
+
+
+def test_the_temperature_that_calibrates():
+    found = calibrating_temperature(5 * np.array([1.0, 1.0, 1.0, -1.0]))
+    assert found == pytest.approx(5 / math.log(3))  # 3/4 right, so that sigmoid(5 / T) must be 3/4
+    figures = calibration_figures(5 * np.array([1.0, 1.0, 1.0, -1.0]))
+    assert figures["calibrated"]["ece"] == pytest.approx(0, abs=1e-9)
+    assert figures["ece"] > 0.2
+    assert calibrating_temperature(np.array([1.0, 2.0])) is None
+    assert "no temperature" in calibration_figures(np.array([-1.0, -2.0]))["temperature_missing"]
+
+
+def test_a_scorer_that_draws_by_its_own_probabilities_is_calibrated():
+    rng = np.random.default_rng(0)
+    leads = rng.normal(0, 2, 40_000)
+    margins = np.where(rng.random(len(leads)) < 1 / (1 + np.exp(-leads)), leads, -leads)
+    figures = calibration_figures(margins)
+    assert figures["ece"] < 0.01
+    assert figures["temperature"] == pytest.approx(1, abs=0.05)
+    assert calibration_figures(3 * margins)["temperature"] == pytest.approx(3, abs=0.15)
+
+
+# --- length ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_slope_on_length_by_hand():
+    pairs = pairs_of([group((1.0, 0.0), lengths=(200, 100)), group((3.0, 0.0), lengths=(300, 100), prompt="q")])
+    figures = length_figures(pairs)  # x = 1, 2 and y = 1, 3: b = (1 + 6) / (1 + 4), residuals -0.4 and 0.2
+    assert figures["slope_per_100_tokens"] == pytest.approx(1.4)
+    assert figures["high"] - 1.4 == pytest.approx(Z_95 * math.sqrt(2 * (0.4**2 + 0.4**2)) / 5)
+    assert figures["correlation"] == pytest.approx(7 / math.sqrt(5 * 10))
+    assert figures["chosen_longer"]["rate"] == 1
+    assert figures["chosen_shorter"] is None
+    assert "equally long" in length_figures(pairs_of([group((1.0, 0.0))]))["slope_missing"]
+
+
+def test_a_planted_length_bias_shows_its_slope_and_a_fair_scorer_has_none():
+    rng = random.Random(0)
+    biased, fair = [], []
+    for number in range(600):
+        lengths = (rng.randint(5, 300), rng.randint(5, 300))
+        noise = [rng.gauss(0, 1) for _ in range(2)]
+        fair.append(group(noise, lengths=lengths, prompt=str(number // 2)))
+        biased.append(
+            group([n + 0.02 * t for n, t in zip(noise, lengths, strict=True)], lengths=lengths, prompt=str(number // 2))
+        )
+    bias, none = length_figures(pairs_of(biased)), length_figures(pairs_of(fair))
+    assert bias["low"] < 2 < bias["high"]
+    assert bias["high"] - bias["low"] < 0.3
+    assert bias["chosen_longer"]["low"] > 0.8
+    assert bias["chosen_shorter"]["high"] < 0.25
+    assert bias["prefers_longer"] > 0.8
+    assert none["low"] < 0 < none["high"]
+
+
+# --- annotators -----------------------------------------------------------------------------------------------------
+
+
+def test_agreement_and_kappa_by_hand():
+    # in both orders three of four agree and the marginals are halves: (3/4 - 1/2) / (1 - 1/2)
+    assert symmetric_kappa([(1, 1), (1, 1), (1, 1), (0, 1)]) == pytest.approx(0.5)
+    # a tie against a win: exact agreement 1/2, chance 1/4 * 1/2 + 1/4 * 1/2 = 1/4
+    assert symmetric_kappa([(1, 1), (0.5, 1)]) == pytest.approx(1 / 3)
+    assert symmetric_kappa([]) is None
+    assert symmetric_kappa([(0.5, 0.5)]) is None
+    figures = vote_figures([1, 0], [[1, 1, 0], [1]])
+    assert figures is not None
+    assert figures["model_with_a_vote"] == 2 / 4
+    assert figures["model_with_majority"] == 1 / 2
+    assert figures["people_with_each_other"] == pytest.approx(1 / 3)
+    assert figures["kappa_model_with_majority"] == 0
+    assert vote_figures([1.0], [[]]) is None
+
+
+def test_agreement_by_strength_of_the_preference():
+    groups = [group((1.0, 0.0), strength=3.0), group((0.0, 1.0), strength=1.0), group((1.0, 0.0), strength=1.0)]
+    weak, strong = strength_figures(pairs_of(groups))
+    assert (weak["from"], weak["to"], weak["agreement"]["rate"]) == (1, 1, 0.5)
+    assert (strong["from"], strong["agreement"]["rate"]) == (3, 1)
+    rated = pairs_of([group((2.0, 1.0, 0.0), (0, 1, 2), (1, 1, 1), human=(9.0, 5.0, 4.0))])
+    assert rated.strength.tolist() == [4, 5, 1]
+    many = strength_figures(pairs_of([group((1.0, 0.0), strength=float(i)) for i in range(100)]))
+    assert [each["agreement"]["n"] for each in many] == [25, 25, 25, 25]
+    assert strength_figures(pairs_of([group((1.0, 0.0))])) == []
+
+
+def test_the_spread_of_an_ensemble_by_hand():
+    # members' margins 1 and 3 (deviation 1), and 1 and 1
+    pairs = pairs_of([group((2.0, 0.0), members=[[1, 3], [0, 0]]), group((0.0, 1.0), members=[[0, 0], [1, 1]])])
+    assert pairs.deviations.tolist() == [1, 0]
+    figures = ensemble_figures(pairs)
+    assert figures["accuracy_where_low"]["rate"] == 0
+    assert figures["accuracy_where_high"]["rate"] == 1
+
+
+# --- best of n ------------------------------------------------------------------------------------------------------
+
+
+def test_best_of_n_is_the_mean_over_all_subsets():
+    assert best_of_n([1, 2, 3], [10, 20, 60], 1) == pytest.approx(30)
+    assert best_of_n([1, 2, 3], [10, 20, 60], 2) == pytest.approx((20 + 60 + 60) / 3)
+    assert best_of_n([1, 1], [0, 1], 2) == 0.5  # equal scores in a random order
+    rng = np.random.default_rng(0)
+    scores, gold = rng.integers(0, 5, 7).astype(float), rng.normal(size=7)
+    for n in range(1, 8):
+        picked = []
+        for subset in combinations(range(7), n):
+            best = max(scores[i] for i in subset)
+            picked.append(np.mean([gold[i] for i in subset if scores[i] == best]))
+        # a subset's own ties are drawn from the whole tie group with equal chances, so that the means are equal
+        assert best_of_n(scores, gold, n) == pytest.approx(np.mean(picked))
+    with pytest.raises(ValueError, match="between 1 and the 2 responses"):
+        best_of_n([1, 2], [1, 2], 3)
+
+
+def test_kl_bound_and_curve():
+    assert kl_bound(1) == 0
+    assert kl_bound(4) == pytest.approx(math.log(4) - 3 / 4)
+    assert powers_of_two(16) == [1, 2, 4, 8, 16]
+    assert powers_of_two(6) == [1, 2, 4]
+    rng = np.random.default_rng(1)
+    gold = rng.normal(size=(200, 8))
+    good = best_of_n_curve((gold + rng.normal(size=gold.shape)).tolist(), gold.tolist(), powers_of_two(8))
+    blind = best_of_n_curve(rng.normal(size=gold.shape).tolist(), gold.tolist(), powers_of_two(8))
+    assert [point["n"] for point in good] == [1, 2, 4, 8]
+    assert all(one["gold"] < two["gold"] for one, two in pairwise(good))
+    assert good[-1]["gain_low"] > 0.7
+    assert (
+        good[-1]["low"] < 1.4236 / math.sqrt(2) < good[-1]["high"]
+    )  # the mean largest of 8 normals, seen through noise
+    assert blind[-1]["gain_low"] < 0 < blind[-1]["gain_high"]
+    short = best_of_n_curve([[1, 2], [1, 2, 3]], [[0, 1], [0, 1, 2]], [1, 3])
+    assert (short[1]["prompts"], short[1]["gold"], short[1]["gain"]) == (1, 2, 1)
+
+
+# --- robustness -----------------------------------------------------------------------------------------------------
+
+
+def test_changes_by_hand():
+    found = score_changes(torch.tensor([0.0, 1.0, 2.0]), torch.tensor([1.5, 1.0, 2.0]), [(1, 0), (2, 1)])
+    assert found["largest"] == 1.5
+    assert found["mean"] == 0.5
+    assert found["order_changes"] == 0.5
+    assert found["largest_in_deviations"] == pytest.approx(1.5 / math.sqrt(2 / 3))
+
+
+class PlantedScorer(nn.Module):
+    """Scores a text by its length; a padded call by the width of the rectangle, which is the fault."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(0.01))
+        self.spec = SimpleNamespace(max_positions=10_000)
+
+    def virtual_tokens(self):
+        return 0
+
+    def forward(self, input_ids=None, attention_mask=None, *, batch=None):
+        if batch is not None:
+            return ValueOutput(self.weight * (batch.positions + 1))
+        rows, width = input_ids.shape
+        return ValueOutput(input_ids * 0.0, torch.full((rows, 1), 0.01 * width))
+
+
+def test_a_planted_scorer_of_length_and_padding_shows_in_the_card(world, tokenizer, tmp_path, monkeypatch):
+    monkeypatch.setattr(reward_accuracy, "load_reward_model", lambda *_, **__: RewardModel(PlantedScorer(), tokenizer))
+    config = RewardEvalConfig("planted", DataConfig(train=world["comparisons"]), str(tmp_path), dtypes=[])
+    reward_accuracy.run(config)
+    card = json.loads((tmp_path / "card.json").read_text())
+    length, forms = card["length"]["all"], card["robustness"]["forms"]
+    assert length["slope_per_100_tokens"] == pytest.approx(1, abs=1e-4)
+    assert length["correlation"] == pytest.approx(1)
+    assert length["always_longer"]["rate"] == card["accuracy"]["all"]["accuracy"]["rate"]
+    assert forms["padded left"]["largest"] > 0.05
+    assert forms["padded right"]["order_changes"] > 0
+    for form in ("alone", "other batches", "reversed order"):
+        assert forms[form]["largest"] == 0
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+def write_lines(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_a_run_writes_the_card_of_several_sources_and_a_curve_of_a_policys_samples(stage, world, tmp_path):
+    rankings = write_lines(
+        tmp_path / "rankings.jsonl",
+        [
+            {"prompt": "Guest: hello\nConcierge:", "responses": [" Hello.", " Go.", " Welcome to us all."], "scores": [3, 1, 3]},
+            {"prompt": "Guest: pool?\nConcierge:", "responses": [" It is up.", " No.", " Maybe so."], "scores": [5, 2, 3]},
+        ],
+    )  # fmt: skip
+    config = RewardEvalConfig(
+        str(stage("reward") / "model"),
+        DataConfig(train=[SourceConfig(world["comparisons"], name="hotel"), SourceConfig(rankings, name="ranked")], max_length=256),
+        str(tmp_path / "out"),
+        robustness_rows=6,
+        best_of_n=BestOfNConfig(
+            str(stage("sft") / "model"), DataConfig(train=world["prompts_eval"], max_length=200), "gold", samples=4, max_new_tokens=12
+        ),
+    )  # fmt: skip
+    results = json.loads(reward_accuracy.run(config).read_text())
+    card, page = (tmp_path / "out" / name for name in (results["card"], results["page"]))
+    found, html = json.loads(card.read_text()), page.read_text()
+    assert set(results) == {"accuracy", "always_longer", "margin", "score", "left_out", "card", "page"}
+    assert results["accuracy"]["n"] == 24 + 2 + 3
+    assert {name: part["accuracy"]["n"] for name, part in found["accuracy"].items()} == {
+        "all": 29,
+        "hotel": 24,
+        "ranked": 5,
+    }
+    assert found["accuracy"]["hotel"]["k_way"] is None
+    assert found["accuracy"]["ranked"]["k_way"]["groups"] == 2
+    assert [part["agreement"]["n"] for part in found["agreement"]["by_strength"]] == [1, 3, 1]
+    assert set(found["robustness"]["forms"]) == {
+        "alone", "other batches", "reversed order", "padded right", "padded left", "bfloat16"
+    }  # fmt: skip
+    assert (
+        max(found["robustness"]["forms"][form]["largest"] for form in ("alone", "padded left", "padded right")) < 1e-4
+    )
+    assert found["robustness"]["forms"]["bfloat16"]["largest"] > 1e-4
+    assert [point["n"] for point in found["best_of_n"]["curve"]] == [1, 2, 4]
+    assert all(-6 <= point["gold"] <= 4 and point["prompts"] == 4 for point in found["best_of_n"]["curve"])
+    assert "single one" in found["ensemble"]["missing"]
+    assert "annotator" in found["agreement"]["votes"]["missing"]
+    assert not re.search(r"https?:|//\w|@import|<link|<iframe|<script", html)
+    for text in ("hotel", "ranked", "padded on the left", "the reward model is a single one", "Best of n", "<svg"):
+        assert text in html
+
+
+def test_without_a_policy_the_pick_among_ranked_responses_is_shown(stage, tmp_path):
+    rows = write_lines(
+        tmp_path / "rows.jsonl",
+        [{"prompt": f"Guest {i}:", "responses": [" a b", " c", " d e f"], "ranks": [1, 2, 3]} for i in range(4)],
+    )
+    config = RewardEvalConfig(
+        str(stage("reward") / "model"), DataConfig(train=rows), str(tmp_path / "out"), robustness_rows=0
+    )
+    reward_accuracy.run(config)
+    card = json.loads((tmp_path / "out" / "card.json").read_text())
+    curve = card["best_of_n"]["curve"]
+    assert [(point["n"], point["prompts"]) for point in curve] == [(1, 4), (2, 4), (3, 4)]
+    assert curve[0]["gold"] == 1  # the mean of the ranks 0, 1, 2
+    assert card["best_of_n"]["policy"] is None
+    assert card["robustness"]["missing"] == "robustness_rows is 0"
+    assert card["accuracy"]["all"]["accuracy"]["prompts"] == 4
+    assert "clustered" in card["accuracy"]["all"]["accuracy"]["interval"]
+
+
+def test_votes_and_annotators_of_the_rows(stage, tmp_path):
+    rows = [
+        {"prompt": "Q:", "chosen": " a b", "rejected": " c", "votes": ["chosen", "chosen", "rejected"], "margin": 1},
+        {"prompt": "R:", "chosen": " d", "rejected": " e", "annotator": "ann", "agreement": 0.75},
+        {"prompt": "R:", "chosen": " e", "rejected": " d", "annotator": "bob"},  # they disagree
+        {"prompt": "S:", "chosen": " f", "rejected": " g", "annotator": "ann"},
+    ]
+    model = str(stage("reward") / "model")
+    config = RewardEvalConfig(
+        model, DataConfig(train=write_lines(tmp_path / "rows.jsonl", rows)), str(tmp_path / "out"), robustness_rows=0
+    )
+    reward_accuracy.run(config)
+    agreement = json.loads((tmp_path / "out" / "card.json").read_text())["agreement"]
+    assert agreement["votes"]["pairs"] == 3
+    assert agreement["votes"]["votes"] == 6
+    assert agreement["votes"]["people_with_each_other"] == pytest.approx((1 + 0 + 0 + 0) / 4)
+    assert {name: rate["n"] for name, rate in agreement["annotators"].items()} == {"ann": 2, "bob": 1}
+    assert agreement["people_for_chosen"] == 0.75
+    rows[0]["votes"] = ["maybe"]
+    rows[3]["agreement"] = 3
+    bad = DataConfig(train=write_lines(tmp_path / "bad.jsonl", rows))
+    with pytest.raises(UserError, match=r"(?s)2 bad rows.*bad\.jsonl:1:votes.*bad\.jsonl:4:agreement"):
+        reward_accuracy.run(RewardEvalConfig(model, bad, str(tmp_path / "out")))
+
+
+def test_settings_that_do_not_go_together_are_refused(checkpoints, world):
+    prompts = DataConfig(train=world["prompts_eval"])
+    for settings, problem in (
+        ({"judge": "reward_model"}, "needs `judge_model`"),
+        ({"judge": "gold", "judge_model": "x"}, "says nothing with judge=gold"),
+        ({"judge": "gold", "samples": 1}, "samples must be at least 2"),
+        ({"judge": "gold", "temperature": 0.0}, "temperature must be above 0"),
+    ):
+        with pytest.raises(ValueError, match=problem):
+            BestOfNConfig(checkpoints["llama"], prompts, **settings)
+    with pytest.raises(ValueError, match="bins must be at least 1"):
+        RewardEvalConfig("x", prompts, "out", bins=0)
+
+
+@pytest.mark.real_data
+@pytest.mark.slow
+def test_the_card_of_the_four_subsets_of_hh_rlhf(stage, data_folder, tmp_path):
+    names = ["harmless-base", "helpful-base", "helpful-online", "helpful-rejection-sampled"]
+    sources = [
+        SourceConfig(str(data_folder / "hh_rlhf" / f"{name}.jsonl.gz"), name=name, max_rows=150) for name in names
+    ]
+    data = DataConfig(train=sources, max_length=256, on_bad_row="skip", max_cut_share=1.0)
+    reward_accuracy.run(RewardEvalConfig(str(stage("reward") / "model"), data, str(tmp_path)))
+    card = json.loads((tmp_path / "card.json").read_text())
+    assert card["sources"] == names
+    assert sum(card["accuracy"][name]["accuracy"]["n"] for name in names) == card["accuracy"]["all"]["accuracy"]["n"]
+    assert card["accuracy"]["all"]["accuracy"]["n"] > 500
+    for name in names:  # a model of another world knows nothing of these rows
+        rate = card["accuracy"][name]["accuracy"]
+        assert 0.3 < rate["rate"] < 0.7
+        assert card["length"][name]["low"] < card["length"][name]["high"]
+    assert card["robustness"]["forms"]["alone"]["order_changes"] == 0
+    assert all(name in (tmp_path / "card.html").read_text() for name in names)
