@@ -158,9 +158,10 @@ def _draw_head(scalar: ScalarModel | ExternalScalarModel, new_head: NewHead, mem
     if scalar.head.out_features != members:
         old: Tensor = scalar.head.weight
         scalar.head.weight = nn.Parameter(old.new_empty(members, old.shape[1]), requires_grad=False)
-        scalar.head.out_features, scalar.config = members, scalar.config | score_labels(members)
+        scalar.head.out_features = members
     weight: Tensor = scalar.head.weight
     if isinstance(scalar, ScalarModel):
+        scalar.config = scalar.config | score_labels(members)
         initialize_layer(scalar.head, scalar.spec.init, "head")
     if new_head == "zero":
         nn.init.zeros_(weight)

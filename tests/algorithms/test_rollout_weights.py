@@ -9,6 +9,7 @@ from alignment.algorithms.ppo import rollout_weights
 from alignment.algorithms.ppo.rollout_weights import choose_rollout_weights, sampling_bytes
 from alignment.algorithms.ppo.setup import PPOConfig
 from alignment.data.config import DataConfig
+from alignment.data.examples import PromptExample
 from alignment.errors import UserError
 from alignment.models.build import build_language_model
 from alignment.training import TrainingConfig
@@ -37,10 +38,14 @@ def state_of(model, whole: int, kind: str = "fsdp2"):
     )
 
 
+def prompt(length: int) -> PromptExample:
+    return PromptExample([1] * length, "", {}, "row")
+
+
 def choose(model, setting: str, whole: int, free: int, monkeypatch, kind: str = "fsdp2"):
     monkeypatch.setattr(rollout_weights, "free_bytes", lambda group: free)
     config = PPOConfig("policy", "reward", DataConfig(train="rows"), "output", rollout_weights=setting)
-    data = SimpleNamespace(prompts=SimpleNamespace(rows=[SimpleNamespace(ids=[1] * 10)]))
+    data = SimpleNamespace(prompts=SimpleNamespace(rows=[prompt(10)]))
     notes = []
     return choose_rollout_weights(config, data, state_of(model, whole, kind), SimpleNamespace(note=notes.append)), notes
 
@@ -48,7 +53,7 @@ def choose(model, setting: str, whole: int, free: int, monkeypatch, kind: str = 
 def test_bytes_of_cache_and_logits_by_hand(model):
     training = TrainingConfig(batch_size=30, precision="bf16")
     config = PPOConfig("policy", "reward", DataConfig(train="rows"), "output", max_new_tokens=6, training=training)
-    data = SimpleNamespace(prompts=SimpleNamespace(rows=[SimpleNamespace(ids=[1] * 10), SimpleNamespace(ids=[1] * 3)]))
+    data = SimpleNamespace(prompts=SimpleNamespace(rows=[prompt(10), prompt(3)]))
     # 8 rows a rank; 16 tokens, each with keys and values of 2 heads of 8 numbers in 2 layers, in 2 bytes
     assert sampling_bytes(config, data, state_of(model, 1)) == 8 * (16 * 2 * 2 * 2 * 8 * 2 + 3 * 4 * 61)
 

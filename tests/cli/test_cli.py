@@ -298,7 +298,19 @@ def test_data_check_prints_its_report(monkeypatch, capsys, ok, code):
         == code
     )
     assert capsys.readouterr().out == "12 rows\n"
-    assert calls == [("rows.jsonl", {"kind": "comparisons", "tokenizer": "t", "template": None, "max_length": 9})]
+    assert calls == [
+        (
+            "rows.jsonl",
+            {
+                "kind": "comparisons",
+                "tokenizer": "t",
+                "template": None,
+                "max_length": 9,
+                "columns": {},
+                "evaluation": None,
+            },
+        )
+    ]
 
 
 def test_generate_needs_prompts_of_one_kind(capsys):
@@ -321,7 +333,7 @@ def responder(monkeypatch):
         return Generation(["yes"] * n, [[7, 2]] * n, [[-0.5, -0.25]] * n, [True] * n)
 
     monkeypatch.setattr(command, "load_model", lambda name, *_, **__: types.SimpleNamespace(name=name, config={}))
-    monkeypatch.setattr(command, "load_tokenizer", lambda name: types.SimpleNamespace(name=name, chat_template=None))
+    monkeypatch.setattr(command, "load_tokenizer", lambda name, _: types.SimpleNamespace(name=name, chat_template=None))
     monkeypatch.setattr(
         command, "describe_stop_tokens", lambda name, tokenizer: f"a response of {name} ends at <end> (1)"
     )
@@ -378,7 +390,10 @@ def test_a_stored_beam_search_is_taken_over_when_asked_for(responder, tmp_path):
 
 def test_wrong_generate_settings_are_code_2(responder, capsys):
     assert cli.main(["generate", "--model", "m", "--prompt", "a", "temprature=1", "top_p=2"]) == 2
-    assert capsys.readouterr().err == "error: override: temprature: unknown key; did you mean 'temperature'?\n"
+    assert (
+        capsys.readouterr().err
+        == "error: override: temprature: unknown key; did you mean 'temperature' or 'chat_template'?\n"
+    )
     assert cli.main(["generate", "--model", "m", "--prompt", "a", "top_p=2"]) == 2
     assert "top_p must be in (0, 1], got 2.0" in capsys.readouterr().err
     assert cli.main(["generate", "--model", "m", "--prompt", "a", "num_beams=4", "top_k=2"]) == 2

@@ -173,7 +173,7 @@ def _read_settings(directory: Path, task: str, changes: HFConfig) -> tuple[str, 
     check_sizes(directory, config, read_shapes(directory))
     try:
         settings = AutoConfig.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
-        settings.update(changes if task != "scalar" else changes | _score_settings(config | changes))
+        settings.update(changes if task != "scalar" else changes | score_settings(config | changes))
     except Exception as error:  # each class checks its keys in its own way
         raise UserError(f"{directory}/{CONFIG}: transformers refuses it ({type(error).__name__}: {error})") from error
     if task == "language":
@@ -183,7 +183,7 @@ def _read_settings(directory: Path, task: str, changes: HFConfig) -> tuple[str, 
     return task, settings
 
 
-def _score_settings(config: HFConfig) -> HFConfig:
+def score_settings(config: HFConfig) -> HFConfig:
     """The labels of a score head, or of an ensemble's heads, as transformers' config object has them."""
     labels = score_labels(score_outputs(config))
     return labels | {"id2label": {int(number): name for number, name in labels["id2label"].items()}}

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from alignment.models.external.load import score_settings
 from alignment.models.external.models import ExternalLanguageModel, ExternalScalarModel
 from alignment.models.external.padding import scores_every_token
 
@@ -24,7 +25,7 @@ def external_scalar_over(language: ExternalLanguageModel) -> ExternalScalarModel
     if inner is None or type(inner.base_model) is not type(trunk) or trunk is language.inner:
         return None
     setattr(inner, inner.base_model_prefix, trunk)
-    trunk.config.update({"num_labels": 1})
+    trunk.config.update(score_settings({}))
     inner.config = trunk.config
     new = [module for module in inner.modules() if any(x.is_meta for x in module.parameters(recurse=False))]
     if new != [getattr(inner, "score", None)] or not isinstance(inner.score, nn.Linear):
@@ -43,6 +44,6 @@ def _empty_scalar(trunk: "PreTrainedModel") -> Any:
     settings = deepcopy(trunk.config)
     if type(settings) not in AutoModelForSequenceClassification._model_mapping:
         return None
-    settings.update({"num_labels": 1})
+    settings.update(score_settings({}))
     with torch.device("meta"):
         return AutoModelForSequenceClassification.from_config(settings, trust_remote_code=False)
