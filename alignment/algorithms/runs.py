@@ -4,16 +4,16 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
 from torch import nn
 
-from alignment.data.config import DataConfig
+from alignment.data.config import NO_STREAMING, DataConfig
 from alignment.data.examples import TokenizedRow
 from alignment.data.mixture import RowOrder, describe_mixture, source_shares, stream_of
-from alignment.data.prepare import Preparation, prepare, prepare_with
+from alignment.data.prepare import Preparation, preparation_of, prepare_with
 from alignment.data.rows.records import Kind
 from alignment.data.table import Rows, check_findings, describe_cache, lengths_of, name_of_row
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -32,6 +32,9 @@ from alignment.training.optimizers import check_optimizer
 from alignment.training.ranks import compare_checkpoints, compare_rows, compare_start, propagate_failures
 from alignment.training.result import NO_EVALUATION
 from alignment.training.source_metrics import Sources
+
+if TYPE_CHECKING:
+    from alignment.data.streaming import StreamedOrder
 
 Row = TypeVar("Row", bound=TokenizedRow)
 
@@ -70,6 +73,7 @@ def open_run(
     names = [name for name in parents if name]
     with propagate_failures():
         check_evaluation(config)
+        check_streaming(config)
         compare_start(to_dict(config))
         for optim in (config.optim, value_optim or config.optim):
             check_optimizer(optim, launched_kind())
@@ -94,6 +98,20 @@ def check_evaluation(config: RunConfig) -> None:
         return
     if data.evaluation is None and not getattr(data, "evaluation_share", None):
         raise UserError(NO_EVALUATION)
+
+
+def check_streaming(config: RunConfig) -> None:
+    """Refuse a run over streamed rows whose length is given in epochs.
+
+    Raises:
+        UserError: it is.
+    """
+    data = getattr(config, "data", None)
+    if isinstance(data, DataConfig) and data.streaming and config.training.max_steps is None:
+        raise UserError(
+            "training.max_steps is missing: with data.streaming the number of rows is not known, so that training.epochs "
+            "gives the run no end; set training.max_steps, or data.streaming=false"
+        )
 
 
 def to_dict(config: object) -> dict[str, Any]:
@@ -126,8 +144,11 @@ def read_examples(
     preparation: Preparation | None = None,
 ) -> Rows:
     """Examples of one part of the data; rows that were dropped or cut are noted in the run, and where they are kept."""
-    if preparation is None:
-        examples, counts = prepare(data, kind, tokenizer, part)
+    preparation = preparation or preparation_of(kind)
+    if data.streaming and part == "train":
+        from alignment.data.streaming import open_stream
+
+        examples, counts = open_stream(preparation, data, tokenizer)
     else:
         examples, counts = prepare_with(preparation, data, tokenizer, part=part)
     for line in (*counts.lines(), *describe_cache(examples), *check_findings(examples, data.check)):
@@ -154,7 +175,7 @@ def check_rows(model: Module, examples: Sequence[Any], max_length: int, new_toke
 
 def prepare_training(
     model: nn.Module, config: RunConfig, examples: Sequence[Row], run: Run
-) -> tuple[Engine, RowOrder[Row]]:
+) -> tuple[Engine, "RowOrder[Row] | StreamedOrder[Row]"]:
     """The engine that trains a model over the run's updates, and the examples in the run's order.
 
     The types and bytes of the model's weights are noted in the run.
@@ -163,6 +184,9 @@ def prepare_training(
     """
     run.note(describe_weights(model))
     training = config.training
+    if config.data.streaming:
+        streamed = _streamed(model, config, examples, run)
+        return Engine(model, config.optim, training, total_steps=training.steps(0)), streamed
     stream = stream_of(
         config.data,
         examples,
@@ -177,6 +201,17 @@ def prepare_training(
         shares = source_shares(config.data, stream, total_steps)
         write_json(run.output / "sources.json", [dataclasses.asdict(share) for share in shares])
     return Engine(model, config.optim, training, total_steps=total_steps), stream
+
+
+def _streamed(model: nn.Module, config: RunConfig, examples: Sequence[Row], run: Run) -> "StreamedOrder[Row]":
+    """The examples of a run over streamed rows, each window checked against the model's positions when it is read."""
+    from alignment.data.streaming import StreamedOrder, StreamedRows
+
+    if not isinstance(examples, StreamedRows):
+        raise UserError(NO_STREAMING)
+    check = partial(check_rows, cast(Module, model), max_length=config.data.max_length)
+    training = config.training
+    return StreamedOrder(examples, batch_size=training.batch_size, seed=training.seed, check=check, note=run.note)
 
 
 def sources_of(data: DataConfig) -> Sources:

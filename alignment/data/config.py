@@ -18,6 +18,10 @@ Mixing = Literal["concatenate", "proportional", "weights", "temperature"]
 OnBadRow = Literal["error", "skip"]
 
 NAME = re.compile(r"[\w.-]+")
+NO_STREAMING = (
+    "data.streaming: sft, reward, dpo and pretrain can train on rows that are not known as a whole, and this cannot; set "
+    "data.streaming=false"
+)
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,10 @@ class DataConfig:
         check: what the data doctor finds is noted in the run; its errors stop the run, are noted too, or it is off.
         processes: that read and tokenize rows side by side; None: one, or one per core for a source of 64 MB or more.
         cache: directory of prepared rows; None: ALIGNMENT_CACHE, else alignment/data in the user's cache directory.
+        streaming: read and tokenize the rows of `train` while the run goes on, and keep nothing of them on disk, for data
+            that does not fit it; a bad row is then found when it is reached. Needs training.max_steps: the number of rows
+            is not known.
+        shuffle_buffer: with streaming, rows that are read and shuffled together; two such windows are in memory.
     """
 
     train: str | list[str | SourceConfig]
@@ -111,6 +119,8 @@ class DataConfig:
     check: Literal["stop", "warn", "off"] = "stop"
     processes: int | None = None
     cache: str | None = None
+    streaming: bool = False
+    shuffle_buffer: int = 10_000
 
     def __post_init__(self) -> None:
         if not self.train:
@@ -132,6 +142,7 @@ class DataConfig:
             raise ValueError(f"data.processes must be at least 1, got {self.processes}")
         _check_mixing(self)
         _check_evaluation(self)
+        _check_streaming(self)
 
     def sources(self, part: Part) -> list[SourceConfig]:
         """The sources of one part, each with name, columns and split filled in; none where no data is named for it."""
@@ -303,3 +314,23 @@ def _check_evaluation(data: DataConfig) -> None:
                 f"data.evaluation: {source.source} is read from the split '{found[-1]}', which is trained on; name the "
                 f"held-out one: data.evaluation_split=test, or data.evaluation={found[0]}[test]"
             )
+
+
+def _check_streaming(data: DataConfig) -> None:
+    """Refuse settings that need the number of rows before they are read."""
+    if data.shuffle_buffer < 1:
+        raise ValueError(
+            f"data.shuffle_buffer must be at least 1 row, got {data.shuffle_buffer}; 1 reads rows in order"
+        )
+    if not data.streaming:
+        return
+    if data.mixing in ("proportional", "temperature"):
+        raise ValueError(
+            f"data.mixing={data.mixing} draws by the sizes of the sources, which data.streaming does not know; give weights "
+            "with data.mixing=weights, or set data.streaming=false"
+        )
+    if data.max_rows is not None or any(source.max_rows is not None for source in data.sources("train")):
+        raise ValueError(
+            "max_rows ends the reading of data, which data.streaming never ends: training.max_steps says how many rows are "
+            "trained on; leave max_rows out, or set data.streaming=false"
+        )

@@ -25,7 +25,7 @@ PACKAGES = ("tokenizers", "transformers", "jinja2", "trl")  # their versions may
 WITHOUT_EFFECT = frozenset(
     {
         "train", "evaluation", "split", "evaluation_split", "columns", "max_rows", "mixing", "mixing_maximum", "temperature",
-        "max_lost_share", "processes", "cache", "check",
+        "max_lost_share", "processes", "cache", "check", "streaming", "shuffle_buffer",
     }
 )  # fmt: skip
 WITHOUT_EFFECT_OF_A_SOURCE = frozenset({"name", "weight", "loss_weight", "max_rows"})

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from alignment.data.config import DataConfig
+from alignment.data.config import NO_STREAMING, DataConfig
 from alignment.data.examples import TokenizedRow
 from alignment.data.stream import Stream, positions_of, rows_in
 from alignment.data.table import JoinedTables
@@ -56,11 +56,56 @@ def epoch_rows(config: DataConfig, sizes: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True)
+class SourceChoices:
+    """Which source each position of a mixture is drawn from: a pure function of (shares, seed, position).
+
+    The sources of each `BLOCK` of positions are drawn together: how many from each source, and in which order.
+
+    Attributes:
+        shares: probability of each source, [S].
+        seed: >= 0.
+    """
+
+    shares: Sequence[float]
+    seed: int
+    _draws: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _counts: list[np.ndarray] = field(default_factory=list, init=False, repr=False, compare=False)
+
+    def at(self, position: int) -> tuple[int, int]:
+        """Source of the draw at a position, and how many rows of this source were drawn before it."""
+        source, draw = self._block(position // BLOCK)[position % BLOCK]
+        return int(source), int(draw)
+
+    def _block(self, number: int) -> np.ndarray:
+        """Source and number of the draw at each position of one block, [BLOCK, 2]."""
+        if number not in self._draws:  # a memo of a pure function: what is in it changes speed only
+            if len(self._draws) > 1:
+                self._draws.clear()
+            counts = self._counts_to(number)
+            sources = np.repeat(np.arange(len(self.shares)), counts[number])
+            sources = np.random.default_rng([self.seed, ORDER_SALT, number]).permutation(sources)
+            draws = np.empty(BLOCK, dtype=np.int64)
+            for source, before in enumerate(counts[:number].sum(0)):
+                draws[sources == source] = before + np.arange(counts[number, source])
+            self._draws[number] = np.stack([sources, draws], 1)
+        return self._draws[number]
+
+    def _counts_to(self, number: int) -> np.ndarray:
+        """How many rows of each source are in each block, up to block `number` and beyond, [blocks, S].
+
+        The generator gives the same first rows however many are asked for; they take 8 S bytes for 4096 positions.
+        """
+        if not self._counts or len(self._counts[0]) <= number:
+            generator = np.random.default_rng([self.seed, COUNT_SALT])
+            self._counts[:] = [generator.multinomial(BLOCK, self.shares, size=2 ** int(number + 1).bit_length())]
+        return self._counts[0]
+
+
+@dataclass(frozen=True)
 class MixtureStream(Generic[Row]):
     """Global batches of rows drawn from several sources; the k-th draw of a source is row k of its own `Stream`.
 
-    So a source repeats no row before it has shown all of them, whatever its share. Positions count all draws from 0;
-    the sources of each `BLOCK` of them are drawn together: how many from each source, and in which order.
+    So a source repeats no row before it has shown all of them, whatever its share. Positions count all draws from 0.
 
     Attributes:
         rows: all rows, source after source.
@@ -78,8 +123,7 @@ class MixtureStream(Generic[Row]):
     epoch_length: int
     epochs: float | None = None
     _sources: list[Stream[Row]] = field(default_factory=list, init=False, repr=False, compare=False)
-    _draws: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _counts: list[np.ndarray] = field(default_factory=list, init=False, repr=False, compare=False)
+    _choices: list[SourceChoices] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.rows.tables) != len(self.shares):
@@ -87,7 +131,8 @@ class MixtureStream(Generic[Row]):
         if not (abs(sum(self.shares) - 1) < 1e-9 and min(self.shares) > 0):
             raise ValueError(f"shares must be above 0 and add up to 1, got {list(self.shares)}")
         for number, table in enumerate(self.rows.tables):
-            self._sources.append(Stream(table, 1, _source_seed(self.seed, number)))
+            self._sources.append(Stream(table, 1, seed_of_source(self.seed, number)))
+        self._choices.append(SourceChoices(self.shares, self.seed))
 
     def positions_at(self, step: int) -> list[int]:
         """Indices into `rows` of the rows of batch `step` (from 0).
@@ -116,35 +161,10 @@ class MixtureStream(Generic[Row]):
     def draws_at(self, step: int) -> list[tuple[int, int]]:
         """Source of each row of batch `step`, and how many rows of this source were drawn before it."""
         positions = positions_of(step, self.batch_size, self.epoch_length, self.epochs)
-        pairs = [self._block(position // BLOCK)[position % BLOCK] for position in positions]
-        return [(int(source), int(draw)) for source, draw in pairs]
-
-    def _block(self, number: int) -> np.ndarray:
-        """Source and number of the draw at each position of one block, [BLOCK, 2]."""
-        if number not in self._draws:  # a memo of a pure function: what is in it changes speed only
-            if len(self._draws) > 1:
-                self._draws.clear()
-            counts = self._counts_to(number)
-            sources = np.repeat(np.arange(len(self.shares)), counts[number])
-            sources = np.random.default_rng([self.seed, ORDER_SALT, number]).permutation(sources)
-            draws = np.empty(BLOCK, dtype=np.int64)
-            for source, before in enumerate(counts[:number].sum(0)):
-                draws[sources == source] = before + np.arange(counts[number, source])
-            self._draws[number] = np.stack([sources, draws], 1)
-        return self._draws[number]
-
-    def _counts_to(self, number: int) -> np.ndarray:
-        """How many rows of each source are in each block, up to block `number` and beyond, [blocks, S].
-
-        The generator gives the same first rows however many are asked for; they take 8 S bytes for 4096 positions.
-        """
-        if not self._counts or len(self._counts[0]) <= number:
-            generator = np.random.default_rng([self.seed, COUNT_SALT])
-            self._counts[:] = [generator.multinomial(BLOCK, self.shares, size=2 ** int(number + 1).bit_length())]
-        return self._counts[0]
+        return [self._choices[0].at(position) for position in positions]
 
 
-def _source_seed(seed: int, number: int) -> int:
+def seed_of_source(seed: int, number: int) -> int:
     """The seed of one source's order: two sources of equal size are not shuffled alike."""
     return int(np.random.default_rng([seed, SOURCE_SALT, number]).integers(2**62))
 
@@ -165,8 +185,10 @@ def stream_of(
         epochs: where the stream ends; None: it never ends.
 
     Raises:
-        UserError: a source of a mixture has no row.
+        UserError: a source of a mixture has no row; the rows are streamed, which not every stage can do.
     """
+    if config.streaming:
+        raise UserError(NO_STREAMING)
     if config.mixing == "concatenate":
         return Stream(examples, batch_size, seed, epochs)
     tables = tables_of(examples)

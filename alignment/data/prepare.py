@@ -17,7 +17,7 @@ import numpy as np
 
 from alignment.data.cache import cache_directory, get_entry
 from alignment.data.codecs import CODECS, Codec
-from alignment.data.config import DataConfig, Part, SourceConfig
+from alignment.data.config import NO_STREAMING, DataConfig, Part, SourceConfig
 from alignment.data.fingerprint import table_key
 from alignment.data.rows.chunks import Chunk, open_source
 from alignment.data.rows.files import source_files
@@ -82,7 +82,7 @@ class Preparation:
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """What every chunk of a source needs."""
 
     preparation: Preparation
@@ -94,7 +94,7 @@ class _Job:
 
 
 @dataclass
-class _Prepared:
+class PreparedChunk:
     """A chunk's examples as an Arrow batch, and what was found on the way; counts of reading and of tokenizing."""
 
     read: Tally
@@ -124,16 +124,26 @@ def prepare(config: DataConfig, kind: Kind, tokenizer: Tokenizer, part: Part = "
         UserError: bad rows, all of them at once; more rows lost than `config.max_lost_share`, or prompts or responses
             cut than `config.max_cut_share`; no data named for this part.
     """
-    return prepare_with(Preparation(kind, kind, TOKENIZE[kind], CODECS[kind]), config, tokenizer, part=part)
+    return prepare_with(preparation_of(kind), config, tokenizer, part=part)
+
+
+def preparation_of(kind: Kind) -> Preparation:
+    """How rows of one kind become the examples of a stage."""
+    return Preparation(kind, kind, TOKENIZE[kind], CODECS[kind])
 
 
 def prepare_with(
     preparation: Preparation, config: DataConfig, tokenizer: Tokenizer, *, part: Part
 ) -> tuple[Rows, Tally]:
-    """Read and tokenize the rows of one part as `preparation` says; see `prepare`."""
+    """Read and tokenize the rows of one part as `preparation` says; see `prepare`.
+
+    Of streamed training rows it is not known which prompts are held out too.
+    """
+    if config.streaming and part == "train":
+        raise UserError(NO_STREAMING)
     examples = prepare_tables(preparation, config, tokenizer, part=part)
     counts = require_enough(examples.tally, config, part)
-    if part == "evaluation":
+    if part == "evaluation" and not config.streaming:
         train = prepare_tables(preparation, config, tokenizer, part="train")
         counts.trained_on = trained_on(train, examples)
     return examples, counts
@@ -215,7 +225,7 @@ def _make(
     size = _size(source)
     chunk_bytes = min(max(CHUNK_BYTES, size // MOST_CHUNKS), MOST_BYTES)
     parser, chunks = open_source(source, preparation.kind, skip_ties=config.skip_ties, size=chunk_bytes)
-    job = _Job(preparation, parser, source.columns or {}, config, tokenizer, 1 << (size // CHECKED_BYTES).bit_length())
+    job = Job(preparation, parser, source.columns or {}, config, tokenizer, 1 << (size // CHECKED_BYTES).bit_length())
     checks = Checks(preparation.kind, weight=job.checked)
     read, tokenized, problems, refused, bad = Tally(), Tally(), [], {}, 0
     writer = TableWriter(directory, preparation.codec)
@@ -237,27 +247,29 @@ def _make(
     return {**writer.close(), **counts, "notes": [], "kind": preparation.name, "source": source.source}
 
 
-def _prepared_chunks(job: _Job, chunks: Iterator[Chunk], max_rows: int | None, processes: int) -> Iterator[_Prepared]:
+def _prepared_chunks(
+    job: Job, chunks: Iterator[Chunk], max_rows: int | None, processes: int
+) -> Iterator[PreparedChunk]:
     """The chunks prepared, in order: one after another where rows are counted, else by several processes."""
     if job.preparation.whole:
-        yield _prepare_chunk(job, Chunk(rows=tuple(row for chunk in chunks for row in chunk.raw_rows())), max_rows)
+        yield prepare_chunk(job, Chunk(rows=tuple(row for chunk in chunks for row in chunk.raw_rows())), max_rows)
     elif max_rows is None:
         from alignment.data.parallel import map_in_order
 
-        yield from map_in_order(partial(_prepare_chunk, job), chunks, processes)
+        yield from map_in_order(partial(prepare_chunk, job), chunks, processes)
     else:
         for chunk in chunks:
             if max_rows <= 0:
                 return
-            done = _prepare_chunk(job, chunk, max_rows)
+            done = prepare_chunk(job, chunk, max_rows)
             max_rows -= done.read.kept
             yield done
 
 
-def _prepare_chunk(job: _Job, chunk: Chunk, max_rows: int | None = None) -> _Prepared:
+def prepare_chunk(job: Job, chunk: Chunk, max_rows: int | None = None) -> PreparedChunk:
     """Parse and tokenize one chunk; it is not tokenized where it has bad rows that end the run."""
     parsed = parse_rows(chunk.raw_rows(), job.parser, columns=job.columns, max_rows=max_rows)
-    done = _Prepared(parsed.counts, Tally(), parsed.problems[:SHOWN], len(parsed.problems), {})
+    done = PreparedChunk(parsed.counts, Tally(), parsed.problems[:SHOWN], len(parsed.problems), {})
     if parsed.problems and job.config.on_bad_row == "error":
         return done
     from alignment.data.checks import Checks

@@ -102,6 +102,25 @@ def encode_batch(
     return pa.RecordBatch.from_arrays(arrays, names=[*COMMON, *codec.columns])
 
 
+def read_batch(
+    batch: "pa.RecordBatch", names: Sequence[str], codec: Codec[Row], *, source: int = 0
+) -> Callable[[int], Row]:
+    """A function number of a row -> its example, of a batch of `encode_batch` in memory.
+
+    Args:
+        names: the names that its column `name` counts into.
+        source: number of the data source that the examples are given.
+    """
+    name, line = (_numbers(batch.column(key)).data for key in ("name", "line"))
+    values = [COLUMNS[kind][1](batch.column(key)) for key, kind in codec.columns.items()]
+
+    def read(row: int) -> Row:
+        row_id = join_row_id(names[name[row]], line[row])
+        return codec.decode(row_id, source, *[value(row) for value in values])
+
+    return read
+
+
 def joined_batch(batches: Sequence["pa.RecordBatch"]) -> "pa.RecordBatch | None":
     """Batches of the same columns as one; None where they have no row."""
     import pyarrow as pa

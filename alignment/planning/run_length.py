@@ -68,7 +68,7 @@ def read_training_rows(config: StageConfig) -> Data:
     Raises:
         UserError: bad rows, as the stage itself would find them.
     """
-    if isinstance(config, FinetuneConfig):
+    if isinstance(config, FinetuneConfig) or config.data.streaming:
         return Data()
     sources = config.data.sources("train")
     if not all(Path(source.source).is_file() for source in sources):

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -42,6 +42,19 @@ class RowStream(Protocol):
 
     def rows_at(self, step: int) -> Sequence[Any]:
         """The rows of batch `step`, from 0."""
+        ...
+
+
+@runtime_checkable
+class ResumableStream(RowStream, Protocol):
+    """A stream that reaches a batch in the middle sooner with a state: `data.streaming.StreamedOrder`."""
+
+    def state(self) -> object:
+        """What the batch after the newest one needs, as JSON-like values; None: nothing."""
+        ...
+
+    def restore(self, state: object, /) -> None:
+        """Go on with the batch that followed when `state` was taken; None: with the first one."""
         ...
 
 
@@ -90,7 +103,7 @@ def fit(
     if held_out and evaluate is None:
         evaluate = partial(held_out_metrics, engine, to_batches(held_out), loss_fn)
     result = Result(run, engine, training, save, evaluated=evaluate is not None)
-    result.restore(load_run_state(run, engine, training))
+    state = go_on(result, stream, run, engine, training)
     note_endless_warmup(run, engine)
     group = engine.process_group
     own_batches = partial(shard_rows, collate=to_batches, rank=group.rank, world_size=group.size)
@@ -106,11 +119,35 @@ def fit(
             metrics |= result.add(step + 1, metrics)
         run.total = result.last_step
         run.log(step + 1, metrics)
-        save_run_state(run, engine, training, step + 1, result.state())
+        save_run_state(run, engine, training, step + 1, state())
         result.delete_older()
         if step + 1 == run.total and result.best is not None:
             result.write()
     note_divergence(run)
+
+
+def go_on(
+    result: Result, stream: RowStream, run: Run, engine: Engine, training: TrainingConfig
+) -> Callable[[], dict[str, Any]]:
+    """Let engine, result and stream go on from the run's newest checkpoint, where there is one.
+
+    Returns:
+        A function that gives the state of result and stream for the next checkpoint.
+
+    Raises:
+        UserError: as `load_run_state`; the stream's files are others.
+    """
+    saved = load_run_state(run, engine, training)
+    result.restore(saved)
+    resumable = stream if isinstance(stream, ResumableStream) else None
+    if resumable is not None and saved is not None:
+        resumable.restore(saved.get("stream"))
+
+    def state() -> dict[str, Any]:
+        position = None if resumable is None else resumable.state()
+        return result.state() | ({} if position is None else {"stream": position})
+
+    return state
 
 
 def evaluate_model(

@@ -11,6 +11,7 @@ import numpy as np
 
 from alignment.data.examples import TokenizedRow
 from alignment.data.mixture import RowOrder
+from alignment.data.streaming import OrderState, StreamedOrder
 
 Ids = Sequence[int]
 Row = TypeVar("Row", bound=TokenizedRow)
@@ -36,15 +37,26 @@ class SeededRow(Generic[Row]):
 class EpochStream(Generic[Row]):
     """A stream whose rows carry their epoch, so that a row is corrupted differently each time it is seen."""
 
-    stream: RowOrder[Row]
+    stream: RowOrder[Row] | StreamedOrder[Row]
 
     def rows_at(self, step: int) -> list[SeededRow[Row]]:
         """The rows of batch `step`, in the order of `Stream.rows_at`."""
         stream = self.stream
         return [
-            SeededRow(stream.rows[index], stream.seed, epoch, index)
-            for index, epoch in zip(stream.positions_at(step), stream.epochs_at(step), strict=True)
+            SeededRow(row, stream.seed, epoch, index)
+            for row, index, epoch in zip(
+                stream.rows_at(step), stream.positions_at(step), stream.epochs_at(step), strict=True
+            )
         ]
+
+    def state(self) -> OrderState | None:
+        """Of the stream, where it has a state."""
+        return self.stream.state() if isinstance(self.stream, StreamedOrder) else None
+
+    def restore(self, state: OrderState | None) -> None:
+        """Go on where `state` says."""
+        if isinstance(self.stream, StreamedOrder) and state is not None:
+            self.stream.restore(state)
 
 
 def fixed_seed_rows(rows: Sequence[Row], seed: int = 0) -> list[SeededRow[Row]]:

@@ -83,6 +83,10 @@ def prepare_text(
     codec = TEXT_CODECS.get(objective, EXAMPLES)
     # A second sentence may come from any other text, so that passages are made of all texts at once.
     preparation = Preparation(f"text for {objective}", "text", tokenize, codec, whole=objective == "sentence_pairs")
+    if config.streaming and part == "train":
+        from alignment.data.streaming import open_stream
+
+        return open_stream(preparation, config, tokenizer)
     return prepare_with(preparation, config, tokenizer, part=part)
 
 

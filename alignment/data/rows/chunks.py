@@ -63,7 +63,13 @@ def open_source(
     Raises:
         UserError: no such source, no rows, or columns that make no record of this kind.
     """
-    chunks = read_chunks(source.source, str(source.split), size)
+    return choose_parser(source, kind, read_chunks(source.source, str(source.split), size), skip_ties=skip_ties)
+
+
+def choose_parser(
+    source: SourceConfig, kind: Kind, chunks: Iterator[Chunk], *, skip_ties: bool
+) -> tuple[RecordParser, Iterator[Chunk]]:
+    """The parser that the first rows of a source ask for, and all of its chunks, those that were read among them."""
     columns = source.columns or {}
     held: list[Chunk] = []
     seen: list[RawRow] = []

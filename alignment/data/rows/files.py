@@ -7,7 +7,7 @@ import io
 import json
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
@@ -132,17 +132,30 @@ def json_line_rows(path: Path, span: ByteSpan | None = None) -> Iterator[RawRow]
         span: whole lines of an uncompressed file; None: all of them.
     """
     offset = 0 if span is None else span.start
-    lines = _binary_lines(path) if span is None else _lines_of_span(path, span)
+    lines = binary_lines(path) if span is None else _lines_of_span(path, span)
     for number, line in enumerate(lines, start=1 if span is None else span.line):
-        location, start, offset = f"{path}:{number}", offset, offset + len(line)
-        try:
-            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            why = f"{location}: byte {error.start + 1} of the line (byte {start + error.start + 1} of the file) is not UTF-8"
-            yield RawRow(location, None, why, "not UTF-8")
-            continue
-        if text.strip():
-            yield _json_row(location, text.rstrip())
+        start, offset = offset, offset + len(line)
+        if (row := json_line_row(path, line, number, start)) is not None:
+            yield row
+
+
+def json_line_row(path: Path, line: bytes, number: int, start: int) -> RawRow | None:
+    """The row of one line of a file, None where the line is blank.
+
+    Args:
+        line: its bytes.
+        number: of the line, from 1.
+        start: bytes of the file before it.
+    """
+    location = f"{path}:{number}"
+    try:
+        text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        why = (
+            f"{location}: byte {error.start + 1} of the line (byte {start + error.start + 1} of the file) is not UTF-8"
+        )
+        return RawRow(location, None, why, "not UTF-8")
+    return _json_row(location, text.rstrip()) if text.strip() else None
 
 
 def _json_row(location: str, text: str) -> RawRow:
@@ -161,9 +174,11 @@ def _object_row(location: str, values: object) -> RawRow:
     return RawRow(location, None, why, "not a JSON object")
 
 
-def _binary_lines(path: Path) -> Iterator[bytes]:
+def binary_lines(path: Path, start: int = 0) -> Iterator[bytes]:
+    """The lines of a file, which may be compressed by gzip, from byte `start` of its content."""
     try:
         with gzip.open(path) if path.suffix == ".gz" else open(path, "rb") as file:
+            file.seek(start)
             yield from file
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: broken or incomplete gzip file ({error}); fetch it again") from error
@@ -195,7 +210,7 @@ def byte_spans(path: Path, size: int, first: int | None = None) -> Iterator[Byte
 
 
 def _whole_text(path: Path) -> str:
-    content = b"".join(_binary_lines(path))
+    content = b"".join(binary_lines(path))
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -232,13 +247,17 @@ def _csv_rows(path: Path) -> Iterator[RawRow]:
             location, line = f"{path}:{line + 1}", reader.line_num
             if not values:
                 continue
-            if names is None or len(values) != len(names):
-                why = f"{location}: {len(values)} fields where the first line names {len(names or ())}"
-                yield RawRow(location, None, why, "wrong number of fields")
-            else:
-                yield RawRow(location, dict(zip(names, values, strict=True)))
+            yield csv_row(location, names or (), values)
     except csv.Error as error:
         raise UserError(f"{path}:{reader.line_num}: not CSV: {error}") from error
+
+
+def csv_row(location: str, names: Sequence[str], values: Sequence[str]) -> RawRow:
+    """The row of one record of a CSV file, whose columns are `names`."""
+    if len(values) != len(names):
+        why = f"{location}: {len(values)} fields where the first line names {len(names)}"
+        return RawRow(location, None, why, "wrong number of fields")
+    return RawRow(location, dict(zip(names, values, strict=True)))
 
 
 def _parquet_rows(path: Path) -> Iterator[RawRow]:
@@ -268,8 +287,8 @@ def _load_hub(load_dataset: Callable[..., object], name: str, config: str | None
     return load_dataset(name, split=split) if config is None else load_dataset(name, config, split=split)
 
 
-def load_hub(name: str, config: str | None, split: str) -> Any:
-    """A split of a Hub data set, as `datasets` loads it.
+def load_hub(name: str, config: str | None, split: str, *, streaming: bool = False) -> Any:
+    """A split of a Hub data set, as `datasets` loads it; streaming: as rows that are fetched one after another.
 
     Raises:
         UserError: there is none of that name, or it cannot be read.
@@ -277,6 +296,8 @@ def load_hub(name: str, config: str | None, split: str) -> Any:
     from datasets import load_dataset
 
     try:
+        if streaming:
+            return load_dataset(*([name] if config is None else [name, config]), split=split, streaming=True)
         return _load_hub(load_dataset, name, config, split)
     except Exception as error:  # the library raises a dozen unrelated types
         raise UserError(

@@ -4,12 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from alignment.data.config import DataConfig, Part
+from alignment.data.config import NO_STREAMING, DataConfig, Part
 from alignment.data.prepare import require_enough
 from alignment.data.rows.read import overlap
 from alignment.data.rows.records import Tally
 from alignment.data.tasks.rows import FinetuneTask, content_key, label_names, read_labeled
 from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.errors import UserError
 
 Encode = Callable[..., tuple[list[Any], Tally]]  # rows, tokenizer, max_length [, names] -> examples
 
@@ -65,6 +66,8 @@ def prepare_labeled(
 
 
 def _read_part(config: DataConfig, task: FinetuneTask, part: Part) -> tuple[list[Any], Tally]:
+    if config.streaming:
+        raise UserError(NO_STREAMING)
     return read_labeled(
         config.require_sources(part),
         task,

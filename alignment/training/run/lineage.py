@@ -1,5 +1,6 @@
 """Origin of a run: hashes of code, config, data and parent checkpoints, and the comparison with an earlier run."""
 
+import hashlib
 import json
 import os
 import platform
@@ -13,6 +14,7 @@ import yaml
 from alignment.errors import UserError
 from alignment.files import hash_of, sha256
 
+ENDS = 2**20  # bytes of a file of streamed rows that are hashed at either end
 # Config keys that may change when a run is resumed: they affect memory, files and logs, not the result.
 RESUMABLE_KEYS = frozenset(
     {
@@ -101,8 +103,23 @@ def without_resumable_keys(value: Any) -> Any:
 
 
 def input_hashes(config: Mapping[str, object]) -> dict[str, str]:
-    """SHA-256 of every file that the config refers to, by dotted key."""
-    return {key: sha256(Path(text)) for key, text in _strings(config) if _is_file(text)}
+    """SHA-256 of every file that the config refers to, by dotted key; of streamed rows, size and hash of both ends."""
+    data = config.get("data")
+    streamed = isinstance(data, dict) and bool(data.get("streaming"))
+    return {
+        key: hash_of_ends(Path(text)) if streamed and key.startswith("data.train") else sha256(Path(text))
+        for key, text in _strings(config)
+        if _is_file(text)
+    }
+
+
+def hash_of_ends(path: Path) -> str:
+    """Hash of a file's size and of its first and last megabyte."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        first = file.read(ENDS)
+        file.seek(max(0, size - ENDS))
+        return hash_of([size, hashlib.sha256(first).hexdigest(), hashlib.sha256(file.read(ENDS)).hexdigest()])
 
 
 def parent_hashes(parents: Sequence[str]) -> dict[str, str | None]:
