@@ -120,7 +120,7 @@ for _verb, _help in TRAINING.items():
 
 EVALUATIONS = {  # command: (stage, help)
     "winrate": ("winrate", "How often each policy's responses are preferred to a baseline's."),
-    "reward": ("reward_eval", "Accuracy of a reward model on comparisons."),
+    "reward": ("reward_eval", "Accuracy of a reward model on preferences, and its card."),
     "language": ("language", "Loss of a language model on running text."),
 }
 

@@ -234,7 +234,9 @@ def _best_of_n(
         scores = score_samples(model, samples, own.prompts.max_length)
         gold = gold_of_samples(own, samples, config.weights)
         curve = best_of_n_curve(scores, gold, powers_of_two(own.samples), seed=own.seed)
-        return {"policy": own.policy, "judge": own.judge_model or "gold", "gold": "higher is better", "curve": curve}
+        ended = [one for each in samples.ended for one in each]
+        judged = {"policy": own.policy, "judge": own.judge_model or "gold", "gold": "higher is better"}
+        return {**judged, "ended_share": sum(ended) / len(ended), "curve": curve}
     k_way = [group for group in groups if len(group.ranks) > 2]
     if not k_way:
         return _missing("no policy is named (best_of_n.policy), and no row has more than two responses to pick from")

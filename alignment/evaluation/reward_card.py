@@ -29,7 +29,7 @@ class ScoredGroup:
         prompt: equal for equal prompts.
         scores: of the reward model, [K].
         ranks: place of each response by the annotators, 0 is best, [K].
-        lengths: tokens of each response, [K].
+        lengths: tokens of each response as the model reads it, cut where it did not fit, [K].
         human: what annotators rated each response, where the row says, [K].
         strength: by how much the better of two leads, or the share of annotators who say so, where the row says.
         members: scores by each member of an ensemble, [K, k].
@@ -261,7 +261,10 @@ def calibration_figures(margins: np.ndarray, bins: int = 10) -> Figures:
     temperature = calibrating_temperature(margins)
     figures = {**reliability(margins, bins), "temperature": temperature}
     if temperature is None:
-        return {**figures, "temperature_missing": "no temperature: all pairs are ordered right, or on average wrong"}
+        return {
+            **figures,
+            "temperature_missing": "no temperature calibrates: no pair is ordered wrong, or the mean margin is not above 0",
+        }
     calm = reliability(margins / temperature, bins)
     return {**figures, "calibrated": {"ece": calm["ece"], "brier": calm["brier"]}}
 

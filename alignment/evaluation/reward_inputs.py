@@ -22,7 +22,7 @@ from alignment.data.rows.read import (
 from alignment.data.rows.records import Comparison, Ranking, Tally
 from alignment.data.tokenize import EQUAL_IN_RANKING, tokenize_comparisons
 from alignment.errors import UserError
-from alignment.evaluation.inputs import refuse_mixture
+from alignment.evaluation.inputs import print_tally, refuse_mixture
 from alignment.evaluation.reward_card import ScoredGroup
 from alignment.reward_model.model import Encoded, RewardModel
 
@@ -98,6 +98,7 @@ def read_preferences(data: DataConfig) -> PreferenceRows:
         raise_bad_rows(problems)
     if not rows.records:
         raise UserError(f"{data.train}: no row can be used\n" + "\n".join(rows.tally.lines()[1:]))
+    print_tally("comparisons", rows.tally)
     return rows
 
 

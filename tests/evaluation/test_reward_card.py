@@ -4,7 +4,9 @@ import json
 import math
 import random
 import re
+from dataclasses import replace
 from itertools import combinations, pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from alignment.adapters.specs import LoRASpec
+from alignment.algorithms.reward import EnsembleConfig
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.errors import UserError
 from alignment.evaluation import reward_accuracy
@@ -35,7 +39,8 @@ from alignment.evaluation.reward_robustness import score_changes
 from alignment.evaluation.reward_sampling import BestOfNConfig
 from alignment.evaluation.winrate import Z_95, paired_interval
 from alignment.models.outputs import ValueOutput
-from alignment.reward_model import RewardModel
+from alignment.reward_model import RewardModel, load_reward_model
+from alignment.training import TrainingConfig
 
 
 def group(scores, ranks=(0, 1), lengths=(10, 10), prompt="p", **more):
@@ -110,7 +115,7 @@ def test_the_temperature_that_calibrates():
     assert figures["calibrated"]["ece"] == pytest.approx(0, abs=1e-9)
     assert figures["ece"] > 0.2
     assert calibrating_temperature(np.array([1.0, 2.0])) is None
-    assert "no temperature" in calibration_figures(np.array([-1.0, -2.0]))["temperature_missing"]
+    assert "no temperature calibrates" in calibration_figures(np.array([-1.0, -2.0]))["temperature_missing"]
 
 
 def test_a_scorer_that_draws_by_its_own_probabilities_is_calibrated():
@@ -326,12 +331,42 @@ def test_a_run_writes_the_card_of_several_sources_and_a_curve_of_a_policys_sampl
     )
     assert found["robustness"]["forms"]["bfloat16"]["largest"] > 1e-4
     assert [point["n"] for point in found["best_of_n"]["curve"]] == [1, 2, 4]
+    assert 0 <= found["best_of_n"]["ended_share"] <= 1
     assert all(-6 <= point["gold"] <= 4 and point["prompts"] == 4 for point in found["best_of_n"]["curve"])
     assert "single one" in found["ensemble"]["missing"]
     assert "annotator" in found["agreement"]["votes"]["missing"]
     assert not re.search(r"https?:|//\w|@import|<link|<iframe|<script", html)
     for text in ("hotel", "ranked", "padded on the left", "the reward model is a single one", "Best of n", "<svg"):
         assert text in html
+
+
+@pytest.mark.parametrize("kind", ["heads", "adapters"])
+def test_the_spread_of_a_trained_ensemble_is_in_the_card(kind, stage, make_stage, world, tmp_path):
+    run, trained = make_stage(
+        "reward",
+        str(stage("sft") / "model"),
+        tmp_path / "run",
+        ensemble=EnsembleConfig(3, kind),
+        adapter=LoRASpec(rank=2, alpha=4.0) if kind == "adapters" else None,
+        training=TrainingConfig(batch_size=8, max_steps=2),
+    )
+    model = run(trained)
+    data = DataConfig(train=world["comparisons_heldout"], max_length=256)
+    results = reward_accuracy.run(
+        RewardEvalConfig(str(model), data, str(tmp_path / "out"), robustness_rows=4, dtypes=[])
+    )
+    card = json.loads((results.parent / "card.json").read_text())
+    row = json.loads(Path(world["comparisons_heldout"]).read_text().splitlines()[0])
+    spread = card["ensemble"]["all"]
+    assert spread["mean"] > 0
+    assert spread["accuracy_where_low"]["n"] + spread["accuracy_where_high"]["n"] == 8
+    assert max(form["largest"] for form in card["robustness"]["forms"].values()) < 1e-4  # padded calls of every member
+    one = load_reward_model(str(model)).score_members([(row["prompt"], row[side]) for side in ("chosen", "rejected")])
+    single = reward_accuracy.run(
+        RewardEvalConfig(str(model), replace(data, max_rows=1), str(tmp_path / "one"), robustness_rows=0)
+    )
+    found = json.loads((single.parent / "card.json").read_text())["ensemble"]["all"]["mean"]
+    assert found == pytest.approx(float((one[0] - one[1]).std(correction=0)), abs=1e-5)
 
 
 def test_without_a_policy_the_pick_among_ranked_responses_is_shown(stage, tmp_path):

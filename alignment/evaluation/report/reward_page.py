@@ -213,7 +213,10 @@ def _length(card: Card) -> Section:
         "always longer": every["always_longer"],
     }
     missing = every.get("slope_missing")
-    lead = "Slope of score on response length within prompts. Accuracy that falls where the chosen response is shorter speaks of a bias."
+    lead = (
+        "Slope of score on response length within prompts, in tokens as the model reads them. Accuracy that falls where "
+        "the chosen response is shorter speaks of a bias."
+    )
     return Section(
         "length", "Length", lead, [_bars("Accuracy by length", rates)], [table], [missing] if missing else []
     )
@@ -289,7 +292,9 @@ def _best_of_n(card: Card) -> Section:
         }
         for one in curve
     ]
-    policy = f"Policy: {found['policy']}. " if found["policy"] else ""
+    policy = ""
+    if found["policy"]:
+        policy = f"Policy: {found['policy']}; {100 * found['ended_share']:.0f} % of its samples ended. "
     return Section(
         "best-of-n", title, lead, charts, [table], [f"{policy}True score: {found['judge']}; {found['gold']}."]
     )
