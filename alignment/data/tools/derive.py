@@ -23,6 +23,7 @@ class PairsConfig:
     Attributes:
         source: a file of rows with a text and a label.
         chosen, rejected: labels; every text of one is paired with a text of the other, each text used once.
+        pairings: so often, each time with another partner (by chance now and then the same one).
         output: directory of `comparisons.jsonl` and `results.json`, the counts.
         prompt: of every comparison; a blank is put between it and each text.
         text, label: names of the columns.
@@ -36,11 +37,14 @@ class PairsConfig:
     prompt: str = "Review:"
     text: str = "text"
     label: str = "label"
+    pairings: int = 1
     seed: int = 0
 
     def __post_init__(self) -> None:
         if self.chosen == self.rejected:
             raise ValueError(f"chosen and rejected must be two labels, got {self.chosen!r} twice")
+        if self.pairings < 1:
+            raise ValueError(f"pairings must be at least 1, got {self.pairings}")
         if self.seed < 0:
             raise ValueError(f"seed must not be negative, got {self.seed}")
 
@@ -62,10 +66,11 @@ def run_pairs(config: PairsConfig) -> Path:
             texts[str(label)].append(text)
     raise_all(problems)
     raise_all(f"{config.source}: no row has the label {label!r}" for label, found in texts.items() if not found)
-    random = Random(config.seed)
-    for found in texts.values():
-        random.shuffle(found)
-    pairs = zip(texts[config.chosen], texts[config.rejected], strict=False)
+    random, pairs = Random(config.seed), []
+    for _ in range(config.pairings):
+        for found in texts.values():
+            random.shuffle(found)
+        pairs += zip(texts[config.chosen], texts[config.rejected], strict=False)
     rows = [{"prompt": config.prompt, "chosen": f" {good}", "rejected": f" {bad}"} for good, bad in pairs]
     counts = {"comparisons": len(rows), "labels": {label: len(found) for label, found in texts.items()}}
     return _write(Path(config.output), "comparisons.jsonl", rows, counts)

@@ -119,8 +119,14 @@ def _texts(source: str, config: SplitConfig) -> tuple[list[tuple[str, dict[str, 
 
 
 def _rows(source: str, config: SplitConfig) -> tuple[list[tuple[str, dict[str, Any]]], list[str]]:
-    """Keys and good rows of a file, unchanged."""
+    """Keys and good rows of a file, unchanged; of a row that holds several records (a tree) the first one's key."""
     records, counts = read_rows(source, config.kind, columns=config.columns, on_bad_row=config.on_bad_row)
-    raw = {row.location: row.values or {} for row in read_raw(source)}
     keys = {"prompt": prompt_key, "opening": opening, "row": lambda record: repr(record_key(record))}
-    return [(keys[config.by](record), raw[record.row_id]) for record in records], counts.lines()
+    raw = {row.location: row.values or {} for row in read_raw(source)}
+    found: dict[str, str] = {}
+    for record in records:
+        row_id = record.row_id
+        while row_id not in raw:  # ROW[0.1] is a ranking of a tree, ROW[0.1][2>0] a pair of that ranking
+            row_id = row_id[: row_id.rindex("[")]
+        found.setdefault(row_id, keys[config.by](record))
+    return [(key, raw[row_id]) for row_id, key in found.items()], counts.lines()

@@ -41,6 +41,20 @@ def test_the_seed_decides_who_meets_whom(tmp_path):
     assert found[0] == found[1] != found[2]
 
 
+def test_pairings_use_each_text_so_often_with_other_partners(tmp_path):
+    rows = [{"text": f"{label} {n}", "label": label} for n in range(20) for label in ("pos", "neg")]
+    source = write(tmp_path / "rows.jsonl", rows)
+    run_pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "out"), pairings=3))
+    run_pairs(PairsConfig(source, "pos", "neg", str(tmp_path / "once")))
+    pairs = read(tmp_path / "out/comparisons.jsonl")
+    assert pairs[:20] == read(tmp_path / "once/comparisons.jsonl")
+    for start in (0, 20, 40):
+        assert sorted(pair["chosen"] for pair in pairs[start : start + 20]) == sorted(f" pos {n}" for n in range(20))
+    assert len({(pair["chosen"], pair["rejected"]) for pair in pairs}) > 50
+    with pytest.raises(ValueError, match="pairings must be at least 1"):
+        PairsConfig(source, "pos", "neg", "out", pairings=0)
+
+
 def test_rows_without_the_columns_and_labels_without_rows_are_named(tmp_path):
     source = write(tmp_path / "rows.jsonl", [{"text": "fine", "label": "pos"}, {"label": "neg"}])
     with pytest.raises(UserError, match=r"rows.jsonl:2: needs `text` \(text\) and `label`"):

@@ -65,6 +65,24 @@ def test_equal_prompts_and_equal_openings_stay_together(tmp_path, by):
     assert len(sides[0] | sides[1]) == 30
 
 
+@pytest.mark.parametrize("by", ["prompt", "opening", "row"])
+def test_a_row_of_several_records_is_written_once(tmp_path, by):
+    def replies(*texts):
+        return [{"role": "assistant", "text": text, "rank": rank} for rank, text in enumerate(texts)]
+
+    rows = []
+    for n in range(30):
+        again = {"role": "prompter", "text": "and then?", "replies": replies("x", "y")}
+        first, second = replies("a", "b")
+        tree = {"role": "prompter", "text": f"question {n}", "replies": [{**first, "replies": [again]}, second]}
+        rows.append({"message_tree_id": str(n), "prompt": tree})
+    source = write(tmp_path / "rows.jsonl", rows)
+    for kind in ("rankings", "comparisons"):
+        run_split(SplitConfig(source, kind, HALVES, str(tmp_path / kind), by=by))
+        parts = [read(tmp_path / kind / f"{name}.jsonl") for name in HALVES]
+        assert sorted(map(json.dumps, parts[0] + parts[1])) == sorted(map(json.dumps, rows))
+
+
 def test_bad_rows_are_named_or_counted(tmp_path):
     rows = [{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: a\n\nAssistant: c"}] * 3
     rows += [{"chosen": "\n\nHuman: a\n\nAssistant: b", "rejected": "\n\nHuman: x\n\nAssistant: c"}]
