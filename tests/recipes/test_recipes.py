@@ -16,7 +16,8 @@ from alignment.pipeline.run import plan, run_recipe
 ROOT = Path(__file__).resolve().parents[2]
 
 RECIPES = sorted(path.parent.name for path in packaged_folder("recipes").glob("*/recipe.yaml"))
-REAL = ("hh", "stories")
+POLICIES = ("hh", "stories")  # real data, policies compared in the end
+REAL = (*POLICIES, "polite", "rankings", "sentiment")
 SHORT = {  # a few updates of everything
     "hh": [
         "sft.training.max_steps=2", "pretrain.training.max_steps=2", "pretrain.model.hidden_size=32",
@@ -35,13 +36,39 @@ SHORT = {  # a few updates of everything
         "ppo_without_mix.training.max_steps=1", "ppo_without_mix.training.batch_size=8", "evaluation.data.max_rows=8",
         "evaluation.text.max_rows=4",
     ],
+    "polite": [
+        "pretrain.training.max_steps=2", "pretrain.data.max_rows=60", "pretrain.vocabulary=300",
+        "pretrain.model.hidden_size=32", "pretrain.model.intermediate_size=32", "sft.training.max_steps=1",
+        "sft.data.evaluation=null", "dpo.training.max_steps=2", "dpo.data.max_rows=32", "dpo.data.evaluation=null",
+    ],
+    "rankings": [
+        "pretrain.training.max_steps=2", "pretrain.data.max_rows=60", "pretrain.vocabulary=300",
+        "pretrain.model.hidden_size=32", "pretrain.model.intermediate_size=32", "ranking.training.max_steps=1",
+        "ranking.data.evaluation=null", "plackett_luce.training.max_steps=1", "plackett_luce.data.evaluation=null",
+        "pairs.training.max_steps=1", "pairs.data.evaluation=null", "ranking_accuracy.data.max_rows=8",
+        "plackett_luce_accuracy.data.max_rows=8", "pairs_accuracy.data.max_rows=8",
+    ],
+    "sentiment": [
+        "masked.training.max_steps=2", "masked.data.max_rows=20", "masked.vocabulary=300", "causal.training.max_steps=2",
+        "causal.data.max_rows=20", "causal.vocabulary=300", "encoder.training.max_steps=2", "decoder.training.max_steps=2",
+        "encoder.data.evaluation=null", "decoder.data.evaluation=null", "encoder.data.max_rows=64",
+        "decoder.data.max_rows=64", "encoder_accuracy.fit.max_rows=20", "encoder_accuracy.data.max_rows=20",
+        "decoder_accuracy.fit.max_rows=20", "decoder_accuracy.data.max_rows=20", "both_accuracy.fit.max_rows=20",
+        "both_accuracy.data.max_rows=20",
+    ],
 }  # fmt: skip
+ACCURACIES = {  # stages of the recipes whose result is an accuracy
+    "polite": [],
+    "rankings": ["ranking_accuracy", "plackett_luce_accuracy", "pairs_accuracy"],
+    "sentiment": ["encoder_accuracy", "decoder_accuracy", "both_accuracy"],
+}
 
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_says_what_is_expected_of_its_policies_and_why(name):
     recipe, _, _ = read_recipe(name)
-    assert {"ppo", "evaluation"} <= {expected.stage for expected in recipe.expect}
+    judged = {"ppo", "evaluation"} & {stage.name for stage in recipe.stages}
+    assert recipe.expect and judged <= {expected.stage for expected in recipe.expect}
     assert all(expected.why for expected in recipe.expect)
 
 
@@ -83,6 +110,33 @@ def test_every_stage_runs(name, tmp_path):
     results = json.loads((tmp_path / "evaluation/results.json").read_text())
     assert all(0 <= model["win_rate"]["rate"] <= 1 for key, model in results["models"].items() if key != "SFT")
     assert (tmp_path / "report/report.html").is_file()
+
+
+@pytest.mark.real_data
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["polite", "rankings", "sentiment"])
+def test_every_stage_of_preference_learning_runs(name, tmp_path):
+    run_recipe(name, tmp_path, SHORT[name])
+    for stage in ACCURACIES[name]:
+        assert 0 <= json.loads((tmp_path / stage / "results.json").read_text())["accuracy"]["rate"] <= 1
+    assert (tmp_path / "report/report.html").is_file()
+
+
+@pytest.mark.real_data
+@pytest.mark.parametrize(
+    ("name", "stage", "kind"),
+    [("polite", "rows", "comparisons"), ("rankings", "trees", "rankings"), ("sentiment", "sentences", "text")],
+)
+def test_nothing_held_out_was_trained_on(name, stage, kind, tmp_path):
+    run_recipe(name, tmp_path, only=stage)
+    parts = [read_rows(str(tmp_path / f"{stage}/{part}.jsonl"), kind)[0] for part in ("train", "heldout")]
+    train, held_out = ({opening(row) if kind == "rankings" else prompt_of(row) for row in rows} for rows in parts)
+    assert train and held_out and not train & held_out
+
+
+def prompt_of(row):
+    """What tells one row from the others: its prompt, or its text."""
+    return row.text if hasattr(row, "text") else prompt_key(row)
 
 
 @pytest.mark.real_data
