@@ -41,7 +41,8 @@ class RewardConfig:
             probability of the whole ranking. rao_kupper: pairs, ties among them. steps: a label at the end of each step, for
             a process reward model.
         theta: of rao_kupper, how easily two responses tie, above 1.
-        learn_theta: rao_kupper: learn theta from the share of ties, starting from `theta`.
+        learn_theta: rao_kupper: learn theta from the share of ties, starting from `theta`; the model's
+            reward_calibration.json keeps it.
         adapter: train an adapter and the score head only; None trains every weight. Of an encoder it is saved merged.
         chat_template: as for SFT; saved with the model, whose scores depend on it.
         ensemble: train several members at once; None: one model.
@@ -126,7 +127,10 @@ def run(config: RewardConfig) -> Path:
         collate = sources_of(config.data).weighted(objective.collate_sharing(sharing))
 
         def save() -> Path:
-            measured = measure_reference(engine, reward_model, config.training, loss=config.loss, references=references)
+            measured = measure_reference(
+                engine, reward_model, config.training, loss=config.loss, references=references,
+                theta=float(theta()) if config.loss == "rao_kupper" else None,
+            )  # fmt: skip
             size = config.training.max_shard_size
             extra_files = partial(write_reference, *measured)
             return save_reward_model(engine, reward_model, run.output, max_shard_size=size, extra_files=extra_files)

@@ -194,7 +194,7 @@ def networks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def tie_parameter(model: nn.Module, theta: float, *, learned: bool) -> Callable[[], Tensor | float]:
-    """The parameter of ties: the number itself, or one that trains with the model and is not saved with its weights.
+    """The parameter of ties: the number itself, or one that trains with the model and is not among its saved weights.
 
     Args:
         model: about to be trained; gets the parameter ln(theta - 1) where it is learned.

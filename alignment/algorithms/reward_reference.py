@@ -1,7 +1,7 @@
 """What is measured once a reward model is trained and saved with it: its scale on reference samples, and its canaries."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -103,7 +103,13 @@ def _sampled(config: NormalizeConfig, policy: str, tokenizer: Tokenizer, max_len
 
 
 def measure_reference(
-    engine: Engine, policy: Policy, training: TrainingConfig, *, loss: str, references: tuple[list[Encoded], str] | None
+    engine: Engine,
+    policy: Policy,
+    training: TrainingConfig,
+    *,
+    loss: str,
+    references: tuple[list[Encoded], str] | None,
+    theta: float | None = None,
 ) -> tuple[Canaries, Calibration]:
     """The canaries of the trained model in memory, and its calibration; a collective operation.
 
@@ -113,6 +119,7 @@ def measure_reference(
         training: the run's settings.
         loss: the run's.
         references: from `reference_texts`; None: scores stay as they are.
+        theta: the parameter of ties; None: the loss has none.
     """
     model = engine.backend.unwrapped
     was_training = model.training
@@ -125,7 +132,7 @@ def measure_reference(
     engine.model.train(was_training)
     precision = weights_precision(model)
     precision = "half" if precision == "float32" and training.precision == "bf16" else precision
-    return Canaries(scores, precision, loss), calibration
+    return Canaries(scores, precision, loss), replace(calibration, theta=theta)
 
 
 def scores_of(engine: Engine, texts: Sequence[Encoded], training: TrainingConfig) -> Tensor:
@@ -138,7 +145,6 @@ def scores_of(engine: Engine, texts: Sequence[Encoded], training: TrainingConfig
 
 
 def write_reference(canaries: Canaries, calibration: Calibration, directory: Path) -> None:
-    """Write both beside the weights; no file of a calibration that changes nothing."""
+    """Write both beside the weights."""
     canaries.write(directory)
-    if calibration.fitted:
-        calibration.write(directory)
+    calibration.write(directory)

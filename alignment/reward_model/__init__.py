@@ -1,6 +1,8 @@
 """Reward models from a directory or the Hub: texts in, scores out."""
 
-from alignment.reward_model.load import load_frozen_reward_model, load_reward_model, load_reward_network
-from alignment.reward_model.model import RewardModel
+from alignment.reward_model.load import load_frozen_reward_model, load_reward_model, load_reward_network, member_count
+from alignment.reward_model.model import Combine, RewardModel
 
-__all__ = ["RewardModel", "load_frozen_reward_model", "load_reward_model", "load_reward_network"]
+__all__ = [
+    "Combine", "RewardModel", "load_frozen_reward_model", "load_reward_model", "load_reward_network", "member_count",
+]  # fmt: skip

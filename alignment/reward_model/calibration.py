@@ -1,4 +1,4 @@
-"""The scale of a reward model's scores: fitted on reference samples after training, kept beside the weights.
+"""The scale of a reward model's scores and its parameter of ties: found by training, kept beside the weights.
 
 The weights and config.json stay as they were trained, so transformers' logits are the raw scores; `load_reward_model` gives
 gain * logit + bias. PPO's own normalizer leaves scores alone that come from such a model.
@@ -24,12 +24,14 @@ class Calibration:
         bias: -mean / deviation of the raw scores.
         samples: number of samples; 0: not fitted.
         of: what the samples were, in words.
+        theta: of Rao and Kupper's ties, learned or as it was set, for differences of raw scores; None: another loss.
     """
 
     gain: float = 1.0
     bias: float = 0.0
     samples: int = 0
     of: str = ""
+    theta: float | None = None
 
     @property
     def fitted(self) -> bool:
@@ -41,8 +43,9 @@ class Calibration:
         return self.gain * scores + self.bias if self.fitted else scores
 
     def write(self, directory: Path) -> None:
-        """Write the file beside the weights in `directory`."""
-        write_json(directory / CALIBRATION, asdict(self))
+        """Write the file beside the weights in `directory`; none where there is nothing to say."""
+        if self != Calibration():
+            write_json(directory / CALIBRATION, asdict(self))
 
 
 def fit_calibration(scores: Tensor, of: str) -> Calibration:
@@ -78,8 +81,9 @@ def read_calibration(directory: Path) -> Calibration:
         return Calibration()
     found = read_json_object(path)
     try:
-        return Calibration(float(found["gain"]), float(found["bias"]), int(found["samples"]), str(found.get("of", "")))
+        scale = float(found["gain"]), float(found["bias"]), int(found["samples"]), str(found.get("of", ""))
+        return Calibration(*scale, theta=None if found.get("theta") is None else float(found["theta"]))
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(
-            f"{path}: gain, bias and samples must be numbers ({error!r}); train again, or delete the file for raw scores"
+            f"{path}: gain, bias, samples and theta must be numbers ({error!r}); train again, or delete the file for raw scores"
         ) from error

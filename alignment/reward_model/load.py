@@ -15,6 +15,7 @@ from alignment.errors import UserError
 from alignment.loading import find_base, find_directory, load_tokenizer, torch_dtype
 from alignment.models.families import FAMILIES
 from alignment.models.frozen_weights import store_frozen
+from alignment.models.heads import score_outputs
 from alignment.models.huggingface.checkpoint import load_pretrained, load_scalar_model
 from alignment.models.quantization import quantize_blocks, require_bitsandbytes
 from alignment.models.safetensors_files import HFConfig, read_config
@@ -91,6 +92,17 @@ def load_frozen_reward_model(
     loaded = replace(_with_files(model.eval(), source, directory), combine=combine, std_coef=std_coef)
     check_canaries(loaded, directory, source)
     return loaded
+
+
+def member_count(directory: Path) -> int:
+    """Members of a saved ensemble, of adapters or of heads; 1 for a single reward model. No model is built.
+
+    Raises:
+        UserError: a file of the directory is missing or damaged.
+    """
+    if (members := read_members(directory)) is not None:
+        return len(members)
+    return score_rows(directory) if is_adapter(directory) else score_outputs(read_config(directory))
 
 
 def _with_files(model: Network, source: str, directory: Path) -> RewardModel:

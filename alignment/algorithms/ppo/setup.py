@@ -32,7 +32,7 @@ from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.shared_weights import SharedWeights, refuse_trained
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.ragged import Batch, Sharing
-from alignment.reward_model import RewardModel, load_frozen_reward_model
+from alignment.reward_model import Combine, RewardModel, load_frozen_reward_model, member_count
 from alignment.reward_model.calibration import read_calibration
 from alignment.training import (
     Engine,
@@ -66,6 +66,10 @@ class PPOConfig:
     Attributes:
         policy: the checkpoint to start from, usually the SFT policy.
         reward_model: directory of the reward model.
+        reward_combine: how the scores of an ensemble become the reward: their mean, their least (min), or
+            mean - reward_std_coef * deviation (lower). The last two hold PPO back where the members disagree (Coste et
+            al. 2023, arXiv:2310.02743, section 3).
+        reward_std_coef: weight of the deviation in `lower`.
         data: prompts. None are held out: what is learnt is compared by `alignment evaluate winrate`.
         output: the run's directory.
         reference: checkpoint of the reference; None: the starting checkpoint itself, also after a resume.
@@ -106,6 +110,8 @@ class PPOConfig:
     reward_model: str
     data: DataConfig
     output: str
+    reward_combine: Combine = "mean"
+    reward_std_coef: float = 1.0
     reference: str | None = None
     value_model: Literal["reward_model", "policy"] = "reward_model"
     adapter: AdapterSpec | None = None
@@ -146,6 +152,13 @@ class PPOConfig:
         for name in ("clip_range", "value_clip_range", "kl_horizon"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.reward_std_coef <= 0:
+            raise ValueError(
+                f"reward_std_coef must be above 0, got {self.reward_std_coef}: below, it rewards what the members disagree "
+                "about; reward_combine=mean leaves the deviation out"
+            )
+        if self.reward_std_coef != 1 and self.reward_combine != "lower":
+            raise ValueError(f"reward_std_coef goes with reward_combine=lower, not with {self.reward_combine}")
         if self.kl_coef < 0:
             raise ValueError(
                 f"kl_coef must be 0 (off) or above, got {self.kl_coef}: below, it rewards leaving the reference"
@@ -268,10 +281,18 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
         UserError: an unknown metric, before any network is loaded; bad checkpoints; prompts that do not fit a network.
     """
     metrics = load_metrics(config.metrics)
+    if config.reward_combine != "mean" and (found := member_count(find_directory(config.reward_model))) == 1:
+        raise UserError(
+            f"{config.reward_model}: reward_combine={config.reward_combine} combines the members of an ensemble, and this "
+            f"reward model has {found}; leave it out, or train one with `ensemble`"
+        )
     bases = SharedWeights(config.weights)
     policy, value, start = build_engines(config, data, bases if shares_weights() else bases.unshared())
     micro_batch_tokens = config.training.tokens_per_forward
-    reward_model = load_frozen_reward_model(config.reward_model, bases, policy.process_group.device)
+    reward_model = load_frozen_reward_model(
+        config.reward_model, bases, policy.process_group.device,
+        combine=config.reward_combine, std_coef=config.reward_std_coef,
+    )  # fmt: skip
     check_judged(data.prompts.rows, reward_model, data.tokenizer, config)
     reference = reference_of(start, config.reference, policy, bases=bases)
     roles = [
