@@ -129,7 +129,7 @@ def run(config: RewardConfig) -> Path:
         def save() -> Path:
             measured = measure_reference(
                 engine, reward_model, config.training, loss=config.loss, references=references,
-                theta=float(theta()) if config.loss == "rao_kupper" else None,
+                theta=theta() if config.loss == "rao_kupper" else None,
             )  # fmt: skip
             size = config.training.max_shard_size
             extra_files = partial(write_reference, *measured)

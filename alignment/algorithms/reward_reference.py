@@ -109,7 +109,7 @@ def measure_reference(
     *,
     loss: str,
     references: tuple[list[Encoded], str] | None,
-    theta: float | None = None,
+    theta: Tensor | float | None = None,
 ) -> tuple[Canaries, Calibration]:
     """The canaries of the trained model in memory, and its calibration; a collective operation.
 
@@ -132,7 +132,8 @@ def measure_reference(
     engine.model.train(was_training)
     precision = weights_precision(model)
     precision = "half" if precision == "float32" and training.precision == "bf16" else precision
-    return Canaries(scores, precision, loss), replace(calibration, theta=theta)
+    number = theta.item() if isinstance(theta, Tensor) else theta
+    return Canaries(scores, precision, loss), replace(calibration, theta=number)
 
 
 def scores_of(engine: Engine, texts: Sequence[Encoded], training: TrainingConfig) -> Tensor:

@@ -2,12 +2,15 @@
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter, merge_adapter
+from alignment.adapters.ensemble_files import read_members
+from alignment.adapters.peft_files import score_rows
 from alignment.data.text.named_templates import with_template_tokens
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.errors import UserError
@@ -27,7 +30,9 @@ from alignment.models.quantization import read_quantization, require_bitsandbyte
 from alignment.models.safetensors_files import read_config, widest_type
 from alignment.models.vocabulary import grow_vocabulary
 from alignment.models.weights_config import Quantization
-from alignment.reward_model import load_reward_network
+from alignment.reward_model import RewardModel, load_reward_model
+from alignment.reward_model.calibration import read_calibration
+from alignment.reward_model.canaries import check_canaries, read_canaries, score_canaries, weights_precision
 
 ERRORS = "quantization_error.json"
 
@@ -55,22 +60,33 @@ def export_model(
             one needs are added to the vocabulary, their rows the mean of the others.
         quantize: how the weights were quantized that the adapter was trained on; None: as its directory says.
 
+    A reward model keeps its calibration and the texts whose scores tell a damaged model: they are scored again, must have
+    the scores that they had, and are written with those of the model that is written.
+
     Raises:
-        UserError: the adapter cannot be merged (a prefix does not change weights); `quantize` without an adapter.
+        UserError: the adapter cannot be merged (a prefix does not change weights); `quantize` without an adapter; an
+            ensemble of adapters; a reward model whose scores are not those that were saved with it.
     """
     directory = find_directory(model)
+    if (members := read_members(directory)) is not None:
+        raise UserError(
+            f"{model}: an ensemble of {len(members)} adapters over one base has no weights to merge them into; export each "
+            f"member as a reward model of its own (`alignment export --model {model}/{members[0].name} ...`), or train "
+            "ensemble.kind=heads, which is one model"
+        )
     updates = find_directory(adapter) if adapter else directory if is_adapter(directory) else None
     scalar = _is_scalar(updates or directory)
     errors: Mapping[str, tuple[float, float]] = {}
     if updates is None:
         if quantize is not None:
             raise UserError("--quantize is for the weights below an adapter, and there is none to merge; leave it out")
-        written = load_reward_network(model, dtype) if scalar else load_model(model, dtype)
+        written = load_reward_model(model, dtype).model if scalar else load_model(model, dtype)
     else:
         base = directory if adapter else find_base(directory)
         quantize = quantize or read_quantization(updates)
         require_bitsandbytes(quantize)
-        written = load_scalar_model(base, new_head="zero") if scalar else load_language_model(base)
+        members = score_rows(updates) if scalar else 0
+        written = load_scalar_model(base, new_head="zero", members=members) if scalar else load_language_model(base)
         types = _types(written, base, torch_dtype(dtype), scalar=scalar)
         if quantize is not None:
             errors = round_blocks(written, quantize)
@@ -79,6 +95,8 @@ def export_model(
         for name, parameter in written.named_parameters():
             parameter.data = parameter.data.to(types.get(name, torch.float32))
     tokenizer = load_tokenizer(adapter or model)
+    if scalar and updates is not None:
+        check_canaries(RewardModel(written.eval(), tokenizer), updates, str(updates), rounded=bool(errors))
     if chat_template is not None:
         known = len(tokenizer)
         tokenizer, added = with_template_tokens(tokenizer, chat_template)
@@ -86,12 +104,24 @@ def export_model(
             grow_vocabulary(written, known, len(tokenizer))
             print(f"added to the vocabulary, rows at the mean of the others: {', '.join(added)}", file=sys.stderr)
     set_special_tokens(written, tokenizer)
+    saved = updates or directory
     with atomic_directory(Path(output)) as directory:
         save_model(written, directory)
         save_tokenizer(tokenizer, directory)
+        if scalar:
+            _write_scale_and_canaries(RewardModel(written.eval(), tokenizer), saved, directory)
         if errors:
             write_json(directory / ERRORS, {name: {"max": most, "mean": mean} for name, (most, mean) in errors.items()})
     return Path(output)
+
+
+def _write_scale_and_canaries(reward_model: RewardModel, source: Path, directory: Path) -> None:
+    """Give a written reward model the scale of its scores, and the canaries' scores in the type that it is written in."""
+    read_calibration(source).write(directory)
+    saved = read_canaries(source)
+    if saved is not None:
+        scores = score_canaries(reward_model)
+        replace(saved[0], scores=scores, precision=weights_precision(reward_model.model)).write(directory)
 
 
 def _types(

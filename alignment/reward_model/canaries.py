@@ -88,15 +88,23 @@ def read_canaries(directory: Path) -> tuple[Canaries, tuple[tuple[str, str], ...
         ) from error
 
 
-def check_canaries(reward_model: RewardModel, directory: Path, source: str) -> None:
+def check_canaries(reward_model: RewardModel, directory: Path, source: str, rounded: bool = False) -> float | None:
     """Score the canaries of a reward model again.
+
+    Args:
+        directory: has their scores as they were saved; without its file nothing is checked.
+        source: name of the model, for the error.
+        rounded: the weights were quantized after the model was saved, and are held as floats now.
+
+    Returns:
+        The largest difference; None: nothing was checked.
 
     Raises:
         UserError: a score is not what it was when the model was saved, beyond the rounding of types and quantization.
     """
     saved = read_canaries(directory)
     if saved is None:
-        return
+        return None
     canaries, texts = saved
     scores = score_canaries(reward_model, texts)
     if scores.shape != canaries.scores.shape:
@@ -104,7 +112,8 @@ def check_canaries(reward_model: RewardModel, directory: Path, source: str) -> N
             f"{source}: {CANARIES} was written for {canaries.scores.shape[1]} score(s) per text, and the model gives "
             f"{scores.shape[1]}; its head is not the one that was trained"
         )
-    precision = max(canaries.precision, weights_precision(reward_model.model), key=lambda name: TOLERANCES[name])
+    now = "quantized" if rounded else weights_precision(reward_model.model)
+    precision = max(canaries.precision, now, key=lambda name: TOLERANCES[name])
     allowed = TOLERANCES[precision] * max(1.0, canaries.scores.abs().max().item())
     differences = (scores - canaries.scores).abs().amax(1).nan_to_num(nan=torch.inf)
     worst = int(differences.argmax())
@@ -115,6 +124,7 @@ def check_canaries(reward_model: RewardModel, directory: Path, source: str) -> N
             f"model or tokenizer are not those that were trained; copy the run's directory again. If the change is wanted, "
             f"delete {directory / CANARIES}"
         )
+    return differences[worst].item()
 
 
 def weights_precision(model: torch.nn.Module) -> str:

@@ -12,6 +12,7 @@ from torch.testing import assert_close
 from alignment.adapters.specs import LoRASpec
 from alignment.algorithms.reward import EnsembleConfig, RewardConfig
 from alignment.algorithms.reward_losses import OBJECTIVES, Bootstrap, objective_loss_fn
+from alignment.commands.export import export_model
 from alignment.data.batches import collate_pairs, collate_rankings
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example, PairExample, RankedExample
@@ -369,7 +370,11 @@ def test_an_encoder_takes_adapters_ensembles_and_rankings(settings, encoder, mak
     assert read_metrics(tmp_path / "run")[-1]["held_out_accuracy"] > 0.7
     good, bad = reward.score([("how is the bus ?", "the bus is lovely"), ("how is the bus ?", "the bus is awful")])
     assert good > bad
-    assert reward.score_members(["the bus is lovely"]).shape == (1, 2 if settings == "heads" else 1)
+    texts = ["the bus is lovely", ("how is the bar ?", "poor")]
+    assert reward.score_members(texts).shape == (2, 2 if settings == "heads" else 1)
+    exported = export_model(str(tmp_path / "run" / "model"), None, str(tmp_path / "exported"))
+    assert (exported / "canaries.json").is_file()
+    assert_close(load_reward_model(str(exported)).score_members(texts), reward.score_members(texts))
 
 
 def test_long_rows_of_an_encoder_lose_the_prompts_beginning_and_are_counted(encoder, make_stage, tmp_path, capsys):
