@@ -68,15 +68,11 @@ def export_model(
             ensemble of adapters; a reward model whose scores are not those that were saved with it.
     """
     directory = find_directory(model)
-    if (members := read_members(directory)) is not None:
-        raise UserError(
-            f"{model}: an ensemble of {len(members)} adapters over one base has no weights to merge them into; export each "
-            f"member as a reward model of its own (`alignment export --model {model}/{members[0].name} ...`), or train "
-            "ensemble.kind=heads, which is one model"
-        )
+    _refuse_ensemble(model, directory)
     updates = find_directory(adapter) if adapter else directory if is_adapter(directory) else None
     scalar = _is_scalar(updates or directory)
     errors: Mapping[str, tuple[float, float]] = {}
+    written: Any
     if updates is None:
         if quantize is not None:
             raise UserError("--quantize is for the weights below an adapter, and there is none to merge; leave it out")
@@ -84,16 +80,7 @@ def export_model(
     else:
         base = directory if adapter else find_base(directory)
         quantize = quantize or read_quantization(updates)
-        require_bitsandbytes(quantize)
-        members = score_rows(updates) if scalar else 0
-        written = load_scalar_model(base, new_head="zero", members=members) if scalar else load_language_model(base)
-        types = _types(written, base, torch_dtype(dtype), scalar=scalar)
-        if quantize is not None:
-            errors = round_blocks(written, quantize)
-            print(_describe_errors(errors, quantize, base), file=sys.stderr)
-        written = merge_adapter(load_adapter(written, updates))
-        for name, parameter in written.named_parameters():
-            parameter.data = parameter.data.to(types.get(name, torch.float32))
+        written, errors = _merge(base, updates, dtype, quantize, scalar=scalar)
     tokenizer = load_tokenizer(adapter or model)
     if scalar and updates is not None:
         check_canaries(RewardModel(written.eval(), tokenizer), updates, str(updates), rounded=bool(errors))
@@ -113,6 +100,33 @@ def export_model(
         if errors:
             write_json(directory / ERRORS, {name: {"max": most, "mean": mean} for name, (most, mean) in errors.items()})
     return Path(output)
+
+
+def _merge(
+    base: Path, updates: Path, dtype: str, quantize: Quantization | None, *, scalar: bool
+) -> tuple[Any, Mapping[str, tuple[float, float]]]:
+    """A base with an adapter merged into it, and the largest and mean error of each matrix that was quantized."""
+    require_bitsandbytes(quantize)
+    members = score_rows(updates) if scalar else 0
+    model = load_scalar_model(base, new_head="zero", members=members) if scalar else load_language_model(base)
+    types = _types(model, base, torch_dtype(dtype), scalar=scalar)
+    errors: Mapping[str, tuple[float, float]] = {}
+    if quantize is not None:
+        errors = round_blocks(model, quantize)
+        print(_describe_errors(errors, quantize, base), file=sys.stderr)
+    merged = merge_adapter(load_adapter(model, updates))
+    for name, parameter in merged.named_parameters():
+        parameter.data = parameter.data.to(types.get(name, torch.float32))
+    return merged, errors
+
+
+def _refuse_ensemble(model: str, directory: Path) -> None:
+    if (members := read_members(directory)) is not None:
+        raise UserError(
+            f"{model}: an ensemble of {len(members)} adapters over one base has no weights to merge them into; export each "
+            f"member as a reward model of its own (`alignment export --model {model}/{members[0].name} ...`), or train "
+            "ensemble.kind=heads, which is one model"
+        )
 
 
 def _write_scale_and_canaries(reward_model: RewardModel, source: Path, directory: Path) -> None:
