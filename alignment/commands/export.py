@@ -13,6 +13,7 @@ from alignment.adapters.ensemble_files import read_members
 from alignment.adapters.peft_files import score_rows
 from alignment.data.text.named_templates import with_template_tokens
 from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory, write_json
 from alignment.loading import (
@@ -85,11 +86,7 @@ def export_model(
     if scalar and updates is not None:
         check_canaries(RewardModel(written.eval(), tokenizer), updates, str(updates), rounded=bool(errors))
     if chat_template is not None:
-        known = len(tokenizer)
-        tokenizer, added = with_template_tokens(tokenizer, chat_template)
-        if added:
-            grow_vocabulary(written, known, len(tokenizer))
-            print(f"added to the vocabulary, rows at the mean of the others: {', '.join(added)}", file=sys.stderr)
+        tokenizer = _with_template(written, tokenizer, chat_template)
     set_special_tokens(written, tokenizer)
     saved = updates or directory
     with atomic_directory(Path(output)) as directory:
@@ -118,6 +115,16 @@ def _merge(
     for name, parameter in merged.named_parameters():
         parameter.data = parameter.data.to(types.get(name, torch.float32))
     return merged, errors
+
+
+def _with_template(model: Any, tokenizer: Tokenizer, chat_template: str) -> Tokenizer:
+    """The tokenizer with another chat template; the model gets the tokens that it needs."""
+    known = len(tokenizer)
+    changed, added = with_template_tokens(tokenizer, chat_template)
+    if added:
+        grow_vocabulary(model, known, len(changed))
+        print(f"added to the vocabulary, rows at the mean of the others: {', '.join(added)}", file=sys.stderr)
+    return changed
 
 
 def _refuse_ensemble(model: str, directory: Path) -> None:
