@@ -149,14 +149,9 @@ class PPOConfig:
         for name in ("micro_rollout_batch_size", "epochs", "minibatches", "pretrain_batch_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("clip_range", "value_clip_range", "kl_horizon"):
+        for name in ("clip_range", "value_clip_range", "kl_horizon", "reward_std_coef"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.reward_std_coef <= 0:
-            raise ValueError(
-                f"reward_std_coef must be above 0, got {self.reward_std_coef}: below, it rewards what the members disagree "
-                "about; reward_combine=mean leaves the deviation out"
-            )
         if self.reward_std_coef != 1 and self.reward_combine != "lower":
             raise ValueError(f"reward_std_coef goes with reward_combine=lower, not with {self.reward_combine}")
         if self.kl_coef < 0:
