@@ -117,7 +117,7 @@ def _merge(
     return merged, errors
 
 
-def _with_template(model: Any, tokenizer: Tokenizer, chat_template: str) -> Tokenizer:
+def _with_template(model: NativeModel | ExternalModel, tokenizer: Tokenizer, chat_template: str) -> Tokenizer:
     """The tokenizer with another chat template; the model gets the tokens that it needs."""
     known = len(tokenizer)
     changed, added = with_template_tokens(tokenizer, chat_template)
