@@ -17,7 +17,7 @@ from alignment.data.batches import (
     collate_pairs,
     collate_rankings,
 )
-from alignment.data.examples import Example, LabeledExample, PairExample, RankedExample, TokenizedRow
+from alignment.data.examples import Example, LabeledExample, PairExample, RankedExample, StepExample, TokenizedRow
 from alignment.data.pretraining.next_sentence import SentencePairBatch
 from alignment.data.table import longest_rows
 from alignment.data.tasks.classification import LabeledBatch
@@ -29,6 +29,7 @@ MASKED_SHARE = 0.15  # of the tokens, in masked text
 TARGET_SHARE = 0.25  # of the source's length, that a corrupted text's target has
 CHOICES = 4  # of a row of multiple choice
 RANKED = 4  # responses of a ranking
+STEP = 32  # tokens of a step
 
 Moved = TypeVar("Moved", bound=DeviceBatch)
 Row = TypeVar("Row", bound=TokenizedRow)
@@ -68,6 +69,12 @@ def ranked_batch(rows: Sequence[RankedExample], tokens: int, share_prompts: Shar
 def ranking(length: int) -> RankedExample:
     """A ranking of `RANKED` responses, `length` tokens each with the prompt."""
     return RankedExample((example(length),) * RANKED, tuple(range(RANKED)), "row")
+
+
+def steps(length: int) -> StepExample:
+    """A response of `length` tokens with a labeled step every `STEP` tokens."""
+    ends = tuple(range(STEP - 1, length, STEP)) or (length - 1,)
+    return StepExample([0] * length, ends, (True,) * len(ends), "row")
 
 
 def longest(examples: Sequence[Row], count: int) -> list[Row]:

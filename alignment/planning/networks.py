@@ -17,8 +17,9 @@ from alignment.adapters.specs import AdapterSpec, LoRASpec
 from alignment.errors import UserError
 from alignment.models.build import empty_model
 from alignment.models.external.load import AUTO_CLASSES
-from alignment.models.families import is_external_type
+from alignment.models.families import FAMILIES, is_external_type
 from alignment.models.frozen_weights import store_frozen, train_in_float32
+from alignment.models.heads import score_outputs
 from alignment.models.language_model import LanguageModel
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.shared_weights import share_weights
@@ -80,9 +81,10 @@ class Networks:
 
     def _over_base(self, start: Start, task: str, changes: Mapping[str, object]) -> Any:
         """A frozen network with the adapters of its start, over a base of its own or a shared one."""
-        if task == "language" or (task == "scalar" and not is_external_type(start.config)):
+        over_trunk = task == "scalar" and not is_external_type(start.config) and not is_encoder(start.config)
+        if task == "language" or over_trunk:
             base = self._base(start)
-            model = share_weights(base) if task == "language" else _scalar_over(base)
+            model = share_weights(base) if task == "language" else _scalar_over(base, changes)
         else:
             model = self._frozen(start, task, changes)
         with torch.device("meta"):
@@ -141,10 +143,16 @@ def _whole(start: Start, task: str, changes: Mapping[str, object]) -> Any:
     return empty_network({**start.config, **changes}, task, torch.float32).requires_grad_(True)
 
 
-def _scalar_over(base: LanguageModel) -> Any:
+def is_encoder(config: HFConfig) -> bool:
+    """Whether a config is that of one of our encoders, which have a score for a text and none per token."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and family.architecture == "encoder" and not is_external_type(config)
+
+
+def _scalar_over(base: LanguageModel, changes: Mapping[str, object]) -> Any:
     """A scalar model over the trunk of a frozen language model, with a float32 head that trains."""
     with torch.device("meta"):
-        scalar = empty_model(base.config, "scalar")
+        scalar = empty_model({**base.config, **changes}, "scalar")
     scalar.trunk = share_weights(base.trunk)
     return scalar
 
@@ -176,7 +184,7 @@ def _external(config: HFConfig, task: str) -> Any:
     settings = CONFIG_MAPPING[name](**{key: value for key, value in config.items() if key != "model_type"})
     kind = ("encoder-decoder" if settings.is_encoder_decoder else "causal") if task == "language" else task
     if task == "scalar":
-        settings.update({"num_labels": 1})
+        settings.update({"num_labels": score_outputs(config)})
     auto_class, wrapper = AUTO_CLASSES[kind]
     inner = getattr(transformers, auto_class).from_config(settings, trust_remote_code=False)
     return wrapper(inner, settings.to_dict(), task)

@@ -13,12 +13,13 @@ from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.ppo.setup import PPOConfig
 from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.algorithms.reward import RewardConfig
+from alignment.algorithms.reward_losses import OBJECTIVES
 from alignment.algorithms.sft import SFTConfig
 from alignment.analysis.operations import forward_operations, is_counted
 from alignment.data.config import DataConfig
 from alignment.data.examples import TokenizedRow
 from alignment.data.mixture import epoch_rows, mixing_shares, tables_of
-from alignment.data.prepare import prepare
+from alignment.data.prepare import prepare, prepare_with
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Kind
 from alignment.data.table import totals_of
@@ -27,10 +28,10 @@ from alignment.models.transformer import TransformerSpec
 from alignment.planning.batches import RANKED
 from alignment.planning.quantized_layers import QuantizedStandIn
 from alignment.planning.stages import StageConfig
+from alignment.reward_model.ensemble import AdapterEnsemble
 
 KINDS: dict[type, Kind] = {
-    SFTConfig: "demonstrations", RewardConfig: "comparisons", PPOConfig: "prompts",
-    PretrainConfig: "text",
+    SFTConfig: "demonstrations", PPOConfig: "prompts", PretrainConfig: "text",
 }  # fmt: skip
 
 
@@ -73,7 +74,8 @@ def read_training_rows(config: StageConfig) -> Data:
     sources = config.data.sources("train")
     if not all(Path(source.source).is_file() for source in sources):
         return Data()
-    kind = config.rows if isinstance(config, DPOConfig) else KINDS[type(config)]
+    kind = kind_of(config)
+    assert kind is not None
     tokenizer = getattr(config, "tokenizer", None) or config.policy
     if tokenizer is None or not Path(tokenizer).is_dir():
         if config.data.mixing == "concatenate":
@@ -81,8 +83,20 @@ def read_training_rows(config: StageConfig) -> Data:
             return Data(len(rows))
         sizes = [len(read_rows(source, kind, on_bad_row="skip")[0]) for source in sources]
         return Data(epoch_rows(config.data, sizes))
-    examples, _ = prepare(config.data, kind, load_tokenizer(tokenizer, getattr(config, "chat_template", None)))
+    own = load_tokenizer(tokenizer, getattr(config, "chat_template", None))
+    if isinstance(config, RewardConfig):
+        preparation = OBJECTIVES[config.loss].preparation_for(config.policy)
+        examples, _ = prepare_with(preparation, config.data, own, part="train")
+    else:
+        examples, _ = prepare(config.data, kind, own)
     return Data(epoch_rows(config.data, list(map(len, tables_of(examples)))), examples)
+
+
+def kind_of(config: StageConfig) -> Kind | None:
+    """The kind of rows that a stage learns from; None of fine-tuning, whose tasks have rows of their own."""
+    if isinstance(config, DPOConfig):
+        return config.rows
+    return OBJECTIVES[config.loss].kind if isinstance(config, RewardConfig) else KINDS.get(type(config))
 
 
 def run_length(config: StageConfig, data: Data, networks: Mapping[str, nn.Module]) -> RunLength:
@@ -119,9 +133,7 @@ def mean_tokens(data: DataConfig, examples: Sequence[TokenizedRow]) -> float:
 
 def responses_per_row(config: StageConfig) -> int:
     """Documents that a row of the stage holds; of a ranking a typical number."""
-    if isinstance(config, DPOConfig):
-        return {"comparisons": 2, "labels": 1, "rankings": RANKED}[config.rows]
-    return 2 if isinstance(config, RewardConfig) else 1
+    return {"comparisons": 2, "rankings": RANKED}.get(kind_of(config), 1)
 
 
 def _operations(config: StageConfig, networks: Mapping[str, nn.Module], length: int) -> float:
@@ -145,6 +157,8 @@ def forward_per_token(model: nn.Module, length: int) -> float:
 
     An adapter's own matrices come on top.
     """
+    if isinstance(model, AdapterEnsemble):  # each member runs the base by itself
+        return sum(forward_per_token(member, length) for member in model.models)
     adapters = sum(x.numel() for name, x in model.named_parameters() if "lora_" in name)
     if isinstance(model.spec, TransformerSpec) and is_counted(model.spec):
         return forward_operations(model.spec, length) + 2 * adapters

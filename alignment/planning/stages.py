@@ -24,20 +24,27 @@ from alignment.algorithms.ppo.rollout import RolloutBatch
 from alignment.algorithms.ppo.setup import PPOConfig
 from alignment.algorithms.pretrain.objectives import distillation_loss_fn, sentence_pair_loss_fn, task_of
 from alignment.algorithms.pretrain.pretrain import PretrainConfig
-from alignment.algorithms.reward import RewardConfig, reward_loss_fn
+from alignment.algorithms.reward import RewardConfig
+from alignment.algorithms.reward_losses import OBJECTIVES, Measured, objective_loss_fn
+from alignment.algorithms.reward_networks import networks_of
 from alignment.algorithms.sft import SFTConfig
 from alignment.data.batches import PairBatch, PreferenceBatch, RankedBatch
-from alignment.data.examples import Example, LabeledExample, PairExample
+from alignment.data.examples import Example, LabeledExample, PairExample, RankedExample
+from alignment.data.step_batches import StepBatch, collate_steps
+from alignment.errors import UserError
 from alignment.generation.sampling import SamplingConfig, sample_token, sampling_log_probs
+from alignment.models.families import is_external_type
+from alignment.models.heads import score_labels
 from alignment.models.outputs import LanguageOutput
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.planning import batches
 from alignment.planning.layout import Layout
-from alignment.planning.networks import Networks
+from alignment.planning.networks import Networks, is_encoder
 from alignment.planning.optimizer_state import state_bytes
 from alignment.planning.starts import Start, config_dtype, find_start, fresh_config
 from alignment.planning.trace import Tracer
-from alignment.ragged import DeviceBatch, Ragged, Seq2Seq, Sharing
+from alignment.ragged import DeviceBatch, Ragged, RaggedBatch, Seq2Seq, Sharing
+from alignment.reward_model.ensemble import AdapterEnsemble
 from alignment.training import LossFn
 
 StageConfig = SFTConfig | RewardConfig | DPOConfig | PPOConfig | PretrainConfig | FinetuneConfig
@@ -77,7 +84,7 @@ def build_networks(config: StageConfig, layout: Layout, near: Path | None) -> tu
         networks.add("policy", start, adapter=config.adapter)
         return networks, {"policy": start}
     if isinstance(config, RewardConfig):
-        networks.add("reward model", start, "scalar", adapter=config.adapter)
+        _reward_network(networks, config, start)
         return networks, {"reward model": start}
     networks.add("policy", start, adapter=config.adapter)
     starts = {"policy": start}
@@ -92,6 +99,31 @@ def build_networks(config: StageConfig, layout: Layout, near: Path | None) -> tu
         networks.add("value model", starts["value model"], "scalar", adapter=config.adapter)
         networks.add("reward model", judge, "scalar", trained=False)
     return networks, starts
+
+
+def _reward_network(networks: Networks, config: RewardConfig, start: Start) -> None:
+    """The reward model of a run: one, an ensemble of heads, or one of adapters over the same base.
+
+    Raises:
+        UserError: what the run itself refuses, or an ensemble of adapters over a model of transformers' class.
+    """
+    members = 1 if config.ensemble is None else config.ensemble.members
+    encoder = is_encoder(start.config)
+    if encoder and config.loss == "steps":
+        raise UserError(f"{config.policy}: an encoder learns no scores of steps (loss=steps); start from a decoder")
+    if config.ensemble is None or config.ensemble.kind == "heads":
+        changes = score_labels(members)
+        model = networks.add("reward model", start, "scalar", adapter=config.adapter, changes=changes)
+        if encoder:
+            model.head.requires_grad_(True)
+        return
+    if encoder or not networks.shared or is_external_type(start.config):
+        raise UserError(
+            f"{config.policy}: an ensemble of adapters is planned for decoders that run as our class, unsharded (the run "
+            "itself refuses encoders and sharding); take ensemble.kind=heads, or another launch file"
+        )
+    models = [networks.add("reward model", start, "scalar", adapter=config.adapter) for _ in range(members)]
+    networks.by_role["reward model"] = AdapterEnsemble(models)
 
 
 def _pretrain_networks(networks: Networks, config: PretrainConfig, near: Path | None) -> dict[str, Start]:
@@ -140,9 +172,17 @@ def trace(config: StageConfig, tracer: Tracer, rows: DeviceRows) -> None:
         tracer.update("update", "policy", [(language_loss_fn(model), batch)], repeated=_repeated(batch, rows))
     elif isinstance(config, RewardConfig):
         model = tracer.train("reward model", state_bytes(tracer.networks.by_role["reward model"], config.optim)).train()
-        batch = batches.pair_batch(_pairs(config.data.max_length, rows), rows.tokens, _sharing(config, tracer))
-        terms = [(reward_loss_fn(model, config.center_coef), batch)]
-        tracer.update("update", "reward model", terms, repeated=_repeated(batch, rows))
+        batch = _reward_batch(config, rows, _sharing(config, tracer))
+        # Metrics take no memory worth counting, and some have sizes that depend on the numbers.
+        objective = replace(OBJECTIVES[config.loss], measure=no_metrics)
+        loss_fn = objective_loss_fn(
+            model,
+            objective,
+            center_coef=config.center_coef,
+            theta=lambda: config.theta,
+            is_encoder=is_encoder(model.config),
+        )
+        tracer.update("update", "reward model", [(loss_fn, batch)], repeated=_repeated(batch, rows))
     elif isinstance(config, DPOConfig):
         model = tracer.train("policy", state_bytes(tracer.networks.by_role["policy"], config.optim)).eval()
         batch = _preference_batch(config, rows, _sharing(config, tracer))
@@ -167,13 +207,13 @@ def trace(config: StageConfig, tracer: Tracer, rows: DeviceRows) -> None:
 
 def _sharing(config: StageConfig, tracer: Tracer) -> Sharing:
     """Which pairs share their prompt, as in the run."""
-    networks = list(tracer.networks.by_role.values())
+    networks = [network for model in tracer.networks.by_role.values() for network in networks_of(model)]
     return prompt_sharing(networks, wanted=config.training.share_prompts, note=lambda line: None)
 
 
 def _repeated(batch: DeviceBatch, rows: DeviceRows) -> bool:
     """Whether an update has more micro-batches than this one."""
-    documents = len(batch.lengths)  # type: ignore[attr-defined]
+    documents = len(batch.lengths)  # type: ignore[attr-defined]  # of steps too, whose weight counts the steps
     return (int(batch.weight) if isinstance(batch, PairBatch | RankedBatch) else documents) < rows.per_update
 
 
@@ -190,6 +230,29 @@ def _pairs(length: int, rows: DeviceRows) -> list[PairExample]:
     return [pair] * batches.rows_of(rows.tokens, 2 * length, rows.per_update)
 
 
+def _reward_batch(
+    config: RewardConfig, rows: DeviceRows, share_prompts: Sharing
+) -> PairBatch | RankedBatch | StepBatch:
+    """The largest micro-batch of the kind of rows that the config's loss learns from."""
+    length, kind = config.data.max_length, OBJECTIVES[config.loss].kind
+    if kind == "steps":
+        count = batches.rows_of(rows.tokens, length, rows.per_update)
+        return collate_steps(list(rows.longest) or [batches.steps(length)] * count, rows.tokens)[0]
+    if kind == "rankings":
+        return batches.ranked_batch(_rankings(length, rows), rows.tokens, share_prompts)
+    return batches.pair_batch(_pairs(length, rows), rows.tokens, share_prompts)
+
+
+def no_metrics(scores: Tensor, batch: RaggedBatch) -> Measured:
+    """The metrics of a batch that is only traced."""
+    return Measured({}, {}, scores.new_zeros(int(batch.weight)))
+
+
+def _rankings(length: int, rows: DeviceRows) -> list[RankedExample]:
+    count = batches.rows_of(rows.tokens, batches.RANKED * length, rows.per_update)
+    return list(rows.longest) or [batches.ranking(length)] * count
+
+
 def _preference_batch(config: DPOConfig, rows: DeviceRows, share_prompts: Sharing) -> PreferenceBatch:
     """The largest micro-batch of the kind of rows that the config's losses learn from."""
     length = config.data.max_length
@@ -199,9 +262,7 @@ def _preference_batch(config: DPOConfig, rows: DeviceRows, share_prompts: Sharin
         labeled = list(rows.longest) or [LabeledExample(batches.example(length), True, "row")] * count
         batch = batches.unpaired_batch(labeled, rows.tokens)
     elif config.rows == "rankings":
-        count = batches.rows_of(rows.tokens, batches.RANKED * length, rows.per_update)
-        rankings = list(rows.longest) or [batches.ranking(length)] * count
-        batch = batches.ranked_batch(rankings, rows.tokens, share_prompts)
+        batch = batches.ranked_batch(_rankings(length, rows), rows.tokens, share_prompts)
     else:
         batch = batches.pair_batch(_pairs(length, rows), rows.tokens, share_prompts)
     if config.refers and not config.holds_reference:
