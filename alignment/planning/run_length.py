@@ -133,7 +133,7 @@ def mean_tokens(data: DataConfig, examples: Sequence[TokenizedRow]) -> float:
 
 def responses_per_row(config: StageConfig) -> int:
     """Documents that a row of the stage holds; of a ranking a typical number."""
-    return {"comparisons": 2, "rankings": RANKED}.get(kind_of(config), 1)
+    return {"comparisons": 2, "rankings": RANKED}.get(str(kind_of(config)), 1)
 
 
 def _operations(config: StageConfig, networks: Mapping[str, nn.Module], length: int) -> float:
