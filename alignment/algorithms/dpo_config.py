@@ -86,6 +86,8 @@ class DPOConfig:
         check_reference(self)
         if self.sft_weight < 0 or self.sft_batch_size < 1:
             raise ValueError("sft_coef must be 0 (off) or above, and sft_batch_size at least 1")
+        if self.sft is not None and self.sft.evaluation_share is not None:
+            raise ValueError("sft.evaluation_share is not read: these rows are trained on only; take it out")
         if self.sft is not None and self.sft_weight == 0:
             raise ValueError("sft: these demonstrations would have no weight; set sft_coef, or leave them out")
 

@@ -96,7 +96,7 @@ def check_evaluation(config: RunConfig) -> None:
     data = getattr(config, "data", None)
     if config.training.best_metric is None or not isinstance(data, DataConfig):
         return
-    if data.evaluation is None and not getattr(data, "evaluation_share", None):
+    if not data.evaluates:
         raise UserError(NO_EVALUATION)
 
 
@@ -131,7 +131,7 @@ def read_split(
         UserError: bad rows, all at once; or more of them lost than `data.max_lost_share`.
     """
     read = partial(read_examples, data, kind, tokenizer, run, preparation=preparation)
-    return read(), [] if data.evaluation is None else read("evaluation")
+    return read(), read("evaluation") if data.evaluates else []
 
 
 def read_examples(

@@ -73,6 +73,9 @@ class DataConfig:
         train: file or Hub id (owner/name, owner/name[split], owner/name:config[split]), or a list of them, or of
             sections `{source, name, weight, max_rows, columns, split, chat_template, loss_weight}`.
         evaluation: held-out rows, likewise; all of them are read, so these sources have no weights.
+        evaluation_share: this share of the prompts of `train` is held out in place of `evaluation`, about 0.01 to 0.1; a
+            hash of a row's prompt (or text) alone decides, so that all rows of one prompt are on one side, and added rows
+            move no other. `max_rows` counts the rows of both sides; limits of lost and cut rows hold for both together.
         split: of a Hub data set that names none itself.
         evaluation_split: the same in `evaluation`; None: as `split`.
         mixing: which source the next row of `train` comes from. concatenate: all rows in one shuffle, each once per
@@ -103,6 +106,7 @@ class DataConfig:
 
     train: str | list[str | SourceConfig]
     evaluation: str | list[str | SourceConfig] | None = None
+    evaluation_share: float | None = None
     split: str = "train"
     evaluation_split: str | None = None
     mixing: Mixing = "concatenate"
@@ -145,7 +149,12 @@ class DataConfig:
         _check_streaming(self)
 
     def sources(self, part: Part) -> list[SourceConfig]:
-        """The sources of one part, each with name, columns and split filled in; none where no data is named for it."""
+        """The sources of one part, each with name, columns and split filled in; none where no data is named for it.
+
+        With `evaluation_share` both parts have the sources of `train`.
+        """
+        if self.evaluation_share is not None:
+            part = "train"
         return as_sources(
             (self.train if part == "train" else self.evaluation) or [],
             split=self.split_of(part),
@@ -161,6 +170,11 @@ class DataConfig:
         if not (sources := self.sources(part)):
             raise UserError(f"data.{part} names no file")
         return sources
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether any rows are held out."""
+        return self.evaluation is not None or self.evaluation_share is not None
 
     def split_of(self, part: Part) -> str:
         """The split read of a Hub data set that names none itself."""
@@ -297,10 +311,13 @@ def _check_mixing(data: DataConfig) -> None:
 
 def _check_evaluation(data: DataConfig) -> None:
     """Refuse sources with the same name, rows held out that are trained on, and weights where all rows are read."""
+    _check_share(data)
     for part in ("train", "evaluation"):
         names = [str(source.name) for source in data.sources(part)]
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"data.{part}: two sources have the name {', '.join(twice)}; give each its own")
+    if data.evaluation_share is not None:
+        return
     if weighted := [source for source in data.sources("evaluation") if source.weight or source.loss_weight != 1]:
         raise ValueError(
             f"data.evaluation: {weighted[0].name} has a weight, but held-out rows are all read and count alike; "
@@ -333,4 +350,26 @@ def _check_streaming(data: DataConfig) -> None:
         raise ValueError(
             "max_rows ends the reading of data, which data.streaming never ends: training.max_steps says how many rows are "
             "trained on; leave max_rows out, or set data.streaming=false"
+        )
+
+
+def _check_share(data: DataConfig) -> None:
+    """Refuse a share that is none, and rows that are held out in two ways."""
+    if data.evaluation_share is None:
+        return
+    if not 0 < data.evaluation_share < 1:
+        raise ValueError(f"data.evaluation_share must lie between 0 and 1, got {data.evaluation_share}; 0.02 is usual")
+    if data.evaluation is not None:
+        raise ValueError(
+            "data.evaluation_share holds rows of data.train out, and data.evaluation names others; take one of them out"
+        )
+    if data.streaming:
+        raise ValueError(
+            "data.evaluation_share is chosen among rows that are all read before the run, which data.streaming does not do; "
+            "name held-out rows by data.evaluation, or set data.streaming=false"
+        )
+    if data.evaluation_split is not None:
+        raise ValueError(
+            "data.evaluation_split is the split of data.evaluation; take it out, or data.evaluation_share, which holds rows "
+            "of data.train out"
         )

@@ -24,8 +24,8 @@ PACKAGES = ("tokenizers", "transformers", "jinja2", "trl")  # their versions may
 # Settings that change no row and no token: the sources have keys of their own, limits are checked on the stored tally.
 WITHOUT_EFFECT = frozenset(
     {
-        "train", "evaluation", "split", "evaluation_split", "columns", "max_rows", "mixing", "mixing_maximum", "temperature",
-        "max_lost_share", "processes", "cache", "check", "streaming", "shuffle_buffer",
+        "train", "evaluation", "evaluation_share", "split", "evaluation_split", "columns", "max_rows", "mixing", "mixing_maximum",
+        "temperature", "max_lost_share", "processes", "cache", "check", "streaming", "shuffle_buffer",
     }
 )  # fmt: skip
 WITHOUT_EFFECT_OF_A_SOURCE = frozenset({"name", "weight", "loss_weight", "max_rows"})

@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from alignment.data.config import NO_STREAMING, DataConfig, Part, SourceConfig
 from alignment.data.fingerprint import table_key
 from alignment.data.rows.chunks import Chunk, open_source
 from alignment.data.rows.files import source_files
-from alignment.data.rows.read import RecordParser, parse_rows, prompt_key, raise_bad_rows, rows_left
+from alignment.data.rows.read import RecordParser, parse_rows, prompt_key, raise_bad_rows, rows_left, text_hash
 from alignment.data.rows.records import Kind, Record, Tally
 from alignment.data.rows.turns import choose_turns
 from alignment.data.table import JoinedTables, Rows, Table, TableWriter, encode_batch, joined_batch
@@ -143,6 +142,11 @@ def prepare_with(
         raise UserError(NO_STREAMING)
     examples = prepare_tables(preparation, config, tokenizer, part=part)
     counts = require_enough(examples.tally, config, part)
+    if config.evaluation_share is not None:
+        from alignment.data.held_out import view_of_part
+
+        examples = view_of_part(examples, config, part)
+        return examples, examples.tally
     if part == "evaluation" and not config.streaming:
         train = prepare_tables(preparation, config, tokenizer, part="train")
         counts.trained_on = trained_on(train, examples)
@@ -302,10 +306,7 @@ def merge_lists(into: dict[str, list[str]], more: Mapping[str, Sequence[str]]) -
 
 def prompt_hashes(records: Sequence[Record]) -> dict[str, int]:
     """64-bit hash of the prompt or text of each record, by row id."""
-    return {
-        record.row_id: int.from_bytes(blake2b(prompt_key(record).encode("utf-8", "replace"), digest_size=8).digest(), "little")
-        for record in records
-    }  # fmt: skip
+    return {record.row_id: text_hash(prompt_key(record)) for record in records}
 
 
 def trained_on(train: Rows, held_out: Rows) -> list[str]:

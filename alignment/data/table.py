@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import asdict
 from functools import reduce
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, overload
 
@@ -237,6 +237,8 @@ class Table(Sequence[Row]):
         findings: what the checks of the rows found while they were prepared, each as the fields of a `Finding`.
         cached: whether an earlier run, or another process, had prepared it.
         source: number of the data source that its examples are given.
+
+    `select` makes a table of some of its rows.
     """
 
     def __init__(
@@ -259,9 +261,10 @@ class Table(Sequence[Row]):
         self._batches = _Batches(directory, codec, [file["name"] for file in manifest["files"]], files)
         self._starts = list(accumulate(chain.from_iterable(file["rows"] for file in manifest["files"]), initial=0))
         self._names: list[str] = manifest["names"]
+        self._rows: np.ndarray | None = None
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return self._starts[-1] if self._rows is None else len(self._rows)
 
     @overload
     def __getitem__(self, index: int) -> Row: ...
@@ -308,9 +311,18 @@ class Table(Sequence[Row]):
 
     def column_batches(self, name: str) -> Iterator[np.ndarray]:
         """One column of single numbers, one array for each batch of rows as they lie on disk."""
-        for batch in range(len(self._starts) - 1):
-            yield self._batches.column(batch, name)
+        for batch, chosen in self._chosen():
+            yield self._batches.column(batch, name)[chosen]
         self._batches.release()
+
+    def _chosen(self) -> Iterator[tuple[int, np.ndarray | slice]]:
+        """Each batch of rows on disk, and which of its rows belong to the table."""
+        for batch, (start, stop) in enumerate(pairwise(self._starts)):
+            if self._rows is None:
+                yield batch, slice(None)
+            else:
+                first, last = np.searchsorted(self._rows, (start, stop))
+                yield batch, self._rows[first:last] - start
 
     def row_id(self, index: int) -> str:
         """Name of one row."""
@@ -324,10 +336,45 @@ class Table(Sequence[Row]):
         other.source = source
         return other
 
+    def select(self, rows: np.ndarray, *, key: str) -> "Table[Row]":
+        """A table of some of the rows, which reads the same files.
+
+        Args:
+            rows: their indices, ascending, [rows].
+            key: hex digest of all that the table was made of, and of the choice.
+        """
+        other = copy(self)
+        other._rows = rows.astype(np.int32 if self._starts[-1] < 2**31 else np.int64)
+        other.key = key
+        return other
+
+    def described(self, tally: Tally, findings: Sequence[Mapping[str, Any]]) -> "Table[Row]":
+        """The same table with another tally and other findings."""
+        other = copy(self)
+        other.tally, other.findings = tally, [dict(finding) for finding in findings]
+        return other
+
+    def distinct_rows(self) -> np.ndarray:
+        """Indices of the examples that are the first of their row, which may have made several."""
+        names, lines = self.column("name"), self.column("line")
+        if not len(names):
+            return np.empty(0, np.int64)
+        new = (names[1:] != names[:-1]) | (lines[1:] != lines[:-1])
+        return np.concatenate([[0], np.flatnonzero(new) + 1])
+
+    @property
+    def documents(self) -> int:
+        """Documents of all rows."""
+        if "run_counts" not in self.codec.columns:  # of rows with several documents
+            return len(self)
+        return sum(int(self._batches.sizes(batch, "run_counts")[chosen].sum()) for batch, chosen in self._chosen())
+
     def _position(self, index: int) -> tuple[int, int]:
         number = index + len(self) if index < 0 else index
         if not 0 <= number < len(self):
             raise IndexError(f"row {index} of a table of {len(self)}")
+        if self._rows is not None:
+            number = int(self._rows[number])
         batch = bisect_right(self._starts, number) - 1
         return batch, number - self._starts[batch]
 
@@ -355,6 +402,11 @@ class _Batches(Generic[Row]):
     def column(self, batch: int, name: str) -> np.ndarray:
         """A column of single numbers."""
         return _numbers(self._batch(batch).column(name))
+
+    def sizes(self, batch: int, name: str) -> np.ndarray:
+        """Lengths of the lists in a column of lists."""
+        column = self._batch(batch).column(name)
+        return np.diff(_view(column, 1, np.int32)[: len(column) + 1])
 
     def _batch(self, batch: int) -> "pa.RecordBatch":
         import pyarrow as pa

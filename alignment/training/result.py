@@ -19,7 +19,7 @@ from alignment.training.settings import TrainingConfig
 
 NO_EVALUATION = (
     "training.keep_best, training.early_stopping: nothing is evaluated, because data.evaluation names no rows; name some, or "
-    "leave them out"
+    "hold a share of data.train out by data.evaluation_share, or leave them out"
 )
 ALL = 10**9  # checkpoints in checkpoints/best that a save leaves; `delete_older` chooses among them
 

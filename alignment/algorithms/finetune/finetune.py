@@ -128,7 +128,7 @@ def run(config: FinetuneConfig) -> Path:
         tokenizer = tokenizer if input_format == "tokenizer" else add_gpt1_tokens(tokenizer)
         train = read_part(config, input_format, tokenizer, run, "train")
         held_out = None
-        if config.data.evaluation is not None:
+        if config.data.evaluates:
             held_out = read_part(config, input_format, tokenizer, run, "evaluation", names=train.names)
         if isinstance(source, dict):
             source = tokenizer_settings(tokenizer) | source

@@ -179,9 +179,10 @@ class PPOConfig:
                 raise ValueError(
                     f"{name}: ppo counts all rows alike, without {unread[0]}; draw by weights: data.mixing"
                 )
-            if data is not None and data.evaluation is not None:
+            if data is not None and data.evaluates:
+                key = "evaluation" if data.evaluation is not None else "evaluation_share"
                 raise ValueError(
-                    f"{name}.evaluation is not read: ppo evaluates nothing while it trains; leave it out, and compare the "
+                    f"{name}.{key} is not read: ppo evaluates nothing while it trains; leave it out, and compare the "
                     "results on held-out prompts with `alignment evaluate winrate`"
                 )
         for name in self.metrics:

@@ -125,7 +125,7 @@ def run(config: PretrainConfig) -> Path:
     with open_run(config, "pretrain", parents=[config.policy, config.tokenizer, teacher_source]) as run:
         tokenizer = find_tokenizer(config)
         train = read_texts(config, tokenizer, run, "train")
-        held_out = read_texts(config, tokenizer, run, "evaluation") if config.data.evaluation else []
+        held_out = read_texts(config, tokenizer, run, "evaluation") if config.data.evaluates else []
         policy, teacher = find_models(config, tokenizer)
         check_rows(policy.model, train + held_out, config.data.max_length)
         engine, stream = prepare_training(policy.model.train(), config, train, run)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar, get_args
 
@@ -224,6 +225,11 @@ def _check_columns(name: str, kind: Kind, columns: dict[str, str], found: list[s
 def prompt_key(record: Record) -> str:
     """A text that is equal for equal prompts (or documents), to find duplicates."""
     return repr(getattr(record, "prompt", None) or getattr(record, "text", None))
+
+
+def text_hash(text: str) -> int:
+    """64-bit hash of a text, the same in every process."""
+    return int.from_bytes(blake2b(text.encode("utf-8", "replace"), digest_size=8).digest(), "little")
 
 
 def record_key(record: Record) -> tuple[str, ...]:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from alignment.data.config import NO_STREAMING, DataConfig, Part
+from alignment.data.held_out import rows_of_part
 from alignment.data.prepare import require_enough
 from alignment.data.rows.read import overlap
 from alignment.data.rows.records import Tally
@@ -52,15 +53,18 @@ def prepare_labeled(
     Raises:
         UserError: bad rows, unknown labels; more rows lost than `config.max_lost_share`; no data named for this part.
     """
-    rows, read = _read_part(config, task, part)
+    every, read = _read_part(config, task, part)
+    rows = every
+    if config.evaluation_share is not None:
+        rows, read = rows_of_part(every, read, content_key, config, part)
     if task in ("question_answering", "multiple_choice"):
         names = {}
         examples, tokenized = encode(rows, tokenizer, config.max_length, **options)
     else:
-        names = label_names(rows) if names is None else names
+        names = label_names(every) if names is None else names
         examples, tokenized = encode(rows, tokenizer, config.max_length, names)
     counts = require_enough(read.followed_by(tokenized), config, part)
-    if part == "evaluation":
+    if part == "evaluation" and config.evaluation_share is None:
         counts.trained_on = overlap(_read_part(config, task, "train")[0], rows, content_key)
     return LabeledExamples(examples, rows, counts, names)
 

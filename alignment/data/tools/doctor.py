@@ -17,6 +17,7 @@ from alignment.data.examples import (
 from alignment.data.prepare import TOKENIZE
 from alignment.data.rows.read import overlap, prompt_key, read_rows
 from alignment.data.rows.records import Kind, Tally
+from alignment.data.text.named_templates import NAMED, with_chat_template
 from alignment.data.tokenizers.load import read_tokenizer_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -66,7 +67,7 @@ def check_file(
         source: file or Hub id.
         kind: of its rows.
         tokenizer: directory (or loaded tokenizer); None: rows are checked as text only.
-        template: file with a chat template to use in place of the tokenizer's own.
+        template: name of a built-in chat template, or a file, to use in place of the tokenizer's own.
         max_length: tokens a row may have.
         columns: our column name -> the file's, where they differ.
         evaluation: held-out rows of the same kind and columns; those whose prompt is in `source` too are a finding.
@@ -104,8 +105,10 @@ def _tokenizer(tokenizer: str | Path | Tokenizer | None, template: str | Path | 
         raise UserError("--chat-template needs --tokenizer: a template becomes ids only through a tokenizer")
     loaded = read_tokenizer_files(tokenizer) if isinstance(tokenizer, str | Path) else tokenizer
     if template is not None and loaded is not None:
+        if str(template) in NAMED:
+            return with_chat_template(loaded, str(template))
         if not Path(template).is_file():
-            raise UserError(f"{template}: no such template file")
+            raise UserError(f"{template}: no such template file, and no built-in template: {', '.join(NAMED)}")
         loaded.chat_template = Path(template).read_text(encoding="utf-8")
     return loaded
 

@@ -208,3 +208,12 @@ def test_an_unknown_token_is_noticed_wherever_it_stands(jsonl):
     characters = train_tokenizer("characters", ["the cat"])
     report = check_file(jsonl({"text": "the hat"}, {"text": "the cat!"}, {"text": "cat"}), "text", characters)
     assert found(report, "warning") == [f"1 rows have unknown tokens ({report.source}:2)"]
+
+
+def test_template_may_be_a_built_in_name(jsonl, bpe):
+    messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the cat"}]
+    report = check_file(jsonl({"messages": messages}), "demonstrations", bpe, "alpaca")
+    shown = "".join(report.samples).replace("|", "")
+    assert report.ok and "### Instruction" in shown and bpe.chat_template is None
+    with pytest.raises(UserError, match="has no special token <.start_header_id"):
+        check_file(jsonl({"messages": messages}), "demonstrations", bpe, "llama3")
