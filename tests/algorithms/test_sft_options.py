@@ -52,6 +52,17 @@ def test_each_option_lowers_the_held_out_loss(option, sft, read_metrics):
         assert lines[-1]["held_out_nll"] < lines[2]["held_out_nll"] - 0.1
 
 
+def test_a_share_of_the_training_rows_is_held_out(sft, world, read_metrics):
+    data = DataConfig(train=world["demonstrations"], evaluation_share=0.3, max_rows=24)
+    output = sft("run", data=data, training={"keep_best": "held_out_loss"})
+    assert len([line for line in read_metrics(output) if "held_out_loss" in line]) == 3
+    notes = json.loads((output / "lineage.json").read_text())["notes"]
+    told = [note for note in notes if "rows kept" in note]
+    kept = [int(note.split(": ")[1].split(" ")[0]) for note in told]
+    assert len(kept) == 2 and sum(kept) == 24
+    assert any(f"noted {kept[1]}: held out by data.evaluation_share" in note for note in notes)
+
+
 def test_the_z_loss_brings_the_normalizer_towards_one(sft, read_metrics):
     lines = read_metrics(sft("run", z_loss=0.1))
     sizes = [(line["loss"] - line["nll"]) / 0.1 for line in lines]  # mean of log(Z)^2

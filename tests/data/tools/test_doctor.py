@@ -215,5 +215,5 @@ def test_template_may_be_a_built_in_name(jsonl, bpe):
     report = check_file(jsonl({"messages": messages}), "demonstrations", bpe, "alpaca")
     shown = "".join(report.samples).replace("|", "")
     assert report.ok and "### Instruction" in shown and bpe.chat_template is None
-    with pytest.raises(UserError, match="has no special token <.start_header_id"):
+    with pytest.raises(UserError, match=r"has no special token .*start_header_id"):
         check_file(jsonl({"messages": messages}), "demonstrations", bpe, "llama3")
