@@ -284,7 +284,9 @@ def data_check(
     tokenizer: Annotated[str | None, typer.Option(help="Directory of a tokenizer: shows tokens and masks.")] = None,
     chat_template: Annotated[
         str | None,
-        typer.Option("--chat-template", "--template", help="Built-in chat template or a file, in place of the tokenizer's."),
+        typer.Option(
+            "--chat-template", "--template", help="Built-in chat template or a file, in place of the tokenizer's."
+        ),
     ] = None,
     max_length: Annotated[int, typer.Option(min=2, help="Tokens per row; longer rows are cut.")] = 1024,
     columns: Annotated[

@@ -348,7 +348,7 @@ class Table(Sequence[Row]):
         other.key = key
         return other
 
-    def described(self, tally: Tally, findings: Sequence[Mapping[str, Any]]) -> "Table[Row]":
+    def described(self, tally: Tally, findings: Sequence[Mapping[str, object]]) -> "Table[Row]":
         """The same table with another tally and other findings."""
         other = copy(self)
         other.tally, other.findings = tally, [dict(finding) for finding in findings]
