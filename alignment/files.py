@@ -21,8 +21,9 @@ import re
 import secrets
 import shutil
 import stat
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,8 @@ from alignment.errors import UserError, raise_all
 
 MAX_JSON_BYTES = 256 * 2**20  # far above any index of shards or vocabulary
 READ_WHOLE = (".json", ".jinja", ".txt", ".model", ".bpe")  # weights are mapped instead and may have any size
+MEMO_BYTES = 2**20  # smaller files are hashed every time
+SETTLED_SECONDS = 2.0  # a file that changed later than this before it was hashed may change again under the same time
 CHAT_TEMPLATE_DIRECTORY = "additional_chat_templates"  # the one subdirectory that transformers reads
 
 
@@ -216,6 +219,45 @@ def sha256(path: Path) -> str:
         while block := file.read(1 << 20):
             digest.update(block)
     return digest.hexdigest()
+
+
+def cache_directory(named: str | None = None) -> Path:
+    """The directory of the cache: the one named, else ALIGNMENT_CACHE, else alignment/data in the user's cache home."""
+    chosen = named or os.environ.get("ALIGNMENT_CACHE")
+    if chosen:
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "alignment" / "data"
+
+
+def file_hash(path: Path, cache: Path) -> str:
+    """SHA-256 of a file. That of a large file is computed once for each version of it.
+
+    A version is known by path, device, inode, size, and the times of the last change of content and of inode in
+    nanoseconds. It is assumed that a file system updates one of them with every change, which all local ones do, unless
+    two changes fall into one tick of its clock; so a hash is kept only where the file was last changed some seconds
+    before it was read. A hash that is kept in a damaged file is computed again.
+    """
+    version = _version(path)
+    if path.stat().st_size < MEMO_BYTES:
+        return sha256(path)
+    memo = cache / "hashes" / f"{hash_of(version)[:32]}.json"
+    try:
+        kept = json.loads(memo.read_text(encoding="utf-8"))
+        if kept["version"] == version and kept["check"] == hash_of([version, kept["sha256"]]):
+            return kept["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    settled = max(path.stat().st_mtime, path.stat().st_ctime) < time.time() - SETTLED_SECONDS
+    digest = sha256(path)
+    if settled and _version(path) == version:
+        with suppress(OSError):  # where the cache cannot be written, the hash is right all the same
+            write_json(memo, {"version": version, "sha256": digest, "check": hash_of([version, digest])})
+    return digest
+
+
+def _version(path: Path) -> list[str | int]:
+    stat = path.stat()
+    return [str(path.resolve()), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def hash_of(value: object) -> str:

@@ -45,14 +45,6 @@ class Entry:
     notes: tuple[str, ...] = ()
 
 
-def cache_directory(named: str | None = None) -> Path:
-    """The directory of the cache: the one named, else ALIGNMENT_CACHE, else alignment/data in the user's cache home."""
-    chosen = named or os.environ.get("ALIGNMENT_CACHE")
-    if chosen:
-        return Path(chosen).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "alignment" / "data"
-
-
 def get_entry(cache: Path, key: str, make: Make) -> Entry:
     """The entry of a key; `make` fills it where it is missing or damaged. Of several processes, one does so.
 

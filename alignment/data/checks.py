@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
 from typing import Literal
+from zlib import crc32
 
 from alignment.data.examples import (
     Example,
@@ -148,6 +149,11 @@ def stable_hash(*parts: str) -> int:
     return int.from_bytes(blake2b(text, digest_size=8).digest(), "big")
 
 
+def _drawn(row_id: str, weight: int) -> bool:
+    """Whether a row is the one of so many whose texts and tokens are checked."""
+    return crc32(row_id.encode("utf-8", "surrogatepass")) % weight == 0
+
+
 class LengthCounts:
     """Lengths in buckets that grow by 2^(1/4), so quantiles are right within 19 %."""
 
@@ -248,11 +254,11 @@ class Checks:
             self._add_preferences(record)
         self.weight = weight = max(self.weight, self.copies.weight)
         for record in records:
-            if stable_hash(record.row_id) % weight == 0:
+            if weight == 1 or _drawn(record.row_id, weight):
                 self._add_texts(record, weight)
         if self.facts is not None:
             for example in examples:
-                if stable_hash(example.row_id) % weight == 0:
+                if weight == 1 or _drawn(example.row_id, weight):
                     self._add_tokens(example, self.facts, weight)
 
     def merge(self, other: "Checks") -> None:

@@ -8,9 +8,7 @@ import dataclasses
 import functools
 import json
 import tempfile
-import time
 from collections.abc import Mapping
-from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ from typing import Any
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.rows.files import hub_source, load_hub, source_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
-from alignment.files import hash_of, sha256, write_json
+from alignment.files import file_hash, hash_of, sha256
 
 PACKAGES = ("tokenizers", "transformers", "jinja2", "trl")  # their versions may change what a row becomes
 # Settings that change no row and no token: the sources have keys of their own, limits are checked on the stored tally.
@@ -30,8 +28,6 @@ WITHOUT_EFFECT = frozenset(
 )  # fmt: skip
 WITHOUT_EFFECT_OF_A_SOURCE = frozenset({"name", "weight", "loss_weight", "max_rows"})
 UNKNOWN_TO_THE_CLASS = ("name_or_path", "is_local", "local_files_only")  # where a tokenizer came from, not what it is
-MEMO_BYTES = 2**20  # smaller files are hashed every time
-SETTLED_SECONDS = 2.0  # a file that changed later than this before it was hashed may change again under the same time
 
 
 def table_key(
@@ -74,37 +70,6 @@ def content_of(source: SourceConfig, cache: Path) -> dict[str, str]:
         return {}  # no such file: reading it says so
     dataset = load_hub(*found)
     return {"fingerprint": getattr(dataset, "_fingerprint", None) or hash_of([dict(row) for row in dataset])}
-
-
-def file_hash(path: Path, cache: Path) -> str:
-    """SHA-256 of a file. That of a large file is computed once for each version of it.
-
-    A version is known by path, device, inode, size, and the times of the last change of content and of inode in
-    nanoseconds. It is assumed that a file system updates one of them with every change, which all local ones do, unless
-    two changes fall into one tick of its clock; so a hash is kept only where the file was last changed some seconds
-    before it was read. A hash that is kept in a damaged file is computed again.
-    """
-    version = _version(path)
-    if path.stat().st_size < MEMO_BYTES:
-        return sha256(path)
-    memo = cache / "hashes" / f"{hash_of(version)[:32]}.json"
-    try:
-        kept = json.loads(memo.read_text(encoding="utf-8"))
-        if kept["version"] == version and kept["check"] == hash_of([version, kept["sha256"]]):
-            return kept["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
-        pass
-    settled = max(path.stat().st_mtime, path.stat().st_ctime) < time.time() - SETTLED_SECONDS
-    digest = sha256(path)
-    if settled and _version(path) == version:
-        with suppress(OSError):  # where the cache cannot be written, the hash is right all the same
-            write_json(memo, {"version": version, "sha256": digest, "check": hash_of([version, digest])})
-    return digest
-
-
-def _version(path: Path) -> list[str | int]:
-    stat = path.stat()
-    return [str(path.resolve()), stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from alignment.data.cache import cache_directory, get_entry
+from alignment.data.cache import get_entry
 from alignment.data.codecs import CODECS, Codec
 from alignment.data.config import NO_STREAMING, DataConfig, Part, SourceConfig
 from alignment.data.fingerprint import table_key
@@ -40,6 +40,7 @@ from alignment.data.tokenize import (
 )
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
+from alignment.files import cache_directory
 
 Tokenize = Callable[[list[Any], Tokenizer, int], tuple[list[Any], Tally]]
 

@@ -30,7 +30,8 @@ Row = TypeVar("Row", bound=TokenizedRow)
 
 FILE_BYTES = 2**31  # of one Arrow file; a table has as many as it takes
 ROWS_KEPT = 128  # decoded before mapped pages are given back; 64 KiB around each column of each row are mapped with it
-LAST_NUMBER = re.compile(r"(?s)(.*:)(0|[1-9]\d{0,17})(\D*)")  # FILE:LINE, and what may follow
+# FILE:LINE, and what may follow: FILE:LINE[chosen], FILE:LINE[0>2]
+LAST_NUMBER = re.compile(r"(?s)(.*:)(0|[1-9]\d{0,17})(\D*|(?:\[[^\[\]:]*\])+)")
 COMMON = ("name", "line", "longest", "total", "prompt_hash")  # columns of every table, beside those of its codec
 
 
@@ -132,6 +133,9 @@ def joined_batch(batches: Sequence["pa.RecordBatch"]) -> "pa.RecordBatch | None"
 
 def split_row_id(row_id: str) -> tuple[str, int]:
     """The name of a row without its line, and the line: "a.jsonl:{}" and 7 for a.jsonl:7; -1 where it has none."""
+    name, _, line = row_id.rpartition(":")
+    if name and line.isascii() and line.isdigit() and line[0] != "0" and len(line) <= 18 and "{}" not in name:
+        return f"{name}:{{}}", int(line)
     found = LAST_NUMBER.fullmatch(row_id)
     if found is None or "{}" in row_id:
         return row_id, -1

@@ -120,7 +120,22 @@ def test_prompts_that_differ_in_one_token_are_kept_apart(write):
 
 
 @pytest.mark.parametrize(
-    "row_id", ["a.jsonl:7", "a:b[c]:0", "no line", "a:07", "a:7#2", "a{}:3", "x:999999999999999999999", "a:3\n", ":1"]
+    "row_id",
+    [
+        "a.jsonl:7",
+        "a:b[c]:0",
+        "no line",
+        "a:07",
+        "a:7#2",
+        "a{}:3",
+        "x:999999999999999999999",
+        "a:3\n",
+        ":1",
+        "a:3[0>2]",
+        "a:3[chosen]",
+        "a:3[0.1][2>0]",
+        "a:3[b:4]",
+    ],
 )
 def test_a_row_id_is_split_and_joined_again(row_id):
     assert join_row_id(*split_row_id(row_id)) == row_id
@@ -129,6 +144,13 @@ def test_a_row_id_is_split_and_joined_again(row_id):
 def test_row_ids_of_one_file_share_one_name(write):
     table = write("text", [document([1, 2], [T, T], f"some/file.jsonl:{line}") for line in range(1, 500)])
     assert table.manifest["names"] == ["some/file.jsonl:{}"] and table.row_id(498) == "some/file.jsonl:499"
+
+
+def test_row_ids_of_expanded_rows_share_their_endings(write):
+    ids = [f"file.jsonl:{line}{end}" for line in range(1, 50) for end in ("[0>1]", "[0.1][0>2]", "[chosen]")]
+    table = write("text", [document([1, 2], [T, T], row_id) for row_id in ids])
+    assert table.manifest["names"] == ["file.jsonl:{}[0>1]", "file.jsonl:{}[0.1][0>2]", "file.jsonl:{}[chosen]"]
+    assert [row.row_id for row in table] == ids
 
 
 @pytest.mark.parametrize("mask", [[], [T], [F], [F, F, T, T], [T, F, T], [F, T, F, T, F]])

@@ -102,7 +102,7 @@ def complete(record: Record, row: Columns) -> Record:
         if isinstance(record.prompt, str) or isinstance(record, Steps):
             raise BadRow("tools", "a plain text prompt has no place for tool definitions; write the row as messages")
         record = replace(record, tools=tools)
-    system = text_field({"system": None, **row}, "system", may_be_empty=True)
+    system = "" if row.get("system") is None else text_field(row, "system", may_be_empty=True)
     if not system.strip():
         return record
     if isinstance(record.prompt, str):

@@ -189,7 +189,8 @@ def encode_each_response(
         if isinstance(turn, UserError):
             encoded.append(turn)
             continue
-        tokens = [token for _ in turn.pieces for token in next(ids)]
+        parts = [next(ids) for _ in turn.pieces]
+        tokens = parts[0] if len(parts) == 1 else [token for part in parts for token in part]
         encoded.append(EncodedResponse([*tokens, turn.end] if done else tokens, turn.notes))
     return encoded
 

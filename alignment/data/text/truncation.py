@@ -58,6 +58,8 @@ def truncate(
     ends. All responses keep the same prompt, and each keeps at least one token (`max_length` >= 2).
     """
     longest = max(map(len, responses))
+    if len(prompt) + longest <= max_length:
+        return prompt, responses
     floor = min(len(prompt), max(1, int(max_length * PROMPT_FLOOR)))
     room = min(len(prompt), max(floor, max_length - longest))
     return truncate_left(prompt, room, prompt[:1] == [bos]), [response[: max_length - room] for response in responses]

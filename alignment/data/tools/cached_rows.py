@@ -2,7 +2,8 @@
 
 import time
 
-from alignment.data.cache import Listed, cache_directory, clear_entries, list_entries
+from alignment.data.cache import Listed, clear_entries, list_entries
+from alignment.files import cache_directory
 
 HEAD = ("key", "kind", "source", "rows", "tokens", "MB", "age", "last used")
 

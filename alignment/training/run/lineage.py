@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from alignment.errors import UserError
-from alignment.files import hash_of, sha256
+from alignment.files import cache_directory, file_hash, hash_of, sha256
 
 ENDS = 2**20  # bytes of a file of streamed rows that are hashed at either end
 # Config keys that may change when a run is resumed: they affect memory, files and logs, not the result.
@@ -103,11 +103,15 @@ def without_resumable_keys(value: Any) -> Any:
 
 
 def input_hashes(config: Mapping[str, object]) -> dict[str, str]:
-    """SHA-256 of every file that the config refers to, by dotted key; of streamed rows, size and hash of both ends."""
+    """SHA-256 of every file that the config refers to, by dotted key; of streamed rows, size and hash of both ends.
+
+    The hash of a large file is computed once for each version of it, and kept in the data cache.
+    """
     data = config.get("data")
     streamed = isinstance(data, dict) and bool(data.get("streaming"))
+    cache = cache_directory(data.get("cache") if isinstance(data, dict) else None)
     return {
-        key: hash_of_ends(Path(text)) if streamed and key.startswith("data.train") else sha256(Path(text))
+        key: hash_of_ends(Path(text)) if streamed and key.startswith("data.train") else file_hash(Path(text), cache)
         for key, text in _strings(config)
         if _is_file(text)
     }
