@@ -7,6 +7,7 @@ Demonstrations are generated, a tiny Llama trains on them, and every measurement
     tokenizer      the fast tokenizer alone on the same texts, on one core: the floor of both
     train          peak memory of the training process, for 10,000 rows and for `--rows`, prepared by this start and by an
                    earlier one, and the seconds from the start of the process to the end of its first update
+    stream         with --streaming, alone: peak memory of one epoch over streamed rows, for `--rows` and ten times as many
     sharding       how often each row is seen in one epoch on 1, 2 and 4 ranks, and in two real processes
 
     python scripts/scale.py [--rows 10000000] [--compare-rows 200000] [--processes 2] [--repeats 3] [--folder DIR]
@@ -169,6 +170,24 @@ def measure_rank(folder: Path, rows: int, processes: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def measure_stream(folder: Path, rows: int, processes: int) -> dict[str, Any]:
+    """One epoch over streamed rows, without training on them: peak memory, and rows per second."""
+    from alignment.data.config import DataConfig
+    from alignment.data.prepare import preparation_of
+    from alignment.data.streaming import StreamedOrder, open_stream
+    from alignment.loading import load_tokenizer
+
+    config = DataConfig(str(rows_file(folder, rows)), max_length=256, streaming=True)
+    tokenizer = load_tokenizer(str(folder / "model"))
+    streamed, _ = open_stream(preparation_of("demonstrations"), config, tokenizer)
+    stream: StreamedOrder[Any] = StreamedOrder(streamed, batch_size=100, seed=1)
+    started = time.perf_counter()
+    seen = sum(len(stream.rows_at(step)) for step in range(rows // 100))
+    seconds = time.perf_counter() - started
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return {"rows": seen, "buffer": config.shuffle_buffer, "peak_mb": peak, "rows_per_second": seen / seconds}
+
+
 def kept(rows: Any) -> Any:
     """The rows that a rank is given, in the place of micro-batches."""
     return rows
@@ -181,6 +200,7 @@ MEASURES = {
     "train": measure_train,
     "sharding": measure_sharding,
     "rank": measure_rank,
+    "stream": measure_stream,
 }
 
 
@@ -257,6 +277,9 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="kept, with rows and cache; a temporary one by default")
+    parser.add_argument(
+        "--streaming", action="store_true", help="instead: memory of --rows and of ten times as many, streamed"
+    )
     parser.add_argument("--measure", choices=MEASURES, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.measure:
@@ -267,10 +290,21 @@ def main() -> None:
     folder = options.folder or Path(tempfile.mkdtemp(prefix="alignment-scale-"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        run(options, folder)
+        (run_streaming if options.streaming else run)(options, folder)
     finally:
         if options.folder is None:
             shutil.rmtree(folder, ignore_errors=True)
+
+
+def run_streaming(options: argparse.Namespace, folder: Path) -> None:
+    sizes = (options.rows, 10 * options.rows)
+    for rows in {SMALL, *sizes}:
+        if not rows_file(folder, rows).exists():
+            write_rows(folder, rows)
+    if not (folder / "model").exists():
+        write_model(folder)
+    few, many = (measure("stream", folder, rows, 1)["peak_mb"] for rows in sizes)
+    print(json.dumps({"peak_mb_of_ten_times_the_rows_above": many - few}))
 
 
 def run(options: argparse.Namespace, folder: Path) -> None:

@@ -138,6 +138,11 @@ def check_reference(config: DPOConfig) -> None:
             raise ValueError(
                 "training.batch_size: kto needs two rows or more, whose prompts and responses it exchanges"
             )
+    if cached and config.data.streaming:
+        raise ValueError(
+            "reference_log_probs: cache computes them for all rows before the first update, and data.streaming does not know "
+            "these; set reference_log_probs=compute, or data.streaming=false"
+        )
     if config.reference_cache is not None and not cached:
         raise ValueError("reference_cache: nothing is cached; set reference_log_probs=cache, or leave it out")
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, overload
+from typing import Any, Protocol, TypeVar, cast, overload
 
 import numpy as np
 import torch
@@ -26,6 +26,7 @@ from alignment.loading import find_base, find_directory
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
 from alignment.training import Engine, Run
+from alignment.training.loop import RowStream
 from alignment.training.run.lineage import directory_hash
 from alignment.training.terms import ZeroWeightBatch, shard_rows, unwrap_batch
 
@@ -107,7 +108,7 @@ def cached_reference(
     config: DPOConfig,
     policy: Policy,
     engine: Engine,
-    stream: IndexedRows,
+    stream: RowStream,
     held_out: Sequence[PreferenceExample],
     *,
     run: Run,
@@ -130,8 +131,9 @@ def cached_reference(
         group.broadcast_object(weights_key(source, config.weights) if group.is_main else None),
         config.training.precision,
     )
-    rows = cache.attach(stream.rows, "training", run)
-    return ReferencedStream(stream, rows), cache.attach(held_out, "held-out", run)
+    order = cast("IndexedRows", stream)  # the config refuses streamed rows
+    rows = cache.attach(order.rows, "training", run)
+    return ReferencedStream(order, rows), cache.attach(held_out, "held-out", run)
 
 
 def weights_key(source: str, weights: WeightsConfig) -> str:
