@@ -34,6 +34,7 @@ from alignment.data.stream import Stream
 from alignment.data.text.chat import end_token_id
 from alignment.generation import generate
 from alignment.loading import load_model
+from alignment.models import transformer
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model, save_model
 from alignment.ragged import Ragged
@@ -143,11 +144,10 @@ def test_I2_every_document_of_every_stage_has_one_BOS(
         run(config)
         assert len(seen) >= before + 4
     prompt = read_jsonl(world["prompts"])[0]["prompt"]
+    judge = load_reward_model(str(tmp_path / "reward/model"))  # scores its canaries
     before = len(seen)
-    generate(
-        load_model(policy), load_reward_model(str(tmp_path / "reward/model")).tokenizer, [prompt], max_new_tokens=2
-    )
-    load_reward_model(str(tmp_path / "reward/model")).score([(prompt, "Yes."), "A whole text."])
+    generate(load_model(policy), judge.tokenizer, [prompt], max_new_tokens=2)
+    judge.score([(prompt, "Yes."), "A whole text."])
     assert len(seen) == before + 3
     bos = tokenizer.bos_token_id
     assert [ids for ids in seen if list(ids).count(bos) != 1 or ids[0] != bos] == []
@@ -302,15 +302,18 @@ JUNK = pytest.mark.parametrize("junk", [1e9, float("nan")])
 
 @JUNK
 @BY_CASE
-def test_I4_what_stands_at_uncounted_tokens_changes_nothing(case, junk, world, tokenizer, rollout):
+def test_I4_what_stands_at_uncounted_tokens_changes_nothing(case, junk, world, tokenizer, rollout, monkeypatch):
     """Proves: overwriting every hidden state (language models) or value (scalar models) that no target reads changes no
     loss, no metric and no gradient (H12, H13, H35)."""
+
+    monkeypatch.setattr(transformer, "selects_tokens", lambda block: False)  # else these states are not even computed
 
     def update(junk):
         model = fresh(case, "llama")
         loss_fn, batches = CASES[case][1](model, world, tokenizer, rollout, [8])
         if junk is not None:
-            spoil(model, read_places(case, batches[0]), junk)
+            choice = case == "reward model" or hasattr(model, "decode")
+            spoil(model, read_places(case, batches[0]), junk, reads_a_choice=choice)
         metrics = Engine(model, PLAIN_DESCENT, TrainingConfig(), total_steps=1).update(Term(batches, loss_fn))
         return metrics, model.state_dict()
 
@@ -326,11 +329,11 @@ def read_places(case, batch):
     return ragged.last if case == "reward model" else ragged.target_index - 1
 
 
-def spoil(model, places, junk):
-    """Put `junk` everywhere but at `places` of what the model's trunk, or the scalar model itself, gives."""
+def spoil(model, places, junk, *, reads_a_choice):
+    """Put `junk` everywhere but at `places` of the last states, where the head reads a choice of them, or of the values."""
     counts = lambda x: torch.zeros(len(x), dtype=torch.bool).index_fill(0, places, True)  # noqa: E731
-    if hasattr(model, "decode"):
-        model.trunk.register_forward_hook(lambda *call: torch.where(counts(call[2])[:, None], call[2], junk))
+    if reads_a_choice:
+        model.trunk.norm.register_forward_hook(lambda *call: torch.where(counts(call[2])[:, None], call[2], junk))
     else:
         hook = lambda *call: call[2]._replace(values=torch.where(counts(call[2].values), call[2].values, junk))  # noqa: E731
         model.register_forward_hook(hook)
