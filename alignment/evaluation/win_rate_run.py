@@ -10,14 +10,15 @@ import torch
 
 from alignment.data.batches import collate
 from alignment.data.config import DataConfig
-from alignment.data.rows.records import Prompt, Text
+from alignment.data.rows.records import Comparison, Prompt, Text
 from alignment.data.text.chat import response_ids, stop_token_ids
-from alignment.data.tokenize import tokenize_prompts, tokenize_texts
+from alignment.data.tokenize import tokenize_comparisons, tokenize_prompts, tokenize_texts
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.evaluation.inputs import print_tally, read_records
 from alignment.evaluation.judges import Judge, compare, file_judge, longer_judge, score_judge, write_annotation_form
 from alignment.evaluation.language_loss import language_loss
+from alignment.evaluation.pair_log_probs import PairLogProbs, compare_pairs, pair_log_probs
 from alignment.files import write_json, write_text
 from alignment.generation import Generation, SamplingConfig, decode_responses, response_text
 from alignment.loading import best_device, find_directory, load_model, load_tokenizer, same_vocabulary
@@ -45,6 +46,8 @@ class WinRateConfig:
         reference: name among `models` to measure the KL from; None: the baseline. KL is measured only between models
             with the same vocabulary.
         text: held-out running text for each model's language-model loss.
+        comparisons: held-out comparisons, on which the log-probability of the chosen and of the rejected response is
+            measured, and its change since the reference; for models with the reference's vocabulary.
         tie_margin: largest difference of scores that is a tie.
         samples: prompts kept with every model's response.
         chat_template: of the models, a built-in one's name or a Jinja file; None: each tokenizer's own.
@@ -60,6 +63,7 @@ class WinRateConfig:
     verdicts: str | None = None
     reference: str | None = None
     text: DataConfig | None = None
+    comparisons: DataConfig | None = None
     tie_margin: float = 0.0
     max_new_tokens: int = 64
     temperature: float = 1.0
@@ -101,6 +105,7 @@ def run(config: WinRateConfig) -> Path:
     if config.judge == "gold":
         _check_prompts(prompts)
     texts = None if config.text is None else read_records(config.text, "text")
+    pairs = None if config.comparisons is None else read_records(config.comparisons, "comparisons")
     for source in (*config.models.values(), *filter(None, [config.reward_model])):
         find_directory(source)
     others = [name for name in config.models if not _same_vocabulary(config, name, config.reference or config.baseline)]
@@ -125,6 +130,8 @@ def run(config: WinRateConfig) -> Path:
     models = {
         name: _measurements(config, name, responses, prompts, scores=scores, texts=texts) for name in config.models
     }
+    for name, measured in ({} if pairs is None else _pair_measurements(config, pairs)).items():
+        models[name]["pairs"] = asdict(measured)
     for name, result in models.items():
         if name != config.baseline:
             judgment = compare(prompts, responses[name].texts, responses[config.baseline].texts, judge)
@@ -293,6 +300,18 @@ def _kl(config: WinRateConfig, reference: str, generation: Generation, prompts: 
         masks = [[False] * len(ids[i]) + [True] * len(generation.token_ids[i]) for i in group]
         total -= float(model(batch=Ragged.build(sequences, masks).to(best_device())).log_probs.sum())
     return total / len(prompts)
+
+
+def _pair_measurements(config: WinRateConfig, rows: Sequence[Comparison]) -> dict[str, PairLogProbs]:
+    """Log-probabilities of held-out pairs by model, for those with the reference's vocabulary."""
+    reference = config.reference or config.baseline
+    assert config.comparisons is not None
+    tokenizer = load_tokenizer(config.models[reference], config.chat_template)
+    pairs, tally = tokenize_comparisons(rows, tokenizer, config.comparisons.max_length)
+    print_tally("comparisons", tally)
+    names = [name for name in config.models if _same_vocabulary(config, name, reference)]
+    found = {name: pair_log_probs(_load(config, config.models[name]), pairs) for name in names}
+    return {name: compare_pairs(values, found[reference]) for name, values in found.items()}
 
 
 def _write_responses(output: Path, prompts: list[Prompt], responses: dict[str, Generation]) -> None:

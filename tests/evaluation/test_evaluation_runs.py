@@ -135,6 +135,22 @@ def test_there_is_no_kl_between_models_of_different_vocabularies(config_of, fore
         evaluation.run(config_of(64, models=models, reference="two"))
 
 
+def test_an_evaluation_with_comparisons_measures_every_policy_of_the_same_vocabulary(
+    config_of, checkpoints, foreign, tmp_path
+):
+    path = tmp_path / "pairs.jsonl"
+    path.write_text(json.dumps({"prompt": "Guest:", "chosen": "hello guest", "rejected": "room"}) + "\n")
+    models = {"one": checkpoints["llama"], "two": checkpoints["gpt2"], "other": foreign[0]}
+    config = config_of(64, models=models, comparisons=DataConfig(train=str(path), max_length=64))
+    results = json.loads(evaluation.run(config).read_text())["models"]
+    one, two = results["one"]["pairs"], results["two"]["pairs"]
+    assert one["margin"] == one["chosen_log_prob_change"] == 0 and one["accuracy"] == 0.5
+    for side in ("chosen", "rejected"):
+        change = two[f"{side}_log_prob"] - one[f"{side}_log_prob"]
+        assert two[f"{side}_log_prob_change"] == pytest.approx(change, abs=1e-9) != 0
+    assert "pairs" not in results["other"]
+
+
 # --- who judges -----------------------------------------------------------------------------------------------------
 
 

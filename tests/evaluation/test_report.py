@@ -21,6 +21,7 @@ from alignment.evaluation.report.page import (
     format_duration,
     write_report,
 )
+from alignment.evaluation.report.recipe_report import budget, summary_rows
 from alignment.evaluation.report.run_report import read_log_rows, read_stage_record, write_run_report
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -68,6 +69,10 @@ def full_data(name: str = "PPO") -> ReportData:
         ],
         win_rates=[WinRateRow(name, "SFT", "gold", win_rate([1.0] * 70 + [0.5] * 10 + [0.0] * 20), 3, 2)],
         gold_parts={"SFT": {"helpful": 0.4, "brief": -0.21}, name: {"helpful": 0.875, "brief": 0.5}},
+        pairs={
+            "SFT": {"chosen_log_prob_change": 0.0, "rejected_log_prob_change": 0.0, "margin": 0.0},
+            name: {"chosen_log_prob_change": -1.625, "rejected_log_prob_change": -4.75, "margin": 3.125},
+        },
         overoptimization={name: [KLPoint(0.1, 0.5, 2.0), KLPoint(3.0, 1.5, 2.5), KLPoint(math.nan, 2.0, None)]},
         stages={"ppo": rows, "empty": []},
         samples=[
@@ -103,7 +108,9 @@ def test_page_is_well_formed_and_holds_its_numbers(html):
     ):
         assert expected in words, expected
     assert "user: Hello" in words
-    assert page.tags.count("svg") == 1 + 2 + 2 + 3  # win rates; two gold parts; proxy and gold; loss, KL, learning rate
+    assert (
+        page.tags.count("svg") == 1 + 2 + 3 + 2 + 3
+    )  # win rates; gold parts; pairs; proxy and gold; loss, KL, learning rate
     assert 'id="training"' in html and ">empty<" not in html
 
 
@@ -229,3 +236,32 @@ def test_a_line_cut_short_by_a_crash_is_left_out_but_a_broken_one_is_named(run_f
 def test_a_directory_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(UserError, match=r"lineage\.json"):
         read_stage_record(tmp_path)
+
+
+# --- recipes: policies side by side -----------------------------------------------------------------------------------
+
+
+def test_held_out_pairs_have_a_chart_for_each_side_and_their_margin(html):
+    section = html[html.index('id="pairs"') : html.index('id="overoptimization"')]
+    assert section.count("<svg") == 3
+    assert all(f">\N{MINUS SIGN}{number}<" in section for number in ("1.62", "4.75")) and ">3.12<" in section
+    assert "SFT" not in section  # the baseline has not moved
+
+
+def test_a_recipes_table_says_what_every_policy_was_given(tmp_path):
+    lineage = [
+        StageRecord("IPO", "ab" * 32, settings={"training": {"batch_size": 32}, "optim": {"learning_rate": 3e-4}}),
+        StageRecord("KTO", "cd" * 32, settings={"training": {"batch_size": 64}, "optim": {"learning_rate": 2e-4}}),
+    ]
+    metrics = {"IPO": [{"step": 49}, {"step": 50}], "KTO": [{"step": 50}]}
+    assert budget(lineage, metrics, "IPO") == {"updates": 50, "rows per update": 32, "learning rate": 3e-4}
+    assert budget(lineage, metrics, "KTO")["rows per update"] == 64
+    assert budget(lineage, metrics, "SFT") == {}
+
+
+def test_a_recipes_table_shows_the_pairs_of_every_policy():
+    pairs = {"chosen_log_prob_change": -1.5, "rejected_log_prob_change": -4.0, "margin": 2.5, "accuracy": 0.75}
+    model = {"response_tokens": 20.0, "ended_share": 1.0, "pairs": pairs}
+    (row,) = summary_rows({"baseline": "SFT", "models": {"SFT": model}})
+    shown = {"chosen, change in nats": -1.5, "rejected, change in nats": -4.0, "pair margin, nats": 2.5}
+    assert row.items() >= shown.items()

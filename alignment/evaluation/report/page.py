@@ -25,6 +25,14 @@ from alignment.files import write_text
 TEMPLATES = Path(__file__).parent / "templates"
 HELD_OUT = "held_out_"
 SERIES_COLORS = 8  # in the style sheet
+PAIR_PARTS = {  # key of `evaluate winrate` on held-out comparisons -> column of the table, note of the chart
+    "chosen_log_prob_change": (
+        "chosen, change in nats",
+        "log-probability of chosen responses since the baseline, nats",
+    ),
+    "rejected_log_prob_change": ("rejected, change in nats", "of rejected responses, nats"),
+    "margin": ("pair margin, nats", "change of the chosen minus change of the rejected response, nats"),
+}
 
 
 @dataclass(frozen=True)
@@ -84,6 +92,7 @@ class ReportData:
         summary_table: rows of the results table: column name -> text, number or `WinRate`; the first names the row.
         win_rates: one row for each policy, baseline and judge.
         gold_parts: policy -> part of the gold score -> mean.
+        pairs: policy -> key of `PAIR_PARTS` -> mean over held-out comparisons; other keys are not shown.
         overoptimization: policy -> its points in order of training.
         stages: stage -> lines of its metrics.jsonl.
         samples: a few prompts with each policy's response.
@@ -96,6 +105,7 @@ class ReportData:
     summary_table: Sequence[Mapping[str, Any]] = ()
     win_rates: Sequence[WinRateRow] = ()
     gold_parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    pairs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     overoptimization: Mapping[str, Sequence[KLPoint]] = field(default_factory=dict)
     stages: Mapping[str, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     samples: Sequence[Sample] = ()
@@ -123,6 +133,7 @@ def write_report(path: Path, data: ReportData) -> Path:
         colors=colors,
         win_rate_charts=win_rate_charts(data.win_rates, colors),
         gold_charts=gold_charts(data.gold_parts, colors),
+        pair_charts=pair_charts(data.pairs, colors),
         overoptimization_charts=overoptimization_charts(data.overoptimization, colors),
         stages={name: charts for name, charts in stages.items() if any(charts)},
         settings={record.name: dict(flatten_settings(record.settings)) for record in data.lineage},
@@ -150,6 +161,7 @@ def policy_colors(data: ReportData) -> dict[str, int]:
     names = dict.fromkeys(
         [
             *data.gold_parts,
+            *data.pairs,
             *(row.policy for row in data.win_rates),
             *data.overoptimization,
             *(name for sample in data.samples for name in sample.responses),
@@ -182,6 +194,18 @@ def gold_charts(parts: Mapping[str, Mapping[str, float]], colors: Mapping[str, i
     for part in dict.fromkeys(part for scores in parts.values() for part in scores):
         bars = [Bar(name, s[part], None, colors[name]) for name, s in parts.items() if is_finite_number(s.get(part))]
         charts.append(Chart(part.capitalize(), "", bar_chart(f"Gold score, part {part}", bars, limits=limits)))
+    return charts
+
+
+def pair_charts(pairs: Mapping[str, Mapping[str, float]], colors: Mapping[str, int]) -> list[Chart]:
+    """One chart for each of `PAIR_PARTS`, all on the same scale; a policy that has not moved at all is left out."""
+    moved = {name: parts for name, parts in pairs.items() if any(parts[part] for part in PAIR_PARTS)}
+    limits = padded_limits([parts[part] for parts in moved.values() for part in PAIR_PARTS])
+    charts = []
+    for part, (title, note) in PAIR_PARTS.items() if moved else ():
+        bars = [Bar(name, parts[part], None, colors[name]) for name, parts in moved.items()]
+        svg = bar_chart(f"Held-out pairs: {title}", bars, limits=limits)
+        charts.append(Chart(title.partition(",")[0].capitalize(), note, svg))
     return charts
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from alignment.errors import UserError
 from alignment.evaluation.report.page import (
+    PAIR_PARTS,
     KLPoint,
     ReportData,
     Sample,
@@ -47,17 +48,19 @@ def run(config: ReportConfig) -> Path:
     """
     metrics = {name: read_log_rows(Path(folder) / "metrics.jsonl") for name, folder in config.stages.items()}
     results = _read_results(config.evaluation)
-    rows = summary_rows(results) if results else []
+    lineage = [_record(name, folder) for name, folder in config.stages.items()]
+    rows = [row | budget(lineage, metrics, row["policy"]) for row in summary_rows(results)] if results else []
     data = ReportData(
         title=config.title,
         summary=config.summary,
         summary_table=rows,
         win_rates=win_rate_rows(results),
         gold_parts={name: model["gold"] for name, model in results.get("models", {}).items() if "gold" in model},
+        pairs={name: model["pairs"] for name, model in results.get("models", {}).items() if "pairs" in model},
         overoptimization={name: points for name, lines in metrics.items() if (points := kl_points(lines))},
         stages=metrics,
         samples=read_samples(results),
-        lineage=[_record(name, folder) for name, folder in config.stages.items()],
+        lineage=lineage,
     )
     path = write_report(Path(config.output) / "report.html", data)
     print_table(rows)
@@ -76,8 +79,24 @@ def summary_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
             row[f"win rate against {results['baseline']}"] = str(WinRate(**model["win_rate"]))
         row |= {"gold reward": model["gold"]["total"]} if "gold" in model else {}
         row |= {label: model[key] for key, label in COLUMNS.items() if key in model}
+        row |= {label: model["pairs"][key] for key, (label, _) in PAIR_PARTS.items()} if "pairs" in model else {}
         rows.append(row)
     return rows
+
+
+def budget(
+    lineage: Sequence[StageRecord], metrics: Mapping[str, Sequence[Mapping[str, Any]]], policy: str
+) -> dict[str, Any]:
+    """What the training run of a policy's name was given; nothing where no stage has that name."""
+    for record in lineage:
+        if record.name == policy and metrics[policy]:
+            training, optim = (record.settings.get(section, {}) for section in ("training", "optim"))
+            return {
+                "updates": metrics[policy][-1]["step"],
+                "rows per update": training.get("batch_size"),
+                "learning rate": optim.get("learning_rate"),
+            }
+    return {}
 
 
 COLUMNS = {
