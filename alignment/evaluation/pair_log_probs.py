@@ -16,7 +16,7 @@ TOKENS_PER_FORWARD = 16_384
 
 @dataclass(frozen=True)
 class PairLogProbs:
-    """Means over held-out comparisons; they say the same of every policy, whatever loss it was trained with.
+    """Means over held-out comparisons; they compare policies whatever losses they were trained with.
 
     Attributes:
         chosen_log_prob: of the whole chosen response, nats.

@@ -21,7 +21,7 @@ from alignment.evaluation.report.page import (
     format_duration,
     write_report,
 )
-from alignment.evaluation.report.recipe_report import budget, summary_rows
+from alignment.evaluation.report.recipe_report import summary_rows, training_budget
 from alignment.evaluation.report.run_report import read_log_rows, read_stage_record, write_run_report
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -253,10 +253,10 @@ def test_a_recipes_table_says_what_every_policy_was_given(tmp_path):
         StageRecord("IPO", "ab" * 32, settings={"training": {"batch_size": 32}, "optim": {"learning_rate": 3e-4}}),
         StageRecord("KTO", "cd" * 32, settings={"training": {"batch_size": 64}, "optim": {"learning_rate": 2e-4}}),
     ]
-    metrics = {"IPO": [{"step": 49}, {"step": 50}], "KTO": [{"step": 50}]}
-    assert budget(lineage, metrics, "IPO") == {"updates": 50, "rows per update": 32, "learning rate": 3e-4}
-    assert budget(lineage, metrics, "KTO")["rows per update"] == 64
-    assert budget(lineage, metrics, "SFT") == {}
+    updates = {"IPO": 50, "KTO": 50}
+    assert training_budget(lineage, updates, "IPO") == {"updates": 50, "rows per update": 32, "learning rate": 3e-4}
+    assert training_budget(lineage, updates, "KTO")["rows per update"] == 64
+    assert training_budget(lineage, updates, "SFT") == {}
 
 
 def test_a_recipes_table_shows_the_pairs_of_every_policy():

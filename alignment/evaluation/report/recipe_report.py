@@ -49,7 +49,8 @@ def run(config: ReportConfig) -> Path:
     metrics = {name: read_log_rows(Path(folder) / "metrics.jsonl") for name, folder in config.stages.items()}
     results = _read_results(config.evaluation)
     lineage = [_record(name, folder) for name, folder in config.stages.items()]
-    rows = [row | budget(lineage, metrics, row["policy"]) for row in summary_rows(results)] if results else []
+    updates = {name: lines[-1]["step"] for name, lines in metrics.items() if lines}
+    rows = [row | training_budget(lineage, updates, row["policy"]) for row in summary_rows(results)] if results else []
     data = ReportData(
         title=config.title,
         summary=config.summary,
@@ -84,18 +85,13 @@ def summary_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def budget(
-    lineage: Sequence[StageRecord], metrics: Mapping[str, Sequence[Mapping[str, Any]]], policy: str
-) -> dict[str, Any]:
-    """What the training run of a policy's name was given; nothing where no stage has that name."""
+def training_budget(lineage: Sequence[StageRecord], updates: Mapping[str, int], policy: str) -> dict[str, object]:
+    """What the training run of a policy's name was given; nothing where no stage of that name was trained."""
     for record in lineage:
-        if record.name == policy and metrics[policy]:
+        if record.name == policy and policy in updates:
             training, optim = (record.settings.get(section, {}) for section in ("training", "optim"))
-            return {
-                "updates": metrics[policy][-1]["step"],
-                "rows per update": training.get("batch_size"),
-                "learning rate": optim.get("learning_rate"),
-            }
+            rows, rate = training.get("batch_size"), optim.get("learning_rate")
+            return {"updates": updates[policy], "rows per update": rows, "learning rate": rate}
     return {}
 
 
