@@ -25,7 +25,7 @@ FORMULAS = {
     "binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "kl_div", "log_softmax", "logsigmoid",
     "mse_loss", "nll_loss", "softplus",
 }  # fmt: skip
-STAGE = "alignment.algorithms.dpo:run"
+STAGE = "alignment.algorithms.dpo.dpo:run"
 
 
 class House(Package):
@@ -71,7 +71,7 @@ class House(Package):
         """Files with a function that can be reached from the command by calls, whatever the config. Without models/."""
         return files_of(self.calls.edges)
 
-    def files_loaded(self, algorithm: str = "dpo") -> list[str]:
+    def files_loaded(self, algorithm: str = "dpo.dpo") -> list[str]:
         """Files loaded with the algorithm's module: its imports, theirs, and so on. Without models/.
 
         Imports inside functions and under `if TYPE_CHECKING` are not counted, nor is a room's __init__ for a file in it.
@@ -80,13 +80,13 @@ class House(Package):
 
     def shared_lines(self) -> list[str]:
         """Lines that reward.py and dpo.py have in common and in the same order, blank ones aside."""
-        reward, dpo = self._page("reward"), self._page("dpo")
+        reward, dpo = self._page("reward"), self._page("dpo.dpo")
         blocks = difflib.SequenceMatcher(None, reward, dpo, autojunk=False).get_matching_blocks()
         return [line for block in blocks for line in reward[block.a : block.a + block.size]]
 
     def shared_share(self) -> int:
         """Shared lines in percent of the shorter page."""
-        return round(100 * len(self.shared_lines()) / min(len(self._page("reward")), len(self._page("dpo"))))
+        return round(100 * len(self.shared_lines()) / min(len(self._page("reward")), len(self._page("dpo.dpo"))))
 
     def _page(self, name: str) -> list[str]:
         lines = self.modules[f"alignment.algorithms.{name}"].lines

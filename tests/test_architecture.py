@@ -43,7 +43,7 @@ CEILINGS = {  # no number rises above these; whoever lowers a number lowers its 
     "retired": 0,
     "loose": 8,
 }
-FILES_LOADED = {"sft": 90, "reward": 102, "dpo": 98}  # files loaded with the algorithm, without models/; target 35
+FILES_LOADED = {"sft": 90, "reward": 102, "dpo.dpo": 98}  # files loaded with the algorithm, without models/; target 35
 
 
 @pytest.fixture(scope="module")
@@ -156,7 +156,7 @@ DPO = {  # a command, the look-up of its stage, a handed-in loss function
     "cli.py": "def dpo():\n    from alignment.pipeline import find\n    find('dpo')()",
     "pipeline.py": "def find(verb):\n    return import_module(verb).run",
     "algorithms/reward.py": "\n".join("abcd"),
-    "algorithms/dpo.py": """
+    "algorithms/dpo/dpo.py": """
 from alignment.losses import dpo_loss
 from alignment.training.loop import fit
 from alignment.models.a import Model
@@ -195,17 +195,17 @@ def rare():
 
 def test_the_way_to_the_loss_goes_through_functions_that_are_handed_in(tmp_path):
     assert plant(tmp_path, DPO).hops() == [
-        "alignment.algorithms.dpo:run",
+        "alignment.algorithms.dpo.dpo:run",
         "alignment.training.loop:fit",
         "alignment.training.loop:update",
-        "alignment.algorithms.dpo:run.loss_fn",
+        "alignment.algorithms.dpo.dpo:run.loss_fn",
         "alignment.losses.preference:dpo_loss",
     ]
 
 
 def test_what_runs_in_a_branch_is_called_and_not_on_the_way(tmp_path):
     house = plant(tmp_path, DPO)
-    called = ["algorithms.dpo", "cli", "losses.preference", "pipeline", "training.loop", "training.rare"]
+    called = ["algorithms.dpo.dpo", "cli", "losses.preference", "pipeline", "training.loop", "training.rare"]
     assert house.files_called() == sorted([f"alignment.{name}" for name in [*called, "training.terms"]])
     assert house.files_narrow() == [f"alignment.{name}" for name in called[:-1]]
 
@@ -233,16 +233,16 @@ def make(verb):
 )
 def test_a_loss_may_be_handed_in_as_an_object_a_partial_or_the_result_of_a_call(tmp_path, handed_in):
     page = f"from alignment.losses import dpo_loss\nfrom alignment.training.loop import fit\n{handed_in}"
-    assert len(plant(tmp_path, {**DPO, "algorithms/dpo.py": page}).hops()) == 5
+    assert len(plant(tmp_path, {**DPO, "algorithms/dpo/dpo.py": page}).hops()) == 5
 
 
 def test_files_are_loaded_by_imports_of_imports_outside_functions_and_models(tmp_path):
-    files = ["algorithms.dpo", "data.a", "losses", "losses.preference", "training.loop", "training.terms"]
+    files = ["algorithms.dpo.dpo", "data.a", "losses", "losses.preference", "training.loop", "training.terms"]
     assert plant(tmp_path, DPO).files_loaded() == [f"alignment.{name}" for name in files]
 
 
 def test_shared_lines_are_those_in_common_and_in_order(tmp_path):
-    pages = {"algorithms/reward.py": "a\nb\n\nc\nd", "algorithms/dpo.py": "a\nc\nb\ne\nf"}
+    pages = {"algorithms/reward.py": "a\nb\n\nc\nd", "algorithms/dpo/dpo.py": "a\nc\nb\ne\nf"}
     assert plant(tmp_path, pages).shared_share() == 50  # two of four lines: a, then b or c
 
 

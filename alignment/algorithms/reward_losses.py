@@ -14,14 +14,13 @@ import torch
 from torch import Tensor
 
 from alignment.adapters.peft_files import is_adapter
-from alignment.data.batches import PairBatch, RankedBatch, collate_pairs, collate_rankings
+from alignment.data.batches import PairBatch, RankedBatch, collate_pairs, collate_rankings, padded_groups
 from alignment.data.codecs import CODECS
-from alignment.data.encoder_inputs import encode_comparisons, encode_rankings, with_segments
-from alignment.data.ordered_rankings import encode_ordered_rankings, tokenize_ordered_rankings
+from alignment.data.encoder_inputs import encode_comparisons, encode_ordered_rankings, encode_rankings, with_segments
 from alignment.data.prepare import TOKENIZE, Preparation, Tokenize
 from alignment.data.rows.records import Kind
 from alignment.data.step_batches import StepBatch, collate_steps
-from alignment.data.tokenize import tokenize_comparisons, tokenize_rankings, tokenize_steps
+from alignment.data.tokenize import tokenize_comparisons, tokenize_ordered_rankings, tokenize_rankings, tokenize_steps
 from alignment.errors import UserError
 from alignment.loading import architecture_of, find_base, find_directory
 from alignment.losses.preference import bradley_terry_loss, center_penalty, preference_metrics
@@ -148,13 +147,6 @@ def measure_pairs(scores: Tensor, batch: PairBatch) -> Measured:
 
 
 # Groups of K responses
-
-
-def padded_groups(x: Tensor, batch: RankedBatch) -> tuple[Tensor, Tensor]:
-    """What belongs to the responses, [D], as rows of one prompt each padded with zeros, [B, K], and their mask."""
-    sizes = torch.tensor(batch.sizes, device=x.device)
-    mask = torch.arange(max(batch.sizes), device=x.device) < sizes[:, None]
-    return x.new_zeros(mask.shape).masked_scatter(mask, x), mask
 
 
 def ranking_cost(

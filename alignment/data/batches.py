@@ -126,6 +126,13 @@ def _ranked_batch(rows: Sequence[RankedExample], share_prompts: Sharing) -> Rank
     )
 
 
+def padded_groups(x: Tensor, batch: RankedBatch) -> tuple[Tensor, Tensor]:
+    """What belongs to the responses, [D], as rows of one prompt each padded with zeros, [B, K], and their mask."""
+    sizes = torch.tensor(batch.sizes, device=x.device)
+    mask = torch.arange(max(batch.sizes), device=x.device) < sizes[:, None]
+    return x.new_zeros(mask.shape).masked_scatter(mask, x), mask
+
+
 @dataclass(frozen=True)
 class UnpairedBatch(RaggedBatch):
     """B responses, each judged alone. Its weight is B.

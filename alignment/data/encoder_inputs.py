@@ -13,7 +13,7 @@ from alignment.data.examples import Example, PairExample, RankedExample
 from alignment.data.rows.records import Comparison, Ranking, Tally
 from alignment.data.text.special_tokens import EncodedText, special_token_template, tokenize_with_offsets
 from alignment.data.text.truncation import text_budget, truncate
-from alignment.data.tokenize import EQUAL, PROMPT_CUT, RESPONSE_CUT, RefusedRows
+from alignment.data.tokenize import EQUAL, PROMPT_CUT, RESPONSE_CUT, RefusedRows, ordered_only
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.ragged import Ragged
 
@@ -60,6 +60,13 @@ def encode_rankings(
     ]
     counts.kept = len(groups)
     return groups, counts.with_documents(ids for group in groups for ids in group.documents)
+
+
+def encode_ordered_rankings(
+    rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int
+) -> tuple[list[RankedExample], Tally]:
+    """`encode_rankings` without those whose responses are all tied."""
+    return ordered_only(*encode_rankings(rows, tokenizer, max_length))
 
 
 def encode_responses(

@@ -32,6 +32,7 @@ RESPONSE_CUT = "response longer than fits: its end cut off, with the end token"
 TEXT_CUT = "text longer than max_length: cut into successive pieces"
 EMPTY = "response is nothing but the end token"
 EQUAL = "chosen and rejected are the same tokens"
+TIED_RANKING = "all responses of the ranking are tied; only a reward model with loss=rao_kupper learns from ties"
 EQUAL_IN_RANKING = "responses of a ranking are the same tokens: left out of it"
 FEW_RESPONSES = "fewer than two responses of the ranking differ in their tokens"
 STEPS_CUT = "steps longer than fit: the last ones left out, with their labels"
@@ -163,6 +164,23 @@ def tokenize_rankings(
         examples.append(RankedExample(sequences, ranks, row.row_id, margin=row.margin))
     counts.kept = len(examples)
     return examples, counts.with_documents(ids for example in examples for ids in example.documents)
+
+
+def tokenize_ordered_rankings(
+    rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int
+) -> tuple[list[RankedExample], Tally]:
+    """`tokenize_rankings` without those whose responses are all tied."""
+    return ordered_only(*tokenize_rankings(rows, tokenizer, max_length))
+
+
+def ordered_only(examples: list[RankedExample], counts: Tally) -> tuple[list[RankedExample], Tally]:
+    """Rankings in which a response is better than another; what all of them tie in says nothing about an order."""
+    kept = [example for example in examples if len(set(example.ranks)) > 1]
+    for example in examples:
+        if len(set(example.ranks)) == 1:
+            counts.drop(TIED_RANKING, example.row_id)
+    counts.kept = len(kept)
+    return kept, counts.with_documents(ids for example in kept for ids in example.documents)
 
 
 def _distinct(responses: Sequence[list[int]], ranks: Sequence[int]) -> list[int]:

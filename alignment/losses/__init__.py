@@ -38,7 +38,7 @@ from alignment.losses.policy import (
     whiten,
 )
 from alignment.losses.preference import bradley_terry_loss, center_penalty, dpo_loss, implicit_rewards
-from alignment.losses.ranking import plackett_luce_loss, ranking_loss, rao_kupper_loss, step_loss
+from alignment.losses.ranking import plackett_luce_loss, ranked_dpo_loss, ranking_loss, rao_kupper_loss, step_loss
 from alignment.losses.reference_free import cpo_loss, orpo_loss, simpo_loss
 from alignment.losses.sorted_pairs import aot_paired_loss, aot_unpaired_loss
 from alignment.losses.unpaired import apo_zero_unpaired_loss, kto_loss
@@ -78,6 +78,7 @@ __all__ = [
     "odpo_loss",
     "orpo_loss",
     "plackett_luce_loss",
+    "ranked_dpo_loss",
     "ranking_loss",
     "rao_kupper_loss",
     "rdpo_loss",

@@ -24,6 +24,7 @@ from alignment.losses.direct_preference import (
     sppo_loss,
 )
 from alignment.losses.preference import dpo_loss
+from alignment.losses.ranking import ranked_dpo_loss
 from alignment.losses.reference_free import cpo_loss, simpo_loss, weighted_orpo_loss
 from alignment.losses.sorted_pairs import aot_paired_loss, aot_unpaired_loss
 from alignment.losses.unpaired import apo_zero_unpaired_loss, kto_loss
@@ -117,6 +118,9 @@ LOSSES: dict[str, LossSpec] = {
     "apo_zero_unpaired": LossSpec(
         apo_zero_unpaired_loss, "APO-zero of single responses, D'Oosterlinck et al. 2024", rows="labels",
         defaults=WEIGHTED,
+    ),
+    "plackett_luce": LossSpec(
+        ranked_dpo_loss, "DPO on rankings, Rafailov et al. 2023", rows="rankings", by_difference=True, defaults=BETA
     ),
 }  # fmt: skip
 

@@ -8,7 +8,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
-from alignment.algorithms.preference_updates import PreferenceUpdates, mismatched_rows
+from alignment.algorithms.dpo.updates import PreferenceUpdates, mismatched_rows
 from alignment.data.batches import collate_labeled, collate_pairs
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example, LabeledExample, PairExample

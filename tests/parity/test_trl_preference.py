@@ -11,7 +11,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
-from alignment.algorithms.preference_losses import GlobalInputs
+from alignment.algorithms.dpo.updates import GlobalInputs
 from alignment.data.batches import collate_labeled, collate_pairs
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example, LabeledExample, PairExample
@@ -268,8 +268,8 @@ def test_labels_have_the_loss_and_gradients_of_trl(name):
         LabeledExample(example, desirable, example.row_id)
         for pair in make_pairs() for example, desirable in ((pair.chosen, True), (pair.rejected, False))
     ][:7]  # fmt: skip
+    from alignment.algorithms.dpo.updates import mismatched_rows
     from alignment.algorithms.policies import sequence_log_probs
-    from alignment.algorithms.preference_updates import mismatched_rows
     from alignment.losses.unpaired import kl_reference_point
 
     mismatched = mismatched_rows(rows, 32, None)

@@ -1,17 +1,39 @@
-"""Settings of DPO and its kin, and what they must not be."""
+"""Settings of DPO and its kin, what they must not be, and the losses that they choose."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from alignment.adapters.specs import AdapterSpec, refuse_dropout
-from alignment.algorithms.preference_losses import WeightedLoss, choose_losses
 from alignment.data.config import DataConfig
-from alignment.errors import raise_all
+from alignment.errors import raise_all, suggest
 from alignment.losses.direct_preference import Divergence, OffsetScale
-from alignment.losses.preference_table import PARAMETERS, Rows
+from alignment.losses.preference_table import LOSSES, PARAMETERS, LossSpec, Parameter, Rows
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.training import OptimConfig, TrainingConfig
+
+LOWEST = {  # parameter -> what it must be above, or at least
+    "beta": "above 0", "tau": "above 0", "gamma": "0 or above", "length_penalty": "0 or above", "offset_coef": "0 or above",
+    "desirable_weight": "0 or above", "undesirable_weight": "0 or above",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class WeightedLoss:
+    """A loss of the table with its parameters, and its weight in the sum that a run minimizes."""
+
+    name: str
+    weight: float
+    spec: LossSpec
+    parameters: Mapping[str, Parameter]
+    divergence: Divergence = "reverse_kl"
+    alpha: float = 0.5
+
+    @property
+    def beta(self) -> float:
+        """Scale of the implicit reward."""
+        return float(self.parameters["beta"])
 
 
 @dataclass(frozen=True)
@@ -45,7 +67,7 @@ class DPOConfig:
         f_alpha: of the alpha-divergence, in (0, 1]; 0 would be the reverse, 1 is the forward KL.
         sft_coef: weight of the mean negative log-likelihood per token of the chosen responses, or of `sft` where it is
             given; None: the loss's default, 1 for orpo and cpo, 0 for the others.
-        sft: demonstrations for that term, in place of the chosen responses.
+        sft: demonstrations for that term, in place of the chosen responses; mixed and weighed by its own keys.
         sft_batch_size: demonstrations per update over all ranks.
         adapter: train an adapter, without dropout; the reference is then the same weights with the adapter off.
         chat_template: a built-in one's name (chatml, llama3, ...) or a Jinja file, also saved with the model; None: the
@@ -90,6 +112,8 @@ class DPOConfig:
             raise ValueError("sft.evaluation_share is not read: these rows are trained on only; take it out")
         if self.sft is not None and self.sft_weight == 0:
             raise ValueError("sft: these demonstrations would have no weight; set sft_coef, or leave them out")
+        if self.sft is not None and self.sft.evaluation is not None:
+            raise ValueError("sft.evaluation is not read: preferences are held out in data.evaluation; leave it out")
 
     @property
     def losses(self) -> tuple[WeightedLoss, ...]:
@@ -160,3 +184,86 @@ def require_margins(losses: Sequence[WeightedLoss], *parts: Sequence[Any]) -> No
             shown = ", ".join(bad[:5]) + (f" and {len(bad) - 5} more" if len(bad) > 5 else "")
             what = "a margin above 0" if lowest == 0 else "a margin"
             raise_all([f"{shown}: no {what}, of which {loss.name} makes its offset; take loss=sigmoid"] if bad else [])
+
+
+# The choice of losses
+
+
+def choose_losses(
+    names: str | Mapping[str, float],
+    settings: Mapping[str, Parameter | None],
+    divergence: Divergence = "reverse_kl",
+    alpha: float = 0.5,
+) -> tuple[WeightedLoss, ...]:
+    """The losses of a config, with the table's defaults for what it leaves out.
+
+    Args:
+        names: a loss, or losses with their weights.
+        settings: the config's parameters by name; None where it sets none.
+        divergence, alpha: as for `f_divergence_scores`.
+
+    Raises:
+        ValueError: a loss that the table lacks, losses of different kinds of rows, a parameter that none of them has, or a
+            value outside its range.
+    """
+    weights = {names: 1.0} if isinstance(names, str) else dict(names)
+    for name, weight in weights.items():
+        if name not in LOSSES:
+            raise ValueError(f"loss: there is no {name!r}{suggest(name, LOSSES)}; there are {', '.join(LOSSES)}")
+        if not (weight > 0 and math.isfinite(weight)):
+            raise ValueError(f"loss: the weight of {name} must be above 0, got {weight}")
+    if not weights:
+        raise ValueError("loss: name at least one")
+    rows = {LOSSES[name].rows for name in weights}
+    if len(rows) > 1:
+        raise ValueError(f"loss: {' and '.join(weights)} learn from different rows, {' and '.join(sorted(rows))}")
+    given = {name: value for name, value in settings.items() if value is not None}
+    for key in given:
+        if not any(key in LOSSES[name].defaults for name in weights):
+            _refuse_parameter(key, list(weights))
+    if divergence != "reverse_kl":
+        _require_difference(weights, divergence, alpha)
+    chosen = []
+    for name, weight in weights.items():
+        spec = LOSSES[name]
+        parameters = {**spec.defaults, **{key: value for key, value in given.items() if key in spec.defaults}}
+        _check(name, parameters)
+        chosen.append(WeightedLoss(name, weight, spec, parameters, divergence, alpha))
+    return tuple(chosen)
+
+
+def _refuse_parameter(key: str, names: Sequence[str]) -> None:
+    owners = [name for name, spec in LOSSES.items() if key in spec.defaults]
+    known = sorted({parameter for name in names for parameter in LOSSES[name].defaults})
+    raise ValueError(
+        f"{key} is a parameter of {', '.join(owners)}; the loss is {' and '.join(names)}, which has {', '.join(known)}"
+    )
+
+
+def _require_difference(names: Mapping[str, float], divergence: str, alpha: float) -> None:
+    if divergence not in get_args(Divergence):
+        raise ValueError(f"f_divergence must be one of {', '.join(get_args(Divergence))}, got {divergence!r}")
+    if alpha <= 0 or alpha > 1:
+        raise ValueError(f"f_alpha must be in (0, 1], got {alpha}")
+    for name in names:
+        if not LOSSES[name].by_difference:
+            able = ", ".join(other for other, spec in LOSSES.items() if spec.by_difference)
+            raise ValueError(
+                f"f_divergence={divergence} leaves a constant of each prompt unknown, which only the difference of two "
+                f"rewards is free of; {name} needs the rewards themselves. It goes with {able}"
+            )
+
+
+def _check(name: str, parameters: Mapping[str, Parameter]) -> None:
+    for key, value in parameters.items():
+        if key == "label_smoothing":
+            low = "(0" if name == "exo_pair" else "[0"
+            if not 0 <= float(value) < 0.5 or (low == "(0" and value == 0):
+                raise ValueError(f"label_smoothing must be in {low}, 0.5) for {name}, got {value}")
+        elif key == "offset_scale":
+            if value not in get_args(OffsetScale):
+                raise ValueError(f"offset_scale must be one of {', '.join(get_args(OffsetScale))}, got {value!r}")
+        elif float(value) < 0 or (float(value) == 0 and LOWEST[key] == "above 0"):
+            raise ValueError(
+                f"{key} must be {LOWEST[key]}, got {value}; {name}'s default is {LOSSES[name].defaults[key]}"
+            )

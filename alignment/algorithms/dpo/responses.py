@@ -1,17 +1,21 @@
-"""What is watched while a policy learns from preferences: rewards, displacement, and how far length explains the margin."""
+"""Log-probabilities of responses, and what is watched of them: rewards, displacement, how far length explains the margin."""
 
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from alignment.algorithms.preference_losses import ResponseLogProbs, WeightedLoss, by_prompt
-from alignment.data.batches import RankedBatch
+from alignment.algorithms.dpo.setup import WeightedLoss
+from alignment.algorithms.policies import LogProbModel, sequence_log_probs
+from alignment.data.batches import PairBatch, PreferenceBatch, RankedBatch, UnpairedBatch, padded_groups
+from alignment.losses.direct_preference import f_divergence_scores
 from alignment.losses.preference import preference_metrics
+from alignment.losses.ranking import is_preferred, prompt_accuracy
 
 Means = dict[str, tuple[Tensor, Tensor]]
 
@@ -24,6 +28,65 @@ SIMILAR = 0.1  # share of the longer response by which lengths may differ and st
 # Where a note is written at the end of a run: means over its last tenth.
 FALL_NATS, FALL_SHARE = 1.0, 0.02  # of the chosen responses' log-probability
 CORRELATION, LENGTH_SHARE = 0.5, 0.5
+
+
+@dataclass(frozen=True)
+class ResponseLogProbs:
+    """Log-probabilities of D responses.
+
+    Attributes:
+        policy: of each whole response under the policy, nats, [D].
+        reference: under the reference, [D]; None where no loss asks for it.
+        tokens: of each response, the end token among them, [D].
+    """
+
+    policy: Tensor
+    reference: Tensor | None
+    tokens: Tensor
+
+    def of(self, loss: WeightedLoss) -> list[Tensor]:
+        """The policy's, and where the loss takes a reference the reference's, in the form that the loss takes, [D] each."""
+        columns = [self.policy]
+        if loss.spec.reference:
+            assert self.reference is not None
+            columns.append(self.reference)
+            if loss.divergence != "reverse_kl":
+                scores = f_divergence_scores(self.policy - self.reference, loss.divergence, loss.alpha)
+                columns = [scores, torch.zeros_like(scores)]
+        return [column / self.tokens for column in columns] if loss.spec.means else columns
+
+    def rewards(self, loss: WeightedLoss) -> Tensor:
+        """Implicit rewards of the responses, without gradient, [D]; without a reference beta * log-probability."""
+        policy, *reference = (column.detach() for column in self.of(loss))
+        return loss.beta * (policy - reference[0] if reference else policy)
+
+
+def response_log_probs(
+    policy: LogProbModel, reference: LogProbModel | None, batch: PreferenceBatch
+) -> ResponseLogProbs:
+    """Log-probabilities of a batch's responses, the reference's computed here or beforehand."""
+    ours = sequence_log_probs(policy, batch.ragged)
+    theirs = batch.reference
+    if theirs is None and reference is not None:
+        theirs = sequence_log_probs(reference, batch.ragged)
+    rows = batch.ragged.target_rows
+    tokens = torch.zeros_like(ours).index_add(0, rows, torch.ones_like(rows, dtype=ours.dtype))
+    return ResponseLogProbs(ours, theirs, tokens)
+
+
+def preferred_responses(batch: PreferenceBatch) -> Tensor:
+    """Which of a batch's responses are to be imitated: the chosen, the desirable, or the best ones; bool, [D]."""
+    if isinstance(batch, PairBatch):
+        return torch.arange(len(batch.lengths), device=batch.ragged.tokens.device) < len(batch.lengths) // 2
+    return batch.desirable if isinstance(batch, UnpairedBatch) else batch.ranks == 0
+
+
+def preferred_tokens(batch: PreferenceBatch) -> Tensor:
+    """Tokens of a batch's preferred responses."""
+    return preferred_responses(batch)[batch.ragged.target_rows].sum()
+
+
+# What is watched
 
 
 class WatchedMetrics(NamedTuple):
@@ -40,12 +103,16 @@ class WatchedMetrics(NamedTuple):
     accuracy: Tensor
 
 
-def pair_metrics(responses: ResponseLogProbs, loss: WeightedLoss) -> WatchedMetrics:
+def pair_metrics(
+    responses: ResponseLogProbs, batch: PairBatch, loss: WeightedLoss, kl: Tensor | None = None
+) -> WatchedMetrics:
     """Sums over pairs, and means by length: rewards, accuracy, log-probabilities and their change since the reference.
 
     Args:
         responses: 2B, the chosen ones first.
+        batch: the pairs.
         loss: the one whose implicit rewards are meant.
+        kl: has no meaning for pairs.
     """
     chosen_reward, rejected_reward = responses.rewards(loss).chunk(2)
     chosen_tokens, rejected_tokens = responses.tokens.chunk(2)
@@ -69,13 +136,13 @@ def pair_metrics(responses: ResponseLogProbs, loss: WeightedLoss) -> WatchedMetr
 
 
 def desirability_metrics(
-    responses: ResponseLogProbs, desirable: Tensor, loss: WeightedLoss, kl: Tensor | None
+    responses: ResponseLogProbs, batch: UnpairedBatch, loss: WeightedLoss, kl: Tensor | None = None
 ) -> WatchedMetrics:
     """Sums over responses, and means over the desirable ones (as chosen_...) and the others (as rejected_...).
 
     A response counts as judged right where its reward lies on the side of the reference point that its label says.
     """
-    rewards = responses.rewards(loss)
+    rewards, desirable = responses.rewards(loss), batch.desirable
     point = 0.0 if kl is None else kl
     right = (rewards > loss.beta * point) == desirable
     metrics = {"accuracy": right.float().sum()}
@@ -85,17 +152,16 @@ def desirability_metrics(
     return WatchedMetrics(metrics, means, right.float())
 
 
-def ranking_metrics(responses: ResponseLogProbs, batch: RankedBatch, loss: WeightedLoss) -> WatchedMetrics:
+def ranking_metrics(
+    responses: ResponseLogProbs, batch: RankedBatch, loss: WeightedLoss, kl: Tensor | None = None
+) -> WatchedMetrics:
     """Sums over prompts of accuracy and margin, each the mean over a prompt's ordered pairs; means over best and worst."""
     rewards = responses.rewards(loss)
-    ranks, mask = by_prompt(batch.ranks, batch)  # [B, K]
-    by_row = by_prompt(rewards, batch)[0]
-    ordered = (ranks.unsqueeze(2) < ranks.unsqueeze(1)) & mask.unsqueeze(2) & mask.unsqueeze(1)  # [B, K, K]
-    lead = by_row.unsqueeze(2) - by_row.unsqueeze(1)
-    right = (lead > 0).float() + (lead == 0).float() / 2
-    accuracy, margin = (
-        torch.where(ordered, each, 0.0).sum((1, 2)) / ordered.sum((1, 2)).clamp(min=1) for each in (right, lead)
-    )
+    ranks, mask = padded_groups(batch.ranks, batch)  # [B, K]
+    by_row, _ = padded_groups(rewards, batch)
+    ordered = is_preferred(ranks, mask)  # [B, K, K]
+    lead = torch.where(ordered, by_row.unsqueeze(2) - by_row.unsqueeze(1), 0.0)
+    margin, accuracy = lead.sum((1, 2)) / ordered.sum((1, 2)).clamp(min=1), prompt_accuracy(by_row, ranks, mask)
     worst = torch.where(mask, ranks, -1).amax(1)[batch.groups]
     values = {"reward": rewards, **log_probs_and_changes(responses)}
     means = split_means(values, batch.ranks == 0, batch.ranks == worst)

@@ -7,33 +7,74 @@ ranks, so that neither micro-batches nor the number of ranks change the loss.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from alignment.algorithms.dpo_config import DPOConfig
-from alignment.algorithms.policies import LogProbModel, language_loss_fn
-from alignment.algorithms.preference_losses import (
-    GlobalInputs,
-    PreferenceLossFn,
+from alignment.algorithms.dpo.responses import (
+    Means,
     ResponseLogProbs,
-    WeightedLoss,
+    logged_metrics,
+    preferred_responses,
     preferred_tokens,
     response_log_probs,
 )
-from alignment.algorithms.preference_metrics import logged_metrics
+from alignment.algorithms.dpo.setup import DPOConfig, WeightedLoss
+from alignment.algorithms.policies import LogProbModel, language_loss_fn
+from alignment.algorithms.runs import sources_of
 from alignment.data.batches import PairBatch, PreferenceBatch, RankedBatch, UnpairedBatch, collate
 from alignment.data.examples import Example, LabeledExample, PreferenceExample, TokenizedRow
-from alignment.data.stream import Stream
+from alignment.data.mixture import RowOrder, stream_of
 from alignment.data.text.truncation import truncate
 from alignment.data.tokenize import last_span
 from alignment.losses.unpaired import kl_reference_point
 from alignment.ragged import Batch
-from alignment.training import Engine, Term, held_out_metrics
+from alignment.training import Engine, LossFn, LossSum, Term, held_out_metrics
 from alignment.training.terms import ZeroWeightBatch, shard_rows, unwrap_batch
 
 Collate = Callable[[Sequence[Any]], Sequence[Any]]  # rows -> micro-batches
+
+
+@dataclass(frozen=True)
+class GlobalInputs:
+    """What losses take of the whole global batch, computed before the update, without gradient.
+
+    Attributes:
+        kl: KTO's reference point, nats, a scalar; None: 0.
+        pairs: log-probabilities of all pairs, columns of the chosen and the rejected ones under the policy, then under the
+            reference, nats, [n, 4]; None: AOT sorts the micro-batch alone, and BCO's shift is 0.
+        mean_tokens: tokens of preferred responses for each row, a scalar; None: those of the micro-batch itself.
+    """
+
+    kl: Tensor | None = None
+    pairs: Tensor | None = None
+    mean_tokens: Tensor | None = None
+
+    def keywords(self, loss: WeightedLoss) -> dict[str, Any]:
+        """The arguments of a loss's function."""
+        if loss.spec.batch_input == "kl":
+            return {"kl": 0.0 if self.kl is None else self.kl}
+        if loss.spec.batch_input is None or self.pairs is None:
+            return {}
+        policy_chosen, policy_rejected, reference_chosen, reference_rejected = self.pairs.unbind(1)
+        chosen, rejected = policy_chosen - reference_chosen, policy_rejected - reference_rejected
+        if loss.spec.batch_input == "shift":
+            return {"shift": loss.beta * (chosen.mean() + rejected.mean()) / 2}
+        if loss.spec.batch_input == "unpaired_values":
+            return {"values_of_all": (chosen, rejected)}
+        return {"values_of_all": (policy_chosen - policy_rejected, reference_chosen - reference_rejected)}
+
+
+ALONE = GlobalInputs()  # a micro-batch that is the whole batch
+
+
+class PreferenceLossFn(Protocol):
+    """A loss function whose sums may depend on the whole global batch."""
+
+    def __call__(self, batch: Any, given: GlobalInputs = ALONE) -> LossSum:
+        """The sums over a micro-batch."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -42,13 +83,15 @@ class Demonstrations:
 
     Attributes:
         stream: their order.
-        coef: weight of their mean negative log-likelihood per token.
-        micro_batch_tokens: tokens of a forward.
+        collate: rows -> micro-batches.
+        loss_fn: of -log p of their tokens.
+        coef: weight of its mean per token.
     """
 
-    stream: Stream[Example]
+    stream: RowOrder[Any]
+    collate: Collate
+    loss_fn: LossFn
     coef: float
-    micro_batch_tokens: int
 
 
 @dataclass(frozen=True)
@@ -80,9 +123,8 @@ class PreferenceUpdates:
         batches = self._shard(rows, self.collate)
         terms = [Term(batches, partial(self.loss_fn, given=self.inputs(batches, rows, shared=True)))]
         if self.demonstrations is not None:
-            tokens = self.demonstrations.micro_batch_tokens
-            texts = self._shard(self.demonstrations.stream.rows_at(step), partial(collate, micro_batch_tokens=tokens))
-            terms.append(Term(texts, language_loss_fn(self.engine.model), self.demonstrations.coef, "sft"))
+            texts = self._shard(self.demonstrations.stream.rows_at(step), self.demonstrations.collate)
+            terms.append(Term(texts, self.demonstrations.loss_fn, self.demonstrations.coef, "sft"))
         return logged_metrics(self.engine.update(*terms))
 
     def evaluate(self, rows: Sequence[PreferenceExample], batches: Sequence[PreferenceBatch]) -> dict[str, float]:
@@ -160,12 +202,55 @@ class PreferenceUpdates:
         return shard_rows(rows, collate, self.engine.process_group.rank, self.engine.process_group.size)
 
 
-def demonstrations(config: DPOConfig, texts: Sequence[Example]) -> Demonstrations | None:
-    """The second term of a config that names demonstrations."""
+def with_sft(
+    loss: LossSum,
+    responses: ResponseLogProbs,
+    batch: PreferenceBatch,
+    given: GlobalInputs,
+    *,
+    sft_coef: float,
+    means: Means,
+) -> LossSum:
+    """The loss with further means, and where its weight is not 0 `sft_part` of the batch's preferred responses."""
+    if not sft_coef:
+        return LossSum(loss.total, loss.metrics, loss.means | means)
+    part, mean = sft_part(responses, preferred_responses(batch), batch.weight, given)
+    return LossSum(loss.total + sft_coef * part, loss.metrics, loss.means | means | {"sft_loss": mean})
+
+
+def sft_part(
+    responses: ResponseLogProbs, preferred: Tensor, rows: float, given: GlobalInputs
+) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """The preferred responses' negative log-likelihood as a part of a sum over rows.
+
+    Over the whole global batch the parts add up to (rows) * (mean over the preferred responses' tokens of -log p).
+
+    Args:
+        responses: D of them.
+        preferred: which of them count, bool, [D].
+        rows: of the micro-batch.
+        given: `mean_tokens`, the tokens for each row.
+
+    Returns:
+        The part, a scalar with gradient; and without it the sum of -log p with the number of tokens.
+    """
+    cost = -torch.where(preferred, responses.policy, 0.0).sum()
+    tokens = torch.where(preferred, responses.tokens, 0.0).sum()
+    mean_tokens = tokens / rows if given.mean_tokens is None else given.mean_tokens
+    return cost / mean_tokens.clamp(min=1e-9), (cost.detach(), tokens)
+
+
+def demonstrations(config: DPOConfig, texts: Sequence[Example], engine: Engine) -> Demonstrations | None:
+    """The second term of a config that names demonstrations, which are drawn and weighed as its `sft` says."""
     if config.sft is None:
         return None
-    stream = Stream(texts, config.sft_batch_size, config.training.seed + 1)
-    return Demonstrations(stream, config.sft_weight, config.training.tokens_per_forward)
+    sources, training = sources_of(config.sft), config.training
+    return Demonstrations(
+        stream_of(config.sft, texts, batch_size=config.sft_batch_size, seed=training.seed + 1),
+        partial(sources.weighted(collate), micro_batch_tokens=training.tokens_per_forward),
+        language_loss_fn(engine.model, sources),
+        config.sft_weight,
+    )
 
 
 def mismatched_rows(rows: Sequence[LabeledExample], max_length: int, bos: int | None) -> list[LabeledExample]:

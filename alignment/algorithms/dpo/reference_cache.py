@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from alignment.adapters.peft_files import is_adapter
-from alignment.algorithms.dpo_config import DPOConfig
+from alignment.algorithms.dpo.setup import DPOConfig
 from alignment.algorithms.policies import LogProbModel, Policy, reference_of, sequence_log_probs
 from alignment.data.batches import collate
 from alignment.data.examples import Example, LabeledExample, PairExample, PreferenceExample, RankedExample
