@@ -33,6 +33,7 @@ from alignment.data.tokenize import (
     tokenize_comparisons,
     tokenize_demonstrations,
     tokenize_labels,
+    tokenize_ordered_rankings,
     tokenize_prompts,
     tokenize_rankings,
     tokenize_steps,
@@ -280,7 +281,8 @@ def prepare_chunk(job: Job, chunk: Chunk, max_rows: int | None = None) -> Prepar
     from alignment.data.checks import Checks
 
     kind = job.preparation.kind
-    plain = job.preparation.name == kind  # the tokens of texts for an objective are checked where they are corrupted
+    # the tokens of texts for an objective are checked where they are corrupted
+    plain = job.preparation.tokenize in (TOKENIZE[kind], tokenize_ordered_rankings)
     done.checks = Checks(kind, job.tokenizer if plain else None, weight=job.checked)
     batches, names = [], {}
     rows = choose_turns(parsed.rows, job.config.turns)

@@ -73,8 +73,8 @@ def hinge_loss(
     Returns:
         Unreduced cost, [B].
 
-    Source: Zhao et al. 2023, arXiv:2305.10425 (SLiC-HF), eq. 1, in the form with a reference of Liu et al. 2023,
-        arXiv:2309.06657, section 3 (their gamma is beta).
+    Source: Zhao et al. 2023, arXiv:2305.10425 (SLiC-HF), in the form with a reference of Liu et al. 2023,
+        arXiv:2309.06657 (their gamma is beta).
     """
     margin = log_ratio_margin(policy_chosen, policy_rejected, reference_chosen, reference_rejected)
     return F.relu(1 - _positive(beta) * margin)
@@ -103,7 +103,7 @@ def robust_loss(
     Returns:
         Unreduced cost, [B].
 
-    Source: Chowdhury et al. 2024, arXiv:2403.00409, section 3, the unbiased loss of noisy labels.
+    Source: Chowdhury et al. 2024, arXiv:2403.00409, the unbiased loss of noisy labels.
     """
     _flip_rate(label_smoothing)
     margin = _positive(beta) * log_ratio_margin(policy_chosen, policy_rejected, reference_chosen, reference_rejected)
@@ -168,7 +168,7 @@ def nca_loss(
     Returns:
         Unreduced cost, [B]: 2 log 2 where the policy equals the reference.
 
-    Source: Chen et al. 2024, arXiv:2402.05369, section 4, its form for pairs.
+    Source: Chen et al. 2024, arXiv:2402.05369, its form for pairs.
     """
     chosen = _positive(beta) * (policy_chosen - reference_chosen)
     rejected = beta * (policy_rejected - reference_rejected)
@@ -193,12 +193,14 @@ def bco_loss(
         policy_chosen: log-probability of the whole chosen response, nats, [B]. The other three likewise.
         beta: > 0.
         shift: the reward that counts as neither good nor bad, without gradient: the mean of the chosen and the rejected
-            responses' mean rewards. 0 (TRL's `bco_pair`) leaves it out.
+            responses' mean rewards. 0 (TRL's `bco_pair`) leaves it out. A run takes these means over the global batch of
+            the update; the paper and TRL's trainer of BCO keep a moving average over the updates so far. The batch's own
+            means follow rewards that change, need no state in checkpoints, and are noisier where batches are small.
 
     Returns:
         Unreduced cost, [B].
 
-    Source: Jung et al. 2024, arXiv:2404.04656, section 4 (their delta is shift).
+    Source: Jung et al. 2024, arXiv:2404.04656 (their delta is shift).
     """
     chosen = _positive(beta) * (policy_chosen - reference_chosen)
     rejected = beta * (policy_rejected - reference_rejected)
@@ -342,7 +344,7 @@ def odpo_loss(
     Returns:
         Unreduced cost, [B].
 
-    Source: Amini et al. 2024, arXiv:2402.10571, section 3 (their alpha is offset_coef, their f the scale).
+    Source: Amini et al. 2024, arXiv:2402.10571 (their alpha is offset_coef, their f the scale).
     """
     if offset_scale not in get_args(OffsetScale):
         raise ValueError(f"offset_scale must be one of {', '.join(get_args(OffsetScale))}, got {offset_scale!r}")
@@ -374,7 +376,7 @@ def rdpo_loss(
     Returns:
         Unreduced cost, [B].
 
-    Source: Park et al. 2024, arXiv:2403.19159, section 4 (their alpha is length_penalty).
+    Source: Park et al. 2024, arXiv:2403.19159 (their alpha is length_penalty).
     """
     margin = log_ratio_margin(policy_chosen, policy_rejected, reference_chosen, reference_rejected)
     return F.softplus(-(_positive(beta) * margin + length_penalty * length_difference))
@@ -394,7 +396,7 @@ def f_divergence_scores(log_ratios: Tensor, divergence: Divergence, alpha: float
     Returns:
         Same shape. Large negative log-ratios would overflow in forward_kl and alpha; their exponents stop at 80.
 
-    Source: Wang et al. 2023, arXiv:2309.16240, table 1.
+    Source: Wang et al. 2023, arXiv:2309.16240.
     """
     if divergence == "reverse_kl":
         return log_ratios
@@ -429,7 +431,7 @@ def f_dpo_loss(
     Returns:
         Unreduced cost, [B]: log 2 where the policy equals the reference.
 
-    Source: Wang et al. 2023, arXiv:2309.16240, theorem 1 and section 4.
+    Source: Wang et al. 2023, arXiv:2309.16240.
     """
     chosen = f_divergence_scores(policy_chosen - reference_chosen, divergence, alpha)
     rejected = f_divergence_scores(policy_rejected - reference_rejected, divergence, alpha)

@@ -41,7 +41,7 @@ def orpo_loss(policy_chosen_mean: Tensor, policy_rejected_mean: Tensor) -> Tenso
     Returns:
         Unreduced cost, [B]: log 2 where both are as likely.
 
-    Source: Hong et al. 2024, arXiv:2403.07691, eqs. 3, 4 and 7; their lambda weights this term.
+    Source: Hong et al. 2024, arXiv:2403.07691, eqs. 4 and 7; their lambda weights this term.
     """
     chosen = policy_chosen_mean - log_one_minus_exp(policy_chosen_mean)
     rejected = policy_rejected_mean - log_one_minus_exp(policy_rejected_mean)

@@ -34,7 +34,7 @@ def aot_paired_loss(
     Returns:
         Unreduced cost, at the place of the pair whose m is the k-th smallest, [B].
 
-    Source: Melnyk et al. 2024, arXiv:2406.05882, section 3 ("AOT paired").
+    Source: Melnyk et al. 2024, arXiv:2406.05882 ("AOT paired").
     """
     policy, reference = policy_chosen - policy_rejected, reference_chosen - reference_rejected
     all_policy, all_reference = values_of_all or (policy.detach(), reference)
@@ -68,7 +68,7 @@ def aot_unpaired_loss(
         Unreduced cost, at the place of the chosen response of the k-th smallest log-ratio, [B]. The rejected response's
         gradient is that of the sum over the batch.
 
-    Source: Melnyk et al. 2024, arXiv:2406.05882, section 3 ("AOT unpaired").
+    Source: Melnyk et al. 2024, arXiv:2406.05882 ("AOT unpaired").
     """
     chosen, rejected = policy_chosen - reference_chosen, policy_rejected - reference_rejected
     all_chosen, all_rejected = values_of_all or (chosen.detach(), rejected.detach())

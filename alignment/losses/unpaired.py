@@ -32,7 +32,7 @@ def kto_loss(
     Returns:
         Unreduced cost in [0, weight], [B]: weight / 2 where the policy equals the reference.
 
-    Source: Ethayarajh et al. 2024, arXiv:2402.01306, eqs. 7 and 8.
+    Source: Ethayarajh et al. 2024, arXiv:2402.01306.
     """
     if beta <= 0:
         raise ValueError(f"beta must be above 0, got {beta}; 0.1 is usual")
@@ -73,6 +73,6 @@ def kl_reference_point(log_ratios_sum: Tensor, count: Tensor) -> Tensor:
         log_ratios_sum: sum of (policy - reference) over such responses, nats, without gradient, a scalar.
         count: how many they are; with none the point is 0.
 
-    Source: Ethayarajh et al. 2024, arXiv:2402.01306, section 4.1.
+    Source: Ethayarajh et al. 2024, arXiv:2402.01306.
     """
     return (log_ratios_sum / count.clamp(min=1)).clamp(min=0)

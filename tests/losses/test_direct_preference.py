@@ -213,10 +213,11 @@ def test_aot_unpaired_has_the_gradient_of_the_sorted_form():
 def test_gradients_agree_with_finite_differences(name):
     spec = LOSSES[name]
     generator = torch.Generator().manual_seed(0)
-    count = (1 if spec.rows == "labels" else 2) * (2 if spec.reference else 1)
+    count = (2 if spec.rows == "comparisons" else 1) * (2 if spec.reference else 1)
     columns = [(-torch.rand(3, dtype=torch.float64, generator=generator) - 0.2).requires_grad_() for _ in range(count)]
     more = {"margins": [torch.tensor([0.5, 1.0, 2.0])], "length_difference": [torch.tensor([3.0, 0.0, -2.0])], None: []}
-    extra = [torch.tensor([True, False, True])] if spec.rows == "labels" else more[spec.row_input]
+    judged = {"labels": torch.tensor([True, False, True]), "rankings": torch.tensor([1, 0, 2])}
+    extra = [judged[spec.rows]] if spec.rows in judged else more[spec.row_input]
     extra += [torch.tensor(0.1)] if spec.batch_input == "kl" else []
     if spec.batch_input in ("paired_values", "unpaired_values"):  # its gradient is that of the sum over the batch
         policy, reference = columns[:2], [column.detach() for column in columns[2:]]

@@ -46,7 +46,7 @@ class DPOConfig:
         output: the run's directory.
         loss: sigmoid (DPO), sigmoid_norm (on means over tokens), robust, ipo, hinge (SLiC), exo_pair, discopop, odpo,
             rdpo, nca_pair, bco_pair, bco, sppo_hard, apo_zero, apo_down, aot, aot_unpaired, simpo, orpo, cpo, kto,
-            apo_zero_unpaired or plackett_luce; or several with their weights, {sigmoid: 0.8, bco_pair: 0.2}.
+            apo_zero_unpaired or plackett_luce (K responses with ranks); or several with their weights, {sigmoid: 0.8, bco_pair: 0.2}.
         reference: checkpoint of the reference; None: the starting checkpoint itself, also after a resume. simpo, orpo and
             cpo have none.
         reference_log_probs: compute: by the reference at every update; cache: once, before the first update, and kept on

@@ -1,0 +1,330 @@
+"""Runs on rankings and on labels, demonstrations beside preferences, and the reference's numbers on disk."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import signal
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch.testing import assert_close
+
+from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
+from alignment.algorithms.dpo.updates import PreferenceUpdates, demonstrations
+from alignment.algorithms.policies import language_loss_fn
+from alignment.algorithms.runs import read_examples, to_dict
+from alignment.data.batches import collate, collate_pairs
+from alignment.data.config import DataConfig, SourceConfig
+from alignment.errors import UserError
+from alignment.loading import load_tokenizer
+from alignment.models.huggingface.checkpoint import load_language_model
+from alignment.training import Engine, OptimConfig, Run, TrainingConfig
+from tests.distributed.processes import run_ranks
+
+ANSWERS = (" The pool opens in July.", " I am not sure.", " No.", " Go away!")
+QUICK = OptimConfig(learning_rate=1e-2, schedule="constant")
+
+
+def write(path, rows) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+@pytest.fixture(scope="module")
+def rankings(tmp_path_factory) -> str:
+    """Two, three or four responses to each prompt, not in their order; of one row all are tied."""
+    rows = []
+    for number in range(8):
+        size = 2 + number % 3
+        order = [(place + number) % size for place in range(size)]
+        prompt = f"Guest {number}: when does the pool of house number {number} open?\nConcierge:"
+        answers = [ANSWERS[place] for place in order]
+        ranking = [order.index(place) for place in range(size)]  # indices of the responses, the best one first
+        rows.append({"prompt": prompt, "responses": answers, "ranking": ranking})
+    tied = {"prompt": "Guest: hello?\nConcierge:", "responses": [" Yes.", " Hello."], "ranking": [[0, 1]]}
+    return write(tmp_path_factory.mktemp("rankings") / "rankings.jsonl", [*rows, tied])
+
+
+@pytest.fixture(scope="module")
+def labels(tmp_path_factory, world) -> str:
+    """Prompt, completion and label: a chosen response, then the rejected one of another row."""
+    with open(world["comparisons"], encoding="utf-8") as file:
+        pairs = [json.loads(line) for line in file][:16]
+    rows = [
+        {
+            "prompt": row["prompt"],
+            "completion": row["rejected" if number % 3 == 2 else "chosen"],
+            "label": number % 3 < 2,
+        }
+        for number, row in enumerate(pairs)
+    ]
+    return write(tmp_path_factory.mktemp("labels") / "labels.jsonl", rows)
+
+
+def notes(output) -> str:
+    return " ".join(json.loads((output / "lineage.json").read_text())["notes"])
+
+
+# Rankings
+
+
+def test_a_policy_learns_rankings_of_different_length_with_prompts_shared(
+    rankings, stage, make_stage, tmp_path, read_metrics
+):
+    """The loss starts at the mean of log K! over the prompts of two, three and four responses: (3, 3, 2) of them."""
+    ends = []
+    for share in (True, False):
+        output = tmp_path / str(share)
+        training = TrainingConfig(batch_size=8, max_steps=8, share_prompts=share)
+        data = DataConfig(train=rankings, evaluation=rankings, max_length=256)
+        run, config = make_stage(
+            "dpo", str(stage("sft") / "model"), output, data=data, training=training, optim=QUICK,
+            loss="plackett_luce", beta=0.5,
+        )  # fmt: skip
+        run(config)
+        first, *_, last = read_metrics(output)
+        start = (3 * math.log(2) + 3 * math.log(6) + 2 * math.log(24)) / 8
+        assert first["loss"] == pytest.approx(start, abs=1e-4) and first["margin"] == pytest.approx(0, abs=1e-4)
+        assert last["loss"] < start - 0.5 and last["accuracy"] > 0.9 and last["margin"] > 0.5
+        assert last["held_out_accuracy"] > 0.9 and last["chosen_reward"] > last["rejected_reward"]
+        assert "all responses of the ranking are tied" in notes(output)
+        ends.append(load_file(output / "model" / "model.safetensors"))
+    assert_close(ends[0], ends[1], atol=2e-4, rtol=1e-3)
+
+
+def test_pairs_are_rankings_of_two(world, stage, make_stage, tmp_path, read_metrics):
+    losses = []
+    for loss in ("sigmoid", "plackett_luce"):
+        training = TrainingConfig(batch_size=8, max_steps=3)
+        run, config = make_stage("dpo", str(stage("sft") / "model"), tmp_path / loss, training=training, loss=loss)
+        run(config)
+        losses.append([line["loss"] for line in read_metrics(tmp_path / loss)])
+    assert losses[0] == pytest.approx(losses[1], abs=1e-5)
+
+
+# Labels
+
+
+def test_kto_learns_labels_and_micro_batches_change_no_weight(labels, stage, make_stage, tmp_path, read_metrics):
+    """The weights of whole runs are equal, whose reference points are those of the global batch."""
+    ends = []
+    for tokens in (160, 100_000):
+        output = tmp_path / str(tokens)
+        training = TrainingConfig(batch_size=8, max_steps=8, micro_batch_tokens=tokens)
+        data = DataConfig(train=labels, evaluation=labels, max_length=256)
+        run, config = make_stage(
+            "dpo", str(stage("sft") / "model"), output, data=data, training=training, loss="kto", beta=0.5,
+            undesirable_weight=1.5, optim=OptimConfig(learning_rate=2e-3, eps=1e-3, schedule="constant"),
+        )  # fmt: skip
+        run(config)
+        first, *_, last = read_metrics(output)
+        assert first["chosen_reward"] == pytest.approx(0, abs=1e-4) and first["kl"] == 0
+        assert last["held_out_loss"] < first["loss"] - 0.05 and last["margin"] > 0.2
+        ends.append(load_file(output / "model" / "model.safetensors"))
+    assert_close(ends[0], ends[1], atol=1e-5, rtol=0)
+
+
+def test_kto_reads_a_pair_as_two_labels(world, stage, make_stage, tmp_path, read_metrics):
+    data = DataConfig(train=world["comparisons"], max_rows=8, max_length=256)
+    training = TrainingConfig(batch_size=16, max_steps=6)
+    run, config = make_stage(
+        "dpo", str(stage("sft") / "model"), tmp_path, data=data, training=training, loss="kto", beta=0.5, optim=QUICK
+    )
+    run(config)
+    lines = read_metrics(tmp_path)
+    assert lines[0]["loss"] == pytest.approx(0.5, abs=1e-4)  # 1 - sigmoid(0) for each
+    assert lines[-1]["margin"] > 0.2 and lines[-1]["loss"] < 0.5
+
+
+# Demonstrations beside the preferences
+
+
+def test_the_gradient_is_that_of_the_preferences_and_coef_times_that_of_the_demonstrations(world, stage):
+    policy = str(stage("sft") / "model")
+    tokenizer = load_tokenizer(policy, None)
+    gradients = {}
+    for name in ("both", "preferences", "demonstrations"):
+        torch.manual_seed(0)
+        model, reference = load_language_model(policy).eval(), load_language_model(str(stage("dpo") / "model")).eval()
+        sft = DataConfig(train=world["demonstrations"], max_length=256) if name == "both" else None
+        training = TrainingConfig(batch_size=4, max_steps=1)
+        optim = OptimConfig(
+            name="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0, max_grad_norm=0.0, warmup_steps=0
+        )
+        config = DPOConfig(
+            policy, DataConfig(train=world["comparisons"], max_length=256), "o", sft=sft, sft_batch_size=3,
+            sft_coef=0.7 if sft else None, training=training, optim=optim,
+        )  # fmt: skip
+        engine = Engine(model, optim, training, total_steps=1)
+        silent = SilentRun()
+        rows = read_examples(config.data, "comparisons", tokenizer, silent)[:4]
+        data = sft or DataConfig(train=world["demonstrations"], max_length=256)
+        texts = read_examples(data, "demonstrations", tokenizer, silent)
+        both = dataclasses.replace(config, sft=data, sft_coef=0.7)
+        drawn = demonstrations(both, texts, engine).stream.rows_at(0)
+        assert len(drawn) == 3
+        before = {key: value.detach().clone() for key, value in model.named_parameters()}
+        if name == "demonstrations":
+            loss = language_loss_fn(model)(collate(drawn, 10_000)[0])
+            (loss.total / sum(sum(row.mask) for row in drawn)).backward()
+            gradients[name] = {key: value.grad for key, value in model.named_parameters()}
+            continue
+        updates = PreferenceUpdates(
+            engine, config.losses, dpo_loss_fn(engine.model, torch.no_grad()(reference), config), reference,
+            collate=lambda rows: collate_pairs(rows, 10_000), mismatch=list,
+            demonstrations=demonstrations(config, texts, engine),
+        )  # fmt: skip
+        metrics = updates.update(0, rows)
+        assert ("sft_loss" in metrics) == (name == "both")
+        gradients[name] = {key: before[key] - value.detach() for key, value in model.named_parameters()}
+    for key, both in gradients["both"].items():
+        assert_close(both, gradients["preferences"][key] + 0.7 * gradients["demonstrations"][key], atol=2e-5, rtol=1e-3)
+    assert max(value.abs().max() for value in gradients["demonstrations"].values()) > 0.01
+
+
+class SilentRun:
+    def note(self, line: str) -> None:
+        """Nothing is kept."""
+
+
+def test_demonstrations_are_mixed_as_their_own_config_says(world, stage):
+    policy = str(stage("sft") / "model")
+    texts = [
+        SourceConfig(world["demonstrations"], name=name, weight=weight) for name, weight in (("a", 1.0), ("b", 9.0))
+    ]
+    data = DataConfig(train=texts, mixing="weights", max_length=256)
+    config = DPOConfig(policy, DataConfig(train="t"), "o", sft=data, sft_coef=1.0, sft_batch_size=200)
+    rows = read_examples(data, "demonstrations", load_tokenizer(policy, None), SilentRun())
+    engine = Engine(load_language_model(policy), config.optim, config.training, total_steps=1)
+    drawn = demonstrations(config, rows, engine).stream.rows_at(0)
+    assert 5 <= sum(row.source == 0 for row in drawn) <= 40  # a tenth of 200; half of them without a mixture
+
+
+def test_too_long_demonstrations_are_measured_by_their_own_length(world, stage, make_stage, tmp_path):
+    data = DataConfig(train=world["comparisons"], max_length=256)
+    sft = DataConfig(
+        train=write(tmp_path / "long.jsonl", [{"prompt": "Guest:", "response": " more" * 500}]), max_length=1000
+    )
+    run, config = make_stage("dpo", str(stage("sft") / "model"), tmp_path / "run", data=data, sft=sft, sft_coef=1.0)
+    with pytest.raises(UserError, match="320"):
+        run(config)
+
+
+def test_a_run_with_demonstrations_resumes_as_if_it_had_not_stopped(
+    world, stage, make_stage, tmp_path, read_metrics, monkeypatch
+):
+    def make(output):
+        sft = DataConfig(train=world["demonstrations"], max_length=256)
+        training = TrainingConfig(batch_size=8, epochs=2)
+        policy = str(stage("sft") / "model")
+        return make_stage("dpo", policy, output, sft=sft, sft_coef=0.5, sft_batch_size=5, training=training)
+
+    run, config = make(tmp_path / "whole")
+    whole = load_file(run(config) / "model.safetensors")
+    run, config = make(tmp_path / "parts")
+    log = Run.log
+
+    def log_and_stop(self, step, metrics):
+        log(self, step, metrics)
+        if step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "log", log_and_stop)
+        with pytest.raises(SystemExit):
+            run(config)
+    assert_close(load_file(run(config) / "model.safetensors"), whole, rtol=0, atol=0)
+    lines = [[line["sft_loss"] for line in read_metrics(tmp_path / name)] for name in ("whole", "parts")]
+    assert lines[0] == lines[1] and len(lines[0]) == 6
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sft": DataConfig(train="t")}, "would have no weight"),
+        ({"sft": DataConfig(train="t", evaluation="e"), "sft_coef": 1.0}, "sft.evaluation is not read"),
+    ],
+)
+def test_demonstrations_without_an_effect_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        DPOConfig("p", DataConfig(train="t"), "o", **settings)
+
+
+# The reference's log-probabilities on disk
+
+
+def test_wrong_numbers_with_a_right_checksum_are_found_by_computing_a_few_again(stage, make_stage, tmp_path):
+    folder, policy = tmp_path / "log_probs", str(stage("sft") / "model")
+    training = TrainingConfig(batch_size=8, max_steps=1)
+    more = {"reference_log_probs": "cache", "reference_cache": str(folder), "training": training}
+    run, config = make_stage("dpo", policy, tmp_path / "first", **more)
+    run(config)
+    (file,) = folder.iterdir()
+    with open(file, "rb") as opened:
+        values = np.load(opened)
+    with open(file, "wb") as opened:
+        np.save(opened, values + np.float32(0.01))
+        opened.write(hashlib.sha256((values + np.float32(0.01)).tobytes()).digest())
+    with pytest.raises(UserError, match=r"gives other log-probabilities: .* on disk, .* now.*Delete the file"):
+        run(dataclasses.replace(config, output=str(tmp_path / "wrong")))
+
+
+def test_other_rows_weights_or_templates_have_numbers_of_their_own(
+    world, stage, make_stage, tmp_path, write_checkpoint
+):
+    folder, policy = tmp_path / "log_probs", str(stage("sft") / "model")
+    messages = tmp_path / "messages.jsonl"
+    with open(world["comparisons"], encoding="utf-8") as file:
+        pairs = [json.loads(line) for line in file][:4]
+    write(messages, [{**row, "prompt": [{"role": "user", "content": row["prompt"]}]} for row in pairs])
+    training = TrainingConfig(batch_size=4, max_steps=1)
+
+    def files(name, source=policy, **changes):
+        data = changes.pop("data", DataConfig(train=str(messages), max_length=256))
+        run, config = make_stage(
+            "dpo", source, tmp_path / name, data=data, training=training, reference_log_probs="cache",
+            reference_cache=str(folder), **{"chat_template": "zephyr", **changes},
+        )  # fmt: skip
+        run(config)
+        return len(list(folder.iterdir()))
+
+    assert files("first") == 1 and files("again") == 1
+    assert files("template", chat_template="vicuna") == 2
+    assert files("weights", reference=write_checkpoint(tmp_path / "other", "llama", seed=3)) == 3
+    assert files("fewer rows", data=DataConfig(train=str(messages), max_rows=3, max_length=256)) == 4
+
+
+# Two ranks
+
+
+@pytest.mark.distributed_slow
+@pytest.mark.parametrize("name", ["kto", "cached", "rankings"])
+def test_two_ranks_train_what_one_trains(name, labels, rankings, stage, make_stage, tmp_path, read_metrics):
+    """KTO's reference point is that of both ranks' rows, and the ranks compute the reference's numbers together."""
+    changes = {
+        "kto": {"loss": "kto", "data": DataConfig(train=labels, max_length=256), "beta": 0.5},
+        "cached": {"reference_log_probs": "cache", "sft_coef": 0.3},
+        "rankings": {"loss": "plackett_luce", "data": DataConfig(train=rankings, max_length=256)},
+    }[name]
+    ends, lines = [], []
+    for ranks in (1, 2):
+        output = tmp_path / str(ranks)
+        run, config = make_stage(
+            "dpo", str(stage("sft") / "model"), output, training=TrainingConfig(batch_size=7, max_steps=3),
+            optim=OptimConfig(learning_rate=1e-3, eps=1e-3), **changes,
+        )  # fmt: skip
+        if ranks == 1:
+            run(config)
+        else:
+            file = tmp_path / "config.yaml"
+            file.write_text(yaml.safe_dump(to_dict(config)))
+            run_ranks(2, "alignment", "dpo", str(file))
+        ends.append(load_file(output / "model" / "model.safetensors"))
+        lines.append([line["loss"] for line in read_metrics(output)])
+    assert lines[0] == pytest.approx(lines[1], abs=1e-5)
+    assert_close(ends[0], ends[1], atol=1e-5, rtol=0)
