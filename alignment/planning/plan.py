@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from alignment.adapters.specs import LoRASpec
+from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.ppo.setup import PPOConfig
 from alignment.data.table import totals_of
 from alignment.errors import UserError
@@ -21,7 +22,7 @@ from alignment.planning.run_length import (
     run_length,
     updates_share,
 )
-from alignment.planning.stages import DeviceRows, StageConfig, build_networks, trace
+from alignment.planning.stages import DeviceRows, StageConfig, build_networks, trace, trace_caching
 from alignment.planning.trace import Peak, Tracer
 
 DEFAULT_TOKENS = 8192  # of a micro-batch, where `auto` has no memory to go by
@@ -157,7 +158,14 @@ def plan_at(
     per_update = updates_share(config, layout.gpus)
     rows = DeviceRows(tokens, per_update, longest(data.examples or [], per_update))
     trace(config, tracer, rows)
-    return Plan(config, layout, device, tokens, roles, tracer.peaks, length)
+    peaks = tracer.peaks
+    if isinstance(config, DPOConfig) and config.refers and not config.holds_reference:
+        before = replace(config, reference_log_probs="compute", reference_cache=None)
+        both, _ = build_networks(before, layout, near)
+        first = Tracer(both, layout, precision=config.training.precision, gpu=device.gpu)
+        trace_caching(before, first, rows)
+        peaks = [*first.peaks, *peaks]
+    return Plan(config, layout, device, tokens, roles, peaks, length)
 
 
 # What would make it fit

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from alignment.adapters.attach import disabled
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
+from alignment.algorithms.dpo.reference_cache import CACHED_ROWS
 from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.finetune.model import HEADS
 from alignment.algorithms.finetune.scoring import finetune_loss_fn
@@ -203,6 +204,17 @@ def trace(config: StageConfig, tracer: Tracer, rows: DeviceRows) -> None:
         batch = batches.task_batch(config.task, config.data.max_length, count)
         loss_fn = finetune_loss_fn(model, config.task, 0.0)
         tracer.update("update", "policy", [(loss_fn, batch)], repeated=_repeated(batch, rows))
+
+
+def trace_caching(config: DPOConfig, tracer: Tracer, rows: DeviceRows) -> None:
+    """The phase before the updates in which a reference's log-probabilities are computed, one response per document."""
+    length = max((len(ids) for row in rows.longest for ids in row.documents), default=config.data.max_length)
+    batch = batches.text_batch(
+        [batches.example(length)] * batches.rows_of(rows.tokens, length, CACHED_ROWS), rows.tokens
+    )
+    reference = _reference(tracer)
+    with tracer.running("reference log-probabilities", ["policy"]):
+        reference(batch=batches.as_fake(batch, tracer.mode))
 
 
 def _sharing(config: StageConfig, tracer: Tracer) -> Sharing:

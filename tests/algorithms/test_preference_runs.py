@@ -17,9 +17,10 @@ from torch.testing import assert_close
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
 from alignment.algorithms.dpo.updates import PreferenceUpdates, demonstrations
 from alignment.algorithms.policies import language_loss_fn
-from alignment.algorithms.runs import read_examples, to_dict
+from alignment.algorithms.runs import to_dict
 from alignment.data.batches import collate, collate_pairs
 from alignment.data.config import DataConfig, SourceConfig
+from alignment.data.prepare import prepare
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
 from alignment.models.huggingface.checkpoint import load_language_model
@@ -144,6 +145,12 @@ def test_kto_reads_a_pair_as_two_labels(world, stage, make_stage, tmp_path, read
 # Demonstrations beside the preferences
 
 
+def first_drawn(config: DPOConfig, texts, engine: Engine) -> list:
+    found = demonstrations(config, texts, engine)
+    assert found is not None
+    return found.stream.rows_at(0)
+
+
 def test_the_gradient_is_that_of_the_preferences_and_coef_times_that_of_the_demonstrations(world, stage):
     policy = str(stage("sft") / "model")
     tokenizer = load_tokenizer(policy, None)
@@ -161,12 +168,11 @@ def test_the_gradient_is_that_of_the_preferences_and_coef_times_that_of_the_demo
             sft_coef=0.7 if sft else None, training=training, optim=optim,
         )  # fmt: skip
         engine = Engine(model, optim, training, total_steps=1)
-        silent = SilentRun()
-        rows = read_examples(config.data, "comparisons", tokenizer, silent)[:4]
+        rows = prepare(config.data, "comparisons", tokenizer)[0][:4]
         data = sft or DataConfig(train=world["demonstrations"], max_length=256)
-        texts = read_examples(data, "demonstrations", tokenizer, silent)
+        texts = prepare(data, "demonstrations", tokenizer)[0]
         both = dataclasses.replace(config, sft=data, sft_coef=0.7)
-        drawn = demonstrations(both, texts, engine).stream.rows_at(0)
+        drawn = first_drawn(both, texts, engine)
         assert len(drawn) == 3
         before = {key: value.detach().clone() for key, value in model.named_parameters()}
         if name == "demonstrations":
@@ -187,11 +193,6 @@ def test_the_gradient_is_that_of_the_preferences_and_coef_times_that_of_the_demo
     assert max(value.abs().max() for value in gradients["demonstrations"].values()) > 0.01
 
 
-class SilentRun:
-    def note(self, line: str) -> None:
-        """Nothing is kept."""
-
-
 def test_demonstrations_are_mixed_as_their_own_config_says(world, stage):
     policy = str(stage("sft") / "model")
     texts = [
@@ -199,16 +200,16 @@ def test_demonstrations_are_mixed_as_their_own_config_says(world, stage):
     ]
     data = DataConfig(train=texts, mixing="weights", max_length=256)
     config = DPOConfig(policy, DataConfig(train="t"), "o", sft=data, sft_coef=1.0, sft_batch_size=200)
-    rows = read_examples(data, "demonstrations", load_tokenizer(policy, None), SilentRun())
+    rows = prepare(data, "demonstrations", load_tokenizer(policy, None))[0]
     engine = Engine(load_language_model(policy), config.optim, config.training, total_steps=1)
-    drawn = demonstrations(config, rows, engine).stream.rows_at(0)
+    drawn = first_drawn(config, rows, engine)
     assert 5 <= sum(row.source == 0 for row in drawn) <= 40  # a tenth of 200; half of them without a mixture
 
 
 def test_too_long_demonstrations_are_measured_by_their_own_length(world, stage, make_stage, tmp_path):
     data = DataConfig(train=world["comparisons"], max_length=256)
     sft = DataConfig(
-        train=write(tmp_path / "long.jsonl", [{"prompt": "Guest:", "response": " more" * 500}]), max_length=1000
+        train=write(tmp_path / "long.jsonl", [{"prompt": "Guest:", "response": " more" * 150}]), max_length=2000
     )
     run, config = make_stage("dpo", str(stage("sft") / "model"), tmp_path / "run", data=data, sft=sft, sft_coef=1.0)
     with pytest.raises(UserError, match="320"):

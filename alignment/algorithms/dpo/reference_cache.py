@@ -32,6 +32,7 @@ from alignment.training.terms import ZeroWeightBatch, shard_rows, unwrap_batch
 
 VERSION = 1  # of what is computed: raised when the same weights and rows would give other numbers
 CHECKED_ROWS = 8
+CACHED_ROWS = 256  # of each rank, whose log-probabilities are computed between two messages among the ranks
 # How far two computations of one number may lie apart, in nats and as a share of it: batches of other rows round otherwise.
 TOLERANCE = {"fp32": (1e-3, 1e-4), "bf16": (0.5, 2e-2)}
 
@@ -200,7 +201,7 @@ class ReferenceCache:
     def _compute(self, rows: Sequence[PreferenceExample], starts: np.ndarray) -> np.ndarray:
         """Log-probabilities of all rows' responses, each rank computing its share; float32, in their order."""
         values = np.full(int(starts[-1]), np.nan, np.float32)
-        group, step = self.engine.process_group, 256 * self.engine.process_group.size
+        group, step = self.engine.process_group, CACHED_ROWS * self.engine.process_group.size
         for first in range(0, len(rows), step):  # few rows of a table are in memory at a time
             numbers = range(first, min(first + step, len(rows)))
             local = dict(self._log_probs(rows, numbers, starts))
