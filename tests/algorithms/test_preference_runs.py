@@ -195,7 +195,7 @@ def test_the_gradient_is_that_of_the_preferences_and_coef_times_that_of_the_demo
 
 def test_demonstrations_are_mixed_as_their_own_config_says(world, stage):
     policy = str(stage("sft") / "model")
-    texts = [
+    texts: list[str | SourceConfig] = [
         SourceConfig(world["demonstrations"], name=name, weight=weight) for name, weight in (("a", 1.0), ("b", 9.0))
     ]
     data = DataConfig(train=texts, mixing="weights", max_length=256)

@@ -24,6 +24,9 @@ CONFIG = {
 }  # fmt: skip
 
 
+STREAMED = DataConfig(train="t", streaming=True)
+
+
 def test_H39_sums_and_means_by_name():
     columns = [torch.tensor([value]) for value in (-23.5, -30.25, -25.0, -29.0)]
     assert_close(dpo_loss(*columns, beta=0.2), torch.tensor([0.455492]), atol=1e-6, rtol=0)
@@ -119,8 +122,11 @@ def test_H40_cached_log_probs_train_the_same_and_are_not_reused_for_other_rows(
         ({"loss": "kto", "reference_log_probs": "cache"}, "cannot be computed beforehand"),
         ({"loss": "nca_pair", "f_divergence": "js"}, "needs the rewards themselves"),
         ({"loss": "exo_pair", "label_smoothing": 0.0}, "label_smoothing"),
+        ({"data": STREAMED, "reference_log_probs": "cache"}, "goes through all rows beforehand"),
+        ({"data": STREAMED, "loss": "odpo"}, "looks for a margin in all rows"),
+        ({"sft": STREAMED, "sft_coef": 1.0}, "sft.streaming=false"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_in_words(settings, words):
     with pytest.raises(ValueError, match=words):
-        DPOConfig("p", DataConfig(train="t"), "o", **settings)
+        DPOConfig(**{"policy": "p", "data": DataConfig(train="t"), "output": "o", **settings})

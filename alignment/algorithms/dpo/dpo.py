@@ -43,7 +43,9 @@ from alignment.data.batches import (
     padded_groups,
 )
 from alignment.data.codecs import CODECS
+from alignment.data.mixture import MixtureStream
 from alignment.data.prepare import Preparation
+from alignment.data.stream import Stream
 from alignment.data.tokenize import tokenize_ordered_rankings
 from alignment.data.tokenizers.tokenizer import bos_id
 from alignment.loading import load_tokenizer
@@ -78,6 +80,7 @@ def run(config: DPOConfig) -> Path:
         engine, stream = prepare_training(policy.model.eval(), config, train, run)
         reference = None
         if config.reference_log_probs == "cache":
+            assert isinstance(stream, Stream | MixtureStream)  # streamed rows are refused with the config
             stream, held_out = cached_reference(config, policy, engine, stream, held_out, run=run)
         elif config.refers:
             reference = reference_of(policy, config.reference, engine, bases=bases)

@@ -106,6 +106,7 @@ class DPOConfig:
         check_weights(self.weights, frozen=self.adapter is not None, judges=True)
         refuse_dropout(self.adapter, "DPO")
         check_reference(self)
+        refuse_streaming(self)
         if self.sft_weight < 0 or self.sft_batch_size < 1:
             raise ValueError("sft_coef must be 0 (off) or above, and sft_batch_size at least 1")
         if self.sft is not None and self.sft.evaluation_share is not None:
@@ -169,6 +170,20 @@ def check_reference(config: DPOConfig) -> None:
         )
     if config.reference_cache is not None and not cached:
         raise ValueError("reference_cache: nothing is cached; set reference_log_probs=cache, or leave it out")
+
+
+def refuse_streaming(config: DPOConfig) -> None:
+    """Refuse streamed rows where all rows must be seen before the first update.
+
+    Raises:
+        ValueError: in words.
+    """
+    if config.sft is not None and config.sft.streaming:
+        raise ValueError("sft.streaming: demonstrations beside preferences are prepared; set sft.streaming=false")
+    if config.data.streaming and config.reference_log_probs == "cache":
+        raise ValueError("reference_log_probs=cache goes through all rows beforehand; set data.streaming=false")
+    if config.data.streaming and any(loss.spec.row_input == "margins" for loss in config.losses):
+        raise ValueError("odpo looks for a margin in all rows beforehand; set data.streaming=false")
 
 
 def require_margins(losses: Sequence[WeightedLoss], *parts: Sequence[Any]) -> None:
