@@ -5,9 +5,8 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from alignment.data.config import DataConfig, SourceConfig
-from alignment.data.encoder_inputs import encode_comparisons
+from alignment.data.encoder_inputs import encode_comparisons, encode_ordered_rankings
 from alignment.data.examples import Example, PairExample, RankedExample
-from alignment.data.ordered_rankings import encode_ordered_rankings, tokenize_ordered_rankings
 from alignment.data.rows.fields import BadRow, number_field
 from alignment.data.rows.files import RawRow, read_raw
 from alignment.data.rows.read import (
@@ -20,7 +19,7 @@ from alignment.data.rows.read import (
     rows_left,
 )
 from alignment.data.rows.records import Comparison, Ranking, Tally
-from alignment.data.tokenize import EQUAL_IN_RANKING, tokenize_comparisons
+from alignment.data.tokenize import EQUAL_IN_RANKING, tokenize_comparisons, tokenize_ordered_rankings
 from alignment.errors import UserError
 from alignment.evaluation.inputs import print_tally, refuse_mixture
 from alignment.evaluation.reward_card import ScoredGroup
