@@ -122,7 +122,7 @@ def test_H40_cached_log_probs_train_the_same_and_are_not_reused_for_other_rows(
         ({"loss": "kto", "reference_log_probs": "cache"}, "cannot be computed beforehand"),
         ({"loss": "nca_pair", "f_divergence": "js"}, "needs the rewards themselves"),
         ({"loss": "exo_pair", "label_smoothing": 0.0}, "label_smoothing"),
-        ({"data": STREAMED, "reference_log_probs": "cache"}, "goes through all rows beforehand"),
+        ({"data": STREAMED, "reference_log_probs": "cache"}, "cache computes them for all rows before"),
         ({"data": STREAMED, "loss": "odpo"}, "looks for a margin in all rows"),
         ({"sft": STREAMED, "sft_coef": 1.0}, "sft.streaming=false"),
     ],

@@ -180,8 +180,6 @@ def refuse_streaming(config: DPOConfig) -> None:
     """
     if config.sft is not None and config.sft.streaming:
         raise ValueError("sft.streaming: demonstrations beside preferences are prepared; set sft.streaming=false")
-    if config.data.streaming and config.reference_log_probs == "cache":
-        raise ValueError("reference_log_probs=cache goes through all rows beforehand; set data.streaming=false")
     if config.data.streaming and any(loss.spec.row_input == "margins" for loss in config.losses):
         raise ValueError("odpo looks for a margin in all rows beforehand; set data.streaming=false")
 
