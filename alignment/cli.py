@@ -90,6 +90,7 @@ TRAINING = {
     "reward": "Train a reward model on comparisons.",
     "ppo": "Optimize a policy against a reward model by PPO.",
     "dpo": "Optimize a policy on comparisons directly.",
+    "online-dpo": "Optimize a policy on pairs of its own responses, ranked by a reward model or a judge.",
     "finetune": "Fine-tune for a downstream task: classification, tagging, question answering, multiple choice.",
 }
 
@@ -105,7 +106,7 @@ def add_training_verb(verb: str, help_text: str) -> None:
         gpus: Gpus = None,
         launch: Launch = None,
     ) -> None:
-        with open_stage(verb, config, overrides) as (run, checked):
+        with open_stage(verb.replace("-", "_"), config, overrides) as (run, checked):
             if gpus is not None or launch is not None:
                 debug = ["--debug"] if context.find_root().params["debug"] else []
                 relaunch([verb, config, *(overrides or []), *debug], gpus, launch)

@@ -142,6 +142,7 @@ def read_metrics() -> Callable[[Path], list[dict[str, Any]]]:
 def stage_of(kind: str, policy: str, world: dict[str, str], output: Path, **changes: Any) -> tuple[Any, Any]:
     """A stage's `run` function and a small config for it."""
     from alignment.algorithms import dpo, reward, sft
+    from alignment.algorithms.online_dpo import online_dpo
     from alignment.algorithms.ppo import ppo
     from alignment.algorithms.pretrain import pretrain
     from alignment.data.config import DataConfig
@@ -153,15 +154,16 @@ def stage_of(kind: str, policy: str, world: dict[str, str], output: Path, **chan
         "reward": (reward, reward.RewardConfig, "comparisons"),
         "dpo": (dpo, dpo.DPOConfig, "comparisons"),
         "ppo": (ppo, ppo.PPOConfig, "prompts"),
+        "online_dpo": (online_dpo, online_dpo.OnlineDPOConfig, "prompts"),
     }[kind]
     settings: dict[str, Any] = {
         "policy": policy,
         "data": DataConfig(train=world[rows], max_length=256),
         "output": str(output),
         "optim": OptimConfig(learning_rate=3e-3, eps=1e-5),
-        "training": TrainingConfig(batch_size=8, max_steps=2 if kind == "ppo" else None),
+        "training": TrainingConfig(batch_size=8, max_steps=2 if rows == "prompts" else None),
     }
-    if kind == "ppo":
+    if rows == "prompts":
         settings |= {"max_new_tokens": 12, "epochs": 2, "minibatches": 2}
     return module.run, Config(**(settings | changes))
 

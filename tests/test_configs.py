@@ -19,7 +19,8 @@ NAMES = sorted(
 )
 EVALUATIONS = {"evaluate/reward_tiny": "reward_eval", "evaluate/language_tiny": "language"}  # the others are win rates
 TINY = [
-    "pretrain/tiny", "sft/tiny", "sft/tiny_mixture", "reward/tiny", "dpo/tiny", "ppo/tiny", "evaluate/tiny", *EVALUATIONS,
+    "pretrain/tiny", "sft/tiny", "sft/tiny_mixture", "reward/tiny", "dpo/tiny", "ppo/tiny", "online_dpo/tiny",
+    "evaluate/tiny", *EVALUATIONS,
     *(name for name in NAMES if name.startswith(("pretrain/tiny_", "finetune/tiny", "dpo/tiny_"))),
 ]  # fmt: skip
 

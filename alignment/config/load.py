@@ -85,7 +85,7 @@ def packaged_writer(output: str) -> str | None:
     root = packaged_folder("configs")
     for path in sorted(root.glob("*/*.yaml")):
         if path.parent.name not in ("evaluate", "launch") and (read_yaml(path).values or {}).get("output") == output:
-            return f"alignment {path.parent.name} {path.parent.name}/{path.stem}"
+            return f"alignment {path.parent.name.replace('_', '-')} {path.parent.name}/{path.stem}"
     return None
 
 

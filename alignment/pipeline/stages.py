@@ -16,6 +16,7 @@ STAGES = {  # verb: "module:function"; the function takes the stage's config, wh
     "reward": "alignment.algorithms.reward:run",
     "ppo": "alignment.algorithms.ppo.ppo:run",
     "dpo": "alignment.algorithms.dpo.dpo:run",
+    "online_dpo": "alignment.algorithms.online_dpo.online_dpo:run",
     "finetune": "alignment.algorithms.finetune.finetune:run",
     "winrate": "alignment.evaluation.win_rate_run:run",
     "reward_eval": "alignment.evaluation.reward_accuracy:run",

@@ -12,8 +12,9 @@ from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.training import Run, TrainingConfig
 
-TIMES = ("tokens_per_second", "seconds_rollout", "seconds_update")
+TIMES = ("tokens_per_second", "seconds_rollout", "seconds_sampling", "seconds_scoring", "seconds_update")
 LORA = LoRASpec(rank=2, dropout=0.1)
+JUDGE = "alignment.evaluation.judges:longer_judge"
 
 
 @pytest.fixture
@@ -39,11 +40,20 @@ def changes(stage, world):
             "reward_model": reward_model,
             "adapter": LoRASpec(rank=2),
         },
+        "online_dpo": {"training": TrainingConfig(batch_size=8, max_steps=4), "judge": JUDGE},
+        "online_dpo LoRA": {
+            "training": TrainingConfig(batch_size=8, max_steps=4),
+            "reward_model": reward_model,
+            "responses_per_prompt": 3,
+            "adapter": LoRASpec(rank=2),
+        },
     }
 
 
 @pytest.mark.parametrize("stop", [1, 3])
-@pytest.mark.parametrize("name", ["sft", "sft LoRA", "reward LoRA", "dpo", "ppo", "ppo LoRA"])
+@pytest.mark.parametrize(
+    "name", ["sft", "sft LoRA", "reward LoRA", "dpo", "ppo", "ppo LoRA", "online_dpo", "online_dpo LoRA"]
+)
 def test_stopped_and_resumed_equals_uninterrupted(
     name, stop, changes, stage, make_stage, tmp_path, read_metrics, monkeypatch
 ):

@@ -33,9 +33,8 @@ def state_of(model, whole: int, kind: str = "fsdp2"):
     """A state on four ranks of which each has the same memory."""
     backend = SimpleNamespace(unwrapped=model, whole_bytes=lambda: whole)
     group = SimpleNamespace(size=4, kind=kind, device=torch.device("cpu"), largest=lambda count: count)
-    return SimpleNamespace(
-        policy=SimpleNamespace(backend=backend), value=SimpleNamespace(backend=backend), process_group=group
-    )
+    engine = SimpleNamespace(backend=backend)
+    return SimpleNamespace(policy=engine, engines=[engine, engine], process_group=group)
 
 
 def prompt(length: int) -> PromptExample:

@@ -54,6 +54,7 @@ VERBS = [
     ["reward"],
     ["ppo"],
     ["dpo"],
+    ["online-dpo"],
     ["finetune"],
     *(
         ["evaluate", name] for name in ("reward", "language")
@@ -155,6 +156,7 @@ def test_verbs_that_come_later_are_not_listed(capsys):
         "reward",
         "ppo",
         "dpo",
+        "online-dpo",
         "generate",
         "evaluate",
         "data",

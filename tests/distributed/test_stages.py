@@ -63,6 +63,27 @@ def test_ppo_on_two_processes_draws_what_one_draws(tmp_path, world, checkpoints,
             assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
 
 
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("zero3", marks=needs_deepspeed)])
+def test_online_dpo_on_two_processes_draws_what_one_draws(tmp_path, world, checkpoints, stage, kind):
+    """Samples are seeded by prompt and number of the response, pairs gathered in the order of the prompts; 7 prompts."""
+    settings = [
+        "online-dpo", "online_dpo/tiny", f"policy={checkpoints['llama']}", f"reward_model={stage('reward')}/model",
+        f"data.train={world['prompts']}", "responses_per_prompt=3", "minibatches=2", "training.micro_batch_tokens=256",
+        "training.max_steps=2", "training.batch_size=7", "max_new_tokens=8",
+    ]  # fmt: skip
+    lines, samples = {}, {}
+    for name, launcher in (("one", None), ("two", kind)):
+        run(tmp_path / name, launcher, *settings)
+        lines[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+        samples[name] = (tmp_path / name / "samples.jsonl").read_text().splitlines()[:3]
+    texts = {name: [json.loads(line)["response"] for line in rows] for name, rows in samples.items()}
+    assert texts["one"] == texts["two"]
+    for one, two in zip(lines["one"], lines["two"], strict=True):
+        assert one["pairs"] == two["pairs"] > 0
+        for key in ("score", "chosen_score", "rejected_score", "response_tokens", "kl", "loss", "margin", "grad_norm"):
+            assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_ppo_over_one_base_and_a_stacked_lora_gives_on_two_processes_what_it_gives_on_one(tmp_path, world, stage, kind):
     """Replicas share the base among the networks, FSDP2 and ZeRO shard each by itself; the start's LoRA stays frozen."""

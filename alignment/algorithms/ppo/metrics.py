@@ -1,7 +1,7 @@
 """Metrics of a rollout: what is logged before anything is learned from it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,19 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.generation import response_text
 from alignment.losses import kl_estimates
 from alignment.training.distributed import ProcessGroup
+
+
+class SampledResponses(Protocol):
+    """Prompts and sampled responses as token ids, and whether each response ended by itself."""
+
+    @property
+    def prompts(self) -> list[list[int]]: ...
+
+    @property
+    def responses(self) -> list[list[int]]: ...
+
+    @property
+    def ended(self) -> Tensor: ...
 
 
 def rollout_metrics(rollout: Rollout, state: PPOState) -> dict[str, float]:
@@ -25,29 +38,41 @@ def rollout_metrics(rollout: Rollout, state: PPOState) -> dict[str, float]:
 
 def response_means(rollout: Rollout, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
     """Means over all ranks' responses of what was sampled; `kl` is the k1 estimate summed over a response, in nats."""
-    kl = kl_estimates(rollout.log_probs, rollout.reference_log_probs)
-    zero = torch.zeros_like(rollout.log_probs)
     per_response = {
         "score": rollout.scores,
-        "kl": torch.where(rollout.mask, kl["k1"], zero).sum(1),
-        "kl_k3": torch.where(rollout.mask, kl["k3"], zero).sum(1),
+        **kl_columns(rollout.log_probs, rollout.reference_log_probs, rollout.mask),
         "response_tokens": rollout.mask.float().sum(1),
         "ended_share": rollout.ended.float(),
     }
-    count = torch.ones_like(rollout.scores)
-    sums = reduce(torch.stack([column.float().sum() for column in (count, *per_response.values())])).tolist()
-    metrics = {name: total / sums[0] for name, total in zip(per_response, sums[1:], strict=True)}
-    return metrics | {"explained_variance": explained_variance(rollout, reduce)}
+    return global_means(per_response, reduce) | {"explained_variance": explained_variance(rollout, reduce)}
 
 
-def distinct_share(rollout: Rollout, gather: Callable[[Any], list[Any]]) -> float:
+def kl_columns(log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """The k1 (`kl`) and k3 estimates of the KL from the reference, summed over each response, nats, [B].
+
+    Args:
+        log_probs, reference_log_probs: per token, [B, R].
+        mask: True at each response token, [B, R].
+    """
+    kl, zero = kl_estimates(log_probs, reference_log_probs), torch.zeros_like(log_probs)
+    return {"kl": torch.where(mask, kl["k1"], zero).sum(1), "kl_k3": torch.where(mask, kl["k3"], zero).sum(1)}
+
+
+def global_means(columns: dict[str, Tensor], reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """Mean of each column, one number per response, over the responses of all ranks."""
+    count = torch.ones_like(next(iter(columns.values())))
+    sums = reduce(torch.stack([column.float().sum() for column in (count, *columns.values())])).tolist()
+    return {name: total / sums[0] for name, total in zip(columns, sums[1:], strict=True)}
+
+
+def distinct_share(rollout: SampledResponses, gather: Callable[[Any], list[Any]]) -> float:
     """Distinct responses / responses, of all ranks; `gather` gives the value of every rank."""
     responses = [tuple(response) for part in gather(rollout.responses) for response in part]
     return len(set(responses)) / len(responses)
 
 
 def text_metrics(
-    rollout: Rollout, functions: dict[str, MetricFn], tokenizer: Tokenizer, group: ProcessGroup
+    rollout: SampledResponses, functions: dict[str, MetricFn], tokenizer: Tokenizer, group: ProcessGroup
 ) -> dict[str, float]:
     """Mean of each function over all ranks' prompts and responses as texts."""
     if not functions:
@@ -61,7 +86,7 @@ def text_metrics(
     return metrics
 
 
-def texts_of(rollout: Rollout, tokenizer: Tokenizer, count: int | None = None) -> tuple[list[str], list[str]]:
+def texts_of(rollout: SampledResponses, tokenizer: Tokenizer, count: int | None = None) -> tuple[list[str], list[str]]:
     """Prompts and responses as texts; of the first `count` rows, or of all."""
     rows = range(len(rollout.prompts))[:count]
     prompts = [tokenizer.decode(rollout.prompts[row], skip_special_tokens=True) for row in rows]

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,27 @@ from alignment.generation import Responses, SamplingConfig, decode_responses
 from alignment.losses import gae, shape_rewards, whiten
 from alignment.models.protocols import GenerativeModel
 from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, fill_groups, group_by_length
+from alignment.training import Engine
+from alignment.training.distributed import ProcessGroup
+
+
+class SamplingState(Protocol):
+    """What sampling reads of a run's state."""
+
+    @property
+    def policy(self) -> Engine: ...
+
+    @property
+    def engines(self) -> Sequence[Engine]: ...
+
+    @property
+    def stop_ids(self) -> Sequence[int]: ...
+
+    @property
+    def rollout_weights(self) -> Literal["gathered", "sharded"]: ...
+
+    @property
+    def process_group(self) -> ProcessGroup: ...
 
 
 @dataclass(frozen=True)
@@ -132,17 +153,12 @@ def collect(state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample]
     with torch.no_grad():
         sampled = sample(state, sampling, ids, numbers, config.micro_rollout_batch_size)
     with torch.no_grad(), state.policy.backend.autocast():
-        mask = torch.zeros(len(ids), max(map(len, sampled.token_ids)), dtype=torch.bool, device=group.device)
-        for row, tokens in enumerate(sampled.token_ids):
-            mask[row, : len(tokens)] = True
+        mask = response_mask(sampled.token_ids, group.device)
         names = ("log_probs", "reference_log_probs", "values")
         rectangles = {name: torch.zeros(mask.shape, device=group.device) for name in names}
         limit, share_prompts = config.training.tokens_per_forward, state.share_prompts
-        micro_batches = group_rollouts(ids, sampled.token_ids, limit, share_prompts)
-        if state.policy.backend.collective_forward:  # all ranks run equally many: the last one again gives the same
-            missing = group.largest(len(micro_batches)) - len(micro_batches)
-            micro_batches = [*micro_batches, *[micro_batches[-1]] * missing]
-        for rows in micro_batches:
+        groups = group_rollouts(ids, sampled.token_ids, limit, share_prompts)
+        for rows in equally_many(groups, state):
             responses = [sampled.token_ids[i] for i in rows]
             batch = ragged_of([ids[i] for i in rows], responses, [numbers[i] for i in rows], share_prompts)
             batch = batch.to(group.device)
@@ -170,8 +186,19 @@ def collect(state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample]
     )
 
 
+def equally_many(groups: list[list[int]], state: SamplingState) -> list[list[int]]:
+    """The groups of rows; where forwards are collective, the last one again until every rank has equally many."""
+    if not state.policy.backend.collective_forward:
+        return groups
+    return [*groups, *[groups[-1]] * (state.process_group.largest(len(groups)) - len(groups))]
+
+
 def sample(
-    state: PPOState, sampling: SamplingConfig, prompts: Sequence[Sequence[int]], numbers: Sequence[int], batch_size: int
+    state: SamplingState,
+    sampling: SamplingConfig,
+    prompts: Sequence[Sequence[int]],
+    numbers: Sequence[int],
+    batch_size: int,
 ) -> Responses:
     """Responses to this rank's prompts, with the policy's weights whole on each rank or sharded, as the run has chosen.
 
@@ -235,6 +262,14 @@ def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: i
         rectangles = (rollout.log_probs, rollout.values, rollout.advantages, rollout.returns)
         batches.append(RolloutBatch(ragged.to(mask.device), *(rectangle[members][mask] for rectangle in rectangles)))
     return batches
+
+
+def response_mask(responses: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """True at each token of B responses of at most R tokens, [B, R]."""
+    mask = torch.zeros(len(responses), max(map(len, responses)), dtype=torch.bool, device=device)
+    for row, tokens in enumerate(responses):
+        mask[row, : len(tokens)] = True
+    return mask
 
 
 def to_rectangle(flat: Tensor, mask: Tensor) -> Tensor:

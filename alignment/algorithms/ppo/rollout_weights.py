@@ -1,24 +1,56 @@
 """Whether the policy's weights are gathered whole for sampling, or stay sharded: what fits decides, alike on all ranks."""
 
 import os
-from typing import Literal
+from collections.abc import Sequence
+from typing import Literal, Protocol
 
 import torch
 from torch import nn
 
-from alignment.algorithms.ppo.setup import PPOConfig, PPOData, PPOState
+from alignment.algorithms.ppo.rollout import SamplingState
+from alignment.data.examples import PromptExample
 from alignment.data.table import lengths_of
 from alignment.errors import UserError
 from alignment.models.external.models import ExternalModel
 from alignment.models.native_model import NativeModel
-from alignment.training import Run
+from alignment.training import Run, TrainingConfig
 from alignment.training.distributed import ProcessGroup
 
 USABLE = 0.9  # share of the free memory that is planned with; the allocator loses the rest between blocks of odd sizes
 
 
+class SamplingSettings(Protocol):
+    """The settings of a run that say what it samples."""
+
+    @property
+    def rollout_weights(self) -> Literal["auto", "gathered", "sharded"]: ...
+
+    @property
+    def micro_rollout_batch_size(self) -> int: ...
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+    @property
+    def training(self) -> TrainingConfig: ...
+
+
+class PromptOrder(Protocol):
+    """Prompts in the order of a run."""
+
+    @property
+    def rows(self) -> Sequence[PromptExample]: ...
+
+
+class PromptData(Protocol):
+    """The data of a run that samples."""
+
+    @property
+    def prompts(self) -> PromptOrder: ...
+
+
 def choose_rollout_weights(
-    config: PPOConfig, data: PPOData, state: PPOState, run: Run
+    config: SamplingSettings, data: PromptData, state: SamplingState, run: Run, *, responses_per_prompt: int = 1
 ) -> Literal["gathered", "sharded"]:
     """`config.rollout_weights`, with `auto` decided by the free memory; noted in the run. A collective operation.
 
@@ -36,9 +68,9 @@ def choose_rollout_weights(
                 f"rollout_weights: sharded has no effect, because {group.kind} keeps the policy whole on each process"
             )
         return "gathered"
-    trained = sum(trainable_elements(engine.backend.unwrapped) for engine in (state.policy, state.value))
+    trained = sum(trainable_elements(engine.backend.unwrapped) for engine in state.engines)
     moments = 2 * 4 * trained // group.size  # of AdamW, sharded as the weights are
-    other = group.largest(sampling_bytes(config, data, state) + moments)
+    other = group.largest(sampling_bytes(config, data, state, responses_per_prompt) + moments)
     free = -group.largest(-free_bytes(group))
     other = group.largest(other)
     fits = whole + other <= USABLE * free
@@ -55,11 +87,13 @@ def choose_rollout_weights(
     return choice
 
 
-def sampling_bytes(config: PPOConfig, data: PPOData, state: PPOState) -> int:
+def sampling_bytes(
+    config: SamplingSettings, data: PromptData, state: SamplingState, responses_per_prompt: int = 1
+) -> int:
     """Bytes of the cache and of the logits of one batch of samples on one device."""
     model, group = state.policy.backend.unwrapped, state.process_group
     assert isinstance(model, NativeModel | ExternalModel)
-    rows = min(config.micro_rollout_batch_size, -(-config.training.batch_size // group.size))
+    rows = min(config.micro_rollout_batch_size, -(-config.training.batch_size * responses_per_prompt // group.size))
     tokens = int(lengths_of(data.prompts.rows).max()) + config.max_new_tokens
     element = 2 if config.training.precision == "bf16" else 4
     logits = 3 * 4 * model.spec.vocabulary  # float32: the logits, their log-softmax and its cumulative sum

@@ -1,10 +1,10 @@
 """Settings, networks and state of a PPO run."""
 
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -174,29 +174,51 @@ class PPOConfig:
             raise ValueError(f"pretrain_coef must be 0 (off) or above, got {self.pretrain_coef}")
         if self.pretrain_coef > 0 and self.pretrain is None:
             raise ValueError("pretrain_coef above 0 needs `pretrain`, the text; leave it out or set it to 0")
-        for name, data in (("data", self.data), ("pretrain", self.pretrain)):
-            if data is not None and (unread := data.unread("loss_weight")):
-                raise ValueError(
-                    f"{name}: ppo counts all rows alike, without {unread[0]}; draw by weights: data.mixing"
-                )
-            if data is not None and data.evaluates:
-                key = "evaluation" if data.evaluation is not None else "evaluation_share"
-                raise ValueError(
-                    f"{name}.{key} is not read: ppo evaluates nothing while it trains; leave it out, and compare the "
-                    "results on held-out prompts with `alignment evaluate winrate`"
-                )
-        for name in self.metrics:
-            if name not in METRICS and ":" not in name:
-                raise ValueError(f"metrics: {name!r} is unknown; known: {', '.join(METRICS)}, or module:function")
-        for name in ("keep_best", "early_stopping", "ema_decay"):
-            if getattr(self.training, name) is not None:
-                raise ValueError(
-                    f"training.{name} has no effect in PPO, which evaluates nothing while it runs; leave it out"
-                )
+        refuse_evaluation({"data": self.data, "pretrain": self.pretrain}, self.training, "ppo", "PPO")
+        check_metric_names(self.metrics)
         if self.minibatches > self.training.batch_size:
             raise ValueError(
                 f"minibatches ({self.minibatches}) cannot exceed training.batch_size ({self.training.batch_size})"
             )
+
+
+def refuse_evaluation(data: Mapping[str, DataConfig | None], training: TrainingConfig, stage: str, title: str) -> None:
+    """Refuse settings of row weights and of evaluations, which a stage that learns from its own samples does not read.
+
+    Args:
+        data: data configs by their key.
+        stage, title: its name in messages.
+
+    Raises:
+        ValueError: in words.
+    """
+    for name, config in data.items():
+        if config is not None and (unread := config.unread("loss_weight")):
+            raise ValueError(
+                f"{name}: {stage} counts all rows alike, without {unread[0]}; draw by weights: data.mixing"
+            )
+        if config is not None and config.evaluates:
+            key = "evaluation" if config.evaluation is not None else "evaluation_share"
+            raise ValueError(
+                f"{name}.{key} is not read: {stage} evaluates nothing while it trains; leave it out, and compare the "
+                "results on held-out prompts with `alignment evaluate winrate`"
+            )
+    for name in ("keep_best", "early_stopping", "ema_decay"):
+        if getattr(training, name) is not None:
+            raise ValueError(
+                f"training.{name} has no effect in {title}, which evaluates nothing while it runs; leave it out"
+            )
+
+
+def check_metric_names(names: Sequence[str]) -> None:
+    """Refuse names of metrics that are neither in METRICS nor module:function.
+
+    Raises:
+        ValueError: in words.
+    """
+    for name in names:
+        if name not in METRICS and ":" not in name:
+            raise ValueError(f"metrics: {name!r} is unknown; known: {', '.join(METRICS)}, or module:function")
 
 
 @dataclass(frozen=True)
@@ -243,6 +265,11 @@ class PPOState:
     rollout_weights: Literal["gathered", "sharded"] = "gathered"
     roles: Sequence[Role] = ()
     share_prompts: Sharing = False
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engines that train."""
+        return [self.policy, self.value]
 
     @property
     def process_group(self) -> ProcessGroup:
@@ -317,12 +344,16 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
     )
 
 
-def load_metrics(names: Sequence[str]) -> dict[str, MetricFn]:
-    """The functions that PPOConfig's `metrics` names, by the name of the function, under which it is logged.
+def load_metrics(names: Sequence[str], taken: Set[str] = frozenset(LOGGED_KEYS)) -> dict[str, MetricFn]:
+    """The functions that a config's `metrics` names, by the name of the function, under which it is logged.
+
+    Args:
+        names: of the config.
+        taken: the stage's own metrics.
 
     Raises:
         UserError: a name that is neither in METRICS nor module:function, a module or function that is missing, or a
-            function named like another one or like a metric of PPO's own.
+            function named like another one or like a metric of the stage's own.
     """
     found: dict[str, MetricFn] = {}
     for name in names:
@@ -331,7 +362,7 @@ def load_metrics(names: Sequence[str]) -> dict[str, MetricFn]:
             metric = getattr(importlib.import_module(module), function)
         except (ImportError, AttributeError, ValueError) as error:
             raise UserError(f"metrics: {name!r} was not found ({error}); known: {', '.join(METRICS)}") from error
-        if function in found or function in LOGGED_KEYS:
+        if function in found or function in taken:
             raise UserError(
                 f"metrics: {name!r} would be logged as {function!r}, as another metric is; rename the function or leave it out"
             )
@@ -352,12 +383,21 @@ def build_engines(config: PPOConfig, data: PPOData, bases: SharedWeights) -> tup
     # Without dropout, or the first ratio would not be 1.
     policy = Engine(start.model.eval(), config.optim, training, total_steps=total)
     value = Engine(value_start.model.eval(), config.value_optim or config.optim, training, total_steps=total)
-    if training.batch_size < policy.process_group.size:
+    require_prompts(training, policy.process_group)
+    return policy, value, start
+
+
+def require_prompts(training: TrainingConfig, group: ProcessGroup) -> None:
+    """Refuse an iteration with fewer prompts than processes.
+
+    Raises:
+        UserError: in words.
+    """
+    if training.batch_size < group.size:
         raise UserError(
-            f"training.batch_size {training.batch_size} gives some of the {policy.process_group.size} processes no prompt to "
+            f"training.batch_size {training.batch_size} gives some of the {group.size} processes no prompt to "
             "respond to; raise it, or start fewer processes"
         )
-    return policy, value, start
 
 
 def start_value_model(config: PPOConfig, tokenizer: Tokenizer, bases: SharedWeights | None = None) -> Policy:
@@ -404,8 +444,21 @@ def response_scorer(reward_model: RewardModel, tokenizer: Tokenizer, micro_batch
     return score
 
 
+class JudgedSettings(Protocol):
+    """The settings of a run whose samples a reward model scores."""
+
+    @property
+    def reward_model(self) -> str | None: ...
+
+    @property
+    def data(self) -> DataConfig: ...
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+
 def check_judged(
-    prompts: Sequence[PromptExample], reward_model: RewardModel, tokenizer: Tokenizer, config: PPOConfig
+    prompts: Sequence[PromptExample], reward_model: RewardModel, tokenizer: Tokenizer, config: JudgedSettings
 ) -> None:
     """Refuse prompts that the reward model cannot read, or that one with a tokenizer of its own would see otherwise.
 

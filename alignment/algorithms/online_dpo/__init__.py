@@ -1,0 +1,10 @@
+"""Online DPO: a policy learns from pairs of its own responses, which a reward model or a judge has ranked.
+
+online_dpo.py has the run and its iteration, samples.py sampling and what is logged of it, judges.py who scores responses,
+setup.py data, networks and state, config.py the settings; sampling is PPO's, updates and losses are those of DPO's family.
+"""
+
+from alignment.algorithms.online_dpo.config import OnlineDPOConfig
+from alignment.algorithms.online_dpo.online_dpo import run, sample_and_learn
+
+__all__ = ["OnlineDPOConfig", "run", "sample_and_learn"]

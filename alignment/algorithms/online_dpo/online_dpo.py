@@ -1,0 +1,164 @@
+"""The online DPO run and its iteration: sample, judge, make pairs, learn from them.
+
+Left out: no value model, no responses of other models, no losses of single responses.
+"""
+
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alignment.algorithms.memory_notes import note_memory
+from alignment.algorithms.online_dpo.config import OnlineDPOConfig
+from alignment.algorithms.online_dpo.samples import Samples, log_samples, sample_metrics, sample_responses
+from alignment.algorithms.online_dpo.setup import OnlineDPOState, build_online_state, read_online_data
+from alignment.algorithms.policies import note_dropout_off, save_policy
+from alignment.algorithms.ppo.rollout_weights import choose_rollout_weights
+from alignment.algorithms.preference_metrics import notes_of, read_metrics
+from alignment.algorithms.preference_updates import PreferenceUpdates
+from alignment.algorithms.runs import open_run
+from alignment.data.examples import Example, PairExample, PromptExample
+from alignment.errors import UserError
+from alignment.training import load_run_state, note_endless_warmup, save_run_state
+from alignment.training.distributed import ProcessGroup
+
+
+def run(config: OnlineDPOConfig) -> Path:
+    """Train a policy by online DPO and return its directory, `output/model`.
+
+    Each iteration samples `responses_per_prompt` responses to each of `training.batch_size` prompts, makes a pair of the
+    best and the worst one of each prompt, and takes `epochs` passes over the pairs in `minibatches` updates each.
+
+    Raises:
+        UserError: bad data or checkpoints, before any training.
+
+    Source: Guo et al. 2024, arXiv:2402.04792, algorithm 1 (their K is 2); losses by the papers named beside them.
+    """
+    with open_run(config, "online_dpo", [config.policy, config.reward_model, config.reference]) as run:
+        data = read_online_data(config, run)
+        state = build_online_state(config, data, run)
+        save = partial(
+            save_policy, state.policy, state.start, run.output, max_shard_size=config.training.max_shard_size
+        )
+        note_dropout_off(state.start, run)
+        count = config.responses_per_prompt
+        state.rollout_weights = choose_rollout_weights(config, data, state, run, responses_per_prompt=count)
+        note_memory(run, state.roles)
+        saved = load_run_state(run, state.policy, config.training)
+        note_endless_warmup(run, state.policy)
+        first = 0 if saved is None else saved["step"]
+        if first == data.iterations:  # a finished run again: its model may be gone
+            save()
+        for step in run.steps(first, data.iterations):
+            metrics, samples = sample_and_learn(state, config, data.prompts.rows_at(step), step)
+            run.log(step + 1, metrics)
+            log_samples(run, step + 1, state.start.tokenizer, samples, count)
+            if step + 1 == data.iterations:  # here a signal waits until the model is written
+                save()
+            save_run_state(run, state.policy, config.training, step + 1)
+        for line in notes_of(read_metrics(run.output / "metrics.jsonl")) if run.is_main else ():
+            run.note(line)
+        return run.output / "model"
+
+
+def sample_and_learn(
+    state: OnlineDPOState, config: OnlineDPOConfig, prompts: Sequence[PromptExample], step: int
+) -> tuple[dict[str, float], Samples]:
+    """One iteration: sample, score, make pairs, learn from them.
+
+    Args:
+        state: networks; changed in place.
+        prompts: of all ranks; each rank responds to its share.
+        step: number of the iteration, from 0; fixes what is sampled and the order of the pairs.
+
+    Returns:
+        Metrics over all ranks, and this rank's samples.
+    """
+    samples = sample_responses(state, config, prompts, step)
+    pairs, metrics = make_pairs(samples, config, state.process_group)
+    metrics |= sample_metrics(samples, state)
+    began = time.perf_counter()
+    metrics |= update_policy(state.updates, config, pairs, step)
+    metrics |= {**samples.seconds, "seconds_update": time.perf_counter() - began}
+    seconds = sum(value for name, value in metrics.items() if name.startswith("seconds_"))
+    responses = len(prompts) * config.responses_per_prompt
+    return metrics | {"tokens_per_second": metrics["response_tokens"] * responses / seconds}, samples
+
+
+def best_and_worst(scores: Tensor, tie_margin: float = 0.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Which of K responses to each prompt is best and which is worst; among equal ones the first.
+
+    Args:
+        scores: [B, K]; not a number: could not judge.
+        tie_margin: largest difference that is a tie.
+
+    Returns:
+        Best and worst, indices [B]; where they tie, and where some response was not judged, bool [B].
+    """
+    unjudged = scores.isnan().any(1)
+    known = scores.nan_to_num(0.0)
+    best, worst = known.argmax(1), known.argmin(1)
+    lead = known.amax(1) - known.amin(1)
+    return best, worst, (lead <= tie_margin) & ~unjudged, unjudged
+
+
+def make_pairs(
+    samples: Samples, config: OnlineDPOConfig, group: ProcessGroup
+) -> tuple[list[PairExample], dict[str, float]]:
+    """The best and worst response of each prompt as pairs, of all ranks in the order of the prompts, and their metrics.
+
+    Prompts whose responses tie, or were not judged, give no pair; `score_ties` and `unjudged` are their shares. Scores in
+    metrics are those before the penalty of a missing end; a pair's margin is the difference of scores after it.
+
+    Raises:
+        UserError: the judge could not judge a single prompt.
+    """
+    count = config.responses_per_prompt
+    best, worst, tied, unjudged = best_and_worst(samples.scores.view(-1, count), config.tie_margin)
+
+    def example(i: int) -> Example:
+        prompt, response, row = samples.prompts[i], samples.responses[i], samples.rows[i]
+        mask = [False] * len(prompt) + [True] * len(response)
+        return Example([*prompt, *response], mask, row.row_id, row.source)
+
+    pairs, scores = [], []
+    for prompt, usable in enumerate((~tied & ~unjudged).tolist()):
+        chosen, rejected = (prompt * count + int(side[prompt]) for side in (best, worst))
+        if usable and samples.responses[chosen] != samples.responses[rejected]:
+            row, lead = samples.rows[chosen], float(samples.scores[chosen] - samples.scores[rejected])
+            pair = PairExample(example(chosen), example(rejected), lead, row.row_id, row.source)
+            pairs.append((samples.numbers[chosen], pair))
+            scores.append([float(samples.raw_scores[chosen]), float(samples.raw_scores[rejected])])
+    sums = [len(tied), float(unjudged.sum()), len(pairs), *np.sum(scores or [[0.0, 0.0]], axis=0).tolist()]
+    prompts, failed, number, chosen, rejected = group.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
+    if failed == prompts:
+        raise UserError(
+            f"judge: {config.judge} could not judge the responses to any of {prompts:.0f} prompts (None, or not a number)"
+        )
+    metrics = {"pairs": number, "score_ties": (prompts - failed - number) / prompts, "unjudged": failed / prompts}
+    if number:
+        metrics |= {"chosen_score": chosen / number, "rejected_score": rejected / number}
+        metrics |= {"score_margin": (chosen - rejected) / number}
+    everyone = sorted((pair for part in group.gather_objects(pairs) for pair in part), key=lambda pair: pair[0])
+    return [pair for _, pair in everyone], metrics
+
+
+def update_policy(
+    updates: PreferenceUpdates, config: OnlineDPOConfig, pairs: Sequence[PairExample], step: int
+) -> dict[str, float]:
+    """Epochs of minibatch updates on the pairs of all ranks; the mean of each metric over the updates that have it.
+
+    Without pairs nothing is learned and there are no metrics.
+    """
+    history: list[dict[str, float]] = []
+    for epoch in range(config.epochs):
+        order = np.random.default_rng([config.training.seed, step, epoch]).permutation(len(pairs))
+        for rows in np.array_split(order, min(config.minibatches, max(1, len(pairs)))):
+            if len(rows):
+                history.append(updates.update(step, [pairs[row] for row in rows]))
+    names = dict.fromkeys(name for metrics in history for name in metrics)
+    return {name: float(np.mean([metrics[name] for metrics in history if name in metrics])) for name in names}

@@ -1,0 +1,114 @@
+"""Samples: several responses of the policy to each prompt, with what judge and reference say of them."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from alignment.algorithms.online_dpo.config import OnlineDPOConfig
+from alignment.algorithms.online_dpo.setup import OnlineDPOState
+from alignment.algorithms.ppo.metrics import distinct_share, global_means, kl_columns, text_metrics, texts_of
+from alignment.algorithms.ppo.rollout import (
+    equally_many,
+    group_rollouts,
+    ragged_of,
+    response_mask,
+    sample,
+    to_rectangle,
+)
+from alignment.data.examples import PromptExample
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.generation import SamplingConfig
+from alignment.training import Run
+
+
+@dataclass(frozen=True)
+class Samples:
+    """This rank's responses, K to each prompt side by side: N in all, of at most R tokens.
+
+    Attributes:
+        rows: prompt of each response.
+        prompts, responses: token ids.
+        numbers: global number of each response over the whole run.
+        ended: True where the response stopped by itself, [N].
+        scores: less the penalty of those that did not end, [N].
+        raw_scores: as the judge gave them, [N].
+        mask: True at each response token, [N, R].
+        log_probs: as the sampler computed them, at the temperature of the samples, [N, R].
+        reference_log_probs: of the reference, same tokens and temperature, [N, R]; None without a reference.
+        seconds: time of sampling, and of scoring by judge and reference.
+    """
+
+    rows: list[PromptExample]
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    numbers: list[int]
+    ended: Tensor
+    scores: Tensor
+    raw_scores: Tensor
+    mask: Tensor
+    log_probs: Tensor
+    reference_log_probs: Tensor | None
+    seconds: dict[str, float]
+
+
+@torch.no_grad()
+def sample_responses(
+    state: OnlineDPOState, config: OnlineDPOConfig, prompts: Sequence[PromptExample], step: int
+) -> Samples:
+    """K responses to each of this rank's prompts, with what judge and reference say of them."""
+    began = time.perf_counter()
+    group, count = state.process_group, config.responses_per_prompt
+    own = range(group.rank, len(prompts), group.size)
+    rows = [prompts[i] for i in own for _ in range(count)]
+    numbers = [(step * config.training.batch_size + i) * count + k for i in own for k in range(count)]
+    ids = [list(row.ids) for row in rows]
+    sampling = SamplingConfig(config.max_new_tokens, config.temperature, seed=config.training.seed)
+    sampled = sample(state, sampling, ids, numbers, config.micro_rollout_batch_size)
+    sampled_at = time.perf_counter()
+    mask = response_mask(sampled.token_ids, group.device)
+    log_probs = torch.tensor([value for row in sampled.log_probs for value in row], device=group.device)
+    ended = torch.tensor(sampled.ended, device=group.device)
+    with state.policy.backend.autocast():
+        scores = state.score(rows, sampled.token_ids, sampled.ended).to(group.device).float()
+        reference = None
+        if state.reference is not None:
+            reference = torch.zeros(mask.shape, device=group.device)
+            groups = group_rollouts(ids, sampled.token_ids, config.training.tokens_per_forward, state.share_prompts)
+            for members in equally_many(groups, state):
+                documents = [ids[i] for i in members], [sampled.token_ids[i] for i in members]
+                batch = ragged_of(*documents, [numbers[i] for i in members], state.share_prompts).to(group.device)
+                found = state.reference(batch=batch, temperature=config.temperature).log_probs.float()
+                index = torch.tensor(members, device=group.device)
+                reference[index] = to_rectangle(found, mask[index])
+    return Samples(
+        rows, ids, sampled.token_ids, numbers, ended,
+        scores=scores - config.missing_end_penalty * (~ended).float(),
+        raw_scores=scores,
+        mask=mask,
+        log_probs=to_rectangle(log_probs, mask),
+        reference_log_probs=reference,
+        seconds={"seconds_sampling": sampled_at - began, "seconds_scoring": time.perf_counter() - sampled_at},
+    )  # fmt: skip
+
+
+def sample_metrics(samples: Samples, state: OnlineDPOState) -> dict[str, float]:
+    """Means over all ranks' responses: score before penalties, KL from the reference, length."""
+    group = state.process_group
+    columns = {"response_tokens": samples.mask.float().sum(1), "ended_share": samples.ended.float()}
+    if samples.reference_log_probs is not None:
+        columns |= kl_columns(samples.log_probs, samples.reference_log_probs, samples.mask)
+    judged = ~samples.raw_scores.isnan()
+    score = torch.stack([torch.where(judged, samples.raw_scores, 0.0).sum(), judged.float().sum()])
+    total, number = group.sum(score).tolist()
+    metrics = {"score": total / number, **global_means(columns, group.sum)}
+    metrics["distinct_share"] = distinct_share(samples, group.gather_objects)
+    return text_metrics(samples, dict(state.metrics), state.start.tokenizer, group) | metrics
+
+
+def log_samples(run: Run, step: int, tokenizer: Tokenizer, samples: Samples, count: int) -> None:
+    """Write the responses to an iteration's first prompt as texts to the run's samples."""
+    for row, (prompt, response) in enumerate(zip(*texts_of(samples, tokenizer, count), strict=True)):
+        run.sample(step, prompt=prompt, response=response, score=float(samples.raw_scores[row]))

@@ -1,0 +1,163 @@
+"""Data, networks and state of an online DPO run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Literal
+
+from alignment.algorithms.dpo import pair_loss_fn
+from alignment.algorithms.memory_notes import Role
+from alignment.algorithms.online_dpo.config import OnlineDPOConfig
+from alignment.algorithms.online_dpo.judges import gold_scorer, load_pair_judge, pair_scorer, require_hotel_prompts
+from alignment.algorithms.policies import Policy, Reference, load_policy, reference_of
+from alignment.algorithms.ppo.setup import (
+    MetricFn,
+    Scorer,
+    check_judged,
+    load_metrics,
+    require_prompts,
+    response_scorer,
+)
+from alignment.algorithms.preference_updates import PreferenceUpdates
+from alignment.algorithms.runs import check_rows, read_examples, sources_of
+from alignment.data.batches import collate_pairs
+from alignment.data.mixture import RowOrder, stream_of
+from alignment.data.text.chat import stop_token_ids
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.loading import describe_stop_tokens, load_tokenizer
+from alignment.models.shared_prompts import prompt_sharing
+from alignment.models.shared_weights import SharedWeights, refuse_trained
+from alignment.ragged import Sharing
+from alignment.reward_model import load_frozen_reward_model
+from alignment.training import Engine, Run
+from alignment.training.distributed import ProcessGroup, shares_weights
+
+SIDES = tuple(
+    f"{side}_{name}" for side in ("chosen", "rejected") for name in ("log_prob", "log_prob_change", "reward", "score")
+)
+LOGGED_KEYS = {  # of every run's log; a metric of the config may not have one of these names
+    "accuracy", "distinct_share", "ended_share", "grad_norm", "kl", "kl_k3", "learning_rate", "length_difference", "loss",
+    "margin", "margin_chosen_longer", "margin_chosen_shorter", "margin_length_correlation", "margin_length_share",
+    "margin_similar_length", "pairs", "response_tokens", "score", "score_margin", "score_ties", "seconds_sampling",
+    "seconds_scoring", "seconds_update", "sft_loss", "step", "ties", "tokens", "tokens_per_second", "unjudged", *SIDES,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class OnlineDPOData:
+    """Prompts as a stream, with the tokenizer that made them."""
+
+    tokenizer: Tokenizer
+    prompts: RowOrder
+    iterations: int
+
+
+@dataclass
+class OnlineDPOState:
+    """Everything that an iteration reads and changes.
+
+    Attributes:
+        policy: its engine.
+        reference: log-probabilities without gradients; None where no loss needs them.
+        score: scores of responses, K to each prompt side by side; not a number: could not judge.
+        updates: learns from pairs.
+        stop_ids: tokens that end a response.
+        start: the policy as it was loaded, for saving it, with its tokenizer.
+        metrics: what to log of prompts and responses, by name.
+        rollout_weights: how the policy's weights lie while it samples.
+        roles: the networks, for what is said of their memory.
+        share_prompts: whether a prompt is computed once for all of its responses.
+    """
+
+    policy: Engine
+    reference: Reference | None
+    score: Scorer
+    updates: PreferenceUpdates
+    stop_ids: Sequence[int]
+    start: Policy
+    metrics: Mapping[str, MetricFn] = field(default_factory=dict)
+    rollout_weights: Literal["gathered", "sharded"] = "gathered"
+    roles: Sequence[Role] = ()
+    share_prompts: Sharing = False
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The one engine that trains."""
+        return [self.policy]
+
+    @property
+    def process_group(self) -> ProcessGroup:
+        """The processes that train together."""
+        return self.policy.process_group
+
+
+def read_online_data(config: OnlineDPOConfig, run: Run) -> OnlineDPOData:
+    """Read and tokenize prompts.
+
+    Raises:
+        UserError: bad rows, all at once; prompts that the gold reward cannot score.
+    """
+    tokenizer = load_tokenizer(config.policy, config.chat_template)
+    run.note(describe_stop_tokens(config.policy, tokenizer))
+    prompts = read_examples(config.data, "prompts", tokenizer, run)
+    if config.judge == "gold":
+        require_hotel_prompts(prompts)
+    # Batches run across the ends of epochs, so that all of them have the same size.
+    stream = stream_of(config.data, prompts, batch_size=config.training.batch_size, seed=config.training.seed)
+    return OnlineDPOData(tokenizer, stream, config.training.steps(stream.epoch_length))
+
+
+def build_online_state(config: OnlineDPOConfig, data: OnlineDPOData, run: Run) -> OnlineDPOState:
+    """Load policy, reference and judge, and make the engine that trains.
+
+    Raises:
+        UserError: an unknown metric or judge, before any network is loaded; bad checkpoints; prompts that do not fit.
+    """
+    metrics, training = load_metrics(config.metrics, LOGGED_KEYS), config.training
+    judge = load_pair_judge(config.judge) if ":" in config.judge else None
+    bases = SharedWeights(config.weights, shared=shares_weights())
+    start = load_policy(config.policy, config.adapter, data.tokenizer, config.output, bases=bases)
+    check_rows(start.model, data.prompts.rows, config.data.max_length, config.max_new_tokens)
+    total = data.iterations * config.epochs * config.minibatches
+    policy = Engine(start.model.eval(), config.optim, training, total_steps=total)
+    require_prompts(training, policy.process_group)
+    roles = [Role("policy", policy.backend.unwrapped, policy)]
+    if judge is not None:
+        score = pair_scorer(judge, data.tokenizer, config.responses_per_prompt)
+    elif config.reward_model is None:
+        score = gold_scorer(data.tokenizer)
+    else:
+        reward_model = load_frozen_reward_model(config.reward_model, bases, policy.process_group.device)
+        check_judged(data.prompts.rows, reward_model, data.tokenizer, config)
+        score = response_scorer(reward_model, data.tokenizer, training.tokens_per_forward)
+        roles.append(Role("reward model", reward_model.model))
+    reference = reference_of(start, config.reference, policy, bases=bases) if config.refers else None
+    if reference is not None:
+        roles.append(reference.role)
+    refuse_trained({role.name: role.model for role in roles if role.model is not None})
+    models = [policy.backend.unwrapped, None if reference is None else reference.model]
+    sharing = prompt_sharing(models, wanted=training.share_prompts, note=run.note)
+    return OnlineDPOState(
+        policy, reference, score,
+        updates=updates_of(config, policy, reference, sharing),
+        stop_ids=sorted(stop_token_ids(data.tokenizer)),
+        start=start,
+        metrics=metrics,
+        roles=roles,
+        share_prompts=sharing,
+    )  # fmt: skip
+
+
+def updates_of(
+    config: OnlineDPOConfig, policy: Engine, reference: Reference | None, sharing: Sharing
+) -> PreferenceUpdates:
+    """Updates of the policy on pairs, which ask the reference about each batch at temperature 1."""
+    return PreferenceUpdates(
+        policy,
+        config.losses,
+        pair_loss_fn(policy.model, reference, config.losses, config.sft_weight, sources_of(config.data)),
+        reference=reference,
+        collate=partial(collate_pairs, micro_batch_tokens=config.training.tokens_per_forward, share_prompts=sharing),
+        mismatch=lambda rows: list(rows),  # for losses of single responses, which are refused
+        imitates=config.sft_weight > 0,
+    )

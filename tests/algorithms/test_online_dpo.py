@@ -1,0 +1,298 @@
+"""Online DPO: which responses become pairs, worked by hand; judges; what the first update says; runs that learn."""
+
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment.adapters import LoRASpec
+from alignment.algorithms.online_dpo import OnlineDPOConfig
+from alignment.algorithms.online_dpo.judges import load_pair_judge, pair_scorer
+from alignment.algorithms.online_dpo.online_dpo import best_and_worst, make_pairs, sample_and_learn
+from alignment.algorithms.online_dpo.samples import Samples, sample_responses
+from alignment.algorithms.online_dpo.setup import LOGGED_KEYS, build_online_state, read_online_data
+from alignment.data.config import DataConfig
+from alignment.data.examples import PromptExample
+from alignment.errors import UserError
+from alignment.generation import SamplingConfig, decode_responses
+from alignment.loading import load_model, load_tokenizer
+from alignment.training import OptimConfig, Run, TrainingConfig
+
+ALONE = SimpleNamespace(rank=0, size=1, sum=lambda total: total, gather_objects=lambda value: [value])
+NAN = float("nan")
+
+
+def config_of(**settings):
+    return OnlineDPOConfig("policy", DataConfig(train="prompts"), "output", **{"judge": "gold", **settings})
+
+
+# Pairs by hand
+
+
+def test_best_and_worst_by_hand():
+    scores = torch.tensor([[1.0, 3.0, -2.0], [0.5, 0.5, 0.5], [2.0, 2.0, 1.75], [NAN, 1.0, 2.0], [0.0, -1.0, 5.0]])
+    best, worst, tied, unjudged = best_and_worst(scores, tie_margin=0.25)
+    assert best.tolist()[:3] == [1, 0, 0] and worst.tolist()[:3] == [2, 0, 2]
+    assert (int(best[4]), int(worst[4])) == (2, 1)
+    assert tied.tolist() == [False, True, True, False, False]
+    assert unjudged.tolist() == [False, False, False, True, False]
+    assert best_and_worst(scores)[2].tolist() == [False, True, False, False, False]
+
+
+def samples_of(raw, ended, responses, penalty):
+    raw, ended = torch.tensor(raw), torch.tensor(ended)
+    count = len(responses) // 4
+    rows = [PromptExample([7, 8, 9][: i % 2 + 1], "", {}, f"row {i}") for i in range(4) for _ in range(count)]
+    zeros = torch.zeros(len(rows), 2)
+    return Samples(
+        rows, [row.ids for row in rows], responses, list(range(40, 40 + len(rows))), ended,
+        scores=raw - penalty * (~ended).float(), raw_scores=raw, mask=zeros > -1, log_probs=zeros, reference_log_probs=zeros,
+        seconds={},
+    )  # fmt: skip
+
+
+def test_pairs_by_hand():
+    """Four prompts, two responses each: a pair, a tie, a pair that the missing end decides, one not judged."""
+    samples = samples_of(
+        [1.0, 2.5, 3.0, 3.0, 4.0, 3.5, NAN, 1.0],
+        [True, True, True, True, False, True, True, True],
+        [[1], [2, 3], [4], [5], [6, 6], [1], [2], [3]],
+        penalty=1.0,
+    )
+    pairs, metrics = make_pairs(samples, config_of(), ALONE)
+    first, second = pairs
+    assert (first.chosen.ids, first.rejected.ids) == ([7, 2, 3], [7, 1])
+    assert (first.chosen.mask, first.rejected.mask) == ([False, True, True], [False, True])
+    assert (first.margin, first.row_id) == (1.5, "row 0")
+    assert (second.chosen.ids, second.rejected.ids) == ([7, 1], [7, 6, 6])  # 3.5 against 4 - 1
+    assert (second.margin, second.row_id) == (0.5, "row 2")
+    assert metrics == {
+        "pairs": 2, "score_ties": 0.25, "unjudged": 0.25, "chosen_score": 3.0, "rejected_score": 2.5, "score_margin": 0.5,
+    }  # fmt: skip
+
+
+def test_equal_responses_make_no_pair_even_if_their_scores_differ_by_rounding():
+    samples = samples_of([1.0, 1.0 + 1e-6] * 4, [True] * 8, [[1, 2]] * 8, penalty=0.0)
+    assert make_pairs(samples, config_of(), ALONE) == ([], {"pairs": 0, "score_ties": 1.0, "unjudged": 0.0})
+
+
+def test_a_judge_that_judges_nothing_ends_the_run():
+    samples = samples_of([NAN] * 8, [True] * 8, [[1], [2]] * 4, penalty=0.0)
+    with pytest.raises(UserError, match="gold could not judge the responses to any of 4 prompts"):
+        make_pairs(samples, config_of(), ALONE)
+
+
+# Judges of pairs
+
+
+def prefers_first(prompts, first, second):
+    """A judge with nothing but position bias."""
+    return [1.0] * len(first)
+
+
+def most_a(prompts, first, second):
+    """Prefers the text with more letters a; None where a text holds a question mark."""
+    return [
+        None if "?" in a + b else (a.count("a") > b.count("a")) + (a.count("a") == b.count("a")) / 2
+        for a, b in zip(first, second, strict=True)
+    ]
+
+
+def shares(judge, tokenizer, texts, count):
+    ids = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    prompts = [PromptExample([1], f"prompt {i}", {"key": i}, f"row {i}") for i in range(len(texts) // count)]
+    rows = [prompt for prompt in prompts for _ in range(count)]
+    return pair_scorer(judge, tokenizer, count)(rows, ids, [False] * len(ids)).tolist()
+
+
+def test_shares_of_comparisons_won_by_hand(tokenizer):
+    # Of the first three aaa beats both, and a beats b; c, d and e tie.
+    assert shares(most_a, tokenizer, ["a", "aaa", "b", "c", "d", "e"], 3) == [0.5, 1.0, 0.0, 0.5, 0.5, 0.5]
+
+
+def test_position_bias_cancels_and_a_failed_comparison_leaves_its_prompt_unjudged(tokenizer):
+    assert shares(prefers_first, tokenizer, ["a", "b", "c", "d"], 2) == [0.5] * 4
+    found = shares(most_a, tokenizer, ["a?", "b", "aa", "a"], 2)
+    assert math.isnan(found[0]) and math.isnan(found[1]) and found[2:] == [1.0, 0.0]
+
+
+def test_a_judge_sees_records_and_both_orders_and_never_equal_texts(tokenizer):
+    seen = []
+
+    def judge(prompts, first, second):
+        seen.extend(
+            (prompt.prompt, prompt.extra["key"], a, b) for prompt, a, b in zip(prompts, first, second, strict=True)
+        )
+        return [0.5] * len(first)
+
+    shares(judge, tokenizer, ["x", "y", "z", "z"], 2)
+    assert seen == [("prompt 0", 0, "x", "y"), ("prompt 0", 0, "y", "x")]
+
+
+@pytest.mark.parametrize(
+    ("judge", "problem"),
+    [(lambda p, a, b: [1.0], "1 verdicts on 2 comparisons"), (lambda p, a, b: [1.0, 7], "the verdict 7")],
+)
+def test_a_judge_that_breaks_its_word_is_named(tokenizer, judge, problem):
+    with pytest.raises(UserError, match=problem):
+        shares(judge, tokenizer, ["x", "y"], 2)
+
+
+def test_a_judge_that_is_not_there_is_named_and_packaged_judges_serve():
+    with pytest.raises(UserError, match="judge: 'nowhere:judge' was not found"):
+        load_pair_judge("nowhere:judge")
+    assert load_pair_judge("alignment.evaluation.judges:longer_judge")([None], ["long"], ["s"]) == [1.0]
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"judge": "reward_model"}, "say who judges: judge=reward_model with reward_model=DIR"),
+        ({"judge": "god"}, "there is no 'god'; there are reward_model, gold and module:function"),
+        ({"reward_model": "x"}, "judge=gold reads none"),
+        ({"responses_per_prompt": 1}, "responses_per_prompt must be at least 2"),
+        ({"loss": "kto"}, "kto learns from labels, and online DPO makes pairs"),
+        ({"loss": "simpo", "reference": "x"}, "simpo needs none"),
+        ({"gamma": 1.0}, "gamma is a parameter of simpo"),
+        ({"beta": 0.0}, "beta must be above 0"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"missing_end_penalty": -1.0}, "missing_end_penalty must be 0"),
+        ({"minibatches": 64, "training": TrainingConfig(batch_size=8)}, "minibatches (64) cannot exceed"),
+        ({"data": DataConfig(train="a", evaluation="b")}, "data.evaluation is not read: online_dpo evaluates nothing"),
+        ({"training": TrainingConfig(ema_decay=0.9)}, "training.ema_decay has no effect in online DPO"),
+        ({"metrics": ["gold"]}, "metrics: 'gold' is unknown"),
+    ],
+)
+def test_bad_settings_are_refused(settings, problem):
+    with pytest.raises(ValueError) as error:
+        OnlineDPOConfig(**{"policy": "p", "data": DataConfig(train="x"), "output": "o", "judge": "gold", **settings})
+    assert problem in str(error.value)
+
+
+# Runs
+
+
+@pytest.fixture
+def built(stage, make_stage, tmp_path):
+    """`built(**config changes)` -> config, data and state of a run from the SFT policy, judged by the gold reward."""
+
+    def build(**changes):
+        _, config = make_stage(
+            "online_dpo", str(stage("sft") / "model"), tmp_path / "run", **{"judge": "gold", **changes}
+        )
+        with Run(config.output, {}, stage="online_dpo") as directory:
+            data = read_online_data(config, directory)
+            return config, data, build_online_state(config, data, directory)
+
+    return build
+
+
+def test_samples_are_fixed_by_seed_prompt_number_and_iteration(built):
+    training = TrainingConfig(batch_size=4, max_steps=3, seed=3)
+    config, data, state = built(training=training, responses_per_prompt=3, temperature=0.7, max_new_tokens=5)
+    prompts = data.prompts.rows_at(2)
+    samples = sample_responses(state, config, prompts, 2)
+    drawn = decode_responses(
+        state.policy.backend.unwrapped, [row.ids for row in prompts for _ in range(3)],
+        SamplingConfig(5, 0.7, seed=3), state.stop_ids, rows=range(24, 36),
+    )  # fmt: skip
+    assert samples.responses == drawn.token_ids and samples.numbers == list(range(24, 36))
+    assert samples.log_probs[samples.mask].tolist() == pytest.approx([p for row in drawn.log_probs for p in row])
+    state.policy.process_group = SimpleNamespace(rank=1, size=2, device=torch.device("cpu"))  # the second of two ranks
+    half = sample_responses(state, config, prompts, 2)
+    own = [3, 4, 5, 9, 10, 11]
+    assert half.numbers == [24 + i for i in own] and half.responses == [drawn.token_ids[i] for i in own]
+
+
+def sum_of_ids(prompts, responses, ended):
+    """A score under which few responses tie."""
+    return torch.tensor([float(sum(response)) for response in responses])
+
+
+@torch.no_grad()
+def test_kl_is_that_of_the_samples_at_their_temperature(built):
+    config, data, state = built(max_new_tokens=6, optim=OptimConfig(learning_rate=1e-2), temperature=0.8)
+    state.score = sum_of_ids
+    with torch.enable_grad():
+        metrics, _ = sample_and_learn(state, config, data.prompts.rows_at(0), 0)
+    assert abs(metrics["kl"]) < 1e-4 and metrics["kl_k3"] < 1e-4
+    with torch.enable_grad():
+        metrics, samples = sample_and_learn(state, config, data.prompts.rows_at(1), 1)
+    gap = 0.0
+    for prompt, response, log_probs in zip(samples.prompts, samples.responses, samples.log_probs, strict=True):
+        ids = torch.tensor([[*prompt, *response]])
+        logits = load_model(config.policy)(ids).logits[0, len(prompt) - 1 : -1] / 0.8
+        theirs = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])
+        gap += float(log_probs.sum() - theirs.sum())
+    assert metrics["kl"] == pytest.approx(gap / len(samples.responses), abs=1e-4) and metrics["kl_k3"] > 1e-3
+
+
+@pytest.mark.parametrize("changes", [{}, {"adapter": LoRASpec(rank=2)}], ids=["full", "lora"])
+def test_the_first_loss_is_log_2_and_everything_is_logged(stage, make_stage, tmp_path, read_metrics, changes):
+    reward_model = str(stage("reward") / "model")
+    run, config = make_stage(
+        "online_dpo", str(stage("sft") / "model"), tmp_path, reward_model=reward_model, epochs=1, minibatches=1,
+        responses_per_prompt=3, metrics=["hotel_gold"], **changes,
+    )  # fmt: skip
+    run(config)
+    first, second = read_metrics(tmp_path)
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6) and second["loss"] != pytest.approx(
+        math.log(2), abs=1e-5
+    )
+    assert first["chosen_score"] > first["score"] > first["rejected_score"] and first["pairs"] == 8
+    assert {*first} - {"gold_score", "time"} <= LOGGED_KEYS
+    assert {"kl", "kl_k3", "margin", "accuracy", "score_ties", "ended_share", "seconds_sampling", "seconds_scoring",
+            "seconds_update", "response_tokens", "gold_score"} <= {*first}  # fmt: skip
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 1, 1, 2, 2, 2] and len({line["prompt"] for line in lines[:3]}) == 1
+    notes = json.loads((tmp_path / "lineage.json").read_text())["notes"]
+    assert not any("value model" in note for note in notes) and any("memory: reference" in note for note in notes)
+    load_tokenizer(str(tmp_path / "model"))
+
+
+@pytest.mark.parametrize("loss", ["ipo", "hinge", "odpo", "bco", "aot", "simpo", {"sigmoid": 0.7, "cpo": 0.3}], ids=str)
+def test_every_kind_of_pair_loss_learns_from_the_pairs(built, loss):
+    """One with margins, those that look at the whole batch, one without a reference, and two at once with an SFT part."""
+    config, data, state = built(loss=loss, max_new_tokens=4, epochs=2, minibatches=2)
+    state.score = sum_of_ids
+    metrics, _ = sample_and_learn(state, config, data.prompts.rows_at(0), 0)
+    assert state.policy.step == 4 and math.isfinite(metrics["loss"]) and metrics["grad_norm"] > 0
+    assert ("kl" in metrics) == (loss != "simpo") and ("sft_loss" in metrics) == isinstance(loss, dict)
+
+
+def test_the_score_rises_in_a_run(stage, make_stage, tmp_path, read_metrics):
+    """A reward model of comparisons judges; the policy's mean score goes up by more than four standard errors."""
+    run, config = make_stage(
+        "online_dpo", str(stage("sft") / "model"), tmp_path, reward_model=str(stage("reward") / "model"),
+        responses_per_prompt=4, epochs=1, minibatches=1, max_new_tokens=6, missing_end_penalty=0.0, optim=OptimConfig(learning_rate=2e-2),
+        training=TrainingConfig(batch_size=16, max_steps=12),
+    )  # fmt: skip
+    run(config)
+    lines = read_metrics(tmp_path)
+    first, last = (sum(line["score"] for line in part) / 4 for part in (lines[:4], lines[-4:]))
+    # Best less worst of 4 normal draws is 2.06 deviations; each mean is over 4 x 64 responses.
+    deviation = sum(line["score_margin"] for line in lines[:4]) / 4 / 2.06
+    assert last - first > 4 * deviation * math.sqrt(2 / 256)
+    assert lines[-1]["kl"] > 1
+
+
+def test_an_iteration_of_ties_learns_nothing_and_says_so(built):
+    config, data, state = built(max_new_tokens=3, tie_margin=100.0)
+    before = [parameter.clone() for parameter in state.policy.model.parameters()]
+    metrics, _ = sample_and_learn(state, config, data.prompts.rows_at(0), 0)
+    assert metrics["score_ties"] == 1 and metrics["pairs"] == 0 and "loss" not in metrics
+    for old, new in zip(before, state.policy.model.parameters(), strict=True):
+        assert_close(old, new, rtol=0, atol=0)
+
+
+def test_gold_refuses_other_prompts(built, tmp_path):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "What is two plus two?"}\n')
+    with pytest.raises(UserError, match="judge=gold judges only prompts of the generated hotel world, and 1 of 1"):
+        built(data=DataConfig(train=str(file), max_length=64))
