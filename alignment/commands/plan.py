@@ -15,8 +15,11 @@ from alignment.planning.plan import Change, Plan, changes_that_help, make_plan
 from alignment.planning.run_length import Data, read_training_rows
 from alignment.planning.stages import StageConfig
 
-PLANNED = ("sft", "reward", "dpo", "ppo", "pretrain", "finetune")
-TELLING_KEYS = {"ppo": {"reward_model"}, "dpo": {"beta"}, "finetune": {"task"}, "pretrain": {"objective", "model"}}
+PLANNED = ("sft", "reward", "dpo", "ppo", "online_dpo", "pretrain", "finetune")
+TELLING_KEYS = {  # the first stage decides of which a config has a key
+    "online_dpo": {"judge", "responses_per_prompt"}, "ppo": {"reward_model"}, "dpo": {"beta"}, "finetune": {"task"},
+    "pretrain": {"objective", "model"},
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,7 +55,7 @@ def plan_config(source: str, overrides: Sequence[str], options: PlanOptions) -> 
     if not 0 < options.mfu <= 1:
         raise UserError(f"--mfu must lie above 0 and at most at 1, got {options.mfu}; 0.3 to 0.5 is usual")
     file = find_packaged(source, "configs")
-    stage = options.stage or stage_of(source, file)
+    stage = (options.stage or stage_of(source, file)).replace("-", "_")
     if stage not in PLANNED:
         raise UserError(f"--stage {stage}: give one of {', '.join(PLANNED)}")
     config: StageConfig = load_config(find_stage(stage)[0], source, overrides)

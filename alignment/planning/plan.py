@@ -6,6 +6,7 @@ from pathlib import Path
 
 from alignment.adapters.specs import LoRASpec
 from alignment.algorithms.dpo import DPOConfig
+from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.ppo.setup import PPOConfig
 from alignment.data.table import totals_of
 from alignment.errors import UserError
@@ -127,9 +128,11 @@ def token_range(config: StageConfig, layout: Layout, device: Device, data: Data)
     row = config.data.max_length
     if data.examples:
         row = int(totals_of(data.examples).max())
-    else:
+    elif not isinstance(config, OnlineDPOConfig):
         row *= responses_per_row(config)
     row += getattr(config, "max_new_tokens", 0)
+    if isinstance(config, OnlineDPOConfig):
+        row *= 2  # what is learned from is a pair
     rows = updates_share(config, layout.gpus)
     return row, max(row, min(row * rows, MOST_TOKENS[device.gpu] // row * row))
 
@@ -212,7 +215,7 @@ def _candidates(plan: Plan) -> list[tuple[str, StageConfig, Layout, int]]:
     if tokens > row:
         tokens = row
         note(f"training.micro_batch_tokens={tokens}")
-    if isinstance(config, PPOConfig) and config.micro_rollout_batch_size > 8:
+    if isinstance(config, PPOConfig | OnlineDPOConfig) and config.micro_rollout_batch_size > 8:
         config = replace(config, micro_rollout_batch_size=8)
         note("micro_rollout_batch_size=8")
     whole = config, layout

@@ -10,6 +10,7 @@ from torch import nn
 
 from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.finetune.finetune import FinetuneConfig
+from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.ppo.setup import PPOConfig
 from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.algorithms.reward import RewardConfig
@@ -31,7 +32,7 @@ from alignment.planning.stages import StageConfig
 from alignment.reward_model.ensemble import AdapterEnsemble
 
 KINDS: dict[type, Kind] = {
-    SFTConfig: "demonstrations", PPOConfig: "prompts", PretrainConfig: "text",
+    SFTConfig: "demonstrations", PPOConfig: "prompts", OnlineDPOConfig: "prompts", PretrainConfig: "text",
 }  # fmt: skip
 
 
@@ -108,12 +109,12 @@ def run_length(config: StageConfig, data: Data, networks: Mapping[str, nn.Module
     training = config.training
     known = training.max_steps is not None or data.rows is not None
     steps = training.steps(data.rows or 0) if known else None
-    longest = config.data.max_length + (config.max_new_tokens if isinstance(config, PPOConfig) else 0)
+    sampled = config.max_new_tokens if isinstance(config, PPOConfig | OnlineDPOConfig) else 0
     sides = responses_per_row(config)
-    mean: float = longest * sides
+    mean: float = (config.data.max_length + sampled) * sides
     if data.examples:
         mean = mean_tokens(config.data, data.examples)
-        mean += config.max_new_tokens if isinstance(config, PPOConfig) else 0
+        mean = (mean + sampled) * (sides if isinstance(config, OnlineDPOConfig) else 1)
     if steps is None:
         return RunLength(data.rows, None, None, None, False)
     rows_seen = steps * training.batch_size
@@ -133,6 +134,8 @@ def mean_tokens(data: DataConfig, examples: Sequence[TokenizedRow]) -> float:
 
 def responses_per_row(config: StageConfig) -> int:
     """Documents that a row of the stage holds; of a ranking a typical number."""
+    if isinstance(config, OnlineDPOConfig):
+        return config.responses_per_prompt
     return {"comparisons": 2, "rankings": RANKED}.get(str(kind_of(config)), 1)
 
 
@@ -145,6 +148,10 @@ def _operations(config: StageConfig, networks: Mapping[str, nn.Module], length: 
         sampled = forward["policy"]
         scored = forward["policy"] + reference + forward["value model"] + forward["reward model"]
         return sampled + scored + config.epochs * (train["policy"] + train["value model"])
+    if isinstance(config, OnlineDPOConfig):
+        reference = forward.get("reference", forward["policy"]) if config.holds_reference else 0.0
+        paired = 2 / config.responses_per_prompt * config.epochs  # of the responses, learned from so often
+        return forward["policy"] + reference + forward.get("reward model", 0.0) + paired * (train["policy"] + reference)
     if isinstance(config, DPOConfig):
         reference = forward.get("reference", forward["policy"]) if config.holds_reference else 0.0
         first = forward["policy"] + reference if any(loss.spec.batch_input for loss in config.losses) else 0.0

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from alignment.adapters.attach import disabled
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
+from alignment.algorithms.dpo.dpo import pair_loss_fn
 from alignment.algorithms.dpo.reference_cache import CACHED_ROWS
 from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.finetune.model import HEADS
 from alignment.algorithms.finetune.scoring import finetune_loss_fn
+from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.policies import LogProbModel, language_loss_fn
 from alignment.algorithms.ppo.ppo import policy_loss_fn, value_loss_fn
 from alignment.algorithms.ppo.rollout import RolloutBatch
@@ -47,8 +49,9 @@ from alignment.planning.trace import Tracer
 from alignment.ragged import DeviceBatch, Ragged, RaggedBatch, Seq2Seq, Sharing
 from alignment.reward_model.ensemble import AdapterEnsemble
 from alignment.training import LossFn
+from alignment.training.source_metrics import ONE_SOURCE
 
-StageConfig = SFTConfig | RewardConfig | DPOConfig | PPOConfig | PretrainConfig | FinetuneConfig
+StageConfig = SFTConfig | RewardConfig | DPOConfig | OnlineDPOConfig | PPOConfig | PretrainConfig | FinetuneConfig
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,13 @@ def build_networks(config: StageConfig, layout: Layout, near: Path | None) -> tu
         return networks, {"reward model": start}
     networks.add("policy", start, adapter=config.adapter)
     starts = {"policy": start}
-    held = not isinstance(config, DPOConfig) or config.holds_reference
+    held = config.holds_reference if isinstance(config, DPOConfig | OnlineDPOConfig) else True
     if held and (config.reference is not None or config.adapter is None):
         starts["reference"] = start if config.reference is None else find_start(config.reference, near)
         networks.add("reference", starts["reference"], trained=False)
+    if isinstance(config, OnlineDPOConfig) and config.reward_model is not None:
+        starts["reward model"] = find_start(config.reward_model, near)
+        networks.add("reward model", starts["reward model"], "scalar", trained=False)
     if isinstance(config, PPOConfig):
         judge = find_start(config.reward_model, near)
         starts["reward model"] = judge
@@ -194,6 +200,8 @@ def trace(config: StageConfig, tracer: Tracer, rows: DeviceRows) -> None:
             text = batches.text_batch(_examples(config.sft.max_length, texts), rows.tokens)
             terms.append((language_loss_fn(model), text))
         tracer.update("update", "policy", terms, repeated=_repeated(batch, rows))
+    elif isinstance(config, OnlineDPOConfig):
+        _trace_online_dpo(config, tracer, rows)
     elif isinstance(config, PPOConfig):
         _trace_ppo(config, tracer, rows)
     elif isinstance(config, PretrainConfig):
@@ -315,7 +323,37 @@ def _trace_pretrain(config: PretrainConfig, tracer: Tracer, rows: DeviceRows) ->
     tracer.update("update", "policy", [(loss_fn, batch)], repeated=_repeated(batch, rows))
 
 
-# PPO
+# PPO and online DPO
+
+
+def _trace_online_dpo(config: OnlineDPOConfig, tracer: Tracer, rows: DeviceRows) -> None:
+    networks = tracer.networks.by_role
+    policy = tracer.train("policy", state_bytes(networks["policy"], config.optim)).eval()
+    prompt = max((len(row.ids) for row in rows.longest), default=config.data.max_length)
+    responses = rows.per_update * config.responses_per_prompt
+    _trace_sampling(config, tracer, prompt, min(config.micro_rollout_batch_size, responses))
+    length = prompt + config.max_new_tokens
+    if len(networks) > 1 or config.refers:
+        count = batches.rows_of(rows.tokens, length, responses)
+        ragged = Ragged.build([[0] * length] * count, [[False] * prompt + [True] * config.max_new_tokens] * count)
+        _trace_judging(config, tracer, ragged)
+    minibatch = replace(rows, per_update=math.ceil(rows.per_update / config.minibatches), longest=())
+    side = batches.example(length, prompt)
+    pair = PairExample(side, side, 1.0, "row")
+    batch = batches.pair_batch([pair] * batches.rows_of(rows.tokens, 2 * length, minibatch.per_update), rows.tokens)
+    reference = _reference(tracer) if config.holds_reference else None
+    loss_fn = pair_loss_fn(policy, reference, config.losses, config.sft_weight, ONE_SOURCE)
+    tracer.update("update", "policy", [(loss_fn, batch)], repeated=_repeated(batch, minibatch))
+
+
+def _trace_judging(config: OnlineDPOConfig, tracer: Tracer, ragged: Ragged) -> None:
+    """Log-probabilities of the reference, and scores, without gradients."""
+    batch, reward_model = batches.as_fake(ragged, tracer.mode), tracer.networks.by_role.get("reward model")
+    with tracer.running("scoring", ["policy"]), torch.no_grad(), tracer.autocast():
+        if config.holds_reference:
+            _reference(tracer)(batch=batch, temperature=config.temperature)
+        if reward_model is not None:
+            _score(reward_model, batch)
 
 
 def _trace_ppo(config: PPOConfig, tracer: Tracer, rows: DeviceRows) -> None:
@@ -348,7 +386,7 @@ def _first_rows(ragged: Ragged, length: int, count: int, prompt: int) -> Ragged:
     return Ragged.build([[0] * length] * count, [[False] * prompt + [True] * (length - prompt)] * count)
 
 
-def _trace_sampling(config: PPOConfig, tracer: Tracer, prompt: int, count: int) -> None:
+def _trace_sampling(config: PPOConfig | OnlineDPOConfig, tracer: Tracer, prompt: int, count: int) -> None:
     """Prefill and the last step of decoding, when the cache is full."""
     policy = tracer.networks.by_role["policy"]
     batch = batches.as_fake(Ragged.build([[0] * prompt] * count), tracer.mode)

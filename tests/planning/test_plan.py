@@ -10,6 +10,7 @@ import yaml
 from alignment.adapters.specs import LoRASpec, PrefixSpec, PromptSpec
 from alignment.algorithms.dpo import DPOConfig
 from alignment.algorithms.finetune.finetune import FinetuneConfig
+from alignment.algorithms.online_dpo import OnlineDPOConfig
 from alignment.algorithms.ppo.setup import PPOConfig
 from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.algorithms.sft import SFTConfig
@@ -308,8 +309,29 @@ def test_a_stage_is_found_by_name_or_keys_and_asked_for_otherwise(config_file, t
     assert stage_of("ppo/tiny", Path("configs/ppo/tiny.yaml")) == "ppo"
     (tmp_path / "a.yaml").write_text("policy: x\nreward_model: y\n")
     assert stage_of("a.yaml", tmp_path / "a.yaml") == "ppo"
+    (tmp_path / "b.yaml").write_text("policy: x\nreward_model: y\nresponses_per_prompt: 2\n")
+    assert stage_of("b.yaml", tmp_path / "b.yaml") == stage_of("online_dpo/tiny", Path("x.yaml")) == "online_dpo"
     with pytest.raises(UserError, match="--stage sft"):
         stage_of(config_file, Path(config_file))
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_online_dpo_samples_scores_and_learns_from_pairs(base, held):
+    """A gold judge and a loss without a reference leave one network; a row that is learned from is a pair."""
+    config = OnlineDPOConfig(
+        base, DataConfig("nowhere.jsonl", max_length=128), "out", responses_per_prompt=4, max_new_tokens=32,
+        training=TrainingConfig(batch_size=4, micro_batch_tokens="auto", max_steps=3),
+        **({"reward_model": base} if held else {"judge": "gold", "loss": "simpo"}),
+    )  # fmt: skip
+    plan = make_plan(config, Layout(), GPU)
+    roles = {"policy", "reference", "reward model"} if held else {"policy"}
+    assert {role.role for role in plan.roles} == roles
+    assert {role.role for role in plan.roles if role.trained} == {"policy"}
+    assert [peak.phase for peak in plan.peaks] == ["sampling", *(["scoring"] if held else []), "update"]
+    update = plan.peaks[-1]
+    assert update.parts["weights of policy"] == 4 * PARAMETERS
+    assert 8 * PARAMETERS <= update.of_kind("optimizer") < 8 * PARAMETERS + 1000  # and the numbers of steps
+    assert plan.tokens == 4 * 2 * (128 + 32) and plan.length.tokens == 3 * 4 * 4 * (128 + 32)
 
 
 # auto

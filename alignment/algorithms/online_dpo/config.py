@@ -124,6 +124,11 @@ class OnlineDPOConfig:
         return any(loss.spec.reference for loss in self.losses)
 
     @property
+    def holds_reference(self) -> bool:
+        """Whether the reference is asked during the updates, as a network or as the policy with its adapter off."""
+        return self.refers
+
+    @property
     def sft_weight(self) -> float:
         """Weight of the term that imitates the chosen responses."""
         return max(loss.spec.sft_coef for loss in self.losses) if self.sft_coef is None else self.sft_coef
