@@ -12,7 +12,7 @@ from alignment.adapters import LoRASpec
 from alignment.algorithms.online_dpo import OnlineDPOConfig
 from alignment.algorithms.online_dpo.judges import load_pair_judge, pair_scorer
 from alignment.algorithms.online_dpo.online_dpo import best_and_worst, make_pairs, sample_and_learn
-from alignment.algorithms.online_dpo.samples import Samples, sample_responses
+from alignment.algorithms.online_dpo.samples import JudgedSamples, sample_and_judge
 from alignment.algorithms.online_dpo.setup import LOGGED_KEYS, build_online_state, read_online_data
 from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
@@ -47,7 +47,7 @@ def samples_of(raw, ended, responses, penalty):
     count = len(responses) // 4
     rows = [PromptExample([7, 8, 9][: i % 2 + 1], "", {}, f"row {i}") for i in range(4) for _ in range(count)]
     zeros = torch.zeros(len(rows), 2)
-    return Samples(
+    return JudgedSamples(
         rows, [row.ids for row in rows], responses, list(range(40, 40 + len(rows))), ended,
         scores=raw - penalty * (~ended).float(), raw_scores=raw, mask=zeros > -1, log_probs=zeros, reference_log_probs=zeros,
         seconds={},
@@ -197,7 +197,7 @@ def test_samples_are_fixed_by_seed_prompt_number_and_iteration(built):
     training = TrainingConfig(batch_size=4, max_steps=3, seed=3)
     config, data, state = built(training=training, responses_per_prompt=3, temperature=0.7, max_new_tokens=5)
     prompts = data.prompts.rows_at(2)
-    samples = sample_responses(state, config, prompts, 2)
+    samples = sample_and_judge(state, config, prompts, 2)
     drawn = decode_responses(
         state.policy.backend.unwrapped, [row.ids for row in prompts for _ in range(3)],
         SamplingConfig(5, 0.7, seed=3), state.stop_ids, rows=range(24, 36),
@@ -205,7 +205,7 @@ def test_samples_are_fixed_by_seed_prompt_number_and_iteration(built):
     assert samples.responses == drawn.token_ids and samples.numbers == list(range(24, 36))
     assert samples.log_probs[samples.mask].tolist() == pytest.approx([p for row in drawn.log_probs for p in row])
     state.policy.process_group = SimpleNamespace(rank=1, size=2, device=torch.device("cpu"))  # the second of two ranks
-    half = sample_responses(state, config, prompts, 2)
+    half = sample_and_judge(state, config, prompts, 2)
     own = [3, 4, 5, 9, 10, 11]
     assert half.numbers == [24 + i for i in own] and half.responses == [drawn.token_ids[i] for i in own]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from alignment.algorithms.memory_notes import note_memory
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
-from alignment.algorithms.online_dpo.samples import Samples, log_samples, sample_metrics, sample_responses
+from alignment.algorithms.online_dpo.samples import JudgedSamples, log_samples, sample_and_judge, sample_metrics
 from alignment.algorithms.online_dpo.setup import OnlineDPOState, build_online_state, read_online_data
 from alignment.algorithms.policies import note_dropout_off, save_policy
 from alignment.algorithms.ppo.rollout_weights import choose_rollout_weights
@@ -67,7 +67,7 @@ def run(config: OnlineDPOConfig) -> Path:
 
 def sample_and_learn(
     state: OnlineDPOState, config: OnlineDPOConfig, prompts: Sequence[PromptExample], step: int
-) -> tuple[dict[str, float], Samples]:
+) -> tuple[dict[str, float], JudgedSamples]:
     """One iteration: sample, score, make pairs, learn from them.
 
     Args:
@@ -78,7 +78,7 @@ def sample_and_learn(
     Returns:
         Metrics over all ranks, and this rank's samples.
     """
-    samples = sample_responses(state, config, prompts, step)
+    samples = sample_and_judge(state, config, prompts, step)
     pairs, metrics = make_pairs(samples, config, state.process_group)
     metrics |= sample_metrics(samples, state)
     began = time.perf_counter()
@@ -107,7 +107,7 @@ def best_and_worst(scores: Tensor, tie_margin: float = 0.0) -> tuple[Tensor, Ten
 
 
 def make_pairs(
-    samples: Samples, config: OnlineDPOConfig, group: ProcessGroup
+    samples: JudgedSamples, config: OnlineDPOConfig, group: ProcessGroup
 ) -> tuple[list[PairExample], dict[str, float]]:
     """The best and worst response of each prompt as pairs, of all ranks in the order of the prompts, and their metrics.
 

@@ -25,7 +25,7 @@ from alignment.training import Run
 
 
 @dataclass(frozen=True)
-class Samples:
+class JudgedSamples:
     """This rank's responses, K to each prompt side by side: N in all, of at most R tokens.
 
     Attributes:
@@ -55,9 +55,9 @@ class Samples:
 
 
 @torch.no_grad()
-def sample_responses(
+def sample_and_judge(
     state: OnlineDPOState, config: OnlineDPOConfig, prompts: Sequence[PromptExample], step: int
-) -> Samples:
+) -> JudgedSamples:
     """K responses to each of this rank's prompts, with what judge and reference say of them."""
     began = time.perf_counter()
     group, count = state.process_group, config.responses_per_prompt
@@ -83,7 +83,7 @@ def sample_responses(
                 found = state.reference(batch=batch, temperature=config.temperature).log_probs.float()
                 index = torch.tensor(members, device=group.device)
                 reference[index] = to_rectangle(found, mask[index])
-    return Samples(
+    return JudgedSamples(
         rows, ids, sampled.token_ids, numbers, ended,
         scores=scores - config.missing_end_penalty * (~ended).float(),
         raw_scores=scores,
@@ -94,7 +94,7 @@ def sample_responses(
     )  # fmt: skip
 
 
-def sample_metrics(samples: Samples, state: OnlineDPOState) -> dict[str, float]:
+def sample_metrics(samples: JudgedSamples, state: OnlineDPOState) -> dict[str, float]:
     """Means over all ranks' responses: score before penalties, KL from the reference, length."""
     group = state.process_group
     columns = {"response_tokens": samples.mask.float().sum(1), "ended_share": samples.ended.float()}
@@ -108,7 +108,7 @@ def sample_metrics(samples: Samples, state: OnlineDPOState) -> dict[str, float]:
     return text_metrics(samples, dict(state.metrics), state.start.tokenizer, group) | metrics
 
 
-def log_samples(run: Run, step: int, tokenizer: Tokenizer, samples: Samples, count: int) -> None:
+def log_samples(run: Run, step: int, tokenizer: Tokenizer, samples: JudgedSamples, count: int) -> None:
     """Write the responses to an iteration's first prompt as texts to the run's samples."""
     for row, (prompt, response) in enumerate(zip(*texts_of(samples, tokenizer, count), strict=True)):
         run.sample(step, prompt=prompt, response=response, score=float(samples.raw_scores[row]))
