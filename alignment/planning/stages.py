@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from alignment.adapters.attach import disabled
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
-from alignment.algorithms.dpo.dpo import pair_loss_fn
 from alignment.algorithms.dpo.reference_cache import CACHED_ROWS
 from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.finetune.model import HEADS
@@ -49,7 +48,6 @@ from alignment.planning.trace import Tracer
 from alignment.ragged import DeviceBatch, Ragged, RaggedBatch, Seq2Seq, Sharing
 from alignment.reward_model.ensemble import AdapterEnsemble
 from alignment.training import LossFn
-from alignment.training.source_metrics import ONE_SOURCE
 
 StageConfig = SFTConfig | RewardConfig | DPOConfig | OnlineDPOConfig | PPOConfig | PretrainConfig | FinetuneConfig
 
@@ -342,7 +340,7 @@ def _trace_online_dpo(config: OnlineDPOConfig, tracer: Tracer, rows: DeviceRows)
     pair = PairExample(side, side, 1.0, "row")
     batch = batches.pair_batch([pair] * batches.rows_of(rows.tokens, 2 * length, minibatch.per_update), rows.tokens)
     reference = _reference(tracer) if config.holds_reference else None
-    loss_fn = pair_loss_fn(policy, reference, config.losses, config.sft_weight, ONE_SOURCE)
+    loss_fn = dpo_loss_fn(policy, reference, config)
     tracer.update("update", "policy", [(loss_fn, batch)], repeated=_repeated(batch, minibatch))
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -114,8 +114,27 @@ def run(config: DPOConfig) -> Path:
         return run.output / "model"
 
 
+class LossSettings(Protocol):
+    """What the loss function reads of a config."""
+
+    @property
+    def losses(self) -> Sequence[WeightedLoss]: ...
+
+    @property
+    def rows(self) -> Rows: ...
+
+    @property
+    def refers(self) -> bool: ...
+
+    @property
+    def sft(self) -> object | None: ...
+
+    @property
+    def sft_weight(self) -> float: ...
+
+
 def dpo_loss_fn(
-    policy: LogProbModel, reference: LogProbModel | None, config: DPOConfig, sources: Sources = ONE_SOURCE
+    policy: LogProbModel, reference: LogProbModel | None, config: LossSettings, sources: Sources = ONE_SOURCE
 ) -> PreferenceLossFn:
     """Loss function of the config's losses for their kind of rows, summed over the batch's rows.
 

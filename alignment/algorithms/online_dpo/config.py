@@ -4,12 +4,12 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from alignment.adapters.specs import AdapterSpec, refuse_dropout
+from alignment.algorithms.dpo.setup import WeightedLoss, choose_losses
 from alignment.algorithms.ppo.setup import check_metric_names, refuse_evaluation
-from alignment.algorithms.preference_losses import WeightedLoss, choose_losses
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig
 from alignment.losses.direct_preference import Divergence, OffsetScale
-from alignment.losses.preference_table import LOSSES, PARAMETERS
+from alignment.losses.preference_table import LOSSES, PARAMETERS, Rows
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.training import OptimConfig, TrainingConfig
 
@@ -119,6 +119,16 @@ class OnlineDPOConfig:
         return choose_losses(self.loss, parameters, self.f_divergence, self.f_alpha)
 
     @property
+    def rows(self) -> Rows:
+        """The kind of rows that the losses learn from: pairs."""
+        return self.losses[0].spec.rows
+
+    @property
+    def sft(self) -> None:
+        """Demonstrations beside the pairs; there are none."""
+        return None
+
+    @property
     def refers(self) -> bool:
         """Whether a loss compares with a reference."""
         return any(loss.spec.reference for loss in self.losses)
@@ -159,7 +169,7 @@ def check_loss(config: OnlineDPOConfig) -> None:
         ValueError: in words.
     """
     names = " and ".join(loss.name for loss in config.losses)
-    if (rows := config.losses[0].spec.rows) != "comparisons":
+    if (rows := config.rows) != "comparisons":
         pairs = ", ".join(name for name, spec in LOSSES.items() if spec.rows == "comparisons")
         raise ValueError(f"loss: {names} learns from {rows}, and online DPO makes pairs; take one of {pairs}")
     if not config.refers and config.reference is not None:

@@ -12,14 +12,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from alignment.algorithms.dpo.responses import notes_of, read_metrics
+from alignment.algorithms.dpo.updates import PreferenceUpdates
 from alignment.algorithms.memory_notes import note_memory
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.online_dpo.samples import JudgedSamples, log_samples, sample_and_judge, sample_metrics
 from alignment.algorithms.online_dpo.setup import OnlineDPOState, build_online_state, read_online_data
 from alignment.algorithms.policies import note_dropout_off, save_policy
 from alignment.algorithms.ppo.rollout_weights import choose_rollout_weights
-from alignment.algorithms.preference_metrics import notes_of, read_metrics
-from alignment.algorithms.preference_updates import PreferenceUpdates
 from alignment.algorithms.runs import open_run
 from alignment.data.examples import Example, PairExample, PromptExample
 from alignment.errors import UserError

@@ -5,7 +5,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal
 
-from alignment.algorithms.dpo import pair_loss_fn
+from alignment.algorithms.dpo.dpo import dpo_loss_fn
+from alignment.algorithms.dpo.updates import PreferenceUpdates
 from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.online_dpo.judges import gold_scorer, load_pair_judge, pair_scorer, require_hotel_prompts
@@ -18,7 +19,6 @@ from alignment.algorithms.ppo.setup import (
     require_prompts,
     response_scorer,
 )
-from alignment.algorithms.preference_updates import PreferenceUpdates
 from alignment.algorithms.runs import check_rows, read_examples, sources_of
 from alignment.data.batches import collate_pairs
 from alignment.data.mixture import RowOrder, stream_of
@@ -155,7 +155,7 @@ def updates_of(
     return PreferenceUpdates(
         policy,
         config.losses,
-        pair_loss_fn(policy.model, reference, config.losses, config.sft_weight, sources_of(config.data)),
+        dpo_loss_fn(policy.model, reference, config, sources_of(config.data)),
         reference=reference,
         collate=partial(collate_pairs, micro_batch_tokens=config.training.tokens_per_forward, share_prompts=sharing),
         mismatch=lambda rows: list(rows),  # for losses of single responses, which are refused
