@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from alignment.adapters import LoRASpec
-from alignment.algorithms import dpo, reward, sft
+from alignment.algorithms import reward, sft
+from alignment.algorithms.dpo import dpo
 from alignment.algorithms.policies import language_loss_fn
 from alignment.algorithms.ppo.ppo import log_sample
 from alignment.algorithms.ppo.rollout import Rollout
