@@ -83,7 +83,12 @@ def test_a_few_samples_are_kept_without_their_end_token(tokenizer):
 def test_dropout_is_on_where_nothing_is_compared(kind, module, wanted, checkpoints, make_stage, tmp_path, monkeypatch):
     """DPO compares the policy with itself at the start, so it trains without."""
     modes = []
-    monkeypatch.setattr(module, "fit", lambda engine, *rest, **options: modes.append(engine.model.training))
+
+    def fit(engine, *rest, **options):
+        modes.append(engine.model.training)
+        (tmp_path / "metrics.jsonl").touch()  # DPO reads what was logged
+
+    monkeypatch.setattr(module, "fit", fit)
     run, config = make_stage(kind, checkpoints["gpt2"], tmp_path, training=TrainingConfig(batch_size=8, max_steps=1))
     run(config)
     assert modes == [wanted]
