@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.algorithms import dpo, reward, sft
+from alignment.algorithms import reward, sft
+from alignment.algorithms.dpo import dpo
 from alignment.algorithms.ppo import ppo
 from alignment.data.config import DataConfig
 from alignment.loading import load_model, load_tokenizer

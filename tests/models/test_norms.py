@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from alignment.models.layers.attention_context import AttentionContext
 from alignment.models.layers.block import Block, ParallelBlock, PostNormBlock, SandwichBlock
 from alignment.models.layers.norms import Float32RMSNorm, RMSNorm, UnitOffsetRMSNorm
 
@@ -85,6 +86,7 @@ class Hundredth(nn.Module):
 
 
 A, F = Part(1.0), Part(2.0)
+ALL = AttentionContext(lambda query, key, value, dropout: query)  # the output of every token is needed
 KEEP = nn.Identity()
 
 
@@ -107,11 +109,11 @@ KEEP = nn.Identity()
     ],
 )
 def test_where_the_norms_of_a_layer_stand(block, expected):
-    assert_close(block(torch.tensor([10.0]), None), torch.tensor([expected]))
+    assert_close(block(torch.tensor([10.0]), ALL), torch.tensor([expected]))
 
 
 def test_a_parallel_block_with_two_norms_reads_the_same_x_through_each():
     block = ParallelBlock(A, F, Tenth, KEEP, shared=False)
     block.feedforward_norm = Hundredth()
     # 10 + (3 * 1 + 1) + (3 * 0.1 + 2)
-    assert_close(block(torch.tensor([10.0]), None), torch.tensor([16.3]))
+    assert_close(block(torch.tensor([10.0]), ALL), torch.tensor([16.3]))
