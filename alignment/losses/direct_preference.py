@@ -1,7 +1,11 @@
 """Losses of pairs against a reference, DPO's kin: a policy's log-ratios to a reference are its implicit rewards.
 
-All take the same four log-probabilities as `dpo_loss` (preference.py), and give one cost per pair, [B]. Losses that sort
-a whole batch are in sorted_pairs.py, those without a reference in reference_free.py, those of single responses in unpaired.py.
+All take the same four log-probabilities as `dpo_loss` (preference.py): of the whole chosen and of the whole rejected
+response under policy and reference, nats, [B]. They give the unreduced cost of each pair, [B]. In their formulas, margin is
+`log_ratio_margin`; beta is > 0, and eps, the parameter `label_smoothing`, the share of flipped labels, in [0, 0.5).
+
+Losses that sort a whole batch are in sorted_pairs.py, those without a reference in reference_free.py, those of single
+responses in unpaired.py.
 """
 
 import math
@@ -11,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alignment.losses.preference import dpo_loss
+from alignment.losses.preference import check_flip_rate, dpo_loss
 
 Divergence = Literal["reverse_kl", "forward_kl", "js", "alpha"]
 OffsetScale = Literal["log", "linear"]
@@ -28,14 +32,9 @@ def log_ratio_margin(
 
 
 def ipo_loss(
-    policy_chosen: Tensor,
-    policy_rejected: Tensor,
-    reference_chosen: Tensor,
-    reference_rejected: Tensor,
-    *,
-    beta: float,
+    policy_chosen: Tensor, policy_rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, *, beta: float
 ) -> Tensor:
-    """Squared distance of the pair's log-ratio margin from a fixed target, one value per pair.
+    """Squared distance of the pair's log-ratio margin from a fixed target, nats squared, [B].
 
     cost = (margin - 1 / (2 beta))^2
 
@@ -44,11 +43,7 @@ def ipo_loss(
     ran it and as TRL does, so that the target does not depend on the length.
 
     Args:
-        policy_chosen: log-probability of the chosen response, nats, [B]. The other three likewise.
         beta: > 0; the larger, the nearer the reference.
-
-    Returns:
-        Unreduced cost, nats squared, [B].
 
     Source: Azar et al. 2023, arXiv:2310.12036, eq. 17 (their tau is beta).
     """
@@ -57,21 +52,12 @@ def ipo_loss(
 
 
 def hinge_loss(
-    policy_chosen: Tensor,
-    policy_rejected: Tensor,
-    reference_chosen: Tensor,
-    reference_rejected: Tensor,
-    *,
-    beta: float,
+    policy_chosen: Tensor, policy_rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, *, beta: float
 ) -> Tensor:
-    """Hinge cost of the pair's implicit rewards, one value per pair: max(0, 1 - beta * margin).
+    """Hinge cost of the pair's implicit rewards, [B]: max(0, 1 - beta * margin).
 
     Args:
-        policy_chosen: log-probability of the whole chosen response, nats, [B]. The other three likewise.
         beta: > 0; 1 / beta is the margin in nats above which a pair costs nothing.
-
-    Returns:
-        Unreduced cost, [B].
 
     Source: Zhao et al. 2023, arXiv:2305.10425 (SLiC-HF), in the form with a reference of Liu et al. 2023,
         arXiv:2309.06657 (their gamma is beta).
@@ -89,23 +75,15 @@ def robust_loss(
     beta: float,
     label_smoothing: float,
 ) -> Tensor:
-    """DPO's cost of the true labels, estimated without bias from labels of which a known share is flipped.
+    """DPO's cost of the true labels, estimated without bias from labels of which a known share is flipped, [B].
 
     cost = [(1 - eps) * softplus(-beta * margin) - eps * softplus(beta * margin)] / (1 - 2 eps)
 
     The expectation over flips of probability eps is `dpo_loss` of the true label. It can be negative.
 
-    Args:
-        policy_chosen: log-probability of the whole chosen response, nats, [B]. The other three likewise.
-        beta: pull towards the reference, > 0.
-        label_smoothing: eps, the share of flipped labels, in [0, 0.5).
-
-    Returns:
-        Unreduced cost, [B].
-
     Source: Chowdhury et al. 2024, arXiv:2403.00409, the unbiased loss of noisy labels.
     """
-    _flip_rate(label_smoothing)
+    check_flip_rate(label_smoothing)
     margin = _positive(beta) * log_ratio_margin(policy_chosen, policy_rejected, reference_chosen, reference_rejected)
     right, flipped = F.softplus(-margin), F.softplus(margin)
     return ((1 - label_smoothing) * right - label_smoothing * flipped) / (1 - 2 * label_smoothing)
@@ -120,18 +98,13 @@ def exo_loss(
     beta: float,
     label_smoothing: float,
 ) -> Tensor:
-    """Reverse KL from the labels' distribution over the pair to the policy's, one value per pair.
+    """Reverse KL from the labels' distribution over the pair to the policy's, [B].
 
     q    = sigmoid(beta * margin)
     cost = q * log(q / (1 - eps)) + (1 - q) * log((1 - q) / eps)
 
-    Args:
-        policy_chosen: log-probability of the whole chosen response, nats, [B]. The other three likewise.
-        beta: > 0.
-        label_smoothing: eps, the probability that the labels give to the rejected response, in (0, 0.5).
-
-    Returns:
-        Unreduced cost, nats, [B]: 0 where the policy has the labels' distribution.
+    Here eps is the probability that the labels give to the rejected response, in (0, 0.5). The cost, in nats, is 0 where
+    the policy has the labels' distribution.
 
     Raises:
         ValueError: label_smoothing is 0, at which the divergence is infinite.
@@ -147,26 +120,15 @@ def exo_loss(
 
 
 def nca_loss(
-    policy_chosen: Tensor,
-    policy_rejected: Tensor,
-    reference_chosen: Tensor,
-    reference_rejected: Tensor,
-    *,
-    beta: float,
+    policy_chosen: Tensor, policy_rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, *, beta: float
 ) -> Tensor:
-    """Noise-contrastive cost of the two implicit rewards, each held against 0, one value per pair.
+    """Noise-contrastive cost of the two implicit rewards, each held against 0, [B].
 
     reward = beta * (policy - reference), of each response
     cost   = softplus(-reward of chosen) + [softplus(reward of chosen) + softplus(reward of rejected)] / 2
 
-    It acts on the rewards themselves and not on their difference alone, so that the chosen one's does not fall.
-
-    Args:
-        policy_chosen: log-probability of the whole chosen response, nats, [B]. The other three likewise.
-        beta: > 0.
-
-    Returns:
-        Unreduced cost, [B]: 2 log 2 where the policy equals the reference.
+    It acts on the rewards themselves and not on their difference alone, so that the chosen one's does not fall. It is
+    2 log 2 where the policy equals the reference.
 
     Source: Chen et al. 2024, arXiv:2402.05369, its form for pairs.
     """
@@ -184,21 +146,16 @@ def bco_loss(
     beta: float,
     shift: Tensor | float = 0.0,
 ) -> Tensor:
-    """Cost of a binary classifier of the two responses by their implicit rewards, one value per pair.
+    """Cost of a binary classifier of the two responses by their implicit rewards, [B].
 
     reward = beta * (policy - reference), of each response
     cost   = softplus(-(reward of chosen - shift)) + softplus(reward of rejected - shift)
 
     Args:
-        policy_chosen: log-probability of the whole chosen response, nats, [B]. The other three likewise.
-        beta: > 0.
         shift: the reward that counts as neither good nor bad, without gradient: the mean of the chosen and the rejected
             responses' mean rewards. 0 (TRL's `bco_pair`) leaves it out. A run takes these means over the global batch of
             the update; the paper and TRL's trainer of BCO keep a moving average over the updates so far. The batch's own
             means follow rewards that change, need no state in checkpoints, and are noisier where batches are small.
-
-    Returns:
-        Unreduced cost, [B].
 
     Source: Jung et al. 2024, arXiv:2404.04656 (their delta is shift).
     """
@@ -208,26 +165,17 @@ def bco_loss(
 
 
 def sppo_loss(
-    policy_chosen: Tensor,
-    policy_rejected: Tensor,
-    reference_chosen: Tensor,
-    reference_rejected: Tensor,
-    *,
-    beta: float,
+    policy_chosen: Tensor, policy_rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, *, beta: float
 ) -> Tensor:
-    """Squared distances of the log-ratios from what a step of self-play would make them, one value per pair.
+    """Squared distances of the log-ratios from what a step of self-play would make them, nats squared, [B].
 
     cost = (log-ratio of chosen - 1 / (2 beta))^2 + (log-ratio of rejected + 1 / (2 beta))^2
 
-    The hard form: the chosen response is taken to win against the policy with probability 1, the rejected one with 0.
+    The hard form: the chosen response is taken to win against the policy with probability 1, the rejected one with 0. The
+    reference is the policy of the iteration before.
 
     Args:
-        policy_chosen: log-probability of the whole chosen response, nats, [B]. The other three likewise; the reference
-            is the policy of the iteration before.
         beta: > 0; 1 / beta is the paper's step size eta.
-
-    Returns:
-        Unreduced cost, nats squared, [B].
 
     Source: Wu et al. 2024, arXiv:2405.00675, eq. 4.7 with P = 1 and 0.
     """
@@ -238,23 +186,13 @@ def sppo_loss(
 
 
 def apo_zero_loss(
-    policy_chosen: Tensor,
-    policy_rejected: Tensor,
-    reference_chosen: Tensor,
-    reference_rejected: Tensor,
-    *,
-    beta: float,
+    policy_chosen: Tensor, policy_rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, *, beta: float
 ) -> Tensor:
-    """Anchored cost that raises the chosen and lowers the rejected response: for data better than the policy.
+    """Anchored cost that raises the chosen and lowers the rejected response, [B]: for data better than the policy.
 
     cost = 1 - sigmoid(beta * log-ratio of chosen) + sigmoid(beta * log-ratio of rejected)
 
-    Args:
-        policy_chosen: log-probability of the whole chosen response, nats, [B]. The other three likewise.
-        beta: > 0.
-
-    Returns:
-        Unreduced cost in (0, 2), [B]: 1 where the policy equals the reference.
+    It lies in (0, 2), and is 1 where the policy equals the reference.
 
     Source: D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7, plus the constant 1.
     """
@@ -263,23 +201,13 @@ def apo_zero_loss(
 
 
 def apo_down_loss(
-    policy_chosen: Tensor,
-    policy_rejected: Tensor,
-    reference_chosen: Tensor,
-    reference_rejected: Tensor,
-    *,
-    beta: float,
+    policy_chosen: Tensor, policy_rejected: Tensor, reference_chosen: Tensor, reference_rejected: Tensor, *, beta: float
 ) -> Tensor:
-    """Anchored cost that lowers both responses, the rejected one more: for a policy better than the data.
+    """Anchored cost that lowers both responses, the rejected one more, [B]: for a policy better than the data.
 
     cost = sigmoid(beta * log-ratio of chosen) + 1 - sigmoid(beta * margin)
 
-    Args:
-        policy_chosen: log-probability of the whole chosen response, nats, [B]. The other three likewise.
-        beta: > 0.
-
-    Returns:
-        Unreduced cost in (0, 2), [B]: 1 where the policy equals the reference.
+    It lies in (0, 2), and is 1 where the policy equals the reference.
 
     Source: D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 8, plus the constant 1.
     """
@@ -296,20 +224,17 @@ def discopop_loss(
     beta: float,
     tau: float,
 ) -> Tensor:
-    """Log-ratio modulated loss, which a language model found: a logistic and an exponential cost, mixed by the margin.
+    """Log-ratio modulated loss, which a language model found: a logistic and an exponential cost, mixed by the margin, [B].
 
     m    = beta * margin
     s    = sigmoid(m / tau)
     cost = (1 - s) * softplus(-m) + s * exp(-m)
 
-    Args:
-        policy_chosen: log-probability of the whole chosen response, nats, [B]. The other three likewise.
-        beta: > 0.
-        tau: width of the change from one cost to the other, > 0; the paper's is 0.05.
+    It is not convex: around a margin of 0 it falls when the rejected response gains, at beta = tau between log-ratio
+    margins of -2.37 and 1.44 nats.
 
-    Returns:
-        Unreduced cost, [B]. It is not convex: around a margin of 0 it falls when the rejected response gains, at
-            beta = tau between log-ratio margins of -2.37 and 1.44 nats.
+    Args:
+        tau: width of the change from one cost to the other, > 0; the paper's is 0.05.
 
     Source: Lu et al. 2024, arXiv:2406.08414, eq. 5.
     """
@@ -329,20 +254,15 @@ def odpo_loss(
     offset_coef: float = 1.0,
     offset_scale: OffsetScale = "log",
 ) -> Tensor:
-    """DPO's cost with an offset: a response that is much better has to lead by more, one value per pair.
+    """DPO's cost with an offset: a response that is much better has to lead by more, [B].
 
     offset = offset_coef * log(margin of the scores), or offset_coef * margin
     cost   = softplus(offset - beta * margin of the log-ratios)
 
     Args:
-        policy_chosen: log-probability of the whole chosen response, nats, [B]. The other three likewise.
         margins: by how much the chosen response's score exceeds the rejected one's, > 0 for "log", [B].
-        beta: > 0.
         offset_coef: weight of the offset; 0 is DPO.
         offset_scale: "log" (the paper's choice) or "linear".
-
-    Returns:
-        Unreduced cost, [B].
 
     Source: Amini et al. 2024, arXiv:2402.10571 (their alpha is offset_coef, their f the scale).
     """
@@ -363,18 +283,13 @@ def rdpo_loss(
     beta: float,
     length_penalty: float,
 ) -> Tensor:
-    """DPO's cost for a reward from which a penalty per token is taken: a longer chosen response need not lead, per pair.
+    """DPO's cost for a reward from which a penalty per token is taken: a longer chosen response need not lead, [B].
 
     cost = softplus(-(beta * margin + length_penalty * length_difference))
 
     Args:
-        policy_chosen: log-probability of the whole chosen response, nats, [B]. The other three likewise.
         length_difference: tokens of the chosen minus tokens of the rejected response, [B].
-        beta: > 0.
         length_penalty: reward taken away for each token, >= 0; 0 is DPO.
-
-    Returns:
-        Unreduced cost, [B].
 
     Source: Park et al. 2024, arXiv:2403.19159 (their alpha is length_penalty).
     """
@@ -419,17 +334,11 @@ def f_dpo_loss(
     divergence: Divergence,
     alpha: float = 0.5,
 ) -> Tensor:
-    """DPO under another divergence than the reverse KL, one value per pair.
+    """DPO under another divergence than the reverse KL, [B].
 
     cost = softplus(-beta * [f'(ratio of chosen) - f'(ratio of rejected)])
 
-    Args:
-        policy_chosen: log-probability of the whole chosen response, nats, [B]. The other three likewise.
-        beta: > 0.
-        divergence, alpha: as for `f_divergence_scores`.
-
-    Returns:
-        Unreduced cost, [B]: log 2 where the policy equals the reference.
+    It is log 2 where the policy equals the reference. divergence and alpha are as for `f_divergence_scores`.
 
     Source: Wang et al. 2023, arXiv:2309.16240.
     """
@@ -444,9 +353,3 @@ def _positive(value: float, name: str = "beta") -> float:
     if value <= 0:
         raise ValueError(f"{name} must be above 0, got {value}")
     return value
-
-
-def _flip_rate(label_smoothing: float) -> None:
-    """Refuse a share of flipped labels at which labels say nothing."""
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must be in [0, 0.5), got {label_smoothing}: at 0.5 labels say nothing")

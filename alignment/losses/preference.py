@@ -84,14 +84,33 @@ def dpo_loss(
     Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7 (their y_w is chosen, y_l rejected); label smoothing: Mitchell
         2023, "A note on DPO with noisy preferences", eq. 3.
     """
+    # beta is taken out of the difference of the implicit rewards: one rounding less
+    margin = beta * ((policy_chosen - reference_chosen) - (policy_rejected - reference_rejected))
+    return smoothed_loss(margin, beta, label_smoothing)
+
+
+def smoothed_loss(margin: Tensor, beta: float, label_smoothing: float) -> Tensor:
+    """Bradley-Terry loss of margins, [B], which beta has scaled already, with a share of labels assumed flipped, [B].
+
+    Raises:
+        ValueError: beta or label_smoothing outside its range.
+    """
     if beta <= 0:
         raise ValueError(f"beta must be above 0, got {beta}; 0.1 is usual")
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must be in [0, 0.5), got {label_smoothing}: at 0.5 labels say nothing")
-    margin = beta * ((policy_chosen - reference_chosen) - (policy_rejected - reference_rejected))
-    zero = torch.zeros_like(margin)  # beta is taken out of the difference of the implicit rewards: one rounding less
+    check_flip_rate(label_smoothing)
+    zero = torch.zeros_like(margin)
     right, flipped = bradley_terry_loss(margin, zero), bradley_terry_loss(zero, margin)
     return (1 - label_smoothing) * right + label_smoothing * flipped
+
+
+def check_flip_rate(label_smoothing: float) -> None:
+    """Refuse a share of flipped labels at which labels say nothing.
+
+    Raises:
+        ValueError: it is outside [0, 0.5).
+    """
+    if not 0 <= label_smoothing < 0.5:
+        raise ValueError(f"label_smoothing must be in [0, 0.5), got {label_smoothing}: at 0.5 labels say nothing")
 
 
 def preference_metrics(margins: Tensor) -> dict[str, Tensor]:

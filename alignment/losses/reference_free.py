@@ -1,8 +1,13 @@
-"""Losses of pairs that need no reference: SimPO and ORPO on means over tokens, CPO on sums."""
+"""Losses of pairs that need no reference: SimPO and ORPO on means over tokens, CPO on sums.
+
+All take the log-probabilities of the chosen and of the rejected response, nats, [B], and give the unreduced cost, [B].
+"""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from alignment.losses.preference import smoothed_loss
 
 LOG_TWO = 0.6931471805599453
 
@@ -13,13 +18,9 @@ def simpo_loss(policy_chosen_mean: Tensor, policy_rejected_mean: Tensor, *, beta
     cost = softplus(gamma - beta * (policy_chosen_mean - policy_rejected_mean))
 
     Args:
-        policy_chosen_mean: log-probability of the chosen response, the mean over its tokens and end token, nats, [B].
-        policy_rejected_mean: of the rejected one, [B].
+        policy_chosen_mean: the mean over the response's tokens and end token.
         beta: scale of the reward, > 0; 2 to 10 in the paper, since means are small.
         gamma: reward by which the chosen response should lead, >= 0.
-
-    Returns:
-        Unreduced cost, [B].
 
     Source: Meng et al. 2024, arXiv:2405.14734, eq. 6.
     """
@@ -34,12 +35,7 @@ def orpo_loss(policy_chosen_mean: Tensor, policy_rejected_mean: Tensor) -> Tenso
     log odds(p) = log p - log(1 - p),  p the geometric mean of the token probabilities
     cost        = softplus(-(log odds of chosen - log odds of rejected))
 
-    Args:
-        policy_chosen_mean: log-probability of the chosen response, the mean over its tokens and end token, nats, < 0, [B].
-        policy_rejected_mean: of the rejected one, [B].
-
-    Returns:
-        Unreduced cost, [B]: log 2 where both are as likely.
+    Both means are < 0. The cost is log 2 where both are as likely.
 
     Source: Hong et al. 2024, arXiv:2403.07691, eqs. 4 and 7; their lambda weights this term.
     """
@@ -60,22 +56,12 @@ def cpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, *, beta: float, lab
     cost   = (1 - eps) * softplus(-margin) + eps * softplus(margin)
 
     Args:
-        policy_chosen: log-probability of the whole chosen response, nats, [B].
-        policy_rejected: of the rejected one, [B].
         beta: > 0.
         label_smoothing: eps, the share of labels assumed flipped, in [0, 0.5).
 
-    Returns:
-        Unreduced cost, [B].
-
     Source: Xu et al. 2024, arXiv:2401.08417, eq. 3.
     """
-    if beta <= 0:
-        raise ValueError(f"beta must be above 0, got {beta}; 0.1 is usual")
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must be in [0, 0.5), got {label_smoothing}: at 0.5 labels say nothing")
-    margin = beta * (policy_chosen - policy_rejected)
-    return (1 - label_smoothing) * F.softplus(-margin) + label_smoothing * F.softplus(margin)
+    return smoothed_loss(beta * (policy_chosen - policy_rejected), beta, label_smoothing)
 
 
 def log_one_minus_exp(x: Tensor) -> Tensor:

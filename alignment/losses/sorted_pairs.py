@@ -1,12 +1,15 @@
 """Losses that compare two distributions of rewards over a batch, smallest with smallest and largest with largest (AOT).
 
-The cost of one row depends on the order of the whole batch. For batches computed in parts, `values_of_all` hands in what
-the parts' rows are sorted among, without gradient; the result is then that of the batch in one piece.
+Both take the same four log-probabilities as `dpo_loss` and give the unreduced cost, [B]; beta is > 0, and eps, the
+parameter `label_smoothing`, in [0, 0.5). The cost of one row depends on the order of the whole batch. For batches computed
+in parts, `values_of_all` hands in what the parts' rows are sorted among, without gradient; the result is then that of the
+batch in one piece.
 """
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
+
+from alignment.losses.preference import smoothed_loss
 
 
 def aot_paired_loss(
@@ -19,26 +22,23 @@ def aot_paired_loss(
     values_of_all: tuple[Tensor, Tensor] | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Cost of a policy whose margins do not dominate the reference's, quantile by quantile, one value per pair.
+    """Cost of a policy whose margins do not dominate the reference's, quantile by quantile, [B].
 
     m     = policy_chosen - policy_rejected,  m_ref = reference_chosen - reference_rejected
     lead  = beta * (k-th smallest m - k-th smallest m_ref)
     cost  = (1 - eps) * softplus(-lead) + eps * softplus(lead)
 
     Args:
-        policy_chosen: log-probability of the whole chosen response, nats, [B]. The other three likewise.
         values_of_all: m and m_ref of the whole batch, without gradient, [n] each; None: these pairs are the batch.
-        beta: > 0.
-        label_smoothing: eps, in [0, 0.5).
 
     Returns:
-        Unreduced cost, at the place of the pair whose m is the k-th smallest, [B].
+        Each cost at the place of the pair whose m is the k-th smallest.
 
     Source: Melnyk et al. 2024, arXiv:2406.05882 ("AOT paired").
     """
     policy, reference = policy_chosen - policy_rejected, reference_chosen - reference_rejected
     all_policy, all_reference = values_of_all or (policy.detach(), reference)
-    return _smoothed(beta * (policy - partners(policy, all_policy, all_reference)), beta, label_smoothing)
+    return smoothed_loss(beta * (policy - partners(policy, all_policy, all_reference)), beta, label_smoothing)
 
 
 def aot_unpaired_loss(
@@ -51,29 +51,27 @@ def aot_unpaired_loss(
     values_of_all: tuple[Tensor, Tensor] | None = None,
     label_smoothing: float = 0.0,
 ) -> Tensor:
-    """Cost of chosen responses' log-ratios that do not dominate the rejected ones', quantile by quantile.
+    """Cost of chosen responses' log-ratios that do not dominate the rejected ones', quantile by quantile, [B].
+
+    That two responses share a row says nothing here.
 
     lead = beta * (k-th smallest log-ratio of chosen - k-th smallest log-ratio of rejected)
     cost = (1 - eps) * softplus(-lead) + eps * softplus(lead)
 
     Args:
-        policy_chosen: log-probability of the whole chosen response, nats, [B]. The other three likewise. That two
-            responses share a row says nothing here.
         values_of_all: log-ratios of the chosen and of the rejected responses of the whole batch, without gradient, [n]
             each; None: these pairs are the batch.
-        beta: > 0.
-        label_smoothing: eps, in [0, 0.5).
 
     Returns:
-        Unreduced cost, at the place of the chosen response of the k-th smallest log-ratio, [B]. The rejected response's
+        Each cost at the place of the chosen response of the k-th smallest log-ratio. The rejected response's
         gradient is that of the sum over the batch.
 
     Source: Melnyk et al. 2024, arXiv:2406.05882 ("AOT unpaired").
     """
     chosen, rejected = policy_chosen - reference_chosen, policy_rejected - reference_rejected
     all_chosen, all_rejected = values_of_all or (chosen.detach(), rejected.detach())
-    of_chosen = _smoothed(beta * (chosen - partners(chosen, all_chosen, all_rejected)), beta, label_smoothing)
-    of_rejected = _smoothed(beta * (partners(rejected, all_rejected, all_chosen) - rejected), beta, label_smoothing)
+    of_chosen = smoothed_loss(beta * (chosen - partners(chosen, all_chosen, all_rejected)), beta, label_smoothing)
+    of_rejected = smoothed_loss(beta * (partners(rejected, all_rejected, all_chosen) - rejected), beta, label_smoothing)
     return of_chosen + of_rejected - of_rejected.detach()  # the same sum twice, for the other side's gradient
 
 
@@ -87,11 +85,3 @@ def partners(values: Tensor, among: Tensor, others: Tensor) -> Tensor:
     """
     ranks = torch.searchsorted(among.detach().sort().values, values.detach())
     return others.detach().sort().values[ranks.clamp(max=len(others) - 1)]
-
-
-def _smoothed(lead: Tensor, beta: float, label_smoothing: float) -> Tensor:
-    if beta <= 0:
-        raise ValueError(f"beta must be above 0, got {beta}; 0.1 is usual")
-    if not 0 <= label_smoothing < 0.5:
-        raise ValueError(f"label_smoothing must be in [0, 0.5), got {label_smoothing}: at 0.5 labels say nothing")
-    return (1 - label_smoothing) * F.softplus(-lead) + label_smoothing * F.softplus(lead)

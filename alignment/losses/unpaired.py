@@ -52,12 +52,6 @@ def apo_zero_unpaired_loss(
 ) -> Tensor:
     """`apo_zero_loss` of responses without partners: `kto_loss` whose reference point is 0.
 
-    Args:
-        policy, reference, desirable, beta, desirable_weight, undesirable_weight: as for `kto_loss`.
-
-    Returns:
-        Unreduced cost, [B].
-
     Source: D'Oosterlinck et al. 2024, arXiv:2408.06266, eq. 7, each response by itself.
     """
     return kto_loss(

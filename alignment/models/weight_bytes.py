@@ -43,11 +43,6 @@ def total_bytes(*models: nn.Module) -> int:
     return sum(together.values())
 
 
-def trained_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that require a gradient, each once."""
-    return [parameter for parameter in model.parameters() if parameter.requires_grad]
-
-
 def describe_weights(model: nn.Module) -> str:
     """One sentence: how many weights of a model are frozen and how many train, in which types, and their bytes."""
     holders = {id(each): (each, layer) for layer in model.modules() for each in layer.parameters(recurse=False)}

@@ -117,8 +117,3 @@ def _in_backward() -> bool:
     moment, beside the two that are freed next.
     """
     return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
-
-
-def parameters_and_buffers(model: nn.Module) -> list[torch.Tensor]:
-    """Every tensor that a module holds, shared ones once."""
-    return [*model.parameters(), *model.buffers()]

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from alignment.algorithms.dpo.responses import (
     read_metrics,
     response_log_probs,
 )
-from alignment.algorithms.dpo.setup import DPOConfig, WeightedLoss, require_margins
+from alignment.algorithms.dpo.setup import DPOConfig, PreferenceConfig, WeightedLoss, require_margins
 from alignment.algorithms.dpo.updates import (
     ALONE,
     GlobalInputs,
@@ -100,7 +100,7 @@ def run(config: DPOConfig) -> Path:
             reference=reference,
             collate=partial(collate, micro_batch_tokens=config.training.tokens_per_forward),
             mismatch=partial(mismatched_rows, max_length=config.data.max_length, bos=bos_id(tokenizer)),
-            imitates=config.sft is None and config.sft_weight > 0,
+            imitates=config.chosen_weight > 0,
             demonstrations=demonstrations(config, texts, engine),
         )
         fit(
@@ -114,27 +114,8 @@ def run(config: DPOConfig) -> Path:
         return run.output / "model"
 
 
-class LossSettings(Protocol):
-    """What the loss function reads of a config."""
-
-    @property
-    def losses(self) -> Sequence[WeightedLoss]: ...
-
-    @property
-    def rows(self) -> Rows: ...
-
-    @property
-    def refers(self) -> bool: ...
-
-    @property
-    def sft(self) -> object | None: ...
-
-    @property
-    def sft_weight(self) -> float: ...
-
-
 def dpo_loss_fn(
-    policy: LogProbModel, reference: LogProbModel | None, config: LossSettings, sources: Sources = ONE_SOURCE
+    policy: LogProbModel, reference: LogProbModel | None, config: PreferenceConfig, sources: Sources = ONE_SOURCE
 ) -> PreferenceLossFn:
     """Loss function of the config's losses for their kind of rows, summed over the batch's rows.
 
@@ -145,7 +126,7 @@ def dpo_loss_fn(
         sources: told apart in metrics, and weighed.
     """
     losses, kind = config.losses, ROW_KINDS[config.rows]
-    reference, sft_coef = reference if config.refers else None, 0.0 if config.sft else config.sft_weight
+    reference = reference if config.refers else None
 
     def loss_fn(batch: PreferenceBatch, given: GlobalInputs = ALONE) -> LossSum:
         responses = response_log_probs(policy, reference, batch)
@@ -156,7 +137,7 @@ def dpo_loss_fn(
             costs.append(loss.weight * loss.spec.function(*columns, **keywords))
         watched = kind.watch(responses, batch, losses[0], given.kl)
         loss = sources.loss_sum(torch.stack(costs).sum(0), batch, watched.sums, accuracy=watched.accuracy)
-        return with_sft(loss, responses, batch, given, sft_coef=sft_coef, means=watched.means)
+        return with_sft(loss, responses, batch, given, sft_coef=config.chosen_weight, means=watched.means)
 
     return loss_fn
 

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, Literal, get_args
 
 from alignment.adapters.specs import AdapterSpec, refuse_dropout
@@ -37,21 +37,17 @@ class WeightedLoss:
 
 
 @dataclass(frozen=True)
-class DPOConfig:
-    """Settings of one run of DPO or its kin.
+class PreferenceConfig:
+    """Settings that DPO on given rows and on pairs of sampled responses have in common.
 
     Attributes:
         policy: the checkpoint to start from, usually the SFT policy.
-        data: comparisons; labels for kto and apo_zero_unpaired, rankings for plackett_luce.
         output: the run's directory.
         loss: sigmoid (DPO), sigmoid_norm (on means over tokens), robust, ipo, hinge (SLiC), exo_pair, discopop, odpo,
             rdpo, nca_pair, bco_pair, bco, sppo_hard, apo_zero, apo_down, aot, aot_unpaired, simpo, orpo, cpo, kto,
             apo_zero_unpaired or plackett_luce (K responses with ranks); or several with their weights, {sigmoid: 0.8, bco_pair: 0.2}.
         reference: checkpoint of the reference; None: the starting checkpoint itself, also after a resume. simpo, orpo and
             cpo have none.
-        reference_log_probs: compute: by the reference at every update; cache: once, before the first update, and kept on
-            disk under a hash of weights and rows, so that the reference leaves the memory.
-        reference_cache: folder of the cached log-probabilities; None: in the output directory.
         beta: pull towards the reference, > 0; scale of the reward of simpo and cpo, weight of orpo's odds-ratio term.
             None: the loss's default, 0.1 for most, 2 for simpo, 5 for sigmoid_norm, 0.05 for discopop, 0.001 for sppo_hard.
         label_smoothing: share of labels assumed flipped, in [0, 0.5): of sigmoid (cDPO), sigmoid_norm, robust, exo_pair,
@@ -61,27 +57,22 @@ class DPOConfig:
         length_penalty: of rdpo: reward taken away for each token; None: 0.01.
         offset_coef: of odpo: weight of the offset; None: 1.
         offset_scale: of odpo: log or linear, of the rows' margins; None: log.
-        desirable_weight: of kto and apo_zero_unpaired: weight of the rows with desirable responses; None: 1.
-        undesirable_weight: of the others; None: 1.
         f_divergence: reverse_kl (DPO's own), forward_kl, js or alpha, for losses of reward differences.
         f_alpha: of the alpha-divergence, in (0, 1]; 0 would be the reverse, 1 is the forward KL.
-        sft_coef: weight of the mean negative log-likelihood per token of the chosen responses, or of `sft` where it is
-            given; None: the loss's default, 1 for orpo and cpo, 0 for the others.
-        sft: demonstrations for that term, in place of the chosen responses; mixed and weighed by its own keys.
-        sft_batch_size: demonstrations per update over all ranks.
+        sft_coef: weight of the mean negative log-likelihood per token of the chosen responses; None: the loss's default, 1
+            for orpo and cpo, 0 for the others.
         adapter: train an adapter, without dropout; the reference is then the same weights with the adapter off.
         chat_template: a built-in one's name (chatml, llama3, ...) or a Jinja file, also saved with the model; None: the
             tokenizer's own.
-        weights: type of the frozen weights in memory, the reference's among them.
+        weights: type of the frozen weights in memory, the reference's and a judging reward model's among them.
     """
 
     policy: str
     data: DataConfig
     output: str
+    _: KW_ONLY
     loss: str | dict[str, float] = "sigmoid"
     reference: str | None = None
-    reference_log_probs: Literal["compute", "cache"] = "compute"
-    reference_cache: str | None = None
     beta: float | None = None
     label_smoothing: float | None = None
     gamma: float | None = None
@@ -89,18 +80,65 @@ class DPOConfig:
     length_penalty: float | None = None
     offset_coef: float | None = None
     offset_scale: OffsetScale | None = None
-    desirable_weight: float | None = None
-    undesirable_weight: float | None = None
     f_divergence: Divergence = "reverse_kl"
     f_alpha: float = 0.5
     sft_coef: float | None = None
-    sft: DataConfig | None = None
-    sft_batch_size: int = 16
     adapter: AdapterSpec | None = None
     chat_template: str | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6))
     training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    @property
+    def losses(self) -> tuple[WeightedLoss, ...]:
+        """What is minimized."""
+        parameters = {name: getattr(self, name, None) for name in PARAMETERS}
+        return choose_losses(self.loss, parameters, self.f_divergence, self.f_alpha)
+
+    @property
+    def rows(self) -> Rows:
+        """The kind of rows that the losses learn from."""
+        return self.losses[0].spec.rows
+
+    @property
+    def refers(self) -> bool:
+        """Whether a loss compares with a reference."""
+        return any(loss.spec.reference for loss in self.losses)
+
+    @property
+    def sft_weight(self) -> float:
+        """Weight of the term that imitates responses."""
+        defaults = (loss.spec.sft_coef for loss in self.losses)
+        return max(defaults) if self.sft_coef is None else self.sft_coef
+
+    @property
+    def chosen_weight(self) -> float:
+        """Weight of that term on the chosen responses."""
+        return self.sft_weight
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig(PreferenceConfig):
+    """Settings of one run of DPO or its kin: the keys of `PreferenceConfig`, and its own.
+
+    Attributes:
+        data: comparisons; labels for kto and apo_zero_unpaired, rankings for plackett_luce.
+        reference_log_probs: compute: by the reference at every update; cache: once, before the first update, and kept on
+            disk under a hash of weights and rows, so that the reference leaves the memory.
+        reference_cache: folder of the cached log-probabilities; None: in the output directory.
+        desirable_weight: of kto and apo_zero_unpaired: weight of the rows with desirable responses; None: 1.
+        undesirable_weight: of the others; None: 1.
+        sft: demonstrations that the term of `sft_coef` imitates in place of the chosen responses; mixed and weighed by
+            its own keys.
+        sft_batch_size: demonstrations per update over all ranks.
+    """
+
+    reference_log_probs: Literal["compute", "cache"] = "compute"
+    reference_cache: str | None = None
+    desirable_weight: float | None = None
+    undesirable_weight: float | None = None
+    sft: DataConfig | None = None
+    sft_batch_size: int = 16
 
     def __post_init__(self) -> None:
         check_weights(self.weights, frozen=self.adapter is not None, judges=True)
@@ -117,31 +155,14 @@ class DPOConfig:
             raise ValueError("sft.evaluation is not read: preferences are held out in data.evaluation; leave it out")
 
     @property
-    def losses(self) -> tuple[WeightedLoss, ...]:
-        """What is minimized."""
-        parameters = {name: getattr(self, name) for name in PARAMETERS}
-        return choose_losses(self.loss, parameters, self.f_divergence, self.f_alpha)
-
-    @property
-    def rows(self) -> Rows:
-        """The kind of rows that the losses learn from."""
-        return self.losses[0].spec.rows
-
-    @property
-    def refers(self) -> bool:
-        """Whether a loss compares with a reference."""
-        return any(loss.spec.reference for loss in self.losses)
-
-    @property
     def holds_reference(self) -> bool:
         """Whether the reference's weights are in memory during the updates, where it is no adapter switched off."""
         return self.refers and self.reference_log_probs == "compute"
 
     @property
-    def sft_weight(self) -> float:
-        """Weight of the term that imitates responses."""
-        defaults = (loss.spec.sft_coef for loss in self.losses)
-        return max(defaults) if self.sft_coef is None else self.sft_coef
+    def chosen_weight(self) -> float:
+        """Weight of the chosen responses' log-likelihood: 0 where demonstrations take their place."""
+        return self.sft_weight if self.sft is None else 0.0
 
 
 def check_reference(config: DPOConfig) -> None:

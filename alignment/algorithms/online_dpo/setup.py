@@ -1,19 +1,16 @@
 """Data, networks and state of an online DPO run."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
-from typing import Literal
 
 from alignment.algorithms.dpo.dpo import dpo_loss_fn
 from alignment.algorithms.dpo.updates import PreferenceUpdates
 from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.online_dpo.judges import gold_scorer, load_pair_judge, pair_scorer, require_hotel_prompts
-from alignment.algorithms.policies import Policy, Reference, load_policy, reference_of
+from alignment.algorithms.policies import Reference, load_policy, reference_of
 from alignment.algorithms.ppo.setup import (
-    MetricFn,
-    Scorer,
+    SamplingState,
     check_judged,
     load_metrics,
     require_prompts,
@@ -30,7 +27,7 @@ from alignment.models.shared_weights import SharedWeights, refuse_trained
 from alignment.ragged import Sharing
 from alignment.reward_model import load_frozen_reward_model
 from alignment.training import Engine, Run
-from alignment.training.distributed import ProcessGroup, shares_weights
+from alignment.training.distributed import shares_weights
 
 SIDES = tuple(
     f"{side}_{name}" for side in ("chosen", "rejected") for name in ("log_prob", "log_prob_change", "reward", "score")
@@ -53,42 +50,17 @@ class OnlineDPOData:
 
 
 @dataclass
-class OnlineDPOState:
-    """Everything that an iteration reads and changes.
+class OnlineDPOState(SamplingState):
+    """Everything that an iteration reads and changes; `score` gets K responses to each prompt side by side.
 
     Attributes:
-        policy: its engine.
         reference: log-probabilities without gradients; None where no loss needs them.
-        score: scores of responses, K to each prompt side by side; not a number: could not judge.
         updates: learns from pairs.
-        stop_ids: tokens that end a response.
-        start: the policy as it was loaded, for saving it, with its tokenizer.
-        metrics: what to log of prompts and responses, by name.
-        rollout_weights: how the policy's weights lie while it samples.
-        roles: the networks, for what is said of their memory.
-        share_prompts: whether a prompt is computed once for all of its responses.
     """
 
-    policy: Engine
     reference: Reference | None
-    score: Scorer
+    _: KW_ONLY
     updates: PreferenceUpdates
-    stop_ids: Sequence[int]
-    start: Policy
-    metrics: Mapping[str, MetricFn] = field(default_factory=dict)
-    rollout_weights: Literal["gathered", "sharded"] = "gathered"
-    roles: Sequence[Role] = ()
-    share_prompts: Sharing = False
-
-    @property
-    def engines(self) -> list[Engine]:
-        """The one engine that trains."""
-        return [self.policy]
-
-    @property
-    def process_group(self) -> ProcessGroup:
-        """The processes that train together."""
-        return self.policy.process_group
 
 
 def read_online_data(config: OnlineDPOConfig, run: Run) -> OnlineDPOData:
@@ -138,7 +110,8 @@ def build_online_state(config: OnlineDPOConfig, data: OnlineDPOData, run: Run) -
     models = [policy.backend.unwrapped, None if reference is None else reference.model]
     sharing = prompt_sharing(models, wanted=training.share_prompts, note=run.note)
     return OnlineDPOState(
-        policy, reference, score,
+        policy, reference,
+        score=score,
         updates=updates_of(config, policy, reference, sharing),
         stop_ids=sorted(stop_token_ids(data.tokenizer)),
         start=start,
@@ -159,5 +132,5 @@ def updates_of(
         reference=reference,
         collate=partial(collate_pairs, micro_batch_tokens=config.training.tokens_per_forward, share_prompts=sharing),
         mismatch=lambda rows: list(rows),  # for losses of single responses, which are refused
-        imitates=config.sft_weight > 0,
+        imitates=config.chosen_weight > 0,
     )

@@ -3,39 +3,18 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
-from alignment.algorithms.ppo.setup import PPOConfig, PPOState
+from alignment.algorithms.ppo.setup import PPOConfig, PPOState, SamplingState
 from alignment.data.examples import PromptExample
 from alignment.generation import Responses, SamplingConfig, decode_responses
 from alignment.losses import gae, shape_rewards, whiten
 from alignment.models.protocols import GenerativeModel
 from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, fill_groups, group_by_length
-from alignment.training import Engine
-from alignment.training.distributed import ProcessGroup
-
-
-class SamplingState(Protocol):
-    """What sampling reads of a run's state."""
-
-    @property
-    def policy(self) -> Engine: ...
-
-    @property
-    def engines(self) -> Sequence[Engine]: ...
-
-    @property
-    def stop_ids(self) -> Sequence[int]: ...
-
-    @property
-    def rollout_weights(self) -> Literal["gathered", "sharded"]: ...
-
-    @property
-    def process_group(self) -> ProcessGroup: ...
 
 
 @dataclass(frozen=True)

@@ -7,32 +7,17 @@ from typing import Literal, Protocol
 import torch
 from torch import nn
 
-from alignment.algorithms.ppo.rollout import SamplingState
+from alignment.algorithms.ppo.config import SamplingSettings
+from alignment.algorithms.ppo.setup import SamplingState
 from alignment.data.examples import PromptExample
 from alignment.data.table import lengths_of
 from alignment.errors import UserError
 from alignment.models.external.models import ExternalModel
 from alignment.models.native_model import NativeModel
-from alignment.training import Run, TrainingConfig
+from alignment.training import Run
 from alignment.training.distributed import ProcessGroup
 
 USABLE = 0.9  # share of the free memory that is planned with; the allocator loses the rest between blocks of odd sizes
-
-
-class SamplingSettings(Protocol):
-    """The settings of a run that say what it samples."""
-
-    @property
-    def rollout_weights(self) -> Literal["auto", "gathered", "sharded"]: ...
-
-    @property
-    def micro_rollout_batch_size(self) -> int: ...
-
-    @property
-    def max_new_tokens(self) -> int: ...
-
-    @property
-    def training(self) -> TrainingConfig: ...
 
 
 class PromptOrder(Protocol):

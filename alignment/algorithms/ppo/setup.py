@@ -1,17 +1,17 @@
-"""Settings, networks and state of a PPO run."""
+"""Data, networks and state of a PPO run."""
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence, Set
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Literal, Protocol
 
 from torch import Tensor
 
 from alignment.adapters.ensemble_files import read_members
-from alignment.adapters.specs import AdapterSpec, refuse_dropout
 from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.policies import LogProbModel, Policy, load_policy, load_value_model, reference_of
+from alignment.algorithms.ppo.config import METRICS, PPOConfig
 from alignment.algorithms.ppo.controllers import AdaptiveKL, FixedKL, ScoreNormalizer
 from alignment.algorithms.runs import check_rows, read_examples
 from alignment.data.batches import collate
@@ -24,19 +24,17 @@ from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenize import encode_prompts
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-from alignment.generation import SamplingConfig, response_text
+from alignment.generation import response_text
 from alignment.loading import describe_stop_tokens, find_directory, load_tokenizer, same_vocabulary
 from alignment.models.classifiers import SequenceClassifier
 from alignment.models.lengths import check_lengths
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.shared_weights import SharedWeights, refuse_trained
-from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.ragged import Batch, Sharing
-from alignment.reward_model import Combine, RewardModel, load_frozen_reward_model, member_count
+from alignment.reward_model import RewardModel, load_frozen_reward_model, member_count
 from alignment.reward_model.calibration import read_calibration
 from alignment.training import (
     Engine,
-    OptimConfig,
     Run,
     TrainingConfig,
     load_run_state,
@@ -46,7 +44,6 @@ from alignment.training import (
 )
 from alignment.training.distributed import ProcessGroup, shares_weights
 
-METRICS = {"hotel_gold": "alignment.hotel_world.gold:gold_score"}  # name in the config -> module:function
 LOGGED_KEYS = {  # of every PPO run's log; a metric of the config may not have one of these names
     "approx_kl", "clip_fraction", "distinct_share", "ended_share", "entropy", "explained_variance", "first_ratio_error",
     "grad_norm", "kl", "kl_coef", "kl_k3", "learning_rate", "loss", "policy_loss", "pretrain_loss", "response_tokens",
@@ -60,168 +57,6 @@ MetricFn = Callable[[Sequence[str], Sequence[str]], Sequence[float]]  # prompts,
 
 
 @dataclass(frozen=True)
-class PPOConfig:
-    """Settings of one PPO run. `training.max_steps` or `training.epochs` count iterations over the prompts.
-
-    Attributes:
-        policy: the checkpoint to start from, usually the SFT policy.
-        reward_model: directory of the reward model.
-        reward_combine: how the scores of an ensemble become the reward: their mean, their least (min), or
-            mean - reward_std_coef * deviation (lower). The last two hold PPO back where the members disagree (Coste et
-            al. 2023, arXiv:2310.02743, section 3).
-        reward_std_coef: weight of the deviation in `lower`.
-        data: prompts. None are held out: what is learnt is compared by `alignment evaluate winrate`.
-        output: the run's directory.
-        reference: checkpoint of the reference; None: the starting checkpoint itself, also after a resume.
-        value_model: whose trunk the value model (critic) starts from. Its head starts at zero where scores are
-            normalized, else it keeps the reward model's. A reward model with another vocabulary cannot become it.
-        adapter: train adapters, without dropout, on policy and value model; the reference is then the policy with its
-            adapter off.
-        chat_template: a built-in one's name (chatml, llama3, ...) or a Jinja file, also saved with the model; None: the
-            tokenizer's own.
-        weights: type of the frozen weights in memory, the reference's and the reward model's among them. Networks that
-            are adapters of one base hold its weights once, where FSDP2 or ZeRO do not shard each network by itself.
-        max_new_tokens: longest response, end token included.
-        temperature: of the samples; log-probabilities are taken at the same one.
-        micro_rollout_batch_size: responses that one process samples side by side. Each holds its keys and values for the
-            longest prompt and `max_new_tokens`; the number changes memory and speed, and no response.
-        rollout_weights: of the policy while it samples, where FSDP2 or ZeRO-3 shards it. gathered: whole on every
-            device, gathered once per iteration. sharded: each block is gathered for every token, which is slower and
-            takes the memory of one block. auto: gathered where it fits; the choice is printed. It changes no response.
-        epochs: passes over each rollout.
-        minibatches: updates in each pass.
-        kl_coef: penalty on log p - log p_ref, per token; the starting value where `kl_target` is set.
-        kl_target: steer the KL of a whole response towards this many nats; None keeps `kl_coef`.
-        kl_horizon: responses over which the controller reacts.
-        clip_range, value_clip_range: half widths of the trusted range of ratio and value.
-        gamma, gae_lambda: discount and bias-variance trade of the advantages.
-        missing_end_penalty: taken off the (normalized) score of a response that did not end.
-        normalize_scores: shift and scale the reward model's scores to mean 0 and deviation 1 on the first samples. Scores
-            of a reward model that was trained with `normalize` have their scale already, and keep it.
-        pretrain: text of the pretraining mix; not read where `pretrain_coef` is 0.
-        pretrain_coef: InstructGPT's gamma: weight of the text's next-token loss beside the policy loss; 0 is off.
-        pretrain_batch_size: texts per update over all ranks.
-        metrics: functions of prompts and responses to log the mean of, which nothing learns from: a name of METRICS, or
-            module:function. A mean is logged under its function's name.
-        value_optim: the value model's optimizer; None: as the policy's.
-    """
-
-    policy: str
-    reward_model: str
-    data: DataConfig
-    output: str
-    reward_combine: Combine = "mean"
-    reward_std_coef: float = 1.0
-    reference: str | None = None
-    value_model: Literal["reward_model", "policy"] = "reward_model"
-    adapter: AdapterSpec | None = None
-    chat_template: str | None = None
-    weights: WeightsConfig = field(default_factory=WeightsConfig)
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-    micro_rollout_batch_size: int = 256
-    rollout_weights: Literal["auto", "gathered", "sharded"] = "auto"
-    epochs: int = 4
-    minibatches: int = 1
-    kl_coef: float = 0.05
-    kl_target: float | None = None
-    kl_horizon: float = 10_000
-    clip_range: float = 0.2
-    value_clip_range: float = 0.2
-    gamma: float = 1.0
-    gae_lambda: float = 0.95
-    missing_end_penalty: float = 1.0
-    normalize_scores: bool = True
-    pretrain: DataConfig | None = None
-    pretrain_coef: float = 0.0
-    pretrain_batch_size: int = 32
-    metrics: list[str] = field(default_factory=list)
-    optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6, eps=1e-5))
-    value_optim: OptimConfig | None = None
-    training: TrainingConfig = field(default_factory=TrainingConfig)
-
-    def __post_init__(self) -> None:
-        check_weights(self.weights, frozen=self.adapter is not None, judges=True)
-        refuse_dropout(self.adapter, "PPO")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}: PPO has to sample")
-        SamplingConfig(self.max_new_tokens, self.temperature)  # checks their ranges
-        for name in ("micro_rollout_batch_size", "epochs", "minibatches", "pretrain_batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("clip_range", "value_clip_range", "kl_horizon", "reward_std_coef"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.reward_std_coef != 1 and self.reward_combine != "lower":
-            raise ValueError(f"reward_std_coef goes with reward_combine=lower, not with {self.reward_combine}")
-        if self.kl_coef < 0:
-            raise ValueError(
-                f"kl_coef must be 0 (off) or above, got {self.kl_coef}: below, it rewards leaving the reference"
-            )
-        if self.missing_end_penalty < 0:
-            raise ValueError(
-                f"missing_end_penalty must be 0 (off) or above, got {self.missing_end_penalty}: below, it rewards not "
-                "ending"
-            )
-        if self.kl_target is not None and self.kl_target <= 0:
-            raise ValueError(f"kl_target must be above 0 nats, got {self.kl_target}; null keeps kl_coef as it is")
-        if self.kl_target is not None and self.kl_coef == 0:
-            raise ValueError("kl_coef must be above 0 where kl_target is set: it is the controller's starting value")
-        for name in ("gamma", "gae_lambda"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in [0, 1], got {getattr(self, name)}")
-        if self.pretrain_coef < 0:
-            raise ValueError(f"pretrain_coef must be 0 (off) or above, got {self.pretrain_coef}")
-        if self.pretrain_coef > 0 and self.pretrain is None:
-            raise ValueError("pretrain_coef above 0 needs `pretrain`, the text; leave it out or set it to 0")
-        refuse_evaluation({"data": self.data, "pretrain": self.pretrain}, self.training, "ppo", "PPO")
-        check_metric_names(self.metrics)
-        if self.minibatches > self.training.batch_size:
-            raise ValueError(
-                f"minibatches ({self.minibatches}) cannot exceed training.batch_size ({self.training.batch_size})"
-            )
-
-
-def refuse_evaluation(data: Mapping[str, DataConfig | None], training: TrainingConfig, stage: str, title: str) -> None:
-    """Refuse settings of row weights and of evaluations, which a stage that learns from its own samples does not read.
-
-    Args:
-        data: data configs by their key.
-        stage, title: its name in messages.
-
-    Raises:
-        ValueError: in words.
-    """
-    for name, config in data.items():
-        if config is not None and (unread := config.unread("loss_weight")):
-            raise ValueError(
-                f"{name}: {stage} counts all rows alike, without {unread[0]}; draw by weights: data.mixing"
-            )
-        if config is not None and config.evaluates:
-            key = "evaluation" if config.evaluation is not None else "evaluation_share"
-            raise ValueError(
-                f"{name}.{key} is not read: {stage} evaluates nothing while it trains; leave it out, and compare the "
-                "results on held-out prompts with `alignment evaluate winrate`"
-            )
-    for name in ("keep_best", "early_stopping", "ema_decay"):
-        if getattr(training, name) is not None:
-            raise ValueError(
-                f"training.{name} has no effect in {title}, which evaluates nothing while it runs; leave it out"
-            )
-
-
-def check_metric_names(names: Sequence[str]) -> None:
-    """Refuse names of metrics that are neither in METRICS nor module:function.
-
-    Raises:
-        ValueError: in words.
-    """
-    for name in names:
-        if name not in METRICS and ":" not in name:
-            raise ValueError(f"metrics: {name!r} is unknown; known: {', '.join(METRICS)}, or module:function")
-
-
-@dataclass(frozen=True)
 class PPOData:
     """Prompts and the pretraining mix as streams, with the tokenizer that made them."""
 
@@ -232,36 +67,26 @@ class PPOData:
 
 
 @dataclass
-class PPOState:
-    """Everything that an iteration reads and changes.
+class SamplingState:
+    """What an iteration of sampling, scoring and learning reads and changes.
 
     Attributes:
-        policy, value: the engines of policy and value model.
-        reference: log-probabilities without gradients.
-        score: the reward model, on prompts and responses.
+        policy: its engine.
+        score: a judge of prompts and responses; not a number: could not judge.
         stop_ids: tokens that end a response.
-        kl: the controller of the KL penalty, its coefficient as `.coef`.
         start: the policy as it was loaded, for saving it, with its tokenizer.
-        normalizer: gives the scores mean 0 and deviation 1.
-        pretraining: update number -> micro-batches of this rank; None without a pretraining mix.
         metrics: what to log of prompts and responses, by name.
-        num_updates: minibatch updates taken so far.
         rollout_weights: how the policy's weights lie while it samples.
-        roles: the four networks, for what is said of their memory.
+        roles: the networks, for what is said of their memory.
         share_prompts: whether a prompt with several responses is computed once for all of them.
     """
 
     policy: Engine
-    value: Engine
-    reference: LogProbModel
+    _: KW_ONLY
     score: Scorer
     stop_ids: Sequence[int]
-    kl: AdaptiveKL | FixedKL
     start: Policy
-    normalizer: ScoreNormalizer = field(default_factory=ScoreNormalizer)
-    pretraining: Callable[[int], list[Batch]] | None = None
     metrics: dict[str, MetricFn] = field(default_factory=dict)
-    num_updates: int = 0
     rollout_weights: Literal["gathered", "sharded"] = "gathered"
     roles: Sequence[Role] = ()
     share_prompts: Sharing = False
@@ -269,12 +94,38 @@ class PPOState:
     @property
     def engines(self) -> list[Engine]:
         """The engines that train."""
-        return [self.policy, self.value]
+        return [self.policy]
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The processes that both engines share."""
+        """The processes that train together."""
         return self.policy.process_group
+
+
+@dataclass(kw_only=True)
+class PPOState(SamplingState):
+    """Everything that an iteration reads and changes.
+
+    Attributes:
+        value: the engine of the value model.
+        reference: log-probabilities without gradients.
+        kl: the controller of the KL penalty, its coefficient as `.coef`.
+        normalizer: gives the scores mean 0 and deviation 1.
+        pretraining: update number -> micro-batches of this rank; None without a pretraining mix.
+        num_updates: minibatch updates taken so far.
+    """
+
+    value: Engine
+    reference: LogProbModel
+    kl: AdaptiveKL | FixedKL
+    normalizer: ScoreNormalizer = field(default_factory=ScoreNormalizer)
+    pretraining: Callable[[int], list[Batch]] | None = None
+    num_updates: int = 0
+
+    @property
+    def engines(self) -> list[Engine]:
+        """The engines of policy and value model."""
+        return [self.policy, self.value]
 
 
 def read_data(config: PPOConfig, run: Run) -> PPOData:
