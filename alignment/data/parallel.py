@@ -1,5 +1,6 @@
 """A function over many inputs, in several processes, with results in order and few inputs in flight."""
 
+import gc
 import multiprocessing
 import os
 from collections import deque
@@ -52,6 +53,7 @@ def map_in_order(function: Callable[[Input], Result], inputs: Iterable[Input], p
 def _start(function: Callable[[Any], Any]) -> None:
     global _function
     _function = function
+    gc.freeze()  # what the parent had made is not looked at again, so its pages stay shared
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # its threads did not survive the fork, and every core has a process
 
 

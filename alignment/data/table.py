@@ -39,6 +39,9 @@ class TableWriter(Generic[Row]):
     """Writes the Arrow files of one table into a directory; `close` gives what its manifest must hold of them."""
 
     def __init__(self, directory: Path, codec: Codec[Row]):
+        import pyarrow as pa  # here, so that processes that are forked to make batches need not load it, each for itself
+
+        self._new_file = pa.ipc.new_file
         self.directory, self.codec = directory, codec
         self.names: dict[str, int] = {}
         self.files: list[dict[str, Any]] = []
@@ -50,13 +53,11 @@ class TableWriter(Generic[Row]):
         Args:
             names: the names that its column `name` counts into.
         """
-        import pyarrow as pa
-
         if not batch.num_rows:
             return
         if self._writer is None:
             self.files.append({"name": f"rows-{len(self.files):05}.arrow", "rows": []})
-            self._writer = pa.ipc.new_file(self.directory / self.files[-1]["name"], batch.schema)
+            self._writer = self._new_file(self.directory / self.files[-1]["name"], batch.schema)
         numbers = np.array([self.names.setdefault(name, len(self.names)) for name in names], np.int32)
         column = batch.schema.get_field_index("name")
         batch = batch.set_column(column, "name", _fixed(numbers[_numbers(batch.column(column))]))

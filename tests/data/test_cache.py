@@ -1,5 +1,6 @@
 """Prepared rows are kept under a key of all that they depend on, whole or not at all, and made by one process."""
 
+import gc
 import json
 import os
 import shutil
@@ -255,6 +256,32 @@ def test_several_processes_give_the_same_rows_in_the_same_order(cache, jsonl, bp
     configs = [DataConfig(path, on_bad_row="skip", processes=n, cache=str(tmp_path / str(n))) for n in (1, 2)]
     one, two = (table_of(config, bpe) for config in configs)
     assert not two.cached and list(one) == list(two) and one.tally == two.tally and one.tally.dropped
+
+
+def test_a_small_source_has_chunks_for_several_processes(cache, jsonl, bpe, monkeypatch):
+    monkeypatch.setattr(prepare_module, "LEAST_BYTES", 100)
+    monkeypatch.setattr(chunks, "FIRST_BYTES", 100)
+    table = table_of(DataConfig(jsonl(*ROWS * 4), processes=2), bpe)
+    [counts] = [file["rows"] for file in table.manifest["files"]]
+    assert sum(counts) == 160 and 28 <= len(counts) <= 33 and max(counts) <= 6
+
+
+def test_the_collector_of_cycles_rests_while_rows_are_prepared_and_is_as_it_was_afterwards(
+    cache, jsonl, bpe, monkeypatch
+):
+    seen = []
+    tokenize = prepare_module.TOKENIZE["demonstrations"]
+    monkeypatch.setitem(
+        prepare_module.TOKENIZE, "demonstrations", lambda *args: seen.append(gc.isenabled()) or tokenize(*args)
+    )
+    table_of(DataConfig(jsonl(*ROWS)), bpe)
+    assert seen == [False] and gc.isenabled()
+    with pytest.raises(UserError, match="bad row"):
+        table_of(DataConfig(jsonl({"prompt": "p", "completion": 1}, name="bad.jsonl")), bpe)
+    monkeypatch.setitem(prepare_module.TOKENIZE, "demonstrations", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        table_of(DataConfig(jsonl(*ROWS[:3])), bpe)
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("processes", [1, 2])

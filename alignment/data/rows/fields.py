@@ -58,7 +58,7 @@ def text_field(row: Columns, key: str, *, may_be_empty: bool = False) -> str:
         raise BadRow(key, f"must be text, is {type_name(value)}")
     if not value.strip() and not may_be_empty:
         raise BadRow(key, "is empty" if not value else "is only white space")
-    if HALF_PAIR.search(value):
+    if not value.isascii() and HALF_PAIR.search(value):
         raise BadRow(key, "holds half a surrogate pair, which is no text")
     return value
 

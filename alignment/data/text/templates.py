@@ -340,13 +340,12 @@ def pieces_of(tokenizer: Tokenizer, text: str, escaped: EscapedControlTokens, *,
 
 def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[list[int]]:
     """Ids of each piece; the tokenizer is called once for all pieces of one sort."""
-    ids: dict[Piece, list[int]] = {}
-    for control in (False, True):
-        for follows in (False, True):
-            wanted = list(dict.fromkeys(each for each in pieces if (each.control, each.follows) == (control, follows)))
-            made = encode(tokenizer, [each.text for each in wanted], control_tokens=control, follows=follows)
-            ids |= zip(wanted, made, strict=True)
-    return [ids[piece] for piece in pieces]
+    sorts: dict[tuple[bool, bool], dict[str, list[int]]] = {}
+    for piece in pieces:
+        sorts.setdefault((piece.control, piece.follows), {})[piece.text] = []
+    for (control, follows), ids in sorts.items():
+        ids.update(zip(ids, encode(tokenizer, list(ids), control_tokens=control, follows=follows), strict=True))
+    return [sorts[piece.control, piece.follows][piece.text] for piece in pieces]
 
 
 def unescape(text: str, escaped: EscapedControlTokens) -> str:
