@@ -13,6 +13,10 @@ _MODULES = {
     "load_tokenizer": "alignment.loading",
     "load_reward_model": "alignment.reward_model",
     "generate": "alignment.generation",
+    "sft": "alignment.pipeline.in_memory",
+    "reward": "alignment.pipeline.in_memory",
+    "dpo": "alignment.pipeline.in_memory",
+    "ppo": "alignment.pipeline.in_memory",
 }
 
 __all__ = sorted(_MODULES)
