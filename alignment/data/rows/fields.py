@@ -106,3 +106,27 @@ def list_field(row: Columns, key: str) -> list[Any]:
     if not value:
         raise BadRow(key, "is an empty list")
     return value
+
+
+def object_field(row: Columns, key: str) -> Columns:
+    """The object under `key`.
+
+    Raises:
+        BadRow: missing, or anything else.
+    """
+    value = row.get(key)
+    if not isinstance(value, dict):
+        raise BadRow(key, f"must be an object, is {type_name(value)}" if key in row else "missing")
+    return value
+
+
+def objects_field(row: Columns, key: str) -> list[Columns]:
+    """The list of objects under `key`; empty where it is missing or null.
+
+    Raises:
+        BadRow: anything else.
+    """
+    value = row.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
+        raise BadRow(key, "must be a list of objects", repr(value)[:40])
+    return value

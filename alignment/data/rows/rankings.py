@@ -7,7 +7,16 @@ Understood: `responses` with `ranking` (best first), `ranks` or `scores`; `gener
 from collections.abc import Callable, Iterator, Sequence
 from typing import cast
 
-from alignment.data.rows.fields import BadRow, EqualResponses, list_field, number_field, text_field, type_name
+from alignment.data.rows.fields import (
+    BadRow,
+    EqualResponses,
+    list_field,
+    number_field,
+    object_field,
+    objects_field,
+    text_field,
+    type_name,
+)
 from alignment.data.rows.formats import explicit_prompt, is_tie, parse_text_pair
 from alignment.data.rows.messages import reply_field
 from alignment.data.rows.records import Columns, Comparison, Messages, Ranking, Record, SkippedRow
@@ -193,10 +202,7 @@ def parse_tree(row: Columns, row_id: str) -> list[Record]:
 
     Deleted messages and replies without a rank are left out. The dialogue up to the prompt is the prompt.
     """
-    root = row["prompt"]
-    if not isinstance(root, dict):
-        raise BadRow("prompt", f"must be a tree of messages, is {type_name(root)}")
-    rankings: list[Record] = list(_ranked_replies(root, [], row_id))
+    rankings: list[Record] = list(_ranked_replies(object_field(row, "prompt"), [], row_id))
     if not rankings:
         raise SkippedRow(NO_RANKED_REPLIES)
     return rankings
@@ -208,7 +214,7 @@ def _ranked_replies(node: Columns, before: Messages, row_id: str, way: tuple[int
     if not isinstance(role, str) or role not in TREE_ROLES:
         raise BadRow("prompt", "unknown role in the tree", f"{role!r}; known: {', '.join(TREE_ROLES)}")
     dialogue = [*before, {"role": TREE_ROLES[role], "content": text_field(node, "text")}]
-    replies = [reply for reply in cast("list[Columns]", node.get("replies") or []) if not reply.get("deleted")]
+    replies = [reply for reply in objects_field(node, "replies") if not reply.get("deleted")]
     ranked = [reply for reply in replies if reply.get("rank") is not None]
     if TREE_ROLES[role] == "user" and len(ranked) > 1:
         ranks = dense_ranks([_number(reply["rank"], "prompt") for reply in ranked])

@@ -4,9 +4,17 @@ Understood: trl's stepwise supervision (`prompt`, `completions`, `labels`), PRM8
 """
 
 from collections.abc import Iterator, Sequence
-from typing import cast
 
-from alignment.data.rows.fields import BadRow, flag_field, list_field, number_field, text_field, type_name
+from alignment.data.rows.fields import (
+    BadRow,
+    flag_field,
+    list_field,
+    number_field,
+    object_field,
+    objects_field,
+    text_field,
+    type_name,
+)
 from alignment.data.rows.messages import prompt_field
 from alignment.data.rows.records import Columns, Record, SkippedRow, Steps
 
@@ -31,10 +39,8 @@ def parse_prm800k(row: Columns, row_id: str) -> list[Record]:
 
     Source: Lightman et al. 2023, arXiv:2305.20050; they score neutral steps as right.
     """
-    question, label = row["question"], row["label"]
-    if not isinstance(question, dict) or not isinstance(label, dict):
-        raise BadRow("question", f"must be an object with a problem, is {type_name(question)}")
-    problem = text_field(question, "problem")
+    label = object_field(row, "label")
+    problem = text_field(object_field(row, "question"), "problem")
     rows: list[Record] = [
         Steps(problem, tuple(texts), tuple(labels), f"{row_id}[{number}]")
         for number, (texts, labels) in enumerate(_solutions(list_field(label, "steps")))
@@ -51,20 +57,23 @@ def _solutions(steps: Sequence[object]) -> Iterator[tuple[list[str], list[bool]]
     for step in steps:
         if not isinstance(step, dict):
             raise BadRow("label", f"a step must be an object, is {type_name(step)}")
-        rated = cast("list[Columns]", step.get("completions") or [])
-        chosen = step.get("chosen_completion")
-        for number, completion in enumerate(rated):
-            if number != chosen and completion.get("rating") is not None:
+        completions = enumerate(objects_field(step, "completions"))
+        rated: dict[float, Columns] = {number: each for number, each in completions if each.get("rating") is not None}
+        chosen = number_field(step, "chosen_completion")
+        for number, completion in rated.items():
+            if number != chosen:
                 yield [*texts, text_field(completion, "text")], [*labels, _is_right(completion)]
-        if chosen is not None and chosen < len(rated) and rated[chosen].get("rating") is not None:
+        if chosen in rated:
             texts.append(text_field(rated[chosen], "text"))
             labels.append(_is_right(rated[chosen]))
         elif step.get("human_completion"):
             human = step["human_completion"]
             texts.append(text_field(human if isinstance(human, dict) else {"text": human}, "text"))
             labels.append(True)
+        elif rated:
+            return  # the solution ends here; the rows of its last continuations hold the steps before
         else:
-            return  # the solution ends here; its continuations stand in the rows before
+            break
     if texts:
         yield texts, labels
 

@@ -224,6 +224,17 @@ def test_steps_of_prm800k(jsonl):
     assert (counts.rows, counts.noted) == (3, {EXPANDED: 1})
 
 
+def test_steps_before_one_that_nobody_rated_are_kept(jsonl):
+    """An annotator who gave up leaves a last step without a rating; those before it stand in no other row."""
+    steps = [{"completions": [{"text": text, "rating": 1}], "chosen_completion": 0} for text in ("a", "b")]
+    for last in (
+        {"completions": [], "chosen_completion": None},
+        {"completions": [{"text": "c"}], "chosen_completion": 0},
+    ):
+        path = jsonl({"question": {"problem": "p"}, "label": {"steps": [*steps, last]}})
+        assert [(row.steps, row.labels) for row in read_rows(path, "steps")[0]] == [(("a", "b"), (True, True))]
+
+
 def test_steps_of_math_shepherd(jsonl):
     text = "What is 1+1? Step 1: It is 2. {0}\nStep 2: So 3. {1}"
     row = {"input": text.format("ки", "ки"), "label": text.format("+", "-"), "task": "GSM8K"}
@@ -245,6 +256,11 @@ def test_steps_of_math_shepherd(jsonl):
             {"question": {"problem": "p"}, "label": {"steps": [{"completions": [{"text": "a", "rating": 3}]}]}},
             "label: the rating of a step must be -1, 0 or 1",
         ),
+        (
+            {"question": {"problem": "p"}, "label": {"steps": [{"completions": ["a"]}]}},
+            "completions: must be a list of obj",
+        ),
+        ({"question": "p", "label": {"steps": [1]}}, "question: must be an object, is text"),
     ],
 )
 def test_bad_steps(jsonl, row, message):
