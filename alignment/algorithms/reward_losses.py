@@ -180,8 +180,9 @@ def step_cost(scores: Tensor, batch: StepBatch, theta: Tensor | float, center_co
 
 def measure_steps(scores: Tensor, batch: StepBatch) -> Measured:
     """Accuracy and ties over steps, the share of steps that are labeled right, and the mean score."""
-    sums = step_metrics(scores, batch.labels) | {"score": scores.detach().float().sum()}
-    return Measured(sums, {}, ((scores.detach() > 0) == batch.labels).float())
+    scores = scores.detach()
+    sums = step_metrics(scores, batch.labels) | {"score": scores.float().sum()}
+    return Measured(sums, {}, torch.where(scores == 0, 0.5, ((scores > 0) == batch.labels).float()))
 
 
 def _groups(loss: Callable[..., Tensor], tokenize: Tokenize, encode: Tokenize) -> Objective:

@@ -67,8 +67,11 @@ def cpo_loss(policy_chosen: Tensor, policy_rejected: Tensor, *, beta: float, lab
 def log_one_minus_exp(x: Tensor) -> Tensor:
     """log(1 - exp(x)) for x < 0, exact at both ends: by log1p far from 0, by expm1 near it.
 
+    At x = 0, to which the log-probability of a certain token rounds, it is the lowest finite one, without a gradient.
+
     Source: Maechler 2012, "Accurately computing log(1 - exp(-|a|))".
     """
+    x = x.clamp(max=-torch.finfo(x.dtype).tiny)
     far = x < -LOG_TWO
     # Each branch sees a harmless number where the other one counts: gradients of both are formed.
     return torch.where(far, torch.log1p(-x.where(far, -1.0).exp()), (-x.where(~far, -LOG_TWO).expm1()).log())

@@ -38,7 +38,8 @@ def aot_paired_loss(
     """
     policy, reference = policy_chosen - policy_rejected, reference_chosen - reference_rejected
     all_policy, all_reference = values_of_all or (policy.detach(), reference)
-    return smoothed_loss(beta * (policy - partners(policy, all_policy, all_reference)), beta, label_smoothing)
+    others, shares = partners(policy, all_policy, all_reference)
+    return (shares * smoothed_loss(beta * (policy - others), beta, label_smoothing)).sum(0)
 
 
 def aot_unpaired_loss(
@@ -70,18 +71,29 @@ def aot_unpaired_loss(
     """
     chosen, rejected = policy_chosen - reference_chosen, policy_rejected - reference_rejected
     all_chosen, all_rejected = values_of_all or (chosen.detach(), rejected.detach())
-    of_chosen = smoothed_loss(beta * (chosen - partners(chosen, all_chosen, all_rejected)), beta, label_smoothing)
-    of_rejected = smoothed_loss(beta * (partners(rejected, all_rejected, all_chosen) - rejected), beta, label_smoothing)
+    others, shares = partners(chosen, all_chosen, all_rejected)
+    of_chosen = (shares * smoothed_loss(beta * (chosen - others), beta, label_smoothing)).sum(0)
+    others, shares = partners(rejected, all_rejected, all_chosen)
+    of_rejected = (shares * smoothed_loss(beta * (others - rejected), beta, label_smoothing)).sum(0)
     return of_chosen + of_rejected - of_rejected.detach()  # the same sum twice, for the other side's gradient
 
 
-def partners(values: Tensor, among: Tensor, others: Tensor) -> Tensor:
+def partners(values: Tensor, among: Tensor, others: Tensor) -> tuple[Tensor, Tensor]:
     """For each value that is the k-th smallest of `among`, the k-th smallest of `others`; without gradient.
+
+    Values that are equal, of which T is the largest number, stand at several places: each has the others of all these
+    places, in equal shares.
 
     Args:
         values: [B].
         among: all values of their kind, [n].
         others: [n].
+
+    Returns:
+        The others and their shares, which add up to 1, [T, B] each.
     """
-    ranks = torch.searchsorted(among.detach().sort().values, values.detach())
-    return others.detach().sort().values[ranks.clamp(max=len(others) - 1)]
+    ordered, theirs, values = among.detach().sort().values, others.detach().sort().values, values.detach()
+    first = torch.searchsorted(ordered, values).clamp(max=len(theirs) - 1)
+    number = (torch.searchsorted(ordered, values, right=True) - first).clamp(min=1)
+    place = torch.arange(int(number.max()), device=values.device)[:, None]
+    return theirs[(first + place).clamp(max=len(theirs) - 1)], (place < number) / number

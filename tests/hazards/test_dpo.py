@@ -2,12 +2,14 @@
 
 import dataclasses
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
+from alignment.algorithms.dpo.responses import ResponseLogProbs, desirability_metrics
 from alignment.algorithms.dpo.updates import PreferenceUpdates, mismatched_rows
 from alignment.data.batches import collate_labeled, collate_pairs
 from alignment.data.config import DataConfig
@@ -32,6 +34,15 @@ def test_H39_sums_and_means_by_name():
     assert_close(dpo_loss(*columns, beta=0.2), torch.tensor([0.455492]), atol=1e-6, rtol=0)
     assert_close(dpo_loss(*columns, beta=0.2, label_smoothing=0.15), torch.tensor([0.537992]), atol=1e-6, rtol=0)
     assert {name for name, spec in LOSSES.items() if spec.means} == {"sigmoid_norm", "ipo", "simpo", "orpo"}
+
+
+def test_h26_rewards_at_the_reference_point_count_half():
+    # As all of them do before the first update; otherwise the accuracy of KTO would begin at the share of undesirable rows.
+    [loss] = DPOConfig("p", DataConfig(train="t"), "o", loss="kto").losses
+    policy, labels = torch.tensor([-3.0, -3.0, -2.0, -5.0]), torch.tensor([True, False, False, False])
+    responses = ResponseLogProbs(policy, torch.tensor([-3.5, -3.5, -3.0, -5.0]), torch.ones(4))
+    measured = desirability_metrics(responses, SimpleNamespace(desirable=labels), loss, torch.tensor(0.5))
+    assert measured.accuracy.tolist() == [0.5, 0.5, 0.0, 1.0] and measured.sums["accuracy"].item() == 2.0
 
 
 def rows_of(count: int) -> list[LabeledExample]:

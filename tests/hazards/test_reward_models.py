@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.testing import assert_close
 
 from alignment.algorithms.policies import load_value_model
 from alignment.algorithms.reward import EnsembleConfig, NormalizeConfig, reward_loss_fn
+from alignment.algorithms.reward_losses import measure_steps
 from alignment.data.batches import collate_pairs
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example, PairExample
@@ -263,6 +265,13 @@ def test_h26_ties_count_half_among_ranked_responses():
     scores, ranks = torch.tensor([[1.0, 1.0, 0.0]]), torch.tensor([[0, 1, 2]])
     found = ordered_pair_metrics(scores, ranks, torch.ones(1, 3, dtype=torch.bool))
     assert (found["accuracy"][0].item(), found["accuracy"][1].item()) == (2.5, 3.0)
+
+
+def test_h26_ties_count_half_among_steps_also_for_each_source():
+    scores, labels = torch.tensor([0.0, 0.0, 2.0, -1.0]), torch.tensor([True, False, False, False])
+    measured = measure_steps(scores, SimpleNamespace(labels=labels))
+    assert measured.accuracy.tolist() == [0.5, 0.5, 0.0, 1.0]
+    assert (measured.sums["accuracy"].item(), measured.sums["ties"].item()) == (2.0, 2.0)
 
 
 def test_an_ensemble_of_one_is_refused():

@@ -150,6 +150,14 @@ def test_orpo_is_finite_at_both_ends_of_probability():
     assert_close(log_one_minus_exp(means.detach()), exact, atol=1e-5, rtol=0)
 
 
+def test_orpo_of_a_certain_response_is_finite():
+    # A template's one-token answer can have p = 1 in float32, so that log p is 0 and the odds have no bound.
+    means = torch.tensor([0.0, -1.0], requires_grad=True), torch.tensor([-1.0, 0.0], requires_grad=True)
+    cost = orpo_loss(*means)
+    assert torch.isfinite(cost).all() and cost[0] < 1e-6 < 80 < cost[1]
+    assert all(torch.isfinite(slopes).all() for slopes in torch.autograd.grad(cost.sum(), means))
+
+
 def test_cpo_is_worked_by_hand():
     # 0.1 * (-20 + 23) = 0.3; softplus(-0.3) and with flips of 0.1 0.9 * 0.554355 + 0.1 * 0.854355
     chosen, rejected = torch.tensor([-20.0]), torch.tensor([-23.0])
@@ -178,7 +186,30 @@ def test_aot_pairs_the_quantiles():
     assert_close(cost, torch.full((3,), softplus(-0.5)))
     # chosen log-ratios 3, 1, 2, rejected ones 0.5, 2.5, 1.5: the same leads
     assert_close(aot_unpaired_loss(policy, reference, zero, zero, beta=1.0), cost)
-    assert partners(policy, policy, reference).tolist() == [2.5, 0.5, 1.5]
+    others, shares = partners(policy, policy, reference)
+    assert others.tolist() == [[2.5, 0.5, 1.5]] and shares.tolist() == [[1.0, 1.0, 1.0]]
+
+
+def test_aot_of_equal_values_is_that_of_the_sorted_form():
+    # A row that is in the batch twice: policy margins 1, 1, 2 and reference margins 5, 5, 0.1 -> leads 0.9, -4, -3
+    policy, reference, zero = torch.tensor([1.0, 1.0, 2.0]), torch.tensor([5.0, 5.0, 0.1]), torch.zeros(3)
+    whole = aot_paired_loss(policy, zero, reference, zero, beta=1.0)
+    assert_close(whole, torch.tensor([(softplus(-0.9) + softplus(4.0)) / 2] * 2 + [softplus(3.0)]))
+    values = policy, reference
+    parts = [
+        aot_paired_loss(policy[i:][:1], zero[:1], reference[i:][:1], zero[:1], beta=1.0, values_of_all=values)
+        for i in range(3)
+    ]
+    assert_close(torch.cat(parts), whole)
+    generator = torch.Generator().manual_seed(3)
+    columns = [torch.randn(5, generator=generator)[[0, 1, 1, 2, 2, 2, 3, 4]].requires_grad_() for _ in range(4)]
+    chosen, rejected = columns[0] - columns[2], columns[1] - columns[3]
+    direct = torch.nn.functional.softplus(-0.7 * (chosen.sort().values - rejected.sort().values)).sum()
+    ours = aot_unpaired_loss(*columns, beta=0.7).sum()
+    assert_close(ours, direct)
+    for one, other in zip(*(torch.autograd.grad(total, columns[:2]) for total in (ours, direct)), strict=True):
+        assert_close(one.sum(), other.sum())
+        assert_close(one[1], one[2])  # what is equal is moved alike
 
 
 @pytest.mark.parametrize("loss", [aot_paired_loss, aot_unpaired_loss])

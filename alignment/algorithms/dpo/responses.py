@@ -140,16 +140,18 @@ def desirability_metrics(
 ) -> WatchedMetrics:
     """Sums over responses, and means over the desirable ones (as chosen_...) and the others (as rejected_...).
 
-    A response counts as judged right where its reward lies on the side of the reference point that its label says.
+    A response counts as judged right where its reward lies on the side of the reference point that its label says; half
+    where it is that point, as all are before the first update.
     """
     rewards, desirable = responses.rewards(loss), batch.desirable
     point = 0.0 if kl is None else kl
-    right = (rewards > loss.beta * point) == desirable
-    metrics = {"accuracy": right.float().sum()}
+    gain = rewards - loss.beta * point
+    right = torch.where(gain == 0, 0.5, ((gain > 0) == desirable).float())
+    metrics = {"accuracy": right.sum()}
     if loss.spec.batch_input == "kl":
         metrics["kl"] = torch.as_tensor(point, device=rewards.device) * len(rewards)
     means = split_means({"reward": rewards, **log_probs_and_changes(responses)}, desirable, ~desirable)
-    return WatchedMetrics(metrics, means, right.float())
+    return WatchedMetrics(metrics, means, right)
 
 
 def ranking_metrics(

@@ -212,7 +212,18 @@ def choose_row_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[s
 
 def _check_columns(name: str, kind: Kind, columns: dict[str, str], found: list[str]) -> None:
     known = {key for row_format in ROW_FORMATS[kind] for key in row_format.columns}
-    known |= {"input", "margin", "prompt", "instruction", "system", "votes", "agreement", "annotator"}
+    known |= {
+        "input",
+        "margin",
+        "prompt",
+        "instruction",
+        "system",
+        "history",
+        "tools",
+        "votes",
+        "agreement",
+        "annotator",
+    }
     problems = []
     for ours, theirs in columns.items():
         if ours not in known:

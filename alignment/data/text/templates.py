@@ -302,7 +302,7 @@ def lost_contents(tokenizer: Tokenizer, messages: Messages, tools: Tools | None,
         if isinstance(name, str) and not is_written(name, text):
             return UserError(
                 f"{name_of(tokenizer)} leaves out the definition of tool {name!r}; take a chat_template that renders "
-                "tools, or leave the column out: data.columns.tools"
+                "tools, or leave the column out of the rows"
             )
     return None
 

@@ -305,6 +305,16 @@ def test_ties_are_counted_or_told(jsonl):
         read_rows(path, "comparisons", skip_ties=False)
 
 
+def test_columns_of_tools_and_history_are_renamed(jsonl):
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    path = jsonl(
+        {"messages": [{"role": "user", "content": "u"}, {"role": "assistant", "content": "a"}], "functions": tools}
+    )
+    assert read_one(path, "demonstrations", columns={"tools": "functions"}).tools == tools
+    path = jsonl({"instruction": "i", "output": "o", "turns": [["q", "a"]]})
+    assert len(read_one(path, "demonstrations", columns={"history": "turns"}).messages) == 4
+
+
 def test_wrong_columns_say_found_expected_and_how_to_map(jsonl):
     with pytest.raises(UserError) as caught:
         read_rows(jsonl({"question": "x", "answer": "y"}), "demonstrations")
