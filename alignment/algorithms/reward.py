@@ -1,6 +1,6 @@
 """Reward models, trained on pairs of responses, on K ranked ones, or on labeled steps; decoders and encoders."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,9 +16,16 @@ from alignment.algorithms.reward_networks import (
     save_reward_model,
     tie_parameter,
 )
-from alignment.algorithms.reward_reference import NormalizeConfig, measure_reference, reference_texts, write_reference
+from alignment.algorithms.reward_reference import (
+    NormalizeConfig,
+    measure_reference,
+    reference_rows,
+    reference_texts,
+    write_reference,
+)
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split, sources_of
 from alignment.data.config import DataConfig
+from alignment.data.examples import TokenizedRow
 from alignment.data.text.chat import stop_token_ids
 from alignment.loading import load_tokenizer
 from alignment.models.classifiers import SequenceClassifier
@@ -75,6 +82,8 @@ class RewardConfig:
             raise ValueError("center_coef holds scores of whole responses near 0; leave it out with loss=steps")
         if self.theta <= 1:
             raise ValueError(f"theta must be above 1, got {self.theta}: at 1 no two responses tie")
+        if self.theta != 2.0 and self.loss != "rao_kupper":
+            raise ValueError(f"theta goes with loss=rao_kupper; loss={self.loss} has none")
         if self.learn_theta and self.loss != "rao_kupper":
             raise ValueError(f"learn_theta goes with loss=rao_kupper; loss={self.loss} has no theta")
         if self.ensemble is not None and self.ensemble.kind == "adapters" and self.adapter is None:
@@ -102,6 +111,10 @@ def run(config: RewardConfig) -> Path:
         objective = OBJECTIVES[config.loss]
         preparation = objective.preparation_for(config.policy)
         train, held_out = read_split(config.data, objective.kind, tokenizer, run, preparation=preparation)
+        reference: Sequence[TokenizedRow] = ()
+        if config.normalize is not None:
+            rows, length = held_out or train, config.data.max_length
+            reference = reference_rows(config.normalize, config.policy, rows, tokenizer, max_length=length)
         reward_model = load_reward_start(
             config.policy, config.adapter, tokenizer, config.output, weights=config.weights, ensemble=config.ensemble
         )
@@ -110,8 +123,7 @@ def run(config: RewardConfig) -> Path:
             run.note(line)
         references = None
         if config.normalize is not None:
-            rows, length = held_out or train, config.data.max_length
-            references = reference_texts(config.normalize, config.policy, rows, tokenizer, max_length=length)
+            references = reference_texts(config.normalize, config.policy, reference, tokenizer)
         theta = tie_parameter(reward_model.model, config.theta, learned=config.learn_theta)
         engine, stream = prepare_training(reward_model.model.train(), config, train, run)
         note_memory(run, [Role("reward model", engine.backend.unwrapped, engine)])

@@ -12,6 +12,7 @@ from alignment.algorithms.policies import Policy
 from alignment.data.examples import TokenizedRow
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
+from alignment.loading import architecture_of
 from alignment.models.classifiers import SequenceClassifier
 from alignment.reward_model.calibration import Calibration, fit_calibration
 from alignment.reward_model.canaries import Canaries, canary_ids, weights_precision
@@ -50,10 +51,10 @@ class NormalizeConfig:
             )
 
 
-def reference_texts(
+def reference_rows(
     config: NormalizeConfig, policy: str, rows: Sequence[TokenizedRow], tokenizer: Tokenizer, *, max_length: int
-) -> tuple[list[Encoded], str]:
-    """The reference samples as the reward model reads them, and what they are in words.
+) -> Sequence[TokenizedRow]:
+    """What the reference samples will be made of, prompts or rows; no network is loaded.
 
     Args:
         config: which samples.
@@ -63,18 +64,28 @@ def reference_texts(
         max_length: of prompts, in tokens.
 
     Raises:
-        UserError: bad prompts, or fewer than two samples.
+        UserError: bad prompts, a policy that cannot answer them, or fewer than two samples.
     """
     if config.responses == "sampled":
-        texts, of = _sampled(config, policy, tokenizer, max_length), f"{policy}'s own responses to {config.prompts}"
+        found, count = _prompts(config, policy, tokenizer, max_length), 1
     else:
-        # Every row of a long data set is not read: rows are spread evenly over it.
-        step = max(1, len(rows) // config.samples)
-        texts = [text for number in range(0, len(rows), step) for text in encoded_documents(rows[number])]
-        texts, of = texts[: config.samples], "responses of the rows"
-    if len(texts) < 2:
-        raise UserError(f"normalize: {len(texts)} reference sample(s); a deviation needs two")
-    return texts, of
+        # Not every row of a long data set is read, and those that are lie evenly over it: it may be sorted.
+        count = len(encoded_documents(rows[0]))
+        wanted = min(len(rows), -(-config.samples // count))
+        found = [rows[number * len(rows) // wanted] for number in range(wanted)]
+    if len(found) * count < 2:
+        raise UserError(f"normalize: {len(found) * count} reference sample(s); a deviation needs two")
+    return found
+
+
+def reference_texts(
+    config: NormalizeConfig, policy: str, rows: Sequence[TokenizedRow], tokenizer: Tokenizer
+) -> tuple[list[Encoded], str]:
+    """The reference samples as the reward model reads them, and what they are in words; `rows`: from `reference_rows`."""
+    if config.responses == "sampled":
+        return _sampled(config, policy, rows, tokenizer), f"{policy}'s own responses to {config.prompts}"
+    texts = [text for row in rows for text in encoded_documents(row)]
+    return texts[: config.samples], "responses of the rows"
 
 
 def encoded_documents(row: TokenizedRow) -> list[Encoded]:
@@ -85,17 +96,29 @@ def encoded_documents(row: TokenizedRow) -> list[Encoded]:
     return [Encoded(side.ids, [int(second) for second in side.mask]) for side in sides]
 
 
-def _sampled(config: NormalizeConfig, policy: str, tokenizer: Tokenizer, max_length: int) -> list[Encoded]:
-    """Prompts with the policy's responses to them."""
+def _prompts(config: NormalizeConfig, policy: str, tokenizer: Tokenizer, max_length: int) -> Sequence[TokenizedRow]:
+    """The prompts that the policy is to answer."""
     from alignment.data.config import DataConfig
     from alignment.data.prepare import prepare
+
+    if (architecture := architecture_of(policy)) != "decoder":
+        raise UserError(
+            f"normalize.responses=sampled: {policy} is an {architecture}, which answers no prompts; take "
+            "normalize.responses=given"
+        )
+    data = DataConfig(train=config.prompts or "", max_length=max_length, max_rows=config.samples)
+    return prepare(data, "prompts", tokenizer)[0]
+
+
+def _sampled(
+    config: NormalizeConfig, policy: str, prompts: Sequence[TokenizedRow], tokenizer: Tokenizer
+) -> list[Encoded]:
+    """Prompts with the policy's responses to them."""
     from alignment.data.text.chat import stop_token_ids
     from alignment.generation import SamplingConfig, decode_responses
     from alignment.loading import load_model
 
-    data = DataConfig(train=config.prompts or "", max_length=max_length, max_rows=config.samples)
-    prompts, _ = prepare(data, "prompts", tokenizer)
-    ids = [list(prompt.ids) for prompt in prompts]
+    ids = [list(document) for prompt in prompts for document in prompt.documents]
     sampling = SamplingConfig(config.max_new_tokens, config.temperature)
     responses = decode_responses(load_model(policy), ids, sampling, stop_ids=sorted(stop_token_ids(tokenizer)))
     whole = [[*prompt, *response] for prompt, response in zip(ids, responses.token_ids, strict=True)]

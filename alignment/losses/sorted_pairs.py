@@ -95,5 +95,5 @@ def partners(values: Tensor, among: Tensor, others: Tensor) -> tuple[Tensor, Ten
     ordered, theirs, values = among.detach().sort().values, others.detach().sort().values, values.detach()
     first = torch.searchsorted(ordered, values).clamp(max=len(theirs) - 1)
     number = (torch.searchsorted(ordered, values, right=True) - first).clamp(min=1)
-    place = torch.arange(int(number.max()), device=values.device)[:, None]
-    return theirs[(first + place).clamp(max=len(theirs) - 1)], (place < number) / number
+    step = torch.arange(int(number.max()), device=values.device)[:, None]
+    return theirs[(first + step).clamp(max=len(theirs) - 1)], (step < number) / number

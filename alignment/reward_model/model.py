@@ -140,7 +140,8 @@ class RewardModel:
             document: None: the probabilities of the steps; "min" or "product": of the whole response, a scalar.
 
         Raises:
-            UserError: the model is an encoder, or was trained with another loss.
+            UserError: the model is an encoder, or was trained with another loss; there are no steps, or more text than fits
+                into the model's positions, which would leave steps without a score.
 
         Source: Lightman et al. 2023, arXiv:2305.20050, section 2.6 (product), appendix F (minimum).
         """
@@ -153,8 +154,15 @@ class RewardModel:
             raise ValueError(f"document must be None, 'min' or 'product', got {document!r}")
         from alignment.data.tokenize import tokenize_steps
 
+        room = self.model.spec.max_positions - self.model.virtual_tokens()
         row = Steps(prompt, tuple(steps), (True,) * len(steps), "steps", separator)
-        [example], _ = tokenize_steps([row], self.tokenizer, self.model.spec.max_positions)
+        examples, counts = tokenize_steps([row], self.tokenizer, room)
+        if counts.lost or counts.cut:
+            raise UserError(
+                f"prompt and {len(steps)} step(s) have no score: there must be a step, and all of them must fit into the "
+                f"{room} tokens that the model reads at once"
+            )
+        [example] = examples
         batch = Ragged.build([example.ids])
         with torch.no_grad():
             values = self.model(batch=batch.to(next(self.model.parameters()).device)).values

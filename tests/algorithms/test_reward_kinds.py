@@ -278,6 +278,11 @@ def test_a_process_reward_model_learns_step_labels(checkpoints, make_stage, tmp_
     assert right.shape == (3,) and right[0] > 0.5 > right[1]
     assert_close(reward.score_steps("Describe the hotel.", texts, document="min"), right.min())
     assert_close(reward.score_steps("Describe the hotel.", texts, document="product"), right.prod())
+    for steps in ([], texts * 100):  # no step, and more than the model's positions hold
+        with pytest.raises(
+            UserError, match="have no score: there must be a step, and all of them must fit into the 320"
+        ):
+            reward.score_steps("Describe the hotel.", steps)
 
 
 def test_scores_of_steps_need_a_model_trained_on_steps(stage):
@@ -408,6 +413,7 @@ def test_what_an_encoder_cannot_learn_is_refused_before_its_weights_are_read(enc
     ("settings", "problem"),
     [
         ({"theta": 1.0}, "theta must be above 1"),
+        ({"theta": 3.0}, "theta goes with loss=rao_kupper; loss=bradley_terry has none"),
         ({"learn_theta": True}, "learn_theta goes with loss=rao_kupper"),
         ({"ensemble": EnsembleConfig(kind="adapters")}, "needs `adapter`"),
         ({"loss": "steps", "center_coef": 0.1}, "center_coef holds scores of whole responses"),

@@ -171,9 +171,8 @@ def test_h25_the_gain_and_bias_of_the_worked_numbers():
 
 
 def test_h25_saved_scores_have_mean_0_and_deviation_1_on_the_reference_samples(normalized, world):
-    rows = [json.loads(line) for line in Path(world["comparisons_heldout"]).read_text(encoding="utf-8").splitlines()][
-        :6
-    ]
+    lines = Path(world["comparisons_heldout"]).read_text(encoding="utf-8").splitlines()
+    rows = [json.loads(lines[number]) for number in (0, 1, 2, 4, 5, 6)]  # 12 responses, of rows evenly over all 8
     reward = load_reward_model(str(normalized))
     texts = [(row["prompt"], row[side]) for row in rows for side in ("chosen", "rejected")]
     scores = reward.score(texts)
@@ -213,6 +212,23 @@ def test_h25_responses_of_the_starting_policy_can_be_the_reference(make_stage, c
     run, config = make_stage("reward", checkpoints["llama"], tmp_path / "run", normalize=settings)
     saved = json.loads((run(config) / CALIBRATION).read_text())
     assert saved["samples"] == 8 and "own responses" in saved["of"]
+
+
+@pytest.mark.parametrize(("lines", "message"), [(0, "0 rows"), (1, "1 reference sample")])
+def test_h25_bad_prompts_are_told_before_any_weights_are_read(
+    lines, message, make_stage, checkpoints, world, tmp_path, monkeypatch
+):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(
+        "\n".join(Path(world["prompts"]).read_text(encoding="utf-8").splitlines()[:lines]), encoding="utf-8"
+    )
+    monkeypatch.setattr(
+        "alignment.algorithms.reward.load_reward_start", lambda *_, **__: pytest.fail("weights are read")
+    )
+    normalize = NormalizeConfig(responses="sampled", prompts=str(prompts))
+    run, config = make_stage("reward", checkpoints["llama"], tmp_path / "run", normalize=normalize)
+    with pytest.raises(UserError, match=message):
+        run(config)
 
 
 def test_h25_a_new_head_has_the_stated_deviation(write_checkpoint, tmp_path):

@@ -255,6 +255,8 @@ def choose_losses(
     for key in given:
         if not any(key in LOSSES[name].defaults for name in weights):
             _refuse_parameter(key, list(weights))
+    if divergence != "alpha" and alpha != 0.5:
+        raise ValueError(f"f_alpha goes with f_divergence=alpha; f_divergence={divergence} has none")
     if divergence != "reverse_kl":
         _require_difference(weights, divergence, alpha)
     chosen = []
