@@ -167,7 +167,8 @@ def check_rows(model: Module, examples: Sequence[Any], max_length: int, new_toke
     Raises:
         UserError: naming how many, the longest, and the way out.
     """
-    lengths = np.minimum(lengths_of(examples), max_length)
+    lengths = lengths_of(examples)
+    np.minimum(lengths, max_length, out=lengths)
     ways = f"lower data.max_length (it is {max_length})" + (" or max_new_tokens" if new_tokens else "")
     ways += ", or take a model with a longer context"
     check_row_lengths(model, lengths, lambda row: name_of_row(examples, row), ways, new_tokens)

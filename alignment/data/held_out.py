@@ -71,16 +71,30 @@ def view_of_part(rows: Rows, config: DataConfig, part: Part) -> Rows:
 
 
 def _view(table: Table[Row], share: float, part: Part) -> Table[Row]:
-    out = held_out(table.column("prompt_hash"), share)
-    evaluation = table.select(np.flatnonzero(out), key=hash_of([table.key, share, "evaluation"]))
+    evaluation = table.select(_rows_where(table, share, out=True), key=hash_of([table.key, share, "evaluation"]))
     rows = evaluation.distinct_rows()
     if part == "evaluation":  # what was dropped and cut, and what the checks found, is told of the training rows
-        counts = Tally(len(rows), len(rows), evaluation.documents, int(evaluation.totals.sum()))
+        counts = Tally(len(rows), len(rows), evaluation.documents, _tokens(evaluation))
         return evaluation.described(counts, [])
-    train = table.select(np.flatnonzero(~out), key=hash_of([table.key, share, "train"]))
+    train = table.select(_rows_where(table, share, out=False), key=hash_of([table.key, share, "train"]))
     counts = _without(table.tally, len(rows), [evaluation.row_id(int(row)) for row in rows[:SHOWN_IDS]])
-    counts.documents, counts.tokens = train.documents, int(train.totals.sum())
+    counts.documents, counts.tokens = train.documents, _tokens(train)
     return train.described(counts, table.findings)
+
+
+def _rows_where(table: Table[Row], share: float, *, out: bool) -> np.ndarray:
+    """Indices of the rows that are held out, or of those that are not, in 4 bytes each where these hold them, [rows]."""
+    dtype, start = np.int32 if len(table) < 2**31 else np.int64, 0
+    found = [np.empty(0, dtype)]
+    for hashes in table.column_batches("prompt_hash"):
+        found.append(np.flatnonzero(held_out(hashes, share) == out).astype(dtype) + dtype(start))
+        start += len(hashes)
+    return np.concatenate(found)
+
+
+def _tokens(table: Table[Row]) -> int:
+    """Tokens of all documents of the rows of a view."""
+    return sum(int(totals.sum()) for totals in table.column_batches("total"))
 
 
 def _without(counts: Tally, number: int, first: list[str]) -> Tally:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Row = TypeVar("Row", bound=TokenizedRow)
 
 FILE_BYTES = 2**31  # of one Arrow file; a table has as many as it takes
-ROWS_KEPT = 128  # decoded before mapped pages are given back; 64 KiB around each column of each row are mapped with it
+ROWS_KEPT = 32  # decoded before mapped pages are given back; the system maps up to 1 MiB with each row, in large pages
 # FILE:LINE, and what may follow: FILE:LINE[chosen], FILE:LINE[0>2]
 LAST_NUMBER = re.compile(r"(?s)(.*:)(0|[1-9]\d{0,17})(\D*|(?:\[[^\[\]:]*\])+)")
 COMMON = ("name", "line", "longest", "total", "prompt_hash")  # columns of every table, beside those of its codec
@@ -311,23 +311,28 @@ class Table(Sequence[Row]):
 
     def column(self, name: str) -> np.ndarray:
         """One column of single numbers as an array, [rows]; made anew at each call."""
-        parts = list(self.column_batches(name))
-        return np.concatenate(parts) if parts else np.empty(0, np.int64)
+        values, start = np.empty(0, np.int64), 0
+        for part in self.column_batches(name):
+            if not start:
+                values = np.empty(len(self), part.dtype)
+            values[start : start + len(part)] = part
+            start += len(part)
+        return values
 
     def column_batches(self, name: str) -> Iterator[np.ndarray]:
         """One column of single numbers, one array for each batch of rows as they lie on disk."""
         for batch, chosen in self._chosen():
             yield self._batches.column(batch, name)[chosen]
-        self._batches.release()
 
     def _chosen(self) -> Iterator[tuple[int, np.ndarray | slice]]:
-        """Each batch of rows on disk, and which of its rows belong to the table."""
+        """Each batch of rows on disk, whose pages are given back after it, and which of its rows belong to the table."""
         for batch, (start, stop) in enumerate(pairwise(self._starts)):
             if self._rows is None:
                 yield batch, slice(None)
             else:
                 first, last = np.searchsorted(self._rows, (start, stop))
                 yield batch, self._rows[first:last] - start
+            self._batches.release()
 
     def row_id(self, index: int) -> str:
         """Name of one row."""
@@ -349,7 +354,7 @@ class Table(Sequence[Row]):
             key: hex digest of all that the table was made of, and of the choice.
         """
         other = copy(self)
-        other._rows = rows.astype(np.int32 if self._starts[-1] < 2**31 else np.int64)
+        other._rows = rows.astype(np.int32 if self._starts[-1] < 2**31 else np.int64, copy=False)
         other.key = key
         return other
 

@@ -1,6 +1,7 @@
 """Tables give back the very examples that were written, whatever the kind, and columns without reading rows."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -189,10 +190,28 @@ def test_an_empty_table_has_no_rows(write):
     assert len(table) == 0 and list(table) == [] and table.lengths.tolist() == [] and not table
 
 
+def pages_mapped(table):
+    """KiB of the first file of a table that are mapped and in memory."""
+    maps = Path("/proc/self/smaps").read_text().split(str(table.directory / "rows-00000.arrow"))[1]
+    return int(maps.partition("Rss:")[2].split()[0])
+
+
 def test_reading_a_table_leaves_no_pages_mapped(write):
     rows = [document([line] * 500, [T] * 500, f"x:{line}") for line in range(4000)]
     table = write("text", rows)
     for index in np.random.default_rng(0).permutation(4000).tolist()[: 128 * 31]:
         assert table[index].ids == rows[index].ids
-    maps = Path("/proc/self/smaps").read_text().split(str(table.directory / "rows-00000.arrow"))[1]
-    assert int(maps.partition("Rss:")[2].split()[0]) < 64  # KiB, of the table's 8 MB
+    assert pages_mapped(table) < 64  # KiB, of the table's 8 MB
+
+
+def test_a_column_takes_its_own_bytes_and_leaves_no_pages_mapped(write):
+    rows = [document([3, 2], [F, T], f"x:{line}") for line in range(40_000)]
+    table = write("text", *(rows[start : start + 1000] for start in range(0, 40_000, 1000)))
+    table.column("line")  # opens the file
+    tracemalloc.start()
+    lengths = table.lengths
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert lengths.dtype == np.int32 and lengths.tolist() == [2] * 40_000 and peak < 1.3 * lengths.nbytes
+    assert pages_mapped(table) == 0
+    assert table.column("line").tolist() == list(range(40_000))
