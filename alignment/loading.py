@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from alignment.adapters.ensemble_files import read_members
-from alignment.adapters.peft_files import is_adapter, load_adapter, read_base, read_revision
+from alignment.adapters.files import is_adapter, read_base, read_members, read_revision
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.text.named_templates import with_chat_template
 from alignment.data.tokenizers.load import read_tokenizer_files
@@ -174,7 +173,7 @@ def load_model(
     model = load_language_model(base, torch_dtype(dtype), "cpu" if quantize else device)
     model = model if quantize is None else quantize_blocks(model, quantize).to(device)
     _warn_of_type(model)
-    return (load_adapter(model, directory) if is_adapter(directory) else model).eval()
+    return _with_adapter(model, directory).eval()
 
 
 def load_frozen_model(source: str, bases: SharedWeights, device: str | torch.device = "cpu") -> Any:
@@ -191,7 +190,16 @@ def load_frozen_model(source: str, bases: SharedWeights, device: str | torch.dev
     """
     directory = find_directory(source)
     base = bases.language_model(find_base(directory) if is_adapter(directory) else directory).to(device)
-    return (load_adapter(base, directory).requires_grad_(False) if is_adapter(directory) else base).eval()
+    return _with_adapter(base, directory).requires_grad_(False).eval()
+
+
+def _with_adapter(model: NativeModel | ExternalModel, directory: Path) -> NativeModel | ExternalModel:
+    """The model with the adapter of a directory, if that holds one."""
+    if not is_adapter(directory):
+        return model
+    from alignment.adapters.peft_files import load_adapter
+
+    return load_adapter(model, directory)
 
 
 def _warn_of_type(model: torch.nn.Module) -> None:

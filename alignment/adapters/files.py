@@ -1,17 +1,101 @@
-"""Parts of adapter directories that several kinds of adapter share."""
+"""What is known of a directory of adapters whatever their kind, and checks that the kinds share."""
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from alignment.errors import UserError
+from alignment.files import check_directory, read_json_object, write_json
+from alignment.models.safetensors_files import read_safetensors
 
 Spec = TypeVar("Spec")
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+MEMBERS = "ensemble.json"
 SPEC = "alignment_adapter.json"  # our own settings, in files that we write
+
+
+def is_adapter(directory: Path) -> bool:
+    """Whether a directory holds an adapter and not a model."""
+    return (Path(directory) / CONFIG).is_file()
+
+
+def is_scalar_adapter(directory: Path) -> bool:
+    """Whether an adapter is that of a reward model, which must contain a score head."""
+    return read_adapter_config(directory).get("task_type") == "SEQ_CLS"
+
+
+def score_rows(directory: Path) -> int:
+    """Outputs of the score head in an adapter of a reward model: 1, or one for each member of an ensemble."""
+    tensors = read_safetensors(Path(directory) / WEIGHTS) if (Path(directory) / WEIGHTS).is_file() else {}
+    return next((len(value) for name, value in tensors.items() if name.endswith("score.weight")), 1)
+
+
+def read_base(directory: Path) -> str:
+    """An adapter's base model: a local directory, relative to the adapter's own where it exists there, or a Hub name."""
+    base = read_adapter_config(directory).get("base_model_name_or_path")
+    if not base or not isinstance(base, str):
+        raise UserError(
+            f"{directory}/{CONFIG}: base_model_name_or_path is empty; write the base model's directory there"
+        )
+    local = Path(directory, base)
+    return str(local.resolve()) if local.is_dir() else base
+
+
+def read_revision(directory: Path) -> str | None:
+    """The base model's commit on the Hub; None for the newest or for a local directory."""
+    return read_adapter_config(directory).get("revision")
+
+
+def read_adapter_config(directory: Path) -> dict[str, Any]:
+    """The content of a directory's adapter_config.json.
+
+    Raises:
+        UserError: the file cannot be read, or asks to run code.
+    """
+    check_directory(Path(directory))
+    config = read_json_object(Path(directory) / CONFIG)
+    if "auto_map" in config:
+        raise UserError(f"{directory}/{CONFIG}: 'auto_map' asks to run code from the checkpoint, which is refused")
+    return config
+
+
+# Several adapters over one base, the members of an ensemble: a folder each and a list of them
+
+
+def member_folder(number: int) -> str:
+    """The folder of one member's adapter."""
+    return f"member_{number}"
+
+
+def write_members(directory: Path, count: int) -> None:
+    """Write the list of the members' folders, last of all files."""
+    write_json(directory / MEMBERS, {"members": [member_folder(number) for number in range(count)]})
+
+
+def read_members(directory: Path) -> list[Path] | None:
+    """The folders of an ensemble's members; None where the directory is no ensemble of adapters.
+
+    Raises:
+        UserError: the list is damaged, or a folder is missing.
+    """
+    path = directory / MEMBERS
+    if not path.is_file():
+        return None
+    names = read_json_object(path).get("members")
+    if not isinstance(names, list) or not names or names != [member_folder(number) for number in range(len(names))]:
+        raise UserError(
+            f"{path}: members must list {member_folder(0)}, {member_folder(1)}, ...; copy the run's file again"
+        )
+    missing = [name for name in names if not (directory / name).is_dir()]
+    if missing:
+        raise UserError(f"{directory}: members of the ensemble are missing: {', '.join(missing)}; copy the run again")
+    return [directory / name for name in names]
+
+
+# Checks that the kinds share
 
 
 def build_spec(kind: type[Spec], values: dict[str, object], where: str) -> Spec:

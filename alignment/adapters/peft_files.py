@@ -3,18 +3,17 @@
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from alignment.adapters.attach import Loaded, train_head
-from alignment.adapters.files import CONFIG, SPEC, WEIGHTS
+from alignment.adapters.files import CONFIG, SPEC, WEIGHTS, is_scalar_adapter, read_adapter_config
 from alignment.adapters.kinds import KINDS, AnyModel, kinds_attached
 from alignment.adapters.specs import AdapterSpec
 from alignment.errors import UserError, raise_all
-from alignment.files import check_directory, read_json_object, write_atomic, write_json
+from alignment.files import write_atomic, write_json
 from alignment.models.classifiers import ScalarModel, SequenceClassifier, TokenClassifier
 from alignment.models.encoder_decoder import Seq2SeqModel
 from alignment.models.external.models import (
@@ -27,45 +26,13 @@ from alignment.models.language_model import LanguageModel
 from alignment.models.safetensors_files import read_safetensors
 
 
-def is_adapter(directory: Path) -> bool:
-    """Whether a directory holds an adapter and not a model."""
-    return (Path(directory) / CONFIG).is_file()
-
-
-def is_scalar_adapter(directory: Path) -> bool:
-    """Whether an adapter is that of a reward model, which must contain a score head."""
-    return _read_config(directory).get("task_type") == "SEQ_CLS"
-
-
-def score_rows(directory: Path) -> int:
-    """Outputs of the score head in an adapter of a reward model: 1, or one for each member of an ensemble."""
-    tensors = read_safetensors(Path(directory) / WEIGHTS) if (Path(directory) / WEIGHTS).is_file() else {}
-    return next((len(value) for name, value in tensors.items() if name.endswith("score.weight")), 1)
-
-
-def read_base(directory: Path) -> str:
-    """An adapter's base model: a local directory, relative to the adapter's own where it exists there, or a Hub name."""
-    base = _read_config(directory).get("base_model_name_or_path")
-    if not base or not isinstance(base, str):
-        raise UserError(
-            f"{directory}/{CONFIG}: base_model_name_or_path is empty; write the base model's directory there"
-        )
-    local = Path(directory, base)
-    return str(local.resolve()) if local.is_dir() else base
-
-
-def read_revision(directory: Path) -> str | None:
-    """The base model's commit on the Hub; None for the newest or for a local directory."""
-    return _read_config(directory).get("revision")
-
-
 def read_spec(directory: Path) -> AdapterSpec:
     """The settings of a directory's adapter.
 
     Raises:
         UserError: the kind or an option of the adapter is not supported.
     """
-    config = _read_config(directory)
+    config = read_adapter_config(directory)
     return KINDS[_kind_of_file(config, directory)].read_spec(config, Path(directory))
 
 
@@ -197,11 +164,3 @@ def _task_type(model: AnyModel) -> str:
     if isinstance(model, TokenClassifier | ExternalClassifier):
         return {"tokens": "TOKEN_CLS", "span": "QUESTION_ANS", "sequence": "SEQ_CLS"}[model.task]
     return next((name for name, classes in types.items() if isinstance(model, classes)), "FEATURE_EXTRACTION")
-
-
-def _read_config(directory: Path) -> dict[str, Any]:
-    check_directory(Path(directory))
-    config = read_json_object(Path(directory) / CONFIG)
-    if "auto_map" in config:
-        raise UserError(f"{directory}/{CONFIG}: 'auto_map' asks to run code from the checkpoint, which is refused")
-    return config

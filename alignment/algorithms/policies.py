@@ -10,27 +10,15 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from alignment.adapters.attach import attach, disabled, merge_adapter
-from alignment.adapters.peft_files import (
-    adapter_state,
-    is_adapter,
-    is_scalar_adapter,
-    load_adapter,
-    read_base,
-    read_revision,
-    read_spec,
-    save_adapter,
-    score_rows,
-)
+from alignment.adapters.files import is_adapter, is_scalar_adapter, read_base, read_revision, score_rows
 from alignment.adapters.specs import UNMERGEABLE, AdapterSpec, DoRASpec, PromptSpec
-from alignment.adapters.stack import can_stack, keep_as_start
 from alignment.algorithms.memory_notes import Role
 from alignment.data.tokenizers.load import check_vocabulary, save_tokenizer
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory
 from alignment.loading import architecture_of, find_base, find_directory, load_frozen_model, set_special_tokens
-from alignment.losses import TokenLoss
+from alignment.losses.language import TokenLoss
 from alignment.models.external.models import ExternalModel
 from alignment.models.frozen_weights import store_frozen, train_in_float32
 from alignment.models.huggingface.checkpoint import (
@@ -213,9 +201,13 @@ def _load_start(
     start is merged into the weights, which are written to `output/base`; the new adapter's files name that as their base.
     """
     directory, device = find_directory(source), start_device(adapter, reader.weights)
-    if not is_adapter(directory):
-        if adapter is None:
-            return _checked(Policy(reader.own(directory, device=start_device()), tokenizer, source=source))
+    if adapter is None and not is_adapter(directory):
+        return _checked(Policy(reader.own(directory, device=start_device()), tokenizer, source=source))
+    from alignment.adapters.attach import attach, merge_adapter
+    from alignment.adapters.peft_files import load_adapter, read_spec
+    from alignment.adapters.stack import can_stack, keep_as_start
+
+    if adapter is not None and not is_adapter(directory):
         model, (base, revision) = reader.frozen(directory, device=device), _name_and_revision(source, directory)
     elif isinstance(earlier := read_spec(directory), UNMERGEABLE):
         if adapter not in (None, earlier):
@@ -248,6 +240,9 @@ def _checked(policy: Policy) -> Policy:
 
 def _merged_start(directory: Path, tokenizer: Tokenizer, output: str | None, reader: _Reader) -> Any:
     """A start with its adapter merged into weights of its own, which are written to `output/base`, then frozen."""
+    from alignment.adapters.attach import merge_adapter
+    from alignment.adapters.peft_files import load_adapter
+
     model = reader.own(find_base(directory), dtype=None)  # in the checkpoint's type
     model = merge_adapter(load_adapter(model, directory, with_head=reader.with_head))
     base = _base_folder(output)
@@ -318,6 +313,8 @@ class Reference:
         backend = self._engine.backend
         model, without_adapter = self.model, nullcontext()
         if model is None:
+            from alignment.adapters.attach import disabled
+
             assert isinstance(backend.unwrapped, NativeModel | ExternalModel)
             model, without_adapter = self._engine.model, disabled(backend.unwrapped)
         with torch.no_grad(), without_adapter, backend.autocast():
@@ -360,6 +357,8 @@ def save_policy(
     Args:
         extra_files: writes further files into the same directory.
     """
+    from alignment.adapters.peft_files import adapter_state, save_adapter
+
     model = engine.backend.unwrapped
     assert isinstance(model, NativeModel | ExternalModel)
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from alignment.adapters.peft_files import is_adapter
+from alignment.adapters.files import is_adapter
 from alignment.data.batches import PairBatch, RankedBatch, collate_pairs, collate_rankings, padded_groups
 from alignment.data.codecs import CODECS
 from alignment.data.encoder_inputs import encode_comparisons, encode_ordered_rankings, encode_rankings, with_segments

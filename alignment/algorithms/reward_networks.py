@@ -10,8 +10,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from alignment.adapters.ensemble_files import member_folder, write_members
-from alignment.adapters.peft_files import adapter_state, is_adapter, save_adapter
+from alignment.adapters.files import is_adapter, member_folder, write_members
 from alignment.adapters.specs import AdapterSpec, MergeableSpec
 from alignment.algorithms.policies import Policy, load_value_model, save_output, save_policy, start_device
 from alignment.data.tokenizers.load import check_vocabulary
@@ -147,6 +146,8 @@ def _save_ensemble(
     engine: Engine, policy: Policy, ensemble: AdapterEnsemble, output: str | Path, *, extra_files: WriteFiles
 ) -> Path:
     """The members as adapters in a folder each."""
+    from alignment.adapters.peft_files import adapter_state, save_adapter
+
     members = ensemble.models
     names = {f"members.{i}.{name}": i for i, member in enumerate(members) for name in adapter_state(member)}
 

@@ -19,7 +19,7 @@ from alignment.algorithms.samples import SamplesConfig, response_writer
 from alignment.data.batches import collate, collate_whole
 from alignment.data.config import DataConfig
 from alignment.loading import load_tokenizer
-from alignment.losses import TokenLoss
+from alignment.losses.language import TokenLoss
 from alignment.models.embedding_noise import add_embedding_noise
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig, check_weights

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from alignment.adapters import is_adapter, is_scalar_adapter
+from alignment.adapters.files import is_adapter, is_scalar_adapter
 from alignment.analysis.attention import attention_maps, encoder_decoder_attention_maps
 from alignment.analysis.page import Maps, write_attention_page
 from alignment.data.tokenizers.load import check_vocabulary

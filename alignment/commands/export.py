@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter, merge_adapter
-from alignment.adapters.ensemble_files import read_members
-from alignment.adapters.peft_files import score_rows
+from alignment.adapters.files import read_members, score_rows
 from alignment.data.text.named_templates import with_template_tokens
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.tokenizer import Tokenizer

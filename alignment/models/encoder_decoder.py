@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from alignment.errors import UserError
-from alignment.losses import chunked_token_log_probs
+from alignment.losses.language import chunked_token_log_probs
 from alignment.models.heads import ClassificationHead, VocabularyHead
 from alignment.models.init_weights import FanInInitSpec, InitSpec
 from alignment.models.layers.cross_attention import Source

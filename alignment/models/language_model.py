@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from alignment.losses import TokenLoss, chunked_token_log_probs
+from alignment.losses.language import TokenLoss, chunked_token_log_probs
 from alignment.models.heads import ClassificationHead, VocabularyHead
 from alignment.models.layers import ExpertsSpec
 from alignment.models.layers.experts import balance_loss, recorded_router_logits

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from alignment.algorithms.dpo.reference_cache import cached_reference
 from alignment.algorithms.dpo.responses import (
     ResponseLogProbs,
     WatchedMetrics,
@@ -80,6 +79,8 @@ def run(config: DPOConfig) -> Path:
         engine, stream = prepare_training(policy.model.eval(), config, train, run)
         reference = None
         if config.reference_log_probs == "cache":
+            from alignment.algorithms.dpo.reference_cache import cached_reference
+
             assert isinstance(stream, Stream | MixtureStream)  # streamed rows are refused with the config
             stream, held_out = cached_reference(config, policy, engine, stream, held_out, run=run)
         elif config.refers:

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar, cast, overload
 import numpy as np
 import torch
 
-from alignment.adapters.peft_files import is_adapter
+from alignment.adapters.files import is_adapter
 from alignment.algorithms.dpo.setup import DPOConfig
 from alignment.algorithms.policies import LogProbModel, Policy, reference_of, sequence_log_probs
 from alignment.data.batches import collate

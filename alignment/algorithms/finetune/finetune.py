@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from alignment.adapters import is_adapter
+from alignment.adapters.files import is_adapter
 from alignment.adapters.specs import MergeableSpec
 from alignment.algorithms.finetune.inputs import ENCODE, Format, choose_format, collate_for_task
 from alignment.algorithms.finetune.model import (

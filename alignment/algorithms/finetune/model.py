@@ -15,7 +15,7 @@ from alignment.adapters.attach import attach, merged_state
 from alignment.adapters.specs import MergeableSpec
 from alignment.algorithms.policies import start_device
 from alignment.data.tasks.rows import FinetuneTask
-from alignment.losses import chunked_token_log_probs
+from alignment.losses.language import chunked_token_log_probs
 from alignment.models.build import build_model
 from alignment.models.classifiers import SequenceClassifier, TokenClassifier, pooled
 from alignment.models.frozen_weights import store_frozen, train_in_float32

@@ -10,7 +10,7 @@ from alignment.algorithms.ppo.rollout import Rollout
 from alignment.algorithms.ppo.setup import MetricFn, PPOState
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.generation import response_text
-from alignment.losses import kl_estimates
+from alignment.losses.policy import kl_estimates
 from alignment.training.distributed import ProcessGroup
 
 

@@ -28,7 +28,7 @@ from alignment.algorithms.ppo.setup import (
 from alignment.algorithms.runs import open_run
 from alignment.data.examples import PromptExample
 from alignment.data.tokenizers.tokenizer import Tokenizer
-from alignment.losses import clipped_policy_loss, clipped_tokens, clipped_value_loss
+from alignment.losses.policy import clipped_policy_loss, clipped_tokens, clipped_value_loss
 from alignment.models.protocols import GenerativeModel, ScoringModel
 from alignment.training import LossFn, LossSum, Run, Term, ZeroWeightBatch
 from alignment.training.distributed import ProcessGroup

@@ -12,7 +12,7 @@ from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.setup import PPOConfig, PPOState, SamplingState
 from alignment.data.examples import PromptExample
 from alignment.generation import Responses, SamplingConfig, decode_responses
-from alignment.losses import gae, shape_rewards, whiten
+from alignment.losses.policy import gae, shape_rewards, whiten
 from alignment.models.protocols import GenerativeModel
 from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, fill_groups, group_by_length
 

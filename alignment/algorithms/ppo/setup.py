@@ -8,7 +8,7 @@ from typing import Literal, Protocol
 
 from torch import Tensor
 
-from alignment.adapters.ensemble_files import read_members
+from alignment.adapters.files import read_members
 from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.policies import LogProbModel, Policy, load_policy, load_value_model, reference_of
 from alignment.algorithms.ppo.config import METRICS, PPOConfig

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alignment.errors import UserError
-from alignment.losses import TokenLoss, entropy, regularized_token_loss, token_log_probs
+from alignment.losses.language import TokenLoss, entropy, regularized_token_loss, token_log_probs
 from alignment.models.activation_checkpointing import checkpoint_calls
 from alignment.models.compilation import compile_blocks
 from alignment.models.external.cache import (
