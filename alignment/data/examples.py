@@ -1,10 +1,34 @@
 """Examples: data rows as token sequences, as a model reads them. Records become examples in tokenize.py, batches in batches.py."""
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, overload
 
 from alignment.data.rows.records import Messages
+
+Row = TypeVar("Row")
+
+
+class RowSequence(Sequence[Row]):
+    """Rows that are made when they are asked for; a slice is a list of them."""
+
+    @abstractmethod
+    def row_at(self, index: int) -> Row:
+        """The row of an index, which counts from the end where it is negative.
+
+        Raises:
+            IndexError: there is no such row.
+        """
+
+    @overload
+    def __getitem__(self, index: int) -> Row: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Row]: ...
+    def __getitem__(self, index: int | slice) -> Row | list[Row]:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        return self.row_at(index)
 
 
 class TokenizedRow(Protocol):

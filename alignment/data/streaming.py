@@ -18,13 +18,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from itertools import accumulate, islice
-from typing import Any, Generic, TypedDict, TypeVar, cast, overload
+from typing import Any, Generic, TypedDict, TypeVar, cast
 
 import numpy as np
 
 from alignment.data.checks import Checks
 from alignment.data.config import DataConfig, SourceConfig
-from alignment.data.examples import TokenizedRow
+from alignment.data.examples import RowSequence, TokenizedRow
 from alignment.data.mixture import SourceChoices, mixing_shares, seed_of_source
 from alignment.data.prepare import (
     BATCH_ROWS,
@@ -71,7 +71,7 @@ class WindowStart:
 
 
 @dataclass(frozen=True)
-class Window(Sequence[Row]):
+class Window(RowSequence[Row]):
     """The examples of successive rows, in the order in which they are drawn.
 
     Attributes:
@@ -96,13 +96,7 @@ class Window(Sequence[Row]):
     def __len__(self) -> int:
         return len(self._order)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
+    def row_at(self, index: int) -> Row:
         number = int(self._order[index])
         batch = int(np.searchsorted(self._starts, number, "right")) - 1
         return self._decode[batch](number - self._starts[batch])

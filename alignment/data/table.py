@@ -13,12 +13,12 @@ from dataclasses import asdict
 from functools import reduce
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar, cast
 
 import numpy as np
 
 from alignment.data.codecs import Codec
-from alignment.data.examples import TokenizedRow
+from alignment.data.examples import RowSequence, TokenizedRow
 from alignment.data.rows.records import Tally
 from alignment.errors import raise_all
 from alignment.files import hash_of
@@ -231,7 +231,7 @@ COLUMNS: dict[str, tuple[Callable[[Any], "pa.Array"], Callable[["pa.Array"], Cal
 }
 
 
-class Table(Sequence[Row]):
+class Table(RowSequence[Row]):
     """Examples of one kind, read from disk when they are asked for; the same values at every call.
 
     Attributes:
@@ -271,13 +271,7 @@ class Table(Sequence[Row]):
     def __len__(self) -> int:
         return self._starts[-1] if self._rows is None else len(self._rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
+    def row_at(self, index: int) -> Row:
         batch, row = self._position(index)
         name, line, values = self._batches.open(batch)
         row_id = join_row_id(self._names[name[row]], line[row])
@@ -445,7 +439,7 @@ def _mapped(path: Path) -> mmap.mmap:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
-class JoinedTables(Sequence[Row]):
+class JoinedTables(RowSequence[Row]):
     """Several sequences of examples, tables or lists, one after another.
 
     Attributes:
@@ -461,13 +455,7 @@ class JoinedTables(Sequence[Row]):
     def __len__(self) -> int:
         return self._starts[-1]
 
-    @overload
-    def __getitem__(self, index: int) -> Row: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Row]: ...
-    def __getitem__(self, index: int | slice) -> Row | list[Row]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
+    def row_at(self, index: int) -> Row:
         number = index + len(self) if index < 0 else index
         table = self.source_of(number)
         return self.tables[table][number - self._starts[table]]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar, cast, overload
+from typing import Any, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from alignment.adapters.files import is_adapter
 from alignment.algorithms.dpo.setup import DPOConfig
 from alignment.algorithms.policies import LogProbModel, Policy, reference_of, sequence_log_probs
 from alignment.data.batches import collate
-from alignment.data.examples import Example, LabeledExample, PairExample, PreferenceExample, RankedExample
+from alignment.data.examples import Example, LabeledExample, PairExample, PreferenceExample, RankedExample, RowSequence
 from alignment.errors import UserError
 from alignment.files import hash_of, write_atomic
 from alignment.loading import find_base, find_directory
@@ -41,7 +41,7 @@ Collate = Callable[[Sequence[Any]], Sequence[Any]]
 
 
 @dataclass(frozen=True)
-class ReferencedRows(Sequence[Any]):
+class ReferencedRows(RowSequence[Any]):
     """Rows whose responses know their log-probability under the reference.
 
     Attributes:
@@ -57,13 +57,7 @@ class ReferencedRows(Sequence[Any]):
     def __len__(self) -> int:
         return len(self.rows)
 
-    @overload
-    def __getitem__(self, index: int) -> Any: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Any]: ...
-    def __getitem__(self, index: int | slice) -> Any:
-        if isinstance(index, slice):
-            return [self[number] for number in range(*index.indices(len(self)))]
+    def row_at(self, index: int) -> Any:
         number = range(len(self))[index]
         return with_reference(self.rows[number], self.values[self.starts[number] : self.starts[number + 1]])
 
