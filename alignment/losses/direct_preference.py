@@ -153,9 +153,8 @@ def bco_loss(
 
     Args:
         shift: the reward that counts as neither good nor bad, without gradient: the mean of the chosen and the rejected
-            responses' mean rewards. 0 (TRL's `bco_pair`) leaves it out. A run takes these means over the global batch of
-            the update; the paper and TRL's trainer of BCO keep a moving average over the updates so far. The batch's own
-            means follow rewards that change, need no state in checkpoints, and are noisier where batches are small.
+            responses' mean rewards. 0 (TRL's `bco_pair`) leaves it out. A run takes the mean over all updates so far, as
+            the paper's moving average and TRL's trainer of BCO do, and keeps it in its checkpoints.
 
     Source: Jung et al. 2024, arXiv:2404.04656 (their delta is shift).
     """

@@ -45,17 +45,21 @@ class RowStream(Protocol):
         ...
 
 
-@runtime_checkable
-class ResumableStream(RowStream, Protocol):
-    """A stream that reaches a batch in the middle sooner with a state: `data.streaming.StreamedOrder`."""
+class Resumable(Protocol):
+    """What remembers something from one update to the next."""
 
     def state(self) -> object:
-        """What the batch after the newest one needs, as JSON-like values; None: nothing."""
+        """What the next update needs, as JSON-like values; None: nothing."""
         ...
 
     def restore(self, state: object, /) -> None:
-        """Go on with the batch that followed when `state` was taken; None: with the first one."""
+        """Go on from what `state` returned; None: from the start."""
         ...
+
+
+@runtime_checkable
+class ResumableStream(RowStream, Resumable, Protocol):
+    """A stream that reaches a batch in the middle sooner with a state: `data.streaming.StreamedOrder`."""
 
 
 class Collate(Protocol):
@@ -77,6 +81,7 @@ def fit(
     evaluate: Callable[[], dict[str, float]] | None = None,
     save: Callable[[], object] | None = None,
     observe: Callable[[int], object] | None = None,
+    remembers: Resumable | None = None,
 ) -> None:
     """Train from the newest checkpoint, or from the start, to `engine.total_steps` or to an early stop.
 
@@ -93,6 +98,7 @@ def fit(
         save: writes the trained model, right after the last update (the best weights after the last evaluation): an error
             in the last evaluation does not lose it, and a signal that comes meanwhile waits for it.
         observe: called with the update's number at every evaluation, such as to write samples.
+        remembers: what `update` knows of the updates before, for checkpoints.
 
     Raises:
         NonFiniteError: a loss or gradient is not finite; the newest checkpoint is from before it.
@@ -103,11 +109,9 @@ def fit(
     if held_out and evaluate is None:
         evaluate = partial(held_out_metrics, engine, to_batches(held_out), loss_fn)
     result = Result(run, engine, training, save, evaluated=evaluate is not None)
-    state = go_on(result, stream, run, engine, training)
-    note_endless_warmup(run, engine)
-    group = engine.process_group
-    own_batches = partial(shard_rows, collate=to_batches, rank=group.rank, world_size=group.size)
-    take_update = update or (lambda _, rows: engine.update(Term(own_batches(rows), loss_fn)))
+    state = go_on(result, stream, run, engine, training, remembers=remembers)
+    own_share = partial(shard_rows, rank=engine.process_group.rank, world_size=engine.process_group.size)
+    take_update = update or (lambda _, rows: engine.update(Term(own_share(rows, to_batches), loss_fn)))
     if (last := result.last_step) == engine.step:  # a finished run again: its model may be gone
         result.write()
     for step in run.steps(engine.step, last):
@@ -127,25 +131,34 @@ def fit(
 
 
 def go_on(
-    result: Result, stream: RowStream, run: Run, engine: Engine, training: TrainingConfig
+    result: Result,
+    stream: RowStream,
+    run: Run,
+    engine: Engine,
+    training: TrainingConfig,
+    *,
+    remembers: Resumable | None = None,
 ) -> Callable[[], dict[str, Any]]:
-    """Let engine, result and stream go on from the run's newest checkpoint, where there is one.
+    """Let engine, result, stream and what else remembers go on from the run's newest checkpoint, where there is one.
 
     Returns:
-        A function that gives the state of result and stream for the next checkpoint.
+        A function that gives their state for the next checkpoint.
 
     Raises:
         UserError: as `load_run_state`; the stream's files are others.
     """
     saved = load_run_state(run, engine, training)
     result.restore(saved)
-    resumable = stream if isinstance(stream, ResumableStream) else None
-    if resumable is not None and saved is not None:
-        resumable.restore(saved.get("stream"))
+    parts: dict[str, Resumable | None] = {"stream": stream if isinstance(stream, ResumableStream) else None}
+    parts["updates"] = remembers
+    for name, part in parts.items():
+        if part is not None and saved is not None:
+            part.restore(saved.get(name))
+    note_endless_warmup(run, engine)
 
     def state() -> dict[str, Any]:
-        position = None if resumable is None else resumable.state()
-        return result.state() | ({} if position is None else {"stream": position})
+        states = {name: part.state() for name, part in parts.items() if part is not None}
+        return result.state() | {name: known for name, known in states.items() if known is not None}
 
     return state
 

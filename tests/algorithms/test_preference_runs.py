@@ -216,14 +216,17 @@ def test_too_long_demonstrations_are_measured_by_their_own_length(world, stage, 
         run(config)
 
 
+@pytest.mark.parametrize("loss", ["sigmoid", "bco"])
 def test_a_run_with_demonstrations_resumes_as_if_it_had_not_stopped(
-    world, stage, make_stage, tmp_path, read_metrics, monkeypatch
+    loss, world, stage, make_stage, tmp_path, read_metrics, monkeypatch
 ):
+    """Its second stream of rows goes on, and so does BCO's mean over the updates before."""
+
     def make(output):
         sft = DataConfig(train=world["demonstrations"], max_length=256)
         training = TrainingConfig(batch_size=8, epochs=2)
-        policy = str(stage("sft") / "model")
-        return make_stage("dpo", policy, output, sft=sft, sft_coef=0.5, sft_batch_size=5, training=training)
+        policy, settings = str(stage("sft") / "model"), {"loss": loss, "beta": 2.0, "sft_coef": 0.5}
+        return make_stage("dpo", policy, output, sft=sft, sft_batch_size=5, training=training, **settings)
 
     run, config = make(tmp_path / "whole")
     whole = load_file(run(config) / "model.safetensors")

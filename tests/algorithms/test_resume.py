@@ -40,7 +40,12 @@ def changes(stage, world):
             "reward_model": reward_model,
             "adapter": LoRASpec(rank=2),
         },
-        "online_dpo": {"training": TrainingConfig(batch_size=8, max_steps=4), "judge": JUDGE},
+        "online_dpo": {
+            "training": TrainingConfig(batch_size=8, max_steps=4),
+            "judge": JUDGE,
+            "loss": "bco",
+            "beta": 2.0,
+        },
         "online_dpo LoRA": {
             "training": TrainingConfig(batch_size=8, max_steps=4),
             "reward_model": reward_model,

@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
 from alignment.algorithms.dpo.responses import ResponseLogProbs, desirability_metrics
-from alignment.algorithms.dpo.updates import PreferenceUpdates, mismatched_rows
+from alignment.algorithms.dpo.updates import GlobalInputs, PreferenceUpdates, RewardShift, mismatched_rows
 from alignment.data.batches import collate_labeled, collate_pairs
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example, LabeledExample, PairExample
@@ -84,6 +84,26 @@ def one_update(name: str, tokens: int):
         collate=lambda rows: collate(rows, tokens), mismatch=lambda rows: mismatched_rows(rows, 32, None), imitates=True,
     )  # fmt: skip
     return updates.update(0, rows)
+
+
+def test_bcos_shift_is_the_mean_over_all_updates_so_far():
+    """Three pairs with log-ratios of mean 1, then one with mean 5: the shift is 1, then (3 * 1 + 5) / 4 = 2, times beta."""
+    [loss] = DPOConfig(policy="p", data=DataConfig(train="t"), output="o", loss="bco", beta=0.3).losses
+    first = torch.tensor([[-2.0, -4.0, -4.0, -4.0]] * 3)
+    second = torch.tensor([[-2.0, -1.0, -8.0, -5.0]])
+    shift, found = RewardShift(), []
+    for pairs in (first, second):
+        shift.add(pairs)
+        found.append(GlobalInputs(pairs=pairs, shift=shift.mean).keywords(loss)["shift"])
+    assert found == pytest.approx([0.3, 0.6])
+    columns = list(second.T)
+    cost = loss.spec.function(*columns, beta=0.3, shift=found[1])  # rewards 1.8 and 1.2
+    assert_close(
+        cost,
+        torch.nn.functional.softplus(torch.tensor([0.6 - 1.8]))
+        + torch.nn.functional.softplus(torch.tensor([1.2 - 0.6])),
+    )
+    assert GlobalInputs().keywords(loss) == {"shift": 0.0}
 
 
 @pytest.mark.parametrize("name", ["kto", "aot", "aot_unpaired", "bco", "ipo", "orpo"])

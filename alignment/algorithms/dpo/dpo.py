@@ -109,6 +109,7 @@ def run(config: DPOConfig) -> Path:
             update=updates.update,
             evaluate=partial(updates.evaluate, held_out, updates.collate(held_out)) if held_out else None,
             save=partial(save_policy, engine, policy, run.output, max_shard_size=config.training.max_shard_size),
+            remembers=updates,
         )  # fmt: skip
         for line in notes_of(read_metrics(run.output / "metrics.jsonl")) if run.is_main else ():
             run.note(line)

@@ -1,11 +1,11 @@
 """One update of DPO's family: what its losses take of the whole global batch is computed first, without gradient.
 
-KTO's reference point, AOT's order and BCO's shift belong to the global batch: they are computed over all its rows and all
-ranks, so that neither micro-batches nor the number of ranks change the loss.
+KTO's reference point and AOT's order belong to the global batch, BCO's shift to all of them so far: they are computed over
+all rows and all ranks, so that neither micro-batches nor the number of ranks change the loss.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -43,30 +43,57 @@ class GlobalInputs:
     Attributes:
         kl: KTO's reference point, nats, a scalar; None: 0.
         pairs: log-probabilities of all pairs, columns of the chosen and the rejected ones under the policy, then under the
-            reference, nats, [n, 4]; None: AOT sorts the micro-batch alone, and BCO's shift is 0.
+            reference, nats, [n, 4]; None: AOT sorts the micro-batch alone.
+        shift: BCO's shift before it is multiplied by beta, nats; None: 0.
         mean_tokens: tokens of preferred responses for each row, a scalar; None: those of the micro-batch itself.
     """
 
     kl: Tensor | None = None
     pairs: Tensor | None = None
+    shift: float | None = None
     mean_tokens: Tensor | None = None
 
     def keywords(self, loss: WeightedLoss) -> dict[str, Any]:
         """The arguments of a loss's function."""
         if loss.spec.batch_input == "kl":
             return {"kl": 0.0 if self.kl is None else self.kl}
+        if loss.spec.batch_input == "shift":
+            return {"shift": 0.0 if self.shift is None else loss.beta * self.shift}
         if loss.spec.batch_input is None or self.pairs is None:
             return {}
         policy_chosen, policy_rejected, reference_chosen, reference_rejected = self.pairs.unbind(1)
         chosen, rejected = policy_chosen - reference_chosen, policy_rejected - reference_rejected
-        if loss.spec.batch_input == "shift":
-            return {"shift": loss.beta * (chosen.mean() + rejected.mean()) / 2}
         if loss.spec.batch_input == "unpaired_values":
             return {"values_of_all": (chosen, rejected)}
         return {"values_of_all": (policy_chosen - policy_rejected, reference_chosen - reference_rejected)}
 
 
 ALONE = GlobalInputs()  # a micro-batch that is the whole batch
+
+
+class RewardShift:
+    """The mean log-ratio of the chosen and the rejected responses of all updates so far: BCO's shift over beta, nats.
+
+    Attributes:
+        mean: of the log-ratios, nats; 0 before the first update.
+        pairs: whose log-ratios they are.
+
+    Source: Jung et al. 2024, arXiv:2404.04656 (a moving average).
+    """
+
+    def __init__(self) -> None:
+        self.mean, self.pairs = 0.0, 0
+
+    def add(self, pairs: Tensor) -> None:
+        """Take in the pairs of an update, [n, 4] as in `GlobalInputs`."""
+        self.pairs += len(pairs)
+        self.mean += (mean_log_ratio(pairs) - self.mean) * len(pairs) / self.pairs
+
+
+def mean_log_ratio(pairs: Tensor) -> float:
+    """Mean of the log-ratios of both sides of some pairs, [n, 4] as in `GlobalInputs`; nats."""
+    policy, reference = pairs.double().split(2, dim=1)
+    return float((policy - reference).mean())
 
 
 class PreferenceLossFn(Protocol):
@@ -107,6 +134,7 @@ class PreferenceUpdates:
         mismatch: rows -> their responses after other rows' prompts; for KTO's reference point.
         imitates: whether the loss has a part per token of the preferred responses.
         demonstrations: a second term of the objective.
+        shift: BCO's, over the updates so far; an evaluation leaves it as it is.
     """
 
     engine: Engine
@@ -117,6 +145,16 @@ class PreferenceUpdates:
     mismatch: Callable[[Sequence[LabeledExample]], list[LabeledExample]]
     imitates: bool = False
     demonstrations: Demonstrations | None = None
+    shift: RewardShift = field(default_factory=RewardShift)
+
+    def state(self) -> dict[str, float] | None:
+        """What the next update needs to know of those before, for checkpoints; None: nothing."""
+        return {"shift": self.shift.mean, "pairs": self.shift.pairs} if self.shift.pairs else None
+
+    def restore(self, state: object) -> None:
+        """Go on from what `state` returned."""
+        if isinstance(state, dict):
+            self.shift.mean, self.shift.pairs = float(state["shift"]), int(state["pairs"])
 
     def update(self, step: int, rows: Sequence[PreferenceExample]) -> dict[str, float]:
         """One update on the rows of a global batch, which are the same on every rank; its metrics."""
@@ -142,11 +180,18 @@ class PreferenceUpdates:
             shared: whether every rank has a part of the batches; otherwise each has all of them.
         """
         kinds = {loss.spec.batch_input for loss in self.losses}
+        pairs = self._pairs(batches, shared) if kinds & {"shift", "paired_values", "unpaired_values"} else None
+        shift = None
+        if pairs is not None and "shift" in kinds:
+            if shared:
+                self.shift.add(pairs)
+            shift = self.shift.mean if self.shift.pairs else mean_log_ratio(pairs)
         return GlobalInputs(
             kl=self._reference_point([row for row in rows if isinstance(row, LabeledExample)], shared)
             if "kl" in kinds
             else None,
-            pairs=self._pairs(batches, shared) if kinds & {"shift", "paired_values", "unpaired_values"} else None,
+            pairs=pairs,
+            shift=shift,
             mean_tokens=self._mean_tokens(batches, shared) if self.imitates else None,
         )
 

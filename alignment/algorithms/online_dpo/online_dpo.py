@@ -51,6 +51,7 @@ def run(config: OnlineDPOConfig) -> Path:
         saved = load_run_state(run, state.policy, config.training)
         note_endless_warmup(run, state.policy)
         first = 0 if saved is None else saved["step"]
+        state.updates.restore(None if saved is None else saved.get("updates"))
         if first == data.iterations:  # a finished run again: its model may be gone
             save()
         for step in run.steps(first, data.iterations):
@@ -59,7 +60,7 @@ def run(config: OnlineDPOConfig) -> Path:
             log_samples(run, step + 1, state.start.tokenizer, samples, count)
             if step + 1 == data.iterations:  # here a signal waits until the model is written
                 save()
-            save_run_state(run, state.policy, config.training, step + 1)
+            save_run_state(run, state.policy, config.training, step + 1, {"updates": state.updates.state()})
         for line in notes_of(read_metrics(run.output / "metrics.jsonl")) if run.is_main else ():
             run.note(line)
         return run.output / "model"
