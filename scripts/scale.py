@@ -2,7 +2,8 @@
 
 Demonstrations are generated, a tiny Llama trains on them, and every measurement runs in a process of its own:
 
-    prepare        seconds and rows per second of reading, tokenizing and writing `--compare-rows` rows
+    prepare        seconds and rows per second of reading, tokenizing and writing `--compare-rows` rows, and the seconds of
+                   all its processes on their cores, which other programs disturb less
     datasets_map   the same rows and texts by `datasets.Dataset.map` alone, read before the clock starts; alternating
     tokenizer      the fast tokenizer alone on the same texts, on one core: the floor of both
     train          peak memory of the training process, for 10,000 rows and for `--rows`, prepared by this start and by an
@@ -11,8 +12,10 @@ Demonstrations are generated, a tiny Llama trains on them, and every measurement
     sharding       how often each row is seen in one epoch on 1, 2 and 4 ranks, and in two real processes
 
     python scripts/scale.py [--rows 10000000] [--compare-rows 200000] [--processes 2] [--repeats 3] [--folder DIR]
+        [--only compare train sharding rank] [--cached]
 
-It writes one JSON line per measurement, then the ratios.
+It writes one JSON line per measurement, then the ratios. Ten million rows take 5 GB of disk, and on two cores about 6
+minutes to prepare, which `train` does once; a later run with the same `--folder` and `--cached` trains on what it prepared.
 """
 
 import argparse
@@ -33,6 +36,7 @@ ROOT = Path(__file__).resolve().parent.parent
 START = time.time()
 SMALL = 10_000
 RANKED_ROWS = 2_000  # of the two real processes
+PARTS = ("compare", "train", "sharding", "rank")
 BATCH = 1000  # rows of a batch of `datasets.map`, its default
 WORDS = (
     "hotel", "guest", "room", "pool", "garden", "breakfast", "evening", "morning", "quiet", "window", "river",
@@ -50,10 +54,14 @@ def measure_prepare(folder: Path, rows: int, processes: int) -> dict[str, Any]:
     from alignment.loading import load_tokenizer
 
     tokenizer = load_tokenizer(str(folder / "model"))
-    started = time.perf_counter()
-    table, counts = prepare(data_config(folder, rows, processes), "demonstrations", tokenizer)
-    seconds = time.perf_counter() - started
-    return {"rows": len(table), "tokens": counts.tokens, "seconds": seconds, "rows_per_second": len(table) / seconds}
+    with tempfile.TemporaryDirectory(dir=folder) as cache:
+        started, worked = time.perf_counter(), core_seconds()
+        table, counts = prepare(data_config(folder, rows, processes, cache), "demonstrations", tokenizer)
+        seconds, worked = time.perf_counter() - started, core_seconds() - worked
+    return {
+        "rows": len(table), "tokens": counts.tokens, "seconds": seconds, "core_seconds": worked,
+        "rows_per_second": len(table) / seconds, "rows_per_core_second": len(table) / worked,
+    }  # fmt: skip
 
 
 def measure_datasets_map(folder: Path, rows: int, processes: int) -> dict[str, Any]:
@@ -72,13 +80,16 @@ def measure_datasets_map(folder: Path, rows: int, processes: int) -> dict[str, A
         return {name: tokenizer(batch[name], **options)["input_ids"] for name in ("prompt", "completion")}
 
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        started = time.perf_counter()
+        started, worked = time.perf_counter(), core_seconds()
         done = table.map(
             tokenize, batched=True, batch_size=BATCH, num_proc=processes if processes > 1 else None,
             load_from_cache_file=False, cache_file_name=str(Path(scratch) / "mapped.arrow"),
         )  # fmt: skip
-        seconds = time.perf_counter() - started
-    return {"rows": len(done), "seconds": seconds, "rows_per_second": len(done) / seconds}
+        seconds, worked = time.perf_counter() - started, core_seconds() - worked
+    return {
+        "rows": len(done), "seconds": seconds, "core_seconds": worked,
+        "rows_per_second": len(done) / seconds, "rows_per_core_second": len(done) / worked,
+    }  # fmt: skip
 
 
 def measure_tokenizer(folder: Path, rows: int, processes: int) -> dict[str, Any]:
@@ -107,7 +118,7 @@ def measure_train(folder: Path, rows: int, processes: int) -> dict[str, Any]:
         first.append(time.time() - START)
         log(run, step, metrics)
 
-    Run.log = timed
+    cast(Any, Run).log = timed
     with tempfile.TemporaryDirectory(dir=folder) as output:
         sft.run(
             sft.SFTConfig(
@@ -136,7 +147,7 @@ def measure_sharding(folder: Path, rows: int, processes: int) -> dict[str, Any]:
         for step in range(stream.steps()):
             batch = stream.rows_at(step)
             for rank in range(ranks):
-                np.add.at(counts, shard_rows(batch, kept, rank, ranks), 1)
+                np.add.at(counts, np.asarray(shard_rows(batch, kept, rank, ranks)), 1)
         seen[str(ranks)] = [int(counts.min()), int(counts.max())]
     return {"rows": rows, "least_and_most_per_epoch_by_ranks": seen}
 
@@ -152,7 +163,8 @@ def measure_rank(folder: Path, rows: int, processes: int) -> dict[str, Any]:
     from alignment.training.terms import shard_rows
 
     dist.init_process_group("gloo")
-    table, _ = prepare(data_config(folder, rows, processes), "demonstrations", load_tokenizer(str(folder / "model")))
+    config = data_config(folder, rows, processes, str(folder / "cache-of-ranks"))
+    table, _ = prepare(config, "demonstrations", load_tokenizer(str(folder / "model")))
     compare_rows("data.train", table)
     stream = Stream(table, 16, seed=1, epochs=1)
     own = [
@@ -204,13 +216,20 @@ MEASURES = {
 }
 
 
+def core_seconds() -> float:
+    """Seconds that this process and its children that have ended were on a core."""
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(each.ru_utime + each.ru_stime for each in used)
+
+
 # What they are measured on
 
 
-def data_config(folder: Path, rows: int, processes: int) -> Any:
+def data_config(folder: Path, rows: int, processes: int, cache: str | None = None) -> Any:
     from alignment.data.config import DataConfig
 
-    return DataConfig(str(rows_file(folder, rows)), max_length=256, processes=processes, cache=str(folder / "cache"))
+    cache = cache or str(folder / "cache")
+    return DataConfig(str(rows_file(folder, rows)), max_length=256, processes=processes, cache=cache)
 
 
 def rows_file(folder: Path, rows: int) -> Path:
@@ -277,6 +296,8 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--folder", type=Path, help="kept, with rows and cache; a temporary one by default")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="the measurements to make")
+    parser.add_argument("--cached", action="store_true", help="train on what an earlier run prepared in --folder")
     parser.add_argument(
         "--streaming", action="store_true", help="instead: memory of --rows and of ten times as many, streamed"
     )
@@ -308,36 +329,61 @@ def run_streaming(options: argparse.Namespace, folder: Path) -> None:
 
 
 def run(options: argparse.Namespace, folder: Path) -> None:
-    for rows in {SMALL, RANKED_ROWS, options.compare_rows, options.rows}:
+    """The measurements of `--only`, each in its order, then what follows of them."""
+    wanted = {"compare": options.compare_rows, "train": options.rows, "rank": RANKED_ROWS}
+    for rows in {SMALL, *(wanted[part] for part in options.only if part in wanted)}:
         if not rows_file(folder, rows).exists():
             write_rows(folder, rows)
     if not (folder / "model").exists():
         write_model(folder)
-    found: dict[str, list[float]] = {"prepare": [], "datasets_map": [], "tokenizer": []}
+    found: dict[str, float] = {}
+    if "compare" in options.only:
+        found |= compare(options, folder)
+    if "train" in options.only:
+        found |= compare_training(options, folder)
+    if "sharding" in options.only:
+        measure("sharding", folder, options.rows, 1)
+    if "rank" in options.only:
+        shutil.rmtree(folder / "cache-of-ranks", ignore_errors=True)
+        measure("rank", folder, RANKED_ROWS, 1)
+    print(json.dumps(found))
+
+
+def compare(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """The speed of preparation beside `datasets.map` and the tokenizer alone, medians of several turns."""
+    measured: dict[str, list[dict[str, Any]]] = {"prepare": [], "datasets_map": [], "tokenizer": []}
     for _ in range(options.repeats):
-        for name in found:
-            shutil.rmtree(folder / "cache", ignore_errors=True)
+        for name in measured:
             processes = 1 if name == "tokenizer" else options.processes
-            found[name].append(measure(name, folder, options.compare_rows, processes)["rows_per_second"])
-    shutil.rmtree(folder / "cache", ignore_errors=True)
-    trained = {
-        rows: [measure("train", folder, rows, options.processes) for _ in range(2)] for rows in (SMALL, options.rows)
+            measured[name].append(measure(name, folder, options.compare_rows, processes))
+    speed = {name: median(each["rows_per_second"] for each in several) for name, several in measured.items()}
+    work = {name: median(each.get("rows_per_core_second", 0.0) for each in measured[name]) for name in measured}
+    return {
+        "prepare_to_datasets_map": speed["prepare"] / speed["datasets_map"],
+        "prepare_to_datasets_map_per_core_second": work["prepare"] / work["datasets_map"],
+        "prepare_to_tokenizer_per_core": speed["prepare"] / speed["tokenizer"] / options.processes,
     }
-    measure("sharding", folder, options.rows, 1)
-    measure("rank", folder, RANKED_ROWS, 1)
-    speed = {name: median(rates) for name, rates in found.items()}
-    peaks = {rows: [each["peak_mb"] for each in pair] for rows, pair in trained.items()}
-    print(
-        json.dumps(
-            {
-                "prepare_to_datasets_map": speed["prepare"] / speed["datasets_map"],
-                "prepare_to_tokenizer_per_core": speed["prepare"] / speed["tokenizer"] / options.processes,
-                "peak_mb_above_10000_rows": peaks[options.rows][1] - peaks[SMALL][1],
-                "peak_mb_above_10000_rows_while_preparing": peaks[options.rows][0] - peaks[SMALL][0],
-                "cached_first_update_seconds": trained[options.rows][1]["first_update_seconds"],
-            }
-        )
-    )
+
+
+def compare_training(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Memory and start of the training process with few rows and with many: prepared by this start, then by an earlier."""
+    if not options.cached:
+        shutil.rmtree(folder / "cache", ignore_errors=True)
+    runs = (True,) if options.cached else (False, True)
+    trained = {
+        (rows, cached): measure("train", folder, rows, options.processes)
+        for rows in (SMALL, options.rows)
+        for cached in runs
+    }
+    for (rows, cached), each in trained.items():
+        if each["cached"] != cached:
+            raise SystemExit(f"{rows} rows: cached is {each['cached']}; a run without --cached prepares them")
+    more = {cached: trained[options.rows, cached]["peak_mb"] - trained[SMALL, cached]["peak_mb"] for cached in runs}
+    found = {
+        "peak_mb_above_10000_rows": more[True],
+        "cached_first_update_seconds": trained[options.rows, True]["first_update_seconds"],
+    }
+    return found if options.cached else {**found, "peak_mb_above_10000_rows_while_preparing": more[False]}
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ the tally of the preparation; `findings` puts them together.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
@@ -63,6 +63,7 @@ SKIPPED = (  # reasons to leave out a row that is no bad one
     NO_RANKED_REPLIES,
     NO_STEPS,
 )
+JUDGED: tuple[Kind, ...] = ("comparisons", "rankings", "labels")  # kinds of rows that say which response is preferred
 LOST = (EMPTY, EQUAL, FEW_RESPONSES, NO_STEP)  # reasons to drop a row for its tokens
 
 
@@ -118,16 +119,22 @@ class HashSample:
 
     def add(self, key: int, number: int = 1) -> None:
         """Count a key `number` times."""
-        if key % self.weight == 0:
-            self.seen[key] = self.seen.get(key, 0) + number
-            if len(self.seen) > self.most:
-                self._halve(self.halvings + 1)
+        self.add_all([(key, number)])
+
+    def add_all(self, counted: Iterable[tuple[int, int]]) -> None:
+        """Count keys, each with how often."""
+        seen, weight = self.seen, self.weight
+        for key, number in counted:
+            if key % weight == 0:
+                seen[key] = seen.get(key, 0) + number
+                if len(seen) > self.most:
+                    self._halve(self.halvings + 1)
+                    seen, weight = self.seen, self.weight
 
     def merge(self, other: "HashSample") -> None:
         """Add another sample."""
         self._halve(max(self.halvings, other.halvings))
-        for key, number in other.seen.items():
-            self.add(key, number)
+        self.add_all(other.seen.items())
 
     def _halve(self, halvings: int) -> None:
         if halvings > self.halvings:
@@ -248,10 +255,11 @@ class Checks:
 
     def add(self, records: Sequence[Record], examples: Sequence[TokenizedRow] = ()) -> None:
         """Check some rows, and the examples that were made of them."""
-        for record in records:
-            self.rows += 1
-            self.copies.add(stable_hash(*record_key(record)))
-            self._add_preferences(record)
+        self.rows += len(records)
+        self.copies.add_all((stable_hash(*record_key(record)), 1) for record in records)
+        if self.kind in JUDGED:
+            for record in records:
+                self._add_preferences(record)
         self.weight = weight = max(self.weight, self.copies.weight)
         for record in records:
             if weight == 1 or _drawn(record.row_id, weight):
