@@ -3,12 +3,13 @@
     python scripts/bench.py [--only NAME ...] [--sizes nano micro gpt2] [--rows world|hh] [--rounds N] [--table]
 
 Trainers (sft, reward, dpo) run in processes of their own, which take turns: ours, trl as it comes, and trl at each setting
-that could make it faster (packing, rows grouped by length, reference log-probabilities computed beforehand). Figures are
-medians over rounds, with the lowest and the highest: tokens and rows (pairs) per second after two updates, seconds from the
-start of Python to the end of the first update (prepared data lies in ours' cache from a round that is not counted), peak
-memory, and MFU: 6 operations per weight of a matrix product and token, 2 more for DPO's reference, over what a large
-product reaches in the same run. Tokens are real ones: padding earns nothing, and a prompt that we compute once for both
-sides of a pair counts twice. The forward pass and generation are beside transformers. `ratio` above 1: ours is faster.
+that could make it faster (packing, rows grouped by length, reference log-probabilities computed beforehand, as ours can
+too). Figures are medians over rounds, with the lowest and the highest: tokens and rows (pairs) per second after two
+updates, seconds from the start of Python to the end of the first update (prepared data lies in ours' cache from a round
+that is not counted), peak memory, and MFU: 6 operations per weight of a matrix product and token, 2 more for DPO's
+reference where it runs beside the policy, over what a large product reaches in the same run. Tokens are real ones: padding
+earns nothing, and a prompt that we compute once for both sides of a pair counts twice. The forward pass and generation are
+beside transformers. `ratio` above 1: ours is faster.
 """
 
 import argparse
@@ -179,16 +180,16 @@ def bench_trainers(kind: str, size: str, checkpoint: Path, rows: Path, options: 
     """Runs of ours and of trl by turns, in processes of their own; a line of figures for each."""
     runs: dict[str, tuple[str, list[str]]] = {"alignment": ("alignment", []), "trl": ("trl", [])}
     runs |= {f"trl {name}": ("trl", settings) for name, settings in BEST[kind].items()}
+    runs |= {f"alignment {name}": ("alignment", settings) for name, settings in OURS[kind].items()}
     figures: dict[str, list[dict[str, float]]] = {name: [] for name in runs}
     for number in range(options.rounds + 1):
         for name, (impl, settings) in runs.items():
             if number == 0 and impl == "trl":
-                continue  # the round that is not counted only fills our cache of prepared rows
+                continue  # the round that is not counted only fills our cache of prepared rows (and of the reference)
             measured = run_trainer(impl, kind, checkpoint, rows, settings, options)
             if number:
                 figures[name].append(measured)
     weights = matrix_weights(checkpoint)
-    operations = weights * (8 if kind == "dpo" else 6)
     for name, measured in figures.items():
         row: dict[str, Any] = {"bench": kind, "impl": name, "size": size, "rows": options.rows}
         row |= {"threads": torch.get_num_threads(), "precision": options.precision, "rounds": len(measured)}
@@ -196,9 +197,11 @@ def bench_trainers(kind: str, size: str, checkpoint: Path, rows: Path, options: 
             values = [one[key] for one in measured]
             row[key] = round(statistics.median(values), 2)
             row[f"{key}_spread"] = [round(min(values), 2), round(max(values), 2)]
+        operations = weights * (8 if kind == "dpo" and "precomputed" not in name else 6)
         row["mfu"] = round(row["tokens_per_second"] * operations / options.matrix_rate, 3)
-        if name != "alignment":
-            row["ratios"] = ratios(figures["alignment"], measured)
+        if name.startswith("trl"):  # beside our own run with the same idea, where there is one
+            ours = name.replace("trl", "alignment", 1)
+            row["ratios"] = ratios(figures.get(ours, figures["alignment"]), measured)
         options.results.append(row)
         print(json.dumps(row), flush=True)
 
@@ -280,6 +283,9 @@ BEST: dict[str, dict[str, list[str]]] = {
     "reward": {"micro-batch 8": ["per_device_train_batch_size=8", "gradient_accumulation_steps=4"]},
     "dpo": {"reference precomputed": ["precompute_ref_log_probs=true"]},
 }
+OURS: dict[str, dict[str, list[str]]] = {
+    "sft": {}, "reward": {}, "dpo": {"reference precomputed": ['reference_log_probs="cache"']},
+}  # fmt: skip
 
 if __name__ == "__main__":
     main()

@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=0, help="rows (trl) of a forward; 0: all of the update's")
     parser.add_argument("--max-length", type=int, default=512)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
-    parser.add_argument("--setting", action="append", default=[], help="KEY=JSON of trl's config")
+    parser.add_argument("--setting", action="append", default=[], help="KEY=JSON of the run's config")
     arguments = parser.parse_args()
     run = {"alignment": run_ours, "trl": run_trl}[arguments.impl]
     with tempfile.TemporaryDirectory() as folder:
@@ -90,10 +90,15 @@ def run_ours(arguments: argparse.Namespace, folder: Path) -> Clock:
         module.run(
             config(
                 policy=arguments.checkpoint, data=DataConfig(train=str(arguments.rows), max_length=arguments.max_length),
-                output=str(folder / "run"), training=training, optim=OptimConfig(learning_rate=1e-5),
+                output=str(folder / "run"), training=training, optim=OptimConfig(learning_rate=1e-5), **settings_of(arguments),
             )
         )  # fmt: skip
     return clock
+
+
+def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The settings given on the command line."""
+    return {key: json.loads(value) for key, value in (setting.split("=", 1) for setting in arguments.setting)}
 
 
 def run_trl(arguments: argparse.Namespace, folder: Path) -> Clock:
@@ -119,7 +124,7 @@ def run_trl(arguments: argparse.Namespace, folder: Path) -> Clock:
         "use_cpu": not torch.cuda.is_available(), "gradient_checkpointing": False,
         "max_length": arguments.max_length, "disable_tqdm": True,
     }  # fmt: skip
-    settings |= {key: json.loads(value) for key, value in (setting.split("=", 1) for setting in arguments.setting)}
+    settings |= settings_of(arguments)
     model: Any = arguments.checkpoint
     if arguments.kind == "reward":
         model = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
