@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -10,11 +11,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from typer.core import TyperCommand
 
 from alignment.errors import UserError
+
+if TYPE_CHECKING:
+    from typer._click import Context, HelpFormatter
 
 ConfigName = Annotated[str, typer.Argument(metavar="CONFIG", help="A YAML file, or a packaged name such as sft/tiny.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="Dotted keys, YAML values.")]
@@ -48,6 +53,17 @@ app.add_typer(evaluate, name="evaluate")
 inspect = typer.Typer(no_args_is_help=True, help="Show what a model computes.")
 app.add_typer(data, name="data")
 app.add_typer(inspect, name="inspect")
+
+
+class ConfigCommand(TyperCommand):
+    """A command that runs a stage, its context's `obj`; the help goes on with the keys of the stage's config."""
+
+    def format_help(self, ctx: "Context", formatter: "HelpFormatter") -> None:
+        """Print the help."""
+        super().format_help(ctx, formatter)
+        from alignment.commands.keys import describe_keys
+
+        typer.echo(describe_keys(ctx.obj, max(60, shutil.get_terminal_size().columns - 1)))
 
 
 @app.callback()
@@ -98,7 +114,9 @@ TRAINING = {
 def add_training_verb(verb: str, help_text: str) -> None:
     """Add the command that runs a training stage in this process, or in several that it starts."""
 
-    @app.command(verb, help=help_text)
+    stage = verb.replace("-", "_")
+
+    @app.command(verb, help=help_text, cls=ConfigCommand, context_settings={"obj": stage})
     def train(
         context: typer.Context,
         config: ConfigName,
@@ -106,7 +124,7 @@ def add_training_verb(verb: str, help_text: str) -> None:
         gpus: Gpus = None,
         launch: Launch = None,
     ) -> None:
-        with open_stage(verb.replace("-", "_"), config, overrides) as (run, checked):
+        with open_stage(stage, config, overrides) as (run, checked):
             if gpus is not None or launch is not None:
                 debug = ["--debug"] if context.find_root().params["debug"] else []
                 relaunch([verb, config, *(overrides or []), *debug], gpus, launch)
@@ -129,7 +147,7 @@ EVALUATIONS = {  # command: (stage, help)
 def add_evaluation(command: str, stage: str, help_text: str) -> None:
     """Add the command that runs an evaluation; a table of win rates is printed as well."""
 
-    @evaluate.command(command, help=help_text)
+    @evaluate.command(command, help=help_text, cls=ConfigCommand, context_settings={"obj": stage})
     def run_evaluation(config: ConfigName, overrides: Overrides = None) -> None:
         with open_stage(stage, config, overrides) as (run, checked):
             show_result(results := run(checked), checked.output)
@@ -352,6 +370,20 @@ def inspect_attention(
     from alignment.analysis import write_attention
 
     print(write_attention(model, text, output, layers=numbers, targets=target or []))
+
+
+@app.command()
+def schema(
+    stage: Annotated[str, typer.Argument(metavar="STAGE", help="As a recipe names it: sft, reward_eval.")],
+) -> None:
+    """Print the JSON schema of a stage's config, for editors."""
+    from alignment.config.schema import schema_of
+    from alignment.errors import suggest
+    from alignment.pipeline.stages import STAGES, find_stage
+
+    if stage not in STAGES:
+        raise UserError(f"{stage}: there is no such stage; {suggest(stage, STAGES)}")
+    print(json.dumps(schema_of(find_stage(stage)[0]), indent=2))
 
 
 @app.command()

@@ -260,7 +260,7 @@ def test_words_that_no_library_has_are_listed_and_inflections_are_not(tmp_path, 
     [
         "import alignment",
         "from alignment.cli import main; main(['--help'])",
-        "from alignment.cli import main; main(['dpo', '--help'])",
+        "from alignment.cli import main; main(['data', 'check', '--help'])",
         "from alignment.cli import main; main(['evaluate', '--help'])",
         "import alignment.pipeline.run, alignment.config.load",
     ],

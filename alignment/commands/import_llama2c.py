@@ -200,7 +200,13 @@ def convert(checkpoint: Path, tokenizer: Path, output: Path) -> None:
 
 @dataclass(frozen=True)
 class ImportConfig:
-    """Settings of an import; the result lies in `output/model`."""
+    """Settings of an import; the result lies in `output/model`.
+
+    Attributes:
+        checkpoint: llama2.c's file of weights.
+        tokenizer: its file of tokens.
+        output: the stage's directory.
+    """
 
     checkpoint: str
     tokenizer: str

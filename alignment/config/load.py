@@ -55,17 +55,21 @@ def find_packaged(name: str, kind: str) -> Path:
     given = Path(name)
     if given.is_file():
         return given
-    if kind == "recipes":
-        if (given / "recipe.yaml").is_file():
-            return given / "recipe.yaml"
-        known = {path.parent.name: path for path in packaged_folder("recipes").glob("*/recipe.yaml")}
-    else:
-        root = packaged_folder("configs")
-        files = [path for path in root.glob("*/*.yaml") if (path.parent.name == "launch") == (kind == "launch")]
-        known = {path.relative_to(root).with_suffix("").as_posix(): path for path in files}
+    if kind == "recipes" and (given / "recipe.yaml").is_file():
+        return given / "recipe.yaml"
+    known = packaged_names(kind)
     if name not in known:
         raise UserError(f"{name}: there is no such file, and no packaged one of that name; {suggest(name, known)}")
     return known[name]
+
+
+def packaged_names(kind: str) -> dict[str, Path]:
+    """The packaged files of a kind, see `find_packaged`: name -> path."""
+    if kind == "recipes":
+        return {path.parent.name: path for path in sorted(packaged_folder("recipes").glob("*/recipe.yaml"))}
+    root = packaged_folder("configs")
+    files = [path for path in sorted(root.glob("*/*.yaml")) if (path.parent.name == "launch") == (kind == "launch")]
+    return {path.relative_to(root).with_suffix("").as_posix(): path for path in files}
 
 
 def packaged_folder(kind: str) -> Path:

@@ -73,6 +73,9 @@ class LanguageEvalConfig:
     """Settings of a language model's loss on running text.
 
     Attributes:
+        model: directory or Hub name.
+        data: the text.
+        output: directory of the results.
         weights: type that the model is held and computes in; auto: the checkpoint's.
     """
 

@@ -28,6 +28,8 @@ class BestOfNConfig:
             trained on other rows (given as `judge_model`).
         judge_model: directory or Hub name, with judge=reward_model.
         samples: responses of each prompt, N; the curve has n = 1, 2, 4, ... up to N.
+        max_new_tokens, temperature, seed: of the sampling.
+        batch_size: responses sampled at the same time.
         chat_template: of the policy, a built-in one's name or a Jinja file; None: its tokenizer's own.
     """
 

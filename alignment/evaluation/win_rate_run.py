@@ -49,6 +49,8 @@ class WinRateConfig:
         comparisons: held-out comparisons, on which the log-probability of the chosen and of the rejected response is
             measured, and its change since the reference; for models with the reference's vocabulary.
         tie_margin: largest difference of scores that is a tie.
+        max_new_tokens, temperature, top_p, seed: of the sampling.
+        batch_size: responses sampled at the same time.
         samples: prompts kept with every model's response.
         chat_template: of the models, a built-in one's name or a Jinja file; None: each tokenizer's own.
         weights: type that models are held and compute in; auto: each checkpoint's.

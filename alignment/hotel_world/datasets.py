@@ -38,7 +38,14 @@ RANGES = {
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Rows per file."""
+    """Rows per file.
+
+    Attributes:
+        pretrain, pretrain_heldout: texts.
+        demonstrations: prompts with a good response.
+        comparisons, comparisons_heldout: pairs of responses, labeled by the true reward.
+        prompts, prompts_eval: without a response, to sample from and to evaluate on.
+    """
 
     pretrain: int = 14_000
     pretrain_heldout: int = 300

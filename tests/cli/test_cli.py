@@ -165,7 +165,7 @@ def test_verbs_that_come_later_are_not_listed(capsys):
         "plan",
     ):
         assert verb in shown
-    for verb in ("schema", "ratings", "benchmarks"):
+    for verb in ("ratings", "benchmarks"):
         assert verb not in shown
 
 

@@ -82,7 +82,12 @@ class PrefixLM:
 
 @dataclass(frozen=True)
 class Infilling:
-    """Predict the whole text from one with masked spans (BART); `density` and `mean_span` as in `SpanCorruption`."""
+    """Predict the whole text from one with masked spans (BART).
+
+    Attributes:
+        density: share of the tokens in spans.
+        mean_span: mean tokens of a span.
+    """
 
     kind: Literal["infilling"] = "infilling"
     density: float = 0.3

@@ -28,6 +28,8 @@ class SplitConfig:
         output: directory of the parts and of `results.json`, the counts.
         by: rows that share this fall into the same part: the whole prompt, the prompt's first turn (a dialogue and its
             continuation share it), or the row itself.
+        columns: our column name -> the file's.
+        on_bad_row: report all bad rows and stop, or skip and count them.
         starts: how the first paragraph of a document of running text begins; none: every paragraph is a document.
         salt: another salt gives another split.
     """

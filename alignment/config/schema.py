@@ -1,0 +1,120 @@
+"""What a config may hold: its JSON schema, and its keys with default and meaning, both from dataclasses and docstrings."""
+
+import inspect
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import MISSING, fields, is_dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from pydantic.json_schema import JsonSchemaValue
+    from pydantic_core.core_schema import DataclassSchema
+
+NAMES = re.compile(r"    (\w+(?:, \w+)*): (.*)")  # "name: text", or "one, two: text", of an Attributes section
+
+
+class ConfigKey(NamedTuple):
+    """One key of a config.
+
+    Attributes:
+        name: dotted, `optim.learning_rate`; `adapter{lora,dora}.rank` of sections of these kinds, `data.train[].weight` of
+            each section of a list.
+        type: in words.
+        default: as JSON; None: the key must be given.
+        text: what it means, with unit.
+    """
+
+    name: str
+    type: str
+    default: str | None
+    text: str
+
+
+def schema_of(cls: type) -> "JsonSchemaValue":
+    """JSON schema (draft 2020-12) of a config class, each key described by its entry in the docstring."""
+    from pydantic import TypeAdapter
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Described(GenerateJsonSchema):
+        def dataclass_schema(self, schema: "DataclassSchema") -> "JsonSchemaValue":
+            made, texts = super().dataclass_schema(schema), attribute_texts(schema["cls"])
+            for each in fields(schema["cls"]):
+                value = made["properties"][each.name]
+                value.pop("title", None)
+                value |= {"description": texts[each.name]} if each.name in texts else {}
+                if each.default_factory is not MISSING and not is_dataclass(made_default := each.default_factory()):
+                    value["default"] = made_default
+            summary = inspect.getdoc(schema["cls"]) or ""
+            return made | {"description": summary.split("\n\n")[0], "additionalProperties": False}
+
+    return TypeAdapter(cls).json_schema(schema_generator=Described)
+
+
+def attribute_texts(cls: type) -> dict[str, str]:
+    """The text of each attribute in the Attributes sections of a class and its bases."""
+    texts: dict[str, str] = {}
+    for each in reversed(cls.__mro__):
+        _, _, section = (inspect.cleandoc(each.__dict__.get("__doc__") or "")).partition("\nAttributes:\n")
+        names: list[str] = []
+        for line in section.partition("\n\n")[0].splitlines():
+            if found := NAMES.fullmatch(line):
+                names = found[1].split(", ")
+                texts |= dict.fromkeys(names, found[2])
+            else:
+                texts |= {name: f"{texts[name]} {line.strip()}" for name in names}
+    return texts
+
+
+def config_keys(cls: type) -> list[ConfigKey]:
+    """All keys of a config class, with the keys of its sections, in the order of the class."""
+    schema = schema_of(cls)
+    return list(_keys(schema, schema.get("$defs", {})))
+
+
+def _keys(section: "JsonSchemaValue", definitions: "JsonSchemaValue") -> Iterator[ConfigKey]:
+    for name, value in section.get("properties", {}).items():
+        if "const" in value:  # kind, which is named where its section begins
+            continue
+        default = json.dumps(value["default"]) if "default" in value else None
+        inner = list(_sections(value, definitions))
+        if default is not None or name in section.get("required", ()):
+            yield ConfigKey(name, type_text(value, definitions), default, value.get("description", ""))
+        kinds: dict[ConfigKey, list[str]] = {}  # of the sections that have a key
+        for suffix, each in inner:
+            for key in _keys(each, definitions):
+                kind = each["properties"].get("kind", {}).get("const")
+                kinds.setdefault(key._replace(name=f"{suffix}.{key.name}"), []).extend([kind] if kind else [])
+        for key, having in kinds.items():
+            yield key._replace(name=f"{name}{{{','.join(having)}}}{key.name}" if having else name + key.name)
+
+
+def _sections(value: "JsonSchemaValue", definitions: "JsonSchemaValue") -> "Iterator[tuple[str, JsonSchemaValue]]":
+    """The sections that a value may be, or, with the suffix [], be a list of."""
+    if reference := value.get("$ref"):
+        yield "", definitions[reference.rpartition("/")[2]]
+    for option in [*value.get("anyOf", ()), *value.get("oneOf", ())]:
+        yield from _sections(option, definitions)
+    if "items" in value:
+        yield from ((f"[]{suffix}", each) for suffix, each in _sections(value["items"], definitions))
+
+
+def type_text(value: "JsonSchemaValue", definitions: "JsonSchemaValue") -> str:
+    """A schema's type in words: `integer | "auto"`."""
+    if options := value.get("anyOf", value.get("oneOf")):
+        return " | ".join(type_text(option, definitions) for option in options)
+    if "$ref" in value:
+        [(_, section)] = _sections(value, definitions)
+        kind = section.get("properties", {}).get("kind", {}).get("const")
+        return f"section of kind {kind}" if kind else "section"
+    if "const" in value or "enum" in value:
+        return " | ".join(map(json.dumps, value.get("enum", [value.get("const")])))
+    match value.get("type"):
+        case "array":
+            return f"list of {type_text(value.get('items', {}), definitions)}" if value.get("items") else "list"
+        case "object":
+            return "mapping"
+        case None:
+            return "any"
+        case kind:
+            return str(kind)

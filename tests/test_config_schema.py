@@ -1,0 +1,133 @@
+"""The keys of every stage with type, default and meaning: in the JSON schema, and in the help of the commands."""
+
+import json
+from dataclasses import dataclass, field
+from typing import Literal
+
+import pytest
+
+from alignment import cli
+from alignment.config.schema import ConfigKey, attribute_texts, config_keys, schema_of
+from alignment.pipeline.stages import STAGES, find_stage
+
+
+@dataclass(frozen=True)
+class Base:
+    """A base.
+
+    Attributes:
+        rate: of the base,
+            in two lines.
+        low, high: bounds.
+    """
+
+    rate: float = 0.5
+    low: int = 1
+    high: int | None = None
+
+
+@dataclass(frozen=True)
+class Tree:
+    """A kind of section.
+
+    Attributes:
+        depth: levels.
+        seed: of both kinds.
+    """
+
+    kind: Literal["tree"] = "tree"
+    depth: int = 3
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Forest:
+    """Another.
+
+    Attributes:
+        trees: how many.
+        seed: of both kinds.
+    """
+
+    kind: Literal["forest"] = "forest"
+    trees: int = 10
+    seed: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings(Base):
+    """Settings.
+
+    Attributes:
+        name: of the run.
+        model: what is fitted.
+        parts: sections in a list.
+        mode: one of two.
+        names: a list.
+        bare: a section with defaults.
+    """
+
+    name: str
+    model: Tree | Forest | None = None
+    parts: str | list[Base] = ""
+    mode: Literal["fast", "slow"] = "fast"
+    names: list[str] = field(default_factory=list)
+    bare: Base = field(default_factory=Base)
+
+
+def test_keys_have_types_defaults_and_texts():
+    keys = {key.name: key for key in config_keys(Settings)}
+    assert keys["rate"] == ConfigKey("rate", "number", "0.5", "of the base, in two lines.")
+    assert keys["high"] == ConfigKey("high", "integer | null", "null", "bounds.")
+    assert keys["name"].default is None  # required
+    assert keys["model"][1:3] == ("section of kind tree | section of kind forest | null", "null")
+    assert keys["model{tree}.depth"].default == "3" and keys["model{forest}.trees"].default == "10"
+    assert keys["model{tree,forest}.seed"].text == "of both kinds."
+    assert keys["parts[].rate"].default == "0.5"
+    assert keys["mode"].type == '"fast" | "slow"' and keys["names"][1:3] == ("list of string", "[]")
+    assert keys["bare.low"].default == "1" and "bare" not in keys
+    assert list(keys)[:3] == ["rate", "low", "high"]
+
+
+def test_a_text_ends_with_its_section():
+    class Documented:
+        """One.
+
+        Attributes:
+            first: a
+                text: with a colon.
+
+        Raises:
+            second: no attribute.
+        """
+
+    assert attribute_texts(Documented) == {"first": "a text: with a colon."}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_key_of_a_stage_is_described(stage):
+    assert [key.name for key in config_keys(find_stage(stage)[0]) if not key.text] == []
+
+
+def test_the_schema_refuses_unknown_keys_and_names_required_ones():
+    schema = schema_of(Settings)
+    assert schema["additionalProperties"] is False and schema["required"] == ["name"]
+    assert schema["properties"]["low"] == {"default": 1, "type": "integer", "description": "bounds."}
+    json.dumps(schema)
+
+
+@pytest.mark.parametrize("command", [["sft"], ["online-dpo"], ["evaluate", "winrate"]])
+def test_help_lists_the_keys(command, capsys):
+    assert cli.main([*command, "--help"]) == 0
+    shown = capsys.readouterr().out
+    stage = {"online-dpo": "online_dpo"}.get(command[-1], command[-1])
+    for key in config_keys(find_stage(stage)[0]):
+        assert f"  {key.name}  (" in shown
+    assert "data.max_length  (integer; default 1024)" in shown
+
+
+def test_schema_is_printed_for_a_stage_and_no_other_name(capsys):
+    assert cli.main(["schema", "dpo"]) == 0
+    assert "beta" in json.loads(capsys.readouterr().out)["properties"]
+    assert cli.main(["schema", "dpoo"]) == 2
+    assert "did you mean 'dpo'" in capsys.readouterr().err
