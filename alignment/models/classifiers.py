@@ -10,7 +10,7 @@ from alignment.models.heads import ClassificationHead, Pooling, score_outputs
 from alignment.models.layers.padded_layout import select_rows
 from alignment.models.native_model import NativeModel
 from alignment.models.outputs import ClassifierOutput, ValueOutput, value_output
-from alignment.models.padded_inputs import from_padded, padded_value_output, require_input_ids, to_padded
+from alignment.models.padded_inputs import from_padded
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import Transformer, TransformerSpec
 from alignment.ragged import Ragged
@@ -48,9 +48,8 @@ class ScalarModel(NativeModel[TransformerSpec]):
         """
         if batch is not None:
             return value_output(self._outputs(batch, tokens))
-        shape = require_input_ids(input_ids).shape
-        batch, indices = from_padded(require_input_ids(input_ids), attention_mask)
-        return padded_value_output(self._outputs(batch), batch, indices, shape)
+        padded = from_padded(input_ids, attention_mask)
+        return padded.value_output(self._outputs(padded.batch))
 
     def _outputs(self, batch: Ragged, tokens: Tensor | None = None) -> Tensor:
         select = None if tokens is None else partial(select_rows, index=tokens)
@@ -83,7 +82,7 @@ class SequenceClassifier(NativeModel[TransformerSpec]):
             batch: documents end to end, instead.
         """
         if batch is None:
-            batch, _ = from_padded(require_input_ids(input_ids), attention_mask, token_type_ids)
+            batch = from_padded(input_ids, attention_mask, token_type_ids).batch
         read = self.read(self.trunk, batch, prefix=self.active_prefix())
         return ClassifierOutput(self.head(pooled(read.states, read.batch, self.pooling)))
 
@@ -111,9 +110,8 @@ class TokenClassifier(NativeModel[TransformerSpec]):
         """
         if batch is not None:
             return ClassifierOutput(self.head(self.hidden_states(self.trunk, batch)))
-        batch, indices = from_padded(require_input_ids(input_ids), attention_mask, token_type_ids)
-        logits = self.head(self.hidden_states(self.trunk, batch))
-        return ClassifierOutput(to_padded(logits, indices, require_input_ids(input_ids).shape))
+        padded = from_padded(input_ids, attention_mask, token_type_ids)
+        return ClassifierOutput(padded.restore(self.head(self.hidden_states(self.trunk, padded.batch))))
 
 
 def pooled(hidden: Tensor, batch: Ragged, pooling: Pooling) -> Tensor:

@@ -15,7 +15,7 @@ from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.padded_layout import select_rows
 from alignment.models.native_model import NativeModel, empty_cache
 from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput
-from alignment.models.padded_inputs import from_padded, require_input_ids, to_padded
+from alignment.models.padded_inputs import from_padded
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import Transformer, TransformerSpec
 from alignment.ragged import Ragged, Seq2Seq
@@ -95,10 +95,9 @@ class Seq2SeqModel(NativeModel[EncoderDecoderSpec]):
             `LogitsOutput` of a padded call or with `return_logits`, else `LanguageOutput`.
         """
         if batch is None:
-            source, _ = from_padded(require_input_ids(input_ids), attention_mask)
-            target, indices = from_padded(require_input_ids(decoder_input_ids), decoder_attention_mask)
-            logits = self.head(self.states(Seq2Seq(source, target)))
-            return LogitsOutput(to_padded(logits, indices, require_input_ids(decoder_input_ids).shape))
+            source = from_padded(input_ids, attention_mask).batch
+            padded = from_padded(decoder_input_ids, decoder_attention_mask)
+            return LogitsOutput(padded.restore(self.head(self.states(Seq2Seq(source, padded.batch)))))
         hidden, target = self.states(batch), batch.decoder
         before = select_rows(hidden, target.before)
         if return_logits:
@@ -164,20 +163,18 @@ class Seq2SeqClassifier(NativeModel[EncoderDecoderSpec]):
         Raises:
             UserError: a sequence without an end token.
         """
-        indices = None
-        documents = batch
-        if documents is None:
-            documents, indices = from_padded(require_input_ids(input_ids), attention_mask)
-        read = self.read(self.encoder, documents)
+        padded = None
+        if batch is None:
+            padded = from_padded(input_ids, attention_mask)
+            batch = padded.batch
+        read = self.read(self.encoder, batch)
         source = Source(read.states, read.batch)
-        target = shifted(documents, self.spec.start_token)
+        target = shifted(batch, self.spec.start_token)
         hidden = self.decoder(target, prefix=self.active_prefix(), source=source)
         if self.task == "sequence":
-            return ClassifierOutput(self.head(hidden[last_positions(documents, self.spec.end_token)]))
+            return ClassifierOutput(self.head(hidden[last_positions(batch, self.spec.end_token)]))
         logits = self.head(hidden)
-        return ClassifierOutput(
-            logits if batch is not None else to_padded(logits, indices, require_input_ids(input_ids).shape)
-        )
+        return ClassifierOutput(logits if padded is None else padded.restore(logits))
 
 
 def shifted(batch: Ragged, start_token: int) -> Ragged:

@@ -15,7 +15,7 @@ from alignment.models.layers.padded_layout import select_rows
 from alignment.models.layers.shared_layout import states_before_targets
 from alignment.models.native_model import DocumentStates, NativeModel, empty_cache
 from alignment.models.outputs import LanguageOutput, LogitsOutput
-from alignment.models.padded_inputs import from_padded, require_input_ids, to_padded
+from alignment.models.padded_inputs import from_padded
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import Transformer, TransformerSpec
 from alignment.ragged import Ragged
@@ -58,9 +58,8 @@ class LanguageModel(NativeModel[TransformerSpec]):
             `LogitsOutput` of a padded call or with `return_logits`, else `LanguageOutput`.
         """
         if batch is None:
-            batch, indices = from_padded(require_input_ids(input_ids), attention_mask)
-            logits = self.head(self.hidden_states(self.trunk, batch))
-            return LogitsOutput(to_padded(logits, indices, require_input_ids(input_ids).shape))
+            padded = from_padded(input_ids, attention_mask)
+            return LogitsOutput(padded.restore(self.head(self.hidden_states(self.trunk, padded.batch))))
         with self._router_logits() as router_logits:
             select = partial(states_before_targets, batch=batch)
             read = self.read(self.trunk, batch, prefix=self.active_prefix(), select=select)
@@ -151,9 +150,9 @@ class MaskedLanguageModel(NativeModel[TransformerSpec]):
             `LogitsOutput` of a padded call or with `return_logits`, else `LanguageOutput`.
         """
         if batch is None:
-            batch, indices = from_padded(require_input_ids(input_ids), attention_mask, token_type_ids)
-            read = self.read(self.trunk, batch, prefix=self.active_prefix())
-            logits = to_padded(self.head(read.own_states()), indices, require_input_ids(input_ids).shape)
+            padded = from_padded(input_ids, attention_mask, token_type_ids)
+            read = self.read(self.trunk, padded.batch, prefix=self.active_prefix())
+            logits = padded.restore(self.head(read.own_states()))
             return LogitsOutput(logits, next_sentence_logits=self._next_sentence_logits(read))
         read = self.read(self.trunk, batch, prefix=self.active_prefix())
         masked = select_rows(read.states, read.batch.target_index)

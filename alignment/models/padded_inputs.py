@@ -1,5 +1,7 @@
 """Padded input_ids to documents end to end, which all models run on, and per-token outputs back to the rectangle."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -8,10 +10,40 @@ from alignment.models.outputs import ValueOutput, value_output
 from alignment.ragged import Ragged
 
 
-def from_padded(
-    input_ids: Tensor, attention_mask: Tensor | None, segments: Tensor | None = None
-) -> tuple[Ragged, Tensor | None]:
-    """A padded rectangle as documents end to end, and the flat indices [N] of its tokens (None: all)."""
+class Padded(NamedTuple):
+    """Documents that lay in a padded rectangle.
+
+    Attributes:
+        batch: the documents end to end.
+        indices: of their tokens in the flat rectangle, [N]; None: all.
+        shape: of the rectangle, [B, T].
+    """
+
+    batch: Ragged
+    indices: Tensor | None
+    shape: torch.Size
+
+    def restore(self, x: Tensor) -> Tensor:
+        """Tokens [N, ...] back in their rectangle [B, T, ...], zeros elsewhere."""
+        if self.indices is not None:
+            x = x.new_zeros(self.shape.numel(), *x.shape[1:]).index_copy(0, self.indices, x)
+        return x.unflatten(0, tuple(self.shape))
+
+    def value_output(self, outputs: Tensor) -> ValueOutput:
+        """The output of a scalar model's padded call, `outputs` being those of each token, [N, k]."""
+        plain = value_output(outputs)
+        members = None if plain.members is None else self.restore(plain.members)
+        return ValueOutput(self.restore(plain.values), outputs[self.batch.last], members)
+
+
+def from_padded(input_ids: Tensor | None, attention_mask: Tensor | None, segments: Tensor | None = None) -> Padded:
+    """A padded rectangle [B, T] as documents end to end.
+
+    Raises:
+        ValueError: no `input_ids`, or a row without tokens.
+    """
+    if input_ids is None:
+        raise ValueError("a model call needs input_ids or batch")
     rows, columns = input_ids.shape
     device = input_ids.device
     real = torch.ones(rows, columns, dtype=torch.bool, device=device) if attention_mask is None else attention_mask > 0
@@ -34,32 +66,4 @@ def from_padded(
         weight=0.0,
         segments=None if segments is None else kept(segments),
     )
-    return batch, indices
-
-
-def to_padded(x: Tensor, indices: Tensor | None, shape: torch.Size) -> Tensor:
-    """Tokens [N, ...] back in their rectangle [B, T, ...], zeros elsewhere; the inverse of `from_padded`."""
-    if indices is not None:
-        x = x.new_zeros(shape.numel(), *x.shape[1:]).index_copy(0, indices, x)
-    return x.unflatten(0, tuple(shape))
-
-
-def padded_value_output(outputs: Tensor, batch: Ragged, indices: Tensor | None, shape: torch.Size) -> ValueOutput:
-    """The output of a scalar model's padded call.
-
-    Args:
-        outputs: of each token of the batch, [N, k].
-        batch: the rows without padding.
-        indices: of the tokens in the padded rectangle, from `from_padded`; None: all.
-        shape: of the rectangle, [B, T].
-    """
-    plain = value_output(outputs)
-    members = None if plain.members is None else to_padded(plain.members, indices, shape)
-    return ValueOutput(to_padded(plain.values, indices, shape), outputs[batch.last], members)
-
-
-def require_input_ids(input_ids: Tensor | None) -> Tensor:
-    """`input_ids`, which a call without `batch` must have."""
-    if input_ids is None:
-        raise ValueError("a model call needs input_ids or batch")
-    return input_ids
+    return Padded(batch, indices, input_ids.shape)

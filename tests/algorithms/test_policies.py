@@ -10,7 +10,7 @@ from alignment.adapters import LoRASpec
 from alignment.algorithms import reward, sft
 from alignment.algorithms.dpo import dpo
 from alignment.algorithms.policies import language_loss_fn
-from alignment.algorithms.ppo.ppo import log_sample
+from alignment.algorithms.ppo.metrics import log_samples
 from alignment.algorithms.ppo.rollout import Rollout
 from alignment.algorithms.ppo.setup import start_value_model
 from alignment.algorithms.pretrain import pretrain
@@ -72,7 +72,7 @@ def test_a_few_samples_are_kept_without_their_end_token(tokenizer):
     )  # fmt: skip
     kept = []
     run = SimpleNamespace(sample=lambda step, **fields: kept.append((step, fields)))
-    log_sample(run, 7, tokenizer, rollout)
+    log_samples(run, 7, tokenizer, rollout, scores=rollout.scores)
     assert kept == [(7, {"prompt": "the spa", "response": "the spa", "score": score}) for score in (0.5, -1.0)]
 
 

@@ -16,9 +16,10 @@ from alignment.algorithms.dpo.responses import notes_of, read_metrics
 from alignment.algorithms.dpo.updates import PreferenceUpdates
 from alignment.algorithms.memory_notes import note_memory
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
-from alignment.algorithms.online_dpo.samples import JudgedSamples, log_samples, sample_and_judge, sample_metrics
+from alignment.algorithms.online_dpo.samples import JudgedSamples, sample_and_judge, sample_metrics
 from alignment.algorithms.online_dpo.setup import OnlineDPOState, build_online_state, read_online_data
 from alignment.algorithms.policies import note_dropout_off, save_policy
+from alignment.algorithms.ppo.metrics import log_samples
 from alignment.algorithms.ppo.rollout_weights import choose_rollout_weights
 from alignment.algorithms.runs import open_run
 from alignment.data.examples import Example, PairExample, PromptExample
@@ -57,7 +58,7 @@ def run(config: OnlineDPOConfig) -> Path:
         for step in run.steps(first, data.iterations):
             metrics, samples = sample_and_learn(state, config, data.prompts.rows_at(step), step)
             run.log(step + 1, metrics)
-            log_samples(run, step + 1, state.start.tokenizer, samples, count)
+            log_samples(run, step + 1, state.start.tokenizer, samples, scores=samples.raw_scores, count=count)
             if step + 1 == data.iterations:  # here a signal waits until the model is written
                 save()
             save_run_state(run, state.policy, config.training, step + 1, {"updates": state.updates.state()})

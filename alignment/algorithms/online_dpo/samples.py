@@ -9,7 +9,7 @@ from torch import Tensor
 
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.online_dpo.setup import OnlineDPOState
-from alignment.algorithms.ppo.metrics import distinct_share, global_means, kl_columns, text_metrics, texts_of
+from alignment.algorithms.ppo.metrics import distinct_share, global_means, kl_columns, text_metrics
 from alignment.algorithms.ppo.rollout import (
     equally_many,
     group_rollouts,
@@ -19,9 +19,7 @@ from alignment.algorithms.ppo.rollout import (
     to_rectangle,
 )
 from alignment.data.examples import PromptExample
-from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.generation import SamplingConfig
-from alignment.training import Run
 
 
 @dataclass(frozen=True)
@@ -106,9 +104,3 @@ def sample_metrics(samples: JudgedSamples, state: OnlineDPOState) -> dict[str, f
     metrics = {"score": total / number, **global_means(columns, group.sum)}
     metrics["distinct_share"] = distinct_share(samples, group.gather_objects)
     return text_metrics(samples, dict(state.metrics), state.start.tokenizer, group) | metrics
-
-
-def log_samples(run: Run, step: int, tokenizer: Tokenizer, samples: JudgedSamples, count: int) -> None:
-    """Write the responses to an iteration's first prompt as texts to the run's samples."""
-    for row, (prompt, response) in enumerate(zip(*texts_of(samples, tokenizer, count), strict=True)):
-        run.sample(step, prompt=prompt, response=response, score=float(samples.raw_scores[row]))

@@ -11,6 +11,7 @@ from alignment.algorithms.ppo.setup import MetricFn, PPOState
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.generation import response_text
 from alignment.losses.policy import kl_estimates
+from alignment.training import Run
 from alignment.training.distributed import ProcessGroup
 
 
@@ -92,6 +93,14 @@ def texts_of(rollout: SampledResponses, tokenizer: Tokenizer, count: int | None 
     prompts = [tokenizer.decode(rollout.prompts[row], skip_special_tokens=True) for row in rows]
     responses = [response_text(tokenizer, rollout.responses[row], bool(rollout.ended[row])) for row in rows]
     return prompts, responses
+
+
+def log_samples(
+    run: Run, step: int, tokenizer: Tokenizer, samples: SampledResponses, *, scores: Tensor, count: int = 2
+) -> None:
+    """Write an iteration's first `count` responses, which have `scores`, as texts to the run's samples."""
+    for row, (prompt, response) in enumerate(zip(*texts_of(samples, tokenizer, count), strict=True)):
+        run.sample(step, prompt=prompt, response=response, score=float(scores[row]))
 
 
 def sampling_error(rollout: Rollout, largest: Callable[[Tensor], Tensor]) -> float:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from alignment.algorithms.memory_notes import note_memory
 from alignment.algorithms.policies import language_loss_fn, note_dropout_off, save_policy
-from alignment.algorithms.ppo.metrics import rollout_metrics, texts_of
+from alignment.algorithms.ppo.metrics import log_samples, rollout_metrics
 from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, add_advantages, collect, rollout_batches
 from alignment.algorithms.ppo.rollout_weights import choose_rollout_weights
 from alignment.algorithms.ppo.setup import (
@@ -27,10 +27,9 @@ from alignment.algorithms.ppo.setup import (
 )
 from alignment.algorithms.runs import open_run
 from alignment.data.examples import PromptExample
-from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.losses.policy import clipped_policy_loss, clipped_tokens, clipped_value_loss
 from alignment.models.protocols import GenerativeModel, ScoringModel
-from alignment.training import LossFn, LossSum, Run, Term, ZeroWeightBatch
+from alignment.training import LossFn, LossSum, Term, ZeroWeightBatch
 from alignment.training.distributed import ProcessGroup
 
 
@@ -67,7 +66,7 @@ def run(config: PPOConfig) -> Path:
             metrics |= {"seconds_rollout": rollout.seconds, "seconds_update": seconds - rollout.seconds}
             metrics["tokens_per_second"] = metrics["response_tokens"] * len(prompts) / seconds
             run.log(step + 1, metrics)
-            log_sample(run, step + 1, state.start.tokenizer, rollout)
+            log_samples(run, step + 1, state.start.tokenizer, rollout, scores=rollout.scores)
             if step + 1 == data.iterations:  # here a signal waits until the model is written
                 save()
             save_ppo_state(state, config, run, step + 1)
@@ -170,9 +169,3 @@ def value_loss_fn(value_model: ScoringModel, config: PPOConfig) -> LossFn:
         return LossSum(cost.sum(), {})
 
     return loss_fn
-
-
-def log_sample(run: Run, step: int, tokenizer: Tokenizer, rollout: Rollout, count: int = 2) -> None:
-    """Write an iteration's first responses as texts to the run's samples."""
-    for row, (prompt, response) in enumerate(zip(*texts_of(rollout, tokenizer, count), strict=True)):
-        run.sample(step, prompt=prompt, response=response, score=float(rollout.scores[row]))

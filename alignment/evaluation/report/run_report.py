@@ -29,11 +29,8 @@ def read_log_rows(path: Path) -> list[dict[str, Any]]:
     return [row.values for row in rows if row.values is not None]
 
 
-def read_stage_record(directory: Path, seconds: float | None = None) -> StageRecord:
+def read_stage_record(directory: Path) -> StageRecord:
     """Settings, parents and the hash of the whole lineage of a run.
-
-    Args:
-        seconds: how long it took; only the recipe that ran it knows.
 
     Raises:
         UserError: there is no lineage.json, so it is not a run's directory.
@@ -44,7 +41,7 @@ def read_stage_record(directory: Path, seconds: float | None = None) -> StageRec
     lineage = json.loads((directory / "lineage.json").read_text(encoding="utf-8"))
     config = directory / "config.yaml"
     settings = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
-    return StageRecord(lineage["stage"], hash_of(lineage), list(lineage["parents"]), seconds, settings)
+    return StageRecord(lineage["stage"], hash_of(lineage), list(lineage["parents"]), None, settings)
 
 
 def write_run_report(directory: Path) -> Path:

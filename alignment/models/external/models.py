@@ -32,7 +32,7 @@ from alignment.models.external.padding import (
 )
 from alignment.models.external.virtual_tokens import VirtualTokens
 from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput, ValueOutput, value_output
-from alignment.models.padded_inputs import from_padded, padded_value_output, require_input_ids, to_padded
+from alignment.models.padded_inputs import from_padded
 from alignment.models.safetensors_files import HFConfig
 from alignment.ragged import Ragged, Seq2Seq
 
@@ -162,9 +162,8 @@ class ExternalLanguageModel(ExternalModel):
         """
         forward = output_fields(self.inner, "logits", virtual=self.active_virtual_tokens())
         if batch is None:
-            ragged, positions = from_padded(require_input_ids(input_ids), attention_mask)
-            logits = forward_tokens(forward, ragged, self.padding_id)
-            return LogitsOutput(to_padded(logits, positions, require_input_ids(input_ids).shape))
+            padded = from_padded(input_ids, attention_mask)
+            return LogitsOutput(padded.restore(forward_tokens(forward, padded.batch, self.padding_id)))
         logits = forward_tokens(forward, batch, self.padding_id, batch.before)
         output = _target_output(logits, batch, temperature, entropy, return_logits)
         if token_loss is None or isinstance(output, LogitsOutput):
@@ -208,9 +207,8 @@ class ExternalMaskedLanguageModel(ExternalModel):
         """Logits [B, T, V] of a padded call, zeros at padding; or log-probabilities of a ragged batch's labels."""
         forward = output_fields(self.inner, "logits", virtual=self.active_virtual_tokens())
         if batch is None:
-            ragged, positions = from_padded(require_input_ids(input_ids), attention_mask, token_type_ids)
-            logits = forward_tokens(forward, ragged, self.padding_id)
-            return LogitsOutput(to_padded(logits, positions, require_input_ids(input_ids).shape))
+            padded = from_padded(input_ids, attention_mask, token_type_ids)
+            return LogitsOutput(padded.restore(forward_tokens(forward, padded.batch, self.padding_id)))
         logits = forward_tokens(forward, batch, self.padding_id, batch.target_index)
         return _target_output(logits, batch, temperature, entropy, return_logits)
 
@@ -235,9 +233,9 @@ class ExternalSeq2SeqModel(ExternalModel):
     ) -> LanguageOutput | LogitsOutput:
         """Logits [B, T, V] of padded targets, zeros at padding; or log-probabilities of a batch's targets."""
         if batch is None:
-            target, positions = from_padded(require_input_ids(decoder_input_ids), decoder_attention_mask)
-            logits = self._decoder_logits(Seq2Seq(from_padded(require_input_ids(input_ids), attention_mask)[0], target))
-            return LogitsOutput(to_padded(logits, positions, require_input_ids(decoder_input_ids).shape))
+            source = from_padded(input_ids, attention_mask).batch
+            padded = from_padded(decoder_input_ids, decoder_attention_mask)
+            return LogitsOutput(padded.restore(self._decoder_logits(Seq2Seq(source, padded.batch))))
         logits = self._decoder_logits(batch)[batch.decoder.before]
         return _target_output(logits, batch.decoder, temperature, entropy, return_logits)
 
@@ -291,9 +289,8 @@ class ExternalScalarModel(ExternalModel):
         if batch is not None:
             outputs = self._outputs(batch)
             return value_output(outputs if tokens is None else outputs[tokens])
-        shape = require_input_ids(input_ids).shape
-        ragged, positions = from_padded(require_input_ids(input_ids), attention_mask)
-        return padded_value_output(self._outputs(ragged), ragged, positions, shape)
+        padded = from_padded(input_ids, attention_mask)
+        return padded.value_output(self._outputs(padded.batch))
 
     def _outputs(self, batch: Ragged) -> Tensor:
         forward = token_scores(self.inner, self.active_virtual_tokens())
@@ -316,11 +313,9 @@ class ExternalClassifier(ExternalModel):
         """Class logits; logits of tokens in a padded call are [B, T, C], zeros at padding."""
         if batch is not None:
             return ClassifierOutput(self._logits(batch).float())
-        ragged, positions = from_padded(require_input_ids(input_ids), attention_mask, token_type_ids)
-        logits = self._logits(ragged)
-        if self.task != "sequence":
-            logits = to_padded(logits, positions, require_input_ids(input_ids).shape)
-        return ClassifierOutput(logits.float())
+        padded = from_padded(input_ids, attention_mask, token_type_ids)
+        logits = self._logits(padded.batch)
+        return ClassifierOutput((logits if self.task == "sequence" else padded.restore(logits)).float())
 
     def _logits(self, batch: Ragged) -> Tensor:
         virtual = self.active_virtual_tokens()
