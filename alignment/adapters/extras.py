@@ -3,7 +3,7 @@
 The model's own weights stay as they are: the rows and modules are copies that take their place while the adapter acts.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,8 @@ from alignment.models.huggingface.weight_map import HFLocation, cut, to_hf
 from alignment.models.native_model import NativeModel
 
 if TYPE_CHECKING:
+    from peft.tuners.ia3 import IA3Layer
+    from peft.tuners.lora import LoraLayer
     from peft.utils.other import ModulesToSaveWrapper
 
 AnyModel = NativeModel[Any] | ExternalModel
@@ -208,20 +210,41 @@ def is_extra_weight(name: str) -> bool:
 @contextmanager
 def extras_switched_off(model: nn.Module) -> Iterator[None]:
     """Let the model's own rows and modules act within the block."""
-    copies, rows = list(wrappers(model).values()), token_rows(model)
-    before = [copy._disable_adapters for copy in copies]
+    rows = token_rows(model)
     rows_before = rows is not None and rows.enabled
-    for copy in copies:  # peft's own switch also changes requires_grad, which sharded optimizers must not see
-        copy._disable_adapters = True
     if rows is not None:
         rows.enabled = False
     try:
-        yield
+        with layers_switched_off(wrappers(model).values()):
+            yield
     finally:
-        for copy, was_disabled in zip(copies, before, strict=True):
-            copy._disable_adapters = was_disabled
         if rows is not None:
             rows.enabled = rows_before
+
+
+@contextmanager
+def layers_switched_off(layers: "Iterable[IA3Layer | ModulesToSaveWrapper]") -> Iterator[None]:
+    """Let the modules under peft's layers act alone within the block."""
+    before = [(layer, layer._disable_adapters) for layer in layers]
+    for layer, _ in before:  # peft's own switch also changes requires_grad, which sharded optimizers must not see
+        layer._disable_adapters = True
+    try:
+        yield
+    finally:
+        for layer, was_disabled in before:
+            layer._disable_adapters = was_disabled
+
+
+def merge_layers(model: nn.Module, layers: "Mapping[str, LoraLayer | IA3Layer]") -> None:
+    """Merge peft's layers, by name, into the weights under them, with the extras; all parameters are trainable afterwards."""
+    for name, layer in layers.items():
+        layer.merge(safe_merge=True)
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, layer.get_base_layer())
+    if hasattr(model, "peft_config"):
+        del model.peft_config
+    merge_extras(model)
+    model.requires_grad_(True)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ has none.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,7 +19,8 @@ from alignment.adapters.extras import (
     extras_switched_off,
     extras_to_file,
     is_extra_weight,
-    merge_extras,
+    layers_switched_off,
+    merge_layers,
     modules_of_config,
     wrappers,
 )
@@ -130,29 +131,13 @@ def is_ia3_weight(name: str) -> bool:
 @contextmanager
 def ia3_switched_off(model: nn.Module) -> Iterator[None]:
     """Leave all factors out within the block."""
-    layers = list(ia3_layers(model).values())
-    before = [layer._disable_adapters for layer in layers]
-    with ExitStack() as stack:
-        stack.enter_context(extras_switched_off(model))
-        for layer in layers:  # peft's own switch also changes requires_grad, which sharded optimizers must not see
-            layer._disable_adapters = True
-        try:
-            yield
-        finally:
-            for layer, was_disabled in zip(layers, before, strict=True):
-                layer._disable_adapters = was_disabled
+    with extras_switched_off(model), layers_switched_off(ia3_layers(model).values()):
+        yield
 
 
 def merge_ia3(model: nn.Module) -> None:
     """Multiply each layer's weight by its factors and remove the adapter; all parameters are trainable afterwards."""
-    for name, layer in ia3_layers(model).items():
-        layer.merge(safe_merge=True)  # pyright: ignore[reportCallIssue]
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, layer.get_base_layer())
-    if hasattr(model, "peft_config"):
-        del model.peft_config
-    merge_extras(model)
-    model.requires_grad_(True)
+    merge_layers(model, ia3_layers(model))
 
 
 def multiply_factors(model: nn.Module, state: Mapping[str, Tensor], plain: dict[str, Tensor]) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from alignment.adapters.extras import attach_extras, extras_switched_off, is_extra_weight, merge_extras
+from alignment.adapters.extras import attach_extras, extras_switched_off, is_extra_weight, merge_layers
 from alignment.adapters.layer_names import file_layers, matching, matching_layers, names_in_file
 from alignment.adapters.specs import DoRASpec, LowRankSpec
 from alignment.errors import UserError
@@ -201,14 +201,7 @@ def _update(name: str, layer: "LoraLayer", state: dict[str, Tensor]) -> LowRankU
 
 def merge_lora(model: nn.Module) -> None:
     """Add each update to its layer's weight and remove the adapter; all parameters are trainable afterwards."""
-    for name, layer in lora_layers(model).items():
-        layer.merge(safe_merge=True)
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, layer.get_base_layer())
-    if hasattr(model, "peft_config"):
-        del model.peft_config
-    merge_extras(model)
-    model.requires_grad_(True)
+    merge_layers(model, lora_layers(model))
 
 
 def spec_scale(spec: LowRankSpec, rank: int) -> float:

@@ -30,7 +30,7 @@ class Padded(NamedTuple):
         return x.unflatten(0, tuple(self.shape))
 
     def value_output(self, outputs: Tensor) -> ValueOutput:
-        """The output of a scalar model's padded call, `outputs` being those of each token, [N, k]."""
+        """The output of a scalar model's padded call from the outputs of each token, [N, k]."""
         plain = value_output(outputs)
         members = None if plain.members is None else self.restore(plain.members)
         return ValueOutput(self.restore(plain.values), outputs[self.batch.last], members)

@@ -26,6 +26,8 @@ from alignment.models.shared_weights import share_weights
 from alignment.models.weights_config import WeightsConfig
 from alignment.planning.quantized_layers import replace_by_stand_ins
 from alignment.planning.starts import Start
+from alignment.training import OptimConfig
+from alignment.training.optimizers import hidden_matrices, optimizer_bytes
 
 SHARED = "shared base"
 
@@ -193,3 +195,10 @@ def _external(config: HFConfig, task: str) -> Any:
 def trained_bytes(models: Sequence[nn.Module]) -> int:
     """Bytes of the weights that train."""
     return sum(p.numel() * p.element_size() for model in models for p in model.parameters() if p.requires_grad)
+
+
+def state_bytes(model: nn.Module, config: OptimConfig) -> int:
+    """Bytes of the state after every trained weight was updated once, without sharding."""
+    shapes = {name: tuple(x.shape) for name, x in model.named_parameters() if x.requires_grad}
+    hidden = hidden_matrices(model) if config.name == "muon" else {}
+    return optimizer_bytes(shapes, config, hidden=hidden)

@@ -41,8 +41,7 @@ from alignment.models.outputs import LanguageOutput
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.planning import batches
 from alignment.planning.layout import Layout
-from alignment.planning.networks import Networks, is_encoder
-from alignment.planning.optimizer_state import state_bytes
+from alignment.planning.networks import Networks, is_encoder, state_bytes
 from alignment.planning.starts import Start, config_dtype, find_start, fresh_config
 from alignment.planning.trace import Tracer
 from alignment.ragged import DeviceBatch, Ragged, RaggedBatch, Seq2Seq, Sharing
