@@ -8,22 +8,13 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from alignment.data.batches import (
-    PairBatch,
-    RankedBatch,
-    UnpairedBatch,
-    collate,
-    collate_labeled,
-    collate_pairs,
-    collate_rankings,
-)
-from alignment.data.examples import Example, LabeledExample, PairExample, RankedExample, StepExample, TokenizedRow
+from alignment.data.examples import Example, RankedExample, StepExample, TokenizedRow
 from alignment.data.pretraining.next_sentence import SentencePairBatch
 from alignment.data.table import longest_rows
 from alignment.data.tasks.classification import LabeledBatch
 from alignment.data.tasks.gpt1_inputs import MultiSequenceBatch
 from alignment.data.tasks.question_answering import SpanBatch
-from alignment.ragged import DeviceBatch, Ragged, Seq2Seq, Sharing
+from alignment.ragged import DeviceBatch, Ragged, Seq2Seq
 
 MASKED_SHARE = 0.15  # of the tokens, in masked text
 TARGET_SHARE = 0.25  # of the source's length, that a corrupted text's target has
@@ -44,26 +35,6 @@ def rows_of(tokens: int, length: int, most: int | None = None) -> int:
 def example(length: int, prompt: int = 1) -> Example:
     """A row of `length` tokens; those after the first `prompt` are to be predicted."""
     return Example([0] * length, [False] * prompt + [True] * (length - prompt), "row")
-
-
-def text_batch(examples: Sequence[Example], tokens: int) -> Ragged:
-    """The largest micro-batch that rows of demonstrations or texts can come in: the longest ones together."""
-    return collate(examples, tokens)[0]
-
-
-def pair_batch(pairs: Sequence[PairExample], tokens: int, share_prompts: Sharing = False) -> PairBatch:
-    """The largest micro-batch of comparisons."""
-    return collate_pairs(pairs, tokens, share_prompts=share_prompts)[0]
-
-
-def unpaired_batch(rows: Sequence[LabeledExample], tokens: int) -> UnpairedBatch:
-    """The largest micro-batch of labels."""
-    return collate_labeled(rows, tokens)[0]
-
-
-def ranked_batch(rows: Sequence[RankedExample], tokens: int, share_prompts: Sharing = False) -> RankedBatch:
-    """The largest micro-batch of rankings."""
-    return collate_rankings(rows, tokens, share_prompts=share_prompts)[0]
 
 
 def ranking(length: int) -> RankedExample:

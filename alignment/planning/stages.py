@@ -30,7 +30,15 @@ from alignment.algorithms.reward import RewardConfig
 from alignment.algorithms.reward_losses import OBJECTIVES, Measured, objective_loss_fn
 from alignment.algorithms.reward_networks import networks_of
 from alignment.algorithms.sft import SFTConfig
-from alignment.data.batches import PairBatch, PreferenceBatch, RankedBatch
+from alignment.data.batches import (
+    PairBatch,
+    PreferenceBatch,
+    RankedBatch,
+    collate,
+    collate_labeled,
+    collate_pairs,
+    collate_rankings,
+)
 from alignment.data.examples import Example, LabeledExample, PairExample, RankedExample
 from alignment.data.step_batches import StepBatch, collate_steps
 from alignment.errors import UserError
@@ -172,7 +180,7 @@ def trace(config: StageConfig, tracer: Tracer, rows: DeviceRows) -> None:
                 model.checkpoint_activations(True, training.keep_activations)
     if isinstance(config, SFTConfig):
         model = tracer.train("policy", state_bytes(tracer.networks.by_role["policy"], config.optim)).train()
-        batch = batches.text_batch(_examples(config.data.max_length, rows), rows.tokens)
+        batch = collate(_examples(config.data.max_length, rows), rows.tokens)[0]
         tracer.update("update", "policy", [(language_loss_fn(model), batch)], repeated=_repeated(batch, rows))
     elif isinstance(config, RewardConfig):
         model = tracer.train("reward model", state_bytes(tracer.networks.by_role["reward model"], config.optim)).train()
@@ -194,7 +202,7 @@ def trace(config: StageConfig, tracer: Tracer, rows: DeviceRows) -> None:
         terms: list[tuple[LossFn, DeviceBatch]] = [(loss_fn, batch)]
         if config.sft is not None:
             texts = replace(rows, longest=(), per_update=config.sft_batch_size)
-            text = batches.text_batch(_examples(config.sft.max_length, texts), rows.tokens)
+            text = collate(_examples(config.sft.max_length, texts), rows.tokens)[0]
             terms.append((language_loss_fn(model), text))
         tracer.update("update", "policy", terms, repeated=_repeated(batch, rows))
     elif isinstance(config, OnlineDPOConfig):
@@ -214,9 +222,8 @@ def trace(config: StageConfig, tracer: Tracer, rows: DeviceRows) -> None:
 def trace_caching(config: DPOConfig, tracer: Tracer, rows: DeviceRows) -> None:
     """The phase before the updates in which a reference's log-probabilities are computed, one response per document."""
     length = max((len(ids) for row in rows.longest for ids in row.documents), default=config.data.max_length)
-    batch = batches.text_batch(
-        [batches.example(length)] * batches.rows_of(rows.tokens, length, CACHED_ROWS), rows.tokens
-    )
+    examples = [batches.example(length)] * batches.rows_of(rows.tokens, length, CACHED_ROWS)
+    batch = collate(examples, rows.tokens)[0]
     reference = _reference(tracer)
     with tracer.running("reference log-probabilities", ["policy"]):
         reference(batch=batches.as_fake(batch, tracer.mode))
@@ -256,8 +263,8 @@ def _reward_batch(
         count = batches.rows_of(rows.tokens, length, rows.per_update)
         return collate_steps(list(rows.longest) or [batches.steps(length)] * count, rows.tokens)[0]
     if kind == "rankings":
-        return batches.ranked_batch(_rankings(length, rows), rows.tokens, share_prompts)
-    return batches.pair_batch(_pairs(length, rows), rows.tokens, share_prompts)
+        return collate_rankings(_rankings(length, rows), rows.tokens, share_prompts=share_prompts)[0]
+    return collate_pairs(_pairs(length, rows), rows.tokens, share_prompts=share_prompts)[0]
 
 
 def no_metrics(scores: Tensor, batch: RaggedBatch) -> Measured:
@@ -277,11 +284,11 @@ def _preference_batch(config: DPOConfig, rows: DeviceRows, share_prompts: Sharin
     if config.rows == "labels":
         count = batches.rows_of(rows.tokens, length, rows.per_update)
         labeled = list(rows.longest) or [LabeledExample(batches.example(length), True, "row")] * count
-        batch = batches.unpaired_batch(labeled, rows.tokens)
+        batch = collate_labeled(labeled, rows.tokens)[0]
     elif config.rows == "rankings":
-        batch = batches.ranked_batch(_rankings(length, rows), rows.tokens, share_prompts)
+        batch = collate_rankings(_rankings(length, rows), rows.tokens, share_prompts=share_prompts)[0]
     else:
-        batch = batches.pair_batch(_pairs(length, rows), rows.tokens, share_prompts)
+        batch = collate_pairs(_pairs(length, rows), rows.tokens, share_prompts=share_prompts)[0]
     if config.refers and not config.holds_reference:
         return replace(batch, reference=torch.zeros(len(batch.lengths)))
     return batch
@@ -305,7 +312,7 @@ def _trace_pretrain(config: PretrainConfig, tracer: Tracer, rows: DeviceRows) ->
     count = batches.rows_of(rows.tokens, length, rows.per_update)
     batch: DeviceBatch
     if kind == "causal":
-        batch = batches.text_batch(_examples(length, rows), rows.tokens)
+        batch = collate(_examples(length, rows), rows.tokens)[0]
     elif kind == "masked":
         batch = batches.masked_text_batch(length, count)
     elif kind == "sentence_pairs":
@@ -337,7 +344,8 @@ def _trace_online_dpo(config: OnlineDPOConfig, tracer: Tracer, rows: DeviceRows)
     minibatch = replace(rows, per_update=math.ceil(rows.per_update / config.minibatches), longest=())
     side = batches.example(length, prompt)
     pair = PairExample(side, side, 1.0, "row")
-    batch = batches.pair_batch([pair] * batches.rows_of(rows.tokens, 2 * length, minibatch.per_update), rows.tokens)
+    pairs = [pair] * batches.rows_of(rows.tokens, 2 * length, minibatch.per_update)
+    batch = collate_pairs(pairs, rows.tokens)[0]
     reference = _reference(tracer) if config.holds_reference else None
     loss_fn = dpo_loss_fn(policy, reference, config)
     tracer.update("update", "policy", [(loss_fn, batch)], repeated=_repeated(batch, minibatch))
@@ -371,7 +379,7 @@ def _trace_ppo(config: PPOConfig, tracer: Tracer, rows: DeviceRows) -> None:
     terms: list[tuple[LossFn, DeviceBatch]] = [(policy_loss_fn(policy, config, []), batch)]
     if config.pretrain is not None and config.pretrain_coef > 0:
         text = replace(rows, longest=(), per_update=config.pretrain_batch_size)
-        texts = batches.text_batch(_examples(config.pretrain.max_length, text), rows.tokens)
+        texts = collate(_examples(config.pretrain.max_length, text), rows.tokens)[0]
         terms.append((language_loss_fn(policy), texts))
     tracer.update("policy update", "policy", terms, repeated=repeated, kept=["value model"])
     tracer.update("value update", "value model", [(value_loss_fn(value, config), batch)], repeated=repeated)
