@@ -324,8 +324,9 @@ class Table(RowSequence[Row]):
             if self._rows is None:
                 yield batch, slice(None)
             else:
-                first, last = np.searchsorted(self._rows, (start, stop))
-                yield batch, self._rows[first:last] - start
+                edges = np.array([start, stop], self._rows.dtype)  # of another type, it would copy all rows to theirs
+                first, last = np.searchsorted(self._rows, edges)
+                yield batch, self._rows[first:last] - edges[0]
             self._batches.release()
 
     def row_id(self, index: int) -> str:
