@@ -17,6 +17,7 @@ from alignment.data.text.dialogues import (
     encode_dialogues,
     header_start,
     lost_reasoning,
+    replies_without_end,
     reply_pieces,
     split_end,
     start_of_reply,
@@ -78,9 +79,9 @@ def _encode_open_dialogues(
 ) -> list[list[int] | UserError]:
     if not prompts:
         return []
-    dialogues, controls = [], control_strings(tokenizer)
+    dialogues, controls, stops = [], control_strings(tokenizer), stop_strings(tokenizer)
     for messages, tools in prompts:
-        safe, definitions, escaped = escape(controls, messages, tools)
+        safe, definitions, escaped = escape(controls, replies_without_end(messages, stops), tools)
         dialogues.append(Dialogue(safe, definitions, escaped, ((len(safe), True),)))
     try:
         rendered = render_dialogues(tokenizer, dialogues)

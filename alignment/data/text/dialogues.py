@@ -131,16 +131,18 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[
 def _prepared(controls: Sequence[str], row: DialogueRow, stops: Sequence[str]) -> Dialogue:
     """The dialogue up to its last reply, its control strings escaped, and the texts to render of it."""
     messages = row.messages[: 1 + max((index for index, each in enumerate(row.messages) if _replies(each)), default=-1)]
-    ended: Messages = [
-        {**each, "content": without_end(each["content"], stops)} if _replies(each) else each for each in messages
-    ]
-    safe, tools, escaped = escape(controls, ended, row.tools)
+    safe, tools, escaped = escape(controls, replies_without_end(messages, stops), row.tools)
     cuts = [(len(safe), False)]
     for index, message in enumerate(safe):
         if _replies(message):
             cuts += [(index, True)] if index else []
             cuts += [(index + 1, False)] if index + 1 < len(safe) else []
     return Dialogue(safe, tools, escaped, tuple(cuts))
+
+
+def replies_without_end(messages: Messages, stops: Sequence[str]) -> Messages:
+    """The messages, the assistant's without the end tokens written at their ends: the template writes its own."""
+    return [{**each, "content": without_end(each["content"], stops)} if _replies(each) else each for each in messages]
 
 
 def _replies(message: Message) -> bool:

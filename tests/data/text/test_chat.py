@@ -49,6 +49,16 @@ def test_h02_one_end_token_also_where_the_text_ends_in_it(bpe, text):
     assert ids == [*encode(bpe, ["x"])[0], bpe.eos_token_id]
 
 
+def test_h02_earlier_replies_of_a_prompt_end_once_too(chatml):
+    user = {"role": "user", "content": "Hi"}
+    prompt = [user, {"role": "assistant", "content": "Hello."}, user]
+    written = [user, {"role": "assistant", "content": "Hello.<|im_end|>\n"}, user]
+    ids = chat.prompt_ids(chatml, written)
+    assert ids == chat.prompt_ids(chatml, prompt)
+    whole, _ = chat.chat_ids(chatml, [*written, {"role": "assistant", "content": "Bye."}])
+    assert whole == ids + chat.response_ids(chatml, "Bye.", written)
+
+
 def test_h02_end_token_is_the_templates_end_of_turn(chatml):
     turn = chatml.convert_tokens_to_ids("<|im_end|>")
     assert chat.end_token_id(chatml) == turn
