@@ -12,6 +12,7 @@ import torch
 from alignment.errors import UserError
 from alignment.training import Engine, LossSum, Run, Term, TrainingConfig, fit
 from alignment.training.early_stopping import BestEvaluation, EarlyStopping, is_lower_better
+from alignment.training.run.lineage import without_resumable_keys
 from tests.training.toys import ToyStream, collate_by, squared_error, toy_engine, toy_rows, weights
 
 PLATEAU = [3.0, 2.0, 1.0, 1.5, 2.5, 2.0, 0.5, 0.4]  # planted losses of the evaluations, best at the third
@@ -66,6 +67,13 @@ def test_higher_is_better_for_an_accuracy_and_what_is_not_finite_is_never_best()
 def test_settings_without_effect_are_refused(settings, why):
     with pytest.raises(ValueError, match=why):
         TrainingConfig(**settings)
+
+
+@pytest.mark.parametrize("choice", [{}, {"keep_best": "held_out_loss"}, {"early_stopping": {"patience": 3}}])
+def test_how_often_a_run_evaluates_may_change_on_resume_only_where_that_chooses_nothing(choice):
+    configs = [{"training": {"evaluate_every_steps": every, "seed": 0, **choice}} for every in (2, 3)]
+    one, other = (without_resumable_keys(config) for config in configs)
+    assert (one == other) == (not choice) and "seed" in one["training"]
 
 
 def train(output: Path, *, values=PLATEAU, stop_after: int = 0, kill_after: int = 0, **settings) -> Engine:

@@ -96,10 +96,15 @@ def lineage_of(stage: str, config: Mapping[str, object], identity: Mapping[str, 
 
 
 def without_resumable_keys(value: Any) -> Any:
-    """A config without the keys that may change when it is resumed."""
-    if isinstance(value, dict):
-        return {key: without_resumable_keys(entry) for key, entry in value.items() if key not in RESUMABLE_KEYS}
-    return value
+    """A config without the keys that may change when it is resumed.
+
+    How often a run evaluates may not where evaluations choose the weights that are its result, or end it.
+    """
+    if not isinstance(value, dict):
+        return value
+    chooses = bool(value.get("keep_best") or value.get("early_stopping"))
+    dropped = RESUMABLE_KEYS - {"evaluate_every_steps"} if chooses else RESUMABLE_KEYS
+    return {key: without_resumable_keys(entry) for key, entry in value.items() if key not in dropped}
 
 
 def input_hashes(config: Mapping[str, object]) -> dict[str, str]:
