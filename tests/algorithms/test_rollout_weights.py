@@ -44,17 +44,18 @@ def prompt(length: int) -> PromptExample:
 def choose(model, setting: str, whole: int, free: int, monkeypatch, kind: str = "fsdp2"):
     monkeypatch.setattr(rollout_weights, "free_bytes", lambda group: free)
     config = PPOConfig("policy", "reward", DataConfig(train="rows"), "output", rollout_weights=setting)
-    data = SimpleNamespace(prompts=SimpleNamespace(rows=[prompt(10)]))
     notes = []
-    return choose_rollout_weights(config, data, state_of(model, whole, kind), SimpleNamespace(note=notes.append)), notes
+    run = SimpleNamespace(note=notes.append)
+    return choose_rollout_weights(config, [prompt(10)], state_of(model, whole, kind), run), notes
 
 
 def test_bytes_of_cache_and_logits_by_hand(model):
     training = TrainingConfig(batch_size=30, precision="bf16")
     config = PPOConfig("policy", "reward", DataConfig(train="rows"), "output", max_new_tokens=6, training=training)
-    data = SimpleNamespace(prompts=SimpleNamespace(rows=[prompt(10), prompt(3)]))
     # 8 rows a rank; 16 tokens, each with keys and values of 2 heads of 8 numbers in 2 layers, in 2 bytes
-    assert sampling_bytes(config, data, state_of(model, 1)) == 8 * (16 * 2 * 2 * 2 * 8 * 2 + 3 * 4 * 61)
+    assert sampling_bytes(config, [prompt(10), prompt(3)], state_of(model, 1)) == 8 * (
+        16 * 2 * 2 * 2 * 8 * 2 + 3 * 4 * 61
+    )
 
 
 def test_what_fits_is_gathered_and_what_does_not_stays_sharded(model, monkeypatch):

@@ -47,7 +47,9 @@ def run(config: OnlineDPOConfig) -> Path:
         )
         note_dropout_off(state.start, run)
         count = config.responses_per_prompt
-        state.rollout_weights = choose_rollout_weights(config, data, state, run, responses_per_prompt=count)
+        state.rollout_weights = choose_rollout_weights(
+            config, data.prompts.rows, state, run, responses_per_prompt=count
+        )
         note_memory(run, state.roles)
         saved = load_run_state(run, state.policy, config.training)
         note_endless_warmup(run, state.policy)

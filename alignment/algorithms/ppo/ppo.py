@@ -53,7 +53,7 @@ def run(config: PPOConfig) -> Path:
             save_policy, state.policy, state.start, run.output, max_shard_size=config.training.max_shard_size
         )
         note_dropout_off(state.start, run)
-        state.rollout_weights = choose_rollout_weights(config, data, state, run)
+        state.rollout_weights = choose_rollout_weights(config, data.prompts.rows, state, run)
         note_memory(run, state.roles)
         first = load_ppo_state(state, config, run)
         if first == data.iterations:  # a finished run again: its model may be gone

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import nn
@@ -20,22 +20,13 @@ from alignment.training.distributed import ProcessGroup
 USABLE = 0.9  # share of the free memory that is planned with; the allocator loses the rest between blocks of odd sizes
 
 
-class PromptOrder(Protocol):
-    """Prompts in the order of a run."""
-
-    @property
-    def rows(self) -> Sequence[PromptExample]: ...
-
-
-class PromptData(Protocol):
-    """The data of a run that samples."""
-
-    @property
-    def prompts(self) -> PromptOrder: ...
-
-
 def choose_rollout_weights(
-    config: SamplingSettings, data: PromptData, state: SamplingState, run: Run, *, responses_per_prompt: int = 1
+    config: SamplingSettings,
+    prompts: Sequence[PromptExample],
+    state: SamplingState,
+    run: Run,
+    *,
+    responses_per_prompt: int = 1,
 ) -> Literal["gathered", "sharded"]:
     """`config.rollout_weights`, with `auto` decided by the free memory; noted in the run. A collective operation.
 
@@ -55,7 +46,7 @@ def choose_rollout_weights(
         return "gathered"
     trained = sum(trainable_elements(engine.backend.unwrapped) for engine in state.engines)
     moments = 2 * 4 * trained // group.size  # of AdamW, sharded as the weights are
-    other = group.largest(sampling_bytes(config, data, state, responses_per_prompt) + moments)
+    other = group.largest(sampling_bytes(config, prompts, state, responses_per_prompt) + moments)
     free = -group.largest(-free_bytes(group))
     other = group.largest(other)
     fits = whole + other <= USABLE * free
@@ -73,13 +64,13 @@ def choose_rollout_weights(
 
 
 def sampling_bytes(
-    config: SamplingSettings, data: PromptData, state: SamplingState, responses_per_prompt: int = 1
+    config: SamplingSettings, prompts: Sequence[PromptExample], state: SamplingState, responses_per_prompt: int = 1
 ) -> int:
     """Bytes of the cache and of the logits of one batch of samples on one device."""
     model, group = state.policy.backend.unwrapped, state.process_group
     assert isinstance(model, NativeModel | ExternalModel)
     rows = min(config.micro_rollout_batch_size, -(-config.training.batch_size * responses_per_prompt // group.size))
-    tokens = int(lengths_of(data.prompts.rows).max()) + config.max_new_tokens
+    tokens = int(lengths_of(prompts).max()) + config.max_new_tokens
     element = 2 if config.training.precision == "bf16" else 4
     logits = 3 * 4 * model.spec.vocabulary  # float32: the logits, their log-softmax and its cumulative sum
     return rows * (tokens * cached_numbers(model) * element + logits)
