@@ -4,9 +4,15 @@ The names below are imported on first use, so that `import alignment` is fast.
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from alignment.quiet_imports import import_quietly
+
+if TYPE_CHECKING:
+    from alignment.generation import generate
+    from alignment.loading import load_model, load_tokenizer
+    from alignment.pipeline.in_memory import dpo, ppo, reward, sft
+    from alignment.reward_model import load_reward_model
 
 _MODULES = {
     "load_model": "alignment.loading",
@@ -19,7 +25,7 @@ _MODULES = {
     "ppo": "alignment.pipeline.in_memory",
 }
 
-__all__ = sorted(_MODULES)
+__all__ = ["dpo", "generate", "load_model", "load_reward_model", "load_tokenizer", "ppo", "reward", "sft"]
 __version__ = "0.1.0"
 
 import_quietly()

@@ -28,8 +28,10 @@ def judge(stage):
     return load_reward_model(str(stage("reward") / "model"))
 
 
-def test_the_package_offers_the_four_verbs():
-    assert alignment.__all__ == ["generate", "load_model", "load_reward_model", "load_tokenizer"]
+def test_the_package_offers_its_verbs():
+    loading = {"generate", "load_model", "load_reward_model", "load_tokenizer"}
+    assert alignment.__all__ == sorted(loading | {"sft", "reward", "dpo", "ppo"})
+    assert all(callable(getattr(alignment, name)) for name in alignment.__all__)
     assert alignment.load_model is load_model
     with pytest.raises(AttributeError, match="no attribute 'load_modle'"):
         alignment.load_modle  # noqa: B018
