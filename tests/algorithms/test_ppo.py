@@ -80,8 +80,8 @@ def test_the_policy_is_the_one_that_sampled_in_every_iteration(ppo, text, read_m
     assert abs(lines[0]["kl"]) < 1e-4 < abs(lines[-1]["kl"])
 
 
-def test_memory_settings_change_no_result(ppo, state_of, text):
-    """H12: policy and value model after an iteration are the same for whole minibatches and for one row at a time."""
+def test_h12_memory_settings_change_no_result(ppo, state_of, text):
+    """Policy and value model after an iteration are the same for whole minibatches and for one row at a time."""
 
     def step(name, micro_batch_tokens):
         training = TrainingConfig(batch_size=8, max_steps=1, micro_batch_tokens=micro_batch_tokens)
