@@ -59,6 +59,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=[*BENCHES, *BEST], default=[*BENCHES, *BEST])
     parser.add_argument("--sizes", nargs="+", choices=list(SIZES), default=["nano"])
     parser.add_argument("--rows", choices=["world", "hh"], default="world", help="of the trainers")
+    parser.add_argument(
+        "--hh-rows", type=int, default=1200, help="how many, from the first on; all have a reference computed"
+    )
     parser.add_argument("--steps", type=int, default=12, help="optimizer steps in each round of the trainers")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32", help="of the trainers, ours and trl's")
@@ -75,7 +78,7 @@ def main() -> None:
             rows = {kind: files["demonstrations" if kind == "sft" else "comparisons"] for kind in BEST}
             text = files["pretrain"]
             if options.rows == "hh":
-                rows = {kind: hh_rows(kind, folder, 1200) for kind in BEST}
+                rows = {kind: hh_rows(kind, folder, options.hh_rows) for kind in BEST}
                 text = rows["sft"]
             checkpoint = make_checkpoint(folder / size, text, size)
             for bench in options.only:
