@@ -9,13 +9,13 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.ppo import ppo
+from alignment.algorithms.ppo.advantages import add_advantages
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.metrics import distinct_share, response_means, sampling_error
 from alignment.algorithms.ppo.ppo import PPOConfig, iterate, value_loss_fn
 from alignment.algorithms.ppo.rollout import (
     Rollout,
     RolloutBatch,
-    add_advantages,
     group_rollouts,
     ragged_of,
     rollout_batches,

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment.algorithms.ppo.advantages import add_advantages
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
-from alignment.algorithms.ppo.rollout import Rollout, add_advantages, collect, rollout_batches
+from alignment.algorithms.ppo.rollout import Rollout, collect, rollout_batches
 from alignment.algorithms.ppo.setup import PPOConfig
 from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample

@@ -5,6 +5,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 from alignment.adapters.specs import AdapterSpec, refuse_dropout
+from alignment.algorithms.ppo.update_config import UpdateSettings, check_update
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig
 from alignment.models.weights_config import WeightsConfig, check_weights
@@ -21,6 +22,7 @@ class SamplingSettings:
     Attributes:
         missing_end_penalty: taken off the (normalized) score of a response that did not end.
         max_new_tokens: longest response, end token included.
+        responses_per_prompt: responses sampled to each prompt; `training.batch_size` counts prompts.
         temperature: of the samples.
         micro_rollout_batch_size: responses that one process samples side by side. Each holds its keys and values for the
             longest prompt and `max_new_tokens`; the number changes memory and speed, and no response.
@@ -34,6 +36,7 @@ class SamplingSettings:
     """
 
     missing_end_penalty: float = 1.0
+    responses_per_prompt: int = 1
     max_new_tokens: int = 64
     temperature: float = 1.0
     micro_rollout_batch_size: int = 256
@@ -55,7 +58,7 @@ class SamplingSettings:
         if self.temperature <= 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature}: {why}")
         SamplingConfig(self.max_new_tokens, self.temperature)  # checks their ranges
-        for name in ("micro_rollout_batch_size", "epochs", "minibatches"):
+        for name in ("micro_rollout_batch_size", "epochs", "minibatches", "responses_per_prompt"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.missing_end_penalty < 0:
@@ -73,9 +76,11 @@ class SamplingSettings:
 
 
 @dataclass(frozen=True)
-class PPOConfig(SamplingSettings):
-    """Settings of one PPO run: the keys of `SamplingSettings`, and its own. Log-probabilities are taken at the temperature of the
-    samples. `training.max_steps` or `training.epochs` count iterations over the prompts.
+class PPOConfig(SamplingSettings, UpdateSettings):
+    """Settings of one PPO run: the keys of `SamplingSettings` and `UpdateSettings`, and its own.
+
+    Log-probabilities are taken at the temperature of the samples. `training.max_steps` or `training.epochs` count
+    iterations over the prompts.
 
     Attributes:
         policy: the checkpoint to start from, usually the SFT policy.
@@ -87,18 +92,16 @@ class PPOConfig(SamplingSettings):
         data: prompts. None are held out: what is learnt is compared by `alignment evaluate winrate`.
         output: the run's directory.
         reference: checkpoint of the reference; None: the starting checkpoint itself, also after a resume.
-        value_model: whose trunk the value model (critic) starts from. Its head starts at zero where scores are
-            normalized, else it keeps the reward model's. A reward model with another vocabulary cannot become it.
         adapter: train adapters, without dropout, on policy and value model; the reference is then the policy with its
             adapter off.
         chat_template: a built-in one's name (chatml, llama3, ...) or a Jinja file, also saved with the model; None: the
             tokenizer's own.
         weights: type of the frozen weights in memory, the reference's and the reward model's among them. Networks that
             are adapters of one base hold its weights once, where FSDP2 or ZeRO do not shard each network by itself.
-        kl_coef: penalty on log p - log p_ref, per token; the starting value where `kl_target` is set.
+        kl_coef: penalty on log p - log p_ref, per token, see `kl_in`; the starting value where `kl_target` is set.
         kl_target: steer the KL of a whole response towards this many nats; None keeps `kl_coef`.
         kl_horizon: responses over which the controller reacts.
-        clip_range, value_clip_range: half widths of the trusted range of ratio and value.
+        value_clip_range: half width of the trusted range of the value.
         gamma, gae_lambda: discount and bias-variance trade of the advantages.
         normalize_scores: shift and scale the reward model's scores to mean 0 and deviation 1 on the first samples. Scores
             of a reward model that was trained with `normalize` have their scale already, and keep it.
@@ -116,7 +119,6 @@ class PPOConfig(SamplingSettings):
     reward_combine: Combine = "mean"
     reward_std_coef: float = 1.0
     reference: str | None = None
-    value_model: Literal["reward_model", "policy"] = "reward_model"
     adapter: AdapterSpec | None = None
     chat_template: str | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
@@ -124,7 +126,6 @@ class PPOConfig(SamplingSettings):
     kl_coef: float = 0.05
     kl_target: float | None = None
     kl_horizon: float = 10_000
-    clip_range: float = 0.2
     value_clip_range: float = 0.2
     gamma: float = 1.0
     gae_lambda: float = 0.95
@@ -139,9 +140,10 @@ class PPOConfig(SamplingSettings):
         check_weights(self.weights, frozen=self.adapter is not None, judges=True)
         refuse_dropout(self.adapter, "PPO")
         self.check_sampling("PPO has to sample")
+        check_update(self, self.responses_per_prompt)
         if self.pretrain_batch_size < 1:
             raise ValueError(f"pretrain_batch_size must be at least 1, got {self.pretrain_batch_size}")
-        for name in ("clip_range", "value_clip_range", "kl_horizon", "reward_std_coef"):
+        for name in ("value_clip_range", "kl_horizon", "reward_std_coef"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
         if self.reward_std_coef != 1 and self.reward_combine != "lower":

@@ -14,8 +14,9 @@ from torch import Tensor
 
 from alignment.algorithms.memory_notes import note_memory
 from alignment.algorithms.policies import language_loss_fn, note_dropout_off, save_policy
+from alignment.algorithms.ppo.advantages import add_advantages
 from alignment.algorithms.ppo.metrics import log_samples, rollout_metrics
-from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, add_advantages, collect, rollout_batches
+from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, collect, rollout_batches
 from alignment.algorithms.ppo.rollout_weights import choose_rollout_weights
 from alignment.algorithms.ppo.setup import (
     PPOConfig,
@@ -146,6 +147,8 @@ def policy_loss_fn(policy: GenerativeModel, config: PPOConfig, ratio_errors: lis
         tokens = (output.log_probs, batch.log_probs, batch.advantages)
         assert output.entropy is not None
         cost = clipped_policy_loss(*tokens, clip_range=config.clip_range)
+        if batch.weights is not None:
+            cost = cost * batch.weights
         change = (output.log_probs - batch.log_probs).detach()
         clipped = clipped_tokens(*tokens, clip_range=config.clip_range)
         ratio_errors.append((change.exp() - 1).abs().max())

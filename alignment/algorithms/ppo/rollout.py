@@ -1,18 +1,16 @@
 """Rollouts: sampled responses with everything that PPO knows about them."""
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.setup import PPOConfig, PPOState, SamplingState
 from alignment.data.examples import PromptExample
 from alignment.generation import Responses, SamplingConfig, decode_responses
-from alignment.losses.policy import gae, shape_rewards, whiten
 from alignment.models.protocols import GenerativeModel
 from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, fill_groups, group_by_length
 
@@ -33,6 +31,9 @@ class Rollout:
         ended: True where the response stopped by itself, [B].
         seconds: time it took to collect.
         share_prompts: whether a prompt with several responses is computed once for all of them.
+        weights: importance weights of the tokens, factors of their policy loss, where the sampler's distribution differs
+            from the policy's; None: all are 1.
+        baseline_scores: of the greedy response to each row's prompt, not normalized, [B]; with advantages=remax.
         rewards, advantages, returns: filled in by `add_advantages`.
     """
 
@@ -48,6 +49,8 @@ class Rollout:
     ended: Tensor
     seconds: float = 0.0
     share_prompts: Sharing = False
+    weights: Tensor | None = None
+    baseline_scores: Tensor | None = None
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -61,6 +64,7 @@ class RolloutBatch(RaggedBatch):
     values: Tensor
     advantages: Tensor
     returns: Tensor
+    weights: Tensor | None = None
 
 
 def ragged_of(
@@ -197,32 +201,6 @@ def sample(
         )  # fmt: skip
 
 
-def add_advantages(
-    rollout: Rollout,
-    config: PPOConfig,
-    normalizer: ScoreNormalizer,
-    kl_coef: float,
-    reduce: Callable[[Tensor], Tensor],
-) -> Rollout:
-    """The rollout with its rewards, advantages and returns.
-
-    reward_t = -kl_coef * (log p - log p_ref)_t + [t last] * (scale * score + shift - [not ended] * missing_end_penalty)
-
-    Args:
-        normalizer: gives `scale` and `shift`.
-        kl_coef: penalty per token.
-        reduce: adds a tensor over all ranks, for whitening.
-
-    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2; GAE Schulman et al. 2016, arXiv:1506.02438, eq. 16.
-    """
-    scores = normalizer.scale * rollout.scores + normalizer.shift
-    scores = scores - config.missing_end_penalty * (~rollout.ended).float()
-    rewards = shape_rewards(scores, rollout.log_probs, rollout.reference_log_probs, rollout.mask, kl_coef=kl_coef)
-    advantages, returns = gae(rewards, rollout.values, rollout.mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
-    whitened = whiten(advantages, rollout.mask, reduce=reduce)
-    return replace(rollout, rewards=rewards, advantages=whitened, returns=returns)
-
-
 def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: int) -> list[RolloutBatch]:
     """Micro-batches of the given rows of a rollout that has its advantages."""
     if rollout.advantages is None or rollout.returns is None:
@@ -239,7 +217,9 @@ def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: i
             rollout.share_prompts,
         )
         rectangles = (rollout.log_probs, rollout.values, rollout.advantages, rollout.returns)
-        batches.append(RolloutBatch(ragged.to(mask.device), *(rectangle[members][mask] for rectangle in rectangles)))
+        weights = None if rollout.weights is None else rollout.weights[members][mask]
+        flat = (rectangle[members][mask] for rectangle in rectangles)
+        batches.append(RolloutBatch(ragged.to(mask.device), *flat, weights=weights))
     return batches
 
 
