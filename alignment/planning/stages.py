@@ -395,7 +395,7 @@ def _trace_sampling(config: PPOConfig | OnlineDPOConfig, tracer: Tracer, prompt:
     """Prefill and the last step of decoding, when the cache is full."""
     policy = tracer.networks.by_role["policy"]
     batch = batches.as_fake(Ragged.build([[0] * prompt] * count), tracer.mode)
-    sampling = SamplingConfig(config.max_new_tokens, config.temperature)
+    sampling = config.sampling
     with tracer.running("sampling", ["policy"]), torch.no_grad(), tracer.autocast(sampling=True):
         cache = policy.new_cache(count, prompt + config.max_new_tokens)
         tracer.tracker.count(_cache_tensors(cache), "key-value cache")

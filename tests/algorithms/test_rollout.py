@@ -54,6 +54,7 @@ def collected(checkpoints):
         stop_ids=STOPS,
         rollout_weights="gathered",
         share_prompts=False,
+        ahead=None,
         process_group=SimpleNamespace(rank=0, size=1, device=torch.device("cpu")),
     )
     training = TrainingConfig(batch_size=4, micro_batch_tokens=20, seed=3)

@@ -11,15 +11,14 @@ from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.online_dpo.setup import OnlineDPOState
 from alignment.algorithms.ppo.metrics import distinct_share, global_means, kl_columns, text_metrics
 from alignment.algorithms.ppo.rollout import (
+    draw_samples,
     equally_many,
     group_rollouts,
     ragged_of,
     response_mask,
-    sample,
     to_rectangle,
 )
 from alignment.data.examples import PromptExample
-from alignment.generation import SamplingConfig
 
 
 @dataclass(frozen=True)
@@ -58,13 +57,10 @@ def sample_and_judge(
 ) -> JudgedSamples:
     """K responses to each of this rank's prompts, with what judge and reference say of them."""
     began = time.perf_counter()
-    group, count = state.process_group, config.responses_per_prompt
-    own = range(group.rank, len(prompts), group.size)
-    rows = [prompts[i] for i in own for _ in range(count)]
-    numbers = [(step * config.training.batch_size + i) * count + k for i in own for k in range(count)]
+    group = state.process_group
+    samples = draw_samples(state, config, prompts, step)
+    rows, numbers, sampled = samples.prompts, samples.numbers, samples.responses
     ids = [list(row.ids) for row in rows]
-    sampling = SamplingConfig(config.max_new_tokens, config.temperature, seed=config.training.seed)
-    sampled = sample(state, sampling, ids, numbers, config.micro_rollout_batch_size)
     sampled_at = time.perf_counter()
     mask = response_mask(sampled.token_ids, group.device)
     log_probs = torch.tensor([value for row in sampled.log_probs for value in row], device=group.device)

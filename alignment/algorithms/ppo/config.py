@@ -24,6 +24,10 @@ class SamplingSettings:
         max_new_tokens: longest response, end token included.
         responses_per_prompt: responses sampled to each prompt; `training.batch_size` counts prompts.
         temperature: of the samples.
+        top_k, top_p, min_p: filters of the samples, in this order: the k likeliest tokens (0: all), the smallest set of
+            likeliest tokens whose probability reaches top_p (1: all), tokens at least min_p times as likely as the
+            likeliest (0: all). What the sampler logs is the log-probability in the cut distribution; what learns from
+            the samples takes that of the whole one.
         micro_rollout_batch_size: responses that one process samples side by side. Each holds its keys and values for the
             longest prompt and `max_new_tokens`; the number changes memory and speed, and no response.
         rollout_weights: of the policy while it samples, where FSDP2 or ZeRO-3 shards it. gathered: whole on every
@@ -39,12 +43,22 @@ class SamplingSettings:
     responses_per_prompt: int = 1
     max_new_tokens: int = 64
     temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
     micro_rollout_batch_size: int = 256
     rollout_weights: Literal["auto", "gathered", "sharded"] = "auto"
     epochs: int = 1
     minibatches: int = 1
     metrics: list[str] = field(default_factory=list)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    @property
+    def sampling(self) -> SamplingConfig:
+        """How the samples are drawn; what a checkpoint's generation config says has no effect."""
+        return SamplingConfig(
+            self.max_new_tokens, self.temperature, self.top_k, self.top_p, self.training.seed, min_p=self.min_p
+        )
 
     def check_sampling(self, why: str) -> None:
         """Refuse settings outside their ranges.
@@ -55,9 +69,8 @@ class SamplingSettings:
         Raises:
             ValueError: in words.
         """
-        if self.temperature <= 0:
+        if self.sampling.temperature <= 0:  # `sampling` has checked the ranges of the others
             raise ValueError(f"temperature must be above 0, got {self.temperature}: {why}")
-        SamplingConfig(self.max_new_tokens, self.temperature)  # checks their ranges
         for name in ("micro_rollout_batch_size", "epochs", "minibatches", "responses_per_prompt"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
@@ -109,6 +122,13 @@ class PPOConfig(SamplingSettings, UpdateSettings):
         pretrain_coef: InstructGPT's gamma: weight of the text's next-token loss beside the policy loss; 0 is off.
         pretrain_batch_size: texts per update over all ranks.
         value_optim: the value model's optimizer; None: as the policy's.
+        importance_cap: C of truncated importance sampling, which corrects samples of another distribution than the
+            policy's own: filtered ones (top_k, top_p, min_p), and those of `rollouts_behind`. Each token's policy loss is
+            multiplied by min(p / q, C), p being the policy's probability before the updates and q that of the sampler.
+            null leaves the difference uncorrected.
+        rollouts_behind: 1: an iteration learns from responses that the policy gave before the previous iteration's
+            updates, as where sampling and training run at the same time. The ratio's denominator, reference and values are
+            computed with the weights of now. 0: from its own responses.
     """
 
     policy: str
@@ -135,6 +155,8 @@ class PPOConfig(SamplingSettings, UpdateSettings):
     pretrain_batch_size: int = 32
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-6, eps=1e-5))
     value_optim: OptimConfig | None = None
+    importance_cap: float | None = 2.0
+    rollouts_behind: int = 0
 
     def __post_init__(self) -> None:
         check_weights(self.weights, frozen=self.adapter is not None, judges=True)
@@ -163,7 +185,27 @@ class PPOConfig(SamplingSettings, UpdateSettings):
             raise ValueError(f"pretrain_coef must be 0 (off) or above, got {self.pretrain_coef}")
         if self.pretrain_coef > 0 and self.pretrain is None:
             raise ValueError("pretrain_coef above 0 needs `pretrain`, the text; leave it out or set it to 0")
+        check_importance(self)
         refuse_evaluation({"data": self.data, "pretrain": self.pretrain}, self.training, "ppo", "PPO")
+
+    @property
+    def samples_differ(self) -> bool:
+        """Whether responses come by construction from another distribution than the policy's that learns from them."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.rollouts_behind > 0
+
+
+def check_importance(config: PPOConfig) -> None:
+    """Refuse settings of the importance correction that are out of range.
+
+    Raises:
+        ValueError: in words.
+    """
+    if config.importance_cap is not None and not config.importance_cap > 0:
+        raise ValueError(
+            f"importance_cap must be above 0, got {config.importance_cap}; 2 is usual, null corrects nothing"
+        )
+    if config.rollouts_behind not in (0, 1):
+        raise ValueError(f"rollouts_behind must be 0 or 1, got {config.rollouts_behind}")
 
 
 def refuse_evaluation(data: Mapping[str, DataConfig | None], training: TrainingConfig, stage: str, title: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.rollout import Rollout
 from alignment.algorithms.ppo.setup import MetricFn, PPOState
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -28,11 +29,12 @@ class SampledResponses(Protocol):
     def ended(self) -> Tensor: ...
 
 
-def rollout_metrics(rollout: Rollout, state: PPOState) -> dict[str, float]:
+def rollout_metrics(rollout: Rollout, state: PPOState, config: PPOConfig) -> dict[str, float]:
     """Everything logged of a rollout of all ranks, with the weight of its KL penalty."""
     group = state.process_group
     metrics = response_means(rollout, group.sum)
     metrics |= {"kl_coef": state.kl.coef, "sampling_error": sampling_error(rollout, group.max)}
+    metrics |= importance_metrics(rollout, config.importance_cap, group)
     metrics["distinct_share"] = distinct_share(rollout, group.gather_objects)
     return text_metrics(rollout, state.metrics, state.start.tokenizer, group) | metrics  # names of its own stay
 
@@ -106,6 +108,27 @@ def log_samples(
 def sampling_error(rollout: Rollout, largest: Callable[[Tensor], Tensor]) -> float:
     """Largest difference, nats, between a token's log-probability when it was drawn and the one training computes."""
     return float(largest((rollout.sampled_log_probs - rollout.log_probs).abs().max()))
+
+
+def importance_metrics(rollout: Rollout, cap: float | None, group: ProcessGroup) -> dict[str, float]:
+    """How far the sampler's distribution lies from the policy's, over the response tokens of all ranks.
+
+    Args:
+        cap: the largest importance weight.
+
+    Returns:
+        `sampling_kl`, mean of log q - log p over tokens drawn from q, nats: the k1 estimate of KL(sampler || policy); and
+        where there are importance weights, their mean and largest and the share of tokens at the cap.
+    """
+    mask, weights = rollout.mask, rollout.weights
+    difference = (rollout.sampled_log_probs - rollout.log_probs)[mask].double()
+    columns = [torch.ones_like(difference), difference]
+    if weights is not None and cap is not None:
+        columns += [weights[mask].double(), (weights[mask] >= cap).double()]
+    count, *sums = group.sum(torch.stack([column.sum() for column in columns])).tolist()
+    names = ("sampling_kl", "importance_weight_mean", "importance_clipped_share")
+    metrics = {name: total / count for name, total in zip(names, sums, strict=False)}
+    return metrics if weights is None else metrics | {"importance_weight_max": float(group.max(weights.max()))}
 
 
 def explained_variance(rollout: Rollout, reduce: Callable[[Tensor], Tensor]) -> float:

@@ -90,7 +90,7 @@ def iterate(
     reduce = state.process_group.sum
     rollout = collect(state, config, prompts, step)  # responses, log-probs, reference log-probs, values, scores
     rollout = add_advantages(rollout, config, state.normalizer.fit(rollout.scores, reduce), state.kl.coef, reduce)
-    metrics = rollout_metrics(rollout, state) | update_policy_and_value(state, config, rollout, step)
+    metrics = rollout_metrics(rollout, state, config) | update_policy_and_value(state, config, rollout, step)
     state.kl.update(metrics["kl"], len(prompts))
     return metrics, rollout
 

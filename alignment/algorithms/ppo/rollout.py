@@ -1,16 +1,19 @@
 """Rollouts: sampled responses with everything that PPO knows about them."""
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
+from alignment.algorithms.ppo.config import SamplingSettings
+from alignment.algorithms.ppo.samples import Samples
 from alignment.algorithms.ppo.setup import PPOConfig, PPOState, SamplingState
 from alignment.data.examples import PromptExample
 from alignment.generation import Responses, SamplingConfig, decode_responses
+from alignment.losses.importance import importance_weights, sequence_importance_weights
 from alignment.models.protocols import GenerativeModel
 from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, fill_groups, group_by_length
 
@@ -21,15 +24,16 @@ class Rollout:
 
     Attributes:
         prompts, responses: token ids.
-        numbers: global number of each row over the whole run.
+        numbers: global number of each row over the whole run; fixes its draws.
         mask: True at each response token.
-        log_probs: of the policy that sampled, per token, as training computes them.
-        sampled_log_probs: as the sampler computed them.
+        log_probs: of the policy before its updates, per token, as training computes them; the ratio's denominator.
+        sampled_log_probs: of the distribution that each token was drawn from, as the sampler computed them.
         reference_log_probs: of the reference, same tokens and temperature.
         values: the value model's estimate before each token.
         scores: the reward model's, of whole responses, not normalized, [B].
         ended: True where the response stopped by itself, [B].
         seconds: time it took to collect.
+        phases: seconds of its parts: sampling, forward (log-probabilities and values), scoring.
         share_prompts: whether a prompt with several responses is computed once for all of them.
         weights: importance weights of the tokens, factors of their policy loss, where the sampler's distribution differs
             from the policy's; None: all are 1.
@@ -48,6 +52,7 @@ class Rollout:
     scores: Tensor
     ended: Tensor
     seconds: float = 0.0
+    phases: Mapping[str, float] = field(default_factory=dict)
     share_prompts: Sharing = False
     weights: Tensor | None = None
     baseline_scores: Tensor | None = None
@@ -117,56 +122,122 @@ def group_rollouts(
 def collect(state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample], step: int) -> Rollout:
     """Sample a response to each of this rank's prompts, and ask every network about it.
 
-    The log-probabilities kept are those of the policy as training calls it: with and without a cache the same sum is
-    rounded differently, and the first ratio must be 1.
+    With `rollouts_behind` the responses are those that were sampled in the iteration before, and those of the next one
+    are sampled now, before the updates of this one.
 
     Args:
-        prompts: of all ranks; this rank takes every process_group.size-th.
-        step: number of the iteration, from 0; with the row it fixes what is sampled.
+        prompts: of all ranks.
+        step: number of the iteration, from 0.
 
     Returns:
         A rollout without rewards or advantages.
     """
     began = time.perf_counter()
-    group, temperature = state.process_group, config.temperature
-    prompts = prompts[group.rank :: group.size]
-    numbers = [step * config.training.batch_size + group.rank + i * group.size for i in range(len(prompts))]
-    ids = [list(prompt.ids) for prompt in prompts]
-    sampling = SamplingConfig(config.max_new_tokens, temperature, seed=config.training.seed)
+    if state.ahead is None:
+        samples = draw_samples(state, config, prompts, step)
+    else:
+        samples = state.ahead.waiting or draw_samples(state, config, prompts, step)
+        following = state.ahead.prompts_of(step + 1)
+        state.ahead.waiting = draw_samples(state, config, following, step + 1) if following else None
+    sampling = time.perf_counter() - began
+    rollout = ask_networks(state, config, samples)
+    phases = {"sampling": sampling, **rollout.phases}
+    return replace(rollout, seconds=time.perf_counter() - began, phases=phases)
+
+
+def draw_samples(
+    state: SamplingState, config: SamplingSettings, prompts: Sequence[PromptExample], step: int
+) -> Samples:
+    """Responses to each of this rank's prompts, `responses_per_prompt` side by side.
+
+    Args:
+        prompts: of all ranks; this rank takes every process_group.size-th.
+        step: number of the iteration, from 0; with prompt and response it fixes what is sampled.
+    """
+    group, count = state.process_group, config.responses_per_prompt
+    own = range(group.rank, len(prompts), group.size)
+    rows = [prompts[i] for i in own for _ in range(count)]
+    numbers = [(step * config.training.batch_size + i) * count + k for i in own for k in range(count)]
+    ids = [list(row.ids) for row in rows]
     with torch.no_grad():
-        sampled = sample(state, sampling, ids, numbers, config.micro_rollout_batch_size)
+        drawn = sample(state, config.sampling, ids, numbers, config.micro_rollout_batch_size)
+    return Samples(rows, numbers, drawn)
+
+
+def ask_networks(state: PPOState, config: PPOConfig, samples: Samples) -> Rollout:
+    """A rollout of samples, with what the networks say of them now.
+
+    The log-probabilities kept are those of the policy as training calls it: with and without a cache the same sum is
+    rounded differently, and the first ratio must be 1.
+
+    Returns:
+        A rollout without rewards or advantages.
+    """
+    device, responses = state.process_group.device, samples.responses
+    ids = [list(prompt.ids) for prompt in samples.prompts]
+    began = time.perf_counter()
     with torch.no_grad(), state.policy.backend.autocast():
-        mask = response_mask(sampled.token_ids, group.device)
-        names = ("log_probs", "reference_log_probs", "values")
-        rectangles = {name: torch.zeros(mask.shape, device=group.device) for name in names}
-        limit, share_prompts = config.training.tokens_per_forward, state.share_prompts
-        groups = group_rollouts(ids, sampled.token_ids, limit, share_prompts)
-        for rows in equally_many(groups, state):
-            responses = [sampled.token_ids[i] for i in rows]
-            batch = ragged_of([ids[i] for i in rows], responses, [numbers[i] for i in rows], share_prompts)
-            batch = batch.to(group.device)
-            flat = {
-                "log_probs": state.policy.model(batch=batch, temperature=temperature).log_probs,
-                "reference_log_probs": state.reference(batch=batch, temperature=temperature).log_probs,
-                "values": state.value.model(batch=batch).values[batch.before],  # before the token
-            }
-            for name in names:
-                index = torch.tensor(rows, device=group.device)
-                rectangles[name][index] = to_rectangle(flat[name].float(), mask[index])
-        sampled_log_probs = torch.tensor([value for row in sampled.log_probs for value in row], device=group.device)
-        scores = state.score(prompts, sampled.token_ids, sampled.ended).to(group.device)
-    return Rollout(
+        mask = response_mask(responses.token_ids, device)
+        rectangles = network_rectangles(state, config, ids, samples, mask)
+        _wait_for(device)
+        forwarded = time.perf_counter()
+        scores = state.score(samples.prompts, responses.token_ids, responses.ended).to(device)
+        _wait_for(device)
+    scored = time.perf_counter()
+    flat = torch.tensor([value for row in responses.log_probs for value in row], device=device)
+    rollout = Rollout(
         prompts=ids,
-        responses=sampled.token_ids,
-        numbers=numbers,
+        responses=responses.token_ids,
+        numbers=samples.numbers,
         mask=mask,
-        sampled_log_probs=to_rectangle(sampled_log_probs, mask),
+        log_probs=rectangles["log_probs"],
+        sampled_log_probs=to_rectangle(flat, mask),
+        reference_log_probs=rectangles["reference_log_probs"],
+        values=rectangles["values"],
         scores=scores,
-        ended=torch.tensor(sampled.ended, device=group.device),
-        seconds=time.perf_counter() - began,
-        share_prompts=share_prompts,
-        **rectangles,
+        ended=torch.tensor(responses.ended, device=device),
+        phases={"forward": forwarded - began, "scoring": scored - forwarded},
+        share_prompts=state.share_prompts,
     )
+    return replace(rollout, weights=correction_weights(rollout, config))
+
+
+def network_rectangles(
+    state: PPOState, config: PPOConfig, prompts: list[list[int]], samples: Samples, mask: Tensor
+) -> dict[str, Tensor]:
+    """`log_probs`, `reference_log_probs` and `values` of each response token, [B, R]."""
+    device, limit, temperature = mask.device, config.training.tokens_per_forward, config.temperature
+    responses, share_prompts = samples.responses.token_ids, state.share_prompts
+    rectangles: dict[str, Tensor] = {}
+    for rows in equally_many(group_rollouts(prompts, responses, limit, share_prompts), state):
+        batch = ragged_of(
+            [prompts[i] for i in rows], [responses[i] for i in rows], [samples.numbers[i] for i in rows], share_prompts
+        ).to(device)
+        flat = {
+            "log_probs": state.policy.model(batch=batch, temperature=temperature).log_probs,
+            "reference_log_probs": state.reference(batch=batch, temperature=temperature).log_probs,
+            "values": state.value.model(batch=batch).values[batch.before],  # before the token
+        }
+        index = torch.tensor(rows, device=device)
+        for name, values in flat.items():
+            rectangle = rectangles.setdefault(name, torch.zeros(mask.shape, device=device))
+            rectangle[index] = to_rectangle(values.float(), mask[index])
+    return rectangles
+
+
+def correction_weights(rollout: Rollout, config: PPOConfig) -> Tensor | None:
+    """The importance weight of each token; None where sampler and policy are one distribution, or nothing is to be corrected."""
+    if config.importance_cap is None or not config.samples_differ:
+        return None
+    tokens = (rollout.log_probs, rollout.sampled_log_probs, rollout.mask)
+    weights = sequence_importance_weights if config.ratio == "sequence" else importance_weights
+    return weights(*tokens, cap=config.importance_cap)
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait until a GPU has done what it was asked, so that seconds count where they are spent."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def equally_many(groups: list[list[int]], state: SamplingState) -> list[list[int]]:

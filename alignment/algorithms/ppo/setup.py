@@ -13,6 +13,7 @@ from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.policies import LogProbModel, Policy, load_policy, load_value_model, reference_of
 from alignment.algorithms.ppo.config import METRICS, PPOConfig
 from alignment.algorithms.ppo.controllers import AdaptiveKL, FixedKL, ScoreNormalizer
+from alignment.algorithms.ppo.samples import SampledAhead
 from alignment.algorithms.runs import check_rows, read_examples
 from alignment.data.batches import collate
 from alignment.data.config import DataConfig
@@ -46,8 +47,9 @@ from alignment.training.distributed import ProcessGroup, shares_weights
 
 LOGGED_KEYS = {  # of every PPO run's log; a metric of the config may not have one of these names
     "approx_kl", "clip_fraction", "distinct_share", "ended_share", "entropy", "explained_variance", "first_ratio_error",
-    "grad_norm", "kl", "kl_coef", "kl_k3", "learning_rate", "loss", "policy_loss", "pretrain_loss", "response_tokens",
-    "sampling_error", "score", "seconds_rollout", "seconds_update", "step", "tokens", "tokens_per_second",
+    "grad_norm", "importance_clipped_share", "importance_weight_max", "importance_weight_mean", "kl", "kl_coef", "kl_k3",
+    "learning_rate", "loss", "policy_loss", "pretrain_loss", "response_tokens", "sampling_error", "sampling_kl", "score",
+    "seconds_rollout", "seconds_update", "step", "tokens", "tokens_per_second",
     "value_grad_norm", "value_loss",
 }  # fmt: skip
 
@@ -64,6 +66,10 @@ class PPOData:
     prompts: RowOrder
     iterations: int
     texts: RowOrder | None
+
+    def prompts_of(self, step: int) -> Sequence[PromptExample]:
+        """The prompts of iteration `step`, from 0; none after the last one."""
+        return self.prompts.rows_at(step) if step < self.iterations else ()
 
 
 @dataclass
@@ -113,6 +119,7 @@ class PPOState(SamplingState):
         normalizer: gives the scores mean 0 and deviation 1.
         pretraining: update number -> micro-batches of this rank; None without a pretraining mix.
         num_updates: minibatch updates taken so far.
+        ahead: responses that are sampled one iteration ahead (`rollouts_behind`); None: each iteration samples its own.
     """
 
     value: Engine
@@ -121,6 +128,7 @@ class PPOState(SamplingState):
     normalizer: ScoreNormalizer = field(default_factory=ScoreNormalizer)
     pretraining: Callable[[int], list[Batch]] | None = None
     num_updates: int = 0
+    ahead: SampledAhead | None = None
 
     @property
     def engines(self) -> list[Engine]:
@@ -192,6 +200,7 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
         pretraining=None if data.texts is None else partial(local_texts, data.texts, policy, micro_batch_tokens),
         metrics=metrics,
         share_prompts=share_prompts,
+        ahead=SampledAhead(data.prompts_of) if config.rollouts_behind else None,
     )
 
 
@@ -351,12 +360,16 @@ def load_ppo_state(state: PPOState, config: PPOConfig, run: Run) -> int:
     state.num_updates = saved["num_updates"]
     state.kl.coef = saved["kl_coef"]
     state.normalizer = ScoreNormalizer(**saved["normalizer"])
+    if state.ahead is not None:
+        state.ahead.restore(saved.get("ahead"), saved["step"], state.process_group)
     return saved["step"]
 
 
 def save_ppo_state(state: PPOState, config: PPOConfig, run: Run, step: int) -> None:
     """Save a checkpoint where one is due after `step` iterations."""
     saved = {"num_updates": state.num_updates, "kl_coef": state.kl.coef, "normalizer": vars(state.normalizer)}
+    if state.ahead is not None:
+        saved["ahead"] = state.ahead.state(state.process_group)
     save_run_state(run, {"policy": state.policy, "value": state.value}, config.training, step, saved)
 
 
