@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from alignment.algorithms.ppo.config import SamplingSettings
-from alignment.algorithms.ppo.samples import Samples
+from alignment.algorithms.ppo.samples import DrawnResponses
 from alignment.algorithms.ppo.setup import PPOConfig, PPOState, SamplingState
 from alignment.data.examples import PromptExample
 from alignment.generation import Responses, SamplingConfig, decode_responses
@@ -147,7 +147,7 @@ def collect(state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample]
 
 def draw_samples(
     state: SamplingState, config: SamplingSettings, prompts: Sequence[PromptExample], step: int
-) -> Samples:
+) -> DrawnResponses:
     """Responses to each of this rank's prompts, `responses_per_prompt` side by side.
 
     Args:
@@ -161,10 +161,10 @@ def draw_samples(
     ids = [list(row.ids) for row in rows]
     with torch.no_grad():
         drawn = sample(state, config.sampling, ids, numbers, config.micro_rollout_batch_size)
-    return Samples(rows, numbers, drawn)
+    return DrawnResponses(rows, numbers, drawn)
 
 
-def ask_networks(state: PPOState, config: PPOConfig, samples: Samples) -> Rollout:
+def ask_networks(state: PPOState, config: PPOConfig, samples: DrawnResponses) -> Rollout:
     """A rollout of samples, with what the networks say of them now.
 
     The log-probabilities kept are those of the policy as training calls it: with and without a cache the same sum is
@@ -203,7 +203,7 @@ def ask_networks(state: PPOState, config: PPOConfig, samples: Samples) -> Rollou
 
 
 def network_rectangles(
-    state: PPOState, config: PPOConfig, prompts: list[list[int]], samples: Samples, mask: Tensor
+    state: PPOState, config: PPOConfig, prompts: list[list[int]], samples: DrawnResponses, mask: Tensor
 ) -> dict[str, Tensor]:
     """`log_probs`, `reference_log_probs` and `values` of each response token, [B, R]."""
     device, limit, temperature = mask.device, config.training.tokens_per_forward, config.temperature

@@ -1,8 +1,8 @@
 """Samples: this rank's responses to the prompts of an iteration, and how a checkpoint keeps those not yet learned from."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 from alignment.data.examples import PromptExample
 from alignment.generation import Responses
@@ -10,7 +10,7 @@ from alignment.training.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
-class Samples:
+class DrawnResponses:
     """This rank's responses to the prompts of an iteration, before any network is asked about them.
 
     Attributes:
@@ -24,6 +24,15 @@ class Samples:
     responses: Responses
 
 
+class SavedResponses(TypedDict):
+    """The responses of all ranks to the prompts of an iteration in the order of their numbers, as a checkpoint keeps them."""
+
+    numbers: list[int]
+    token_ids: list[list[int]]
+    log_probs: list[list[float]]
+    ended: list[bool]
+
+
 @dataclass
 class SampledAhead:
     """Responses that are sampled one iteration before the policy learns from them.
@@ -34,26 +43,31 @@ class SampledAhead:
     """
 
     prompts_of: Callable[[int], Sequence[PromptExample]]
-    waiting: Samples | None = None
+    waiting: DrawnResponses | None = None
 
-    def state(self, group: ProcessGroup) -> dict[str, Any] | None:
+    def state(self, group: ProcessGroup) -> SavedResponses | None:
         """What `restore` needs, JSON-like; a collective operation."""
         return None if self.waiting is None else save_samples(self.waiting, group)
 
-    def restore(self, saved: Mapping[str, Any] | None, step: int, group: ProcessGroup) -> None:
+    def restore(self, saved: SavedResponses | None, step: int, group: ProcessGroup) -> None:
         """Go on with iteration `step` from what `state` returned."""
         self.waiting = None if saved is None else restore_samples(saved, self.prompts_of(step), group)
 
 
-def save_samples(samples: Samples, group: ProcessGroup) -> dict[str, Any]:
+def save_samples(samples: DrawnResponses, group: ProcessGroup) -> SavedResponses:
     """The responses of all ranks in the order of their numbers, JSON-like; a collective operation."""
     drawn = samples.responses
     own = list(zip(samples.numbers, drawn.token_ids, drawn.log_probs, drawn.ended, strict=True))
-    rows = sorted(row for part in group.gather_objects(own) for row in part)
-    return dict(zip(("numbers", "token_ids", "log_probs", "ended"), map(list, zip(*rows, strict=True)), strict=True))
+    rows = sorted((row for part in group.gather_objects(own) for row in part), key=lambda row: row[0])
+    return {
+        "numbers": [row[0] for row in rows],
+        "token_ids": [row[1] for row in rows],
+        "log_probs": [row[2] for row in rows],
+        "ended": [row[3] for row in rows],
+    }
 
 
-def restore_samples(saved: Mapping[str, Any], prompts: Sequence[PromptExample], group: ProcessGroup) -> Samples:
+def restore_samples(saved: SavedResponses, prompts: Sequence[PromptExample], group: ProcessGroup) -> DrawnResponses:
     """This rank's part of what `save_samples` returned; the number of ranks may be another one.
 
     Args:
@@ -61,5 +75,9 @@ def restore_samples(saved: Mapping[str, Any], prompts: Sequence[PromptExample], 
     """
     count = len(saved["numbers"]) // len(prompts)
     own = [row for row in range(len(saved["numbers"])) if row // count % group.size == group.rank]
-    columns = ([saved[name][row] for row in own] for name in ("token_ids", "log_probs", "ended"))
-    return Samples([prompts[row // count] for row in own], [saved["numbers"][row] for row in own], Responses(*columns))
+    responses = Responses(
+        [saved["token_ids"][row] for row in own],
+        [saved["log_probs"][row] for row in own],
+        [saved["ended"][row] for row in own],
+    )
+    return DrawnResponses([prompts[row // count] for row in own], [saved["numbers"][row] for row in own], responses)
