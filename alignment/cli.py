@@ -387,11 +387,16 @@ def schema(
 
 
 @app.command()
-def doctor() -> None:
-    """Versions, devices and backends: what was found and what is missing."""
-    from alignment.commands.doctor import examine
+def doctor(
+    run: Annotated[str | None, typer.Option(metavar="DIR", help="Directory of a run: what went wrong in it.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="For machines; with --run.")] = False,
+) -> None:
+    """Versions, devices and backends; with --run the likely causes of a run's failures, and settings to try."""
+    from alignment.commands.doctor import examine, examine_run
 
-    print("\n".join(examine()))
+    if run is None and as_json:
+        raise UserError("--json goes with --run DIR")
+    print("\n".join(examine() if run is None else examine_run(run, as_json=as_json)))
 
 
 # The process

@@ -1,6 +1,7 @@
-"""The command `alignment doctor`: versions, devices and backends of this machine."""
+"""The command `alignment doctor`: versions, devices and backends of this machine, or what went wrong in a run."""
 
 import importlib.util
+import json
 import platform
 import shutil
 from collections.abc import Iterator
@@ -45,6 +46,24 @@ def examine() -> Iterator[str]:
         yield f"{package:13s} {state} ({use})"
     if is_shadowed():
         yield "alignment-handbook is installed: its package has the same name, and the two cannot share an environment"
+
+
+def examine_run(directory: str, *, as_json: bool = False) -> Iterator[str]:
+    """Lines of the report on a run.
+
+    Raises:
+        UserError: the directory is not a run's, or nothing is logged in it.
+    """
+    from alignment.evaluation.diagnosis import diagnose
+    from alignment.evaluation.diagnosis.run_log import read_run_log
+
+    log = read_run_log(directory)
+    findings = diagnose.diagnose(log)
+    if as_json:
+        yield json.dumps(diagnose.as_json(directory, log, findings), indent=2, ensure_ascii=False)
+    else:
+        width = max(60, min(120, shutil.get_terminal_size().columns - 1))
+        yield from diagnose.report_lines(directory, log, findings, width)
 
 
 def found_version(name: str) -> str:
