@@ -60,7 +60,7 @@ def examine_run(directory: str, *, as_json: bool = False) -> Iterator[str]:
     log = read_run_log(directory)
     findings = diagnose.diagnose(log)
     if as_json:
-        yield json.dumps(diagnose.as_json(directory, log, findings), indent=2, ensure_ascii=False)
+        yield json.dumps(diagnose.report_json(directory, log, findings), indent=2, ensure_ascii=False)
     else:
         width = max(60, min(120, shutil.get_terminal_size().columns - 1))
         yield from diagnose.report_lines(directory, log, findings, width)

@@ -9,7 +9,7 @@ import yaml
 from alignment.evaluation.diagnosis import loss_symptoms as loss
 from alignment.evaluation.diagnosis import rollout_symptoms as rollout
 from alignment.evaluation.diagnosis.loss_symptoms import EVERY_STAGE, PREFERENCES, SUPERVISED, Symptom
-from alignment.evaluation.diagnosis.run_log import ENOUGH, Finding, RunLog
+from alignment.evaluation.diagnosis.run_log import ENOUGH, Diagnosis, RunLog
 
 SAMPLED: tuple[Symptom, ...] = (  # what would explain the others comes first
     rollout.sampler_mismatch,
@@ -40,7 +40,7 @@ def symptoms_of(stage: str) -> tuple[Symptom, ...]:
     return (*EVERY_STAGE, *SYMPTOMS.get(stage, SUPERVISED))
 
 
-def diagnose(run: RunLog) -> list[Finding]:
+def diagnose(run: RunLog) -> list[Diagnosis]:
     """What is wrong with a run; what would explain the others comes first."""
     return [found for symptom in symptoms_of(run.stage) if (found := symptom(run)) is not None]
 
@@ -50,7 +50,7 @@ def updates(run: RunLog) -> int:
     return max(map(len, run.series.values()), default=0)
 
 
-def report_lines(name: str, run: RunLog, findings: Sequence[Finding], width: int = 100) -> Iterator[str]:
+def report_lines(name: str, run: RunLog, findings: Sequence[Diagnosis], width: int = 100) -> Iterator[str]:
     """The report as lines of text.
 
     Args:
@@ -75,10 +75,12 @@ def report_lines(name: str, run: RunLog, findings: Sequence[Finding], width: int
 
 
 def _value(value: object) -> str:
-    """A setting's value as YAML writes it; of lists only their length."""
-    if isinstance(value, list):
-        return f"{len(value)} entries"
-    return f"{value:g}" if isinstance(value, float) else yaml.safe_dump(value).removesuffix("\n").removesuffix("\n...")
+    """A setting's value as it is written in `key=value`; of a long list its last entry."""
+    if isinstance(value, list) and len(value) > 1:
+        return f"[..., {_value(value[-1])}]"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
 
 
 def _entry(title: str, text: str, width: int) -> list[str]:
@@ -87,6 +89,6 @@ def _entry(title: str, text: str, width: int) -> list[str]:
     )
 
 
-def as_json(name: str, run: RunLog, findings: Sequence[Finding]) -> dict[str, object]:
+def report_json(name: str, run: RunLog, findings: Sequence[Diagnosis]) -> dict[str, object]:
     """The report for machines."""
     return {"run": name, "stage": run.stage, "updates": updates(run), "findings": [asdict(found) for found in findings]}

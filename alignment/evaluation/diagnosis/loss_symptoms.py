@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from alignment.evaluation.diagnosis.run_log import Finding, RunLog
+from alignment.evaluation.diagnosis.run_log import Diagnosis, RunLog
 
 SPIKE = 10.0  # times the median of grad_norm: far outside what batches of rows differ by
 SPIKES = 3  # fewer may be odd rows
@@ -19,13 +19,13 @@ GAP = 0.15  # training less held-out accuracy
 TIED = 0.5  # share of pairs that a reward model scores alike
 
 
-def not_finite(run: RunLog) -> Finding | None:
+def overflow(run: RunLog) -> Diagnosis | None:
     """A metric is no finite number."""
     if not run.broken:
         return None
     first = min(steps[0] for steps in run.broken.values())
     names = sorted(name for name, steps in run.broken.items() if steps[0] == first)
-    return Finding(
+    return Diagnosis(
         "not finite",
         f"{', '.join(names)} from step {first} on; {sum(map(len, run.broken.values()))} values in all",
         "A loss or gradient overflowed. What is trained after it is worthless; go back to a checkpoint before it.",
@@ -39,7 +39,7 @@ def not_finite(run: RunLog) -> Finding | None:
     )
 
 
-def gradient_spikes(run: RunLog) -> Finding | None:
+def gradient_spikes(run: RunLog) -> Diagnosis | None:
     """Single updates have gradients far above the usual."""
     norms = run.trend("grad_norm")
     if norms is None:
@@ -51,7 +51,7 @@ def gradient_spikes(run: RunLog) -> Finding | None:
         return None
     bound = run.number("optim.max_grad_norm", 1.0)
     step, norm = max(spikes, key=lambda spike: spike[1])
-    return Finding(
+    return Diagnosis(
         "gradient spikes",
         f"{len(spikes)} updates with grad_norm above {SPIKE:g} times the median of {usual:.3g}; {norm:.3g} at step {step}",
         "Odd rows (very long, broken, mislabeled) or steps at the edge of what is stable.",
@@ -64,12 +64,12 @@ def gradient_spikes(run: RunLog) -> Finding | None:
     )
 
 
-def loss_flat(run: RunLog) -> Finding | None:
+def loss_flat(run: RunLog) -> Diagnosis | None:
     """The training loss does not fall by more than its noise."""
     loss = run.trend("loss")
     if loss is None or loss.falls() or loss_rises(run) is not None:
         return None
-    return Finding(
+    return Diagnosis(
         "loss flat",
         f"loss {loss.course()}, standard error of the change {loss.error:.2g}",
         "Nothing is learned that shows: the steps are too small, or the rows hold nothing that the model does not know.",
@@ -78,7 +78,7 @@ def loss_flat(run: RunLog) -> Finding | None:
     )
 
 
-def loss_rises(run: RunLog) -> Finding | None:
+def loss_rises(run: RunLog) -> Diagnosis | None:
     """The training loss rises again after its lowest."""
     loss = run.trend("loss")
     if loss is None:
@@ -86,7 +86,7 @@ def loss_rises(run: RunLog) -> Finding | None:
     low, steps = loss.lowest()
     if loss.last - low < max(4 * loss.error, (RISEN - 1) * abs(low)):
         return None
-    return Finding(
+    return Diagnosis(
         "loss rises",
         f"loss {low:.3g} over steps {steps[0]} to {steps[1]}, {loss.last:.3g} at the end",
         "The steps are too large for what has been reached, or the later rows are of another kind.",
@@ -99,7 +99,7 @@ def loss_rises(run: RunLog) -> Finding | None:
     )
 
 
-def overfitting(run: RunLog) -> Finding | None:
+def overfitting(run: RunLog) -> Diagnosis | None:
     """The held-out loss is well above its best, or pairs of the training rows are known by heart."""
     held_out, training = run.series.get("held_out_loss"), run.trend("accuracy")
     evidence, steps = [], []
@@ -117,7 +117,7 @@ def overfitting(run: RunLog) -> Finding | None:
         steps += training.span
     if not evidence:
         return None
-    return Finding(
+    return Diagnosis(
         "overfitting",
         "; ".join(evidence),
         "The rows are learned by heart: too many passes, or too few rows for so large a step.",
@@ -130,12 +130,12 @@ def overfitting(run: RunLog) -> Finding | None:
     )
 
 
-def preferences_not_learned(run: RunLog) -> Finding | None:
+def preferences_not_learned(run: RunLog) -> Diagnosis | None:
     """Pairs are ranked no better than by a coin."""
     accuracy, margin = run.trend("accuracy"), run.trend("margin")
     if accuracy is None or accuracy.last >= CHANCE or (margin is not None and margin.rises()):
         return None
-    return Finding(
+    return Diagnosis(
         "preferences not learned",
         f"accuracy {accuracy.course()} (0.5 is a coin)",
         "The labels contradict each other or are swapped, the part in which two responses differ is cut off, or the steps "
@@ -148,13 +148,13 @@ def preferences_not_learned(run: RunLog) -> Finding | None:
     )
 
 
-def chosen_falls(run: RunLog) -> Finding | None:
+def chosen_falls(run: RunLog) -> Diagnosis | None:
     """DPO: the chosen responses lose more than the margin has gained, so both become unlikely."""
     chosen, margin = run.trend("chosen_reward"), run.trend("margin")
     # The change counts: the implicit rewards of losses without a reference do not begin at 0.
     if chosen is None or margin is None or chosen.first - chosen.last <= max(margin.last - margin.first, 1.0):
         return None
-    return Finding(
+    return Diagnosis(
         "chosen responses become unlikely",
         f"chosen_reward {chosen.course()} while margin {margin.course()}",
         "The pairs are told apart by making both responses unlikely; the probability goes to texts that nobody judged.",
@@ -167,12 +167,12 @@ def chosen_falls(run: RunLog) -> Finding | None:
     )
 
 
-def scores_tied(run: RunLog) -> Finding | None:
+def scores_tied(run: RunLog) -> Diagnosis | None:
     """A reward model scores the two responses of many pairs alike."""
     ties = run.trend("ties")
     if ties is None or ties.last <= TIED:
         return None
-    return Finding(
+    return Diagnosis(
         "scores tied",
         f"ties {ties.course()}",
         "Both responses look the same to the model: what differs is cut off, or its head has not begun to learn.",
@@ -184,7 +184,7 @@ def scores_tied(run: RunLog) -> Finding | None:
     )
 
 
-Symptom = Callable[[RunLog], Finding | None]
-EVERY_STAGE: tuple[Symptom, ...] = (not_finite, gradient_spikes)
+Symptom = Callable[[RunLog], Diagnosis | None]
+EVERY_STAGE: tuple[Symptom, ...] = (overflow, gradient_spikes)
 SUPERVISED: tuple[Symptom, ...] = (loss_rises, loss_flat, overfitting)
 PREFERENCES: tuple[Symptom, ...] = (preferences_not_learned, overfitting, loss_rises)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from alignment.evaluation.diagnosis.run_log import ENOUGH, Finding, RunLog, Series
+from alignment.evaluation.diagnosis.run_log import ENOUGH, Diagnosis, RunLog, Series, Setting
 
 RATIO_ERROR = {
     "fp32": 1e-4,
@@ -41,13 +41,13 @@ TAX = 0.05  # nats per token of the pretraining text: 5 % of its perplexity
 DOMINANT = 0.95  # of the movement of all reward parts
 
 
-def half_precision(run: RunLog) -> str:
-    """The key of the rounding bounds: bf16 where the run computes in 16 bits."""
+def rounding_of(run: RunLog) -> str:
+    """Key of the rounding bounds: bf16 where the run computes in 16 bits."""
     held = run.setting("weights.dtype") in ("bfloat16", "float16") or run.setting("weights.quantize")
     return "bf16" if run.setting("training.precision") == "bf16" or held else "fp32"
 
 
-def sampler_mismatch(run: RunLog) -> Finding | None:
+def sampler_mismatch(run: RunLog) -> Diagnosis | None:
     """The tokens were drawn from another distribution than the one that training computes."""
     kind, evidence, steps = rounding_of(run), [], []
     differs = run.number("top_p", 1) < 1 or run.number("top_k", 0) > 0 or run.number("min_p", 0) > 0
@@ -67,7 +67,7 @@ def sampler_mismatch(run: RunLog) -> Finding | None:
         steps += clipped.span
     if not evidence:
         return None
-    return Finding(
+    return Diagnosis(
         "sampler mismatch",
         "; ".join(evidence),
         "Training computes other log-probabilities than the sampler drew from, so ratios and KL are of another policy: "
@@ -79,24 +79,25 @@ def sampler_mismatch(run: RunLog) -> Finding | None:
             ("top_p", 1.0, "training computes the whole distribution"),
             ("top_k", 0, "training computes the whole distribution"),
             ("importance_cap", 2.0, "corrects what is left, by truncated importance sampling"),
-            ("training.precision", "fp32", "rounding is then below 1e-4; compare on a short run"),
+            ("weights.dtype", "float32", "rounding is then below 1e-4; compare on a short run"),
+            ("training.precision", "fp32", "likewise"),
         ),
     )
 
 
-def kl_negative(run: RunLog) -> Finding | None:
+def kl_negative(run: RunLog) -> Diagnosis | None:
     """The estimated KL stays below what its noise allows, though a KL is never negative."""
     kl = run.trend("kl")
     if kl is None:
         return None
-    spread, responses = run.series.get("kl_k3"), responses_per_step(run)
+    k3, responses = run.series.get("kl_k3"), responses_per_step(run)
     low, steps = kl.lowest()
     # The k1 estimate of a small KL has a variance of 2 KL per response; k3, never negative, says how large the KL is.
-    size = max(spread.last if spread is not None else abs(low), 1e-4)
+    size = max(k3.last if k3 is not None else abs(low), 1e-4)
     bound = max(0.02, 3 * (2 * size / (responses * kl.width)) ** 0.5)
     if low >= -bound:
         return None
-    return Finding(
+    return Diagnosis(
         "KL negative",
         f"kl is {low:.3g} nats on average over steps {steps[0]} to {steps[1]}; noise alone stays above {-bound:.2g}",
         "The samples do not come from the policy whose log-probabilities are compared: filtered or colder sampling, a "
@@ -118,7 +119,7 @@ def kl_negative(run: RunLog) -> Finding | None:
     )
 
 
-def kl_runaway(run: RunLog) -> Finding | None:
+def kl_runaway(run: RunLog) -> Diagnosis | None:
     """The policy leaves the reference and is still leaving, or misses the target."""
     kl = run.trend("kl")
     if kl is None:
@@ -129,7 +130,7 @@ def kl_runaway(run: RunLog) -> Finding | None:
     before = float(means[max(0, len(means) - 1 - kl.width)])
     if kl.last <= limit or (kl.last < 1.1 * before and kl.last < 5 * limit):
         return None
-    return Finding(
+    return Diagnosis(
         "KL runs away",
         f"kl {kl.course()} nats per response and rising at the end; {before:.3g} a window earlier"
         + (f"; kl_target {target}" if target is not None else ""),
@@ -145,7 +146,7 @@ def kl_runaway(run: RunLog) -> Finding | None:
     )
 
 
-def score_flat(run: RunLog) -> Finding | None:
+def score_flat(run: RunLog) -> Diagnosis | None:
     """The mean score does not rise by more than its noise, or falls."""
     score, kl = run.trend("score"), run.trend("kl")
     if score is None or score.rises():
@@ -185,10 +186,10 @@ def score_flat(run: RunLog) -> Finding | None:
             ("responses_per_prompt", 4, "compares responses to one prompt, which takes out how hard the prompt is"),
             ("optim.learning_rate", run.scaled("optim.learning_rate", 0.5), "half the step"),
         )
-    return Finding("reward falls" if fell else "reward flat", evidence, cause, score.span, settings)
+    return Diagnosis("reward falls" if fell else "reward flat", evidence, cause, score.span, settings)
 
 
-def update_too_small(run: RunLog) -> Finding | None:
+def update_too_small(run: RunLog) -> Diagnosis | None:
     """The policy hardly changes within an iteration, while the score does not rise."""
     moved, score = run.trend("approx_kl"), run.trend("score")
     if moved is None or updates_per_rollout(run) < 2 or score is None or score.rises():
@@ -197,7 +198,7 @@ def update_too_small(run: RunLog) -> Finding | None:
     if np.median(moved.values) >= SMALL_UPDATE:
         return None
     clipped = run.series.get("clip_fraction")
-    return Finding(
+    return Diagnosis(
         "updates too small",
         f"approx_kl {np.median(moved.values):.2g} nats per token"
         + (f", clip_fraction {np.median(clipped.values):.2g}" if clipped is not None else "")
@@ -208,7 +209,7 @@ def update_too_small(run: RunLog) -> Finding | None:
     )
 
 
-def update_too_large(run: RunLog) -> Finding | None:
+def update_too_large(run: RunLog) -> Diagnosis | None:
     """Many tokens are clipped, or the policy moves far within an iteration."""
     evidence, steps = [], []
     for name, bound in (("clip_fraction", CLIPPED), ("approx_kl", LARGE_UPDATE)):
@@ -218,7 +219,7 @@ def update_too_large(run: RunLog) -> Finding | None:
     if not evidence:
         return None
     fewer = max(1, int(run.number("epochs", 1)) // 2)
-    return Finding(
+    return Diagnosis(
         "updates too large",
         "; ".join(evidence),
         "The policy leaves the range in which the samples say something about it: the learning rate is too high, or the "
@@ -232,7 +233,7 @@ def update_too_large(run: RunLog) -> Finding | None:
     )
 
 
-def collapse(run: RunLog) -> Finding | None:
+def collapse(run: RunLog) -> Diagnosis | None:
     """The policy says ever the same: entropy or distinct responses gone, or repetition."""
     evidence, steps = [], []
     for name, share in (("entropy", LOST_SHARE), ("distinct_share", DISTINCT_SHARE)):
@@ -246,7 +247,7 @@ def collapse(run: RunLog) -> Finding | None:
         steps.append(repeated.steps[-repeated.width])
     if not evidence:
         return None
-    return Finding(
+    return Diagnosis(
         "collapse",
         "; ".join(evidence),
         "The policy has settled on few responses: nothing is left to compare, so nothing more is learned.",
@@ -260,7 +261,7 @@ def collapse(run: RunLog) -> Finding | None:
     )
 
 
-def critic_lost(run: RunLog) -> Finding | None:
+def critic_lost(run: RunLog) -> Diagnosis | None:
     """The value model explains nothing of the returns in the later half, or its loss rises."""
     explained, loss = run.trend("explained_variance"), run.trend("value_loss")
     late = None if explained is None else explained.later(0.5)
@@ -277,7 +278,7 @@ def critic_lost(run: RunLog) -> Finding | None:
     key = "value_optim.learning_rate" if run.has("value_optim.learning_rate") else "optim.learning_rate"
     diverges = worst < -0.5 or rising
     factor, why = (1 / 3, "its steps overshoot") if diverges else (3, "it learns too slowly to follow the policy")
-    return Finding(
+    return Diagnosis(
         "critic lost",
         "; ".join(evidence),
         "The values are no better than a constant, so the advantages carry the whole noise of the returns.",
@@ -291,7 +292,7 @@ def critic_lost(run: RunLog) -> Finding | None:
     )
 
 
-def length_hacking(run: RunLog) -> Finding | None:
+def length_hacking(run: RunLog) -> Diagnosis | None:
     """The score rises with the length of the responses."""
     score, length = run.trend("score"), run.trend("response_tokens")
     if (
@@ -310,8 +311,8 @@ def length_hacking(run: RunLog) -> Finding | None:
         f"response_tokens {length.course()}" + (f" of {limit:.0f}" if limit else "") + f"; score {score.course()}"
     )
     evidence += f"; rank correlation of score and length over the samples {found:.2f}" if found is not None else ""
-    penalty = max(1.0, run.scaled("missing_end_penalty", 2))
-    return Finding(
+    penalty, rewards = max(1.0, run.scaled("missing_end_penalty", 2)), run.setting("rewards") or []
+    return Diagnosis(
         "length hacking",
         evidence,
         "The reward pays for length: reward models learn that from labelers who prefer long answers.",
@@ -319,12 +320,12 @@ def length_hacking(run: RunLog) -> Finding | None:
         run.advise(
             ("missing_end_penalty", penalty, "a response that reaches the limit loses"),
             ("kl_coef", max(run.scaled("kl_coef", 2), 0.02), "twice the penalty on leaving the reference"),
-            ("rewards", "an entry with a length penalty", "takes the price of a token off the score"),
+            ("rewards", [*rewards, {"length": {"max": int(length.first)}}], "each further token costs"),
         ),
     )
 
 
-def missing_ends(run: RunLog) -> Finding | None:
+def missing_ends(run: RunLog) -> Diagnosis | None:
     """Many responses reach the limit without ending."""
     ended = run.trend("ended_share")
     if ended is None or ended.last >= ENDED:
@@ -343,17 +344,17 @@ def missing_ends(run: RunLog) -> Finding | None:
         ("missing_end_penalty", penalty, "not ending costs more"),
     )
     settings = run.advise(*((fined, longer) if lost else (longer, fined)))
-    return Finding(
+    return Diagnosis(
         "missing ends", f"ended_share {ended.course()}", cause, (first_below(ended, ENDED), ended.steps[-1]), settings
     )
 
 
-def empty_responses(run: RunLog) -> Finding | None:
+def empty_responses(run: RunLog) -> Diagnosis | None:
     """Many responses end at once."""
     empty = run.trend("empty_share")
     if empty is None or empty.last <= EMPTY:
         return None
-    return Finding(
+    return Diagnosis(
         "empty responses",
         f"empty_share {empty.course()}",
         "Ending at once scores better than answering: the reward of an empty text is high, or every token costs KL.",
@@ -361,17 +362,17 @@ def empty_responses(run: RunLog) -> Finding | None:
         run.advise(
             ("missing_end_penalty", run.scaled("missing_end_penalty", 0.5), "ending is worth less"),
             ("kl_coef", run.scaled("kl_coef", 0.5), "half the price of a token that differs"),
-            ("rewards", "an entry with a least length", "an empty response loses"),
+            ("rewards", [*(run.setting("rewards") or []), {"format": r".*\S.*"}], "an empty response loses"),
         ),
     )
 
 
-def alignment_tax(run: RunLog) -> Finding | None:
+def alignment_tax(run: RunLog) -> Diagnosis | None:
     """The loss on the pretraining text rises."""
     loss = run.trend("pretrain_loss")
     if loss is None or loss.last - loss.first < TAX or not loss.rises(3):
         return None
-    return Finding(
+    return Diagnosis(
         "alignment tax",
         f"pretrain_loss {loss.course()} nats per token",
         "The policy pays for its reward with what it knew of other text.",
@@ -383,7 +384,7 @@ def alignment_tax(run: RunLog) -> Finding | None:
     )
 
 
-def over_optimization(run: RunLog) -> Finding | None:
+def over_optimization(run: RunLog) -> Diagnosis | None:
     """The score rises further while what it stands for falls: a second reward model, a win rate or a gold score."""
     score = run.trend("score")
     for name in ("held_out_win_rate", "held_out_score", "gold_score"):
@@ -392,7 +393,7 @@ def over_optimization(run: RunLog) -> Finding | None:
             continue
         best, steps = held_out.highest()
         if best - held_out.last > max(3 * held_out.error, 0.1 * abs(best - held_out.first)) and best > held_out.first:
-            return Finding(
+            return Diagnosis(
                 "over-optimization",
                 f"{name} {best:.3g} over steps {steps[0]} to {steps[1]}, {held_out.last:.3g} at the end; score {score.course()}",
                 "The policy has found what the reward model gets wrong: its score no longer means what it did.",
@@ -406,7 +407,7 @@ def over_optimization(run: RunLog) -> Finding | None:
     return None
 
 
-def one_sided_reward(run: RunLog) -> Finding | None:
+def one_sided_reward(run: RunLog) -> Diagnosis | None:
     """Of several reward parts one decides, or one is given up for the others."""
     parts = {name.removeprefix("score/"): series for name, series in run.series.items() if name.startswith("score/")}
     weights = part_weights(run, list(parts))
@@ -421,21 +422,28 @@ def one_sided_reward(run: RunLog) -> Finding | None:
         return None
     evidence = f"score/{largest} makes {moved[largest] / total:.0%} of the movement of all parts"
     evidence += "".join(f"; score/{name} {parts[name].course()}" for name in given_up)
-    return Finding(
+    return Diagnosis(
         "one-sided reward",
         evidence,
         "One part of the reward outweighs the others, which then have no say or are given up for it.",
         parts[largest].span,
-        run.advise(("rewards", f"half the weight of {largest}", "parts of like size are weighed against each other")),
+        (
+            Setting(
+                f"rewards[{list(weights).index(largest)}].weight",
+                weights[largest],
+                weights[largest] / 2,
+                f"half the say of {largest}",
+            ),
+        ),
     )
 
 
-def no_pairs(run: RunLog) -> Finding | None:
+def no_pairs(run: RunLog) -> Diagnosis | None:
     """Online DPO: most prompts give no pair, because their responses score alike."""
     ties = run.trend("score_ties")
     if ties is None or ties.last <= 0.5:  # more than half of the samples teach nothing
         return None
-    return Finding(
+    return Diagnosis(
         "few pairs",
         f"score_ties {ties.course()}",
         "The responses to a prompt score alike, so most of the samples teach nothing.",
@@ -508,8 +516,5 @@ def length_correlation(run: RunLog) -> float | None:
     rows = rows[len(rows) // 2 :]
     if len(rows) < 16:
         return None
-    ranks = [
-        np.argsort(np.argsort(column))
-        for column in ([len(row["response"]) for row in rows], [row["score"] for row in rows])
-    ]
-    return float(np.corrcoef(*ranks)[0, 1])
+    lengths, scores = [len(row["response"]) for row in rows], [float(row["score"]) for row in rows]
+    return float(np.corrcoef(np.argsort(np.argsort(lengths)), np.argsort(np.argsort(scores)))[0, 1])

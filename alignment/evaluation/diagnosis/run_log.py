@@ -106,7 +106,7 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Finding:
+class Diagnosis:
     """A symptom that was found.
 
     Attributes:
@@ -166,7 +166,7 @@ class RunLog:
         return isinstance(holder, Mapping) and name in holder
 
     def advise(self, *settings: tuple[str, object, str]) -> tuple[Setting, ...]:
-        """Those of (key, value to try, why) whose key the run's config has and whose value differs from the run's."""
+        """The settings (key, value to try, why) whose key the run's config has and whose value differs from the run's."""
         known = (Setting(key, self.setting(key), value, why) for key, value, why in settings if self.has(key))
         return tuple(each for each in known if each.now != each.value)
 
