@@ -10,6 +10,7 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.generation.beam_search import BeamConfig, beam_search
 from alignment.generation.decode import decode_responses
 from alignment.generation.sampling import SamplingConfig
+from alignment.generation.stop_strings import text_before_stop
 from alignment.generation.text import read_prompts, response_text, start_token_of, target_text
 from alignment.models.lengths import check_lengths
 from alignment.models.protocols import GenerativeModel
@@ -43,6 +44,7 @@ def generate(
     num_beams: int = 1,
     length_penalty: float = 1.0,
     early_stopping: bool | Literal["never"] = False,
+    stop: Sequence[str] = (),
 ) -> Generation:
     """One response for each prompt: sampled, or with several beams the best one that beam search finds.
 
@@ -55,12 +57,15 @@ def generate(
             encoder-decoder takes texts, encoded with their special tokens.
         max_new_tokens: longest response in tokens. `SamplingConfig` describes the sampling settings.
         seed: the same seed and position in `prompts` give the same response, whatever the batch size.
-        batch_size: cache rows decoded side by side: one per prompt, or per beam.
+        batch_size: cache rows decoded side by side: one per response, or per beam. Equal prompts are computed once.
         num_beams: 1 samples; from 2 on beam search, where nothing is random. `BeamConfig` describes its settings.
+        stop: texts that end a response, when sampling. The text is cut before the first that occurs; the token ids reach
+            to the token that completed it.
 
     Returns:
         Responses without their stop token in `texts` (an encoder-decoder's without any special token), with it in
-        `token_ids`. `log_probs` belong to the distribution sampled from, after beam search to the model's own.
+        `token_ids`; `ended` is whether a stop token or string ended them. `log_probs` belong to the distribution sampled
+        from, after beam search to the model's own.
 
     Raises:
         ValueError: a setting out of range, or one that the others leave without effect.
@@ -70,7 +75,8 @@ def generate(
         max_new_tokens, temperature, top_k, top_p, seed, min_p, repetition_penalty, no_repeat_ngram_size, min_new_tokens
     )
     config = decoding_config(sampling, num_beams, length_penalty, early_stopping)
-    return _generate(model, tokenizer, prompts, config, batch_size)
+    check_stop(stop, num_beams)
+    return _generate(model, tokenizer, prompts, config, batch_size, stop=stop)
 
 
 def decoding_config(
@@ -105,12 +111,26 @@ def decoding_config(
     )
 
 
+def check_stop(stop: Sequence[str], num_beams: int) -> None:
+    """Refuse stop strings that are no list of texts, or beside beam search.
+
+    Raises:
+        ValueError: it says which.
+    """
+    if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
+        raise ValueError(f"stop must be a list of texts, none of them empty, got {stop!r}")
+    if stop and num_beams > 1:
+        raise ValueError("beam search ends at stop tokens only; leave stop out, or take num_beams=1 to sample")
+
+
 def _generate(
     model: GenerativeModel,
     tokenizer: Tokenizer,
     prompts: Sequence[str | Sequence[Mapping[str, str]]],
     config: SamplingConfig | BeamConfig,
     batch_size: int,
+    *,
+    stop: Sequence[str],
 ) -> Generation:
     """`generate` with checked settings; the model's mode is eval inside and restored afterwards."""
     check_vocabulary(tokenizer, model.spec.vocabulary)
@@ -124,14 +144,20 @@ def _generate(
     try:
         if isinstance(config, SamplingConfig):
             options = {"batch_size": batch_size, "start_token": start_token}
-            responses = decode_responses(model, ids, config, stop_ids, **options)
+            decoder = tokenizer if stop else None
+            responses = decode_responses(model, ids, config, stop_ids, stop=stop, tokenizer=decoder, **options)
         else:
             options = {"batch_size": max(1, batch_size // config.num_beams), "start_token": start_token}
             responses = beam_search(model, ids, config, stop_ids, **options).best()
     finally:
         model.train(was_training)
-    texts = [
-        response_text(tokenizer, tokens, end) if start_token is None else target_text(tokenizer, tokens)
-        for tokens, end in zip(responses.token_ids, responses.ended, strict=True)
-    ]
+    texts = []
+    for tokens, ended in zip(responses.token_ids, responses.ended, strict=True):
+        if ended and tokens[-1] not in stop_ids:
+            least = config.min_new_tokens
+            texts.append(text_before_stop(tokenizer, tokens, stop, least, skip_special_tokens=start_token is not None))
+        elif start_token is None:
+            texts.append(response_text(tokenizer, tokens, ended))
+        else:
+            texts.append(target_text(tokenizer, tokens))
     return Generation(texts, responses.token_ids, responses.log_probs, responses.ended)

@@ -91,6 +91,47 @@ class TokenHistory:
         self.tokens = self.tokens[rows]
 
 
+class RowHistory:
+    """The tokens of rows that begin and end at different times.
+
+    Attributes:
+        tokens: from column 0 on, [B, W].
+        lengths: tokens of each row, [B].
+    """
+
+    def __init__(self, device: torch.device):
+        self.tokens = torch.zeros(0, 1, dtype=torch.long, device=device)
+        self.lengths = torch.zeros(0, dtype=torch.long, device=device)
+
+    def reserve(self, rows: int, width: int) -> None:
+        """Hold at least so many rows of at least so many tokens; new rows are empty."""
+        more, wider = max(0, rows - len(self.tokens)), max(0, width - self.tokens.shape[1])
+        if more or wider:
+            self.tokens = F.pad(self.tokens, (0, wider, 0, more))
+            self.lengths = F.pad(self.lengths, (0, more))
+
+    def put(self, row: int, document: Sequence[int]) -> None:
+        """Let a row begin with a document."""
+        self.tokens[row, : len(document)] = torch.tensor(document, device=self.tokens.device)
+        self.lengths[row] = len(document)
+
+    def append(self, rows: Tensor, tokens: Tensor) -> None:
+        """Add a token to each of some rows, [n]; one that is full, which is not read any more, stays as it is."""
+        columns_of_rows = self.lengths[rows].clamp(max=self.tokens.shape[1] - 1)
+        self.tokens.index_put_((rows, columns_of_rows), tokens)
+        self.lengths[rows] = columns_of_rows + 1
+
+    def keep(self, rows: Tensor) -> None:
+        """Hold only these rows from now on, in this order, [n]."""
+        self.tokens, self.lengths = self.tokens[rows], self.lengths[rows]
+
+    def seen(self, rows: Tensor) -> Tensor:
+        """The tokens of some rows [n], aligned on the right, `NO_TOKEN` before them, [n, W]."""
+        width = self.tokens.shape[1]
+        columns = torch.arange(width, device=rows.device) - (width - self.lengths[rows])[:, None]
+        return self.tokens[rows].gather(1, columns.clamp(min=0)).masked_fill(columns < 0, NO_TOKEN)
+
+
 def process_logits(scores: Tensor, settings: ProcessorSettings, history: TokenHistory) -> Tensor:
     """Scores after all processors: -inf where a token is forbidden.
 
@@ -99,12 +140,18 @@ def process_logits(scores: Tensor, settings: ProcessorSettings, history: TokenHi
         settings: which processors are on; those that are off cost nothing.
         history: tokens of each row so far.
     """
-    if settings.repetition_penalty != 1:
-        scores = penalize_repetition(scores, history.seen, settings.repetition_penalty)
-    if settings.no_repeat_ngram_size:
-        scores = forbid_repeated_ngrams(scores, history.seen, settings.no_repeat_ngram_size)
+    scores = discourage_repetition(scores, settings, history.seen)
     if history.new_tokens < settings.min_new_tokens:
         scores = scores.index_fill(-1, history.stops, -torch.inf)
+    return scores
+
+
+def discourage_repetition(scores: Tensor, settings: ProcessorSettings, seen: Tensor) -> Tensor:
+    """Scores [B, V] after the repetition penalty and the ban of repeated n-grams; `seen` as for `penalize_repetition`."""
+    if settings.repetition_penalty != 1:
+        scores = penalize_repetition(scores, seen, settings.repetition_penalty)
+    if settings.no_repeat_ngram_size:
+        scores = forbid_repeated_ngrams(scores, seen, settings.no_repeat_ngram_size)
     return scores
 
 

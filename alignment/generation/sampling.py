@@ -76,6 +76,11 @@ def sampling_log_probs(logits: Tensor, config: SamplingConfig, history: TokenHis
                 "repetition_penalty, no_repeat_ngram_size and min_new_tokens need the tokens so far: history"
             )
         logits = process_logits(logits, config, history)
+    return filtered_log_probs(logits, config)
+
+
+def filtered_log_probs(logits: Tensor, config: SamplingConfig) -> Tensor:
+    """`sampling_log_probs` of fp32 logits [..., V] that the logits processors have seen."""
     if config.temperature == 0:
         likeliest = torch.full_like(logits, -torch.inf)
         return likeliest.scatter(-1, logits.argmax(-1, keepdim=True), 0.0)
@@ -85,15 +90,88 @@ def sampling_log_probs(logits: Tensor, config: SamplingConfig, history: TokenHis
         lowest_kept = logits.topk(config.top_k).values[..., -1:]
         logits = logits.masked_fill(logits < lowest_kept, -torch.inf)
     if config.top_p < 1:
-        ordered, order = logits.sort(descending=True)
-        probability = ordered.softmax(-1)
-        # Mass of the likelier tokens: 0 for the first, so it always stays.
-        before = probability.cumsum(-1) - probability
-        logits = logits.masked_fill((before >= config.top_p).gather(-1, order.argsort(-1)), -torch.inf)
+        logits = _keep_top_p(logits, config.top_p)
     if config.min_p > 0:
-        probability = logits.softmax(-1)
-        logits = logits.masked_fill(probability < config.min_p * probability.amax(-1, keepdim=True), -torch.inf)
+        logits = _keep_min_p(logits, config.min_p)
     return logits.log_softmax(-1)
+
+
+def _keep_top_p(logits: Tensor, top_p: float | Tensor) -> Tensor:
+    ordered, order = logits.sort(descending=True)
+    probability = ordered.softmax(-1)
+    # Mass of the likelier tokens: 0 for the first, so it always stays.
+    before = probability.cumsum(-1) - probability
+    return logits.masked_fill((before >= top_p).gather(-1, order.argsort(-1)), -torch.inf)
+
+
+def _keep_min_p(logits: Tensor, min_p: float | Tensor) -> Tensor:
+    probability = logits.softmax(-1)
+    return logits.masked_fill(probability < min_p * probability.amax(-1, keepdim=True), -torch.inf)
+
+
+@dataclass(frozen=True)
+class RowFilters:
+    """The sampling settings of each row, [B, 1] each; None: the filter is off in every row.
+
+    Attributes:
+        temperature: 1 in greedy rows.
+        greedy: whether the likeliest token is taken.
+        top_k: 0 where it is off.
+        largest_k: the largest `top_k`.
+        top_p: infinity where it is off, which no rounding of a sum reaches.
+        min_p: 0 where it is off.
+    """
+
+    temperature: Tensor
+    greedy: Tensor | None
+    top_k: Tensor | None
+    largest_k: int
+    top_p: Tensor | None
+    min_p: Tensor | None
+
+    @classmethod
+    def of(cls, configs: Sequence[SamplingConfig], vocabulary: int, device: torch.device) -> "RowFilters":
+        """The filters of rows with these settings."""
+
+        def column(values: Sequence[float], off: float, dtype: torch.dtype = torch.float32) -> Tensor | None:
+            wanted = any(value != off for value in values)
+            return torch.tensor(values, dtype=dtype, device=device)[:, None] if wanted else None
+
+        temperatures = [config.temperature or 1.0 for config in configs]
+        top_k = [config.top_k if config.top_k < vocabulary else 0 for config in configs]
+        return cls(
+            temperature=torch.tensor(temperatures, device=device)[:, None],
+            greedy=column([config.temperature == 0 for config in configs], False, torch.bool),
+            top_k=column(top_k, 0, torch.long),
+            largest_k=max(top_k),
+            top_p=column([config.top_p if config.top_p < 1 else torch.inf for config in configs], torch.inf),
+            min_p=column([config.min_p for config in configs], 0.0),
+        )
+
+
+def row_log_probs(logits: Tensor, filters: RowFilters) -> Tensor:
+    """`filtered_log_probs` with settings of their own for each row: the numbers are each row's alone.
+
+    Args:
+        logits: fp32, [B, V].
+
+    Returns:
+        float32, [B, V].
+    """
+    likeliest = logits.argmax(-1, keepdim=True) if filters.greedy is not None else None
+    logits = logits / filters.temperature
+    if filters.top_k is not None:
+        lowest_kept = logits.topk(filters.largest_k).values.gather(-1, (filters.top_k - 1).clamp(min=0))
+        logits = logits.masked_fill((logits < lowest_kept) & (filters.top_k > 0), -torch.inf)
+    if filters.top_p is not None:
+        logits = _keep_top_p(logits, filters.top_p)
+    if filters.min_p is not None:
+        logits = _keep_min_p(logits, filters.min_p)
+    log_probs = logits.log_softmax(-1)
+    if filters.greedy is None or likeliest is None:
+        return log_probs
+    certain = torch.full_like(log_probs, -torch.inf).scatter(-1, likeliest, 0.0)
+    return torch.where(filters.greedy, certain, log_probs)
 
 
 def uniforms(seed: int, rows: Sequence[int], steps: int) -> Tensor:

@@ -4,8 +4,18 @@ The slot of a token is its place in the document, prefix first; nothing is moved
 Reading them back is what decoding spends its time on, so a head's slots lie together.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
+
+
+class CachedDocument(NamedTuple):
+    """A copy of what a row holds: for each layer keys and values [K, length, head_dim]."""
+
+    keys: list[Tensor]
+    values: list[Tensor]
+    length: int
 
 
 class CrossAttentionCache:
@@ -39,7 +49,8 @@ class Cache:
     """Preallocated keys and values of every layer.
 
     Attributes:
-        keys, values: one [rows, K, capacity, head_dim] per layer.
+        keys, values: one [rows, K, capacity, head_dim] per layer; there may be more rows than documents held, for those
+            to come.
         lengths: filled slots of each row, [rows].
         longest: the largest of `lengths`, as a plain number; after `reorder` perhaps more than that.
     """
@@ -86,20 +97,58 @@ class Cache:
 
     def read(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
         """The first `width` slots of every row, [rows, K, width, head_dim], without a copy."""
-        return self.keys[layer][:, :, :width], self.values[layer][:, :, :width]
+        rows = self.rows
+        return self.keys[layer][:rows, :, :width], self.values[layer][:rows, :, :width]
+
+    def reserve(self, rows: int, capacity: int) -> None:
+        """Hold `rows` documents (at least those held now; the new ones are empty) of up to `capacity` tokens each."""
+        allocated = max(rows, len(self.keys[0]))
+        if allocated > len(self.keys[0]) or capacity > self.capacity:
+            used, width = self.rows, self.longest
+            for stores in (self.keys, self.values):
+                for layer, store in enumerate(stores):
+                    wider = store.new_zeros(allocated, store.shape[1], max(capacity, self.capacity), store.shape[3])
+                    wider[:used, :, :width] = store[:used, :, :width]
+                    stores[layer] = wider
+        self.lengths = torch.cat([self.lengths, self.lengths.new_zeros(rows - self.rows)])
+
+    def copy(self, sources: Tensor, targets: Tensor, width: int) -> None:
+        """Make rows `targets` [n] copies of rows `sources` [n], none of them a target, that hold up to `width` tokens."""
+        for store in (*self.keys, *self.values):
+            store[targets, :, :width] = store[sources, :, :width]
+        self.lengths[targets] = self.lengths[sources]
+
+    def save(self, row: int, length: int) -> CachedDocument:
+        """A copy of the first `length` slots of a row."""
+        keys, values = ([store[row, :, :length].clone() for store in stores] for stores in (self.keys, self.values))
+        return CachedDocument(keys, values, length)
+
+    def load(self, row: int, document: CachedDocument) -> None:
+        """Put a saved document into a row."""
+        for stores, saved in ((self.keys, document.keys), (self.values, document.values)):
+            for store, part in zip(stores, saved, strict=True):
+                store[row, :, : document.length] = part
+        self.lengths[row] = document.length
+        self.longest = max(self.longest, document.length)
 
     def keep(self, rows: Tensor) -> None:
         """Hold only these rows from now on, in this order.
 
         Args:
-            rows: indices without repetition, or one boolean per row; [n].
+            rows: indices without repetition, or one boolean per row; [n]. Those that stay where they are cost nothing if
+                the indices lie on the CPU.
         """
         rows = rows.nonzero().squeeze(1) if rows.dtype == torch.bool else rows
-        count, width = len(rows), self.longest
-        for stores in (self.keys, self.values):
-            for layer, store in enumerate(stores):
-                store[:count, :, :width] = store[rows, :, :width]
-                stores[layer] = store[:count]
+        count, width, device = len(rows), self.longest, self.lengths.device
+        targets = torch.arange(count, device=rows.device)
+        sources = rows
+        if not rows.is_cuda:
+            moved = (rows != targets).nonzero().squeeze(1)
+            sources, targets = rows[moved].to(device), moved.to(device)
+        rows = rows.to(device)
+        if len(targets):
+            for store in (*self.keys, *self.values):
+                store[targets, :, :width] = store[sources, :, :width]
         self.lengths = self.lengths[rows]
         self.longest = int(self.lengths.max()) if count else 0
         if self.memory is not None:

@@ -1,0 +1,307 @@
+"""The decoding engine: requests of all kinds decode side by side, and waiting ones enter as others finish.
+
+    engine = DecodingEngine(model.eval(), max_rows=64, tokenizer=tokenizer)
+    number = engine.add(DecodingRequest(prompt_ids, SamplingConfig(max_new_tokens=100, temperature=0.7, seed=1), row=0,
+                                stop_ids=[eos], stop=["User:"], alternatives=5))
+    while engine.unfinished:
+        for event in engine.step():   # one forward pass: a `TokenEvent` for each request that got a token
+            ...                       # event.request == number, event.token, .log_prob, .text, .finish
+    engine.cancel(number)             # at any time; the request is forgotten and its row is free
+
+`step` prefills waiting prompts when enough cache rows are free, else it decodes one token for every running request;
+requests may be added and cancelled between steps, from one thread. `decode_responses` in decode.py is the loop for a fixed
+set of prompts. What a request gets depends on its own fields and the weights only, up to rounding: neither on the requests
+beside it nor on the order in which they came.
+
+Equal prompts are computed once as long as one of them waits or `kept_prompts` has room: the others copy its cache row. So n
+samples of a prompt are n requests that differ in `row`.
+
+A cache with rows that can be filled one by one (our decoders) is filled continuously. Others (encoder-decoders, classes of
+transformers) take a group of waiting requests at once, and the next group when the last row of it has finished.
+
+No CUDA graphs: the step's shapes change as rows and widths do.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+
+import torch
+
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.generation.filling import Prompt, PromptFiller
+from alignment.generation.logits_processors import RowHistory, is_active
+from alignment.generation.requests import DecodingRequest, RunningRequest, TokenEvent
+from alignment.generation.row_sampling import DrawnTokens, RowSampler
+from alignment.generation.stop_strings import IncrementalText
+from alignment.models.protocols import GenerativeModel
+
+CHECK_STEPS = 8  # steps between two readings of the drawn tokens, where a reading waits for a GPU or for other ranks
+FREE_SHARE = 0.125  # of the rows that are free before waiting prompts are prefilled into them
+LIVE_SHARE = 0.75  # of the rows that still run when the others are dropped and nothing waits
+
+
+class DecodingEngine:
+    """Decodes requests; how to use it is said above.
+
+    Attributes:
+        running: the request in each slot, a row of the cache; None: it is free.
+    """
+
+    def __init__(
+        self,
+        model: GenerativeModel,
+        *,
+        max_rows: int = 64,
+        start_token: int | None = None,
+        tokenizer: Tokenizer | None = None,
+        kept_prompts: int = 0,
+    ):
+        """An engine without requests.
+
+        Args:
+            model: in eval mode for exact log-probabilities; its weights must not change while requests run.
+            max_rows: requests decoded side by side.
+            start_token: begins each response of an encoder-decoder model and is no part of it; None: a decoder.
+            tokenizer: for stop strings and `TokenEvent.text`; None: neither.
+            kept_prompts: prompts whose keys and values are kept after their last request, for equal ones to come.
+        """
+        if max_rows < 1:
+            raise ValueError(f"max_rows must be at least 1, got {max_rows}")
+        self._model, self._max_rows, self._tokenizer = model, max_rows, tokenizer
+        self._device = next(model.parameters()).device
+        self._filler = PromptFiller(model, self._device, start_token, kept_prompts)
+        self._skip_special_tokens = start_token is not None
+        self._start = None if start_token is None else [start_token]
+        self._waiting: deque[RunningRequest] = deque()
+        self._waiting_prompts: Counter[Prompt] = Counter()
+        self.running: list[RunningRequest | None] = []
+        self._newest = torch.zeros(0, dtype=torch.long, device=self._device)  # last token of each row
+        self._sampler: RowSampler | None = None  # of all rows; None: they have changed
+        self._history: RowHistory | None = None  # where a request has a logits processor
+        self._unseen: list[DrawnTokens] = []  # drawn since the last reading
+        self._numbers = self._room = 0
+        self._equal_limits = True  # whether the rows of a group may all draw equally many tokens
+
+    @property
+    def prefilled_tokens(self) -> int:
+        """Tokens of prompts that were computed so far."""
+        return self._filler.computed_tokens
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that wait or run."""
+        return len(self._waiting) + self._live()
+
+    def add(self, request: DecodingRequest) -> int:
+        """Let a request wait for a free row; returns its number.
+
+        Raises:
+            UserError: prompt and new tokens do not fit the model's positions.
+            ValueError: stop strings without a tokenizer.
+        """
+        if request.stop and self._tokenizer is None:
+            raise ValueError("stop strings need an engine with a tokenizer")
+        room = self._filler.room(request.prompt, request.sampling.max_new_tokens)
+        if room > self._room:
+            self._model.new_cache(0, room)  # refuses what does not fit the positions
+            self._room = room
+        text = None
+        if self._tokenizer is not None:
+            text = IncrementalText(self._tokenizer, request.stop, skip_special_tokens=self._skip_special_tokens)
+        self._numbers += 1
+        self._waiting.append(RunningRequest(self._numbers, request, text))
+        self._waiting_prompts[tuple(request.prompt)] += 1
+        return self._numbers
+
+    def cancel(self, number: int) -> None:
+        """Forget a request, whether it waits or runs; one that has finished is no error."""
+        for waiting in self._waiting:
+            if waiting.number == number:
+                self._waiting.remove(waiting)
+                self._waits_no_more(waiting)
+                return
+        for slot, running in enumerate(self.running):
+            if running is not None and running.number == number:
+                self.running[slot], running.finish = None, "cancelled"
+
+    def step(self) -> list[TokenEvent]:
+        """One forward pass: prefills waiting prompts where enough rows are free, else decodes a token for each request."""
+        if self._may_admit():
+            self._admit()
+        elif self._live():
+            self._decode()
+        return self._collect()
+
+    @torch.no_grad()
+    def run(self, largest: Callable[[int], int] | None = None, *, idle_room: int = 1) -> dict[int, RunningRequest]:
+        """Go on until all requests have finished; those that finish here, by their numbers.
+
+        Args:
+            largest: see `decode_responses`.
+            idle_room: tokens that a row of the cache needs in which nothing is decoded but other ranks wait for it.
+        """
+        everyone = {each.number: each for each in [*self._waiting, *self.running] if each is not None}
+        if largest is not None:
+            self._run_with_others(largest, idle_room)
+        while self.unfinished:
+            if self._may_admit():
+                self._admit()
+            else:
+                self._decode()
+            self._collect_if_due()
+        return everyone
+
+    def _run_with_others(self, largest: Callable[[int], int], idle_room: int) -> None:
+        """All ranks prefill at the same time and decode equally many steps, until none has a request."""
+        while True:
+            # Where rows are not filled one by one, all ranks begin their groups at the same time.
+            others = self._live() if self._filler.continuous else largest(self._live())
+            admits = self._may_admit() and (self._filler.continuous or others == 0)
+            prefills = largest(int(admits))
+            if prefills:
+                forwards = self._filler.forwards
+                if admits:
+                    self._admit()
+                if self._filler.forwards == forwards:
+                    self._idle_prefill(idle_room)
+            steps = largest(
+                min(CHECK_STEPS, max((row.steps_left for row in self.running if row is not None), default=0))
+            )
+            for _ in range(steps):
+                self._decode()
+            self._collect()
+            if not prefills and not steps:
+                return
+
+    def _idle_prefill(self, room: int) -> None:
+        self._filler.idle(room)
+        if not self.running or not self._filler.continuous:
+            self.running, self._sampler = [None], None
+            self._newest = torch.zeros(1, dtype=torch.long, device=self._device)
+
+    def _live(self) -> int:
+        return sum(row is not None for row in self.running)
+
+    def _may_admit(self) -> bool:
+        """Whether enough rows are free for waiting prompts; a prefill costs a step of all rows that already run."""
+        live = self._live()
+        if not self._waiting or (live and not self._filler.continuous):
+            return False
+        return self._max_rows - live >= min(len(self._waiting), max(1, int(FREE_SHARE * self._max_rows)))
+
+    @torch.no_grad()
+    def _admit(self) -> None:
+        """Prefill waiting prompts into all free rows and draw the first token of each response."""
+        self._collect()
+        if not self._filler.continuous:
+            self.running = []
+        count = min(len(self._waiting), self._max_rows - self._live())
+        admitted = [self._waiting.popleft() for _ in range(count)]
+        for row in admitted:
+            self._waits_no_more(row)
+        slots = [slot for slot, row in enumerate(self.running) if row is None][:count]
+        more = count - len(slots)
+        slots += range(len(self.running), len(self.running) + more)
+        self.running += [None] * more
+        for slot, row in zip(slots, admitted, strict=True):
+            self.running[slot] = row
+        self._equal_limits = len({row.request.sampling.max_new_tokens for row in admitted}) == 1
+        prompts = [tuple(row.request.prompt) for row in admitted]
+        logits = self._filler.fill(
+            prompts, slots, rows=len(self.running), room=self._room, waiting=self._waiting_prompts
+        )
+        self._remember(prompts, slots, admitted)
+        self._sampler = None
+        drawn = RowSampler(admitted, self._device, slots=slots).draw(logits, self._history)
+        where = torch.tensor(slots, device=self._device)
+        grown = self._newest.new_zeros(len(self.running))
+        grown[: len(self._newest)] = self._newest[: len(grown)]
+        self._newest = grown.index_copy(0, where, drawn.tokens)
+        self._unseen.append(drawn)
+        if self._history is not None:
+            self._history.append(where, drawn.tokens)
+
+    @torch.no_grad()
+    def _decode(self) -> None:
+        """One more token for every row."""
+        logits = self._model.decode(self._newest, self._filler.cache)
+        self._filler.advance()
+        if self._sampler is None:
+            self._sampler = RowSampler(self.running, self._device, steps=self._steps_unseen)
+        drawn = self._sampler.draw(logits, self._history)
+        self._newest = drawn.tokens
+        self._unseen.append(drawn)
+        if self._history is not None:
+            self._history.append(torch.arange(len(drawn.tokens), device=self._device), drawn.tokens)
+
+    @property
+    def _steps_unseen(self) -> int:
+        return 1 if self._device.type == "cpu" else CHECK_STEPS
+
+    def _collect_if_due(self) -> None:
+        """Read the drawn tokens where that costs nothing, or a row may draw no more, or it is time to."""
+        if len(self._unseen) >= self._steps_unseen or any(
+            row is not None and row.steps_left == 0 for row in self.running
+        ):
+            self._collect()
+
+    def _collect(self) -> list[TokenEvent]:
+        """Hand the drawn tokens to their requests; the rows of those that have ended are free."""
+        events = [event for drawn in self._unseen for event in _hand_out(drawn)]
+        self._unseen.clear()
+        for slot, row in enumerate(self.running):
+            if row is not None and row.finish is not None:
+                self.running[slot] = None
+        if self._filler.cache is not None:
+            if not self._waiting or not self._filler.continuous:
+                self._compact()
+            self._filler.release([slot for slot, row in enumerate(self.running) if row is None])
+        return events
+
+    def _compact(self) -> None:
+        """Drop free rows where they are many; the last rows move into the slots of free ones before them."""
+        live = self._live()
+        share = LIVE_SHARE if self._equal_limits or self._filler.continuous else 1.0
+        if max(live, 1) > share * len(self.running) or live == len(self.running):
+            return
+        spare = [slot for slot, row in enumerate(self.running) if row is not None and slot >= live]
+        keep = [slot if self.running[slot] is not None else spare.pop() for slot in range(live)] or [0]
+        self._filler.keep(keep)
+        index = torch.tensor(keep, device=self._device)
+        self.running, self._newest = [self.running[slot] for slot in keep], self._newest[index]
+        self._sampler = None
+        if self._history is not None:
+            self._history.keep(index)
+
+    def _remember(self, prompts: Sequence[Prompt], slots: Sequence[int], rows: Sequence[RunningRequest]) -> None:
+        """Note the tokens before the responses, where a logits processor asks for them."""
+        if self._history is None and any(is_active(row.request.sampling) for row in rows):
+            self._history = RowHistory(self._device)
+        if self._history is None:
+            return
+        self._history.reserve(len(self.running), self._room)
+        for prompt, slot, row in zip(prompts, slots, rows, strict=True):
+            if is_active(row.request.sampling):
+                self._history.put(slot, self._start or prompt)
+
+    def _waits_no_more(self, row: RunningRequest) -> None:
+        prompt = tuple(row.request.prompt)
+        self._waiting_prompts[prompt] -= 1
+        if not self._waiting_prompts[prompt]:
+            del self._waiting_prompts[prompt]
+
+
+def _hand_out(drawn: DrawnTokens) -> list[TokenEvent]:
+    """The events of drawn tokens; what a request drew behind its end is dropped."""
+    tokens, log_probs = drawn.tokens.tolist(), drawn.log_probs.tolist()
+    likeliest = None if drawn.alternatives is None else [part.tolist() for part in drawn.alternatives]
+    events = []
+    for number, row in enumerate(drawn.rows):
+        if row is None or row.finish is not None:
+            continue
+        alternatives = ()
+        if likeliest is not None:
+            wanted = row.request.alternatives
+            alternatives = tuple(zip(likeliest[0][number][:wanted], likeliest[1][number][:wanted], strict=True))
+        events.append(row.accept(tokens[number], log_probs[number], alternatives))
+    return events
