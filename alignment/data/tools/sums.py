@@ -1,0 +1,162 @@
+"""Sums worked out column by column by pupils, some of whom forget to carry: generated rows with answers that can be checked.
+
+No judge is here: the column `answer` of the prompts holds the true sum, which a reward or an evaluation compares with.
+"""
+
+import json
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from random import Random
+
+from alignment.files import atomic_directory
+
+FOLDS = 100  # of pairs of numbers; each file has a range of its own
+RANGES = {
+    "pretrain": range(0, 50),
+    "pretrain_heldout": range(50, 55),
+    "demonstrations": range(55, 75),
+    "prompts": range(75, 90),
+    "prompts_eval": range(90, 100),
+}
+PAGE = 4  # sums of one pupil in a text
+
+
+@dataclass(frozen=True)
+class SumCounts:
+    """Rows per file.
+
+    Attributes:
+        pretrain, pretrain_heldout: texts, a page of sums by one pupil each.
+        demonstrations: prompts with a pupil's work.
+        prompts, prompts_eval: prompts with the true `answer`, to sample from and to evaluate on.
+    """
+
+    pretrain: int = 6_000
+    pretrain_heldout: int = 200
+    demonstrations: int = 2_000
+    prompts: int = 2_000
+    prompts_eval: int = 500
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            if getattr(self, entry.name) < 1:
+                raise ValueError(f"{entry.name} must be at least 1 row, got {getattr(self, entry.name)}")
+
+
+@dataclass(frozen=True)
+class SumsConfig:
+    """Settings of the sums.
+
+    Attributes:
+        output: the stage's directory; the files go into its `data`.
+        seed: of all random choices.
+        digits: of each of the two numbers, 2 to 6.
+        careless: share of the pupils who forget every carry.
+        slips: probability that any pupil is off by one in a column.
+        rows: rows per file.
+    """
+
+    output: str
+    seed: int = 0
+    digits: int = 3
+    careless: float = 0.6
+    slips: float = 0.05
+    rows: SumCounts = field(default_factory=SumCounts)
+
+    def __post_init__(self) -> None:
+        if self.seed < 0:  # Python's generator takes -3 for 3
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+        if not 2 <= self.digits <= 6:
+            raise ValueError(f"digits must lie between 2 and 6, got {self.digits}")
+        for name in ("careless", "slips"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} is a probability in [0, 1], got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class Pupil:
+    """How someone adds: whether they forget every carry, and how often they are off by one in a column."""
+
+    careless: bool
+    slips: float
+
+
+def run(config: SumsConfig) -> Path:
+    """Write the files into `output/data` and return that directory; no pair of numbers is in two of them."""
+    directory = Path(config.output) / "data"
+    with atomic_directory(directory) as temporary:
+        for name in RANGES:
+            lines = (json.dumps(row) + "\n" for row in generate_rows(name, config))
+            (temporary / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    return directory
+
+
+def generate_rows(name: str, config: SumsConfig) -> Iterator[dict[str, str]]:
+    """The rows of one file (a key of `RANGES`), one at a time; each file has a generator of its own."""
+    rng = Random(f"{config.seed}/sums/{name}")
+    generate = _GENERATORS[name.removesuffix("_heldout").removesuffix("_eval")]
+    for _ in range(getattr(config.rows, name)):
+        yield generate(rng, config, name)
+
+
+def write_sum(first: int, second: int) -> str:
+    """The prompt of a sum, such as "482+379:"."""
+    return f"{first}+{second}:"
+
+
+def work_out(rng: Random, pupil: Pupil, first: int, second: int) -> str:
+    """A pupil's work from the last column to the first, and after #### the answer: " 2+9=11 8+7+1=16 4+3+1=8 #### 861"."""
+    columns, digits, carry = [], "", 0
+    for one, two in zip(reversed(str(first)), reversed(str(second)), strict=True):
+        carried = 0 if pupil.careless else carry
+        total = int(one) + int(two) + carried
+        if rng.random() < pupil.slips:
+            total += 1 if total == 0 or rng.random() < 0.5 else -1
+        columns.append(f"{one}+{two}{'+1' if carried else ''}={total}")
+        carry, digits = total // 10, f"{total % 10}{digits}"
+    return f" {' '.join(columns)} #### {carry or ''}{digits}"
+
+
+def fold(first: int, second: int) -> int:
+    """Number in [0, FOLDS) that depends on the two numbers alone, in either order."""
+    return zlib.crc32(repr(sorted((first, second))).encode()) % FOLDS
+
+
+def _numbers(rng: Random, config: SumsConfig, name: str) -> tuple[int, int]:
+    """Two numbers that belong to a file."""
+    low, high = 10 ** (config.digits - 1), 10**config.digits
+    pair = rng.randrange(low, high), rng.randrange(low, high)
+    while fold(*pair) not in RANGES[name]:
+        pair = rng.randrange(low, high), rng.randrange(low, high)
+    return pair
+
+
+def _pupil(rng: Random, config: SumsConfig) -> Pupil:
+    return Pupil(rng.random() < config.careless, config.slips)
+
+
+def _text(rng: Random, config: SumsConfig, name: str) -> dict[str, str]:
+    pupil, lines = _pupil(rng, config), []
+    for _ in range(PAGE):
+        pair = _numbers(rng, config, name)
+        lines.append(f"{write_sum(*pair)}{work_out(rng, pupil, *pair)}\n")
+    return {"text": "".join(lines)}
+
+
+def _demonstration(rng: Random, config: SumsConfig, name: str) -> dict[str, str]:
+    pair = _numbers(rng, config, name)
+    return {"prompt": write_sum(*pair), "completion": work_out(rng, _pupil(rng, config), *pair)}
+
+
+def _prompt(rng: Random, config: SumsConfig, name: str) -> dict[str, str]:
+    first, second = _numbers(rng, config, name)
+    return {"prompt": write_sum(first, second), "answer": str(first + second)}
+
+
+_GENERATORS: dict[str, Callable[[Random, SumsConfig, str], dict[str, str]]] = {
+    "pretrain": _text,
+    "demonstrations": _demonstration,
+    "prompts": _prompt,
+}
