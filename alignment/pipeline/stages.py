@@ -23,6 +23,7 @@ STAGES = {  # verb: "module:function"; the function takes the stage's config, wh
     "reward_eval": "alignment.evaluation.reward_accuracy:run",
     "label_accuracy": "alignment.evaluation.label_accuracy:run",
     "language": "alignment.evaluation.language_loss:run",
+    "study": "alignment.evaluation.study:run",
     "report": "alignment.evaluation.report.recipe_report:run",
 }
 

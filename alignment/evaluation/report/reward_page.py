@@ -38,8 +38,9 @@ class Section:
 def write_reward_page(path: Path, card: Card) -> Path:
     """Write a card as a self-contained HTML page and return its path. All text is escaped, and the page runs no script."""
     build = (_accuracy, _calibration, _agreement, _length, _ensemble, _robustness, _best_of_n, _rows)
-    html = page_environment().get_template("reward_card.html.jinja").render(
-        title=card["reward_model"], summary=_summary(card), sections=[section(card) for section in build]
+    html = page_environment().get_template("sections.html.jinja").render(
+        kind="reward-model card", title=card["reward_model"], summary=_summary(card),
+        sections=[section(card) for section in build],
     )  # fmt: skip
     write_text(path, html)
     return Path(path)

@@ -1,0 +1,152 @@
+"""Studies: numbers of finished runs and evaluations, gathered into one page of charts and tables: a stage of recipes, `study`.
+
+Nothing is measured here: every number was logged by a run or written by an evaluation.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+
+from alignment.errors import UserError, raise_all, suggest
+from alignment.evaluation.overoptimization import GoldFit, fit_gold
+from alignment.evaluation.report.run_report import read_log_rows
+from alignment.evaluation.study_config import FITTED, SeriesConfig, StudyConfig
+from alignment.evaluation.study_figures import Peak, Point, Saving, Study, find_peak, find_saving, smoothed
+from alignment.files import read_json_object, write_json
+
+
+def run(config: StudyConfig) -> Path:
+    """Gather the points, write `results.json` and `report.html`, and return the path of the results.
+
+    Raises:
+        UserError: missing runs, results, items or columns, all at once; points that a figure cannot be made of.
+    """
+    from alignment.evaluation.report.study_page import write_study_page  # matplotlib, which --help does not need
+
+    points: dict[str, list[Point]] = {}
+    problems = []
+    for name, series in config.series.items():
+        try:
+            points[name] = smoothed(read_points(series), series.smooth)
+        except UserError as error:
+            problems += [f"series {name}: {line}" for line in str(error).splitlines()]
+    raise_all(problems)
+    study = Study(points, _laws(config, points), _peaks(config, points), _savings(config, points))
+    output = Path(config.output)
+    write_json(output / "results.json", _as_json(study))
+    write_study_page(output / "report.html", config, study)
+    return output / "results.json"
+
+
+def _as_json(study: Study) -> Mapping[str, object]:
+    series = {name: [{"name": one.name, **one.values} for one in points] for name, points in study.points.items()}
+    figures = {"laws": study.laws, "peaks": study.peaks, "savings": study.savings}
+    return {"series": series} | {
+        key: {name: asdict(figure) for name, figure in found.items()} for key, found in figures.items()
+    }
+
+
+def read_points(series: SeriesConfig) -> list[Point]:
+    """The points of a series; lines of a run that lack a column are left out.
+
+    Raises:
+        UserError: no such file, key or item; a column that no line has, or that an item of results lacks.
+    """
+    source, rows = _rows(series)
+    values = [{name: _number(row, column) for name, column in series.columns.items()} for _, row in rows]
+    for name, column in series.columns.items():
+        without = [each for (each, _), found in zip(rows, values, strict=True) if found[name] is None]
+        if without and (series.results is not None or len(without) == len(rows)):
+            where = f" in {without[0]}" if series.results is not None else ""
+            raise UserError(f"{source}: there is no number {column!r}{where}")
+    found = [
+        Point({key: number for key, number in each.items() if number is not None}, name)
+        for (name, _), each in zip(rows, values, strict=True)
+        if None not in each.values()
+    ]
+    raise_all([] if found else [f"{source}: no line has all of {', '.join(series.columns.values())}"])
+    return found
+
+
+def _rows(series: SeriesConfig) -> tuple[Path, list[tuple[str, Mapping[str, object]]]]:
+    """Where the points are written, and their names (in a run: the update's number) with what is written of each."""
+    if series.run is not None:
+        path = Path(series.run) / "metrics.jsonl"
+        raise_all([] if path.is_file() else [f"{path}: is not there; the run is not finished"])
+        return path, [(str(row.get("step")), row) for row in read_log_rows(path)]
+    path = Path(series.results or "")
+    found: object = read_json_object(path)
+    for key in filter(None, series.at.split(".")):
+        if not isinstance(found, Mapping) or key not in found:
+            raise UserError(f"{path}: there is no key {series.at!r}")
+        found = found[key]
+    items = (
+        list(enumerate(found, 1))
+        if isinstance(found, list)
+        else list(found.items())
+        if isinstance(found, Mapping)
+        else []
+    )
+    rows = {str(name): row for name, row in items if isinstance(row, Mapping)}
+    names = list(rows) if series.names is None else series.names
+    raise_all(f"{path}: {series.at} has no {name!r}; {suggest(name, rows)}" for name in names if name not in rows)
+    raise_all([] if names else [f"{path}: {series.at or 'it'} has no items"])
+    return path, [(name, rows[name]) for name in names]
+
+
+def _number(row: Mapping[str, object], column: str) -> float | None:
+    """The number at a dotted key; None where there is none."""
+    found: object = row.get(column)
+    if found is None:
+        found = row
+        for key in column.split("."):
+            found = found.get(key) if isinstance(found, Mapping) else None
+    return float(found) if isinstance(found, int | float) else None
+
+
+def _laws(config: StudyConfig, points: Mapping[str, list[Point]]) -> dict[str, GoldFit]:
+    laws = {}
+    for name, series in config.series.items():
+        if series.fit is not None:
+            kl, gold = ([point[quantity] for point in points[name]] for quantity in FITTED)
+            try:
+                laws[name] = fit_gold(series.fit, kl, gold)
+            except ValueError as error:
+                raise UserError(f"series {name}: {error}") from error
+    return laws
+
+
+def _peaks(config: StudyConfig, points: Mapping[str, list[Point]]) -> dict[str, Peak]:
+    if config.peak is None:
+        return {}
+    of, against = config.peak.of, config.peak.against
+    return {
+        name: find_peak(points[name], of=of, against=against, kept=_kept_index(config.series[name], points[name]))
+        for name in config.peak.series
+    }
+
+
+def _kept_index(series: SeriesConfig, points: list[Point]) -> int | None:
+    """Index of the point whose weights the run kept."""
+    if series.kept is None:
+        return None
+    step, steps = str(read_json_object(Path(series.kept)).get("step")), [point.name for point in points]
+    if step not in steps:
+        raise UserError(f"{series.kept}: update {step} is none of the run's, which go from {steps[0]} to {steps[-1]}")
+    return steps.index(step)
+
+
+def _savings(config: StudyConfig, points: Mapping[str, list[Point]]) -> dict[str, Saving]:
+    if config.savings is None:
+        return {}
+    own = config.savings
+    try:
+        return {
+            name: find_saving(
+                points[name], points[own.start][0], points[own.base][0],
+                cost=own.cost, gain=own.gain, tolerance=own.tolerance,
+            )
+            for name in own.series
+        }  # fmt: skip
+    except ValueError as error:
+        raise UserError(f"savings: {error}") from error

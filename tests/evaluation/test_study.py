@@ -1,0 +1,182 @@
+"""Studies: points from runs and results, peaks and savings by hand, the laws of Gao et al. recovered, one self-contained page."""
+
+import json
+import math
+
+import pytest
+
+from alignment.errors import UserError
+from alignment.evaluation.overoptimization import fit_gold
+from alignment.evaluation.study import read_points, run
+from alignment.evaluation.study_config import (
+    ChartConfig,
+    PeakConfig,
+    SavingsConfig,
+    SeriesConfig,
+    StudyConfig,
+)
+from alignment.evaluation.study_figures import Point, find_peak, find_saving, smoothed
+
+KL = [0.0, 0.5, 1.0, 4.0, 9.0, 16.0, 25.0]
+
+
+def points_of(gold, proxy):
+    return [Point({"gold": g, "proxy": p}, str(i + 1)) for i, (g, p) in enumerate(zip(gold, proxy, strict=True))]
+
+
+def write_run(directory, rows):
+    directory.mkdir()
+    (directory / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(directory)
+
+
+@pytest.mark.parametrize(
+    ("law", "gold", "peak"),
+    [
+        # d (3 - 0.5 d) is highest at d = 3; d (2 - log d) at log d = 1
+        ("best_of_n", lambda d: 1 + d * (3 - 0.5 * d), 9.0),
+        ("rl", lambda d: 1 + d * (2 - math.log(d)) if d else 1.0, math.e**2),
+    ],
+)
+def test_laws_of_overoptimization_are_recovered(law, gold, peak):
+    heights = [gold(math.sqrt(kl)) for kl in KL]
+    fit = fit_gold(law, [-1e-4, *KL[1:]], heights)  # a measured KL may be below 0
+    assert fit.start == pytest.approx(1) and fit.explained == pytest.approx(1)
+    assert fit.peak_kl == pytest.approx(peak)
+    assert fit.gold(KL) == pytest.approx(heights)
+
+
+def test_a_law_that_never_falls_has_no_peak():
+    fit = fit_gold("best_of_n", KL, [math.sqrt(kl) + 0.1 * kl for kl in KL])
+    assert fit.beta == pytest.approx(-0.1) and fit.peak_kl is None
+
+
+def test_two_distances_are_too_few_for_a_law():
+    with pytest.raises(ValueError, match="three different values"):
+        fit_gold("rl", [0.0, 1.0, 1.0], [1.0, 2.0, 3.0])
+
+
+def test_peak_by_hand():
+    points = points_of([1.0, 2.0, 3.0, 2.5, 1.5], [0.0, 1.0, 2.0, 3.0, 4.0])
+    peak = find_peak(points, of="gold", against="proxy", kept=3)
+    assert (peak.index, peak.fall, peak.rise) == (2, 1.5, 2.0)
+    assert peak.kept_share == pytest.approx(0.75) and peak.kept_of_peak == pytest.approx(2.5 / 3)
+
+
+def test_smoothing_by_hand():
+    found = smoothed(points_of([1.0, 4.0, 1.0, 4.0], [0.0] * 4), 3)
+    assert [point["gold"] for point in found] == [2.5, 2.0, 3.0, 2.5]
+    assert [point.name for point in found] == ["1", "2", "3", "4"]
+
+
+def test_saving_by_hand():
+    start, base = Point({"loss": 1.0, "gold": 0.0}), Point({"loss": 1.4, "gold": 2.0})
+    cheap, lossy = Point({"loss": 1.1, "gold": 1.95}, "cheap"), Point({"loss": 1.0, "gold": 1.0}, "lossy")
+    found = find_saving([cheap, lossy], start, base, cost="loss", gain="gold", tolerance=0.1)
+    assert found.best == "cheap" and found.removed == pytest.approx(0.75)
+    assert found.shares["lossy"] == {"removed": pytest.approx(1.0), "equal_gain": False}
+    assert find_saving([lossy], start, base, cost="loss", gain="gold").removed is None
+    with pytest.raises(ValueError, match="nothing to remove"):
+        find_saving([cheap], base, start, cost="loss", gain="gold")
+
+
+@pytest.fixture
+def sources(tmp_path):
+    rows = [
+        {"step": i + 1, "kl": kl, "score": kl, "gold_score": 1 + math.sqrt(kl) * (3 - 0.5 * math.sqrt(kl))}
+        for i, kl in enumerate(KL)
+    ]
+    path = tmp_path / "results.json"
+    path.write_text(
+        json.dumps({
+            "models": {
+                "start": {"gold": {"total": 1.0}, "language_loss": 1.0},
+                "beta 0.1": {"gold": {"total": 2.0}, "language_loss": 1.4},
+                "gamma 0.5": {"gold": {"total": 2.1}, "language_loss": 1.1},
+            },
+            "curve": [{"n": 1, "kl": 0.0}, {"n": 2, "kl": 0.19}],
+        })
+    )  # fmt: skip
+    (tmp_path / "kept.json").write_text(json.dumps({"step": 6}))
+    return write_run(tmp_path / "ppo", rows), str(path), str(tmp_path / "kept.json")
+
+
+def study_config(sources, output, **changes):
+    ran, results, kept = sources
+    one = {"results": results, "at": "models", "columns": {"gold": "gold.total", "text loss": "language_loss"}}
+    columns = {"kl": "kl", "proxy": "score", "gold": "gold_score"}
+    settings = {
+        "series": {
+            "PPO": SeriesConfig(columns, run=ran, fit="best_of_n", kept=kept),
+            **{name: SeriesConfig(**one, names=[name]) for name in ("start", "beta 0.1", "gamma 0.5")},
+        },
+        "charts": [ChartConfig("kl", "gold", "Gold along the way", root=True, laws=True)],
+        "peak": PeakConfig("gold", "proxy", ["PPO"]),
+        "savings": SavingsConfig("text loss", "gold", "start", "beta 0.1", ["gamma 0.5"]),
+    } | changes
+    return StudyConfig(str(output), "A <study>", **settings)
+
+
+def test_a_study_has_its_figures_and_one_page(sources, tmp_path):
+    found = json.loads(run(study_config(sources, tmp_path / "study")).read_text())
+    assert found["laws"]["PPO"]["peak_kl"] == pytest.approx(9)
+    peak = found["peaks"]["PPO"]
+    assert peak["highest"]["kl"] == 9 and peak["rise"] == 16 and peak["fall"] == pytest.approx(5.5 - 3.5)
+    assert peak["kept"]["kl"] == 16 and peak["kept_of_peak"] == pytest.approx(5 / 5.5)
+    assert found["savings"]["gamma 0.5"]["removed"] == pytest.approx(0.75)
+    assert found["series"]["gamma 0.5"] == [{"name": "gamma 0.5", "gold": 2.1, "text loss": 1.1}]
+    page = (tmp_path / "study" / "report.html").read_text(encoding="utf-8")
+    assert "A &lt;study&gt;" in page and "law of PPO" in page and "http" not in page.replace("http-equiv", "")
+
+
+def test_points_of_a_list(sources):
+    found = read_points(SeriesConfig({"kl": "kl"}, results=sources[1], at="curve"))
+    assert [(point.name, point["kl"]) for point in found] == [("1", 0.0), ("2", 0.19)]
+
+
+def test_everything_missing_is_said_at_once(sources, tmp_path):
+    series = {
+        "a": SeriesConfig({"kl": "kl"}, run=str(tmp_path / "nowhere")),
+        "b": SeriesConfig({"kl": "kl"}, results=sources[1], at="modelz"),
+        "c": SeriesConfig({"kl": "kl"}, results=sources[1], at="models", names=["gamma"]),
+        "d": SeriesConfig({"kl": "entropy"}, run=sources[0]),
+    }
+    with pytest.raises(UserError) as error:
+        run(study_config(sources, tmp_path / "study", series=series, charts=[], peak=None, savings=None))
+    for words in ("a: ", "is not there", "no key 'modelz'", "no 'gamma'", "no number 'entropy'"):
+        assert words in str(error.value)
+
+
+def test_an_update_that_was_not_logged_cannot_be_the_kept_one(sources, tmp_path):
+    (tmp_path / "kept.json").write_text(json.dumps({"step": 9}))
+    with pytest.raises(UserError, match="update 9 is none of the run's, which go from 1 to 7"):
+        run(study_config(sources, tmp_path / "study"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"peak": PeakConfig("gold", "proxy", ["PPQ"])}, "no series 'PPQ'"),
+        ({"peak": PeakConfig("gold", "proxy", ["start"])}, "series start has no 'proxy'"),
+        ({"charts": [ChartConfig("kl", "silver", "x")]}, "no series has 'silver'"),
+    ],
+)
+def test_unknown_series_and_quantities_are_refused(sources, tmp_path, changes, words):
+    with pytest.raises(ValueError, match=words):
+        study_config(sources, tmp_path / "study", **changes)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {},
+        {"run": "a", "results": "b"},
+        {"run": "a", "smooth": 2},
+        {"results": "b", "smooth": 3},
+        {"run": "a", "at": "x"},
+        {"run": "a", "fit": "rl"},
+    ],
+)
+def test_series_of_settings_that_do_not_go_together_are_refused(wrong):
+    with pytest.raises(ValueError):
+        SeriesConfig({"kl": "kl"}, **wrong)
