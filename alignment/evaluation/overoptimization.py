@@ -53,8 +53,8 @@ def fit_gold(law: Law, kl: Sequence[float], gold: Sequence[float]) -> GoldFit:
     terms, heights = np.column_stack(_terms(law, kl)), np.asarray(gold, float)
     start, alpha, beta = np.linalg.lstsq(terms, heights, rcond=None)[0].tolist()
     left = heights - terms @ np.array([start, alpha, beta])
-    spread = float(((heights - heights.mean()) ** 2).sum())
-    explained = 1 - float((left**2).sum()) / spread if spread > 0 else 0.0
+    variation = float(((heights - heights.mean()) ** 2).sum())
+    explained = 1 - float((left**2).sum()) / variation if variation > 0 else 0.0
     return GoldFit(law, start, alpha, beta, _peak_kl(law, alpha, beta), explained)
 
 

@@ -20,7 +20,7 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Peak:
+class ScorePeak:
     """The highest point of a quantity in a series, and what comes after it.
 
     Attributes:
@@ -67,7 +67,7 @@ class Study:
 
     points: Mapping[str, list[Point]]
     laws: Mapping[str, GoldFit]
-    peaks: Mapping[str, Peak]
+    peaks: Mapping[str, ScorePeak]
     savings: Mapping[str, Saving]
 
 
@@ -85,7 +85,7 @@ def smoothed(points: Sequence[Point], width: int) -> list[Point]:
     return found
 
 
-def find_peak(points: Sequence[Point], *, of: str, against: str, kept: int | None = None) -> Peak:
+def find_peak(points: Sequence[Point], *, of: str, against: str, kept: int | None = None) -> ScorePeak:
     """Where `of` is highest, how far it falls to the end, and how far `against` still rises.
 
     Args:
@@ -97,7 +97,7 @@ def find_peak(points: Sequence[Point], *, of: str, against: str, kept: int | Non
     heights = [point[of] for point in points]
     index = int(np.argmax(heights))
     first, highest, last = points[0], points[index], points[-1]
-    peak = Peak(
+    peak = ScorePeak(
         index,
         highest.values,
         first.values,

@@ -88,12 +88,12 @@ def run(config: SumsConfig) -> Path:
     directory = Path(config.output) / "data"
     with atomic_directory(directory) as temporary:
         for name in RANGES:
-            lines = (json.dumps(row) + "\n" for row in generate_rows(name, config))
+            lines = (json.dumps(row) + "\n" for row in rows_of(name, config))
             (temporary / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     return directory
 
 
-def generate_rows(name: str, config: SumsConfig) -> Iterator[dict[str, str]]:
+def rows_of(name: str, config: SumsConfig) -> Iterator[dict[str, str]]:
     """The rows of one file (a key of `RANGES`), one at a time; each file has a generator of its own."""
     rng = Random(f"{config.seed}/sums/{name}")
     generate = _GENERATORS[name.removesuffix("_heldout").removesuffix("_eval")]
@@ -119,7 +119,7 @@ def work_out(rng: Random, pupil: Pupil, first: int, second: int) -> str:
     return f" {' '.join(columns)} #### {carry or ''}{digits}"
 
 
-def fold(first: int, second: int) -> int:
+def fold_of(first: int, second: int) -> int:
     """Number in [0, FOLDS) that depends on the two numbers alone, in either order."""
     return zlib.crc32(repr(sorted((first, second))).encode()) % FOLDS
 
@@ -128,7 +128,7 @@ def _numbers(rng: Random, config: SumsConfig, name: str) -> tuple[int, int]:
     """Two numbers that belong to a file."""
     low, high = 10 ** (config.digits - 1), 10**config.digits
     pair = rng.randrange(low, high), rng.randrange(low, high)
-    while fold(*pair) not in RANGES[name]:
+    while fold_of(*pair) not in RANGES[name]:
         pair = rng.randrange(low, high), rng.randrange(low, high)
     return pair
 

@@ -128,7 +128,7 @@ def _laws(study: Study) -> Section | None:
 
 
 def _points(config: StudyConfig, study: Study) -> Section | None:
-    """The points of results as a table; those of runs are in the charts."""
+    """The points of results as a table; runs are in the charts alone."""
     tables: list[Sequence[Row]] = [
         [{name: point.name, **point.values} for point in study.points[name]]
         for name, series in config.series.items()

@@ -7,7 +7,7 @@ from random import Random
 
 import pytest
 
-from alignment.data.tools.sums import FOLDS, RANGES, Pupil, SumCounts, SumsConfig, fold, run, work_out
+from alignment.data.tools.sums import FOLDS, RANGES, Pupil, SumCounts, SumsConfig, fold_of, run, work_out
 
 SMALL = SumCounts(200, 20, 2000, 100, 100)
 CAREFUL, CARELESS = Pupil(False, 0.0), Pupil(True, 0.0)
@@ -59,7 +59,7 @@ def test_about_half_of_the_demonstrations_are_right(rows):
 def test_no_two_files_share_a_pair_of_numbers(rows):
     assert sorted(number for those in RANGES.values() for number in those) == list(range(FOLDS))
     found = {name: {pair for row in those for pair in pairs_in(row)} for name, those in rows.items()}
-    assert all(fold(*pair) in RANGES[name] for name, pairs in found.items() for pair in pairs)
+    assert all(fold_of(*pair) in RANGES[name] for name, pairs in found.items() for pair in pairs)
     for one, other in combinations(found, 2):
         assert not found[one] & found[other], (one, other)
 
