@@ -11,7 +11,7 @@ from alignment.errors import UserError, raise_all, suggest
 from alignment.evaluation.overoptimization import GoldFit, fit_gold
 from alignment.evaluation.report.run_report import read_log_rows
 from alignment.evaluation.study_config import FITTED, SeriesConfig, StudyConfig
-from alignment.evaluation.study_figures import ScorePeak, Point, Saving, Study, find_peak, find_saving, smoothed
+from alignment.evaluation.study_figures import Point, Saving, ScorePeak, Study, find_peak, find_saving, smoothed
 from alignment.files import read_json_object, write_json
 
 

@@ -88,12 +88,12 @@ def run(config: SumsConfig) -> Path:
     directory = Path(config.output) / "data"
     with atomic_directory(directory) as temporary:
         for name in RANGES:
-            lines = (json.dumps(row) + "\n" for row in rows_of(name, config))
+            lines = (json.dumps(row) + "\n" for row in sum_rows(name, config))
             (temporary / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
     return directory
 
 
-def rows_of(name: str, config: SumsConfig) -> Iterator[dict[str, str]]:
+def sum_rows(name: str, config: SumsConfig) -> Iterator[dict[str, str]]:
     """The rows of one file (a key of `RANGES`), one at a time; each file has a generator of its own."""
     rng = Random(f"{config.seed}/sums/{name}")
     generate = _GENERATORS[name.removesuffix("_heldout").removesuffix("_eval")]
