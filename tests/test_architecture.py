@@ -19,6 +19,7 @@ FLOORS = [  # a room may import rooms on lower floors only, never one beside it
     {"errors", "files", "patterns", "quiet_imports", "ragged", "losses"},
     {"models", "data", "training", "config"},
     {"adapters", "generation", "hotel_world", "loading", "reward_model"},
+    {"rewards"},
     {"algorithms", "evaluation", "analysis"},
     {"planning"},
     {"pipeline", "commands"},

@@ -5,7 +5,8 @@ import torch
 from torch.testing import assert_close
 
 from alignment import load_reward_model
-from alignment.algorithms.ppo.setup import PPOConfig, check_judged
+from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo.rewards import check_judged
 from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
 from alignment.data.rows.records import Prompt
@@ -64,7 +65,7 @@ def test_prompts_of_messages_are_refused_before_any_is_answered(directory):
     prompts = [PromptExample([3, 4], [{"role": "user", "content": TEXTS[0]}], {}, "rows.jsonl:1")]
     config = PPOConfig(policy="p", reward_model="judge", data=DataConfig("rows.jsonl"), output="run")
     with pytest.raises(UserError, match=r"judge: the reward model is an encoder .* 1 of 1 prompts are messages"):
-        check_judged(prompts, reward, reward.tokenizer, config)
+        check_judged(prompts, reward, reward.tokenizer, config, "judge")
 
 
 def test_a_judging_encoder_scores_pairs_of_texts(directory):

@@ -105,11 +105,12 @@ def build_networks(config: StageConfig, layout: Layout, near: Path | None) -> tu
         starts["reward model"] = find_start(config.reward_model, near)
         networks.add("reward model", starts["reward model"], "scalar", trained=False)
     if isinstance(config, PPOConfig):
-        judge = find_start(config.reward_model, near)
-        starts["reward model"] = judge
-        starts["value model"] = start if config.value_model == "policy" else judge
+        judges = {f"reward model{f' {i}' if i else ''}": name for i, name in enumerate(config.reward_models)}
+        starts |= {role: find_start(name, near) for role, name in judges.items()}
+        starts["value model"] = start if config.value_model == "policy" else starts["reward model"]
         networks.add("value model", starts["value model"], "scalar", adapter=config.adapter)
-        networks.add("reward model", judge, "scalar", trained=False)
+        for role in judges:
+            networks.add(role, starts[role], "scalar", trained=False)
     return networks, starts
 
 

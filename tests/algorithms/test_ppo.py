@@ -12,7 +12,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec
-from alignment.algorithms.ppo import PPOConfig, iterate, setup
+from alignment.algorithms.ppo import PPOConfig, iterate
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.ppo import policy_loss_fn, update_policy_and_value
 from alignment.algorithms.ppo.rollout import RolloutBatch, ragged_of
@@ -28,6 +28,7 @@ from alignment.loading import load_tokenizer
 from alignment.models.build import build_scalar_model
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.reward_model import load_reward_model, load_reward_network
+from alignment.rewards.reward_models import response_scorer
 from alignment.training import OptimConfig, Run, TrainingConfig
 from tests.conftest import read_lines
 
@@ -148,7 +149,7 @@ def test_the_pretraining_mix_adds_its_gradient(ppo, state_of, text):
 
 def test_policy_metrics_are_worked_by_hand():
     """Ratios 1.5, 1.5, 0.5, 0.5 at advantages 1, -1, 1, -1 and clip range 0.3: costs -1.3, 1.5, -0.5, 0.7."""
-    config = PPOConfig("p", "r", DataConfig(train="t"), "o", clip_range=0.3)
+    config = PPOConfig("p", reward_model="r", data=DataConfig(train="t"), output="o", clip_range=0.3)
     change = torch.tensor([1.5, 1.5, 0.5, 0.5]).log()
     old, advantages = torch.tensor([-1.0, -2.0, -3.0, -4.0]), torch.tensor([1.0, -1.0, 1.0, -1.0])
     batch = RolloutBatch(ragged_of([[1]], [[2, 3, 4, 5]], [0]), old, torch.zeros(4), advantages, torch.zeros(4))
@@ -281,7 +282,7 @@ def test_a_reward_model_with_another_tokenizer_reads_the_text(tokenizer, foreign
     judge = load_reward_model(foreign)
     prompts, responses = ["Where is the spa?", "When?"], [" On floor seven.", " At nine."]
     encode = lambda text: tokenizer(text, add_special_tokens=False).input_ids  # noqa: E731
-    given = setup.response_scorer(judge, tokenizer, 1000)(
+    given = response_scorer(judge, tokenizer, 1000)(
         [PromptExample([tokenizer.bos_token_id, *encode(prompt)], prompt, {}, "r") for prompt in prompts],
         [[*encode(response), tokenizer.eos_token_id] for response in responses],
         [True, True],
@@ -341,7 +342,7 @@ def test_a_response_that_ended_is_scored_with_the_reward_models_own_end(tokenize
     policy, _, rows = dialogues
     words = tokenizer("At nine.", add_special_tokens=False).input_ids
     prompts = [PromptExample([5], rows[0], {}, "r")] * 2
-    given = setup.response_scorer(judge, load_tokenizer(policy), 1000)(
+    given = response_scorer(judge, load_tokenizer(policy), 1000)(
         prompts, [[*words, tokenizer.eos_token_id], words], [True, False]
     )
     expected = judge.score([(rows[0], "At nine.")] * 2, ended=[True, False])
@@ -376,7 +377,7 @@ def test_a_reward_model_with_the_same_tokenizer_reads_the_very_ids(tokenizer, st
     judge = load_reward_model(str(stage("reward") / "model"))
     broken = [[5, 5], [6]]  # no text encodes to these
     prompts = [PromptExample(ids, "", {}, "r") for ids in ([0, 1], [0])]
-    scores = setup.response_scorer(judge, tokenizer, 1000)(prompts, broken, [False, False])
+    scores = response_scorer(judge, tokenizer, 1000)(prompts, broken, [False, False])
     assert_close(scores, judge.score_ids([[0, 1, 5, 5], [0, 6]]))
 
 
@@ -386,7 +387,7 @@ def test_a_reward_model_with_the_same_words_and_another_chat_template_reads_thro
     judge, tokenizer = load_reward_model(directory), load_tokenizer(policy)
     words = tokenizer("At nine.", add_special_tokens=False).input_ids
     example = PromptExample(prompt_ids(tokenizer, rows[0]), rows[0], {}, "r")
-    given = setup.response_scorer(judge, tokenizer, 1000)([example], [words], [False])
+    given = response_scorer(judge, tokenizer, 1000)([example], [words], [False])
     assert given.tolist() == judge.score([(rows[0], "At nine.")], ended=[False]).tolist()
 
 

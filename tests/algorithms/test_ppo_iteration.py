@@ -163,7 +163,9 @@ def test_metrics_of_a_rollout_are_worked_by_hand():
 
 def test_the_value_loss_is_worked_by_hand():
     """Values 2 and 1 are clipped to 0.5 + 0.4, by the value model's own range; the policy's is another."""
-    config = PPOConfig("p", "r", DataConfig(train="t"), "o", clip_range=0.1, value_clip_range=0.4)
+    config = PPOConfig(
+        "p", reward_model="r", data=DataConfig(train="t"), output="o", clip_range=0.1, value_clip_range=0.4
+    )
     batch = RolloutBatch(
         ragged_of([[1, 5]], [[6, 7]], [0]), torch.zeros(2), torch.tensor([0.5, 0.5]), torch.zeros(2),
         torch.tensor([1.5, 1.0]),

@@ -25,7 +25,9 @@ NUMBERS = [28, 29, 30, 31]  # of the rows of iteration 7
 
 
 def config_of(**settings):
-    return PPOConfig("policy", "reward model", DataConfig(train="prompts"), "output", **settings)
+    return PPOConfig(
+        "policy", reward_model="reward model", data=DataConfig(train="prompts"), output="output", **settings
+    )
 
 
 @pytest.fixture

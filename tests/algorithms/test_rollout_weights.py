@@ -43,7 +43,9 @@ def prompt(length: int) -> PromptExample:
 
 def choose(model, setting: str, whole: int, free: int, monkeypatch, kind: str = "fsdp2"):
     monkeypatch.setattr(rollout_weights, "free_bytes", lambda group: free)
-    config = PPOConfig("policy", "reward", DataConfig(train="rows"), "output", rollout_weights=setting)
+    config = PPOConfig(
+        "policy", reward_model="reward", data=DataConfig(train="rows"), output="output", rollout_weights=setting
+    )
     notes = []
     run = SimpleNamespace(note=notes.append)
     return choose_rollout_weights(config, [prompt(10)], state_of(model, whole, kind), run), notes
@@ -51,7 +53,14 @@ def choose(model, setting: str, whole: int, free: int, monkeypatch, kind: str = 
 
 def test_bytes_of_cache_and_logits_by_hand(model):
     training = TrainingConfig(batch_size=30, precision="bf16")
-    config = PPOConfig("policy", "reward", DataConfig(train="rows"), "output", max_new_tokens=6, training=training)
+    config = PPOConfig(
+        "policy",
+        reward_model="reward",
+        data=DataConfig(train="rows"),
+        output="output",
+        max_new_tokens=6,
+        training=training,
+    )
     # 8 rows a rank; 16 tokens, each with keys and values of 2 heads of 8 numbers in 2 layers, in 2 bytes
     assert sampling_bytes(config, [prompt(10), prompt(3)], state_of(model, 1)) == 8 * (
         16 * 2 * 2 * 2 * 8 * 2 + 3 * 4 * 61

@@ -7,7 +7,6 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from alignment.algorithms.ppo.setup import Scorer
 from alignment.data.examples import PromptExample
 from alignment.data.rows.records import Prompt
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -15,6 +14,7 @@ from alignment.errors import UserError
 from alignment.generation import response_text
 from alignment.hotel_world.gold import gold_score
 from alignment.hotel_world.grammar import is_prompt
+from alignment.rewards.combine import Scorer
 
 # Prompts, responses shown first, responses shown second -> verdict for the one shown first; None: could not judge.
 PairJudge = Callable[[Sequence[Prompt], Sequence[str], Sequence[str]], Sequence[float | None]]

@@ -19,6 +19,7 @@ from alignment.algorithms.ppo.rollout import (
     to_rectangle,
 )
 from alignment.data.examples import PromptExample
+from alignment.rewards.combine import as_scores
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ def sample_and_judge(
     log_probs = torch.tensor([value for row in sampled.log_probs for value in row], device=group.device)
     ended = torch.tensor(sampled.ended, device=group.device)
     with state.policy.backend.autocast():
-        scores = state.score(rows, sampled.token_ids, sampled.ended).to(group.device).float()
+        scores = as_scores(state.score(rows, sampled.token_ids, sampled.ended)).total.to(group.device).float()
         reference = None
         if state.reference is not None:
             reference = torch.zeros(mask.shape, device=group.device)

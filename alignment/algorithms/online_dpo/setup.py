@@ -9,13 +9,8 @@ from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.online_dpo.judges import gold_scorer, load_pair_judge, pair_scorer, require_hotel_prompts
 from alignment.algorithms.policies import Reference, load_policy, reference_of
-from alignment.algorithms.ppo.setup import (
-    SamplingState,
-    check_judged,
-    load_metrics,
-    require_prompts,
-    response_scorer,
-)
+from alignment.algorithms.ppo.rewards import check_judged
+from alignment.algorithms.ppo.setup import SamplingState, load_metrics, require_prompts
 from alignment.algorithms.runs import check_rows, read_examples, sources_of
 from alignment.data.batches import collate_pairs
 from alignment.data.mixture import RowOrder, stream_of
@@ -26,6 +21,7 @@ from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.shared_weights import SharedWeights, refuse_trained
 from alignment.ragged import Sharing
 from alignment.reward_model import load_frozen_reward_model
+from alignment.rewards.reward_models import response_scorer
 from alignment.training import Engine, Run
 from alignment.training.distributed import shares_weights
 
@@ -100,7 +96,7 @@ def build_online_state(config: OnlineDPOConfig, data: OnlineDPOData, run: Run) -
         score = gold_scorer(data.tokenizer)
     else:
         reward_model = load_frozen_reward_model(config.reward_model, bases, policy.process_group.device)
-        check_judged(data.prompts.rows, reward_model, data.tokenizer, config)
+        check_judged(data.prompts.rows, reward_model, data.tokenizer, config, config.reward_model)
         score = response_scorer(reward_model, data.tokenizer, training.tokens_per_forward)
         roles.append(Role("reward model", reward_model.model))
     reference = reference_of(start, config.reference, policy, bases=bases) if config.refers else None

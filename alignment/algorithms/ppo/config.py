@@ -10,6 +10,7 @@ from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.reward_model import Combine
+from alignment.rewards.specs import RewardSpec, check_rewards
 from alignment.training import OptimConfig, TrainingConfig
 
 METRICS = {"hotel_gold": "alignment.hotel_world.gold:gold_score"}  # name in the config -> module:function
@@ -97,7 +98,10 @@ class PPOConfig(SamplingSettings, UpdateSettings):
 
     Attributes:
         policy: the checkpoint to start from, usually the SFT policy.
-        reward_model: directory of the reward model.
+        reward_model: directory of the reward model: the short form of `rewards` with this one entry. Its scores are shaped
+            by `normalize_scores`.
+        rewards: what a response is rewarded for, as a list of entries of one kind each; its score is the sum of
+            weight * clip(normalize(part)), and each part is logged as `score/NAME`. `normalize_scores` is not read then.
         reward_combine: how the scores of an ensemble become the reward: their mean, their least (min), or
             mean - reward_std_coef * deviation (lower). The last two hold PPO back where the members disagree (Coste et
             al. 2023, arXiv:2310.02743, section 3).
@@ -132,10 +136,11 @@ class PPOConfig(SamplingSettings, UpdateSettings):
     """
 
     policy: str
-    reward_model: str
+    _: KW_ONLY
     data: DataConfig
     output: str
-    _: KW_ONLY
+    reward_model: str | None = None
+    rewards: list[RewardSpec] = field(default_factory=list)
     reward_combine: Combine = "mean"
     reward_std_coef: float = 1.0
     reference: str | None = None
@@ -163,6 +168,9 @@ class PPOConfig(SamplingSettings, UpdateSettings):
         refuse_dropout(self.adapter, "PPO")
         self.check_sampling("PPO has to sample")
         check_update(self, self.responses_per_prompt)
+        check_rewards(self.reward_model, self.rewards, self.reward_combine, self.reward_std_coef)
+        if self.has_value_model and self.value_model == "reward_model" and not self.reward_models:
+            raise ValueError("value_model: no entry of rewards is a reward model; set value_model=policy")
         if self.pretrain_batch_size < 1:
             raise ValueError(f"pretrain_batch_size must be at least 1, got {self.pretrain_batch_size}")
         for name in ("value_clip_range", "kl_horizon", "reward_std_coef"):
@@ -187,6 +195,13 @@ class PPOConfig(SamplingSettings, UpdateSettings):
             raise ValueError("pretrain_coef above 0 needs `pretrain`, the text; leave it out or set it to 0")
         check_importance(self)
         refuse_evaluation({"data": self.data, "pretrain": self.pretrain}, self.training, "ppo", "PPO")
+
+    @property
+    def reward_models(self) -> list[str]:
+        """Directories of the reward models, in the order of `rewards`."""
+        if self.reward_model is not None:
+            return [self.reward_model]
+        return [spec.reward_model for spec in self.rewards if spec.reward_model is not None]
 
     @property
     def samples_differ(self) -> bool:

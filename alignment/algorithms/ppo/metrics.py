@@ -12,6 +12,7 @@ from alignment.algorithms.ppo.setup import MetricFn, PPOState
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.generation import response_text
 from alignment.losses.policy import kl_estimates
+from alignment.rewards.combine import part_metrics
 from alignment.training import Run
 from alignment.training.distributed import ProcessGroup
 
@@ -36,6 +37,7 @@ def rollout_metrics(rollout: Rollout, state: PPOState, config: PPOConfig) -> dic
     metrics |= {"kl_coef": state.kl.coef, "sampling_error": sampling_error(rollout, group.max)}
     metrics |= importance_metrics(rollout, config.importance_cap, group)
     metrics["distinct_share"] = distinct_share(rollout, group.gather_objects)
+    metrics |= part_metrics(rollout.score_parts, group.sum)
     return text_metrics(rollout, state.metrics, state.start.tokenizer, group) | metrics  # names of its own stay
 
 

@@ -46,7 +46,7 @@ def run(config: PPOConfig) -> Path:
     Source: Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022, arXiv:2203.02155, section 3.5 and eq. 2;
         details Huang et al. 2024, arXiv:2403.17031.
     """
-    parents = [config.policy, config.reward_model, config.reference]
+    parents = [config.policy, *config.reward_models, config.reference]
     with open_run(config, "ppo", parents, value_optim=config.value_optim) as run:
         data = read_data(config, run)
         state = build_state(config, data)

@@ -16,6 +16,7 @@ from alignment.generation import Responses, SamplingConfig, decode_responses
 from alignment.losses.importance import importance_weights, sequence_importance_weights
 from alignment.models.protocols import GenerativeModel
 from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, fill_groups, group_by_length
+from alignment.rewards.combine import as_scores
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class Rollout:
         sampled_log_probs: of the distribution that each token was drawn from, as the sampler computed them.
         reference_log_probs: of the reference, same tokens and temperature.
         values: the value model's estimate before each token.
-        scores: the reward model's, of whole responses, not normalized, [B].
+        scores: of whole responses, neither normalized nor clipped, [B]; of several rewards the sum of weight * part.
         ended: True where the response stopped by itself, [B].
         seconds: time it took to collect.
         phases: seconds of its parts: sampling, forward (log-probabilities and values), scoring.
@@ -38,6 +39,9 @@ class Rollout:
         weights: importance weights of the tokens, factors of their policy loss, where the sampler's distribution differs
             from the policy's; None: all are 1.
         baseline_scores: of the greedy response to each row's prompt, not normalized, [B]; with advantages=remax.
+        score_parts: number of each reward by its name, not weighed, [B]; not a number where it does not apply. Empty with
+            a single reward model.
+        shaped_scores: of several rewards, each normalized, clipped and weighed, [B]; None: `scores`, to be normalized.
         rewards, advantages, returns: filled in by `add_advantages`.
     """
 
@@ -56,6 +60,8 @@ class Rollout:
     share_prompts: Sharing = False
     weights: Tensor | None = None
     baseline_scores: Tensor | None = None
+    score_parts: dict[str, Tensor] = field(default_factory=dict)
+    shaped_scores: Tensor | None = None
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -181,7 +187,7 @@ def ask_networks(state: PPOState, config: PPOConfig, samples: DrawnResponses) ->
         rectangles = network_rectangles(state, config, ids, samples, mask)
         _wait_for(device)
         forwarded = time.perf_counter()
-        scores = state.score(samples.prompts, responses.token_ids, responses.ended).to(device)
+        scores = as_scores(state.score(samples.prompts, responses.token_ids, responses.ended))
         _wait_for(device)
     scored = time.perf_counter()
     flat = torch.tensor([value for row in responses.log_probs for value in row], device=device)
@@ -194,7 +200,9 @@ def ask_networks(state: PPOState, config: PPOConfig, samples: DrawnResponses) ->
         sampled_log_probs=to_rectangle(flat, mask),
         reference_log_probs=rectangles["reference_log_probs"],
         values=rectangles["values"],
-        scores=scores,
+        scores=scores.total.to(device),
+        score_parts={name: part.to(device) for name, part in scores.parts.items()},
+        shaped_scores=None if scores.shaped is None else scores.shaped.to(device),
         ended=torch.tensor(responses.ended, device=device),
         phases={"forward": forwarded - began, "scoring": scored - forwarded},
         share_prompts=state.share_prompts,

@@ -4,36 +4,29 @@ import importlib
 from collections.abc import Callable, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
-from typing import Literal, Protocol
-
-from torch import Tensor
+from typing import Literal
 
 from alignment.adapters.files import read_members
 from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.policies import LogProbModel, Policy, load_policy, load_value_model, reference_of
 from alignment.algorithms.ppo.config import METRICS, PPOConfig
 from alignment.algorithms.ppo.controllers import AdaptiveKL, FixedKL, ScoreNormalizer
+from alignment.algorithms.ppo.rewards import check_combine, load_judges, reward_model_specs, score_function
 from alignment.algorithms.ppo.samples import SampledAhead
 from alignment.algorithms.runs import check_rows, read_examples
 from alignment.data.batches import collate
-from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
 from alignment.data.mixture import RowOrder, stream_of
-from alignment.data.rows.records import Prompt
-from alignment.data.table import flagged_rows, name_of_row
 from alignment.data.text.chat import stop_token_ids
-from alignment.data.tokenize import encode_prompts
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-from alignment.generation import response_text
 from alignment.loading import describe_stop_tokens, find_directory, load_tokenizer, same_vocabulary
-from alignment.models.classifiers import SequenceClassifier
-from alignment.models.lengths import check_lengths
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.shared_weights import SharedWeights, refuse_trained
 from alignment.ragged import Batch, Sharing
-from alignment.reward_model import RewardModel, load_frozen_reward_model, member_count
 from alignment.reward_model.calibration import read_calibration
+from alignment.rewards.build import prepare_rewards
+from alignment.rewards.combine import Rewards, ScoreFunction
 from alignment.training import (
     Engine,
     Run,
@@ -53,8 +46,6 @@ LOGGED_KEYS = {  # of every PPO run's log; a metric of the config may not have o
     "value_grad_norm", "value_loss",
 }  # fmt: skip
 
-# prompts, token ids of the responses, whether each ended by itself -> scores [B]
-Scorer = Callable[[Sequence[PromptExample], Sequence[Sequence[int]], Sequence[bool]], Tensor]
 MetricFn = Callable[[Sequence[str], Sequence[str]], Sequence[float]]  # prompts, responses -> one number for each
 
 
@@ -78,7 +69,8 @@ class SamplingState:
 
     Attributes:
         policy: its engine.
-        score: a judge of prompts and responses; not a number: could not judge.
+        score: a judge of prompts and responses, token ids: gives their scores [B] (not a number: could not judge), or
+            `Scores` with the parts of several rewards. PPO's is called once for each rollout, by every rank.
         stop_ids: tokens that end a response.
         start: the policy as it was loaded, for saving it, with its tokenizer.
         metrics: what to log of prompts and responses, by name.
@@ -89,7 +81,7 @@ class SamplingState:
 
     policy: Engine
     _: KW_ONLY
-    score: Scorer
+    score: ScoreFunction
     stop_ids: Sequence[int]
     start: Policy
     metrics: dict[str, MetricFn] = field(default_factory=dict)
@@ -163,23 +155,18 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
         UserError: an unknown metric, before any network is loaded; bad checkpoints; prompts that do not fit a network.
     """
     metrics = load_metrics(config.metrics)
-    if config.reward_combine != "mean" and (found := member_count(find_directory(config.reward_model))) == 1:
-        raise UserError(
-            f"{config.reward_model}: reward_combine={config.reward_combine} combines the members of an ensemble, and this "
-            f"reward model has {found}; leave it out, or train one with `ensemble`"
-        )
+    texts = prepare_rewards(config.rewards, data.prompts.rows)
+    for spec in reward_model_specs(config).values():
+        check_combine(spec)
     bases = SharedWeights(config.weights)
     policy, value, start = build_engines(config, data, bases if shares_weights() else bases.unshared())
     micro_batch_tokens = config.training.tokens_per_forward
-    reward_model = load_frozen_reward_model(
-        config.reward_model, bases, policy.process_group.device,
-        combine=config.reward_combine, std_coef=config.reward_std_coef,
-    )  # fmt: skip
-    check_judged(data.prompts.rows, reward_model, data.tokenizer, config)
+    judges = load_judges(config, data.prompts.rows, data.tokenizer, bases, policy.process_group.device)
     reference = reference_of(start, config.reference, policy, bases=bases)
     roles = [
         Role("policy", policy.backend.unwrapped, policy), Role("value model", value.backend.unwrapped, value),
-        Role("reward model", reward_model.model), reference.role,
+        *[Role(f"reward model{f' {name}' if config.rewards else ''}", judge.model) for name, judge in judges.items()],
+        reference.role,
     ]  # fmt: skip
     refuse_trained({role.name: role.model for role in roles if role.model is not None})
     networks = [policy.backend.unwrapped, value.backend.unwrapped, reference.model]
@@ -190,13 +177,16 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
         value=value,
         roles=roles,
         reference=reference,
-        score=response_scorer(reward_model, data.tokenizer, micro_batch_tokens),
+        score=score_function(config, data.tokenizer, texts, judges, policy.process_group),
         stop_ids=sorted(stop_token_ids(data.tokenizer)),
         kl=FixedKL(config.kl_coef)
         if config.kl_target is None
         else AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon),
         start=start,
-        normalizer=ScoreNormalizer(enabled=config.normalize_scores, fitted=reward_model.calibration.fitted),
+        normalizer=ScoreNormalizer(
+            enabled=config.normalize_scores and not config.rewards,
+            fitted=any(judge.calibration.fitted for judge in judges.values()),
+        ),
         pretraining=None if data.texts is None else partial(local_texts, data.texts, policy, micro_batch_tokens),
         metrics=metrics,
         share_prompts=share_prompts,
@@ -264,90 +254,21 @@ def start_value_model(config: PPOConfig, tokenizer: Tokenizer, bases: SharedWeig
     """The value model to train: the trunk of the reward model or of the policy, with one number per token on top."""
     if config.value_model == "policy":
         return load_value_model(config.policy, config.adapter, tokenizer, None, head="zero", bases=bases)
-    reward_model = find_directory(config.reward_model)
+    source = config.reward_models[0]
+    reward_model = find_directory(source)
     if read_members(reward_model) is not None:
         raise UserError(
-            f"{config.reward_model}: an ensemble of adapters has no one network to become the value model; set value_model=policy"
+            f"{source}: an ensemble of adapters has no one network to become the value model; set value_model=policy"
         )
-    own = load_tokenizer(config.reward_model)
+    own = load_tokenizer(source)
     if not same_vocabulary(tokenizer, own):
         raise UserError(
-            f"{config.reward_model}: the reward model's tokenizer differs from the policy's, so it cannot become the "
+            f"{source}: the reward model's tokenizer differs from the policy's, so it cannot become the "
             "value model; set value_model=policy"
         )
-    # A head of its own where scores are normalized, here or in the reward model's files: its weights give raw scores.
-    head = "zero" if config.normalize_scores or read_calibration(reward_model).fitted else None
-    return load_value_model(config.reward_model, config.adapter, own, None, head=head, bases=bases)
-
-
-def response_scorer(reward_model: RewardModel, tokenizer: Tokenizer, micro_batch_tokens: int) -> Scorer:
-    """Scores of responses: by their very ids where the tokenizers agree, else by the records' prompts and the texts.
-
-    A reward model with a tokenizer or chat template of its own reads each prompt, text or messages, through that
-    template, and its own end token after a response that ended.
-
-    Args:
-        tokenizer: the policy's, of which the responses' ids are.
-    """
-    if reward_model.shares_token_ids(tokenizer):
-        return lambda prompts, responses, ended: reward_model.score_ids(
-            [[*prompt.ids, *ids] for prompt, ids in zip(prompts, responses, strict=True)], micro_batch_tokens
-        )
-
-    def score(prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
-        pairs = [
-            (prompt.prompt, response_text(tokenizer, ids, end))
-            for prompt, ids, end in zip(prompts, responses, ended, strict=True)
-        ]
-        return reward_model.score(pairs, micro_batch_tokens, ended)
-
-    return score
-
-
-class JudgedSettings(Protocol):
-    """The settings of a run whose samples a reward model scores."""
-
-    @property
-    def reward_model(self) -> str | None: ...
-
-    @property
-    def data(self) -> DataConfig: ...
-
-    @property
-    def max_new_tokens(self) -> int: ...
-
-
-def check_judged(
-    prompts: Sequence[PromptExample], reward_model: RewardModel, tokenizer: Tokenizer, config: JudgedSettings
-) -> None:
-    """Refuse prompts that the reward model cannot read, or that one with a tokenizer of its own would see otherwise.
-
-    Raises:
-        UserError: prompts whose beginning was cut off, that the reward model's template refuses, or too long for it.
-    """
-    if reward_model.shares_token_ids(tokenizer):
-        return check_rows(reward_model.model, prompts, config.data.max_length, config.max_new_tokens)
-    if cut := flagged_rows(prompts, "cut"):
-        names = ", ".join(name_of_row(prompts, row) for row in cut[:3])
-        raise UserError(
-            f"{config.reward_model}: the reward model has a tokenizer or chat template of its own and reads whole prompts, "
-            f"while the policy sees {len(cut)} of {len(prompts)} without their beginning ({names}); raise "
-            f"data.max_length (it is {config.data.max_length}), or leave the long prompts out"
-        )
-    if isinstance(reward_model.model, SequenceClassifier):
-        messages = [prompt.row_id for prompt in prompts if not isinstance(prompt.prompt, str)]
-        if messages:
-            raise UserError(
-                f"{config.reward_model}: the reward model is an encoder and reads texts, and {len(messages)} of "
-                f"{len(prompts)} prompts are messages ({', '.join(messages[:3])}); take a decoder as reward model, or "
-                "prompts as texts"
-            )
-        return
-    ids = encode_prompts(
-        reward_model.tokenizer, [Prompt(prompt.prompt, prompt.extra, prompt.row_id) for prompt in prompts]
-    )
-    lengths = [(prompt.row_id, len(tokens)) for prompt, tokens in zip(prompts, ids, strict=True)]
-    check_lengths(reward_model.model, lengths, "leave these prompts out, or take another reward model", new_tokens=1)
+    # A head of its own where scores are shaped, here or in the reward model's files: its weights give raw scores.
+    head = "zero" if config.rewards or config.normalize_scores or read_calibration(reward_model).fitted else None
+    return load_value_model(source, config.adapter, own, None, head=head, bases=bases)
 
 
 def load_ppo_state(state: PPOState, config: PPOConfig, run: Run) -> int:
@@ -362,6 +283,8 @@ def load_ppo_state(state: PPOState, config: PPOConfig, run: Run) -> int:
     state.normalizer = ScoreNormalizer(**saved["normalizer"])
     if state.ahead is not None:
         state.ahead.restore(saved.get("ahead"), saved["step"], state.process_group)
+    if isinstance(state.score, Rewards):
+        state.score.load(saved["rewards"])
     return saved["step"]
 
 
@@ -370,6 +293,8 @@ def save_ppo_state(state: PPOState, config: PPOConfig, run: Run, step: int) -> N
     saved = {"num_updates": state.num_updates, "kl_coef": state.kl.coef, "normalizer": vars(state.normalizer)}
     if state.ahead is not None:
         saved["ahead"] = state.ahead.state(state.process_group)
+    if isinstance(state.score, Rewards):
+        saved["rewards"] = state.score.state()
     save_run_state(run, {"policy": state.policy, "value": state.value}, config.training, step, saved)
 
 

@@ -1,0 +1,147 @@
+"""Who scores the responses of PPO: its reward models, and the other entries of `rewards`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.runs import check_rows
+from alignment.data.config import DataConfig
+from alignment.data.examples import PromptExample
+from alignment.data.rows.records import Prompt
+from alignment.data.table import flagged_rows, name_of_row
+from alignment.data.tokenize import encode_prompts
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.errors import UserError
+from alignment.loading import find_directory
+from alignment.models.classifiers import SequenceClassifier
+from alignment.models.lengths import check_lengths
+from alignment.models.shared_weights import SharedWeights
+from alignment.reward_model import RewardModel, load_frozen_reward_model, member_count
+from alignment.rewards.build import build_rewards
+from alignment.rewards.combine import ScoreFunction
+from alignment.rewards.reward_models import response_scorer
+from alignment.rewards.samples import TextReward
+from alignment.rewards.specs import RewardSpec, names_of
+from alignment.training.distributed import ProcessGroup
+
+
+def reward_model_specs(config: PPOConfig) -> dict[str, RewardSpec]:
+    """The entries that are reward models, by name; of the short form one, named reward_model."""
+    if config.reward_model is not None:
+        combine, std_coef = config.reward_combine, config.reward_std_coef
+        return {"reward_model": RewardSpec(config.reward_model, reward_combine=combine, reward_std_coef=std_coef)}
+    named = zip(names_of(config.rewards), config.rewards, strict=True)
+    return {name: spec for name, spec in named if spec.reward_model is not None}
+
+
+def check_combine(spec: RewardSpec) -> None:
+    """Refuse to combine the members of a reward model that is no ensemble.
+
+    Raises:
+        UserError: in words.
+    """
+    assert spec.reward_model is not None
+    if spec.reward_combine != "mean" and (found := member_count(find_directory(spec.reward_model))) == 1:
+        raise UserError(
+            f"{spec.reward_model}: reward_combine={spec.reward_combine} combines the members of an ensemble, and this "
+            f"reward model has {found}; leave it out, or train one with `ensemble`"
+        )
+
+
+def load_judges(
+    config: PPOConfig,
+    prompts: Sequence[PromptExample],
+    tokenizer: Tokenizer,
+    bases: SharedWeights,
+    device: torch.device,
+) -> dict[str, RewardModel]:
+    """The reward models by the name of their entry; each can read all prompts.
+
+    Raises:
+        UserError: a bad checkpoint, or prompts that one of them cannot read.
+    """
+    judges = {}
+    for name, spec in reward_model_specs(config).items():
+        assert spec.reward_model is not None
+        judges[name] = load_frozen_reward_model(
+            spec.reward_model, bases, device, combine=spec.reward_combine, std_coef=spec.reward_std_coef
+        )
+        check_judged(prompts, judges[name], tokenizer, config, spec.reward_model)
+    return judges
+
+
+def score_function(
+    config: PPOConfig,
+    tokenizer: Tokenizer,
+    texts: Mapping[str, TextReward],
+    judges: Mapping[str, RewardModel],
+    group: ProcessGroup,
+) -> ScoreFunction:
+    """What scores the responses: the reward model, or all of `rewards`."""
+    tokens = config.training.tokens_per_forward
+    scorers = {name: response_scorer(judge, tokenizer, tokens) for name, judge in judges.items()}
+    if not config.rewards:
+        return scorers["reward_model"]
+    return build_rewards(
+        config.rewards, texts, scorers,
+        tokenizer=tokenizer,
+        sources=len(config.data.source_names),
+        scaled=[name for name, judge in judges.items() if judge.calibration.fitted],
+        reduce=group.sum,
+    )  # fmt: skip
+
+
+class JudgedSettings(Protocol):
+    """The settings of a run whose samples a reward model scores."""
+
+    @property
+    def data(self) -> DataConfig: ...
+
+    @property
+    def max_new_tokens(self) -> int: ...
+
+
+def check_judged(
+    prompts: Sequence[PromptExample],
+    reward_model: RewardModel,
+    tokenizer: Tokenizer,
+    config: JudgedSettings,
+    name: str | None,
+) -> None:
+    """Refuse prompts that the reward model cannot read, or that one with a tokenizer of its own would see otherwise.
+
+    Args:
+        prompts: all of them.
+        reward_model: the judge.
+        tokenizer: the policy's.
+        config: of the run.
+        name: directory of the reward model, for messages.
+
+    Raises:
+        UserError: prompts whose beginning was cut off, that the reward model's template refuses, or too long for it.
+    """
+    if reward_model.shares_token_ids(tokenizer):
+        return check_rows(reward_model.model, prompts, config.data.max_length, config.max_new_tokens)
+    if cut := flagged_rows(prompts, "cut"):
+        names = ", ".join(name_of_row(prompts, row) for row in cut[:3])
+        raise UserError(
+            f"{name}: the reward model has a tokenizer or chat template of its own and reads whole prompts, "
+            f"while the policy sees {len(cut)} of {len(prompts)} without their beginning ({names}); raise "
+            f"data.max_length (it is {config.data.max_length}), or leave the long prompts out"
+        )
+    if isinstance(reward_model.model, SequenceClassifier):
+        messages = [prompt.row_id for prompt in prompts if not isinstance(prompt.prompt, str)]
+        if messages:
+            raise UserError(
+                f"{name}: the reward model is an encoder and reads texts, and {len(messages)} of "
+                f"{len(prompts)} prompts are messages ({', '.join(messages[:3])}); take a decoder as reward model, or "
+                "prompts as texts"
+            )
+        return
+    ids = encode_prompts(
+        reward_model.tokenizer, [Prompt(prompt.prompt, prompt.extra, prompt.row_id) for prompt in prompts]
+    )
+    lengths = [(prompt.row_id, len(tokens)) for prompt, tokens in zip(prompts, ids, strict=True)]
+    check_lengths(reward_model.model, lengths, "leave these prompts out, or take another reward model", new_tokens=1)

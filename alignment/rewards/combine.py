@@ -1,0 +1,176 @@
+"""The score of a response from several rewards: each normalized, clipped and weighed, and their sum.
+
+Penalties of responses that did not end are taken off later, by the algorithm.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from alignment.data.examples import PromptExample
+from alignment.errors import UserError
+
+if TYPE_CHECKING:
+    from alignment.rewards.normalize import PartNormalizer
+
+Scorer = Callable[[Sequence[PromptExample], Sequence[Sequence[int]], Sequence[bool]], Tensor]
+"""Prompts, token ids of the responses, whether each ended by itself -> scores [B]; not a number: no score."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What was given for B responses.
+
+    Attributes:
+        total: the score that is logged, before normalization, clipping and penalties, [B]: the sum of weight * part.
+        parts: the number of each reward by its name, as it was given, [B]; not a number where a reward does not apply.
+        shaped: what is learned from: the sum of weight * clip(normalize(part)), [B]; None: `total`, under the algorithm's
+            own normalization of scores.
+    """
+
+    total: Tensor
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    shaped: Tensor | None = None
+
+
+ScoreFunction = Callable[[Sequence[PromptExample], Sequence[Sequence[int]], Sequence[bool]], Tensor | Scores]
+"""As `Scorer`, with the parts of the score; a tensor [B] alone is a total without parts."""
+
+
+def as_scores(given: Tensor | Scores) -> Scores:
+    """What a score function gave, as `Scores`."""
+    return given if isinstance(given, Scores) else Scores(given)
+
+
+@dataclass(frozen=True)
+class RewardPart:
+    """One reward and how it is shaped.
+
+    Attributes:
+        name: in metrics.
+        score: gives its numbers.
+        weight: factor in the sum.
+        clip: bounds after normalization; None: none.
+        normalizer: None: numbers stay as they are.
+        max_failed_share: of responses without a number in one iteration; None: a reward that need not apply, any share.
+    """
+
+    name: str
+    score: Scorer
+    weight: float = 1.0
+    clip: tuple[float, float] | None = None
+    normalizer: "PartNormalizer | None" = None
+    max_failed_share: float | None = None
+
+
+class Rewards:
+    """A score function of several rewards, with the statistics of those that are normalized.
+
+    Calling it takes the responses into the statistics: it is called once for each rollout that is learned from, by every
+    rank. `judge` scores other responses to the same prompts by the statistics so far and changes nothing.
+
+    Attributes:
+        parts: the rewards.
+        reduce: adds a tensor over all ranks.
+    """
+
+    def __init__(self, parts: Sequence[RewardPart], reduce: Callable[[Tensor], Tensor]):
+        self.parts, self.reduce = tuple(parts), reduce
+
+    def __call__(
+        self, prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]
+    ) -> Scores:
+        """Total, parts and shaped scores of this rank's responses.
+
+        Raises:
+            UserError: a reward gave a number that is not finite, or too few; numbers that cannot be normalized.
+        """
+        given = self.give(prompts, responses, ended)
+        sources = _sources(prompts)
+        for part in self.parts:
+            self._check_share(part, given[part.name])
+            if part.normalizer is not None:
+                part.normalizer.take_in(given[part.name], sources, self.reduce)
+        return self._sum(given, sources)
+
+    def judge(
+        self, prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]
+    ) -> Scores:
+        """As a call, with statistics that do not take these responses in; of one rank alone."""
+        return self._sum(self.give(prompts, responses, ended), _sources(prompts))
+
+    def _sum(self, given: dict[str, Tensor], sources: Tensor) -> Scores:
+        total, shaped = torch.zeros(len(sources)), torch.zeros(len(sources))
+        for part in self.parts:
+            values = given[part.name]
+            total = total + part.weight * values.nan_to_num()
+            if part.normalizer is not None:
+                values = part.normalizer(values, sources)
+            if part.clip is not None:
+                values = values.clamp(*part.clip)
+            shaped = shaped + part.weight * values.nan_to_num()
+        return Scores(total, given, shaped)
+
+    def give(
+        self, prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]
+    ) -> dict[str, Tensor]:
+        """The numbers of each reward, not shaped, [B] float32 on the CPU; not a number where it does not apply."""
+        return {part.name: part.score(prompts, responses, ended).float().cpu() for part in self.parts}
+
+    def _check_share(self, part: RewardPart, values: Tensor) -> None:
+        if part.max_failed_share is None:
+            return
+        missing, count = self.reduce(torch.stack([values.isnan().sum(), torch.tensor(len(values))]).double()).tolist()
+        if missing > part.max_failed_share * count:
+            raise UserError(
+                f"rewards: {part.name} gave no score for {missing:.0f} of {count:.0f} responses; at most "
+                f"{part.max_failed_share:.0%} may fail, since failures are seldom a fair sample"
+            )
+
+    def state(self) -> dict[str, dict[str, list[float]]]:
+        """Statistics of the normalized parts by name, to be saved."""
+        return {part.name: part.normalizer.state() for part in self.parts if part.normalizer is not None}
+
+    def load(self, state: dict[str, dict[str, list[float]]]) -> None:
+        """Take the statistics of a checkpoint.
+
+        Raises:
+            UserError: they are of other rewards.
+        """
+        normalized = {part.name: part.normalizer for part in self.parts if part.normalizer is not None}
+        if set(state) != set(normalized):
+            raise UserError(
+                f"rewards: the checkpoint holds statistics of {', '.join(state) or 'none'}, and the config normalizes "
+                f"{', '.join(normalized) or 'none'}; keep the rewards of the run, or start a new one"
+            )
+        for name, normalizer in normalized.items():
+            normalizer.load(state[name])
+
+
+def _sources(prompts: Sequence[PromptExample]) -> Tensor:
+    """Number of the data source of each prompt, [B]."""
+    return torch.tensor([prompt.source for prompt in prompts])
+
+
+def part_metrics(parts: dict[str, Tensor], reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """Mean of each reward over all ranks' responses to which it applies (`score/NAME`), and the share of the others.
+
+    `unscored_share/NAME` is given for all of them, 0 as a rule. A reward that applies to none has a mean of 0.
+
+    Args:
+        parts: numbers of each reward by its name, [B].
+        reduce: adds a tensor over all ranks.
+    """
+    if not parts:
+        return {}
+    values = torch.stack([part.double() for part in parts.values()])  # [parts, B]
+    given = ~values.isnan()
+    sums = reduce(torch.stack([values.nan_to_num().sum(1), given.double().sum(1), (~given).double().sum(1)]))
+    metrics: dict[str, float] = {}
+    for name, total, number, missing in zip(parts, *sums.tolist(), strict=True):
+        metrics[f"score/{name}"] = total / max(1.0, number)
+        metrics[f"unscored_share/{name}"] = missing / (number + missing)
+    return metrics
