@@ -11,6 +11,7 @@ from alignment.models.layers.padded_layout import select_rows
 from alignment.models.native_model import NativeModel
 from alignment.models.outputs import ClassifierOutput, ValueOutput, value_output
 from alignment.models.padded_inputs import from_padded
+from alignment.models.protocols import ScoringModel
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import Transformer, TransformerSpec
 from alignment.ragged import Ragged
@@ -57,6 +58,19 @@ class ScalarModel(NativeModel[TransformerSpec]):
         # Scores are compared with each other: bfloat16's 8 bits would make ties of close ones.
         with torch.autocast(hidden.device.type, enabled=False):
             return self.head(hidden.to(self.head.weight.dtype)).float()  # [N, k]
+
+
+def values_before_targets(model: ScoringModel, batch: Ragged) -> Tensor:
+    """A value model's estimate before each target token, [M]; the last layer computes no others where it can.
+
+    Args:
+        model: one number per token.
+        batch: its targets may have shared prompts, whose last tokens then stand before several targets.
+    """
+    if batch.shared is None:
+        return model(batch=batch, tokens=batch.before).values
+    distinct, of_each = batch.before.unique(return_inverse=True)
+    return model(batch=batch, tokens=distinct).values[of_each]
 
 
 class SequenceClassifier(NativeModel[TransformerSpec]):

@@ -210,14 +210,16 @@ def score_encoded(model: nn.Module, texts: Sequence[Encoded], micro_batch_tokens
         micro_batch_tokens: tokens per forward.
     """
     found: list[tuple[list[int], Tensor]] = []
-    device = next(model.parameters()).device
+    device, is_decoder = next(model.parameters()).device, getattr(model, "task", "") == "scalar"
     for group in group_by_length([len(text.ids) for text in texts], micro_batch_tokens):
         batch = Ragged.build([texts[i].ids for i in group])
         segments = torch.tensor([part for i in group for part in texts[i].segments])
         if segments.any():
             batch = replace(batch, segments=segments)
-        output, last = model(batch=batch.to(device)), batch.last.to(device)
-        found.append((group, document_scores(output, last).float().cpu()))
+        batch = batch.to(device)
+        # A decoder computes its last layer at the last tokens alone.
+        output = model(batch=batch, tokens=batch.last) if is_decoder else model(batch=batch)
+        found.append((group, document_scores(output).float().cpu()))
     scores = torch.zeros(len(texts), found[0][1].shape[1] if found else 1)
     for group, values in found:
         scores[group] = values

@@ -170,7 +170,7 @@ def test_the_value_loss_is_worked_by_hand():
         ragged_of([[1, 5]], [[6, 7]], [0]), torch.zeros(2), torch.tensor([0.5, 0.5]), torch.zeros(2),
         torch.tensor([1.5, 1.0]),
     )  # fmt: skip
-    value_model = lambda batch: ValueOutput(values=torch.tensor([9.0, 2.0, 1.0, 9.0]))  # noqa: E731  2 and 1 stand before the response's tokens
+    value_model = lambda batch, tokens: ValueOutput(values=torch.tensor([9.0, 2.0, 1.0, 9.0])[tokens])  # noqa: E731  2 and 1 stand before the response's tokens
     # (0.9 - 1.5)^2 / 2 = 0.18 beats (2 - 1.5)^2 / 2; (0.9 - 1)^2 / 2 = 0.005 beats (1 - 1)^2 / 2
     assert value_loss_fn(value_model, config)(batch).total.item() == pytest.approx(0.185, abs=1e-6)
 

@@ -48,7 +48,9 @@ def collected(checkpoints):
     )
     state = SimpleNamespace(
         policy=SimpleNamespace(backend=backend, model=language(lambda batch: batch.tokens[batch.target_index])),
-        value=SimpleNamespace(backend=backend, model=lambda batch: SimpleNamespace(values=batch.positions.float())),
+        value=SimpleNamespace(
+            backend=backend, model=lambda batch, tokens: SimpleNamespace(values=batch.positions[tokens].float())
+        ),
         reference=language(lambda batch: 2 * batch.tokens[batch.target_index]),
         score=lambda prompts, responses, ended: torch.tensor(
             [100.0 * len(p.ids) + len(r) + e / 2 for p, r, e in zip(prompts, responses, ended, strict=True)]

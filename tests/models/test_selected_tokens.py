@@ -11,6 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from alignment.adapters import LoRASpec, PrefixSpec, PromptSpec, attach
 from alignment.models import transformer
 from alignment.models.build import build_language_model, build_scalar_model
+from alignment.models.classifiers import values_before_targets
 from alignment.ragged import Ragged
 from tests.models.conftest import CONFIGS, PARITY_CASES, roughen
 
@@ -62,6 +63,22 @@ def test_values_of_named_tokens_are_those_among_all():
     batch = batch_of(61)
     values = model(batch=batch).values
     assert_close(model(batch=batch, tokens=batch.last).values, values[batch.last], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_values_before_targets_and_their_gradients_are_those_among_all(share):
+    """Three responses, two to one prompt: with the prompt computed once, its last token stands before two targets."""
+    documents, prompt = [[5, 6, 7, 8, 9], [5, 6, 7, 3], [4, 1, 2, 2, 2, 9]], [3, 3, 2]
+    masks = [[index >= size for index in range(len(ids))] for ids, size in zip(documents, prompt, strict=True)]
+    batch = Ragged.build_shared(documents, masks, [(0, 1)], share=share)
+    assert (batch.shared is not None) == share
+    model, weights = roughen(build_scalar_model(CONFIGS["llama"])).eval(), torch.arange(1.0, 8)
+    found = []
+    for values in (values_before_targets(model, batch), model(batch=batch).values[batch.before]):
+        model.zero_grad()
+        (values * weights).sum().backward()
+        found.append((values.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}))
+    assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
 def test_the_work_of_the_other_tokens_is_saved(monkeypatch):

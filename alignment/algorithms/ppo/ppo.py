@@ -29,6 +29,7 @@ from alignment.algorithms.ppo.setup import (
 from alignment.algorithms.runs import open_run
 from alignment.data.examples import PromptExample
 from alignment.losses.policy import clipped_policy_loss, clipped_tokens, clipped_value_loss
+from alignment.models.classifiers import values_before_targets
 from alignment.models.protocols import GenerativeModel, ScoringModel
 from alignment.training import LossFn, LossSum, Term, ZeroWeightBatch
 from alignment.training.distributed import ProcessGroup
@@ -167,7 +168,7 @@ def value_loss_fn(value_model: ScoringModel, config: PPOConfig) -> LossFn:
     """Loss function of the value model: the clipped squared error, summed over response tokens."""
 
     def loss_fn(batch: RolloutBatch) -> LossSum:
-        values = value_model(batch=batch.ragged).values[batch.ragged.before]
+        values = values_before_targets(value_model, batch.ragged)
         cost = clipped_value_loss(values, batch.values, batch.returns, clip_range=config.value_clip_range)
         return LossSum(cost.sum(), {})
 

@@ -14,6 +14,7 @@ from alignment.algorithms.ppo.setup import PPOConfig, PPOState, SamplingState
 from alignment.data.examples import PromptExample
 from alignment.generation import Responses, SamplingConfig, decode_responses
 from alignment.losses.importance import importance_weights, sequence_importance_weights
+from alignment.models.classifiers import values_before_targets
 from alignment.models.protocols import GenerativeModel
 from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, fill_groups, group_by_length
 from alignment.rewards.combine import as_scores
@@ -224,7 +225,7 @@ def network_rectangles(
         flat = {
             "log_probs": state.policy.model(batch=batch, temperature=temperature).log_probs,
             "reference_log_probs": state.reference(batch=batch, temperature=temperature).log_probs,
-            "values": state.value.model(batch=batch).values[batch.before],  # before the token
+            "values": values_before_targets(state.value.model, batch),
         }
         index = torch.tensor(rows, device=device)
         for name, values in flat.items():
