@@ -5,7 +5,7 @@ Nothing is trained or scored here: see evaluation for that, and scripts/ablate.p
 
 from alignment.analysis.attention import EncoderDecoderMaps, attention_maps, encoder_decoder_attention_maps
 from alignment.analysis.inspection import write_attention
-from alignment.analysis.operations import forward_operations
+from alignment.models.operations import forward_operations
 
 __all__ = [
     "EncoderDecoderMaps",

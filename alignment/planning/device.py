@@ -1,21 +1,16 @@
 """The device that a plan is for: its memory, what of it a process needs beside tensors, and its speed."""
 
 import os
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
+from alignment.training.speed import PEAK_TFLOPS, measured_tflops
+
 GB = 10**9  # as vendors count; GiB are 2^30
 CUDA_BYTES, NCCL_BYTES, CPU_BYTES = int(0.8 * GB), int(0.6 * GB), int(0.4 * GB)
 FRAGMENTATION = 0.03  # of the peak, that the allocator of a GPU cannot use
-PEAK_TFLOPS = {  # device -> dense bf16 with float32 sums, float32; from the vendors' data sheets
-    "RTX 4090": (165.2, 82.6),
-    "A100": (312.0, 19.5),
-    "H100": (989.4, 66.9),
-    "H200": (989.4, 66.9),
-}
 CPU_SHARE, GPU_SHARE = 0.8, 0.9  # of the free memory, that a choice of micro_batch_tokens may count on
 
 
@@ -77,16 +72,6 @@ def _name_by_memory(memory: int | None) -> str:
     if memory is None or memory > 90 * GB:
         return "H100" if memory is None else "H200"
     return "RTX 4090" if memory <= 24.5 * GB else "A100" if memory <= 41 * GB else "H100"
-
-
-def measured_tflops(precision: str, size: int = 1024) -> float:
-    """The rate of a matrix product on this processor."""
-    x = torch.ones(size, size, dtype=torch.bfloat16 if precision == "bf16" else torch.float32)
-    torch.mm(x, x)
-    start = time.perf_counter()
-    for _ in range(3):
-        torch.mm(x, x)
-    return 3 * 2 * size**3 / (time.perf_counter() - start) / 1e12
 
 
 def total_memory() -> int:

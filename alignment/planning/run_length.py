@@ -16,7 +16,7 @@ from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.algorithms.reward import RewardConfig
 from alignment.algorithms.reward_losses import OBJECTIVES
 from alignment.algorithms.sft import SFTConfig
-from alignment.analysis.operations import forward_operations, is_counted
+from alignment.models.operations import forward_operations, is_counted
 from alignment.data.config import DataConfig
 from alignment.data.examples import TokenizedRow
 from alignment.data.mixture import epoch_rows, mixing_shares, tables_of

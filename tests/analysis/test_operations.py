@@ -8,7 +8,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from alignment.analysis import forward_operations
-from alignment.analysis.operations import keys_seen
+from alignment.models.operations import keys_seen
 from alignment.models.init_weights import InitSpec, initialize
 from alignment.models.language_model import LanguageModel
 from alignment.models.layers import (
