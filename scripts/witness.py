@@ -26,7 +26,12 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RENAMED: dict[str, str] = {}  # metric or key of today's code -> its name in older records
-CLOCKS = ("second", "memory", "megabytes")  # metrics with such a name are decided by the machine, not by the numbers
+CLOCKS = (
+    "second",
+    "mfu",
+    "memory",
+    "megabytes",
+)  # metrics with such a name are decided by the machine, not by the numbers
 UNRECORDED = ("task_specific_params", "transformers_version", "base_model_name_or_path")  # of a model's config
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", "CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu",

@@ -16,7 +16,6 @@ from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.algorithms.reward import RewardConfig
 from alignment.algorithms.reward_losses import OBJECTIVES
 from alignment.algorithms.sft import SFTConfig
-from alignment.models.operations import forward_operations, is_counted
 from alignment.data.config import DataConfig
 from alignment.data.examples import TokenizedRow
 from alignment.data.mixture import epoch_rows, mixing_shares, tables_of
@@ -25,6 +24,7 @@ from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Kind
 from alignment.data.table import totals_of
 from alignment.loading import load_tokenizer
+from alignment.models.operations import forward_operations, is_counted
 from alignment.models.transformer import TransformerSpec
 from alignment.planning.batches import RANKED
 from alignment.planning.quantized_layers import QuantizedStandIn

@@ -8,7 +8,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from alignment.analysis import forward_operations
-from alignment.models.operations import keys_seen
 from alignment.models.init_weights import InitSpec, initialize
 from alignment.models.language_model import LanguageModel
 from alignment.models.layers import (
@@ -21,6 +20,7 @@ from alignment.models.layers import (
     LayerNormSpec,
     PlainFeedForwardSpec,
 )
+from alignment.models.operations import keys_seen
 from alignment.models.transformer import ProjectionSpec, TransformerSpec
 
 TOKENS = 24

@@ -59,7 +59,9 @@ def entropy_fell(history: History) -> str:
     now, before = history.now("entropy"), history.before("entropy")
     if now is None or before is None or before <= 0 or now >= ENTROPY_LEFT * before:
         return ""
-    return f"entropy fell to {now:.3g} nats per token from {before:.3g} at the start; raise kl_coef, or set entropy_coef"
+    return (
+        f"entropy fell to {now:.3g} nats per token from {before:.3g} at the start; raise kl_coef, or set entropy_coef"
+    )
 
 
 def repetition_rose(history: History) -> str:
@@ -67,7 +69,9 @@ def repetition_rose(history: History) -> str:
     now, before = history.now("repetition"), history.before("repetition")
     if now is None or before is None or now < max(MOST_REPETITION, before + MORE_REPETITION):
         return ""
-    return f"{now:.0%} of the n-grams of a response repeat earlier ones, {before:.0%} at the start; look at samples.jsonl"
+    return (
+        f"{now:.0%} of the n-grams of a response repeat earlier ones, {before:.0%} at the start; look at samples.jsonl"
+    )
 
 
 def responses_equal(history: History) -> str:
@@ -80,7 +84,9 @@ def responses_equal(history: History) -> str:
     if before is not None and now < DISTINCT_LEFT * before:
         return f"{now:.0%} of the responses are distinct, {before:.0%} at the start; raise kl_coef, or lower the learning rate"
     if now < LEAST_DISTINCT and length is not None and length >= LONG_RESPONSE:
-        return f"{now:.0%} of the responses are distinct; temperature, top_k, top_p or min_p leave the sampler no choice"
+        return (
+            f"{now:.0%} of the responses are distinct; temperature, top_k, top_p or min_p leave the sampler no choice"
+        )
     return ""
 
 

@@ -1,14 +1,17 @@
 """Metrics of a rollout: what is logged before anything is learned from it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo.diagnostics import rollout_statistics
 from alignment.algorithms.ppo.rollout import Rollout
 from alignment.algorithms.ppo.setup import MetricFn, PPOState
+from alignment.algorithms.ppo.utilization import utilization
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.generation import response_text
 from alignment.losses.policy import kl_estimates
@@ -36,6 +39,8 @@ def rollout_metrics(rollout: Rollout, state: PPOState, config: PPOConfig) -> dic
     metrics = response_means(rollout, group.sum)
     metrics |= {"kl_coef": state.kl.coef, "sampling_error": sampling_error(rollout, group.max)}
     metrics |= importance_metrics(rollout, config.importance_cap, group)
+    metrics |= rollout_statistics(rollout, group)
+    metrics |= {f"seconds_{phase}": seconds for phase, seconds in rollout.phases.items()}
     metrics["distinct_share"] = distinct_share(rollout, group.gather_objects)
     metrics |= part_metrics(rollout.score_parts, group.sum)
     return text_metrics(rollout, state.metrics, state.start.tokenizer, group) | metrics  # names of its own stay
@@ -100,11 +105,62 @@ def texts_of(rollout: SampledResponses, tokenizer: Tokenizer, count: int | None 
 
 
 def log_samples(
-    run: Run, step: int, tokenizer: Tokenizer, samples: SampledResponses, *, scores: Tensor, count: int = 2
+    run: Run,
+    step: int,
+    tokenizer: Tokenizer,
+    samples: SampledResponses,
+    *,
+    scores: Tensor,
+    count: int = 2,
+    columns: Mapping[str, Sequence[object]] = MappingProxyType({}),
 ) -> None:
-    """Write an iteration's first `count` responses, which have `scores`, as texts to the run's samples."""
+    """Write an iteration's first `count` responses, which have `scores`, as texts to the run's samples.
+
+    Args:
+        columns: further values of each response, by the name under which they are written.
+    """
     for row, (prompt, response) in enumerate(zip(*texts_of(samples, tokenizer, count), strict=True)):
-        run.sample(step, prompt=prompt, response=response, score=float(scores[row]))
+        more = {name: values[row] for name, values in columns.items()}
+        run.sample(step, prompt=prompt, response=response, score=float(scores[row]), **more)
+
+
+def sample_columns(rollout: Rollout, count: int = 2) -> Mapping[str, Sequence[object]]:
+    """What samples.jsonl says of the first `count` responses beside their scores: the parts, KL (k1, nats), tokens, end."""
+    mask = rollout.mask[:count]
+    columns = kl_columns(rollout.log_probs[:count], rollout.reference_log_probs[:count], mask)
+    parts = {f"score/{name}": part[:count].tolist() for name, part in rollout.score_parts.items()}
+    parts = {name: [value if value == value else None for value in values] for name, values in parts.items()}
+    known = {"kl": columns["kl"].tolist(), "tokens": mask.sum(1).tolist(), "ended": rollout.ended[:count].tolist()}
+    return {**parts, **known}
+
+
+def report(
+    run: Run,
+    state: PPOState,
+    config: PPOConfig,
+    metrics: dict[str, float],
+    rollout: Rollout,
+    *,
+    step: int,
+    seconds: float,
+) -> None:
+    """Write what an iteration gave: its metrics, some responses as texts, and the alarms that it raises.
+
+    Args:
+        step: iterations done.
+        seconds: the iteration took.
+    """
+    group = state.process_group
+    metrics = metrics | {"seconds_rollout": rollout.seconds, "seconds_update": seconds - rollout.seconds}
+    responses = float(group.sum(torch.tensor(len(rollout.responses))))
+    metrics["tokens_per_second"] = metrics["response_tokens"] * responses / seconds
+    documents = [len(p) + len(r) for p, r in zip(rollout.prompts, rollout.responses, strict=True)]
+    metrics |= utilization(metrics, config, state.roles, group, documents=documents)
+    run.log(step, metrics)
+    columns = sample_columns(rollout)
+    log_samples(run, step, state.start.tokenizer, rollout, scores=rollout.scores, columns=columns)
+    for line in state.alarms.add(step, metrics):
+        run.note(line)
 
 
 def sampling_error(rollout: Rollout, largest: Callable[[Tensor], Tensor]) -> float:

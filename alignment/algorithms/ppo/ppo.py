@@ -15,7 +15,7 @@ from torch import Tensor
 from alignment.algorithms.memory_notes import note_memory
 from alignment.algorithms.policies import language_loss_fn, note_dropout_off, save_policy
 from alignment.algorithms.ppo.advantages import add_advantages
-from alignment.algorithms.ppo.metrics import log_samples, rollout_metrics
+from alignment.algorithms.ppo.metrics import report, rollout_metrics
 from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, collect, rollout_batches
 from alignment.algorithms.ppo.rollout_weights import choose_rollout_weights
 from alignment.algorithms.ppo.setup import (
@@ -64,11 +64,7 @@ def run(config: PPOConfig) -> Path:
             began = time.perf_counter()
             prompts = data.prompts.rows_at(step)
             metrics, rollout = iterate(state, config, prompts, step)
-            seconds = time.perf_counter() - began
-            metrics |= {"seconds_rollout": rollout.seconds, "seconds_update": seconds - rollout.seconds}
-            metrics["tokens_per_second"] = metrics["response_tokens"] * len(prompts) / seconds
-            run.log(step + 1, metrics)
-            log_samples(run, step + 1, state.start.tokenizer, rollout, scores=rollout.scores)
+            report(run, state, config, metrics, rollout, step=step + 1, seconds=time.perf_counter() - began)
             if step + 1 == data.iterations:  # here a signal waits until the model is written
                 save()
             save_ppo_state(state, config, run, step + 1)

@@ -18,6 +18,7 @@ from alignment.models.classifiers import values_before_targets
 from alignment.models.protocols import GenerativeModel
 from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, fill_groups, group_by_length
 from alignment.rewards.combine import as_scores
+from alignment.training.speed import PhaseClock
 
 
 @dataclass(frozen=True)
@@ -182,15 +183,13 @@ def ask_networks(state: PPOState, config: PPOConfig, samples: DrawnResponses) ->
     """
     device, responses = state.process_group.device, samples.responses
     ids = [list(prompt.ids) for prompt in samples.prompts]
-    began = time.perf_counter()
+    clock = PhaseClock(device)
     with torch.no_grad(), state.policy.backend.autocast():
         mask = response_mask(responses.token_ids, device)
-        rectangles = network_rectangles(state, config, ids, samples, mask)
-        _wait_for(device)
-        forwarded = time.perf_counter()
-        scores = as_scores(state.score(samples.prompts, responses.token_ids, responses.ended))
-        _wait_for(device)
-    scored = time.perf_counter()
+        with clock("forward"):
+            rectangles = network_rectangles(state, config, ids, samples, mask)
+        with clock("scoring"):
+            scores = as_scores(state.score(samples.prompts, responses.token_ids, responses.ended))
     flat = torch.tensor([value for row in responses.log_probs for value in row], device=device)
     rollout = Rollout(
         prompts=ids,
@@ -205,7 +204,7 @@ def ask_networks(state: PPOState, config: PPOConfig, samples: DrawnResponses) ->
         score_parts={name: part.to(device) for name, part in scores.parts.items()},
         shaped_scores=None if scores.shaped is None else scores.shaped.to(device),
         ended=torch.tensor(responses.ended, device=device),
-        phases={"forward": forwarded - began, "scoring": scored - forwarded},
+        phases=clock.seconds,
         share_prompts=state.share_prompts,
     )
     return replace(rollout, weights=correction_weights(rollout, config))
@@ -241,12 +240,6 @@ def correction_weights(rollout: Rollout, config: PPOConfig) -> Tensor | None:
     tokens = (rollout.log_probs, rollout.sampled_log_probs, rollout.mask)
     weights = sequence_importance_weights if config.ratio == "sequence" else importance_weights
     return weights(*tokens, cap=config.importance_cap)
-
-
-def _wait_for(device: torch.device) -> None:
-    """Wait until a GPU has done what it was asked, so that seconds count where they are spent."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def equally_many(groups: list[list[int]], state: SamplingState) -> list[list[int]]:

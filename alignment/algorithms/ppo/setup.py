@@ -9,6 +9,7 @@ from typing import Literal
 from alignment.adapters.files import read_members
 from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.policies import LogProbModel, Policy, load_policy, load_value_model, reference_of
+from alignment.algorithms.ppo.alarms import Alarms
 from alignment.algorithms.ppo.config import METRICS, PPOConfig
 from alignment.algorithms.ppo.controllers import AdaptiveKL, FixedKL, ScoreNormalizer
 from alignment.algorithms.ppo.rewards import check_combine, load_judges, reward_model_specs, score_function
@@ -39,11 +40,15 @@ from alignment.training import (
 from alignment.training.distributed import ProcessGroup, shares_weights
 
 LOGGED_KEYS = {  # of every PPO run's log; a metric of the config may not have one of these names
-    "approx_kl", "clip_fraction", "distinct_share", "ended_share", "entropy", "explained_variance", "first_ratio_error",
-    "grad_norm", "importance_clipped_share", "importance_weight_max", "importance_weight_mean", "kl", "kl_coef", "kl_k3",
-    "learning_rate", "loss", "policy_loss", "pretrain_loss", "response_tokens", "sampling_error", "sampling_kl", "score",
-    "seconds_rollout", "seconds_update", "step", "tokens", "tokens_per_second",
-    "value_grad_norm", "value_loss",
+    "advantage_mean", "advantage_std", "approx_kl", "clip_fraction", "distinct_share", "empty_share", "ended_share",
+    "entropy", "explained_variance", "first_ratio_error", "grad_norm", "held_out_kl", "held_out_score",
+    "held_out_win_rate", "importance_clipped_share", "importance_weight_max", "importance_weight_mean", "kl",
+    "kl_coef", "kl_k2", "kl_k3", "learning_rate", "loss", "mfu", "mfu_forward", "mfu_policy", "mfu_sampling",
+    "mfu_value", "policy_loss", "pretrain_loss", "repetition", "response_tokens", "response_tokens_max",
+    "response_tokens_min", "response_tokens_std", "return_mean", "return_std", "sampling_error", "sampling_kl",
+    "score", "score_std", "seconds_forward", "seconds_held_out", "seconds_policy", "seconds_rollout",
+    "seconds_sampling", "seconds_scoring", "seconds_update", "seconds_value", "step", "tokens", "tokens_per_second",
+    "value_grad_norm", "value_loss", "value_mean",
 }  # fmt: skip
 
 MetricFn = Callable[[Sequence[str], Sequence[str]], Sequence[float]]  # prompts, responses -> one number for each
@@ -111,6 +116,7 @@ class PPOState(SamplingState):
         normalizer: gives the scores mean 0 and deviation 1.
         pretraining: update number -> micro-batches of this rank; None without a pretraining mix.
         num_updates: minibatch updates taken so far.
+        alarms: of collapse, over the metrics of the run.
         ahead: responses that are sampled one iteration ahead (`rollouts_behind`); None: each iteration samples its own.
     """
 
@@ -120,6 +126,7 @@ class PPOState(SamplingState):
     normalizer: ScoreNormalizer = field(default_factory=ScoreNormalizer)
     pretraining: Callable[[int], list[Batch]] | None = None
     num_updates: int = 0
+    alarms: Alarms = field(default_factory=Alarms)
     ahead: SampledAhead | None = None
 
     @property
@@ -281,6 +288,7 @@ def load_ppo_state(state: PPOState, config: PPOConfig, run: Run) -> int:
     state.num_updates = saved["num_updates"]
     state.kl.coef = saved["kl_coef"]
     state.normalizer = ScoreNormalizer(**saved["normalizer"])
+    state.alarms.restore(saved["alarms"])
     if state.ahead is not None:
         state.ahead.restore(saved.get("ahead"), saved["step"], state.process_group)
     if isinstance(state.score, Rewards):
@@ -291,6 +299,7 @@ def load_ppo_state(state: PPOState, config: PPOConfig, run: Run) -> int:
 def save_ppo_state(state: PPOState, config: PPOConfig, run: Run, step: int) -> None:
     """Save a checkpoint where one is due after `step` iterations."""
     saved = {"num_updates": state.num_updates, "kl_coef": state.kl.coef, "normalizer": vars(state.normalizer)}
+    saved["alarms"] = state.alarms.state()
     if state.ahead is not None:
         saved["ahead"] = state.ahead.state(state.process_group)
     if isinstance(state.score, Rewards):

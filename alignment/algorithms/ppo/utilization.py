@@ -9,14 +9,19 @@ from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.models.operations import forward_operations, is_counted
 from alignment.models.transformer import TransformerSpec
-from alignment.training.speed import peak_tflops
 from alignment.training.distributed import ProcessGroup
+from alignment.training.speed import peak_tflops
 
 BACKWARD = 2  # times the operations of a forward; what is recomputed for want of memory does not count
 
 
 def utilization(
-    metrics: Mapping[str, float], config: PPOConfig, roles: Sequence[Role], group: ProcessGroup, *, documents: Sequence[int]
+    metrics: Mapping[str, float],
+    config: PPOConfig,
+    roles: Sequence[Role],
+    group: ProcessGroup,
+    *,
+    documents: Sequence[int],
 ) -> dict[str, float]:
     """`mfu` of an iteration and of its phases: operations / (seconds * peak rate of all devices).
 
