@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 BASELINE = 3  # iterations that are the start of a run
-WINDOW = 5  # newest iterations that rules look at
+WINDOW = 5  # newest iterations that rules read
 ENTROPY_LEFT = 0.25  # of the entropy at the start
 MOST_REPETITION, MORE_REPETITION = 0.3, 0.15  # share of repeated n-grams, and how far above the start
 DISTINCT_LEFT = 0.5  # of the share of distinct responses at the start
@@ -75,7 +75,7 @@ def repetition_rose(history: History) -> str:
 
 
 def responses_equal(history: History) -> str:
-    """Different draws give the same responses."""
+    """Different random numbers give the same responses."""
     now, before, length = (
         history.now("distinct_share"), history.before("distinct_share"), history.now("response_tokens")
     )  # fmt: skip
@@ -98,7 +98,7 @@ def ends_vanished(history: History) -> str:
     return f"{now:.0%} of the responses end by themselves, {before:.0%} at the start; raise missing_end_penalty"
 
 
-def kl_negative(history: History) -> str:
+def kl_below_zero(history: History) -> str:
     """The signed KL estimate stays below zero, which samples of the policy itself do not give."""
     values = history.window("kl")
     if not values or max(values) >= 0 or sum(values) / len(values) > NEGATIVE_KL:
@@ -128,14 +128,14 @@ RULES: dict[str, Callable[[History], str]] = {
     "repetition": repetition_rose,
     "distinct responses": responses_equal,
     "ends": ends_vanished,
-    "negative KL": kl_negative,
+    "negative KL": kl_below_zero,
     "flat scores": scores_flat,
 }
 
 
 @dataclass
 class Alarms:
-    """The alarms of a run, and the metrics that they look at.
+    """The alarms of a run, and the metrics that they read.
 
     Attributes:
         start, recent: as in `History`.
