@@ -1,16 +1,20 @@
 """Rewards: what a sampled response is worth, from reward models, Python functions, rules, checked answers and judges.
 
 specs.py holds the settings (`ppo.rewards`), build.py makes the score function of them, combine.py is that function. One
-file for each kind: reward_models.py, functions.py, rules.py, answers.py, judge.py.
+file for each kind: reward_models.py, functions.py, rules.py, answers.py, code.py
+(which runs code in the process of sandbox.py) and judge.py.
 """
 
 from alignment.rewards.answers import extract_number, gsm8k_answer, is_right, normalized_text
+from alignment.rewards.code import extract_code, share_of_tests
 from alignment.rewards.combine import RewardPart, Rewards, Scores
 from alignment.rewards.samples import SampledTexts
-from alignment.rewards.specs import AnswerSpec, JudgeSpec, LengthSpec, MatchSpec, RewardSpec
+from alignment.rewards.sandbox import SandboxLimits, passes, run_program
+from alignment.rewards.specs import AnswerSpec, CodeSpec, JudgeSpec, LengthSpec, MatchSpec, RewardSpec
 
 __all__ = [
     "AnswerSpec",
+    "CodeSpec",
     "JudgeSpec",
     "LengthSpec",
     "MatchSpec",
@@ -18,9 +22,14 @@ __all__ = [
     "RewardSpec",
     "Rewards",
     "SampledTexts",
+    "SandboxLimits",
     "Scores",
+    "extract_code",
     "extract_number",
     "gsm8k_answer",
     "is_right",
     "normalized_text",
+    "passes",
+    "run_program",
+    "share_of_tests",
 ]

@@ -15,12 +15,14 @@ from alignment.data.examples import PromptExample
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
 from alignment.rewards.answers import answer_reward, reference_problem
+from alignment.rewards.code import code_reward, tests_problem
 from alignment.rewards.combine import RewardPart, Rewards, Scorer
 from alignment.rewards.functions import columns_of, function_reward, load_reward_function
 from alignment.rewards.judge import judge_reward
 from alignment.rewards.normalize import PartNormalizer
 from alignment.rewards.rules import length_reward, match_reward
 from alignment.rewards.samples import TextReward, texts_of_responses
+from alignment.rewards.sandbox import require_sandbox
 from alignment.rewards.specs import AnswerSpec, JudgeSpec, RewardSpec, names_of
 
 SHOWN = 3  # rows named in a message
@@ -99,7 +101,7 @@ def _needs(spec: RewardSpec) -> tuple[Sequence[str], Callable[[object], str]]:
     if spec.answer is not None:
         match = spec.answer.match if isinstance(spec.answer, AnswerSpec) else spec.answer
         return spec.columns, partial(reference_problem, match)
-    return spec.columns, lambda value: ""
+    return spec.columns, tests_problem if spec.code is not None else lambda value: ""
 
 
 def _row_problems(
@@ -133,6 +135,9 @@ def _text_reward(name: str, spec: RewardSpec) -> TextReward:
         return length_reward(spec.length)
     if spec.answer is not None:
         return answer_reward(spec.answer if isinstance(spec.answer, AnswerSpec) else AnswerSpec(spec.answer))
+    if spec.code is not None:
+        require_sandbox()
+        return code_reward(spec.code)
     if spec.judge is not None:
         judge = spec.judge if isinstance(spec.judge, JudgeSpec) else JudgeSpec(spec.judge)
         if judge.key_variable is not None and not os.environ.get(judge.key_variable):

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from alignment.reward_model import Combine
 
-KINDS = ("reward_model", "function", "length", "format", "regex", "answer", "judge")
+KINDS = ("reward_model", "function", "length", "format", "regex", "answer", "code", "judge")
 FORMATS = {  # name of a format -> the pattern that the whole response has to match
     "think_answer": r"\s*<think>((?!</?(think|answer)>).)*</think>\s*<answer>((?!</?(think|answer)>).)*</answer>\s*",
     "gsm8k": r".*####\s*[-+]?[$]?[\d,]*\.?\d+\s*",
@@ -94,6 +94,40 @@ class AnswerSpec:
     column: str = "answer"
     value: float = 1.0
     otherwise: float = 0.0
+
+
+@dataclass(frozen=True)
+class CodeSpec:
+    """A reward for Python code that passes unit tests, run in a process without files, sockets and other processes.
+
+    The code is the response's last fenced block, or the whole response without one.
+
+    Attributes:
+        column: of the prompts: a list of tests, each a text of asserts that call the code's functions, or a mapping
+            `{input, output}` of what the program reads and has to print.
+        reward: the share of the tests that pass, or 1 only where all pass.
+        cpu_seconds, wall_seconds: limits of one test.
+        memory_megabytes: limit of the address space.
+        output_bytes: limit of what a test may print and a function may return.
+        processes: tests that one rank runs side by side.
+    """
+
+    column: str = "tests"
+    reward: Literal["share", "all"] = "all"
+    cpu_seconds: float = 5.0
+    wall_seconds: float = 10.0
+    memory_megabytes: int = 512
+    output_bytes: int = 65_536
+    processes: int = 2
+
+    def __post_init__(self) -> None:
+        for name in ("cpu_seconds", "wall_seconds", "memory_megabytes", "output_bytes", "processes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
+        if self.memory_megabytes < 64:
+            raise ValueError(
+                f"memory_megabytes must be at least 64, got {self.memory_megabytes}: Python itself needs 30"
+            )
 
 
 @dataclass(frozen=True)
@@ -183,6 +217,7 @@ class RewardSpec:
             match.
         regex: a regular expression, or a section; it has to match somewhere in the response.
         answer: gsm8k or exact, or a section: whether the response's answer is that of a column.
+        code: whether Python code passes unit tests; `{}` for the usual settings. Linux only.
         judge: URL of an HTTP service, or a section.
         weight: factor of this part; negative for what is to be avoided.
         name: in metrics, `score/NAME`; None: made of the kind.
@@ -201,6 +236,7 @@ class RewardSpec:
     format: str | MatchSpec | None = None
     regex: str | MatchSpec | None = None
     answer: Literal["gsm8k", "exact"] | AnswerSpec | None = None
+    code: CodeSpec | None = None
     judge: str | JudgeSpec | None = None
     weight: float = 1.0
     name: str | None = None
@@ -260,6 +296,8 @@ class RewardSpec:
         """Columns that every prompt's row needs, as far as the settings say; a function's are in its signature."""
         if self.answer is not None:
             return (self.answer.column if isinstance(self.answer, AnswerSpec) else "answer",)
+        if self.code is not None:
+            return (self.code.column,)
         return self.judge.columns if isinstance(self.judge, JudgeSpec) else ()
 
 

@@ -1,0 +1,215 @@
+"""A process for code that nobody has read: without files, sockets, signals and further processes, and with limits.
+
+On Linux alone, by seccomp and Landlock: elsewhere it refuses. What the process gives up, and how the answer is kept from
+the tests and the verdict, is in sandbox_program.py. There is no weaker sandbox to fall back to.
+"""
+
+import ast
+import contextlib
+import functools
+import json
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from alignment.errors import UserError
+
+PROGRAM = Path(__file__).with_name("sandbox_program.py")
+MODULES = frozenset({  # of the standard library that code may import; they are loaded before the sandbox is shut
+    "__future__", "abc", "array", "ast", "base64", "binascii", "bisect", "calendar", "cmath", "collections",
+    "colorsys", "contextlib", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "enum", "fractions",
+    "functools", "graphlib", "hashlib", "heapq", "html", "inspect", "io", "itertools", "json", "keyword", "math",
+    "numbers", "operator", "os", "pprint", "queue", "random", "re", "secrets", "statistics", "string", "struct",
+    "sys", "textwrap", "time", "types", "typing", "unicodedata", "unittest", "warnings", "zlib",
+})  # fmt: skip
+LATER = {
+    "datetime": ["_strptime"],
+    "time": ["_strptime"],
+    "collections": ["collections.abc"],
+}  # what these load on first use
+PROBE = """
+import os, sys
+def attempts():
+    yield lambda: open("/etc/hostname")
+    yield lambda: open("/tmp/alignment-sandbox", "w")
+    yield lambda: os.fork()
+    yield lambda: os.kill(os.getppid(), 0)
+    yield lambda: __import__("_socket").socket()
+for attempt in attempts():
+    try:
+        attempt()
+    except (OSError, ImportError):
+        continue
+    sys.exit("open")
+print("shut")
+"""
+
+
+@dataclass(frozen=True)
+class SandboxLimits:
+    """Limits of one run.
+
+    Attributes:
+        cpu_seconds: time of the processor, rounded up to whole seconds.
+        wall_seconds: time until everything is killed.
+        memory_megabytes: address space of a process.
+        output_bytes: longest output of a program, and longest value that a function gives back.
+    """
+
+    cpu_seconds: float = 5.0
+    wall_seconds: float = 10.0
+    memory_megabytes: int = 512
+    output_bytes: int = 65_536
+
+
+@functools.cache
+def require_sandbox() -> None:
+    """Check once that this machine shuts the sandbox: a probe must fail at files, sockets, processes and signals.
+
+    Raises:
+        UserError: another system than Linux, or a kernel without seccomp.
+    """
+    if not sys.platform.startswith("linux"):
+        raise UserError(
+            f"rewards: code is run in a sandbox of the Linux kernel (seccomp), and this is {sys.platform}; train on Linux, or "
+            "leave the entry `code` out"
+        )
+    output = run_program(PROBE, "", SandboxLimits(wall_seconds=30.0), modules=("_socket",))
+    if output is None or output.strip() != "shut":
+        raise UserError(
+            "rewards: code is run in a sandbox of the Linux kernel, and this kernel, machine or container does not let a "
+            "process shut itself in (seccomp on x86_64 or aarch64); run elsewhere, or leave the entry `code` out"
+        )
+
+
+def run_program(code: str, text: str, limits: SandboxLimits, modules: tuple[str, ...] = ()) -> str | None:
+    """What a program prints that reads `text`; None where it fails, exceeds a limit, or prints no UTF-8.
+
+    Args:
+        code: Python source, not trusted.
+        text: its standard input.
+        limits: of the run.
+        modules: loaded beside those that the code imports.
+    """
+    task = {"code": code, "modules": [*imported(code), *modules], "input": text}
+    with started("program", asdict(limits), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        output = printed_by(process, json.dumps(task).encode() + b"\n", limits)
+        if output is None or process.wait() != 0:
+            return None
+    try:
+        return output.decode()
+    except UnicodeDecodeError:
+        return None
+
+
+def passes(code: str, tests: str, limits: SandboxLimits) -> bool:
+    """Whether code passes tests: Python source, asserts as a rule, that call what the code defines.
+
+    The tests run in a sandboxed process of their own, which holds nothing of the answer. Arguments and results are
+    copied between the processes where they are plain data (numbers, texts, lists, dicts, sets and tuples of them);
+    other objects stay with the answer, and the tests may call their methods and read their attributes, but no such
+    object equals a value.
+
+    Args:
+        code: Python source, not trusted.
+        tests: trusted, as far as their verdict counts.
+        limits: of each of the two processes; `wall_seconds` of both together.
+    """
+    to_answer, from_tests = os.pipe()
+    to_tests, from_answer = os.pipe()
+    settings = asdict(limits)
+    task = {"code": code, "answer_modules": imported(code), "tests": tests, "modules": imported(tests)}
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(started("answer", settings, stdin=to_answer, stdout=from_answer))
+            settings = settings | {"requests": from_tests, "replies": to_tests}
+            judge = stack.enter_context(
+                started("tests", settings, stdin=subprocess.PIPE, stdout=subprocess.PIPE, kept=(from_tests, to_tests))
+            )
+        finally:
+            for end in (to_answer, from_tests, to_tests, from_answer):
+                os.close(end)
+        return printed_by(judge, json.dumps(task).encode() + b"\n", limits) == b"passed"
+
+
+def imported(code: str) -> list[str]:
+    """The modules among `MODULES` that code imports anywhere, with what they load later; none where it does not parse."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    names: list[str] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name.partition(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.append((node.module or "").partition(".")[0])
+    found = [name for name in dict.fromkeys(names) if name in MODULES]
+    return [each for name in found for each in (name, *LATER.get(name, []))]
+
+
+@contextlib.contextmanager
+def started(
+    role: str, settings: Mapping[str, float], *, stdin: int, stdout: int, kept: tuple[int, ...] = ()
+) -> Iterator["subprocess.Popen[bytes]"]:
+    """A process of sandbox_program.py in a session of its own, killed with its whole group at the end.
+
+    Args:
+        role: program, answer or tests.
+        settings: limits, and the numbers of the pipes.
+        stdin, stdout: as for subprocess.
+        kept: further open files that it gets.
+    """
+    arguments = [sys.executable, "-I", "-S", "-E", "-B", "-X", "utf8", str(PROGRAM), role, json.dumps(settings)]
+    process = subprocess.Popen(
+        arguments, stdin=stdin, stdout=stdout, stderr=subprocess.DEVNULL,
+        env={}, cwd="/", start_new_session=True, pass_fds=kept,
+    )  # fmt: skip
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):  # a process that was not waited for keeps its number
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        for stream in (process.stdin, process.stdout):
+            if stream is not None:
+                with contextlib.suppress(BrokenPipeError):
+                    stream.close()
+
+
+def printed_by(process: "subprocess.Popen[bytes]", given: bytes, limits: SandboxLimits) -> bytes | None:
+    """All that a process prints when it is given some bytes; None where it takes too long or prints too much."""
+    assert process.stdin is not None and process.stdout is not None
+    deadline, received = time.monotonic() + limits.wall_seconds, b""
+    os.set_blocking(process.stdin.fileno(), False)
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        selector.register(process.stdin, selectors.EVENT_WRITE)
+        while (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                if key.fileobj is process.stdin:
+                    given = _write_part(key.fd, given)
+                    if not given:
+                        selector.unregister(process.stdin)
+                    continue
+                part = os.read(key.fd, 65_536)
+                received += part
+                if len(received) > limits.output_bytes:
+                    return None
+                if not part:
+                    return received
+    return None
+
+
+def _write_part(number: int, given: bytes) -> bytes:
+    """Write as much as a pipe takes; what is left. A process that has closed it gets nothing more."""
+    try:
+        return given[os.write(number, given) :]
+    except BrokenPipeError:
+        return b""

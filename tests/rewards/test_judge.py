@@ -1,0 +1,253 @@
+"""HTTP judges against a server that is slow, busy, broken or wrong."""
+
+import json
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+
+from alignment.data.examples import PromptExample
+from alignment.errors import UserError
+from alignment.rewards import JudgeSpec, RewardSpec, SampledTexts
+from alignment.rewards.build import prepare_rewards
+from alignment.rewards.combine import RewardPart, Rewards
+from alignment.rewards.http import retry_after
+from alignment.rewards.judge import judge_reward
+
+QUICK = {"timeout_seconds": 0.5, "retries": 3, "backoff_seconds": 0.01, "max_backoff_seconds": 0.5}
+
+
+class Stub(ThreadingHTTPServer):
+    """A service whose answers are a function of the request: (status, headers, body), or seconds to hang."""
+
+    daemon_threads = True
+
+    def __init__(self, answer):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.answer, self.requests, self.lock = answer, [], threading.Lock()
+        self.times: list[float] = []
+        self.url = f"http://127.0.0.1:{self.server_port}/v1/chat/completions"
+        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
+
+
+class Handler(BaseHTTPRequestHandler):
+    def do_POST(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with self.server.lock:
+            self.server.requests.append((body, dict(self.headers)))
+            self.server.times.append(time.monotonic())
+            count = len(self.server.requests)
+        status, headers, text = self.server.answer(body, count)
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+        try:
+            for part in text if isinstance(text, list) else [text]:
+                self.wfile.write(part.encode())
+                if isinstance(text, list):
+                    self.wfile.flush()
+                    time.sleep(0.2)
+        except OSError:
+            pass
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def serve():
+    servers = []
+
+    def start(answer):
+        servers.append(Stub(answer))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
+
+
+def samples(*responses, **columns):
+    rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+    return SampledTexts(["Say so."] * len(responses), responses, rows)
+
+
+def good(value):
+    return 200, {}, json.dumps({"score": value})
+
+
+def test_a_score_for_each_response_in_order_with_its_columns(serve):
+    server = serve(lambda body, count: good(len(body["response"]) + body["columns"]["bonus"]))
+    judge = judge_reward(JudgeSpec(server.url, columns=("bonus",), **QUICK))
+    assert judge(samples("a", "bbb", "cc", bonus=[10, 20, 30], other=[1, 2, 3])) == [11, 23, 32]
+    assert sorted(body["response"] for body, _ in server.requests) == ["a", "bbb", "cc"]
+    assert server.requests[0][0].keys() == {"prompt", "response", "columns"}
+    assert server.requests[0][0]["columns"].keys() == {"bonus"}
+
+
+def test_too_many_requests_twice_then_a_score(serve):
+    server = serve(lambda body, count: (429, {"Retry-After": "0"}, "busy") if count < 3 else good(0.5))
+    assert judge_reward(JudgeSpec(server.url, **QUICK))(samples("a")) == [0.5]
+    assert len(server.requests) == 3
+
+
+def test_a_retry_after_header_is_waited_for_and_a_long_one_is_a_failure(serve):
+    server = serve(lambda body, count: (503, {"Retry-After": "1"}, "") if count == 1 else good(1))
+    settings = QUICK | {"max_backoff_seconds": 2.0}
+    assert judge_reward(JudgeSpec(server.url, **settings))(samples("a")) == [1]
+    assert server.times[1] - server.times[0] >= 1
+    server = serve(lambda body, count: (503, {"Retry-After": "3600"}, ""))
+    began = time.monotonic()
+    assert judge_reward(JudgeSpec(server.url, **settings))(samples("a")) == [None]
+    assert len(server.requests) == 1 and time.monotonic() - began < 1
+
+
+def test_retry_after_is_read_in_seconds_and_as_a_date():
+    assert retry_after("7", 0) == 7
+    assert retry_after("Thu, 01 Jan 1970 00:01:40 GMT", 40) == 60
+    assert retry_after("Thu, 01 Jan 1970 00:00:10 GMT", 40) == 0
+    assert retry_after("soon", 0) == retry_after("", 0) == retry_after("-3", 0) == 0
+
+
+def test_a_server_that_hangs_is_given_up(serve):
+    def hang(body, count):
+        time.sleep(3)
+        return good(1)
+
+    server = serve(hang)
+    began = time.monotonic()
+    assert judge_reward(JudgeSpec(server.url, **QUICK | {"retries": 1}))(samples("a")) == [None]
+    assert time.monotonic() - began < 2 and len(server.requests) == 2
+
+
+def test_a_server_that_sends_a_byte_now_and_then_is_given_up(serve):
+    server = serve(lambda body, count: (200, {}, list('{"score": 1}')))
+    began = time.monotonic()
+    assert judge_reward(JudgeSpec(server.url, **QUICK | {"retries": 0}))(samples("a")) == [None]
+    assert time.monotonic() - began < 1.5
+
+
+def test_errors_for_ever_stop_after_the_retries(serve):
+    server = serve(lambda body, count: (500, {}, "broken"))
+    assert judge_reward(JudgeSpec(server.url, **QUICK))(samples("a")) == [None]
+    assert len(server.requests) == 4
+    gaps = [later - earlier for earlier, later in zip(server.times, server.times[1:], strict=False)]
+    assert gaps[2] > gaps[0] and gaps[2] >= 0.02  # 0.01 * 2^2 * [0.5, 1]
+
+
+def test_a_refusal_is_not_tried_again(serve):
+    server = serve(lambda body, count: (401, {}, "no"))
+    assert judge_reward(JudgeSpec(server.url, **QUICK))(samples("a")) == [None]
+    assert len(server.requests) == 1
+
+
+def test_no_server_at_all():
+    spec = JudgeSpec("http://127.0.0.1:9/score", **QUICK | {"retries": 1})
+    assert judge_reward(spec)(samples("a")) == [None]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "no json",
+        "[" * 100_000,
+        "3",
+        "null",
+        '{"score": "3"}',
+        '{"score": true}',
+        '{"score": NaN}',
+        '{"score": 11}',
+        "{}",
+    ],
+)
+def test_malformed_answers_are_no_scores(serve, text):
+    server = serve(lambda body, count: (200, {}, text))
+    spec = JudgeSpec(server.url, low=0, high=10, **QUICK | {"retries": 1})
+    assert judge_reward(spec)(samples("a")) == [None]
+
+
+def test_an_answer_without_end_is_cut_off(serve):
+    server = serve(lambda body, count: (200, {}, "x" * (3 << 20)))
+    assert judge_reward(JudgeSpec(server.url, **QUICK))(samples("a")) == [None]
+    assert len(server.requests) == 1
+
+
+def test_finished_scores_are_kept_and_failed_ones_asked_for_again(serve):
+    server = serve(lambda body, count: (400, {}, "") if body["response"] == "b" and count < 4 else good(1))
+    judge = judge_reward(JudgeSpec(server.url, **QUICK | {"requests": 1}))
+    assert judge(samples("a", "b", "a")) == [1, None, 1]
+    assert len(server.requests) == 2  # the two equal responses are one request
+    assert judge(samples("a", "b")) == [1, None] and len(server.requests) == 3
+    assert judge(samples("b", "a")) == [1, 1] and len(server.requests) == 4
+
+
+def test_a_chat_model_is_asked_by_the_template_and_its_last_number_counts(serve, monkeypatch):
+    def answer(body, count):
+        text = f"Out of 10 I say: {len(body['messages'][0]['content'])}."
+        return 200, {}, json.dumps({"choices": [{"message": {"content": text}}]})
+
+    server = serve(answer)
+    monkeypatch.setenv("STUB_KEY", "sesame")
+    spec = JudgeSpec(
+        server.url, protocol="openai", model="m", template="{{1}} {prompt} | {response} | {topic}", columns=("topic",),
+        key_variable="STUB_KEY", **QUICK,
+    )  # fmt: skip
+    content = "{1} Say so. | {x} {prompt} | birds"
+    assert judge_reward(spec)(samples("{x} {prompt}", topic=["birds"])) == [len(content)]
+    body, headers = server.requests[0]
+    assert body == {"model": "m", "messages": [{"role": "user", "content": content}], "temperature": 0}
+    assert headers["Authorization"] == "Bearer sesame"
+
+
+def example(row, **extra):
+    return PromptExample([1], "Say so.", extra, f"rows:{row}")
+
+
+def test_more_failures_than_allowed_stop_the_run_and_fewer_count_0():
+    rows, sums = [example(i) for i in range(4)], []
+
+    def part(failing):
+        numbers = torch.tensor([float("nan") if i in failing else 2.0 for i in range(4)])
+        return RewardPart("judge", lambda *a: numbers, max_failed_share=0.25)
+
+    scores = Rewards([part({1})], lambda x: sums.append(x) or x)(rows, [[1]] * 4, [True] * 4)
+    assert scores.shaped.tolist() == scores.total.tolist() == [2, 0, 2, 2] and sums
+    with pytest.raises(UserError, match="judge gave no score for 2 of 4 responses; at most 25%"):
+        Rewards([part({1, 2})], lambda x: x)(rows, [[1]] * 4, [True] * 4)
+
+
+def test_the_key_must_be_in_the_environment_and_is_in_no_message(monkeypatch):
+    monkeypatch.delenv("STUB_KEY", raising=False)
+    spec = RewardSpec(judge=JudgeSpec("http://h/s", key_variable="STUB_KEY"))
+    with pytest.raises(UserError, match="judge: the environment has no STUB_KEY"):
+        prepare_rewards([spec], [example(1)])
+    with pytest.raises(ValueError, match="holds a password") as error:
+        JudgeSpec("http://user:sesame@host/score")
+    assert "sesame" not in str(error.value)
+    with pytest.raises(ValueError, match="not the key itself") as error:
+        JudgeSpec("http://host/score", key_variable="sk-sesame")
+    assert "sesame" not in str(error.value)
+
+
+@pytest.mark.parametrize("url", ["host/score", "ftp://host", "http://", "http://host:port/", "http://host:99999/"])
+def test_an_url_must_be_one(url):
+    with pytest.raises(ValueError, match="is no URL"):
+        RewardSpec(judge=url)
+
+
+@pytest.mark.parametrize(
+    ("template", "why"),
+    [
+        ("{response} {topc}", "neither prompt, response nor one of columns"),
+        ("{prompt}", "does not show"),
+        ("{response", "is not of the form"),
+        ("{response.__class__}", "neither prompt"),
+    ],
+)
+def test_a_template_must_show_what_there_is(template, why):
+    with pytest.raises(ValueError, match=why):
+        JudgeSpec("http://h", protocol="openai", model="m", template=template, columns=("topic",))
