@@ -27,6 +27,7 @@ from alignment.losses.language import (
     mean_language_loss,
     regularized_token_loss,
     token_log_probs,
+    token_log_probs_and_entropy,
 )
 from alignment.losses.policy import (
     clipped_policy_loss,
@@ -89,5 +90,6 @@ __all__ = [
     "sppo_loss",
     "step_loss",
     "token_log_probs",
+    "token_log_probs_and_entropy",
     "whiten",
 ]

@@ -58,7 +58,7 @@ class TokenOutputs(NamedTuple):
 
     Attributes:
         log_probs: log-probability of the target, nats.
-        entropy: of the distribution, nats, without gradient; None where it was not asked for.
+        entropy: of the distribution, nats; None where it was not asked for.
         losses: `regularized_token_loss` of the target; None where it was not asked for.
     """
 
@@ -119,9 +119,30 @@ def entropy(logits: Tensor) -> Tensor:
     Returns:
         [...], float32 at least, never negative.
     """
+    return _entropy_of(log_softmax(logits))
+
+
+def _entropy_of(log_probs: Tensor) -> Tensor:
+    return -(log_probs.exp() * _finite(log_probs)).sum(-1)
+
+
+def _finite(log_probs: Tensor) -> Tensor:
+    """Log-probabilities without infinities: 0 * -inf would be NaN, in the gradient too."""
+    return log_probs.clamp(min=torch.finfo(log_probs.dtype).min)
+
+
+def token_log_probs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """`token_log_probs` and `entropy` of the same logits, from one softmax; what is not used costs no backward.
+
+    Args:
+        logits: [..., V], of any floating type; -inf rules a token out.
+        tokens: ids in [0, V), [...].
+
+    Returns:
+        Log-probability of each token and entropy of each distribution, nats, [...] each, float32 at least.
+    """
     log_probs = log_softmax(logits)
-    finite = log_probs.clamp(min=torch.finfo(log_probs.dtype).min)  # 0 * -inf would be NaN, in the gradient too
-    return -(log_probs.exp() * finite).sum(-1)
+    return log_probs.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), _Entropy.apply(log_probs)
 
 
 def mean_language_loss(log_probs: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
@@ -156,7 +177,7 @@ def chunked_token_log_probs(
         hidden: [M, D].
         tokens: ids in [0, V), [M].
         temperature: > 0.
-        entropy: also return the entropy of each row's distribution.
+        entropy: also return the entropy of each row's distribution; with a gradient where `loss` is not given.
         loss: also return the `regularized_token_loss` of each row.
     """
     device, vocabulary = hidden.device.type, head.out_features
@@ -179,13 +200,12 @@ def _chunk_outputs(
     logits = head(hidden).float()
     if temperature != 1.0:
         logits = logits / temperature
-    losses = None
-    if loss is None:
-        log_probs = _TokenLogProbs.apply(logits, tokens)
-    else:
+    if loss is not None:
         log_probs, losses = _TokenLosses.apply(logits, tokens, loss)
-    with torch.no_grad():
         return TokenOutputs(log_probs, entropy(logits.detach()) if with_entropy else None, losses)
+    if with_entropy:
+        return TokenOutputs(*_TokenLogProbsAndEntropy.apply(logits, tokens))
+    return TokenOutputs(_TokenLogProbs.apply(logits, tokens))
 
 
 class _TokenLogProbs(torch.autograd.Function):
@@ -205,6 +225,51 @@ class _TokenLogProbs(torch.autograd.Function):
         log_probs, tokens = ctx.saved_tensors
         grad = grad_outputs[0].unsqueeze(1)
         return log_probs.exp().mul_(-grad).scatter_add_(1, tokens.unsqueeze(1), grad), None
+
+
+class _Entropy(torch.autograd.Function):
+    """Entropy of log-probabilities [..., V], which are kept once for this backward and that of the softmax before it.
+
+    d entropy / d log p(v) = -p(v) (log p(v) + 1)
+    """
+
+    @staticmethod
+    def forward(ctx, log_probs: Tensor) -> Tensor:
+        ctx.save_for_backward(log_probs)
+        return _entropy_of(log_probs)
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor):
+        (log_probs,) = ctx.saved_tensors
+        return _finite(log_probs).add(1).mul_(log_probs.exp()).mul_(-grad_outputs[0].unsqueeze(-1))
+
+
+class _TokenLogProbsAndEntropy(torch.autograd.Function):
+    """`token_log_probs` and `entropy` of [M, V]; where only one of them is used, the other costs the backward nothing.
+
+    d log p(token) / d logits = [v = token] - p(v)
+    d entropy / d logits = -p(v) (log p(v) + entropy)
+    """
+
+    @staticmethod
+    def forward(ctx, logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        log_probs = log_softmax(logits)
+        entropies = _entropy_of(log_probs)
+        ctx.save_for_backward(log_probs, tokens, entropies)
+        ctx.set_materialize_grads(False)
+        return log_probs.gather(1, tokens.unsqueeze(1)).squeeze(1), entropies
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor | None):
+        log_probs, tokens, entropies = ctx.saved_tensors
+        to_log_probs, to_entropy = (None if grad is None else grad.unsqueeze(1) for grad in grad_outputs)
+        gradient = None
+        if to_log_probs is not None:
+            gradient = log_probs.exp().mul_(-to_log_probs).scatter_add_(1, tokens.unsqueeze(1), to_log_probs)
+        if to_entropy is not None:
+            of_entropy = _finite(log_probs).add(entropies.unsqueeze(1)).mul_(log_probs.exp()).mul_(-to_entropy)
+            gradient = of_entropy if gradient is None else gradient.add_(of_entropy)
+        return gradient, None
 
 
 class _TokenLosses(torch.autograd.Function):

@@ -10,7 +10,7 @@ class LanguageOutput(NamedTuple):
 
     Attributes:
         log_probs: of each target token, nats, fp32, [M].
-        entropy: of the distribution behind each target, nats, without gradient, [M]; where asked for.
+        entropy: of the distribution behind each target, nats, [M]; where asked for. It has a gradient where no loss was.
         balance: load-balancing loss of the experts times its coefficient, scalar; where the model trains one.
         next_sentence_logits: not next, next, [B, 2]; of encoders with a next-sentence head.
         losses: of each target with label smoothing or z-loss, nats, fp32, [M]; where asked for.

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.losses import TokenLoss, entropy, language, regularized_token_loss, token_log_probs
+from alignment.losses import (
+    TokenLoss,
+    entropy,
+    language,
+    regularized_token_loss,
+    token_log_probs,
+    token_log_probs_and_entropy,
+)
 from alignment.losses.language import mean_language_loss
 
 
@@ -55,6 +62,53 @@ def test_gradients_agree_with_finite_differences():
     logits = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: token_log_probs(x, torch.tensor([0, 4, 2])), logits)
     assert torch.autograd.gradcheck(entropy, logits)
+
+
+def fused(logits, tokens):
+    """As `chunked_token_log_probs` computes them."""
+    return language._TokenLogProbsAndEntropy.apply(logits, tokens)
+
+
+ALONE = {token_log_probs_and_entropy: token_log_probs, fused: lambda *inputs: language._TokenLogProbs.apply(*inputs)}
+
+
+@pytest.mark.parametrize("both", [token_log_probs_and_entropy, fused])
+def test_an_entropy_that_is_not_used_changes_no_bit(both):
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(2))
+    tokens = torch.tensor([0, 49, 7, 7])
+    ours, theirs = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    (log_probs, entropies), expected = both(ours, tokens), ALONE[both](theirs, tokens)
+    assert torch.equal(log_probs, expected) and torch.equal(entropies, entropy(theirs))
+    log_probs.sum().backward()
+    expected.sum().backward()
+    assert torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("both", [token_log_probs_and_entropy, fused])
+def test_the_gradient_of_the_entropy_is_worked_by_hand_and_mixes_with_that_of_the_log_probs(both):
+    # p = (1/4, 3/4): H = ln 4 - 3/4 ln 3 = 0.562335; -p (ln p + H) = (1/4 (ln 4 - H), -(3/4) (ln(3/4) + H))
+    logits = torch.tensor([[0.0, math.log(3)]], requires_grad=True)
+    both(logits, torch.tensor([0]))[1].sum().backward()
+    assert_close(logits.grad, torch.tensor([[0.205990, -0.205990]]), atol=1e-6, rtol=0)
+    mixed = torch.randn(3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1), requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: both(x, torch.tensor([0, 4, 2])), mixed)
+    ruled_out = torch.tensor([[0.0, 0.0, -torch.inf]], requires_grad=True)
+    both(ruled_out, torch.tensor([0]))[1].sum().backward()
+    assert torch.isfinite(ruled_out.grad).all()
+
+
+def test_the_entropy_of_chunks_has_the_gradient_of_the_whole(monkeypatch):
+    torch.manual_seed(0)
+    head, tokens, hidden = torch.nn.Linear(4, 9, bias=False), torch.randint(9, (10,)), torch.randn(10, 4)
+    expected = hidden.clone().requires_grad_()
+    (entropy(head(expected) / 0.7) * torch.arange(10.0)).sum().backward()
+    for chunk, kept in ((2**20, 2**20), (27, 2**20), (27, 0)):
+        monkeypatch.setattr(language, "CHUNK_ELEMENTS", {"cpu": chunk})
+        monkeypatch.setattr(language, "KEPT_ELEMENTS", {"cpu": kept})
+        states = hidden.clone().requires_grad_()
+        found = language.chunked_token_log_probs(head, states, tokens, temperature=0.7, entropy=True)
+        (found.entropy * torch.arange(10.0)).sum().backward()
+        assert_close(states.grad, expected.grad, atol=1e-5, rtol=1e-5)
 
 
 def test_the_mean_language_loss_is_a_mean_over_each_documents_predicted_tokens():

@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from alignment.errors import UserError
-from alignment.losses.language import TokenLoss, entropy, regularized_token_loss, token_log_probs
+from alignment.losses.language import (
+    TokenLoss,
+    regularized_token_loss,
+    token_log_probs,
+    token_log_probs_and_entropy,
+)
 from alignment.models.activation_checkpointing import checkpoint_calls
 from alignment.models.compilation import compile_blocks
 from alignment.models.external.cache import (
@@ -337,4 +342,6 @@ def _target_output(
         return LogitsOutput(logits)
     labels = batch.tokens[batch.target_index] if batch.labels is None else batch.labels
     logits = logits.float() / temperature
-    return LanguageOutput(token_log_probs(logits, labels), entropy(logits.detach()) if entropies else None)
+    if entropies:
+        return LanguageOutput(*token_log_probs_and_entropy(logits, labels))
+    return LanguageOutput(token_log_probs(logits, labels))
