@@ -2,6 +2,13 @@
 `alignment.losses.classification`.
 """
 
+from alignment.losses.advantages import (
+    dr_grpo_advantages,
+    grpo_advantages,
+    remax_advantages,
+    rewards_to_go,
+    rloo_advantages,
+)
 from alignment.losses.direct_preference import (
     apo_down_loss,
     apo_zero_loss,
@@ -35,6 +42,7 @@ from alignment.losses.policy import (
     clipped_value_loss,
     gae,
     kl_estimates,
+    sequence_log_ratios,
     shape_rewards,
     whiten,
 )
@@ -62,11 +70,13 @@ __all__ = [
     "discopop_loss",
     "distillation_loss",
     "dpo_loss",
+    "dr_grpo_advantages",
     "entropy",
     "exo_loss",
     "f_divergence_scores",
     "f_dpo_loss",
     "gae",
+    "grpo_advantages",
     "hidden_cosine_loss",
     "hinge_loss",
     "implicit_rewards",
@@ -84,7 +94,11 @@ __all__ = [
     "rao_kupper_loss",
     "rdpo_loss",
     "regularized_token_loss",
+    "remax_advantages",
+    "rewards_to_go",
+    "rloo_advantages",
     "robust_loss",
+    "sequence_log_ratios",
     "shape_rewards",
     "simpo_loss",
     "sppo_loss",

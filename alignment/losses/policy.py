@@ -1,13 +1,16 @@
-"""The formulas of PPO with a KL penalty: rewards, advantages, clipped losses.
+"""The formulas of PPO with a KL penalty: rewards, advantages with a value model, clipped losses.
 
 Where a function takes `mask`, values in slots that do not count reach neither its result nor any gradient, be they NaN.
 The unreduced losses have no mask: select what counts (`values[mask]`) before them.
 """
 
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
+
+KLEstimator = Literal["k1", "k2", "k3"]
 
 
 def kl_estimates(log_probs: Tensor, reference_log_probs: Tensor) -> dict[str, Tensor]:
@@ -17,6 +20,10 @@ def kl_estimates(log_probs: Tensor, reference_log_probs: Tensor) -> dict[str, Te
 
     k1 is unbiased but signed and noisy; k2 is biased, never negative; k3 is unbiased and never negative.
 
+    As a loss, through log p, they mean something else. Over tokens that the policy sampled, the gradient of k1 is zero in
+    expectation; that of k2 is the gradient of KL(policy || reference); that of k3 is the gradient of
+    KL(reference || policy), which has its minimum in the same place.
+
     Args:
         log_probs: of the sampled tokens under the policy, any shape.
         reference_log_probs: of the same tokens under the reference, same shape and temperature.
@@ -24,14 +31,21 @@ def kl_estimates(log_probs: Tensor, reference_log_probs: Tensor) -> dict[str, Te
     Returns:
         {"k1", "k2", "k3"}, each of the same shape; sum them over a response for the KL of responses.
 
-    Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html.
+    Source: Schulman 2020, "Approximating KL divergence", http://joschu.net/blog/kl-approx.html; as losses: Tang and Munos
+        2025, arXiv:2506.09477.
     """
     log_ratio = log_probs - reference_log_probs
     return {"k1": log_ratio, "k2": log_ratio.square() / 2, "k3": torch.expm1(-log_ratio) + log_ratio}
 
 
 def shape_rewards(
-    scores: Tensor, log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, *, kl_coef: float
+    scores: Tensor,
+    log_probs: Tensor,
+    reference_log_probs: Tensor,
+    mask: Tensor,
+    *,
+    kl_coef: float,
+    kl_estimator: KLEstimator = "k1",
 ) -> Tensor:
     """Reward of each response token: the KL penalty everywhere, the score on the last token that counts.
 
@@ -43,6 +57,7 @@ def shape_rewards(
         reference_log_probs: under the reference, [B, R].
         mask: True at response tokens, end token included, [B, R].
         kl_coef: weight of the penalty; 0 switches it off.
+        kl_estimator: of the penalty, see `kl_estimates`; the equation has k1.
 
     Returns:
         [B, R]; 0 where mask is False.
@@ -55,9 +70,9 @@ def shape_rewards(
     empty = (~mask.any(1)).nonzero().flatten().tolist()
     if empty:
         raise ValueError(f"responses {empty} have no token that counts, so their scores would be lost")
-    log_ratio = _kept(log_probs, mask) - _kept(reference_log_probs, mask)
+    kl = kl_estimates(_kept(log_probs, mask), _kept(reference_log_probs, mask))[kl_estimator]
     is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)  # how many tokens count from here on
-    return torch.where(is_last, scores.unsqueeze(1) - kl_coef * log_ratio, -kl_coef * log_ratio)
+    return torch.where(is_last, scores.unsqueeze(1) - kl_coef * kl, -kl_coef * kl)
 
 
 @torch.no_grad()
@@ -132,37 +147,61 @@ def whiten(
     return torch.where(count < 2, kept, whitened)
 
 
-def clipped_policy_loss(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, clip_range: float) -> Tensor:
+def clipped_policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_range: float,
+    clip_range_high: float | None = None,
+    dual_clip: float | None = None,
+) -> Tensor:
     """PPO's pessimistic surrogate, to be minimized, one value per token.
 
     ratio = exp(log p - log p_old)
-    cost  = max(-advantage * ratio, -advantage * clip(ratio, 1 - clip_range, 1 + clip_range))
+    cost  = max(-advantage * ratio, -advantage * clip(ratio, 1 - clip_range, 1 + clip_range_high))
+    with dual_clip, where advantage < 0:  cost = min(cost, -advantage * dual_clip)
 
     Args:
         log_probs: of the response tokens under the policy now, any shape.
         old_log_probs: under the policy that sampled them, at the same temperature.
         advantages: same shape, without gradient.
         clip_range: how far the ratio may leave 1 before the gradient stops, > 0.
+        clip_range_high: how far it may rise above 1; None: as far as it may fall below.
+        dual_clip: ratio beyond which the cost of a negative advantage stops growing, > 1; None is off.
 
     Returns:
         Unreduced cost, same shape: -advantage in the first update, when the ratio is 1.
 
-    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7 (their epsilon is clip_range), with the sign turned.
+    Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7 (their epsilon is clip_range), with the sign turned; two ranges:
+        Yu et al. 2025, arXiv:2503.14476, eq. 10 (clip-higher); dual clip: Ye et al. 2020, arXiv:1912.09729, eq. 5
+        (their c).
     """
     ratio = torch.exp(log_probs - old_log_probs)
-    clipped = ratio.clamp(1 - clip_range, 1 + clip_range)
-    return torch.maximum(-advantages * ratio, -advantages * clipped)
+    clipped = ratio.clamp(1 - clip_range, 1 + (clip_range if clip_range_high is None else clip_range_high))
+    cost = torch.maximum(-advantages * ratio, -advantages * clipped)
+    if dual_clip is None:
+        return cost
+    return torch.where(advantages < 0, torch.minimum(cost, -advantages * dual_clip), cost)
 
 
 @torch.no_grad()
-def clipped_tokens(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, *, clip_range: float) -> Tensor:
-    """Where `clipped_policy_loss` takes the clipped term, so that the token has no gradient.
+def clipped_tokens(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_range: float,
+    clip_range_high: float | None = None,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """Where `clipped_policy_loss` takes a clipped term, so that the token has no gradient.
 
-    That is a ratio above 1 + clip_range at a positive advantage, or below 1 - clip_range at a negative one. The other
-    ratios outside the range make the unclipped term the larger cost, and are not clipped.
+    That is a ratio above 1 + clip_range_high at a positive advantage, or below 1 - clip_range or above dual_clip at a
+    negative one. The other ratios outside the range make the unclipped term the larger cost, and are not clipped.
 
     Args:
-        log_probs, old_log_probs, advantages, clip_range: as for `clipped_policy_loss`.
+        log_probs, old_log_probs, advantages, clip_range, clip_range_high, dual_clip: as for `clipped_policy_loss`.
 
     Returns:
         bool, same shape; its mean over tokens is the clip fraction.
@@ -170,7 +209,30 @@ def clipped_tokens(log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor,
     Source: Schulman et al. 2017, arXiv:1707.06347, eq. 7 and figure 1.
     """
     ratio = torch.exp(log_probs - old_log_probs)
-    return ((ratio > 1 + clip_range) & (advantages > 0)) | ((ratio < 1 - clip_range) & (advantages < 0))
+    too_high = (ratio > 1 + (clip_range if clip_range_high is None else clip_range_high)) & (advantages > 0)
+    too_low = ratio < 1 - clip_range
+    if dual_clip is not None:
+        too_low = too_low | (ratio > dual_clip)
+    return too_high | (too_low & (advantages < 0))
+
+
+def sequence_log_ratios(log_ratios: Tensor, rows: Tensor, counts: Tensor) -> Tensor:
+    """Mean log-ratio of the response that each token belongs to: the log of the sequence-level ratio.
+
+    log s_t = 1 / |y| sum_{u in y} (log p_u - log p_old,u),  y the response of token t
+
+    Args:
+        log_ratios: log p - log p_old of each response token, [M].
+        rows: response of each token, [M].
+        counts: tokens of each response, at least 1, [B].
+
+    Returns:
+        [M]; its exponential takes the ratio's place in `clipped_policy_loss`, with gradient to all tokens of a response.
+
+    Source: Zheng et al. 2025, arXiv:2507.18071, eq. 7 (GSPO; their s_i).
+    """
+    sums = log_ratios.new_zeros(len(counts)).index_add(0, rows, log_ratios)
+    return (sums / counts)[rows]
 
 
 def clipped_value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip_range: float) -> Tensor:

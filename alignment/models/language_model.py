@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from alignment.losses.language import TokenLoss, chunked_token_log_probs
 from alignment.models.heads import ClassificationHead, VocabularyHead
@@ -22,11 +22,16 @@ from alignment.ragged import Ragged
 
 
 class LanguageModel(NativeModel[TransformerSpec]):
-    """A decoder with a language head."""
+    """A decoder with a language head.
+
+    Attributes:
+        value_head: gives one number per token in training, see models/value_head.py; not saved with the model.
+    """
 
     def __init__(self, trunk: Transformer, head: VocabularyHead, config: HFConfig):
         super().__init__(trunk.spec, config, "language")
         self.trunk, self.head = trunk, head
+        self.value_head: nn.Linear | None = None
         if trunk.spec.tied_head:
             self.head.weight = trunk.embed.weight
 
@@ -40,6 +45,7 @@ class LanguageModel(NativeModel[TransformerSpec]):
         entropy: bool = False,
         return_logits: bool = False,
         token_loss: TokenLoss | None = None,
+        values: bool = False,
     ) -> LanguageOutput | LogitsOutput:
         """Logits of padded input_ids, or log-probabilities of a ragged batch's targets.
 
@@ -53,6 +59,7 @@ class LanguageModel(NativeModel[TransformerSpec]):
             entropy: also give the entropy of each predicting distribution.
             return_logits: for the batch call: return the logits behind every target and the states they came from.
             token_loss: also give each target's loss with label smoothing or z-loss.
+            values: also give the value head's number before each target.
 
         Returns:
             `LogitsOutput` of a padded call or with `return_logits`, else `LanguageOutput`.
@@ -71,7 +78,15 @@ class LanguageModel(NativeModel[TransformerSpec]):
             self.head, before, tokens, temperature=temperature, entropy=entropy, loss=token_loss
         )
         balance = self._balance(router_logits, read.batch)
-        return LanguageOutput(found.log_probs, found.entropy, balance, losses=found.losses)
+        before_targets = self._values(before) if values else None
+        return LanguageOutput(found.log_probs, found.entropy, balance, losses=found.losses, values=before_targets)
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        """The value head's number of each hidden state [M, D], in fp32 as in `ScalarModel`, [M]."""
+        if self.value_head is None:
+            raise ValueError("the model has no value head: see attach_value_head")
+        with torch.autocast(hidden.device.type, enabled=False):
+            return self.value_head(hidden.to(self.value_head.weight.dtype)).squeeze(-1).float()
 
     def _router_logits(self) -> AbstractContextManager[list[Tensor]]:
         """Records what `_balance` needs, where there are experts to balance."""

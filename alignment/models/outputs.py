@@ -14,6 +14,7 @@ class LanguageOutput(NamedTuple):
         balance: load-balancing loss of the experts times its coefficient, scalar; where the model trains one.
         next_sentence_logits: not next, next, [B, 2]; of encoders with a next-sentence head.
         losses: of each target with label smoothing or z-loss, nats, fp32, [M]; where asked for.
+        values: of a value head before each target, fp32, [M]; where asked for.
     """
 
     log_probs: Tensor
@@ -21,6 +22,7 @@ class LanguageOutput(NamedTuple):
     balance: Tensor | None = None
     next_sentence_logits: Tensor | None = None
     losses: Tensor | None = None
+    values: Tensor | None = None
 
 
 class LogitsOutput(NamedTuple):

@@ -114,7 +114,7 @@ def run_length(config: StageConfig, data: Data, networks: Mapping[str, nn.Module
     mean: float = (config.data.max_length + sampled) * sides
     if data.examples:
         mean = mean_tokens(config.data, data.examples)
-        mean = (mean + sampled) * (sides if isinstance(config, OnlineDPOConfig) else 1)
+        mean = (mean + sampled) * (sides if isinstance(config, OnlineDPOConfig | PPOConfig) else 1)
     if steps is None:
         return RunLength(data.rows, None, None, None, False)
     rows_seen = steps * training.batch_size
@@ -134,7 +134,7 @@ def mean_tokens(data: DataConfig, examples: Sequence[TokenizedRow]) -> float:
 
 def responses_per_row(config: StageConfig) -> int:
     """Documents that a row of the stage holds; of a ranking a typical number."""
-    if isinstance(config, OnlineDPOConfig):
+    if isinstance(config, OnlineDPOConfig | PPOConfig):
         return config.responses_per_prompt
     return {"comparisons": 2, "rankings": RANKED}.get(str(kind_of(config)), 1)
 
@@ -146,8 +146,8 @@ def _operations(config: StageConfig, networks: Mapping[str, nn.Module], length: 
     if isinstance(config, PPOConfig):
         reference = forward.get("reference", forward["policy"])
         sampled = forward["policy"]
-        scored = forward["policy"] + reference + forward["value model"] + forward["reward model"]
-        return sampled + scored + config.epochs * (train["policy"] + train["value model"])
+        scored = forward["policy"] + reference + forward.get("value model", 0.0) + forward["reward model"]
+        return sampled + scored + config.epochs * (train["policy"] + train.get("value model", 0.0))
     if isinstance(config, OnlineDPOConfig):
         reference = forward.get("reference", forward["policy"]) if config.holds_reference else 0.0
         paired = 2 / config.responses_per_prompt * config.epochs  # of the responses, learned from so often

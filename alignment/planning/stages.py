@@ -21,7 +21,7 @@ from alignment.algorithms.finetune.model import HEADS
 from alignment.algorithms.finetune.scoring import finetune_loss_fn
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.policies import LogProbModel, language_loss_fn
-from alignment.algorithms.ppo.ppo import policy_loss_fn, value_loss_fn
+from alignment.algorithms.ppo.loss_functions import policy_and_value_loss_fn, policy_loss_fn, value_loss_fn
 from alignment.algorithms.ppo.rollout import RolloutBatch
 from alignment.algorithms.ppo.setup import PPOConfig
 from alignment.algorithms.pretrain.objectives import distillation_loss_fn, sentence_pair_loss_fn, task_of
@@ -47,6 +47,7 @@ from alignment.models.families import is_external_type
 from alignment.models.heads import score_labels
 from alignment.models.outputs import LanguageOutput
 from alignment.models.shared_prompts import prompt_sharing
+from alignment.models.value_head import attach_value_head
 from alignment.planning import batches
 from alignment.planning.layout import Layout
 from alignment.planning.networks import Networks, is_encoder, state_bytes
@@ -107,8 +108,9 @@ def build_networks(config: StageConfig, layout: Layout, near: Path | None) -> tu
     if isinstance(config, PPOConfig):
         judges = {f"reward model{f' {i}' if i else ''}": name for i, name in enumerate(config.reward_models)}
         starts |= {role: find_start(name, near) for role, name in judges.items()}
-        starts["value model"] = start if config.value_model == "policy" else starts["reward model"]
-        networks.add("value model", starts["value model"], "scalar", adapter=config.adapter)
+        if config.has_own_value_model:
+            starts["value model"] = start if config.value_model == "policy" else starts["reward model"]
+            networks.add("value model", starts["value model"], "scalar", adapter=config.adapter)
         for role in judges:
             networks.add(role, starts[role], "scalar", trained=False)
     return networks, starts
@@ -365,8 +367,14 @@ def _trace_judging(config: OnlineDPOConfig, tracer: Tracer, ragged: Ragged) -> N
 def _trace_ppo(config: PPOConfig, tracer: Tracer, rows: DeviceRows) -> None:
     networks = tracer.networks.by_role
     policy = tracer.train("policy", state_bytes(networks["policy"], config.optim)).eval()
-    value = tracer.train("value model", state_bytes(networks["value model"], config.value_optim or config.optim)).eval()
+    value = None
+    if config.has_own_value_model:
+        optim = config.value_optim or config.optim
+        value = tracer.train("value model", state_bytes(networks["value model"], optim)).eval()
+    if config.shares_trunk:
+        attach_value_head(policy)
     prompt = max((len(row.ids) for row in rows.longest), default=config.data.max_length)
+    rows = replace(rows, per_update=rows.per_update * config.responses_per_prompt)
     _trace_sampling(config, tracer, prompt, min(config.micro_rollout_batch_size, rows.per_update))
     length = prompt + config.max_new_tokens
     minibatch = math.ceil(rows.per_update / config.minibatches)
@@ -375,15 +383,18 @@ def _trace_ppo(config: PPOConfig, tracer: Tracer, rows: DeviceRows) -> None:
     _trace_scoring(config, tracer, ragged)
     ragged = _first_rows(ragged, length, min(count, minibatch), prompt)
     targets = torch.zeros(len(ragged.target_index))
-    batch = RolloutBatch(ragged, targets, targets, targets, targets)
+    batch = RolloutBatch(ragged, targets, targets, targets, targets, reference_log_probs=targets)
     repeated = _repeated(batch, replace(rows, per_update=minibatch))
-    terms: list[tuple[LossFn, DeviceBatch]] = [(policy_loss_fn(policy, config, []), batch)]
+    loss_fn = policy_and_value_loss_fn if config.shares_trunk else policy_loss_fn
+    terms: list[tuple[LossFn, DeviceBatch]] = [(loss_fn(policy, config, [], kl_coef=config.kl_coef), batch)]
     if config.pretrain is not None and config.pretrain_coef > 0:
         text = replace(rows, longest=(), per_update=config.pretrain_batch_size)
         texts = collate(_examples(config.pretrain.max_length, text), rows.tokens)[0]
         terms.append((language_loss_fn(policy), texts))
-    tracer.update("policy update", "policy", terms, repeated=repeated, kept=["value model"])
-    tracer.update("value update", "value model", [(value_loss_fn(value, config), batch)], repeated=repeated)
+    kept = [] if value is None else ["value model"]
+    tracer.update("policy update", "policy", terms, repeated=repeated, kept=kept)
+    if value is not None:
+        tracer.update("value update", "value model", [(value_loss_fn(value, config), batch)], repeated=repeated)
 
 
 def _first_rows(ragged: Ragged, length: int, count: int, prompt: int) -> Ragged:
@@ -426,10 +437,12 @@ def _trace_scoring(config: PPOConfig, tracer: Tracer, ragged: Ragged) -> None:
     networks = tracer.networks.by_role
     batch = batches.as_fake(ragged, tracer.mode)
     reference = _reference(tracer)
-    with tracer.running("scoring", ["value model"], kept=["policy"]), torch.no_grad(), tracer.autocast():
+    trained = ["value model"] if config.has_own_value_model else []
+    with tracer.running("scoring", trained, kept=["policy"]), torch.no_grad(), tracer.autocast():
         networks["policy"](batch=batch, temperature=config.temperature)
         reference(batch=batch, temperature=config.temperature)
-        _ = networks["value model"](batch=batch).values
+        if trained:
+            _ = networks["value model"](batch=batch).values
         _ = _score(networks["reward model"], batch)
 
 

@@ -58,6 +58,7 @@ def collected(checkpoints):
         stop_ids=STOPS,
         rollout_weights="gathered",
         share_prompts=False,
+        shared_value=False,
         ahead=None,
         process_group=SimpleNamespace(rank=0, size=1, device=torch.device("cpu")),
     )

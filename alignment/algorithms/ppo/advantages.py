@@ -1,14 +1,28 @@
 """Advantages of a rollout: what each token's update is multiplied by."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
-from alignment.algorithms.ppo.rollout import Rollout
+from alignment.algorithms.ppo.rollout import Baseline, Rollout, sample
+from alignment.algorithms.ppo.setup import PPOState
+from alignment.data.examples import PromptExample
+from alignment.generation import SamplingConfig
+from alignment.losses.advantages import (
+    dr_grpo_advantages,
+    grpo_advantages,
+    remax_advantages,
+    rewards_to_go,
+    rloo_advantages,
+)
 from alignment.losses.policy import gae, shape_rewards, whiten
+from alignment.rewards.combine import as_scores
+
+GROUP_ADVANTAGES = {"rloo": rloo_advantages, "grpo": grpo_advantages, "dr_grpo": dr_grpo_advantages}
 
 
 def add_advantages(
@@ -22,17 +36,73 @@ def add_advantages(
 
     reward_t = -kl_coef * (log p - log p_ref)_t + [t last] * (scale * score + shift - [not ended] * missing_end_penalty)
 
+    The KL penalty has `kl_estimator`, and stands in the rewards unless kl_in=loss. rloo, grpo and dr_grpo compare the sums
+    of whole responses, and all tokens of a response have the same advantage.
+
     Args:
         normalizer: gives `scale` and `shift`; not read where several rewards were shaped one by one.
         kl_coef: penalty per token.
         reduce: adds a tensor over all ranks, for whitening.
 
-    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2; GAE Schulman et al. 2016, arXiv:1506.02438, eq. 16.
+    Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2; GAE Schulman et al. 2016, arXiv:1506.02438, eq. 16; the others: see
+        `alignment.losses.advantages`.
     """
-    shaped = rollout.shaped_scores
-    scores = normalizer.scale * rollout.scores + normalizer.shift if shaped is None else shaped
-    scores = scores - config.missing_end_penalty * (~rollout.ended).float()
-    rewards = shape_rewards(scores, rollout.log_probs, rollout.reference_log_probs, rollout.mask, kl_coef=kl_coef)
-    advantages, returns = gae(rewards, rollout.values, rollout.mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
-    whitened = whiten(advantages, rollout.mask, reduce=reduce)
-    return replace(rollout, rewards=rewards, advantages=whitened, returns=returns)
+    mask = rollout.mask
+    rewards = shape_rewards(
+        shaped_scores(rollout, config, normalizer), rollout.log_probs, rollout.reference_log_probs, mask,
+        kl_coef=kl_coef if config.kl_in == "reward" else 0.0, kl_estimator=config.kl_estimator,
+    )  # fmt: skip
+    if config.whiten_rewards:
+        rewards = whiten(rewards, mask, shift_mean=False, reduce=reduce)
+    if config.advantages == "gae":
+        assert rollout.values is not None
+        advantages, returns = gae(rewards, rollout.values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
+    else:
+        returns = rewards_to_go(rewards, mask, gamma=config.gamma)
+        advantages = without_value_model(rewards, rollout, config, normalizer)
+    if config.whitens_advantages:
+        advantages = whiten(advantages, mask, reduce=reduce)
+    return replace(rollout, rewards=rewards, advantages=advantages, returns=returns)
+
+
+def without_value_model(rewards: Tensor, rollout: Rollout, config: PPOConfig, normalizer: ScoreNormalizer) -> Tensor:
+    """Advantages of rewards [B, R] by comparison with other responses, not whitened, [B, R]."""
+    mask = rollout.mask
+    if config.advantages == "reinforce++":
+        return rewards_to_go(rewards, mask, gamma=config.gamma)
+    if config.advantages == "remax":
+        assert rollout.baseline is not None
+        baselines = shaped_scores(rollout.baseline, config, normalizer)
+        return remax_advantages(rewards, mask, baselines, gamma=config.gamma)
+    of_responses = GROUP_ADVANTAGES[config.advantages](rewards.sum(1), config.responses_per_prompt)
+    return torch.where(mask, of_responses.unsqueeze(1), 0.0)
+
+
+def shaped_scores(scored: Rollout | Baseline, config: PPOConfig, normalizer: ScoreNormalizer) -> Tensor:
+    """Scores as they are learned from, normalized and less the penalty of responses that did not end, [B]."""
+    shaped = scored.shaped_scores
+    scores = normalizer.scale * scored.scores + normalizer.shift if shaped is None else shaped
+    return scores - config.missing_end_penalty * (~scored.ended).float()
+
+
+@torch.no_grad()
+def add_baseline(rollout: Rollout, state: PPOState, config: PPOConfig, prompts: Sequence[PromptExample]) -> Rollout:
+    """The rollout with the scores of the greedy response to each prompt, where the advantages are ReMax's.
+
+    Args:
+        prompts: of all ranks, as for `collect`.
+    """
+    if config.advantages != "remax":
+        return rollout
+    group, count = state.process_group, config.responses_per_prompt
+    own, numbers = prompts[group.rank :: group.size], rollout.numbers[::count]
+    greedy = SamplingConfig(config.max_new_tokens, temperature=0.0)
+    responses = sample(state, greedy, [list(prompt.ids) for prompt in own], numbers, config.micro_rollout_batch_size)
+    with state.policy.backend.autocast():
+        scores = as_scores(state.score(own, responses.token_ids, responses.ended))
+
+    def of_rows(values: Tensor) -> Tensor:
+        return values.to(group.device).repeat_interleave(count)
+
+    shaped = None if scores.shaped is None else of_rows(scores.shaped)
+    return replace(rollout, baseline=Baseline(of_rows(scores.total), of_rows(torch.tensor(responses.ended)), shaped))

@@ -54,7 +54,8 @@ def response_means(rollout: Rollout, reduce: Callable[[Tensor], Tensor]) -> dict
         "response_tokens": rollout.mask.float().sum(1),
         "ended_share": rollout.ended.float(),
     }
-    return global_means(per_response, reduce) | {"explained_variance": explained_variance(rollout, reduce)}
+    metrics = global_means(per_response, reduce)
+    return metrics if rollout.values is None else metrics | {"explained_variance": explained_variance(rollout, reduce)}
 
 
 def kl_columns(log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
@@ -191,8 +192,8 @@ def importance_metrics(rollout: Rollout, cap: float | None, group: ProcessGroup)
 
 def explained_variance(rollout: Rollout, reduce: Callable[[Tensor], Tensor]) -> float:
     """1 - var(returns - values) / var(returns) over all ranks' response tokens; 1: perfect values, 0: no better than a constant."""
-    if rollout.returns is None:
-        raise ValueError("the rollout has no returns yet: see add_advantages")
+    if rollout.returns is None or rollout.values is None:
+        raise ValueError("the rollout has no returns yet (see add_advantages), or there is no value model")
     returns = rollout.returns[rollout.mask].double()
     columns = torch.stack([returns, returns - rollout.values[rollout.mask].double()])  # [2, tokens]
     *sums, count = reduce(torch.cat([columns.sum(1), columns.new_tensor([len(returns)])])).tolist()

@@ -1,10 +1,10 @@
 """The PPO run and its iteration.
 
-Left out of the textbook algorithm: no early stop on KL, no trunk shared by policy and value model, no entropy bonus.
+Left out of the textbook algorithm: dropout, which is off in policy and value model, so that the first ratio is 1.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from torch import Tensor
 
 from alignment.algorithms.memory_notes import note_memory
 from alignment.algorithms.policies import language_loss_fn, note_dropout_off, save_policy
-from alignment.algorithms.ppo.advantages import add_advantages
+from alignment.algorithms.ppo.advantages import add_advantages, add_baseline
+from alignment.algorithms.ppo.loss_functions import policy_and_value_loss_fn, policy_loss_fn, value_loss_fn, weighed
 from alignment.algorithms.ppo.metrics import report, rollout_metrics
 from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, collect, rollout_batches
 from alignment.algorithms.ppo.rollout_weights import choose_rollout_weights
@@ -28,24 +29,21 @@ from alignment.algorithms.ppo.setup import (
 )
 from alignment.algorithms.runs import open_run
 from alignment.data.examples import PromptExample
-from alignment.losses.policy import clipped_policy_loss, clipped_tokens, clipped_value_loss
-from alignment.models.classifiers import values_before_targets
-from alignment.models.protocols import GenerativeModel, ScoringModel
-from alignment.training import LossFn, LossSum, Term, ZeroWeightBatch
+from alignment.training import Term, ZeroWeightBatch
 from alignment.training.distributed import ProcessGroup
 
 
 def run(config: PPOConfig) -> Path:
-    """Train a policy by PPO and return its directory, `output/model`.
+    """Train a policy by PPO, or by a method of its kin, and return its directory, `output/model`.
 
-    Each iteration samples one response to each of `training.batch_size` prompts, then takes `epochs` passes over them
-    in `minibatches` updates each.
+    Each iteration samples `responses_per_prompt` responses to each of `training.batch_size` prompts, then takes `epochs`
+    passes over them in `minibatches` updates each.
 
     Raises:
         UserError: bad data or checkpoints, before any training.
 
     Source: Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022, arXiv:2203.02155, section 3.5 and eq. 2;
-        details Huang et al. 2024, arXiv:2403.17031.
+        details Huang et al. 2024, arXiv:2403.17031. Other advantages: see `alignment.losses.advantages`.
     """
     parents = [config.policy, *config.reward_models, config.reference]
     with open_run(config, "ppo", parents, value_optim=config.value_optim) as run:
@@ -55,7 +53,9 @@ def run(config: PPOConfig) -> Path:
             save_policy, state.policy, state.start, run.output, max_shard_size=config.training.max_shard_size
         )
         note_dropout_off(state.start, run)
-        state.rollout_weights = choose_rollout_weights(config, data.prompts.rows, state, run)
+        state.rollout_weights = choose_rollout_weights(
+            config, data.prompts.rows, state, run, responses_per_prompt=config.responses_per_prompt
+        )
         note_memory(run, state.roles)
         first = load_ppo_state(state, config, run)
         if first == data.iterations:  # a finished run again: its model may be gone
@@ -86,86 +86,80 @@ def iterate(
     """
     reduce = state.process_group.sum
     rollout = collect(state, config, prompts, step)  # responses, log-probs, reference log-probs, values, scores
+    rollout = add_baseline(rollout, state, config, prompts)  # for advantages=remax
     rollout = add_advantages(rollout, config, state.normalizer.fit(rollout.scores, reduce), state.kl.coef, reduce)
     metrics = rollout_metrics(rollout, state, config) | update_policy_and_value(state, config, rollout, step)
-    state.kl.update(metrics["kl"], len(prompts))
+    state.kl.update(metrics["kl"], len(prompts) * config.responses_per_prompt)
     return metrics, rollout
 
 
 def update_policy_and_value(state: PPOState, config: PPOConfig, rollout: Rollout, step: int) -> dict[str, float]:
-    """Epochs of minibatch updates on one rollout; the mean of each metric over the updates."""
-    group, seed = state.process_group, config.training.seed
+    """Epochs of minibatch updates on one rollout; the mean of each metric over the updates.
+
+    Once an update finds the policy further than `target_kl` from the one that sampled, the rest are left out: on all ranks,
+    because the metrics of an update are those of all ranks.
+    """
     history: list[dict[str, float]] = []
-    first_ratio_error = 0.0
+    first_ratio_errors: list[Tensor] = []
+    warming_up = step < config.value_warmup_steps
+    for batches in minibatches(rollout, config, state.process_group, step):
+        ratio_errors: list[Tensor] = []
+        metrics = {} if warming_up else update_on_minibatch(state, config, batches, ratio_errors)
+        if state.value is not None:
+            value = state.value.update(Term(batches, value_loss_fn(state.value.model, config)))
+            metrics |= {"value_loss": value["loss"], "value_grad_norm": value["grad_norm"]}
+        state.num_updates += 1
+        history.append(metrics)
+        first_ratio_errors = first_ratio_errors or ratio_errors
+        if config.target_kl is not None and metrics.get("approx_kl", 0.0) > config.target_kl:
+            break
+    mean = {key: float(np.mean([metrics[key] for metrics in history])) for key in history[0]}
+    if config.target_kl is not None:
+        mean["updates"] = float(len(history))
+    if first_ratio_errors:
+        mean["first_ratio_error"] = float(state.process_group.max(torch.stack(first_ratio_errors).max()))
+    return mean
+
+
+def update_on_minibatch(
+    state: PPOState,
+    config: PPOConfig,
+    batches: Sequence[RolloutBatch | ZeroWeightBatch],
+    ratio_errors: list[Tensor],
+) -> dict[str, float]:
+    """One update of the policy, with the pretraining mix where there is one and the value head where it is on its trunk."""
+    loss_fn = policy_and_value_loss_fn if state.shared_value else policy_loss_fn
+    terms = [Term(batches, loss_fn(state.policy.model, config, ratio_errors, kl_coef=state.kl.coef))]
+    if state.pretraining is not None:
+        texts = state.pretraining(state.num_updates)
+        terms.append(Term(texts, language_loss_fn(state.policy.model), config.pretrain_coef, "pretrain"))
+    return state.policy.update(*terms)
+
+
+def minibatches(
+    rollout: Rollout, config: PPOConfig, group: ProcessGroup, step: int
+) -> Iterator[Sequence[RolloutBatch | ZeroWeightBatch]]:
+    """This rank's micro-batches of each minibatch of each pass, in an order that seed and iteration fix."""
     num_rows = int(group.sum(torch.tensor(len(rollout.prompts))))
     for epoch in range(config.epochs):
         # Of the rows of all ranks, so that who is in a minibatch does not depend on the number of ranks.
-        order = np.random.default_rng([seed, step, epoch]).permutation(num_rows)
+        order = np.random.default_rng([config.training.seed, step, epoch]).permutation(num_rows)
         for rows in np.array_split(order, config.minibatches):
-            batches = local_batches(rollout, rows.tolist(), group, config.training.tokens_per_forward)
-            ratio_errors: list[Tensor] = []
-            terms = [Term(batches, policy_loss_fn(state.policy.model, config, ratio_errors))]
-            if state.pretraining is not None:
-                texts = state.pretraining(state.num_updates)
-                terms.append(Term(texts, language_loss_fn(state.policy.model), config.pretrain_coef, "pretrain"))
-            metrics = state.policy.update(*terms)
-            value = state.value.update(Term(batches, value_loss_fn(state.value.model, config)))
-            state.num_updates += 1
-            if not history:
-                first_ratio_error = float(group.max(torch.stack(ratio_errors).max()))
-            history.append(metrics | {"value_loss": value["loss"], "value_grad_norm": value["grad_norm"]})
-    mean = {key: float(np.mean([metrics[key] for metrics in history])) for key in history[0]}
-    return mean | {"first_ratio_error": first_ratio_error}
+            yield local_batches(rollout, rows.tolist(), group, config)
 
 
 def local_batches(
-    rollout: Rollout, rows: Sequence[int], group: ProcessGroup, micro_batch_tokens: int
+    rollout: Rollout, rows: Sequence[int], group: ProcessGroup, config: PPOConfig
 ) -> Sequence[RolloutBatch | ZeroWeightBatch]:
     """This rank's micro-batches of a minibatch; a rank without any of its rows takes one of its own at weight 0.
 
     Args:
-        rollout: of this rank, which holds every process_group.size-th row of the iteration.
+        rollout: of this rank, which holds the responses to every process_group.size-th prompt of the iteration.
         rows: numbers of the minibatch's rows within the iteration, over all ranks.
     """
-    local_rows = [row // group.size for row in rows if row % group.size == group.rank]
-    batches = rollout_batches(rollout, local_rows or [0], micro_batch_tokens)
+    count = config.responses_per_prompt
+    local_rows = [
+        row // count // group.size * count + row % count for row in rows if row // count % group.size == group.rank
+    ]
+    batches = weighed(rollout_batches(rollout, local_rows or [0], config.training.tokens_per_forward), config)
     return batches if local_rows else [ZeroWeightBatch(batch) for batch in batches]
-
-
-def policy_loss_fn(policy: GenerativeModel, config: PPOConfig, ratio_errors: list[Tensor]) -> LossFn:
-    """Loss function of the policy: the clipped surrogate, summed over response tokens.
-
-    Args:
-        ratio_errors: each batch's largest |ratio - 1| is appended.
-    """
-
-    def loss_fn(batch: RolloutBatch) -> LossSum:
-        output = policy(batch=batch.ragged, temperature=config.temperature, entropy=True)
-        tokens = (output.log_probs, batch.log_probs, batch.advantages)
-        assert output.entropy is not None
-        cost = clipped_policy_loss(*tokens, clip_range=config.clip_range)
-        if batch.weights is not None:
-            cost = cost * batch.weights
-        change = (output.log_probs - batch.log_probs).detach()
-        clipped = clipped_tokens(*tokens, clip_range=config.clip_range)
-        ratio_errors.append((change.exp() - 1).abs().max())
-        metrics = {
-            "policy_loss": cost.detach().sum(),
-            "approx_kl": (change**2).sum() / 2,
-            "clip_fraction": clipped.float().sum(),
-            "entropy": output.entropy.sum(),
-        }
-        return LossSum(cost.sum(), metrics)
-
-    return loss_fn
-
-
-def value_loss_fn(value_model: ScoringModel, config: PPOConfig) -> LossFn:
-    """Loss function of the value model: the clipped squared error, summed over response tokens."""
-
-    def loss_fn(batch: RolloutBatch) -> LossSum:
-        values = values_before_targets(value_model, batch.ragged)
-        cost = clipped_value_loss(values, batch.values, batch.returns, clip_range=config.value_clip_range)
-        return LossSum(cost.sum(), {})
-
-    return loss_fn

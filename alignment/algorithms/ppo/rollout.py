@@ -22,17 +22,27 @@ from alignment.training.speed import PhaseClock
 
 
 @dataclass(frozen=True)
+class Baseline:
+    """The scores of the greedy response to each row's prompt and whether it ended by itself, as in `Rollout`, [B] each."""
+
+    scores: Tensor
+    ended: Tensor
+    shaped_scores: Tensor | None = None
+
+
+@dataclass(frozen=True)
 class Rollout:
     """B sampled responses of at most R tokens; tensors per token are [B, R], zero where `mask` is False.
 
     Attributes:
         prompts, responses: token ids.
-        numbers: global number of each row over the whole run; fixes its draws.
+        numbers: global number of each row over the whole run; fixes its draws. Responses to one prompt are adjacent rows
+            of one rank.
         mask: True at each response token.
         log_probs: of the policy before its updates, per token, as training computes them; the ratio's denominator.
         sampled_log_probs: of the distribution that each token was drawn from, as the sampler computed them.
         reference_log_probs: of the reference, same tokens and temperature.
-        values: the value model's estimate before each token.
+        values: the value model's estimate before each token; None without a value model.
         scores: of whole responses, neither normalized nor clipped, [B]; of several rewards the sum of weight * part.
         ended: True where the response stopped by itself, [B].
         seconds: time it took to collect.
@@ -40,7 +50,7 @@ class Rollout:
         share_prompts: whether a prompt with several responses is computed once for all of them.
         weights: importance weights of the tokens, factors of their policy loss, where the sampler's distribution differs
             from the policy's; None: all are 1.
-        baseline_scores: of the greedy response to each row's prompt, not normalized, [B]; with advantages=remax.
+        baseline: of the greedy responses, with advantages=remax.
         score_parts: number of each reward by its name, not weighed, [B]; not a number where it does not apply. Empty with
             a single reward model.
         shaped_scores: of several rewards, each normalized, clipped and weighed, [B]; None: `scores`, to be normalized.
@@ -54,14 +64,14 @@ class Rollout:
     log_probs: Tensor
     sampled_log_probs: Tensor
     reference_log_probs: Tensor
-    values: Tensor
+    values: Tensor | None
     scores: Tensor
     ended: Tensor
     seconds: float = 0.0
     phases: Mapping[str, float] = field(default_factory=dict)
     share_prompts: Sharing = False
     weights: Tensor | None = None
-    baseline_scores: Tensor | None = None
+    baseline: Baseline | None = None
     score_parts: dict[str, Tensor] = field(default_factory=dict)
     shaped_scores: Tensor | None = None
     rewards: Tensor | None = None
@@ -74,10 +84,11 @@ class RolloutBatch(RaggedBatch):
     """Some rows of a rollout for one forward: the ragged tokens and, the tensors above for each response token, [M]."""
 
     log_probs: Tensor
-    values: Tensor
+    values: Tensor | None
     advantages: Tensor
     returns: Tensor
     weights: Tensor | None = None
+    reference_log_probs: Tensor | None = None
 
 
 def ragged_of(
@@ -199,7 +210,7 @@ def ask_networks(state: PPOState, config: PPOConfig, samples: DrawnResponses) ->
         log_probs=rectangles["log_probs"],
         sampled_log_probs=to_rectangle(flat, mask),
         reference_log_probs=rectangles["reference_log_probs"],
-        values=rectangles["values"],
+        values=rectangles.get("values"),
         scores=scores.total.to(device),
         score_parts={name: part.to(device) for name, part in scores.parts.items()},
         shaped_scores=None if scores.shaped is None else scores.shaped.to(device),
@@ -221,16 +232,24 @@ def network_rectangles(
         batch = ragged_of(
             [prompts[i] for i in rows], [responses[i] for i in rows], [samples.numbers[i] for i in rows], share_prompts
         ).to(device)
-        flat = {
-            "log_probs": state.policy.model(batch=batch, temperature=temperature).log_probs,
-            "reference_log_probs": state.reference(batch=batch, temperature=temperature).log_probs,
-            "values": values_before_targets(state.value.model, batch),
-        }
+        flat = log_probs_and_values(state, batch, temperature)
+        flat["reference_log_probs"] = state.reference(batch=batch, temperature=temperature).log_probs
         index = torch.tensor(rows, device=device)
         for name, values in flat.items():
             rectangle = rectangles.setdefault(name, torch.zeros(mask.shape, device=device))
             rectangle[index] = to_rectangle(values.float(), mask[index])
     return rectangles
+
+
+def log_probs_and_values(state: PPOState, batch: Ragged, temperature: float) -> dict[str, Tensor]:
+    """Log-probabilities of the response tokens and, with a value model, the values before them, [M]."""
+    if state.shared_value:
+        output = state.policy.model(batch=batch, temperature=temperature, values=True)
+        return {"log_probs": output.log_probs, "values": output.values}
+    flat = {"log_probs": state.policy.model(batch=batch, temperature=temperature).log_probs}
+    if state.value is not None:
+        flat["values"] = values_before_targets(state.value.model, batch)
+    return flat
 
 
 def correction_weights(rollout: Rollout, config: PPOConfig) -> Tensor | None:
@@ -289,10 +308,11 @@ def rollout_batches(rollout: Rollout, rows: Sequence[int], micro_batch_tokens: i
             [rollout.numbers[i] for i in members],
             rollout.share_prompts,
         )
-        rectangles = (rollout.log_probs, rollout.values, rollout.advantages, rollout.returns)
-        weights = None if rollout.weights is None else rollout.weights[members][mask]
-        flat = (rectangle[members][mask] for rectangle in rectangles)
-        batches.append(RolloutBatch(ragged.to(mask.device), *flat, weights=weights))
+        flat = [rectangle[members][mask] for rectangle in (rollout.log_probs, rollout.advantages, rollout.returns)]
+        others = (rollout.values, rollout.weights, rollout.reference_log_probs)
+        values, weights, reference = (None if other is None else other[members][mask] for other in others)
+        batch = RolloutBatch(ragged.to(mask.device), flat[0], values, *flat[1:])
+        batches.append(replace(batch, weights=weights, reference_log_probs=reference))
     return batches
 
 

@@ -24,6 +24,7 @@ from alignment.errors import UserError
 from alignment.loading import describe_stop_tokens, find_directory, load_tokenizer, same_vocabulary
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.shared_weights import SharedWeights, refuse_trained
+from alignment.models.value_head import attach_value_head
 from alignment.ragged import Batch, Sharing
 from alignment.reward_model.calibration import read_calibration
 from alignment.rewards.build import prepare_rewards
@@ -43,12 +44,12 @@ LOGGED_KEYS = {  # of every PPO run's log; a metric of the config may not have o
     "advantage_mean", "advantage_std", "approx_kl", "clip_fraction", "distinct_share", "empty_share", "ended_share",
     "entropy", "explained_variance", "first_ratio_error", "grad_norm", "held_out_kl", "held_out_score",
     "held_out_win_rate", "importance_clipped_share", "importance_weight_max", "importance_weight_mean", "kl",
-    "kl_coef", "kl_k2", "kl_k3", "learning_rate", "loss", "mfu", "mfu_forward", "mfu_policy", "mfu_sampling",
+    "kl_coef", "kl_k2", "kl_k3", "kl_loss", "learning_rate", "loss", "mfu", "mfu_forward", "mfu_policy", "mfu_sampling",
     "mfu_value", "policy_loss", "pretrain_loss", "repetition", "response_tokens", "response_tokens_max",
     "response_tokens_min", "response_tokens_std", "return_mean", "return_std", "sampling_error", "sampling_kl",
     "score", "score_std", "seconds_forward", "seconds_held_out", "seconds_policy", "seconds_rollout",
     "seconds_sampling", "seconds_scoring", "seconds_update", "seconds_value", "step", "tokens", "tokens_per_second",
-    "value_grad_norm", "value_loss", "value_mean",
+    "updates", "value_grad_norm", "value_loss", "value_mean",
 }  # fmt: skip
 
 MetricFn = Callable[[Sequence[str], Sequence[str]], Sequence[float]]  # prompts, responses -> one number for each
@@ -110,7 +111,7 @@ class PPOState(SamplingState):
     """Everything that an iteration reads and changes.
 
     Attributes:
-        value: the engine of the value model.
+        value: the engine of the value model; None with a value head on the policy's trunk, or without one.
         reference: log-probabilities without gradients.
         kl: the controller of the KL penalty, its coefficient as `.coef`.
         normalizer: gives the scores mean 0 and deviation 1.
@@ -118,9 +119,10 @@ class PPOState(SamplingState):
         num_updates: minibatch updates taken so far.
         alarms: of collapse, over the metrics of the run.
         ahead: responses that are sampled one iteration ahead (`rollouts_behind`); None: each iteration samples its own.
+        shared_value: whether the policy has a value head on its trunk.
     """
 
-    value: Engine
+    value: Engine | None
     reference: LogProbModel
     kl: AdaptiveKL | FixedKL
     normalizer: ScoreNormalizer = field(default_factory=ScoreNormalizer)
@@ -128,11 +130,17 @@ class PPOState(SamplingState):
     num_updates: int = 0
     alarms: Alarms = field(default_factory=Alarms)
     ahead: SampledAhead | None = None
+    shared_value: bool = False
 
     @property
     def engines(self) -> list[Engine]:
         """The engines of policy and value model."""
-        return [self.policy, self.value]
+        return list(self.by_role.values())
+
+    @property
+    def by_role(self) -> dict[str, Engine]:
+        """The engines by the names of their checkpoints."""
+        return {"policy": self.policy} if self.value is None else {"policy": self.policy, "value": self.value}
 
 
 def read_data(config: PPOConfig, run: Run) -> PPOData:
@@ -156,7 +164,7 @@ def read_data(config: PPOConfig, run: Run) -> PPOData:
 
 
 def build_state(config: PPOConfig, data: PPOData) -> PPOState:
-    """Load the four networks, make engines of the two that train, and start the controllers.
+    """Load the networks, make engines of the two that train, and start the controllers.
 
     Raises:
         UserError: an unknown metric, before any network is loaded; bad checkpoints; prompts that do not fit a network.
@@ -171,12 +179,13 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
     judges = load_judges(config, data.prompts.rows, data.tokenizer, bases, policy.process_group.device)
     reference = reference_of(start, config.reference, policy, bases=bases)
     roles = [
-        Role("policy", policy.backend.unwrapped, policy), Role("value model", value.backend.unwrapped, value),
+        Role("policy", policy.backend.unwrapped, policy),
+        *([] if value is None else [Role("value model", value.backend.unwrapped, value)]),
         *[Role(f"reward model{f' {name}' if config.rewards else ''}", judge.model) for name, judge in judges.items()],
         reference.role,
     ]  # fmt: skip
     refuse_trained({role.name: role.model for role in roles if role.model is not None})
-    networks = [policy.backend.unwrapped, value.backend.unwrapped, reference.model]
+    networks = [policy.backend.unwrapped, None if value is None else value.backend.unwrapped, reference.model]
     # Nobody is told where prompts are not shared: few rollouts have several responses to one.
     share_prompts = prompt_sharing(networks, wanted=config.training.share_prompts, note=lambda line: None)
     return PPOState(
@@ -198,6 +207,7 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
         metrics=metrics,
         share_prompts=share_prompts,
         ahead=SampledAhead(data.prompts_of) if config.rollouts_behind else None,
+        shared_value=config.shares_trunk,
     )
 
 
@@ -227,19 +237,23 @@ def load_metrics(names: Sequence[str], taken: Set[str] = frozenset(LOGGED_KEYS))
     return found
 
 
-def build_engines(config: PPOConfig, data: PPOData, bases: SharedWeights) -> tuple[Engine, Engine, Policy]:
-    """The engines of policy and value model, and the policy as it was loaded."""
+def build_engines(config: PPOConfig, data: PPOData, bases: SharedWeights) -> tuple[Engine, Engine | None, Policy]:
+    """The engines of policy and value model (None without a network of its own), and the policy as it was loaded."""
     training = config.training
-    total = data.iterations * config.epochs * config.minibatches
+    per_iteration = config.epochs * config.minibatches
     start = load_policy(config.policy, config.adapter, data.tokenizer, config.output, bases=bases)
-    value_start = start_value_model(config, data.tokenizer, bases)
-    for model in (start.model, value_start.model):
+    value_start = start_value_model(config, data.tokenizer, bases) if config.has_own_value_model else None
+    for model in [start.model] if value_start is None else [start.model, value_start.model]:
         check_rows(model, data.prompts.rows, config.data.max_length, config.max_new_tokens)
     if data.texts is not None and config.pretrain is not None:
         check_rows(start.model, data.texts.rows, config.pretrain.max_length)
+    if config.shares_trunk:
+        attach_value_head(start.model)
     # Without dropout, or the first ratio would not be 1.
-    policy = Engine(start.model.eval(), config.optim, training, total_steps=total)
-    value = Engine(value_start.model.eval(), config.value_optim or config.optim, training, total_steps=total)
+    learns = max(1, data.iterations - config.value_warmup_steps)
+    policy = Engine(start.model.eval(), config.optim, training, total_steps=learns * per_iteration)
+    optim, total = config.value_optim or config.optim, data.iterations * per_iteration
+    value = None if value_start is None else Engine(value_start.model.eval(), optim, training, total_steps=total)
     require_prompts(training, policy.process_group)
     return policy, value, start
 
@@ -280,9 +294,8 @@ def start_value_model(config: PPOConfig, tokenizer: Tokenizer, bases: SharedWeig
 
 def load_ppo_state(state: PPOState, config: PPOConfig, run: Run) -> int:
     """Put back the newest checkpoint's state, if there is one; return the number of iterations done."""
-    engines = {"policy": state.policy, "value": state.value}
-    saved = load_run_state(run, engines, config.training)
-    note_endless_warmup(run, engines)
+    saved = load_run_state(run, state.by_role, config.training)
+    note_endless_warmup(run, state.by_role)
     if saved is None:
         return 0
     state.num_updates = saved["num_updates"]
@@ -304,7 +317,7 @@ def save_ppo_state(state: PPOState, config: PPOConfig, run: Run, step: int) -> N
         saved["ahead"] = state.ahead.state(state.process_group)
     if isinstance(state.score, Rewards):
         saved["rewards"] = state.score.state()
-    save_run_state(run, {"policy": state.policy, "value": state.value}, config.training, step, saved)
+    save_run_state(run, state.by_role, config.training, step, saved)
 
 
 def local_texts(texts: RowOrder, engine: Engine, micro_batch_tokens: int, update: int) -> list[Batch]:

@@ -4,12 +4,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 Advantages = Literal["gae", "rloo", "grpo", "dr_grpo", "reinforce++", "remax"]
-AVAILABLE = {
-    "advantages": ("gae",), "kl_in": ("reward",), "kl_estimator": ("k1",), "clip_range_high": (None,),
-    "dual_clip": (None,), "ratio": ("token",), "loss_normalization": ("token_mean",), "entropy_coef": (0,),
-    "target_kl": (None,), "whiten_rewards": (False,), "whiten_advantages": (None,),
-    "value_model": ("reward_model", "policy"), "value_warmup_steps": (0,),
-}  # fmt: skip
 GROUPED = ("rloo", "grpo", "dr_grpo")  # compare the responses to one prompt with each other
 
 
@@ -73,6 +67,16 @@ class UpdateSettings:
         return self.advantages == "gae"
 
     @property
+    def shares_trunk(self) -> bool:
+        """Whether the value model is a head on the policy's trunk."""
+        return self.has_value_model and self.value_model == "shared"
+
+    @property
+    def has_own_value_model(self) -> bool:
+        """Whether the value model is a network of its own."""
+        return self.has_value_model and not self.shares_trunk
+
+    @property
     def whitens_advantages(self) -> bool:
         """`whiten_advantages`, with None as the method has it."""
         return self.advantages in ("gae", "reinforce++") if self.whiten_advantages is None else self.whiten_advantages
@@ -115,11 +119,6 @@ def check_update(config: UpdateSettings, responses_per_prompt: int) -> None:
             "out, or take advantages=grpo"
         )
     _check_value_model(config)
-    if responses_per_prompt > 1:
-        raise ValueError("responses_per_prompt above 1 is not available yet; leave it out")
-    for name, known in AVAILABLE.items():
-        if (value := getattr(config, name)) not in known:
-            raise ValueError(f"{name}={value} is not available yet; leave it out")
 
 
 def _check_value_model(config: UpdateSettings) -> None:

@@ -1,0 +1,167 @@
+"""The loss functions of PPO's updates: sums over a micro-batch, which the engine divides by the weight of the minibatch."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol, TypedDict
+
+import torch
+from torch import Tensor
+
+from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo.rollout import RolloutBatch
+from alignment.losses.policy import (
+    clipped_policy_loss,
+    clipped_tokens,
+    clipped_value_loss,
+    kl_estimates,
+    sequence_log_ratios,
+)
+from alignment.models.classifiers import values_before_targets
+from alignment.models.outputs import LanguageOutput
+from alignment.models.protocols import GenerativeModel, ScoringModel
+from alignment.ragged import Ragged
+from alignment.training import LossFn, LossSum
+
+
+def policy_loss_fn(
+    policy: GenerativeModel, config: PPOConfig, ratio_errors: list[Tensor], *, kl_coef: float = 0.0
+) -> LossFn:
+    """Loss function of the policy: the clipped surrogate, with KL penalty and entropy bonus where the config has them.
+
+    Args:
+        ratio_errors: each batch's largest |ratio - 1| is appended.
+        kl_coef: weight of the KL penalty, read where it stands in the loss.
+    """
+
+    def loss_fn(batch: RolloutBatch) -> LossSum:
+        output = policy(batch=batch.ragged, temperature=config.temperature, entropy=True)
+        cost, metrics = policy_cost(output, batch, config, kl_coef)
+        ratio_errors.append(largest_ratio_error(output, batch))
+        return loss_sum(cost, metrics, batch, config)
+
+    return loss_fn
+
+
+class PolicyWithValues(Protocol):
+    """A policy with a value head on its trunk."""
+
+    def __call__(
+        self, *, batch: Ragged, temperature: float = 1.0, entropy: bool = False, values: bool = False
+    ) -> LanguageOutput: ...
+
+
+def policy_and_value_loss_fn(
+    policy: PolicyWithValues, config: PPOConfig, ratio_errors: list[Tensor], *, kl_coef: float = 0.0
+) -> LossFn:
+    """Loss function of a policy with a value head on its trunk: policy loss + value_coef * value loss, from one forward."""
+
+    def loss_fn(batch: RolloutBatch) -> LossSum:
+        output = policy(batch=batch.ragged, temperature=config.temperature, entropy=True, values=True)
+        cost, metrics = policy_cost(output, batch, config, kl_coef)
+        ratio_errors.append(largest_ratio_error(output, batch))
+        assert output.values is not None
+        value_costs = value_cost(output.values, batch, config)
+        metrics["value_loss"] = value_costs.detach()
+        return loss_sum(cost + config.value_coef * value_costs, metrics, batch, config)
+
+    return loss_fn
+
+
+def value_loss_fn(value_model: ScoringModel, config: PPOConfig) -> LossFn:
+    """Loss function of the value model: the clipped squared error, summed over response tokens."""
+
+    def loss_fn(batch: RolloutBatch) -> LossSum:
+        values = values_before_targets(value_model, batch.ragged)
+        return loss_sum(value_cost(values, batch, config), {}, batch, config)
+
+    return loss_fn
+
+
+def policy_cost(
+    output: LanguageOutput, batch: RolloutBatch, config: PPOConfig, kl_coef: float
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Cost of each response token, and what is logged of it, [M] each.
+
+    cost = weight * (surrogate + kl_coef * KL) - entropy_coef * entropy
+
+    Args:
+        output: of the policy now, for the batch.
+        kl_coef: read with kl_in=loss.
+    """
+    assert output.entropy is not None
+    change = output.log_probs - batch.log_probs
+    tokens = (output.log_probs, batch.log_probs, batch.advantages)
+    if config.ratio == "sequence":
+        log_ratios = sequence_log_ratios(change, batch.ragged.target_rows, tokens_of_each(batch))
+        tokens = (log_ratios, torch.zeros_like(log_ratios), batch.advantages)
+    surrogate = clipped_policy_loss(*tokens, **clipping(config))
+    weights = 1.0 if batch.weights is None else batch.weights
+    cost = surrogate if batch.weights is None else surrogate * weights
+    metrics = {
+        "policy_loss": cost.detach(),
+        "approx_kl": change.detach() ** 2 / 2,
+        "clip_fraction": clipped_tokens(*tokens, **clipping(config)).float(),
+        "entropy": output.entropy.detach(),
+    }
+    if config.kl_in == "loss":
+        assert batch.reference_log_probs is not None
+        kl = kl_estimates(output.log_probs, batch.reference_log_probs)[config.kl_estimator]
+        metrics["kl_loss"] = kl.detach()
+        cost = cost + kl_coef * weights * kl
+    if config.entropy_coef > 0:
+        cost = cost - config.entropy_coef * output.entropy
+    return cost, metrics
+
+
+class Clipping(TypedDict):
+    """The settings of `clipped_policy_loss`."""
+
+    clip_range: float
+    clip_range_high: float | None
+    dual_clip: float | None
+
+
+def clipping(config: PPOConfig) -> Clipping:
+    """The settings of `clipped_policy_loss` in a config."""
+    return Clipping(clip_range=config.clip_range, clip_range_high=config.clip_range_high, dual_clip=config.dual_clip)
+
+
+def value_cost(values: Tensor, batch: RolloutBatch, config: PPOConfig) -> Tensor:
+    """Clipped squared error of the value before each response token, [M]."""
+    assert batch.values is not None
+    return clipped_value_loss(values, batch.values, batch.returns, clip_range=config.value_clip_range)
+
+
+def largest_ratio_error(output: LanguageOutput, batch: RolloutBatch) -> Tensor:
+    """Largest |ratio - 1| of a token; rounding alone before the first update."""
+    return ((output.log_probs - batch.log_probs).detach().exp() - 1).abs().max()
+
+
+def loss_sum(cost: Tensor, metrics: dict[str, Tensor], batch: RolloutBatch, config: PPOConfig) -> LossSum:
+    """Sums of cost and metrics, [M] each, over a micro-batch, for division by the sum of its `weighed` weights.
+
+    Losses are divided as `loss_normalization` says; all other metrics are means over response tokens.
+    """
+    if config.loss_normalization == "token_mean":
+        return LossSum(cost.sum(), {name: value.sum() for name, value in metrics.items()})
+    share = 1 / tokens_of_each(batch)[batch.ragged.target_rows] if config.loss_normalization == "sequence_mean" else 1.0
+    losses = {name: (value * share).sum() for name, value in metrics.items() if name.endswith("_loss")}
+    tokens = torch.full((), float(len(cost)), device=cost.device)
+    means = {name: (value.sum(), tokens) for name, value in metrics.items() if name not in losses}
+    return LossSum((cost * share).sum(), losses, means)
+
+
+def weighed(batches: Sequence[RolloutBatch], config: PPOConfig) -> list[RolloutBatch]:
+    """Micro-batches with the weights that `loss_normalization` asks for; token_mean is what they have already."""
+    if config.loss_normalization == "token_mean":
+        return list(batches)
+    longest = config.max_new_tokens if config.loss_normalization == "constant" else 1
+    return [
+        replace(batch, ragged=replace(batch.ragged, weight=float(len(batch.ragged.lengths) * longest)))
+        for batch in batches
+    ]
+
+
+def tokens_of_each(batch: RolloutBatch) -> Tensor:
+    """Tokens of each response, [B]."""
+    return torch.bincount(batch.ragged.target_rows, minlength=len(batch.ragged.lengths))
