@@ -1,0 +1,278 @@
+"""PPO's options and its kin as they run: other advantages, KL in the loss, a shared value head, a KL stop, a warm-up."""
+
+import sys
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment.adapters import LoRASpec
+from alignment.algorithms.ppo import iterate
+from alignment.algorithms.ppo import ppo as ppo_module
+from alignment.algorithms.ppo.advantages import add_advantages
+from alignment.algorithms.ppo.controllers import ScoreNormalizer
+from alignment.algorithms.ppo.loss_functions import policy_loss_fn
+from alignment.algorithms.ppo.ppo import PPOConfig, update_policy_and_value
+from alignment.algorithms.ppo.rollout import Baseline, Rollout, RolloutBatch, ragged_of
+from alignment.algorithms.ppo.setup import LOGGED_KEYS, build_state, read_data
+from alignment.data.config import DataConfig
+from alignment.generation import SamplingConfig, decode_responses
+from alignment.loading import load_model
+from alignment.models.outputs import LanguageOutput
+from alignment.training import OptimConfig, Run, TrainingConfig
+
+GRPO = {"kl_in": "loss", "kl_estimator": "k3", "loss_normalization": "sequence_mean", "responses_per_prompt": 2}
+VARIANTS = {
+    "rloo": {"advantages": "rloo", "responses_per_prompt": 2},
+    "grpo": {"advantages": "grpo", **GRPO},
+    "dr_grpo": {"advantages": "dr_grpo", **GRPO, "loss_normalization": "constant", "clip_range_high": 0.28},
+    "reinforce++": {"advantages": "reinforce++"},
+    "remax": {"advantages": "remax", "responses_per_prompt": 2},
+    "gspo": {"advantages": "grpo", **GRPO, "ratio": "sequence", "clip_range": 3e-4, "clip_range_high": 4e-4},
+    "shared": {"value_model": "shared", "dual_clip": 3.0, "entropy_coef": 0.01, "whiten_rewards": True},
+}
+# Adam whose eps dwarfs every gradient divides by a constant: plain gradient descent.
+PLAIN_DESCENT = OptimConfig(learning_rate=1e4, betas=(0.0, 0.0), eps=1e6, schedule="constant", max_grad_norm=0)
+
+
+@pytest.fixture
+def ppo(stage, make_stage, tmp_path):
+    """`ppo(output, **config changes)` -> its run function and config, from the SFT policy and the reward model."""
+
+    def make(output="ppo", **changes):
+        policy, reward_model = (str(stage(name) / "model") for name in ("sft", "reward"))
+        return make_stage("ppo", policy, tmp_path / output, reward_model=reward_model, **changes)
+
+    return make
+
+
+@pytest.fixture
+def state_of():
+    """State and first prompts of a config, built as a run builds them."""
+
+    def build(config):
+        with Run(config.output, {}, stage="ppo") as directory:
+            data = read_data(config, directory)
+            return build_state(config, data), data.prompts.rows_at(0)
+
+    return build
+
+
+def weights_of(engine):
+    return torch.cat([parameter.detach().flatten().clone() for parameter in engine.backend.unwrapped.parameters()])
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_each_of_the_kin_runs_learns_and_goes_on_from_its_checkpoint(ppo, read_metrics, tmp_path, monkeypatch, variant):
+    """First ratio 1, its own metrics and no others, a policy that loads; a resumed run ends in the same weights."""
+    training = TrainingConfig(batch_size=4, max_steps=2, save_every_steps=1)
+    settings = {"max_new_tokens": 5, "epochs": 2, "minibatches": 2, "training": training, **VARIANTS[variant]}
+    run, config = ppo("whole", **settings)
+    model = run(config)
+    lines = read_metrics(tmp_path / "whole")
+    assert len(lines) == 2 and all(line["first_ratio_error"] <= 1e-5 for line in lines)
+    for line in lines:
+        assert set(line) - {"time"} <= LOGGED_KEYS
+        assert ("explained_variance" in line) == ("value_loss" in line) == (variant == "shared")
+        assert ("kl_loss" in line) == (config.kl_in == "loss") and "updates" not in line
+        assert "value_grad_norm" not in line
+    assert not any("value_head" in name for name in load_model(str(model)).state_dict())
+    run, config = ppo("cut", **settings)
+    with monkeypatch.context() as patch:
+        patch.setattr(ppo_module, "iterate", lambda *args: iterate(*args) if args[3] == 0 else sys.exit())
+        with pytest.raises(SystemExit):
+            run(config)
+    state_dict = load_model(str(run(config))).state_dict()
+    for name, value in load_model(str(model)).state_dict().items():
+        assert torch.equal(value, state_dict[name]), name
+
+
+@pytest.mark.parametrize("variant", ["dr_grpo", "gspo", "shared"])
+def test_h12_micro_batches_change_no_update_of_the_kin(ppo, state_of, variant):
+    def step(name, micro_batch_tokens):
+        training = TrainingConfig(batch_size=6, max_steps=1, micro_batch_tokens=micro_batch_tokens)
+        _, config = ppo(
+            name, training=training, optim=PLAIN_DESCENT, normalize_scores=False, max_new_tokens=5,
+            **{**VARIANTS[variant], "clip_range": 0.2, "clip_range_high": 0.3},
+        )  # fmt: skip
+        state, prompts = state_of(config)
+        before = weights_of(state.policy)
+        metrics, _ = iterate(state, config, prompts, 0)
+        return weights_of(state.policy) - before, metrics
+
+    whole, metrics = step("whole", 10**6)
+    single, others = step("single", 1)
+    assert whole.norm() > 1e-3 and (whole - single).norm() <= 5e-5 * whole.norm()
+    assert others == pytest.approx(metrics, rel=1e-3, abs=1e-5)
+
+
+def test_the_value_head_is_of_the_trunk_and_its_loss_joins_the_policy_s(ppo, state_of):
+    """step(policy + c * value) = step(policy) + c * step(value) on the trunk; one forward gives both networks' numbers."""
+
+    def step(coef, advantages=True):
+        _, config = ppo(
+            f"{coef}{advantages}", value_model="shared", value_coef=coef, optim=PLAIN_DESCENT, epochs=1, minibatches=1,
+            max_new_tokens=5, normalize_scores=False,
+        )  # fmt: skip
+        state, prompts = state_of(config)
+        head = state.policy.backend.unwrapped.value_head.weight
+        assert state.value is None and (head == 0).all()
+        torch.nn.init.constant_(head, 0.1)
+        _, rollout = iterate(state_of(config)[0], config, prompts, 0)
+        if not advantages:
+            rollout.advantages.zero_()
+        before = weights_of(state.policy)
+        metrics = update_policy_and_value(state, config, rollout, 0)
+        return weights_of(state.policy) - before, metrics
+
+    small, _ = step(1e-9)
+    value, _ = step(1.0, advantages=False)
+    both, metrics = step(0.5)
+    assert min(small.norm(), value.norm()) > 1e-3
+    assert (both - (small + 0.5 * value)).norm() <= 1e-3 * both.norm()
+    assert metrics["loss"] == pytest.approx(metrics["policy_loss"] + 0.5 * metrics["value_loss"], abs=1e-5)
+
+
+def test_the_value_head_is_trained_under_an_adapter_and_kept_in_checkpoints(ppo, read_metrics, tmp_path):
+    training = TrainingConfig(batch_size=4, max_steps=2, save_every_steps=1)
+    run, config = ppo(value_model="shared", adapter=LoRASpec(rank=2), training=training, max_new_tokens=5)
+    run(config)
+    first, second = read_metrics(tmp_path / "ppo")
+    assert first["value_loss"] != second["value_loss"] and first["first_ratio_error"] <= 1e-5
+
+
+def test_the_updates_stop_where_the_policy_has_moved_too_far(ppo, state_of):
+    """The first update always stands at approx_kl 0, so the second is the first that can end the passes."""
+    found = {}
+    for target in (None, 1e-12, 1e3):
+        _, config = ppo(f"{target}", target_kl=target, epochs=3, minibatches=2, max_new_tokens=5)
+        state, prompts = state_of(config)
+        found[target] = iterate(state, config, prompts, 0)[0], state.num_updates, state.policy.step, state.value.step
+    assert [count for _, *count in found.values()] == [[6, 6, 6], [2, 2, 2], [6, 6, 6]]
+    assert "updates" not in found[None][0] and (found[1e-12][0]["updates"], found[1e3][0]["updates"]) == (2, 6)
+
+
+def test_the_value_model_warms_up_alone(ppo, read_metrics, tmp_path, stage):
+    training = TrainingConfig(batch_size=4, max_steps=3)
+    run, config = ppo(
+        value_warmup_steps=2,
+        training=training,
+        max_new_tokens=5,
+        optim=OptimConfig(learning_rate=1e-2, schedule="linear"),
+    )
+    model = run(config)
+    lines = read_metrics(tmp_path / "ppo")
+    assert ["policy_loss" in line for line in lines] == [False, False, True] and all(
+        "value_loss" in line for line in lines
+    )
+    assert abs(lines[1]["kl"]) < 1e-4 and lines[2]["first_ratio_error"] <= 1e-5
+    # four updates of the policy on a schedule of four: their mean rate is 5/8 of the peak
+    assert lines[2]["learning_rate"] == pytest.approx(1e-2 * 0.625, rel=0.3)
+    assert model.exists()
+
+
+def test_the_baseline_is_the_score_of_the_greedy_response(ppo, state_of):
+    training = TrainingConfig(batch_size=4, max_steps=1)
+    _, config = ppo(advantages="remax", responses_per_prompt=3, max_new_tokens=5, training=training)
+    state, prompts = state_of(config)
+    greedy = decode_responses(
+        state.policy.backend.unwrapped, [list(prompt.ids) for prompt in prompts], SamplingConfig(5, 0.0), state.stop_ids
+    )
+    scores = state.score(prompts, greedy.token_ids, greedy.ended)
+    _, rollout = iterate(state, config, prompts, 0)
+    assert_close(rollout.baseline.scores, scores.repeat_interleave(3))
+    assert rollout.baseline.ended.tolist() == [end for end in greedy.ended for _ in range(3)]
+    assert len(rollout.responses) == 12 and rollout.prompts[0] == rollout.prompts[2] != rollout.prompts[3]
+    assert rollout.numbers == list(range(12))
+
+
+# --- advantages and losses of a rollout worked by hand ---
+
+
+def config_of(**settings):
+    return PPOConfig(policy="p", reward_model="r", data=DataConfig(train="t"), output="o", **settings)
+
+
+def rollout_of(**settings):
+    """Two responses to each of two prompts, of 2, 1, 1 and 2 tokens, all a log-ratio of 0.5 away from the reference."""
+    mask = torch.tensor([[True, True], [True, False], [True, False], [True, True]])
+    log_probs = torch.where(mask, -1.0, 0.0)
+    return Rollout(
+        prompts=[[1], [1], [2], [2]], responses=[[6, 2], [7], [8], [7, 2]], numbers=[0, 1, 2, 3], mask=mask,
+        log_probs=log_probs, sampled_log_probs=log_probs, reference_log_probs=log_probs - 0.5 * mask, values=None,
+        scores=torch.tensor([3.0, 1.0, -2.0, 4.0]), ended=torch.tensor([True, False, True, True]), **settings,
+    )  # fmt: skip
+
+
+def advantages_of(rollout, **settings):
+    config = config_of(**{"missing_end_penalty": 0.5, "responses_per_prompt": 2, **settings})
+    return add_advantages(rollout, config, ScoreNormalizer(enabled=False), 0.2, lambda total: total)
+
+
+def test_leave_one_out_has_the_penalty_of_whole_responses():
+    """Rewards 3 - 0.2, 1 - 0.5 - 0.1, -2 - 0.1, 4 - 0.2: each less the other one's; all tokens of a response alike."""
+    found = advantages_of(rollout_of(), advantages="rloo")
+    assert_close(found.advantages, torch.tensor([[2.4, 2.4], [-2.4, 0.0], [-5.9, 0.0], [5.9, 5.9]]))
+    assert_close(found.returns, torch.tensor([[2.8, 2.9], [0.4, 0.0], [-2.1, 0.0], [3.8, 3.9]]))
+
+
+def test_grpo_leaves_the_penalty_to_the_loss():
+    settings = {"kl_in": "loss", "kl_estimator": "k3"}
+    found = advantages_of(rollout_of(), advantages="dr_grpo", **settings)
+    assert_close(found.advantages, torch.tensor([[1.25, 1.25], [-1.25, 0.0], [-3.0, 0.0], [3.0, 3.0]]))
+    scaled = advantages_of(rollout_of(), advantages="grpo", **settings)
+    assert_close(scaled.advantages.abs()[scaled.mask], torch.full((6,), 2**-0.5), atol=1e-4, rtol=0)
+
+
+def test_reinforce_plus_plus_whitens_returns_over_the_iteration():
+    found = advantages_of(rollout_of(), advantages="reinforce++")
+    returns = torch.tensor([2.8, 2.9, 0.4, -2.1, 3.8, 3.9])
+    wanted = (returns - returns.mean()) / returns.std(correction=0)
+    assert_close(found.advantages[found.mask], wanted)
+    plain = advantages_of(rollout_of(), advantages="reinforce++", whiten_advantages=False)
+    assert_close(plain.advantages[plain.mask], returns)
+
+
+def test_remax_subtracts_the_greedy_response_s_score_with_its_penalty():
+    baseline = Baseline(torch.tensor([1.0, 1.0, 2.0, 2.0]), torch.tensor([True, True, False, False]))
+    found = advantages_of(rollout_of(baseline=baseline), advantages="remax")
+    assert_close(found.advantages, torch.tensor([[1.8, 1.9], [-0.6, 0.0], [-3.6, 0.0], [2.3, 2.4]]))
+
+
+def loss_of(config, *, weights=None, kl_coef=0.0):
+    """Responses of 1 and 3 tokens: ratios 1.5 | 0.5, 1, 2; advantages 1 | -1, 1, 1."""
+    change = torch.tensor([1.5, 0.5, 1.0, 2.0]).log()
+    old, advantages = torch.full((4,), -1.0), torch.tensor([1.0, -1.0, 1.0, 1.0])
+    batch = RolloutBatch(
+        ragged_of([[1], [1]], [[2], [3, 4, 5]], [0, 1]), old, None, advantages, torch.zeros(4), weights,
+        reference_log_probs=old,
+    )  # fmt: skip
+    policy = lambda **_: LanguageOutput(old + change, torch.tensor([0.1, 0.2, 0.3, 0.4]))  # noqa: E731
+    return policy_loss_fn(policy, config, [], kl_coef=kl_coef)(batch)
+
+
+def test_the_three_normalizations_are_worked_by_hand():
+    """Costs -1.2 | 0.8, -1, -1.2: their sum, the sum of the responses' means, and the sum."""
+    for how, total in {"token_mean": -2.6, "sequence_mean": -1.2 - 1.4 / 3, "constant": -2.6}.items():
+        found = loss_of(config_of(loss_normalization=how))
+        assert found.total.item() == pytest.approx(total, abs=1e-6)
+        clipped = found.metrics.get("clip_fraction", found.means.get("clip_fraction", [None])[0])
+        assert clipped.item() == 3  # a count over tokens in every case
+        assert ("clip_fraction" in found.means) == (how != "token_mean")
+
+
+def test_weights_multiply_the_surrogate_and_the_penalty():
+    weights = torch.tensor([2.0, 0.5, 1.0, 0.0])
+    assert loss_of(config_of(), weights=weights).total.item() == pytest.approx(-2.4 + 0.4 - 1.0, abs=1e-6)
+    penalty = loss_of(config_of(kl_in="loss", kl_estimator="k2"), weights=weights, kl_coef=0.1).total.item()
+    squares = torch.tensor([1.5, 0.5, 1.0, 2.0]).log() ** 2 / 2
+    assert penalty == pytest.approx(-3.0 + 0.1 * (weights * squares).sum().item(), abs=1e-6)
+
+
+def test_the_entropy_is_taken_off_the_loss():
+    assert loss_of(config_of(entropy_coef=0.5)).total.item() == pytest.approx(-2.6 - 0.5, abs=1e-6)
+
+
+def test_the_sequence_ratio_is_clipped_as_one():
+    """The second response's ratio is 1: nothing of it is clipped; the first has one token, and its own ratio."""
+    assert loss_of(config_of(ratio="sequence")).total.item() == pytest.approx(-1.2 + 1.0 - 1.0 - 1.0, abs=1e-6)
