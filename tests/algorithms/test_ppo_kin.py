@@ -103,7 +103,9 @@ def test_h12_micro_batches_change_no_update_of_the_kin(ppo, state_of, variant):
     whole, metrics = step("whole", 10**6)
     single, others = step("single", 1)
     assert whole.norm() > 1e-3 and (whole - single).norm() <= 5e-5 * whole.norm()
-    assert others == pytest.approx(metrics, rel=1e-3, abs=1e-5)
+    assert others.keys() == metrics.keys()
+    for name in (name for name in metrics if not name.startswith("seconds")):
+        assert others[name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-5), name
 
 
 def test_the_value_head_is_of_the_trunk_and_its_loss_joins_the_policy_s(ppo, state_of):
