@@ -254,6 +254,33 @@ def generate(
 
 
 @app.command()
+def serve(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model or adapter directory, or Hub name.")],
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="0 takes a free one.")] = 8000,
+    allow_remote: Annotated[bool, typer.Option("--allow-remote", help="Let other machines reach it.")] = False,
+    api_key_env: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Environment variable with the key that clients must send.")
+    ] = None,
+    adapter: AdapterName = None,
+    dtype: Dtype = "auto",
+    quantize: Quantize = None,
+    chat_template: Annotated[str | None, typer.Option(help="Built-in chat template or a file.")] = None,
+    name: Annotated[str | None, typer.Option(help="The model's name in requests; MODEL by default.")] = None,
+    max_batch: Annotated[int, typer.Option(help="Responses decoded side by side.")] = 32,
+    max_tokens: Annotated[int, typer.Option(help="Longest chat response where a request names none.")] = 512,
+) -> None:
+    """Serve a model in OpenAI's protocol: /v1/chat/completions, /v1/completions, /v1/models, /health."""
+    from alignment.commands import serve as serving
+    from alignment.models.weights_config import WeightsConfig
+
+    serving.require_extra()
+    weights = WeightsConfig(dtype, quantize)
+    config = serving.ServeConfig(model, adapter, chat_template, weights, name, max_batch, max_tokens)
+    serving.serve_model(config, host, port, allow_remote=allow_remote, key_variable=api_key_env)
+
+
+@app.command()
 def export(
     model: ModelName,
     output: Annotated[str, typer.Option(help="Directory to write.")],

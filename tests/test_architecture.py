@@ -20,7 +20,7 @@ FLOORS = [  # a room may import rooms on lower floors only, never one beside it
     {"models", "data", "training", "config"},
     {"adapters", "generation", "hotel_world", "loading", "reward_model"},
     {"rewards"},
-    {"algorithms", "evaluation", "analysis"},
+    {"algorithms", "evaluation", "analysis", "serving"},
     {"planning"},
     {"pipeline", "commands"},
     {"cli"},

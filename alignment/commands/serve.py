@@ -1,0 +1,176 @@
+"""The command `alignment serve`: a model behind OpenAI's protocol, on the loopback interface unless told otherwise."""
+
+import ipaddress
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+from alignment.adapters import load_adapter
+from alignment.data.text.chat import stop_token_ids
+from alignment.data.tokenizers.load import check_vocabulary
+from alignment.errors import UserError
+from alignment.generation.engine import DecodingEngine
+from alignment.generation.text import read_prompts, start_token_of
+from alignment.loading import best_device, describe_stop_tokens, find_directory, load_model, load_tokenizer
+from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
+from alignment.serving.app import ServedModel, build_app
+from alignment.serving.model_thread import ModelThread
+
+KEPT_PROMPTS = 8  # whose keys and values are kept for equal prompts to come
+
+
+@dataclass(frozen=True)
+class ServeConfig:
+    """Settings of `alignment serve`.
+
+    Attributes:
+        model: directory or Hub name; also its name in requests, where `name` is None.
+        adapter: directory of an adapter for it.
+        chat_template: a built-in one's name or a Jinja file; None: the tokenizer's own.
+        weights: type that the model is held and computes in, and whether it is quantized.
+        name: of the model in requests.
+        max_batch: responses decoded side by side; further ones wait.
+        max_tokens: longest chat response where a request names none.
+    """
+
+    model: str
+    adapter: str | None = None
+    chat_template: str | None = None
+    weights: WeightsConfig = DEFAULT_WEIGHTS
+    name: str | None = None
+    max_batch: int = 32
+    max_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        for name in ("max_batch", "max_tokens"):
+            if getattr(self, name) < 1:
+                raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+
+
+def serve_model(
+    config: ServeConfig, host: str, port: int, *, allow_remote: bool = False, key_variable: str | None = None
+) -> None:
+    """Serve a model until a signal comes.
+
+    Args:
+        host: address to listen at.
+        port: 0 takes a free one, which is printed.
+        allow_remote: whether `host` may be an address that other machines reach.
+        key_variable: environment variable with the key that clients have to send as a bearer token; None: no key.
+
+    Raises:
+        UserError: starlette or uvicorn is missing, an address that other machines reach or that is in use, no key in the
+            environment, no such model.
+    """
+    require_extra()
+    key = read_key(key_variable)
+    remote = not is_loopback(host)
+    if remote and not allow_remote:
+        raise UserError(
+            f"--host {host}: other machines can reach it, and whoever does can use the model; add --allow-remote if that is "
+            "wanted (--api-key-env NAME asks for a key), or leave --host out"
+        )
+    import uvicorn
+
+    with listen(host, port) as listener, load_served(config) as (served, thread):
+        app = build_app(served, thread, key=key, remote=remote)
+        address = f"[{host}]" if ":" in host else host
+        print(
+            f"{served.name} is served at http://{address}:{listener.getsockname()[1]}/v1 in OpenAI's protocol",
+            file=sys.stderr,
+            flush=True,
+        )
+        settings = uvicorn.Config(
+            app, log_level="warning", lifespan="off", server_header=False, timeout_graceful_shutdown=5
+        )
+        uvicorn.Server(settings).run(sockets=[listener])
+
+
+@contextmanager
+def load_served(config: ServeConfig) -> Iterator[tuple[ServedModel, ModelThread]]:
+    """The model for the routes, and the thread that runs it.
+
+    Raises:
+        UserError: no such model, adapter or template.
+    """
+    # Two tokenizers: one encodes for the routes, one decodes in the model's thread; neither may be used by both at once.
+    tokenizer, decoding = (load_tokenizer(config.model, config.chat_template) for _ in range(2))
+    model = load_model(config.model, config.weights.dtype, best_device(), quantize=config.weights.quantize)
+    if config.adapter is not None:
+        model = load_adapter(model, find_directory(config.adapter)).eval()
+    check_vocabulary(tokenizer, model.spec.vocabulary)
+    start = start_token_of(model)
+    print(describe_stop_tokens(config.model, tokenizer), file=sys.stderr)
+    if tokenizer.chat_template is None and start is None:
+        print(
+            "the model has no chat template: it answers /v1/completions only (--chat-template sets one)",
+            file=sys.stderr,
+        )
+    served = ServedModel(
+        config.name or config.model,
+        tokenizer,
+        lambda prompt: read_prompts(tokenizer, [prompt], start)[0],
+        tuple(sorted(stop_token_ids(tokenizer))),
+        vocabulary=model.spec.vocabulary,
+        positions=model.spec.max_positions - model.virtual_tokens(),
+        reads_apart=start is not None,
+        max_tokens=config.max_tokens,
+    )
+
+    def make_engine() -> DecodingEngine:
+        return DecodingEngine(
+            model, max_rows=config.max_batch, start_token=start, tokenizer=decoding, kept_prompts=KEPT_PROMPTS
+        )
+
+    with ModelThread(make_engine) as thread:
+        yield served, thread
+
+
+def require_extra() -> None:
+    """Refuse to start without starlette and uvicorn.
+
+    Raises:
+        UserError: naming what is missing.
+    """
+    if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
+        raise UserError(f"alignment serve needs {' and '.join(missing)}: pip install 'alignment[serve]'")
+
+
+def read_key(variable: str | None) -> str | None:
+    """The key that clients have to send.
+
+    Raises:
+        UserError: the environment has no such variable.
+    """
+    if variable is None:
+        return None
+    if not (key := os.environ.get(variable)):
+        raise UserError(
+            f"--api-key-env {variable}: the environment has no such variable; set it, or leave the option out"
+        )
+    return key
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches an address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A socket that listens at an address.
+
+    Raises:
+        UserError: the port is in use or out of range, or the address is none of this machine's.
+    """
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise UserError(f"--host {host} --port {port}: {error}; --port 0 takes a free port") from error

@@ -1,0 +1,336 @@
+"""The HTTP routes of OpenAI's protocol over a `ModelThread`. Starlette (extra `serve`) is imported when an app is built."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.generation import SamplingConfig
+from alignment.generation.requests import DecodingRequest, TokenEvent
+from alignment.serving.model_thread import ModelThread, ServingError
+from alignment.serving.requests import BadRequest, Body, CompletionRequest, Encode, Kind, encode_prompts, read_request
+from alignment.serving.responses import JSON, Choice, Writer, body_of, error_body
+
+if TYPE_CHECKING:
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+MOST_BYTES = 16 * 2**20  # of a body: more text than any model's positions hold
+LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """What the routes know of the model.
+
+    Attributes:
+        name: in requests and answers.
+        tokenizer: for the texts of single tokens.
+        encode: ids of a text or of messages.
+        stop_ids: tokens that end a response.
+        vocabulary: rows of the token table.
+        positions: longest prompt and response together, tokens; of an encoder-decoder, longest response.
+        reads_apart: an encoder reads the prompts, so they take none of the positions.
+        max_tokens: longest chat response where a request names none.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    encode: Encode
+    stop_ids: tuple[int, ...]
+    vocabulary: int
+    positions: int
+    reads_apart: bool = False
+    max_tokens: int = 512
+
+
+def decoding_requests(served: ServedModel, asked: CompletionRequest) -> list[DecodingRequest]:
+    """The `n` requests for each prompt, in the order of the answer's choices.
+
+    With a seed, choice i has the random numbers of row i, as the i-th prompt of `generate` has.
+
+    Raises:
+        BadRequest: a prompt that cannot be read or, with the response, does not fit the model's positions.
+    """
+    if asked.kind == "chat" and served.reads_apart:
+        raise BadRequest(f"{served.name} is an encoder-decoder model, which has no chat; use /v1/completions")
+    prompts = encode_prompts(asked.prompts, served.encode, served.vocabulary)
+    seed = secrets.randbits(48) if asked.seed is None else asked.seed % 2**64
+    requests = []
+    for ids in prompts:
+        room = served.positions - (0 if served.reads_apart else len(ids))
+        default = min(served.max_tokens if asked.kind == "chat" else 16, room)  # 16 is OpenAI's
+        new_tokens = default if asked.max_tokens is None else asked.max_tokens
+        if room < max(new_tokens, 1):
+            raise BadRequest(
+                f"the prompt has {len(ids)} tokens and {max(new_tokens, 1)} may follow; the model has {served.positions} "
+                "positions: shorten the prompt or lower max_tokens",
+                "messages" if asked.kind == "chat" else "prompt",
+                code="context_length_exceeded",
+            )
+        sampling = SamplingConfig(max_new_tokens=new_tokens, seed=seed, **asked.sampling)
+        for _ in range(asked.n):
+            requests.append(
+                DecodingRequest(
+                    ids,
+                    sampling,
+                    row=len(requests),
+                    stop_ids=served.stop_ids,
+                    stop=asked.stop,
+                    alternatives=asked.alternatives or 0,
+                    log_probs="model",
+                )
+            )
+    return requests
+
+
+class Answer:
+    """The tokens of one client's requests as they arrive; closing it cancels what has not finished."""
+
+    def __init__(self, thread: ModelThread, requests: Sequence[DecodingRequest]):
+        self.choices = [Choice(index, len(request.prompt)) for index, request in enumerate(requests)]
+        self._thread, self._open = thread, len(requests)
+        self._arrived: asyncio.Queue[tuple[Choice, TokenEvent | ServingError]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+
+        def receiver(choice: Choice) -> Callable[[TokenEvent | ServingError], None]:
+            return lambda event: loop.call_soon_threadsafe(self._arrived.put_nowait, (choice, event)) and None
+
+        self._tickets = thread.submit(requests, [receiver(choice) for choice in self.choices])
+
+    async def events(self) -> AsyncIterator[tuple[Choice, TokenEvent]]:
+        """Each token with its choice, which already holds it.
+
+        Raises:
+            ServingError: the model could not answer.
+        """
+        while self._open:
+            choice, event = await self._arrived.get()
+            if isinstance(event, ServingError):
+                raise event
+            choice.events.append(event)
+            self._open -= event.finish is not None
+            yield choice, event
+
+    def close(self) -> None:
+        """Cancel what has not finished."""
+        if self._open:
+            self._thread.cancel(self._tickets)
+
+
+class Service:
+    """Answers requests; a method per route."""
+
+    def __init__(self, served: ServedModel, thread: ModelThread):
+        self._served, self._thread = served, thread
+        self._encoding = asyncio.Lock()  # the tokenizer holds state while it encodes
+
+    async def health(self, request: "Request") -> "ASGIApp":
+        """200 while requests are answered."""
+        if not self._thread.alive:
+            return json_response(error_body("the model's thread has ended", status=503), 503)
+        return json_response({"status": "ok", "running": self._thread.running})
+
+    async def models(self, request: "Request") -> "ASGIApp":
+        """The one model."""
+        return json_response({"object": "list", "data": [self._description()]})
+
+    async def model(self, request: "Request") -> "ASGIApp":
+        """A model by its name."""
+        self._check_name({"model": request.path_params["name"]})
+        return json_response(self._description())
+
+    async def chat(self, request: "Request") -> "ASGIApp":
+        """POST /v1/chat/completions."""
+        return await self._complete("chat", request)
+
+    async def completions(self, request: "Request") -> "ASGIApp":
+        """POST /v1/completions."""
+        return await self._complete("completions", request)
+
+    def _description(self) -> JSON:
+        return {"id": self._served.name, "object": "model", "created": 0, "owned_by": "alignment"}
+
+    def _check_name(self, body: Body) -> None:
+        if body.get("model") not in (None, self._served.name):
+            message = f"the model {body['model']!r} is not served here; {self._served.name!r} is"
+            raise BadRequest(message, "model", code="model_not_found", status=404)
+
+    async def _complete(self, kind: Kind, request: "Request") -> "ASGIApp":
+        body = await read_json(request)
+        asked = read_request(kind, body)
+        self._check_name(body)
+        async with self._encoding:
+            requests = await asyncio.to_thread(decoding_requests, self._served, asked)
+        writer = Writer(asked, self._served.name, self._served.tokenizer, self._served.stop_ids)
+        answer = Answer(self._thread, requests)
+        if asked.stream:
+            from starlette.responses import StreamingResponse
+
+            events = stream_events(answer, writer, include_usage=asked.include_usage)
+            headers = {"Cache-Control": "no-cache"}
+            return closing(answer, StreamingResponse(events, media_type="text/event-stream", headers=headers))
+        try:
+            if not await finishes(answer, request):
+                return json_response(error_body("the client has gone", status=499), 499)
+        except ServingError as error:
+            status = 400 if error.wrong_input else 500
+            return json_response(error_body(str(error), status=status), status)
+        finally:
+            answer.close()
+        return json_response(writer.whole(answer.choices))
+
+
+def closing(answer: Answer, response: "ASGIApp") -> "ASGIApp":
+    """A response after which the answer is closed, however it ends: also where the client goes away before its first byte."""
+
+    async def respond(scope: "Scope", receive: "Receive", send: "Send") -> None:
+        try:
+            await response(scope, receive, send)
+        finally:
+            answer.close()
+
+    return respond
+
+
+async def finishes(answer: Answer, request: "Request") -> bool:
+    """Wait for the whole answer; False where the client goes away before."""
+
+    async def collect() -> None:
+        async for _ in answer.events():
+            pass
+
+    async def disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    tasks = [asyncio.ensure_future(collect()), asyncio.ensure_future(disconnect())]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if not tasks[0].done():
+            return False
+        tasks[0].result()  # raises what the model could not do
+        return True
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def stream_events(answer: Answer, writer: Writer, *, include_usage: bool) -> AsyncIterator[str]:
+    """The answer as server-sent events."""
+    try:
+        for choice in answer.choices:
+            if (chunk := writer.first_chunk(choice)) is not None:
+                yield server_sent(chunk)
+        async for choice, event in answer.events():
+            if (chunk := writer.chunk(choice, event)) is not None:
+                yield server_sent(chunk)
+        if include_usage:
+            yield server_sent(writer.last_chunk(answer.choices))
+    except ServingError as error:
+        yield server_sent(error_body(str(error), status=400 if error.wrong_input else 500))
+    yield "data: [DONE]\n\n"
+
+
+def server_sent(body: JSON) -> str:
+    """One server-sent event."""
+    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
+def json_response(body: JSON, status: int = 200) -> "ASGIApp":
+    """A response with a JSON body."""
+    from starlette.responses import JSONResponse
+
+    return JSONResponse(body, status)
+
+
+async def read_json(request: "Request") -> dict[str, object]:
+    """The JSON object in a request's body.
+
+    A form of another site's page can send text to this address, but no JSON without asking first; so the type is checked.
+
+    Raises:
+        BadRequest: another type, too large, or no JSON object.
+    """
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise BadRequest("the body must be JSON: send Content-Type: application/json", status=415)
+    content = bytearray()
+    async for part in request.stream():
+        content += part
+        if len(content) > MOST_BYTES:
+            raise BadRequest(f"the body has more than {MOST_BYTES} bytes", status=413)
+    try:
+        body = json.loads(bytes(content))
+    except (ValueError, RecursionError) as error:
+        raise BadRequest(f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise BadRequest("the body must be a JSON object")
+    return body
+
+
+def guarded(
+    route: "Callable[[Request], Awaitable[ASGIApp]]", *, key: str | None, remote: bool
+) -> "Callable[[Request], Awaitable[ASGIApp]]":
+    """A route that refuses clients without the key and, on the loopback interface, names of other hosts.
+
+    Args:
+        key: that clients have to send as a bearer token; None: no key.
+        remote: whether other machines may connect. Where not, a page of another site that has its name resolve to this
+            machine is known by that name in the Host header.
+    """
+
+    async def answer(request: "Request") -> "ASGIApp":
+        host = request.headers.get("host", "")
+        if not remote and without_port(host) not in LOCAL_NAMES:
+            return json_response(error_body(f"the host {host!r} is not served here", status=403), 403)
+        given = request.headers.get("authorization", "").encode()
+        if key is not None and not secrets.compare_digest(given, f"Bearer {key}".encode()):
+            return json_response(
+                error_body("no valid key: send Authorization: Bearer KEY", code="invalid_api_key"), 401
+            )
+        try:
+            return await route(request)
+        except BadRequest as error:
+            return json_response(body_of(error), error.status)
+
+    return answer
+
+
+def without_port(host: str) -> str:
+    """The name in a Host header."""
+    name, _, port = host.rpartition(":")
+    return name if name and port.isdecimal() else host
+
+
+def build_app(served: ServedModel, thread: ModelThread, *, key: str | None = None, remote: bool = False) -> "Starlette":
+    """The application.
+
+    Args:
+        key: that clients have to send as a bearer token, except for /health; None: no key.
+        remote: whether other machines may connect.
+    """
+    from starlette.applications import Starlette
+    from starlette.routing import Route
+
+    service = Service(served, thread)
+
+    async def failed(request: "Request", error: Exception) -> "ASGIApp":
+        status = getattr(error, "status_code", 500)
+        return json_response(error_body(str(getattr(error, "detail", "the server failed")), status=status), status)
+
+    def route(path: str, answer: "Callable[[Request], Awaitable[ASGIApp]]", method: str = "GET") -> Route:
+        needed = None if path == "/health" else key
+        return Route(path, guarded(answer, key=needed, remote=remote), methods=[method])
+
+    routes = [
+        route("/health", service.health),
+        route("/v1/models", service.models),
+        route("/v1/models/{name:path}", service.model),
+        route("/v1/chat/completions", service.chat, "POST"),
+        route("/v1/completions", service.completions, "POST"),
+    ]
+    return Starlette(routes=routes, exception_handlers={404: failed, 405: failed, 500: failed})
