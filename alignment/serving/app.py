@@ -17,6 +17,7 @@ from alignment.serving.responses import JSON, Choice, Writer, body_of, error_bod
 if TYPE_CHECKING:
     from starlette.applications import Starlette
     from starlette.requests import Request
+    from starlette.responses import Response
     from starlette.types import ASGIApp, Receive, Scope, Send
 
 MOST_BYTES = 16 * 2**20  # of a body: more text than any model's positions hold
@@ -241,7 +242,7 @@ def server_sent(body: JSON) -> str:
     return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
-def json_response(body: JSON, status: int = 200) -> "ASGIApp":
+def json_response(body: JSON, status: int = 200) -> "Response":
     """A response with a JSON body."""
     from starlette.responses import JSONResponse
 
@@ -318,7 +319,7 @@ def build_app(served: ServedModel, thread: ModelThread, *, key: str | None = Non
 
     service = Service(served, thread)
 
-    async def failed(request: "Request", error: Exception) -> "ASGIApp":
+    async def failed(request: "Request", error: Exception) -> "Response":
         status = getattr(error, "status_code", 500)
         return json_response(error_body(str(getattr(error, "detail", "the server failed")), status=status), status)
 

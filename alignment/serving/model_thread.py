@@ -84,7 +84,7 @@ class ModelThread:
 
     def cancel(self, tickets: Sequence[int]) -> None:
         """Forget requests, so that their rows are free; those that have finished are no error."""
-        self._orders.put(lambda: [self._cancel(ticket) for ticket in tickets] and None)
+        self._orders.put(lambda: self._cancel(tickets))
 
     def close(self) -> None:
         """End the thread after its current step."""
@@ -127,11 +127,11 @@ class ModelThread:
             return
         self._receivers[number], self._numbers[ticket] = (ticket, receive), number
 
-    def _cancel(self, ticket: int) -> None:
-        number = self._numbers.pop(ticket, None)
-        if number is not None:
-            self._receivers.pop(number, None)
-            self._engine.cancel(number)
+    def _cancel(self, tickets: Sequence[int]) -> None:
+        for ticket in tickets:
+            if (number := self._numbers.pop(ticket, None)) is not None:
+                del self._receivers[number]
+                self._engine.cancel(number)
 
     def _hand_out(self, event: TokenEvent) -> None:
         if event.request not in self._receivers:  # cancelled since it was drawn
