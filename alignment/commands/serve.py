@@ -1,4 +1,4 @@
-"""The command `alignment serve`: a model behind OpenAI's protocol, on the loopback interface unless told otherwise."""
+"""The command `alignment serve`: a model behind OpenAI's protocol, on the loopback interface unless `--allow-remote` is given."""
 
 import ipaddress
 import os

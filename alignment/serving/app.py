@@ -11,8 +11,8 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.generation import SamplingConfig
 from alignment.generation.requests import DecodingRequest, TokenEvent
 from alignment.serving.model_thread import ModelThread, ServingError
-from alignment.serving.requests import BadRequest, Body, CompletionRequest, Encode, Kind, encode_prompts, read_request
-from alignment.serving.responses import JSON, Choice, Writer, body_of, error_body
+from alignment.serving.requests import BadRequest, Body, CompletionRequest, Encode, Kind, read_request, requested_ids
+from alignment.serving.responses import JSON, AnswerWriter, ResponseChoice, body_of, error_body
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -59,7 +59,7 @@ def decoding_requests(served: ServedModel, asked: CompletionRequest) -> list[Dec
     """
     if asked.kind == "chat" and served.reads_apart:
         raise BadRequest(f"{served.name} is an encoder-decoder model, which has no chat; use /v1/completions")
-    prompts = encode_prompts(asked.prompts, served.encode, served.vocabulary)
+    prompts = requested_ids(asked.prompts, served.encode, served.vocabulary)
     seed = secrets.randbits(48) if asked.seed is None else asked.seed % 2**64
     requests = []
     for ids in prompts:
@@ -73,6 +73,8 @@ def decoding_requests(served: ServedModel, asked: CompletionRequest) -> list[Dec
                 "messages" if asked.kind == "chat" else "prompt",
                 code="context_length_exceeded",
             )
+        if asked.sampling.get("min_new_tokens", 0) > new_tokens:
+            raise BadRequest(f"min_tokens is above max_tokens, {new_tokens}", "min_tokens")
         sampling = SamplingConfig(max_new_tokens=new_tokens, seed=seed, **asked.sampling)
         for _ in range(asked.n):
             requests.append(
@@ -93,17 +95,17 @@ class Answer:
     """The tokens of one client's requests as they arrive; closing it cancels what has not finished."""
 
     def __init__(self, thread: ModelThread, requests: Sequence[DecodingRequest]):
-        self.choices = [Choice(index, len(request.prompt)) for index, request in enumerate(requests)]
+        self.choices = [ResponseChoice(index, len(request.prompt)) for index, request in enumerate(requests)]
         self._thread, self._open = thread, len(requests)
-        self._arrived: asyncio.Queue[tuple[Choice, TokenEvent | ServingError]] = asyncio.Queue()
+        self._arrived: asyncio.Queue[tuple[ResponseChoice, TokenEvent | ServingError]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
 
-        def receiver(choice: Choice) -> Callable[[TokenEvent | ServingError], None]:
+        def receiver(choice: ResponseChoice) -> Callable[[TokenEvent | ServingError], None]:
             return lambda event: loop.call_soon_threadsafe(self._arrived.put_nowait, (choice, event)) and None
 
         self._tickets = thread.submit(requests, [receiver(choice) for choice in self.choices])
 
-    async def events(self) -> AsyncIterator[tuple[Choice, TokenEvent]]:
+    async def events(self) -> AsyncIterator[tuple[ResponseChoice, TokenEvent]]:
         """Each token with its choice, which already holds it.
 
         Raises:
@@ -162,12 +164,12 @@ class Service:
             raise BadRequest(message, "model", code="model_not_found", status=404)
 
     async def _complete(self, kind: Kind, request: "Request") -> "ASGIApp":
-        body = await read_json(request)
+        body = await json_body(request)
         asked = read_request(kind, body)
         self._check_name(body)
         async with self._encoding:
             requests = await asyncio.to_thread(decoding_requests, self._served, asked)
-        writer = Writer(asked, self._served.name, self._served.tokenizer, self._served.stop_ids)
+        writer = AnswerWriter(asked, self._served.name, self._served.tokenizer, self._served.stop_ids)
         answer = Answer(self._thread, requests)
         if asked.stream:
             from starlette.responses import StreamingResponse
@@ -189,13 +191,13 @@ class Service:
 def closing(answer: Answer, response: "ASGIApp") -> "ASGIApp":
     """A response after which the answer is closed, however it ends: also where the client goes away before its first byte."""
 
-    async def respond(scope: "Scope", receive: "Receive", send: "Send") -> None:
+    async def send_and_close(scope: "Scope", receive: "Receive", send: "Send") -> None:
         try:
             await response(scope, receive, send)
         finally:
             answer.close()
 
-    return respond
+    return send_and_close
 
 
 async def finishes(answer: Answer, request: "Request") -> bool:
@@ -221,7 +223,7 @@ async def finishes(answer: Answer, request: "Request") -> bool:
             task.cancel()
 
 
-async def stream_events(answer: Answer, writer: Writer, *, include_usage: bool) -> AsyncIterator[str]:
+async def stream_events(answer: Answer, writer: AnswerWriter, *, include_usage: bool) -> AsyncIterator[str]:
     """The answer as server-sent events."""
     try:
         for choice in answer.choices:
@@ -249,7 +251,7 @@ def json_response(body: JSON, status: int = 200) -> "Response":
     return JSONResponse(body, status)
 
 
-async def read_json(request: "Request") -> dict[str, object]:
+async def json_body(request: "Request") -> dict[str, object]:
     """The JSON object in a request's body.
 
     A form of another site's page can send text to this address, but no JSON without asking first; so the type is checked.
@@ -273,7 +275,7 @@ async def read_json(request: "Request") -> dict[str, object]:
     return body
 
 
-def guarded(
+def with_checks(
     route: "Callable[[Request], Awaitable[ASGIApp]]", *, key: str | None, remote: bool
 ) -> "Callable[[Request], Awaitable[ASGIApp]]":
     """A route that refuses clients without the key and, on the loopback interface, names of other hosts.
@@ -325,7 +327,7 @@ def build_app(served: ServedModel, thread: ModelThread, *, key: str | None = Non
 
     def route(path: str, answer: "Callable[[Request], Awaitable[ASGIApp]]", method: str = "GET") -> Route:
         needed = None if path == "/health" else key
-        return Route(path, guarded(answer, key=needed, remote=remote), methods=[method])
+        return Route(path, with_checks(answer, key=needed, remote=remote), methods=[method])
 
     routes = [
         route("/health", service.health),

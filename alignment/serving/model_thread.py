@@ -11,7 +11,7 @@ from alignment.errors import UserError
 from alignment.generation.requests import DecodingRequest, TokenEvent
 
 
-class Engine(Protocol):
+class RequestDecoder(Protocol):
     """What the thread needs of `DecodingEngine`."""
 
     @property
@@ -38,7 +38,7 @@ class ModelThread:
     A context manager: leaving it ends the thread; requests that still run get a `ServingError`.
     """
 
-    def __init__(self, make_engine: Callable[[], Engine]):
+    def __init__(self, make_engine: Callable[[], RequestDecoder]):
         """Start the thread.
 
         Args:

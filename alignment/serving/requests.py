@@ -167,7 +167,7 @@ def _sampling(given: Body) -> dict[str, Any]:
             raise BadRequest(f"{name} must be a whole number, got {value!r}", name)
         settings[ours] = int(value) if ours in whole else float(value)
         try:
-            SamplingConfig(**{ours: settings[ours]})
+            SamplingConfig(max_new_tokens=10_000_000, **{ours: settings[ours]})
         except ValueError as error:
             raise BadRequest(str(error).replace(ours, name), name) from error
     return settings
@@ -212,7 +212,7 @@ def _whole(given: Body, name: str, default: int | None, least: int, most: float 
 Encode = Callable[[str | Messages], list[int]]
 
 
-def encode_prompts(prompts: Sequence[str | Messages | list[int]], encode: Encode, vocabulary: int) -> list[list[int]]:
+def requested_ids(prompts: Sequence[str | Messages | list[int]], encode: Encode, vocabulary: int) -> list[list[int]]:
     """Token ids of each prompt.
 
     Args:

@@ -17,7 +17,7 @@ BLANK = "\N{LOWER ONE EIGHTH BLOCK}"  # SentencePiece's blank
 
 
 @dataclass
-class Choice:
+class ResponseChoice:
     """One response so far.
 
     Attributes:
@@ -41,7 +41,7 @@ class Choice:
         return self.events[-1].finish if self.events else None
 
 
-class Writer:
+class AnswerWriter:
     """Writes the answer to one request, whole or as chunks.
 
     Args:
@@ -57,7 +57,7 @@ class Writer:
         prefix, self._object = ("chatcmpl", "chat.completion") if self._chat else ("cmpl", "text_completion")
         self._head: JSON = {"id": f"{prefix}-{secrets.token_hex(12)}", "created": int(time.time()), "model": model}
 
-    def whole(self, choices: Sequence[Choice]) -> JSON:
+    def whole(self, choices: Sequence[ResponseChoice]) -> JSON:
         """The answer at once."""
         written = []
         for choice in choices:
@@ -70,11 +70,11 @@ class Writer:
             written.append(body | ({"message": message} if self._chat else {"text": choice.text}))
         return {**self._head, "object": self._object, "choices": written, "usage": self.usage(choices)}
 
-    def first_chunk(self, choice: Choice) -> JSON | None:
+    def first_chunk(self, choice: ResponseChoice) -> JSON | None:
         """Who speaks, before a chat's first words; None of a text completion."""
         return self._chunk({"delta": {"role": "assistant", "content": ""}}, choice) if self._chat else None
 
-    def chunk(self, choice: Choice, event: TokenEvent) -> JSON | None:
+    def chunk(self, choice: ResponseChoice, event: TokenEvent) -> JSON | None:
         """What a token adds; None: nothing that can be shown yet."""
         if not event.text and event.finish is None and self._request.alternatives is None:
             return None
@@ -82,7 +82,7 @@ class Writer:
         said: JSON = {"delta": {"content": event.text}} if self._chat else {"text": event.text}
         return self._chunk(said | {"logprobs": self._log_probs([event], before)}, choice, event.finish)
 
-    def last_chunk(self, choices: Sequence[Choice]) -> JSON:
+    def last_chunk(self, choices: Sequence[ResponseChoice]) -> JSON:
         """The counts of tokens."""
         return {**self._head, "object": self._chunk_object, "choices": [], "usage": self.usage(choices)}
 
@@ -90,12 +90,12 @@ class Writer:
     def _chunk_object(self) -> str:
         return "chat.completion.chunk" if self._chat else "text_completion"
 
-    def _chunk(self, body: JSON, choice: Choice, finish: str | None = None) -> JSON:
+    def _chunk(self, body: JSON, choice: ResponseChoice, finish: str | None = None) -> JSON:
         written = {"index": choice.index, "logprobs": None, **body, "finish_reason": finish}
         usage = {"usage": None} if self._request.include_usage else {}
         return {**self._head, "object": self._chunk_object, "choices": [written], **usage}
 
-    def usage(self, choices: Sequence[Choice]) -> JSON:
+    def usage(self, choices: Sequence[ResponseChoice]) -> JSON:
         """Tokens of the prompts, each counted once, and of all responses, end tokens included."""
         prompts = sum(choice.prompt_tokens for choice in choices[:: self._request.n])
         responses = sum(len(choice.events) for choice in choices)

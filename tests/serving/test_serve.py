@@ -60,7 +60,7 @@ def running_server(app):
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join()
+            thread.join(10)
 
 
 @pytest.fixture(scope="module")
@@ -292,6 +292,7 @@ def test_a_bad_request_is_refused_in_words_and_in_openais_form(address, change, 
         ({"messages": MESSAGES}, "unknown parameter"),
         ({"top_k": 2.5}, "top_k must be a whole number"),
         ({"min_tokens": -1}, "min_tokens"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens is above max_tokens, 8"),
     ],
 )
 def test_a_bad_completion_is_refused_in_words(address, change, words):
@@ -374,6 +375,13 @@ class SlowEngine:
         return self.engine.step()
 
 
+def wait_until(condition, what: str) -> None:
+    began = time.monotonic()
+    while not condition():
+        assert time.monotonic() - began < 4, what
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_goes_away_frees_its_rows(directory, model, stream):
     config = serving.ServeConfig(str(directory))
@@ -392,12 +400,8 @@ def test_a_client_that_goes_away_frees_its_rows(directory, model, stream):
                 connection.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n{content}".encode())
                 if stream:
                     assert connection.recv(100).startswith(b"HTTP/1.1 200")
-                while thread.running < 3:
-                    time.sleep(0.01)
-            began = time.monotonic()
-            while thread.running or engines[0].engine.unfinished:
-                assert time.monotonic() - began < 4, "300 steps of 0.03 seconds would take 9"
-                time.sleep(0.01)
+                wait_until(lambda: thread.running == 3, "three requests run")
+            wait_until(lambda: not thread.running and not engines[0].engine.unfinished, "300 steps of 0.03 s take 9 s")
             assert json.loads(call(f"{url}/health")[1]) == {"status": "ok", "running": 0}
 
 
