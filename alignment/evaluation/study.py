@@ -3,7 +3,7 @@
 Nothing is measured here: every number was logged by a run or written by an evaluation.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -126,27 +126,28 @@ def _peaks(config: StudyConfig, points: Mapping[str, list[Point]]) -> dict[str, 
     }
 
 
-def _kept_index(series: SeriesConfig, points: list[Point]) -> int | None:
-    """Index of the point whose weights the run kept."""
+def _kept_index(series: SeriesConfig, points: Sequence[Point]) -> int | None:
+    """Index of the point whose weights the run kept: the first one with the highest value of the column `kept`."""
     if series.kept is None:
         return None
-    step, steps = str(read_json_object(Path(series.kept)).get("step")), [point.name for point in points]
-    if step not in steps:
-        raise UserError(f"{series.kept}: update {step} is none of the run's, which go from {steps[0]} to {steps[-1]}")
-    return steps.index(step)
+    source, rows = _rows(series)
+    held_out = {name: number for name, row in rows if (number := _number(row, series.kept)) is not None}
+    if not held_out:
+        raise UserError(f"{source}: no line has the number {series.kept!r}, by which weights would have been kept")
+    best, steps = max(held_out, key=lambda name: held_out[name]), [point.name for point in points]
+    if best not in steps:
+        raise UserError(
+            f"{source}: {series.kept} is highest after update {best}, whose line lacks a column of the series"
+        )
+    return steps.index(best)
 
 
 def _savings(config: StudyConfig, points: Mapping[str, list[Point]]) -> dict[str, Saving]:
     if config.savings is None:
         return {}
     own = config.savings
-    try:
-        return {
-            name: find_saving(
-                points[name], points[own.start][0], points[own.base][0],
-                cost=own.cost, gain=own.gain, tolerance=own.tolerance,
-            )
-            for name in own.series
-        }  # fmt: skip
-    except ValueError as error:
-        raise UserError(f"savings: {error}") from error
+    start, base = points[own.start][0], points[own.base][0]
+    return {
+        name: find_saving(points[name], start, base, cost=own.cost, gain=own.gain, tolerance=own.tolerance)
+        for name in own.series
+    }

@@ -21,8 +21,8 @@ class SeriesConfig:
         names: of the items of the mapping, in order; None: all of them.
         smooth: points of a run that are averaged around each one, an odd number: a peak is read where noise is small.
         fit: law of over-optimization to fit to the quantities `kl` and `gold`.
-        kept: a JSON file that holds under `step` the update whose weights the run kept; its point is compared with the
-            peak.
+        kept: column of a run whose highest value decides which weights it keeps, its `training.keep_best`; the point of that
+            update is compared with the peak.
     """
 
     columns: dict[str, str]

@@ -1,7 +1,7 @@
 """Figures of a study: moving averages, peaks of a true score, and how much of a cost is taken back. Reading is in study.py."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -50,15 +50,17 @@ class Saving:
     """What a series takes back of a cost at no loss of gain.
 
     Attributes:
-        removed: largest share of the base's increase that a point of equal gain removes; None where no point has equal
-            gain. 0: as costly as the base, 1: no increase at all, below 0: costlier.
+        increase: of the cost from the start to the base.
+        removed: largest share of the increase that a point of equal gain removes; 0: as costly as the base, 1: no increase
+            at all. None where no point has equal gain, or where there is no increase.
         best: that point's name.
-        shares: share removed by each point, and whether its gain is equal, by the point's name.
+        costs: cost and gain of each point less the start's, by the point's name.
     """
 
+    increase: float
     removed: float | None
     best: str
-    shares: Mapping[str, Mapping[str, float | bool]] = field(default_factory=dict)
+    costs: Mapping[str, Mapping[str, float]]
 
 
 @dataclass(frozen=True)
@@ -128,22 +130,11 @@ def find_saving(
         start: before anything was learned.
         base: with the whole increase.
         tolerance: how much less gain is still equal.
-
-    Raises:
-        ValueError: the base's cost is not above the start's, so there is no increase to remove.
     """
     increase = base[cost] - start[cost]
-    if increase <= 0:
-        raise ValueError(
-            f"{cost} did not rise from {start[cost]:.4g} to {base[cost]:.4g}, so there is nothing to remove"
-        )
-    shares = {
-        point.name: {
-            "removed": 1 - (point[cost] - start[cost]) / increase,
-            "equal_gain": point[gain] >= base[gain] - tolerance,
-        }
-        for point in points
-    }
-    equal = {name: float(share["removed"]) for name, share in shares.items() if share["equal_gain"]}
-    best = max(equal, key=lambda name: equal[name]) if equal else ""
-    return Saving(equal.get(best), best, shares)
+    costs = {point.name: {key: point[key] - start[key] for key in (cost, gain)} for point in points}
+    equal = [point for point in points if point[gain] >= base[gain] - tolerance]
+    if increase <= 0 or not equal:
+        return Saving(increase, None, "", costs)
+    best = min(equal, key=lambda point: point[cost])
+    return Saving(increase, 1 - (best[cost] - start[cost]) / increase, best.name, costs)

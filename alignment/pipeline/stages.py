@@ -21,6 +21,7 @@ STAGES = {  # verb: "module:function"; the function takes the stage's config, wh
     "finetune": "alignment.algorithms.finetune.finetune:run",
     "winrate": "alignment.evaluation.win_rate_run:run",
     "reward_eval": "alignment.evaluation.reward_accuracy:run",
+    "answer_accuracy": "alignment.evaluation.answer_accuracy:run",
     "label_accuracy": "alignment.evaluation.label_accuracy:run",
     "language": "alignment.evaluation.language_loss:run",
     "study": "alignment.evaluation.study:run",

@@ -74,10 +74,10 @@ def test_saving_by_hand():
     cheap, lossy = Point({"loss": 1.1, "gold": 1.95}, "cheap"), Point({"loss": 1.0, "gold": 1.0}, "lossy")
     found = find_saving([cheap, lossy], start, base, cost="loss", gain="gold", tolerance=0.1)
     assert found.best == "cheap" and found.removed == pytest.approx(0.75)
-    assert found.shares["lossy"] == {"removed": pytest.approx(1.0), "equal_gain": False}
+    assert found.costs["lossy"] == {"loss": 0.0, "gold": 1.0} and found.increase == pytest.approx(0.4)
     assert find_saving([lossy], start, base, cost="loss", gain="gold").removed is None
-    with pytest.raises(ValueError, match="nothing to remove"):
-        find_saving([cheap], base, start, cost="loss", gain="gold")
+    nothing = find_saving([cheap], base, start, cost="loss", gain="gold")
+    assert nothing.removed is None and nothing.increase == pytest.approx(-0.4)
 
 
 @pytest.fixture
@@ -97,12 +97,13 @@ def sources(tmp_path):
             "curve": [{"n": 1, "kl": 0.0}, {"n": 2, "kl": 0.19}],
         })
     )  # fmt: skip
-    (tmp_path / "kept.json").write_text(json.dumps({"step": 6}))
-    return write_run(tmp_path / "ppo", rows), str(path), str(tmp_path / "kept.json")
+    for row, judged in zip(rows, (0.5, None, 0.6, 0.6, 0.7, 0.9, 0.9), strict=True):
+        row |= {} if judged is None else {"held_out_score": judged}
+    return write_run(tmp_path / "ppo", rows), str(path)
 
 
-def study_config(sources, output, **changes):
-    ran, results, kept = sources
+def study_config(sources, output, kept="held_out_score", **changes):
+    ran, results = sources
     one = {"results": results, "at": "models", "columns": {"gold": "gold.total", "text loss": "language_loss"}}
     columns = {"kl": "kl", "proxy": "score", "gold": "gold_score"}
     settings = {
@@ -147,10 +148,9 @@ def test_everything_missing_is_said_at_once(sources, tmp_path):
         assert words in str(error.value)
 
 
-def test_an_update_that_was_not_logged_cannot_be_the_kept_one(sources, tmp_path):
-    (tmp_path / "kept.json").write_text(json.dumps({"step": 9}))
-    with pytest.raises(UserError, match="update 9 is none of the run's, which go from 1 to 7"):
-        run(study_config(sources, tmp_path / "study"))
+def test_a_run_without_evaluations_has_kept_nothing(sources, tmp_path):
+    with pytest.raises(UserError, match="no line has the number 'held_out_win_rate'"):
+        run(study_config(sources, tmp_path / "study", kept="held_out_win_rate"))
 
 
 @pytest.mark.parametrize(

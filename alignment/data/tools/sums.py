@@ -33,9 +33,9 @@ class SumCounts:
         prompts, prompts_eval: prompts with the true `answer`, to sample from and to evaluate on.
     """
 
-    pretrain: int = 6_000
+    pretrain: int = 12_000
     pretrain_heldout: int = 200
-    demonstrations: int = 2_000
+    demonstrations: int = 3_000
     prompts: int = 2_000
     prompts_eval: int = 500
 

@@ -94,15 +94,17 @@ def _savings(config: StudyConfig, study: Study) -> Section | None:
         {
             "series": name,
             "point": each,
-            "share removed": float(share["removed"]),
-            f"{own.gain} equal": "yes" if share["equal_gain"] else "no",
+            f"{own.cost}, change": found[own.cost],
+            f"{own.gain}, change": found[own.gain],
+            "share removed": 1 - found[own.cost] / saving.increase if saving.increase > 0 else None,
+            "best of equal gain": "yes" if each == saving.best else "",
         }
         for name, saving in study.savings.items()
-        for each, share in saving.shares.items()
+        for each, found in saving.costs.items()
     ]
     lead = (
-        f"Share of the increase of {own.cost} from {own.start} to {own.base} that is not there; {own.gain} is equal where it is "
-        f"at least that of {own.base} less {own.tolerance:g}."
+        f"Changes since {own.start}, and the share of the increase of {own.cost} up to {own.base} that is not there. The gain is "
+        f"equal where {own.gain} is at least that of {own.base} less {own.tolerance:g}."
     )
     return Section("savings", "What is taken back", lead, tables=[rows])
 
