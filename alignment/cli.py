@@ -254,6 +254,35 @@ def generate(
 
 
 @app.command()
+def chat(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Model or adapter directory, or Hub name.")],
+    adapter: AdapterName = None,
+    dtype: Dtype = "auto",
+    quantize: Quantize = None,
+    chat_template: Annotated[str | None, typer.Option(help="Built-in chat template or a file.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
+    temperature: Annotated[float, typer.Option(min=0, help="0 takes the likeliest token.")] = 1.0,
+    top_p: Annotated[float, typer.Option(help="Probability of the tokens that are kept.")] = 1.0,
+    seed: Annotated[int | None, typer.Option(min=0, help="The same replies each time.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="Longest reply.")] = 512,
+) -> None:
+    """Talk with a model in the terminal."""
+    from alignment.commands import chat as terminal
+    from alignment.commands.serve import ServeConfig
+    from alignment.generation import SamplingConfig
+    from alignment.models.weights_config import WeightsConfig
+
+    try:
+        SamplingConfig(temperature=temperature, top_p=top_p)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    config = ServeConfig(
+        model, adapter, chat_template, WeightsConfig(dtype, quantize), max_tokens=max_tokens, max_batch=1
+    )
+    terminal.chat_in_terminal(config, terminal.ChatSettings(temperature, top_p, seed, system))
+
+
+@app.command()
 def serve(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Model or adapter directory, or Hub name.")],
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",

@@ -15,6 +15,8 @@ CORE = (
 )  # fmt: skip
 EXTRAS = {  # package on PyPI -> module, use
     "deepspeed": ("deepspeed", "ZeRO: --launch launch/zero2 and launch/zero3"),
+    "starlette": ("starlette", "alignment serve"),
+    "uvicorn": ("uvicorn", "alignment serve"),
     "lm-eval": ("lm_eval", "make bench"),
 }
 

@@ -97,8 +97,9 @@ def load_served(config: ServeConfig) -> Iterator[tuple[ServedModel, ModelThread]
     Raises:
         UserError: no such model, adapter or template.
     """
-    # Two tokenizers: one encodes for the routes, one decodes in the model's thread; neither may be used by both at once.
-    tokenizer, decoding = (load_tokenizer(config.model, config.chat_template) for _ in range(2))
+    # A tokenizer must not be used by two threads at once: one encodes prompts, one names tokens in answers, and one
+    # decodes in the model's thread.
+    tokenizer, naming, decoding = (load_tokenizer(config.model, config.chat_template) for _ in range(3))
     model = load_model(config.model, config.weights.dtype, best_device(), quantize=config.weights.quantize)
     if config.adapter is not None:
         model = load_adapter(model, find_directory(config.adapter)).eval()
@@ -112,7 +113,7 @@ def load_served(config: ServeConfig) -> Iterator[tuple[ServedModel, ModelThread]
         )
     served = ServedModel(
         config.name or config.model,
-        tokenizer,
+        naming,
         lambda prompt: read_prompts(tokenizer, [prompt], start)[0],
         tuple(sorted(stop_token_ids(tokenizer))),
         vocabulary=model.spec.vocabulary,

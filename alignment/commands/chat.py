@@ -1,0 +1,91 @@
+"""The command `alignment chat`: a dialogue with a model in the terminal, its words shown as they come."""
+
+import queue
+import sys
+from dataclasses import dataclass
+
+from alignment.commands.serve import ServeConfig, load_served
+from alignment.data.rows.records import Message, Messages
+from alignment.errors import UserError
+from alignment.generation.requests import TokenEvent
+from alignment.loading import load_tokenizer
+from alignment.serving.app import ServedModel, decoding_requests
+from alignment.serving.model_thread import ModelThread, ServingError
+from alignment.serving.requests import BadRequest, CompletionRequest
+
+HELP = "an empty line is skipped, /new begins another dialogue, Ctrl-C stops a reply, Ctrl-D ends"
+
+
+@dataclass(frozen=True)
+class ChatSettings:
+    """How the replies are sampled, and the system message.
+
+    Attributes:
+        temperature, top_p: as `SamplingConfig`'s.
+        seed: None: other replies each time.
+        system: message before the dialogue; None: none.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    system: str | None = None
+
+
+def chat_in_terminal(config: ServeConfig, settings: ChatSettings) -> None:
+    """Read messages and write replies until the input ends.
+
+    Raises:
+        UserError: no such model, or one without a chat template.
+    """
+    if load_tokenizer(config.model, config.chat_template).chat_template is None:
+        raise UserError(
+            f"{config.model}: the model has no chat template; choose one by --chat-template (chatml, llama3, ... or a file), "
+            "or continue texts by `alignment generate`"
+        )
+    start: Messages = [] if settings.system is None else [Message(role="system", content=settings.system)]
+    with load_served(config) as (served, thread):
+        print(HELP, file=sys.stderr)
+        messages = list(start)
+        while True:
+            try:
+                said = input("> ")
+            except EOFError:
+                return
+            if said.strip() == "/new":
+                messages = list(start)
+            elif said.strip():
+                asked: Messages = [*messages, Message(role="user", content=said)]
+                try:
+                    answer = reply(served, thread, asked, settings)
+                except BadRequest as error:
+                    print(f"{error}; /new begins another dialogue", file=sys.stderr)
+                    continue
+                messages = [*asked, Message(role="assistant", content=answer)]
+
+
+def reply(served: ServedModel, thread: ModelThread, messages: Messages, settings: ChatSettings) -> str:
+    """Write a reply as it comes, and return it; Ctrl-C ends it where it is.
+
+    Raises:
+        BadRequest: the dialogue does not fit the model, or a setting is out of range.
+        UserError: the model could not answer.
+    """
+    sampling = {"temperature": settings.temperature, "top_p": settings.top_p}
+    asked = CompletionRequest("chat", (messages,), sampling=sampling, seed=settings.seed)
+    arrived: queue.SimpleQueue[TokenEvent | ServingError] = queue.SimpleQueue()
+    tickets = thread.submit(decoding_requests(served, asked), [arrived.put])
+    text = ""
+    try:
+        while True:
+            event = arrived.get()
+            if isinstance(event, ServingError):
+                raise UserError(str(event))
+            print(event.text, end="", flush=True)
+            text += event.text
+            if event.finish is not None:
+                break
+    except KeyboardInterrupt:
+        thread.cancel(tickets)
+    print()
+    return text
