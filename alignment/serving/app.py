@@ -30,7 +30,7 @@ class ServedModel:
 
     Attributes:
         name: in requests and answers.
-        tokenizer: for the texts of single tokens.
+        tokenizer: for the texts of single tokens; used by the event loop alone.
         encode: ids of a text or of messages.
         stop_ids: tokens that end a response.
         vocabulary: rows of the token table.
