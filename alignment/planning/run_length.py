@@ -146,7 +146,8 @@ def _operations(config: StageConfig, networks: Mapping[str, nn.Module], length: 
     if isinstance(config, PPOConfig):
         reference = forward.get("reference", forward["policy"])
         sampled = forward["policy"]
-        scored = forward["policy"] + reference + forward.get("value model", 0.0) + forward["reward model"]
+        judged = sum(cost for role, cost in forward.items() if role.startswith("reward model"))
+        scored = forward["policy"] + reference + forward.get("value model", 0.0) + judged
         return sampled + scored + config.epochs * (train["policy"] + train.get("value model", 0.0))
     if isinstance(config, OnlineDPOConfig):
         reference = forward.get("reference", forward["policy"]) if config.holds_reference else 0.0

@@ -443,7 +443,8 @@ def _trace_scoring(config: PPOConfig, tracer: Tracer, ragged: Ragged) -> None:
         reference(batch=batch, temperature=config.temperature)
         if trained:
             _ = networks["value model"](batch=batch).values
-        _ = _score(networks["reward model"], batch)
+        for judge in (network for role, network in networks.items() if role.startswith("reward model")):
+            _ = _score(judge, batch)
 
 
 def _score(reward_model: nn.Module, batch: Ragged) -> Tensor:

@@ -1,7 +1,6 @@
 """Python code as a verifiable answer: the share of unit tests that it passes in the sandbox."""
 
 import ast
-import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,15 +8,23 @@ from alignment.rewards.samples import SampledTexts, TextReward
 from alignment.rewards.sandbox import SandboxLimits, passes, run_program
 from alignment.rewards.specs import CodeSpec
 
-FENCED = re.compile(
-    r"^[ \t]*```[ \t]*(?:python|py)?[ \t]*\d?[ \t]*\n(.*?)^[ \t]*```", re.DOTALL | re.MULTILINE | re.IGNORECASE
-)
+LANGUAGES = {"", "python", "py", "python3", "py3"}  # of fenced blocks that may hold the answer
 
 
 def extract_code(text: str) -> str:
-    """The last fenced block of Python, or of no language, in a response; the whole response where there is none."""
-    found = FENCED.findall(text)
-    return found[-1] if found else text
+    """The last fenced block of Python, or of no language, in a response; the whole response where there is none.
+
+    A block without its closing fence, as in a response that was cut off, does not count.
+    """
+    found, language, lines = text, None, []
+    for line in text.splitlines(keepends=True):
+        if not line.lstrip().startswith("```"):
+            lines.append(line)
+        elif language is None:
+            language, lines = line.strip().strip("`").strip().lower(), []
+        else:
+            found, language = "".join(lines) if language in LANGUAGES else found, None
+    return found
 
 
 def passes_test(code: str, test: str | Mapping[str, str], limits: SandboxLimits) -> bool:

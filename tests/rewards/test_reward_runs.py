@@ -1,7 +1,9 @@
 """PPO on several rewards: two reward models, a function and a rule; what is logged, and that a resumed run is the same run."""
 
+import json
 import os
 import signal
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,10 +12,22 @@ from torch.testing import assert_close
 
 from alignment.algorithms.ppo import iterate
 from alignment.algorithms.ppo.setup import build_state, read_data
+from alignment.data.config import DataConfig
+from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
-from alignment.rewards import LengthSpec, RewardSpec
+from alignment.generation import response_text
+from alignment.models.build import build_scalar_model
+from alignment.models.huggingface.checkpoint import save_model
+from alignment.planning.device import Device
+from alignment.planning.layout import Layout
+from alignment.planning.plan import make_plan
+from alignment.reward_model import load_reward_model
+from alignment.rewards import AnswerSpec, LengthSpec, RewardSpec
 from alignment.training import Run, TrainingConfig
 from tests.conftest import read_lines
+
+TIMES = ("second", "mfu")  # names of what differs from run to run
 
 
 def vowels(prompts, responses, **columns):
@@ -75,7 +89,8 @@ def test_one_entry_is_the_short_form(several, stage):
     (metrics, rewards, weights), (others, other_rewards, other_weights) = found
     assert torch.equal(rewards, other_rewards)
     assert all(torch.equal(one, other) for one, other in zip(weights, other_weights, strict=True))
-    assert metrics == {name: value for name, value in others.items() if "/" not in name}
+    kept = [name for name in metrics if not any(word in name for word in TIMES)]
+    assert [metrics[name] for name in kept] == [others[name] for name in kept] and "score" in kept
 
 
 def test_a_resumed_run_is_the_run_that_was_not_stopped(several, tmp_path, monkeypatch):
@@ -99,12 +114,75 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(several, tmp_path, monkey
     assert_close(load_file(parts / "model.safetensors"), load_file(whole / "model.safetensors"), rtol=0, atol=0)
     lines = [
         [
-            {name: value for name, value in line.items() if "second" not in name}
+            {name: value for name, value in line.items() if not any(word in name for word in TIMES)}
             for line in read_lines(directory.parent / "metrics.jsonl")
         ]
         for directory in (whole, parts)
     ]
     assert lines[0] == lines[1] and len(lines[0]) == 3
+
+
+@pytest.fixture
+def foreign(tmp_path, world):
+    """Directory of a reward model with a tokenizer of its own."""
+    directory = tmp_path / "foreign"
+    directory.mkdir()
+    other = train_bpe((Path(world["comparisons"]).read_text(encoding="utf-8"),), 300)
+    torch.manual_seed(0)
+    model = build_scalar_model({
+        "model_type": "llama", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "max_position_embeddings": 1024, "pad_token_id": other.pad_token_id,
+    })  # fmt: skip
+    torch.nn.init.normal_(model.head.weight)
+    save_model(model, directory)
+    save_tokenizer(other, directory)
+    return str(directory)
+
+
+def test_a_reward_model_with_another_tokenizer_gives_exactly_the_score_of_the_text(several, foreign, stage):
+    """Beside one that shares the policy's tokenizer, which is given the very ids."""
+    own = str(stage("reward") / "model")
+    state, prompts = state_of(several(rewards=[RewardSpec(foreign, name="foreign"), RewardSpec(own, name="own")])[1])
+    _, rollout = iterate(state, several()[1], prompts, 0)
+    tokenizer, ended = state.start.tokenizer, rollout.ended.tolist()
+    texts = [
+        (prompt.prompt, response_text(tokenizer, ids, end))
+        for prompt, ids, end in zip(prompts, rollout.responses, ended, strict=True)
+    ]
+    wanted = load_reward_model(foreign).score(texts, ended=ended)
+    assert torch.equal(rollout.score_parts["foreign"], wanted) and wanted.std() > 0.01
+    ids = [[*prompt, *response] for prompt, response in zip(rollout.prompts, rollout.responses, strict=True)]
+    assert torch.equal(rollout.score_parts["own"], load_reward_model(own).score_ids(ids))
+    assert_close(rollout.scores, wanted + rollout.score_parts["own"])
+
+
+def test_a_run_without_any_reward_model_is_paid_by_the_column_of_its_rows(several, tmp_path, read_metrics):
+    """Answers are one letter or another; half of the rows accept what every response has."""
+    path = tmp_path / "rows.jsonl"
+    rows = [{"prompt": f"Room {i}?", "gold": ["", "zzz"] if i % 2 else "zzz", "word": "a"} for i in range(8)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    data = DataConfig(train=str(path), max_length=64)
+    answer = RewardSpec(answer=AnswerSpec("exact", column="gold", otherwise=-1.0))
+    run, config = several("refused", rewards=[answer], data=data)
+    with pytest.raises(UserError, match=r"needs the column 'gold': it holds nothing to compare in 4 of 8 prompts .*:2"):
+        run(config)
+    assert not (tmp_path / "refused" / "metrics.jsonl").exists()
+    answer = RewardSpec(answer=AnswerSpec("exact", column="word", otherwise=-1.0))
+    run, config = several("paid", rewards=[answer, RewardSpec(regex="a|e|i|o|u", weight=0.5)], data=data)
+    run(config)
+    for line in read_metrics(tmp_path / "paid"):
+        assert line["score"] == pytest.approx(line["score/answer"] + 0.5 * line["score/regex"], abs=1e-6)
+        assert -1 <= line["score/answer"] <= 1 and 0 <= line["score/regex"] <= 1
+
+
+def test_a_plan_holds_every_reward_model(several, stage):
+    def weights(config):
+        return make_plan(config, Layout("single", 1), Device(False, None, "cpu", 1.0)).peaks[0].parts
+
+    parts = weights(several()[1])
+    assert parts["weights of reward model 1"] == parts["weights of reward model"] > 0
+    none = weights(several(rewards=[RewardSpec(regex="a")])[1])
+    assert not [name for name in none if "reward model" in name]
 
 
 def test_a_checkpoint_of_other_rewards_is_refused(several, stage):

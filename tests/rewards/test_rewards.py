@@ -1,0 +1,388 @@
+"""Rewards one by one, and how they are shaped and summed; numbers are worked out by hand."""
+
+import math
+import threading
+from decimal import Decimal
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment.algorithms.ppo import PPOConfig
+from alignment.algorithms.ppo.controllers import ScoreNormalizer
+from alignment.config.load import build, load_config
+from alignment.config.yaml_source import parse_yaml
+from alignment.data.config import DataConfig
+from alignment.data.examples import PromptExample
+from alignment.errors import UserError
+from alignment.rewards import (
+    AnswerSpec,
+    CodeSpec,
+    LengthSpec,
+    MatchSpec,
+    RewardPart,
+    Rewards,
+    RewardSpec,
+    SampledTexts,
+    extract_code,
+    extract_number,
+    gsm8k_answer,
+    is_right,
+    normalized_text,
+)
+from alignment.rewards.build import prepare_rewards
+from alignment.rewards.code import code_reward
+from alignment.rewards.combine import part_metrics
+from alignment.rewards.normalize import PartNormalizer
+from alignment.rewards.rules import length_reward, match_reward
+from alignment.rewards.specs import names_of
+
+# --- answers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("She has 5 apples.", "5"),
+        ("12 - 5 = 7", "7"),
+        ("12-5", "5"),  # a minus of arithmetic
+        ("x = -5", "-5"),
+        ("(-3)", "-3"),
+        ("\u22124 degrees", "-4"),
+        ("$1,234,567.50.", "1234567.5"),
+        ("-$3", "-3"),
+        ("3.", "3"),
+        (".5", "0.5"),
+        ("0.50%", "0.5"),
+        ("1, 2, 3", "3"),
+        ("1,2", "2"),  # no group of thousands
+        ("12,345", "12345"),
+        ("\uff11\uff12", "12"),  # full-width digits
+        ("none", None),
+        ("", None),
+        ("9" * 1000, None),
+    ],
+)
+def test_the_last_number_of_a_text(text, number):
+    assert extract_number(text) == (None if number is None else Decimal(number))
+
+
+def test_the_answer_of_gsm8k_stands_after_its_mark():
+    assert gsm8k_answer("He sells 48/2 = <<48/2=24>>24.\n#### 1,072") == 1072
+    assert gsm8k_answer("#### 3\nNo, wait.\n#### 4 apples of 9") == 4
+    assert gsm8k_answer("so 3 and 4") == 4
+    assert gsm8k_answer("it is 5 ####") is None  # numbers before the mark do not count
+
+
+def test_answers_are_right_where_they_are_equal():
+    assert is_right("gsm8k", "... #### 1000", "1,000.00")
+    assert is_right("gsm8k", "The answer is 7.", 7) and is_right("gsm8k", "7", [6, 7.0])
+    assert not is_right("gsm8k", "The answer is 7.5", 7) and not is_right("gsm8k", "none", 0)
+    assert is_right("exact", "  The ANSWER: Paris! ", "the answer paris")
+    assert not is_right("exact", "It is Paris", "Paris") and is_right("exact", "b", ["A", "B"])
+    assert normalized_text(" A\u00a0 b,c ") == "a bc"
+
+
+# --- rules ----------------------------------------------------------------------------------------------------------
+
+
+def texts(*responses, lengths=()):
+    return SampledTexts([""] * len(responses), responses, lengths=lengths)
+
+
+def test_a_length_beyond_the_longest_loses_for_each_token():
+    reward = length_reward(LengthSpec(max=10, penalty=0.1))
+    assert reward(texts("", "", "", lengths=[3, 10, 14])) == pytest.approx([0, 0, -0.4])
+    reward = length_reward(LengthSpec(target=10, penalty=0.5, unit="characters"))
+    assert reward(texts("x" * 8, "x" * 10, "x" * 13)) == pytest.approx([-1, 0, -1.5])
+
+
+def test_an_expression_matches_anywhere_and_a_format_the_whole_response():
+    assert match_reward(MatchSpec("b+", value=2, otherwise=-1), whole=False)(texts("abba", "aca")) == [2, -1]
+    spec = RewardSpec(format="think_answer")
+    good, late = "<think>a\nb</think>\n<answer>1</answer>", "<think>a</think> so <answer>1</answer>"
+    twice = "<think>a</think><think>a</think><answer>1</answer>"
+    assert match_reward(spec.match, whole=True)(texts(good, late, twice, "")) == [1, 0, 0, 0]
+    spec = RewardSpec(format=MatchSpec("gsm8k", value=0.5))
+    assert match_reward(spec.match, whole=True)(texts("so\n#### -1,200.5\n", "#### x", "#### 5 apples")) == [0.5, 0, 0]
+
+
+def test_code_is_the_last_fenced_block():
+    assert extract_code("no fence") == "no fence"
+    assert extract_code("a\n```python\nx = 1\n```\nb\n```\ny = 2\n```\n") == "y = 2\n"
+    assert extract_code("cut\n```python\nx = 1") == "cut\n```python\nx = 1"
+    assert extract_code("```json\n{}\n```\n```py\nz\n```") == "z\n"
+
+
+def test_code_is_paid_by_the_tests_that_it_passes():
+    tests = ["assert f(2) == 4", "assert f(3) == 9", {"input": "7\n", "output": "14"}]
+    rows = [{"tests": tests}] * 4
+    square = "def f(x): return x * x\n"
+    program = "if __name__ == '__main__': print(2 * int(input()))\n"
+    samples = SampledTexts([""] * 4, [square, square + program, "def f(x): return x + 2", "  "], rows)
+    assert code_reward(CodeSpec(reward="share"))(samples) == pytest.approx([2 / 3, 1, 1 / 3, 0])
+    assert code_reward(CodeSpec(reward="all"))(samples) == [0, 1, 0, 0]
+
+
+# --- functions and columns ------------------------------------------------------------------------------------------
+
+
+def with_topic(prompts, responses, topic, **columns):
+    assert columns.keys() == {"answer"}
+    return [float(word in text) if word else None for word, text in zip(topic, responses, strict=True)]
+
+
+def with_default(prompts, responses, topic="birds"):
+    return [len(topic)] * len(responses)
+
+
+def only_texts(texts):
+    return [0.0] * len(texts)
+
+
+def rows_of(*extras):
+    return [PromptExample([1], "p", extra, f"rows.jsonl:{i + 1}") for i, extra in enumerate(extras)]
+
+
+HERE = "tests.rewards.test_rewards"
+
+
+def test_a_function_gets_prompts_responses_and_columns():
+    rows = rows_of({"topic": "sky", "answer": 1}, {"topic": "", "answer": 2})
+    reward = prepare_rewards([RewardSpec(function=f"{HERE}:with_topic")], rows)["with_topic"]
+    assert reward(SampledTexts(["p", "p"], ["blue sky", "x"], [row.extra for row in rows])) == [1.0, None]
+    reward = prepare_rewards([RewardSpec(function=f"{HERE}:with_default")], rows_of({}))["with_default"]
+    assert reward(SampledTexts(["p"], ["x"], [{"other": 1}])) == [5]
+
+
+@pytest.mark.parametrize(
+    ("spec", "rows", "why"),
+    [
+        (RewardSpec(function="nowhere:f"), [{}], r"'nowhere:f' was not found \(No module named 'nowhere'\)"),
+        (RewardSpec(function=f"{HERE}:nothing"), [{}], "was not found"),
+        (RewardSpec(function=f"{HERE}:HERE"), [{}], "is a str and cannot be called"),
+        (RewardSpec(function=f"{HERE}:only_texts"), [{}], r"must be of the form f\(prompts, responses, \*\*columns\)"),
+        (
+            RewardSpec(function=f"{HERE}:with_topic"),
+            [{"topic": 1}, {}],
+            r"needs the column 'topic': it is missing in 1 of 2 prompts \(rows.jsonl:2\)",
+        ),
+        (
+            RewardSpec(answer="gsm8k"),
+            [{"answer": "5"}, {"answer": "x"}],
+            r"it holds no number in 1 of 2 prompts \(rows.jsonl:2\)",
+        ),
+        (RewardSpec(answer="exact"), [{"answer": None}], "it must be a text, a number, or a list"),
+        (RewardSpec(answer=AnswerSpec("exact", column="gold")), [{"answer": "5"}], "needs the column 'gold'"),
+        (RewardSpec(code=CodeSpec()), [{"tests": []}], "it holds no test"),
+        (RewardSpec(code=CodeSpec()), [{"tests": ["f(1) =="]}], "no Python"),
+        (RewardSpec(code=CodeSpec()), [{"tests": ["f(1) == 2"]}], "a test without assert passes for any code"),
+        (RewardSpec(code=CodeSpec()), [{"tests": [{"input": "1"}]}], "has the texts input and output"),
+    ],
+)
+def test_what_cannot_be_scored_is_said_before_any_network_is_loaded(spec, rows, why):
+    with pytest.raises(UserError, match=why):
+        prepare_rewards([spec], rows_of(*rows))
+
+
+def test_all_problems_are_said_at_once():
+    with pytest.raises(UserError) as error:
+        prepare_rewards([RewardSpec(answer="gsm8k"), RewardSpec(function="nowhere:f")], rows_of({}))
+    assert len(str(error.value).splitlines()) == 2
+
+
+# --- shaping --------------------------------------------------------------------------------------------------------
+
+
+def score(*parts, sources=None, count=None):
+    """Scores of responses by parts that give the same numbers every time."""
+    rewards = Rewards(parts, lambda x: x)
+    count = count or len(parts[0].score([], [], []))
+    rows = [PromptExample([1], "p", {}, "r", source=source) for source in sources or [0] * count]
+    return rewards(rows, [[1]] * count, [True] * count)
+
+
+def gives(*numbers):
+    values = torch.tensor([math.nan if number is None else number for number in numbers])
+    return lambda prompts, responses, ended: values
+
+
+def test_the_score_is_the_sum_of_weight_times_clip_of_the_normalized_part():
+    """Parts 1, 3, 8 have mean 4 and deviation sqrt(26/3); 0, 1, none count 0, 1, 0 with weight -2."""
+    deviation = math.sqrt(26 / 3)
+    one = RewardPart("one", gives(1.0, 3.0, 8.0), 0.5, (-0.5, 1.0), PartNormalizer("first"))
+    two = RewardPart("two", gives(0.0, 1.0, None), -2.0)
+    given = score(one, two)
+    assert_close(given.total, torch.tensor([0.5, -0.5, 4.0]))  # 0.5 * part - 2 * part, as it was given
+    wanted = [0.5 * -0.5, 0.5 * (-1 / deviation) - 2, 0.5 * 1.0]
+    assert -3 / deviation < -0.5 and 4 / deviation > 1
+    assert_close(given.shaped, torch.tensor(wanted))
+    assert given.parts["one"].tolist() == [1, 3, 8] and given.parts["two"].isnan().tolist() == [False, False, True]
+    metrics = part_metrics(given.parts, lambda x: x)
+    assert metrics == pytest.approx(
+        {"score/one": 4, "unscored_share/one": 0, "score/two": 0.5, "unscored_share/two": 1 / 3}
+    )
+
+
+def test_first_is_the_score_normalizer_to_the_last_bit_and_stays():
+    first, later = torch.randn(13), torch.randn(13) * 5
+    normalizer, wanted = PartNormalizer("first"), ScoreNormalizer().fit(first, lambda x: x)
+    sources = torch.zeros(13, dtype=torch.long)
+    for values in (first, later):
+        normalizer.take_in(values, sources, lambda x: x)
+        assert torch.equal(normalizer(values, sources), wanted.scale * values + wanted.shift)
+
+
+def test_running_is_the_mean_and_deviation_of_everything_so_far():
+    normalizer, seen = PartNormalizer("running"), []
+    for size in (3, 1, 7):
+        values = torch.randn(size, dtype=torch.float64) * 3 + 1
+        sources = torch.zeros(size, dtype=torch.long)
+        normalizer.take_in(values, sources, lambda x: x)
+        seen.append(values)
+        everything = torch.cat(seen)
+        assert_close(normalizer(values, sources), (values - everything.mean()) / everything.std(correction=0))
+    state = normalizer.state()
+    again = PartNormalizer("running")
+    again.load(state)
+    assert torch.equal(again(values, sources), normalizer(values, sources))
+    with pytest.raises(UserError, match="statistics of reward are of 1 data sources, and there are 2 now"):
+        PartNormalizer("running", 2).load(state)
+
+
+@pytest.mark.parametrize("mode", ["first", "running"])
+def test_sources_are_normalized_by_themselves(mode):
+    values, sources = torch.tensor([1.0, 3.0, 100.0, 300.0, 7.0]), torch.tensor([0, 0, 1, 1, 2])
+    normalizer = PartNormalizer(mode, 3)
+    normalizer.take_in(values, sources, lambda x: x)
+    assert_close(normalizer(values, sources), torch.tensor([-1.0, 1.0, -1.0, 1.0, 0.0]))  # one sample: no deviation yet
+    normalizer.take_in(torch.tensor([9.0]), torch.tensor([2]), lambda x: x)
+    assert_close(normalizer(torch.tensor([9.0]), torch.tensor([2])), torch.tensor([1.0]))  # 7 and 9
+
+
+def test_rewards_that_do_not_apply_are_in_no_statistics():
+    normalizer, sources = PartNormalizer("first"), torch.zeros(3, dtype=torch.long)
+    values = torch.tensor([1.0, math.nan, 3.0])
+    normalizer.take_in(values, sources, lambda x: x)
+    assert_close(normalizer(values, sources), torch.tensor([-1.0, math.nan, 1.0]), equal_nan=True)
+
+
+def test_equal_numbers_cannot_be_normalized():
+    with pytest.raises(UserError, match="reward gives every sampled response the same number"):
+        score(RewardPart("one", gives(2.0, 2.0), normalizer=PartNormalizer("first")))
+
+
+def test_two_ranks_have_the_statistics_of_one():
+    """Each of two threads holds half of the samples and adds its sums to the other's."""
+    values, sources = torch.randn(3, 8, dtype=torch.float64), torch.tensor([0, 1, 0, 1, 1, 0, 0, 1])
+    whole = PartNormalizer("running", 2)
+    barrier, slots, halves = threading.Barrier(2), [None, None], [PartNormalizer("running", 2) for _ in range(2)]
+
+    def work(rank):
+        def reduce(x):
+            slots[rank] = x
+            barrier.wait(10)
+            total = slots[0] + slots[1]
+            barrier.wait(10)
+            return total
+
+        for row in values:
+            halves[rank].take_in(row[rank::2], sources[rank::2], reduce)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(2)]
+    [thread.start() for thread in threads]
+    for row in values:
+        whole.take_in(row, sources, lambda x: x)
+    [thread.join() for thread in threads]
+    for half in halves:
+        for key, column in whole.state().items():
+            assert half.state()[key] == pytest.approx(column, rel=1e-12)
+
+
+def test_judging_changes_no_statistics():
+    part = RewardPart("one", gives(1.0, 3.0), normalizer=PartNormalizer("running"))
+    rewards, rows = Rewards([part], lambda x: x), rows_of({}, {})
+    rewards(rows, [[1], [1]], [True, True])
+    before = rewards.state()
+    assert rewards.judge(rows, [[1], [1]], [True, True]).shaped.tolist() == [-1, 1]
+    assert rewards.state() == before and rewards(rows, [[1], [1]], [True, True]) and rewards.state() != before
+
+
+# --- settings -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({}, "has one kind of reward_model, function, .* found none"),
+        ({"reward_model": "r", "function": "m:f"}, "found reward_model and function"),
+        ({"function": "f"}, "function must be module:name"),
+        ({"regex": "("}, r"pattern '\(' is no regular expression"),
+        ({"answer": "exact", "weight": 0.0}, "weight must not be 0"),
+        ({"answer": "exact", "clip": (1.0, 1.0)}, "low below high"),
+        ({"answer": "exact", "per_source": True}, "per_source goes with normalize"),
+        ({"answer": "exact", "reward_combine": "min"}, "go with reward_model"),
+        ({"answer": "exact", "name": "a b"}, "name may have"),
+    ],
+)
+def test_an_entry_says_what_is_wrong(settings, why):
+    with pytest.raises(ValueError, match=why):
+        RewardSpec(**settings)
+
+
+def test_names_are_made_of_the_kind_and_differ():
+    specs = [RewardSpec("a"), RewardSpec("b"), RewardSpec(function="m:f"), RewardSpec("c", name="reward_model_3")]
+    assert names_of(specs) == ["reward_model", "reward_model_2", "f", "reward_model_3"]
+    with pytest.raises(ValueError, match="two entries are named 'x'"):
+        names_of([RewardSpec("a", name="x"), RewardSpec("b", name="x")])
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({}, "say what is rewarded"),
+        ({"reward_model": "r", "rewards": [RewardSpec("r")]}, "both cannot be given"),
+        ({"rewards": [RewardSpec("r")], "reward_combine": "min"}, "stand in their entry of rewards"),
+        ({"rewards": [RewardSpec(answer="exact")]}, "value_model: no entry of rewards is a reward model"),
+    ],
+)
+def test_ppo_takes_one_form_of_rewards(settings, why):
+    with pytest.raises(ValueError, match=why):
+        PPOConfig(policy="p", data=DataConfig(train="t"), output="o", **settings)
+
+
+YAML = """policy: p
+data: {train: t}
+output: o
+value_model: policy
+rewards:
+  - {reward_model: r, reward_combine: min, normalize: running, per_source: true}
+  - {function: "m:f", weight: 0.5, clip: [-1, 1]}
+  - length: {max: 5}
+  - format: gsm8k
+  - {regex: {pattern: a+, otherwise: -1}, name: only_a}
+  - answer: gsm8k
+  - {answer: {match: exact, column: gold}}
+  - code: {}
+  - judge: https://host/score
+  - judge: {url: https://host/v1, protocol: openai, model: m, template: "{response}", columns: []}
+"""
+
+
+def test_a_file_of_rewards():
+    config = build(PPOConfig, parse_yaml(YAML, "ppo.yaml"))
+    assert names_of(config.rewards)[3:] == [
+        "format", "only_a", "answer", "answer_2", "code", "judge", "judge_2",
+    ]  # fmt: skip
+    assert config.rewards[1].clip == (-1, 1) and config.rewards[7].code == CodeSpec() and config.reward_models == ["r"]
+
+
+def test_a_wrong_entry_is_named_with_its_line():
+    with pytest.raises(UserError, match=r"ppo.yaml:8: rewards\[2\].length: length needs either target or max"):
+        build(PPOConfig, parse_yaml(YAML.replace("{max: 5}", "{}"), "ppo.yaml"))
+    with pytest.raises(UserError, match=r"ppo.yaml:6: rewards\[0\].*found reward_model and regex"):
+        build(PPOConfig, parse_yaml(YAML.replace("{reward_model: r,", "{reward_model: r, regex: a,"), "ppo.yaml"))
+
+
+def test_packaged_configs_have_the_short_form():
+    assert load_config(PPOConfig, "ppo/tiny").rewards == []
