@@ -20,7 +20,7 @@ from alignment.losses.advantages import (
     rloo_advantages,
 )
 from alignment.losses.policy import gae, shape_rewards, whiten
-from alignment.rewards.combine import as_scores
+from alignment.rewards.combine import Rewards, as_scores
 
 GROUP_ADVANTAGES = {"rloo": rloo_advantages, "grpo": grpo_advantages, "dr_grpo": dr_grpo_advantages}
 
@@ -98,8 +98,10 @@ def add_baseline(rollout: Rollout, state: PPOState, config: PPOConfig, prompts: 
     own, numbers = prompts[group.rank :: group.size], rollout.numbers[::count]
     greedy = SamplingConfig(config.max_new_tokens, temperature=0.0)
     responses = sample(state, greedy, [list(prompt.ids) for prompt in own], numbers, config.micro_rollout_batch_size)
+    # Greedy responses are in no statistics of the rewards.
+    judge = state.score.judge if isinstance(state.score, Rewards) else state.score
     with state.policy.backend.autocast():
-        scores = as_scores(state.score(own, responses.token_ids, responses.ended))
+        scores = as_scores(judge(own, responses.token_ids, responses.ended))
 
     def of_rows(values: Tensor) -> Tensor:
         return values.to(group.device).repeat_interleave(count)
