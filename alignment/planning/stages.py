@@ -106,7 +106,7 @@ def build_networks(config: StageConfig, layout: Layout, near: Path | None) -> tu
         starts["reward model"] = find_start(config.reward_model, near)
         networks.add("reward model", starts["reward model"], "scalar", trained=False)
     if isinstance(config, PPOConfig):
-        judges = {f"reward model{f' {i}' if i else ''}": name for i, name in enumerate(config.reward_models)}
+        judges = {f"reward model{f' {i}' if i else ''}": name for i, name in enumerate(config.judging_models)}
         starts |= {role: find_start(name, near) for role, name in judges.items()}
         if config.has_own_value_model:
             starts["value model"] = start if config.value_model == "policy" else starts["reward model"]

@@ -106,18 +106,22 @@ class Result:
             for path in [path for path in checkpoints(self._root) if step_of(path) not in kept]:
                 remove_directory(path)
 
-    def write(self) -> None:
+    def write(self, ended: int | None = None) -> None:
         """Put the best weights into the engine, where these are the result, and write the model; a collective operation.
+
+        Args:
+            ended: step after which the run ended, where steps are not the engine's updates; None: they are.
 
         Raises:
             UserError: the checkpoint of the best weights is damaged or missing, or there is none.
         """
         if self._save is None:
             return
-        which = f"step {self._engine.step}" if self.best is None else self._load_best(self.best)
+        ended = self._engine.step if ended is None else ended
+        which = f"step {ended}" if self.best is None else self._load_best(self.best)
         average = "" if self._engine.average is None else "the moving average of the weights at "
         if self.best is not None or average:
-            self._run.note(f"model/ holds {average}{which}; the run ended at step {self._engine.step}")
+            self._run.note(f"model/ holds {average}{which}; the run ended at step {ended}")
         with self._engine.averaged_weights():
             self._save()
         self._has_older = True  # checkpoints that knew an earlier best are gone by now

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from alignment.adapters.specs import refuse_dropout
 from alignment.algorithms.dpo.setup import PreferenceConfig
-from alignment.algorithms.ppo.config import SamplingSettings, refuse_evaluation
+from alignment.algorithms.ppo.config import SamplingSettings, refuse_evaluation, refuse_row_weights
 from alignment.losses.preference_table import LOSSES
 from alignment.models.weights_config import check_weights
 
@@ -45,7 +45,9 @@ class OnlineDPOConfig(SamplingSettings, PreferenceConfig):
             raise ValueError(f"responses_per_prompt must be at least 2, got {self.responses_per_prompt}")
         if self.tie_margin < 0:
             raise ValueError(f"tie_margin must be 0 (off) or above, got {self.tie_margin}")
-        refuse_evaluation({"data": self.data}, self.training, "online_dpo", "online DPO")
+        refuse_row_weights({"data": self.data}, "online_dpo")
+        unread = ("keep_best", "early_stopping", "ema_decay")
+        refuse_evaluation({"data": self.data}, unread, self.training, "online_dpo", "online DPO")
 
     @property
     def holds_reference(self) -> bool:

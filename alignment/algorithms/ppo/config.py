@@ -1,10 +1,11 @@
 """Settings of PPO, those that it shares with every stage that samples its own responses, and what they must not be."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Literal
 
 from alignment.adapters.specs import AdapterSpec, refuse_dropout
+from alignment.algorithms.ppo.held_out_config import HeldOutConfig, check_held_out
 from alignment.algorithms.ppo.update_config import UpdateSettings, check_update
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig
@@ -106,7 +107,7 @@ class PPOConfig(SamplingSettings, UpdateSettings):
             mean - reward_std_coef * deviation (lower). The last two hold PPO back where the members disagree (Coste et
             al. 2023, arXiv:2310.02743, section 3).
         reward_std_coef: weight of the deviation in `lower`.
-        data: prompts. None are held out: what is learnt is compared by `alignment evaluate winrate`.
+        data: prompts. Those of `data.evaluation` are held out for `held_out`.
         output: the run's directory.
         reference: checkpoint of the reference; None: the starting checkpoint itself, also after a resume.
         adapter: train adapters, without dropout, on policy and value model; the reference is then the policy with its
@@ -133,6 +134,8 @@ class PPOConfig(SamplingSettings, UpdateSettings):
         rollouts_behind: 1: an iteration learns from responses that the policy gave before the previous iteration's
             updates, as where sampling and training run at the same time. The ratio's denominator, reference and values are
             computed with the weights of now. 0: from its own responses.
+        held_out: who scores the responses to held-out prompts during the run, by which it stops before it over-optimizes
+            the reward; None: nobody.
     """
 
     policy: str
@@ -162,6 +165,7 @@ class PPOConfig(SamplingSettings, UpdateSettings):
     value_optim: OptimConfig | None = None
     importance_cap: float | None = 2.0
     rollouts_behind: int = 0
+    held_out: HeldOutConfig | None = None
 
     def __post_init__(self) -> None:
         check_weights(self.weights, frozen=self.adapter is not None, judges=True)
@@ -194,7 +198,9 @@ class PPOConfig(SamplingSettings, UpdateSettings):
         if self.pretrain_coef > 0 and self.pretrain is None:
             raise ValueError("pretrain_coef above 0 needs `pretrain`, the text; leave it out or set it to 0")
         check_importance(self)
-        refuse_evaluation({"data": self.data, "pretrain": self.pretrain}, self.training, "ppo", "PPO")
+        refuse_row_weights({"data": self.data, "pretrain": self.pretrain}, "ppo")
+        check_held_out(self)
+        refuse_evaluation({"pretrain": self.pretrain}, ("ema_decay",), self.training, "ppo", "PPO")
 
     @property
     def reward_models(self) -> list[str]:
@@ -202,6 +208,11 @@ class PPOConfig(SamplingSettings, UpdateSettings):
         if self.reward_model is not None:
             return [self.reward_model]
         return [spec.reward_model for spec in self.rewards if spec.reward_model is not None]
+
+    @property
+    def judging_models(self) -> list[str]:
+        """Directories of the reward models and of those that score held-out prompts."""
+        return [*self.reward_models, *(self.held_out.reward_models if self.held_out else [])]
 
     @property
     def samples_differ(self) -> bool:
@@ -223,12 +234,12 @@ def check_importance(config: PPOConfig) -> None:
         raise ValueError(f"rollouts_behind must be 0 or 1, got {config.rollouts_behind}")
 
 
-def refuse_evaluation(data: Mapping[str, DataConfig | None], training: TrainingConfig, stage: str, title: str) -> None:
-    """Refuse settings of row weights and of evaluations, which a stage that learns from its own samples does not read.
+def refuse_row_weights(data: Mapping[str, DataConfig | None], stage: str) -> None:
+    """Refuse settings of row weights, which a stage that learns from its own samples does not read.
 
     Args:
         data: data configs by their key.
-        stage, title: its name in messages.
+        stage: its name in messages.
 
     Raises:
         ValueError: in words.
@@ -238,13 +249,29 @@ def refuse_evaluation(data: Mapping[str, DataConfig | None], training: TrainingC
             raise ValueError(
                 f"{name}: {stage} counts all rows alike, without {unread[0]}; draw by weights: data.mixing"
             )
+
+
+def refuse_evaluation(
+    data: Mapping[str, DataConfig | None], keys: Sequence[str], training: TrainingConfig, stage: str, title: str
+) -> None:
+    """Refuse settings of evaluations that a stage that learns from its own samples does not read.
+
+    Args:
+        data: data configs by their key.
+        keys: of `training`, that have no effect.
+        stage, title: its name in messages.
+
+    Raises:
+        ValueError: in words.
+    """
+    for name, config in data.items():
         if config is not None and config.evaluates:
             key = "evaluation" if config.evaluation is not None else "evaluation_share"
             raise ValueError(
                 f"{name}.{key} is not read: {stage} evaluates nothing while it trains; leave it out, and compare the "
                 "results on held-out prompts with `alignment evaluate winrate`"
             )
-    for name in ("keep_best", "early_stopping", "ema_decay"):
+    for name in keys:
         if getattr(training, name) is not None:
             raise ValueError(
                 f"training.{name} has no effect in {title}, which evaluates nothing while it runs; leave it out"

@@ -15,6 +15,7 @@ from torch import Tensor
 from alignment.algorithms.memory_notes import note_memory
 from alignment.algorithms.policies import language_loss_fn, note_dropout_off, save_policy
 from alignment.algorithms.ppo.advantages import add_advantages, add_baseline
+from alignment.algorithms.ppo.evaluation import evaluate_if_due, is_over, note_start
 from alignment.algorithms.ppo.loss_functions import policy_and_value_loss_fn, policy_loss_fn, value_loss_fn, weighed
 from alignment.algorithms.ppo.metrics import report, rollout_metrics
 from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, collect, rollout_batches
@@ -31,6 +32,7 @@ from alignment.algorithms.runs import open_run
 from alignment.data.examples import PromptExample
 from alignment.training import Term, ZeroWeightBatch
 from alignment.training.distributed import ProcessGroup
+from alignment.training.result import Result
 
 
 def run(config: PPOConfig) -> Path:
@@ -45,29 +47,36 @@ def run(config: PPOConfig) -> Path:
     Source: Schulman et al. 2017, arXiv:1707.06347; Ouyang et al. 2022, arXiv:2203.02155, section 3.5 and eq. 2;
         details Huang et al. 2024, arXiv:2403.17031. Other advantages: see `alignment.losses.advantages`.
     """
-    parents = [config.policy, *config.reward_models, config.reference]
+    parents = [config.policy, *config.judging_models, config.reference]
     with open_run(config, "ppo", parents, value_optim=config.value_optim) as run:
         data = read_data(config, run)
         state = build_state(config, data)
         save = partial(
             save_policy, state.policy, state.start, run.output, max_shard_size=config.training.max_shard_size
         )
+        result = Result(run, state.policy, config.training, save, evaluated=state.held_out is not None)
         note_dropout_off(state.start, run)
         state.rollout_weights = choose_rollout_weights(
             config, data.prompts.rows, state, run, responses_per_prompt=config.responses_per_prompt
         )
         note_memory(run, state.roles)
-        first = load_ppo_state(state, config, run)
-        if first == data.iterations:  # a finished run again: its model may be gone
-            save()
-        for step in run.steps(first, data.iterations):
+        first = load_ppo_state(state, config, run, result)
+        last = first if is_over(state, result) else data.iterations
+        note_start(state, config, result, run)
+        if first == last:  # a finished run again: its model may be gone
+            result.write(first)
+        for step in run.steps(first, last):
             began = time.perf_counter()
-            prompts = data.prompts.rows_at(step)
-            metrics, rollout = iterate(state, config, prompts, step)
-            report(run, state, config, metrics, rollout, step=step + 1, seconds=time.perf_counter() - began)
-            if step + 1 == data.iterations:  # here a signal waits until the model is written
-                save()
-            save_ppo_state(state, config, run, step + 1)
+            metrics, rollout = iterate(state, config, data.prompts.rows_at(step), step)
+            seconds = time.perf_counter() - began
+            if step + 1 == last and result.best is None:  # here a signal waits until the model is written
+                result.write(last)
+            metrics |= evaluate_if_due(state, config, result, run, step=step + 1)
+            report(run, state, config, metrics, rollout, step=step + 1, seconds=seconds)
+            save_ppo_state(state, config, run, result, step + 1)
+            result.delete_older()
+            if step + 1 == run.total and (step + 1 < last or result.best is not None):
+                result.write(step + 1)
         return run.output / "model"
 
 

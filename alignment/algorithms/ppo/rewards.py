@@ -1,11 +1,11 @@
 """Who scores the responses of PPO: its reward models, and the other entries of `rewards`."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.runs import check_rows
 from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
@@ -18,16 +18,49 @@ from alignment.loading import find_directory
 from alignment.models.classifiers import SequenceClassifier
 from alignment.models.lengths import check_lengths
 from alignment.models.shared_weights import SharedWeights
-from alignment.reward_model import RewardModel, load_frozen_reward_model, member_count
+from alignment.reward_model import Combine, RewardModel, load_frozen_reward_model, member_count
 from alignment.rewards.build import build_rewards
 from alignment.rewards.combine import ScoreFunction
 from alignment.rewards.reward_models import response_scorer
 from alignment.rewards.samples import TextReward
 from alignment.rewards.specs import RewardSpec, names_of
+from alignment.training import TrainingConfig
 from alignment.training.distributed import ProcessGroup
 
 
-def reward_model_specs(config: PPOConfig) -> dict[str, RewardSpec]:
+@dataclass(frozen=True)
+class HeldOutScoring:
+    """The settings by which responses to held-out prompts are scored, in the names of PPO's own."""
+
+    reward_model: str | None
+    rewards: list[RewardSpec]
+    reward_combine: Combine
+    reward_std_coef: float
+    data: DataConfig
+    max_new_tokens: int
+    training: TrainingConfig
+
+
+class ScoredSettings(Protocol):
+    """The settings of those who score responses: PPO's, or those of its held-out prompts."""
+
+    @property
+    def reward_model(self) -> str | None: ...
+    @property
+    def rewards(self) -> list[RewardSpec]: ...
+    @property
+    def reward_combine(self) -> Combine: ...
+    @property
+    def reward_std_coef(self) -> float: ...
+    @property
+    def data(self) -> DataConfig: ...
+    @property
+    def max_new_tokens(self) -> int: ...
+    @property
+    def training(self) -> TrainingConfig: ...
+
+
+def reward_model_specs(config: ScoredSettings) -> dict[str, RewardSpec]:
     """The entries that are reward models, by name; of the short form one, named reward_model."""
     if config.reward_model is not None:
         combine, std_coef = config.reward_combine, config.reward_std_coef
@@ -51,7 +84,7 @@ def check_combine(spec: RewardSpec) -> None:
 
 
 def load_judges(
-    config: PPOConfig,
+    config: ScoredSettings,
     prompts: Sequence[PromptExample],
     tokenizer: Tokenizer,
     bases: SharedWeights,
@@ -73,7 +106,7 @@ def load_judges(
 
 
 def score_function(
-    config: PPOConfig,
+    config: ScoredSettings,
     tokenizer: Tokenizer,
     texts: Mapping[str, TextReward],
     judges: Mapping[str, RewardModel],

@@ -1,7 +1,7 @@
 """Rollouts: sampled responses with everything that PPO knows about them."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import cast
 
@@ -198,7 +198,7 @@ def ask_networks(state: PPOState, config: PPOConfig, samples: DrawnResponses) ->
     with torch.no_grad(), state.policy.backend.autocast():
         mask = response_mask(responses.token_ids, device)
         with clock("forward"):
-            rectangles = network_rectangles(state, config, ids, samples, mask)
+            rectangles = ask_in_batches(questions(state, config), state, config, samples, mask)
         with clock("scoring"):
             scores = as_scores(state.score(samples.prompts, responses.token_ids, responses.ended))
     flat = torch.tensor([value for row in responses.log_probs for value in row], device=device)
@@ -221,23 +221,34 @@ def ask_networks(state: PPOState, config: PPOConfig, samples: DrawnResponses) ->
     return replace(rollout, weights=correction_weights(rollout, config))
 
 
-def network_rectangles(
-    state: PPOState, config: PPOConfig, prompts: list[list[int]], samples: DrawnResponses, mask: Tensor
+def questions(state: PPOState, config: PPOConfig) -> dict[str, Callable[[Ragged], Tensor]]:
+    """What each network is asked about the response tokens of a batch, [M]: log-probabilities, and values before them."""
+    policy, reference, value, temperature = state.policy.model, state.reference, state.value.model, config.temperature
+    return {
+        "log_probs": lambda batch: policy(batch=batch, temperature=temperature).log_probs,
+        "reference_log_probs": lambda batch: reference(batch=batch, temperature=temperature).log_probs,
+        "values": lambda batch: values_before_targets(value, batch),
+    }
+
+
+def ask_in_batches(
+    asked: Mapping[str, Callable[[Ragged], Tensor]],
+    state: SamplingState,
+    config: SamplingSettings,
+    samples: DrawnResponses,
+    mask: Tensor,
 ) -> dict[str, Tensor]:
-    """`log_probs`, `reference_log_probs` and `values` of each response token, [B, R]."""
-    device, limit, temperature = mask.device, config.training.tokens_per_forward, config.temperature
-    responses, share_prompts = samples.responses.token_ids, state.share_prompts
-    rectangles: dict[str, Tensor] = {}
+    """What each function says of each response token, asked about a few rows at a time, [B, R]."""
+    limit, share_prompts, device = config.training.tokens_per_forward, state.share_prompts, mask.device
+    prompts, responses = [list(prompt.ids) for prompt in samples.prompts], samples.responses.token_ids
+    rectangles = {name: torch.zeros(mask.shape, device=device) for name in asked}
     for rows in equally_many(group_rollouts(prompts, responses, limit, share_prompts), state):
         batch = ragged_of(
             [prompts[i] for i in rows], [responses[i] for i in rows], [samples.numbers[i] for i in rows], share_prompts
         ).to(device)
-        flat = log_probs_and_values(state, batch, temperature)
-        flat["reference_log_probs"] = state.reference(batch=batch, temperature=temperature).log_probs
         index = torch.tensor(rows, device=device)
-        for name, values in flat.items():
-            rectangle = rectangles.setdefault(name, torch.zeros(mask.shape, device=device))
-            rectangle[index] = to_rectangle(values.float(), mask[index])
+        for name, ask in asked.items():
+            rectangles[name][index] = to_rectangle(ask(batch).float(), mask[index])
     return rectangles
 
 

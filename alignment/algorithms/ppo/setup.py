@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Sequence, Set
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -12,9 +12,17 @@ from alignment.algorithms.policies import LogProbModel, Policy, load_policy, loa
 from alignment.algorithms.ppo.alarms import Alarms
 from alignment.algorithms.ppo.config import METRICS, PPOConfig
 from alignment.algorithms.ppo.controllers import AdaptiveKL, FixedKL, ScoreNormalizer
-from alignment.algorithms.ppo.rewards import check_combine, load_judges, reward_model_specs, score_function
+from alignment.algorithms.ppo.held_out import HeldOut
+from alignment.algorithms.ppo.held_out_config import unshaped
+from alignment.algorithms.ppo.rewards import (
+    HeldOutScoring,
+    check_combine,
+    load_judges,
+    reward_model_specs,
+    score_function,
+)
 from alignment.algorithms.ppo.samples import SampledAhead
-from alignment.algorithms.runs import check_rows, read_examples
+from alignment.algorithms.runs import check_rows, read_examples, read_split
 from alignment.data.batches import collate
 from alignment.data.examples import PromptExample
 from alignment.data.mixture import RowOrder, stream_of
@@ -26,6 +34,7 @@ from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.shared_weights import SharedWeights, refuse_trained
 from alignment.models.value_head import attach_value_head
 from alignment.ragged import Batch, Sharing
+from alignment.reward_model import RewardModel
 from alignment.reward_model.calibration import read_calibration
 from alignment.rewards.build import prepare_rewards
 from alignment.rewards.combine import Rewards, ScoreFunction
@@ -39,8 +48,10 @@ from alignment.training import (
     shard_rows,
 )
 from alignment.training.distributed import ProcessGroup, shares_weights
+from alignment.training.result import Result
 
 LOGGED_KEYS = {  # of every PPO run's log; a metric of the config may not have one of these names
+<<<<<<< HEAD
     "advantage_mean", "advantage_std", "approx_kl", "clip_fraction", "distinct_share", "empty_share", "ended_share",
     "entropy", "explained_variance", "first_ratio_error", "grad_norm", "held_out_kl", "held_out_score",
     "held_out_win_rate", "importance_clipped_share", "importance_weight_max", "importance_weight_mean", "kl",
@@ -50,6 +61,18 @@ LOGGED_KEYS = {  # of every PPO run's log; a metric of the config may not have o
     "score", "score_std", "seconds_forward", "seconds_held_out", "seconds_policy", "seconds_rollout",
     "seconds_sampling", "seconds_scoring", "seconds_update", "seconds_value", "step", "tokens", "tokens_per_second",
     "updates", "value_grad_norm", "value_loss", "value_mean",
+=======
+    "advantage_mean", "advantage_std", "approx_kl", "best_held_out_score", "best_held_out_win_rate", "best_step",
+    "clip_fraction", "distinct_share", "empty_share", "ended_share", "entropy", "explained_variance",
+    "first_ratio_error", "grad_norm", "held_out_kl", "held_out_score", "held_out_win_rate",
+    "importance_clipped_share", "importance_weight_max", "importance_weight_mean", "kl", "kl_coef", "kl_k2", "kl_k3",
+    "learning_rate", "loss", "mfu", "mfu_forward", "mfu_policy", "mfu_sampling", "mfu_value", "policy_loss",
+    "pretrain_loss", "repetition", "response_tokens", "response_tokens_max", "response_tokens_min",
+    "response_tokens_std", "return_mean", "return_std", "sampling_error", "sampling_kl", "score", "score_std",
+    "seconds_forward", "seconds_held_out", "seconds_policy", "seconds_rollout", "seconds_sampling", "seconds_scoring",
+    "seconds_update", "seconds_value", "step", "tokens", "tokens_per_second", "value_grad_norm", "value_loss",
+    "value_mean",
+>>>>>>> 6b30925 (PPO scores held-out prompts by a second judge, keeps the best weights and stops at a KL budget)
 }  # fmt: skip
 
 MetricFn = Callable[[Sequence[str], Sequence[str]], Sequence[float]]  # prompts, responses -> one number for each
@@ -57,12 +80,13 @@ MetricFn = Callable[[Sequence[str], Sequence[str]], Sequence[float]]  # prompts,
 
 @dataclass(frozen=True)
 class PPOData:
-    """Prompts and the pretraining mix as streams, with the tokenizer that made them."""
+    """Prompts and the pretraining mix as streams, with the tokenizer that made them, and the held-out prompts."""
 
     tokenizer: Tokenizer
     prompts: RowOrder
     iterations: int
     texts: RowOrder | None
+    held_out: Sequence[PromptExample] = ()
 
     def prompts_of(self, step: int) -> Sequence[PromptExample]:
         """The prompts of iteration `step`, from 0; none after the last one."""
@@ -117,6 +141,7 @@ class PPOState(SamplingState):
         normalizer: gives the scores mean 0 and deviation 1.
         pretraining: update number -> micro-batches of this rank; None without a pretraining mix.
         num_updates: minibatch updates taken so far.
+        held_out: prompts that are scored during the run, and their judge; None: there are none.
         alarms: of collapse, over the metrics of the run.
         ahead: responses that are sampled one iteration ahead (`rollouts_behind`); None: each iteration samples its own.
         shared_value: whether the policy has a value head on its trunk.
@@ -128,6 +153,7 @@ class PPOState(SamplingState):
     normalizer: ScoreNormalizer = field(default_factory=ScoreNormalizer)
     pretraining: Callable[[int], list[Batch]] | None = None
     num_updates: int = 0
+    held_out: HeldOut | None = None
     alarms: Alarms = field(default_factory=Alarms)
     ahead: SampledAhead | None = None
     shared_value: bool = False
@@ -151,7 +177,7 @@ def read_data(config: PPOConfig, run: Run) -> PPOData:
     """
     tokenizer = load_tokenizer(config.policy, config.chat_template)
     run.note(describe_stop_tokens(config.policy, tokenizer))
-    prompts = read_examples(config.data, "prompts", tokenizer, run)
+    prompts, held_out = read_split(config.data, "prompts", tokenizer, run)
     texts = None
     if config.pretrain is not None and config.pretrain_coef > 0:
         examples = read_examples(config.pretrain, "text", tokenizer, run)
@@ -160,7 +186,7 @@ def read_data(config: PPOConfig, run: Run) -> PPOData:
         )
     # Batches run across the ends of epochs: a smaller last one could not be cut into the same minibatches.
     stream = stream_of(config.data, prompts, batch_size=config.training.batch_size, seed=config.training.seed)
-    return PPOData(tokenizer, stream, config.training.steps(stream.epoch_length), texts)
+    return PPOData(tokenizer, stream, config.training.steps(stream.epoch_length), texts, held_out)
 
 
 def build_state(config: PPOConfig, data: PPOData) -> PPOState:
@@ -177,11 +203,13 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
     policy, value, start = build_engines(config, data, bases if shares_weights() else bases.unshared())
     micro_batch_tokens = config.training.tokens_per_forward
     judges = load_judges(config, data.prompts.rows, data.tokenizer, bases, policy.process_group.device)
+    held_out, held_out_judges = build_held_out(config, data, bases, policy.process_group)
     reference = reference_of(start, config.reference, policy, bases=bases)
     roles = [
         Role("policy", policy.backend.unwrapped, policy),
         *([] if value is None else [Role("value model", value.backend.unwrapped, value)]),
         *[Role(f"reward model{f' {name}' if config.rewards else ''}", judge.model) for name, judge in judges.items()],
+        *[Role(f"held-out reward model {name}", judge.model) for name, judge in held_out_judges.items()],
         reference.role,
     ]  # fmt: skip
     refuse_trained({role.name: role.model for role in roles if role.model is not None})
@@ -206,9 +234,35 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
         pretraining=None if data.texts is None else partial(local_texts, data.texts, policy, micro_batch_tokens),
         metrics=metrics,
         share_prompts=share_prompts,
+        held_out=held_out,
         ahead=SampledAhead(data.prompts_of) if config.rollouts_behind else None,
         shared_value=config.shares_trunk,
     )
+
+
+def build_held_out(
+    config: PPOConfig, data: PPOData, bases: SharedWeights, group: ProcessGroup
+) -> tuple[HeldOut | None, dict[str, RewardModel]]:
+    """The held-out prompts with their judge, and its reward models by the name of their entry; None and none without them.
+
+    Raises:
+        UserError: fewer prompts than processes; a bad checkpoint, or prompts that a judge cannot read.
+    """
+    if config.held_out is None:
+        return None, {}
+    prompts, held_out = data.held_out, config.held_out
+    if len(prompts) < group.size:
+        raise UserError(f"data.evaluation has {len(prompts)} prompts for {group.size} processes; hold more of them out")
+    settings = HeldOutScoring(
+        held_out.reward_model, unshaped(held_out.rewards), held_out.reward_combine, held_out.reward_std_coef,
+        config.data, config.max_new_tokens, config.training,
+    )  # fmt: skip
+    texts = prepare_rewards(settings.rewards, prompts)
+    for spec in reward_model_specs(settings).values():
+        check_combine(spec)
+    judges = load_judges(settings, prompts, data.tokenizer, bases, group.device)
+    score = score_function(settings, data.tokenizer, texts, judges, group)
+    return HeldOut(prompts, score, replace(config.sampling, seed=held_out.seed), held_out.kl_budget), judges
 
 
 def load_metrics(names: Sequence[str], taken: Set[str] = frozenset(LOGGED_KEYS)) -> dict[str, MetricFn]:
@@ -292,16 +346,25 @@ def start_value_model(config: PPOConfig, tokenizer: Tokenizer, bases: SharedWeig
     return load_value_model(source, config.adapter, own, None, head=head, bases=bases)
 
 
-def load_ppo_state(state: PPOState, config: PPOConfig, run: Run) -> int:
+def load_ppo_state(state: PPOState, config: PPOConfig, run: Run, result: Result) -> int:
     """Put back the newest checkpoint's state, if there is one; return the number of iterations done."""
+<<<<<<< HEAD
     saved = load_run_state(run, state.by_role, config.training)
     note_endless_warmup(run, state.by_role)
+=======
+    engines = {"policy": state.policy, "value": state.value}
+    saved = load_run_state(run, engines, config.training)
+    result.restore(saved)
+    note_endless_warmup(run, engines)
+>>>>>>> 6b30925 (PPO scores held-out prompts by a second judge, keeps the best weights and stops at a KL budget)
     if saved is None:
         return 0
     state.num_updates = saved["num_updates"]
     state.kl.coef = saved["kl_coef"]
     state.normalizer = ScoreNormalizer(**saved["normalizer"])
     state.alarms.restore(saved["alarms"])
+    if state.held_out is not None:
+        state.held_out.restore(saved["held_out"])
     if state.ahead is not None:
         state.ahead.restore(saved.get("ahead"), saved["step"], state.process_group)
     if isinstance(state.score, Rewards):
@@ -309,10 +372,16 @@ def load_ppo_state(state: PPOState, config: PPOConfig, run: Run) -> int:
     return saved["step"]
 
 
-def save_ppo_state(state: PPOState, config: PPOConfig, run: Run, step: int) -> None:
+def save_ppo_state(state: PPOState, config: PPOConfig, run: Run, result: Result, step: int) -> None:
     """Save a checkpoint where one is due after `step` iterations."""
-    saved = {"num_updates": state.num_updates, "kl_coef": state.kl.coef, "normalizer": vars(state.normalizer)}
-    saved["alarms"] = state.alarms.state()
+    saved: dict[str, object] = {
+        "num_updates": state.num_updates,
+        "kl_coef": state.kl.coef,
+        "normalizer": vars(state.normalizer),
+    }
+    saved |= result.state() | {"alarms": state.alarms.state()}
+    if state.held_out is not None:
+        saved["held_out"] = state.held_out.state()
     if state.ahead is not None:
         saved["ahead"] = state.ahead.state(state.process_group)
     if isinstance(state.score, Rewards):

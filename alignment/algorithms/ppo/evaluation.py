@@ -1,0 +1,98 @@
+"""The evaluation of a PPO run on held-out prompts, and which weights become its result."""
+
+import time
+
+import torch
+
+from alignment.algorithms.ppo.config import PPOConfig
+from alignment.algorithms.ppo.held_out import HeldOut
+from alignment.algorithms.ppo.metrics import kl_columns
+from alignment.algorithms.ppo.rollout import ask_in_batches, response_mask, sample
+from alignment.algorithms.ppo.samples import DrawnResponses
+from alignment.algorithms.ppo.setup import PPOState
+from alignment.rewards.combine import Rewards, as_scores
+from alignment.training.loop import is_due
+from alignment.training.result import Result
+from alignment.training.run.directory import Run
+
+
+def evaluate_held_out(
+    state: PPOState, config: PPOConfig, held_out: HeldOut, result: Result, *, step: int
+) -> dict[str, float]:
+    """Metrics of the policy on the held-out prompts after `step` iterations; the best weights so far are kept.
+
+    Weights beyond the KL budget are not kept. A collective operation.
+
+    Returns:
+        `held_out_score`, `held_out_win_rate`, `held_out_kl`, `seconds_held_out` and what `Result.add` says of the best.
+    """
+    began = time.perf_counter()
+    scores, kl = judge_held_out(state, config, held_out)
+    metrics = held_out.take_in(scores, kl, step)
+    if not held_out.ended_by:
+        metrics |= result.add(step, metrics)
+    return metrics | {"seconds_held_out": time.perf_counter() - began}
+
+
+@torch.no_grad()
+def judge_held_out(state: PPOState, config: PPOConfig, held_out: HeldOut) -> tuple[list[float], float]:
+    """The scores of the policy's responses to all held-out prompts, and their mean KL (k1) from the reference, nats."""
+    group = state.process_group
+    numbers = list(range(group.rank, len(held_out.prompts), group.size))
+    prompts = [held_out.prompts[number] for number in numbers]
+    ids = [list(prompt.ids) for prompt in prompts]
+    responses = sample(state, held_out.sampling, ids, numbers, config.micro_rollout_batch_size)
+    samples = DrawnResponses(prompts, numbers, responses)
+    mask = response_mask(responses.token_ids, group.device)
+    policy, reference, temperature = state.policy.model, state.reference, config.temperature
+    with state.policy.backend.autocast():
+        found = ask_in_batches(
+            {
+                "log_probs": lambda batch: policy(batch=batch, temperature=temperature).log_probs,
+                "reference_log_probs": lambda batch: reference(batch=batch, temperature=temperature).log_probs,
+            },
+            state, config, samples, mask,
+        )  # fmt: skip
+        judge = held_out.score.judge if isinstance(held_out.score, Rewards) else held_out.score
+        scores = as_scores(judge(prompts, responses.token_ids, responses.ended)).total.tolist()
+    kl = kl_columns(found["log_probs"], found["reference_log_probs"], mask)["kl"].tolist()
+    rows = sorted(row for part in group.gather_objects(list(zip(numbers, scores, kl, strict=True))) for row in part)
+    return [score for _, score, _ in rows], sum(kl for *_, kl in rows) / len(rows)
+
+
+def note_start(state: PPOState, config: PPOConfig, result: Result, run: Run) -> None:
+    """Evaluate the starting policy, which later evaluations are compared with, and which is the first best one."""
+    if state.held_out is None or state.held_out.start_scores:
+        return
+    metrics = evaluate_held_out(state, config, state.held_out, result, step=0)
+    run.note(
+        f"held-out prompts: {len(state.held_out.prompts)}; the starting policy's responses score "
+        f"{metrics['held_out_score']:.4g} on average, at a KL of {metrics['held_out_kl']:.4g} nats"
+    )
+
+
+def is_over(state: PPOState, result: Result) -> bool:
+    """Whether the run ends before its last iteration: its KL budget is spent, or the evaluation no longer improves."""
+    return result.exhausted or (state.held_out is not None and bool(state.held_out.ended_by))
+
+
+def evaluate_if_due(state: PPOState, config: PPOConfig, result: Result, run: Run, *, step: int) -> dict[str, float]:
+    """Metrics of the held-out prompts after `step` iterations, where an evaluation is due; ends the run where it is over."""
+    if state.held_out is None or not is_due(step, config.training.evaluate_every_steps, run.total):
+        return {}
+    metrics = evaluate_held_out(state, config, state.held_out, result, step=step)
+    if is_over(state, result):
+        run.total = step
+        run.note(f"the run ends after iteration {step}: {reason(state.held_out, config, result)}")
+    return metrics
+
+
+def reason(held_out: HeldOut, config: PPOConfig, result: Result) -> str:
+    """Why a run that is over ends."""
+    stopping = config.training.early_stopping
+    if held_out.ended_by or stopping is None or result.best is None:
+        return held_out.ended_by
+    return (
+        f"{stopping.metric} has not improved by more than {stopping.min_delta:g} in {stopping.patience} evaluations; its "
+        f"best was {result.best.value:.4g} after iteration {result.best.step}"
+    )
