@@ -3,6 +3,7 @@
 import time
 
 import torch
+from torch import Tensor
 
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.held_out import HeldOut
@@ -10,6 +11,7 @@ from alignment.algorithms.ppo.metrics import kl_columns
 from alignment.algorithms.ppo.rollout import ask_in_batches, response_mask, sample
 from alignment.algorithms.ppo.samples import DrawnResponses
 from alignment.algorithms.ppo.setup import PPOState
+from alignment.ragged import Ragged
 from alignment.rewards.combine import Rewards, as_scores
 from alignment.training.loop import is_due
 from alignment.training.result import Result
@@ -44,15 +46,14 @@ def judge_held_out(state: PPOState, config: PPOConfig, held_out: HeldOut) -> tup
     responses = sample(state, held_out.sampling, ids, numbers, config.micro_rollout_batch_size)
     samples = DrawnResponses(prompts, numbers, responses)
     mask = response_mask(responses.token_ids, group.device)
-    policy, reference, temperature = state.policy.model, state.reference, config.temperature
+
+    def ask(batch: Ragged) -> dict[str, Tensor]:
+        log_probs = state.policy.model(batch=batch, temperature=config.temperature).log_probs
+        reference = state.reference(batch=batch, temperature=config.temperature).log_probs
+        return {"log_probs": log_probs, "reference_log_probs": reference}
+
     with state.policy.backend.autocast():
-        found = ask_in_batches(
-            {
-                "log_probs": lambda batch: policy(batch=batch, temperature=temperature).log_probs,
-                "reference_log_probs": lambda batch: reference(batch=batch, temperature=temperature).log_probs,
-            },
-            state, config, samples, mask,
-        )  # fmt: skip
+        found = ask_in_batches(ask, state, config, samples, mask)
         judge = held_out.score.judge if isinstance(held_out.score, Rewards) else held_out.score
         scores = as_scores(judge(prompts, responses.token_ids, responses.ended)).total.tolist()
     kl = kl_columns(found["log_probs"], found["reference_log_probs"], mask)["kl"].tolist()

@@ -33,6 +33,7 @@ from alignment.data.examples import PromptExample
 from alignment.training import Term, ZeroWeightBatch
 from alignment.training.distributed import ProcessGroup
 from alignment.training.result import Result
+from alignment.training.speed import PhaseClock
 
 
 def run(config: PPOConfig) -> Path:
@@ -110,12 +111,14 @@ def update_policy_and_value(state: PPOState, config: PPOConfig, rollout: Rollout
     """
     history: list[dict[str, float]] = []
     first_ratio_errors: list[Tensor] = []
-    warming_up = step < config.value_warmup_steps
+    warming_up, clock = step < config.value_warmup_steps, PhaseClock(state.process_group.device)
     for batches in minibatches(rollout, config, state.process_group, step):
         ratio_errors: list[Tensor] = []
-        metrics = {} if warming_up else update_on_minibatch(state, config, batches, ratio_errors)
+        with clock("policy"):
+            metrics = {} if warming_up else update_on_minibatch(state, config, batches, ratio_errors)
         if state.value is not None:
-            value = state.value.update(Term(batches, value_loss_fn(state.value.model, config)))
+            with clock("value"):
+                value = state.value.update(Term(batches, value_loss_fn(state.value.model, config)))
             metrics |= {"value_loss": value["loss"], "value_grad_norm": value["grad_norm"]}
         state.num_updates += 1
         history.append(metrics)
@@ -127,7 +130,7 @@ def update_policy_and_value(state: PPOState, config: PPOConfig, rollout: Rollout
         mean["updates"] = float(len(history))
     if first_ratio_errors:
         mean["first_ratio_error"] = float(state.process_group.max(torch.stack(first_ratio_errors).max()))
-    return mean
+    return mean | {f"seconds_{phase}": seconds for phase, seconds in clock.seconds.items()}
 
 
 def update_on_minibatch(

@@ -42,7 +42,7 @@ class HeldOutScoring:
 
 
 class ScoredSettings(Protocol):
-    """The settings of those who score responses: PPO's, or those of its held-out prompts."""
+    """The settings by which responses are scored: PPO's own, or the ones for its held-out prompts."""
 
     @property
     def reward_model(self) -> str | None: ...

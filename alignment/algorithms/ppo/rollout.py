@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import cast
 
 import torch
@@ -198,7 +199,7 @@ def ask_networks(state: PPOState, config: PPOConfig, samples: DrawnResponses) ->
     with torch.no_grad(), state.policy.backend.autocast():
         mask = response_mask(responses.token_ids, device)
         with clock("forward"):
-            rectangles = ask_in_batches(questions(state, config), state, config, samples, mask)
+            rectangles = ask_in_batches(partial(all_answers, state, config.temperature), state, config, samples, mask)
         with clock("scoring"):
             scores = as_scores(state.score(samples.prompts, responses.token_ids, responses.ended))
     flat = torch.tensor([value for row in responses.log_probs for value in row], device=device)
@@ -221,35 +222,11 @@ def ask_networks(state: PPOState, config: PPOConfig, samples: DrawnResponses) ->
     return replace(rollout, weights=correction_weights(rollout, config))
 
 
-def questions(state: PPOState, config: PPOConfig) -> dict[str, Callable[[Ragged], Tensor]]:
-    """What each network is asked about the response tokens of a batch, [M]: log-probabilities, and values before them."""
-    policy, reference, value, temperature = state.policy.model, state.reference, state.value.model, config.temperature
-    return {
-        "log_probs": lambda batch: policy(batch=batch, temperature=temperature).log_probs,
-        "reference_log_probs": lambda batch: reference(batch=batch, temperature=temperature).log_probs,
-        "values": lambda batch: values_before_targets(value, batch),
+def all_answers(state: PPOState, temperature: float, batch: Ragged) -> dict[str, Tensor]:
+    """What every network says of the response tokens of a batch, [M]."""
+    return log_probs_and_values(state, batch, temperature) | {
+        "reference_log_probs": state.reference(batch=batch, temperature=temperature).log_probs
     }
-
-
-def ask_in_batches(
-    asked: Mapping[str, Callable[[Ragged], Tensor]],
-    state: SamplingState,
-    config: SamplingSettings,
-    samples: DrawnResponses,
-    mask: Tensor,
-) -> dict[str, Tensor]:
-    """What each function says of each response token, asked about a few rows at a time, [B, R]."""
-    limit, share_prompts, device = config.training.tokens_per_forward, state.share_prompts, mask.device
-    prompts, responses = [list(prompt.ids) for prompt in samples.prompts], samples.responses.token_ids
-    rectangles = {name: torch.zeros(mask.shape, device=device) for name in asked}
-    for rows in equally_many(group_rollouts(prompts, responses, limit, share_prompts), state):
-        batch = ragged_of(
-            [prompts[i] for i in rows], [responses[i] for i in rows], [samples.numbers[i] for i in rows], share_prompts
-        ).to(device)
-        index = torch.tensor(rows, device=device)
-        for name, ask in asked.items():
-            rectangles[name][index] = to_rectangle(ask(batch).float(), mask[index])
-    return rectangles
 
 
 def log_probs_and_values(state: PPOState, batch: Ragged, temperature: float) -> dict[str, Tensor]:
@@ -261,6 +238,28 @@ def log_probs_and_values(state: PPOState, batch: Ragged, temperature: float) -> 
     if state.value is not None:
         flat["values"] = values_before_targets(state.value.model, batch)
     return flat
+
+
+def ask_in_batches(
+    ask: Callable[[Ragged], dict[str, Tensor]],
+    state: SamplingState,
+    config: SamplingSettings,
+    samples: DrawnResponses,
+    mask: Tensor,
+) -> dict[str, Tensor]:
+    """What `ask` says of each response token, asked about a few rows at a time, [B, R]."""
+    limit, share_prompts, device = config.training.tokens_per_forward, state.share_prompts, mask.device
+    prompts, responses = [list(prompt.ids) for prompt in samples.prompts], samples.responses.token_ids
+    rectangles: dict[str, Tensor] = {}
+    for rows in equally_many(group_rollouts(prompts, responses, limit, share_prompts), state):
+        batch = ragged_of(
+            [prompts[i] for i in rows], [responses[i] for i in rows], [samples.numbers[i] for i in rows], share_prompts
+        ).to(device)
+        index = torch.tensor(rows, device=device)
+        for name, values in ask(batch).items():
+            rectangle = rectangles.setdefault(name, torch.zeros(mask.shape, device=device))
+            rectangle[index] = to_rectangle(values.float(), mask[index])
+    return rectangles
 
 
 def correction_weights(rollout: Rollout, config: PPOConfig) -> Tensor | None:

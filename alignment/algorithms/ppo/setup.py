@@ -51,28 +51,16 @@ from alignment.training.distributed import ProcessGroup, shares_weights
 from alignment.training.result import Result
 
 LOGGED_KEYS = {  # of every PPO run's log; a metric of the config may not have one of these names
-<<<<<<< HEAD
-    "advantage_mean", "advantage_std", "approx_kl", "clip_fraction", "distinct_share", "empty_share", "ended_share",
-    "entropy", "explained_variance", "first_ratio_error", "grad_norm", "held_out_kl", "held_out_score",
-    "held_out_win_rate", "importance_clipped_share", "importance_weight_max", "importance_weight_mean", "kl",
-    "kl_coef", "kl_k2", "kl_k3", "kl_loss", "learning_rate", "loss", "mfu", "mfu_forward", "mfu_policy", "mfu_sampling",
-    "mfu_value", "policy_loss", "pretrain_loss", "repetition", "response_tokens", "response_tokens_max",
-    "response_tokens_min", "response_tokens_std", "return_mean", "return_std", "sampling_error", "sampling_kl",
-    "score", "score_std", "seconds_forward", "seconds_held_out", "seconds_policy", "seconds_rollout",
-    "seconds_sampling", "seconds_scoring", "seconds_update", "seconds_value", "step", "tokens", "tokens_per_second",
-    "updates", "value_grad_norm", "value_loss", "value_mean",
-=======
     "advantage_mean", "advantage_std", "approx_kl", "best_held_out_score", "best_held_out_win_rate", "best_step",
     "clip_fraction", "distinct_share", "empty_share", "ended_share", "entropy", "explained_variance",
     "first_ratio_error", "grad_norm", "held_out_kl", "held_out_score", "held_out_win_rate",
     "importance_clipped_share", "importance_weight_max", "importance_weight_mean", "kl", "kl_coef", "kl_k2", "kl_k3",
-    "learning_rate", "loss", "mfu", "mfu_forward", "mfu_policy", "mfu_sampling", "mfu_value", "policy_loss",
-    "pretrain_loss", "repetition", "response_tokens", "response_tokens_max", "response_tokens_min",
+    "kl_loss", "learning_rate", "loss", "mfu", "mfu_forward", "mfu_policy", "mfu_sampling", "mfu_value",
+    "policy_loss", "pretrain_loss", "repetition", "response_tokens", "response_tokens_max", "response_tokens_min",
     "response_tokens_std", "return_mean", "return_std", "sampling_error", "sampling_kl", "score", "score_std",
     "seconds_forward", "seconds_held_out", "seconds_policy", "seconds_rollout", "seconds_sampling", "seconds_scoring",
-    "seconds_update", "seconds_value", "step", "tokens", "tokens_per_second", "value_grad_norm", "value_loss",
-    "value_mean",
->>>>>>> 6b30925 (PPO scores held-out prompts by a second judge, keeps the best weights and stops at a KL budget)
+    "seconds_update", "seconds_value", "step", "tokens", "tokens_per_second", "updates", "value_grad_norm",
+    "value_loss", "value_mean",
 }  # fmt: skip
 
 MetricFn = Callable[[Sequence[str], Sequence[str]], Sequence[float]]  # prompts, responses -> one number for each
@@ -299,6 +287,8 @@ def build_engines(config: PPOConfig, data: PPOData, bases: SharedWeights) -> tup
     value_start = start_value_model(config, data.tokenizer, bases) if config.has_own_value_model else None
     for model in [start.model] if value_start is None else [start.model, value_start.model]:
         check_rows(model, data.prompts.rows, config.data.max_length, config.max_new_tokens)
+        if data.held_out:
+            check_rows(model, data.held_out, config.data.max_length, config.max_new_tokens)
     if data.texts is not None and config.pretrain is not None:
         check_rows(start.model, data.texts.rows, config.pretrain.max_length)
     if config.shares_trunk:
@@ -348,15 +338,9 @@ def start_value_model(config: PPOConfig, tokenizer: Tokenizer, bases: SharedWeig
 
 def load_ppo_state(state: PPOState, config: PPOConfig, run: Run, result: Result) -> int:
     """Put back the newest checkpoint's state, if there is one; return the number of iterations done."""
-<<<<<<< HEAD
     saved = load_run_state(run, state.by_role, config.training)
-    note_endless_warmup(run, state.by_role)
-=======
-    engines = {"policy": state.policy, "value": state.value}
-    saved = load_run_state(run, engines, config.training)
     result.restore(saved)
-    note_endless_warmup(run, engines)
->>>>>>> 6b30925 (PPO scores held-out prompts by a second judge, keeps the best weights and stops at a KL budget)
+    note_endless_warmup(run, state.by_role)
     if saved is None:
         return 0
     state.num_updates = saved["num_updates"]
