@@ -4,7 +4,6 @@ On Linux alone, by seccomp and Landlock: elsewhere it refuses. What the process 
 the tests and the verdict, is in sandbox_program.py. There is no weaker sandbox to fall back to.
 """
 
-import ast
 import contextlib
 import functools
 import json
@@ -21,18 +20,6 @@ from pathlib import Path
 from alignment.errors import UserError
 
 PROGRAM = Path(__file__).with_name("sandbox_program.py")
-MODULES = frozenset({  # of the standard library that code may import; they are loaded before the sandbox is shut
-    "__future__", "abc", "array", "ast", "base64", "binascii", "bisect", "calendar", "cmath", "collections",
-    "colorsys", "contextlib", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "enum", "fractions",
-    "functools", "graphlib", "hashlib", "heapq", "html", "inspect", "io", "itertools", "json", "keyword", "math",
-    "numbers", "operator", "os", "pprint", "queue", "random", "re", "secrets", "statistics", "string", "struct",
-    "sys", "textwrap", "time", "types", "typing", "unicodedata", "unittest", "warnings", "zlib",
-})  # fmt: skip
-LATER = {
-    "datetime": ["_strptime"],
-    "time": ["_strptime"],
-    "collections": ["collections.abc"],
-}  # what these load on first use
 PROBE = """
 import os, sys
 def attempts():
@@ -97,7 +84,7 @@ def run_program(code: str, text: str, limits: SandboxLimits, modules: tuple[str,
         limits: of the run.
         modules: loaded beside those that the code imports.
     """
-    task = {"code": code, "modules": [*imported(code), *modules], "input": text}
+    task = {"code": code, "modules": modules, "input": text}
     with started("program", asdict(limits), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         output = printed_by(process, json.dumps(task).encode() + b"\n", limits)
         if output is None or process.wait() != 0:
@@ -124,7 +111,7 @@ def passes(code: str, tests: str, limits: SandboxLimits) -> bool:
     to_answer, from_tests = os.pipe()
     to_tests, from_answer = os.pipe()
     settings = asdict(limits)
-    task = {"code": code, "answer_modules": imported(code), "tests": tests, "modules": imported(tests)}
+    task = {"code": code, "tests": tests, "modules": ()}
     with contextlib.ExitStack() as stack:
         try:
             stack.enter_context(started("answer", settings, stdin=to_answer, stdout=from_answer))
@@ -136,22 +123,6 @@ def passes(code: str, tests: str, limits: SandboxLimits) -> bool:
             for end in (to_answer, from_tests, to_tests, from_answer):
                 os.close(end)
         return printed_by(judge, json.dumps(task).encode() + b"\n", limits) == b"passed"
-
-
-def imported(code: str) -> list[str]:
-    """The modules among `MODULES` that code imports anywhere, with what they load later; none where it does not parse."""
-    try:
-        tree = ast.parse(code)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
-    names: list[str] = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names += [alias.name.partition(".")[0] for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and not node.level:
-            names.append((node.module or "").partition(".")[0])
-    found = [name for name in dict.fromkeys(names) if name in MODULES]
-    return [each for name in found for each in (name, *LATER.get(name, []))]
 
 
 @contextlib.contextmanager

@@ -39,29 +39,42 @@ ALLOWED = {  # system call -> its number on x86_64 and on aarch64; every other o
     "clock_gettime": (228, 113), "clock_getres": (229, 114), "clock_nanosleep": (230, 115), "exit_group": (231, 94),
     "getrandom": (318, 278),
 }  # fmt: skip
+MODULES = frozenset({  # of the standard library that code may import; they are loaded before the sandbox is shut
+    "__future__", "abc", "array", "ast", "base64", "binascii", "bisect", "calendar", "cmath", "collections",
+    "colorsys", "contextlib", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "enum", "fractions",
+    "functools", "graphlib", "hashlib", "heapq", "html", "inspect", "io", "itertools", "json", "keyword", "math",
+    "numbers", "operator", "os", "pprint", "queue", "random", "re", "secrets", "statistics", "string", "struct",
+    "sys", "textwrap", "time", "types", "typing", "unicodedata", "unittest", "warnings", "zlib",
+})  # fmt: skip
+LATER = {
+    "datetime": ["_strptime"],
+    "time": ["_strptime"],
+    "collections": ["collections.abc"],
+}  # what these load on first use
 LANDLOCK_CREATE, LANDLOCK_RESTRICT = 444, 446  # the same numbers on both machines
 LANDLOCK_FILE_RIGHTS = (13, 14, 15, 15, 16)  # number of file rights by version of the interface, from 1 on
 
 
 def run_role() -> None:
-    """Read one line with what to do, shut the sandbox, and do it."""
+    """Read one line with what to do, load the modules that it imports, shut the sandbox, and do it."""
     role, settings, requests = sys.argv[1], json.loads(sys.argv[2]), private(0)
     task = json.loads(requests.readline())
-    for name in task["modules"]:
+    limit(settings)
+    for name in (*task["modules"], *imported(task["tests"] if role == "tests" else task["code"])):
         importlib.import_module(name)
     if role == "program":
         sys.stdin = io.TextIOWrapper(io.BytesIO(task["input"].encode()), encoding="utf-8")
-        shut(settings)
+        shut()
         exec(compile(task["code"], "<answer>", "exec"), {"__name__": "__main__"})
     elif role == "answer":
         replies = private(1)
-        shut(settings)
+        shut()
         answer_requests(task["code"], requests, replies)
     else:
         verdict = private(1)
         questions, replies = os.fdopen(settings["requests"], "wb"), os.fdopen(settings["replies"], "rb")
-        send(questions, {"modules": task["answer_modules"], "code": task["code"]})
-        shut(settings)
+        send(questions, {"modules": (), "code": task["code"]})
+        shut()
         run_tests(task, Channel(questions, replies, settings["output_bytes"]))
         verdict.write(b"passed")
         verdict.flush()
@@ -79,15 +92,35 @@ def private(number: int) -> io.BufferedIOBase:
 # Giving up
 
 
-def shut(settings: "dict[str, float]") -> None:
-    """Limits on time, memory and files; no new rights; no files and no network; only the calls of `ALLOWED`.
+def imported(code: str) -> "list[str]":
+    """The modules among `MODULES` that code imports anywhere, with what they load later; none where it does not parse."""
+    try:
+        tree = ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    names = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            names += [alias.name.partition(".")[0] for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            names.append((node.module or "").partition(".")[0])
+    found = [name for name in dict.fromkeys(names) if name in MODULES]
+    return [each for name in found for each in (name, *LATER.get(name, []))]
+
+
+def limit(settings: "dict[str, float]") -> None:
+    """Limits on time, memory and files, from the reading of the code on: its source alone may be a trap."""
+    cpu, memory = max(1, round(settings["cpu_seconds"] + 0.499)), int(settings["memory_megabytes"] * 2**20)
+    limits = {"CPU": cpu, "AS": memory, "FSIZE": 0, "NOFILE": 16, "NPROC": 0, "CORE": 0, "MEMLOCK": 0}
+    for name, most in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
+
+
+def shut() -> None:
+    """No new rights; no files and no network; only the calls of `ALLOWED`.
 
     The process exits with `REFUSED` where the kernel does not do as it is asked.
     """
-    cpu, memory = max(1, round(settings["cpu_seconds"] + 0.499)), int(settings["memory_megabytes"] * 2**20)
-    limits = {"CPU": cpu, "AS": memory, "FSIZE": 0, "NOFILE": 16, "NPROC": 0, "CORE": 0, "MEMLOCK": 0}
-    for name, limit in limits.items():
-        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     libc = ctypes.CDLL(None, use_errno=True)
     arguments = [ctypes.c_ulong] * 4
     libc.prctl.argtypes = [ctypes.c_int, *arguments]

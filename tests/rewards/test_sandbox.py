@@ -279,6 +279,11 @@ HUNGRY = {
     "long value": "def f(a, b): return 'x' * 10 ** 7",
     "large number": "def f(a, b): return 10 ** 100000",
     "endless power": "def f(a, b): return 9 ** 9 ** 9",
+    "endless sign": "f = " + "-" * 200_000 + "1",
+    "endless attribute": "f = a" + ".b" * 200_000,
+    "endless sum": "f = 1" + "+1" * 200_000,
+    "endless branches": "if 1: pass\n" + "elif 1: pass\n" * 20_000,
+    "endless power in the source": "f = 9 ** 9 ** 9",
     "endless expression": "f = " + "(" * 10000 + ")" * 10000,
 }
 HUNGRY["sleep, signals ignored"] = (
@@ -294,7 +299,7 @@ def test_no_answer_holds_it_up(name):
     if "def f" in HUNGRY[name] or name == "sleep":
         assert passes(HUNGRY[name], TEST, limits) is False
     else:
-        assert run_program(HUNGRY[name], "", limits) is None
+        assert run_program(HUNGRY[name], "", limits) in (None, "")
     assert time.monotonic() - began < 5
 
 
