@@ -149,6 +149,8 @@ def test_scores_that_follow_length_are_found_before_the_limit_is_reached():
     assert diagnose(run_of(longer, alike)) == []
     [found] = diagnose(run_of(longer, pays))
     assert found.symptom == "length hacking" and "1.00" in found.evidence
+    [proposed] = [each.value for each in found.settings if each.key == "rewards"]
+    assert proposed == [{"reward_model": "reward"}, {"length": {"max": 15}}]  # the scores stay
 
 
 def test_filtered_samples_differ_by_construction_and_the_weights_decide():

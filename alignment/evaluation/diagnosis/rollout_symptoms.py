@@ -311,7 +311,7 @@ def length_hacking(run: RunLog) -> Diagnosis | None:
         f"response_tokens {length.course()}" + (f" of {limit:.0f}" if limit else "") + f"; score {score.course()}"
     )
     evidence += f"; rank correlation of score and length over the samples {found:.2f}" if found is not None else ""
-    penalty, rewards = max(1.0, run.scaled("missing_end_penalty", 2)), run.setting("rewards") or []
+    penalty = max(1.0, run.scaled("missing_end_penalty", 2))
     return Diagnosis(
         "length hacking",
         evidence,
@@ -320,7 +320,7 @@ def length_hacking(run: RunLog) -> Diagnosis | None:
         run.advise(
             ("missing_end_penalty", penalty, "a response that reaches the limit loses"),
             ("kl_coef", max(run.scaled("kl_coef", 2), 0.02), "twice the penalty on leaving the reference"),
-            ("rewards", [*rewards, {"length": {"max": int(length.first)}}], "each further token costs"),
+            ("rewards", rewards_and(run, {"length": {"max": int(length.first)}}), "each further token costs"),
         ),
     )
 
@@ -362,7 +362,7 @@ def empty_responses(run: RunLog) -> Diagnosis | None:
         run.advise(
             ("missing_end_penalty", run.scaled("missing_end_penalty", 0.5), "ending is worth less"),
             ("kl_coef", run.scaled("kl_coef", 0.5), "half the price of a token that differs"),
-            ("rewards", [*(run.setting("rewards") or []), {"format": r".*\S.*"}], "an empty response loses"),
+            ("rewards", rewards_and(run, {"format": r".*\S.*"}), "an empty response loses"),
         ),
     )
 
@@ -504,6 +504,11 @@ def part_weights(run: RunLog, names: Sequence[str]) -> dict[str, float]:
         return dict.fromkeys(names, 1.0)
     weights = [entry.get("weight") if isinstance(entry, dict) else None for entry in entries]
     return {name: 1.0 if weight is None else float(weight) for name, weight in zip(names, weights, strict=True)}
+
+
+def rewards_and(run: RunLog, entry: dict[str, object]) -> list[object]:
+    """The run's rewards and another one; `reward_model` alone is the short form of one entry."""
+    return [*(run.setting("rewards") or [{"reward_model": run.setting("reward_model")}]), entry]
 
 
 def length_correlation(run: RunLog) -> float | None:
