@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
 
-.PHONY: setup quickstart test test-slow test-gpu lint format bench bench-model house parity learn two-processes witness clean
+.PHONY: setup quickstart test test-slow test-gpu lint format bench bench-model bench-generation house parity learn two-processes witness clean
 
 setup: $(VENV)/ready-for-tests
 
@@ -37,6 +37,9 @@ format: setup
 
 bench: setup
 	$(BIN)/python scripts/bench.py $(ARGS)
+
+bench-generation: setup
+	$(BIN)/python scripts/bench_generation.py $(ARGS)
 
 # The stack beside transformers: its speed, its numbers, and what it learns from real text.
 bench-model: setup

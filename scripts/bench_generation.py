@@ -16,6 +16,8 @@ With temperature 0 the tokens of all three must be equal, or the script fails.
 """
 
 import argparse
+import ctypes
+import gc
 import json
 import math
 import random
@@ -220,6 +222,8 @@ def resident_mb(*, peak: bool = False, reset_peak: bool = False) -> float | None
     if not status.exists():
         return None
     if reset_peak:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # gives what the rounds before have freed back to the system
         Path("/proc/self/clear_refs").write_text("5")
     found = re.search(rf"{'VmHWM' if peak else 'VmRSS'}:\s*(\d+) kB", status.read_text())
     return None if found is None else int(found[1]) / 1024

@@ -71,6 +71,8 @@ def decode_responses(
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     try:
         engine = DecodingEngine(model, max_rows=batch_size, start_token=start_token, tokenizer=tokenizer)
+        if order:
+            engine.expect(prompts[order[-1]], config.max_new_tokens)
         requests = [DecodingRequest(prompts[i], config, numbers[i], stop_ids=stop_ids, stop=stop) for i in order]
         added = [engine.add(request) for request in requests]
         found = engine.run(largest, idle_room=1 + config.max_new_tokens)

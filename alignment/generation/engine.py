@@ -101,10 +101,7 @@ class DecodingEngine:
         """
         if request.stop and self._tokenizer is None:
             raise ValueError("stop strings need an engine with a tokenizer")
-        room = self._filler.room(request.prompt, request.sampling.max_new_tokens)
-        if room > self._room:
-            self._model.new_cache(0, room)  # refuses what does not fit the positions
-            self._room = room
+        self.expect(request.prompt, request.sampling.max_new_tokens)
         text = None
         if self._tokenizer is not None:
             text = IncrementalText(self._tokenizer, request.stop, skip_special_tokens=self._skip_special_tokens)
@@ -112,6 +109,17 @@ class DecodingEngine:
         self._waiting.append(RunningRequest(self._numbers, request, text))
         self._waiting_prompts[tuple(request.prompt)] += 1
         return self._numbers
+
+    def expect(self, longest_prompt: Sequence[int], max_new_tokens: int) -> None:
+        """Make rows that are built from now on long enough for such a request.
+
+        Raises:
+            UserError: it does not fit the model's positions.
+        """
+        room = self._filler.room(longest_prompt, max_new_tokens)
+        if room > self._room:
+            self._model.new_cache(0, room)  # refuses what does not fit the positions
+            self._room = room
 
     def cancel(self, number: int) -> None:
         """Forget a request, whether it waits or runs; one that has finished is no error."""
@@ -130,7 +138,7 @@ class DecodingEngine:
             self._admit()
         elif self._live():
             self._decode()
-        return self._collect()
+        return self._collect(events=True)
 
     @torch.no_grad()
     def run(self, largest: Callable[[int], int] | None = None, *, idle_room: int = 1) -> dict[int, RunningRequest]:
@@ -245,9 +253,9 @@ class DecodingEngine:
         ):
             self._collect()
 
-    def _collect(self) -> list[TokenEvent]:
-        """Hand the drawn tokens to their requests; the rows of those that have ended are free."""
-        events = [event for drawn in self._unseen for event in _hand_out(drawn)]
+    def _collect(self, *, events: bool = False) -> list[TokenEvent]:
+        """Hand the drawn tokens to their requests, and with `events` return them; rows of those that have ended are free."""
+        found = [event for drawn in self._unseen for event in _hand_out(drawn, events)]
         self._unseen.clear()
         for slot, row in enumerate(self.running):
             if row is not None and row.finish is not None:
@@ -256,7 +264,7 @@ class DecodingEngine:
             if not self._waiting or not self._filler.continuous:
                 self._compact()
             self._filler.release([slot for slot, row in enumerate(self.running) if row is None])
-        return events
+        return found
 
     def _compact(self) -> None:
         """Drop free rows where they are many; the last rows move into the slots of free ones before them."""
@@ -291,13 +299,16 @@ class DecodingEngine:
             del self._waiting_prompts[prompt]
 
 
-def _hand_out(drawn: DrawnTokens) -> list[TokenEvent]:
-    """The events of drawn tokens; what a request drew behind its end is dropped."""
+def _hand_out(drawn: DrawnTokens, with_events: bool) -> list[TokenEvent]:
+    """The events of drawn tokens, where they are wanted; what a request drew behind its end is dropped."""
     tokens, log_probs = drawn.tokens.tolist(), drawn.log_probs.tolist()
     likeliest = None if drawn.alternatives is None else [part.tolist() for part in drawn.alternatives]
     events = []
     for number, row in enumerate(drawn.rows):
         if row is None or row.finish is not None:
+            continue
+        if not with_events and row.text is None:
+            row.extend(tokens[number], log_probs[number])
             continue
         alternatives = ()
         if likeliest is not None:

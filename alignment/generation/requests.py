@@ -84,7 +84,7 @@ class RunningRequest:
         self.log_probs: list[float] = []
         self.drawn = 0
         self.finish: FinishReason | Literal["cancelled"] | None = None
-        self._stops = frozenset(request.stop_ids)
+        self._stops, self._limit = frozenset(request.stop_ids), request.sampling.max_new_tokens
         self._generator = np.random.default_rng([request.sampling.seed, request.row])
         self._draws: list[float] = []
 
@@ -99,6 +99,15 @@ class RunningRequest:
         while position >= len(self._draws):
             self._draws += self._generator.random(DRAWS_MADE_AT_ONCE).tolist()
         return self._draws[position]
+
+    def extend(self, token: int, log_prob: float) -> None:
+        """`accept` without an event, where no text is wanted."""
+        self.tokens.append(token)
+        self.log_probs.append(log_prob)
+        if token in self._stops:
+            self.finish = "stop"
+        elif len(self.tokens) >= self._limit:
+            self.finish = "length"
 
     def accept(self, token: int, log_prob: float, alternatives: tuple[tuple[int, float], ...] = ()) -> TokenEvent:
         """Add a drawn token; the event says whether the response ends with it."""

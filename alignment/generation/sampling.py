@@ -200,6 +200,8 @@ def sample_token(log_probs: Tensor, uniform: Tensor) -> Tensor:
     """
     cumulative = log_probs.exp().cumsum(-1)
     threshold = uniform.to(cumulative.dtype).unsqueeze(-1) * cumulative[:, -1:]
+    if not cumulative.is_cuda and bool((threshold < cumulative[:, -1:]).all()):  # asking would stall a GPU
+        return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
     # A float32 threshold can round up to the total itself; the result is then the last token that has any mass.
     possible = (cumulative > threshold).int().argmax(-1)
     last = (log_probs > -torch.inf).int().flip(-1).argmax(-1)
