@@ -384,5 +384,11 @@ def test_a_wrong_entry_is_named_with_its_line():
         build(PPOConfig, parse_yaml(YAML.replace("{reward_model: r,", "{reward_model: r, regex: a,"), "ppo.yaml"))
 
 
+def test_keys_of_other_libraries_are_explained():
+    text = "policy: p\ndata: {train: t}\noutput: o\nreward_model: r\nreward_funcs: [f]\n"
+    with pytest.raises(UserError, match=r"ppo.yaml:5: reward_funcs: unknown key; here it is called rewards \(a list"):
+        build(PPOConfig, parse_yaml(text, "ppo.yaml"))
+
+
 def test_packaged_configs_have_the_short_form():
     assert load_config(PPOConfig, "ppo/tiny").rewards == []
