@@ -16,11 +16,10 @@ from alignment.planning.run_length import Data, read_training_rows
 from alignment.planning.stages import StageConfig
 
 PLANNED = ("sft", "reward", "dpo", "ppo", "online_dpo", "pretrain", "finetune")
-TELLING_KEYS = {  # the first stage decides of which a config has a key
-    "ppo": {"advantages", "kl_coef", "rewards", "value_model"}, "online_dpo": {"judge", "responses_per_prompt", "reward_model"},
-    "dpo": {"beta"}, "finetune": {"task"},
-    "pretrain": {"objective", "model"},
-}  # fmt: skip
+TELLING_KEYS = (  # the first stage decides of which a config has a key
+    ("ppo", {"advantages", "kl_coef", "rewards", "value_model"}), ("online_dpo", {"judge", "responses_per_prompt"}),
+    ("ppo", {"reward_model"}), ("dpo", {"beta"}), ("finetune", {"task"}), ("pretrain", {"objective", "model"}),
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +87,7 @@ def stage_of(source: str, file: Path) -> str:
             return name
     values = read_yaml(file).values
     keys = set(values) if isinstance(values, dict) else set()
-    found = [stage for stage, telling in TELLING_KEYS.items() if keys & telling]
+    found = [stage for stage, telling in TELLING_KEYS if keys & telling]
     if not found:
         raise UserError(
             f"{source}: neither its name nor its keys tell which stage it configures; say so: --stage sft (or one of "

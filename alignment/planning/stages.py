@@ -372,7 +372,8 @@ def _trace_ppo(config: PPOConfig, tracer: Tracer, rows: DeviceRows) -> None:
         optim = config.value_optim or config.optim
         value = tracer.train("value model", state_bytes(networks["value model"], optim)).eval()
     if config.shares_trunk:
-        attach_value_head(policy)
+        with tracer.mode:
+            attach_value_head(policy)
     prompt = max((len(row.ids) for row in rows.longest), default=config.data.max_length)
     rows = replace(rows, per_update=rows.per_update * config.responses_per_prompt)
     _trace_sampling(config, tracer, prompt, min(config.micro_rollout_batch_size, rows.per_update))

@@ -236,6 +236,18 @@ def test_sharded_ppo_samples_block_by_block_where_whole_copies_do_not_fit(sharde
     assert sampling.parts["unsharded blocks and buckets"] == 4 * PARAMETERS // 2
 
 
+@pytest.mark.parametrize("settings", [{"value_model": "shared"}, {"advantages": "rloo", "responses_per_prompt": 4}])
+def test_ppo_without_a_value_network_of_its_own_keeps_and_updates_one_network(base, settings):
+    config = PPOConfig(
+        policy=base, reward_model=base, data=DataConfig("nowhere.jsonl", max_length=32), output="out", max_new_tokens=16,
+        training=TrainingConfig(batch_size=4, micro_batch_tokens=96, max_steps=3), **settings,
+    )  # fmt: skip
+    plan = make_plan(config, Layout(), GPU)
+    assert {role.role for role in plan.roles} == {"policy", "reference", "reward model"}
+    assert [peak.phase for peak in plan.peaks] == ["sampling", "scoring", "policy update"]
+    assert plan.length.tokens == 3 * 4 * (32 + 16) * config.responses_per_prompt
+
+
 def test_launch_files_say_how_the_model_lies_on_the_devices():
     assert read_layout(None, None) == Layout("single", 1)
     assert read_layout(None, 4) == Layout("ddp", 4)
@@ -310,6 +322,8 @@ def test_a_stage_is_found_by_name_or_keys_and_asked_for_otherwise(config_file, t
     (tmp_path / "a.yaml").write_text("policy: x\nreward_model: y\n")
     assert stage_of("a.yaml", tmp_path / "a.yaml") == "ppo"
     (tmp_path / "b.yaml").write_text("policy: x\nreward_model: y\nresponses_per_prompt: 2\n")
+    (tmp_path / "c.yaml").write_text("policy: x\nreward_model: y\nresponses_per_prompt: 2\nadvantages: rloo\n")
+    assert stage_of("c.yaml", tmp_path / "c.yaml") == "ppo"
     assert stage_of("b.yaml", tmp_path / "b.yaml") == stage_of("online_dpo/tiny", Path("x.yaml")) == "online_dpo"
     with pytest.raises(UserError, match="--stage sft"):
         stage_of(config_file, Path(config_file))
