@@ -1,12 +1,15 @@
 """PPO's options and its kin as they run: other advantages, KL in the loss, a shared value head, a KL stop, a warm-up."""
 
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec
+from alignment.algorithms.policies import language_loss_fn
 from alignment.algorithms.ppo import iterate
 from alignment.algorithms.ppo import ppo as ppo_module
 from alignment.algorithms.ppo.advantages import add_advantages
@@ -278,3 +281,78 @@ def test_the_entropy_is_taken_off_the_loss():
 def test_the_sequence_ratio_is_clipped_as_one():
     """The second response's ratio is 1: nothing of it is clipped; the first has one token, and its own ratio."""
     assert loss_of(config_of(ratio="sequence")).total.item() == pytest.approx(-1.2 + 1.0 - 1.0 - 1.0, abs=1e-6)
+
+
+# --- the pretraining mix ---
+
+
+def gradient_of(state, config, rollout):
+    """The whole gradient of the policy's first update, before it is clipped."""
+    found = []
+    step = state.policy.backend.step
+
+    def spy(*arguments, **named):
+        parameters = state.policy.backend.unwrapped.parameters()
+        found.append(
+            torch.cat([p.new_zeros(p.numel()) if p.grad is None else p.grad.flatten().clone() for p in parameters])
+        )
+        return step(*arguments, **named)
+
+    state.policy.backend.step = spy
+    metrics = update_policy_and_value(state, config, rollout, 0)
+    return found[0].double(), metrics
+
+
+@pytest.mark.parametrize("variant", ["gae", "rloo", "gspo", "shared"])
+def test_the_mix_adds_gamma_times_the_gradient_of_the_text_and_nothing_at_gamma_0(ppo, state_of, world, variant):
+    """grad(total) - grad(ppo) = gamma * grad(language) within 1e-5; gamma = 0 is PPO without the mix, bit for bit."""
+    text, settings = DataConfig(train=world["pretrain"], max_length=128), VARIANTS.get(variant, {})
+    common = {"epochs": 1, "minibatches": 1, "max_new_tokens": 5, **settings}
+    _, config = ppo(f"{variant} plain", **common)
+    state, prompts = state_of(config)
+    _, rollout = iterate(state, config, prompts, 0)
+
+    def gradient(name, gamma):
+        more = {} if gamma is None else {"pretrain": text, "pretrain_coef": gamma}
+        _, config = ppo(f"{variant} {name}", **common, **more)
+        state, _ = state_of(config)
+        found, metrics = gradient_of(state, config, rollout)
+        return found, metrics, state
+
+    plain, metrics, _ = gradient("none", None)
+    zero, zero_metrics, _ = gradient("zero", 0.0)
+    assert torch.equal(zero, plain) and zero_metrics == metrics
+    total, _, _ = gradient("mix", 0.7)
+    _, fresh = ppo(f"{variant} text", **common, pretrain=text, pretrain_coef=0.7)
+    fresh_state, _ = state_of(fresh)
+    model = fresh_state.policy.backend.unwrapped
+    batches = fresh_state.pretraining(0)
+    loss_fn = language_loss_fn(model)
+    loss = sum(loss_fn(batch).total for batch in batches) / sum(batch.weight for batch in batches)
+    loss.backward()
+    language = torch.cat([p.new_zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in model.parameters()])
+    assert min(plain.norm(), language.norm()) > 1e-2
+    assert ((total - plain) - 0.7 * language.double()).abs().max() <= 1e-5
+
+
+def test_the_rows_of_a_minibatch_lie_on_the_ranks_of_their_prompts():
+    """Three prompts on two ranks, two responses each: rank 0 holds the rows of prompts 0 and 2, rank 1 those of prompt 1."""
+    config, filled = config_of(responses_per_prompt=2), {"rewards", "advantages", "returns"}
+    held = {0: [0, 1, 4, 5], 1: [2, 3]}  # row numbers of the iteration, in the order in which a rank collects them
+    whole = replace(rollout_of(), **dict.fromkeys(filled, torch.zeros(4, 2)))
+    for rank, numbers in held.items():
+        rows = [numbers.index(number) % 4 for number in numbers]
+        own = replace(
+            whole, numbers=numbers, prompts=[[1]] * len(numbers), responses=[[6]] * len(numbers),
+            **{
+                name: torch.ones(len(numbers), 1, dtype=torch.bool) if name == "mask" else torch.zeros(len(rows), 1)
+                for name in ("mask", "log_probs", "reference_log_probs", *filled)
+            },
+        )  # fmt: skip
+        group = SimpleNamespace(rank=rank, size=2)
+        for minibatch in ([5, 0, 3], [1, 2, 4]):
+            batches = ppo_module.local_batches(own, minibatch, group, config)
+            found = {name for batch in batches for name in batch.row_ids}
+            assert found == {f"rollout {number}" for number in minibatch if number in numbers}
+    empty = ppo_module.local_batches(own, [0, 5], SimpleNamespace(rank=1, size=2), config)
+    assert [batch.weight for batch in empty] == [0.0]  # rank 1 has none of these rows, and joins at weight 0
