@@ -99,7 +99,7 @@ def decoding_contexts(layers: Sequence[BlockSpec], modules: PositionModules, cac
     positions, width, memory = cache.lengths, cache.longest + 1, cache.memory
     addresses = cache.addresses(torch.arange(len(positions), device=positions.device), positions)
     turns = rotations(layers, modules, positions, width, lambda: positions + 1)
-    news = new_tokens(layers, modules, positions, addresses, width)
+    news = new_tokens(layers, modules, positions, addresses, width, dtype=cache.keys[0].dtype)
     return [
         AttentionContext(
             CachedAttention(cache, layer, new, block.attention),  # type: ignore[arg-type]
@@ -228,9 +228,19 @@ def _cross_attentions(layers: Sequence[BlockSpec], source: Source, batch: Ragged
 
 
 def new_tokens(
-    layers: Sequence[BlockSpec], modules: PositionModules, positions: Tensor, addresses: Tensor, width: int
+    layers: Sequence[BlockSpec],
+    modules: PositionModules,
+    positions: Tensor,
+    addresses: Tensor,
+    width: int,
+    *,
+    dtype: torch.dtype | None = None,
 ) -> list[NewTokens]:
-    """For each layer which of `width` slots one new token per row, at `positions` [B], attends to."""
+    """For each layer which of `width` slots one new token per row, at `positions` [B], attends to.
+
+    Args:
+        dtype: of masks that are added to the scores; None: they are booleans.
+    """
     relative = torch.arange(width, device=positions.device) - positions[:, None, None]  # [B, 1, width]
 
     @cache
@@ -238,6 +248,8 @@ def new_tokens(
         seen = visible(relative, True, window)[:, None]
         if biased and modules.bias is not None:
             seen = modules.bias(relative).masked_fill(~seen, -torch.inf)
+        elif dtype is not None:  # what the kernel would make of booleans, once for all layers
+            seen = torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, -torch.inf)
         return NewTokens(addresses, width, seen)
 
     specs = [layer.attention for layer in layers]
