@@ -198,11 +198,24 @@ def sample_token(log_probs: Tensor, uniform: Tensor) -> Tensor:
     Returns:
         token ids, [B].
     """
-    cumulative = log_probs.exp().cumsum(-1)
-    threshold = uniform.to(cumulative.dtype).unsqueeze(-1) * cumulative[:, -1:]
-    if not cumulative.is_cuda and bool((threshold < cumulative[:, -1:]).all()):  # asking would stall a GPU
+    if log_probs.is_cuda:
+        return sample_token_unasked(log_probs, uniform)
+    cumulative, threshold = _cumulative_and_threshold(log_probs, uniform)
+    if bool((threshold < cumulative[:, -1:]).all()):
         return torch.searchsorted(cumulative, threshold, right=True).squeeze(-1)
+    return sample_token_unasked(log_probs, uniform)
+
+
+def sample_token_unasked(log_probs: Tensor, uniform: Tensor) -> Tensor:
+    """What `sample_token` returns, by operations that read no number back: reading would stall a GPU."""
+    cumulative, threshold = _cumulative_and_threshold(log_probs, uniform)
     # A float32 threshold can round up to the total itself; the result is then the last token that has any mass.
     possible = (cumulative > threshold).int().argmax(-1)
     last = (log_probs > -torch.inf).int().flip(-1).argmax(-1)
     return torch.where(threshold.squeeze(-1) < cumulative[:, -1], possible, log_probs.shape[-1] - 1 - last)
+
+
+def _cumulative_and_threshold(log_probs: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+    """The cumulative probabilities [B, V], and the one at which each row stops, [B, 1]."""
+    cumulative = log_probs.exp().cumsum(-1)
+    return cumulative, uniform.to(cumulative.dtype).unsqueeze(-1) * cumulative[:, -1:]

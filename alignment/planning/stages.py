@@ -42,7 +42,7 @@ from alignment.data.batches import (
 from alignment.data.examples import Example, LabeledExample, PairExample, RankedExample
 from alignment.data.step_batches import StepBatch, collate_steps
 from alignment.errors import UserError
-from alignment.generation.sampling import SamplingConfig, sample_token, sampling_log_probs
+from alignment.generation.sampling import SamplingConfig, sample_token_unasked, sampling_log_probs
 from alignment.models.families import is_external_type
 from alignment.models.heads import score_labels
 from alignment.models.outputs import LanguageOutput
@@ -423,7 +423,7 @@ def _trace_sampling(config: PPOConfig | OnlineDPOConfig, tracer: Tracer, prompt:
 
 def _sample(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     log_probs = sampling_log_probs(logits, sampling)
-    drawn = sample_token(log_probs, torch.zeros(len(logits), dtype=torch.float64))
+    drawn = sample_token_unasked(log_probs, torch.zeros(len(logits), dtype=torch.float64))
     log_probs.gather(-1, drawn.unsqueeze(-1))
     return drawn
 

@@ -7,7 +7,15 @@ import torch
 from torch.testing import assert_close
 
 from alignment.generation.logits_processors import TokenHistory
-from alignment.generation.sampling import SamplingConfig, sample_token, sampling_log_probs, uniforms
+from alignment.generation.sampling import (
+    SamplingConfig,
+    sample_token,
+    sample_token_unasked,
+    sampling_log_probs,
+    uniforms,
+)
+
+ANYWHERE_AND_ON_A_GPU = pytest.mark.parametrize("sample", [sample_token, sample_token_unasked])
 
 
 def probabilities(logits, **settings):
@@ -68,21 +76,24 @@ def test_the_distribution_is_that_of_transformers(settings):
     assert 8 < (found > -torch.inf).sum() < 400
 
 
-def test_draw_follows_the_cumulative_probability():
+@ANYWHERE_AND_ON_A_GPU
+def test_draw_follows_the_cumulative_probability(sample):
     log_probs = torch.tensor([0.2, 0.0, 0.5, 0.3]).log().expand(5, 4)
     uniform = torch.tensor([0.0, 0.19, 0.21, 0.69, 0.71], dtype=torch.float64)
-    assert sample_token(log_probs, uniform).tolist() == [0, 0, 2, 2, 3]
+    assert sample(log_probs, uniform).tolist() == [0, 0, 2, 2, 3]
 
 
-def test_draw_never_takes_an_impossible_token():
+@ANYWHERE_AND_ON_A_GPU
+def test_draw_never_takes_an_impossible_token(sample):
     log_probs = torch.tensor([[-torch.inf, 0.0, -torch.inf]]).repeat(2, 1)
-    assert sample_token(log_probs, torch.tensor([0.0, 1 - 1e-16], dtype=torch.float64)).tolist() == [1, 1]
+    assert sample(log_probs, torch.tensor([0.0, 1 - 1e-16], dtype=torch.float64)).tolist() == [1, 1]
 
 
-def test_draws_have_the_stated_frequencies():
+@ANYWHERE_AND_ON_A_GPU
+def test_draws_have_the_stated_frequencies(sample):
     probability = torch.tensor([0.1, 0.2, 0.7])
     uniform = uniforms(0, range(4000), 1)[:, 0]
-    counts = sample_token(probability.log().expand(4000, 3), uniform).bincount(minlength=3) / 4000
+    counts = sample(probability.log().expand(4000, 3), uniform).bincount(minlength=3) / 4000
     assert_close(counts, probability, atol=0.02, rtol=0)
 
 
