@@ -21,7 +21,7 @@ EVALUATIONS = {"evaluate/reward_tiny": "reward_eval", "evaluate/language_tiny": 
 TINY = [
     "pretrain/tiny", "sft/tiny", "sft/tiny_mixture", "reward/tiny", "dpo/tiny", "ppo/tiny", "online_dpo/tiny",
     "evaluate/tiny", *EVALUATIONS,
-    *(name for name in NAMES if name.startswith(("pretrain/tiny_", "finetune/tiny", "dpo/tiny_"))),
+    *(name for name in NAMES if name.startswith(("pretrain/tiny_", "finetune/tiny", "dpo/tiny_", "ppo/tiny_"))),
 ]  # fmt: skip
 
 

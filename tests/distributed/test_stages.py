@@ -63,6 +63,31 @@ def test_ppo_on_two_processes_draws_what_one_draws(tmp_path, world, checkpoints,
             assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["advantages=grpo", "kl_in=loss", "kl_estimator=k3", "loss_normalization=sequence_mean", "target_kl=1e-9"],
+        ["advantages=reinforce++"], ["advantages=remax"], ["value_model=shared"],
+    ],
+    ids=["grpo", "reinforce++", "remax", "shared"],
+)  # fmt: skip
+def test_the_kin_of_ppo_learn_on_two_processes_what_they_learn_on_one(tmp_path, world, checkpoints, stage, settings):
+    """Five prompts on two processes, three responses each, in two minibatches: shares of unequal size."""
+    common = [
+        "ppo", "ppo/tiny", f"policy={checkpoints['llama']}", f"reward_model={stage('reward')}/model", "pretrain_coef=0",
+        f"data.train={world['prompts']}", "training.max_steps=2", "training.batch_size=5", "max_new_tokens=8",
+        "responses_per_prompt=3", "minibatches=2",
+    ]  # fmt: skip
+    lines = {}
+    for name, launcher in (("one", None), ("two", "ddp")):
+        run(tmp_path / name, launcher, *common, *settings)
+        lines[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    for one, two in zip(lines["one"], lines["two"], strict=True):
+        assert one.keys() == two.keys() and two["first_ratio_error"] <= 1e-5
+        for key in {"score", "response_tokens", "policy_loss", "value_loss", "kl_loss", "updates"} & one.keys():
+            assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
+
+
 def test_ppo_on_two_processes_normalizes_several_rewards_as_one_does(tmp_path, world, checkpoints, stage):
     rewards = [
         {"reward_model": f"{stage('reward')}/model", "normalize": "running", "per_source": True, "clip": [-2, 2]},
