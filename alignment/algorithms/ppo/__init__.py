@@ -1,6 +1,7 @@
 """Proximal policy optimization (PPO) against a reward model, with a KL penalty and InstructGPT's pretraining mix.
 
-ppo.py has the run and its iteration, rollout.py sampling and advantages, metrics.py what is logged of a rollout,
+ppo.py has the run and its iteration, rollout.py sampling, advantages.py advantages, loss_functions.py the losses of an
+update, update_config.py their settings, metrics.py what is logged of a rollout,
 setup.py settings, networks and state, controllers.py what adapts during a run; the formulas are in losses/policy.py.
 """
 
