@@ -177,6 +177,7 @@ class DecodingEngine:
             )
             for _ in range(steps):
                 self._decode()
+                self._collect_if_due()  # a row at its limit must not outgrow the cache
             self._collect()
             if not prefills and not steps:
                 return
@@ -267,13 +268,12 @@ class DecodingEngine:
         return found
 
     def _compact(self) -> None:
-        """Drop free rows where they are many; the last rows move into the slots of free ones before them."""
+        """Drop free rows where they are many, or at once where their documents would outgrow the cache."""
         live = self._live()
         share = LIVE_SHARE if self._equal_limits or self._filler.continuous else 1.0
         if max(live, 1) > share * len(self.running) or live == len(self.running):
             return
-        spare = [slot for slot, row in enumerate(self.running) if row is not None and slot >= live]
-        keep = [slot if self.running[slot] is not None else spare.pop() for slot in range(live)] or [0]
+        keep = [slot for slot, row in enumerate(self.running) if row is not None] or [0]
         self._filler.keep(keep)
         index = torch.tensor(keep, device=self._device)
         self.running, self._newest = [self.running[slot] for slot in keep], self._newest[index]

@@ -58,7 +58,7 @@ def model():
     return build_language_model(dict(LLAMA)).eval()
 
 
-def decode_on_ranks(model, max_new_tokens: int, *, agree: bool = True):
+def decode_on_ranks(model, max_new_tokens: int, *, agree: bool = True, stops=STOPS):
     """Responses and numbers of forwards by rank; `agree` is whether the ranks tell each other when they are done."""
     ranks = Ranks(len(PROMPTS))
     sampling = SamplingConfig(max_new_tokens, seed=3)
@@ -67,7 +67,7 @@ def decode_on_ranks(model, max_new_tokens: int, *, agree: bool = True):
     def decode(rank: int):
         with torch.no_grad():
             return decode_responses(
-                models[rank], PROMPTS[rank], sampling, STOPS[rank],
+                models[rank], PROMPTS[rank], sampling, stops[rank],
                 rows=[10 * rank + i for i in range(len(PROMPTS[rank]))], batch_size=2,
                 largest=ranks.largest if agree else None,
             )  # fmt: skip
@@ -87,6 +87,22 @@ def test_ranks_with_unequal_rows_and_lengths_run_equally_many_forwards(model, ma
     for rank, found in enumerate(responses):
         rows = [10 * rank + i for i in range(len(PROMPTS[rank]))]
         assert found == decode_responses(model, PROMPTS[rank], sampling, STOPS[rank], rows=rows, batch_size=2)
+
+
+@pytest.mark.parametrize("stop", [5, 14, 24, 26, 31])
+def test_rows_that_begin_at_different_times_end_at_their_limit(model, stop):
+    """A row of the first rank ends early and another prompt takes it: its rows reach their limits at different steps."""
+    stops = [[stop], []]
+    responses, forwards = decode_on_ranks(model, 20, stops=stops)
+    assert len(set(forwards)) == 1
+    sampling = SamplingConfig(20, seed=3)
+    lengths = []
+    for rank, found in enumerate(responses):
+        rows = [10 * rank + i for i in range(len(PROMPTS[rank]))]
+        wanted = decode_responses(model, PROMPTS[rank], sampling, stops[rank], rows=rows, batch_size=2)
+        assert found.token_ids == wanted.token_ids
+        lengths += map(len, found.token_ids)
+    assert min(lengths) < 12 and max(lengths) == 20
 
 
 def test_ranks_stop_soon_after_their_last_row(model):
