@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from alignment.quiet_imports import import_quietly
+from alignment.thread_waiting import shorten_waiting
 
 if TYPE_CHECKING:
     from alignment.generation import generate
@@ -29,6 +30,7 @@ __all__ = ["dpo", "generate", "load_model", "load_reward_model", "load_tokenizer
 __version__ = "0.1.0"
 
 import_quietly()
+shorten_waiting()
 
 
 def __getattr__(name: str) -> Any:

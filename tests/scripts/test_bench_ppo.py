@@ -1,0 +1,61 @@
+"""PPO's benchmark: ends of responses that are equal on both sides, and the arithmetic of its figures."""
+
+import statistics
+import sys
+from pathlib import Path
+
+import pytest
+
+from alignment.generation import SamplingConfig, decode_responses
+from alignment.models.build import build_language_model
+from tests.models.conftest import CONFIGS
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+from bench_ppo import log_normal_ends, operations, ratios
+from bench_ppo_runs import Phases, Settings, check_ends, forced_ends
+
+PROMPTS, ENDS = [[5, 6, 7], [8, 9], [3, 3, 3, 3]], [1, 7, 4]
+
+
+def settings(ends=None) -> Settings:
+    return Settings(
+        policy="p", reward="r", prompts=PROMPTS, ends=ends, new_tokens=7, epochs=4, iterations=1
+    )  # fmt: skip
+
+
+def test_log_normal_ends_have_their_mean_and_stay_in_range():
+    ends = log_normal_ends(64, 25, 64)
+    assert 25 <= statistics.mean(ends) < 25.5
+    assert min(ends) >= 1 and max(ends) <= 64 and len(set(ends)) > 20
+
+
+def test_our_sampler_ends_each_response_where_its_row_says_and_no_earlier():
+    model = build_language_model(CONFIGS["llama"]).eval()
+    with forced_ends(settings(ENDS), stop=2):
+        responses = decode_responses(model, PROMPTS, SamplingConfig(max_new_tokens=7), stop_ids=[2])
+    assert [len(ids) for ids in responses.token_ids] == ENDS
+    assert [ids.index(2) for ids in responses.token_ids] == [0, 6, 3] and responses.ended == [True] * 3
+    check_ends(settings(ENDS), PROMPTS[::-1], ENDS[::-1])
+    with pytest.raises(SystemExit, match="were wanted"):
+        check_ends(settings(ENDS), PROMPTS, [1, 7, 5])
+
+
+def test_useful_operations_of_an_iteration():
+    """9 prompt tokens and 12 of responses; 4 forwards at 2 operations, 4 updates of 2 networks at 6."""
+    assert operations(settings(ENDS), weights=100) == 100 * 21 * (4 * 2 + 4 * 2 * 6)
+
+
+def test_phases_leave_the_first_iteration_out():
+    phases = Phases()
+    for seconds in (9.0, 1.0, 3.0):
+        phases.iterations.append({"seconds": seconds, "cpu_seconds": seconds, "update": seconds / 2})
+    figures = phases.figures()
+    assert (figures["seconds"], figures["update"]) == (2.0, 1.0)
+    assert figures["peak_mb"] > 10
+
+
+def test_ratios_are_theirs_over_ours_in_time_and_ours_over_theirs_in_memory():
+    ours = dict.fromkeys(("seconds", "cpu_seconds", "sampling", "scoring", "update", "peak_mb"), 2.0)
+    found = ratios([ours], [dict.fromkeys(ours, 5.0)])
+    assert found["seconds"] == 2.5 and found["peak_mb"] == 0.4
