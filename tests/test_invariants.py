@@ -417,25 +417,44 @@ def padded(documents, width, side):
 # --- I6, I7: where training starts ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.7, 1.3])
-@pytest.mark.parametrize("adapter", [None, LoRASpec(rank=2)], ids=["full", "LoRA"])
-def test_I6_the_first_ratio_is_one(adapter, temperature, write_checkpoint, stage, make_stage, tmp_path, read_metrics):
-    """Proves: in the first minibatch of every iteration the policy is the one that sampled, with dropout in the
-    model's config and a temperature other than 1 (H31, H33)."""
+FIRST_RATIO = {
+    "cool": {"temperature": 0.7},
+    "hot LoRA": {"temperature": 1.3, "adapter": LoRASpec(rank=2)},
+    "top-p": {"temperature": 0.7, "top_p": 0.8},
+    "prefix": {"temperature": 0.7, "adapter": PrefixSpec(tokens=3)},
+    "one behind": {"temperature": 1.3, "rollouts_behind": 1},
+    "LoRA one behind, top-k and min-p": {"adapter": LoRASpec(rank=2), "rollouts_behind": 1, "top_k": 50, "min_p": 0.05},
+    "few slots, several responses": {"micro_rollout_batch_size": 3, "responses_per_prompt": 2, "advantages": "rloo"},
+}
+
+
+@pytest.mark.parametrize("name", FIRST_RATIO)
+def test_I6_the_first_ratio_is_one(name, write_checkpoint, stage, make_stage, tmp_path, read_metrics):
+    """Proves: in the first minibatch of every iteration the policy is the one whose log-probabilities are the ratio's
+    denominator, with dropout in the model's config, a temperature other than 1, filters, adapters, samples of older weights
+    and responses that enter as others end (H31, H33)."""
+    settings = FIRST_RATIO[name]
     changes = {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1}
     policy = write_checkpoint(tmp_path / "policy", "gpt2", **changes)
     model, ids = load_language_model(policy), torch.arange(40)[None]
     assert not torch.equal(model.train()(ids).logits, model.eval()(ids).logits)  # the dropout is there, and it matters
     run, config = make_stage(
-        "ppo", policy, tmp_path / "ppo", reward_model=str(stage("reward") / "model"), temperature=temperature,
-        adapter=adapter, epochs=1, minibatches=1,
-    )  # fmt: skip
+        "ppo",
+        policy,
+        tmp_path / "ppo",
+        reward_model=str(stage("reward") / "model"),
+        epochs=1,
+        minibatches=1,
+        **settings,
+    )
     run(config)
-    for line in read_metrics(tmp_path / "ppo"):
+    lines = read_metrics(tmp_path / "ppo")
+    for line in lines:
         assert line["first_ratio_error"] <= 1e-5
         assert line["clip_fraction"] == 0 and line["approx_kl"] <= 1e-9
-    first = read_metrics(tmp_path / "ppo")[0]
-    assert abs(first["kl"]) <= 1e-4  # the policy is still the reference
+        assert (line["sampling_error"] <= 1e-4) is not config.samples_differ or line["step"] == 1
+    if name != "prefix":  # a new prefix is no zero: the policy starts beside its reference
+        assert abs(lines[0]["kl"]) <= 1e-4
 
 
 STARTS = {"full": ("sft", None), "LoRA on LoRA": ("sft lora", ADAPTERS["LoRA"]), "prefix goes on": ("sft prefix", None)}

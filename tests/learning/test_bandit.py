@@ -1,13 +1,16 @@
 """PPO finds the known optimum of a one-token bandit (invariant I8: signs of reward, KL and ascent)."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+from alignment.adapters import LoRASpec, attach
 from alignment.algorithms.policies import Policy
 from alignment.algorithms.ppo import FixedKL, PPOConfig, iterate
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
+from alignment.algorithms.ppo.samples import SampledAhead
 from alignment.algorithms.ppo.setup import PPOState
 from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
@@ -27,14 +30,19 @@ def uniform_model():
     return model
 
 
-def probability_after_training(kl_coef: float, sign: float, iterations: int = 60, seed: int = 0) -> float:
+def probability_after_training(
+    kl_coef: float, sign: float, iterations: int = 60, seed: int = 0, adapter: LoRASpec | None = None, **settings: Any
+) -> float:
+    """The wanted token's probability, at the temperature of the samples."""
     torch.manual_seed(seed)
     training = TrainingConfig(batch_size=256, max_steps=iterations, seed=seed)
     config = PPOConfig(
         policy="", reward_model="", data=DataConfig(train="none.jsonl"), output="", max_new_tokens=1, epochs=4, kl_coef=kl_coef,
-        missing_end_penalty=0.0, normalize_scores=False, training=training,
+        missing_end_penalty=0.0, normalize_scores=False, training=training, **settings,
     )  # fmt: skip
     policy, reference = uniform_model(), uniform_model().eval()
+    if adapter is not None:
+        attach(policy, adapter)
     value_model = build_scalar_model(CONFIG)
     torch.nn.init.zeros_(value_model.head.weight)
     optim = OptimConfig(learning_rate=1e-2, schedule="linear")
@@ -47,13 +55,15 @@ def probability_after_training(kl_coef: float, sign: float, iterations: int = 60
         kl=FixedKL(kl_coef),
         normalizer=ScoreNormalizer(enabled=False),
         start=Policy(policy, None),
+        ahead=SampledAhead(lambda step: prompts if step < iterations else ()) if config.rollouts_behind else None,
     )
     prompts = [PromptExample([1], "", {}, str(i)) for i in range(training.batch_size)]
     for step in range(iterations):
         metrics, _ = iterate(state, config, prompts, step)
         assert metrics["first_ratio_error"] <= 1e-5
     with torch.no_grad():
-        return policy.eval()(torch.tensor([[1]])).logits[0, -1].softmax(-1)[WANTED].item()
+        logits = policy.eval()(torch.tensor([[1]])).logits[0, -1]
+        return (logits / config.temperature).softmax(-1)[WANTED].item()
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -61,6 +71,22 @@ def test_I8_policy_settles_at_the_closed_form_optimum(seed):
     """Proves: sign and size of KL penalty and reward are right (H27, H28, H29); a flipped one runs away."""
     # p is proportional to (1/37) exp(reward / 1): e / (36 + e) = 0.0702
     assert abs(probability_after_training(1.0, 1.0, seed=seed) - math.e / (36 + math.e)) <= 0.01
+
+
+VARIANTS = {
+    "cool": {"temperature": 0.7},
+    "top-p in few slots": {"top_p": 0.9, "micro_rollout_batch_size": 50},
+    "one behind": {"rollouts_behind": 1},
+    "LoRA on the head": {"adapter": LoRASpec(rank=8, layers=r"^head$")},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_I8_the_optimum_is_the_same_however_the_samples_come(name):
+    """Proves: temperature, filters with their importance weights, samples of the weights before, and adapters leave the
+    optimum where it is (H27, H31)."""
+    found = probability_after_training(1.0, 1.0, **VARIANTS[name])
+    assert abs(found - math.e / (36 + math.e)) <= 0.012
 
 
 def test_I8_policy_takes_all_reward_when_nothing_holds_it_back():
