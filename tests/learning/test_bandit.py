@@ -73,6 +73,7 @@ def test_I8_policy_settles_at_the_closed_form_optimum(seed):
     assert abs(probability_after_training(1.0, 1.0, seed=seed) - math.e / (36 + math.e)) <= 0.01
 
 
+SLOW = ("cool", "LoRA on the head")
 VARIANTS = {
     "cool": {"temperature": 0.7},
     "top-p in few slots": {"top_p": 0.9, "micro_rollout_batch_size": 50},
@@ -81,7 +82,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in VARIANTS])
 def test_I8_the_optimum_is_the_same_however_the_samples_come(name):
     """Proves: temperature, filters with their importance weights, samples of the weights before, and adapters leave the
     optimum where it is (H27, H31)."""
