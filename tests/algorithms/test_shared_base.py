@@ -25,7 +25,7 @@ from alignment.training import Engine, OptimConfig, Run, TrainingConfig
 from tests.adapters.conftest import disturb
 
 IDS = torch.arange(3, 40)[None]
-TIMES = ("tokens_per_second", "seconds_rollout", "seconds_update")
+TIMES = ("second", "mfu")  # names of what differs from run to run
 ADAPTERS = {"LoRA": LoRASpec(rank=3, alpha=4.0), "prefix": PrefixSpec(tokens=2)}
 KINDS = pytest.mark.parametrize("kind", list(ADAPTERS))
 TRAINING = TrainingConfig(batch_size=8, max_steps=3)
@@ -172,7 +172,10 @@ def test_stopped_and_resumed_equals_uninterrupted(stage, kind, one_base, read_me
     weights = "adapter_model.safetensors"
     assert_close(load_file(parts / weights), load_file(whole / weights), rtol=0, atol=0)
     lines = [
-        [{key: value for key, value in line.items() if key not in TIMES} for line in read_metrics(output.parent)]
+        [
+            {k: v for k, v in line.items() if not any(name in k for name in TIMES)}
+            for line in read_metrics(output.parent)
+        ]
         for output in (whole, parts)
     ]
     assert lines[0] == lines[1] and len(lines[0]) == 3
@@ -243,16 +246,16 @@ def test_the_memory_of_each_role_is_noted_before_the_start(one_base, tmp_path):
 
 
 def test_a_network_that_trains_the_shared_base_ends_the_run_before_it_starts(one_base, monkeypatch, tmp_path):
-    from alignment.algorithms.ppo import setup
+    from alignment.algorithms.ppo import rewards
 
-    load = setup.load_frozen_reward_model
+    load = rewards.load_frozen_reward_model
 
     def unfreeze(*rest, **options):
         loaded = load(*rest, **options)
         loaded.model.get_parameter("trunk.norm.weight").requires_grad_(True)
         return loaded
 
-    monkeypatch.setattr(setup, "load_frozen_reward_model", unfreeze)
+    monkeypatch.setattr(rewards, "load_frozen_reward_model", unfreeze)
     run, config = one_base("ppo", "LoRA")
     with pytest.raises(
         ValueError, match=r"trunk\.norm\.weight would be trained, and policy and value model and reward"
