@@ -218,8 +218,12 @@ def score_encoded(model: nn.Module, texts: Sequence[Encoded], micro_batch_tokens
             batch = replace(batch, segments=segments)
         batch = batch.to(device)
         # A decoder computes its last layer at the last tokens alone.
-        output = model(batch=batch, tokens=batch.last) if is_decoder else model(batch=batch)
-        found.append((group, document_scores(output).float().cpu()))
+        scored = (
+            document_scores(model(batch=batch, tokens=batch.last))
+            if is_decoder
+            else document_scores(model(batch=batch), batch.last)
+        )
+        found.append((group, scored.float().cpu()))
     scores = torch.zeros(len(texts), found[0][1].shape[1] if found else 1)
     for group, values in found:
         scores[group] = values
