@@ -5,6 +5,7 @@ Nothing is measured here: every number was logged by a run or written by an eval
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from itertools import takewhile
 from pathlib import Path
 
 from alignment.errors import UserError, raise_all, suggest
@@ -131,15 +132,23 @@ def _kept_index(series: SeriesConfig, points: Sequence[Point]) -> int | None:
     if series.kept is None:
         return None
     source, rows = _rows(series)
-    held_out = {name: number for name, row in rows if (number := _number(row, series.kept)) is not None}
+    within = takewhile(lambda item: not _exceeds(item[1], series.kept_budget), rows)
+    held_out = {name: number for name, row in within if (number := _number(row, series.kept)) is not None}
     if not held_out:
-        raise UserError(f"{source}: no line has the number {series.kept!r}, by which weights would have been kept")
+        raise UserError(
+            f"{source}: no line within the budget has the number {series.kept!r}, by which weights are kept"
+        )
     best, steps = max(held_out, key=lambda name: held_out[name]), [point.name for point in points]
     if best not in steps:
         raise UserError(
             f"{source}: {series.kept} is highest after update {best}, whose line lacks a column of the series"
         )
     return steps.index(best)
+
+
+def _exceeds(row: Mapping[str, object], bounds: Mapping[str, float]) -> bool:
+    """Whether a column of the line is above its bound."""
+    return any((number := _number(row, column)) is not None and number > bound for column, bound in bounds.items())
 
 
 def _savings(config: StudyConfig, points: Mapping[str, list[Point]]) -> dict[str, Saving]:

@@ -23,6 +23,8 @@ class SeriesConfig:
         fit: law of over-optimization to fit to the quantities `kl` and `gold`.
         kept: column of a run whose highest value decides which weights it keeps, its `training.keep_best`; the point of that
             update is compared with the peak.
+        kept_budget: column -> bound: from the first update on that exceeds a bound nothing is kept, as with
+            `held_out.kl_budget` (`{held_out_kl: 2.0}`).
     """
 
     columns: dict[str, str]
@@ -33,6 +35,7 @@ class SeriesConfig:
     smooth: int = 1
     fit: Law | None = None
     kept: str | None = None
+    kept_budget: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if (self.run is None) == (self.results is None):
@@ -45,6 +48,8 @@ class SeriesConfig:
             raise ValueError("smooth and kept go with `run`, whose points are in order of training")
         if self.run is not None and (self.at or self.names is not None):
             raise ValueError("at and names go with `results`")
+        if self.kept_budget and self.kept is None:
+            raise ValueError("kept_budget goes with `kept`, the column by which weights are kept")
         if self.fit is not None and not set(FITTED) <= self.columns.keys():
             raise ValueError("fit needs the quantities kl and gold among the columns")
 

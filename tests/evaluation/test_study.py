@@ -148,8 +148,16 @@ def test_everything_missing_is_said_at_once(sources, tmp_path):
         assert words in str(error.value)
 
 
+def test_nothing_is_kept_once_the_budget_is_spent(sources, tmp_path):
+    series = {"PPO": SeriesConfig({"kl": "kl", "proxy": "score", "gold": "gold_score"}, run=sources[0], kept="held_out_score",
+                                  kept_budget={"kl": 3.0})}  # fmt: skip
+    config = study_config(sources, tmp_path / "study", series=series, charts=[], savings=None)
+    kept = json.loads(run(config).read_text())["peaks"]["PPO"]["kept"]
+    assert kept["kl"] == 1.0  # update 3, before the one with KL 4; later ones have higher held-out scores
+
+
 def test_a_run_without_evaluations_has_kept_nothing(sources, tmp_path):
-    with pytest.raises(UserError, match="no line has the number 'held_out_win_rate'"):
+    with pytest.raises(UserError, match="no line within the budget has the number 'held_out_win_rate'"):
         run(study_config(sources, tmp_path / "study", kept="held_out_win_rate"))
 
 
@@ -175,6 +183,7 @@ def test_unknown_series_and_quantities_are_refused(sources, tmp_path, changes, w
         {"results": "b", "smooth": 3},
         {"run": "a", "at": "x"},
         {"run": "a", "fit": "rl"},
+        {"run": "a", "kept_budget": {"kl": 1.0}},
     ],
 )
 def test_series_of_settings_that_do_not_go_together_are_refused(wrong):

@@ -1,6 +1,7 @@
 """Recipes that are studies: what is compared differs in the one thing that is studied, and every stage of them runs."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,13 @@ import pytest
 from alignment.algorithms.ppo import PPOConfig
 from alignment.pipeline.run import plan, run_recipe
 
+WORLD = [
+    "world.rows.pretrain=60", "world.rows.pretrain_heldout=4", "world.rows.demonstrations=16",
+    "world.rows.comparisons=64", "world.rows.comparisons_heldout=8", "world.rows.prompts=16",
+    "world.rows.prompts_eval=8", "pretrain.vocabulary=300", "pretrain.model.hidden_size=32",
+    "pretrain.model.intermediate_size=32", "pretrain.model.num_hidden_layers=1", "pretrain.training.max_steps=2",
+    "pretrain.data.max_length=128", "sft.training.max_steps=1", "evaluation.max_new_tokens=4",
+]  # fmt: skip
 SUMS = [
     "sums.rows.pretrain=200", "sums.rows.pretrain_heldout=8", "sums.rows.demonstrations=64", "sums.rows.prompts=16",
     "sums.rows.prompts_eval=8", "pretrain.model.hidden_size=32", "pretrain.model.intermediate_size=32",
@@ -19,6 +27,12 @@ SUMS = [
 
 def configs_of(name: str, directory: Path) -> dict:
     return {stage.name: stage.config for stage in plan(name, directory)[1]}
+
+
+def differences(one: object, other: object) -> set[str]:
+    """Settings of two runs that differ, directories of their own left out."""
+    ours, theirs = asdict(one), asdict(other)  # pyright: ignore[reportArgumentType]
+    return {key for key in ours if ours[key] != theirs[key]} - {"output"}
 
 
 def responses_per_iteration(config: PPOConfig) -> int:
@@ -55,3 +69,108 @@ def test_every_stage_of_the_sums_runs(tmp_path):
 @pytest.mark.slow
 def test_checked_answers_teach_sums(tmp_path):
     assert run_recipe("verifiable", tmp_path, check=True)
+
+
+# --- overoptimization -------------------------------------------------------------------------------------------------
+
+
+def test_the_judge_that_stops_has_other_pairs_than_the_proxy(tmp_path):
+    configs = configs_of("overoptimization", tmp_path)
+    assert configs["ppo"].reward_model == f"{configs['proxy'].output}/model" == configs["best_of_n"].reward_model
+    assert configs["proxy"].data.train.endswith("pairs/proxy.jsonl")
+    assert configs["judge"].data.train.endswith("pairs/judge.jsonl")
+    assert differences(configs["ppo_stopped"], configs["ppo"]) == {"held_out", "training"}
+    assert configs["ppo_stopped"].held_out.reward_model == f"{configs['judge'].output}/model"
+    names = [name for name in configs if name.startswith("dpo_")]
+    assert all(configs[name].data.train == configs["proxy"].data.train for name in names)
+    assert all(differences(configs[name], configs[names[0]]) <= {"beta"} for name in names)
+
+
+@pytest.mark.slow
+def test_every_stage_of_overoptimization_runs(tmp_path):
+    stages = ("proxy", "judge", "dpo_1", "dpo_0_3", "dpo_0_1", "dpo_0_03")
+    small = [f"{name}.training.max_steps=1" for name in stages] + [f"{name}.training.batch_size=4" for name in stages]
+    for name in ("ppo", "ppo_stopped"):
+        small += [f"{name}.training.max_steps=4", f"{name}.training.batch_size=4", f"{name}.max_new_tokens=4"]
+        small += [f"{name}.data.evaluation_share=0.3"]
+    small += ["best_of_n.best_of_n.samples=4", "best_of_n.best_of_n.max_new_tokens=4"]
+    run_recipe("overoptimization", tmp_path, [*WORLD, *small])
+    study = read_results(tmp_path / "study")
+    assert study["peaks"].keys() == {"PPO", "best of n", "DPO"} and study["laws"].keys() == {"PPO", "best of n"}
+    assert [point["kl"] for point in study["series"]["best of n"]] == pytest.approx([0.0, 0.193, 0.636], abs=1e-3)
+
+
+# --- alignment_tax ----------------------------------------------------------------------------------------------------
+
+
+def test_penalty_and_mix_are_all_that_differs(tmp_path):
+    configs = configs_of("alignment_tax", tmp_path)
+    base = configs["beta_0_2"]
+    betas = [config for name, config in configs.items() if name.startswith("beta_")]
+    gammas = [config for name, config in configs.items() if name.startswith("gamma_")]
+    assert all(differences(config, base) <= {"kl_coef"} for config in betas)
+    mix = {"pretrain", "pretrain_coef", "pretrain_batch_size"}
+    assert all(differences(config, base) <= mix and config.kl_coef == base.kl_coef for config in gammas)
+    assert len({config.kl_coef for config in betas}) == len(betas) >= 3
+    assert len({config.pretrain_coef for config in gammas}) == len(gammas) >= 3
+
+
+@pytest.mark.slow
+def test_every_stage_of_the_alignment_tax_runs(tmp_path):
+    names = ["beta_0_2", "beta_0_4", "beta_0_8", "gamma_0_05", "gamma_0_1", "gamma_0_2", "gamma_0_5"]
+    small = ["reward.training.max_steps=1", "reward.training.batch_size=4"]
+    for name in names:
+        small += [f"{name}.training.max_steps=1", f"{name}.training.batch_size=4", f"{name}.max_new_tokens=4"]
+    run_recipe("alignment_tax", tmp_path, [*WORLD, *small])
+    study = read_results(tmp_path / "study")
+    assert [point["name"] for point in study["series"]["gamma"]] == [
+        "beta 0.2",
+        "gamma 0.05",
+        "gamma 0.1",
+        "gamma 0.2",
+        "gamma 0.5",
+    ]
+
+
+# --- methods and details ----------------------------------------------------------------------------------------------
+
+
+def test_methods_have_the_same_budget(tmp_path):
+    configs = configs_of("methods", tmp_path)
+    online = [config for config in configs.values() if isinstance(config, PPOConfig)]
+    assert {responses_per_iteration(config) * config.training.max_steps for config in online} == {1920}
+    assert len({config.advantages for config in online}) == len(online) == 6
+    assert configs["dpo"].data.max_rows * 2 == configs["kto"].data.max_rows * 2 == 1920
+
+
+def test_each_detail_is_switched_off_alone(tmp_path):
+    configs = configs_of("details", tmp_path)
+    changed = {
+        name: differences(config, configs["ppo"])
+        for name, config in configs.items()
+        if isinstance(config, PPOConfig) and name != "ppo"
+    }
+    pairs = {"no_clip": {"clip_range", "value_clip_range"}}
+    pairs |= {name: {"optim", "value_optim"} for name in ("adam_eps", "no_annealing")}
+    assert len(changed) >= 10
+    for name, found in changed.items():
+        assert found == pairs.get(name, found) and len(found) == len(pairs.get(name, "1")), name
+    assert len({tuple(sorted(found)) for found in changed.values()}) >= len(changed) - 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["methods", "details"])
+def test_every_method_and_every_detail_runs(name, tmp_path):
+    configs = configs_of(name, tmp_path)
+    trained = [stage for stage in configs if hasattr(configs[stage], "training") and stage not in ("pretrain", "sft")]
+    small = [f"{stage}.training.max_steps=1" for stage in trained] + [
+        f"{stage}.training.batch_size=4" for stage in trained
+    ]
+    small += [f"{stage}.max_new_tokens=4" for stage in trained if isinstance(configs[stage], PPOConfig)]
+    if name == "methods":
+        small += ["best_of_n.best_of_n.samples=2", "best_of_n.best_of_n.max_new_tokens=4"]
+    run_recipe(name, tmp_path, [*WORLD, *small])
+    models = read_results(tmp_path / "evaluation")["models"]
+    online = [stage for stage in trained if isinstance(configs[stage], PPOConfig)]
+    assert len(models) >= 1 + len(online) and all("gold" in found for found in models.values())
+    assert (tmp_path / "report/report.html").is_file()
