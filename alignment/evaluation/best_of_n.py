@@ -1,46 +1,12 @@
-"""Best-of-n curves: the gold score of the response that a reward model picks among n, without bias and with intervals."""
+"""Best-of-n curves: the gold score of the response that a reward model picks among n, with intervals."""
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
+from alignment.rewards.selection import best_of_n, kl_bound
+
 BOOTSTRAPS = 1000
-
-
-def best_of_n(scores: Sequence[float], gold: Sequence[float], n: int) -> float:
-    """Expected gold score of the best of n by `scores`, over all subsets of n of the N responses.
-
-    With the responses sorted by score, sum_{i=n}^{N} C(i-1, n-1) / C(N, n) gold_(i). Responses of equal scores count as in a
-    random order, that is with their mean gold score.
-
-    Args:
-        scores: of the reward model, [N].
-        gold: the true scores, [N].
-        n: at most N.
-
-    Source: Nakano et al. 2021, arXiv:2112.09332, appendix I; Gao et al. 2022, arXiv:2210.10760, section 2.
-    """
-    total = len(scores)
-    if not 1 <= n <= total:
-        raise ValueError(f"n must lie between 1 and the {total} responses, got {n}")
-    _, position = np.unique(np.asarray(scores, float), return_inverse=True)
-    values = (np.bincount(position, np.asarray(gold, float)) / np.bincount(position))[position]
-    weights = [math.comb(i - 1, n - 1) / math.comb(total, n) for i in range(1, total + 1)]
-    return float(np.dot(weights, values[np.argsort(position, kind="stable")]))
-
-
-def kl_bound(n: int) -> float:
-    """KL from the policy to its best of n, nats: log n - (n - 1) / n; an upper bound, exact where no two responses tie.
-
-    Source: Stiennon et al. 2020, arXiv:2009.01325, appendix G.3; bound: Beirami et al. 2024, arXiv:2401.01879.
-    """
-    return math.log(n) - (n - 1) / n
-
-
-def powers_of_two(largest: int) -> list[int]:
-    """1, 2, 4, ... up to `largest`."""
-    return [2**i for i in range(largest.bit_length())] if largest else []
 
 
 def best_of_n_curve(

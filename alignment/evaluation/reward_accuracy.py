@@ -13,7 +13,7 @@ from alignment.data.config import DataConfig
 from alignment.data.rows.records import Prompt
 from alignment.data.text.named_templates import with_chat_template
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.best_of_n import best_of_n_curve, powers_of_two
+from alignment.evaluation.best_of_n import best_of_n_curve
 from alignment.evaluation.reward_card import (
     Figures,
     ScoredGroup,
@@ -52,6 +52,7 @@ from alignment.models.lengths import check_lengths
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import RewardModel, load_reward_model
 from alignment.reward_model.model import Encoded
+from alignment.rewards.selection import powers_of_two
 
 SHOWN_ANNOTATORS = 20
 

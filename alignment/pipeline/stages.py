@@ -11,6 +11,7 @@ STAGES = {  # verb: "module:function"; the function takes the stage's config, wh
     "split": "alignment.data.tools.split:run_split",
     "pairs": "alignment.data.tools.derive:run_pairs",
     "continuations": "alignment.data.tools.derive:run_continuations",
+    "best_of_n": "alignment.algorithms.best_of_n:run",
     "import_llama2c": "alignment.commands.import_llama2c:run_import",
     "pretrain": "alignment.algorithms.pretrain.pretrain:run",
     "sft": "alignment.algorithms.sft:run",

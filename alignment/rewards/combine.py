@@ -88,7 +88,14 @@ class Rewards:
         Raises:
             UserError: a reward gave a number that is not finite, or too few; numbers that cannot be normalized.
         """
-        given = self.give(prompts, responses, ended)
+        return self.shape(self.give(prompts, responses, ended), prompts)
+
+    def shape(self, given: dict[str, Tensor], prompts: Sequence[PromptExample]) -> Scores:
+        """Scores of the numbers that `give` gave, which the statistics take in first.
+
+        Raises:
+            UserError: too few numbers, or numbers that cannot be normalized.
+        """
         sources = _sources(prompts)
         for part in self.parts:
             self._check_share(part, given[part.name])
@@ -119,6 +126,15 @@ class Rewards:
     ) -> dict[str, Tensor]:
         """The numbers of each reward, not shaped, [B] float32 on the CPU; not a number where it does not apply."""
         return {part.name: part.score(prompts, responses, ended).float().cpu() for part in self.parts}
+
+    def check_shares(self, given: dict[str, Tensor]) -> None:
+        """Refuse numbers of which more are missing than their rewards allow.
+
+        Raises:
+            UserError: naming the reward.
+        """
+        for part in self.parts:
+            self._check_share(part, given[part.name])
 
     def _check_share(self, part: RewardPart, values: Tensor) -> None:
         if part.max_failed_share is None:

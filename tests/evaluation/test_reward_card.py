@@ -19,7 +19,7 @@ from alignment.algorithms.reward import EnsembleConfig
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.errors import UserError
 from alignment.evaluation import reward_accuracy
-from alignment.evaluation.best_of_n import best_of_n, best_of_n_curve, kl_bound, powers_of_two
+from alignment.evaluation.best_of_n import best_of_n_curve
 from alignment.evaluation.reward_accuracy import RewardEvalConfig
 from alignment.evaluation.reward_card import (
     ScoredGroup,
@@ -40,6 +40,7 @@ from alignment.evaluation.reward_sampling import BestOfNConfig
 from alignment.evaluation.winrate import Z_95, paired_interval
 from alignment.models.outputs import ValueOutput
 from alignment.reward_model import RewardModel, load_reward_model
+from alignment.rewards.selection import best_of_n, kl_bound, powers_of_two
 from alignment.training import TrainingConfig
 
 

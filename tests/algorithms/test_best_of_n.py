@@ -1,0 +1,290 @@
+"""Best of n: rows that SFT and DPO read, the same ones every time, scores as PPO gives them, and expert iteration that learns."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+from alignment.algorithms import best_of_n
+from alignment.algorithms.best_of_n import (
+    BestOfNConfig,
+    KeptResponses,
+    ScoredResponses,
+    choose_responses,
+    kept_columns,
+    load_rewards,
+    results_of,
+    run,
+    sample_and_score,
+    written_rows,
+)
+from alignment.data.config import DataConfig
+from alignment.data.examples import PromptExample
+from alignment.data.prepare import prepare
+from alignment.data.rows.read import read_rows
+from alignment.data.text.chat import stop_token_ids
+from alignment.data.tokenize import tokenize_prompts
+from alignment.errors import UserError
+from alignment.generation import decode_responses, response_text
+from alignment.loading import load_model, load_tokenizer
+from alignment.reward_model import load_reward_model
+from alignment.rewards import AnswerSpec, LengthSpec, RewardSpec
+from alignment.rewards.build import prepare_rewards
+from alignment.training import OptimConfig, TrainingConfig
+from tests.conftest import read_lines
+
+
+def vowels(prompts, responses, **columns):
+    """Share of vowels in a response."""
+    return [sum(c in "aeiou" for c in text) / max(1, len(text)) for text in responses]
+
+
+def asked_for_eight(prompts, responses, **columns):
+    """The length of the response, for prompts with an eight in them only."""
+    return [float(len(text)) if "eight" in prompt else None for prompt, text in zip(prompts, responses, strict=True)]
+
+
+VOWELS = RewardSpec(function=f"{__name__}:vowels")
+
+
+@pytest.fixture
+def settings(stage, world, tmp_path):
+    """`settings(**changes)` -> config of the stage, small; responses need no end."""
+
+    def make(name="best", **changes):
+        values = {
+            "policy": str(stage("sft") / "model"),
+            "data": DataConfig(train=world["prompts"], max_length=128),
+            "output": str(tmp_path / name),
+            "responses_per_prompt": 4,
+            "max_new_tokens": 8,
+            "require_end": False,
+        }
+        if "reward_model" not in changes:
+            values["rewards"] = [VOWELS]
+        return BestOfNConfig(**(values | changes))
+
+    return make
+
+
+def samples_of(texts, scores, ended=None):
+    ended = ended or [True] * len(texts)
+    scores = torch.tensor(scores)
+    return ScoredResponses(texts, [3] * len(texts), ended, {"reward": scores}, scores)
+
+
+# --- choosing and writing, by hand ----------------------------------------------------------------------------------
+
+
+def test_choices_and_figures_by_hand(settings):
+    """Three prompts with two responses each; the second prompt's better one has no end, the third's have no text."""
+    samples = samples_of(
+        ["a", "b", "c", "d", " ", ""], [0.0, 1.0, 4.0, 2.0, 5.0, 0.0], [True, True, False, True, True, True]
+    )
+    config = settings(responses_per_prompt=2, require_end=True)
+    choices = choose_responses(config, samples)
+    assert choices == [KeptResponses([1], (1, 0)), KeptResponses([1], None), KeptResponses([], None)]
+    assert choose_responses(replace(config, require_end=False), samples)[1] == KeptResponses([0], (0, 1))
+    assert choose_responses(replace(config, threshold=1.5), samples) == [
+        KeptResponses([], None),
+        KeptResponses([1], None),
+        KeptResponses([], None),
+    ]
+    results = results_of(config, samples, choices)
+    assert results["score"] == pytest.approx(12 / 6) and results["kept_score"] == pytest.approx(1.5)
+    assert (results["demonstrations"], results["comparisons"], results["prompts_without_demonstration"]) == (2, 1, 1)
+    best = [
+        {"n": 1, "kl_bound": 0.0, "score": 2.0},
+        {"n": 2, "kl_bound": pytest.approx(0.693147 - 0.5), "score": 10 / 3},
+    ]
+    assert results["best_of"] == [pytest.approx(point) for point in best]
+    assert results["ended_share"] == pytest.approx(5 / 6) and results["empty_share"] == pytest.approx(1 / 3)
+    assert results["distinct_share"] == 1 and results["unscored_share"] == 0 and results["response_tokens"] == 3
+
+
+def test_a_threshold_is_reached_by_the_same_number_in_single_precision(settings):
+    samples = samples_of(["a", "b"], [0.7, 0.6])
+    assert choose_responses(settings(responses_per_prompt=2, threshold=0.7), samples)[0].kept == [0]
+
+
+DIALOGUE = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello?"}]
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+PROMPTS = [  # every one with columns that a reader would take for another row, or refuse
+    PromptExample([1], "Hello?", {"answer": "1", "messages": [], "system": "Be brief.", "label": False}, "r1"),
+    PromptExample([1], DIALOGUE, {"answer": "2", "chosen": "x", "system": "Be brief.", "tools": [TOOL]}, "r2"),
+    PromptExample([1], "Hello?", {"answer": "3", "instruction": "x", "history": [["a", "b"]], "response": "y"}, "r3"),
+]
+
+
+@pytest.mark.parametrize("prompts", [PROMPTS[::2], PROMPTS[1:2]], ids=["texts", "messages"])
+def test_rows_are_read_as_what_they_are(tmp_path, prompts):
+    samples = samples_of([" yes", "no"] * len(prompts), [1.0, 0.0] * len(prompts))
+    rows = written_rows(prompts, samples, [KeptResponses([0, 1], (0, 1))] * len(prompts))
+    for kind, written in rows.items():
+        (tmp_path / f"{kind}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
+    demonstrations = read_rows(str(tmp_path / "demonstrations.jsonl"), "demonstrations")[0]
+    assert [record.response for record in demonstrations] == [" yes", "no"] * len(prompts)
+    assert [record.prompt for record in demonstrations[::2]] == [prompt.prompt for prompt in prompts]
+    pairs = read_rows(str(tmp_path / "comparisons.jsonl"), "comparisons")[0]
+    assert [(pair.chosen, pair.rejected, pair.margin) for pair in pairs] == [(" yes", "no", 1.0)] * len(prompts)
+    assert [pair.prompt for pair in pairs] == [prompt.prompt for prompt in prompts]
+    again = read_rows(str(tmp_path / "demonstrations.jsonl"), "prompts")[0]
+    assert [record.extra["answer"] for record in again[::2]] == [prompt.extra["answer"] for prompt in prompts]
+    for record in (*demonstrations, *pairs):
+        assert record.tools == (None if isinstance(record.prompt, str) else [TOOL]) and record.messages is None
+
+
+def test_what_a_prompt_says_of_another_response_is_not_kept():
+    assert kept_columns(PROMPTS[0], "demonstrations") == {"prompt": "Hello?", "answer": "1"}
+    assert kept_columns(PROMPTS[1], "comparisons").keys() == {"prompt", "answer", "system", "tools"}
+
+
+# --- runs -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_samples_are_those_of_their_row_numbers_and_the_best_by_the_reward_model_is_written(settings, stage, world):
+    """Response k to prompt i has the draws of row i * n + k, in parts of one batch or all at once."""
+    model = str(stage("reward") / "model")
+    config = settings(reward_model=model, write=["demonstrations", "comparisons"])
+    output = run(config)
+    policy, tokenizer = load_model(config.policy), load_tokenizer(config.policy)
+    records = read_rows(world["prompts"], "prompts")[0]
+    ids = [row.ids for row in tokenize_prompts(records, tokenizer, 128)[0] for _ in range(4)]
+    drawn = decode_responses(policy, ids, config.sampling, sorted(stop_token_ids(tokenizer)))
+    scores = load_reward_model(model).score_ids([[*a, *b] for a, b in zip(ids, drawn.token_ids, strict=True)])
+    written = {row["prompt"]: row for row in read_lines(output / "demonstrations.jsonl")}
+    pairs = {row["prompt"]: row for row in read_lines(output / "comparisons.jsonl")}
+    for i, record in enumerate(records):
+        group = range(4 * i, 4 * i + 4)
+        texts = [response_text(tokenizer, drawn.token_ids[row], drawn.ended[row]) for row in group]
+        able = [k for k in range(4) if texts[k].strip()]
+        best, worst = (pick(able, key=lambda k: float(scores[4 * i + k])) for pick in (max, min))
+        assert written[record.prompt]["completion"] == pairs[record.prompt]["chosen"] == texts[best]
+        assert written[record.prompt]["score"] == pytest.approx(float(scores[4 * i + best]), abs=1e-5)
+        assert pairs[record.prompt]["rejected"] == texts[worst]
+        lead = float(scores[4 * i + best] - scores[4 * i + worst])
+        assert pairs[record.prompt]["margin"] == pytest.approx(lead, abs=1e-5)
+    results = json.loads((output / "results.json").read_text())
+    assert results["score"] == pytest.approx(float(scores.mean()), abs=1e-5)
+    assert results["best_of"][-1]["score"] == pytest.approx(float(scores.view(-1, 4).amax(1).mean()), abs=1e-5)
+
+
+def test_a_run_is_the_same_in_small_parts_and_another_one_with_another_seed(settings, monkeypatch):
+    whole = run(settings("whole", keep=None))
+    monkeypatch.setattr(best_of_n, "BATCHES", 1)
+    parts = run(settings("parts", keep=None, batch_size=5))
+    other = run(settings("other", keep=None, seed=1))
+    texts = [(output / "demonstrations.jsonl").read_text() for output in (whole, parts, other)]
+    assert texts[0] == texts[1] != texts[2]
+    assert (whole / "results.json").read_text() == (parts / "results.json").read_text()
+
+
+def test_several_rewards_are_shaped_as_in_ppo(settings, stage):
+    """A reward model is normalized over all samples, a length is clipped; what applies to few counts 0 elsewhere."""
+    rewards = [
+        RewardSpec(str(stage("reward") / "model")),
+        RewardSpec(length=LengthSpec(max=4, penalty=0.25), clip=(-0.5, 0.0), weight=2.0),
+        RewardSpec(function=f"{__name__}:asked_for_eight", weight=0.0625),
+    ]
+    config = settings(rewards=rewards, max_new_tokens=6, min_p=0.001)
+    policy, tokenizer = load_model(config.policy), load_tokenizer(config.policy)
+    prompts = prepare(config.data, "prompts", tokenizer)[0]
+    found = sample_and_score(
+        config, policy, tokenizer, prompts, load_rewards(config, prompts, tokenizer, prepare_rewards(rewards, prompts))
+    )
+    raw = found.parts["reward_model"].double()
+    length = torch.tensor([max(-0.5, -0.25 * max(0, count - 4)) for count in found.lengths])
+    assert set(length.tolist()) >= {-0.5, 0.0}
+    wanted = (
+        (raw - raw.mean()) / raw.std(unbiased=False) + 2 * length + 0.0625 * found.parts["asked_for_eight"].nan_to_num()
+    )
+    assert_close(found.scores.double(), wanted.double(), atol=1e-5, rtol=0)
+
+
+def test_responses_that_no_reward_applies_to_are_counted_and_not_kept(settings):
+    output = run(settings(rewards=[RewardSpec(function=f"{__name__}:asked_for_eight")]))
+    rows, results = read_lines(output / "demonstrations.jsonl"), json.loads((output / "results.json").read_text())
+    assert 0 < len(rows) < 16 and all("eight" in row["prompt"] for row in rows)
+    assert results["unscored_share"] == pytest.approx(1 - len(rows) / 16)
+    assert results["prompts_without_demonstration"] == 16 - len(rows)
+
+
+def test_expert_iteration_learns_what_a_function_pays_for(settings, make_stage, tmp_path):
+    """Two rounds of the best 4 of 16 and SFT on them raise the share of vowels of a sample by more than half."""
+    policy, scores = settings().policy, []
+    for number in range(3):
+        config = settings(f"round{number}", policy=policy, responses_per_prompt=16, keep=4, seed=number)
+        output = run(config)
+        scores.append(json.loads((output / "results.json").read_text())["score"])
+        optim = OptimConfig(learning_rate=1e-2, schedule="constant", warmup_steps=0)
+        data = DataConfig(train=str(output / "demonstrations.jsonl"), max_length=128, check="warn")
+        train, sft = make_stage(
+            "sft",
+            policy,
+            tmp_path / f"sft{number}",
+            data=data,
+            optim=optim,
+            training=TrainingConfig(epochs=4, batch_size=16),
+        )
+        if number < 2:
+            policy = str(train(sft))
+    assert scores[1] > 1.15 * scores[0] and scores[2] > 1.5 * scores[0], scores
+
+
+# --- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"rewards": []}, "say what is rewarded"),
+        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"keep": 5}, "keep must lie between 1 and responses_per_prompt"),
+        ({"keep": 0}, "keep must lie between"),
+        ({"threshold": float("nan")}, "threshold must be a finite score"),
+        ({"write": []}, "nothing would be written"),
+        ({"write": ["comparisons"], "responses_per_prompt": 1}, "comparisons need responses_per_prompt"),
+        ({"responses_per_prompt": 0}, "at least 1"),
+        ({"top_p": 0.0}, "top_p"),
+        ({"data": DataConfig(train="x", evaluation_share=0.1)}, "data.evaluation_share is not read"),
+        ({"data": DataConfig(train="x", mixing="proportional")}, "every prompt once, without data.mixing"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, wrong, words):
+    with pytest.raises(ValueError, match=words):
+        settings(**wrong)
+
+
+def test_what_no_reward_can_be_given_for_is_refused_before_a_network_is_loaded(settings, monkeypatch):
+    monkeypatch.setattr(best_of_n, "load_model", None)
+    monkeypatch.setattr(best_of_n, "load_reward_model", None)
+    answer = RewardSpec(answer=AnswerSpec("exact", column="gold"))
+    with pytest.raises(UserError, match="needs the column 'gold'"):
+        run(settings(rewards=[answer]))
+    with pytest.raises(UserError, match="nowhere: no such directory"):
+        run(settings(rewards=[VOWELS, RewardSpec("nowhere")]))
+
+
+def test_texts_and_messages_together_are_refused(settings, tmp_path, world):
+    path = tmp_path / "messages.jsonl"
+    path.write_text(json.dumps({"prompt": DIALOGUE}) + "\n")
+    config = settings(data=DataConfig(train=[world["prompts"], str(path)], max_length=128), chat_template="plain")
+    with pytest.raises(UserError, match="16 of 17 prompts are texts and the others messages"):
+        run(config)
+
+
+def test_an_ensemble_s_combination_is_refused_of_a_single_reward_model(settings, stage):
+    with pytest.raises(UserError, match="reward_combine=min combines the members of an ensemble"):
+        run(settings(reward_model=str(stage("reward") / "model"), reward_combine="min"))
+
+
+def test_nothing_to_keep_is_an_error_with_the_way_out(settings, tmp_path):
+    with pytest.raises(UserError, match=r"below threshold=2; lower it"):
+        run(settings("high", threshold=2.0))
+    assert json.loads((tmp_path / "high" / "results.json").read_text())["demonstrations"] == 0
+    with pytest.raises(UserError, match=r"of 64 responses .*, or set require_end=false"):
+        run(settings("unended", require_end=True, max_new_tokens=1))
+    with pytest.raises(UserError, match="equal or have equal scores"):
+        run(settings("ties", rewards=[RewardSpec(regex="zzzz")], write=["comparisons"]))
