@@ -57,7 +57,7 @@ MODEL = {
     "model_type": "llama", "max_position_embeddings": 512, "hidden_size": 16, "intermediate_size": 24,
     "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "tie_word_embeddings": False,
 }  # fmt: skip
-TIMES = ("tokens_per_second", "seconds_rollout", "seconds_update")
+TIMES = ("second", "mfu")  # in the names of metrics that a clock makes
 WRITERS = ("replace", "rename", "fsync", "unlink", "rmdir", "mkdir")
 
 
@@ -224,7 +224,10 @@ def result_of(output: Path) -> tuple[str, Any]:
     """Hash of the written weights, and the metrics without what the clock decides."""
     (weights,) = (output / "model").glob("*.safetensors")
     text = (output / "metrics.jsonl").read_text()
-    lines = [{k: v for k, v in json.loads(line).items() if k not in TIMES} for line in text.splitlines()]
+    lines = [
+        {k: v for k, v in json.loads(line).items() if not any(part in k for part in TIMES)}
+        for line in text.splitlines()
+    ]
     return hashlib.sha256(weights.read_bytes()).hexdigest(), lines
 
 

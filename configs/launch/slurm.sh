@@ -18,7 +18,8 @@ set -euo pipefail
 : "${SLURM_JOB_NODELIST:?start this with sbatch}" "${SLURM_NNODES:?start this with sbatch}"
 gpus=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:?ask for GPUs with --gpus-per-node}}
 gpus=${gpus##*:} # "h100:8" -> 8
-head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+hosts=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+head=${hosts%%$'\n'*} # the first line; `head -n 1` may end scontrol by SIGPIPE, and with it the script
 file=$(python -c 'import sys; from alignment.config.load import find_packaged; print(find_packaged(sys.argv[1], "launch"))' "${LAUNCH:-launch/fsdp2}")
 
 # Each node's own SLURM_NODEID is read there, so the inner shell expands it.
