@@ -210,7 +210,6 @@ def test_every_key_that_is_ever_proposed_is_one_of_a_stage(stage, monkeypatch):
     known = {
         key.name for name in ("sft", "reward", "dpo", "ppo", "online_dpo") for key in config_keys(find_stage(name)[0])
     }
-    known.add("sampler")  # of the vLLM backend
     proposed: set[str] = set()
     monkeypatch.setattr(RunLog, "advise", lambda run, *settings: proposed.update(key for key, _, _ in settings) or ())
     for planted, _ in FAULTS.values():

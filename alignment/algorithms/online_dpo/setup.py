@@ -11,9 +11,11 @@ from alignment.algorithms.online_dpo.judges import gold_scorer, load_pair_judge,
 from alignment.algorithms.policies import Reference, load_policy, reference_of
 from alignment.algorithms.ppo.rewards import check_judged
 from alignment.algorithms.ppo.setup import SamplingState, load_metrics, require_prompts
+from alignment.algorithms.ppo.vllm_sampler import build_vllm_sampler, require_vllm
 from alignment.algorithms.runs import check_rows, read_examples, sources_of
 from alignment.data.batches import collate_pairs
 from alignment.data.mixture import RowOrder, stream_of
+from alignment.data.table import lengths_of
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.loading import describe_stop_tokens, load_tokenizer
@@ -81,6 +83,7 @@ def build_online_state(config: OnlineDPOConfig, data: OnlineDPOData, run: Run) -
     Raises:
         UserError: an unknown metric or judge, before any network is loaded; bad checkpoints; prompts that do not fit.
     """
+    require_vllm(config, config.policy, config.adapter, config.weights)
     metrics, training = load_metrics(config.metrics, LOGGED_KEYS), config.training
     judge = load_pair_judge(config.judge) if ":" in config.judge else None
     bases = SharedWeights(config.weights, shared=shares_weights())
@@ -105,15 +108,17 @@ def build_online_state(config: OnlineDPOConfig, data: OnlineDPOData, run: Run) -
     refuse_trained({role.name: role.model for role in roles if role.model is not None})
     models = [policy.backend.unwrapped, None if reference is None else reference.model]
     sharing = prompt_sharing(models, wanted=training.share_prompts, note=run.note)
+    stop_ids, longest = sorted(stop_token_ids(data.tokenizer)), int(lengths_of(data.prompts.rows).max())
     return OnlineDPOState(
         policy, reference,
         score=score,
         updates=updates_of(config, policy, reference, sharing),
-        stop_ids=sorted(stop_token_ids(data.tokenizer)),
+        stop_ids=stop_ids,
         start=start,
         metrics=metrics,
         roles=roles,
         share_prompts=sharing,
+        sampler=build_vllm_sampler(config, config.policy, policy, stop_ids, longest),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import Literal
 from alignment.adapters.specs import AdapterSpec, refuse_dropout
 from alignment.algorithms.ppo.held_out_config import HeldOutConfig, check_held_out
 from alignment.algorithms.ppo.update_config import UpdateSettings, check_update
+from alignment.algorithms.ppo.vllm_config import Sampler, VLLMConfig, check_sampler
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig
 from alignment.models.weights_config import WeightsConfig, check_weights
@@ -35,6 +36,9 @@ class SamplingSettings:
         rollout_weights: of the policy while it samples, where FSDP2 or ZeRO-3 shards it. gathered: whole on every
             device, gathered once per iteration. sharded: each block is gathered for every token, which is slower and
             takes the memory of one block. auto: gathered where it fits; the choice is printed. It changes no response.
+        sampler: who draws the responses. engine: our decoding engine. vllm: vLLM (extra `vllm`) on the same GPUs, given the
+            policy's weights before each iteration; it computes otherwise than training does, see `importance_cap` of PPO.
+        vllm: how vLLM runs.
         epochs: passes over the samples of each iteration.
         minibatches: updates in each pass.
         metrics: functions of prompts and responses to log the mean of, which nothing learns from: a name of METRICS, or
@@ -50,6 +54,8 @@ class SamplingSettings:
     min_p: float = 0.0
     micro_rollout_batch_size: int = 256
     rollout_weights: Literal["auto", "gathered", "sharded"] = "auto"
+    sampler: Sampler = "engine"
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
     epochs: int = 1
     minibatches: int = 1
     metrics: list[str] = field(default_factory=list)
@@ -76,6 +82,7 @@ class SamplingSettings:
         for name in ("micro_rollout_batch_size", "epochs", "minibatches", "responses_per_prompt"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        check_sampler(self.sampler, self.vllm, self.temperature, self.rollout_weights)
         if self.missing_end_penalty < 0:
             raise ValueError(
                 f"missing_end_penalty must be 0 (off) or above, got {self.missing_end_penalty}: below, it rewards not "
@@ -128,8 +135,8 @@ class PPOConfig(SamplingSettings, UpdateSettings):
         pretrain_batch_size: texts per update over all ranks.
         value_optim: the value model's optimizer; None: as the policy's.
         importance_cap: C of truncated importance sampling, which corrects samples of another distribution than the
-            policy's own: filtered ones (top_k, top_p, min_p), and those of `rollouts_behind`. Each token's policy loss is
-            multiplied by min(p / q, C), p being the policy's probability before the updates and q that of the sampler.
+            policy's own: filtered ones (top_k, top_p, min_p), those of `rollouts_behind`, and vLLM's. Each token's policy
+            loss is multiplied by min(p / q, C), p being the policy's probability before the updates and q that of the sampler.
             null leaves the difference uncorrected.
         rollouts_behind: 1: an iteration learns from responses that the policy gave before the previous iteration's
             updates, as where sampling and training run at the same time. The ratio's denominator, reference and values are
@@ -217,7 +224,8 @@ class PPOConfig(SamplingSettings, UpdateSettings):
     @property
     def samples_differ(self) -> bool:
         """Whether responses come by construction from another distribution than the policy's that learns from them."""
-        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.rollouts_behind > 0
+        filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return filtered or self.rollouts_behind > 0 or self.sampler == "vllm"
 
 
 def check_importance(config: PPOConfig) -> None:

@@ -287,11 +287,15 @@ def sample(
 ) -> Responses:
     """Responses to this rank's prompts, with the policy's weights whole on each rank or sharded, as the run has chosen.
 
+    Another sampler draws them where the state has one.
+
     Args:
         prompts: token ids.
         numbers: global number of each row, which fixes what is sampled.
         batch_size: responses sampled side by side.
     """
+    if state.sampler is not None:
+        return state.sampler(prompts, numbers, sampling)
     backend, group = state.policy.backend, state.process_group
     sampler = cast(GenerativeModel, backend.unwrapped)
     # With whole weights no rank waits for another one, however unequal their work is.

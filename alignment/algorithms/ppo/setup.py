@@ -21,11 +21,13 @@ from alignment.algorithms.ppo.rewards import (
     reward_model_specs,
     score_function,
 )
-from alignment.algorithms.ppo.samples import SampledAhead
+from alignment.algorithms.ppo.samples import SampledAhead, Sampler
+from alignment.algorithms.ppo.vllm_sampler import build_vllm_sampler, require_vllm
 from alignment.algorithms.runs import check_rows, read_examples, read_split
 from alignment.data.batches import collate
 from alignment.data.examples import PromptExample
 from alignment.data.mixture import RowOrder, stream_of
+from alignment.data.table import lengths_of
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -76,6 +78,11 @@ class PPOData:
     texts: RowOrder | None
     held_out: Sequence[PromptExample] = ()
 
+    @property
+    def longest_prompt(self) -> int:
+        """Tokens of the longest prompt, held-out ones among them."""
+        return max(int(lengths_of(rows).max()) for rows in (self.prompts.rows, self.held_out) if len(rows))
+
     def prompts_of(self, step: int) -> Sequence[PromptExample]:
         """The prompts of iteration `step`, from 0; none after the last one."""
         return self.prompts.rows_at(step) if step < self.iterations else ()
@@ -95,6 +102,7 @@ class SamplingState:
         rollout_weights: how the policy's weights lie while it samples.
         roles: the networks, for what is said of their memory.
         share_prompts: whether a prompt with several responses is computed once for all of them.
+        sampler: draws the responses; None: our decoding engine.
     """
 
     policy: Engine
@@ -106,6 +114,7 @@ class SamplingState:
     rollout_weights: Literal["gathered", "sharded"] = "gathered"
     roles: Sequence[Role] = ()
     share_prompts: Sharing = False
+    sampler: Sampler | None = None
 
     @property
     def engines(self) -> list[Engine]:
@@ -183,6 +192,7 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
     Raises:
         UserError: an unknown metric, before any network is loaded; bad checkpoints; prompts that do not fit a network.
     """
+    require_vllm(config, config.policy, config.adapter, config.weights)
     metrics = load_metrics(config.metrics)
     texts = prepare_rewards(config.rewards, data.prompts.rows)
     for spec in reward_model_specs(config).values():
@@ -204,13 +214,14 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
     networks = [policy.backend.unwrapped, None if value is None else value.backend.unwrapped, reference.model]
     # Nobody is told where prompts are not shared: few rollouts have several responses to one.
     share_prompts = prompt_sharing(networks, wanted=config.training.share_prompts, note=lambda line: None)
+    stop_ids = sorted(stop_token_ids(data.tokenizer))
     return PPOState(
         policy=policy,
         value=value,
         roles=roles,
         reference=reference,
         score=score_function(config, data.tokenizer, texts, judges, policy.process_group),
-        stop_ids=sorted(stop_token_ids(data.tokenizer)),
+        stop_ids=stop_ids,
         kl=FixedKL(config.kl_coef)
         if config.kl_target is None
         else AdaptiveKL(config.kl_coef, config.kl_target, config.kl_horizon),
@@ -225,6 +236,7 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
         held_out=held_out,
         ahead=SampledAhead(data.prompts_of) if config.rollouts_behind else None,
         shared_value=config.shares_trunk,
+        sampler=build_vllm_sampler(config, config.policy, policy, stop_ids, data.longest_prompt),
     )
 
 

@@ -4,7 +4,7 @@ Loading is strict: every tensor of the file is used, every parameter is found an
 anything else is an error that names it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +15,7 @@ from alignment.errors import UserError, raise_all
 from alignment.files import byte_count, write_json
 from alignment.models.build import empty_model
 from alignment.models.classifiers import ScalarModel
-from alignment.models.external.load import load_external, save_external
+from alignment.models.external.load import load_external, named_as_transformers, save_external
 from alignment.models.external.models import ExternalModel, ExternalScalarModel
 from alignment.models.families import FAMILIES, family_of, is_external_type
 from alignment.models.families.family import Family
@@ -212,6 +212,19 @@ def saved_names(model: NativeModel | ExternalModel) -> list[str]:
         if name not in aliases:
             by_file_name.setdefault(location.name, []).append(name)
     return [name for names in by_file_name.values() for name in names]
+
+
+def named_as_saved(model: NativeModel | ExternalModel, state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """A model's whole weights under the names of the file that `save_model` writes, on their device; nothing is written.
+
+    Args:
+        model: of which an adapter's own weights are left out.
+        state: the state dict, any adapter merged into it.
+    """
+    if isinstance(model, ExternalModel):
+        return named_as_transformers(model, state)
+    locations = hf_locations(model)
+    return stream_to_hf(((name, state[name]) for name in saved_names(model)), locations)
 
 
 def _check_names(found: Iterable[str], expected: Sequence[str], locations: dict[str, HFLocation]) -> None:
