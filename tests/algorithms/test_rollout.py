@@ -57,6 +57,7 @@ def collected(checkpoints):
         ),
         stop_ids=STOPS,
         rollout_weights="gathered",
+        sampler=None,
         share_prompts=False,
         shared_value=False,
         ahead=None,
