@@ -274,7 +274,8 @@ def sample_and_score(
     given: dict[str, list[Tensor]] = {part.name: [] for part in rewards.parts}
     rows: list[PromptExample] = []
     for start in range(0, len(prompts), at_once):
-        some = [prompts[i] for i in range(start, min(start + at_once, len(prompts))) for _ in range(n)]
+        stop = min(start + at_once, len(prompts))
+        some = [row for i in range(start, stop) for row in [prompts[i]] * n]
         sampled = decode_responses(
             policy, [list(row.ids) for row in some], config.sampling, stop_ids,
             rows=range(start * n, start * n + len(some)), batch_size=config.batch_size,
