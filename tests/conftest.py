@@ -133,6 +133,28 @@ def make_stage(world, checkpoints) -> Callable[..., tuple[Callable[[Any], Path],
     return make
 
 
+@pytest.fixture
+def foreign(tmp_path, world) -> str:
+    """Directory of a reward model with a tokenizer of its own."""
+    from alignment.data.tokenizers.load import save_tokenizer
+    from alignment.data.tokenizers.train import train_bpe
+    from alignment.models.build import build_scalar_model
+    from alignment.models.huggingface.checkpoint import save_model
+
+    directory = tmp_path / "foreign"
+    directory.mkdir()
+    other = train_bpe((Path(world["comparisons"]).read_text(encoding="utf-8"),), 300)
+    torch.manual_seed(0)
+    model = build_scalar_model({
+        "model_type": "llama", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "max_position_embeddings": 1024, "pad_token_id": other.pad_token_id,
+    })  # fmt: skip
+    torch.nn.init.normal_(model.head.weight)
+    save_model(model, directory)
+    save_tokenizer(other, directory)
+    return str(directory)
+
+
 @pytest.fixture(scope="session")
 def read_metrics() -> Callable[[Path], list[dict[str, Any]]]:
     """Lines of a run's metrics.jsonl."""

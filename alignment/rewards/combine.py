@@ -97,8 +97,8 @@ class Rewards:
             UserError: too few numbers, or numbers that cannot be normalized.
         """
         sources = _sources(prompts)
+        self.check_shares(given)
         for part in self.parts:
-            self._check_share(part, given[part.name])
             if part.normalizer is not None:
                 part.normalizer.take_in(given[part.name], sources, self.reduce)
         return self._sum(given, sources)
@@ -106,8 +106,10 @@ class Rewards:
     def judge(
         self, prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]
     ) -> Scores:
-        """As a call, with statistics that do not take these responses in; of one rank alone."""
-        return self._sum(self.give(prompts, responses, ended), _sources(prompts))
+        """As a call, with statistics that do not take these responses in."""
+        given = self.give(prompts, responses, ended)
+        self.check_shares(given)
+        return self._sum(given, _sources(prompts))
 
     def _sum(self, given: dict[str, Tensor], sources: Tensor) -> Scores:
         total, shaped = torch.zeros(len(sources)), torch.zeros(len(sources))
@@ -134,17 +136,16 @@ class Rewards:
             UserError: naming the reward.
         """
         for part in self.parts:
-            self._check_share(part, given[part.name])
-
-    def _check_share(self, part: RewardPart, values: Tensor) -> None:
-        if part.max_failed_share is None:
-            return
-        missing, count = self.reduce(torch.stack([values.isnan().sum(), torch.tensor(len(values))]).double()).tolist()
-        if missing > part.max_failed_share * count:
-            raise UserError(
-                f"rewards: {part.name} gave no score for {missing:.0f} of {count:.0f} responses; at most "
-                f"{part.max_failed_share:.0%} may fail, since failures are seldom a fair sample"
-            )
+            if part.max_failed_share is None:
+                continue
+            values = given[part.name]
+            counts = torch.stack([values.isnan().sum(), torch.tensor(len(values))]).double()
+            missing, count = self.reduce(counts).tolist()
+            if missing > part.max_failed_share * count:
+                raise UserError(
+                    f"rewards: {part.name} gave no score for {missing:.0f} of {count:.0f} responses; at most "
+                    f"{part.max_failed_share:.0%} may fail, since failures are seldom a fair sample"
+                )
 
     def state(self) -> dict[str, dict[str, list[float]]]:
         """Statistics of the normalized parts by name, to be saved."""

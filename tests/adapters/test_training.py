@@ -1,8 +1,6 @@
 """Adapters that act in the forward learn in every stage and leave the base weights as they are, bit for bit."""
 
 import json
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,8 +15,9 @@ from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.loading import load_model
 from alignment.models.huggingface.checkpoint import load_pretrained
-from alignment.training import OptimConfig, Run, TrainingConfig
+from alignment.training import OptimConfig, TrainingConfig
 from tests.adapters.tiny_models import ISSUE, training_batch, write
+from tests.stopping import run_stopped
 
 SPECS = {
     "prompt": PromptSpec(tokens=4),
@@ -102,22 +101,12 @@ def test_a_start_with_such_an_adapter_takes_no_other(kind, started, make_stage, 
 
 
 @NEW_KIND
-def test_stopped_and_resumed_equals_uninterrupted(kind, checkpoints, make_stage, tmp_path, monkeypatch):
+def test_stopped_and_resumed_equals_uninterrupted(kind, checkpoints, make_stage, tmp_path):
     changes = {"adapter": SPECS[kind], "training": TrainingConfig(batch_size=4, max_steps=3)}
     run, config = make_stage("sft", checkpoints["llama"], tmp_path / "whole", **changes)
     whole = run(config)
     run, config = make_stage("sft", checkpoints["llama"], tmp_path / "parts", **changes)
-    log = Run.log
-
-    def log_and_stop(self, step, metrics):
-        log(self, step, metrics)
-        if step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "log", log_and_stop)
-        with pytest.raises(SystemExit):
-            run(config)
+    assert run_stopped(run, config, 1) == 143
     parts = run(config)
     wanted, found = (load_file(path / "adapter_model.safetensors") for path in (whole, parts))
     assert wanted.keys() == found.keys() and all(torch.equal(wanted[name], found[name]) for name in wanted)

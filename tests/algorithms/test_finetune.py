@@ -1,8 +1,6 @@
 """Fine-tuning for downstream tasks: what it learns, what it does not change, and that transformers reads its results alike."""
 
 import json
-import os
-import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,8 +36,9 @@ from alignment.models.huggingface.checkpoint import load_language_model, load_pr
 from alignment.models.weights_config import WeightsConfig
 from alignment.pipeline.stages import find_stage
 from alignment.ragged import Ragged
-from alignment.training import OptimConfig, Run, TrainingConfig
+from alignment.training import OptimConfig, TrainingConfig
 from tests.algorithms.labeled_rows import TASKS, write_rows
+from tests.stopping import run_stopped
 
 BERT = {
     "model_type": "bert", "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -221,7 +220,7 @@ def test_the_result_does_not_depend_on_how_the_batch_is_cut(settings, tmp_path, 
 
 
 @pytest.mark.parametrize("name", ["plain", "language", "LoRA", "DoRA", "IA3", "frozen"])
-def test_stopped_and_resumed_equals_uninterrupted(settings, tmp_path, read_metrics, monkeypatch, name):
+def test_stopped_and_resumed_equals_uninterrupted(settings, tmp_path, read_metrics, name):
     changes = {
         "plain": {},
         "language": {"language_coef": 0.5},
@@ -231,17 +230,9 @@ def test_stopped_and_resumed_equals_uninterrupted(settings, tmp_path, read_metri
         "frozen": {"frozen_trunk": True},
     }[name] | {"training": TrainingConfig(batch_size=16, max_steps=4, evaluate_every_steps=2)}
     whole = finetune.run(settings("gpt2", "pair_classification", output=str(tmp_path / "whole"), **changes))
-    config, log = settings("gpt2", "pair_classification", output=str(tmp_path / "parts"), **changes), Run.log
+    config = settings("gpt2", "pair_classification", output=str(tmp_path / "parts"), **changes)
 
-    def log_and_stop(self, step, metrics):
-        log(self, step, metrics)
-        if step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "log", log_and_stop)
-        with pytest.raises(SystemExit):
-            finetune.run(config)
+    assert run_stopped(finetune.run, config, 2) == 143
     assert not (tmp_path / "parts" / "model").exists()
     parts = finetune.run(config)
     assert_close(weights(parts), weights(whole), rtol=0, atol=0)

@@ -2,15 +2,14 @@
 
 import json
 import math
-import os
-import signal
 
 import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from alignment.data.config import DataConfig, SourceConfig
-from alignment.training import OptimConfig, Run, TrainingConfig
+from alignment.training import OptimConfig, TrainingConfig
+from tests.stopping import run_stopped
 
 TIMES = ("tokens_per_second",)
 
@@ -100,9 +99,7 @@ def test_an_epoch_of_a_mixture_is_the_rows_of_all_sources(sources, checkpoints, 
 
 
 @pytest.mark.parametrize("stop", [2, 3])
-def test_a_stopped_mixture_goes_on_bit_for_bit(
-    stop, sources, checkpoints, make_stage, tmp_path, read_metrics, monkeypatch
-):
+def test_a_stopped_mixture_goes_on_bit_for_bit(stop, sources, checkpoints, make_stage, tmp_path, read_metrics):
     training = TrainingConfig(batch_size=8, max_steps=5)
     made = {
         name: make_stage("sft", checkpoints["llama"], tmp_path / name, data=mixture(sources), training=training)
@@ -110,18 +107,8 @@ def test_a_stopped_mixture_goes_on_bit_for_bit(
     }
     run, config = made["whole"]
     whole = run(config)
-    log = Run.log
-
-    def log_and_stop(self, step, metrics):
-        log(self, step, metrics)
-        if step == stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-
     run, config = made["parts"]
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "log", log_and_stop)
-        with pytest.raises(SystemExit):
-            run(config)
+    assert run_stopped(run, config, stop) == 143
     assert len(read_metrics(tmp_path / "parts")) == stop
     assert_close(load_file(run(config) / "model.safetensors"), load_file(whole / "model.safetensors"), rtol=0, atol=0)
     lines = [

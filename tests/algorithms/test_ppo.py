@@ -20,17 +20,14 @@ from alignment.algorithms.ppo.setup import LOGGED_KEYS, build_state, read_data, 
 from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
 from alignment.data.text.chat import prompt_ids
-from alignment.data.tokenizers.load import save_tokenizer
-from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from alignment.hotel_world.gold import gold_score
 from alignment.loading import load_tokenizer
-from alignment.models.build import build_scalar_model
-from alignment.models.huggingface.checkpoint import save_model
 from alignment.reward_model import load_reward_model, load_reward_network
 from alignment.rewards.reward_models import response_scorer
 from alignment.training import OptimConfig, Run, TrainingConfig
 from tests.conftest import read_lines
+from tests.ppo_states import state_of
 
 # Adam whose eps dwarfs every gradient divides by a constant: plain gradient descent with step 1.
 PLAIN_DESCENT = OptimConfig(learning_rate=1e6, betas=(0.0, 0.0), eps=1e6, schedule="constant", max_grad_norm=0)
@@ -45,18 +42,6 @@ def ppo(stage, make_stage, tmp_path):
         return make_stage("ppo", str(stage(policy) / "model"), tmp_path / output, reward_model=reward_model, **changes)
 
     return make
-
-
-@pytest.fixture
-def state_of(tmp_path):
-    """State and first prompts of a config, built as a run builds them."""
-
-    def build(config):
-        with Run(config.output, {}, stage="ppo") as directory:
-            data = read_data(config, directory)
-            return build_state(config, data), data.prompts.rows_at(0)
-
-    return build
 
 
 @pytest.fixture
@@ -81,7 +66,7 @@ def test_the_policy_is_the_one_that_sampled_in_every_iteration(ppo, text, read_m
     assert abs(lines[0]["kl"]) < 1e-4 < abs(lines[-1]["kl"])
 
 
-def test_h12_memory_settings_change_no_result(ppo, state_of, text):
+def test_h12_memory_settings_change_no_result(ppo, text):
     """Policy and value model after an iteration are the same for whole minibatches and for one row at a time."""
 
     def step(name, micro_batch_tokens):
@@ -104,7 +89,7 @@ def test_h12_memory_settings_change_no_result(ppo, state_of, text):
     assert others == pytest.approx(metrics, rel=1e-3, abs=1e-5)
 
 
-def test_sampling_fewer_responses_side_by_side_changes_none(ppo, state_of, monkeypatch):
+def test_sampling_fewer_responses_side_by_side_changes_none(ppo, monkeypatch):
     """Each row's draws are fixed by its number in the run, so the number of cache rows is a memory setting."""
 
     def sampled(rows):
@@ -124,7 +109,7 @@ def test_sampling_fewer_responses_side_by_side_changes_none(ppo, state_of, monke
     assert in_threes == together
 
 
-def test_the_pretraining_mix_adds_its_gradient(ppo, state_of, text):
+def test_the_pretraining_mix_adds_its_gradient(ppo, text):
     """step(policy loss + c * text loss) = step(policy loss) + c * step(text loss), Ouyang et al. 2022, eq. 2."""
 
     def step(name, coef, advantages=True):
@@ -187,7 +172,7 @@ def test_the_normalizer_makes_mean_0_and_deviation_1():
     assert normalizer.scale == pytest.approx(1.25)
 
 
-def test_a_reward_model_that_cannot_tell_is_refused(ppo, state_of):
+def test_a_reward_model_that_cannot_tell_is_refused(ppo):
     _, config = ppo()
     state, prompts = state_of(config)
     state.score = lambda prompts, responses, ended: torch.ones(len(prompts))
@@ -195,7 +180,7 @@ def test_a_reward_model_that_cannot_tell_is_refused(ppo, state_of):
         iterate(state, config, prompts, 0)
 
 
-def test_a_response_is_paid_its_normalized_score_at_its_end_less_what_a_missing_end_costs(ppo, state_of):
+def test_a_response_is_paid_its_normalized_score_at_its_end_less_what_a_missing_end_costs(ppo):
     _, config = ppo(kl_coef=0.0, missing_end_penalty=2.0)
     state, prompts = state_of(config)
     state.stop_ids = list(range(0, 384, 12))  # so that some responses end and some do not
@@ -258,23 +243,6 @@ def test_the_value_model_writes_nothing_over_the_policys_base(ppo, stage, tmp_pa
     with torch.no_grad():
         start = load_model(str(stage("sft lora") / "model"))(ids).logits
         assert_close(load_model(str(tmp_path / "ppo" / "base"))(ids).logits, start, atol=1e-5, rtol=0)
-
-
-@pytest.fixture
-def foreign(tmp_path, world):
-    """Directory of a reward model with a tokenizer of its own."""
-    directory = tmp_path / "foreign"
-    directory.mkdir()
-    other = train_bpe((Path(world["comparisons"]).read_text(encoding="utf-8"),), 300)
-    torch.manual_seed(0)
-    model = build_scalar_model({
-        "model_type": "llama", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "max_position_embeddings": 1024, "pad_token_id": other.pad_token_id,
-    })  # fmt: skip
-    torch.nn.init.normal_(model.head.weight)
-    save_model(model, directory)
-    save_tokenizer(other, directory)
-    return str(directory)
 
 
 def test_a_reward_model_with_another_tokenizer_reads_the_text(tokenizer, foreign):
@@ -399,7 +367,7 @@ def test_ppo_runs_against_a_foreign_reward_model_with_a_value_model_of_its_own(p
     assert all(math.isfinite(line["value_loss"]) for line in read_metrics(tmp_path / "done"))
 
 
-def test_a_value_model_from_the_policy_starts_at_zero(ppo, state_of):
+def test_a_value_model_from_the_policy_starts_at_zero(ppo):
     _, config = ppo(value_model="policy")
     state, prompts = state_of(config)
     _, rollout = iterate(state, config, prompts, 0)

@@ -1,7 +1,5 @@
 """Held-out prompts of a PPO run: what is measured on them, when the run ends, and which weights are its result."""
 
-import os
-import signal
 from dataclasses import replace
 
 import pytest
@@ -10,17 +8,19 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from alignment.algorithms.ppo import PPOConfig, evaluation
-from alignment.algorithms.ppo.evaluation import judge_held_out
+from alignment.algorithms.ppo.evaluation import HeldOutScores, judge_held_out
 from alignment.algorithms.ppo.held_out import HeldOut, share_won
 from alignment.algorithms.ppo.held_out_config import HeldOutConfig
 from alignment.algorithms.ppo.metrics import kl_columns
 from alignment.algorithms.ppo.setup import build_state, read_data
 from alignment.data.config import DataConfig
+from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model
 from alignment.rewards.specs import LengthSpec, RewardSpec
 from alignment.training import OptimConfig, Run, TrainingConfig
 from alignment.training.early_stopping import EarlyStopping
+from tests.stopping import run_stopped
 
 SETTINGS = {"policy": "p", "reward_model": "r", "output": "o"}
 BY_LENGTH = HeldOutConfig(rewards=[RewardSpec(length=LengthSpec(target=3))])
@@ -66,8 +66,8 @@ def test_responses_are_drawn_by_a_seed_of_their_own_and_scored_by_the_judge(ppo)
     with torch.no_grad():
         for parameter in state.policy.backend.unwrapped.parameters():
             parameter += 0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1))
-    scores, kl = judge_held_out(state, config, state.held_out)
-    assert (scores, kl) == judge_held_out(state, config, state.held_out)
+    scores, kl, unscored = judge_held_out(state, config, state.held_out)
+    assert (scores, kl, unscored) == judge_held_out(state, config, state.held_out) and unscored == 0
     model, ids = state.policy.backend.unwrapped, [list(prompt.ids) for prompt in data.held_out]
     drawn = decode_responses(model, ids, SamplingConfig(6, 0.8, seed=11), state.stop_ids)
     assert scores == pytest.approx([-0.01 * abs(len(tokens) - 3) for tokens in drawn.token_ids]) and len(scores) == 4
@@ -85,6 +85,20 @@ def test_responses_are_drawn_by_a_seed_of_their_own_and_scored_by_the_judge(ppo)
     assert kl == pytest.approx(sum(values) / 4, abs=1e-4) and abs(kl) > 1e-2
 
 
+def half(prompts, responses, **columns):
+    """Applies to every other response."""
+    return [1.0 if number % 2 else None for number in range(len(responses))]
+
+
+def test_responses_without_a_score_are_counted(ppo):
+    rewards = [RewardSpec(function="tests.algorithms.test_ppo_held_out:half")]
+    _, config = ppo(held_out=HeldOutConfig(rewards=rewards))
+    with Run(config.output, {}, stage="ppo") as run:
+        state = build_state(config, read_data(config, run))
+    found = judge_held_out(state, config, state.held_out)
+    assert found.scores == [0, 1, 0, 1] and found.unscored == 0.5
+
+
 def planned(monkeypatch, results):
     """Let the evaluations of a run give these scores and KLs, and keep the weights that each one saw."""
     seen, remaining = [], list(results)
@@ -92,7 +106,7 @@ def planned(monkeypatch, results):
     def judge(state, config, held_out):
         weights = {n: p.detach().clone() for n, p in state.policy.backend.unwrapped.named_parameters()}
         seen.append(weights)
-        return remaining.pop(0)
+        return HeldOutScores(*remaining.pop(0))
 
     monkeypatch.setattr(evaluation, "judge_held_out", judge)
     return seen
@@ -139,6 +153,14 @@ def test_the_run_ends_at_its_kl_budget_with_the_best_weights_within_it(ppo, monk
     assert (run(config) == model and len(read_metrics(tmp_path / "run")) == 4) or not config.training.save_every_steps
 
 
+def test_a_start_beyond_the_kl_budget_is_refused_before_anything_is_learned(ppo, monkeypatch, read_metrics, tmp_path):
+    planned(monkeypatch, [([0.0] * 4, 4.5)])
+    run, config = ppo(held_out=replace(BY_LENGTH, kl_budget=4.0))
+    with pytest.raises(UserError, match=r"starting policy's held_out_kl is 4\.5 nats, beyond the budget of 4"):
+        run(config)
+    assert not (tmp_path / "run" / "metrics.jsonl").exists() or not read_metrics(tmp_path / "run")
+
+
 def test_the_run_ends_when_the_win_rate_no_longer_improves(ppo, monkeypatch, read_metrics, tmp_path):
     seen = planned(monkeypatch, [([0.0] * 4, 0.0), ([1.0] * 4, 1.0), ([1.0] * 3 + [-1.0], 1.0)])
     stopping = EarlyStopping("held_out_win_rate", patience=1)
@@ -151,26 +173,14 @@ def test_the_run_ends_when_the_win_rate_no_longer_improves(ppo, monkeypatch, rea
     )
 
 
-def test_a_stopped_run_resumes_with_its_best_and_the_scores_of_the_start(
-    ppo, stage, read_metrics, tmp_path, monkeypatch
-):
+def test_a_stopped_run_resumes_with_its_best_and_the_scores_of_the_start(ppo, stage, read_metrics, tmp_path):
     training = TrainingConfig(batch_size=4, max_steps=6, evaluate_every_steps=1, keep_best="held_out_score")
     changes = {"training": training, "optim": OptimConfig(learning_rate=1e-2, eps=1e-5), "rollouts_behind": 1}
     changes["held_out"] = HeldOutConfig(reward_model=str(stage("reward") / "model"))
     run, config = ppo("whole", **changes)
     whole = run(config)
     run, config = ppo("parts", **changes)
-    log = Run.log
-
-    def log_and_stop(self, step, metrics):
-        log(self, step, metrics)
-        if step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "log", log_and_stop)
-        with pytest.raises(SystemExit):
-            run(config)
+    assert run_stopped(run, config, 3) == 143
     parts = run(config)
     assert_close(load_file(parts / "model.safetensors"), load_file(whole / "model.safetensors"), rtol=0, atol=0)
     lines = [

@@ -17,12 +17,13 @@ from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.loss_functions import policy_loss_fn
 from alignment.algorithms.ppo.ppo import PPOConfig, update_policy_and_value
 from alignment.algorithms.ppo.rollout import Baseline, Rollout, RolloutBatch, ragged_of
-from alignment.algorithms.ppo.setup import LOGGED_KEYS, build_state, read_data
+from alignment.algorithms.ppo.setup import LOGGED_KEYS
 from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model
 from alignment.models.outputs import LanguageOutput
-from alignment.training import OptimConfig, Run, TrainingConfig
+from alignment.training import OptimConfig, TrainingConfig
+from tests.ppo_states import state_of
 
 GRPO = {"kl_in": "loss", "kl_estimator": "k3", "loss_normalization": "sequence_mean", "responses_per_prompt": 2}
 VARIANTS = {
@@ -47,18 +48,6 @@ def ppo(stage, make_stage, tmp_path):
         return make_stage("ppo", policy, tmp_path / output, reward_model=reward_model, **changes)
 
     return make
-
-
-@pytest.fixture
-def state_of():
-    """State and first prompts of a config, built as a run builds them."""
-
-    def build(config):
-        with Run(config.output, {}, stage="ppo") as directory:
-            data = read_data(config, directory)
-            return build_state(config, data), data.prompts.rows_at(0)
-
-    return build
 
 
 def weights_of(engine):
@@ -91,7 +80,7 @@ def test_each_of_the_kin_runs_learns_and_goes_on_from_its_checkpoint(ppo, read_m
 
 
 @pytest.mark.parametrize("variant", ["dr_grpo", "gspo", "shared"])
-def test_h12_micro_batches_change_no_update_of_the_kin(ppo, state_of, variant):
+def test_h12_micro_batches_change_no_update_of_the_kin(ppo, variant):
     def step(name, micro_batch_tokens):
         training = TrainingConfig(batch_size=6, max_steps=1, micro_batch_tokens=micro_batch_tokens)
         _, config = ppo(
@@ -111,7 +100,7 @@ def test_h12_micro_batches_change_no_update_of_the_kin(ppo, state_of, variant):
         assert others[name] == pytest.approx(metrics[name], rel=1e-3, abs=1e-5), name
 
 
-def test_the_value_head_is_of_the_trunk_and_its_loss_joins_the_policy_s(ppo, state_of):
+def test_the_value_head_is_of_the_trunk_and_its_loss_joins_the_policy_s(ppo):
     """step(policy + c * value) = step(policy) + c * step(value) on the trunk; one forward gives both networks' numbers."""
 
     def step(coef, advantages=True):
@@ -146,7 +135,7 @@ def test_the_value_head_is_trained_under_an_adapter_and_kept_in_checkpoints(ppo,
     assert first["value_loss"] != second["value_loss"] and first["first_ratio_error"] <= 1e-5
 
 
-def test_the_updates_stop_where_the_policy_has_moved_too_far(ppo, state_of):
+def test_the_updates_stop_where_the_policy_has_moved_too_far(ppo):
     """The first update always stands at approx_kl 0, so the second is the first that can end the passes."""
     found = {}
     for target in (None, 1e-12, 1e3):
@@ -176,7 +165,7 @@ def test_the_value_model_warms_up_alone(ppo, read_metrics, tmp_path, stage):
     assert model.exists()
 
 
-def test_the_baseline_is_the_score_of_the_greedy_response(ppo, state_of):
+def test_the_baseline_is_the_score_of_the_greedy_response(ppo):
     training = TrainingConfig(batch_size=4, max_steps=1)
     _, config = ppo(advantages="remax", responses_per_prompt=3, max_new_tokens=5, training=training)
     state, prompts = state_of(config)
@@ -304,7 +293,7 @@ def gradient_of(state, config, rollout):
 
 
 @pytest.mark.parametrize("variant", ["gae", "rloo", "gspo", "shared"])
-def test_the_mix_adds_gamma_times_the_gradient_of_the_text_and_nothing_at_gamma_0(ppo, state_of, world, variant):
+def test_the_mix_adds_gamma_times_the_gradient_of_the_text_and_nothing_at_gamma_0(ppo, world, variant):
     """grad(total) - grad(ppo) = gamma * grad(language) within 1e-5; gamma = 0 is PPO without the mix, bit for bit."""
     text, settings = DataConfig(train=world["pretrain"], max_length=128), VARIANTS.get(variant, {})
     common = {"epochs": 1, "minibatches": 1, "max_new_tokens": 5, **settings}

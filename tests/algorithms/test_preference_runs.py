@@ -4,8 +4,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
-import signal
 
 import numpy as np
 import pytest
@@ -24,8 +22,9 @@ from alignment.data.prepare import prepare
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
 from alignment.models.huggingface.checkpoint import load_language_model
-from alignment.training import Engine, OptimConfig, Run, TrainingConfig
+from alignment.training import Engine, OptimConfig, TrainingConfig
 from tests.distributed.processes import run_ranks
+from tests.stopping import run_stopped
 
 ANSWERS = (" The pool opens in July.", " I am not sure.", " No.", " Go away!")
 QUICK = OptimConfig(learning_rate=1e-2, schedule="constant")
@@ -218,7 +217,7 @@ def test_too_long_demonstrations_are_measured_by_their_own_length(world, stage, 
 
 @pytest.mark.parametrize("loss", ["sigmoid", "bco"])
 def test_a_run_with_demonstrations_resumes_as_if_it_had_not_stopped(
-    loss, world, stage, make_stage, tmp_path, read_metrics, monkeypatch
+    loss, world, stage, make_stage, tmp_path, read_metrics
 ):
     """Its second stream of rows goes on, and so does BCO's mean over the updates before."""
 
@@ -231,17 +230,7 @@ def test_a_run_with_demonstrations_resumes_as_if_it_had_not_stopped(
     run, config = make(tmp_path / "whole")
     whole = load_file(run(config) / "model.safetensors")
     run, config = make(tmp_path / "parts")
-    log = Run.log
-
-    def log_and_stop(self, step, metrics):
-        log(self, step, metrics)
-        if step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "log", log_and_stop)
-        with pytest.raises(SystemExit):
-            run(config)
+    assert run_stopped(run, config, 2) == 143
     assert_close(load_file(run(config) / "model.safetensors"), whole, rtol=0, atol=0)
     lines = [[line["sft_loss"] for line in read_metrics(tmp_path / name)] for name in ("whole", "parts")]
     assert lines[0] == lines[1] and len(lines[0]) == 6

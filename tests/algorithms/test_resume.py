@@ -1,8 +1,5 @@
 """A run that is stopped and started again ends exactly as one that was not (I12)."""
 
-import os
-import signal
-
 import pytest
 from safetensors.torch import load_file
 from torch.testing import assert_close
@@ -10,7 +7,8 @@ from torch.testing import assert_close
 from alignment.adapters import LoRASpec
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.training import Run, TrainingConfig
+from alignment.training import TrainingConfig
+from tests.stopping import run_stopped
 
 TIMES = ("second", "mfu")  # names of what differs from run to run
 LORA = LoRASpec(rank=2, dropout=0.1)
@@ -65,25 +63,13 @@ def changes(stage, world):
 @pytest.mark.parametrize(
     "name", ["sft", "sft LoRA", "reward LoRA", "dpo", "ppo", "ppo behind", "ppo LoRA", "online_dpo", "online_dpo LoRA"]
 )
-def test_stopped_and_resumed_equals_uninterrupted(
-    name, stop, changes, stage, make_stage, tmp_path, read_metrics, monkeypatch
-):
+def test_stopped_and_resumed_equals_uninterrupted(name, stop, changes, stage, make_stage, tmp_path, read_metrics):
     kind, policy = name.split()[0], str(stage("sft") / "model")
     run, config = make_stage(kind, policy, tmp_path / "whole", **changes[name])
     whole = run(config)
     run, config = make_stage(kind, policy, tmp_path / "parts", **changes[name])
-    log = Run.log
-
-    def log_and_stop(self, step, metrics):
-        log(self, step, metrics)
-        if step == stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "log", log_and_stop)
-        with pytest.raises(SystemExit) as exit_code:
-            run(config)
-    assert exit_code.value.code == 143
+    exit_code = run_stopped(run, config, stop)
+    assert exit_code == 143
     assert len(read_metrics(tmp_path / "parts")) == stop and not (tmp_path / "parts" / "model").exists()
     parts = run(config)
     file = "adapter_model.safetensors" if "LoRA" in name else "model.safetensors"

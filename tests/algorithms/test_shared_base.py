@@ -1,8 +1,6 @@
 """PPO and DPO over one base: four networks that hold its weights once, and are what they would be apart."""
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,6 @@ from torch.testing import assert_close
 from alignment.adapters import LoRASpec, PrefixSpec, attach, save_adapter
 from alignment.algorithms.policies import load_policy, reference_of
 from alignment.algorithms.ppo import iterate
-from alignment.algorithms.ppo.setup import build_state, read_data
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model
@@ -21,8 +18,10 @@ from alignment.models.shared_weights import SharedWeights
 from alignment.models.weight_bytes import held_bytes, total_bytes
 from alignment.ragged import Ragged
 from alignment.reward_model import load_reward_network
-from alignment.training import Engine, OptimConfig, Run, TrainingConfig
+from alignment.training import Engine, OptimConfig, TrainingConfig
 from tests.adapters.conftest import disturb
+from tests.ppo_states import state_of
+from tests.stopping import run_stopped
 
 IDS = torch.arange(3, 40)[None]
 TIMES = ("second", "mfu")  # names of what differs from run to run
@@ -63,24 +62,12 @@ def one_base(parents, make_stage, tmp_path):
     return make
 
 
-@pytest.fixture
-def state_of():
-    """State and first prompts of a config of PPO, built as a run builds them."""
-
-    def build(config):
-        with Run(config.output, {}, stage="ppo") as directory:
-            data = read_data(config, directory)
-            return build_state(config, data), data.prompts.rows_at(0)
-
-    return build
-
-
 def networks(state):
     return {role.name: role.model for role in state.roles if role.model is not None}
 
 
 @KINDS
-def test_the_networks_hold_the_base_once(kind, one_base, state_of, checkpoints):
+def test_the_networks_hold_the_base_once(kind, one_base, checkpoints):
     state, _ = state_of(one_base("ppo", kind)[1])
     found = networks(state)
     assert list(found) == ["policy", "value model", "reward model"] + (["reference"] if kind == "prefix" else [])
@@ -107,7 +94,7 @@ def test_the_networks_hold_the_base_once(kind, one_base, state_of, checkpoints):
 
 @KINDS
 @torch.no_grad()
-def test_each_network_gives_what_it_gives_alone(kind, one_base, state_of, parents, checkpoints):
+def test_each_network_gives_what_it_gives_alone(kind, one_base, parents, checkpoints):
     policy, reward = parents(kind)
     state, _ = state_of(one_base("ppo", kind, normalize_scores=False)[1])
     batch = Ragged.build([IDS[0].tolist(), list(range(60, 90))])
@@ -123,9 +110,7 @@ def test_each_network_gives_what_it_gives_alone(kind, one_base, state_of, parent
 
 
 @KINDS
-def test_iterations_change_what_trains_and_neither_base_nor_reference_nor_reward_model(
-    kind, one_base, state_of, checkpoints
-):
+def test_iterations_change_what_trains_and_neither_base_nor_reference_nor_reward_model(kind, one_base, checkpoints):
     _, config = one_base("ppo", kind, optim=OptimConfig(learning_rate=1e-2))
     state, prompts = state_of(config)
     batch = Ragged.build([IDS[0].tolist()])
@@ -152,22 +137,12 @@ def test_iterations_change_what_trains_and_neither_base_nor_reference_nor_reward
 
 @pytest.mark.parametrize("kind", ["LoRA", "prefix"])
 @pytest.mark.parametrize("stage", ["ppo", "dpo"])
-def test_stopped_and_resumed_equals_uninterrupted(stage, kind, one_base, read_metrics, tmp_path, monkeypatch):
+def test_stopped_and_resumed_equals_uninterrupted(stage, kind, one_base, read_metrics, tmp_path):
     run, config = one_base(stage, kind, "whole")
     whole = run(config)
     run, config = one_base(stage, kind, "parts")
-    log = Run.log
-
-    def log_and_stop(self, step, metrics):
-        log(self, step, metrics)
-        if step == 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "log", log_and_stop)
-        with pytest.raises(SystemExit) as exit_code:
-            run(config)
-    assert exit_code.value.code == 143 and not (tmp_path / "parts" / "model").exists()
+    exit_code = run_stopped(run, config, 1)
+    assert exit_code == 143 and not (tmp_path / "parts" / "model").exists()
     parts = run(config)
     weights = "adapter_model.safetensors"
     assert_close(load_file(parts / weights), load_file(whole / weights), rtol=0, atol=0)
@@ -215,7 +190,7 @@ def test_a_reference_over_the_same_base_shares_its_weights(kind, parents, checkp
         assert_close(reference(batch=batch).log_probs, alone, atol=1e-5, rtol=0)
 
 
-def test_a_frozen_reward_model_shares_with_a_value_model_that_has_an_adapter(stage, make_stage, state_of, tmp_path):
+def test_a_frozen_reward_model_shares_with_a_value_model_that_has_an_adapter(stage, make_stage, tmp_path):
     """Here the reward model is no adapter: value model and reward model are one base, policy and reference another."""
     policy, reward = str(stage("sft") / "model"), str(stage("reward") / "model")
     _, config = make_stage("ppo", policy, tmp_path, reward_model=reward, adapter=LoRASpec(rank=2))
@@ -225,7 +200,7 @@ def test_a_frozen_reward_model_shares_with_a_value_model_that_has_an_adapter(sta
     assert not found["policy"].keys() & found["reward model"].keys()
 
 
-def test_where_every_weight_trains_nothing_of_it_is_shared(stage, make_stage, state_of, tmp_path):
+def test_where_every_weight_trains_nothing_of_it_is_shared(stage, make_stage, tmp_path):
     policy, reward = str(stage("sft") / "model"), str(stage("reward") / "model")
     _, config = make_stage("ppo", policy, tmp_path, reward_model=reward)
     state, _ = state_of(config)

@@ -1,9 +1,7 @@
 """Runs over streamed rows: every stage that can, stopped and resumed to the bit, and what is refused before a model is read."""
 
 import json
-import os
 import shutil
-import signal
 from pathlib import Path
 
 import pytest
@@ -12,7 +10,8 @@ from safetensors.torch import load_file
 from alignment.algorithms.samples import SamplesConfig
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.errors import UserError
-from alignment.training import Run, TrainingConfig
+from alignment.training import TrainingConfig
+from tests.stopping import run_stopped
 
 ROWS = {"sft": "demonstrations", "reward": "comparisons", "dpo": "comparisons", "pretrain": "pretrain"}
 ROW_COUNTS = {"sft": 24, "reward": 24, "dpo": 24, "pretrain": 40}
@@ -40,7 +39,7 @@ def metrics_of(read_metrics, output):
 @pytest.mark.parametrize("kind", ROWS)
 @pytest.mark.parametrize("stop", [2, 5])
 def test_stopped_and_resumed_is_the_same_to_the_bit(
-    kind, stop, streamed, make_stage, checkpoints, tmp_path, read_metrics, monkeypatch
+    kind, stop, streamed, make_stage, checkpoints, tmp_path, read_metrics
 ):
     """24 or 40 rows in windows of 10: the run crosses windows and ends of epochs, and stops inside a window."""
     runs = {}
@@ -48,17 +47,8 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(
         runs[name] = make_stage(kind, checkpoints["llama"], tmp_path / name, **streamed(kind))
     run, config = runs["whole"]
     whole = run(config)
-    log = Run.log
-
-    def log_and_stop(self, step, metrics):
-        log(self, step, metrics)
-        if step == stop:
-            os.kill(os.getpid(), signal.SIGTERM)
-
     run, config = runs["parts"]
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
-        patch.setattr(Run, "log", log_and_stop)
-        run(config)
+    assert run_stopped(run, config, stop) == 143
     parts = run(config)
     ours, theirs = (load_file(path / "model.safetensors") for path in (parts, whole))
     assert ours.keys() == theirs.keys() and all(value.equal(theirs[name]) for name, value in ours.items())

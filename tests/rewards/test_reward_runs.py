@@ -1,9 +1,6 @@
 """PPO on several rewards: two reward models, a function and a rule; what is logged, and that a resumed run is the same run."""
 
 import json
-import os
-import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,21 +8,18 @@ from safetensors.torch import load_file
 from torch.testing import assert_close
 
 from alignment.algorithms.ppo import iterate
-from alignment.algorithms.ppo.setup import build_state, read_data
 from alignment.data.config import DataConfig
-from alignment.data.tokenizers.load import save_tokenizer
-from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from alignment.generation import response_text
-from alignment.models.build import build_scalar_model
-from alignment.models.huggingface.checkpoint import save_model
 from alignment.planning.device import Device
 from alignment.planning.layout import Layout
 from alignment.planning.plan import make_plan
 from alignment.reward_model import load_reward_model
 from alignment.rewards import AnswerSpec, LengthSpec, RewardSpec
-from alignment.training import OptimConfig, Run, TrainingConfig
+from alignment.training import OptimConfig, TrainingConfig
 from tests.conftest import read_lines
+from tests.ppo_states import state_of
+from tests.stopping import run_stopped
 
 TIMES = ("second", "mfu")  # names of what differs from run to run
 
@@ -58,12 +52,6 @@ def several(stage, make_stage, tmp_path):
     return make
 
 
-def state_of(config):
-    with Run(config.output, {}, stage="ppo") as directory:
-        data = read_data(config, directory)
-        return build_state(config, data), data.prompts.rows_at(0)
-
-
 def test_ppo_learns_from_the_sum_of_its_rewards_and_logs_each(several, tmp_path):
     run, config = several()
     run(config)
@@ -93,23 +81,13 @@ def test_one_entry_is_the_short_form(several, stage):
     assert [metrics[name] for name in kept] == [others[name] for name in kept] and "score" in kept
 
 
-def test_a_resumed_run_is_the_run_that_was_not_stopped(several, tmp_path, monkeypatch):
+def test_a_resumed_run_is_the_run_that_was_not_stopped(several, tmp_path):
     """Statistics of normalized rewards are part of the checkpoint: the same numbers and weights to the last bit."""
     training = TrainingConfig(batch_size=8, max_steps=3)
     run, config = several("whole", training=training)
     whole = run(config)
     run, config = several("parts", training=training)
-    log = Run.log
-
-    def log_and_stop(self, step, metrics):
-        log(self, step, metrics)
-        if step == 2:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "log", log_and_stop)
-        with pytest.raises(SystemExit):
-            run(config)
+    assert run_stopped(run, config, 2) == 143
     parts = run(config)
     assert_close(load_file(parts / "model.safetensors"), load_file(whole / "model.safetensors"), rtol=0, atol=0)
     lines = [
@@ -120,23 +98,6 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(several, tmp_path, monkey
         for directory in (whole, parts)
     ]
     assert lines[0] == lines[1] and len(lines[0]) == 3
-
-
-@pytest.fixture
-def foreign(tmp_path, world):
-    """Directory of a reward model with a tokenizer of its own."""
-    directory = tmp_path / "foreign"
-    directory.mkdir()
-    other = train_bpe((Path(world["comparisons"]).read_text(encoding="utf-8"),), 300)
-    torch.manual_seed(0)
-    model = build_scalar_model({
-        "model_type": "llama", "vocab_size": 300, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "max_position_embeddings": 1024, "pad_token_id": other.pad_token_id,
-    })  # fmt: skip
-    torch.nn.init.normal_(model.head.weight)
-    save_model(model, directory)
-    save_tokenizer(other, directory)
-    return str(directory)
 
 
 def test_a_reward_model_with_another_tokenizer_gives_exactly_the_score_of_the_text(several, foreign, stage):

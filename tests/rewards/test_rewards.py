@@ -308,6 +308,15 @@ def test_judging_changes_no_statistics():
     assert rewards.state() == before and rewards(rows, [[1], [1]], [True, True]) and rewards.state() != before
 
 
+def test_judging_refuses_as_many_failures_as_a_call():
+    """Scored and judged alike: two of four without a number, where a quarter may fail."""
+    part = RewardPart("service", gives(1.0, None, None, 3.0), max_failed_share=0.25)
+    rewards, rows = Rewards([part], lambda x: x), rows_of({}, {}, {}, {})
+    for score in (rewards, rewards.judge):
+        with pytest.raises(UserError, match="service gave no score for 2 of 4 responses"):
+            score(rows, [[1]] * 4, [True] * 4)
+
+
 # --- settings -------------------------------------------------------------------------------------------------------
 
 

@@ -1,6 +1,7 @@
 """The evaluation of a PPO run on held-out prompts, and which weights become its result."""
 
 import time
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,11 +12,26 @@ from alignment.algorithms.ppo.metrics import kl_columns
 from alignment.algorithms.ppo.rollout import ask_in_batches, response_mask, sample
 from alignment.algorithms.ppo.samples import DrawnResponses
 from alignment.algorithms.ppo.setup import PPOState
+from alignment.errors import UserError
 from alignment.ragged import Ragged
 from alignment.rewards.combine import Rewards, as_scores
 from alignment.training.loop import is_due
 from alignment.training.result import Result
 from alignment.training.run.directory import Run
+
+
+class HeldOutScores(NamedTuple):
+    """What was found of the responses to all held-out prompts.
+
+    Attributes:
+        scores: of each, in the order of the prompts.
+        kl: their mean KL (k1) from the reference, nats.
+        unscored: share to which a reward gave no number, which counts 0 in their scores.
+    """
+
+    scores: list[float]
+    kl: float
+    unscored: float = 0.0
 
 
 def evaluate_held_out(
@@ -26,19 +42,20 @@ def evaluate_held_out(
     Weights beyond the KL budget are not kept. A collective operation.
 
     Returns:
-        `held_out_score`, `held_out_win_rate`, `held_out_kl`, `seconds_held_out` and what `Result.add` says of the best.
+        `held_out_score`, `held_out_win_rate`, `held_out_kl`, `held_out_unscored_share`, `seconds_held_out` and what
+        `Result.add` says of the best.
     """
     began = time.perf_counter()
-    scores, kl = judge_held_out(state, config, held_out)
-    metrics = held_out.take_in(scores, kl, step)
+    found = judge_held_out(state, config, held_out)
+    metrics = held_out.take_in(found.scores, found.kl, step) | {"held_out_unscored_share": found.unscored}
     if not held_out.ended_by:
         metrics |= result.add(step, metrics)
     return metrics | {"seconds_held_out": time.perf_counter() - began}
 
 
 @torch.no_grad()
-def judge_held_out(state: PPOState, config: PPOConfig, held_out: HeldOut) -> tuple[list[float], float]:
-    """The scores of the policy's responses to all held-out prompts, and their mean KL (k1) from the reference, nats."""
+def judge_held_out(state: PPOState, config: PPOConfig, held_out: HeldOut) -> HeldOutScores:
+    """Sample a response to every held-out prompt, and let the judge score them. A collective operation."""
     group = state.process_group
     numbers = list(range(group.rank, len(held_out.prompts), group.size))
     prompts = [held_out.prompts[number] for number in numbers]
@@ -55,17 +72,30 @@ def judge_held_out(state: PPOState, config: PPOConfig, held_out: HeldOut) -> tup
     with state.policy.backend.autocast():
         found = ask_in_batches(ask, state, config, samples, mask)
         judge = held_out.score.judge if isinstance(held_out.score, Rewards) else held_out.score
-        scores = as_scores(judge(prompts, responses.token_ids, responses.ended)).total.tolist()
-    kl = kl_columns(found["log_probs"], found["reference_log_probs"], mask)["kl"].tolist()
-    rows = sorted(row for part in group.gather_objects(list(zip(numbers, scores, kl, strict=True))) for row in part)
-    return [score for _, score, _ in rows], sum(kl for *_, kl in rows) / len(rows)
+        scores = as_scores(judge(prompts, responses.token_ids, responses.ended))
+    missing = torch.zeros(len(prompts), dtype=torch.bool)
+    for values in scores.parts.values():
+        missing |= values.isnan()
+    kl = kl_columns(found["log_probs"], found["reference_log_probs"], mask)["kl"]
+    own = list(zip(numbers, scores.total.tolist(), kl.tolist(), missing.tolist(), strict=True))
+    _, totals, kls, unscored = zip(*sorted(row for part in group.gather_objects(own) for row in part), strict=True)
+    return HeldOutScores(list(totals), sum(kls) / len(kls), sum(unscored) / len(unscored))
 
 
 def note_start(state: PPOState, config: PPOConfig, result: Result, run: Run) -> None:
-    """Evaluate the starting policy, which later evaluations are compared with, and which is the first best one."""
+    """Evaluate the starting policy, which later evaluations are compared with, and which is the first best one.
+
+    Raises:
+        UserError: it lies beyond the KL budget already.
+    """
     if state.held_out is None or state.held_out.start_scores:
         return
     metrics = evaluate_held_out(state, config, state.held_out, result, step=0)
+    if state.held_out.ended_by:
+        raise UserError(
+            f"held_out.kl_budget: the starting policy's held_out_kl is {metrics['held_out_kl']:.4g} nats, beyond the budget "
+            f"of {state.held_out.kl_budget:g} before anything is learned; raise it, or leave `reference` out"
+        )
     run.note(
         f"held-out prompts: {len(state.held_out.prompts)}; the starting policy's responses score "
         f"{metrics['held_out_score']:.4g} on average, at a KL of {metrics['held_out_kl']:.4g} nats"

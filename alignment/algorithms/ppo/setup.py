@@ -55,10 +55,10 @@ from alignment.training.result import Result
 LOGGED_KEYS = {  # of every PPO run's log; a metric of the config may not have one of these names
     "advantage_mean", "advantage_std", "approx_kl", "best_held_out_score", "best_held_out_win_rate", "best_step",
     "clip_fraction", "distinct_share", "empty_share", "ended_share", "entropy", "explained_variance",
-    "first_ratio_error", "grad_norm", "held_out_kl", "held_out_score", "held_out_win_rate",
+    "first_ratio_error", "grad_norm", "held_out_kl", "held_out_score", "held_out_unscored_share", "held_out_win_rate",
     "importance_clipped_share", "importance_weight_max", "importance_weight_mean", "kl", "kl_coef", "kl_k2", "kl_k3",
-    "kl_loss", "learning_rate", "loss", "mfu", "mfu_forward", "mfu_policy", "mfu_sampling", "mfu_value",
-    "policy_loss", "pretrain_loss", "repetition", "response_tokens", "response_tokens_max", "response_tokens_min",
+    "kl_loss", "learning_rate", "loss", "mfu", "mfu_forward", "mfu_policy", "mfu_sampling", "mfu_value", "policy_loss",
+    "pretrain_loss", "repetition", "response_tokens", "response_tokens_max", "response_tokens_min",
     "response_tokens_std", "return_mean", "return_std", "sampling_error", "sampling_kl", "score", "score_std",
     "seconds_forward", "seconds_held_out", "seconds_policy", "seconds_rollout", "seconds_sampling", "seconds_scoring",
     "seconds_update", "seconds_value", "step", "tokens", "tokens_per_second", "updates", "value_grad_norm",

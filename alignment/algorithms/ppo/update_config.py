@@ -34,7 +34,8 @@ class UpdateSettings:
             length is preferred (Dr. GRPO; loss_type=dr_grpo, seq-mean-token-sum-norm).
         entropy_coef: weight of the entropy, taken off the loss; 0 is off.
         target_kl: nats per token; once the mean `approx_kl` of an update exceeds it, the remaining updates of that
-            iteration are left out. None takes them all.
+            iteration are left out, and a schedule of the learning rate, which counts updates, does not come to its end.
+            None takes them all.
         whiten_rewards: scale the rewards of all tokens to variance 1, keeping their mean, before `gae`.
         whiten_advantages: shift and scale the advantages of all tokens to mean 0 and variance 1; None: with gae and
             reinforce++ alone.
