@@ -6,7 +6,7 @@ from torch.testing import assert_close
 
 from alignment import load_reward_model
 from alignment.algorithms.ppo.config import PPOConfig
-from alignment.algorithms.ppo.rewards import check_judged
+from alignment.algorithms.scoring import check_judged
 from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
 from alignment.data.rows.records import Prompt

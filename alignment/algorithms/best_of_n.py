@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from alignment.algorithms.ppo.config import refuse_row_weights
-from alignment.algorithms.ppo.rewards import check_combine, check_judged
 from alignment.algorithms.runs import check_rows
+from alignment.algorithms.scoring import check_combine, check_judged
 from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
 from alignment.data.prepare import preparation_of, prepare_with
@@ -38,7 +38,7 @@ from alignment.rewards.combine import Rewards
 from alignment.rewards.reward_models import response_scorer
 from alignment.rewards.samples import TextReward
 from alignment.rewards.selection import best_of_n, choose_best, choose_pair, kl_bound, powers_of_two
-from alignment.rewards.specs import RewardSpec, check_rewards, names_of
+from alignment.rewards.specs import RewardSpec, as_given_alone, check_rewards, names_of
 
 Written = Literal["demonstrations", "comparisons"]
 BATCHES = 16  # full batches of responses that are sampled before they are scored
@@ -138,7 +138,7 @@ class BestOfNConfig:
             specs = [RewardSpec(self.reward_model, reward_combine=combine, reward_std_coef=std_coef)]
         else:
             specs = self.rewards
-        return [replace(spec, normalize=spec.normalize or "none") for spec in specs] if len(specs) == 1 else specs
+        return as_given_alone(specs)
 
 
 @dataclass(frozen=True)

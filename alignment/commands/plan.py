@@ -17,7 +17,8 @@ from alignment.planning.stages import StageConfig
 
 PLANNED = ("sft", "reward", "dpo", "ppo", "online_dpo", "pretrain", "finetune")
 TELLING_KEYS = (  # the first stage decides of which a config has a key
-    ("ppo", {"advantages", "kl_coef", "rewards", "value_model"}), ("online_dpo", {"judge", "responses_per_prompt"}),
+    ("ppo", {"advantages", "kl_coef", "value_model"}), ("online_dpo", {"judge", "tie_margin"}),
+    ("ppo", {"rewards"}), ("online_dpo", {"responses_per_prompt"}),
     ("ppo", {"reward_model"}), ("dpo", {"beta"}), ("finetune", {"task"}), ("pretrain", {"objective", "model"}),
 )  # fmt: skip
 

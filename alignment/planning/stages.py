@@ -102,17 +102,14 @@ def build_networks(config: StageConfig, layout: Layout, near: Path | None) -> tu
     if held and (config.reference is not None or config.adapter is None):
         starts["reference"] = start if config.reference is None else find_start(config.reference, near)
         networks.add("reference", starts["reference"], trained=False)
-    if isinstance(config, OnlineDPOConfig) and config.reward_model is not None:
-        starts["reward model"] = find_start(config.reward_model, near)
-        networks.add("reward model", starts["reward model"], "scalar", trained=False)
-    if isinstance(config, PPOConfig):
-        judges = {f"reward model{f' {i}' if i else ''}": name for i, name in enumerate(config.judging_models)}
-        starts |= {role: find_start(name, near) for role, name in judges.items()}
-        if config.has_own_value_model:
-            starts["value model"] = start if config.value_model == "policy" else starts["reward model"]
-            networks.add("value model", starts["value model"], "scalar", adapter=config.adapter)
-        for role in judges:
-            networks.add(role, starts[role], "scalar", trained=False)
+    models = config.judging_models if isinstance(config, PPOConfig | OnlineDPOConfig) else []
+    judges = {f"reward model{f' {i}' if i else ''}": name for i, name in enumerate(models)}
+    starts |= {role: find_start(name, near) for role, name in judges.items()}
+    if isinstance(config, PPOConfig) and config.has_own_value_model:
+        starts["value model"] = start if config.value_model == "policy" else starts["reward model"]
+        networks.add("value model", starts["value model"], "scalar", adapter=config.adapter)
+    for role in judges:
+        networks.add(role, starts[role], "scalar", trained=False)
     return networks, starts
 
 
@@ -356,12 +353,11 @@ def _trace_online_dpo(config: OnlineDPOConfig, tracer: Tracer, rows: DeviceRows)
 
 def _trace_judging(config: OnlineDPOConfig, tracer: Tracer, ragged: Ragged) -> None:
     """Log-probabilities of the reference, and scores, without gradients."""
-    batch, reward_model = batches.as_fake(ragged, tracer.mode), tracer.networks.by_role.get("reward model")
+    batch = batches.as_fake(ragged, tracer.mode)
     with tracer.running("scoring", ["policy"]), torch.no_grad(), tracer.autocast():
         if config.holds_reference:
             _reference(tracer)(batch=batch, temperature=config.temperature)
-        if reward_model is not None:
-            _score(reward_model, batch)
+        _score_by_all(tracer.networks, batch)
 
 
 def _trace_ppo(config: PPOConfig, tracer: Tracer, rows: DeviceRows) -> None:
@@ -444,8 +440,12 @@ def _trace_scoring(config: PPOConfig, tracer: Tracer, ragged: Ragged) -> None:
         reference(batch=batch, temperature=config.temperature)
         if trained:
             _ = networks["value model"](batch=batch).values
-        for judge in (network for role, network in networks.items() if role.startswith("reward model")):
-            _ = _score(judge, batch)
+        _score_by_all(tracer.networks, batch)
+
+
+def _score_by_all(networks: Networks, batch: Ragged) -> None:
+    for judge in (network for role, network in networks.by_role.items() if role.startswith("reward model")):
+        _ = _score(judge, batch)
 
 
 def _score(reward_model: nn.Module, batch: Ragged) -> Tensor:

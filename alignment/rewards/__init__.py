@@ -1,6 +1,6 @@
 """Rewards: what a sampled response is worth, from reward models, Python functions, rules, checked answers and judges.
 
-specs.py holds the settings (`ppo.rewards`), build.py makes the score function of them, combine.py is that function. One
+specs.py holds the settings (`rewards`), build.py makes the score function of them, combine.py is that function. One
 file for each kind: reward_models.py, functions.py, rules.py, answers.py, code.py
 (which runs code in the process of sandbox.py) and judge.py.
 """

@@ -29,11 +29,14 @@ class Scores:
         parts: the number of each reward by its name, as it was given, [B]; not a number where a reward does not apply.
         shaped: what is learned from: the sum of weight * clip(normalize(part)), [B]; None: `total`, under the algorithm's
             own normalization of scores.
+        unjudged: True where a judge failed to give its number, or no reward applies, which counts 0 in the sums, [B]; None
+            without parts.
     """
 
     total: Tensor
     parts: dict[str, Tensor] = field(default_factory=dict)
     shaped: Tensor | None = None
+    unjudged: Tensor | None = None
 
 
 ScoreFunction = Callable[[Sequence[PromptExample], Sequence[Sequence[int]], Sequence[bool]], Tensor | Scores]
@@ -121,7 +124,12 @@ class Rewards:
             if part.clip is not None:
                 values = values.clamp(*part.clip)
             shaped = shaped + part.weight * values.nan_to_num()
-        return Scores(total, given, shaped)
+        return Scores(total, given, shaped, self._unjudged(given))
+
+    def _unjudged(self, given: dict[str, Tensor]) -> Tensor:
+        missing = torch.stack([given[part.name].isnan() for part in self.parts])  # [parts, B]
+        required = torch.tensor([part.max_failed_share is not None for part in self.parts])
+        return missing.all(0) | missing[required].any(0)
 
     def give(
         self, prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]

@@ -1,11 +1,11 @@
-"""Settings of rewards: one entry of `ppo.rewards` for each part of the score, with their checks.
+"""Settings of rewards: one entry of `rewards` for each part of the score, with their checks.
 
 What an entry does is in the file of its kind: reward_models.py, functions.py, rules.py, answers.py, code.py, judge.py.
 """
 
 import re
 from collections.abc import Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from string import Formatter
 from typing import Literal
 from urllib.parse import urlsplit
@@ -355,7 +355,26 @@ def _default_name(spec: RewardSpec) -> str:
     return spec.kind
 
 
-def check_rewards(reward_model: str | None, rewards: Sequence[RewardSpec], combine: Combine, std_coef: float) -> None:
+def reward_models_of(reward_model: str | None, rewards: Sequence[RewardSpec]) -> list[str]:
+    """Directories of the reward models, in the order of `rewards`; `reward_model` is the short form of one entry."""
+    if reward_model is not None:
+        return [reward_model]
+    return [spec.reward_model for spec in rewards if spec.reward_model is not None]
+
+
+def as_given_alone(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
+    """The entries, of which a single one that does not say `normalize` is not normalized.
+
+    For what compares responses: a scale alone changes no order.
+    """
+    if len(specs) != 1:
+        return list(specs)
+    return [replace(spec, normalize=spec.normalize or "none") for spec in specs]
+
+
+def check_rewards(
+    reward_model: str | None, rewards: Sequence[RewardSpec], combine: Combine = "mean", std_coef: float = 1.0
+) -> None:
     """Refuse no reward, both forms of it, and settings of the short form beside the list.
 
     Args:

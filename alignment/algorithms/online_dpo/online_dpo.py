@@ -17,14 +17,19 @@ from alignment.algorithms.dpo.updates import PreferenceUpdates
 from alignment.algorithms.memory_notes import note_memory
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.online_dpo.samples import JudgedSamples, sample_and_judge, sample_metrics
-from alignment.algorithms.online_dpo.setup import OnlineDPOState, build_online_state, read_online_data
+from alignment.algorithms.online_dpo.setup import (
+    OnlineDPOState,
+    build_online_state,
+    load_online_state,
+    read_online_data,
+    save_online_state,
+)
 from alignment.algorithms.policies import note_dropout_off, save_policy
-from alignment.algorithms.ppo.metrics import log_samples
+from alignment.algorithms.ppo.metrics import log_samples, part_columns
 from alignment.algorithms.ppo.rollout_weights import choose_rollout_weights
 from alignment.algorithms.runs import open_run
 from alignment.data.examples import Example, PairExample, PromptExample
 from alignment.errors import UserError
-from alignment.training import load_run_state, note_endless_warmup, save_run_state
 from alignment.training.distributed import ProcessGroup
 
 
@@ -39,7 +44,7 @@ def run(config: OnlineDPOConfig) -> Path:
 
     Source: Guo et al. 2024, arXiv:2402.04792, algorithm 1 (their K is 2); losses by the papers named beside them.
     """
-    with open_run(config, "online_dpo", [config.policy, config.reward_model, config.reference]) as run:
+    with open_run(config, "online_dpo", [config.policy, *config.judging_models, config.reference]) as run:
         data = read_online_data(config, run)
         state = build_online_state(config, data, run)
         save = partial(
@@ -51,19 +56,19 @@ def run(config: OnlineDPOConfig) -> Path:
             config, data.prompts.rows, state, run, responses_per_prompt=count
         )
         note_memory(run, state.roles)
-        saved = load_run_state(run, state.policy, config.training)
-        note_endless_warmup(run, state.policy)
-        first = 0 if saved is None else saved["step"]
-        state.updates.restore(None if saved is None else saved.get("updates"))
+        first = load_online_state(state, config, run)
         if first == data.iterations:  # a finished run again: its model may be gone
             save()
         for step in run.steps(first, data.iterations):
             metrics, samples = sample_and_learn(state, config, data.prompts.rows_at(step), step)
             run.log(step + 1, metrics)
-            log_samples(run, step + 1, state.start.tokenizer, samples, scores=samples.raw_scores, count=count)
+            log_samples(
+                run, step + 1, state.start.tokenizer, samples,
+                scores=samples.raw_scores, count=count, columns=part_columns(samples.score_parts, count),
+            )  # fmt: skip
             if step + 1 == data.iterations:  # here a signal waits until the model is written
                 save()
-            save_run_state(run, state.policy, config.training, step + 1, {"updates": state.updates.state()})
+            save_online_state(state, config, run, step + 1)
         for line in notes_of(read_metrics(run.output / "metrics.jsonl")) if run.is_main else ():
             run.note(line)
         return run.output / "model"
@@ -116,7 +121,8 @@ def make_pairs(
     """The best and worst response of each prompt as pairs, of all ranks in the order of the prompts, and their metrics.
 
     Prompts whose responses tie, or were not judged, give no pair; `score_ties` and `unjudged` are their shares. Scores in
-    metrics are those before the penalty of a missing end; a pair's margin is the difference of scores after it.
+    metrics are those before the penalty of a missing end and, of several rewards, before they are shaped; a pair's margin
+    is the difference of scores as they are compared.
 
     Raises:
         UserError: the judge could not judge a single prompt.
@@ -141,7 +147,8 @@ def make_pairs(
     prompts, failed, number, chosen, rejected = group.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
     if failed == prompts:
         raise UserError(
-            f"judge: {config.judge} could not judge the responses to any of {prompts:.0f} prompts (None, or not a number)"
+            f"judge: {'rewards' if config.rewards else config.judge} could not judge the responses to any of {prompts:.0f} "
+            "prompts (None, or not a number)"
         )
     metrics = {"pairs": number, "score_ties": (prompts - failed - number) / prompts, "unjudged": failed / prompts}
     if number:

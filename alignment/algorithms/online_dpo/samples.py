@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from alignment.algorithms.ppo.rollout import (
     to_rectangle,
 )
 from alignment.data.examples import PromptExample
-from alignment.rewards.combine import as_scores
+from alignment.rewards.combine import Scores, as_scores, part_metrics
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,15 @@ class JudgedSamples:
         prompts, responses: token ids.
         numbers: global number of each response over the whole run.
         ended: True where the response stopped by itself, [N].
-        scores: less the penalty of those that did not end, [N].
-        raw_scores: as the judge gave them, [N].
+        scores: as they are compared, [N]: less the penalty of those that did not end; of several rewards each normalized,
+            clipped and weighed. Not a number: could not be judged.
+        raw_scores: as the judge gave them, [N]; of several rewards the sum of weight * part.
         mask: True at each response token, [N, R].
         log_probs: as the sampler computed them, at the temperature of the samples, [N, R].
         reference_log_probs: of the reference, same tokens and temperature, [N, R]; None without a reference.
         seconds: time of sampling, and of scoring by judge and reference.
+        score_parts: number of each reward by its name, not weighed, [N]; not a number where it does not apply. Empty
+            without `rewards`.
     """
 
     rows: list[PromptExample]
@@ -50,6 +53,7 @@ class JudgedSamples:
     log_probs: Tensor
     reference_log_probs: Tensor | None
     seconds: dict[str, float]
+    score_parts: dict[str, Tensor] = field(default_factory=dict)
 
 
 @torch.no_grad()
@@ -67,7 +71,8 @@ def sample_and_judge(
     log_probs = torch.tensor([value for row in sampled.log_probs for value in row], device=group.device)
     ended = torch.tensor(sampled.ended, device=group.device)
     with state.policy.backend.autocast():
-        scores = as_scores(state.score(rows, sampled.token_ids, sampled.ended)).total.to(group.device).float()
+        given = as_scores(state.score(rows, sampled.token_ids, sampled.ended))
+        raw, shaped = (scores.to(group.device).float() for scores in logged_and_compared(given))
         reference = None
         if state.reference is not None:
             reference = torch.zeros(mask.shape, device=group.device)
@@ -80,17 +85,26 @@ def sample_and_judge(
                 reference[index] = to_rectangle(found, mask[index])
     return JudgedSamples(
         rows, ids, sampled.token_ids, numbers, ended,
-        scores=scores - config.missing_end_penalty * (~ended).float(),
-        raw_scores=scores,
+        scores=shaped - config.missing_end_penalty * (~ended).float(),
+        raw_scores=raw,
         mask=mask,
         log_probs=to_rectangle(log_probs, mask),
         reference_log_probs=reference,
         seconds={"seconds_sampling": sampled_at - began, "seconds_scoring": time.perf_counter() - sampled_at},
+        score_parts={name: part.to(group.device) for name, part in given.parts.items()},
     )  # fmt: skip
 
 
+def logged_and_compared(given: Scores) -> tuple[Tensor, Tensor]:
+    """The scores that are logged and those that make pairs, [N]; not a number where a response could not be judged."""
+    shaped = given.total if given.shaped is None else given.shaped
+    if given.unjudged is None:
+        return given.total, shaped
+    return given.total.masked_fill(given.unjudged, float("nan")), shaped.masked_fill(given.unjudged, float("nan"))
+
+
 def sample_metrics(samples: JudgedSamples, state: OnlineDPOState) -> dict[str, float]:
-    """Means over all ranks' responses: score before penalties, KL from the reference, length."""
+    """Means over all ranks' responses: score before penalties and its parts, KL from the reference, length."""
     group = state.process_group
     columns = {"response_tokens": samples.mask.float().sum(1), "ended_share": samples.ended.float()}
     if samples.reference_log_probs is not None:
@@ -100,4 +114,5 @@ def sample_metrics(samples: JudgedSamples, state: OnlineDPOState) -> dict[str, f
     total, number = group.sum(score).tolist()
     metrics = {"score": total / number, **global_means(columns, group.sum)}
     metrics["distinct_share"] = distinct_share(samples, group.gather_objects)
+    metrics |= part_metrics(samples.score_parts, group.sum)
     return text_metrics(samples, dict(state.metrics), state.start.tokenizer, group) | metrics

@@ -9,10 +9,18 @@ from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.online_dpo.judges import gold_scorer, load_pair_judge, pair_scorer, require_hotel_prompts
 from alignment.algorithms.policies import Reference, load_policy, reference_of
-from alignment.algorithms.ppo.rewards import check_judged
 from alignment.algorithms.ppo.setup import SamplingState, load_metrics, require_prompts
 from alignment.algorithms.ppo.vllm_sampler import build_vllm_sampler, require_vllm
 from alignment.algorithms.runs import check_rows, read_examples, sources_of
+from alignment.algorithms.scoring import (
+    Scoring,
+    load_judges,
+    load_statistics,
+    prepare_scoring,
+    roles_of,
+    save_statistics,
+    score_function,
+)
 from alignment.data.batches import collate_pairs
 from alignment.data.mixture import RowOrder, stream_of
 from alignment.data.table import lengths_of
@@ -22,9 +30,9 @@ from alignment.loading import describe_stop_tokens, load_tokenizer
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.shared_weights import SharedWeights, refuse_trained
 from alignment.ragged import Sharing
-from alignment.reward_model import load_frozen_reward_model
-from alignment.rewards.reward_models import response_scorer
-from alignment.training import Engine, Run
+from alignment.rewards.combine import ScoreFunction
+from alignment.rewards.specs import as_given_alone
+from alignment.training import Engine, Run, load_run_state, note_endless_warmup, save_run_state
 from alignment.training.distributed import shares_weights
 
 SIDES = tuple(
@@ -81,33 +89,33 @@ def build_online_state(config: OnlineDPOConfig, data: OnlineDPOData, run: Run) -
     """Load policy, reference and judge, and make the engine that trains.
 
     Raises:
-        UserError: an unknown metric or judge, before any network is loaded; bad checkpoints; prompts that do not fit.
+        UserError: an unknown metric or judge, or a reward that cannot be given, before any network is loaded; bad
+            checkpoints; prompts that do not fit.
     """
     require_vllm(config, config.policy, config.adapter, config.weights)
     metrics, training = load_metrics(config.metrics, LOGGED_KEYS), config.training
-    judge = load_pair_judge(config.judge) if ":" in config.judge else None
+    scoring, judge = scoring_of(config), load_pair_judge(config.judge) if ":" in config.judge else None
+    texts = prepare_scoring(scoring, data.prompts.rows)
     bases = SharedWeights(config.weights, shared=shares_weights())
     start = load_policy(config.policy, config.adapter, data.tokenizer, config.output, bases=bases)
     check_rows(start.model, data.prompts.rows, config.data.max_length, config.max_new_tokens)
     total = data.iterations * config.epochs * config.minibatches
     policy = Engine(start.model.eval(), config.optim, training, total_steps=total)
     require_prompts(training, policy.process_group)
-    roles = [Role("policy", policy.backend.unwrapped, policy)]
+    models = load_judges(scoring, data.prompts.rows, data.tokenizer, bases, policy.process_group.device)
+    roles = [Role("policy", policy.backend.unwrapped, policy), *roles_of(models, scoring)]
     if judge is not None:
-        score = pair_scorer(judge, data.tokenizer, config.responses_per_prompt)
-    elif config.reward_model is None:
+        score: ScoreFunction = pair_scorer(judge, data.tokenizer, config.responses_per_prompt)
+    elif config.judge == "gold":
         score = gold_scorer(data.tokenizer)
     else:
-        reward_model = load_frozen_reward_model(config.reward_model, bases, policy.process_group.device)
-        check_judged(data.prompts.rows, reward_model, data.tokenizer, config, config.reward_model)
-        score = response_scorer(reward_model, data.tokenizer, training.tokens_per_forward)
-        roles.append(Role("reward model", reward_model.model))
+        score = score_function(scoring, data.tokenizer, texts, models, policy.process_group)
     reference = reference_of(start, config.reference, policy, bases=bases) if config.refers else None
     if reference is not None:
         roles.append(reference.role)
     refuse_trained({role.name: role.model for role in roles if role.model is not None})
-    models = [policy.backend.unwrapped, None if reference is None else reference.model]
-    sharing = prompt_sharing(models, wanted=training.share_prompts, note=run.note)
+    networks = [policy.backend.unwrapped, None if reference is None else reference.model]
+    sharing = prompt_sharing(networks, wanted=training.share_prompts, note=run.note)
     stop_ids, longest = sorted(stop_token_ids(data.tokenizer)), int(lengths_of(data.prompts.rows).max())
     return OnlineDPOState(
         policy, reference,
@@ -120,6 +128,34 @@ def build_online_state(config: OnlineDPOConfig, data: OnlineDPOData, run: Run) -
         share_prompts=sharing,
         sampler=build_vllm_sampler(config, config.policy, policy, stop_ids, longest),
     )  # fmt: skip
+
+
+def scoring_of(config: OnlineDPOConfig) -> Scoring:
+    """What scores the responses; nothing with a judge that reads no rewards."""
+    return Scoring(
+        reward_model=config.reward_model,
+        rewards=as_given_alone(config.rewards),
+        data=config.data,
+        max_new_tokens=config.max_new_tokens,
+        training=config.training,
+    )
+
+
+def load_online_state(state: OnlineDPOState, config: OnlineDPOConfig, run: Run) -> int:
+    """Put back the newest checkpoint's state, if there is one; return the number of iterations done."""
+    saved = load_run_state(run, state.policy, config.training)
+    note_endless_warmup(run, state.policy)
+    state.updates.restore(None if saved is None else saved.get("updates"))
+    if saved is None:
+        return 0
+    load_statistics(state.score, saved.get("rewards"))
+    return saved["step"]
+
+
+def save_online_state(state: OnlineDPOState, config: OnlineDPOConfig, run: Run, step: int) -> None:
+    """Save a checkpoint where one is due after `step` iterations."""
+    saved = {"updates": state.updates.state(), **save_statistics(state.score)}
+    save_run_state(run, state.policy, config.training, step, saved)
 
 
 def updates_of(

@@ -12,7 +12,7 @@ from alignment.data.config import DataConfig
 from alignment.generation import SamplingConfig
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.reward_model import Combine
-from alignment.rewards.specs import RewardSpec, check_rewards
+from alignment.rewards.specs import RewardSpec, check_rewards, reward_models_of
 from alignment.training import OptimConfig, TrainingConfig
 
 METRICS = {"hotel_gold": "alignment.hotel_world.gold:gold_score"}  # name in the config -> module:function
@@ -212,9 +212,7 @@ class PPOConfig(SamplingSettings, UpdateSettings):
     @property
     def reward_models(self) -> list[str]:
         """Directories of the reward models, in the order of `rewards`."""
-        if self.reward_model is not None:
-            return [self.reward_model]
-        return [spec.reward_model for spec in self.rewards if spec.reward_model is not None]
+        return reward_models_of(self.reward_model, self.rewards)
 
     @property
     def judging_models(self) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from alignment.data.config import DataConfig
 from alignment.reward_model import Combine
-from alignment.rewards.specs import RewardSpec, check_rewards
+from alignment.rewards.specs import RewardSpec, check_rewards, reward_models_of
 from alignment.training import TrainingConfig
 
 HELD_OUT_METRICS = ("held_out_win_rate", "held_out_score")  # by which the best weights can be kept
@@ -49,9 +49,7 @@ class HeldOutConfig:
     @property
     def reward_models(self) -> list[str]:
         """Directories of its reward models."""
-        if self.reward_model is not None:
-            return [self.reward_model]
-        return [spec.reward_model for spec in self.rewards if spec.reward_model is not None]
+        return reward_models_of(self.reward_model, self.rewards)
 
 
 class EvaluatedSettings(Protocol):

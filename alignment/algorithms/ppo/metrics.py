@@ -115,24 +115,30 @@ def log_samples(
     count: int = 2,
     columns: Mapping[str, Sequence[object]] = MappingProxyType({}),
 ) -> None:
-    """Write an iteration's first `count` responses, which have `scores`, as texts to the run's samples.
+    """Write an iteration's first `count` responses, which have `scores`, as texts to the run's samples; a score that is not a
+    number is written as null.
 
     Args:
         columns: further values of each response, by the name under which they are written.
     """
     for row, (prompt, response) in enumerate(zip(*texts_of(samples, tokenizer, count), strict=True)):
         more = {name: values[row] for name, values in columns.items()}
-        run.sample(step, prompt=prompt, response=response, score=float(scores[row]), **more)
+        score = None if scores[row].isnan() else float(scores[row])
+        run.sample(step, prompt=prompt, response=response, score=score, **more)
 
 
 def sample_columns(rollout: Rollout, count: int = 2) -> Mapping[str, Sequence[object]]:
     """What samples.jsonl says of the first `count` responses beside their scores: the parts, KL (k1, nats), tokens, end."""
     mask = rollout.mask[:count]
     columns = kl_columns(rollout.log_probs[:count], rollout.reference_log_probs[:count], mask)
-    parts = {f"score/{name}": part[:count].tolist() for name, part in rollout.score_parts.items()}
-    parts = {name: [value if value == value else None for value in values] for name, values in parts.items()}
     known = {"kl": columns["kl"].tolist(), "tokens": mask.sum(1).tolist(), "ended": rollout.ended[:count].tolist()}
-    return {**parts, **known}
+    return {**part_columns(rollout.score_parts, count), **known}
+
+
+def part_columns(parts: Mapping[str, Tensor], count: int) -> dict[str, list[float | None]]:
+    """What samples.jsonl says of the parts of the first `count` scores; None where a reward does not apply."""
+    found = {f"score/{name}": part[:count].tolist() for name, part in parts.items()}
+    return {name: [value if value == value else None for value in values] for name, values in found.items()}
 
 
 def report(

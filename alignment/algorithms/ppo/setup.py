@@ -14,16 +14,18 @@ from alignment.algorithms.ppo.config import METRICS, PPOConfig
 from alignment.algorithms.ppo.controllers import AdaptiveKL, FixedKL, ScoreNormalizer
 from alignment.algorithms.ppo.held_out import HeldOut
 from alignment.algorithms.ppo.held_out_config import unshaped
-from alignment.algorithms.ppo.rewards import (
-    HeldOutScoring,
-    check_combine,
-    load_judges,
-    reward_model_specs,
-    score_function,
-)
 from alignment.algorithms.ppo.samples import SampledAhead, Sampler
 from alignment.algorithms.ppo.vllm_sampler import build_vllm_sampler, require_vllm
 from alignment.algorithms.runs import check_rows, read_examples, read_split
+from alignment.algorithms.scoring import (
+    Scoring,
+    load_judges,
+    load_statistics,
+    prepare_scoring,
+    roles_of,
+    save_statistics,
+    score_function,
+)
 from alignment.data.batches import collate
 from alignment.data.examples import PromptExample
 from alignment.data.mixture import RowOrder, stream_of
@@ -38,8 +40,7 @@ from alignment.models.value_head import attach_value_head
 from alignment.ragged import Batch, Sharing
 from alignment.reward_model import RewardModel
 from alignment.reward_model.calibration import read_calibration
-from alignment.rewards.build import prepare_rewards
-from alignment.rewards.combine import Rewards, ScoreFunction
+from alignment.rewards.combine import ScoreFunction
 from alignment.training import (
     Engine,
     Run,
@@ -194,9 +195,7 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
     """
     require_vllm(config, config.policy, config.adapter, config.weights)
     metrics = load_metrics(config.metrics)
-    texts = prepare_rewards(config.rewards, data.prompts.rows)
-    for spec in reward_model_specs(config).values():
-        check_combine(spec)
+    texts = prepare_scoring(config, data.prompts.rows)
     bases = SharedWeights(config.weights)
     policy, value, start = build_engines(config, data, bases if shares_weights() else bases.unshared())
     micro_batch_tokens = config.training.tokens_per_forward
@@ -206,7 +205,7 @@ def build_state(config: PPOConfig, data: PPOData) -> PPOState:
     roles = [
         Role("policy", policy.backend.unwrapped, policy),
         *([] if value is None else [Role("value model", value.backend.unwrapped, value)]),
-        *[Role(f"reward model{f' {name}' if config.rewards else ''}", judge.model) for name, judge in judges.items()],
+        *roles_of(judges, config),
         *[Role(f"held-out reward model {name}", judge.model) for name, judge in held_out_judges.items()],
         reference.role,
     ]  # fmt: skip
@@ -253,13 +252,16 @@ def build_held_out(
     prompts, held_out = data.held_out, config.held_out
     if len(prompts) < group.size:
         raise UserError(f"data.evaluation has {len(prompts)} prompts for {group.size} processes; hold more of them out")
-    settings = HeldOutScoring(
-        held_out.reward_model, unshaped(held_out.rewards), held_out.reward_combine, held_out.reward_std_coef,
-        config.data, config.max_new_tokens, config.training,
-    )  # fmt: skip
-    texts = prepare_rewards(settings.rewards, prompts)
-    for spec in reward_model_specs(settings).values():
-        check_combine(spec)
+    settings = Scoring(
+        reward_model=held_out.reward_model,
+        rewards=unshaped(held_out.rewards),
+        reward_combine=held_out.reward_combine,
+        reward_std_coef=held_out.reward_std_coef,
+        data=config.data,
+        max_new_tokens=config.max_new_tokens,
+        training=config.training,
+    )
+    texts = prepare_scoring(settings, prompts)
     judges = load_judges(settings, prompts, data.tokenizer, bases, group.device)
     score = score_function(settings, data.tokenizer, texts, judges, group)
     return HeldOut(prompts, score, replace(config.sampling, seed=held_out.seed), held_out.kl_budget), judges
@@ -363,8 +365,7 @@ def load_ppo_state(state: PPOState, config: PPOConfig, run: Run, result: Result)
         state.held_out.restore(saved["held_out"])
     if state.ahead is not None:
         state.ahead.restore(saved.get("ahead"), saved["step"], state.process_group)
-    if isinstance(state.score, Rewards):
-        state.score.load(saved["rewards"])
+    load_statistics(state.score, saved.get("rewards"))
     return saved["step"]
 
 
@@ -380,8 +381,7 @@ def save_ppo_state(state: PPOState, config: PPOConfig, run: Run, result: Result,
         saved["held_out"] = state.held_out.state()
     if state.ahead is not None:
         saved["ahead"] = state.ahead.state(state.process_group)
-    if isinstance(state.score, Rewards):
-        saved["rewards"] = state.score.state()
+    saved |= save_statistics(state.score)
     save_run_state(run, state.by_role, config.training, step, saved)
 
 

@@ -1,4 +1,4 @@
-"""Who scores the responses of PPO: its reward models, and the other entries of `rewards`."""
+"""Who scores the sampled responses of a stage: its reward models, and the other entries of `rewards`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -6,6 +6,7 @@ from typing import Protocol
 
 import torch
 
+from alignment.algorithms.memory_notes import Role
 from alignment.algorithms.runs import check_rows
 from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
@@ -19,8 +20,8 @@ from alignment.models.classifiers import SequenceClassifier
 from alignment.models.lengths import check_lengths
 from alignment.models.shared_weights import SharedWeights
 from alignment.reward_model import Combine, RewardModel, load_frozen_reward_model, member_count
-from alignment.rewards.build import build_rewards
-from alignment.rewards.combine import ScoreFunction
+from alignment.rewards.build import build_rewards, prepare_rewards
+from alignment.rewards.combine import Rewards, ScoreFunction
 from alignment.rewards.reward_models import response_scorer
 from alignment.rewards.samples import TextReward
 from alignment.rewards.specs import RewardSpec, names_of
@@ -28,21 +29,21 @@ from alignment.training import TrainingConfig
 from alignment.training.distributed import ProcessGroup
 
 
-@dataclass(frozen=True)
-class HeldOutScoring:
-    """The settings by which responses to held-out prompts are scored, in the names of PPO's own."""
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """The settings by which responses are scored, in the names of PPO's own, for stages and prompts that have others."""
 
     reward_model: str | None
     rewards: list[RewardSpec]
-    reward_combine: Combine
-    reward_std_coef: float
+    reward_combine: Combine = "mean"
+    reward_std_coef: float = 1.0
     data: DataConfig
     max_new_tokens: int
     training: TrainingConfig
 
 
 class ScoredSettings(Protocol):
-    """The settings by which responses are scored: PPO's own, or the ones for its held-out prompts."""
+    """The settings by which responses are scored: PPO's own, or a `Scoring`."""
 
     @property
     def reward_model(self) -> str | None: ...
@@ -67,6 +68,18 @@ def reward_model_specs(config: ScoredSettings) -> dict[str, RewardSpec]:
         return {"reward_model": RewardSpec(config.reward_model, reward_combine=combine, reward_std_coef=std_coef)}
     named = zip(names_of(config.rewards), config.rewards, strict=True)
     return {name: spec for name, spec in named if spec.reward_model is not None}
+
+
+def prepare_scoring(config: ScoredSettings, prompts: Sequence[PromptExample]) -> dict[str, TextReward]:
+    """The rewards that read texts, by name, before any network is loaded.
+
+    Raises:
+        UserError: as for `prepare_rewards` and `check_combine`.
+    """
+    texts = prepare_rewards(config.rewards, prompts)
+    for spec in reward_model_specs(config).values():
+        check_combine(spec)
+    return texts
 
 
 def check_combine(spec: RewardSpec) -> None:
@@ -124,6 +137,26 @@ def score_function(
         scaled=[name for name, judge in judges.items() if judge.calibration.fitted],
         reduce=group.sum,
     )  # fmt: skip
+
+
+def roles_of(judges: Mapping[str, RewardModel], config: ScoredSettings) -> list[Role]:
+    """The reward models as networks of a run; that of the short form has no further name."""
+    return [Role(f"reward model{f' {name}' if config.rewards else ''}", judge.model) for name, judge in judges.items()]
+
+
+def save_statistics(score: ScoreFunction) -> dict[str, object]:
+    """What a checkpoint keeps of the rewards, for `load_statistics`; nothing of a reward model alone."""
+    return {"rewards": score.state()} if isinstance(score, Rewards) else {}
+
+
+def load_statistics(score: ScoreFunction, saved: dict[str, dict[str, list[float]]] | None) -> None:
+    """Take the statistics of the rewards from the entry `rewards` of a checkpoint.
+
+    Raises:
+        UserError: they are of other rewards.
+    """
+    if isinstance(score, Rewards):
+        score.load(saved or {})
 
 
 class JudgedSettings(Protocol):
