@@ -69,30 +69,36 @@ def read_points(series: SeriesConfig) -> list[Point]:
     return found
 
 
-def _rows(series: SeriesConfig) -> tuple[Path, list[tuple[str, Mapping[str, object]]]]:
+def _rows(series: SeriesConfig) -> tuple[str, list[tuple[str, Mapping[str, object]]]]:
     """Where the points are written, and their names (in a run: the update's number) with what is written of each."""
     if series.run is not None:
         path = Path(series.run) / "metrics.jsonl"
         raise_all([] if path.is_file() else [f"{path}: is not there; the run is not finished"])
-        return path, [(str(row.get("step")), row) for row in read_log_rows(path)]
-    path = Path(series.results or "")
+        return str(path), [(str(row.get("step")), row) for row in read_log_rows(path)]
+    paths = [Path(path) for path in series.result_files]
+    parts = [_items(path, series) for path in paths]
+    names = list(parts[0]) if series.names is None else series.names
+    raise_all(
+        f"{path}: {series.at} has no {name!r}; {suggest(name, rows)}"
+        for path, rows in zip(paths, parts, strict=True)
+        for name in names
+        if name not in rows
+    )
+    raise_all([] if names else [f"{paths[0]}: {series.at or 'it'} has no items"])
+    return ", ".join(map(str, paths)), [
+        (name, {key: one for rows in parts[::-1] for key, one in rows[name].items()}) for name in names
+    ]
+
+
+def _items(path: Path, series: SeriesConfig) -> dict[str, Mapping[str, object]]:
+    """The items at the key `at` of a file with results, by name; the items of a list are numbered from 1."""
     found: object = read_json_object(path)
     for key in filter(None, series.at.split(".")):
         if not isinstance(found, Mapping) or key not in found:
             raise UserError(f"{path}: there is no key {series.at!r}")
         found = found[key]
-    items = (
-        list(enumerate(found, 1))
-        if isinstance(found, list)
-        else list(found.items())
-        if isinstance(found, Mapping)
-        else []
-    )
-    rows = {str(name): row for name, row in items if isinstance(row, Mapping)}
-    names = list(rows) if series.names is None else series.names
-    raise_all(f"{path}: {series.at} has no {name!r}; {suggest(name, rows)}" for name in names if name not in rows)
-    raise_all([] if names else [f"{path}: {series.at or 'it'} has no items"])
-    return path, [(name, rows[name]) for name in names]
+    items = enumerate(found, 1) if isinstance(found, list) else found.items() if isinstance(found, Mapping) else ()
+    return {str(name): row for name, row in items if isinstance(row, Mapping)}
 
 
 def _number(row: Mapping[str, object], column: str) -> float | None:

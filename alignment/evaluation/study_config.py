@@ -16,7 +16,8 @@ class SeriesConfig:
     Attributes:
         columns: quantity of the study -> column of the source; of results a dotted key, such as `gold.total`.
         run: directory of a training run: a point for each line of its metrics.jsonl.
-        results: a JSON file with results: a point for each item at the key `at`.
+        results: a JSON file with results: a point for each item at the key `at`. Of several files the items of one name
+            are one point; a key that more than one has is read from the first.
         at: dotted key of a mapping or a list in the results.
         names: of the items of the mapping, in order; None: all of them.
         smooth: points of a run that are averaged around each one, an odd number: a peak is read where noise is small.
@@ -29,7 +30,7 @@ class SeriesConfig:
 
     columns: dict[str, str]
     run: str | None = None
-    results: str | None = None
+    results: str | list[str] | None = None
     at: str = ""
     names: list[str] | None = None
     smooth: int = 1
@@ -38,7 +39,7 @@ class SeriesConfig:
     kept_budget: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if (self.run is None) == (self.results is None):
+        if (self.run is None) == (self.results is None) or self.results == []:
             raise ValueError("a series comes from either `run` or `results`")
         if not self.columns:
             raise ValueError("columns: name at least one quantity")
@@ -52,6 +53,11 @@ class SeriesConfig:
             raise ValueError("kept_budget goes with `kept`, the column by which weights are kept")
         if self.fit is not None and not set(FITTED) <= self.columns.keys():
             raise ValueError("fit needs the quantities kl and gold among the columns")
+
+    @property
+    def result_files(self) -> list[str]:
+        """The files with results; none of a run."""
+        return [self.results] if isinstance(self.results, str) else self.results or []
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from typing import Any, get_type_hints
 
 STAGES = {  # verb: "module:function"; the function takes the stage's config, whose class is the parameter's annotation
     "hotel_world": "alignment.hotel_world.datasets:run",
+    "hotel_probe": "alignment.hotel_world.probe:run",
     "sums": "alignment.data.tools.sums:run",
     "split": "alignment.data.tools.split:run_split",
     "pairs": "alignment.data.tools.derive:run_pairs",
@@ -24,6 +25,7 @@ STAGES = {  # verb: "module:function"; the function takes the stage's config, wh
     "reward_eval": "alignment.evaluation.reward_accuracy:run",
     "answer_accuracy": "alignment.evaluation.answer_accuracy:run",
     "label_accuracy": "alignment.evaluation.label_accuracy:run",
+    "probe": "alignment.evaluation.probe:run",
     "language": "alignment.evaluation.language_loss:run",
     "study": "alignment.evaluation.study:run",
     "report": "alignment.evaluation.report.recipe_report:run",

@@ -63,6 +63,27 @@ def test_peak_by_hand():
     assert peak.kept_share == pytest.approx(0.75) and peak.kept_of_peak == pytest.approx(2.5 / 3)
 
 
+def test_items_of_several_results_are_joined_by_name(tmp_path):
+    first, second = tmp_path / "first.json", tmp_path / "second.json"
+    first.write_text(json.dumps({"models": {"A": {"gold": 1, "n": 7}, "B": {"gold": 2, "n": 8}}}))
+    second.write_text(
+        json.dumps({"models": {"B": {"accuracy": {"rate": 0.5}, "n": 9}, "A": {"accuracy": {"rate": 1}}}})
+    )
+    columns = {"gold": "gold", "probe": "accuracy.rate", "n": "n"}
+    found = read_points(SeriesConfig(columns, results=[str(first), str(second)], at="models"))
+    assert [(point.name, point.values) for point in found] == [
+        ("A", {"gold": 1, "probe": 1, "n": 7}),
+        ("B", {"gold": 2, "probe": 0.5, "n": 8}),
+    ]
+    with pytest.raises(UserError, match=r"first\.json, .*second\.json: there is no number 'loss' in A"):
+        read_points(SeriesConfig({"loss": "loss"}, results=[str(first), str(second)], at="models"))
+    second.write_text(json.dumps({"models": {"A": {"accuracy": {"rate": 1}}}}))
+    with pytest.raises(UserError, match=r"second\.json: models has no 'B'"):
+        read_points(SeriesConfig(columns, results=[str(first), str(second)], at="models"))
+    with pytest.raises(ValueError, match="either `run` or `results`"):
+        SeriesConfig(columns, results=[])
+
+
 def test_smoothing_by_hand():
     found = smoothed(points_of([1.0, 4.0, 1.0, 4.0], [0.0] * 4), 3)
     assert [point["gold"] for point in found] == [2.5, 2.0, 3.0, 2.5]

@@ -111,6 +111,7 @@ def test_penalty_and_mix_are_all_that_differs(tmp_path):
     assert all(differences(config, base) <= {"kl_coef"} for config in betas)
     mix = {"pretrain", "pretrain_coef", "pretrain_batch_size"}
     assert all(differences(config, base) <= mix and config.kl_coef == base.kl_coef for config in gammas)
+    assert configs["probe"].models == configs["evaluation"].models
     assert len({config.kl_coef for config in betas}) == len(betas) >= 3
     assert len({config.pretrain_coef for config in gammas}) == len(gammas) >= 3
 
@@ -121,8 +122,12 @@ def test_every_stage_of_the_alignment_tax_runs(tmp_path):
     small = ["reward.training.max_steps=1", "reward.training.batch_size=4"]
     for name in names:
         small += [f"{name}.training.max_steps=1", f"{name}.training.batch_size=4", f"{name}.max_new_tokens=4"]
-    run_recipe("alignment_tax", tmp_path, [*WORLD, *small])
+    run_recipe("alignment_tax", tmp_path, [*WORLD, *small, "probe_rows.rows=200", "probe_rows.heldout=40"])
+    probe = read_results(tmp_path / "probe")
+    assert len(probe["models"]) == 9 and probe["held_out_rows"] == 40 and len(probe["labels"]) == 10
     study = read_results(tmp_path / "study")
+    rates = [probe["models"][point["name"]]["accuracy"]["rate"] for point in study["series"]["gamma"]]
+    assert [point["probe accuracy"] for point in study["series"]["gamma"]] == rates
     assert [point["name"] for point in study["series"]["gamma"]] == [
         "beta 0.2",
         "gamma 0.05",

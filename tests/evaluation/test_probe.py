@@ -1,0 +1,209 @@
+"""Linear probes: the closed form, separable and shuffled labels, frozen models, and what is refused before one is loaded."""
+
+import json
+from copy import deepcopy
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+
+from alignment.data.config import DataConfig
+from alignment.errors import UserError
+from alignment.evaluation import probe as probes
+from alignment.evaluation.probe import ProbeConfig, fit_probe, pooled_states, run
+from alignment.hotel_world.datasets import FOLDS, RANGES
+from alignment.hotel_world.grammar import find_claims, fold
+from alignment.hotel_world.probe import HotelProbeConfig, unfinished_text
+from alignment.hotel_world.probe import run as write_rows
+from alignment.loading import load_model
+
+
+def write(path, rows):
+    path.write_text("".join(json.dumps({"text": text, "label": label}) + "\n" for text, label in rows))
+    return str(path)
+
+
+def states_of(classes, *, noise, seed=0, size=6):
+    """States around one random center for each class."""
+    rng = np.random.default_rng(seed)
+    centers = np.random.default_rng(99).normal(size=(classes.max() + 1, size))
+    return centers[classes] + noise * rng.normal(size=(len(classes), size))
+
+
+# --- the layer --------------------------------------------------------------------------------------------------------
+
+
+def test_by_hand():
+    # One feature, -1, -1, 1, 1: standardized as it is. Indicators of class 1 less their mean: -1/2, -1/2, 1/2, 1/2.
+    # weight = (1 + ridge)^-1 * 1/2 = 0.4 with ridge 1/4
+    found = fit_probe(np.array([[-1.0], [-1.0], [1.0], [1.0]]), np.array([0, 0, 1, 1]), count=2, ridge=0.25)
+    np.testing.assert_allclose(found.weight, [[-0.4, 0.4]])
+    np.testing.assert_allclose(found.bias, [0.5, 0.5])
+    assert found.classify(np.array([[-0.1], [0.1]])).tolist() == [0, 1]
+
+
+def test_the_closed_form_minimizes_the_penalized_error():
+    classes = np.random.default_rng(1).integers(3, size=40)
+    states = states_of(classes, noise=2.0)
+    found = fit_probe(states, classes, count=3, ridge=0.1)
+    z, wanted = (states - states.mean(0)) / states.std(0), np.eye(3)[classes]
+
+    def cost(flat):
+        weight, bias = flat[:18].reshape(6, 3), flat[18:]
+        error = z @ weight + bias - wanted
+        return (error**2).sum() / len(z) + 0.1 * (weight**2).sum()
+
+    best = minimize(cost, np.zeros(21), method="BFGS", options={"gtol": 1e-9}).x
+    np.testing.assert_allclose(found.weight, best[:18].reshape(6, 3), atol=1e-5)
+    np.testing.assert_allclose(found.bias, best[18:], atol=1e-5)
+
+
+def test_separable_states_are_told_apart_and_shuffled_labels_are_chance():
+    rng = np.random.default_rng(2)
+    fit, judged = rng.integers(4, size=600), rng.integers(4, size=4000)
+    states, held_out = states_of(fit, noise=0.05, seed=3), states_of(judged, noise=0.05, seed=4)
+    found = fit_probe(states, fit, count=4, ridge=0.01)
+    assert (found.classify(states) == fit).all() and (found.classify(held_out) == judged).all()
+    shuffled = fit_probe(states, rng.permutation(fit), count=4, ridge=0.01)
+    assert (shuffled.classify(held_out) == rng.permutation(judged)).mean() == pytest.approx(0.25, abs=0.03)
+
+
+def test_a_state_that_never_changes_and_more_states_than_rows_do_no_harm():
+    classes = np.array([0, 1] * 4)
+    states = np.concatenate([states_of(classes, noise=0.01, size=30), np.full((8, 1), 7.0)], 1)
+    found = fit_probe(states, classes, count=2, ridge=0.01)
+    assert np.isfinite(found.weight).all() and (found.classify(states) == classes).all()
+
+
+# --- states of a model ------------------------------------------------------------------------------------------------
+
+
+def test_states_are_those_of_each_text_alone(checkpoints, monkeypatch):
+    model = load_model(checkpoints["llama"])
+    documents = [[5, 6, 7], [8], [9, 10, 11, 12, 5]]
+    alone = [
+        model.hidden_states(model.trunk, probes.Ragged.build([document])).detach().numpy() for document in documents
+    ]
+    monkeypatch.setattr(probes, "BATCH_TOKENS", 6)
+    np.testing.assert_allclose(pooled_states(model, documents, "last"), [each[-1] for each in alone], atol=1e-5)
+    np.testing.assert_allclose(pooled_states(model, documents, "mean"), [each.mean(0) for each in alone], atol=1e-5)
+
+
+@pytest.fixture
+def texts(tmp_path):
+    """Texts whose last word is the label, and held-out ones."""
+    words = ("spa", "pool", "bar")
+    rows = [(f"guest {i} where is the {words[i % 3]}", words[i % 3]) for i in range(90)]
+    train, held_out = write(tmp_path / "train.jsonl", rows[:60]), write(tmp_path / "heldout.jsonl", rows[60:])
+    return DataConfig(train=train, evaluation=held_out, max_length=64)
+
+
+def test_a_word_at_the_end_is_found_and_the_model_stays_as_it_is(texts, checkpoints, tmp_path, monkeypatch):
+    loaded, before = [], []
+    load = probes.load_model
+
+    def spy(*args, **options):
+        loaded.append(load(*args, **options))
+        before.append(deepcopy(loaded[-1].state_dict()))
+        return loaded[-1]
+
+    monkeypatch.setattr(probes, "load_model", spy)
+    models = {"SFT": checkpoints["llama"], "again": checkpoints["llama"], "other": checkpoints["gpt2"]}
+    results = json.loads(run(ProbeConfig(models, "SFT", texts, str(tmp_path / "out"))).read_text())
+    assert (results["rows"], results["held_out_rows"]) == (60, 30) and results["labels"] == ["bar", "pool", "spa"]
+    assert results["majority"] == pytest.approx(1 / 3)
+    assert results["models"]["SFT"] == results["models"]["again"]
+    for found in results["models"].values():
+        assert found["accuracy"]["rate"] == found["fit_accuracy"] == 1 and found["accuracy"]["n"] == 30
+        assert found["gain"]["difference"] == 0 and found["gain"]["low"] < 0 < found["gain"]["high"]
+    for model, weights in zip(loaded, before, strict=True):
+        assert all(torch.equal(value, weights[name]) for name, value in model.state_dict().items())
+
+
+def test_rows_held_out_by_share_are_judged(texts, checkpoints, tmp_path):
+    data = DataConfig(train=texts.train, evaluation_share=0.3, max_length=64)
+    results = json.loads(run(ProbeConfig({"A": checkpoints["llama"]}, "A", data, str(tmp_path / "out"))).read_text())
+    assert results["rows"] + results["held_out_rows"] == 60 and results["held_out_rows"] > 5
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"baseline": "C"}, "not among the models"),
+        ({"ridge": 0.0}, "ridge must be above 0"),
+        ({"ridge": float("nan")}, "ridge must be above 0"),
+        ({"data": DataConfig(train="x")}, "name the rows that are judged"),
+    ],
+)
+def test_wrong_settings_are_refused(wrong, words):
+    settings = {"models": {"A": "a"}, "baseline": "A", "data": DataConfig(train="x", evaluation="y"), "output": "y"}
+    with pytest.raises(ValueError, match=words):
+        ProbeConfig(**{**settings, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([("an unknown label", "garden")], "label 'garden' is unknown; known: bar, pool, spa"),
+        ([("guest 1 where is the pool", "pool")], "1 held-out texts, the first .*bad.jsonl:1, are among the rows of the fit"),
+    ],
+)  # fmt: skip
+def test_wrong_rows_are_refused_before_a_model_is_loaded(rows, words, texts, checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(probes, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    data = DataConfig(train=texts.train, evaluation=write(tmp_path / "bad.jsonl", rows), max_length=64)
+    with pytest.raises(UserError, match=words):
+        run(ProbeConfig({"A": checkpoints["llama"]}, "A", data, str(tmp_path / "out")))
+
+
+@pytest.mark.parametrize("kind", ["bert", "gptj"])
+def test_models_of_another_kind_are_refused_before_one_is_loaded(kind, texts, checkpoints, tmp_path, monkeypatch):
+    monkeypatch.setattr(probes, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/config.json").write_text(json.dumps({"model_type": kind}))
+    models = {"A": checkpoints["llama"], "B": str(tmp_path / "other")}
+    with pytest.raises(UserError, match="other: a probe reads the states of decoders of this library's own families"):
+        run(ProbeConfig(models, "A", texts, str(tmp_path / "out")))
+
+
+# --- the hotel data set's rows ----------------------------------------------------------------------------------------
+
+
+def test_the_label_is_the_one_fact_that_has_not_come_again():
+    text = "Dear Iris, we loved our week by the sea. At the Hotel Oak the bar serves beer and the spa is on floor two. "
+    text += "Do not forget. The spa is on floor two. The bar serves beer. Yours, Leo"
+    found = unfinished_text(text)
+    assert found["label"] == "bar" and found["text"].endswith("Do not forget. The spa is on floor two.")
+
+
+def test_hotel_rows_are_balanced_disjoint_and_never_trained_on(tmp_path):
+    directory = write_rows(HotelProbeConfig(str(tmp_path), rows=300, heldout=200))
+    parts = {
+        name: [json.loads(line) for line in (directory / f"{name}.jsonl").read_text().splitlines()]
+        for name in ("train", "heldout")
+    }
+    assert [len(rows) for rows in parts.values()] == [300, 200]
+    folds = {}
+    for name, rows in parts.items():
+        facts = [dict(find_claims(row["text"])) for row in rows]
+        folds[name] = {fold(tuple(each.items()), FOLDS) for each in facts}
+        assert not any("\nGuest " in row["text"] for row in rows)
+        for row, each in zip(rows, facts, strict=True):
+            claimed = [topic for topic, _ in find_claims(row["text"])]
+            assert len(each) == 3 and min(map(claimed.count, each)) == claimed.count(row["label"])
+            assert sum(claimed.count(topic) == claimed.count(row["label"]) for topic in each) == 1
+    assert (
+        folds["train"] | folds["heldout"] <= set(RANGES["pretrain_heldout"]) and not folds["train"] & folds["heldout"]
+    )
+    assert len({row["label"] for row in parts["train"]}) == 10
+    again = write_rows(HotelProbeConfig(str(tmp_path / "again"), rows=300, heldout=200))
+    assert (again / "train.jsonl").read_bytes() == (directory / "train.jsonl").read_bytes()
+
+
+def test_wrong_counts_of_hotel_rows_are_refused():
+    for wrong in ({"seed": -1}, {"rows": 0}, {"heldout": 0}):
+        with pytest.raises(ValueError, match="must be at least"):
+            HotelProbeConfig("out", **wrong)
