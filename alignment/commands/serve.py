@@ -20,8 +20,6 @@ from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 from alignment.serving.app import ServedModel, build_app
 from alignment.serving.model_thread import ModelThread
 
-KEPT_PROMPTS = 8  # whose keys and values are kept for equal prompts to come
-
 
 @dataclass(frozen=True)
 class ServeConfig:
@@ -35,6 +33,9 @@ class ServeConfig:
         name: of the model in requests.
         max_batch: responses decoded side by side; further ones wait.
         max_tokens: longest chat response where a request names none.
+        kept_tokens: tokens of past prompts and responses whose keys and values are kept, so that a prompt that begins as
+            one of them (the next turn of a dialogue, another question behind the same system message) is computed from
+            there on; 0: none.
     """
 
     model: str
@@ -44,11 +45,14 @@ class ServeConfig:
     name: str | None = None
     max_batch: int = 32
     max_tokens: int = 512
+    kept_tokens: int = 16384
 
     def __post_init__(self) -> None:
         for name in ("max_batch", "max_tokens"):
             if getattr(self, name) < 1:
                 raise UserError(f"--{name.replace('_', '-')} must be at least 1, got {getattr(self, name)}")
+        if self.kept_tokens < 0:
+            raise UserError(f"--kept-tokens must be at least 0, got {self.kept_tokens}")
 
 
 def serve_model(
@@ -124,7 +128,7 @@ def load_served(config: ServeConfig) -> Iterator[tuple[ServedModel, ModelThread]
 
     def make_engine() -> DecodingEngine:
         return DecodingEngine(
-            model, max_rows=config.max_batch, start_token=start, tokenizer=decoding, kept_prompts=KEPT_PROMPTS
+            model, max_rows=config.max_batch, start_token=start, tokenizer=decoding, kept_tokens=config.kept_tokens
         )
 
     with ModelThread(make_engine) as thread:

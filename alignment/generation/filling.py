@@ -1,4 +1,9 @@
-"""Fills the rows of a decoding cache with prompts; equal prompts are computed once. What is drawn after them: engine.py."""
+"""Fills the rows of a decoding cache with prompts; equal prompts are computed once. What is drawn after them: engine.py.
+
+Where documents are kept, a prompt whose beginning is known (from one of them, from a prompt whose row is still running,
+or from one that is filled at the same time) has the keys and values of the beginning copied into its row, and only the
+rest runs through the model.
+"""
 
 from collections import OrderedDict
 from collections.abc import Container, Sequence
@@ -7,8 +12,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from alignment.generation.kept_documents import CachedPrefix, KeptDocuments, longest_cached_prefix
 from alignment.models.layers.kv_cache import Cache, CachedDocument
-from alignment.models.protocols import DecodingCache, GenerativeModel
+from alignment.models.protocols import DecodingCache, ExtendingModel, GenerativeModel
 from alignment.ragged import Ragged, Seq2Seq
 
 Prompt = tuple[int, ...]
@@ -31,15 +37,27 @@ class PromptFiller:
         forwards: how often prompts were run through it.
     """
 
-    def __init__(self, model: GenerativeModel, device: torch.device, start_token: int | None, kept_prompts: int):
+    def __init__(
+        self,
+        model: GenerativeModel,
+        device: torch.device,
+        start_token: int | None,
+        *,
+        kept_prompts: int = 0,
+        kept_tokens: int = 0,
+    ):
         self._model, self._device, self._start_token = model, device, start_token
         self._most_kept = kept_prompts
         self._kept: OrderedDict[Prompt, KeptPrompt] = OrderedDict()  # the one used last is the last
         self._lengths: list[int] = []  # of the documents in the rows, where rows are filled one by one
+        self._prompts: list[Prompt] = []  # in the rows; empty where the document is no longer continued
         self._virtual_tokens = 0
         self.cache: DecodingCache | None = None
         self.continuous = start_token is None and isinstance(model.new_cache(0, 1), Cache)
         self.computed_tokens = self.forwards = 0
+        self._documents: KeptDocuments | None = None
+        if kept_tokens and self.continuous and isinstance(model, ExtendingModel):
+            self._documents, self._extending = KeptDocuments(kept_tokens), model
 
     def room(self, prompt: Sequence[int], max_new_tokens: int) -> int:
         """Tokens of a cache row that a prompt and its response need."""
@@ -80,7 +98,7 @@ class PromptFiller:
         if not slots or not isinstance(self.cache, Cache) or not self.continuous:
             return
         for slot in slots:
-            self._lengths[slot] = 0
+            self._lengths[slot], self._prompts[slot] = 0, ()
         self.cache.lengths.index_fill_(0, torch.tensor(slots, device=self._device), 0)
         self.cache.longest = max(self._lengths)
 
@@ -90,6 +108,7 @@ class PromptFiller:
         self.cache.keep(torch.tensor(slots))
         if isinstance(self.cache, Cache) and self.continuous:
             self._lengths = [self._lengths[slot] for slot in slots]
+            self._prompts = [self._prompts[slot] for slot in slots]
             self.cache.longest = max(self._lengths)
 
     def idle(self, room: int) -> None:
@@ -98,7 +117,17 @@ class PromptFiller:
         self._prefill([(0,)], cache)
         self.computed_tokens -= 1
         if self.cache is None or not self.continuous:
-            self.cache, self._lengths = cache, [1]
+            self.cache, self._lengths, self._prompts = cache, [1], [()]
+
+    def save(self, slot: int, response: Sequence[int]) -> None:
+        """Keep a row's prompt and what is known of its response for prompts that begin so, where documents are kept."""
+        if self._documents is None:
+            return
+        assert isinstance(self.cache, Cache)
+        document = (*self._prompts[slot], *response[:-1])  # the last token has been drawn, but not read
+        length = len(document) + self._virtual_tokens
+        if self._may_extend(length):
+            self._documents.add(document, self.cache, slot, length)
 
     def _fill_rows(
         self, prompts: Sequence[Prompt], slots: Sequence[int], rows: int, room: int, waiting: Container[Prompt]
@@ -112,7 +141,7 @@ class PromptFiller:
             cache.load(first[prompt], kept.document)
             self._lengths[first[prompt]] = kept.document.length
         if fresh:
-            logits.append(self._prefill(fresh, cache, torch.tensor([first[prompt] for prompt in fresh])))
+            logits.append(self._compute(fresh, [first[prompt] for prompt in fresh], cache))
             for prompt in fresh:
                 self._lengths[first[prompt]] = len(prompt) + self._virtual_tokens
         copies = [(first[prompt], slot) for prompt, slot in zip(prompts, slots, strict=True) if slot != first[prompt]]
@@ -122,6 +151,8 @@ class PromptFiller:
             for source, target in copies:
                 self._lengths[target] = self._lengths[source]
         cache.longest = max(self._lengths)
+        for prompt, slot in zip(prompts, slots, strict=True):
+            self._prompts[slot] = prompt
         order = {prompt: number for number, prompt in enumerate([*known, *fresh])}
         found = logits[0] if len(logits) == 1 else torch.cat(logits)
         self._keep_prompts(fresh, first, found[len(known) :], waiting)
@@ -134,12 +165,71 @@ class PromptFiller:
             self.cache = self._model.new_cache(rows, room)
             assert isinstance(self.cache, Cache)
             self._virtual_tokens = self.cache.capacity - room
-            self._lengths = [0] * rows
+            self._lengths, self._prompts = [0] * rows, [()] * rows
         cache = self.cache
         assert isinstance(cache, Cache)
         cache.reserve(rows, room + self._virtual_tokens)
         self._lengths += [0] * (rows - len(self._lengths))
+        self._prompts += [()] * (rows - len(self._prompts))
         return cache
+
+    def _compute(self, prompts: Sequence[Prompt], slots: Sequence[int], cache: Cache) -> Tensor:
+        """Fill rows with different prompts; logits after each, [B, V]."""
+        known = self._cached_prefixes(prompts, slots)
+        whole = [number for number in range(len(prompts)) if number not in known]
+        rest, logits = list(known), []
+        if whole:
+            rows = torch.tensor([slots[number] for number in whole])
+            logits.append(self._prefill([prompts[number] for number in whole], cache, rows))
+        if rest:
+            for number, cached in known.items():
+                self._load(slots[number], cached, cache)
+            ends = [prompts[number][known[number].length :] for number in rest]
+            logits.append(self._extend(ends, cache, torch.tensor([slots[number] for number in rest])))
+        if len(logits) == 1:
+            return logits[0]
+        order = torch.tensor([*whole, *rest]).argsort()
+        return torch.cat(logits)[order.to(self._device)]
+
+    def _cached_prefixes(self, prompts: Sequence[Prompt], slots: Sequence[int]) -> dict[int, CachedPrefix]:
+        """What need not be computed, for the numbers of the prompts that have such a beginning."""
+        known: dict[int, CachedPrefix] = {}
+        if self._documents is None:
+            return known
+        rows: list[tuple[Prompt, CachedDocument | int]] = [
+            (prompt, slot) for slot, prompt in enumerate(self._prompts) if prompt and self._fits(prompt)
+        ]
+        for number, (prompt, slot) in enumerate(zip(prompts, slots, strict=True)):
+            if not self._fits(prompt):
+                continue
+            found = [self._documents.find(prompt), longest_cached_prefix(prompt, rows)]
+            best = max((each for each in found if each is not None), key=lambda each: each.length, default=None)
+            if best is None:
+                rows.append((prompt, slot))  # it is computed before what begins with the same tokens
+            else:
+                known[number] = best
+        return known
+
+    def _fits(self, prompt: Prompt) -> bool:
+        return self._may_extend(len(prompt) + self._virtual_tokens)
+
+    def _may_extend(self, length: int) -> bool:
+        """Whether a document of so many tokens, virtual ones included, may be put together from a beginning and a rest."""
+        limit = self._extending.longest_extended
+        return limit is None or length <= limit
+
+    def _load(self, slot: int, cached: CachedPrefix, cache: Cache) -> None:
+        """The keys and values of what a prompt begins with into its row, behind virtual tokens as they were."""
+        length = cached.length + self._virtual_tokens
+        source = cached.source
+        document = source if isinstance(source, CachedDocument) else cache.save(source, length)
+        cache.load(slot, document, length)
+
+    def _extend(self, ends: Sequence[Prompt], cache: Cache, rows: Tensor) -> Tensor:
+        batch = Ragged.build(ends)
+        self.computed_tokens += len(batch.tokens)
+        self.forwards += 1
+        return self._extending.extend(batch.to(self._device), cache, rows.to(self._device))
 
     def _prefill(self, prompts: Sequence[Prompt], cache: DecodingCache, rows: Tensor | None = None) -> Tensor:
         read = Ragged.build(prompts)

@@ -15,6 +15,7 @@ from alignment.models.init_weights import FanInInitSpec, InitSpec
 from alignment.models.layers.attention import AttentionSpec
 from alignment.models.layers.attention_context import AttentionContext
 from alignment.models.layers.block import BlockSpec, selects_tokens
+from alignment.models.layers.continued_rows import continue_rows, continuing_contexts
 from alignment.models.layers.cross_attention import Source
 from alignment.models.layers.disentangled import RelativeEmbedding
 from alignment.models.layers.kv_cache import Cache
@@ -244,6 +245,19 @@ class Transformer(nn.Module):
         hidden = self._run(tokens, positions, None, contexts)
         cache.lengths, cache.longest = positions + 1, cache.longest + 1
         return hidden
+
+    def extend(self, batch: Ragged, cache: Cache, rows: Tensor) -> Tensor:
+        """Hidden states [N, D] of new tokens behind documents in the cache, whose rows then hold both.
+
+        Args:
+            batch: what is new in each document, without what its row holds, N tokens.
+            cache: filled by `forward`; without gradient only.
+            rows: cache row of each document, none of them empty, [B].
+        """
+        refuse_shared(batch, "a forward that continues the rows of a cache")
+        new = continue_rows(batch, cache, rows, self.spec.layers[0].attention.heads)
+        contexts = continuing_contexts(self.spec.layers, self._position_modules(), cache, new)
+        return self._run(batch.tokens, new.positions, None, contexts)
 
     def _position_modules(self) -> PositionModules:
         return PositionModules(self._rotaries, self.distance)

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 
 import openai
@@ -24,6 +25,7 @@ from alignment.cli import main
 from alignment.commands import serve as serving
 from alignment.data.text.chat import prompt_ids
 from alignment.generation.engine import DecodingEngine
+from alignment.generation.kept_documents import common_prefix_length
 from alignment.generation.requests import DecodingRequest, TokenEvent
 from alignment.serving.app import build_app, decoding_requests, without_port
 from alignment.serving.model_thread import ModelThread, ServingError
@@ -358,6 +360,52 @@ def test_a_control_token_typed_by_a_user_stays_text(chat_tokenizer, directory):
     assert chat_tokenizer.eos_token in chat_tokenizer.decode(request.prompt)
 
 
+# Dialogues
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """The engines that are made from now on."""
+    made = []
+
+    def make(*arguments, **settings):
+        made.append(DecodingEngine(*arguments, **settings))
+        return made[-1]
+
+    monkeypatch.setattr(serving, "DecodingEngine", make)
+    return made
+
+
+def dialogue(url: str, turns: int) -> tuple[list[dict[str, str]], list[int], list[int]]:
+    """A greedy dialogue over HTTP; tokens of each turn's prompt and response."""
+    messages, prompts, responses = [{"role": "system", "content": "You know the hotel and its guests."}], [], []
+    for question in ("Where is the spa?", "And the pool?", "Is there breakfast?")[:turns]:
+        messages.append({"role": "user", "content": question})
+        body = {"messages": messages, "temperature": 0, "max_tokens": 12}
+        answer = json.loads(call(f"{url}/v1/chat/completions", body)[1])
+        messages.append(answer["choices"][0]["message"])
+        prompts.append(answer["usage"]["prompt_tokens"])
+        responses.append(answer["usage"]["completion_tokens"])
+    return messages, prompts, responses
+
+
+def test_the_next_turn_of_a_dialogue_computes_only_what_is_new(directory, engines, chat_tokenizer):
+    """The answers are those of a server that keeps nothing; the count is of the tokens that the kept turn does not have."""
+    dialogues, computed = [], []
+    for kept_tokens in (0, serving.ServeConfig(str(directory)).kept_tokens):
+        config = serving.ServeConfig(str(directory), kept_tokens=kept_tokens)
+        with serving.load_served(config) as (served, thread), running_server(build_app(served, thread)) as url:
+            dialogues.append(dialogue(url, 3))
+        computed.append(engines[-1].prefilled_tokens)
+    assert dialogues[0] == dialogues[1]
+    messages, prompts, _ = dialogues[0]
+    assert computed[0] == sum(prompts)
+    ids = [prompt_ids(chat_tokenizer, messages[:end]) for end in (2, 4, 6)]
+    assert list(map(len, ids)) == prompts
+    common = [common_prefix_length(one, other) for one, other in pairwise(ids)]
+    assert min(common) > 16 and computed[1] <= sum(prompts) - sum(common)
+
+
 # Clients that go away, and a model that fails
 
 
@@ -492,6 +540,7 @@ def test_the_bytes_of_sentencepiece_tokens_have_their_blanks():
         (["--host", "192.168.0.1"], "--allow-remote"),
         (["--api-key-env", "NO_SUCH_VARIABLE_HERE"], "no such variable"),
         (["--max-batch", "0"], "--max-batch must be at least 1"),
+        (["--kept-tokens", "-1"], "--kept-tokens must be at least 0"),
         (["--port", "99999"], "--port 99999"),
     ],
 )
