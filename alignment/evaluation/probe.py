@@ -134,7 +134,7 @@ def run(config: ProbeConfig) -> Path:
     for source in config.models.values():
         directory = find_directory(source)
         base = find_base(directory) if is_adapter(directory) else directory
-        if architecture_of(source) != "decoder" or is_external_type(read_config(base)):
+        if is_external_type(read_config(base)) or architecture_of(source) != "decoder":
             raise UserError(f"{source}: a probe reads the states of decoders of this library's own families alone")
     parts = {name: _prepare(config, source) for name, source in config.models.items()}
     _check_same_rows(config, parts)
