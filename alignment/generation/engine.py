@@ -71,7 +71,7 @@ class DecodingEngine:
             tokenizer: for stop strings and `TokenEvent.text`; None: neither.
             kept_prompts: prompts whose keys and values are kept after their last request, for equal ones to come.
             kept_tokens: tokens of prompts with their responses whose keys and values are kept, for prompts to come that
-                begin as they do; those used least recently go first, and a longer document is not kept.
+                begin as they do; those used least recently go first, and of a longer document its first tokens are kept.
         """
         if max_rows < 1:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")

@@ -62,7 +62,7 @@ class KeptDocuments:
         """An empty store.
 
         Args:
-            most_tokens: of all documents together; a document that is longer is not kept.
+            most_tokens: of all documents together; of a document that is longer the first so many are kept.
         """
         self._most_tokens, self.tokens = most_tokens, 0
         self._documents: OrderedDict[Tokens, CachedDocument] = OrderedDict()  # the one used last is the last
@@ -80,7 +80,9 @@ class KeptDocuments:
 
         Documents that the new one begins with are dropped: it serves in their place.
         """
-        if len(tokens) < LEAST_SHARED or length > self._most_tokens:
+        excess = max(0, length - self._most_tokens)
+        tokens, length = tokens[: max(0, len(tokens) - excess)], length - excess
+        if len(tokens) < LEAST_SHARED:
             return
         for kept in list(self._documents):
             common = common_prefix_length(kept, tokens)

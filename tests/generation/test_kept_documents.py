@@ -259,6 +259,23 @@ def test_the_document_used_least_recently_goes_first_and_beginnings_give_way_to_
     assert kept.tokens == 62
     kept.add(documents[3], cache, 0, 30)
     assert kept.find((*documents[2], 1)) is None and kept.find((*documents[0], 1)) is not None
-    kept.add(tuple(range(71)), cache, 0, 71)  # longer than all that may be kept
     kept.add(tuple(range(900, 900 + LEAST_SHARED - 1)), cache, 0, LEAST_SHARED - 1)  # too short to be of use
     assert kept.tokens == 62
+
+
+def test_of_a_document_that_is_too_long_the_first_tokens_are_kept():
+    cache, kept, document = make_cache(), KeptDocuments(40), tuple(range(60))
+    for _ in range(2):  # the second time it is known
+        kept.add(document, cache, 0, 63)  # behind 3 virtual tokens
+        assert kept.tokens == 40
+        found = kept.find((*document, 7))
+        assert found.length == 37
+        assert_close(found.source.values[0], cache.values[0][0, :, :40], atol=0, rtol=0)
+    few = KeptDocuments(LEAST_SHARED + 2)
+    few.add(document, cache, 0, 63)
+    assert few.tokens == 0
+
+
+def test_a_dialogue_that_outgrows_what_is_kept_computes_what_is_behind_it(model):
+    """70 of the 100 and more tokens of the last turns are kept."""
+    assert converse(model, DecodingEngine(model, kept_tokens=70), turns=6) == [20, 6, 6, 6, 18, 35]
