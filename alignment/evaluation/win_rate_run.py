@@ -27,6 +27,26 @@ from alignment.models.lengths import check_lengths
 from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import Ragged, group_by_length
 from alignment.reward_model import RewardModel, load_reward_model
+from alignment.rewards.selection import kl_bound
+
+
+@dataclass(frozen=True)
+class BestOfConfig:
+    """A policy's best of n as one more contestant: of its n responses to each prompt the one that a reward model scores highest.
+
+    Attributes:
+        policy: name among `models`.
+        reward_model: directory of the reward model that chooses; of equal scores the first response is taken.
+        samples: n.
+    """
+
+    policy: str
+    reward_model: str
+    samples: int = 16
+
+    def __post_init__(self) -> None:
+        if self.samples < 2:
+            raise ValueError(f"samples must be at least 2, got {self.samples}; the best of one is the policy itself")
 
 
 @dataclass(frozen=True)
@@ -48,6 +68,8 @@ class WinRateConfig:
         text: held-out running text for each model's language-model loss.
         comparisons: held-out comparisons, on which the log-probability of the chosen and of the rejected response is
             measured, and its change since the reference; for models with the reference's vocabulary.
+        best_of: name -> best of n responses of one of the models, judged beside them. Its `kl` is the bound
+            log n - (n - 1) / n, given where its policy is the reference; it has no language-model loss of its own.
         tie_margin: largest difference of scores that is a tie.
         max_new_tokens, temperature, top_p, seed: of the sampling.
         batch_size: responses sampled at the same time.
@@ -66,6 +88,7 @@ class WinRateConfig:
     reference: str | None = None
     text: DataConfig | None = None
     comparisons: DataConfig | None = None
+    best_of: dict[str, BestOfConfig] = field(default_factory=dict)
     tie_margin: float = 0.0
     max_new_tokens: int = 64
     temperature: float = 1.0
@@ -84,6 +107,15 @@ class WinRateConfig:
         for name, least in (("batch_size", 1), ("samples", 0), ("tie_margin", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        for name, own in self.best_of.items():
+            if name in self.models:
+                raise ValueError(f"best_of: {name!r} is the name of a model too; take another one")
+            if own.policy not in self.models:
+                raise ValueError(
+                    f"best_of: policy {own.policy!r} of {name} is not among the models: {', '.join(self.models)}"
+                )
+        if self.best_of and self.temperature == 0:
+            raise ValueError("best_of needs a temperature above 0: the n responses to a prompt would all be the same")
         if self.judge is None:
             raise ValueError(
                 "say who judges: judge=reward_model with reward_model=DIR (one that no policy was trained against), "
@@ -94,6 +126,10 @@ class WinRateConfig:
             raise ValueError("judge=reward_model needs `reward_model`, a directory")
         if self.judge == "verdicts" and self.verdicts is None:
             raise ValueError("judge=verdicts needs `verdicts`, a file")
+
+    def policy_of(self, name: str) -> str:
+        """Directory or Hub name of the model whose responses a contestant gives."""
+        return self.models[self.best_of[name].policy if name in self.best_of else name]
 
 
 def run(config: WinRateConfig) -> Path:
@@ -108,7 +144,8 @@ def run(config: WinRateConfig) -> Path:
         _check_prompts(prompts)
     texts = None if config.text is None else read_records(config.text, "text")
     pairs = None if config.comparisons is None else read_records(config.comparisons, "comparisons")
-    for source in (*config.models.values(), *filter(None, [config.reward_model])):
+    choosers = {own.reward_model for own in config.best_of.values()}
+    for source in (*config.models.values(), *filter(None, [config.reward_model]), *choosers):
         find_directory(source)
     others = [name for name in config.models if not _same_vocabulary(config, name, config.reference or config.baseline)]
     if others and config.reference is not None:
@@ -121,17 +158,20 @@ def run(config: WinRateConfig) -> Path:
     # Loaded on the CPU first: a wrong checkpoint is reported early, and the GPU holds one model at a time.
     proxy = None
     if config.reward_model is not None:
-        proxy = load_reward_model(config.reward_model, config.weights.dtype, quantize=config.weights.quantize)
+        proxy = _load_reward_model(config, config.reward_model)
+    loaded = {source: _load_reward_model(config, source) for source in choosers}
     own = load_tokenizer(config.models[config.baseline], config.chat_template)
     print_tally("prompts", tokenize_prompts(prompts, own, config.data.max_length)[1])
     responses = {name: _generate(config, source, prompts) for name, source in config.models.items()}
+    for name, best in config.best_of.items():
+        responses[name] = _choose_best(config, best, loaded[best.reward_model], prompts)
+    del loaded
     _write_responses(output, prompts, responses)
-    scores = None if proxy is None else _proxy_scores(config, proxy, prompts, responses)
+    sides = [(config.policy_of(name), generation) for name, generation in responses.items()]
+    scores = None if proxy is None else _proxy_scores(config, proxy, prompts, sides)
     del proxy
     judge = _judge(config, scores, prompts, responses)
-    models = {
-        name: _measurements(config, name, responses, prompts, scores=scores, texts=texts) for name in config.models
-    }
+    models = {name: _measurements(config, name, responses, prompts, scores=scores, texts=texts) for name in responses}
     for name, measured in ({} if pairs is None else _pair_measurements(config, pairs)).items():
         models[name]["pairs"] = asdict(measured)
     for name, result in models.items():
@@ -196,24 +236,25 @@ def _judge(
 
 
 def _proxy_scores(
-    config: WinRateConfig, model: RewardModel, prompts: Sequence[Prompt], responses: dict[str, Generation]
+    config: WinRateConfig, model: RewardModel, prompts: Sequence[Prompt], sides: Sequence[tuple[str, Generation]]
 ) -> Scores:
     """The reward model's score of every distinct response; it sees as much of a prompt as the policies saw.
 
     Where its tokenizer is the policy's it reads the sampled ids, else the text, without an end token if the response was
     cut off. An encoder reads prompt and response as a pair of texts.
+
+    Args:
+        sides: (policy, one response to each prompt), each.
     """
     model.model.to(best_device())
     if isinstance(model.model, SequenceClassifier):
-        pairs = list(
-            dict.fromkeys((i, text) for generation in responses.values() for i, text in enumerate(generation.texts))
-        )
+        pairs = list(dict.fromkeys((i, text) for _, generation in sides for i, text in enumerate(generation.texts)))
         scores = model.score([(prompts[i].prompt, text) for i, text in pairs])
         return dict(zip(pairs, scores.tolist(), strict=True))
     ids = _prompt_ids(config, model.tokenizer, prompts)
     sequences: dict[tuple[int, str], list[int]] = {}
-    for name, generation in responses.items():
-        same_ids = model.shares_token_ids(load_tokenizer(config.models[name], config.chat_template))
+    for source, generation in sides:
+        same_ids = model.shares_token_ids(load_tokenizer(source, config.chat_template))
         for i, (text, sampled, ended) in enumerate(
             zip(generation.texts, generation.token_ids, generation.ended, strict=True)
         ):
@@ -226,8 +267,31 @@ def _load(config: WinRateConfig, source: str) -> Any:
     return load_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)
 
 
-def _generate(config: WinRateConfig, source: str, prompts: list[Prompt]) -> Generation:
-    """One model's responses. The model is loaded for this call only."""
+def _load_reward_model(config: WinRateConfig, source: str) -> RewardModel:
+    return load_reward_model(source, config.weights.dtype, quantize=config.weights.quantize)
+
+
+def _choose_best(
+    config: WinRateConfig, own: BestOfConfig, chooser: RewardModel, prompts: Sequence[Prompt]
+) -> Generation:
+    """For each prompt the one of n responses that a reward model scores highest; no draw is one of the policy's own response."""
+    n, source = own.samples, config.models[own.policy]
+    drawn = _generate(config, source, [prompt for prompt in prompts for _ in range(n)], first_row=len(prompts))
+    scores = _proxy_scores(
+        config, chooser, prompts, [(source, _at(drawn, range(k, len(drawn.texts), n))) for k in range(n)]
+    )
+    chooser.model.to("cpu")
+    groups = [range(i * n, (i + 1) * n) for i in range(len(prompts))]
+    return _at(drawn, [max(group, key=lambda row: scores[i, drawn.texts[row]]) for i, group in enumerate(groups)])
+
+
+def _at(drawn: Generation, rows: Sequence[int]) -> Generation:
+    """The responses at these rows."""
+    return Generation(*([column[row] for row in rows] for column in vars(drawn).values()))
+
+
+def _generate(config: WinRateConfig, source: str, prompts: list[Prompt], first_row: int = 0) -> Generation:
+    """One model's responses, drawn as rows `first_row` on. The model is loaded for this call only."""
     model, tokenizer = _load(config, source), load_tokenizer(source, config.chat_template)
     sampling = SamplingConfig(config.max_new_tokens, config.temperature, top_p=config.top_p, seed=config.seed)
     stop_ids = sorted(stop_token_ids(tokenizer))
@@ -236,7 +300,8 @@ def _generate(config: WinRateConfig, source: str, prompts: list[Prompt]) -> Gene
     check_lengths(
         model, lengths, "lower max_new_tokens or shorten the prompts (data.max_length)", config.max_new_tokens
     )
-    sampled = decode_responses(model, ids, sampling, stop_ids, batch_size=config.batch_size)
+    rows = range(first_row, first_row + len(ids))
+    sampled = decode_responses(model, ids, sampling, stop_ids, rows=rows, batch_size=config.batch_size)
     texts = [
         response_text(tokenizer, tokens, ended) for tokens, ended in zip(sampled.token_ids, sampled.ended, strict=True)
     ]
@@ -269,12 +334,12 @@ def _measurements(
         result["gold"] = {part: sum(getattr(gold, part) for gold in golds) / len(golds) for part in parts}
     if scores is not None:
         result["proxy"] = sum(scores[i, text] for i, text in enumerate(generation.texts)) / len(prompts)
-    if (
-        name != reference
-        and config.temperature == 1
-        and config.top_p == 1
-        and _same_vocabulary(config, name, reference)
-    ):
+    as_it_is = config.temperature == 1 and config.top_p == 1
+    if name in config.best_of:
+        if as_it_is and config.best_of[name].policy == reference:
+            result["kl"] = kl_bound(config.best_of[name].samples)
+        return result
+    if name != reference and as_it_is and _same_vocabulary(config, name, reference):
         result["kl"] = _kl(config, reference, generation, prompts)
     if texts is not None and config.text is not None:
         source = config.models[name]

@@ -1,6 +1,7 @@
 """Evaluations from config to results.json, on tiny checkpoints."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from alignment.evaluation import win_rate_run as evaluation
-from alignment.evaluation.win_rate_run import WinRateConfig
+from alignment.evaluation.win_rate_run import BestOfConfig, WinRateConfig
 from alignment.hotel_world.datasets import generate_rows
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import save_model
@@ -149,6 +150,67 @@ def test_an_evaluation_with_comparisons_measures_every_policy_of_the_same_vocabu
         change = two[f"{side}_log_prob"] - one[f"{side}_log_prob"]
         assert two[f"{side}_log_prob_change"] == pytest.approx(change, abs=1e-9) != 0
     assert "pairs" not in results["other"]
+
+
+# --- best of n beside the policies ------------------------------------------------------------------------------------
+
+
+def test_the_best_of_n_is_the_one_that_its_reward_model_scores_highest(config_of, checkpoints, monkeypatch):
+    drawn, scored, decode, score_ids = [], [], evaluation.decode_responses, RewardModel.score_ids
+
+    def spy(self, documents, *rest):
+        scored.append((documents, score_ids(self, documents, *rest)))
+        return scored[-1][1]
+
+    monkeypatch.setattr(RewardModel, "score_ids", spy)
+    monkeypatch.setattr(
+        evaluation, "decode_responses", lambda *a, **k: drawn.append((k["rows"], decode(*a, **k))) or drawn[-1][1]
+    )
+    config = config_of(64)
+    assert config.reward_model is not None
+    best_of = {"best of 3": BestOfConfig("one", config.reward_model, 3)}
+    results = json.loads(evaluation.run(config_of(64, best_of=best_of)).read_text())["models"]
+    assert [list(rows) for rows, _ in drawn] == [[0, 1], [0, 1], [2, 3, 4, 5, 6, 7]]
+    ids = drawn[-1][1].token_ids
+    documents, scores = scored[0]  # the first of the three responses to each prompt, then the second ones
+    assert [document[-len(ids[row]) :] for document, row in zip(documents, (0, 3, 1, 4, 2, 5), strict=True)] == [
+        ids[row] for row in (0, 3, 1, 4, 2, 5)
+    ]
+    best, means = scores.view(3, 2).max(0).values.mean(), scores.mean()
+    assert results["best of 3"]["proxy"] == pytest.approx(float(best), abs=1e-5) and best > means
+    assert results["best of 3"]["kl"] == pytest.approx(math.log(3) - 2 / 3)
+    assert results["best of 3"]["win_rate"]["n"] == 2 and results.keys() == {"one", "two", "best of 3"}
+
+
+def test_the_best_of_another_policy_has_no_bound_of_its_kl(config_of):
+    best_of = {"best of 2": BestOfConfig("two", config_of(64).reward_model, 2)}
+    results = json.loads(evaluation.run(config_of(64, best_of=best_of)).read_text())["models"]
+    assert "kl" in results["two"] and "kl" not in results["best of 2"]
+    hot = json.loads(evaluation.run(config_of(64, best_of=best_of, reference="two", top_p=0.9)).read_text())["models"]
+    assert "kl" not in hot["best of 2"]
+    same = json.loads(evaluation.run(config_of(64, best_of=best_of, reference="two")).read_text())["models"]
+    assert same["best of 2"]["kl"] == pytest.approx(math.log(2) - 1 / 2)
+
+
+def test_the_best_of_n_is_chosen_through_the_words_of_another_tokenizer(config_of, foreign):
+    best_of = {"best of 3": BestOfConfig("one", foreign[1], 3)}
+    results = json.loads(evaluation.run(config_of(64, best_of=best_of, reward_model=foreign[1])).read_text())["models"]
+    assert results["best of 3"]["proxy"] > results["one"]["proxy"]
+
+
+def test_a_wrong_best_of_n_is_refused(config_of, monkeypatch):
+    for best_of, changes, words in (
+        ({"one": BestOfConfig("two", "r")}, {}, "'one' is the name of a model too"),
+        ({"best": BestOfConfig("three", "r")}, {}, "policy 'three' of best is not among the models: one, two"),
+        ({"best": BestOfConfig("one", "r")}, {"temperature": 0.0}, "a temperature above 0"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            config_of(64, best_of=best_of, **changes)
+    with pytest.raises(ValueError, match="samples must be at least 2"):
+        BestOfConfig("one", "r", 1)
+    monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
+    with pytest.raises(UserError, match="/nowhere/judge: no such model directory"):
+        evaluation.run(config_of(64, best_of={"best": BestOfConfig("one", "/nowhere/judge")}))
 
 
 # --- who judges -----------------------------------------------------------------------------------------------------

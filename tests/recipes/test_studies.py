@@ -145,6 +145,7 @@ def test_methods_have_the_same_budget(tmp_path):
     online = [config for config in configs.values() if isinstance(config, PPOConfig)]
     assert {responses_per_iteration(config) * config.training.max_steps for config in online} == {1920}
     assert len({config.advantages for config in online}) == len(online) == 6
+    assert configs["evaluation"].best_of["best of 16"].reward_model == configs["ppo"].reward_model
     assert configs["dpo"].data.max_rows * 2 == configs["kto"].data.max_rows * 2 == 1920
 
 
@@ -176,6 +177,9 @@ def test_every_method_and_every_detail_runs(name, tmp_path):
         small += ["best_of_n.best_of_n.samples=2", "best_of_n.best_of_n.max_new_tokens=4"]
     run_recipe(name, tmp_path, [*WORLD, *small])
     models = read_results(tmp_path / "evaluation")["models"]
+    if name == "methods":
+        assert models["best of 16"]["win_rate"]["n"] == 8
+        assert models["best of 16"]["proxy"] >= max(models[each]["proxy"] for each in ("SFT", "DPO"))
     online = [stage for stage in trained if isinstance(configs[stage], PPOConfig)]
     assert len(models) >= 1 + len(online) and all("gold" in found for found in models.values())
     assert (tmp_path / "report/report.html").is_file()
