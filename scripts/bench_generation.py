@@ -39,6 +39,7 @@ from alignment.generation.requests import DecodingRequest
 from alignment.generation.sampling import SamplingConfig
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import load_language_model, save_model
+from alignment.models.matrix_products import products_by_mkl
 
 ROWS = {"nano": 64, "micro": 16}
 VOCABULARY, MOST_NEW, PADDING = 640, 64, 2
@@ -132,8 +133,8 @@ def build_contestants(checkpoint: Path, workload: Workload) -> dict[str, Generat
     theirs = AutoModelForCausalLM.from_pretrained(checkpoint, attn_implementation="sdpa").eval()
     return {
         "alignment": lambda: generate_ours(mine, workload),
-        "transformers dynamic": lambda: generate_theirs(theirs, workload, None),
-        "transformers static": lambda: generate_theirs(theirs, workload, "static"),
+        "transformers dynamic": products_by_mkl()(lambda: generate_theirs(theirs, workload, None)),
+        "transformers static": products_by_mkl()(lambda: generate_theirs(theirs, workload, "static")),
     }
 
 
@@ -149,7 +150,7 @@ def generate_ours(model: Any, workload: Workload) -> list[list[int]]:
 
 
 def generate_theirs(model: Any, workload: Workload, cache: str | None) -> list[list[int]]:
-    """Responses of transformers, one batch of similar prompts after the other."""
+    """Responses of transformers, one batch of similar prompts after the other, multiplied as PyTorch itself does."""
     order, responses = by_length(workload.prompts), {}
     for start in range(0, len(order), workload.rows):
         batch = order[start : start + workload.rows]

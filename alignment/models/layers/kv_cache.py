@@ -91,9 +91,9 @@ class Cache:
         return (heads_of_rows * self.capacity + slots[:, None]).flatten()
 
     def write(self, layer: int, addresses: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Put keys and values [n, K, head_dim] at `addresses` [n * K]."""
+        """Put keys and values of the first n rows, [n and more, K, head_dim], at `addresses` [n * K]."""
         for store, new in ((self.keys[layer], keys), (self.values[layer], values)):
-            store.flatten(0, 2).index_copy_(0, addresses, new.flatten(0, 1).to(store.dtype))
+            store.flatten(0, 2).index_copy_(0, addresses, new.flatten(0, 1)[: len(addresses)].to(store.dtype))
 
     def read(self, layer: int, width: int) -> tuple[Tensor, Tensor]:
         """The first `width` slots of every row, [rows, K, width, head_dim], without a copy."""

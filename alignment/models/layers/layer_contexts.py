@@ -1,7 +1,8 @@
 """Builds every layer's `AttentionContext` for one forward: masks, angles and biases that layers share are made once."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -20,6 +21,7 @@ from alignment.models.layers.padded_layout import (
     padding_mask,
     rectangle_mask,
     visible,
+    with_spare_rows,
 )
 from alignment.models.layers.rotary import LongScaling, Rotary, RotarySpec, Rotation
 from alignment.models.layers.sdpa import (
@@ -59,6 +61,7 @@ def training_contexts(
     relative: Tensor | None = None,
     source: Source | None = None,
     cache_write: CacheWrite | None = None,
+    spare: int = 0,
 ) -> list[AttentionContext]:
     """Each layer's context for whole documents, in training and in prefill.
 
@@ -69,6 +72,7 @@ def training_contexts(
         relative: DeBERTa's vectors of relative positions, [2 * S, D].
         source: what an encoder read, one document for each of the batch's.
         cache_write: where keys and values are also written to.
+        spare: rows behind the batch's tokens that belong to no document.
     """
     if batch.shared is not None and not shares_prompts(layers):
         raise ValueError("this model's tokens see what follows them, so that no prompt is the same for two responses")
@@ -77,14 +81,17 @@ def training_contexts(
     if prefix is None and varlen_applies([layer.attention for layer in layers], parameter, training):
         attends = varlen_attentions(layers, batch)
     elif batch.shared is not None:
-        attends = shared_attentions(layers, modules, batch, batch.shared, prefix)
+        attends = shared_attentions(layers, modules, batch, batch.shared, prefix=prefix, spare=spare)
     else:
         layout = pad_layout(batch.lengths, layers[0].attention.heads, batch.tokens.device)
+        layout = replace(layout, spare=spare)
         attends = padded_attentions(layers, modules, batch, layout, prefix)
     if cache_write is not None:
         attends = [with_cache_write(*cache_write, layer, attend) for layer, attend in enumerate(attends)]
     positions = batch.positions + offset if offset else batch.positions
-    turns = rotations(layers, modules, positions, max(batch.lengths) + offset, lambda: _token_sizes(batch) + offset)
+    positions = with_spare_rows(positions, spare)
+    sizes = partial(_token_sizes, batch, offset, spare)
+    turns = rotations(layers, modules, positions, max(batch.lengths) + offset, sizes)
     memory = None if cache_write is None else cache_write.cache
     across = [None] * len(layers) if source is None else _cross_attentions(layers, source, batch, memory)
     return [
@@ -119,17 +126,18 @@ def rotations(
     return [None if spec is None else made[spec] for spec in specs]
 
 
-def _token_sizes(batch: Ragged) -> Tensor:
-    """Tokens of the document each token belongs to, of the longest one for a shared prompt's, [N]."""
+def _token_sizes(batch: Ragged, offset: int, spare: int) -> Tensor:
+    """Tokens of the document each token belongs to, prefix included, of the longest one for a shared prompt's, [N + spare]."""
     if batch.shared is None:
-        return batch.sizes.repeat_interleave(batch.sizes, output_size=len(batch.tokens))
+        sizes = batch.sizes.repeat_interleave(batch.sizes, output_size=len(batch.tokens))
+        return with_spare_rows(sizes, spare) + offset
     longest = [0] * len(batch.shared.lengths)
     for prompt, length in zip(batch.shared.of_documents, batch.lengths, strict=True):
         if prompt is not None:
             longest[prompt] = max(longest[prompt], length)
     sizes = torch.tensor([*longest, *batch.lengths])
     sizes = sizes.repeat_interleave(torch.tensor(batch.pieces), output_size=len(batch.tokens))
-    return sizes.to(batch.tokens.device)
+    return with_spare_rows(sizes.to(batch.tokens.device), spare) + offset
 
 
 def padded_attentions(
@@ -167,12 +175,15 @@ def shared_attentions(
     modules: PositionModules,
     batch: Ragged,
     shared: SharedPrompts,
+    *,
     prefix: Tensor | None,
+    spare: int,
 ) -> list[AttentionFn]:
     """Each layer's attention in a batch with shared prompts: a document's own tokens read its prompt's keys too."""
     offset, device = 0 if prefix is None else prefix.shape[2], batch.tokens.device
     specs = [layer.attention for layer in layers if isinstance(layer.attention, AttentionSpec)]
     layout = shared_layout(batch.lengths, shared, specs[0].heads, device)
+    queries = replace(layout.queries, spare=spare)
 
     @cache
     def masks(window: int | None, biased: bool) -> list[Tensor | None]:
@@ -184,7 +195,7 @@ def shared_attentions(
 
     return [
         PaddedAttention(
-            layout.queries,
+            queries,
             spec,
             masks(spec.window, spec.position_bias is not None),
             None if prefix is None else prefix[layer],

@@ -1,0 +1,119 @@
+"""Products of float32 matrices by oneDNN on processors for which MKL has no AVX-512 kernels.
+
+PyTorch multiplies float32 matrices on a CPU by MKL. On processors of other makers than Intel, MKL takes its AVX2 kernels
+where oneDNN, which is a part of PyTorch too, takes AVX-512: twice as fast on an AMD EPYC (scripts/bench_products.py).
+"""
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch._C import DispatchKeySet
+from torch.library import Library, get_kernel
+
+VARIABLE = "ALIGNMENT_MATRIX_PRODUCTS"  # "mkl" or "onednn" decides instead of the processor
+SMALLEST = 2**21  # multiplications of a product that is worth oneDNN's longer call
+
+_libraries: list[Library] = []  # a kernel is registered as long as its library lives; empty: PyTorch's own
+
+
+def choose_products() -> None:
+    """Let oneDNN multiply float32 matrices of this process from now on, where it is faster.
+
+    This replaces the CPU kernels of `aten::mm` and `aten::addmm`, which linear layers call in their forward and backward
+    passes, ours and those of other libraries. Small products, other types and other devices are multiplied as before.
+    Which library multiplies depends on the processor and the environment variable alone, so that a run on one machine
+    repeats bit for bit; between the two, sums are rounded in another order.
+    """
+    chosen = os.environ.get(VARIABLE, "")
+    if chosen not in ("", "mkl", "onednn"):
+        raise ValueError(f"{VARIABLE} is {chosen!r}; it may be 'mkl' or 'onednn', and unset chooses by the processor")
+    if not _libraries and has_linear() and (chosen == "onednn" or (not chosen and onednn_is_faster())):
+        _libraries.append(_registered())
+
+
+def products_by_onednn() -> bool:
+    """Whether oneDNN multiplies large float32 matrices on the CPU in this process."""
+    return bool(_libraries)
+
+
+@contextmanager
+def products_by_mkl() -> Iterator[None]:
+    """While open, PyTorch's own kernels multiply: for comparisons."""
+    replaced = bool(_libraries)
+    _libraries.clear()
+    try:
+        yield
+    finally:
+        if replaced:
+            _libraries.append(_registered())
+
+
+def has_linear() -> bool:
+    """Whether this PyTorch has the operation of oneDNN that is used here."""
+    return torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+def onednn_is_faster(processor: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the processor has AVX-512 and is not Intel's; False where the system does not say.
+
+    Args:
+        processor: Linux's file, with a line `vendor_id : NAME` for each processor.
+    """
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkl.is_available():
+        return False
+    try:
+        vendors = {line.split(":")[1].strip() for line in processor.read_text().splitlines() if line[:9] == "vendor_id"}
+    except (OSError, IndexError):
+        return False
+    return bool(vendors) and "GenuineIntel" not in vendors
+
+
+def _registered() -> Library:
+    """The kernels that multiply by oneDNN, in force as long as the library lives."""
+    library = Library("aten", "IMPL")
+    kernels = {"mm": _matrix_product(_own_kernel("mm")), "addmm": _with_bias(_own_kernel("addmm"))}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Warning only once for all operators")
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, "CPU", with_keyset=True, allow_override=True)
+    return library
+
+
+def _own_kernel(name: str) -> Callable[..., Tensor]:
+    """PyTorch's own kernel, called with the dispatch keys and the operation's arguments."""
+    return get_kernel(f"aten::{name}", "CPU").call_boxed
+
+
+def _matrix_product(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    linear = torch.ops.mkldnn._linear_pointwise.default
+
+    def mm(keys: DispatchKeySet, a: Tensor, b: Tensor) -> Tensor:
+        if _large(a, b):
+            return linear(a, b.t(), None, "none", [], "")
+        return own(keys, a, b)
+
+    return mm
+
+
+def _with_bias(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    linear = torch.ops.mkldnn._linear_pointwise.default
+
+    def addmm(keys: DispatchKeySet, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+        if bias.dim() == 1 and beta == 1 and alpha == 1 and bias.dtype == a.dtype and _large(a, b):
+            return linear(a, b.t(), bias, "none", [], "")
+        return own(keys, bias, a, b, beta=beta, alpha=alpha)
+
+    return addmm
+
+
+def _large(a: Tensor, b: Tensor) -> bool:
+    """Whether oneDNN is to multiply a [M, K] and b [K, N]: float32, rows or columns without gaps, and many numbers."""
+    rows, inner = a.shape
+    if rows * inner * b.shape[1] < SMALLEST or a.dtype != torch.float32 or b.dtype != torch.float32:
+        return False
+    return 1 in a.stride() and 1 in b.stride() and inner == b.shape[0] and a.device == b.device
