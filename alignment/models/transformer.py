@@ -265,7 +265,7 @@ class Transformer(nn.Module):
         refuse_shared(batch, "a forward that continues the rows of a cache")
         new = continue_rows(batch, cache, rows, self.spec.layers[0].attention.heads)
         contexts = continuing_contexts(self.spec.layers, self._position_modules(), cache, new)
-        return self._run(batch.tokens, new.positions, None, contexts)
+        return self._run(self.embedded(batch.tokens, new.positions, None), contexts)
 
     def _position_modules(self) -> PositionModules:
         return PositionModules(self._rotaries, self.distance)
