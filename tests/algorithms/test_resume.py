@@ -7,6 +7,7 @@ from torch.testing import assert_close
 from alignment.adapters import LoRASpec
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
+from alignment.rewards import LengthSpec, RewardSpec
 from alignment.training import TrainingConfig
 from tests.stopping import run_stopped
 
@@ -56,12 +57,32 @@ def changes(stage, world):
             "responses_per_prompt": 3,
             "adapter": LoRASpec(rank=2),
         },
+        "online_dpo rewards": {
+            "training": TrainingConfig(batch_size=8, max_steps=4),
+            "rewards": [
+                RewardSpec(reward_model, normalize="running", clip=(-1.0, 1.0)),
+                RewardSpec(length=LengthSpec(max=4)),
+            ],
+            "loss": "odpo",
+        },
     }
 
 
 @pytest.mark.parametrize("stop", [1, 3])
 @pytest.mark.parametrize(
-    "name", ["sft", "sft LoRA", "reward LoRA", "dpo", "ppo", "ppo behind", "ppo LoRA", "online_dpo", "online_dpo LoRA"]
+    "name",
+    [
+        "sft",
+        "sft LoRA",
+        "reward LoRA",
+        "dpo",
+        "ppo",
+        "ppo behind",
+        "ppo LoRA",
+        "online_dpo",
+        "online_dpo LoRA",
+        "online_dpo rewards",
+    ],
 )
 def test_stopped_and_resumed_equals_uninterrupted(name, stop, changes, stage, make_stage, tmp_path, read_metrics):
     kind, policy = name.split()[0], str(stage("sft") / "model")

@@ -1,9 +1,8 @@
 """HTTP judges against a server that is slow, busy, broken or wrong."""
 
 import json
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import ExitStack
 
 import pytest
 import torch
@@ -15,69 +14,20 @@ from alignment.rewards.build import prepare_rewards
 from alignment.rewards.combine import RewardPart, Rewards
 from alignment.rewards.http import retry_after
 from alignment.rewards.judge import judge_reward
+from tests.stub_server import good, serving
 
 QUICK = {"timeout_seconds": 0.5, "retries": 3, "backoff_seconds": 0.01, "max_backoff_seconds": 0.5}
 
 
-class Stub(ThreadingHTTPServer):
-    """A service whose answers are a function of the request: (status, headers, body), or seconds to hang."""
-
-    daemon_threads = True
-
-    def __init__(self, answer):
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.answer, self.requests, self.lock = answer, [], threading.Lock()
-        self.times: list[float] = []
-        self.url = f"http://127.0.0.1:{self.server_port}/v1/chat/completions"
-        threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True).start()
-
-
-class Handler(BaseHTTPRequestHandler):
-    def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with self.server.lock:
-            self.server.requests.append((body, dict(self.headers)))
-            self.server.times.append(time.monotonic())
-            count = len(self.server.requests)
-        status, headers, text = self.server.answer(body, count)
-        self.send_response(status)
-        for name, value in headers.items():
-            self.send_header(name, value)
-        self.end_headers()
-        try:
-            for part in text if isinstance(text, list) else [text]:
-                self.wfile.write(part.encode())
-                if isinstance(text, list):
-                    self.wfile.flush()
-                    time.sleep(0.2)
-        except OSError:
-            pass
-
-    def log_message(self, *arguments):
-        pass
-
-
 @pytest.fixture
 def serve():
-    servers = []
-
-    def start(answer):
-        servers.append(Stub(answer))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.shutdown()
-        server.server_close()
+    with ExitStack() as servers:
+        yield lambda answer: servers.enter_context(serving(answer))
 
 
 def samples(*responses, **columns):
     rows = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
     return SampledTexts(["Say so."] * len(responses), responses, rows)
-
-
-def good(value):
-    return 200, {}, json.dumps({"score": value})
 
 
 def test_a_score_for_each_response_in_order_with_its_columns(serve):
