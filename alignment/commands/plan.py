@@ -16,10 +16,11 @@ from alignment.planning.run_length import Data, read_training_rows
 from alignment.planning.stages import StageConfig
 
 PLANNED = ("sft", "reward", "dpo", "ppo", "online_dpo", "pretrain", "finetune")
-TELLING_KEYS = (  # the first stage decides of which a config has a key
-    ("ppo", {"advantages", "kl_coef", "value_model"}), ("online_dpo", {"judge", "tie_margin"}),
-    ("ppo", {"rewards"}), ("online_dpo", {"responses_per_prompt"}),
-    ("ppo", {"reward_model"}), ("dpo", {"beta"}), ("finetune", {"task"}), ("pretrain", {"objective", "model"}),
+TELLING_KEYS = (  # the first stage decides of which a config has all these keys
+    ("ppo", {"advantages"}), ("ppo", {"kl_coef"}), ("ppo", {"value_model"}), ("online_dpo", {"judge"}),
+    ("online_dpo", {"tie_margin"}), ("online_dpo", {"rewards", "beta"}), ("online_dpo", {"rewards", "loss"}),
+    ("ppo", {"rewards"}), ("online_dpo", {"responses_per_prompt"}), ("ppo", {"reward_model"}), ("dpo", {"beta"}),
+    ("finetune", {"task"}), ("pretrain", {"objective"}), ("pretrain", {"model"}),
 )  # fmt: skip
 
 
@@ -88,7 +89,7 @@ def stage_of(source: str, file: Path) -> str:
             return name
     values = read_yaml(file).values
     keys = set(values) if isinstance(values, dict) else set()
-    found = [stage for stage, telling in TELLING_KEYS if keys & telling]
+    found = [stage for stage, telling in TELLING_KEYS if telling <= keys]
     if not found:
         raise UserError(
             f"{source}: neither its name nor its keys tell which stage it configures; say so: --stage sft (or one of "

@@ -108,6 +108,33 @@ def test_ppo_on_two_processes_normalizes_several_rewards_as_one_does(tmp_path, w
             assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
 
 
+def test_online_dpo_on_two_processes_compares_by_several_rewards_as_on_one(tmp_path, world, checkpoints, stage):
+    rewards = [
+        {"reward_model": f"{stage('reward')}/model", "normalize": "running", "clip": [-2, 2]},
+        {"function": "tests.rewards.test_reward_runs:vowels", "normalize": "first", "weight": 0.5},
+    ]
+    settings = [
+        "online-dpo", "online_dpo/tiny", f"policy={checkpoints['llama']}", "reward_model=null", f"rewards={json.dumps(rewards)}",
+        f"data.train={world['prompts']}", "loss=odpo", "training.max_steps=2", "training.batch_size=7", "max_new_tokens=8",
+    ]  # fmt: skip
+    lines = {}
+    for name, launcher in (("one", None), ("two", "ddp")):
+        run(tmp_path / name, launcher, *settings)
+        lines[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
+    for one, two in zip(lines["one"], lines["two"], strict=True):
+        assert one.keys() == two.keys()
+        for key in (
+            "score",
+            "score/reward_model",
+            "score/vowels",
+            "unscored_share/vowels",
+            "unjudged",
+            "pairs",
+            "loss",
+        ):
+            assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
+
+
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("zero3", marks=needs_deepspeed)])
 def test_online_dpo_on_two_processes_draws_what_one_draws(tmp_path, world, checkpoints, stage, kind):
     """Samples are seeded by prompt and number of the response, pairs gathered in the order of the prompts; 7 prompts."""

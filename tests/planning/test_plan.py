@@ -325,8 +325,10 @@ def test_a_stage_is_found_by_name_or_keys_and_asked_for_otherwise(config_file, t
     (tmp_path / "c.yaml").write_text("policy: x\nreward_model: y\nresponses_per_prompt: 2\nadvantages: rloo\n")
     assert stage_of("c.yaml", tmp_path / "c.yaml") == "ppo"
     assert stage_of("b.yaml", tmp_path / "b.yaml") == stage_of("online_dpo/tiny", Path("x.yaml")) == "online_dpo"
-    (tmp_path / "d.yaml").write_text("policy: x\nrewards: [{answer: gsm8k}]\ntie_margin: 0.5\n")
+    (tmp_path / "d.yaml").write_text("policy: x\nrewards: [{answer: gsm8k}]\nresponses_per_prompt: 4\nbeta: 0.1\n")
+    (tmp_path / "e.yaml").write_text("policy: x\nrewards: [{answer: gsm8k}]\nresponses_per_prompt: 4\n")
     assert stage_of("d.yaml", tmp_path / "d.yaml") == "online_dpo"
+    assert stage_of("e.yaml", tmp_path / "e.yaml") == "ppo"
     with pytest.raises(UserError, match="--stage sft"):
         stage_of(config_file, Path(config_file))
 
