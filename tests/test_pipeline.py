@@ -438,6 +438,13 @@ def test_a_plain_word_that_is_a_directory_s_name_by_chance_is_not_hashed(recipe,
     assert ran.names() == []
 
 
+@pytest.mark.parametrize("length", [300, 5000])
+def test_a_setting_too_long_for_a_path_is_no_path(recipe, ran, length):
+    edit(recipe, "${world}/model", "x" * length)
+    go(recipe)
+    assert "sft" in ran.names()
+
+
 def test_another_commit_of_a_hub_model_runs_the_stage_anew(recipe, ran, monkeypatch, tmp_path):
     from alignment.training.run import lineage
 

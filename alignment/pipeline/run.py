@@ -175,13 +175,13 @@ def _resolve(stage: StageSettings, names: Mapping[str, object], hashes: dict[str
 
 def _content(text: str, names: Mapping[str, object]) -> str | dict[str, str] | None:
     """Hashes of the files that a setting names; None where it names none, or a stage, which has its own hash."""
-    if references(text) - set(FOLDERS) or len(text) > 1024:
+    if references(text) - set(FOLDERS):
         return None
     path = Path(fill(text, names)) if references(text) else Path(os.path.expanduser(text))
-    if path.is_file():
+    if os.path.isfile(path):  # False for text that is too long for a path, where Path's own method raises an error
         return sha256(path)
     # A plain word may be a directory's name by chance; it counts only if the directory holds a model.
-    if not path.is_dir() or (os.sep not in text and not any((path / name).is_file() for name in MODEL_FILES)):
+    if not os.path.isdir(path) or (os.sep not in text and not any((path / name).is_file() for name in MODEL_FILES)):
         return None
     return {str(file.relative_to(path)): sha256(file) for file in sorted(path.rglob("*")) if file.is_file()}
 
