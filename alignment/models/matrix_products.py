@@ -25,7 +25,8 @@ def choose_products() -> None:
     """Let oneDNN multiply float32 matrices of this process from now on, where it is faster.
 
     This replaces the CPU kernels of `aten::mm` and `aten::addmm`, which linear layers call in their forward and backward
-    passes, ours and those of other libraries. Small products, other types and other devices are multiplied as before.
+    passes, ours and those of other libraries. Small products, numbers of rows that hardly come twice (see `spare_rows`),
+    other types and other devices are multiplied as before.
     Which library multiplies depends on the processor and the environment variable alone, so that a run on one machine
     repeats bit for bit; between the two, sums are rounded in another order.
     """
@@ -51,6 +52,11 @@ def products_by_mkl() -> Iterator[None]:
     finally:
         if replaced:
             _libraries.append(_registered())
+
+
+def spare_rows(rows: int) -> int:
+    """Rows of zeros to add to so many, at most a sixteenth or 15, so that few different numbers of rows come about."""
+    return -rows % max(16, 1 << max(0, rows.bit_length() - 5))
 
 
 def has_linear() -> bool:
@@ -93,7 +99,7 @@ def _matrix_product(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     linear = torch.ops.mkldnn._linear_pointwise.default
 
     def mm(keys: DispatchKeySet, a: Tensor, b: Tensor) -> Tensor:
-        if _large(a, b):
+        if _for_onednn(a, b):
             return linear(a, b.t(), None, "none", [], "")
         return own(keys, a, b)
 
@@ -104,16 +110,23 @@ def _with_bias(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     linear = torch.ops.mkldnn._linear_pointwise.default
 
     def addmm(keys: DispatchKeySet, bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-        if bias.dim() == 1 and beta == 1 and alpha == 1 and bias.dtype == a.dtype and _large(a, b):
+        if bias.dim() == 1 and beta == 1 and alpha == 1 and bias.dtype == a.dtype and _for_onednn(a, b):
             return linear(a, b.t(), bias, "none", [], "")
         return own(keys, bias, a, b, beta=beta, alpha=alpha)
 
     return addmm
 
 
-def _large(a: Tensor, b: Tensor) -> bool:
-    """Whether oneDNN is to multiply a [M, K] and b [K, N]: float32, rows or columns without gaps, and many numbers."""
+def _for_onednn(a: Tensor, b: Tensor) -> bool:
+    """Whether oneDNN is to multiply a [M, K] and b [K, N].
+
+    It makes a kernel for each shape that it meets for the first time and keeps it, which takes a millisecond and leaves
+    holes in memory that larger tensors do not fit. So the number of tokens must be one that comes often: K where `a` is
+    transposed, as in the gradient of a weight, else M.
+    """
     rows, inner = a.shape
     if rows * inner * b.shape[1] < SMALLEST or a.dtype != torch.float32 or b.dtype != torch.float32:
         return False
-    return 1 in a.stride() and 1 in b.stride() and inner == b.shape[0] and a.device == b.device
+    if 1 not in a.stride() or 1 not in b.stride() or inner != b.shape[0] or a.device != b.device:
+        return False  # rows and columns with gaps, or what the operation refuses in its own words
+    return spare_rows(rows if a.stride(1) == 1 else inner) == 0

@@ -21,9 +21,9 @@ from alignment.models.layers.disentangled import RelativeEmbedding
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.layer_contexts import CacheWrite, PositionModules, decoding_contexts, training_contexts
 from alignment.models.layers.norms import NoNormSpec, NormSpec
-from alignment.models.layers.padded_layout import spare_rows, with_spare_rows
+from alignment.models.layers.padded_layout import with_spare_rows
 from alignment.models.layers.position_embeddings import PositionsSpec
-from alignment.models.matrix_products import products_by_onednn
+from alignment.models.matrix_products import products_by_onednn, spare_rows
 from alignment.ragged import Ragged, distinct_firsts, refuse_shared
 
 UNLIMITED = 2**31  # tokens: more than any document has; `max_positions` where an architecture sets no limit

@@ -7,7 +7,6 @@ from torch.profiler import ProfilerActivity, profile
 
 from alignment.models import matrix_products, transformer
 from alignment.models.build import build_language_model
-from alignment.models.layers.padded_layout import spare_rows
 from alignment.models.matrix_products import (
     SMALLEST,
     VARIABLE,
@@ -16,6 +15,7 @@ from alignment.models.matrix_products import (
     onednn_is_faster,
     products_by_mkl,
     products_by_onednn,
+    spare_rows,
 )
 from alignment.ragged import Ragged
 
@@ -39,7 +39,7 @@ def operations(work) -> set[str]:
 
 
 @needs_onednn
-@pytest.mark.parametrize("shape", [(300, 200, 100), (700, 3000, 1), (1, 3000, 1000), (2100, 64, 17)])
+@pytest.mark.parametrize("shape", [(304, 200, 100), (704, 3000, 1), (1, 3000, 1000), (2176, 64, 17)])
 @pytest.mark.parametrize("biased", [True, False])
 def test_products_and_gradients_are_those_of_float64(onednn, shape, biased):
     torch.manual_seed(0)
@@ -59,12 +59,17 @@ def test_products_and_gradients_are_those_of_float64(onednn, shape, biased):
 
 @needs_onednn
 def test_large_float32_products_go_to_onednn_and_no_others(onednn):
-    side = int(SMALLEST ** (1 / 3)) + 1
+    side = int(SMALLEST ** (1 / 3)) + 16
+    side += spare_rows(side)
     a, b = torch.randn(side, side), torch.randn(side, side)
     mine = "mkldnn::_linear_pointwise"
     assert mine in operations(lambda: a @ b)
     assert mine in operations(lambda: F.linear(a, b, torch.zeros(side)))
-    assert mine not in operations(lambda: a[: side // 2] @ b)  # small
+    assert mine in operations(lambda: torch.randn(side, 8 * side + 3).t() @ b)  # as in the gradient of a weight
+    assert mine not in operations(
+        lambda: torch.randn(8 * side + 3, side) @ b
+    )  # a number of tokens that hardly comes twice
+    assert mine not in operations(lambda: a[:16] @ b)  # small
     assert mine not in operations(lambda: a.double() @ b.double())
     assert mine not in operations(lambda: torch.addmm(torch.zeros(side), a, b, beta=0.5))
     assert mine not in operations(lambda: torch.randn(side, 2 * side)[:, ::2] @ b)  # gaps in rows and columns

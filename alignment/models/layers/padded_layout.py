@@ -147,14 +147,6 @@ def choose_columns(lengths: Sequence[int], heads: int) -> list[int]:
     return [width_of[width] for width in rounded]
 
 
-def spare_rows(rows: int) -> int:
-    """Rows of zeros to add to so many, at most a sixteenth or 15, so that few different numbers of rows come about.
-
-    oneDNN makes a kernel for each shape of a product that it meets for the first time, which takes a millisecond.
-    """
-    return -rows % max(16, 1 << max(0, rows.bit_length() - 5))
-
-
 def with_spare_rows(x: Tensor, spare: int) -> Tensor:
     """x [N, ...] and rows of zeros behind it, [N + spare, ...]."""
     return F.pad(x, (0, 0) * (x.dim() - 1) + (0, spare)) if spare else x
