@@ -221,16 +221,16 @@ def test_the_memory_of_each_role_is_noted_before_the_start(one_base, tmp_path):
 
 
 def test_a_network_that_trains_the_shared_base_ends_the_run_before_it_starts(one_base, monkeypatch, tmp_path):
-    from alignment.algorithms.ppo import rewards
+    from alignment.algorithms import scoring
 
-    load = rewards.load_frozen_reward_model
+    load = scoring.load_frozen_reward_model
 
     def unfreeze(*rest, **options):
         loaded = load(*rest, **options)
         loaded.model.get_parameter("trunk.norm.weight").requires_grad_(True)
         return loaded
 
-    monkeypatch.setattr(rewards, "load_frozen_reward_model", unfreeze)
+    monkeypatch.setattr(scoring, "load_frozen_reward_model", unfreeze)
     run, config = one_base("ppo", "LoRA")
     with pytest.raises(
         ValueError, match=r"trunk\.norm\.weight would be trained, and policy and value model and reward"
