@@ -4,8 +4,8 @@
 
 `product`: large products of x [4096, 1024] and w [1024, 1024], and of their gradients, GFLOP/s.
 `update`: forward and backward pass of a random model on documents of 40 to 100 tokens, other ones each time, milliseconds:
-`mkl`; `onednn`; and `spare rows`: oneDNN with rows of zeros behind the tokens, so that few shapes occur, as the library
-runs where it chooses oneDNN (alignment/models/matrix_products.py). All take turns; medians with the lowest and the highest.
+`mkl`, and `onednn` as the library runs where it chooses oneDNN (alignment/models/matrix_products.py), with rows of zeros
+behind the tokens so that few shapes occur. Both take turns; medians with the lowest and the highest.
 """
 
 import argparse
@@ -14,16 +14,14 @@ import os
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from unittest.mock import patch
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 from bench import SIZES
 
 from alignment.models.build import build_language_model
 from alignment.models.matrix_products import VARIABLE, choose_products, products_by_mkl
-from alignment.models.transformer import Transformer
 from alignment.ragged import Ragged
 
 VOCABULARY = 640
@@ -43,7 +41,7 @@ def main() -> None:
     x, w = torch.randn(4096, 1024), torch.randn(1024, 1024)
     work = 2 * x.numel() * 1024 / 1e9
     for name, product in {"x w": lambda: x @ w, "x w^T": lambda: x @ w.t(), "x^T x": lambda: x.t() @ x}.items():
-        seconds = take_turns(lambda _, product=product: product(), ("mkl", "onednn"), options.rounds)
+        seconds = take_turns(lambda _, product=product: product(), options.rounds)
         rates = {who: round(work / statistics.median(times), 1) for who, times in seconds.items()}
         print(
             json.dumps({"bench": "product", "of": name, "threads": torch.get_num_threads(), "gflops": rates}),
@@ -54,7 +52,6 @@ def main() -> None:
         for count in options.documents:
             seconds = take_turns(
                 lambda seed, model=model, count=count: update(model, documents(seed, count)),
-                tuple(CONTESTANTS),
                 options.rounds,
             )
             row = {"bench": "update", "size": size, "documents": count, "threads": torch.get_num_threads()}
@@ -65,23 +62,16 @@ def main() -> None:
 PICKS: tuple[Callable[[list[float]], float], ...] = (statistics.median, min, max)
 
 
-@contextmanager
-def without_spare_rows() -> Iterator[None]:
-    """While open, the tokens of a batch stand alone."""
-    with patch.object(Transformer, "_takes_spare_rows", lambda *_: False):
-        yield
+CONTESTANTS = {"mkl": products_by_mkl, "onednn": nullcontext}
 
 
-CONTESTANTS = {"mkl": products_by_mkl, "onednn": without_spare_rows, "spare rows": nullcontext}
-
-
-def take_turns(work: Callable[[int], object], names: tuple[str, ...], rounds: int) -> dict[str, list[float]]:
+def take_turns(work: Callable[[int], object], rounds: int) -> dict[str, list[float]]:
     """Seconds of each contestant's work in each round, after two that are not counted; `work` gets a new number each time."""
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     seed = 0
     for number in range(rounds + 2):
-        for name in names:
-            with CONTESTANTS[name]():
+        for name, chosen in CONTESTANTS.items():
+            with chosen():
                 for _ in range(3):
                     seed += 1
                     began = time.perf_counter()

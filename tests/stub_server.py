@@ -38,7 +38,7 @@ class Handler(BaseHTTPRequestHandler):
                 if isinstance(text, list):
                     self.wfile.flush()
                     time.sleep(0.2)
-        except OSError:
+        except OSError:  # the client has waited long enough and hung up, as it should
             pass
 
     def log_message(self, *arguments):

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch._C import DispatchKeySet
 from torch.library import Library, get_kernel
 
+from alignment.errors import UserError
+
 VARIABLE = "ALIGNMENT_MATRIX_PRODUCTS"  # "mkl" or "onednn" decides instead of the processor
 SMALLEST = 2**21  # multiplications of a product that is worth oneDNN's longer call
 
@@ -29,10 +31,15 @@ def choose_products() -> None:
     other types and other devices are multiplied as before.
     Which library multiplies depends on the processor and the environment variable alone, so that a run on one machine
     repeats bit for bit; between the two, sums are rounded in another order.
+
+    Raises:
+        UserError: the variable names another library, or oneDNN where this PyTorch has none.
     """
     chosen = os.environ.get(VARIABLE, "")
     if chosen not in ("", "mkl", "onednn"):
-        raise ValueError(f"{VARIABLE} is {chosen!r}; it may be 'mkl' or 'onednn', and unset chooses by the processor")
+        raise UserError(f"{VARIABLE} is {chosen!r}; it may be 'mkl' or 'onednn', and unset chooses by the processor")
+    if chosen == "onednn" and not has_linear():
+        raise UserError(f"{VARIABLE} is 'onednn', and this PyTorch has no linear layer of oneDNN; unset it")
     if not _libraries and has_linear() and (chosen == "onednn" or (not chosen and onednn_is_faster())):
         _libraries.append(_registered())
 

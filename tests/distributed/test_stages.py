@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,15 @@ def run(output: Path, kind: str | None, *arguments: str) -> Path:
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return output / "model"
+
+
+def metrics_on_one_and_two(directory: Path, settings: list[str]) -> Iterator[tuple[dict, dict]]:
+    """The metrics of each step of `alignment ...` in one process, and of the same in two."""
+    lines = {}
+    for name, launcher in (("one", None), ("two", "ddp")):
+        run(directory / name, launcher, *settings)
+        lines[name] = [json.loads(line) for line in (directory / name / "metrics.jsonl").read_text().splitlines()]
+    return zip(lines["one"], lines["two"], strict=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,11 +109,7 @@ def test_ppo_on_two_processes_normalizes_several_rewards_as_one_does(tmp_path, w
         f"data.train={world['prompts']}", "pretrain_coef=0", "training.max_steps=3", "training.batch_size=7",
         "minibatches=2", "max_new_tokens=8", "training.save_every_steps=1",
     ]  # fmt: skip
-    lines = {}
-    for name, launcher in (("one", None), ("two", "ddp")):
-        run(tmp_path / name, launcher, *settings)
-        lines[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-    for one, two in zip(lines["one"], lines["two"], strict=True):
+    for one, two in metrics_on_one_and_two(tmp_path, settings):
         for key in ("score", "score/reward_model", "score/vowels", "score/length", "policy_loss", "value_loss"):
             assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
 
@@ -117,11 +123,7 @@ def test_online_dpo_on_two_processes_compares_by_several_rewards_as_on_one(tmp_p
         "online-dpo", "online_dpo/tiny", f"policy={checkpoints['llama']}", "reward_model=null", f"rewards={json.dumps(rewards)}",
         f"data.train={world['prompts']}", "loss=odpo", "training.max_steps=2", "training.batch_size=7", "max_new_tokens=8",
     ]  # fmt: skip
-    lines = {}
-    for name, launcher in (("one", None), ("two", "ddp")):
-        run(tmp_path / name, launcher, *settings)
-        lines[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
-    for one, two in zip(lines["one"], lines["two"], strict=True):
+    for one, two in metrics_on_one_and_two(tmp_path, settings):
         assert one.keys() == two.keys()
         for key in (
             "score",

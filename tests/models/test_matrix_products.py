@@ -5,6 +5,7 @@ import torch
 from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
+from alignment.errors import UserError
 from alignment.models import matrix_products, transformer
 from alignment.models.build import build_language_model
 from alignment.models.matrix_products import (
@@ -103,9 +104,13 @@ def test_the_environment_decides_before_the_processor(said, faster, expected, mo
         matrix_products._libraries.clear()
 
 
-def test_an_unknown_choice_is_refused(monkeypatch):
+def test_an_unknown_choice_and_one_that_there_is_not_are_refused(monkeypatch):
     monkeypatch.setenv(VARIABLE, "blas")
-    with pytest.raises(ValueError, match=r"'blas'.*'mkl' or 'onednn'"):
+    with pytest.raises(UserError, match=r"'blas'.*'mkl' or 'onednn'"):
+        choose_products()
+    monkeypatch.setenv(VARIABLE, "onednn")
+    monkeypatch.setattr(matrix_products, "has_linear", lambda: False)
+    with pytest.raises(UserError, match="has no linear layer of oneDNN"):
         choose_products()
 
 

@@ -17,7 +17,7 @@ from alignment.models.layers.block import BlockSpec
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.layer_contexts import PositionModules, rotations
 from alignment.models.layers.padded_layout import PaddedLayout, choose_columns, in_rectangles, layout_of, pad, unpad
-from alignment.models.layers.rotary import RotarySpec
+from alignment.models.layers.rotary import DynamicScaling, LongScaling
 from alignment.models.layers.sdpa import attend
 from alignment.models.layers.shared_layout import SharedRectangle, continued_mask
 from alignment.ragged import Ragged
@@ -140,10 +140,7 @@ def longest_continued(layers: Sequence[BlockSpec]) -> int | None:
 
     Beyond the original context of dynamic and LongRoPE scaling the angles of all tokens depend on the document's length.
     """
-    rotaries = [getattr(layer.attention, "rotary", None) for layer in layers]
-    limits = [
-        spec.scaling.original_positions  # type: ignore[union-attr]
-        for spec in rotaries
-        if isinstance(spec, RotarySpec) and spec.by_length
-    ]
+    rotaries = [layer.attention.rotary for layer in layers if isinstance(layer.attention, AttentionSpec)]
+    scalings = [rotary.scaling for rotary in rotaries if rotary is not None]
+    limits = [each.original_positions for each in scalings if isinstance(each, DynamicScaling | LongScaling)]
     return min(limits, default=None)
