@@ -19,6 +19,8 @@ from alignment.errors import UserError
 
 VARIABLE = "ALIGNMENT_MATRIX_PRODUCTS"  # "mkl" or "onednn" decides instead of the processor
 SMALLEST = 2**21  # multiplications of a product that is worth oneDNN's longer call
+IMAGES = 16  # in so many parts a convolution reads the tokens; with fewer, PyTorch takes a slower one where it has one thread
+FEWEST_TOKENS = 768  # of a weight's gradient that is worth a convolution
 
 _libraries: list[Library] = []  # a kernel is registered as long as its library lives; empty: PyTorch's own
 
@@ -106,9 +108,11 @@ def _matrix_product(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     linear = torch.ops.mkldnn._linear_pointwise.default
 
     def mm(keys: DispatchKeySet, a: Tensor, b: Tensor) -> Tensor:
-        if _for_onednn(a, b):
-            return linear(a, b.t(), None, "none", [], "")
-        return own(keys, a, b)
+        if not _for_onednn(a, b):
+            return own(keys, a, b)
+        if _is_weight_gradient(a, b):
+            return _weight_gradient(a.t(), b)
+        return linear(a, b.t(), None, "none", [], "")
 
     return mm
 
@@ -137,3 +141,27 @@ def _for_onednn(a: Tensor, b: Tensor) -> bool:
     if 1 not in a.stride() or 1 not in b.stride() or inner != b.shape[0] or a.device != b.device:
         return False  # rows and columns with gaps, or what the operation refuses in its own words
     return spare_rows(rows if a.stride(1) == 1 else inner) == 0
+
+
+def _is_weight_gradient(a: Tensor, b: Tensor) -> bool:
+    """Whether a [M, K] is a transposed matrix and b [K, N] none, over so many tokens K that `_weight_gradient` is quicker."""
+    transposed = a.t().is_contiguous() and b.is_contiguous()
+    return transposed and a.shape[1] >= max(FEWEST_TOKENS, a.shape[0], b.shape[1])
+
+
+def _weight_gradient(to_output: Tensor, inputs: Tensor) -> Tensor:
+    """to_output.T @ inputs, [M, N], as the gradient of a convolution with a kernel of one pixel.
+
+    The linear layer of oneDNN copies a transposed matrix on one thread first; the convolution reads both where they are.
+
+    Args:
+        to_output: gradient of a linear layer's output, [K, M], contiguous; K is a multiple of `IMAGES`.
+        inputs: what the layer read, [K, N], contiguous.
+    """
+    images = [x.view(IMAGES, -1, 1, x.shape[1]).permute(0, 3, 1, 2) for x in (to_output, inputs)]  # channels last
+    shape = (to_output.shape[1], inputs.shape[1], 1, 1)
+    weight = torch.empty(shape, device=inputs.device, memory_format=torch.channels_last)
+    gradients = torch.ops.aten.convolution_backward.default(
+        images[0], images[1], weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1, [False, True, False]
+    )
+    return gradients[1].view(shape[:2])

@@ -6,8 +6,10 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 from alignment.errors import UserError
+from alignment.losses.language import TokenLoss, chunked_token_log_probs
 from alignment.models import matrix_products, transformer
 from alignment.models.build import build_language_model
+from alignment.models.heads import target_outputs
 from alignment.models.matrix_products import (
     SMALLEST,
     VARIABLE,
@@ -78,6 +80,37 @@ def test_large_float32_products_go_to_onednn_and_no_others(onednn):
         assert not products_by_onednn()
         assert mine not in operations(lambda: a @ b)
     assert mine in operations(lambda: a @ b)
+
+
+@needs_onednn
+def test_the_gradient_of_a_weight_over_many_tokens_copies_no_transposed_matrix(onednn):
+    tokens, convolution = torch.randn(1024, 256), "aten::convolution_backward"
+    assert convolution in operations(lambda: tokens.t() @ torch.randn(1024, 128))
+    assert convolution not in operations(lambda: tokens[:512].t() @ torch.randn(512, 128))  # too few to be worth it
+    assert convolution not in operations(lambda: tokens.t() @ torch.randn(2048, 1024).t())  # both transposed
+    assert convolution not in operations(lambda: tokens @ torch.randn(256, 128))
+
+
+@needs_onednn
+@pytest.mark.parametrize("options", [{}, {"entropy": True, "temperature": 0.7}, {"loss": TokenLoss(0.1, 1e-3)}])
+def test_a_head_reads_spare_rows_and_gives_what_it_gives_without(options, onednn):
+    torch.manual_seed(0)
+    head = torch.nn.Linear(64, 500, bias=False)
+    states, tokens = torch.randn(1003, 64, requires_grad=True), torch.randint(500, (1003,))
+    assert "mkldnn::_linear_pointwise" in operations(lambda: target_outputs(head, states, tokens, **options))
+
+    def outputs_and_gradients(function):
+        found = [output for output in function(head, states, tokens, **options) if output is not None]
+        gradients = torch.autograd.grad(
+            sum((x * torch.linspace(1, 2, 1003)).sum() for x in found), [states, head.weight]
+        )
+        return [*found, *gradients]
+
+    found = outputs_and_gradients(target_outputs)
+    with products_by_mkl():
+        expected = outputs_and_gradients(chunked_token_log_probs)
+    for mine, wanted in zip(found, expected, strict=True):
+        assert mine.shape == wanted.shape and (mine - wanted).abs().max() <= 3e-6 * wanted.abs().max()
 
 
 @pytest.mark.parametrize(
