@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 STAGES = {  # verb: "module:function"; the function takes the stage's config, whose class is the parameter's annotation
     "hotel_world": "alignment.hotel_world.datasets:run",
     "hotel_probe": "alignment.hotel_world.probe:run",
+    "hotel_comparisons": "alignment.evaluation.hotel_comparisons:run",
     "sums": "alignment.data.tools.sums:run",
     "split": "alignment.data.tools.split:run_split",
     "pairs": "alignment.data.tools.derive:run_pairs",

@@ -1,0 +1,89 @@
+"""Comparisons of policies' replies in the hotel world, chosen by its labelers. A stage of recipes, `hotel_comparisons`.
+
+A reward model that learns from them has seen what a policy says after training against another reward model, which no
+reply of the original comparisons shows. Source: Ouyang et al. 2022, arXiv:2203.02155, section 3.1, and Bai et al. 2022,
+arXiv:2204.05862, section 4.5, who both collect comparisons of their newest policies.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+from alignment.data.config import DataConfig
+from alignment.data.rows.records import Prompt
+from alignment.errors import UserError
+from alignment.evaluation.inputs import read_records
+from alignment.files import write_json, write_text
+from alignment.generation.generate import generate
+from alignment.hotel_world.grammar import is_prompt
+from alignment.hotel_world.labelers import prefers_first
+from alignment.loading import best_device, find_directory, load_model, load_tokenizer
+
+
+@dataclass(frozen=True)
+class HotelComparisonsConfig:
+    """Settings of the comparisons.
+
+    Attributes:
+        models: name -> directory or Hub name of a policy.
+        pairs: two names each, whose replies are compared; a policy may be compared with itself. The prompts take them in
+            turn: the first prompt the first pair, and so on.
+        data: prompts of the hotel world; `max_rows` says how many.
+        output: directory of `comparisons.jsonl` and of `results.json`, the counts.
+        max_new_tokens: longest reply.
+        seed: of replies and labelers.
+    """
+
+    models: dict[str, str]
+    pairs: list[list[str]]
+    data: DataConfig
+    output: str
+    max_new_tokens: int = 64
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not self.pairs or any(len(pair) != 2 or not set(pair) <= set(self.models) for pair in self.pairs):
+            raise ValueError(f"pairs must hold two of the names {', '.join(self.models)} each, got {self.pairs}")
+        if self.seed < 0:
+            raise ValueError(f"seed must not be negative, got {self.seed}")
+
+
+def run(config: HotelComparisonsConfig) -> Path:
+    """Write the comparisons and their counts and return the directory; two equal replies make no comparison.
+
+    Raises:
+        UserError: prompts that are not the hotel world's, a directory that is not there.
+    """
+    for source in config.models.values():
+        find_directory(source)
+    records: list[Prompt] = read_records(config.data, "prompts")
+    if others := [record.row_id for record in records if not is_prompt(record.prompt)]:
+        raise UserError(f"{others[0]}: the labelers know only prompts of the hotel world, and {len(others)} are none")
+    prompts = [str(record.prompt) for record in records]
+    replies = sample_replies(config, prompts)
+    rng, lines = Random(f"{config.seed}/labels"), []
+    for prompt, (first, second) in zip(prompts, replies, strict=True):
+        if first == second:
+            continue
+        chosen, rejected = (first, second) if prefers_first(rng, prompt, first, second) else (second, first)
+        lines.append(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}, ensure_ascii=False) + "\n")
+    output = Path(config.output)
+    write_text(output / "comparisons.jsonl", "".join(lines))
+    write_json(output / "results.json", {"prompts": len(prompts), "comparisons": len(lines)})
+    return output
+
+
+def sample_replies(config: HotelComparisonsConfig, prompts: Sequence[str]) -> list[tuple[str, str]]:
+    """Two replies to each prompt, by the policies of the pair whose turn it is; one policy is in memory at a time."""
+    found: dict[tuple[int, int], str] = {}
+    for name, source in config.models.items():
+        model, tokenizer = load_model(source, device=best_device()), load_tokenizer(source)
+        for side in (0, 1):
+            rows = [row for row in range(len(prompts)) if config.pairs[row % len(config.pairs)][side] == name]
+            asked = [prompts[row] for row in rows]
+            seed = 2 * config.seed + side  # a policy that is compared with itself says two things
+            texts = generate(model, tokenizer, asked, max_new_tokens=config.max_new_tokens, seed=seed).texts
+            found |= {(row, side): text for row, text in zip(rows, texts, strict=True)}
+    return [(found[row, 0], found[row, 1]) for row in range(len(prompts))]
