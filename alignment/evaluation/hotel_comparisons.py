@@ -51,7 +51,7 @@ class HotelComparisonsConfig:
 
 
 def run(config: HotelComparisonsConfig) -> Path:
-    """Write the comparisons and their counts and return the directory; two equal replies make no comparison.
+    """Write the comparisons and their counts and return the directory; two equal replies make none, nor does an empty one.
 
     Raises:
         UserError: prompts that are not the hotel world's, a directory that is not there.
@@ -65,7 +65,7 @@ def run(config: HotelComparisonsConfig) -> Path:
     replies = sample_replies(config, prompts)
     rng, lines = Random(f"{config.seed}/labels"), []
     for prompt, (first, second) in zip(prompts, replies, strict=True):
-        if first == second:
+        if first == second or not first.strip() or not second.strip():
             continue
         chosen, rejected = (first, second) if prefers_first(rng, prompt, first, second) else (second, first)
         lines.append(json.dumps({"prompt": prompt, "chosen": chosen, "rejected": rejected}, ensure_ascii=False) + "\n")

@@ -53,14 +53,15 @@ def test_rows_are_complete_and_a_run_repeats(world, tmp_path, checkpoints):
     assert rows_of(run(config_of(world, tmp_path, checkpoints, seed=1))) != found
 
 
-def test_labelers_choose_and_equal_replies_are_left_out(world, tmp_path, checkpoints, monkeypatch):
+def test_labelers_choose_and_equal_and_empty_replies_are_left_out(world, tmp_path, checkpoints, monkeypatch):
+    bad = " Read the sign, you oaf."
+
     def replies(config, prompts):
-        return [(" Read the sign, you oaf.", best_reply(prompts[0])), (" Goodbye.", " Goodbye.")] * (len(prompts) // 2)
+        return [(bad, best_reply(prompts[0])), (bad, bad), ("", bad), (bad, " \n"), ("", "")] * 2
 
     monkeypatch.setattr(hotel_comparisons, "sample_replies", replies)
-    found = rows_of(run(config_of(world, tmp_path, checkpoints)))
-    assert len(found) == 5
-    assert sum("oaf" in row["rejected"] for row in found) >= 4  # labelers err, but not mostly
+    assert [row["rejected"] for row in rows_of(run(config_of(world, tmp_path, checkpoints)))] == [bad, bad]
+    assert json.loads((tmp_path / "later" / "results.json").read_text()) == {"prompts": 10, "comparisons": 2}
 
 
 def test_refused_before_a_model_is_loaded(world, tmp_path, checkpoints, monkeypatch):
