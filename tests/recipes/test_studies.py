@@ -80,7 +80,11 @@ def test_the_judge_that_stops_has_other_pairs_than_the_proxy(tmp_path):
     assert configs["proxy"].data.train.endswith("pairs/proxy.jsonl")
     assert configs["judge"].data.train.endswith("pairs/judge.jsonl")
     assert differences(configs["ppo_stopped"], configs["ppo"]) == {"held_out", "training"}
-    assert configs["ppo_stopped"].held_out.reward_model == f"{configs['judge'].output}/model"
+    assert configs["ppo"].held_out.reward_model == f"{configs['judge'].output}/model"
+    assert configs["ppo_stopped"].held_out.reward_model == f"{configs['later_judge'].output}/model"
+    assert configs["later_judge"].data.train[0] == configs["judge"].data.train
+    assert configs["later_judge"].data.train[1].startswith(configs["later_pairs"].output)
+    assert configs["later_pairs"].data.train.endswith("pairs/rest.jsonl")
     names = [name for name in configs if name.startswith("dpo_")]
     assert all(configs[name].data.train == configs["proxy"].data.train for name in names)
     assert all(differences(configs[name], configs[names[0]]) <= {"beta"} for name in names)
@@ -88,12 +92,12 @@ def test_the_judge_that_stops_has_other_pairs_than_the_proxy(tmp_path):
 
 @pytest.mark.slow
 def test_every_stage_of_overoptimization_runs(tmp_path):
-    stages = ("proxy", "judge", "dpo_1", "dpo_0_3", "dpo_0_1", "dpo_0_03")
+    stages = ("proxy", "judge", "later_judge", "dpo_1", "dpo_0_3", "dpo_0_1", "dpo_0_03")
     small = [f"{name}.training.max_steps=1" for name in stages] + [f"{name}.training.batch_size=4" for name in stages]
     for name in ("ppo", "ppo_stopped"):
         small += [f"{name}.training.max_steps=4", f"{name}.training.batch_size=4", f"{name}.max_new_tokens=4"]
         small += [f"{name}.data.evaluation_share=0.3"]
-    small += ["best_of_n.best_of_n.samples=4", "best_of_n.best_of_n.max_new_tokens=4"]
+    small += ["best_of_n.best_of_n.samples=4", "best_of_n.best_of_n.max_new_tokens=4", "study.series.PPO.smooth=3"]
     run_recipe("overoptimization", tmp_path, [*WORLD, *small])
     study = read_results(tmp_path / "study")
     assert study["peaks"].keys() == {"PPO", "best of n", "DPO"} and study["laws"].keys() == {"PPO", "best of n"}
