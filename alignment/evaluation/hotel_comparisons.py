@@ -86,4 +86,5 @@ def sample_replies(config: HotelComparisonsConfig, prompts: Sequence[str]) -> li
             seed = 2 * config.seed + side  # a policy that is compared with itself says two things
             texts = generate(model, tokenizer, asked, max_new_tokens=config.max_new_tokens, seed=seed).texts
             found |= {(row, side): text for row, text in zip(rows, texts, strict=True)}
+        del model  # before the next one is loaded
     return [(found[row, 0], found[row, 1]) for row in range(len(prompts))]

@@ -163,7 +163,7 @@ def target_outputs(
     entropy: bool = False,
     loss: TokenLoss | None = None,
 ) -> TokenOutputs:
-    """`chunked_token_log_probs` of target tokens [M] from the states before them [M, D].
+    """`chunked_token_log_probs` of target tokens [M] from the states that predict them [M, D]; arguments as there.
 
     Where oneDNN makes a kernel for each number of rows, the head reads rows of zeros behind the states, as blocks do.
     """
