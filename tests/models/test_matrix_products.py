@@ -113,16 +113,23 @@ def test_a_head_reads_spare_rows_and_gives_what_it_gives_without(options, onednn
 
 
 @pytest.mark.parametrize(
-    ("vendor", "capability", "expected"),
-    [("AuthenticAMD", "AVX512", True), ("GenuineIntel", "AVX512", False), ("AuthenticAMD", "AVX2", False)],
+    ("vendor", "family", "capability", "expected"),
+    [
+        ("AuthenticAMD", 26, "AVX512", True),
+        ("AuthenticAMD", 25, "AVX512", False),  # Zen 4 computes 512 bits in two halves
+        ("GenuineIntel", 26, "AVX512", False),
+        ("AuthenticAMD", 26, "AVX2", False),
+    ],
 )
-def test_the_processor_decides(vendor, capability, expected, monkeypatch, tmp_path):
+def test_the_processor_decides(vendor, family, capability, expected, monkeypatch, tmp_path):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     processor = tmp_path / "cpuinfo"
-    processor.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: 25\n")
+    processor.write_text(f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\n")
     assert onednn_is_faster(processor) is expected
     assert not onednn_is_faster(tmp_path / "missing")
+    processor.write_text(f"vendor_id\t: {vendor}\n")
+    assert not onednn_is_faster(processor)
 
 
 @needs_onednn
