@@ -5,6 +5,7 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import matplotlib as mpl
@@ -72,8 +73,12 @@ class Bar:
     color: int = 0
 
 
-def curve_chart(label: str, curves: Sequence[Curve], x_label: str) -> Markup:
-    """Noisy measurements over time: the raw line pale, a moving average strong."""
+@lru_cache(maxsize=512)
+def curve_chart(label: str, curves: tuple[Curve, ...], x_label: str) -> Markup:
+    """Noisy measurements over time: the raw line pale, a moving average strong.
+
+    A recipe's report shows charts that its stages' pages have shown; they are drawn once. Coordinates must be tuples.
+    """
     with mpl.rc_context(STYLE):
         # Fixed margins: pages have hundreds of these charts, and fitting margins to letters takes half of the time.
         figure = Figure(figsize=(WIDTH / 72, 188 / 72), facecolor="none")

@@ -246,11 +246,11 @@ def charts_of(stage: str, rows: Sequence[Mapping[str, Any]], panels: Iterable[Pa
     """Charts of those panels for which a stage has measurements."""
     charts = []
     for panel in panels:
-        curves = [
-            Curve(label, [row["step"] for row in known], [row[key] for row in known], number)
+        curves = tuple(
+            Curve(label, tuple(row["step"] for row in known), tuple(row[key] for row in known), number)
             for number, (key, label) in enumerate(_keys(panel))
             if (known := [row for row in rows if is_finite_number(row.get("step")) and is_finite_number(row.get(key))])
-        ]
+        )
         if curves:
             svg = curve_chart(f"{stage}: {panel.title}", curves, "update")
             charts.append(Chart(panel.title, panel.note, svg))
