@@ -1,12 +1,13 @@
 """PPO finds the known optimum of a one-token bandit (invariant I8: signs of reward, KL and ascent)."""
 
+import copy
 import math
 from typing import Any
 
 import pytest
 import torch
 
-from alignment.adapters import LoRASpec, attach
+from alignment.adapters import LoRASpec, PrefixSpec, attach
 from alignment.algorithms.policies import Policy
 from alignment.algorithms.ppo import FixedKL, PPOConfig, iterate
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
@@ -15,6 +16,7 @@ from alignment.algorithms.ppo.setup import PPOState
 from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
 from alignment.models.build import build_language_model, build_scalar_model
+from alignment.models.language_model import LanguageModel
 from alignment.training import Engine, OptimConfig, TrainingConfig
 
 VOCABULARY, WANTED = 37, 5
@@ -30,17 +32,36 @@ def uniform_model():
     return model
 
 
+def far_from_uniform_model():
+    """Eight tokens: a shift of the 16 hidden numbers can give them any logits, so that a prefix can express the optimum."""
+    model = build_language_model(CONFIG | {"vocab_size": 8})
+    torch.nn.init.orthogonal_(model.head.weight, gain=2.0)
+    return model
+
+
+def probability(model, temperature: float = 1.0) -> float:
+    with torch.no_grad():
+        return (model.eval()(torch.tensor([[1]])).logits[0, -1] / temperature).softmax(-1)[WANTED].item()
+
+
 def probability_after_training(
-    kl_coef: float, sign: float, iterations: int = 60, seed: int = 0, adapter: LoRASpec | None = None, **settings: Any
+    kl_coef: float,
+    sign: float,
+    iterations: int = 60,
+    seed: int = 0,
+    adapter: LoRASpec | PrefixSpec | None = None,
+    start: LanguageModel | None = None,
+    **settings: Any,
 ) -> float:
-    """The wanted token's probability, at the temperature of the samples."""
+    """The wanted token's probability, at the temperature of the samples; `start` is the policy's start and the reference."""
     torch.manual_seed(seed)
     training = TrainingConfig(batch_size=256, max_steps=iterations, seed=seed)
     config = PPOConfig(
         policy="", reward_model="", data=DataConfig(train="none.jsonl"), output="", max_new_tokens=1, epochs=4, kl_coef=kl_coef,
         missing_end_penalty=0.0, normalize_scores=False, training=training, **settings,
     )  # fmt: skip
-    policy, reference = uniform_model(), uniform_model().eval()
+    policy = start or uniform_model()
+    reference = copy.deepcopy(policy).eval()
     if adapter is not None:
         attach(policy, adapter)
     value_model = build_scalar_model(CONFIG)
@@ -61,9 +82,7 @@ def probability_after_training(
     for step in range(iterations):
         metrics, _ = iterate(state, config, prompts, step)
         assert metrics["first_ratio_error"] <= 1e-5
-    with torch.no_grad():
-        logits = policy.eval()(torch.tensor([[1]])).logits[0, -1]
-        return (logits / config.temperature).softmax(-1)[WANTED].item()
+    return probability(policy, config.temperature)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -88,6 +107,15 @@ def test_I8_the_optimum_is_the_same_however_the_samples_come(name):
     optimum where it is (H27, H31)."""
     found = probability_after_training(1.0, 1.0, **VARIANTS[name])
     assert abs(found - math.e / (36 + math.e)) <= 0.012
+
+
+def test_I8_a_prefix_reaches_the_optimum():
+    """Proves: where a prefix alone is trained, samples, old and new log-probabilities are read behind it (H27, H31)."""
+    torch.manual_seed(4)
+    start = far_from_uniform_model()
+    odds = math.e * probability(start) / (1 - probability(start))
+    found = probability_after_training(1.0, 1.0, adapter=PrefixSpec(tokens=4), start=start)
+    assert abs(found - odds / (1 + odds)) <= 0.012
 
 
 def test_I8_policy_takes_all_reward_when_nothing_holds_it_back():
