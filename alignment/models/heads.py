@@ -172,4 +172,7 @@ def target_outputs(
     spare = spare_rows(count) if large and before.device.type == "cpu" and products_by_onednn() else 0
     states, targets = with_spare_rows(before, spare), with_spare_rows(tokens, spare)
     found = chunked_token_log_probs(head, states, targets, temperature=temperature, entropy=entropy, loss=loss)
-    return TokenOutputs(*(output if output is None else output[:count] for output in found)) if spare else found
+    if not spare:
+        return found
+    entropies, losses = (output if output is None else output[:count] for output in (found.entropy, found.losses))
+    return TokenOutputs(found.log_probs[:count], entropies, losses)
