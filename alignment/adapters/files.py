@@ -15,6 +15,7 @@ Spec = TypeVar("Spec")
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 MEMBERS = "ensemble.json"
 SPEC = "alignment_adapter.json"  # our own settings, in files that we write
+BASE = "base"  # in SPEC: the base model's directory relative to the adapter's
 
 
 def is_adapter(directory: Path) -> bool:
@@ -34,14 +35,21 @@ def score_rows(directory: Path) -> int:
 
 
 def read_base(directory: Path) -> str:
-    """An adapter's base model: a local directory, relative to the adapter's own where it exists there, or a Hub name."""
+    """An adapter's base model: a local directory, also where both were moved together, or a Hub name."""
     base = read_adapter_config(directory).get("base_model_name_or_path")
     if not base or not isinstance(base, str):
         raise UserError(
             f"{directory}/{CONFIG}: base_model_name_or_path is empty; write the base model's directory there"
         )
-    local = Path(directory, base)
-    return str(local.resolve()) if local.is_dir() else base
+    moved = (read_settings(directory) or {}).get(BASE)
+    places = [Path(directory, each) for each in (base, moved) if isinstance(each, str)]
+    return next((str(place.resolve()) for place in places if place.is_dir()), base)
+
+
+def read_settings(directory: Path) -> dict[str, Any] | None:
+    """The content of a directory's alignment_adapter.json; None in an adapter that another program wrote."""
+    path = Path(directory) / SPEC
+    return read_json_object(path) if path.is_file() else None
 
 
 def read_revision(directory: Path) -> str | None:
@@ -108,7 +116,7 @@ def build_spec(kind: type[Spec], values: dict[str, object], where: str) -> Spec:
     from alignment.config.yaml_source import SourcedYaml
 
     try:
-        return build(kind, SourcedYaml(values, {(): where}))
+        return build(kind, SourcedYaml({key: value for key, value in values.items() if key != BASE}, {(): where}))
     except UserError as error:
         raise UserError(f"{error}; write the adapter again") from error
 

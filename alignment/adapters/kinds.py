@@ -38,8 +38,8 @@ class AdapterKind:
         read_spec: (content of adapter_config.json, directory) -> the settings.
         from_file: (model, settings, tensors of the file, directory) -> attaches the adapter, takes its tensors out of
             the mapping and returns them by our names, None where one is missing.
-        own_settings: (model, its adapter's state) -> content of alignment_adapter.json beside peft's files; None: no
-            such file.
+        own_settings: (model, its adapter's state) -> content of alignment_adapter.json beside peft's files; None: the
+            base model's place alone.
         before_head: what precedes `score.weight` in the file of a scalar model's adapter.
     """
 

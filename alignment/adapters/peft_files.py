@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from alignment.adapters.attach import Loaded, train_head
-from alignment.adapters.files import CONFIG, SPEC, WEIGHTS, is_scalar_adapter, read_adapter_config
+from alignment.adapters.files import BASE, CONFIG, SPEC, WEIGHTS, is_scalar_adapter, read_adapter_config
 from alignment.adapters.kinds import KINDS, AnyModel, kinds_attached
 from alignment.adapters.specs import AdapterSpec
 from alignment.errors import UserError, raise_all
@@ -77,13 +77,14 @@ def save_adapter(
     revision: str | None = None,
     state: dict[str, Tensor] | None = None,
 ) -> None:
-    """Write an adapter so that `peft.PeftModel.from_pretrained(base model, directory)` gives the same model.
+    """Write an adapter that peft's and transformers' Auto classes open by its directory, and that gives the same model.
 
     Args:
         model: a model with its adapter attached.
         directory: directory to write.
-        base: directory or Hub name of the frozen weights. A directory is written relative to the adapter's, so that
-            both can be moved together.
+        base: directory or Hub name of the frozen weights. A directory is written as an absolute path, since peft reads
+            it from the working directory, and relative to the adapter's in our own settings, so that both can be moved
+            together.
         revision: commit of a base model on the Hub.
         state: the full state dict where the model is sharded; None: the model's own.
 
@@ -94,11 +95,13 @@ def save_adapter(
     directory.mkdir(parents=True, exist_ok=True)
     [kind] = kinds_attached(model)
     state = adapter_state(model, state)
-    if base is not None and Path(base).is_dir():
-        base = Path(os.path.relpath(Path(base).resolve(), directory.resolve())).as_posix()
     tensors, config = kind.to_file(model, state)
-    if kind.own_settings is not None:
-        write_json(directory / SPEC, kind.own_settings(model, state))
+    settings = {} if kind.own_settings is None else kind.own_settings(model, state)
+    if base is not None and Path(base).is_dir():
+        base = str(Path(base).resolve())
+        settings = {**settings, BASE: Path(os.path.relpath(base, directory.resolve())).as_posix()}
+    if settings:
+        write_json(directory / SPEC, settings)
     if (head := head_name(model)) is not None:
         tensors[f"{kind.before_head}score.weight"] = state[head]
     tensors = {name: value.detach().cpu().contiguous() for name, value in tensors.items()}

@@ -37,6 +37,10 @@ def named(directory):
     return json.loads((directory / "adapter_config.json").read_text())
 
 
+def relative_base(directory):
+    return json.loads((directory / "alignment_adapter.json").read_text())["base"]
+
+
 @torch.no_grad()
 def logits(directory):
     return load_model(str(directory))(IDS).logits
@@ -53,8 +57,8 @@ def house(base, tmp_path):
 def test_an_adapter_and_its_local_base_can_be_moved_together(house, spec, train):
     adapter = train(house / "base model", house / "run", spec)
     wanted, moved = logits(adapter), house.parent / "there"
-    name = named(adapter)["base_model_name_or_path"]
-    assert name == "../../base model" and named(adapter)["revision"] is None
+    assert named(adapter)["base_model_name_or_path"] == str(house / "base model")
+    assert relative_base(adapter) == "../../base model" and named(adapter)["revision"] is None
     os.rename(house, moved)
     assert torch.equal(logits(moved / "run" / "model"), wanted)
     assert len(load_tokenizer(str(moved / "run" / "model"))) == 384
@@ -63,7 +67,7 @@ def test_an_adapter_and_its_local_base_can_be_moved_together(house, spec, train)
 def test_an_adapter_on_one_of_another_kind_names_the_merged_base_relatively(house, train):
     first = train(house / "base model", house / "first", LoRASpec(rank=2))
     second = train(first, house / "second", PrefixSpec(tokens=2))
-    assert named(second)["base_model_name_or_path"] == "../base"
+    assert relative_base(second) == "../base"
     wanted = logits(second)
     shutil.move(house / "second", house.parent / "alone")
     assert torch.equal(logits(house.parent / "alone" / "model"), wanted)
@@ -72,7 +76,7 @@ def test_an_adapter_on_one_of_another_kind_names_the_merged_base_relatively(hous
 def test_a_lora_on_a_lora_names_the_same_base_and_its_rank_is_their_sum(house, train):
     first = train(house / "base model", house / "first", LoRASpec(rank=2))
     second = train(first, house / "deep" / "second", LoRASpec(rank=3))
-    assert named(second)["base_model_name_or_path"] == "../../../base model" and named(second)["r"] == 5
+    assert relative_base(second) == "../../../base model" and named(second)["r"] == 5
     assert not (house / "deep" / "second" / "base").exists()
     third = train(second, house / "third", LoRASpec(rank=1))
     assert named(third)["r"] == 6
@@ -81,7 +85,7 @@ def test_a_lora_on_a_lora_names_the_same_base_and_its_rank_is_their_sum(house, t
 def test_a_prefix_that_goes_on_training_names_the_same_base(house, train):
     first = train(house / "base model", house / "first", PrefixSpec(tokens=2))
     second = train(first, house / "deep" / "second")
-    assert named(second)["base_model_name_or_path"] == "../../../base model"
+    assert relative_base(second) == "../../../base model"
 
 
 @SPECS
@@ -104,15 +108,37 @@ def test_an_adapter_of_a_hub_model_names_it_and_its_commit(base, spec, train, tm
 
 
 @SPECS
-def test_peft_opens_an_adapter_that_names_its_base_relatively(house, spec, train):
-    from peft import PeftModel
+def test_peft_and_transformers_open_an_adapter_by_its_directory_alone(house, spec, train, tmp_path, monkeypatch):
+    from peft import AutoPeftModelForCausalLM
     from transformers import AutoModelForCausalLM
 
     adapter = train(house / "base model", house / "run", spec)
-    theirs = AutoModelForCausalLM.from_pretrained(adapter / named(adapter)["base_model_name_or_path"])
-    with torch.no_grad():
-        found = PeftModel.from_pretrained(theirs, adapter).eval()(IDS).logits
-    torch.testing.assert_close(found, logits(adapter), atol=1e-5, rtol=0)
+    wanted = logits(adapter)
+    openers = [AutoPeftModelForCausalLM]
+    if isinstance(spec, LoRASpec):  # transformers itself does not attach prompts and prefixes
+        openers.append(AutoModelForCausalLM)
+    for folder, name in ((house / "run", "model"), (tmp_path, adapter)):
+        monkeypatch.chdir(folder)
+        for opener in openers:
+            with torch.no_grad():
+                found = opener.from_pretrained(name).eval()(IDS).logits
+            torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+def test_an_adapter_whose_base_stayed_behind_finds_it_there(house, train):
+    adapter = train(house / "base model", house / "run", LoRASpec(rank=2))
+    wanted = logits(adapter)
+    shutil.move(adapter, house.parent / "elsewhere")
+    assert torch.equal(logits(house.parent / "elsewhere"), wanted)
+
+
+def test_the_place_of_a_base_must_be_a_text(house, train):
+    adapter = train(house / "base model", house / "run", LoRASpec(rank=2))
+    settings = json.loads((adapter / "alignment_adapter.json").read_text())
+    (adapter / "alignment_adapter.json").write_text(json.dumps({**settings, "base": 7}))
+    os.rename(house / "base model", house / "gone")
+    with pytest.raises(UserError, match="base model is missing"):
+        load_model(str(adapter))
 
 
 def test_a_base_that_is_missing_is_named_with_the_adapter_that_wants_it(house, train):
