@@ -32,7 +32,9 @@ from alignment.errors import UserError
 
 # What is noted about rows that are used.
 VARIANT = "dialogue rendered by trl's training template {}, which keeps earlier turns; generation keeps the model's own"
-OTHER_PROMPT = "what stands before the last reply differs from what generation renders (data.turns=each trains on that)"
+OTHER_PROMPT = (
+    "what stands before the last reply has other tokens than in generation; data.turns=each trains on generation's"
+)
 PREFILLED = "generation opens a reply with {!r}, which the template leaves out of the replies it writes"
 UNENDED = "an earlier reply ends in {!r}, at which generation does not stop, so that token does not count"
 UNRENDERED_REASONING = "the chat template writes no reasoning into a reply that counts, so it is not learned"
@@ -106,7 +108,7 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[
     stops = stop_strings(tokenizer)
     dialogues = [_prepared(chat.controls, row, stops) for row in rows]
     written = render_dialogues(tokenizer, dialogues, training=True)
-    planned: list[tuple[list[tuple[list[Piece], bool, str | None]], tuple[str, ...]] | UserError] = []
+    planned: list[_Plan | UserError] = []
     for row, dialogue, texts in zip(rows, dialogues, written, strict=True):
         try:
             if isinstance(texts, UserError):
@@ -114,18 +116,37 @@ def encode_dialogues(tokenizer: Tokenizer, rows: Sequence[DialogueRow]) -> list[
             planned.append(_plan(tokenizer, chat, row, dialogue, texts))
         except UserError as error:
             planned.append(error)
-    pieces = [piece for plan in planned if not isinstance(plan, UserError) for part, *_ in plan[0] for piece in part]
+    pieces = [piece for plan in planned if not isinstance(plan, UserError) for piece in plan.pieces]
     ids = iter(encode_pieces(tokenizer, pieces))
     encoded: list[EncodedDialogue | UserError] = []
     for plan in planned:
         if isinstance(plan, UserError):
             encoded.append(plan)
             continue
-        parts, notes = plan
-        encoded.append(
-            _joined(tokenizer, [([next(ids) for _ in part], counts, end) for part, counts, end in parts], notes)
-        )
+        parts = [([next(ids) for _ in part], counts, end) for part, counts, end in plan.parts]
+        prompt = [token for _ in plan.last_prompt for token in next(ids)]
+        encoded.append(_joined(tokenizer, parts, prompt, plan.notes))
     return _with_prompt_notes(tokenizer, chat, dialogues, written, encoded)
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A rendered dialogue cut up.
+
+    Attributes:
+        parts: pieces to encode, whether they count, the end token after them.
+        last_prompt: pieces of all that stands before the last of several replies, as generation encodes it in one go.
+        notes: what is worth knowing of it.
+    """
+
+    parts: list[tuple[list[Piece], bool, str | None]]
+    last_prompt: list[Piece]
+    notes: tuple[str, ...]
+
+    @property
+    def pieces(self) -> list[Piece]:
+        """All pieces, in the order of the attributes."""
+        return [piece for part, *_ in self.parts for piece in part] + self.last_prompt
 
 
 def _prepared(controls: Sequence[str], row: DialogueRow, stops: Sequence[str]) -> Dialogue:
@@ -149,17 +170,15 @@ def _replies(message: Message) -> bool:
     return message["role"] == "assistant"
 
 
-def _plan(
-    tokenizer: Tokenizer, chat: ChatFormat, row: DialogueRow, dialogue: Dialogue, texts: Sequence[str]
-) -> tuple[list[tuple[list[Piece], bool, str | None]], tuple[str, ...]]:
-    """The dialogue as parts (pieces to encode, whether they count, end token), and what is to be noted."""
+def _plan(tokenizer: Tokenizer, chat: ChatFormat, row: DialogueRow, dialogue: Dialogue, texts: Sequence[str]) -> _Plan:
+    """The pieces of the dialogue, and what is to be noted."""
     if not any(row.trained or [True]) or len(dialogue.messages) < 2:
         raise UserError("a dialogue needs an assistant message with something before it")
     by_cut = dict(zip(dialogue.cuts, texts, strict=True))
     whole, messages, notes = texts[0], dialogue.messages, []
     replies = [index for index, message in enumerate(messages) if _replies(message)]
     parts: list[tuple[list[Piece], bool, str | None]] = []
-    position = 0
+    position = start = 0
     for index, counts in zip(replies, [True] * len(replies) if row.trained is None else row.trained, strict=True):
         opened, closed = by_cut.get((index, True), ""), by_cut.get((index + 1, False), whole)
         turn = _find_turn(chat, messages[index], whole, opened=opened, closed=closed)
@@ -173,13 +192,15 @@ def _plan(
             notes.append(UNENDED.format(_control_at(chat, whole, turn.stop)))
         if counts and lost_reasoning(messages[index], whole[turn.start : turn.stop]):
             notes.append(UNRENDERED_REASONING)
-        before, reply = whole[position : turn.start], whole[turn.start : turn.stop]
+        start = turn.start
+        before, reply = whole[position:start], whole[start : turn.stop]
         parts.append((pieces_of(tokenizer, before, dialogue.escaped, follows=bool(parts)), False, None))
         parts.append((reply_pieces(tokenizer, chat, reply, dialogue.escaped), counts, turn.end))
         position = turn.resume
     if lost := lost_contents(tokenizer, messages, dialogue.tools, whole):
         raise lost
-    return parts, tuple(dict.fromkeys(notes))
+    last_prompt = pieces_of(tokenizer, whole[:start], dialogue.escaped, follows=False) if len(replies) > 1 else []
+    return _Plan(parts, last_prompt, tuple(dict.fromkeys(notes)))
 
 
 def reply_pieces(tokenizer: Tokenizer, chat: ChatFormat, reply: str, escaped: EscapedControlTokens) -> list[Piece]:
@@ -278,8 +299,12 @@ def _control_boundary(chat: ChatFormat, text: str, index: int) -> int:
 
 
 def _joined(
-    tokenizer: Tokenizer, parts: Sequence[tuple[list[list[int]], bool, str | None]], notes: tuple[str, ...]
+    tokenizer: Tokenizer,
+    parts: Sequence[tuple[list[list[int]], bool, str | None]],
+    last_prompt: list[int],
+    notes: tuple[str, ...],
 ) -> EncodedDialogue | UserError:
+    """The parts in one sequence; noted where what stands before the last reply has other tokens in generation."""
     ids: list[int] = []
     mask: list[bool] = []
     for pieces, counts, end in parts:
@@ -292,6 +317,8 @@ def _joined(
         mask += [counts] * (len(ids) - len(mask))
     if not any(mask) or all(mask):
         return UserError("a dialogue needs an assistant message with something before it")
+    if last_prompt and ids[: len(prompt := with_one_bos(tokenizer, last_prompt))] != prompt:
+        notes = (*notes, OTHER_PROMPT)
     return EncodedDialogue(ids, mask, notes)
 
 
@@ -317,5 +344,5 @@ def _with_prompt_notes(
         trained = texts[dialogue.cuts.index((len(dialogue.messages) - 1, True))]
         if isinstance(prompt, UserError) or prompt[0] != trained:
             notes.append(OTHER_PROMPT)
-        noted.append(EncodedDialogue(result.ids, result.mask, tuple(notes)))
+        noted.append(EncodedDialogue(result.ids, result.mask, tuple(dict.fromkeys(notes))))
     return noted

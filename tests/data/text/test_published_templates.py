@@ -88,7 +88,7 @@ def test_a_training_variant_is_noted_and_so_is_a_prompt_that_generation_would_re
     row = Demonstration(DIALOGUE[:-1], REPLIES[2], "r1", DIALOGUE)
     _, counts = tokenize_demonstrations([row], tokenizer_of("qwen3"), 1000)
     variant, other = counts.noted
-    assert "qwen3_training" in variant and "differs from what generation renders" in other
+    assert "qwen3_training" in variant and "other tokens than in generation" in other
     assert any("noted 1: dialogue rendered by trl's training template" in line for line in counts.lines())
     _, counts = tokenize_demonstrations([row], tokenizer_of("llama3"), 1000)
     assert not counts.noted
