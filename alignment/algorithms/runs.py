@@ -14,8 +14,10 @@ from alignment.data.config import NO_STREAMING, DataConfig
 from alignment.data.examples import TokenizedRow
 from alignment.data.mixture import RowOrder, describe_mixture, source_shares, stream_of
 from alignment.data.prepare import Preparation, preparation_of, prepare_with
+from alignment.data.rows.chunks import NO_EFFECT
 from alignment.data.rows.records import Kind
 from alignment.data.table import Rows, check_findings, describe_cache, lengths_of, name_of_row
+from alignment.data.tokenize import PLAIN_PROMPT
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, without_secrets
 from alignment.files import write_json
@@ -120,17 +122,25 @@ def to_dict(config: object) -> dict[str, Any]:
 
 
 def read_split(
-    data: DataConfig, kind: Kind, tokenizer: Tokenizer, run: Run, *, preparation: Preparation | None = None
+    data: DataConfig,
+    kind: Kind,
+    tokenizer: Tokenizer,
+    run: Run,
+    *,
+    preparation: Preparation | None = None,
+    chat_template: str | None = None,
 ) -> tuple[Rows, Rows | list[Any]]:
     """Training and held-out examples; rows that were dropped or cut are noted in the run.
 
     Args:
         preparation: how rows become examples; None: as decoders read rows of the kind.
+        chat_template: that the config asks for.
 
     Raises:
-        UserError: bad rows, all at once; or more of them lost than `data.max_lost_share`.
+        UserError: bad rows, all at once; or more of them lost than `data.max_lost_share`; a chat template that none of the
+            rows enters.
     """
-    read = partial(read_examples, data, kind, tokenizer, run, preparation=preparation)
+    read = partial(read_examples, data, kind, tokenizer, run, preparation=preparation, chat_template=chat_template)
     return read(), read("evaluation") if data.evaluates else []
 
 
@@ -142,6 +152,7 @@ def read_examples(
     part: Literal["train", "evaluation"] = "train",
     *,
     preparation: Preparation | None = None,
+    chat_template: str | None = None,
 ) -> Rows:
     """Examples of one part of the data; rows that were dropped or cut are noted in the run, and where they are kept."""
     preparation = preparation or preparation_of(kind)
@@ -151,6 +162,8 @@ def read_examples(
         examples, counts = open_stream(preparation, data, tokenizer)
     else:
         examples, counts = prepare_with(preparation, data, tokenizer, part=part)
+    if chat_template is not None and counts.noted.get(PLAIN_PROMPT, 0) >= counts.kept:
+        raise UserError(f"data.{part}: {NO_EFFECT.format(chat_template)}")
     for line in (*counts.lines(), *describe_cache(examples), *check_findings(examples, data.check)):
         run.note(f"{part} {kind}: {line}")
     compare_rows(f"data.{part}" if kind != "text" else f"pretrain.{part}", examples)

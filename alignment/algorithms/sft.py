@@ -87,7 +87,7 @@ def run(config: SFTConfig) -> Path:
     """
     with open_run(config, "sft", parents=[config.policy]) as run:
         tokenizer = load_tokenizer(config.policy, config.chat_template)
-        train, held_out = read_split(config.data, "demonstrations", tokenizer, run)
+        train, held_out = read_split(config.data, "demonstrations", tokenizer, run, chat_template=config.chat_template)
         policy = load_policy(
             config.policy, config.adapter, tokenizer, config.output, bases=SharedWeights(config.weights)
         )

@@ -92,6 +92,9 @@ class DataConfig:
         turns: of demonstrations of several assistant turns: train on all of them in one sequence; on the last one; or on
             each in an example of its own, after the prompt that generation renders (for chat templates that rewrite
             earlier turns).
+        as_messages: make messages of prompts that are plain text, which then go through the chat template as `generate`,
+            `chat` and `serve` send theirs: Alpaca's instruction and input, the turns of an HH-RLHF dialogue, or the whole
+            prompt, as the user's.
         skip_ties: pairs with equal texts: drop and count them, or treat them as bad rows.
         max_lost_share: of the rows read.
         max_cut_share: of the rows kept: prompts without their beginning, or responses without their end.
@@ -117,6 +120,7 @@ class DataConfig:
     on_bad_row: OnBadRow = "error"
     max_length: int = 1024
     turns: Turns = "all"
+    as_messages: bool = False
     skip_ties: bool = True
     max_lost_share: float = 0.5
     max_cut_share: float = 0.5
@@ -193,15 +197,20 @@ class DataConfig:
         weights = {str(source.name): source.loss_weight for source in self.sources("train")}
         return [weights.get(name, 1.0) for name in self.source_names]
 
-    def unread(self, *names: Literal["mixing", "loss_weight", "chat_template"]) -> list[str]:
+    def unread(self, *names: Literal["mixing", "loss_weight", "chat_template", "as_messages"]) -> list[str]:
         """The settings among `names` that are not at their defaults, for a command that follows none of them."""
         train = self.sources("train")
         changed = {
             "mixing": self.mixing != "concatenate",
             "loss_weight": any(source.loss_weight != 1 for source in train),
             "chat_template": any(source.chat_template is not None for source in train),
+            "as_messages": self.as_messages,
         }
-        return [f"data.{name}" if name == "mixing" else f"{name} of a source" for name in names if changed[name]]
+        return [
+            f"data.{name}" if name in ("mixing", "as_messages") else f"{name} of a source"
+            for name in names
+            if changed[name]
+        ]
 
     @property
     def distinguishes_sources(self) -> bool:

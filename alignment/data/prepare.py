@@ -234,7 +234,9 @@ def _make(
     size = _size(source)
     even_bytes = min(CHUNK_BYTES, max(size // LEAST_CHUNKS, LEAST_BYTES))
     chunk_bytes = min(max(even_bytes, size // MOST_CHUNKS), MOST_BYTES)
-    parser, chunks = open_source(source, preparation.kind, skip_ties=config.skip_ties, size=chunk_bytes)
+    parser, chunks = open_source(
+        source, preparation.kind, skip_ties=config.skip_ties, as_messages=config.as_messages, size=chunk_bytes
+    )
     job = Job(preparation, parser, source.columns or {}, config, tokenizer, 1 << (size // CHECKED_BYTES).bit_length())
     checks = Checks(preparation.kind, weight=job.checked)
     read, tokenized, problems, refused, bad = Tally(), Tally(), [], {}, 0

@@ -375,7 +375,7 @@ def _parser(opened: Sequence[OpenSource], source: SourceConfig, config: DataConf
     """The parser that the first rows of a source ask for."""
     rows = islice((row for each in opened for row in each.open().rows()), max(FIRST_ROWS, config.shuffle_buffer))
     chunks = (Chunk(rows=chunk) for chunk in iter(lambda: tuple(islice(rows, FIRST_ROWS)), ()))
-    parser, _ = choose_parser(source, kind, chunks, skip_ties=config.skip_ties)
+    parser, _ = choose_parser(source, kind, chunks, skip_ties=config.skip_ties, as_messages=config.as_messages)
     return parser
 
 

@@ -30,6 +30,7 @@ from alignment.errors import UserError, list_problems
 PROMPT_CUT = "prompt longer than fits: its beginning cut off"
 RESPONSE_CUT = "response longer than fits: its end cut off, with the end token"
 TEXT_CUT = "text longer than max_length: cut into successive pieces"
+PLAIN_PROMPT = "the prompt is plain text, which never enters the model's chat template; data.as_messages=true makes it the user's message"
 EMPTY = "response is nothing but the end token"
 EQUAL = "chosen and rejected are the same tokens"
 TIED_RANKING = "all responses of the ranking are tied; only a reward model with loss=rao_kupper learns from ties"
@@ -70,7 +71,7 @@ def tokenize_demonstrations(
     turns = [[] if row.messages and not row.apart else single_turns(row) for row in rows]
     flat = [turn for each in turns for turn in each]
     answered = zip(
-        encode_prompts(tokenizer, [row for row, _ in flat]), _responses(tokenizer, flat, counts), strict=True
+        encode_prompts(tokenizer, [row for row, _ in flat], counts), _responses(tokenizer, flat, counts), strict=True
     )
     whole = iter(_dialogues(tokenizer, [row for row in rows if row.messages and not row.apart], counts))
     for row, of_row in zip(rows, turns, strict=True):
@@ -98,7 +99,7 @@ def tokenize_comparisons(
 ) -> tuple[list[PairExample], Tally]:
     """Both responses after the very same prompt tokens; pairs whose tokens are equal in the end are dropped."""
     counts, pairs = Tally(rows=len(rows)), []
-    prompts = encode_prompts(tokenizer, rows)
+    prompts = encode_prompts(tokenizer, rows, counts)
     sides = [(row, reply) for row in rows for reply in row.messages or (row.chosen, row.rejected)]
     responses = _responses(tokenizer, sides, counts)
     for row, head, chosen, rejected in zip(rows, prompts, responses[::2], responses[1::2], strict=True):
@@ -121,7 +122,7 @@ def tokenize_labels(
 ) -> tuple[list[LabeledExample], Tally]:
     """Prompt and response joined, as in demonstrations of one turn, with the label."""
     counts, examples = Tally(rows=len(rows)), []
-    prompts = encode_prompts(tokenizer, rows)
+    prompts = encode_prompts(tokenizer, rows, counts)
     responses = _responses(tokenizer, [(row, row.response) for row in rows], counts)
     for row, head, tail in zip(rows, prompts, responses, strict=True):
         if len(tail) < 2:
@@ -143,7 +144,7 @@ def tokenize_rankings(
     ranking contradicts itself. A ranking with fewer than two responses left is dropped.
     """
     counts, examples = Tally(rows=len(rows)), []
-    prompts = encode_prompts(tokenizer, rows)
+    prompts = encode_prompts(tokenizer, rows, counts)
     responses = iter(_responses(tokenizer, [(row, text) for row in rows for text in row.responses], counts))
     for row, head in zip(rows, prompts, strict=True):
         whole = [next(responses) for _ in row.responses]
@@ -200,7 +201,7 @@ def tokenize_steps(rows: Sequence[Steps], tokenizer: Tokenizer, max_length: int)
     Source: Uesato et al. 2022, arXiv:2211.14275; the layout of tokens is trl's stepwise supervision.
     """
     counts, examples = Tally(rows=len(rows)), []
-    prompts = encode_prompts(tokenizer, rows)
+    prompts = encode_prompts(tokenizer, rows, counts)
     encoded = iter(encode(tokenizer, [text for row in rows for text in row.steps], follows=True))
     separators = {text: encode(tokenizer, [text], follows=True)[0] for text in {row.separator for row in rows}}
     for row, head in zip(rows, prompts, strict=True):
@@ -228,7 +229,7 @@ def tokenize_prompts(
 ) -> tuple[list[PromptExample], Tally]:
     """Prompts of at most `max_length` tokens, longer ones without their beginning (the BOS stays)."""
     counts, examples = Tally(rows=len(rows), kept=len(rows)), []
-    for row, ids in zip(rows, encode_prompts(tokenizer, rows), strict=True):
+    for row, ids in zip(rows, encode_prompts(tokenizer, rows, counts), strict=True):
         kept = truncate_left(ids, max_length, ids[:1] == [bos_id(tokenizer)])
         cut = len(ids) > len(kept)
         _note_cuts(counts, row.row_id, cut, False)
@@ -236,12 +237,15 @@ def tokenize_prompts(
     return examples, counts.with_documents(example.ids for example in examples)
 
 
-def encode_prompts(tokenizer: Tokenizer, rows: Sequence[PromptedRow]) -> list[list[int]]:
-    """Prompt ids of each row, texts and messages each in one go.
+def encode_prompts(tokenizer: Tokenizer, rows: Sequence[PromptedRow], counts: Tally | None = None) -> list[list[int]]:
+    """Prompt ids of each row, texts and messages each in one go; texts beside a chat template are noted.
 
     Raises:
         UserError: the chat template is missing or refuses rows; all refusals at once.
     """
+    if counts is not None and tokenizer.chat_template is not None:
+        plain = [row for row in rows if isinstance(row.prompt, str)]
+        _note(counts, plain, [[PLAIN_PROMPT]] * len(plain))
     encoded = chat.encode_each_prompt(tokenizer, [row.prompt for row in rows], [row.tools for row in rows])
     return _accepted(rows, encoded)
 

@@ -16,7 +16,9 @@ def read_records(data: DataConfig, kind: Kind) -> list[Any]:
         UserError: bad rows, or settings of a mixture: an evaluation reads every row once.
     """
     refuse_mixture(data)
-    rows, tally = read_rows(data.sources("train"), kind, max_rows=data.max_rows, on_bad_row=data.on_bad_row)
+    rows, tally = read_rows(
+        data.sources("train"), kind, max_rows=data.max_rows, on_bad_row=data.on_bad_row, as_messages=data.as_messages
+    )
     print_tally(kind, tally)
     return rows
 

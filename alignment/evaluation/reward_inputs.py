@@ -92,7 +92,7 @@ def read_preferences(data: DataConfig) -> PreferenceRows:
         left = rows_left(data.max_rows, len(rows.records), source)
         if left is not None and left <= 0:
             break
-        problems += _read_source(rows, source, left)
+        problems += _read_source(rows, source, left, as_messages=data.as_messages)
     if data.on_bad_row == "error":
         raise_bad_rows(problems)
     if not rows.records:
@@ -101,13 +101,14 @@ def read_preferences(data: DataConfig) -> PreferenceRows:
     return rows
 
 
-def _read_source(rows: PreferenceRows, source: SourceConfig, max_rows: int | None) -> list[str]:
+def _read_source(rows: PreferenceRows, source: SourceConfig, max_rows: int | None, *, as_messages: bool) -> list[str]:
     """Add the rows of one source; returns a message for each bad row."""
     raw, columns = list(read_raw(source.source, str(source.split))), source.columns or {}
     row_format = choose_row_format(source.source, raw, "comparisons", columns)
     if row_format.columns != ("chosen", "rejected"):
         row_format = choose_row_format(source.source, raw, "rankings", columns)
-    parsed = parse_rows(raw, RecordParser(row_format, skip_ties=True), columns=columns, max_rows=max_rows)
+    parser = RecordParser(row_format, skip_ties=True, as_messages=as_messages)
+    parsed = parse_rows(raw, parser, columns=columns, max_rows=max_rows)
     rows.records += [cast("Preference", record) for record in parsed.rows]
     rows.sources += [str(source.name)] * len(parsed.rows)
     rows.tally = rows.tally.merged_with(parsed.counts)

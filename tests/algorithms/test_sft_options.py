@@ -11,6 +11,7 @@ from alignment.algorithms.sft import SFTConfig
 from alignment.data.batches import collate, collate_whole
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example
+from alignment.errors import UserError
 from alignment.training import OptimConfig, TrainingConfig
 from alignment.training.early_stopping import EarlyStopping
 
@@ -140,3 +141,11 @@ def test_settings_out_of_range_are_refused(settings, why):
 def test_samples_out_of_range_are_refused(settings):
     with pytest.raises(ValueError, match="must be"):
         SamplesConfig(**settings)
+
+
+def test_a_chat_template_that_none_of_the_rows_enters_is_refused_before_the_model_is_loaded(
+    checkpoints, make_stage, tmp_path
+):
+    run, config = make_stage("sft", checkpoints["llama"], tmp_path / "run", chat_template="zephyr")
+    with pytest.raises(UserError, match="as_messages"):
+        run(config)

@@ -2,12 +2,14 @@
 
 import pytest
 
-from alignment.data.config import DataConfig
+from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.prepare import prepare
 from alignment.data.rows.read import TIE
 from alignment.data.rows.records import Tally
 from alignment.data.tasks.classification import encode_texts
 from alignment.data.tasks.prepare import prepare_labeled
+from alignment.data.text import chat
+from alignment.data.tokenize import PLAIN_PROMPT
 from alignment.errors import UserError
 
 PAIR = {"q": "the", "good": " cat", "bad": " mat"}
@@ -88,3 +90,25 @@ def test_three_rows_are_named_for_each_reason():
         counts.note_cut("long", str(number))
     assert counts.first == {"bad": ["0", "1", "2"], "long": ["0", "1", "2"]}
     assert counts.dropped == {"bad": 5} and counts.cut == {"long": 5}
+
+
+def test_text_prompts_beside_a_chat_template_are_counted_and_enter_it_where_that_is_asked(jsonl, chatml):
+    path = jsonl({"prompt": "the cat", "completion": " sat"}, {"prompt": "the mat", "completion": " sat"})
+    plain, counts = prepare(DataConfig(path), "demonstrations", chatml)
+    assert counts.noted == {PLAIN_PROMPT: 2}
+    asked, counts = prepare(DataConfig(path, as_messages=True), "demonstrations", chatml)
+    assert not counts.noted and "<|im_start|>" not in chatml.decode(plain[0].ids)
+    user = [{"role": "user", "content": "the cat"}]
+    assert asked[0].ids == chat.prompt_ids(chatml, user) + chat.response_ids(chatml, "sat", user)
+
+
+def test_a_chat_template_that_no_row_enters_is_refused(jsonl, bpe):
+    source = SourceConfig(jsonl({"prompt": "the cat", "completion": " sat"}), chat_template="zephyr")
+    with pytest.raises(UserError, match="as_messages"):
+        prepare(DataConfig([source]), "demonstrations", bpe)
+    assert len(prepare(DataConfig([source], as_messages=True), "demonstrations", bpe)[0]) == 1
+
+
+def test_running_text_has_no_messages(jsonl, bpe):
+    with pytest.raises(UserError, match="as_messages"):
+        prepare(DataConfig(jsonl({"text": "the cat"}), as_messages=True), "text", bpe)

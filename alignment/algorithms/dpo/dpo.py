@@ -68,7 +68,9 @@ def run(config: DPOConfig) -> Path:
     with open_run(config, "dpo", parents=[config.policy, config.reference]) as run:
         tokenizer = load_tokenizer(config.policy, config.chat_template)
         preparation = ROW_KINDS[config.rows].preparation
-        train, held_out = read_split(config.data, config.rows, tokenizer, run, preparation=preparation)
+        train, held_out = read_split(
+            config.data, config.rows, tokenizer, run, preparation=preparation, chat_template=config.chat_template
+        )
         texts = [] if config.sft is None else read_examples(config.sft, "demonstrations", tokenizer, run)
         require_margins(config.losses, train, held_out)
         bases = SharedWeights(config.weights, shared=shares_weights())

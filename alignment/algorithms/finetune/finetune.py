@@ -102,7 +102,7 @@ class FinetuneConfig:
         if self.frozen_trunk and self.adapter is not None:
             raise ValueError("frozen_trunk leaves nothing for `adapter` to change; leave one of them out")
         check_weights(self.weights, frozen=self.adapter is not None)
-        if unread := self.data.unread("mixing", "loss_weight", "chat_template"):
+        if unread := self.data.unread("mixing", "loss_weight", "chat_template", "as_messages"):
             raise ValueError(f"data: finetune sees every row once per epoch and alike, without {', '.join(unread)}")
         for name in ("stride", "max_question", "max_answer"):
             if getattr(self, name) < 1:

@@ -77,7 +77,7 @@ def read_online_data(config: OnlineDPOConfig, run: Run) -> OnlineDPOData:
     """
     tokenizer = load_tokenizer(config.policy, config.chat_template)
     run.note(describe_stop_tokens(config.policy, tokenizer))
-    prompts = read_examples(config.data, "prompts", tokenizer, run)
+    prompts = read_examples(config.data, "prompts", tokenizer, run, chat_template=config.chat_template)
     if config.judge == "gold":
         require_hotel_prompts(prompts)
     # Batches run across the ends of epochs, so that all of them have the same size.

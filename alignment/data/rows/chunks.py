@@ -12,6 +12,10 @@ from alignment.data.rows.records import Kind
 from alignment.errors import UserError
 
 FIRST_BYTES = 2**18  # of the first chunk, by which the format of the rows is chosen
+NO_EFFECT = (
+    "chat_template {}: the prompts of these rows are plain text, which never enters a template; set data.as_messages=true, "
+    "or leave chat_template out"
+)
 ROWS = 4096  # most rows of a chunk that cannot be read by its position in the file
 
 
@@ -53,7 +57,7 @@ def read_chunks(source: str, split: str, size: int) -> Iterator[Chunk]:
 
 
 def open_source(
-    source: SourceConfig, kind: Kind, *, skip_ties: bool, size: int
+    source: SourceConfig, kind: Kind, *, skip_ties: bool, as_messages: bool = False, size: int
 ) -> tuple[RecordParser, Iterator[Chunk]]:
     """The parser of a source's rows, and its chunks.
 
@@ -63,13 +67,21 @@ def open_source(
     Raises:
         UserError: no such source, no rows, or columns that make no record of this kind.
     """
-    return choose_parser(source, kind, read_chunks(source.source, str(source.split), size), skip_ties=skip_ties)
+    chunks = read_chunks(source.source, str(source.split), size)
+    return choose_parser(source, kind, chunks, skip_ties=skip_ties, as_messages=as_messages)
 
 
 def choose_parser(
-    source: SourceConfig, kind: Kind, chunks: Iterator[Chunk], *, skip_ties: bool
+    source: SourceConfig, kind: Kind, chunks: Iterator[Chunk], *, skip_ties: bool, as_messages: bool = False
 ) -> tuple[RecordParser, Iterator[Chunk]]:
-    """The parser that the first rows of a source ask for, and all of its chunks, those that were read among them."""
+    """The parser that the first rows of a source ask for, and all of its chunks, those that were read among them.
+
+    Raises:
+        UserError: no rows, or columns that make no record of this kind; a chat template or `as_messages` for rows that
+            have no messages.
+    """
+    if as_messages and kind == "text":
+        raise UserError(f"{source.source}: rows of running text have no prompt; leave data.as_messages out")
     columns = source.columns or {}
     held: list[Chunk] = []
     seen: list[RawRow] = []
@@ -81,10 +93,12 @@ def choose_parser(
             continue
         tried = len(seen)
         try:
-            parser = RecordParser(choose_row_format(source.source, seen, kind, columns), skip_ties)
+            parser = RecordParser(choose_row_format(source.source, seen, kind, columns), skip_ties, as_messages)
         except UserError:  # a row further down may match
             continue
         parse_rows(seen, parser, columns=columns, max_rows=1)
         if parser.form is not None:
+            if source.chat_template is not None and parser.form is str:
+                raise UserError(f"{source.source}: {NO_EFFECT.format(source.chat_template)}")
             return parser, chain(held, chunks)
-    return RecordParser(choose_row_format(source.source, seen, kind, columns), skip_ties), iter(held)
+    return RecordParser(choose_row_format(source.source, seen, kind, columns), skip_ties, as_messages), iter(held)

@@ -1,5 +1,6 @@
 """Row formats of texts, demonstrations, pairs and prompts. The table of all formats is in kinds.py."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
@@ -20,6 +21,7 @@ from alignment.data.rows.records import (
     Message,
     Messages,
     Prompt,
+    Ranking,
     Record,
     Steps,
     Text,
@@ -27,6 +29,7 @@ from alignment.data.rows.records import (
 
 HUMAN_TURN = "\n\nHuman:"
 ASSISTANT_TURN = "\n\nAssistant:"
+TURNS = re.compile(r"\n\n(Human|Assistant):")
 
 # Source: Taori et al. 2023, Stanford Alpaca, prompt with and without an input.
 ALPACA_INPUT = (
@@ -62,6 +65,29 @@ def split_dialogue(text: str, key: str) -> tuple[str, str]:
     if not response.strip():
         raise BadRow(key, "the last assistant turn is empty")
     return head + header, response
+
+
+def with_messages(record: Record) -> Record:
+    """The record with messages for a prompt of plain text: one of the user, or the turns of an HH-RLHF dialogue.
+
+    Blanks around the texts stood between prompt and response, and are left to the chat template.
+    """
+    prompt = getattr(record, "prompt", None)
+    if not isinstance(prompt, str):
+        return record
+    messages: Messages = [Message(role="user", content=prompt.strip())]
+    if prompt.startswith(HUMAN_TURN) and prompt.endswith(ASSISTANT_TURN):
+        _, *turns = TURNS.split(prompt.removesuffix(ASSISTANT_TURN))
+        messages = [
+            Message(role="user" if name == "Human" else "assistant", content=text.strip())
+            for name, text in zip(turns[::2], turns[1::2], strict=True)
+        ]
+    texts = {
+        name: getattr(record, name).strip() for name in ("response", "chosen", "rejected") if hasattr(record, name)
+    }
+    if isinstance(record, Ranking):
+        texts["responses"] = tuple(response.strip() for response in record.responses)
+    return replace(record, prompt=messages, **texts)
 
 
 def parse_text(row: Columns, row_id: str) -> Text:

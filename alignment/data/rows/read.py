@@ -9,7 +9,7 @@ from typing import Generic, Literal, Protocol, TypeVar, get_args
 from alignment.data.config import SourceConfig, as_sources
 from alignment.data.rows.fields import BadRow, EqualResponses
 from alignment.data.rows.files import RawRow, read_raw
-from alignment.data.rows.formats import complete
+from alignment.data.rows.formats import complete, with_messages
 from alignment.data.rows.kinds import ROW_FORMATS, RowFormat, column_advice, expected_columns, match_format
 from alignment.data.rows.records import (
     EXPANDED,
@@ -43,6 +43,7 @@ def read_rows(
     max_rows: int | None = None,
     on_bad_row: Literal["error", "skip"] = "error",
     skip_ties: bool = True,
+    as_messages: bool = False,
 ) -> tuple[list[Record], Tally]:
     """The records of one or several sources, in order, and the tally of what was dropped.
 
@@ -55,6 +56,7 @@ def read_rows(
         max_rows: stop after so many good rows; a row of the source that makes several is kept whole.
         on_bad_row: "error" reports all bad rows at once (up to 20); "skip" drops and counts them.
         skip_ties: drop and count pairs with equal texts; False: they are bad rows.
+        as_messages: prompts that are plain text become messages.
 
     Raises:
         UserError: no such source, no rows, columns that make no record of this kind, bad rows.
@@ -70,7 +72,7 @@ def read_rows(
         if left is not None and left <= 0:
             break
         raw = list(read_raw(name, str(each.split)))
-        parse = RecordParser(choose_row_format(name, raw, kind, names), skip_ties)
+        parse = RecordParser(choose_row_format(name, raw, kind, names), skip_ties, as_messages)
         parsed = parse_rows(raw, parse, columns=names, max_rows=left)
         if not parsed.rows and (on_bad_row == "skip" or not parsed.problems):
             raise UserError(f"{name}: no row can be used\n" + "\n".join(parsed.counts.lines()[1:]))
@@ -157,21 +159,31 @@ def rename_columns(values: Columns, columns: Mapping[str, str]) -> Columns:
 
 
 class RecordParser:
-    """Makes the records of one source: one row format, and one form of prompt, which is text or messages."""
+    """Makes the records of one source: one row format, and one form of prompt, which is text or messages.
 
-    def __init__(self, row_format: RowFormat, skip_ties: bool):
-        self.row_format, self.skip_ties = row_format, skip_ties
+    Attributes:
+        as_messages: make messages of prompts that are plain text.
+        form: str or list, of the prompts; None before the first good row.
+    """
+
+    def __init__(self, row_format: RowFormat, skip_ties: bool, as_messages: bool = False):
+        self.row_format, self.skip_ties, self.as_messages = row_format, skip_ties, as_messages
         self.form: type | None = None
         self.form_location = ""
 
     def __call__(self, values: Columns, location: str) -> list[Record]:
+        if self.as_messages and "instruction" in values:
+            values = {"system": "", **values}  # an instruction with a system message, empty or not, becomes messages
         try:
             found = self.row_format.parse(values, location)
         except EqualResponses as equal:
             if self.skip_ties:
                 raise SkippedRow(equal.reason) from equal
             raise
-        records = [complete(record, values) for record in (found if isinstance(found, list) else [found])]
+        records = found if isinstance(found, list) else [found]
+        if self.as_messages:
+            records = [with_messages(record) for record in records]
+        records = [complete(record, values) for record in records]
         for record in records:
             self._check_form(record, location)
         return records

@@ -81,3 +81,41 @@ def test_alpaca_with_history_becomes_a_dialogue(jsonl):
 def test_tools_in_json_and_none():
     assert tools_field({"tools": "[]"}) is None and tools_field({"tools": ""}) is None and tools_field({}) is None
     assert tools_field({"tools": {"name": "f"}}) == [{"type": "function", "function": {"name": "f"}}]
+
+
+HH = "\n\nHuman: hello\n\nAssistant: hi\n\nHuman: more"
+USER = [{"role": "user", "content": "more words"}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "row", "prompt", "responses"),
+    [
+        ("demonstrations", {"prompt": "more words\n", "completion": " yes"}, USER, ["yes"]),
+        (
+            "demonstrations",
+            {"instruction": "more", "input": "words", "output": "yes"},
+            [{"role": "user", "content": "more\nwords"}],
+            ["yes"],
+        ),
+        ("prompts", {"prompt": "more words", "answer": "4"}, USER, []),
+        ("labels", {"prompt": "more words", "completion": "yes", "label": True}, USER, ["yes"]),
+        ("rankings", {"prompt": "more words", "responses": [" a", " b"], "ranking": [1, 0]}, USER, ["a", "b"]),
+        (
+            "comparisons",
+            {"chosen": f"{HH}\n\nAssistant: yes", "rejected": f"{HH}\n\nAssistant: no"},
+            [
+                {"role": "user", "content": "hello"},
+                {"role": "assistant", "content": "hi"},
+                {"role": "user", "content": "more"},
+            ],
+            ["yes", "no"],
+        ),
+    ],
+)
+def test_text_prompts_become_messages_where_that_is_asked(jsonl, kind, row, prompt, responses):
+    [record], _ = read_rows(jsonl(row), kind, as_messages=True)
+    assert record.prompt == prompt
+    names = ("response", "chosen", "rejected")
+    found = [getattr(record, name) for name in names if hasattr(record, name)] or list(getattr(record, "responses", []))
+    assert found == responses
+    assert getattr(record, "extra", {}) == ({"answer": "4"} if kind == "prompts" else {})
