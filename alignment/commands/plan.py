@@ -12,8 +12,9 @@ from alignment.pipeline.stages import find_stage
 from alignment.planning.device import GB, find_device
 from alignment.planning.layout import read_layout
 from alignment.planning.plan import Change, Plan, changes_that_help, make_plan
-from alignment.planning.run_length import Data, read_training_rows
+from alignment.planning.run_length import CHARACTERS, Data, read_training_rows
 from alignment.planning.stages import StageConfig
+from alignment.training.speed import PEAK_TFLOPS
 
 PLANNED = ("sft", "reward", "dpo", "ppo", "online_dpo", "pretrain", "finetune")
 TELLING_KEYS = (  # the first stage decides of which a config has all these keys
@@ -170,16 +171,31 @@ def _describe_length(plan: Plan, mfu: float) -> Iterator[str]:
         yield "rows: not known, since the data is not here; set training.max_steps for the length of the run"
         return
     rows = "rows: not known" if length.rows is None else f"{length.rows:,} rows"
-    most = "" if length.exact else "at most "
-    yield f"{rows}, {length.steps:,} updates of {plan.config.training.batch_size} rows, {most}{length.tokens:.4g} tokens"
+    most = {"tokens": "", "characters": "about ", "max_length": "at most "}[length.counted]
+    why = f" ({CHARACTERS} characters a token: the tokenizer is not here)" if length.counted == "characters" else ""
+    yield f"{rows}, {length.steps:,} updates of {plan.config.training.batch_size} rows, {most}{length.tokens:.4g} tokens{why}"
     yield f"{length.operations:.3g} operations (6 per trained weight and token, 4 per frozen one, 2 without gradients)"
     seconds = plan.seconds(mfu)
     assert seconds is not None
     rate = f"{plan.layout.gpus} x {plan.device.tflops:.3g} TFLOP/s ({plan.device.name})"
-    yield f"{_written_time(seconds)} at {mfu:.0%} of {rate}" + (
-        "; sampling token by token is slower than that"
-        if any(peak.phase.startswith("sampling") for peak in plan.peaks)
-        else ""
+    limit = "at most " if length.decoding_bytes else most
+    yield f"{limit}{_written_time(seconds)} at {mfu:.0%} of {rate}" + _sampling_words(plan, mfu)
+    if plan.device.assumed:
+        yield f"the card is taken to be an {plan.device.name}; give --tflops for another one: " + ", ".join(
+            f"{name} {rates[0]:.0f} in bf16" for name, rates in PEAK_TFLOPS.items()
+        )
+
+
+def _sampling_words(plan: Plan, mfu: float) -> str:
+    """The part of the time that sampling takes, where the stage samples."""
+    size = plan.length.decoding_bytes
+    if not size:
+        return ""
+    rate = mfu * plan.device.bandwidth
+    sharded = any("(sharded)" in peak.phase for peak in plan.peaks)
+    return (
+        f"; {_written_time(size / rate)} of it to sample responses of full length, read at {rate / 1e12:.3g} TB/s"
+        + (", and more where blocks are gathered for every token" if sharded else "")
     )
 
 

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import torch
 
-from alignment.training.speed import PEAK_TFLOPS, measured_tflops
+from alignment.training.speed import PEAK_BANDWIDTH, PEAK_TFLOPS, measured_tflops
 
 GB = 10**9  # as vendors count; GiB are 2^30
 CUDA_BYTES, NCCL_BYTES, CPU_BYTES = int(0.8 * GB), int(0.6 * GB), int(0.4 * GB)
 FRAGMENTATION = 0.03  # of the peak, that the allocator of a GPU cannot use
+CPU_BANDWIDTH = 2e10  # bytes per second, of a usual processor
 CPU_SHARE, GPU_SHARE = 0.8, 0.9  # of the free memory, that a choice of micro_batch_tokens may count on
 
 
@@ -23,12 +24,16 @@ class Device:
         memory: bytes; None: not known, so that nothing is said about whether a run fits.
         name: of its kind, or what is assumed.
         tflops: the most it computes in the run's precision, 10^12 operations per second.
+        bandwidth: bytes per second that it reads from its memory.
+        assumed: whether the kind was guessed, from the memory or for want of a table's row.
     """
 
     gpu: bool
     memory: int | None
     name: str
     tflops: float
+    bandwidth: float = CPU_BANDWIDTH
+    assumed: bool = False
 
     def reserve(self, peak: int, gpus: int) -> int:
         """Bytes of a process beside its tensors: libraries, communication, what the allocator cannot use."""
@@ -59,12 +64,11 @@ def find_device(gpu_memory: float | None, gpus: int | None, precision: str, tflo
     memory = None if gpu_memory is None else int(gpu_memory * GB)
     if memory is None and found:
         memory = torch.cuda.get_device_properties(0).total_memory
-    name = _known_name(torch.cuda.get_device_name(0)) if found and gpu_memory is None else _name_by_memory(memory)
-    return Device(True, memory, name, tflops or PEAK_TFLOPS[name][0 if precision == "bf16" else 1])
-
-
-def _known_name(found: str) -> str:
-    return next((name for name in PEAK_TFLOPS if name in found), "A100")
+    here = torch.cuda.get_device_name(0) if found and gpu_memory is None else ""
+    known = next((name for name in PEAK_TFLOPS if name in here), None)
+    name = known or ("A100" if here else _name_by_memory(memory))
+    rate = tflops or PEAK_TFLOPS[name][0 if precision == "bf16" else 1]
+    return Device(True, memory, name, rate, PEAK_BANDWIDTH[name], assumed=known is None)
 
 
 def _name_by_memory(memory: int | None) -> str:

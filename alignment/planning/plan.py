@@ -90,10 +90,11 @@ class Plan:
         return None if self.device.memory is None else self.needed <= self.device.memory
 
     def seconds(self, mfu: float) -> float | None:
-        """Time of the run at a share `mfu` of the devices' peak rate."""
+        """Time of the run at a share `mfu` of the devices' peak rate, and of their memory's bandwidth while it samples."""
         if self.length.operations is None:
             return None
-        return self.length.operations / (mfu * self.device.tflops * 1e12 * self.layout.gpus)
+        sampling = self.length.decoding_bytes / (mfu * self.device.bandwidth)
+        return sampling + self.length.operations / (mfu * self.device.tflops * 1e12 * self.layout.gpus)
 
 
 def make_plan(
@@ -154,7 +155,7 @@ def plan_at(
         )
         for role, model in networks.by_role.items()
     ]
-    length = run_length(config, data, networks.by_role)
+    length = run_length(config, data, networks.by_role, layout.gpus)
     tracer = Tracer(
         networks, layout, precision=config.training.precision, gpu=device.gpu, room=device.room(layout.gpus)
     )

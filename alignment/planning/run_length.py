@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -21,7 +21,7 @@ from alignment.data.examples import TokenizedRow
 from alignment.data.mixture import epoch_rows, mixing_shares, tables_of
 from alignment.data.prepare import prepare, prepare_with
 from alignment.data.rows.read import read_rows
-from alignment.data.rows.records import Kind
+from alignment.data.rows.records import Demonstration, Kind, Record
 from alignment.data.table import totals_of
 from alignment.loading import load_tokenizer
 from alignment.models.operations import forward_operations, is_counted
@@ -30,7 +30,10 @@ from alignment.planning.batches import RANKED
 from alignment.planning.quantized_layers import QuantizedStandIn
 from alignment.planning.stages import StageConfig
 from alignment.reward_model.ensemble import AdapterEnsemble
+from alignment.training.backends.whole_weights import computing_types, whole_bytes
 
+CHARACTERS = 4  # of a token: usual for English text and vocabularies of 30,000 tokens and more
+RESPONSES = ("text", "response", "chosen", "rejected", "steps")  # one document each
 KINDS: dict[type, Kind] = {
     SFTConfig: "demonstrations", PPOConfig: "prompts", OnlineDPOConfig: "prompts", PretrainConfig: "text",
 }  # fmt: skip
@@ -43,10 +46,12 @@ class Data:
     Attributes:
         rows: rows of one epoch; None where the data is not there.
         examples: tokenized; None where the tokenizer is not there either.
+        characters: of a row, on average, its prompt once for each response; None where the data is not there.
     """
 
     rows: int | None = None
     examples: Sequence[Any] | None = None
+    characters: float | None = None
 
 
 @dataclass(frozen=True)
@@ -54,14 +59,17 @@ class RunLength:
     """Attributes: rows (None: not known), updates (None: they depend on the rows), tokens and operations of the run.
 
     Attributes:
-        exact: whether tokens are those of the data; else rows are counted as long as `data.max_length` allows.
+        counted: what tells the tokens: those of the data, its characters where the tokenizer is not there, or the most
+            that `data.max_length` allows.
+        decoding_bytes: weights that one device reads to sample, at most: each token of a batch of responses reads all.
     """
 
     rows: int | None
     steps: int | None
     tokens: float | None
     operations: float | None
-    exact: bool
+    counted: Literal["tokens", "characters", "max_length"]
+    decoding_bytes: float = 0.0
 
 
 def read_training_rows(config: StageConfig) -> Data:
@@ -81,9 +89,14 @@ def read_training_rows(config: StageConfig) -> Data:
     if tokenizer is None or not Path(tokenizer).is_dir():
         if config.data.mixing == "concatenate":
             rows, _ = read_rows(sources, kind, max_rows=config.data.max_rows, on_bad_row="skip")
-            return Data(len(rows))
-        sizes = [len(read_rows(source, kind, on_bad_row="skip")[0]) for source in sources]
-        return Data(epoch_rows(config.data, sizes))
+            return Data(len(rows), characters=mean_characters(rows))
+        read = [read_rows(source, kind, on_bad_row="skip")[0] for source in sources]
+        sizes = [len(rows) for rows in read]
+        shares = mixing_shares(config.data, sizes)
+        means = [mean_characters(rows) for rows in read]
+        return Data(
+            epoch_rows(config.data, sizes), characters=sum(s * mean for s, mean in zip(shares, means, strict=True))
+        )
     own = load_tokenizer(tokenizer, getattr(config, "chat_template", None))
     if isinstance(config, RewardConfig):
         preparation = OBJECTIVES[config.loss].preparation_for(config.policy)
@@ -100,27 +113,64 @@ def kind_of(config: StageConfig) -> Kind | None:
     return OBJECTIVES[config.loss].kind if isinstance(config, RewardConfig) else KINDS.get(type(config))
 
 
-def run_length(config: StageConfig, data: Data, networks: Mapping[str, nn.Module]) -> RunLength:
+def mean_characters(records: Sequence[Record]) -> float:
+    """Characters of a record, on average; its prompt counts once for each of its responses."""
+    total = 0
+    for record in records:
+        if isinstance(record, Demonstration) and record.messages is not None:
+            total += _characters(record.messages)
+            continue
+        responses = [_characters(getattr(record, name)) for name in RESPONSES if hasattr(record, name)]
+        responses += map(len, getattr(record, "responses", ()))
+        total += sum(responses) + max(1, len(responses)) * _characters(getattr(record, "prompt", ""))
+    return total / len(records)
+
+
+def _characters(value: object) -> int:
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_characters(item) for item in value.values())
+    return sum(_characters(item) for item in value) if isinstance(value, list | tuple) else 0
+
+
+def run_length(config: StageConfig, data: Data, networks: Mapping[str, nn.Module], gpus: int = 1) -> RunLength:
     """Rows, updates, tokens and operations of a run.
 
     Args:
         networks: by role, as the plan built them.
+        gpus: devices that share the rows of an update.
     """
     training = config.training
     known = training.max_steps is not None or data.rows is not None
     steps = training.steps(data.rows or 0) if known else None
     sampled = config.max_new_tokens if isinstance(config, PPOConfig | OnlineDPOConfig) else 0
     sides = responses_per_row(config)
+    rollout = isinstance(config, OnlineDPOConfig | PPOConfig)
+    counted: Literal["tokens", "characters", "max_length"] = "max_length"
     mean: float = (config.data.max_length + sampled) * sides
     if data.examples:
-        mean = mean_tokens(config.data, data.examples)
-        mean = (mean + sampled) * (sides if isinstance(config, OnlineDPOConfig | PPOConfig) else 1)
+        mean = (mean_tokens(config.data, data.examples) + sampled) * (sides if rollout else 1)
+        counted = "tokens"
+    elif data.characters is not None:
+        row = data.characters / CHARACTERS / (1 if rollout else sides)
+        mean = (min(row, config.data.max_length) + sampled) * sides
+        counted = "characters"
     if steps is None:
-        return RunLength(data.rows, None, None, None, False)
+        return RunLength(data.rows, None, None, None, counted)
     rows_seen = steps * training.batch_size
     tokens = rows_seen * mean
-    length = max(1, round(mean / sides))
-    return RunLength(data.rows, steps, tokens, tokens * _operations(config, networks, length), bool(data.examples))
+    operations = tokens * _operations(config, networks, max(1, round(mean / sides)))
+    return RunLength(data.rows, steps, tokens, operations, counted, steps * _decoding_bytes(config, networks, gpus))
+
+
+def _decoding_bytes(config: StageConfig, networks: Mapping[str, nn.Module], gpus: int) -> float:
+    """Bytes of weights that a device reads to sample one update's responses, all as long as they may be."""
+    if not isinstance(config, PPOConfig | OnlineDPOConfig):
+        return 0.0
+    responses = updates_share(config, gpus) * config.responses_per_prompt
+    passes = math.ceil(responses / config.micro_rollout_batch_size) * config.max_new_tokens
+    return float(passes * whole_bytes(computing_types(networks["policy"], config.training.precision), lambda _: True))
 
 
 def mean_tokens(data: DataConfig, examples: Sequence[TokenizedRow]) -> float:

@@ -14,6 +14,7 @@ PEAK_TFLOPS = {  # device -> dense bf16 with float32 sums, float32; from the ven
     "H100": (989.4, 66.9),
     "H200": (989.4, 66.9),
 }
+PEAK_BANDWIDTH = {"RTX 4090": 1.0e12, "A100": 1.6e12, "H100": 3.35e12, "H200": 4.8e12}  # bytes per second of memory
 
 
 @dataclass
