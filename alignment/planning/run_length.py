@@ -23,6 +23,8 @@ from alignment.data.prepare import prepare, prepare_with
 from alignment.data.rows.read import read_rows
 from alignment.data.rows.records import Demonstration, Kind, Record
 from alignment.data.table import totals_of
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.errors import UserError
 from alignment.loading import load_tokenizer
 from alignment.models.operations import forward_operations, is_counted
 from alignment.models.transformer import TransformerSpec
@@ -85,25 +87,29 @@ def read_training_rows(config: StageConfig) -> Data:
         return Data()
     kind = kind_of(config)
     assert kind is not None
-    tokenizer = getattr(config, "tokenizer", None) or config.policy
-    if tokenizer is None or not Path(tokenizer).is_dir():
+    if (own := _tokenizer(config)) is None:
         if config.data.mixing == "concatenate":
             rows, _ = read_rows(sources, kind, max_rows=config.data.max_rows, on_bad_row="skip")
             return Data(len(rows), characters=mean_characters(rows))
         read = [read_rows(source, kind, on_bad_row="skip")[0] for source in sources]
-        sizes = [len(rows) for rows in read]
-        shares = mixing_shares(config.data, sizes)
-        means = [mean_characters(rows) for rows in read]
-        return Data(
-            epoch_rows(config.data, sizes), characters=sum(s * mean for s, mean in zip(shares, means, strict=True))
-        )
-    own = load_tokenizer(tokenizer, getattr(config, "chat_template", None))
+        shares = mixing_shares(config.data, list(map(len, read)))
+        characters = sum(share * mean_characters(rows) for share, rows in zip(shares, read, strict=True))
+        return Data(epoch_rows(config.data, list(map(len, read))), characters=characters)
     if isinstance(config, RewardConfig):
         preparation = OBJECTIVES[config.loss].preparation_for(config.policy)
         examples, _ = prepare_with(preparation, config.data, own, part="train")
     else:
         examples, _ = prepare(config.data, kind, own)
     return Data(epoch_rows(config.data, list(map(len, tables_of(examples)))), examples)
+
+
+def _tokenizer(config: StageConfig) -> Tokenizer | None:
+    """The run's tokenizer, where it is on this disk."""
+    name = getattr(config, "tokenizer", None) or config.policy
+    try:
+        return load_tokenizer(name, getattr(config, "chat_template", None)) if name and Path(name).is_dir() else None
+    except UserError:
+        return None
 
 
 def kind_of(config: StageConfig) -> Kind | None:
