@@ -317,8 +317,9 @@ def with_interval(value: float, interval: Sequence[float] | None) -> float | str
 
 
 def _breakable_cell(value: object) -> str:
-    """A cell whose only line break is before an interval, so that a table takes the width that a window has."""
-    return format_cell(value).replace(" ", "\N{NO-BREAK SPACE}").replace("\N{NO-BREAK SPACE}[", " [")
+    """A cell whose only line break, where it ends in an interval, is before that: a table takes the width of the window."""
+    text = format_cell(value)
+    return text.replace(" ", "\N{NO-BREAK SPACE}").replace("\N{NO-BREAK SPACE}[", " [") if text.endswith("]") else text
 
 
 def verdict_sentence(row: WinRateRow) -> str:
