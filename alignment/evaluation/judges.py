@@ -50,7 +50,7 @@ class JudgeResult:
 
     @property
     def follows_position(self) -> bool:
-        """Whether the judge prefers a place, first or second: no bias lies outside the interval."""
+        """True where the judge prefers a position, first or second: no bias, 0.5, lies outside the interval."""
         low, high = self.position_bias_interval
         return not low <= TIE <= high
 

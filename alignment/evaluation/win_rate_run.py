@@ -272,7 +272,7 @@ def _warnings_of_training(config: WinRateConfig, hashes: Mapping[str, str | None
 
 
 def _judgment_figures(result: JudgeResult) -> dict[str, Any]:
-    """What `results.json` holds of one comparison."""
+    """Figures of one comparison for `results.json`."""
     n, count = result.win_rate.n, result.inconsistent
     inconsistent, bias = (
         dict(zip(("low", "high"), interval, strict=True))
@@ -287,16 +287,16 @@ def _judgment_figures(result: JudgeResult) -> dict[str, Any]:
 
 
 def _position_warning(name: str, result: JudgeResult) -> list[str]:
-    """A warning where the judge prefers a place and not a response."""
+    """A warning where the judge prefers a position and not a response."""
     if not result.follows_position:
         return []
     low, high = result.position_bias_interval
-    place, share = (
+    position, share = (
         ("first", result.position_bias) if result.position_bias > TIE else ("second", 1 - result.position_bias)
     )
-    low, high = (low, high) if place == "first" else (1 - high, 1 - low)
+    low, high = (low, high) if position == "first" else (1 - high, 1 - low)
     return [
-        f"{name}: the judge prefers the response shown {place}, whichever it is: {share:.1%} [{low:.1%}, {high:.1%}] "
+        f"{name}: the judge prefers the response shown {position}, whichever it is: {share:.1%} [{low:.1%}, {high:.1%}] "
         f"where 50% is no bias, and its two orders contradict each other on {result.inconsistent} of "
         f"{result.win_rate.n} items, which decide nothing"
     ]

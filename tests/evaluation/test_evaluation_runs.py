@@ -229,7 +229,7 @@ def judged_by_people(config_of, tmp_path):
     """Settings of an evaluation whose form is written, and the form."""
     form = tmp_path / "form.jsonl"
     people = {"judge": "verdicts", "reward_model": None, "verdicts": str(form)}
-    with pytest.raises(evaluation.FormWritten, match=r"fill in `verdict`"):
+    with pytest.raises(UserError, match="fill in `verdict`"):
         evaluation.run(config_of(64, **people))
     return people, form
 
@@ -325,7 +325,7 @@ def test_a_judge_by_position_is_named_in_results_with_intervals(config_of, tmp_p
     path.write_text("".join(json.dumps({"prompt": f"guest {i}"}) + "\n" for i in range(12)))
     people = {"judge": "verdicts", "reward_model": None, "verdicts": str(form)}
     people["data"] = DataConfig(train=str(path), max_length=64)
-    with pytest.raises(evaluation.FormWritten):
+    with pytest.raises(UserError, match="fill in"):
         evaluation.run(config_of(64, **people))
     fill_in(form, lambda row: 1.0)
     results = json.loads(evaluation.run(config_of(64, **people)).read_text())

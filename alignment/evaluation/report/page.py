@@ -37,7 +37,7 @@ PAIR_PARTS = {  # key of `evaluate winrate` on held-out comparisons -> column of
 
 @dataclass(frozen=True)
 class WinRateRow:
-    """One policy's win rate against a baseline by one judge; `position_bias` is the share of the first place, low, high."""
+    """One policy's win rate against a baseline by one judge; `position_bias` is that of the judge, low, high."""
 
     policy: str
     baseline: str
@@ -323,7 +323,7 @@ def _breakable_cell(value: object) -> str:
 
 
 def verdict_sentence(row: WinRateRow) -> str:
-    """Who won a comparison, and whether its judge may be believed, in words."""
+    """The winner of a comparison, and how far its judge can be believed, in words."""
     rate, policy, baseline = row.win_rate, row.policy, row.baseline
     figures = f"{format_share(rate.rate, rate.low, rate.high)} of {rate.n}"
     if rate.low > 0.5:
@@ -335,8 +335,6 @@ def verdict_sentence(row: WinRateRow) -> str:
     words += f" (judge: {row.judge})."
     if row.inconsistent:
         words += f" The judge's two orders contradict each other on {row.inconsistent} of them."
-    if row.position_bias and not row.position_bias[1] <= 0.5 <= row.position_bias[2]:
-        words += f" It goes by position: the response shown first is preferred in {format_share(*row.position_bias)}."
     return words
 
 

@@ -158,7 +158,7 @@ def read_samples(results: Mapping[str, Any]) -> list[Sample]:
     ]
 
 
-def print_results(results: Mapping[str, Any]) -> None:
+def print_results(results: Mapping[str, object]) -> None:
     """Print the summary of an evaluation on standard output, and who won in words."""
     print_table(summary_rows(results))
     for row in win_rate_rows(results):
