@@ -119,9 +119,11 @@ class WinRateConfig:
             if value is not None and value not in self.models:
                 raise ValueError(f"{name} {value!r} is not among the models: {', '.join(self.models)}")
         SamplingConfig(self.max_new_tokens, self.temperature, top_p=self.top_p, seed=self.seed)  # checks their ranges
-        for name, least in (("batch_size", 1), ("samples", 0), ("tie_margin", 0), ("max_failed_share", 0)):
+        for name, least in (("batch_size", 1), ("samples", 0), ("tie_margin", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
+        if not 0 <= self.max_failed_share <= 1:
+            raise ValueError(f"max_failed_share must lie between 0 and 1, got {self.max_failed_share}")
         for name, own in self.best_of.items():
             if name in self.models:
                 raise ValueError(f"best_of: {name!r} is the name of a model too; take another one")

@@ -348,6 +348,8 @@ def test_the_share_of_failures_that_the_advice_names_is_a_setting(judged_by_peop
         evaluation.run(config_of(64, **people))
     two = json.loads(evaluation.run(config_of(64, **people, max_failed_share=0.5)).read_text())["models"]["two"]
     assert (two["failures"], two["win_rate"]["n"]) == (1, 1)
+    with pytest.raises(ValueError, match="max_failed_share must lie between 0 and 1"):
+        config_of(64, max_failed_share=1.5)
 
 
 def test_a_judge_that_a_policy_was_trained_against_is_named(config_of, stage, foreign, checkpoints, tmp_path, capsys):
