@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -145,16 +146,28 @@ EVALUATIONS = {  # command: (stage, help)
 
 
 def add_evaluation(command: str, stage: str, help_text: str) -> None:
-    """Add the command that runs an evaluation; a table of win rates is printed as well."""
+    """Add the command that runs an evaluation; a table of win rates, or what people have to do first, is printed as well."""
 
     @evaluate.command(command, help=help_text, cls=ConfigCommand, context_settings={"obj": stage})
     def run_evaluation(config: ConfigName, overrides: Overrides = None) -> None:
         with open_stage(stage, config, overrides) as (run, checked):
-            show_result(results := run(checked), checked.output)
-        if stage == "winrate":
-            from alignment.evaluation.report.recipe_report import print_table, summary_rows
+            if stage == "winrate":
+                from alignment.evaluation.win_rate_run import FormWritten
 
-            print_table(summary_rows(json.loads(results.read_text(encoding="utf-8"))))
+                try:
+                    results = run(checked)
+                except FormWritten as form:
+                    print(
+                        f"{form}\nthen run: {shlex.join(['alignment', 'evaluate', command, config, *(overrides or [])])}"
+                    )
+                    return
+            else:
+                results = run(checked)
+            show_result(results, checked.output)
+        if stage == "winrate":
+            from alignment.evaluation.report.recipe_report import print_results
+
+            print_results(json.loads(results.read_text(encoding="utf-8")))
 
 
 for _command, (_stage, _help) in EVALUATIONS.items():
