@@ -176,7 +176,7 @@ def test_a_reward_model_that_cannot_tell_is_refused(ppo):
     _, config = ppo()
     state, prompts = state_of(config)
     state.score = lambda prompts, responses, ended: torch.ones(len(prompts))
-    with pytest.raises(UserError, match="same score"):
+    with pytest.raises(UserError, match="same number"):
         iterate(state, config, prompts, 0)
 
 

@@ -23,7 +23,9 @@ class SamplingSettings:
     """Settings of a stage that learns from its own samples.
 
     Attributes:
-        missing_end_penalty: taken off the (normalized) score of a response that did not end.
+        missing_end_penalty: taken off the score of a response that did not end, in deviations of the scores: 1 is 1 where a
+            reward model's scores are normalized, else the deviation of the iteration's scores over all responses. Equal
+            scores have none, and nothing is taken off them.
         max_new_tokens: longest response, end token included.
         responses_per_prompt: responses sampled to each prompt; `training.batch_size` counts prompts.
         temperature: of the samples.
