@@ -112,6 +112,10 @@ class PPOConfig(SamplingSettings, UpdateSettings):
             by `normalize_scores`.
         rewards: what a response is rewarded for, as a list of entries of one kind each; its score is the sum of
             weight * clip(normalize(part)), and each part is logged as `score/NAME`. `normalize_scores` is not read then.
+            A response has no score, and nothing is learned from it, where no reward gave a number, where a judge failed, and
+            where a reward that is not normalized gave none although it gave one for another response to the prompt; a
+            reward that applies to no response to a prompt, or is normalized, adds 0. Their share is `unscored_share`; above
+            one half, or what `max_failed_share` of a judge allows, the run ends.
         reward_combine: how the scores of an ensemble become the reward: their mean, their least (min), or
             mean - reward_std_coef * deviation (lower). The last two hold PPO back where the members disagree (Coste et
             al. 2023, arXiv:2310.02743, section 3).
