@@ -40,6 +40,11 @@ def three_of_four(prompts, responses, **columns):
     return [None if number % 4 == 3 else -2 - share for number, share in enumerate(shares)]
 
 
+def some(prompts, responses, **columns):
+    """Share of vowels; fails where the length leaves 1 over 4."""
+    return [None if len(text) % 4 == 1 else sum(c in "aeiou" for c in text) / max(1, len(text)) for text in responses]
+
+
 def constant(prompts, responses, **columns):
     """The same for every response."""
     return [0.7] * len(responses)
