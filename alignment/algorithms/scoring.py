@@ -130,8 +130,8 @@ def score_function(
     scorers = {name: response_scorer(judge, tokenizer, tokens) for name, judge in judges.items()}
     if not config.rewards:
         score = finite_scorer(config.reward_model or "", scorers["reward_model"])
-        spread = 1.0 if judges["reward_model"].calibration.fitted else None
-        return lambda *responses: Scores(score(*responses), spread=spread)
+        deviation = 1.0 if judges["reward_model"].calibration.fitted else None
+        return lambda *responses: Scores(score(*responses), fixed_deviation=deviation)
     return build_rewards(
         config.rewards, texts, scorers,
         tokenizer=tokenizer,

@@ -31,22 +31,22 @@ class Scores:
         parts: the number of each reward by its name, as it was given, [B]; not a number where a reward does not apply.
         shaped: what is learned from: the sum of weight * clip(normalize(part)), [B], not a number as `total`; None:
             `total`, under the algorithm's own normalization of scores.
-        spread: deviation of what is learned from, where normalization fixes it; None: nothing does.
+        fixed_deviation: of what is learned from, where normalization fixes it; None: nothing does.
     """
 
     total: Tensor
     parts: dict[str, Tensor] = field(default_factory=dict)
     shaped: Tensor | None = None
-    spread: float | None = None
+    fixed_deviation: float | None = None
 
     def deviation(self, reduce: Callable[[Tensor], Tensor]) -> float:
-        """The spread, or where nothing fixes it the deviation of the scores of all ranks; 0 where they are equal.
+        """`fixed_deviation`, or the deviation of the scores of all ranks that are learned from; 0 where they are equal.
 
         Args:
             reduce: adds a tensor over all ranks; every rank has to call.
         """
         learned = self.total if self.shaped is None else self.shaped
-        return mean_and_deviation(learned, reduce)[2] if self.spread is None else self.spread
+        return mean_and_deviation(learned, reduce)[2] if self.fixed_deviation is None else self.fixed_deviation
 
 
 ScoreFunction = Callable[[Sequence[PromptExample], Sequence[Sequence[int]], Sequence[bool]], Tensor | Scores]
@@ -141,7 +141,7 @@ class Rewards:
         fixed = not others and (part.scaled or part.normalizer is not None)
         return Scores(
             total.masked_fill(unscored, math.nan), given, shaped.masked_fill(unscored, math.nan),
-            spread=abs(part.weight) if fixed else None,
+            fixed_deviation=abs(part.weight) if fixed else None,
         )  # fmt: skip
 
     def unscored(self, given: dict[str, Tensor], prompts: Sequence[PromptExample]) -> Tensor:

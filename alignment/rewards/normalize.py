@@ -65,7 +65,7 @@ class PartNormalizer:
         self._join(values.double(), sources, reduce)
         if self.mode == "first" and self.sources == 1 and self.counts[0] and not self.squares[0]:
             raise UserError(
-                f"rewards: {self.name} cannot be normalized by {no_spread(self.counts[0])}, or set normalize: none for it"
+                f"rewards: {self.name} cannot be normalized by {no_deviation(self.counts[0])}, or set normalize: none for it"
             )
 
     def __call__(self, values: Tensor, sources: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ class PartNormalizer:
         self.counts, self.means, self.squares = (list(state[key]) for key in ("counts", "means", "squares"))
 
 
-def no_spread(count: float) -> str:
+def no_deviation(count: float) -> str:
     """Why numbers of so many responses have no deviation to divide by, and the way out, for messages."""
     if count == 1:
         return "a single number, that of one response; raise training.batch_size or responses_per_prompt"

@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -95,6 +96,19 @@ def test_a_judge_that_judges_nothing_ends_the_run():
     samples = samples_of([NAN] * 8, [True] * 8, [[1], [2]] * 4, penalty=0.0)
     with pytest.raises(UserError, match="gold could not judge the responses to 4 of 4 prompts"):
         make_pairs(samples, config_of(), ALONE)
+
+
+def test_a_judge_of_pairs_may_leave_half_of_the_prompts_and_no_more():
+    """Rewards have bounds of their own, for single responses."""
+    config = config_of(judge="module:function")
+    for missing, raises in (
+        (2, nullcontext()),
+        (3, pytest.raises(UserError, match=r"module:function .* 3 of 4 prompts")),
+    ):
+        raw = [NAN] * 2 * missing + [1.0, 2.0] * (4 - missing)
+        samples = samples_of(raw, [True] * 8, [[i] for i in range(8)], penalty=0.0)
+        with raises:
+            assert len(make_pairs(samples, config, ALONE)[0]) == 2
 
 
 # Judges of pairs

@@ -198,7 +198,7 @@ def test_aot_of_equal_values_is_that_of_the_sorted_form():
     values = policy, reference
     parts = [
         aot_paired_loss(
-            policy[i:][:1], zero[:1], reference[i:][:1], zero[:1], beta=1.0, values_of_all=values, places=place
+            policy[i:][:1], zero[:1], reference[i:][:1], zero[:1], beta=1.0, values_of_all=values, positions=place
         )
         for i, place in enumerate(torch.arange(3).split(1))
     ]
@@ -223,8 +223,8 @@ def test_aot_of_a_batch_in_parts_is_that_of_the_whole(loss):
     a, b, c, d = (column.detach() for column in columns)
     values = (a - b, c - d) if loss is aot_paired_loss else (a - c, b - d)
     parts = [
-        loss(*piece, beta=0.7, label_smoothing=0.1, values_of_all=values, places=places)
-        for *piece, places in zip(*(x.split(5) for x in (*columns, torch.arange(12))), strict=True)
+        loss(*piece, beta=0.7, label_smoothing=0.1, values_of_all=values, positions=positions)
+        for *piece, positions in zip(*(x.split(5) for x in (*columns, torch.arange(12))), strict=True)
     ]
     assert_close(torch.cat(parts), whole)
     for part, wanted in zip(torch.autograd.grad(torch.cat(parts).sum(), columns[:2]), grads, strict=True):

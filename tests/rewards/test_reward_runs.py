@@ -174,7 +174,7 @@ def test_equal_scores_pay_nothing_for_an_end_and_the_penalty_grows_with_the_scor
     (rollout, one), (_, ten) = (rewards_of(f"by {weight}", length=length, weight=weight) for weight in (1.0, 10.0))
     assert_close(ten, 10 * one)
     spread = rollout.scores.std(correction=0)
-    assert spread > 0 and rollout.score_spread == pytest.approx(spread.item())
+    assert spread > 0 and rollout.score_deviation == pytest.approx(spread.item())
     assert_close(one, rollout.scores - 1.5 * spread * (~rollout.ended).float())
 
 

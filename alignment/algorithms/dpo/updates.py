@@ -162,7 +162,7 @@ class PreferenceUpdates:
         """One update on the rows of a global batch, which are the same on every rank; its metrics."""
         batches = self._shard(rows, self.collate)
         given = self.inputs(batches, rows, shared=True)
-        terms = [Term(with_places(batches, given), partial(self.loss_fn, given=given))]
+        terms = [Term(with_positions(batches, given), partial(self.loss_fn, given=given))]
         if self.demonstrations is not None:
             texts = self._shard(self.demonstrations.stream.rows_at(step), self.demonstrations.collate)
             terms.append(Term(texts, self.demonstrations.loss_fn, self.demonstrations.coef, "sft"))
@@ -171,7 +171,7 @@ class PreferenceUpdates:
     def evaluate(self, rows: Sequence[PreferenceExample], batches: Sequence[PreferenceBatch]) -> dict[str, float]:
         """Mean loss and metrics over held-out rows, taken as one global batch; every rank reads them all."""
         given = self.inputs(batches, rows, shared=False)
-        numbered, loss_fn = with_places(batches, given), partial(self.loss_fn, given=given)
+        numbered, loss_fn = with_positions(batches, given), partial(self.loss_fn, given=given)
         return logged_metrics(held_out_metrics(self.engine, numbered, loss_fn), "held_out_")
 
     @torch.no_grad()
@@ -256,19 +256,19 @@ class PreferenceUpdates:
         return shard_rows(rows, collate, self.engine.process_group.rank, self.engine.process_group.size)
 
 
-def with_places(batches: Sequence[Batch], given: GlobalInputs) -> list[Batch]:
-    """This rank's batches, with the places of their pairs among `given.pairs` where these are known."""
-    placed, start = [], given.first
+def with_positions(batches: Sequence[Batch], given: GlobalInputs) -> list[Batch]:
+    """This rank's batches, with the positions of their pairs among `given.pairs` where these are known."""
+    numbered, start = [], given.first
     for batch in batches:
         inner = unwrap_batch(batch)
         if given.pairs is not None and isinstance(inner, PairBatch):
-            places = torch.arange(len(inner.lengths) // 2)
+            positions = torch.arange(len(inner.lengths) // 2)
             if isinstance(batch, ZeroWeightBatch):  # counts for nothing, wherever it stands
-                batch = ZeroWeightBatch(replace(inner, places=places))
+                batch = ZeroWeightBatch(replace(inner, pair_positions=positions))
             else:
-                batch, start = replace(inner, places=start + places), start + len(places)
-        placed.append(batch)
-    return placed
+                batch, start = replace(inner, pair_positions=start + positions), start + len(positions)
+        numbered.append(batch)
+    return numbered
 
 
 def with_sft(

@@ -37,7 +37,7 @@ def add_advantages(
 
     reward_t = -kl_coef * (log p - log p_ref)_t + [t last] * (scale * score + shift - [not ended] * penalty)
 
-    The penalty is missing_end_penalty deviations of what it is taken off: 1 with `normalizer`, else `score_spread`.
+    The penalty is missing_end_penalty deviations of what it is taken off: 1 with `normalizer`, else `score_deviation`.
 
     The KL penalty has `kl_estimator`, and stands in the rewards unless kl_in=loss. rloo, grpo and dr_grpo compare the sums
     of whole responses, and all tokens of a response have the same advantage. Responses without a score are in no mean and no
@@ -53,7 +53,7 @@ def add_advantages(
     """
     mask = rollout.learned_mask
     normalized = rollout.shaped_scores is None and normalizer.fitted
-    penalty = config.missing_end_penalty * (1.0 if normalized else rollout.score_spread)
+    penalty = config.missing_end_penalty * (1.0 if normalized else rollout.score_deviation)
     rewards = shape_rewards(
         shaped_scores(rollout, normalizer, penalty), rollout.log_probs, rollout.reference_log_probs, rollout.mask,
         kl_coef=kl_coef if config.kl_in == "reward" else 0.0, kl_estimator=config.kl_estimator,

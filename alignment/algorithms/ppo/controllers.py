@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from alignment.errors import UserError
-from alignment.rewards.normalize import mean_and_deviation, no_spread
+from alignment.rewards.normalize import mean_and_deviation, no_deviation
 
 
 @dataclass
@@ -93,7 +93,7 @@ class ScoreNormalizer:
         count, mean, deviation = mean_and_deviation(scores, reduce)
         if deviation == 0:
             raise UserError(
-                f"the reward model's scores cannot be normalized by {no_spread(count)}, or set normalize_scores=false"
+                f"the reward model's scores cannot be normalized by {no_deviation(count)}, or set normalize_scores=false"
             )
         self.scale, self.shift, self.fitted = 1 / deviation, -mean / deviation, True
         return self

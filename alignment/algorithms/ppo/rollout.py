@@ -56,7 +56,7 @@ class Rollout:
         score_parts: number of each reward by its name, not weighed, [B]; not a number where it does not apply. Empty with
             a single reward model.
         shaped_scores: of several rewards, each normalized, clipped and weighed, [B]; None: `scores`, to be normalized.
-        score_spread: deviation of `shaped_scores`, or of `scores` without them, over all ranks: the unit of
+        score_deviation: deviation of `shaped_scores`, or of `scores` without them, over all ranks: the unit of
             `missing_end_penalty` where no normalization follows.
         rewards, advantages, returns: filled in by `add_advantages`.
     """
@@ -78,7 +78,7 @@ class Rollout:
     baseline: Baseline | None = None
     score_parts: dict[str, Tensor] = field(default_factory=dict)
     shaped_scores: Tensor | None = None
-    score_spread: float = 1.0
+    score_deviation: float = 1.0
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
@@ -230,7 +230,7 @@ def ask_networks(state: PPOState, config: PPOConfig, samples: DrawnResponses) ->
         scores=scores.total.to(device),
         score_parts={name: part.to(device) for name, part in scores.parts.items()},
         shaped_scores=None if scores.shaped is None else scores.shaped.to(device),
-        score_spread=scores.deviation(state.process_group.sum),
+        score_deviation=scores.deviation(state.process_group.sum),
         ended=torch.tensor(responses.ended, device=device),
         phases=clock.seconds,
         share_prompts=state.share_prompts,
