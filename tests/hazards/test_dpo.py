@@ -116,7 +116,7 @@ def test_H12_an_update_does_not_depend_on_how_its_batch_is_cut(name):
 
 
 @pytest.mark.parametrize("name", ["aot", "aot_unpaired"])
-def test_pairs_are_sorted_by_their_places_and_not_found_again_by_their_values(name, monkeypatch):
+def test_pairs_are_sorted_by_their_positions_and_not_found_again_by_their_values(name, monkeypatch):
     """The chosen responses' log-probabilities before the update are 1e-5 lower than in it, and each is its own pair's."""
     plain, real = one_update(name, 14), dpo_updates.response_log_probs
 

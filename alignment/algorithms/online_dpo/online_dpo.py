@@ -123,12 +123,11 @@ def make_pairs(
     """The best and worst response of each prompt as pairs, of all ranks in the order of the prompts, and their metrics.
 
     Prompts whose responses tie, or of which fewer than two have a score, give no pair; `score_ties` and `unjudged` are their
-    shares. Scores in
-    metrics are those before the penalty of a missing end and, of several rewards, before they are shaped; a pair's margin
-    is the difference of scores as they are compared.
+    shares. Scores in metrics are those before the penalty of a missing end and, of several rewards, before they are
+    shaped; a pair's margin is the difference of scores as they are compared.
 
     Raises:
-        UserError: the rewards could not judge a single prompt, or a judge of pairs not even `MOST_UNSCORED` of them.
+        UserError: the rewards judged no prompt, or a judge of pairs could not judge more than `MOST_UNSCORED` of them.
     """
     count = config.responses_per_prompt
     best, worst, tied, unjudged = best_and_worst(samples.scores.view(-1, count), config.tie_margin)
