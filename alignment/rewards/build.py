@@ -83,12 +83,13 @@ def build_rewards(
         if mode is None:
             mode = "first" if name in models and name not in scaled else "none"
         count = sources if spec.per_source else 1
-        score = _finite(name, models[name]) if name in models else _text_scorer(name, texts[name], tokenizer)
+        score = finite_scorer(name, models[name]) if name in models else _text_scorer(name, texts[name], tokenizer)
         parts.append(
             RewardPart(
                 name, score, spec.weight, spec.clip,
                 normalizer=None if mode == "none" else PartNormalizer(mode, count, name),
                 max_failed_share=_max_failed_share(spec),
+                scaled=name in scaled,
             )
         )  # fmt: skip
     return Rewards(parts, reduce)
@@ -152,8 +153,8 @@ def _max_failed_share(spec: RewardSpec) -> float | None:
     return spec.judge.max_failed_share if isinstance(spec.judge, JudgeSpec) else JudgeSpec.max_failed_share
 
 
-def _finite(name: str, score: Scorer) -> Scorer:
-    """The scorer of a reward model, whose scores have to be finite: in a sum, others would count as not given."""
+def finite_scorer(name: str, score: Scorer) -> Scorer:
+    """The scorer of a reward model, whose scores have to be finite: others would count as not given."""
 
     def checked(prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
         scores = score(prompts, responses, ended)

@@ -148,7 +148,7 @@ class JudgeSpec:
         backoff_seconds: pause before the first of them, doubled each time, with jitter; a Retry-After header counts
             where it is longer.
         max_backoff_seconds: longest pause; a longer Retry-After is a failure.
-        max_failed_share: largest share of responses of one iteration without a score; they count 0.
+        max_failed_share: largest share of responses of one iteration without a score; nothing is learned from them.
         requests: at the same time from one rank.
         low, high: a score outside is a failure; None: no bound.
     """

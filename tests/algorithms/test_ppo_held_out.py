@@ -1,5 +1,6 @@
 """Held-out prompts of a PPO run: what is measured on them, when the run ends, and which weights are its result."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -85,6 +86,14 @@ def test_responses_are_drawn_by_a_seed_of_their_own_and_scored_by_the_judge(ppo)
     assert kl == pytest.approx(sum(values) / 4, abs=1e-4) and abs(kl) > 1e-2
 
 
+def test_held_out_figures_leave_out_what_has_no_score():
+    """Means of 4 and 2; of the prompts with both scores 3 beats 1, and 1 loses to 2."""
+    held_out = HeldOut([], lambda *_: torch.empty(0), SamplingConfig(4))
+    assert held_out.take_in([1.0, 2.0, math.nan, -9.0], 0.1, 0)["held_out_score"] == -2
+    found = held_out.take_in([3.0, 1.0, 5.0, math.nan], 0.1, 1)
+    assert found["held_out_score"] == 3 and found["held_out_win_rate"] == 0.5
+
+
 def half(prompts, responses, **columns):
     """Applies to every other response."""
     return [1.0 if number % 2 else None for number in range(len(responses))]
@@ -96,7 +105,8 @@ def test_responses_without_a_score_are_counted(ppo):
     with Run(config.output, {}, stage="ppo") as run:
         state = build_state(config, read_data(config, run))
     found = judge_held_out(state, config, state.held_out)
-    assert found.scores == [0, 1, 0, 1] and found.unscored == 0.5
+    assert_close(found.scores, [math.nan, 1.0, math.nan, 1.0], equal_nan=True)
+    assert found.unscored == 0.5
 
 
 def planned(monkeypatch, results):

@@ -172,7 +172,7 @@ def test_the_baseline_is_the_score_of_the_greedy_response(ppo):
     greedy = decode_responses(
         state.policy.backend.unwrapped, [list(prompt.ids) for prompt in prompts], SamplingConfig(5, 0.0), state.stop_ids
     )
-    scores = state.score(prompts, greedy.token_ids, greedy.ended)
+    scores = state.score(prompts, greedy.token_ids, greedy.ended).total
     _, rollout = iterate(state, config, prompts, 0)
     assert_close(rollout.baseline.scores, scores.repeat_interleave(3))
     assert rollout.baseline.ended.tolist() == [end for end in greedy.ended for _ in range(3)]

@@ -114,6 +114,21 @@ def test_ppo_on_two_processes_normalizes_several_rewards_as_one_does(tmp_path, w
             assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
 
 
+@pytest.mark.parametrize("form", ["token_mean", "sequence_mean"])
+def test_ppo_on_two_processes_leaves_out_the_same_responses_as_on_one(tmp_path, world, checkpoints, form):
+    """A function that fails by what is written: neither the statistics nor what the loss is divided by count these rows."""
+    settings = [
+        "ppo", "ppo/tiny_grpo", f"policy={checkpoints['llama']}", "reward_model=null", "value_model=reward_model",
+        'rewards=[{"function": "tests.rewards.test_reward_runs:some"}]', f"data.train={world['prompts']}",
+        f"loss_normalization={form}", "responses_per_prompt=4", "training.max_steps=2", "training.batch_size=7",
+        "minibatches=2", "max_new_tokens=8",
+    ]  # fmt: skip
+    for one, two in metrics_on_one_and_two(tmp_path, settings):
+        assert 0 < one["unscored_share"] < 0.5
+        for key in ("score", "unscored_share", "score_std", "policy_loss", "grad_norm"):
+            assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
+
+
 def test_online_dpo_on_two_processes_compares_by_several_rewards_as_on_one(tmp_path, world, checkpoints, stage):
     rewards = [
         {"reward_model": f"{stage('reward')}/model", "normalize": "running", "clip": [-2, 2]},

@@ -9,6 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
+from alignment.algorithms.dpo import updates as dpo_updates
 from alignment.algorithms.dpo.responses import ResponseLogProbs, desirability_metrics
 from alignment.algorithms.dpo.updates import GlobalInputs, PreferenceUpdates, RewardShift, mismatched_rows
 from alignment.data.batches import collate_labeled, collate_pairs
@@ -112,6 +113,21 @@ def test_H12_an_update_does_not_depend_on_how_its_batch_is_cut(name):
     assert whole.keys() == cut.keys()
     for key, value in whole.items():
         assert cut[key] == pytest.approx(value, abs=1e-4, rel=1e-4), key
+
+
+@pytest.mark.parametrize("name", ["aot", "aot_unpaired"])
+def test_pairs_are_sorted_by_their_positions_and_not_found_again_by_their_values(name, monkeypatch):
+    """The chosen responses' log-probabilities before the update are 1e-5 lower than in it, and each is its own pair's."""
+    plain, real = one_update(name, 14), dpo_updates.response_log_probs
+
+    def lower(*arguments):
+        found = real(*arguments)
+        chosen, rejected = found.policy.chunk(2)
+        return dataclasses.replace(found, policy=torch.cat([chosen - 1e-5, rejected]))
+
+    monkeypatch.setattr(dpo_updates, "response_log_probs", lower)
+    for key, value in one_update(name, 14).items():
+        assert value == pytest.approx(plain[key], abs=1e-4), key
 
 
 @pytest.mark.parametrize("variant", ["", "lora"])

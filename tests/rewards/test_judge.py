@@ -157,7 +157,7 @@ def example(row, **extra):
     return PromptExample([1], "Say so.", extra, f"rows:{row}")
 
 
-def test_more_failures_than_allowed_stop_the_run_and_fewer_count_0():
+def test_more_failures_than_allowed_stop_the_run_and_fewer_have_no_score():
     rows, sums = [example(i) for i in range(4)], []
 
     def part(failing):
@@ -165,7 +165,9 @@ def test_more_failures_than_allowed_stop_the_run_and_fewer_count_0():
         return RewardPart("judge", lambda *a: numbers, max_failed_share=0.25)
 
     scores = Rewards([part({1})], lambda x: sums.append(x) or x)(rows, [[1]] * 4, [True] * 4)
-    assert scores.shaped.tolist() == scores.total.tolist() == [2, 0, 2, 2] and sums
+    for given in (scores.shaped, scores.total):
+        assert given.isnan().tolist() == [False, True, False, False] and given[[0, 2, 3]].tolist() == [2, 2, 2]
+    assert sums
     with pytest.raises(UserError, match="judge gave no score for 2 of 4 responses; at most 25%"):
         Rewards([part({1, 2})], lambda x: x)(rows, [[1]] * 4, [True] * 4)
 

@@ -198,7 +198,7 @@ def score(*parts, sources=None, count=None):
     """Scores of responses by parts that give the same numbers every time."""
     rewards = Rewards(parts, lambda x: x)
     count = count or len(parts[0].score([], [], []))
-    rows = [PromptExample([1], "p", {}, "r", source=source) for source in sources or [0] * count]
+    rows = [PromptExample([1], "p", {}, f"r{i}", source=source) for i, source in enumerate(sources or [0] * count)]
     return rewards(rows, [[1]] * count, [True] * count)
 
 
@@ -222,6 +222,39 @@ def test_the_score_is_the_sum_of_weight_times_clip_of_the_normalized_part():
     assert metrics == pytest.approx(
         {"score/one": 4, "unscored_share/one": 0, "score/two": 0.5, "unscored_share/two": 1 / 3}
     )
+
+
+def scored(*parts, prompts):
+    """Scores of responses to prompts that are named by letters, side by side."""
+    return Rewards(parts, lambda x: x)([PromptExample([1], "p", {}, name) for name in prompts], [], [])
+
+
+def test_what_has_no_score_is_no_number_whatever_bounds_it_has():
+    """Clipped to [1, 2] a failure is not the worst score, and out of the statistics: 1 and 3 have mean 2, deviation 1."""
+    clipped = scored(RewardPart("one", gives(1.0, None, 5.0), clip=(1.0, 2.0)), prompts="aaa")
+    assert_close(clipped.shaped, torch.tensor([1.0, math.nan, 2.0]), equal_nan=True)
+    normalized = RewardPart("one", gives(1.0, None, 3.0), normalizer=PartNormalizer("first"))
+    assert_close(scored(normalized, prompts="aaa").shaped, torch.tensor([-1.0, math.nan, 1.0]), equal_nan=True)
+
+
+def test_a_reward_that_fails_beside_another_one_gives_no_score():
+    """Raw numbers of -2 would make 0 the best; a reward that applies to no response to b, or is centered, adds 0."""
+    length = RewardPart("length", gives(-0.5, -0.25, -0.5, -1.0))
+    raw = scored(RewardPart("raw", gives(-2.0, None, None, None)), length, prompts="aabb")
+    assert_close(raw.shaped, torch.tensor([-2.5, math.nan, -0.5, -1.0]), equal_nan=True)
+    centered = RewardPart("centered", gives(-2.0, None, -4.0, None), normalizer=PartNormalizer("first"))
+    assert_close(scored(centered, length, prompts="aabb").shaped, torch.tensor([0.5, -0.25, -1.5, -1.0]))
+
+
+def test_no_reward_may_leave_most_responses_without_a_score():
+    """Two of four may be without, as far as no judge allows more; three end the run, scored and judged alike."""
+    half, most = gives(1.0, None, None, 2.0), gives(1.0, None, None, None)
+    assert scored(RewardPart("rule", half), prompts="abcd").total.isnan().sum() == 2
+    for score in ("__call__", "judge"):
+        rewards = Rewards([RewardPart("rule", most)], lambda x: x)
+        with pytest.raises(UserError, match=r"3 of 4 responses have no score.*rule 3 times.*at most 50%"):
+            getattr(rewards, score)(rows_of({}, {}, {}, {}), [], [])
+    assert scored(RewardPart("judge", most, max_failed_share=0.75), prompts="abcd").total.isnan().sum() == 3
 
 
 def test_first_is_the_score_normalizer_to_the_last_bit_and_stays():
@@ -268,7 +301,7 @@ def test_rewards_that_do_not_apply_are_in_no_statistics():
 
 
 def test_equal_numbers_cannot_be_normalized():
-    with pytest.raises(UserError, match="reward gives every sampled response the same number"):
+    with pytest.raises(UserError, match="the same number for all of"):
         score(RewardPart("one", gives(2.0, 2.0), normalizer=PartNormalizer("first")))
 
 

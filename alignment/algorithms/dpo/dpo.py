@@ -176,6 +176,8 @@ def pair_arguments(
     elif loss.spec.row_input == "length_difference":
         chosen_tokens, rejected_tokens = responses.tokens.chunk(2)
         columns.append(chosen_tokens - rejected_tokens)
+    if loss.spec.batch_input in ("paired_values", "unpaired_values") and batch.pair_positions is not None:
+        return columns, {"positions": batch.pair_positions}
     return columns, {}
 
 

@@ -87,7 +87,8 @@ def pair_scorer(judge: PairJudge, tokenizer: Tokenizer, responses_per_prompt: in
             verdict = verdicts.get((one, other), 0.5)
             won[one] += float("nan") if verdict is None else verdict
             won[other] += float("nan") if verdict is None else 1 - verdict
-        return won / (2 * (responses_per_prompt - 1))
+        shares = won.view(-1, responses_per_prompt) / (2 * (responses_per_prompt - 1))
+        return shares.masked_fill(shares.isnan().any(1, keepdim=True), float("nan")).view(-1)
 
     return score
 

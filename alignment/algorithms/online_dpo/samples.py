@@ -9,7 +9,7 @@ from torch import Tensor
 
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
 from alignment.algorithms.online_dpo.setup import OnlineDPOState
-from alignment.algorithms.ppo.metrics import distinct_share, global_means, kl_columns, text_metrics
+from alignment.algorithms.ppo.metrics import distinct_share, global_means, kl_columns, score_means, text_metrics
 from alignment.algorithms.ppo.rollout import (
     draw_samples,
     equally_many,
@@ -19,7 +19,7 @@ from alignment.algorithms.ppo.rollout import (
     to_rectangle,
 )
 from alignment.data.examples import PromptExample
-from alignment.rewards.combine import Scores, as_scores, part_metrics
+from alignment.rewards.combine import as_scores, part_metrics
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class JudgedSamples:
         numbers: global number of each response over the whole run.
         ended: True where the response stopped by itself, [N].
         scores: as they are compared, [N]: less the penalty of those that did not end; of several rewards each normalized,
-            clipped and weighed. Not a number: could not be judged.
+            clipped and weighed. Not a number: there is no score.
         raw_scores: as the judge gave them, [N]; of several rewards the sum of weight * part.
         mask: True at each response token, [N, R].
         log_probs: as the sampler computed them, at the temperature of the samples, [N, R].
@@ -72,7 +72,8 @@ def sample_and_judge(
     ended = torch.tensor(sampled.ended, device=group.device)
     with state.policy.backend.autocast():
         given = as_scores(state.score(rows, sampled.token_ids, sampled.ended))
-        raw, shaped = (scores.to(group.device).float() for scores in logged_and_compared(given))
+        raw = given.total.to(group.device).float()
+        shaped = raw if given.shaped is None else given.shaped.to(group.device).float()
         reference = None
         if state.reference is not None:
             reference = torch.zeros(mask.shape, device=group.device)
@@ -85,7 +86,7 @@ def sample_and_judge(
                 reference[index] = to_rectangle(found, mask[index])
     return JudgedSamples(
         rows, ids, sampled.token_ids, numbers, ended,
-        scores=shaped - config.missing_end_penalty * (~ended).float(),
+        scores=shaped - config.missing_end_penalty * given.deviation(group.sum) * (~ended).float(),
         raw_scores=raw,
         mask=mask,
         log_probs=to_rectangle(log_probs, mask),
@@ -95,24 +96,13 @@ def sample_and_judge(
     )  # fmt: skip
 
 
-def logged_and_compared(given: Scores) -> tuple[Tensor, Tensor]:
-    """The scores that are logged and those that make pairs, [N]; not a number where a response could not be judged."""
-    shaped = given.total if given.shaped is None else given.shaped
-    if given.unjudged is None:
-        return given.total, shaped
-    return given.total.masked_fill(given.unjudged, float("nan")), shaped.masked_fill(given.unjudged, float("nan"))
-
-
 def sample_metrics(samples: JudgedSamples, state: OnlineDPOState) -> dict[str, float]:
     """Means over all ranks' responses: score before penalties and its parts, KL from the reference, length."""
     group = state.process_group
     columns = {"response_tokens": samples.mask.float().sum(1), "ended_share": samples.ended.float()}
     if samples.reference_log_probs is not None:
         columns |= kl_columns(samples.log_probs, samples.reference_log_probs, samples.mask)
-    judged = ~samples.raw_scores.isnan()
-    score = torch.stack([torch.where(judged, samples.raw_scores, 0.0).sum(), judged.float().sum()])
-    total, number = group.sum(score).tolist()
-    metrics = {"score": total / number, **global_means(columns, group.sum)}
+    metrics = score_means(samples.raw_scores, group.sum) | global_means(columns, group.sum)
     metrics["distinct_share"] = distinct_share(samples, group.gather_objects)
     metrics |= part_metrics(samples.score_parts, group.sum)
     return text_metrics(samples, dict(state.metrics), state.start.tokenizer, group) | metrics

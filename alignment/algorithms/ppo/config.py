@@ -23,7 +23,9 @@ class SamplingSettings:
     """Settings of a stage that learns from its own samples.
 
     Attributes:
-        missing_end_penalty: taken off the (normalized) score of a response that did not end.
+        missing_end_penalty: taken off the score of a response that did not end, in deviations of the scores: 1 is 1 where a
+            reward model's scores are normalized, else the deviation of the iteration's scores over all responses. Equal
+            scores have none, and nothing is taken off them.
         max_new_tokens: longest response, end token included.
         responses_per_prompt: responses sampled to each prompt; `training.batch_size` counts prompts.
         temperature: of the samples.
@@ -110,6 +112,10 @@ class PPOConfig(SamplingSettings, UpdateSettings):
             by `normalize_scores`.
         rewards: what a response is rewarded for, as a list of entries of one kind each; its score is the sum of
             weight * clip(normalize(part)), and each part is logged as `score/NAME`. `normalize_scores` is not read then.
+            A response has no score, and nothing is learned from it, where no reward gave a number, where a judge failed, and
+            where a reward that is not normalized gave none although it gave one for another response to the prompt; a
+            reward that applies to no response to a prompt, or is normalized, adds 0. Their share is `unscored_share`; above
+            one half, or what `max_failed_share` of a judge allows, the run ends.
         reward_combine: how the scores of an ensemble become the reward: their mean, their least (min), or
             mean - reward_std_coef * deviation (lower). The last two hold PPO back where the members disagree (Coste et
             al. 2023, arXiv:2310.02743, section 3).

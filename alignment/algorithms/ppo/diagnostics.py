@@ -25,12 +25,12 @@ def rollout_statistics(rollout: Rollout, group: ProcessGroup) -> dict[str, float
     k2 = kl_estimates(rollout.log_probs, rollout.reference_log_probs)["k2"]
     per_response = {
         "kl_k2": torch.where(mask, k2, 0.0).sum(1),
-        "score": rollout.scores,
         "response_tokens": lengths,
         "empty_share": (lengths == 1) & rollout.ended,
         "repetition": torch.tensor([repeated_share(response) for response in rollout.responses], device=mask.device),
     }
     found = moments(per_response, group) | moments(token_columns(rollout), group)
+    found |= moments({"score": rollout.scores[~rollout.scores.isnan()]}, group)
     kept = [f"{name}_mean" for name in ("advantage", "return", "value")]
     kept += [f"{name}_std" for name in ("score", "response_tokens", "advantage", "return")]
     statistics = {name: found[name] for name in kept if name in found}
@@ -40,8 +40,8 @@ def rollout_statistics(rollout: Rollout, group: ProcessGroup) -> dict[str, float
 
 
 def token_columns(rollout: Rollout) -> dict[str, Tensor]:
-    """Advantages before whitening, returns and values of the response tokens, as far as there are any, [tokens]."""
-    mask, columns = rollout.mask, {}
+    """Advantages before whitening, returns and values of the tokens that are learned from, as far as there are any."""
+    mask, columns = rollout.learned_mask, {}
     if rollout.returns is not None:
         columns["return"] = rollout.returns[mask]
     if rollout.values is not None:

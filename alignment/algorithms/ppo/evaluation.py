@@ -24,9 +24,9 @@ class HeldOutScores(NamedTuple):
     """What was found of the responses to all held-out prompts.
 
     Attributes:
-        scores: of each, in the order of the prompts.
+        scores: of each, in the order of the prompts; not a number: there is none.
         kl: their mean KL (k1) from the reference, nats.
-        unscored: share to which a reward gave no number, which counts 0 in their scores.
+        unscored: share to which a reward gave no number.
     """
 
     scores: list[float]

@@ -49,13 +49,20 @@ def rollout_metrics(rollout: Rollout, state: PPOState, config: PPOConfig) -> dic
 def response_means(rollout: Rollout, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
     """Means over all ranks' responses of what was sampled; `kl` is the k1 estimate summed over a response, in nats."""
     per_response = {
-        "score": rollout.scores,
         **kl_columns(rollout.log_probs, rollout.reference_log_probs, rollout.mask),
         "response_tokens": rollout.mask.float().sum(1),
         "ended_share": rollout.ended.float(),
     }
-    metrics = global_means(per_response, reduce)
+    metrics = score_means(rollout.scores, reduce) | global_means(per_response, reduce)
     return metrics if rollout.values is None else metrics | {"explained_variance": explained_variance(rollout, reduce)}
+
+
+def score_means(scores: Tensor, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """Mean of the scores of all ranks' responses, [B] each, and the share of those without one (not a number)."""
+    known = ~scores.isnan()
+    sums = torch.stack([torch.where(known, scores, 0.0).float().sum(), known.float().sum(), (~known).float().sum()])
+    total, number, missing = reduce(sums).tolist()
+    return {"score": total / max(1.0, number), "unscored_share": missing / (number + missing)}
 
 
 def kl_columns(log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
@@ -197,11 +204,12 @@ def importance_metrics(rollout: Rollout, cap: float | None, group: ProcessGroup)
 
 
 def explained_variance(rollout: Rollout, reduce: Callable[[Tensor], Tensor]) -> float:
-    """1 - var(returns - values) / var(returns) over all ranks' response tokens; 1: perfect values, 0: no better than a constant."""
+    """1 - var(returns - values) / var(returns) over the tokens of all ranks that are learned from; 1: perfect values, 0: as a constant."""
     if rollout.returns is None or rollout.values is None:
         raise ValueError("the rollout has no returns yet (see add_advantages), or there is no value model")
-    returns = rollout.returns[rollout.mask].double()
-    columns = torch.stack([returns, returns - rollout.values[rollout.mask].double()])  # [2, tokens]
+    mask = rollout.learned_mask
+    returns = rollout.returns[mask].double()
+    columns = torch.stack([returns, returns - rollout.values[mask].double()])  # [2, tokens]
     *sums, count = reduce(torch.cat([columns.sum(1), columns.new_tensor([len(returns)])])).tolist()
     means = columns.new_tensor(sums).unsqueeze(1) / count
     spread, left = reduce(((columns - means) ** 2).sum(1)).tolist()

@@ -30,6 +30,7 @@ from alignment.algorithms.ppo.setup import (
 )
 from alignment.algorithms.runs import open_run
 from alignment.data.examples import PromptExample
+from alignment.errors import UserError
 from alignment.training import Term, ZeroWeightBatch
 from alignment.training.distributed import ProcessGroup
 from alignment.training.result import Result
@@ -97,6 +98,8 @@ def iterate(
     reduce = state.process_group.sum
     rollout = collect(state, config, prompts, step)  # responses, log-probs, reference log-probs, values, scores
     rollout = add_baseline(rollout, state, config, prompts)  # for advantages=remax
+    if not reduce(rollout.learned.sum()):
+        raise UserError("rewards: no response of this iteration has a score, so there is nothing to learn from")
     rollout = add_advantages(rollout, config, state.normalizer.fit(rollout.scores, reduce), state.kl.coef, reduce)
     metrics = rollout_metrics(rollout, state, config) | update_policy_and_value(state, config, rollout, step)
     state.kl.update(metrics["kl"], len(prompts) * config.responses_per_prompt)
@@ -151,12 +154,17 @@ def update_on_minibatch(
 def minibatches(
     rollout: Rollout, config: PPOConfig, group: ProcessGroup, step: int
 ) -> Iterator[Sequence[RolloutBatch | ZeroWeightBatch]]:
-    """This rank's micro-batches of each minibatch of each pass, in an order that seed and iteration fix."""
-    num_rows = int(group.sum(torch.tensor(len(rollout.prompts))))
+    """This rank's micro-batches of each minibatch of each pass, in an order that seed and iteration fix.
+
+    Responses that are not learned from are in none, so that each loss is divided by what the others count.
+    """
+    count, local_rows = config.responses_per_prompt, rollout.learned.nonzero().flatten().tolist()
+    own = [(row // count * group.size + group.rank) * count + row % count for row in local_rows]
+    learned = np.sort([row for rows in group.gather_objects(own) for row in rows])
     for epoch in range(config.epochs):
         # Of the rows of all ranks, so that who is in a minibatch does not depend on the number of ranks.
-        order = np.random.default_rng([config.training.seed, step, epoch]).permutation(num_rows)
-        for rows in np.array_split(order, config.minibatches):
+        order = np.random.default_rng([config.training.seed, step, epoch]).permutation(len(learned))
+        for rows in np.array_split(learned[order], min(config.minibatches, len(learned))):
             yield local_batches(rollout, rows.tolist(), group, config)
 
 

@@ -44,7 +44,8 @@ class Rollout:
         sampled_log_probs: of the distribution that each token was drawn from, as the sampler computed them.
         reference_log_probs: of the reference, same tokens and temperature.
         values: the value model's estimate before each token; None without a value model.
-        scores: of whole responses, neither normalized nor clipped, [B]; of several rewards the sum of weight * part.
+        scores: of whole responses, neither normalized nor clipped, [B]; of several rewards the sum of weight * part. Not a
+            number: the response has no score.
         ended: True where the response stopped by itself, [B].
         seconds: time it took to collect.
         phases: seconds of its parts: sampling, forward (log-probabilities and values), scoring.
@@ -55,6 +56,8 @@ class Rollout:
         score_parts: number of each reward by its name, not weighed, [B]; not a number where it does not apply. Empty with
             a single reward model.
         shaped_scores: of several rewards, each normalized, clipped and weighed, [B]; None: `scores`, to be normalized.
+        score_deviation: deviation of `shaped_scores`, or of `scores` without them, over all ranks: the unit of
+            `missing_end_penalty` where no normalization follows.
         rewards, advantages, returns: filled in by `add_advantages`.
     """
 
@@ -75,9 +78,21 @@ class Rollout:
     baseline: Baseline | None = None
     score_parts: dict[str, Tensor] = field(default_factory=dict)
     shaped_scores: Tensor | None = None
+    score_deviation: float = 1.0
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
+
+    @property
+    def learned(self) -> Tensor:
+        """True where the response has a score, and with advantages=remax a baseline: what is learned from, [B]."""
+        scored = ~self.scores.isnan()
+        return scored if self.baseline is None else scored & ~self.baseline.scores.isnan()
+
+    @property
+    def learned_mask(self) -> Tensor:
+        """True at each token of a response that is learned from, [B, R]."""
+        return self.mask & self.learned.unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -215,6 +230,7 @@ def ask_networks(state: PPOState, config: PPOConfig, samples: DrawnResponses) ->
         scores=scores.total.to(device),
         score_parts={name: part.to(device) for name, part in scores.parts.items()},
         shaped_scores=None if scores.shaped is None else scores.shaped.to(device),
+        score_deviation=scores.deviation(state.process_group.sum),
         ended=torch.tensor(responses.ended, device=device),
         phases=clock.seconds,
         share_prompts=state.share_prompts,

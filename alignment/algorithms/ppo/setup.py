@@ -62,8 +62,8 @@ LOGGED_KEYS = {  # of every PPO run's log; a metric of the config may not have o
     "pretrain_loss", "repetition", "response_tokens", "response_tokens_max", "response_tokens_min",
     "response_tokens_std", "return_mean", "return_std", "sampling_error", "sampling_kl", "score", "score_std",
     "seconds_forward", "seconds_held_out", "seconds_policy", "seconds_rollout", "seconds_sampling", "seconds_scoring",
-    "seconds_update", "seconds_value", "step", "tokens", "tokens_per_second", "updates", "value_grad_norm",
-    "value_loss", "value_mean",
+    "seconds_update", "seconds_value", "step", "tokens", "tokens_per_second", "unscored_share", "updates",
+    "value_grad_norm", "value_loss", "value_mean",
 }  # fmt: skip
 
 MetricFn = Callable[[Sequence[str], Sequence[str]], Sequence[float]]  # prompts, responses -> one number for each
