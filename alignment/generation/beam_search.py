@@ -16,7 +16,7 @@ from torch import Tensor
 from alignment.generation.decode import Responses
 from alignment.generation.logits_processors import check_processor_settings, process_logits
 from alignment.generation.prefill import prefill
-from alignment.generation.requests import check_finite
+from alignment.generation.requests import check_failed
 from alignment.models.protocols import GenerativeModel
 
 MOST_BEAMS = 10_000
@@ -120,7 +120,7 @@ def beam_search(
         found.update(zip(group, _collect(searched, config.num_returned, stop_ids), strict=True))
         # A hypothesis with NaN is the best one: `topk` takes NaN for the largest number.
         best = {i: list(map(math.isnan, found[i].log_probs[0])) for i in group}
-        check_finite({i: broken.index(True) + 1 for i, broken in best.items() if any(broken)})
+        check_failed({i: broken.index(True) + 1 for i, broken in best.items() if any(broken)})
     ordered = [found[i] for i in range(len(prompts))]
     return Hypotheses(
         token_ids=[each.token_ids for each in ordered],

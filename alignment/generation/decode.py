@@ -12,7 +12,7 @@ import torch
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.generation.engine import DecodingEngine
-from alignment.generation.requests import DecodingRequest, check_finite
+from alignment.generation.requests import DecodingRequest, check_failed
 from alignment.generation.sampling import SamplingConfig
 from alignment.models.protocols import GenerativeModel
 
@@ -84,7 +84,7 @@ def decode_responses(
             "changes no response"
         ) from error
     by_prompt = dict(zip(order, (found[number] for number in added), strict=True))
-    check_finite({numbers[i]: len(row.tokens) + 1 for i, row in by_prompt.items() if row.finish == "error"})
+    check_failed({numbers[i]: len(row.tokens) + 1 for i, row in by_prompt.items() if row.finish == "error"})
     ordered = [by_prompt[i] for i in range(len(prompts))]
     return Responses(
         [row.tokens for row in ordered], [row.log_probs for row in ordered], [row.finish == "stop" for row in ordered]

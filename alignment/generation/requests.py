@@ -72,7 +72,7 @@ class TokenEvent(NamedTuple):
     finish: FinishReason | None = None
 
 
-def not_finite(number: int) -> str:
+def token_failure(number: int) -> str:
     """The error of a response whose token `number`, counted from 1, has no distribution to be drawn from."""
     return (
         f"the logits of token {number} of the response are not finite, so it cannot be drawn: weights of the model or of its "
@@ -81,11 +81,11 @@ def not_finite(number: int) -> str:
     )
 
 
-def check_finite(failed: Mapping[int, int]) -> None:
+def check_failed(failed: Mapping[int, int]) -> None:
     """Refuse responses that have failed.
 
     Args:
-        failed: number of the prompt -> of the token, as for `not_finite`.
+        failed: number of the prompt -> of the token, as for `token_failure`.
 
     Raises:
         UserError: there is one.
@@ -93,7 +93,7 @@ def check_finite(failed: Mapping[int, int]) -> None:
     if failed:
         first = min(failed)
         more = f" (and {len(failed) - 1} more prompts)" if len(failed) > 1 else ""
-        raise UserError(f"prompt {first}{more}: {not_finite(failed[first])}")
+        raise UserError(f"prompt {first}{more}: {token_failure(failed[first])}")
 
 
 class RunningRequest:
@@ -131,7 +131,7 @@ class RunningRequest:
     def fail(self, token: int) -> TokenEvent:
         """End with an error: the log-probability of a drawn token is not finite."""
         self.finish = "error"
-        return TokenEvent(self.number, token, math.nan, text=not_finite(len(self.tokens) + 1), finish="error")
+        return TokenEvent(self.number, token, math.nan, text=token_failure(len(self.tokens) + 1), finish="error")
 
     def extend(self, token: int, log_prob: float) -> None:
         """`accept` without an event, where no text is wanted."""

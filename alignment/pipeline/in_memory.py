@@ -24,10 +24,9 @@ from alignment.loading import load_model
 from alignment.pipeline.stages import find_stage, with_micro_batch
 from alignment.reward_model import load_reward_model
 from alignment.training.ranks import propagate_failures
-from alignment.training.run.trackers import update_callback
+from alignment.training.run.trackers import OnUpdate, update_callback
 
 Rows = Iterable[Mapping[str, Any]]
-OnUpdate = Callable[[dict[str, Any]], object]
 
 
 @dataclass(frozen=True)
@@ -92,8 +91,8 @@ def run_on_rows(
     return StageResult(Path(output), read_log_rows(Path(output) / "metrics.jsonl"), stage)
 
 
-def training_function(stage: str, summary: str) -> Callable[..., StageResult]:
-    """The function of a training stage, named as its verb."""
+def stage_function(stage: str, summary: str) -> Callable[..., StageResult]:
+    """The function of a stage, named as its verb."""
 
     def function(
         *,
@@ -110,18 +109,14 @@ def training_function(stage: str, summary: str) -> Callable[..., StageResult]:
     return function
 
 
-pretrain = training_function("pretrain", "Pretraining of `policy`, or of a fresh `model`, on texts")
-sft = training_function("sft", "Supervised fine-tuning of `policy` on demonstrations")
-reward = training_function("reward", "A reward model of comparisons, rankings or steps, on the trunk of `policy`")
-dpo = training_function("dpo", "DPO of `policy`, or another preference loss, on comparisons")
-online_dpo = training_function("online_dpo", "Online DPO of `policy` on prompts; `judge` or `rewards` choose the pairs")
-ppo = training_function("ppo", "PPO of `policy` on prompts; `reward_model` or `rewards` says what is optimized")
-finetune = training_function("finetune", "Fine-tuning of `policy` for the downstream `task` on labeled rows")
-
-
-def best_of_n(*, rows: Rows, output: str | Path, **settings: Any) -> StageResult:
-    """The best of n responses of `policy` to each prompt, as rows in `output`; settings as `alignment schema best_of_n`."""
-    return run_on_rows("best_of_n", rows, output, settings)
+pretrain = stage_function("pretrain", "Pretraining of `policy`, or of a fresh `model`, on texts")
+sft = stage_function("sft", "Supervised fine-tuning of `policy` on demonstrations")
+reward = stage_function("reward", "A reward model of comparisons, rankings or steps, on the trunk of `policy`")
+dpo = stage_function("dpo", "DPO of `policy`, or another preference loss, on comparisons")
+online_dpo = stage_function("online_dpo", "Online DPO of `policy` on prompts; `judge` or `rewards` choose the pairs")
+ppo = stage_function("ppo", "PPO of `policy` on prompts; `reward_model` or `rewards` says what is optimized")
+finetune = stage_function("finetune", "Fine-tuning of `policy` for the downstream `task` on labeled rows")
+best_of_n = stage_function("best_of_n", "The best of n responses of `policy` to prompts, as rows; without updates")
 
 
 def evaluate(*, rows: Rows, output: str | Path, **settings: Any) -> StageResult:

@@ -130,7 +130,7 @@ class Answer:
             yield choice, event
 
     async def finished(self) -> None:
-        """Wait for all tokens; errors as those of `events`."""
+        """Wait for all tokens; errors as in `events`."""
         async for _ in self.events():
             pass
 
@@ -189,7 +189,7 @@ class Service:
         if kind == "chat" and self._served.reads_apart:
             name = self._served.name
             raise BadRequest(f"{name} is an encoder-decoder model, which has no chat; use /v1/completions")
-        prompts = await while_connected(request, encoded(self._served, asked))
+        prompts = await while_connected(request, _encode_prompts(self._served, asked))
         requests = decoding_requests(self._served, asked, prompts)
         writer = AnswerWriter(asked, self._served.name, self._served.tokenizer, self._served.stop_ids)
         answer = Answer(self._thread, requests)
@@ -221,7 +221,7 @@ def closing(answer: Answer, response: "ASGIApp") -> "ASGIApp":
     return send_and_close
 
 
-async def encoded(served: ServedModel, asked: CompletionRequest) -> list[list[int]]:
+async def _encode_prompts(served: ServedModel, asked: CompletionRequest) -> list[list[int]]:
     """Token ids of all prompts, each encoded by a call of its own, so that other requests come between them."""
     return [await asyncio.to_thread(served.prompt_ids, prompt) for prompt in asked.prompts]
 

@@ -102,7 +102,7 @@ def finetune_settings(source: str) -> dict[str, Any]:
 
 
 def load_finetuned(source: str, device: str = "cpu") -> Any:
-    """A fine-tuned model in eval mode; errors as those of `finetune_settings`."""
+    """A fine-tuned model in eval mode; errors as in `finetune_settings`."""
     return load_pretrained(find_directory(source), HEADS[finetune_settings(source)["task"]], device=device)
 
 

@@ -5,7 +5,7 @@ Padding is always on the right: under causal attention, and in any recurrence, i
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -154,7 +154,7 @@ def _run(
     if segments is not None and accepts(inner, "token_type_ids") and getattr(inner.config, "type_vocab_size", 2) > 1:
         options["token_type_ids"] = virtual.segments(segments)
     if hasattr(inner.base_model, "set_attention_type"):  # a short rectangle leaves BigBird without its sparse attention
-        inner.base_model.set_attention_type(inner.config.attention_type)
+        cast(Any, inner.base_model).set_attention_type(inner.config.attention_type)
     return inner(**virtual.inputs(inner, ids, mask), **options)
 
 

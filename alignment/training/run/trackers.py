@@ -87,11 +87,12 @@ def open_tracker(name: str, output: Path, stage: str, config: Mapping[str, Any])
     return tracker
 
 
-UPDATE_CALLBACK: ContextVar[Callable[[dict[str, Any]], object] | None] = ContextVar("update_callback", default=None)
+OnUpdate = Callable[[dict[str, Any]], object]  # takes a line of metrics.jsonl
+UPDATE_CALLBACK: ContextVar[OnUpdate | None] = ContextVar("update_callback", default=None)
 
 
 @contextmanager
-def update_callback(callback: Callable[[dict[str, Any]], object] | None) -> Iterator[None]:
+def update_callback(callback: OnUpdate | None) -> Iterator[None]:
     """Let the runs in this block call a function with each line of their metrics; None: none."""
     token = UPDATE_CALLBACK.set(callback)
     try:
