@@ -24,7 +24,7 @@ from alignment.errors import UserError, raise_all
 from alignment.files import explain_full_disk, remove_leftovers, write_json, write_text
 from alignment.training.distributed import init_distributed, launched_rank
 from alignment.training.run.lineage import identity_of, lineage_of, refuse_other_run
-from alignment.training.run.trackers import Progress, Trackers, check_trackers
+from alignment.training.run.trackers import UPDATE_CALLBACK, Progress, Trackers, check_trackers
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
 
@@ -154,6 +154,8 @@ class Run:
             self._trackers.log(step, line)
         if self._progress is not None:
             self._progress.show(step, line)
+        if (callback := UPDATE_CALLBACK.get()) is not None:
+            callback(finite)
 
     def sample(self, step: int, **fields: Any) -> None:
         """Write a line to samples.jsonl: a text of update `step`."""

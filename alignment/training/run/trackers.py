@@ -5,7 +5,9 @@ on standard error, as a bar on a terminal and elsewhere as a plain line at inter
 import math
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +85,20 @@ def open_tracker(name: str, output: Path, stage: str, config: Mapping[str, Any])
             "say, or leave it out"
         ) from error
     return tracker
+
+
+OnUpdate = Callable[[dict[str, Any]], object]  # takes a line of metrics.jsonl
+UPDATE_CALLBACK: ContextVar[OnUpdate | None] = ContextVar("update_callback", default=None)
+
+
+@contextmanager
+def update_callback(callback: OnUpdate | None) -> Iterator[None]:
+    """Let the runs in this block call a function with each line of their metrics; None: none."""
+    token = UPDATE_CALLBACK.set(callback)
+    try:
+        yield
+    finally:
+        UPDATE_CALLBACK.reset(token)
 
 
 class Progress:
