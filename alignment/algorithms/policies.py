@@ -1,7 +1,7 @@
 """Networks about to be trained: how a policy or a value model is loaded, which reference it has, how it is saved."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -310,6 +310,12 @@ class Reference:
         self.model, self._engine = model, engine
 
     def __call__(self, *, batch: Ragged | Seq2Seq, temperature: float = 1.0) -> LanguageOutput:
+        with self.network() as model:
+            return model(batch=batch, temperature=temperature)
+
+    @contextmanager
+    def network(self) -> Iterator[nn.Module]:
+        """The network that answers, without gradients."""
         backend = self._engine.backend
         model, without_adapter = self.model, nullcontext()
         if model is None:
@@ -318,7 +324,7 @@ class Reference:
             assert isinstance(backend.unwrapped, NativeModel | ExternalModel)
             model, without_adapter = self._engine.model, disabled(backend.unwrapped)
         with torch.no_grad(), without_adapter, backend.autocast():
-            return model(batch=batch, temperature=temperature)
+            yield model
 
     @property
     def role(self) -> Role:

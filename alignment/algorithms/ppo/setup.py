@@ -8,7 +8,7 @@ from typing import Literal
 
 from alignment.adapters.files import read_members
 from alignment.algorithms.memory_notes import Role
-from alignment.algorithms.policies import LogProbModel, Policy, load_policy, load_value_model, reference_of
+from alignment.algorithms.policies import Policy, Reference, load_policy, load_value_model, reference_of
 from alignment.algorithms.ppo.alarms import Alarms
 from alignment.algorithms.ppo.config import METRICS, PPOConfig
 from alignment.algorithms.ppo.controllers import AdaptiveKL, FixedKL, ScoreNormalizer
@@ -146,7 +146,7 @@ class PPOState(SamplingState):
     """
 
     value: Engine | None
-    reference: LogProbModel
+    reference: Reference
     kl: AdaptiveKL | FixedKL
     normalizer: ScoreNormalizer = field(default_factory=ScoreNormalizer)
     pretraining: Callable[[int], list[Batch]] | None = None
