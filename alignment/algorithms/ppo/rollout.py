@@ -294,8 +294,7 @@ def exact_token_kl(
 
     def ask(batch: Ragged) -> dict[str, Tensor]:
         logits = state.policy.model(batch=batch, return_logits=True).logits
-        with reference.network() as network:
-            others = network(batch=batch, return_logits=True).logits
+        others = reference(batch=batch, return_logits=True).logits
         pairs = zip(logits.split(chunk), others.split(chunk), strict=True)
         return {
             "kl": torch.cat([kl_divergence(*(part.float() / config.temperature for part in pair)) for pair in pairs])
