@@ -1,5 +1,6 @@
 """PPO's options and its kin as they run: other advantages, KL in the loss, a shared value head, a KL stop, a warm-up."""
 
+import json
 import re
 import sys
 from dataclasses import replace
@@ -9,7 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.adapters import LoRASpec
+from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms.policies import language_loss_fn
 from alignment.algorithms.ppo import iterate
 from alignment.algorithms.ppo import ppo as ppo_module
@@ -164,6 +165,23 @@ def test_the_value_model_warms_up_alone(ppo, read_metrics, tmp_path, stage):
     # four updates of the policy on a schedule of four: their mean rate is 5/8 of the peak
     assert lines[2]["learning_rate"] == pytest.approx(1e-2 * 0.625, rel=0.3)
     assert model.exists()
+
+
+def notes_of(output):
+    return json.loads((output / "lineage.json").read_text())["notes"]
+
+
+def test_a_prefix_that_begins_away_from_its_reference_is_noted(ppo, read_metrics, tmp_path):
+    """And it is: kl after nothing was learned; adapters that begin with a change of 0 have no such note."""
+    settings = {"training": TrainingConfig(batch_size=4, max_steps=1), "max_new_tokens": 5, "kl_target": 0.5}
+    run, config = ppo("prefix", adapter=PrefixSpec(tokens=4), **settings)
+    run(config)
+    (note,) = [note for note in notes_of(tmp_path / "prefix") if "prefix" in note and "reference" in note]
+    assert "kl_target" in note and "kl_budget" not in note
+    assert read_metrics(tmp_path / "prefix")[0]["kl_k3"] > 0.01
+    run, config = ppo("lora", adapter=LoRASpec(rank=2), **settings)
+    run(config)
+    assert not [note for note in notes_of(tmp_path / "lora") if "prefix" in note]
 
 
 def test_the_baseline_is_the_score_of_the_greedy_response(ppo):

@@ -290,7 +290,8 @@ def exact_token_kl(
 
     It takes a forward of policy and reference with the logits of few rows in memory.
     """
-    chunk = max(1, CHUNK_ELEMENTS.get(mask.device.type, 2**25) // state.policy.backend.unwrapped.spec.vocabulary)
+    vocabulary = cast(GenerativeModel, state.policy.backend.unwrapped).spec.vocabulary
+    chunk = max(1, CHUNK_ELEMENTS.get(mask.device.type, 2**25) // vocabulary)
 
     def ask(batch: Ragged) -> dict[str, Tensor]:
         logits = state.policy.model(batch=batch, return_logits=True).logits
