@@ -85,8 +85,8 @@ def test_H28_the_estimates_are_those_of_the_valid_tokens():
 
 def test_H28_a_kl_that_stays_negative_gives_an_alarm():
     alarms = Alarms()
-    notes = [alarms.add(step, {"kl": -0.3}) for step in range(1, 7)]
-    assert [bool(found) for found in notes] == [False] * 4 + [True, False] and "negative KL" in notes[4][0]
+    notes = [alarms.add(step, {"kl": -0.3, "responses": 64.0}) for step in range(1, 7)]
+    assert [bool(found) for found in notes] == [False] * 4 + [True, False] and "KL negative" in notes[4][0]
 
 
 # --- H29, H30, H35: rewards, whitening, targets ---------------------------------------------------------------------

@@ -173,7 +173,7 @@ def report(
     run.log(step, metrics)
     columns = sample_columns(rollout)
     log_samples(run, step, state.start.tokenizer, rollout, scores=rollout.scores, columns=columns)
-    for line in state.alarms.add(step, metrics):
+    for line in state.alarms.add(step, metrics | {"responses": responses}):
         run.note(line)
 
 
