@@ -152,7 +152,7 @@ def preferences_not_learned(run: RunLog) -> Diagnosis | None:
 
 
 def policy_did_not_move(run: RunLog) -> Diagnosis | None:
-    """DPO: the probabilities of chosen and rejected responses are those of the start."""
+    """DPO: chosen and rejected responses are as likely as at the start."""
     chosen, rejected, loss = run.trend("chosen_reward"), run.trend("rejected_reward"), run.trend("loss")
     if chosen is None or rejected is None:
         return None
