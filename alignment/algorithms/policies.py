@@ -5,7 +5,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from alignment.models.huggingface.checkpoint import (
     saved_names,
 )
 from alignment.models.native_model import NativeModel
-from alignment.models.outputs import LanguageOutput
+from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.models.quantization import write_quantization
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
@@ -300,7 +300,7 @@ def note_dropout_off(policy: Policy, run: Run) -> None:
 
 
 class Reference:
-    """A reference, called on a batch for log-probabilities without gradients.
+    """A reference, called on a batch for log-probabilities, or for the logits behind its targets, without gradients.
 
     Attributes:
         model: the frozen network; None where it is the policy with its adapter off.
@@ -309,7 +309,11 @@ class Reference:
     def __init__(self, engine: Engine, model: nn.Module | None):
         self.model, self._engine = model, engine
 
-    def __call__(self, *, batch: Ragged | Seq2Seq, temperature: float = 1.0) -> LanguageOutput:
+    @overload
+    def __call__(self, *, batch: Ragged | Seq2Seq, temperature: float = 1.0) -> LanguageOutput: ...
+    @overload
+    def __call__(self, *, batch: Ragged | Seq2Seq, return_logits: Literal[True]) -> LogitsOutput: ...
+    def __call__(self, *, batch: Ragged | Seq2Seq, **asked: float) -> LanguageOutput | LogitsOutput:
         backend = self._engine.backend
         model, without_adapter = self.model, nullcontext()
         if model is None:
@@ -318,7 +322,7 @@ class Reference:
             assert isinstance(backend.unwrapped, NativeModel | ExternalModel)
             model, without_adapter = self._engine.model, disabled(backend.unwrapped)
         with torch.no_grad(), without_adapter, backend.autocast():
-            return model(batch=batch, temperature=temperature)
+            return model(batch=batch, **asked)
 
     @property
     def role(self) -> Role:

@@ -13,7 +13,7 @@ from alignment.adapters import LoRASpec
 from alignment.algorithms.online_dpo import OnlineDPOConfig
 from alignment.algorithms.online_dpo.judges import load_pair_judge, pair_scorer
 from alignment.algorithms.online_dpo.online_dpo import best_and_worst, make_pairs, sample_and_learn
-from alignment.algorithms.online_dpo.samples import JudgedSamples, sample_and_judge
+from alignment.algorithms.online_dpo.samples import JudgedSamples, sample_and_judge, sample_metrics
 from alignment.algorithms.online_dpo.setup import LOGGED_KEYS, build_online_state, read_online_data
 from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
@@ -21,6 +21,7 @@ from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model, load_tokenizer
 from alignment.training import OptimConfig, Run, TrainingConfig
+from tests.ppo_states import exact_kl, move
 
 ALONE = SimpleNamespace(rank=0, size=1, sum=lambda total: total, gather_objects=lambda value: [value])
 NAN = float("nan")
@@ -50,7 +51,7 @@ def samples_of(raw, ended, responses, penalty):
     zeros = torch.zeros(len(rows), 2)
     return JudgedSamples(
         rows, [row.ids for row in rows], responses, list(range(40, 40 + len(rows))), ended,
-        scores=raw - penalty * (~ended).float(), raw_scores=raw, mask=zeros > -1, log_probs=zeros, reference_log_probs=zeros,
+        scores=raw - penalty * (~ended).float(), raw_scores=raw, mask=zeros > -1, log_probs=zeros,
         seconds={},
     )  # fmt: skip
 
@@ -258,6 +259,17 @@ def test_kl_is_that_of_the_samples_at_their_temperature(built):
         theirs = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])
         gap += float(log_probs.sum() - theirs.sum())
     assert metrics["kl"] == pytest.approx(gap / len(samples.responses), abs=1e-4) and metrics["kl_k3"] > 1e-3
+
+
+def test_kl_of_filtered_samples_is_that_of_the_policy(built):
+    """The sampler's log-probabilities of cut distributions are larger by log(1 / mass) a token."""
+    config, data, state = built(max_new_tokens=6, top_p=0.7, temperature=0.8)
+    policy = state.policy.backend.unwrapped
+    move(policy)
+    samples = sample_and_judge(state, config, data.prompts.rows_at(0), 0)
+    values = exact_kl(policy, load_model(config.policy), samples.prompts, samples.responses, 0.8)
+    metrics = sample_metrics(samples, state)
+    assert metrics["kl"] == pytest.approx(sum(values) / len(values), rel=1e-3) and "kl_k3" not in metrics
 
 
 @pytest.mark.parametrize("changes", [{}, {"adapter": LoRASpec(rank=2)}], ids=["full", "lora"])

@@ -21,6 +21,7 @@ from alignment.loading import load_model
 from alignment.rewards.specs import LengthSpec, RewardSpec
 from alignment.training import OptimConfig, Run, TrainingConfig
 from alignment.training.early_stopping import EarlyStopping
+from tests.ppo_states import exact_kl, move
 from tests.stopping import run_stopped
 
 SETTINGS = {"policy": "p", "reward_model": "r", "output": "o"}
@@ -92,6 +93,18 @@ def test_held_out_figures_leave_out_what_has_no_score():
     assert held_out.take_in([1.0, 2.0, math.nan, -9.0], 0.1, 0)["held_out_score"] == -2
     found = held_out.take_in([3.0, 1.0, 5.0, math.nan], 0.1, 1)
     assert found["held_out_score"] == 3 and found["held_out_win_rate"] == 0.5
+
+
+def test_the_budget_counts_the_kl_of_the_policy_and_not_that_of_its_filtered_samples(ppo):
+    _, config = ppo(temperature=0.8, top_k=3)
+    with Run(config.output, {}, stage="ppo") as run:
+        data = read_data(config, run)
+        state = build_state(config, data)
+    model, ids = state.policy.backend.unwrapped, [list(prompt.ids) for prompt in data.held_out]
+    move(model)
+    drawn = decode_responses(model, ids, SamplingConfig(6, 0.8, 3), state.stop_ids)
+    values = exact_kl(model, load_model(config.policy), ids, drawn.token_ids, 0.8)
+    assert judge_held_out(state, config, state.held_out).kl == pytest.approx(sum(values) / 4, rel=1e-3)
 
 
 def half(prompts, responses, **columns):

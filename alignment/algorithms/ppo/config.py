@@ -32,7 +32,8 @@ class SamplingSettings:
         top_k, top_p, min_p: filters of the samples, in this order: the k likeliest tokens (0: all), the smallest set of
             likeliest tokens whose probability reaches top_p (1: all), tokens at least min_p times as likely as the
             likeliest (0: all). What the sampler logs is the log-probability in the cut distribution; what learns from
-            the samples takes that of the whole one.
+            the samples takes that of the whole one, and the KL from the reference is summed over the whole vocabulary,
+            which takes one more forward of policy and reference.
         micro_rollout_batch_size: responses that one process samples side by side. Each holds its keys and values for the
             longest prompt and `max_new_tokens`; the number changes memory and speed, and no response.
         rollout_weights: of the policy while it samples, where FSDP2 or ZeRO-3 shards it. gathered: whole on every
@@ -62,6 +63,11 @@ class SamplingSettings:
     minibatches: int = 1
     metrics: list[str] = field(default_factory=list)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    @property
+    def sampler_differs(self) -> bool:
+        """Whether responses come by construction from another distribution than that of the policy with the weights of now."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.sampler == "vllm"
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -228,8 +234,7 @@ class PPOConfig(SamplingSettings, UpdateSettings):
     @property
     def samples_differ(self) -> bool:
         """Whether responses come by construction from another distribution than the policy's that learns from them."""
-        filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        return filtered or self.rollouts_behind > 0 or self.sampler == "vllm"
+        return self.sampler_differs or self.rollouts_behind > 0
 
 
 def check_importance(config: PPOConfig) -> None:

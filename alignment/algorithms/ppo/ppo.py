@@ -25,6 +25,7 @@ from alignment.algorithms.ppo.setup import (
     PPOState,
     build_state,
     load_ppo_state,
+    note_distant_start,
     read_data,
     save_ppo_state,
 )
@@ -58,6 +59,7 @@ def run(config: PPOConfig) -> Path:
         )
         result = Result(run, state.policy, config.training, save, evaluated=state.held_out is not None)
         note_dropout_off(state.start, run)
+        note_distant_start(config, run)
         state.rollout_weights = choose_rollout_weights(
             config, data.prompts.rows, state, run, responses_per_prompt=config.responses_per_prompt
         )

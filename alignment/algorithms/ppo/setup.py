@@ -7,8 +7,9 @@ from functools import partial
 from typing import Literal
 
 from alignment.adapters.files import read_members
+from alignment.adapters.specs import PrefixSpec, PromptSpec
 from alignment.algorithms.memory_notes import Role
-from alignment.algorithms.policies import LogProbModel, Policy, load_policy, load_value_model, reference_of
+from alignment.algorithms.policies import Policy, Reference, load_policy, load_value_model, reference_of
 from alignment.algorithms.ppo.alarms import Alarms
 from alignment.algorithms.ppo.config import METRICS, PPOConfig
 from alignment.algorithms.ppo.controllers import AdaptiveKL, FixedKL, ScoreNormalizer
@@ -146,7 +147,7 @@ class PPOState(SamplingState):
     """
 
     value: Engine | None
-    reference: LogProbModel
+    reference: Reference
     kl: AdaptiveKL | FixedKL
     normalizer: ScoreNormalizer = field(default_factory=ScoreNormalizer)
     pretraining: Callable[[int], list[Batch]] | None = None
@@ -265,6 +266,19 @@ def build_held_out(
     judges = load_judges(settings, prompts, data.tokenizer, bases, group.device)
     score = score_function(settings, data.tokenizer, texts, judges, group)
     return HeldOut(prompts, score, replace(config.sampling, seed=held_out.seed), held_out.kl_budget), judges
+
+
+def note_distant_start(config: PPOConfig, run: Run) -> None:
+    """Note that a prefix or a soft prompt makes the policy begin away from its reference, and which settings count that."""
+    if config.reference is not None or not isinstance(config.adapter, PrefixSpec | PromptSpec):
+        return
+    budget = None if config.held_out is None else config.held_out.kl_budget
+    limits = {"kl_target": config.kl_target, "held_out.kl_budget": budget}
+    counted = " and ".join(name for name, limit in limits.items() if limit is not None)
+    run.note(
+        "adapter: a prefix or prompt changes the responses before it has learned anything, and the reference is the policy "
+        "without it: kl begins above 0" + (f", and {counted} counts that distance" if counted else "")
+    )
 
 
 def load_metrics(names: Sequence[str], taken: Set[str] = frozenset(LOGGED_KEYS)) -> dict[str, MetricFn]:
