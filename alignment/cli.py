@@ -165,12 +165,12 @@ for _command, (_stage, _help) in EVALUATIONS.items():
 def open_stage(verb: str, config: str, overrides: list[str] | None) -> Iterator[tuple[Callable[[Any], Path], Any]]:
     """The function of a stage and its checked config; while open, an error on one rank also stops the others."""
     from alignment.config.load import load_config
-    from alignment.pipeline.stages import find_stage
+    from alignment.pipeline.stages import find_stage, missing_data
     from alignment.training.ranks import propagate_failures
 
     config_class, run = find_stage(verb)
     with propagate_failures():
-        yield run, load_config(config_class, config, overrides or [])
+        yield run, load_config(config_class, config, overrides or [], missing_data)
 
 
 def show_result(result: Path, directory: str) -> None:

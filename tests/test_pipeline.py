@@ -254,6 +254,7 @@ def test_all_mistakes_are_listed_before_anything_runs(recipe, ran):
         "stage sft: /demo/recipe.yaml:12: optim.rate: is missing; add it",
         "stage sft: /demo/recipe.yaml:12: optim.rte: unknown key; did you mean 'rate'?",
         "stage ppo: /demo/recipe.yaml:12: optim.rte: unknown key; did you mean 'rate'?",
+        "stage ppo: override: optim: rate must be above 0, got -1.0",
     ]
     assert list(ran) == []
 

@@ -61,6 +61,40 @@ def test_missing_data_file(sft):
     check(sft("data.train=nowhere/rows.jsonl"), "nowhere/rows.jsonl")
 
 
+@pytest.mark.parametrize(
+    ("stage", "base"),
+    [
+        ("sft", "policy: BASE\ndata: {train: good.jsonl, evaluation: [none.jsonl]}"),
+        ("reward", "policy: BASE\ndata: {train: good.jsonl}\nnormalize: {responses: sampled, prompts: none.jsonl}"),
+        ("dpo", "policy: BASE\ndata: {train: good.jsonl}\nsft_coef: 1.0\nsft: {train: folder, split: none}"),
+        ("ppo", "policy: BASE\nreward_model: BASE\ndata: {train: [{source: none.jsonl}]}"),
+        ("online-dpo", "policy: BASE\nreward_model: BASE\ndata: {train: none.jsonl}"),
+        ("pretrain", "policy: BASE\ndata: {train: none/*.jsonl}"),
+        ("finetune", "policy: BASE\ntask: classification\ndata: {train: none.jsonl}"),
+        ("evaluate winrate", "models: {a: BASE}\nbaseline: a\njudge: longer\ndata: {train: none.jsonl}"),
+        ("evaluate reward", "reward_model: BASE\ndata: {train: none.jsonl}"),
+        ("evaluate language", "model: BASE\ndata: {train: none.jsonl}"),
+    ],
+)
+def test_rows_are_looked_for_before_any_model(stage, base, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name in ("good.jsonl", "folder/train.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    for module in ("huggingface_hub.snapshot_download", "huggingface_hub.hf_hub_download"):
+        monkeypatch.setattr(module, lambda *_, **__: pytest.fail("a model was asked for"))
+    (tmp_path / "run.yaml").write_text(f"{base.replace('BASE', 'owner/base')}\noutput: out\n")
+    code = main([*stage.split(), "run.yaml"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2 and "none" in line and "run.yaml:" in line and "owner/base" not in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_that_are_not_there_are_told_with_what_else_is_wrong(sft):
+    code, message = sft("data.train=none.jsonl", "optim.learning_rate=-1")
+    assert code == 2 and "none.jsonl: no such file" in message and "learning_rate must be" in message
+
+
 def test_missing_model(sft):
     check(sft("policy=./nowhere"), "./nowhere")
 

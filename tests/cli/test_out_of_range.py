@@ -1,13 +1,25 @@
-"""Numbers no run can have and keys of other programs: code 2 and one line each, before any file or model is looked for."""
+"""Numbers no run can have and keys of other programs: code 2 and one line each, all at once, before any model is looked for."""
+
+import re
+from functools import partial
 
 import pytest
 import torch
 
 from alignment.cli import main
+from alignment.config.load import build
+from alignment.config.schema import config_keys
+from alignment.config.yaml_source import SourcedYaml, override, parse_yaml
+from alignment.errors import UserError, raise_all
+from alignment.pipeline.stages import find_stage
 
 GOOD = {
     "sft": "policy: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
     "ppo": "policy: ./nowhere\nreward_model: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
+    "reward": "policy: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
+    "dpo": "policy: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
+    "language": "model: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
+    "reward_eval": "reward_model: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
     "pretrain": "policy: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
     "winrate": "models: {a: ./nowhere}\nbaseline: a\njudge: longer\noutput: out\ndata: {train: nowhere.jsonl}\n",
 }
@@ -21,6 +33,7 @@ def refusal(tmp_path, monkeypatch, capsys):
 
     def run(verb: str, *overrides: str) -> str:
         (tmp_path / "run.yaml").write_text(GOOD[verb])
+        (tmp_path / "nowhere.jsonl").touch()
         code = main([*(["evaluate"] if verb == "winrate" else []), verb, "run.yaml", *overrides])
         message = capsys.readouterr().err
         assert code == 2, message
@@ -171,6 +184,58 @@ def test_every_key_that_another_program_s_name_leads_to_exists():
     for ours in KEYS_OF_OTHER_LIBRARIES.values():
         key = tuple(ours.partition(" ")[0].split("."))
         assert any(has_key(cls, key) for cls in classes), ours
+
+
+def test_the_wrong_values_of_all_sections_are_told_at_once(refusal):
+    wrong = [
+        "optim.learning_rate=-1", "optim.eps=-2", "training.epochs=-3", "training.batch_size=-4", "data.max_length=-5",
+        "neftune_alpha=-6", "trainig.epochs=2", "training.seed=many", "optim.weight_decay=-7", "data.train=none.jsonl",
+    ]  # fmt: skip
+    told = "\n".join(sorted(refusal("sft", *wrong).removeprefix("error: ").splitlines()))
+    keys = ["neftune_alpha", "max_length", "train: none.jsonl", "eps", "learning_rate", "weight_decay"]
+    for key in [*keys, "batch_size", "epochs", "seed", "trainig: unknown key"]:
+        assert len(re.findall(rf"^override: .*\b{key}", told, re.MULTILINE)) == 1, told
+    assert len(told.splitlines()) == len(wrong), told
+
+
+def limits(cls: type, document: SourcedYaml) -> set[str]:
+    """What a stage says of the limits of its keys, without where they were set and without the value."""
+    with pytest.raises(UserError) as caught:
+        build(cls, document)
+    told = (line.partition(", got ")[0].partition(": ")[2] for line in str(caught.value).splitlines())
+    return {line for line in told if " must " in line}
+
+
+@pytest.mark.parametrize("verb", ["sft", "reward", "dpo", "ppo", "pretrain", "winrate", "language", "reward_eval"])
+def test_every_number_that_is_refused_alone_is_refused_beside_all_others(verb, monkeypatch):
+    monkeypatch.setattr("alignment.config.load.raise_all", partial(raise_all, cap=1000))
+    cls, good = find_stage(verb)[0], parse_yaml(GOOD[verb], "run.yaml")
+    keys = [key.name for key in config_keys(cls) if re.search("integer|number", key.type) and "{" not in key.name]
+    wrong = [f"{key}=-7" for key in keys if "[" not in key]
+    alone = set()
+    for each in wrong:
+        try:
+            build(cls, override(good, [each]))
+        except UserError:
+            alone |= limits(cls, override(good, [each]))
+    assert len(alone) >= 7  # those of data
+    assert alone == limits(cls, override(good, wrong))
+
+
+@pytest.mark.parametrize(
+    ("verb", "setting"),
+    [
+        ("reward", ["loss=rao_kuper", "theta=3.0"]),  # theta has an effect with the loss that was meant
+        ("sft", ["optim.name=adafactr", "optim.learning_rate=1e-3", "optim.clip_threshold=2.0"]),
+        ("sft", ["training.max_steps=-1", "training.epochs=null"]),  # the run would have an end
+        ("winrate", ["judge=reward-model", "reward_model=./nowhere"]),
+        ("pretrain", ["tokenizer_kind=byte", "policy=null", "model={model_type: llama}"]),
+        ("ppo", ["kl_target=-6", "kl_coef=0"]),
+    ],
+)
+def test_a_wrong_value_is_the_only_one_told_where_others_depend_on_it(refusal, verb, setting):
+    (line,) = refusal(verb, *setting).splitlines()
+    assert setting[0].partition("=")[0].rpartition(".")[2] in line
 
 
 def test_fp16_is_refused_with_the_reason(refusal):
