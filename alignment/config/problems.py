@@ -31,6 +31,7 @@ EXPECTED = {  # pydantic error type -> what the value must be
 
 KEYS_OF_OTHER_LIBRARIES = {  # key of trl, transformers or axolotl -> our key, and what differs
     "base_model": "policy",
+    "beta": "kl_coef",
     "bf16": "training.precision (fp32 or bf16)",
     "cliprange": "clip_range",
     "cliprange_value": "value_clip_range",
@@ -40,6 +41,8 @@ KEYS_OF_OTHER_LIBRARIES = {  # key of trl, transformers or axolotl -> our key, a
     "gradient_accumulation_steps": "training.micro_batch_tokens (tokens per forward; accumulation follows from it)",
     "init_kl_coef": "kl_coef",
     "lam": "gae_lambda",
+    "load_in_4bit": "weights.quantize=nf4",
+    "load_in_8bit": "weights.quantize=int8",
     "lora_alpha": "adapter.alpha",
     "lora_dropout": "adapter.dropout",
     "lora_r": "adapter.rank",
@@ -47,17 +50,21 @@ KEYS_OF_OTHER_LIBRARIES = {  # key of trl, transformers or axolotl -> our key, a
     "lr": "optim.learning_rate",
     "lr_scheduler": "optim.schedule",
     "lr_scheduler_type": "optim.schedule",
+    "max_completion_length": "max_new_tokens",
     "max_prompt_length": "data.max_length (tokens of prompt and response together)",
     "max_seq_length": "data.max_length",
     "micro_batch_size": "training.micro_batch_tokens (tokens per forward, not rows)",
     "model_name_or_path": "policy",
     "num_epochs": "training.epochs",
+    "num_generations": "responses_per_prompt",
     "num_ppo_epochs": "epochs",
     "num_train_epochs": "training.epochs",
     "output_dir": "output",
     "peft_config": "adapter",
     "per_device_eval_batch_size": "training.micro_batch_tokens (tokens per forward, not rows)",
     "per_device_train_batch_size": "training.batch_size (rows per update over all devices)",
+    "quantization": "weights.quantize (nf4 or int8)",
+    "quantize": "weights.quantize (nf4 or int8)",
     "r": "adapter.rank",
     "ref_model": "reference",
     "report_to": "training.trackers",
@@ -69,12 +76,6 @@ KEYS_OF_OTHER_LIBRARIES = {  # key of trl, transformers or axolotl -> our key, a
     "sequence_len": "data.max_length",
     "sft_model_path": "policy",
     "target_modules": "adapter.layers",
-}
-UNSUPPORTED_KEYS = {  # keys of other libraries without an equivalent -> the reason
-    "load_in_4bit": "weights are not quantized here",
-    "load_in_8bit": "weights are not quantized here",
-    "quantization": "weights are not quantized here",
-    "quantize": "weights are not quantized here",
 }
 UNSUPPORTED_VALUES = {  # (key, value) that other libraries accept -> why it is not accepted here
     ("precision", "fp16"): "fp16 loses small gradients unless the loss is scaled, which is not done here",
@@ -290,11 +291,9 @@ def _expected(cls: type, located: _Located) -> str:
 
 
 def _key_here(cls: type, name: str) -> str:
-    """Our name for a key of another library or another section, or why there is none; empty where it is unknown."""
-    if name in UNSUPPORTED_KEYS:
-        return UNSUPPORTED_KEYS[name]
+    """Our name for a key of another library or another section; empty where it is unknown."""
     ours = KEYS_OF_OTHER_LIBRARIES.get(name, "")
-    if ours and has_key(cls, tuple(ours.partition(" ")[0].split("."))):
+    if ours and has_key(cls, tuple(re.split("[ =]", ours)[0].split("."))):
         return f"here it is called {ours}"
     below = [(field.name, name) for field in dataclasses.fields(cast(Any, cls)) if has_key(cls, (field.name, name))]
     return "here it is called " + " or ".join(dotted(key) for key in below) if below else ""

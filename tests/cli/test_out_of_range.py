@@ -167,7 +167,10 @@ def test_what_a_section_says_of_an_overridden_key_is_blamed_on_the_override(refu
         ("per_device_train_batch_size=4", "here it is called training.batch_size (rows per update over all devices)"),
         ("batch_size=4", "here it is called training.batch_size"),
         ("num_train_epochs=3", "here it is called training.epochs"),
-        ("quantization=4bit", "weights are not quantized here"),
+        ("load_in_4bit=true", "here it is called weights.quantize=nf4"),
+        ("load_in_8bit=true", "here it is called weights.quantize=int8"),
+        ("quantization=4bit", "here it is called weights.quantize (nf4 or int8)"),
+        ("quantize=nf4", "here it is called weights.quantize (nf4 or int8)"),
         ("data.epochs=3", "here it is called training.epochs"),
     ],
 )
@@ -176,13 +179,29 @@ def test_keys_of_other_programs_and_sections_are_told_what_they_are_called_here(
     assert refusal("sft", setting).splitlines()[0] == f"error: override: {name}: unknown key; {advice}"
 
 
+@pytest.mark.parametrize(
+    ("setting", "advice"),
+    [
+        ("num_generations=8", "here it is called responses_per_prompt"),
+        ("beta=0.04", "here it is called kl_coef"),
+        ("max_completion_length=64", "here it is called max_new_tokens"),
+    ],
+)
+def test_keys_of_grpo_elsewhere_are_told_what_they_are_called_here(refusal, setting, advice):
+    assert advice in refusal("ppo", setting)
+
+
+def test_the_loss_of_dpo_is_told_its_name(refusal):
+    (line,) = refusal("dpo", "loss=dpo").splitlines()
+    assert "no 'dpo'; " in line and "sigmoid" in line.partition("; there are")[0]
+
+
 def test_every_key_that_another_program_s_name_leads_to_exists():
     from alignment.config.problems import KEYS_OF_OTHER_LIBRARIES, has_key
-    from alignment.pipeline.stages import find_stage
 
     classes = [find_stage(verb)[0] for verb in ("pretrain", "sft", "reward", "dpo", "ppo")]
     for ours in KEYS_OF_OTHER_LIBRARIES.values():
-        key = tuple(ours.partition(" ")[0].split("."))
+        key = tuple(re.split("[ =]", ours)[0].split("."))
         assert any(has_key(cls, key) for cls in classes), ours
 
 
