@@ -381,15 +381,18 @@ def data_check(
         raise UserError(f"--columns {wrong[0]!r}: write our name of the column = the file's, such as prompt=question")
     from alignment.data.tools.doctor import check_file
 
-    report = check_file(
-        file,
-        kind=kind,
-        tokenizer=tokenizer,
-        template=chat_template,
-        max_length=max_length,
-        columns={ours: theirs for ours, _, theirs in names},
-        evaluation=evaluation,
-    )
+    try:
+        report = check_file(
+            file,
+            kind=kind,
+            tokenizer=tokenizer,
+            template=chat_template,
+            max_length=max_length,
+            columns={ours: theirs for ours, _, theirs in names},
+            evaluation=evaluation,
+        )
+    except UserError as error:  # it names the keys of a stage's config
+        raise UserError(str(error).replace("data.columns.", "--columns ")) from error
     print(report.render())
     if not report.ok:
         raise typer.Exit(2)
