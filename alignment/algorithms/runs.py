@@ -14,7 +14,6 @@ from alignment.data.config import NO_STREAMING, DataConfig
 from alignment.data.examples import TokenizedRow
 from alignment.data.mixture import RowOrder, describe_mixture, source_shares, stream_of
 from alignment.data.prepare import Preparation, preparation_of, prepare_with
-from alignment.data.rows.files import files_left_out
 from alignment.data.rows.records import Kind
 from alignment.data.table import Rows, check_findings, describe_cache, lengths_of, name_of_row
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -152,8 +151,8 @@ def read_examples(
         examples, counts = open_stream(preparation, data, tokenizer)
     else:
         examples, counts = prepare_with(preparation, data, tokenizer, part=part)
-    left_out = [note for each in data.sources(part) if (note := files_left_out(each.source, str(each.split)))]
-    for line in (*left_out, *counts.lines(), *describe_cache(examples), *check_findings(examples, data.check)):
+    notes = (*data.left_out(part), *counts.lines(), *describe_cache(examples), *check_findings(examples, data.check))
+    for line in notes:
         run.note(f"{part} {kind}: {line}")
     compare_rows(f"data.{part}" if kind != "text" else f"pretrain.{part}", examples)
     return examples

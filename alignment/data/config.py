@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from alignment.data.rows.files import SUFFIXES, find_rows, hub_source
+from alignment.data.rows.files import SUFFIXES, files_left_out, find_rows, hub_source
 from alignment.data.rows.turns import Turns
 from alignment.errors import UserError
 
@@ -171,6 +171,10 @@ class DataConfig:
                     find_rows(source.source, str(source.split))
                 except UserError as error:
                     yield part, str(error)
+
+    def left_out(self, part: Part) -> list[str]:
+        """A line for each directory of which not all files are read, because they are of another split or of none."""
+        return [line for each in self.sources(part) if (line := files_left_out(each.source, str(each.split)))]
 
     def require_sources(self, part: Part) -> list[SourceConfig]:
         """The sources of one part.

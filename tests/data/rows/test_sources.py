@@ -135,9 +135,18 @@ def test_a_stream_of_a_directory_reads_one_split(write_rows):
     assert [each.name.rpartition("/")[2] for each in open_sources(str(write_rows(*SPLITS)), "test")] == ["test.jsonl"]
 
 
-def test_files_of_no_split_are_left_out_and_named(write_rows):
+def test_files_of_no_split_are_left_out_and_named(write_rows, capsys):
     from alignment.data.tools.doctor import check_file
+    from alignment.evaluation.inputs import read_records
 
-    report = check_file(write_rows(*SPLITS[:2], "LICENSE.txt"), "text")
+    directory = write_rows(*SPLITS[:2], "LICENSE.txt")
+    report = check_file(directory, "text")
     (finding,) = [each for each in report.findings if each.name == "files left out"]
     assert "1 of 3 files" in finding.text and "LICENSE.txt, test.jsonl" in finding.text
+    config = DataConfig(str(directory), evaluation=f"{directory}/*.jsonl")
+    assert (config.left_out("train"), config.left_out("evaluation")) == (
+        [finding.text],
+        [],
+    )  # a glob reads all it names
+    read_records(config, "text")
+    assert finding.text in capsys.readouterr().err
