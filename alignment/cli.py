@@ -178,12 +178,12 @@ for _command, (_stage, _help) in EVALUATIONS.items():
 def open_stage(verb: str, config: str, overrides: list[str] | None) -> Iterator[tuple[Callable[[Any], Path], Any]]:
     """The function of a stage and its checked config; while open, an error on one rank also stops the others."""
     from alignment.config.load import load_config
-    from alignment.pipeline.stages import find_stage
+    from alignment.pipeline.stages import find_stage, missing_data
     from alignment.training.ranks import propagate_failures
 
     config_class, run = find_stage(verb)
     with propagate_failures():
-        yield run, load_config(config_class, config, overrides or [])
+        yield run, load_config(config_class, config, overrides or [], missing_data)
 
 
 def show_result(result: Path, directory: str) -> None:
@@ -394,15 +394,18 @@ def data_check(
         raise UserError(f"--columns {wrong[0]!r}: write our name of the column = the file's, such as prompt=question")
     from alignment.data.tools.doctor import check_file
 
-    report = check_file(
-        file,
-        kind=kind,
-        tokenizer=tokenizer,
-        template=chat_template,
-        max_length=max_length,
-        columns={ours: theirs for ours, _, theirs in names},
-        evaluation=evaluation,
-    )
+    try:
+        report = check_file(
+            file,
+            kind=kind,
+            tokenizer=tokenizer,
+            template=chat_template,
+            max_length=max_length,
+            columns={ours: theirs for ours, _, theirs in names},
+            evaluation=evaluation,
+        )
+    except UserError as error:  # it names the keys of a stage's config
+        raise UserError(str(error).replace("data.columns.", "--columns ")) from error
     print(report.render())
     if not report.ok:
         raise typer.Exit(2)

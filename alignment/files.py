@@ -225,7 +225,7 @@ def cache_directory(named: str | None = None) -> Path:
     """The directory of the cache: the one named, else ALIGNMENT_CACHE, else alignment/data in the user's cache home."""
     chosen = named or os.environ.get("ALIGNMENT_CACHE")
     if chosen:
-        return Path(chosen).expanduser()
+        return Path(os.path.expanduser(chosen))
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "alignment" / "data"
 
 

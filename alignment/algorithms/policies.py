@@ -1,5 +1,6 @@
 """Networks about to be trained: how a policy or a value model is loaded, which reference it has, how it is saved."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -272,7 +273,7 @@ def start_device(adapter: AdapterSpec | None = None, weights: WeightsConfig = DE
 
 def _name_and_revision(source: str, directory: Path) -> tuple[str, str | None]:
     """The name by which an adapter's files find its base: a local directory, or a Hub name and the fetched commit."""
-    if Path(source).expanduser().is_dir():
+    if Path(os.path.expanduser(source)).is_dir():
         return str(directory.resolve()), None
     return source, directory.name if directory.parent.name == "snapshots" else None
 

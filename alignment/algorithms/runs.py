@@ -164,7 +164,8 @@ def read_examples(
         examples, counts = prepare_with(preparation, data, tokenizer, part=part)
     if chat_template is not None and counts.noted.get(PLAIN_PROMPT, 0) >= counts.kept:
         raise UserError(f"data.{part}: {NO_EFFECT.format(chat_template)}")
-    for line in (*counts.lines(), *describe_cache(examples), *check_findings(examples, data.check)):
+    notes = (*data.left_out(part), *counts.lines(), *describe_cache(examples), *check_findings(examples, data.check))
+    for line in notes:
         run.note(f"{part} {kind}: {line}")
     compare_rows(f"data.{part}" if kind != "text" else f"pretrain.{part}", examples)
     return examples

@@ -15,7 +15,7 @@ from alignment.data.rows.records import Messages
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.tokenizer import Tokenizer
-from alignment.errors import UserError
+from alignment.errors import UserError, install_advice
 from alignment.generation.engine import DecodingEngine
 from alignment.generation.text import read_prompts, start_token_of
 from alignment.loading import best_device, describe_stop_tokens, find_directory, load_model, load_tokenizer
@@ -156,7 +156,7 @@ def require_extra() -> None:
         UserError: naming what is missing.
     """
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise UserError(f"alignment serve needs {' and '.join(missing)}: pip install 'alignment[serve]'")
+        raise UserError(f"alignment serve needs {' and '.join(missing)}: {install_advice('serve')}")
 
 
 def read_key(variable: str | None) -> str | None:

@@ -21,7 +21,7 @@ from alignment.errors import UserError, raise_all
 from alignment.evaluation.report.run_report import read_log_rows
 from alignment.files import explain_full_disk, sync
 from alignment.loading import load_model
-from alignment.pipeline.stages import find_stage, with_micro_batch
+from alignment.pipeline.stages import find_stage, missing_data, with_micro_batch
 from alignment.reward_model import load_reward_model
 from alignment.training.ranks import propagate_failures
 from alignment.training.run.trackers import OnUpdate, update_callback
@@ -87,7 +87,7 @@ def run_on_rows(
         files = {name: write_lines(more, Path(output) / "rows", name) for name, more in given.items()}
         values = {**settings, "output": str(output), "data": {**data, **files}}
         config_class, run = find_stage(stage)
-        run(with_micro_batch(build(config_class, SourcedYaml(values, {(): f"{stage}(...)"}))))
+        run(with_micro_batch(build(config_class, SourcedYaml(values, {(): f"{stage}(...)"}), missing_data)))
     return StageResult(Path(output), read_log_rows(Path(output) / "metrics.jsonl"), stage)
 
 

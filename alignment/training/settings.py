@@ -85,7 +85,10 @@ class TrainingConfig:
                 "keep_activations: products cannot see the products inside the graphs of compile; set it to attention or "
                 "nothing, or compile to false"
             )
-        byte_count(self.max_shard_size)
+        try:
+            byte_count(self.max_shard_size)
+        except ValueError as error:
+            raise ValueError(f"max_shard_size: {error}") from error
         for name in ("save_every_steps", "evaluate_every_steps"):
             if getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}; 0 is off")

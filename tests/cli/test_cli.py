@@ -255,8 +255,11 @@ def test_a_launch_file_of_one_s_own_wins_and_a_wrong_name_gets_near_ones(stage, 
 def test_doctor_prints_the_path_of_every_launch_file(installed, capsys):
     assert cli.main(["doctor"]) == 0
     shown = capsys.readouterr().out
+    lines = {line.split()[0]: line.split()[-1] for line in shown.splitlines() if line.startswith("launch/")}
     for name in ("ddp", "fsdp2", "zero2", "zero3"):
-        assert str(installed / "launch" / f"{name}.yaml") in shown
+        assert lines[f"launch/{name}"] == str(installed / "launch" / f"{name}.yaml")
+    for name in ("slurm.sh", "torchrun.sh"):
+        assert lines[f"launch/{name}"] == str(installed / "launch" / name)
 
 
 @pytest.mark.parametrize(("inside", "code"), [(True, 0), (False, 1)])
@@ -395,6 +398,7 @@ def test_wrong_generate_settings_are_code_2(responder, capsys):
     assert (
         capsys.readouterr().err
         == "error: override: temprature: unknown key; did you mean 'temperature' or 'chat_template'?\n"
+        "override: config: top_p must be in (0, 1], got 2.0\n"
     )
     assert cli.main(["generate", "--model", "m", "--prompt", "a", "top_p=2"]) == 2
     assert "top_p must be in (0, 1], got 2.0" in capsys.readouterr().err
@@ -409,6 +413,9 @@ def test_doctor_names_versions_devices_and_extras(capsys):
     shown = capsys.readouterr().out
     for word in ("torch", "transformers", "accelerate", "deepspeed", "processes", "attention", "GB free"):
         assert word in shown
+    for package in ("bitsandbytes", "vllm", "starlette", "uvicorn", "wandb"):
+        assert any(line.startswith(f"{package} ") for line in shown.splitlines()), package
+    assert "lm-eval" not in shown and "make bench" not in shown
     assert "MISSING" not in shown
 
 

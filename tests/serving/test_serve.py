@@ -755,7 +755,7 @@ def test_settings_that_do_not_work_are_the_users_errors(directory, capsys, argum
 def test_a_missing_extra_is_named(directory, capsys, monkeypatch):
     monkeypatch.setattr(serving, "find_spec", lambda name: None if name == "uvicorn" else object())
     assert main(["serve", str(directory)]) == 2
-    assert "pip install 'alignment[serve]'" in capsys.readouterr().err
+    assert "pip install -e '.[serve]'" in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_the_users_error(directory, capsys):
