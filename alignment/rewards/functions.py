@@ -1,12 +1,14 @@
 """Python functions as rewards: f(prompts, responses, **columns) -> one number, or None, for each response."""
 
-import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import cast
 
 from alignment.errors import UserError
 from alignment.rewards.samples import SampledTexts, TextReward
+from alignment.rewards.specs import RewardSpec
 
 RewardFunction = Callable[..., object]
 OWN = ("prompts", "responses")  # arguments that are not columns
@@ -29,6 +31,25 @@ def load_reward_function(name: str) -> RewardFunction:
         raise UserError(f"rewards: function {name!r} is a {type(function).__name__} and cannot be called")
     columns_of(function, name)
     return function
+
+
+def function_files(rewards: Sequence[RewardSpec], judge: str = "") -> dict[str, list[Path]]:
+    """The source file of the module of each reward function, by dotted key; none where it is not found: loading says so.
+
+    Args:
+        judge: module:name of a function too, or the name of another judge.
+    """
+    names = {f"rewards.{number}.function": spec.function or "" for number, spec in enumerate(rewards)}
+    files: dict[str, list[Path]] = {}
+    for key, name in (names | {"judge": judge}).items():
+        module, colon, _ = name.partition(":")
+        try:
+            found = importlib.util.find_spec(module) if colon else None
+        except (ImportError, ValueError):
+            continue
+        if found is not None and found.origin is not None and found.has_location:
+            files[key] = [Path(found.origin)]
+    return files
 
 
 def columns_of(function: RewardFunction, name: str) -> list[str]:
