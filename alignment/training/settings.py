@@ -12,6 +12,23 @@ MOST_ROWS = 10_000_000
 
 
 @dataclass(frozen=True)
+class TrackingConfig:
+    """Where trackers file a run.
+
+    Attributes:
+        project: None: the tracker's own variable (WANDB_PROJECT), else alignment. mlflow and aim call it an experiment.
+        name: of the run; None: WANDB_NAME or its like, else stage and output directory, such as sft-tiny.
+        group: of runs, with wandb.
+        tags: with wandb and clearml.
+    """
+
+    project: str | None = None
+    name: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """Length, batch size, precision, memory, checkpoints and logs of a run.
 
@@ -47,6 +64,7 @@ class TrainingConfig:
             max_steps has grown and it kept the checkpoint of its end.
         again: repeat a run that is finished, or was stopped, from the beginning; its checkpoints and logs are deleted.
         trackers: further trackers known to Accelerate, such as wandb, mlflow or trackio.
+        tracking: where these trackers file the run.
     """
 
     epochs: float | None = 1
@@ -69,6 +87,7 @@ class TrainingConfig:
     resume: bool = True
     again: bool = False
     trackers: list[str] = field(default_factory=list)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.max_steps is None:

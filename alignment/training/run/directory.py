@@ -90,8 +90,9 @@ class Run:
         self._trackers: Trackers | None = None
         self._resources = ExitStack()  # lock, trackers, signal handlers: each is released even if another one fails
         self._clock = time.perf_counter()
-        trackers = config.get("training", {}).get("trackers", [])
-        check_trackers(trackers)
+        training = config.get("training", {})
+        trackers = training.get("trackers", [])
+        check_trackers(trackers, training.get("tracking"))
         if trackers:
             init_distributed()  # Accelerate's trackers need its state; a collective operation
         if self.is_main:
