@@ -22,6 +22,7 @@ from alignment.training.result import Result
 from alignment.training.run.checkpoints import (
     Engines,
     check_disk_space,
+    checkpoint_bytes,
     checkpoints,
     latest_checkpoint,
     process_group_of,
@@ -34,9 +35,10 @@ from alignment.training.settings import TrainingConfig
 from alignment.training.terms import LossSum, Term, averages, named_sums, shard_rows
 
 # Of `save_every_steps: auto`; see `is_save_due`.
-SAVE_FACTOR = 50
-LEAST_SAVE_SECONDS = 0.1  # that a save is taken to need at least
-MOST_SECONDS = 600.0
+MOST_SECONDS = 600.0  # between two saves
+SAVE_FACTOR = 50  # and at least so many times as long as a save takes
+LEAST_SAVE_SECONDS = 0.2  # that it is taken to need at least
+BYTES_PER_SECOND = 1e8  # of the first one, whose time is not known
 # Of a loss that has exploded; see `divergence`.
 LEAST_UPDATES = 5  # at the end of the run
 FACTOR, MARGIN = 3.0, 0.5  # losses of single rows mostly differ by less
@@ -340,8 +342,8 @@ def save_run_state(
 def is_save_due(run: Run, engines: Engines, training: TrainingConfig, step: int) -> bool:
     """Whether a checkpoint is due after `step`. Of `save_every_steps: auto`, rank 0's clock decides.
 
-    auto: after each tenth of the run and after ten minutes, but not before 50 times as long as the last save took, so that
-    saving takes 2 % of the time at most; at the end, that counts from the start. What the disk has no space for is not due.
+    auto: after each tenth of the run and after ten minutes, but not before 50 times as long as a save takes, so that about
+    2 % of the time goes into it; at the end, that counts from the start. What the disk has no space for is not due.
     """
     every, last = training.save_every_steps, step == run.total
     # The average is the result, so that only a checkpoint has the weights themselves.
@@ -352,9 +354,10 @@ def is_save_due(run: Run, engines: Engines, training: TrainingConfig, step: int)
     when, seconds = run.last_save
     waited = time.monotonic() - (run.began if last else when)
     is_tenth = is_due(step, math.ceil(run.total / 10), run.total)
-    if not run.is_main or waited < SAVE_FACTOR * max(seconds, LEAST_SAVE_SECONDS):
+    if not run.is_main or not (is_tenth or waited >= MOST_SECONDS):
         return False
-    if not is_tenth and waited < MOST_SECONDS:
+    expected = seconds or min(checkpoint_bytes(engines) / BYTES_PER_SECOND, MOST_SECONDS / SAVE_FACTOR)
+    if waited < SAVE_FACTOR * max(expected, LEAST_SAVE_SECONDS):
         return False
     try:
         check_disk_space(run.checkpoints, engines)

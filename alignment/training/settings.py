@@ -48,8 +48,8 @@ class TrainingConfig:
         compile: run the model's blocks through torch.compile, in training and in PPO's sampling; the first update waits for
             the compiler.
         save_every_steps: updates between two checkpoints. auto: a tenth of the run, or ten minutes where those are sooner,
-            but at least 50 times as long as a save takes; a run of a few seconds saves none. 0 saves one only when a signal
-            stops the run. A checkpoint takes 12 bytes for each trained weight: 96 GB for 8 billion.
+            but ten seconds or 50 times as long as a save takes apart. 0 saves one only when a signal stops the run. A
+            checkpoint takes 12 bytes for each trained weight: 96 GB for 8 billion.
         keep_last_checkpoints: number of newest checkpoints that stay on disk; with save_every_steps: auto, a finished run
             keeps that of its end alone.
         max_shard_size: of a file of the finished model, such as 5GB; a larger model is written in several, with an index.

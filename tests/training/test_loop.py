@@ -154,13 +154,11 @@ def train_by_clock(
     ("clock", "expected"),
     [
         ({"seconds": 10.0, "steps": 20}, [*range(2, 21, 2)]),  # each tenth
-        (
-            {"seconds": 1.0, "steps": 20},
-            [6, 12, 18, 20],
-        ),  # each tenth, at least 5 s apart; the end counts from the start
-        ({"seconds": 0.2, "steps": 20}, []),  # over in 4 s
+        ({"seconds": 1.0, "steps": 24}, [12, 24]),  # each tenth (3 updates), at least 10 s apart
+        ({"seconds": 3.0, "steps": 10}, [4, 8, 10]),  # the end counts from the start
+        ({"seconds": 0.4, "steps": 20}, []),  # over in 8 s
         ({"seconds": 400.0, "steps": 80}, [*range(2, 81, 2)]),  # every ten minutes: 800 s
-        # a save of 8 s: 400 s until the next one
+        # 50 times the 8 s of a save are 400 s until the next one
         ({"seconds": 10.0, "steps": 100, "save_seconds": 8.0}, [10, 50, 90, 100]),
     ],
 )

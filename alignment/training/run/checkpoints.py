@@ -252,16 +252,20 @@ def hashes(directory: Path) -> dict[str, str]:
     return {file.relative_to(directory).as_posix(): sha256(file) for file in files}
 
 
-def check_disk_space(root: Path, engines: Engines) -> None:
-    """Raise UserError if the disk has no space for another checkpoint: weights and two moments in float32."""
-    root.mkdir(parents=True, exist_ok=True)
-    elements = sum(
+def checkpoint_bytes(engines: Engines) -> int:
+    """About the bytes of a checkpoint: weights and two moments in float32."""
+    return 12 * sum(
         getattr(parameter, "ds_numel", parameter.numel())
         for engine in _named(engines).values()
         for parameter in engine.backend.unwrapped.parameters()
         if parameter.requires_grad
     )
-    needed, free = 12 * elements, shutil.disk_usage(root).free
+
+
+def check_disk_space(root: Path, engines: Engines) -> None:
+    """Raise UserError if the disk has no space for another checkpoint."""
+    root.mkdir(parents=True, exist_ok=True)
+    needed, free = checkpoint_bytes(engines), shutil.disk_usage(root).free
     if free < needed:
         raise UserError(f"{root}: a checkpoint needs about {needed} bytes and {free} are free; older ones are kept")
 

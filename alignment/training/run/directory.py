@@ -48,7 +48,7 @@ class Run:
         finished: whether the directory holds this run, finished; nothing is opened then, and nothing may be written.
         total: updates or iterations of the whole run, lowered where it ends early; 0 before `steps` is called.
         began: time of the first update of this start, in seconds of `time.monotonic`.
-        last_save: time of the last checkpoint, or of the first update, and the seconds that it took.
+        last_save: time of the last checkpoint and the seconds that it took; of the first update and 0 before it.
         request: the signal that asks this process to stop.
         random_start: states of torch's generators before the first update.
         stopped: the signal that all ranks have agreed to stop on, after saving a checkpoint; 0 before.

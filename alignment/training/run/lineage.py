@@ -58,7 +58,8 @@ def refuse_other_run(output: Path, stage: str, identity: Mapping[str, object]) -
     changed = [line for key in old for line in differences(old[key], new[key], key)]
     if old and not changed:
         return finished > 0 and "model" in found
-    if finished and _is_longer(old, new, changed, finished):
+    only_length = all(line.startswith(LENGTHS) for line in changed)
+    if finished and only_length and _is_longer(old["config"], new["config"], finished):
         if not (output / "checkpoints" / f"step-{finished:06d}").is_dir():
             raise UserError(
                 f"{output}: this run is finished after {finished} updates and kept no checkpoint of its end to go on from. "
@@ -71,14 +72,14 @@ def refuse_other_run(output: Path, stage: str, identity: Mapping[str, object]) -
     )
 
 
-def _is_longer(old: Mapping[str, Any], new: Mapping[str, Any], changed: Sequence[str], finished: int) -> bool:
-    """Whether only the length of a run has changed, beyond the updates that it has finished."""
-    if not all(line.startswith(LENGTHS) for line in changed):
-        return False
-    before, now = old["config"]["training"], new["config"]["training"]
-    if now["max_steps"] is not None:
-        return now["max_steps"] > finished
-    return before["max_steps"] is None and now["epochs"] > before["epochs"]
+def _is_longer(old: object, new: object, finished: int) -> bool:
+    """Whether a config asks for more than the updates that the run of another one has finished."""
+    match old, new:
+        case _, {"training": {"max_steps": int(steps)}}:
+            return steps > finished
+        case {"training": {"max_steps": None, "epochs": int() | float() as before}}, {"training": {"epochs": after}}:
+            return after > before
+    return False
 
 
 def earlier_run(output: Path) -> dict[str, Any]:

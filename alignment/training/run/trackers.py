@@ -115,7 +115,7 @@ def open_tracker(name: str, output: Path, stage: str, config: Mapping[str, Any])
     return tracker
 
 
-def tracker_arguments(name: str, run_name: str, tracking: Mapping[str, Any]) -> dict[str, Any]:
+def tracker_arguments(name: str, run_name: str, tracking: Mapping[str, object]) -> dict[str, object]:
     """Where a tracker files the run: as `training.tracking` says, else as its variables do, else the project is alignment.
 
     Args:
