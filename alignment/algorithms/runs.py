@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from alignment.data.config import NO_STREAMING, DataConfig, as_sources
+from alignment.data.config import NO_STREAMING, DataConfig
 from alignment.data.examples import TokenizedRow
 from alignment.data.mixture import RowOrder, describe_mixture, source_shares, stream_of
 from alignment.data.prepare import Preparation, preparation_of, prepare_with
@@ -105,7 +105,7 @@ def row_files(config: object) -> dict[str, list[Path]]:
         for name, data in vars(config).items()
         if isinstance(data, DataConfig)
         for part in ("train", "evaluation")
-        for number, source in enumerate(as_sources(getattr(data, part) or []))
+        for number, source in enumerate(data.sources(part) if getattr(data, part) else [])
         if not Path(source.source).is_file() and (files := source_files(source.source))
     }
 

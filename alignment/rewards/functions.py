@@ -3,6 +3,7 @@
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import cast
 
@@ -34,21 +35,23 @@ def load_reward_function(name: str) -> RewardFunction:
 
 
 def function_files(rewards: Sequence[RewardSpec], judge: str = "") -> dict[str, list[Path]]:
-    """The source file of the module of each reward function, by dotted key; none where it is not found: loading says so.
+    """The file in which each reward function is written, by dotted key; none where it is not found: loading says so.
 
     Args:
         judge: module:name of a function too, or the name of another judge.
     """
-    names = {f"rewards.{number}.function": spec.function or "" for number, spec in enumerate(rewards)}
     files: dict[str, list[Path]] = {}
-    for key, name in (names | {"judge": judge}).items():
-        module, colon, _ = name.partition(":")
-        try:
-            found = importlib.util.find_spec(module) if colon else None
-        except (ImportError, ValueError):
-            continue
+    for number, spec in enumerate(rewards):
+        with suppress(UserError, TypeError):  # what is written in C has no file
+            function = load_reward_function(spec.function) if spec.function else None
+            file = inspect.getsourcefile(function if inspect.isroutine(function) else type(function))
+            if function is not None and file is not None and Path(file).is_file():  # a notebook's cell is none
+                files[f"rewards.{number}.function"] = [Path(file)]
+    module, colon, _ = judge.partition(":")
+    with suppress(ImportError, ValueError):
+        found = importlib.util.find_spec(module) if colon else None
         if found is not None and found.origin is not None and found.has_location:
-            files[key] = [Path(found.origin)]
+            files["judge"] = [Path(found.origin)]
     return files
 
 

@@ -282,7 +282,9 @@ def describe_extension(step: int, engines: Engines) -> str:
     Args:
         step: updates, or iterations, that are finished.
     """
-    text = f"the run was finished after step {step} and goes on; what its last batch left of an epoch is passed over"
+    text = (
+        f"the run was finished after step {step} and goes on; rows that its last batch left of an epoch are passed over"
+    )
     for engine in _each(engines):
         config, total = engine.config, engine.total_steps
         if config.schedule not in ("constant", "inverse_sqrt") or config.warmup_ratio:

@@ -75,6 +75,8 @@ class Result:
             self._run.note(
                 f"the best weights, of step {self.best.step}, are lost, unless a later evaluation is better: {'; '.join(problems)}"
             )
+        if self.exhausted:
+            self._run.note(f"{self.best.metric} no longer improved: the run has ended, and goes no further")
 
     def add(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Note the evaluation after update `step`, and save the weights if it is the best; a collective operation.
