@@ -124,11 +124,13 @@ def add_training_verb(verb: str, help_text: str) -> None:
         overrides: Overrides = None,
         gpus: Gpus = None,
         launch: Launch = None,
+        again: Annotated[bool, typer.Option("--again", help="Repeat a finished run.")] = False,
     ) -> None:
+        overrides = [*(overrides or []), *(["training.again=true"] if again else [])]
         with open_stage(stage, config, overrides) as (run, checked):
             if gpus is not None or launch is not None:
                 debug = ["--debug"] if context.find_root().params["debug"] else []
-                relaunch([verb, config, *(overrides or []), *debug], gpus, launch)
+                relaunch([verb, config, *overrides, *debug], gpus, launch)
             from alignment.pipeline.stages import with_micro_batch
 
             show_result(run(with_micro_batch(checked)), checked.output)

@@ -86,6 +86,8 @@ def run(config: SFTConfig) -> Path:
     Source: Ouyang et al. 2022, arXiv:2203.02155, section 3.5.
     """
     with open_run(config, "sft", parents=[config.policy]) as run:
+        if run.finished:
+            return run.output / "model"
         tokenizer = load_tokenizer(config.policy, config.chat_template)
         train, held_out = read_split(config.data, "demonstrations", tokenizer, run, chat_template=config.chat_template)
         policy = load_policy(

@@ -1,12 +1,15 @@
 """Python functions as rewards: f(prompts, responses, **columns) -> one number, or None, for each response."""
 
-import importlib
+import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import cast
 
 from alignment.errors import UserError
 from alignment.rewards.samples import SampledTexts, TextReward
+from alignment.rewards.specs import RewardSpec
 
 RewardFunction = Callable[..., object]
 OWN = ("prompts", "responses")  # arguments that are not columns
@@ -29,6 +32,27 @@ def load_reward_function(name: str) -> RewardFunction:
         raise UserError(f"rewards: function {name!r} is a {type(function).__name__} and cannot be called")
     columns_of(function, name)
     return function
+
+
+def function_files(rewards: Sequence[RewardSpec], judge: str = "") -> dict[str, list[Path]]:
+    """The file in which each reward function is written, by dotted key; none where it is not found: loading says so.
+
+    Args:
+        judge: module:name of a function too, or the name of another judge.
+    """
+    files: dict[str, list[Path]] = {}
+    for number, spec in enumerate(rewards):
+        with suppress(UserError, TypeError):  # what is written in C has no file
+            function = load_reward_function(spec.function) if spec.function else None
+            file = inspect.getsourcefile(function if inspect.isroutine(function) else type(function))
+            if function is not None and file is not None and Path(file).is_file():  # a notebook's cell is none
+                files[f"rewards.{number}.function"] = [Path(file)]
+    module, colon, _ = judge.partition(":")
+    with suppress(ImportError, ValueError):
+        found = importlib.util.find_spec(module) if colon else None
+        if found is not None and found.origin is not None and found.has_location:
+            files["judge"] = [Path(found.origin)]
+    return files
 
 
 def columns_of(function: RewardFunction, name: str) -> list[str]:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from alignment.commands.failure import explain
 from alignment.errors import UserError
 from alignment.pipeline import run as pipeline
 from alignment.pipeline import stages
+from alignment.training import TrainingConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,6 +27,7 @@ class StageConfig:
     policy: str
     output: str
     rate: float = 0.1
+    training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self) -> None:
         if self.rate <= 0:
@@ -167,6 +169,11 @@ def test_verbs_that_come_later_are_not_listed(capsys):
         assert verb in shown
     for verb in ("ratings", "benchmarks"):
         assert verb not in shown
+
+
+def test_a_finished_run_is_repeated_on_request_alone(stage):
+    assert cli.main(["sft", str(stage.file)]) == cli.main(["sft", str(stage.file), "rate=0.2", "--again"]) == 0
+    assert [(config.rate, config.training.again) for config in stage.configs] == [(0.1, False), (0.2, True)]
 
 
 def test_gpus_starts_one_process_each(stage, monkeypatch):

@@ -66,6 +66,8 @@ def run(config: DPOConfig) -> Path:
     Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7; the papers of the other losses are named beside them.
     """
     with open_run(config, "dpo", parents=[config.policy, config.reference]) as run:
+        if run.finished:
+            return run.output / "model"
         tokenizer = load_tokenizer(config.policy, config.chat_template)
         preparation = ROW_KINDS[config.rows].preparation
         train, held_out = read_split(

@@ -121,6 +121,8 @@ def run(config: FinetuneConfig) -> Path:
         UserError: bad rows, labels or settings, before a model is loaded; a bad checkpoint.
     """
     with open_run(config, "finetune", parents=[config.policy, config.tokenizer]) as run:
+        if run.finished:
+            return run.output / "model"
         source = find_source(config)
         model_config = source if isinstance(source, dict) else read_config(source)
         input_format = choose_format(config.format, config.task, model_config, config.language_coef)

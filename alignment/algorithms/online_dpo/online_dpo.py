@@ -32,6 +32,7 @@ from alignment.algorithms.runs import open_run
 from alignment.data.examples import Example, PairExample, PromptExample
 from alignment.errors import UserError
 from alignment.rewards.combine import MOST_UNSCORED
+from alignment.rewards.functions import function_files
 from alignment.training.distributed import ProcessGroup
 
 
@@ -46,7 +47,10 @@ def run(config: OnlineDPOConfig) -> Path:
 
     Source: Guo et al. 2024, arXiv:2402.04792, algorithm 1 (their K is 2); losses by the papers named beside them.
     """
-    with open_run(config, "online_dpo", [config.policy, *config.judging_models, config.reference]) as run:
+    parents = [config.policy, *config.judging_models, config.reference]
+    with open_run(config, "online_dpo", parents, files=function_files(config.rewards, config.judge)) as run:
+        if run.finished:
+            return run.output / "model"
         data = read_online_data(config, run)
         state = build_online_state(config, data, run)
         save = partial(

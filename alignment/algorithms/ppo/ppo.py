@@ -32,6 +32,7 @@ from alignment.algorithms.ppo.setup import (
 from alignment.algorithms.runs import open_run
 from alignment.data.examples import PromptExample
 from alignment.errors import UserError
+from alignment.rewards.functions import function_files
 from alignment.training import Term, ZeroWeightBatch
 from alignment.training.distributed import ProcessGroup
 from alignment.training.result import Result
@@ -51,7 +52,10 @@ def run(config: PPOConfig) -> Path:
         details Huang et al. 2024, arXiv:2403.17031. Other advantages: see `alignment.losses.advantages`.
     """
     parents = [config.policy, *config.judging_models, config.reference]
-    with open_run(config, "ppo", parents, value_optim=config.value_optim) as run:
+    files = function_files(config.rewards)
+    with open_run(config, "ppo", parents, value_optim=config.value_optim, files=files) as run:
+        if run.finished:
+            return run.output / "model"
         data = read_data(config, run)
         state = build_state(config, data)
         save = partial(

@@ -123,6 +123,8 @@ def run(config: PretrainConfig) -> Path:
     """
     teacher_source = config.distillation.teacher if config.distillation else None
     with open_run(config, "pretrain", parents=[config.policy, config.tokenizer, teacher_source]) as run:
+        if run.finished:
+            return run.output / "model"
         tokenizer = find_tokenizer(config)
         train = read_texts(config, tokenizer, run, "train")
         held_out = read_texts(config, tokenizer, run, "evaluation") if config.data.evaluates else []
