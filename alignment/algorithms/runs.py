@@ -108,7 +108,7 @@ def row_files(config: object) -> dict[str, list[Path]]:
         if isinstance(data, DataConfig)
         for part in ("train", "evaluation")
         for number, source in enumerate(data.sources(part) if getattr(data, part) else [])
-        if not Path(source.source).is_file() and (files := source_files(source.source))
+        if not Path(source.source).is_file() and (files := source_files(source.source, str(source.split)))
     }
 
 
