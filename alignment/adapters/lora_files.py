@@ -24,7 +24,7 @@ from alignment.adapters.extras import (
     tokens_trained,
     wrappers,
 )
-from alignment.adapters.files import CONFIG, SPEC, WEIGHTS, build_spec, check_size, read_settings
+from alignment.adapters.files import CONFIG, SPEC, WEIGHTS, build_spec, check_size, read_own_settings
 from alignment.adapters.layer_names import (
     BEFORE,
     FileLayer,
@@ -73,7 +73,7 @@ def read_lora_spec(config: Mapping[str, object], directory: Path) -> LoRASpec | 
         UserError: naming every option that would change the result and is not supported.
     """
     path, kind = Path(directory) / SPEC, DoRASpec if config.get("use_dora") else LoRASpec
-    if (settings := read_settings(directory)) is not None:
+    if (settings := read_own_settings(directory)) is not None:
         spec = build_spec(kind, settings, str(path))
         if not isinstance(spec.layers, str) or not FULL_NAMES.fullmatch(spec.layers):
             raise UserError(f"{path}: layers must name each layer in full, joined by |; write the adapter again")
