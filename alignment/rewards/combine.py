@@ -3,6 +3,7 @@
 Penalties of responses that did not end are taken off later, by the algorithm.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -16,6 +17,7 @@ from alignment.errors import UserError
 if TYPE_CHECKING:
     from alignment.rewards.normalize import PartNormalizer
 
+SHOWN = 3  # reasons of failures in a message
 Scorer = Callable[[Sequence[PromptExample], Sequence[Sequence[int]], Sequence[bool]], Tensor]
 """Prompts, token ids of the responses, whether each ended by itself -> scores [B]; not a number: no score."""
 
@@ -59,6 +61,7 @@ class RewardPart:
         clip: bounds after normalization; None: none.
         normalizer: None: numbers stay as they are.
         max_failed_share: of responses without a number in one iteration; None: a reward that need not apply, any share.
+        failures: reasons of the last call's missing numbers on this rank, with counts; for messages.
     """
 
     name: str
@@ -67,6 +70,7 @@ class RewardPart:
     clip: tuple[float, float] | None = None
     normalizer: "PartNormalizer | None" = None
     max_failed_share: float | None = None
+    failures: Counter[str] = field(default_factory=Counter)
 
 
 class Rewards:
@@ -153,6 +157,7 @@ class Rewards:
                 raise UserError(
                     f"rewards: {part.name} gave no score for {missing:.0f} of {count:.0f} responses; at most "
                     f"{part.max_failed_share:.0%} may fail, since failures are seldom a fair sample"
+                    + "".join(f"; {number} x {why}" for why, number in part.failures.most_common(SHOWN))
                 )
 
     def state(self) -> dict[str, dict[str, list[float]]]:

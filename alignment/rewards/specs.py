@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from string import Formatter
 from typing import Literal
-from urllib.parse import urlsplit
 
+from alignment.patterns import compile_pattern
 from alignment.reward_model import Combine
+from alignment.rewards.http import url_problem
 
 KINDS = ("reward_model", "function", "length", "format", "regex", "answer", "code", "judge")
 FORMATS = {  # name of a format -> the pattern that the whole response has to match
@@ -71,10 +72,7 @@ class MatchSpec:
     otherwise: float = 0.0
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.pattern, re.DOTALL)
-        except re.error as error:
-            raise ValueError(f"pattern {self.pattern!r} is no regular expression: {error}") from error
+        compile_pattern(self.pattern, dotall=True)
 
 
 @dataclass(frozen=True)
@@ -137,12 +135,14 @@ class JudgeSpec:
     Attributes:
         url: of the service; with protocol openai that of `.../v1/chat/completions`.
         protocol: json: `{"prompt", "response", "columns"}` is posted and `{"score": number}` expected. openai: a chat
-            completion of `model` on `template`, whose text `pattern` reads the score from.
+            completion of `model` on `template`, in whose text the score stands.
         model: name of the judging model (openai).
         template: of the question, with {prompt} and {response} and {NAME} for each column used (openai).
-        pattern: regular expression whose first group is the score; its last match counts (openai).
+        pattern: regular expression whose first group is the score; its last match counts. null: the number in double
+            brackets, or else the one after `score`, `rating` or `grade`, or else the only number; `of 10`, `/10` and
+            `1-10` are read as scales, and where different numbers are left there is no score (openai).
         columns: columns of the prompts that the service gets.
-        key_variable: environment variable that holds the key, sent as a bearer token; None: no key.
+        key_variable: environment variable that holds the key, sent as a bearer token; None: no key. The URL may hold none.
         timeout_seconds: for one whole request.
         retries: further requests after a failed one: no connection, time-out, status 408, 409, 425, 429 or 5xx.
         backoff_seconds: pause before the first of them, doubled each time, with jitter; a Retry-After header counts
@@ -158,7 +158,7 @@ class JudgeSpec:
     protocol: Literal["json", "openai"] = "json"
     model: str | None = None
     template: str | None = None
-    pattern: str = r"([-+]?\d+(?:\.\d+)?)"
+    pattern: str | None = None
     columns: tuple[str, ...] = ()
     key_variable: str | None = None
     timeout_seconds: float = 60.0
@@ -175,15 +175,11 @@ class JudgeSpec:
         if self.protocol == "openai":
             if self.model is None or self.template is None:
                 raise ValueError("protocol openai of a judge needs model and template")
-        elif self.model is not None or self.template is not None:
-            raise ValueError("model and template of a judge go with protocol: openai")
+        elif (self.model, self.template, self.pattern) != (None, None, None):
+            raise ValueError("model, template and pattern of a judge go with protocol: openai")
         if self.template is not None and (problem := template_problem(self.template, self.columns)):
             raise ValueError(problem)
-        try:
-            groups = re.compile(self.pattern).groups
-        except re.error as error:
-            raise ValueError(f"pattern {self.pattern!r} is no regular expression: {error}") from error
-        if groups < 1:
+        if self.pattern is not None and compile_pattern(self.pattern).groups < 1:
             raise ValueError(f"pattern {self.pattern!r} needs a group (...) around the score")
         if self.key_variable is not None and not VARIABLE.fullmatch(self.key_variable):
             raise ValueError("key_variable must be the name of an environment variable, not the key itself")
@@ -302,20 +298,13 @@ class RewardSpec:
 
 
 def check_judge_url(url: str) -> None:
-    """Refuse what is no http or https URL with a host, or holds a password.
+    """Refuse what is no http or https URL with a host, or holds a key.
 
     Raises:
-        ValueError: in words; the URL's query and password are not shown.
+        ValueError: in words, without the key.
     """
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        good, parts = False, None
-    if parts is not None and parts.password is not None:
-        raise ValueError("judge: the URL holds a password; name an environment variable in key_variable instead")
-    if not good:
-        raise ValueError(f"judge: {url.split('?')[0]!r} is no URL such as https://host/score")
+    if problem := url_problem(url):
+        raise ValueError(f"judge: {problem}")
 
 
 def template_problem(template: str, columns: Sequence[str]) -> str:

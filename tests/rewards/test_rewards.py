@@ -30,7 +30,7 @@ from alignment.rewards import (
     is_right,
     normalized_text,
 )
-from alignment.rewards.build import prepare_rewards
+from alignment.rewards.build import build_rewards, prepare_rewards
 from alignment.rewards.code import code_reward
 from alignment.rewards.combine import part_metrics
 from alignment.rewards.normalize import PartNormalizer
@@ -105,6 +105,17 @@ def test_an_expression_matches_anywhere_and_a_format_the_whole_response():
     assert match_reward(spec.match, whole=True)(texts(good, late, twice, "")) == [1, 0, 0, 0]
     spec = RewardSpec(format=MatchSpec("gsm8k", value=0.5))
     assert match_reward(spec.match, whole=True)(texts("so\n#### -1,200.5\n", "#### x", "#### 5 apples")) == [0.5, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["regex", "format"])
+def test_a_pattern_that_backtracks_is_a_bounded_failure(kind, tokenizer):
+    """(a|aa)+$ tries all 1.6e8 ways to cut 40 letters before it fails at the last sign."""
+    spec = RewardSpec(**{kind: "(a|aa)+$"})
+    samples = texts("a" * 40 + "!", "aa")
+    assert match_reward(spec.match, whole=kind == "format")(samples) == [None, 1]
+    assert list(samples.failures.values()) == [1] and "(a|aa)+$" in next(iter(samples.failures))
+    part = build_rewards([spec], {kind: None}, {}, tokenizer=tokenizer, sources=1, reduce=lambda x: x).parts[0]
+    assert part.max_failed_share == 0.1
 
 
 def test_code_is_the_last_fenced_block():
