@@ -23,6 +23,7 @@ NAME = re.compile(r"[\w.-]+")
 VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 Normalize = Literal["none", "first", "running"]
+AnswerMatch = Literal["gsm8k", "exact", "boxed"]
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,15 @@ class AnswerSpec:
     """A reward for responses whose answer is that of a column of the prompt's row.
 
     Attributes:
-        match: gsm8k: the number after `####`, or else the last number, is equal to that of the column (`1,000.0` is
-            1000). exact: the texts are equal without case, punctuation and outer white space.
+        match: gsm8k: the number after `####`, or else in `\\boxed{}`, or else the last number, is equal to that of the column
+            (`1,000.0` is 1000, `3/4` is 0.75). exact: the texts are equal without case, white space and punctuation at the
+            ends of words, and with equal numbers. boxed: the last `\\boxed{}` holds the column's text, compared likewise.
         column: of the prompts; a text, a number, or a list of accepted answers.
         value: reward of a right answer.
         otherwise: reward of a wrong one.
     """
 
-    match: Literal["gsm8k", "exact"]
+    match: AnswerMatch
     _: KW_ONLY
     column: str = "answer"
     value: float = 1.0
@@ -212,7 +214,7 @@ class RewardSpec:
         format: a named format (think_answer, gsm8k, boxed), a regular expression, or a section; the whole response has to
             match.
         regex: a regular expression, or a section; it has to match somewhere in the response.
-        answer: gsm8k or exact, or a section: whether the response's answer is that of a column.
+        answer: gsm8k, exact or boxed, or a section: whether the response's answer is that of a column.
         code: whether Python code passes unit tests; `{}` for the usual settings. Linux only.
         judge: URL of an HTTP service, or a section.
         weight: factor of this part; negative for what is to be avoided.
@@ -231,7 +233,7 @@ class RewardSpec:
     length: LengthSpec | None = None
     format: str | MatchSpec | None = None
     regex: str | MatchSpec | None = None
-    answer: Literal["gsm8k", "exact"] | AnswerSpec | None = None
+    answer: AnswerMatch | AnswerSpec | None = None
     code: CodeSpec | None = None
     judge: str | JudgeSpec | None = None
     weight: float = 1.0

@@ -30,6 +30,7 @@ from alignment.rewards import (
     is_right,
     normalized_text,
 )
+from alignment.rewards.answers import boxed_answer
 from alignment.rewards.build import build_rewards, prepare_rewards
 from alignment.rewards.code import code_reward
 from alignment.rewards.combine import part_metrics
@@ -74,13 +75,74 @@ def test_the_answer_of_gsm8k_stands_after_its_mark():
     assert gsm8k_answer("it is 5 ####") is None  # numbers before the mark do not count
 
 
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("5 x 3 = 15", "15"),
+        ("15 (5 x 3 = 15)", "15"),
+        ("12 = 3 x 4", "12"),
+        ("5 x 3", None),  # not carried out
+        ("10-12", None),
+        ("12:30", None),
+        ("3/4", "0.75"),
+        ("1 1/2 cups", "1.5"),
+        ("1\u00bd", "1.5"),
+        (r"\frac{3}{4}", "0.75"),
+        ("1e5", "100000"),
+        ("2^10", "1024"),
+        ("5\u00b2", "25"),
+        ("9^999", None),
+        ("1/0", None),
+    ],
+)
+def test_the_number_after_the_mark_is_the_result_of_its_line(answer, number):
+    wanted = None if number is None else Decimal(number)
+    assert gsm8k_answer(f"so 7\n#### {answer}\n8 = 8") == wanted
+    assert number is None or is_right("gsm8k", f"#### {answer}", number)
+
+
+def test_a_box_is_read_with_its_braces():
+    assert gsm8k_answer(r"\boxed{42} in 3 steps") == 42
+    assert gsm8k_answer(r"\boxed{42}. #### 43") == 43 and gsm8k_answer(r"\boxed{none} of 3") is None
+    assert boxed_answer(r"\boxed{1} so \boxed{x_{1} + {2}}, see {3}") == "x_{1} + {2}"
+    assert boxed_answer(r"\boxed{1} so \boxed{2") is None and boxed_answer("boxed{1}") is None
+    assert is_right("boxed", r"so $\boxed{\dfrac{3}{4}}$ in 3 steps", [r"\boxed{0.75}"])
+    assert is_right("boxed", r"\boxed{1\frac{1}{2}}", 1.5) and is_right("boxed", r"\boxed{\text{(C)}}", "c")
+    assert is_right("boxed", r"\boxed{1{,}000}", "1000") and not is_right("boxed", r"\boxed{-5}", 5)
+    assert not is_right("boxed", "42", "42") and not is_right("boxed", r"\boxed{}", "42")
+
+
 def test_answers_are_right_where_they_are_equal():
     assert is_right("gsm8k", "... #### 1000", "1,000.00")
     assert is_right("gsm8k", "The answer is 7.", 7) and is_right("gsm8k", "7", [6, 7.0])
     assert not is_right("gsm8k", "The answer is 7.5", 7) and not is_right("gsm8k", "none", 0)
     assert is_right("exact", "  The ANSWER: Paris! ", "the answer paris")
     assert not is_right("exact", "It is Paris", "Paris") and is_right("exact", "b", ["A", "B"])
-    assert normalized_text(" A\u00a0 b,c ") == "a bc"
+    assert normalized_text(" A\u00a0 b,c. ") == "a b,c"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("-5", "5"), ("3.5", "35"), ("1/2", "12"), ("C++", "C"), ("C#", "C"), ("A-", "A"), ("x>0", "x0"), ("<5", "5"),
+        ("x < 5", "x > 5"), ("x + y", "x - y"), ("5\u00b2", "52"), ("- 5", "5"), ("\u22125", "5"), ("-$5", "$5"),
+        ("b,c", "bc"), ("2^10", "210"),
+    ],
+)  # fmt: skip
+def test_what_differs_is_not_equal_as_an_exact_answer(one, other):
+    assert not is_right("exact", one, other) and not is_right("exact", other, one)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("1/2", "0.5"), ("1,000", "1000"), ("1e3", "1000.0"), (".5", "0.5"), ("\u22125", "-5"), ("-$3.", "-3"),
+        ("$1,072", "1072"), ("50%", "50"), ("(-3)", "-3"), ("1 1/2 cups", "1.5 cups"), ("**Paris**.", "paris"),
+        ('"Paris"', "Paris"), ("- Paris", "Paris"), ("...C++!", "c++"), ("5 apples", "5.0 Apples."), ("#### 5", "5"),
+    ],
+)  # fmt: skip
+def test_equal_numbers_and_words_are_equal_as_exact_answers(one, other):
+    assert is_right("exact", one, other) and is_right("exact", other, one)
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------
