@@ -22,6 +22,7 @@ from alignment.files import explain_full_disk, sync
 from alignment.loading import load_model
 from alignment.pipeline.stages import find_stage, with_micro_batch
 from alignment.reward_model import load_reward_model
+from alignment.rewards.functions import with_names
 from alignment.training.ranks import propagate_failures
 
 Rows = Iterable[Mapping[str, Any]]
@@ -71,7 +72,10 @@ def dpo(
 def ppo(
     *, policy: str, rows: Rows, output: str | Path, evaluation_rows: Rows | None = None, **settings: Any
 ) -> StageResult:
-    """PPO on prompts; `reward_model` or `rewards` says what is optimized; see `run_on_rows`."""
+    """PPO on prompts; `reward_model` or `rewards` says what is optimized; see `run_on_rows`.
+
+    `rewards` takes Python functions f(prompts, responses, **columns): one, or a list, or entries {"function": f, ...}.
+    """
     return run_on_rows("ppo", policy, rows, output, evaluation_rows=evaluation_rows, settings=settings)
 
 
@@ -104,7 +108,7 @@ def run_on_rows(
     raise_all(f"data.{name}: rows are given too; leave one of the two out" for name in given if name in data)
     with propagate_failures():
         files = {name: write_lines(more, Path(output) / "rows", name) for name, more in given.items()}
-        values = {**settings, "policy": policy, "output": str(output), "data": {**data, **files}}
+        values = {**with_names(settings), "policy": policy, "output": str(output), "data": {**data, **files}}
         config_class, run = find_stage(stage)
         run(with_micro_batch(build(config_class, SourcedYaml(values, {(): f"{stage}(...)"}))))
     return StageResult(Path(output), read_log_rows(Path(output) / "metrics.jsonl"), stage)

@@ -208,8 +208,10 @@ class RewardSpec:
         reward_combine: how the scores of an ensemble become one: mean, min, or lower (mean - reward_std_coef * deviation).
         reward_std_coef: weight of the deviation in `lower`.
         function: module:name of a Python function f(prompts, responses, **columns) -> one number for each response, or
-            None where it does not apply. Columns are the prompts' further columns, as lists; a function without
-            `**columns` gets those that it names.
+            None where it does not apply; the module lies beside the config or in the working directory, or is installed.
+            Columns are the prompts' further columns, as lists; a function without `**columns` gets those that it names.
+            With `completions` in place of `responses` it is called as trl calls it: for a prompt of messages a
+            completion is a list with the assistant's message. From Python the function itself may stand here.
         length: a penalty for responses longer or shorter than wanted.
         format: a named format (think_answer, gsm8k, boxed), a regular expression, or a section; the whole response has to
             match.
@@ -265,7 +267,7 @@ class RewardSpec:
             raise ValueError(f"reward_std_coef must be above 0, got {self.reward_std_coef}")
         if self.reward_std_coef != 1 and self.reward_combine != "lower":
             raise ValueError(f"reward_std_coef goes with reward_combine=lower, not with {self.reward_combine}")
-        if kind == "function" and not re.fullmatch(r"[\w.]+:\w+", self.function or ""):
+        if kind == "function" and not re.fullmatch(r"[\w.]+:[\w.<>]+", self.function or ""):
             raise ValueError(f"function must be module:name, got {self.function!r}")
         if kind == "judge" and isinstance(self.judge, str):
             check_judge_url(self.judge)
@@ -342,7 +344,7 @@ def names_of(specs: Sequence[RewardSpec]) -> list[str]:
 
 def _default_name(spec: RewardSpec) -> str:
     if spec.function is not None:
-        return spec.function.rpartition(":")[2]
+        return re.findall(r"\w+", spec.function)[-1]
     return spec.kind
 
 

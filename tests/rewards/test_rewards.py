@@ -1,6 +1,7 @@
 """Rewards one by one, and how they are shaped and summed; numbers are worked out by hand."""
 
 import math
+import sys
 import threading
 from decimal import Decimal
 
@@ -226,6 +227,59 @@ def test_a_function_gets_prompts_responses_and_columns():
     assert reward(SampledTexts(["p", "p"], ["blue sky", "x"], [row.extra for row in rows])) == [1.0, None]
     reward = prepare_rewards([RewardSpec(function=f"{HERE}:with_default")], rows_of({}))["with_default"]
     assert reward(SampledTexts(["p"], ["x"], [{"other": 1}])) == [5]
+
+
+def as_trl(completions, topic, **kwargs):
+    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    assert kwargs.keys() == {"prompts"} and "responses" not in kwargs
+    return [float(word in text) for word, text in zip(topic, texts, strict=True)]
+
+
+def only_responses(responses):
+    return [float(len(text)) for text in responses]
+
+
+def broken(prompts, responses):
+    return [{}["answr"] for _ in responses]
+
+
+def test_a_function_written_for_trl_is_called_as_trl_calls_it():
+    rows = rows_of({"topic": "sky"}, {"topic": "sea"})
+    reward = prepare_rewards([RewardSpec(function=f"{HERE}:as_trl")], rows)["as_trl"]
+    dialogue = [{"role": "user", "content": "p"}]
+    assert reward(SampledTexts(["p", dialogue], ["blue sky", "sky"], [row.extra for row in rows])) == [1, 0]
+    reward = prepare_rewards([RewardSpec(function=f"{HERE}:only_responses")], rows)["only_responses"]
+    assert reward(SampledTexts([dialogue], ["four"], [{}])) == [4]
+
+
+def test_an_error_in_a_function_names_it():
+    reward = prepare_rewards([RewardSpec(function=f"{HERE}:broken")], rows_of({}))["broken"]
+    with pytest.raises(UserError, match=rf"{HERE}:broken.*KeyError.*answr.*test_rewards\.py:\d+"):
+        reward(SampledTexts(["p"], ["x"], [{}]))
+
+
+def test_functions_lie_beside_the_config_or_in_the_working_directory(tmp_path, monkeypatch):
+    """A module of one name in both folders is taken from beside the config."""
+    here, beside = tmp_path / "here", tmp_path / "beside"
+    for folder in (here, beside):
+        folder.mkdir()
+        (folder / "own_reward_both.py").write_text(f"def f(responses):\n    return [{float(folder is beside)}]\n")
+    (here / "own_reward_here.py").write_text("def f(responses):\n    from own_reward_both import f\n    return f([])\n")
+    (beside / "own_reward_wrong.py").write_text("def f(responses:\n")
+    (beside / "grpo.yaml").write_text(
+        "policy: p\nvalue_model: policy\noutput: o\ndata: {train: x}\nrewards: [{answer: gsm8k}]\n"
+    )
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(here))])
+    for module in ("own_reward_both", "own_reward_here"):
+        override = f"rewards=[{{function: '{module}:f'}}]"
+        config = load_config(PPOConfig, str(beside / "grpo.yaml"), [override])
+        assert prepare_rewards(config.rewards, rows_of({}))["f"](texts("x")) == [1]
+    with pytest.raises(UserError, match="own_reward_none") as error:
+        prepare_rewards([RewardSpec(function="own_reward_none:f")], rows_of({}))
+    assert f"{beside} or {here}" in str(error.value)
+    with pytest.raises(UserError, match=r"own_reward_wrong.*SyntaxError"):
+        prepare_rewards([RewardSpec(function="own_reward_wrong:f")], rows_of({}))
 
 
 @pytest.mark.parametrize(
