@@ -50,7 +50,7 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML keeps this table on the class)
     composed = 0  # keys and values so far
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """The next key or value, which PyYAML asks for one after the other.
 
         Raises:

@@ -114,7 +114,7 @@ def columns_of(function: RewardFunction, name: str) -> list[str]:
 
 
 def _own_arguments(function: RewardFunction) -> list[str]:
-    """Those of `OWN` that a function is given: the ones that it names; with `**columns` prompts, and texts under a name."""
+    """Names of `OWN` that a function is given: the ones it has; with `**columns` prompts, and texts under one name at least."""
     arguments = inspect.signature(function).parameters
     named = [name for name in OWN if name in arguments]
     if not any(each.kind is each.VAR_KEYWORD for each in arguments.values()):

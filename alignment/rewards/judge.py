@@ -23,8 +23,8 @@ SCALE = re.compile(
     rf"(?<=[\d*_`)\]])\s*(?:/|\b(?:out )?of\b)\s*[*`]*{NUMBER}|\b(?:out|scale) of {NUMBER}", re.IGNORECASE
 )  # /10, out of 10
 BRACKETS = re.compile(rf"\[\[\s*({NUMBER})\s*\]\]")  # as in MT-bench
-MARKS = r"[ \t*_`\"':=()\[\]]*"
-NAMED = re.compile(rf"\b(?:score|rating|grade)\b{MARKS}(?:\b(?:is|of)\b{MARKS})?({NUMBER})", re.IGNORECASE)
+BETWEEN = r"[ \t*_`\"':=()\[\]]*"
+NAMED = re.compile(rf"\b(?:score|rating|grade)\b{BETWEEN}(?:\b(?:is|of)\b{BETWEEN})?({NUMBER})", re.IGNORECASE)
 ANY = re.compile(f"({NUMBER})")
 
 

@@ -31,7 +31,6 @@ from alignment.rewards import (
     is_right,
     normalized_text,
 )
-from alignment.rewards.answers import boxed_answer
 from alignment.rewards.build import build_rewards, prepare_rewards
 from alignment.rewards.code import code_reward
 from alignment.rewards.combine import part_metrics
@@ -103,6 +102,8 @@ def test_the_number_after_the_mark_is_the_result_of_its_line(answer, number):
 
 
 def test_a_box_is_read_with_its_braces():
+    from alignment.rewards.answers import boxed_answer
+
     assert gsm8k_answer(r"\boxed{42} in 3 steps") == 42
     assert gsm8k_answer(r"\boxed{42}. #### 43") == 43 and gsm8k_answer(r"\boxed{none} of 3") is None
     assert boxed_answer(r"\boxed{1} so \boxed{x_{1} + {2}}, see {3}") == "x_{1} + {2}"
