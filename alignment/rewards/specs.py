@@ -62,7 +62,8 @@ class MatchSpec:
     """A reward for responses that match a regular expression.
 
     Attributes:
-        pattern: Python's regular expression; `.` matches line ends too. In `format` also a format's name.
+        pattern: Python's regular expression; `.` matches line ends too. In `format` also a format's name. A response on
+            which it takes more than a second has no score.
         value: reward of a response that matches.
         otherwise: reward of one that does not.
     """
