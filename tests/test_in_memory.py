@@ -6,6 +6,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+import yaml
 
 import alignment
 from alignment.errors import UserError
@@ -61,6 +62,40 @@ def test_reward_dpo_and_ppo_follow_each_other(tmp_path, rows, checkpoints):
         max_new_tokens=8, pretrain_coef=0.0, **TINY | {"training": {"max_steps": 1, "batch_size": 4}},
     )  # fmt: skip
     assert "score" in learner.metrics[-1]
+
+
+def short(completions, **columns):
+    return [-float(len(text)) for text in completions]
+
+
+def test_ppo_takes_functions_as_rewards(tmp_path, rows, checkpoints):
+    """Named, local and without a name; a config.yaml holds their names, and another function is another run."""
+
+    def letters(responses):
+        return [float(text.count("e")) for text in responses]
+
+    call = {
+        "policy": checkpoints["llama"], "rows": rows["prompts"][:4], "max_new_tokens": 4, "advantages": "rloo",
+        "responses_per_prompt": 2, **TINY | {"training": {"max_steps": 1, "batch_size": 2}},
+    }  # fmt: skip
+    run = alignment.ppo(rewards=short, output=tmp_path / "one", **call)
+    assert run.metrics[-1]["score/short"] == run.metrics[-1]["score"] <= 0
+    several = [
+        letters,
+        {"function": short, "weight": 0.5},
+        {"length": {"max": 2}},
+        lambda responses: [1.0, 2.0, 3.0, 4.0],
+    ]
+    held_out = {"held_out": {"rewards": letters}, "evaluation_rows": rows["prompts"][4:6]}
+    metrics = alignment.ppo(rewards=several, output=tmp_path / "several", **held_out, **call).metrics[-1]
+    wanted = metrics["score/letters"] + 0.5 * metrics["score/short"] + metrics["score/length"] + 2.5
+    assert metrics["score"] == pytest.approx(wanted, abs=1e-5)
+    config = yaml.safe_load((tmp_path / "one/config.yaml").read_text())
+    assert config["rewards"][0]["function"] == f"{__name__}:short"
+    with pytest.raises(UserError, match="rewards"):
+        alignment.ppo(rewards=[letters], output=tmp_path / "one", **call)
+    with pytest.raises(UserError, match="two functions are named"):
+        alignment.ppo(rewards=[(lambda responses, i=i: [i]) for i in range(2)], output=tmp_path / "two", **call)
 
 
 def test_other_rows_are_another_run(tmp_path, rows, checkpoints):

@@ -39,6 +39,7 @@ from alignment.adapters.specs import DoRASpec, LoRASpec, LowRankSpec
 from alignment.errors import UserError, raise_all
 from alignment.files import read_json_object
 from alignment.models.huggingface.weight_map import cut_rows, fuse_rows
+from alignment.patterns import search_names
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -255,7 +256,14 @@ def _with_layers_of_file(
         down = tensors.get(f"{BEFORE}{layer.file_name}.lora_A.weight")
         if down is None:
             continue
-        key = next((key for key in spec.alpha_pattern if re.match(rf"(.*\.)?({key})$", layer.file_name)), None)
+        key = next(
+            (
+                key
+                for key in spec.alpha_pattern
+                if search_names(rf"^(.*\.)?({key})$", [layer.file_name], f"{directory}: alpha_pattern {key!r}")
+            ),
+            None,
+        )
         ranks |= dict.fromkeys(layer.layers, len(down))
         alphas |= dict.fromkeys(layer.layers, spec.alpha if key is None else spec.alpha_pattern[key])
     if not ranks:

@@ -15,6 +15,8 @@ from alignment.errors import UserError, is_hidden, raise_all, suggest
 T = TypeVar("T")
 Check = Callable[[object], Iterable[tuple[Key, str]]]  # a config -> its keys that are wrong, and why
 
+code_folders: list[Path] = []  # of the config or recipe read last: Python modules that it names lie beside it
+
 LARGEST_INTEGER = 2**63 - 1  # int64, as in torch and numpy
 LARGEST, SMALLEST = 1e30, 1e-30  # float32 multiplies and divides by these without overflow
 
@@ -33,7 +35,9 @@ def load_config(cls: type[T], source: str, overrides: Sequence[str] = (), check:
     Raises:
         UserError: every problem at once, one line each: `file:line: key: why; way out`.
     """
-    document = override(read_yaml(find_packaged(source, "configs")), overrides)
+    path = find_packaged(source, "configs")
+    code_folders[:] = [path.parent]
+    document = override(read_yaml(path), overrides)
     names = {"configs": str(packaged_folder("configs")), "data": str(data_folder())}
     unknown = sorted(references(document.values) - set(names))
     raise_all(f"{source}: ${{{name}}} is not defined outside a recipe; {suggest(name, names)}" for name in unknown)

@@ -23,6 +23,7 @@ from alignment.files import explain_full_disk, sync
 from alignment.loading import load_model
 from alignment.pipeline.stages import find_stage, missing_data, with_micro_batch
 from alignment.reward_model import load_reward_model
+from alignment.rewards.functions import with_names
 from alignment.training.ranks import propagate_failures
 from alignment.training.run.trackers import OnUpdate, update_callback
 
@@ -85,7 +86,7 @@ def run_on_rows(
     raise_all(f"data.{name}: rows are given too; leave one of the two out" for name in given if name in data)
     with propagate_failures(), update_callback(on_update):
         files = {name: write_lines(more, Path(output) / "rows", name) for name, more in given.items()}
-        values = {**settings, "output": str(output), "data": {**data, **files}}
+        values = {**with_names(settings), "output": str(output), "data": {**data, **files}}
         config_class, run = find_stage(stage)
         run(with_micro_batch(build(config_class, SourcedYaml(values, {(): f"{stage}(...)"}), missing_data)))
     return StageResult(Path(output), read_log_rows(Path(output) / "metrics.jsonl"), stage)
@@ -114,7 +115,9 @@ sft = stage_function("sft", "Supervised fine-tuning of `policy` on demonstration
 reward = stage_function("reward", "A reward model of comparisons, rankings or steps, on the trunk of `policy`")
 dpo = stage_function("dpo", "DPO of `policy`, or another preference loss, on comparisons")
 online_dpo = stage_function("online_dpo", "Online DPO of `policy` on prompts; `judge` or `rewards` choose the pairs")
-ppo = stage_function("ppo", "PPO of `policy` on prompts; `reward_model` or `rewards` says what is optimized")
+ppo = stage_function(
+    "ppo", "PPO of `policy` on prompts; `reward_model` or `rewards`, Python functions too, says what is optimized"
+)
 finetune = stage_function("finetune", "Fine-tuning of `policy` for the downstream `task` on labeled rows")
 best_of_n = stage_function("best_of_n", "The best of n responses of `policy` to prompts, as rows; without updates")
 

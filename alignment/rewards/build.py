@@ -4,7 +4,7 @@
 """
 
 import math
-import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -18,6 +18,7 @@ from alignment.rewards.answers import answer_reward, reference_problem
 from alignment.rewards.code import code_reward, tests_problem
 from alignment.rewards.combine import RewardPart, Rewards, Scorer
 from alignment.rewards.functions import columns_of, function_reward, load_reward_function
+from alignment.rewards.http import key_problem
 from alignment.rewards.judge import judge_reward
 from alignment.rewards.normalize import PartNormalizer
 from alignment.rewards.rules import length_reward, match_reward
@@ -83,13 +84,19 @@ def build_rewards(
         if mode is None:
             mode = "first" if name in models and name not in scaled else "none"
         count = sources if spec.per_source else 1
-        score = finite_scorer(name, models[name]) if name in models else _text_scorer(name, texts[name], tokenizer)
+        failures: Counter[str] = Counter()
+        score = (
+            finite_scorer(name, models[name])
+            if name in models
+            else _text_scorer(name, texts[name], tokenizer, failures)
+        )
         parts.append(
             RewardPart(
                 name, score, spec.weight, spec.clip,
                 normalizer=None if mode == "none" else PartNormalizer(mode, count, name),
                 max_failed_share=_max_failed_share(spec),
                 scaled=name in scaled,
+                failures=failures,
             )
         )  # fmt: skip
     return Rewards(parts, reduce)
@@ -141,13 +148,16 @@ def _text_reward(name: str, spec: RewardSpec) -> TextReward:
         return code_reward(spec.code)
     if spec.judge is not None:
         judge = spec.judge if isinstance(spec.judge, JudgeSpec) else JudgeSpec(spec.judge)
-        if judge.key_variable is not None and not os.environ.get(judge.key_variable):
-            raise UserError(f"rewards: {name}: the environment has no {judge.key_variable}, the judge's key; set it")
+        if judge.key_variable is not None and (problem := key_problem(judge.key_variable)):
+            raise UserError(f"rewards: {name}: {problem}")
         return judge_reward(judge)
     return match_reward(spec.match, whole=spec.format is not None)
 
 
 def _max_failed_share(spec: RewardSpec) -> float | None:
+    """Largest share without a number; None: any, of rewards that need not apply."""
+    if spec.format is not None or spec.regex is not None:  # None: the pattern takes too long
+        return JudgeSpec.max_failed_share
     if spec.judge is None:
         return None
     return spec.judge.max_failed_share if isinstance(spec.judge, JudgeSpec) else JudgeSpec.max_failed_share
@@ -168,11 +178,17 @@ def finite_scorer(name: str, score: Scorer) -> Scorer:
     return checked
 
 
-def _text_scorer(name: str, reward: TextReward, tokenizer: Tokenizer) -> Scorer:
-    """The scorer of a reward that reads texts, whose numbers have to be finite; where it gave None: not a number."""
+def _text_scorer(name: str, reward: TextReward, tokenizer: Tokenizer, failures: Counter[str]) -> Scorer:
+    """The scorer of a reward that reads texts, whose numbers have to be finite; where it gave None: not a number.
+
+    `failures` holds the reasons of the last call's failures.
+    """
 
     def score(prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
-        values = list(reward(texts_of_responses(tokenizer, prompts, responses, ended)))
+        samples = texts_of_responses(tokenizer, prompts, responses, ended)
+        values = list(reward(samples))
+        failures.clear()
+        failures.update(samples.failures)
         if len(values) != len(responses):
             raise UserError(
                 f"rewards: {name} gave {len(values)} numbers for {len(responses)} responses; it has to give one each"

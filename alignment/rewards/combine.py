@@ -4,6 +4,7 @@ Penalties of responses that did not end are taken off later, by the algorithm.
 """
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -17,6 +18,7 @@ from alignment.rewards.normalize import PartNormalizer, mean_and_deviation
 
 MOST_UNSCORED = 0.5  # share of responses without a score, above which a reward does not fit its prompts
 
+SHOWN = 3  # reasons of failures in a message
 Scorer = Callable[[Sequence[PromptExample], Sequence[Sequence[int]], Sequence[bool]], Tensor]
 """Prompts, token ids of the responses, whether each ended by itself -> scores [B]; not a number: no score."""
 
@@ -70,6 +72,7 @@ class RewardPart:
         normalizer: None: numbers stay as they are.
         max_failed_share: of responses without a number in one iteration; None: a reward that need not apply, any share.
         scaled: whether the numbers have a deviation of 1 by the files of their reward model.
+        failures: reasons of the last call's missing numbers on this rank, with counts; for messages.
     """
 
     name: str
@@ -79,6 +82,7 @@ class RewardPart:
     normalizer: PartNormalizer | None = None
     max_failed_share: float | None = None
     scaled: bool = False
+    failures: Counter[str] = field(default_factory=Counter)
 
 
 class Rewards:
@@ -184,6 +188,7 @@ class Rewards:
                 raise UserError(
                     f"rewards: {part.name} gave no score for {missing:.0f} of {count:.0f} responses; at most "
                     f"{part.max_failed_share:.0%} may fail, since failures are seldom a fair sample"
+                    + "".join(f"; {number} x {why}" for why, number in part.failures.most_common(SHOWN))
                 )
 
     def _bounded(self, scores: Scores) -> Scores:

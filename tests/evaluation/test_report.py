@@ -27,6 +27,7 @@ from alignment.evaluation.report.page import (
 from alignment.evaluation.report.recipe_report import ReportConfig, summary_rows, training_budget
 from alignment.evaluation.report.recipe_report import run as run_report
 from alignment.evaluation.report.run_report import read_log_rows, read_stage_record, write_run_report
+from alignment.training.run.lineage import earlier_run
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 ATTACK = '<script>alert("x")</script><img src=x onerror=alert(1)>'
@@ -301,6 +302,16 @@ def test_a_line_cut_short_by_a_crash_is_left_out_but_a_broken_one_is_named(run_f
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
         read_log_rows(path)
+
+
+def test_settings_that_unfold_without_end_are_refused(run_folder):
+    """Six levels of nine aliases are 531,441 values."""
+    levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 7)]
+    (run_folder / "config.yaml").write_text("l0: &l0 x\n" + "".join(levels))
+    with pytest.raises(UserError, match=r"more than \d+ values"):
+        write_run_report(run_folder)
+    with pytest.raises(UserError, match="cannot be read"):
+        earlier_run(run_folder)
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path):

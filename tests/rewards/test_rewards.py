@@ -1,6 +1,7 @@
 """Rewards one by one, and how they are shaped and summed; numbers are worked out by hand."""
 
 import math
+import sys
 import threading
 from decimal import Decimal
 
@@ -30,7 +31,7 @@ from alignment.rewards import (
     is_right,
     normalized_text,
 )
-from alignment.rewards.build import prepare_rewards
+from alignment.rewards.build import build_rewards, prepare_rewards
 from alignment.rewards.code import code_reward
 from alignment.rewards.combine import part_metrics
 from alignment.rewards.normalize import PartNormalizer
@@ -74,13 +75,76 @@ def test_the_answer_of_gsm8k_stands_after_its_mark():
     assert gsm8k_answer("it is 5 ####") is None  # numbers before the mark do not count
 
 
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("5 x 3 = 15", "15"),
+        ("15 (5 x 3 = 15)", "15"),
+        ("12 = 3 x 4", "12"),
+        ("5 x 3", None),  # not carried out
+        ("10-12", None),
+        ("12:30", None),
+        ("3/4", "0.75"),
+        ("1 1/2 cups", "1.5"),
+        ("1\u00bd", "1.5"),
+        (r"\frac{3}{4}", "0.75"),
+        ("1e5", "100000"),
+        ("2^10", "1024"),
+        ("5\u00b2", "25"),
+        ("9^999", None),
+        ("1/0", None),
+    ],
+)
+def test_the_number_after_the_mark_is_the_result_of_its_line(answer, number):
+    wanted = None if number is None else Decimal(number)
+    assert gsm8k_answer(f"so 7\n#### {answer}\n8 = 8") == wanted
+    assert number is None or is_right("gsm8k", f"#### {answer}", number)
+
+
+def test_a_box_is_read_with_its_braces():
+    from alignment.rewards.answers import boxed_answer
+
+    assert gsm8k_answer(r"\boxed{42} in 3 steps") == 42
+    assert gsm8k_answer(r"\boxed{42}. #### 43") == 43 and gsm8k_answer(r"\boxed{none} of 3") is None
+    assert boxed_answer(r"\boxed{1} so \boxed{x_{1} + {2}}, see {3}") == "x_{1} + {2}"
+    assert boxed_answer(r"\boxed{1} so \boxed{2") is None and boxed_answer("boxed{1}") is None
+    assert is_right("boxed", r"so $\boxed{\dfrac{3}{4}}$ in 3 steps", [r"\boxed{0.75}"])
+    assert is_right("boxed", r"\boxed{1\frac{1}{2}}", 1.5) and is_right("boxed", r"\boxed{\text{(C)}}", "c")
+    assert is_right("boxed", r"\boxed{1{,}000}", "1000") and not is_right("boxed", r"\boxed{-5}", 5)
+    assert not is_right("boxed", "42", "42") and not is_right("boxed", r"\boxed{}", "42")
+
+
 def test_answers_are_right_where_they_are_equal():
     assert is_right("gsm8k", "... #### 1000", "1,000.00")
     assert is_right("gsm8k", "The answer is 7.", 7) and is_right("gsm8k", "7", [6, 7.0])
     assert not is_right("gsm8k", "The answer is 7.5", 7) and not is_right("gsm8k", "none", 0)
     assert is_right("exact", "  The ANSWER: Paris! ", "the answer paris")
     assert not is_right("exact", "It is Paris", "Paris") and is_right("exact", "b", ["A", "B"])
-    assert normalized_text(" A\u00a0 b,c ") == "a bc"
+    assert normalized_text(" A\u00a0 b,c. ") == "a b,c"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("-5", "5"), ("3.5", "35"), ("1/2", "12"), ("C++", "C"), ("C#", "C"), ("A-", "A"), ("x>0", "x0"), ("<5", "5"),
+        ("x < 5", "x > 5"), ("x + y", "x - y"), ("5\u00b2", "52"), ("- 5", "5"), ("\u22125", "5"), ("-$5", "$5"),
+        ("b,c", "bc"), ("2^10", "210"),
+    ],
+)  # fmt: skip
+def test_what_differs_is_not_equal_as_an_exact_answer(one, other):
+    assert not is_right("exact", one, other) and not is_right("exact", other, one)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("1/2", "0.5"), ("1,000", "1000"), ("1e3", "1000.0"), (".5", "0.5"), ("\u22125", "-5"), ("-$3.", "-3"),
+        ("$1,072", "1072"), ("50%", "50"), ("(-3)", "-3"), ("1 1/2 cups", "1.5 cups"), ("**Paris**.", "paris"),
+        ('"Paris"', "Paris"), ("- Paris", "Paris"), ("...C++!", "c++"), ("5 apples", "5.0 Apples."), ("#### 5", "5"),
+    ],
+)  # fmt: skip
+def test_equal_numbers_and_words_are_equal_as_exact_answers(one, other):
+    assert is_right("exact", one, other) and is_right("exact", other, one)
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------
@@ -105,6 +169,17 @@ def test_an_expression_matches_anywhere_and_a_format_the_whole_response():
     assert match_reward(spec.match, whole=True)(texts(good, late, twice, "")) == [1, 0, 0, 0]
     spec = RewardSpec(format=MatchSpec("gsm8k", value=0.5))
     assert match_reward(spec.match, whole=True)(texts("so\n#### -1,200.5\n", "#### x", "#### 5 apples")) == [0.5, 0, 0]
+
+
+@pytest.mark.parametrize("kind", ["regex", "format"])
+def test_a_pattern_that_backtracks_is_a_bounded_failure(kind, tokenizer):
+    """(a|aa)+$ tries all 9,227,465 ways to cut 34 letters before it fails at the last sign."""
+    spec = RewardSpec(**{kind: "(a|aa)+$"})
+    samples = texts("a" * 34 + "!", "aa")
+    assert match_reward(spec.match, whole=kind == "format")(samples) == [None, 1]
+    assert list(samples.failures.values()) == [1] and "(a|aa)+$" in next(iter(samples.failures))
+    part = build_rewards([spec], {kind: None}, {}, tokenizer=tokenizer, sources=1, reduce=lambda x: x).parts[0]
+    assert part.max_failed_share == 0.1
 
 
 def test_code_is_the_last_fenced_block():
@@ -153,6 +228,59 @@ def test_a_function_gets_prompts_responses_and_columns():
     assert reward(SampledTexts(["p", "p"], ["blue sky", "x"], [row.extra for row in rows])) == [1.0, None]
     reward = prepare_rewards([RewardSpec(function=f"{HERE}:with_default")], rows_of({}))["with_default"]
     assert reward(SampledTexts(["p"], ["x"], [{"other": 1}])) == [5]
+
+
+def as_trl(completions, topic, **kwargs):
+    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    assert kwargs.keys() == {"prompts"} and "responses" not in kwargs
+    return [float(word in text) for word, text in zip(topic, texts, strict=True)]
+
+
+def only_responses(responses):
+    return [float(len(text)) for text in responses]
+
+
+def broken(prompts, responses):
+    return [{}["answr"] for _ in responses]
+
+
+def test_a_function_written_for_trl_is_called_as_trl_calls_it():
+    rows = rows_of({"topic": "sky"}, {"topic": "sea"})
+    reward = prepare_rewards([RewardSpec(function=f"{HERE}:as_trl")], rows)["as_trl"]
+    dialogue = [{"role": "user", "content": "p"}]
+    assert reward(SampledTexts(["p", dialogue], ["blue sky", "sky"], [row.extra for row in rows])) == [1, 0]
+    reward = prepare_rewards([RewardSpec(function=f"{HERE}:only_responses")], rows)["only_responses"]
+    assert reward(SampledTexts([dialogue], ["four"], [{}])) == [4]
+
+
+def test_an_error_in_a_function_names_it():
+    reward = prepare_rewards([RewardSpec(function=f"{HERE}:broken")], rows_of({}))["broken"]
+    with pytest.raises(UserError, match=rf"{HERE}:broken.*KeyError.*answr.*test_rewards\.py:\d+"):
+        reward(SampledTexts(["p"], ["x"], [{}]))
+
+
+def test_functions_lie_beside_the_config_or_in_the_working_directory(tmp_path, monkeypatch):
+    """A module of one name in both folders is taken from beside the config."""
+    here, beside = tmp_path / "here", tmp_path / "beside"
+    for folder in (here, beside):
+        folder.mkdir()
+        (folder / "own_reward_both.py").write_text(f"def f(responses):\n    return [{float(folder is beside)}]\n")
+    (here / "own_reward_here.py").write_text("def f(responses):\n    from own_reward_both import f\n    return f([])\n")
+    (beside / "own_reward_wrong.py").write_text("def f(responses:\n")
+    (beside / "grpo.yaml").write_text(
+        "policy: p\nvalue_model: policy\noutput: o\ndata: {train: x}\nrewards: [{answer: gsm8k}]\n"
+    )
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(here))])
+    for module in ("own_reward_both", "own_reward_here"):
+        override = f"rewards=[{{function: '{module}:f'}}]"
+        config = load_config(PPOConfig, str(beside / "grpo.yaml"), [override])
+        assert prepare_rewards(config.rewards, rows_of({}))["f"](texts("x")) == [1]
+    with pytest.raises(UserError, match="own_reward_none") as error:
+        prepare_rewards([RewardSpec(function="own_reward_none:f")], rows_of({}))
+    assert f"{beside} or {here}" in str(error.value)
+    with pytest.raises(UserError, match=r"own_reward_wrong.*SyntaxError"):
+        prepare_rewards([RewardSpec(function="own_reward_wrong:f")], rows_of({}))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 """Data, networks and state of a PPO run."""
 
-import importlib
 from collections.abc import Callable, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
@@ -42,6 +41,7 @@ from alignment.ragged import Batch, Sharing
 from alignment.reward_model import RewardModel
 from alignment.reward_model.calibration import read_calibration
 from alignment.rewards.combine import ScoreFunction
+from alignment.rewards.functions import import_own
 from alignment.training import (
     Engine,
     Run,
@@ -296,7 +296,7 @@ def load_metrics(names: Sequence[str], taken: Set[str] = frozenset(LOGGED_KEYS))
     for name in names:
         module, _, function = METRICS.get(name, name).partition(":")
         try:
-            metric = getattr(importlib.import_module(module), function)
+            metric = getattr(import_own(module), function)
         except (ImportError, AttributeError, ValueError) as error:
             raise UserError(f"metrics: {name!r} was not found ({error}); known: {', '.join(METRICS)}") from error
         if function in found or function in taken:

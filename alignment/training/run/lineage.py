@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from alignment.errors import UserError
 from alignment.files import cache_directory, file_hash, hash_of, sha256
 
@@ -87,16 +85,17 @@ def earlier_run(output: Path) -> dict[str, Any]:
 
     `finished` is the number of its updates, where it is finished.
     """
+    from alignment.config.yaml_source import read_yaml
+
     identity: dict[str, Any] = {}
     try:
         if (output / "config.yaml").is_file():
-            config = yaml.safe_load((output / "config.yaml").read_text(encoding="utf-8"))
-            identity["config"] = without_resumable_keys(json.loads(json.dumps(config)))
+            identity["config"] = without_resumable_keys(read_yaml(output / "config.yaml").values)
         if (output / "lineage.json").is_file():
             lineage = json.loads((output / "lineage.json").read_text(encoding="utf-8"))
             identity |= {key: lineage[key] for key in ("stage", "data", "parents")}
             identity["finished"] = int(lineage.get("finished", 0))
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{output}: config.yaml or lineage.json of an earlier run cannot be read ({type(error).__name__}), so it is "
             "not known whether this run may go on from it; choose another output directory, or delete this one"
