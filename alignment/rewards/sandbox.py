@@ -85,14 +85,15 @@ def run_program(code: str, text: str, limits: SandboxLimits, modules: tuple[str,
         modules: loaded beside those that the code imports.
     """
     task = {"code": code, "modules": modules, "input": text}
+    deadline = time.monotonic() + limits.wall_seconds
     with started("program", asdict(limits), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         output = printed_by(process, json.dumps(task).encode() + b"\n", limits)
-        if output is None or process.wait() != 0:
+        try:  # a program may close its output and go on
+            if output is None or process.wait(max(0.0, deadline - time.monotonic())) != 0:
+                return None
+            return output.decode()
+        except (subprocess.TimeoutExpired, UnicodeDecodeError):
             return None
-    try:
-        return output.decode()
-    except UnicodeDecodeError:
-        return None
 
 
 def passes(code: str, tests: str, limits: SandboxLimits) -> bool:
