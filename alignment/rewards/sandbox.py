@@ -99,10 +99,11 @@ def run_program(code: str, text: str, limits: SandboxLimits, modules: tuple[str,
 def passes(code: str, tests: str, limits: SandboxLimits) -> bool:
     """Whether code passes tests: Python source, asserts as a rule, that call what the code defines.
 
-    The tests run in a sandboxed process of their own, which holds nothing of the answer. Arguments and results are
-    copied between the processes where they are plain data (numbers, texts, lists, dicts, sets and tuples of them);
-    other objects stay with the answer, and the tests may call their methods and read their attributes, but no such
-    object equals a value.
+    The tests run in a sandboxed process of their own, which holds nothing of the answer. Values (numbers, texts, dates,
+    tuples of them) are copied between the processes, changes of lists, dicts and sets are told to the other one, and other
+    objects stay where they are: operators, calls and attributes reach them there. No object of the answer equals a value
+    of the tests; objects of a class derived from a built-in one compare by their built-in content. Not-a-number compares
+    as in Python: `not abs(nan - 2) > 1e-6` holds.
 
     Args:
         code: Python source, not trusted.
