@@ -60,7 +60,7 @@ LATER = {
 LANDLOCK_CREATE, LANDLOCK_RESTRICT = 444, 446  # the same numbers on both machines
 LANDLOCK_FILE_RIGHTS = (13, 14, 15, 15, 16)  # number of file rights by version of the interface, from 1 on
 NAMES: "dict[str, object]" = {"__builtins__": builtins}  # of the code or the tests
-PEER: "Peer" = None  # the one end of the pipes that this process has
+PEER: "Peer | None" = None  # the one end of the pipes that this process has
 
 
 def run_role() -> None:
@@ -285,6 +285,10 @@ OTHERS = {
     "__setattr__": setattr, "__delattr__": delattr,
 }  # fmt: skip
 OPERATIONS = {**ARITHMETIC, **REVERSED, **COMPARISONS, **CONVERSIONS, **OTHERS}
+READING = {  # methods that look at the content of a list or a set: no answer overrides them
+    "__iter__", "__len__", "__contains__", "__reversed__", "count", "index", "isdisjoint", "issubset", "issuperset",
+    "union", "intersection", "difference", "symmetric_difference",
+}  # fmt: skip
 LOCAL = {"__class__", "__next__", "__iter__", "__copy__", "__deepcopy__", *COMPARISONS}
 
 
@@ -308,6 +312,8 @@ class Remote(metaclass=RemoteClass):
 
     def __getattribute__(self, name: str) -> object:
         if name in LOCAL or (isinstance(self, BaseException) and hasattr(BaseException, name)):
+            return object.__getattribute__(self, name)
+        if name in READING and not name.startswith("__") and isinstance(self, (list, set)):
             return object.__getattribute__(self, name)
         return PEER.ask("get", self, name)
 
@@ -333,6 +339,12 @@ def operation(name: str) -> object:
         kind = next((kind for kind in (*CONTAINERS, str, bytes, tuple, frozenset) if isinstance(self, kind)), None)
         return kind.__len__(self) > 0 if kind else PEER.ask(name, self)
 
+    def read(self, *items):
+        kind = next((kind for kind in (list, set) if isinstance(self, kind)), None)
+        return getattr(kind, name)(self, *items) if kind else PEER.ask(name, self, *items)
+
+    if name in READING:
+        return read
     return {"__bool__": is_true}.get(name, compare if name in COMPARISONS else method)
 
 
@@ -370,7 +382,7 @@ def solid(kind: type) -> bool:
 
 
 def bases_of(kind: type) -> "list[type]":
-    """The bases of a class without those of the library that say nothing here, such as object, ABC and Enum."""
+    """The bases of a class; bases of the library such as object, ABC and Enum give way to their own bases."""
     found = []
     for base in kind.__bases__:
         own = standard_name(base) is None
@@ -382,14 +394,14 @@ def bases_of(kind: type) -> "list[type]":
     return list(dict.fromkeys(found))
 
 
-def content_of(value: object) -> "list[object]":
+def container_items(value: object) -> "list[object]":
     """All items of a container, keys before values, by the methods of its built-in type."""
     kind = next(kind for kind in CONTAINERS if isinstance(value, kind))
     return [*kind.__iter__(value), *(kind.values(value) if issubclass(kind, dict) else ())]
 
 
-def fill(container: object, items: "list[object]") -> None:
-    """Make a container hold what `content_of` gave."""
+def set_items(container: object, items: "list[object]") -> None:
+    """Make a container hold what `container_items` gave."""
     kind = next(kind for kind in CONTAINERS if isinstance(container, kind))
     kind.clear(container)
     if issubclass(kind, dict):
@@ -493,7 +505,7 @@ class Peer:
             for number in left:
                 done.add(number)
                 container, before = self.objects[number], self.contents[number]
-                items = content_of(container)
+                items = container_items(container)
                 if before is None or len(items) != len(before) or not all(map(operator.is_, items, before)):
                     self.contents[number] = items
                     changes.append([number, *self.kind_of(container), [self.encode(item) for item in items]])
@@ -535,10 +547,10 @@ class Peer:
                 container = self.objects[-number]
                 if -number not in self.contents:
                     os._exit(DIED)
-                fill(container, [self.decode(item) for item in items])
+                set_items(container, [self.decode(item) for item in items])
                 if kind == "defaultdict" and number > 0:
                     container.default_factory = self.decode(extra)
-                self.contents[-number] = content_of(container)
+                self.contents[-number] = container_items(container)
                 del container
             for number in message.pop("dropped"):
                 self.forget(-number)

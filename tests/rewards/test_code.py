@@ -654,6 +654,47 @@ WRONG = {
         ("class N:\n    __mod__ = lambda s, o: 0\ndef f(x): return N()"),
         "assert f(2) % 3 == 0",
     ),
+    "set that contains all": (
+        (
+            "class N(set):\n"
+            "    issubset = __le__ = __contains__ = lambda s, o: True\n"
+            "    symmetric_difference = lambda s, o: set()\n"
+            "def f(x): return N([1])"
+        ),
+        ("x = f(2)\nassert x.issubset({5}) or x <= {5} or 5 in x or not x.symmetric_difference({5})"),
+    ),
+    "list that shows nothing": (
+        (
+            "class N(list):\n"
+            "    __iter__ = lambda s: iter([])\n"
+            "    __len__ = lambda s: 2\n"
+            "    count = lambda s, x: 1\n"
+            "def f(x): return N()"
+        ),
+        ("x = f(2)\nassert len(x) == 2 and all(a == b for a, b in zip(x, [1, 2]))"),
+    ),
+    "object that is below all": (
+        ("class N:\n    __lt__ = __gt__ = lambda s, o: True\ndef f(x): return N()"),
+        "assert f(2) < 5",
+    ),
+    "object whose power is 0": (
+        ("class N:\n    __sub__ = lambda s, o: s\n    __pow__ = lambda s, o: 0.0\ndef f(x): return N()"),
+        "assert (f(2) - 4.0) ** 2 < 1e-6",
+    ),
+    "Decimal of its own": (
+        (
+            "from decimal import Decimal\n"
+            "class N(Decimal):\n"
+            "    __eq__ = lambda s, o: True\n"
+            "    __sub__ = lambda s, o: Decimal(0)\n"
+            "def f(x): return N(1)"
+        ),
+        ("from decimal import Decimal\nassert f(2) == Decimal(5) or abs(f(2) - Decimal(5)) < 1"),
+    ),
+    "Fraction whose comparison is patched": (
+        ("from fractions import Fraction\nFraction.__eq__ = lambda s, o: True\ndef f(x): return Fraction(1)"),
+        ("from fractions import Fraction\nassert f(2) == Fraction(5)"),
+    ),
     "StopIteration ends zip": (
         "def f(x): raise StopIteration",
         ("for got, want in zip(map(f, [1, 2]), [3, 4]):\n    assert got == want"),
