@@ -794,7 +794,9 @@ def run_tests(tests: str, peer: Peer) -> None:
     own = [name for name in names["answer"] if name in found and name not in names["bound"]]
     for name in [*names["answer"], *([] if own else names["builtins"])]:
         if name in found:
-            NAMES[name] = peer.shown[name] = found[name]
+            NAMES[name] = found[name]
+            if name not in names["bound"]:  # what the tests set stays as they set it
+                peer.shown[name] = found[name]
     for name in names["modules"]:
         NAMES[name] = importlib.import_module(name)
     exec(compile(ExpectedFirst(names).visit(tree), "<tests>", "exec"), NAMES)

@@ -695,6 +695,10 @@ WRONG = {
         ("from fractions import Fraction\nFraction.__eq__ = lambda s, o: True\ndef f(x): return Fraction(1)"),
         ("from fractions import Fraction\nassert f(2) == Fraction(5)"),
     ),
+    "changes a variable of the tests": (
+        ("want = 5\ndef f(x):\n    global want\n    want = 0\n    return 0"),
+        ("want = 5\ngot = f(2)\nassert got == want"),
+    ),
     "StopIteration ends zip": (
         "def f(x): raise StopIteration",
         ("for got, want in zip(map(f, [1, 2]), [3, 4]):\n    assert got == want"),
