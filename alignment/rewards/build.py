@@ -15,7 +15,7 @@ from alignment.data.examples import PromptExample
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
 from alignment.rewards.answers import answer_reward, reference_problem
-from alignment.rewards.code import code_reward, tests_problem
+from alignment.rewards.code import code_reward, failing_solutions, tests_problem
 from alignment.rewards.combine import RewardPart, Rewards, Scorer
 from alignment.rewards.functions import columns_of, function_reward, load_reward_function
 from alignment.rewards.http import key_problem
@@ -24,7 +24,7 @@ from alignment.rewards.normalize import PartNormalizer
 from alignment.rewards.rules import length_reward, match_reward
 from alignment.rewards.samples import TextReward, texts_of_responses
 from alignment.rewards.sandbox import require_sandbox
-from alignment.rewards.specs import AnswerSpec, JudgeSpec, RewardSpec, names_of
+from alignment.rewards.specs import AnswerSpec, CodeSpec, JudgeSpec, RewardSpec, names_of
 
 SHOWN = 3  # rows named in a message
 
@@ -38,7 +38,7 @@ def prepare_rewards(specs: Sequence[RewardSpec], rows: Sequence[PromptExample]) 
 
     Raises:
         UserError: a function that is not there; columns that rows lack or that hold no answers or tests; a key that is
-            not in the environment; no sandbox on this machine. All problems at once.
+            not in the environment; no sandbox on this machine; tests that their row's solution fails. All problems at once.
     """
     found: dict[str, TextReward] = {}
     problems: list[str] = []
@@ -51,6 +51,7 @@ def prepare_rewards(specs: Sequence[RewardSpec], rows: Sequence[PromptExample]) 
                 problems.extend(lines)
             else:
                 found[name] = _text_reward(name, spec)
+                problems.extend(_solution_problems(name, spec.code, rows))
         except UserError as error:
             problems.append(str(error))
     raise_all(problems)
@@ -128,6 +129,19 @@ def _row_problems(
         f"{text} in {len(ids)} of {len(rows)} prompts ({', '.join(ids[:SHOWN])}); add it, name another column, or map "
         "it by data.columns"
         for text, ids in lacking.items()
+    ]
+
+
+def _solution_problems(name: str, spec: CodeSpec | None, rows: Sequence[PromptExample]) -> list[str]:
+    """A line where reference solutions fail the tests of their rows, which then no response can be relied on to pass."""
+    if spec is None or spec.solution is None:
+        return []
+    failed = [rows[i].row_id for i in failing_solutions(spec, [row.extra for row in rows])]
+    if not failed:
+        return []
+    return [
+        f"rewards: {name}: the solution in the column {spec.solution!r} is missing or fails the tests of its row in the "
+        f"sandbox, in {len(failed)} of {len(rows)} prompts ({', '.join(failed[:SHOWN])}); correct or drop these rows"
     ]
 
 

@@ -101,7 +101,7 @@ class AnswerSpec:
 class CodeSpec:
     """A reward for Python code that passes unit tests, run in a process without files, sockets and other processes.
 
-    The code is the response's last fenced block, or the whole response without one.
+    The code is the response's last block fenced as Python, else the last fenced without a language, else all of it.
 
     Attributes:
         column: of the prompts: a list of tests, each a text of asserts that call the code's functions, or a mapping
@@ -111,6 +111,7 @@ class CodeSpec:
         memory_megabytes: limit of the address space.
         output_bytes: limit of what a test may print and a function may return.
         processes: tests that one rank runs side by side.
+        solution: column of a reference solution, run at the start: rows whose tests it fails are refused. None: not run.
     """
 
     column: str = "tests"
@@ -120,6 +121,7 @@ class CodeSpec:
     memory_megabytes: int = 512
     output_bytes: int = 65_536
     processes: int = 2
+    solution: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("cpu_seconds", "wall_seconds", "memory_megabytes", "output_bytes", "processes"):

@@ -184,7 +184,7 @@ def test_a_pattern_that_backtracks_is_a_bounded_failure(kind, tokenizer):
 
 def test_code_is_the_last_fenced_block():
     assert extract_code("no fence") == "no fence"
-    assert extract_code("a\n```python\nx = 1\n```\nb\n```\ny = 2\n```\n") == "y = 2\n"
+    assert extract_code("a\n```python\nx = 1\n```\nb\n```\ny = 2\n```\n") == "x = 1\n"
     assert extract_code("cut\n```python\nx = 1") == "cut\n```python\nx = 1"
     assert extract_code("```json\n{}\n```\n```py\nz\n```") == "z\n"
 
@@ -197,6 +197,17 @@ def test_code_is_paid_by_the_tests_that_it_passes():
     samples = SampledTexts([""] * 4, [square, square + program, "def f(x): return x + 2", "  "], rows)
     assert code_reward(CodeSpec(reward="share"))(samples) == pytest.approx([2 / 3, 1, 1 / 3, 0])
     assert code_reward(CodeSpec(reward="all"))(samples) == [0, 1, 0, 0]
+
+
+def test_rows_whose_own_solution_fails_are_counted_and_named():
+    tests = ["assert f(2) == 4", {"input": "3", "output": "9"}]
+    program = "\nif __name__ == '__main__': print(f(int(input())))"
+    right, wrong = "```python\ndef f(x): return x * x" + program + "\n```", "def f(x): return x + 2" + program
+    rows = [{"tests": tests, "solution": right}, {"tests": tests, "solution": wrong}, {"tests": tests}]
+    spec = RewardSpec(code=CodeSpec(solution="solution"))
+    assert prepare_rewards([spec], rows_of(rows[0]))
+    with pytest.raises(UserError, match=r"'solution'.* in 2 of 3 prompts \(rows.jsonl:2, rows.jsonl:3\)"):
+        prepare_rewards([spec], rows_of(*rows))
 
 
 # --- functions and columns ------------------------------------------------------------------------------------------
