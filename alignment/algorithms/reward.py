@@ -112,9 +112,7 @@ def run(config: RewardConfig) -> Path:
         tokenizer = load_tokenizer(config.policy, config.chat_template)
         objective = OBJECTIVES[config.loss]
         preparation = objective.preparation_for(config.policy)
-        train, held_out = read_split(
-            config.data, objective.kind, tokenizer, run, preparation=preparation, chat_template=config.chat_template
-        )
+        train, held_out = read_split(config, objective.kind, tokenizer, run, preparation=preparation)
         reference: Sequence[TokenizedRow] = ()
         if config.normalize is not None:
             rows, length = held_out or train, config.data.max_length

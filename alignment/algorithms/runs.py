@@ -59,6 +59,16 @@ class RunConfig(Protocol):
     def training(self) -> TrainingConfig: ...
 
 
+class RowsConfig(Protocol):
+    """The settings of a stage whose rows may enter a chat template."""
+
+    @property
+    def data(self) -> DataConfig: ...
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+
 @contextmanager
 def open_run(
     config: RunConfig,
@@ -145,26 +155,20 @@ def to_dict(config: object) -> dict[str, Any]:
 
 
 def read_split(
-    data: DataConfig,
-    kind: Kind,
-    tokenizer: Tokenizer,
-    run: Run,
-    *,
-    preparation: Preparation | None = None,
-    chat_template: str | None = None,
+    config: RowsConfig, kind: Kind, tokenizer: Tokenizer, run: Run, *, preparation: Preparation | None = None
 ) -> tuple[Rows, Rows | list[Any]]:
     """Training and held-out examples; rows that were dropped or cut are noted in the run.
 
     Args:
         preparation: how rows become examples; None: as decoders read rows of the kind.
-        chat_template: that the config asks for.
 
     Raises:
         UserError: bad rows, all at once; or more of them lost than `data.max_lost_share`; a chat template that none of the
             rows enters.
     """
-    read = partial(read_examples, data, kind, tokenizer, run, preparation=preparation, chat_template=chat_template)
-    return read(), read("evaluation") if data.evaluates else []
+    read = partial(read_examples, config.data, kind, tokenizer, run)
+    read = partial(read, preparation=preparation, chat_template=config.chat_template)
+    return read(), read("evaluation") if config.data.evaluates else []
 
 
 def read_examples(

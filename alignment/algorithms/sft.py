@@ -89,7 +89,7 @@ def run(config: SFTConfig) -> Path:
         if run.finished:
             return run.output / "model"
         tokenizer = load_tokenizer(config.policy, config.chat_template)
-        train, held_out = read_split(config.data, "demonstrations", tokenizer, run, chat_template=config.chat_template)
+        train, held_out = read_split(config, "demonstrations", tokenizer, run)
         policy = load_policy(
             config.policy, config.adapter, tokenizer, config.output, bases=SharedWeights(config.weights)
         )

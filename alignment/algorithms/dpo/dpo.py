@@ -70,9 +70,7 @@ def run(config: DPOConfig) -> Path:
             return run.output / "model"
         tokenizer = load_tokenizer(config.policy, config.chat_template)
         preparation = ROW_KINDS[config.rows].preparation
-        train, held_out = read_split(
-            config.data, config.rows, tokenizer, run, preparation=preparation, chat_template=config.chat_template
-        )
+        train, held_out = read_split(config, config.rows, tokenizer, run, preparation=preparation)
         texts = [] if config.sft is None else read_examples(config.sft, "demonstrations", tokenizer, run)
         require_margins(config.losses, train, held_out)
         bases = SharedWeights(config.weights, shared=shares_weights())

@@ -176,7 +176,7 @@ def read_data(config: PPOConfig, run: Run) -> PPOData:
     """
     tokenizer = load_tokenizer(config.policy, config.chat_template)
     run.note(describe_stop_tokens(config.policy, tokenizer))
-    prompts, held_out = read_split(config.data, "prompts", tokenizer, run, chat_template=config.chat_template)
+    prompts, held_out = read_split(config, "prompts", tokenizer, run)
     texts = None
     if config.pretrain is not None and config.pretrain_coef > 0:
         examples = read_examples(config.pretrain, "text", tokenizer, run)
