@@ -32,14 +32,15 @@ from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.adapters import peft_files as adapter_files
 from alignment.algorithms import dpo, reward, sft
 from alignment.algorithms.ppo import ppo
-from alignment.cli import explain, terminate
+from alignment.cli import terminate
+from alignment.commands.failure import explain
 from alignment.data.config import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.hotel_world.datasets import RowCounts, write_world
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_language_model
-from alignment.models.huggingface import checkpoint as model_files
+from alignment.models.huggingface import weight_files as model_files
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.training import OptimConfig, Run, TrainingConfig, latest_checkpoint
 from alignment.training.backends import state_files
