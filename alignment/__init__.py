@@ -12,7 +12,7 @@ from alignment.thread_waiting import shorten_waiting
 if TYPE_CHECKING:
     from alignment.generation import generate
     from alignment.loading import load_model, load_tokenizer
-    from alignment.pipeline.in_memory import dpo, ppo, reward, sft
+    from alignment.pipeline.in_memory import best_of_n, dpo, evaluate, finetune, online_dpo, ppo, pretrain, reward, sft
     from alignment.reward_model import load_reward_model
 
 _MODULES = {
@@ -20,13 +20,21 @@ _MODULES = {
     "load_tokenizer": "alignment.loading",
     "load_reward_model": "alignment.reward_model",
     "generate": "alignment.generation",
+    "pretrain": "alignment.pipeline.in_memory",
     "sft": "alignment.pipeline.in_memory",
     "reward": "alignment.pipeline.in_memory",
     "dpo": "alignment.pipeline.in_memory",
+    "online_dpo": "alignment.pipeline.in_memory",
     "ppo": "alignment.pipeline.in_memory",
+    "finetune": "alignment.pipeline.in_memory",
+    "best_of_n": "alignment.pipeline.in_memory",
+    "evaluate": "alignment.pipeline.in_memory",
 }
 
-__all__ = ["dpo", "generate", "load_model", "load_reward_model", "load_tokenizer", "ppo", "reward", "sft"]
+__all__ = [
+    "best_of_n", "dpo", "evaluate", "finetune", "generate", "load_model", "load_reward_model", "load_tokenizer",
+    "online_dpo", "ppo", "pretrain", "reward", "sft",
+]  # fmt: skip
 __version__ = "0.1.0"
 
 import_quietly()

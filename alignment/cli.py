@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import sys
@@ -123,11 +124,13 @@ def add_training_verb(verb: str, help_text: str) -> None:
         overrides: Overrides = None,
         gpus: Gpus = None,
         launch: Launch = None,
+        again: Annotated[bool, typer.Option("--again", help="Repeat a finished run.")] = False,
     ) -> None:
+        overrides = [*(overrides or []), *(["training.again=true"] if again else [])]
         with open_stage(stage, config, overrides) as (run, checked):
             if gpus is not None or launch is not None:
                 debug = ["--debug"] if context.find_root().params["debug"] else []
-                relaunch([verb, config, *(overrides or []), *debug], gpus, launch)
+                relaunch([verb, config, *overrides, *debug], gpus, launch)
             from alignment.pipeline.stages import with_micro_batch
 
             show_result(run(with_micro_batch(checked)), checked.output)
@@ -145,16 +148,28 @@ EVALUATIONS = {  # command: (stage, help)
 
 
 def add_evaluation(command: str, stage: str, help_text: str) -> None:
-    """Add the command that runs an evaluation; a table of win rates is printed as well."""
+    """Add the command that runs an evaluation; a table of win rates, or what people have to do first, is printed as well."""
 
     @evaluate.command(command, help=help_text, cls=ConfigCommand, context_settings={"obj": stage})
     def run_evaluation(config: ConfigName, overrides: Overrides = None) -> None:
         with open_stage(stage, config, overrides) as (run, checked):
-            show_result(results := run(checked), checked.output)
-        if stage == "winrate":
-            from alignment.evaluation.report.recipe_report import print_table, summary_rows
+            if stage == "winrate":
+                from alignment.evaluation.win_rate_run import FormWritten
 
-            print_table(summary_rows(json.loads(results.read_text(encoding="utf-8"))))
+                try:
+                    results = run(checked)
+                except FormWritten as form:
+                    print(
+                        f"{form}\nthen run: {shlex.join(['alignment', 'evaluate', command, config, *(overrides or [])])}"
+                    )
+                    return
+            else:
+                results = run(checked)
+            show_result(results, checked.output)
+        if stage == "winrate":
+            from alignment.evaluation.report.recipe_report import print_results
+
+            print_results(json.loads(results.read_text(encoding="utf-8")))
 
 
 for _command, (_stage, _help) in EVALUATIONS.items():
@@ -165,12 +180,12 @@ for _command, (_stage, _help) in EVALUATIONS.items():
 def open_stage(verb: str, config: str, overrides: list[str] | None) -> Iterator[tuple[Callable[[Any], Path], Any]]:
     """The function of a stage and its checked config; while open, an error on one rank also stops the others."""
     from alignment.config.load import load_config
-    from alignment.pipeline.stages import find_stage
+    from alignment.pipeline.stages import find_stage, missing_data
     from alignment.training.ranks import propagate_failures
 
     config_class, run = find_stage(verb)
     with propagate_failures():
-        yield run, load_config(config_class, config, overrides or [])
+        yield run, load_config(config_class, config, overrides or [], missing_data)
 
 
 def show_result(result: Path, directory: str) -> None:
@@ -393,15 +408,18 @@ def data_check(
         raise UserError(f"--columns {wrong[0]!r}: write our name of the column = the file's, such as prompt=question")
     from alignment.data.tools.doctor import check_file
 
-    report = check_file(
-        file,
-        kind=kind,
-        tokenizer=tokenizer,
-        template=chat_template,
-        max_length=max_length,
-        columns={ours: theirs for ours, _, theirs in names},
-        evaluation=evaluation,
-    )
+    try:
+        report = check_file(
+            file,
+            kind=kind,
+            tokenizer=tokenizer,
+            template=chat_template,
+            max_length=max_length,
+            columns={ours: theirs for ours, _, theirs in names},
+            evaluation=evaluation,
+        )
+    except UserError as error:  # it names the keys of a stage's config
+        raise UserError(str(error).replace("data.columns.", "--columns ")) from error
     print(report.render())
     if not report.ok:
         raise typer.Exit(2)

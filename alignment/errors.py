@@ -37,6 +37,11 @@ def list_problems(problems: Iterable[str], cap: int = 20) -> str:
     return "\n".join([*problems[:cap], *more])
 
 
+def install_advice(extra: str) -> str:
+    """The command that installs an extra; the name is not PyPI's, where `alignment` is another project."""
+    return f"pip install -e '.[{extra}]' in the folder of this library"
+
+
 def spelling_hint(name: str, known: Iterable[str]) -> str:
     """`did you mean 'x' or 'y'?` with the names closest to a misspelled one; empty where none is close."""
     close = difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)

@@ -225,7 +225,7 @@ def cache_directory(named: str | None = None) -> Path:
     """The directory of the cache: the one named, else ALIGNMENT_CACHE, else alignment/data in the user's cache home."""
     chosen = named or os.environ.get("ALIGNMENT_CACHE")
     if chosen:
-        return Path(chosen).expanduser()
+        return Path(os.path.expanduser(chosen))
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "alignment" / "data"
 
 
@@ -245,7 +245,7 @@ def file_hash(path: Path, cache: Path) -> str:
         kept = json.loads(memo.read_text(encoding="utf-8"))
         if kept["version"] == version and kept["check"] == hash_of([version, kept["sha256"]]):
             return kept["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         pass
     settled = max(path.stat().st_mtime, path.stat().st_ctime) < time.time() - SETTLED_SECONDS
     digest = sha256(path)

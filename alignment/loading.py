@@ -1,5 +1,6 @@
 """Language models and tokenizers from a directory or the Hub. Reward models are in reward_model.py."""
 
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,11 +38,11 @@ def find_directory(source: str, revision: str | None = None) -> Path:
     Raises:
         UserError: `source` is neither a directory nor a Hub name that can be reached, or its files lie elsewhere.
     """
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.is_dir():
         check_directory(path)
         return path
-    if path.is_absolute() or source.startswith(".") or source.count("/") > 1 or path.exists():
+    if path.is_absolute() or source.startswith((".", "~")) or source.count("/") > 1 or path.exists():
         from alignment.config.load import packaged_writer
 
         command = packaged_writer(str(path.parent)) if path.name == "model" else None

@@ -117,7 +117,7 @@ def run_ours(settings: Settings, folder: Path) -> Phases:
     config = setup.PPOConfig(
         policy=settings.policy, reward_model=settings.reward, data=DataConfig(train="prompts"), output=str(folder),
         max_new_tokens=settings.new_tokens, epochs=settings.epochs, optim=OptimConfig(learning_rate=LEARNING_RATE),
-        training=TrainingConfig(batch_size=count, max_steps=settings.iterations + 1),
+        training=TrainingConfig(batch_size=count, max_steps=settings.iterations + 1, save_every_steps=0),
     )  # fmt: skip
     rows = [PromptExample(ids, "", {}, f"row {number}") for number, ids in enumerate(settings.prompts)]
     stream = stream_of(config.data, rows, batch_size=count, seed=0)

@@ -85,7 +85,9 @@ def run_ours(arguments: argparse.Namespace, folder: Path) -> Clock:
         "reward": (reward, reward.RewardConfig),
         "dpo": (dpo, dpo.DPOConfig),
     }[arguments.kind]
-    training = TrainingConfig(max_steps=arguments.steps, batch_size=arguments.batch, precision=arguments.precision)
+    training = TrainingConfig(
+        max_steps=arguments.steps, save_every_steps=0, batch_size=arguments.batch, precision=arguments.precision
+    )
     with patch.object(Engine, "update", timed):
         module.run(
             config(

@@ -2,6 +2,9 @@
 
 from collections.abc import Sequence
 
+import torch
+from torch import nn
+
 from alignment.algorithms.ppo import PPOConfig
 from alignment.algorithms.ppo.setup import PPOState, build_state, read_data
 from alignment.data.examples import PromptExample
@@ -13,3 +16,31 @@ def state_of(config: PPOConfig) -> tuple[PPOState, Sequence[PromptExample]]:
     with Run(config.output, {}, stage="ppo") as directory:
         data = read_data(config, directory)
         return build_state(config, data), data.prompts.rows_at(0)
+
+
+@torch.no_grad()
+def exact_kl(
+    policy: nn.Module,
+    reference: nn.Module,
+    prompts: Sequence[list[int]],
+    responses: Sequence[list[int]],
+    temperature=1.0,
+) -> list[float]:
+    """KL(policy || reference) of each response's tokens, written out over the vocabulary, one response at a time."""
+    found = []
+    for prompt, response in zip(prompts, responses, strict=True):
+        ids = torch.tensor([[*prompt, *response]])
+        p, q = (
+            (model(ids).logits[0, len(prompt) - 1 : -1] / temperature).double().log_softmax(-1)
+            for model in (policy, reference)
+        )
+        found.append(float((p.exp() * (p - q)).sum()))
+    return found
+
+
+def move(model: nn.Module, size: float = 0.02) -> None:
+    """Add noise to the weights of a model, the same in every call."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += size * torch.randn(parameter.shape, generator=generator)

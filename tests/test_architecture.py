@@ -28,7 +28,7 @@ FLOORS = [  # a room may import rooms on lower floors only, never one beside it
 ]
 BESIDE = {  # the neighbors on one floor that may be looked at
     ("commands", "pipeline"), ("files", "errors"), ("patterns", "errors"), ("loading", "adapters"),
-    ("reward_model", "adapters"), ("reward_model", "loading"),
+    ("reward_model", "adapters"), ("reward_model", "loading"), ("training", "config"),
 }  # fmt: skip
 CEILINGS = {  # no number rises above these; whoever lowers a number lowers its ceiling, down to the target of house.py
     "narrow": 43,

@@ -6,6 +6,7 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
+import yaml
 
 import alignment
 from alignment.errors import UserError
@@ -63,6 +64,40 @@ def test_reward_dpo_and_ppo_follow_each_other(tmp_path, rows, checkpoints):
     assert "score" in learner.metrics[-1]
 
 
+def short(completions, **columns):
+    return [-float(len(text)) for text in completions]
+
+
+def test_ppo_takes_functions_as_rewards(tmp_path, rows, checkpoints):
+    """Named, local and without a name; a config.yaml holds their names, and another function is another run."""
+
+    def letters(responses):
+        return [float(text.count("e")) for text in responses]
+
+    call = {
+        "policy": checkpoints["llama"], "rows": rows["prompts"][:4], "max_new_tokens": 4, "advantages": "rloo",
+        "responses_per_prompt": 2, **TINY | {"training": {"max_steps": 1, "batch_size": 2}},
+    }  # fmt: skip
+    run = alignment.ppo(rewards=short, output=tmp_path / "one", **call)
+    assert run.metrics[-1]["score/short"] == run.metrics[-1]["score"] <= 0
+    several = [
+        letters,
+        {"function": short, "weight": 0.5},
+        {"length": {"max": 2}},
+        lambda responses: [1.0, 2.0, 3.0, 4.0],
+    ]
+    held_out = {"held_out": {"rewards": letters}, "evaluation_rows": rows["prompts"][4:6]}
+    metrics = alignment.ppo(rewards=several, output=tmp_path / "several", **held_out, **call).metrics[-1]
+    wanted = metrics["score/letters"] + 0.5 * metrics["score/short"] + metrics["score/length"] + 2.5
+    assert metrics["score"] == pytest.approx(wanted, abs=1e-5)
+    config = yaml.safe_load((tmp_path / "one/config.yaml").read_text())
+    assert config["rewards"][0]["function"] == f"{__name__}:short"
+    with pytest.raises(UserError, match="rewards"):
+        alignment.ppo(rewards=[letters], output=tmp_path / "one", **call)
+    with pytest.raises(UserError, match="two functions are named"):
+        alignment.ppo(rewards=[(lambda responses, i=i: [i]) for i in range(2)], output=tmp_path / "two", **call)
+
+
 def test_other_rows_are_another_run(tmp_path, rows, checkpoints):
     call = {"policy": checkpoints["llama"], "output": str(tmp_path / "run"), **TINY}
     first = alignment.sft(rows=rows["demonstrations"][:8], **call)
@@ -70,6 +105,68 @@ def test_other_rows_are_another_run(tmp_path, rows, checkpoints):
     assert [line["loss"] for line in again.metrics] == [line["loss"] for line in first.metrics]
     with pytest.raises(UserError, match="train"):
         alignment.sft(rows=rows["demonstrations"][8:16], **call)
+
+
+def test_each_update_is_handed_to_a_function_as_it_comes(tmp_path, rows, checkpoints):
+    """An exception ends the run, and runs after it have nothing to do with the function."""
+    lines = []
+    call = {"policy": checkpoints["llama"], "rows": rows["demonstrations"], "on_update": lines.append, **TINY}
+    result = alignment.sft(output=tmp_path / "run", **call)
+    assert lines == result.metrics and [line["step"] for line in lines] == [1, 2]
+
+    def stop(line):
+        raise InterruptedError(f"after {line['step']}")
+
+    with pytest.raises(InterruptedError, match="after 1"):
+        alignment.sft(output=tmp_path / "stopped", **{**call, "on_update": stop})
+    alignment.sft(output=tmp_path / "other", **{**call, "on_update": None})
+    assert len(lines) == 2
+
+
+def test_iterations_of_online_dpo_are_handed_over_and_its_model_is_compared_on_rows(tmp_path, rows, checkpoints):
+    base, lines = checkpoints["llama"], []
+    learner = alignment.online_dpo(
+        policy=base, rows=rows["prompts"], output=tmp_path / "online", on_update=lines.append,
+        judge="tests.test_in_memory:more_letters", max_new_tokens=8, **TINY,
+    )  # fmt: skip
+    assert len(lines) == 2 and lines == learner.metrics
+    compared = alignment.evaluate(
+        models={"base": base, "tuned": str(learner.path / "model")}, baseline="base", judge="longer",
+        rows=rows["prompts"][:6], output=tmp_path / "winrate", max_new_tokens=8,
+    )  # fmt: skip
+    assert compared.results["models"]["tuned"]["win_rate"]["n"] == 6 and compared.metrics == []
+    assert alignment.evaluate.__doc__ and "PPO" in alignment.ppo.__doc__ and alignment.ppo.__name__ == "ppo"
+
+
+def more_letters(prompts, first, second):
+    return [float(len(one) > len(other)) for one, other in zip(first, second, strict=True)]
+
+
+def test_best_of_n_writes_rows_that_sft_takes(tmp_path, rows, checkpoints):
+    chosen = alignment.best_of_n(
+        policy=checkpoints["llama"], rows=rows["prompts"][:4], output=tmp_path / "best", require_end=False,
+        rewards=[{"function": "tests.test_in_memory:letters"}], responses_per_prompt=2, max_new_tokens=8,
+    )  # fmt: skip
+    written = [json.loads(line) for line in (chosen.path / "demonstrations.jsonl").read_text().splitlines()]
+    assert len(written) == 4 and chosen.results["prompts"] == 4
+
+
+def letters(prompts, responses):
+    return [float(len(response)) for response in responses]
+
+
+def test_pretraining_and_fine_tuning_give_models_that_are_used_at_once(tmp_path, rows, checkpoints):
+    texts = [{"text": f"{row['prompt']} {row['completion']}"} for row in rows["demonstrations"]]
+    model = {"model_type": "llama", "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1,
+             "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 64}  # fmt: skip
+    tiny = {**TINY, "data": {"max_length": 64}}
+    base = alignment.pretrain(rows=texts, output=tmp_path / "base", model=model, tokenizer=checkpoints["llama"], **tiny)
+    assert base.model(torch.tensor([[5, 6, 7]])).logits.shape[:2] == (1, 3)
+    labeled = [{"text": text["text"], "label": ["short", "long"][number % 2]} for number, text in enumerate(texts)]
+    tuned = alignment.finetune(
+        policy=str(base.path / "model"), task="classification", rows=labeled, output=tmp_path / "tuned", **tiny
+    )
+    assert tuned.model(torch.tensor([[5, 6, 7]])).logits.shape == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from alignment.data.config import DataConfig
 from alignment.data.prepare import prepare
 from alignment.data.stream import Stream
 from alignment.data.text.chat import end_token_id
+from alignment.errors import UserError
 from alignment.generation import generate
 from alignment.loading import load_model
 from alignment.models import transformer
@@ -552,7 +553,7 @@ def test_I9_ppo_trains_policy_and_critic_and_nothing_else(adapter, stage, make_s
         prompts = data.prompts.rows_at(0)
         batch = Ragged.build([prompt.ids for prompt in prompts])
         judged = (prompts[:2], [[1, 2, 3]] * 2, [False] * 2)
-        frozen = (state.reference(batch=batch).log_probs, state.score(*judged))
+        frozen = (state.reference(batch=batch).log_probs, state.score(*judged).total)
         engines = (state.policy, state.value)
         before = [
             {name: value.clone() for name, value in engine.backend.unwrapped.state_dict().items()} for engine in engines
@@ -563,9 +564,8 @@ def test_I9_ppo_trains_policy_and_critic_and_nothing_else(adapter, stage, make_s
         head = {"head.weight"} if engine is state.value else set()
         new = engine.backend.unwrapped.state_dict()
         assert {name for name, value in new.items() if not torch.equal(value, old[name])} == wanted | head
-    assert torch.equal(state.reference(batch=batch).log_probs, frozen[0]) and torch.equal(
-        state.score(*judged), frozen[1]
-    )
+    assert torch.equal(state.reference(batch=batch).log_probs, frozen[0])
+    assert torch.equal(state.score(*judged).total, frozen[1])
 
 
 # --- I10, I11: in and out of files ----------------------------------------------------------------------------------
@@ -712,12 +712,13 @@ def test_I14_a_nan_score_ends_ppo_before_it_reaches_the_weights(stage, make_stag
                 for name, e in engines.items()
             }
         )
-        state.score = lambda prompts, responses, ended: torch.full((len(prompts),), math.nan)
+        [judge] = [role.model for role in state.roles if role.name == "reward model"]
+        torch.nn.init.constant_(list(judge.parameters())[-1], math.nan)
         return iterate(state, config, prompts, step)
 
     monkeypatch.setattr(ppo, "iterate", watched)
     run, config = make_stage("ppo", str(stage("sft") / "model"), tmp_path, reward_model=str(stage("reward") / "model"))
-    with pytest.raises(NonFiniteError, match="rollout"):
+    with pytest.raises(UserError, match=r"reward model .* gives nan"):
         run(config)
     for engine, before in held.values():
         assert_close(engine.backend.unwrapped.state_dict(), before, rtol=0, atol=0)

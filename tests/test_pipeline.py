@@ -232,6 +232,13 @@ def test_from_and_only(recipe, ran):
     assert "exclude each other" in refusal(recipe, only="sft", start="ppo")
 
 
+def test_a_stage_whose_rows_are_not_there_does_not_start(recipe, ran, monkeypatch):
+    lost = lambda config: [(("data", "train"), "rows.jsonl: no such file")] if config.output.endswith("sft") else []  # noqa: E731
+    monkeypatch.setattr(pipeline, "missing_data", lost)
+    assert refusal(recipe) == "stage sft: data.train: rows.jsonl: no such file"
+    assert ran.names() == ["world"]
+
+
 def test_lineage_and_costs_are_kept(recipe, ran):
     go(recipe)
     out = recipe.parent / "out"
@@ -254,6 +261,7 @@ def test_all_mistakes_are_listed_before_anything_runs(recipe, ran):
         "stage sft: /demo/recipe.yaml:12: optim.rate: is missing; add it",
         "stage sft: /demo/recipe.yaml:12: optim.rte: unknown key; did you mean 'rate'?",
         "stage ppo: /demo/recipe.yaml:12: optim.rte: unknown key; did you mean 'rate'?",
+        "stage ppo: override: optim: rate must be above 0, got -1.0",
     ]
     assert list(ran) == []
 

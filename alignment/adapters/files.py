@@ -41,12 +41,12 @@ def read_base(directory: Path) -> str:
         raise UserError(
             f"{directory}/{CONFIG}: base_model_name_or_path is empty; write the base model's directory there"
         )
-    moved = (read_settings(directory) or {}).get(BASE)
-    places = [Path(directory, each) for each in (base, moved) if isinstance(each, str)]
-    return next((str(place.resolve()) for place in places if place.is_dir()), base)
+    moved = (read_own_settings(directory) or {}).get(BASE)
+    paths = [Path(directory, each) for each in (base, moved) if isinstance(each, str)]
+    return next((str(path.resolve()) for path in paths if path.is_dir()), base)
 
 
-def read_settings(directory: Path) -> dict[str, Any] | None:
+def read_own_settings(directory: Path) -> dict[str, Any] | None:
     """The content of a directory's alignment_adapter.json; None in an adapter that another program wrote."""
     path = Path(directory) / SPEC
     return read_json_object(path) if path.is_file() else None

@@ -24,7 +24,7 @@ from alignment.adapters.extras import (
     modules_of_config,
     wrappers,
 )
-from alignment.adapters.files import CONFIG, SPEC, WEIGHTS, build_spec, read_settings
+from alignment.adapters.files import CONFIG, SPEC, WEIGHTS, build_spec, read_own_settings
 from alignment.adapters.layer_names import (
     BEFORE,
     NO_LAYER,
@@ -160,7 +160,7 @@ def read_ia3_spec(config: Mapping[str, object], directory: Path) -> IA3Spec:
     Raises:
         UserError: an option is not supported.
     """
-    if (settings := read_settings(directory)) is not None:
+    if (settings := read_own_settings(directory)) is not None:
         return build_spec(IA3Spec, settings, str(Path(directory) / SPEC))
     where = f"{directory}/{CONFIG}"
     raise_all(

@@ -24,7 +24,7 @@ from alignment.adapters.extras import (
     tokens_trained,
     wrappers,
 )
-from alignment.adapters.files import CONFIG, SPEC, WEIGHTS, build_spec, check_size, read_settings
+from alignment.adapters.files import CONFIG, SPEC, WEIGHTS, build_spec, check_size, read_own_settings
 from alignment.adapters.layer_names import (
     BEFORE,
     FileLayer,
@@ -39,6 +39,7 @@ from alignment.adapters.specs import DoRASpec, LoRASpec, LowRankSpec
 from alignment.errors import UserError, raise_all
 from alignment.files import read_json_object
 from alignment.models.huggingface.weight_map import cut_rows, fuse_rows
+from alignment.patterns import search_names
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -73,7 +74,7 @@ def read_lora_spec(config: Mapping[str, object], directory: Path) -> LoRASpec | 
         UserError: naming every option that would change the result and is not supported.
     """
     path, kind = Path(directory) / SPEC, DoRASpec if config.get("use_dora") else LoRASpec
-    if (settings := read_settings(directory)) is not None:
+    if (settings := read_own_settings(directory)) is not None:
         spec = build_spec(kind, settings, str(path))
         if not isinstance(spec.layers, str) or not FULL_NAMES.fullmatch(spec.layers):
             raise UserError(f"{path}: layers must name each layer in full, joined by |; write the adapter again")
@@ -255,7 +256,14 @@ def _with_layers_of_file(
         down = tensors.get(f"{BEFORE}{layer.file_name}.lora_A.weight")
         if down is None:
             continue
-        key = next((key for key in spec.alpha_pattern if re.match(rf"(.*\.)?({key})$", layer.file_name)), None)
+        key = next(
+            (
+                key
+                for key in spec.alpha_pattern
+                if search_names(rf"^(.*\.)?({key})$", [layer.file_name], f"{directory}: alpha_pattern {key!r}")
+            ),
+            None,
+        )
         ranks |= dict.fromkeys(layer.layers, len(down))
         alphas |= dict.fromkeys(layer.layers, spec.alpha if key is None else spec.alpha_pattern[key])
     if not ranks:

@@ -56,7 +56,8 @@ class BestOfNConfig:
         output: directory of `demonstrations.jsonl`, `comparisons.jsonl` and `results.json`.
         reward_model: directory of the reward model: the short form of `rewards` with this one entry.
         rewards: what a response is rewarded for, as in PPO. Its score is the sum of weight * clip(normalize(part)), where
-            a part is normalized over all samples of this stage; a single entry that does not say `normalize` is not.
+            a part is normalized over all samples of this stage; a single entry that does not say `normalize` is not. A
+            response without a score is neither kept nor compared.
         reward_combine: how the scores of an ensemble become one, as in PPO.
         reward_std_coef: weight of the deviation in `lower`.
         responses_per_prompt: n.
@@ -150,7 +151,7 @@ class ScoredResponses:
         lengths: tokens, end token included.
         ended: whether each stopped by itself.
         parts: the number of each reward by its name, [N]; not a number where it does not apply.
-        scores: sum of the weighed and shaped parts, [N]; not a number where no reward applies.
+        scores: sum of the weighed and shaped parts, [N]; not a number where there is no score, see `Rewards.unscored`.
     """
 
     texts: list[str]
@@ -293,8 +294,7 @@ def sample_and_score(
     parts = {name: torch.cat(values) for name, values in given.items()}
     shaped = rewards.shape(parts, rows).shaped
     assert shaped is not None
-    nothing = torch.stack(list(parts.values())).isnan().all(0)
-    return replace(found, parts=parts, scores=shaped.masked_fill(nothing, math.nan))
+    return replace(found, parts=parts, scores=shaped)
 
 
 def choose_responses(config: BestOfNConfig, samples: ScoredResponses) -> list[KeptResponses]:

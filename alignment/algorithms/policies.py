@@ -1,11 +1,12 @@
 """Networks about to be trained: how a policy or a value model is loaded, which reference it has, how it is saved."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, overload
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +32,7 @@ from alignment.models.huggingface.checkpoint import (
     saved_names,
 )
 from alignment.models.native_model import NativeModel
-from alignment.models.outputs import LanguageOutput
+from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.models.quantization import write_quantization
 from alignment.models.safetensors_files import read_config
 from alignment.models.shared_weights import SharedWeights
@@ -298,7 +299,7 @@ def start_device(adapter: AdapterSpec | None = None, weights: WeightsConfig = DE
 
 def _name_and_revision(source: str, directory: Path) -> tuple[str, str | None]:
     """The name by which an adapter's files find its base: a local directory, or a Hub name and the fetched commit."""
-    if Path(source).expanduser().is_dir():
+    if Path(os.path.expanduser(source)).is_dir():
         return str(directory.resolve()), None
     return source, directory.name if directory.parent.name == "snapshots" else None
 
@@ -326,7 +327,7 @@ def note_dropout_off(policy: Policy, run: Run) -> None:
 
 
 class Reference:
-    """A reference, called on a batch for log-probabilities without gradients.
+    """A reference, called on a batch for log-probabilities, or for the logits behind its targets, without gradients.
 
     Attributes:
         model: the frozen network; None where it is the policy with its adapter off.
@@ -335,7 +336,11 @@ class Reference:
     def __init__(self, engine: Engine, model: nn.Module | None):
         self.model, self._engine = model, engine
 
-    def __call__(self, *, batch: Ragged | Seq2Seq, temperature: float = 1.0) -> LanguageOutput:
+    @overload
+    def __call__(self, *, batch: Ragged | Seq2Seq, temperature: float = 1.0) -> LanguageOutput: ...
+    @overload
+    def __call__(self, *, batch: Ragged | Seq2Seq, return_logits: Literal[True]) -> LogitsOutput: ...
+    def __call__(self, *, batch: Ragged | Seq2Seq, **asked: float) -> LanguageOutput | LogitsOutput:
         backend = self._engine.backend
         model, without_adapter = self.model, nullcontext()
         if model is None:
@@ -344,7 +349,7 @@ class Reference:
             assert isinstance(backend.unwrapped, NativeModel | ExternalModel)
             model, without_adapter = self._engine.model, disabled(backend.unwrapped)
         with torch.no_grad(), without_adapter, backend.autocast():
-            return model(batch=batch, temperature=temperature)
+            return model(batch=batch, **asked)
 
     @property
     def role(self) -> Role:

@@ -107,12 +107,12 @@ def run(config: RewardConfig) -> Path:
     Source: Stiennon et al. 2020, arXiv:2009.01325, section 3.4; margin Touvron et al. 2023, arXiv:2307.09288, eq. 2.
     """
     with open_run(config, "reward", parents=[config.policy]) as run:
+        if run.finished:
+            return run.output / "model"
         tokenizer = load_tokenizer(config.policy, config.chat_template)
         objective = OBJECTIVES[config.loss]
         preparation = objective.preparation_for(config.policy)
-        train, held_out = read_split(
-            config.data, objective.kind, tokenizer, run, preparation=preparation, chat_template=config.chat_template
-        )
+        train, held_out = read_split(config, objective.kind, tokenizer, run, preparation=preparation)
         reference: Sequence[TokenizedRow] = ()
         if config.normalize is not None:
             rows, length = held_out or train, config.data.max_length

@@ -1,6 +1,6 @@
 """What is measured once a reward model is trained and saved with it: its scale on reference samples, and its canaries."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from alignment.algorithms.policies import Policy
+from alignment.data.config import DataConfig
 from alignment.data.examples import TokenizedRow
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -49,6 +50,10 @@ class NormalizeConfig:
                 f"normalize.samples must be at least 2, max_new_tokens at least 1 and temperature above 0, got "
                 f"{self.samples}, {self.max_new_tokens} and {self.temperature}"
             )
+
+    def missing(self) -> Iterator[tuple[str, str]]:
+        """The key `prompts`, and why, where that file is not there."""
+        return (("prompts", why) for _, why in DataConfig(self.prompts).missing()) if self.prompts else iter(())
 
 
 def reference_rows(
@@ -98,7 +103,6 @@ def encoded_documents(row: TokenizedRow) -> list[Encoded]:
 
 def _prompts(config: NormalizeConfig, policy: str, tokenizer: Tokenizer, max_length: int) -> Sequence[TokenizedRow]:
     """The prompts that the policy is to answer."""
-    from alignment.data.config import DataConfig
     from alignment.data.prepare import prepare
 
     if (architecture := architecture_of(policy)) != "decoder":

@@ -1,9 +1,10 @@
 """The frame of a training run: its directory, its rows, their order. Networks are in policies.py, the loop in training."""
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeVar, cast
 
 import numpy as np
@@ -15,6 +16,7 @@ from alignment.data.examples import TokenizedRow
 from alignment.data.mixture import RowOrder, describe_mixture, source_shares, stream_of
 from alignment.data.prepare import Preparation, preparation_of, prepare_with
 from alignment.data.rows.chunks import NO_EFFECT
+from alignment.data.rows.files import source_files
 from alignment.data.rows.records import Kind
 from alignment.data.table import Rows, check_findings, describe_cache, lengths_of, name_of_row
 from alignment.data.tokenize import PLAIN_PROMPT
@@ -57,9 +59,24 @@ class RunConfig(Protocol):
     def training(self) -> TrainingConfig: ...
 
 
+class RowsConfig(Protocol):
+    """The settings of a stage whose rows may enter a chat template."""
+
+    @property
+    def data(self) -> DataConfig: ...
+
+    @property
+    def chat_template(self) -> str | None: ...
+
+
 @contextmanager
 def open_run(
-    config: RunConfig, stage: str, parents: Sequence[str | None], *, value_optim: OptimConfig | None = None
+    config: RunConfig,
+    stage: str,
+    parents: Sequence[str | None],
+    *,
+    value_optim: OptimConfig | None = None,
+    files: Mapping[str, Sequence[Path]] | None = None,
 ) -> Iterator[Run]:
     """The run's directory with its config and lineage, closed whatever happens; torch's generators are seeded.
 
@@ -68,6 +85,7 @@ def open_run(
         stage: the stage's name in lineage.json.
         parents: checkpoints that the run starts from; None is skipped.
         value_optim: a second optimizer, of PPO's value model.
+        files: further files that the result depends on, by the dotted key of the setting that names them.
 
     Raises:
         UserError: optimizer or quantization cannot run here, a parent is missing, or the directory belongs to another run; see `Run`.
@@ -85,8 +103,23 @@ def open_run(
         require_bitsandbytes(weights.quantize if isinstance(weights, WeightsConfig) else None)
         compare_checkpoints({name: find_directory(name) for name in names})
         torch.manual_seed(config.training.seed)  # new weights, dropout; data order and sampling have their own seeds
-        with Run(config.output, to_dict(config), stage=stage, parents=names) as run:
+        settings = to_dict(config)
+        again = settings["training"].pop("again")  # of this start, and no setting of the run
+        files = row_files(config) | dict(files or {})
+        with Run(config.output, settings, stage=stage, parents=names, files=files, again=again) as run:
             yield run
+
+
+def row_files(config: object) -> dict[str, list[Path]]:
+    """The files of rows that a config names by directories and globs, by dotted key."""
+    return {
+        f"{name}.{part}.{number}": files
+        for name, data in vars(config).items()
+        if isinstance(data, DataConfig)
+        for part in ("train", "evaluation")
+        for number, source in enumerate(data.sources(part) if getattr(data, part) else [])
+        if not Path(source.source).is_file() and (files := source_files(source.source, str(source.split)))
+    }
 
 
 def check_evaluation(config: RunConfig) -> None:
@@ -122,26 +155,20 @@ def to_dict(config: object) -> dict[str, Any]:
 
 
 def read_split(
-    data: DataConfig,
-    kind: Kind,
-    tokenizer: Tokenizer,
-    run: Run,
-    *,
-    preparation: Preparation | None = None,
-    chat_template: str | None = None,
+    config: RowsConfig, kind: Kind, tokenizer: Tokenizer, run: Run, *, preparation: Preparation | None = None
 ) -> tuple[Rows, Rows | list[Any]]:
     """Training and held-out examples; rows that were dropped or cut are noted in the run.
 
     Args:
         preparation: how rows become examples; None: as decoders read rows of the kind.
-        chat_template: that the config asks for.
 
     Raises:
         UserError: bad rows, all at once; or more of them lost than `data.max_lost_share`; a chat template that none of the
             rows enters.
     """
-    read = partial(read_examples, data, kind, tokenizer, run, preparation=preparation, chat_template=chat_template)
-    return read(), read("evaluation") if data.evaluates else []
+    read = partial(read_examples, config.data, kind, tokenizer, run)
+    read = partial(read, preparation=preparation, chat_template=config.chat_template)
+    return read(), read("evaluation") if config.data.evaluates else []
 
 
 def read_examples(
@@ -164,7 +191,8 @@ def read_examples(
         examples, counts = prepare_with(preparation, data, tokenizer, part=part)
     if chat_template is not None and counts.noted.get(PLAIN_PROMPT, 0) >= counts.kept:
         raise UserError(f"data.{part}: {NO_EFFECT.format(chat_template)}")
-    for line in (*counts.lines(), *describe_cache(examples), *check_findings(examples, data.check)):
+    notes = (*data.left_out(part), *counts.lines(), *describe_cache(examples), *check_findings(examples, data.check))
+    for line in notes:
         run.note(f"{part} {kind}: {line}")
     compare_rows(f"data.{part}" if kind != "text" else f"pretrain.{part}", examples)
     return examples

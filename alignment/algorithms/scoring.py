@@ -20,8 +20,8 @@ from alignment.models.classifiers import SequenceClassifier
 from alignment.models.lengths import check_lengths
 from alignment.models.shared_weights import SharedWeights
 from alignment.reward_model import Combine, RewardModel, load_frozen_reward_model, member_count
-from alignment.rewards.build import build_rewards, prepare_rewards
-from alignment.rewards.combine import Rewards, ScoreFunction
+from alignment.rewards.build import build_rewards, finite_scorer, prepare_rewards
+from alignment.rewards.combine import Rewards, ScoreFunction, Scores
 from alignment.rewards.reward_models import response_scorer
 from alignment.rewards.samples import TextReward
 from alignment.rewards.specs import RewardSpec, names_of
@@ -129,7 +129,9 @@ def score_function(
     tokens = config.training.tokens_per_forward
     scorers = {name: response_scorer(judge, tokenizer, tokens) for name, judge in judges.items()}
     if not config.rewards:
-        return scorers["reward_model"]
+        score = finite_scorer(config.reward_model or "", scorers["reward_model"])
+        deviation = 1.0 if judges["reward_model"].calibration.fitted else None
+        return lambda *responses: Scores(score(*responses), fixed_deviation=deviation)
     return build_rewards(
         config.rewards, texts, scorers,
         tokenizer=tokenizer,

@@ -100,11 +100,13 @@ def run(config: SFTConfig) -> Path:
     Source: Ouyang et al. 2022, arXiv:2203.02155, section 3.5.
     """
     with open_run(config, "sft", parents=[config.policy]) as run:
+        if run.finished:
+            return run.output / "model"
         if config.new_tokens:
             check_new_tokens(config.policy)
         new = {"add_tokens": config.add_tokens, "add_special_tokens": config.add_special_tokens}
         tokenizer = load_tokenizer(config.policy, config.chat_template, **new)
-        train, held_out = read_split(config.data, "demonstrations", tokenizer, run, chat_template=config.chat_template)
+        train, held_out = read_split(config, "demonstrations", tokenizer, run)
         own = load_tokenizer(config.policy) if config.new_tokens else tokenizer
         policy = load_policy(config.policy, config.adapter, own, config.output, bases=SharedWeights(config.weights))
         if config.new_tokens:

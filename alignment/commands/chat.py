@@ -74,7 +74,7 @@ def reply(served: ServedModel, thread: ModelThread, messages: Messages, settings
     sampling = {"temperature": settings.temperature, "top_p": settings.top_p}
     asked = CompletionRequest("chat", (messages,), sampling=sampling, seed=settings.seed)
     arrived: queue.SimpleQueue[TokenEvent | ServingError] = queue.SimpleQueue()
-    tickets = thread.submit(decoding_requests(served, asked), [arrived.put])
+    tickets = thread.submit(decoding_requests(served, asked, [served.prompt_ids(messages)]), [arrived.put])
     text = ""
     try:
         while True:

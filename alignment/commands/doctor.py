@@ -1,6 +1,5 @@
 """The command `alignment doctor`: versions, devices and backends of this machine, or what went wrong in a run."""
 
-import importlib.util
 import json
 import platform
 import shutil
@@ -13,11 +12,13 @@ from alignment.config.load import packaged_folder
 CORE = (
     "torch", "transformers", "tokenizers", "safetensors", "datasets", "peft", "trl", "accelerate", "pydantic", "scipy",
 )  # fmt: skip
-EXTRAS = {  # package on PyPI -> module, use
-    "deepspeed": ("deepspeed", "ZeRO: --launch launch/zero2 and launch/zero3"),
-    "starlette": ("starlette", "alignment serve"),
-    "uvicorn": ("uvicorn", "alignment serve"),
-    "lm-eval": ("lm_eval", "make bench"),
+OPTIONAL = {  # package on PyPI -> use
+    "deepspeed": "ZeRO: --launch launch/zero2 and launch/zero3",
+    "bitsandbytes": "weights.quantize, and optim.name with 8 bits",
+    "vllm": "sampler=vllm of ppo",
+    "starlette": "alignment serve",
+    "uvicorn": "alignment serve",
+    "wandb": "training.trackers; mlflow and trackio likewise",
 }
 
 
@@ -40,12 +41,13 @@ def examine() -> Iterator[str]:
     yield f"bf16          {'yes' if on_gpu else 'on the CPU only'}"
     yield f"processes     {', '.join(process_backends()) or 'one only: torch was built without distributed'}"
     yield f"attention     {attention_kernel()}"
-    folder = packaged_folder("configs") / "launch"
-    yield f"launch files  {', '.join(str(path) for path in sorted(folder.glob('*.yaml')))}"
     yield ""
-    for package, (module, use) in EXTRAS.items():
-        state = "found" if importlib.util.find_spec(module) else f"missing: pip install {package}"
-        yield f"{package:13s} {state} ({use})"
+    for package, use in OPTIONAL.items():
+        yield f"{package:13s} {found_version(package, f'missing: pip install {package}')} ({use})"
+    yield ""
+    yield "launch files, by name or by path; .sh are scripts to copy"
+    for path in sorted((packaged_folder("configs") / "launch").iterdir()):
+        yield f"launch/{path.name.removesuffix('.yaml'):18s} {path}"
     if is_shadowed():
         yield "alignment-handbook is installed: its package has the same name, and the two cannot share an environment"
 
@@ -68,12 +70,12 @@ def examine_run(directory: str, *, as_json: bool = False) -> Iterator[str]:
         yield from diagnose.report_lines(directory, log, findings, width)
 
 
-def found_version(name: str) -> str:
-    """Version of an installed distribution."""
+def found_version(name: str, missing: str = "MISSING: install the library again") -> str:
+    """Version of an installed distribution, or the text `missing`."""
     try:
         return version(name)
     except PackageNotFoundError:
-        return "MISSING: install the library again"
+        return missing
 
 
 def free_gigabytes() -> float:

@@ -12,6 +12,7 @@ from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter, merg
 from alignment.adapters.files import read_members, score_rows
 from alignment.data.text.named_templates import with_template_tokens
 from alignment.data.tokenizers.load import add_new_tokens, save_tokenizer
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory, write_json
 from alignment.loading import (
@@ -67,39 +68,34 @@ def export_model(
 
     Raises:
         UserError: the adapter cannot be merged (a prefix does not change weights); `quantize` without an adapter; an
-            ensemble of adapters; a reward model whose scores are not those that were saved with it; tokens that cannot
-            be added.
+            ensemble of adapters; a reward model whose scores are not those that were saved with it.
     """
     directory = find_directory(model)
     _refuse_ensemble(model, directory)
     updates = find_directory(adapter) if adapter else directory if is_adapter(directory) else None
     scalar = _is_scalar(updates or directory)
     tokenizer = load_tokenizer(adapter or model)
-    known = tokenizer.get_vocab()
-    add_new_tokens(tokenizer, add_tokens, add_special_tokens)
-    changed = tokenizer if chat_template is None else with_template_tokens(tokenizer, chat_template)
+    changed, added = _with_tokens(tokenizer, add_tokens, add_special_tokens, chat_template)
     errors: Mapping[str, tuple[float, float]] = {}
-    written: Any
     if updates is None:
         if quantize is not None:
             raise UserError("--quantize is for the weights below an adapter, and there is none to merge; leave it out")
-        written = load_reward_model(model, dtype).model if scalar else load_model(model, dtype)
+        written: Any = load_reward_model(model, dtype).model if scalar else load_model(model, dtype)
     else:
         base = directory if adapter else find_base(directory)
         quantize = quantize or read_quantization(updates)
         written, errors = _merge(base, updates, dtype, quantize, scalar=scalar)
     if scalar and updates is not None:
         check_canaries(RewardModel(written.eval(), tokenizer), updates, str(updates), rounded=bool(errors))
-    _add_rows(written, {index: token for token, index in changed.get_vocab().items() if token not in known})
+    _add_rows(written, added)
     set_special_tokens(written, changed)
-    saved = updates or directory
-    with atomic_directory(Path(output)) as directory:
-        save_model(written, directory)
-        save_tokenizer(changed, directory)
+    with atomic_directory(Path(output)) as folder:
+        save_model(written, folder)
+        save_tokenizer(changed, folder)
         if scalar:
-            _write_scale_and_canaries(RewardModel(written.eval(), changed), saved, directory)
+            _write_scale_and_canaries(RewardModel(written.eval(), changed), updates or directory, folder)
         if errors:
-            write_json(directory / ERRORS, {name: {"max": most, "mean": mean} for name, (most, mean) in errors.items()})
+            write_json(folder / ERRORS, {name: {"max": most, "mean": mean} for name, (most, mean) in errors.items()})
     return Path(output)
 
 
@@ -119,6 +115,16 @@ def _merge(
     for name, parameter in merged.named_parameters():
         parameter.data = parameter.data.to(types.get(name, torch.float32))
     return merged, errors
+
+
+def _with_tokens(
+    tokenizer: Tokenizer, tokens: Sequence[str], special_tokens: Sequence[str], chat_template: str | None
+) -> tuple[Tokenizer, dict[int, str]]:
+    """The tokenizer with further tokens and another chat template, and the tokens that are new, by their ids."""
+    known = tokenizer.get_vocab()
+    add_new_tokens(tokenizer, tokens, special_tokens)
+    changed = tokenizer if chat_template is None else with_template_tokens(tokenizer, chat_template)
+    return changed, {index: token for token, index in changed.get_vocab().items() if token not in known}
 
 
 def _add_rows(model: NativeModel | ExternalModel, added: Mapping[int, str]) -> None:

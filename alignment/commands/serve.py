@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import queue
 import socket
 import sys
 from collections.abc import Iterator
@@ -10,9 +11,11 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from alignment.adapters import load_adapter
+from alignment.data.rows.records import Messages
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.tokenizers.load import check_vocabulary
-from alignment.errors import UserError
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.errors import UserError, install_advice
 from alignment.generation.engine import DecodingEngine
 from alignment.generation.text import read_prompts, start_token_of
 from alignment.loading import best_device, describe_stop_tokens, find_directory, load_model, load_tokenizer
@@ -101,9 +104,12 @@ def load_served(config: ServeConfig) -> Iterator[tuple[ServedModel, ModelThread]
     Raises:
         UserError: no such model, adapter or template.
     """
-    # A tokenizer must not be used by two threads at once: one encodes prompts, one names tokens in answers, and one
-    # decodes in the model's thread.
-    tokenizer, naming, decoding = (load_tokenizer(config.model, config.chat_template) for _ in range(3))
+    # A tokenizer must not be used by two threads at once: two encode prompts, so that one of a large prompt does not hold up
+    # the others, one names tokens in answers, and one decodes in the model's thread.
+    tokenizer, other, naming, decoding = (load_tokenizer(config.model, config.chat_template) for _ in range(4))
+    encoders: queue.SimpleQueue[Tokenizer] = queue.SimpleQueue()
+    encoders.put(tokenizer)
+    encoders.put(other)
     model = load_model(config.model, config.weights.dtype, best_device(), quantize=config.weights.quantize)
     if config.adapter is not None:
         model = load_adapter(model, find_directory(config.adapter)).eval()
@@ -115,10 +121,18 @@ def load_served(config: ServeConfig) -> Iterator[tuple[ServedModel, ModelThread]
             "the model has no chat template: it answers /v1/completions only (--chat-template sets one)",
             file=sys.stderr,
         )
+
+    def encode(prompt: str | Messages) -> list[int]:
+        encoder = encoders.get()
+        try:
+            return read_prompts(encoder, [prompt], start)[0]
+        finally:
+            encoders.put(encoder)
+
     served = ServedModel(
         config.name or config.model,
         naming,
-        lambda prompt: read_prompts(tokenizer, [prompt], start)[0],
+        encode,
         tuple(sorted(stop_token_ids(tokenizer))),
         vocabulary=model.spec.vocabulary,
         positions=model.spec.max_positions - model.virtual_tokens(),
@@ -142,7 +156,7 @@ def require_extra() -> None:
         UserError: naming what is missing.
     """
     if missing := [name for name in ("starlette", "uvicorn") if find_spec(name) is None]:
-        raise UserError(f"alignment serve needs {' and '.join(missing)}: pip install 'alignment[serve]'")
+        raise UserError(f"alignment serve needs {' and '.join(missing)}: {install_advice('serve')}")
 
 
 def read_key(variable: str | None) -> str | None:

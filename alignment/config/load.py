@@ -4,21 +4,24 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-from alignment.config.problems import explain_errors, is_number
+from alignment.config.problems import Problem, explain_errors, follows_from, is_number, replace_wrong
 from alignment.config.yaml_source import Key, SourcedYaml, dotted, fill, override, read_yaml, references
 from alignment.errors import UserError, is_hidden, raise_all, suggest
 
 T = TypeVar("T")
+Check = Callable[[object], Iterable[tuple[Key, str]]]  # a config -> its keys that are wrong, and why
+
+code_folders: list[Path] = []  # of the config or recipe read last: Python modules that it names lie beside it
 
 LARGEST_INTEGER = 2**63 - 1  # int64, as in torch and numpy
 LARGEST, SMALLEST = 1e30, 1e-30  # float32 multiplies and divides by these without overflow
 
 
-def load_config(cls: type[T], source: str, overrides: Sequence[str] = ()) -> T:
+def load_config(cls: type[T], source: str, overrides: Sequence[str] = (), check: Check | None = None) -> T:
     """A config from a file, with overrides applied.
 
     `${configs}` in it is the folder of packaged configs, `${data}` that of real data.
@@ -27,15 +30,18 @@ def load_config(cls: type[T], source: str, overrides: Sequence[str] = ()) -> T:
         cls: the config's dataclass.
         source: path of a YAML file, or a packaged name such as `sft/tiny`; a path wins.
         overrides: `dotted.key=value`, each value read as YAML.
+        check: see `build`.
 
     Raises:
         UserError: every problem at once, one line each: `file:line: key: why; way out`.
     """
-    document = override(read_yaml(find_packaged(source, "configs")), overrides)
+    path = find_packaged(source, "configs")
+    code_folders[:] = [path.parent]
+    document = override(read_yaml(path), overrides)
     names = {"configs": str(packaged_folder("configs")), "data": str(data_folder())}
     unknown = sorted(references(document.values) - set(names))
     raise_all(f"{source}: ${{{name}}} is not defined outside a recipe; {suggest(name, names)}" for name in unknown)
-    return build(cls, SourcedYaml(fill(document.values, names), document.locations))
+    return build(cls, SourcedYaml(fill(document.values, names), document.locations), check)
 
 
 # Packaged files
@@ -96,40 +102,64 @@ def packaged_writer(output: str) -> str | None:
 # Checking
 
 
-def build(cls: type[T], document: SourcedYaml) -> T:
+def build(cls: type[T], document: SourcedYaml, check: Check | None = None) -> T:
     """The config in a document; every key is known, every type and range right.
+
+    The check of a section stops at its first wrong value, and a section around a wrong value is not checked at all. So wrong
+    keys are taken out and the rest is checked again, until nothing else is wrong.
+
+    Args:
+        check: finds what else is wrong with a config, such as files that are not there.
 
     Raises:
         UserError: every problem at once.
     """
+    values = {} if document.values is None else document.values
+    config, wrong = _validate(cls, values)
+    problems = {each.key: each for each in [*_numbers_out_of_range(values), *wrong]}
+    lines = [_line(document, each.key, each.checked, each.why) for each in problems.values()]
+    rest, replaced = json.loads(json.dumps(values, default=str)), set[Key]()
+    while found := {key for each in wrong if (key := replace_wrong(cls, rest, each, replaced)) is not None}:
+        replaced |= found
+        config, wrong = _validate(cls, rest)
+        lines += [
+            _line(document, each.key, each.checked, each.why) for each in wrong if not follows_from(each, replaced)
+        ]
+    for key, why in check(config) if check is not None and config is not None else ():
+        if not follows_from(Problem(key, key[:-1], "", why), replaced):
+            lines.append(_line(document, key, key, why))
+    raise_all(dict.fromkeys(lines))
+    return cast(T, config)
+
+
+def _line(document: SourcedYaml, key: Key, shown: Key, why: str) -> str:
+    return f"{document.location(key)}: {dotted(shown)}: {why}"
+
+
+def _validate(cls: type[T], values: object) -> tuple[T | None, list[Problem]]:
+    """The config of these values, or all wrong types and the first wrong value of each section."""
     from pydantic import ValidationError
 
-    values = {} if document.values is None else document.values
-    problems = {key: f"{document.location(key)}: {dotted(key)}: {why}" for key, why in _numbers_out_of_range(values)}
     try:
         # From JSON, strict mode accepts a list for a tuple and 1 for 1.0, but never text for a number.
-        config = cast(Any, _checker(cls).model_validate_json(json.dumps({"config": values}, default=str))).config
+        return _checker(cls).model_validate_json(json.dumps({"config": values}, default=str)).config, []
     except ValidationError as error:
-        raise_all({**problems, **explain_errors(cls, document, error.errors(include_url=False))}.values())
-        raise
-    raise_all(problems.values())
-    return config
+        return None, explain_errors(cls, values, error.errors(include_url=False))
 
 
-def _numbers_out_of_range(values: object, key: Key = ()) -> Iterator[tuple[Key, str]]:
-    """Keys whose numbers are too large or too small to compute with, and why; pydantic refuses infinite ones."""
+def _numbers_out_of_range(values: object, key: Key = ()) -> Iterator[Problem]:
+    """Numbers that are too large or too small to compute with; pydantic refuses infinite ones."""
     if isinstance(values, (dict, list)):
         for name, value in values.items() if isinstance(values, dict) else enumerate(values):
             yield from _numbers_out_of_range(value, (*key, name))
     elif values == 0 or not is_number(values) or is_hidden(key):
         return
     elif isinstance(values, int) and abs(values) > LARGEST_INTEGER:
-        yield (
-            key,
-            f"must lie within 64 bits (at most {LARGEST_INTEGER}), got a number of {len(str(abs(values)))} digits",
-        )
+        why = f"must lie within 64 bits (at most {LARGEST_INTEGER}), got a number of {len(str(abs(values)))} digits"
+        yield Problem(key, key, "range", why)
     elif isinstance(values, float) and math.isfinite(values) and not SMALLEST <= abs(values) <= LARGEST:
-        yield key, f"must be 0 or between {SMALLEST} and {LARGEST} in size, got {values}"
+        why = f"must be 0 or between {SMALLEST} and {LARGEST} in size, got {values}"
+        yield Problem(key, key, "range", why)
 
 
 @functools.cache

@@ -1,13 +1,16 @@
-"""Pydantic's validation errors as one line per wrong key, with a way out. Values of keys that hold secrets are not shown."""
+"""Pydantic's validation errors as one problem per wrong key, with a way out. Values of keys that hold secrets are not shown."""
 
 import dataclasses
 import functools
+import itertools
 import json
+import operator
 import re
-from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard, cast, get_args, get_origin, get_type_hints
+from collections.abc import Collection, Hashable, Sequence
+from types import UnionType
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, Union, cast, get_args, get_origin, get_type_hints
 
-from alignment.config.yaml_source import Key, SourcedYaml, dotted
+from alignment.config.yaml_source import Key, dotted
 from alignment.errors import is_hidden, suggest, without_secrets
 
 if TYPE_CHECKING:
@@ -28,6 +31,7 @@ EXPECTED = {  # pydantic error type -> what the value must be
 
 KEYS_OF_OTHER_LIBRARIES = {  # key of trl, transformers or axolotl -> our key, and what differs
     "base_model": "policy",
+    "beta": "kl_coef",
     "bf16": "training.precision (fp32 or bf16)",
     "cliprange": "clip_range",
     "cliprange_value": "value_clip_range",
@@ -37,6 +41,8 @@ KEYS_OF_OTHER_LIBRARIES = {  # key of trl, transformers or axolotl -> our key, a
     "gradient_accumulation_steps": "training.micro_batch_tokens (tokens per forward; accumulation follows from it)",
     "init_kl_coef": "kl_coef",
     "lam": "gae_lambda",
+    "load_in_4bit": "weights.quantize=nf4",
+    "load_in_8bit": "weights.quantize=int8",
     "lora_alpha": "adapter.alpha",
     "lora_dropout": "adapter.dropout",
     "lora_r": "adapter.rank",
@@ -44,17 +50,21 @@ KEYS_OF_OTHER_LIBRARIES = {  # key of trl, transformers or axolotl -> our key, a
     "lr": "optim.learning_rate",
     "lr_scheduler": "optim.schedule",
     "lr_scheduler_type": "optim.schedule",
+    "max_completion_length": "max_new_tokens",
     "max_prompt_length": "data.max_length (tokens of prompt and response together)",
     "max_seq_length": "data.max_length",
     "micro_batch_size": "training.micro_batch_tokens (tokens per forward, not rows)",
     "model_name_or_path": "policy",
     "num_epochs": "training.epochs",
+    "num_generations": "responses_per_prompt",
     "num_ppo_epochs": "epochs",
     "num_train_epochs": "training.epochs",
     "output_dir": "output",
     "peft_config": "adapter",
     "per_device_eval_batch_size": "training.micro_batch_tokens (tokens per forward, not rows)",
     "per_device_train_batch_size": "training.batch_size (rows per update over all devices)",
+    "quantization": "weights.quantize (nf4 or int8)",
+    "quantize": "weights.quantize (nf4 or int8)",
     "r": "adapter.rank",
     "ref_model": "reference",
     "report_to": "training.trackers",
@@ -66,12 +76,6 @@ KEYS_OF_OTHER_LIBRARIES = {  # key of trl, transformers or axolotl -> our key, a
     "sequence_len": "data.max_length",
     "sft_model_path": "policy",
     "target_modules": "adapter.layers",
-}
-UNSUPPORTED_KEYS = {  # keys of other libraries without an equivalent -> the reason
-    "load_in_4bit": "weights are not quantized here",
-    "load_in_8bit": "weights are not quantized here",
-    "quantization": "weights are not quantized here",
-    "quantize": "weights are not quantized here",
 }
 UNSUPPORTED_VALUES = {  # (key, value) that other libraries accept -> why it is not accepted here
     ("precision", "fp16"): "fp16 loses small gradients unless the loss is scaled, which is not done here",
@@ -87,22 +91,97 @@ class _Located(NamedTuple):
     error: "ErrorDetails"
 
 
-def explain_errors(cls: type, document: SourcedYaml, errors: "Sequence[ErrorDetails]") -> dict[Key, str]:
-    """One line for each key that is wrong: `file:line: key: why; way out`.
+class Problem(NamedTuple):
+    """Why a value is refused.
+
+    Attributes:
+        key: the wrong key.
+        checked: the value that was refused; where a section's own check failed, the section around `key`.
+        kind: pydantic's name of the error.
+        why: the reason, and the way out.
+    """
+
+    key: Key
+    checked: Key
+    kind: str
+    why: str
+
+
+def explain_errors(cls: type, values: object, errors: "Sequence[ErrorDetails]") -> list[Problem]:
+    """One problem for each key that is wrong.
 
     Args:
         cls: the config's dataclass.
-        document: the values that pydantic checked, under one key of its own.
+        values: that pydantic checked, under one key of its own.
         errors: what pydantic found.
     """
     by_key: dict[Key, list[_Located]] = {}
-    for each in _errors_of_matching_members([_locate(document.values, error) for error in errors]):
+    for each in _errors_of_matching_members([_locate(values, error) for error in errors]):
         by_key.setdefault(each.key, []).append(each)
-    lines = {}
-    for key, group in by_key.items():
-        at_fault = _key_at_fault(key, group[0].error)
-        lines[at_fault] = f"{document.location(at_fault)}: {dotted(key)}: {_reason(cls, group)}"
-    return lines
+    return [
+        Problem(_key_at_fault(key, group[0].error), key, group[0].error["type"], _reason(cls, group))
+        for key, group in by_key.items()
+    ]
+
+
+def replace_wrong(cls: type, values: object, problem: Problem, replaced: Collection[Key]) -> Key | None:
+    """Take a wrong key out of `values`, so that its default stands in; a missing key gets a value of its type.
+
+    Where the check of a section begins with no key's name, it is the first of the keys that it names.
+
+    Args:
+        replaced: the keys that this function was called for before.
+
+    Returns:
+        The key; None where nothing can stand in.
+    """
+    key = problem.key
+    section = _value_at(values, key)
+    if problem.kind == "value_error" and isinstance(section, dict):
+        named = (word for word in re.findall(r"\w+", problem.why) if word in section and (*key, word) not in replaced)
+        key = (*key, *itertools.islice(named, 1))
+    while key and isinstance(key[-1], int):  # the whole list: without one item the others would change places
+        key = key[:-1]
+    section = _value_at(values, key[:-1])
+    if not key or not isinstance(section, dict):
+        return None
+    if key[-1] not in section:
+        section[str(key[-1])] = _stand_in(cls, key)
+    elif key in replaced:
+        return None
+    else:
+        del section[str(key[-1])]
+    return key
+
+
+def follows_from(problem: Problem, replaced: Collection[Key]) -> bool:
+    """Whether a problem may be there only because other values stand in at the keys `replaced`.
+
+    That holds unless the check of a section begins with the wrong key and compares it with none of the others. What it
+    advises, after the value it got, is no comparison.
+    """
+    if problem.key == problem.checked or any(problem.key[: len(key)] == key for key in replaced):
+        return True
+    compared = set(re.findall(r"\w+", problem.why.partition(", got ")[0])) - set(problem.key[-1:])
+    return any(key[: len(problem.checked)] == problem.checked and key[-1] in compared for key in replaced)
+
+
+def _value_at(values: object, key: Key) -> Any:
+    """The value at a key; None where there is none."""
+    try:
+        return functools.reduce(operator.getitem, key, cast(Any, values))
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def _stand_in(cls: type, key: Key) -> object:
+    """A value of the type that a key has; it means nothing."""
+    hint: Any = next((get_type_hints(each).get(str(key[-1])) for each in _sections(cls, key[:-1])), None)
+    while get_origin(hint) in (Union, UnionType, Literal):
+        hint = get_args(hint)[0]
+    if dataclasses.is_dataclass(hint) or get_origin(hint) is dict:
+        return {}
+    return {list: [], tuple: [], str: str(key[-1]), float: 1.0, int: 1}.get(get_origin(hint) or hint, hint)
 
 
 def _locate(values: Any, error: "ErrorDetails") -> _Located:
@@ -212,11 +291,9 @@ def _expected(cls: type, located: _Located) -> str:
 
 
 def _key_here(cls: type, name: str) -> str:
-    """Our name for a key of another library or another section, or why there is none; empty where it is unknown."""
-    if name in UNSUPPORTED_KEYS:
-        return UNSUPPORTED_KEYS[name]
+    """Our name for a key of another library or another section; empty where it is unknown."""
     ours = KEYS_OF_OTHER_LIBRARIES.get(name, "")
-    if ours and has_key(cls, tuple(ours.partition(" ")[0].split("."))):
+    if ours and has_key(cls, tuple(re.split("[ =]", ours)[0].split("."))):
         return f"here it is called {ours}"
     below = [(field.name, name) for field in dataclasses.fields(cast(Any, cls)) if has_key(cls, (field.name, name))]
     return "here it is called " + " or ".join(dotted(key) for key in below) if below else ""

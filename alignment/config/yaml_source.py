@@ -13,7 +13,7 @@ from alignment.errors import UserError, raise_all
 Key = tuple[str | int, ...]
 REFERENCE = re.compile(r"\$\{([\w-]+)\}")  # ${name}, replaced by `fill`
 MAX_BYTES = 4 * 2**20  # per file; a config has a few thousand
-MAX_VALUES = 100_000  # per document, every alias expanded
+MAX_VALUES = 10_000  # per document, every alias expanded; PyYAML takes a second for so many
 MAX_DEPTH = 64  # of nested sections
 
 
@@ -48,6 +48,19 @@ class _Loader(yaml.SafeLoader):
     """Resolves plain scalars by YAML 1.2: 1e-4 is a number, `no` and 2026-01-01 are text. PyYAML follows YAML 1.1."""
 
     yaml_implicit_resolvers = {}  # noqa: RUF012  (PyYAML keeps this table on the class)
+    composed = 0  # keys and values so far
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        """The next key or value, which PyYAML asks for one after the other.
+
+        Raises:
+            UserError: there are too many, found before time is spent on the rest.
+        """
+        self.composed += 1
+        if self.composed > 2 * MAX_VALUES:
+            line = self.peek_event().start_mark.line + 1
+            raise UserError(f"{self.name}:{line}: more than {MAX_VALUES} values; a config has some hundred")
+        return super().compose_node(parent, index)
 
 
 _Loader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile(r"^(?:~|null|)$"), ["~", "n", ""])
@@ -109,6 +122,7 @@ class _Reader:
     def __init__(self, text: str, name: str):
         # Inside [...] and {...} YAML parses the braces of ${name} as a mapping, so private characters replace them.
         self.loader = _Loader(REFERENCE.sub("\ue000\\1\ue001", text))
+        self.loader.name = name
         self.name = name
         self.locations: dict[Key, str] = {(): f"{name}:1"}
         self.problems: list[str] = []

@@ -20,6 +20,7 @@ class PairBatch(RaggedBatch):
 
     margins: Tensor | None  # [B]; None where no row has one
     reference: Tensor | None = None  # log-probabilities under a reference, nats, computed beforehand, [2B]
+    pair_positions: Tensor | None = None  # of the pairs among those of the global batch, [B]; None: not asked for
 
     @property
     def counted_sources(self) -> Tensor | None:

@@ -108,7 +108,7 @@ def open_entry(directory: Path, key: str) -> tuple[Entry | None, str]:
             return None, problem
         with suppress(PermissionError):  # an entry of another user
             os.utime(directory / MANIFEST)  # its last use
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return None, f"{type(error).__name__}: {error}"
     return Entry(directory, manifest, True), ""
 
@@ -135,13 +135,18 @@ def _stamp(path: Path) -> dict[str, int]:
 def _locked(path: Path) -> Iterator[None]:
     """While open, this process alone holds the lock of that name; on a file system without locks, several may."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(path, os.O_RDONLY | os.O_CREAT, 0o666)
+    descriptor = _open_lock(path)
     try:
         with suppress(OSError):  # without locks the last of two writers wins, and both write the same
             fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
         os.close(descriptor)
+
+
+def _open_lock(path: Path) -> int:
+    """A descriptor of a lock, made where there is none; a directory in its place is locked as a file is."""
+    return os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDONLY | os.O_CREAT, 0o666)
 
 
 def temporary_cache() -> Path:
@@ -203,7 +208,7 @@ def _listed(directory: Path) -> Listed:
         tokens, created = manifest["tally"]["tokens"], manifest["created"]
         used = (directory / MANIFEST).stat().st_mtime
         return Listed(directory.name, manifest["kind"], manifest["source"], rows, tokens, size, created, used)
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return Listed(directory.name, "damaged", "", 0, 0, size, 0.0, 0.0)
 
 
@@ -217,7 +222,7 @@ def clear_entries(cache: Path, older_than: float | None = None) -> tuple[list[Li
     """
     deleted, left = [], []
     for entry in list_entries(cache, older_than):
-        lock = os.open(cache / "locks" / entry.key, os.O_RDONLY | os.O_CREAT, 0o666)
+        lock = _open_lock(cache / "locks" / entry.key)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove_directory(cache / "entries" / entry.key)

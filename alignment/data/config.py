@@ -4,12 +4,12 @@ Rows are read in rows/read.py; mixtures are drawn in mixture.py.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from alignment.data.rows.files import SUFFIXES, hub_source
+from alignment.data.rows.files import SUFFIXES, files_left_out, find_rows, hub_source
 from alignment.data.rows.turns import Turns
 from alignment.errors import UserError
 
@@ -34,7 +34,7 @@ class SourceConfig:
         weight: its share of the draws is its weight over the sum of all weights; with data.mixing=weights only.
         max_rows: stop after so many good rows of this source.
         columns: our column name -> the source's; None: data.columns.
-        split: of a Hub data set that names none itself; None: data.split, or data.evaluation_split.
+        split: of a Hub data set that names none itself, or of a directory; None: data.split, or data.evaluation_split.
         chat_template: that renders the rows of this source, a built-in name or a file; None: that of the run.
         loss_weight: multiplies the loss of its tokens (in preference stages, of its rows). An update minimizes the
             weighted mean: the sum of weight times loss over the sum of weights, as torch's cross_entropy. Held-out rows
@@ -76,7 +76,8 @@ class DataConfig:
         evaluation_share: this share of the prompts of `train` is held out in place of `evaluation`, about 0.01 to 0.1; a
             hash of a row's prompt (or text) alone decides, so that all rows of one prompt are on one side, and added rows
             move no other. `max_rows` counts the rows of both sides; limits of lost and cut rows hold for both together.
-        split: of a Hub data set that names none itself.
+        split: of a Hub data set that names none itself, or of a directory whose files are named after splits
+            (train.jsonl, test-00000-of-00002.parquet, validation/0.csv); a directory without such names is read whole.
         evaluation_split: the same in `evaluation`; None: as `split`.
         mixing: which source the next row of `train` comes from. concatenate: all rows in one shuffle, each once per
             epoch. Else every row is a draw: proportional to the sources' sizes, by their weights, or by sizes to the
@@ -165,6 +166,20 @@ class DataConfig:
             columns=self.columns,
         )
 
+    def missing(self) -> Iterator[tuple[str, str]]:
+        """The key, `train` or `evaluation`, of each source that is not there, and why; Hub data sets are not looked for."""
+        named = {"train": self.train, "evaluation": self.evaluation}
+        for part in (part for part in get_args(Part) if named[part]):
+            for source in self.sources(part):
+                try:
+                    find_rows(source.source, str(source.split))
+                except UserError as error:
+                    yield part, str(error)
+
+    def left_out(self, part: Part) -> list[str]:
+        """A line for each directory of which not all files are read, because they are of another split or of none."""
+        return [line for each in self.sources(part) if (line := files_left_out(each.source, str(each.split)))]
+
     def require_sources(self, part: Part) -> list[SourceConfig]:
         """The sources of one part.
 
@@ -181,7 +196,7 @@ class DataConfig:
         return self.evaluation is not None or self.evaluation_share is not None
 
     def split_of(self, part: Part) -> str:
-        """The split read of a Hub data set that names none itself."""
+        """The split read of a directory, or of a Hub data set that names none itself."""
         return self.split if part == "train" or self.evaluation_split is None else self.evaluation_split
 
     @property

@@ -63,7 +63,7 @@ def table_key(
 
 def content_of(source: SourceConfig, cache: Path) -> dict[str, str]:
     """Hashes of the files of a source by path; for a Hub data set, the fingerprint that `datasets` gives it."""
-    if files := source_files(source.source):
+    if files := source_files(source.source, str(source.split)):
         return {str(file): file_hash(file, cache) for file in files}
     found = hub_source(source.source, str(source.split))
     if found is None:

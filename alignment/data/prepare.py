@@ -357,4 +357,4 @@ def processes_for(config: DataConfig, size: int) -> int:
 
 def _size(source: SourceConfig) -> int:
     """Bytes of a source's files; 0 where it has none."""
-    return sum(path.stat().st_size for path in source_files(source.source) or [])
+    return sum(path.stat().st_size for path in source_files(source.source, str(source.split)) or [])

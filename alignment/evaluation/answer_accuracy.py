@@ -18,6 +18,7 @@ from alignment.loading import best_device, find_directory, load_model, load_toke
 from alignment.models.lengths import check_lengths
 from alignment.models.weights_config import WeightsConfig
 from alignment.rewards.answers import is_right, reference_problem
+from alignment.rewards.specs import AnswerMatch
 
 Decoding = Literal["greedy", "sampled"]
 DECODINGS: tuple[Decoding, ...] = ("greedy", "sampled")
@@ -32,8 +33,7 @@ class AnswerAccuracyConfig:
         baseline: the name among `models` that the others are compared with.
         data: prompts with the column `column`.
         output: directory of `results.json`.
-        match: gsm8k: the number after `####`, or else the last one, is equal to that of the column. exact: the texts are
-            equal without case, punctuation and outer white space.
+        match: gsm8k, exact or boxed, as in `AnswerSpec`.
         column: of the right answer: a text, a number, or a list of accepted ones.
         max_new_tokens, seed: of the responses.
         temperature: of the sampled responses; each prompt has a greedy one too.
@@ -47,7 +47,7 @@ class AnswerAccuracyConfig:
     baseline: str
     data: DataConfig
     output: str
-    match: Literal["gsm8k", "exact"] = "gsm8k"
+    match: AnswerMatch = "gsm8k"
     column: str = "answer"
     max_new_tokens: int = 64
     temperature: float = 1.0

@@ -1,6 +1,7 @@
 """Rows of one source for an evaluation."""
 
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from alignment.data.config import DataConfig
@@ -19,7 +20,7 @@ def read_records(data: DataConfig, kind: Kind) -> list[Any]:
     rows, tally = read_rows(
         data.sources("train"), kind, max_rows=data.max_rows, on_bad_row=data.on_bad_row, as_messages=data.as_messages
     )
-    print_tally(kind, tally)
+    print_tally(kind, tally, data.left_out("train"))
     return rows
 
 
@@ -33,7 +34,7 @@ def refuse_mixture(data: DataConfig) -> None:
         raise UserError(f"an evaluation reads every row once and alike, without {', '.join(unread)}; leave that out")
 
 
-def print_tally(what: str, tally: Tally) -> None:
-    """Print what reading or tokenizing dropped and cut, on standard error."""
-    for line in tally.lines():
+def print_tally(what: str, tally: Tally, notes: Sequence[str] = ()) -> None:
+    """Print notes, and what reading or tokenizing dropped and cut, on standard error."""
+    for line in (*notes, *tally.lines()):
         print(f"{what}: {line}", file=sys.stderr)

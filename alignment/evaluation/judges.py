@@ -5,6 +5,7 @@ Rates and intervals are in winrate.py. No judge here calls a service.
 
 import json
 import math
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from alignment.data.rows.files import json_line_rows
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.winrate import LOSS, TIE, WIN, Verdict, WinRate, merge_orders, win_rate
+from alignment.evaluation.winrate import LOSS, TIE, WIN, Verdict, WinRate, merge_orders, paired_interval, win_rate
 from alignment.files import write_text
 
 if TYPE_CHECKING:
@@ -32,9 +33,11 @@ class JudgeResult:
     Attributes:
         win_rate: of ours, over the items that were judged.
         verdicts: for ours, one per prompt in order, both orders merged; None where the judge failed.
-        inconsistent: items whose two orders disagreed; they count as ties.
+        inconsistent: items whose two orders disagreed; they count half and narrow no interval, see `win_rate`.
         failures: items without a verdict, in no rate.
-        position_bias: mean verdict for the response shown first, over both orders of all items; 0.5 is no bias.
+        position_bias: mean verdict for the response shown first, over both orders of the judged items; 0.5 is no bias.
+        inconsistent_interval: of the share of inconsistent items, 95 %.
+        position_bias_interval: of the position bias, 95 %; the two orders of an item are a pair.
     """
 
     win_rate: WinRate
@@ -42,6 +45,14 @@ class JudgeResult:
     inconsistent: int
     failures: int
     position_bias: float
+    inconsistent_interval: tuple[float, float]
+    position_bias_interval: tuple[float, float]
+
+    @property
+    def follows_position(self) -> bool:
+        """True where the judge prefers a position, first or second: no bias, 0.5, lies outside the interval."""
+        low, high = self.position_bias_interval
+        return not low <= TIE <= high
 
 
 def compare(
@@ -75,9 +86,18 @@ def compare(
             f"the judge failed on {merged.failures} of {len(prompts)} items; at most {max_failed_share:.0%} may fail, "
             "since failures are seldom a fair sample. Check the items that it could not judge, or raise max_failed_share"
         )
-    given = [verdict for verdict in verdicts if verdict is not None]
-    position_bias = sum(given) / len(given)
-    return JudgeResult(win_rate(judged), merged.verdicts, merged.inconsistent, merged.failures, position_bias)
+    orders = zip(verdicts[: len(prompts)], verdicts[len(prompts) :], strict=True)
+    leads = [one + other - 1 for one, other in orders if one is not None and other is not None]  # of first over second
+    n, ahead, behind = len(leads), sum(max(lead, 0) for lead in leads), sum(max(-lead, 0) for lead in leads)
+    return JudgeResult(
+        win_rate(judged, inconsistent=merged.inconsistent),
+        merged.verdicts,
+        merged.inconsistent,
+        merged.failures,
+        position_bias=(1 + (ahead - behind) / n) / 2,
+        inconsistent_interval=paired_interval(merged.inconsistent, n - merged.inconsistent, n),
+        position_bias_interval=paired_interval(ahead, behind, n),
+    )
 
 
 def score_judge(score: ScoreFunction, tie_margin: float = 0.0) -> Judge:
@@ -140,10 +160,12 @@ def file_judge(path: Path) -> Judge:
     """A judge that takes its verdicts from a file of rows as `write_annotation_form` writes them (.jsonl or .jsonl.gz).
 
     `verdict` is 1, 0.5 or 0 for the response shown first; null, or a pair that is not in the file, is a failure. The
-    texts are part of the key, so that verdicts on older responses do not count for these.
+    texts are part of the key, so that verdicts on older responses do not count for these. How many are filled in is
+    printed on standard error where some are not.
 
     Raises:
-        UserError: rows that are not of this form, or two different verdicts on one pair, with file:line.
+        UserError: rows that are not of this form, or two different verdicts on one pair, with file:line; no verdict is
+            filled in. The judge raises it where the file holds none of the pairs that it is asked about.
     """
     path = Path(path)
     if not path.is_file():
@@ -164,10 +186,24 @@ def file_judge(path: Path) -> Judge:
             problems.append(f"{row.location}: id {name!r} has verdict {verdict}, but {earlier} in {earlier_location}")
     if not verdicts and not problems:
         problems.append(f"{path}: no verdicts in this file")
+    filled = sum(verdict is not None for _, verdict in verdicts.values())
+    if not filled and not problems:
+        problems.append(
+            f"0 of {len(verdicts)} verdicts are filled in in {path}: write 1, 0.5 or 0 for the response shown first as "
+            "each row's `verdict`, and run this again"
+        )
     raise_all(problems)
+    if filled < len(verdicts):
+        print(f"{filled} of {len(verdicts)} verdicts are filled in in {path}", file=sys.stderr)
 
     def judge(prompts: Sequence["Prompt"], first: Sequence[str], second: Sequence[str]) -> list[Verdict]:
-        keys = ((prompt.row_id, a, b) for prompt, a, b in zip(prompts, first, second, strict=True))
+        keys = [(prompt.row_id, a, b) for prompt, a, b in zip(prompts, first, second, strict=True)]
+        if not verdicts.keys() & set(keys):
+            raise UserError(
+                f"{path}: its verdicts are on other prompts or responses, none on these {len(prompts)}; put the "
+                "responses.jsonl and sampling.json that it was made from into the output directory, or let another file "
+                "be written as a form"
+            )
         return [verdicts.get(key, ("", None))[1] for key in keys]
 
     return judge

@@ -194,7 +194,10 @@ def _figures(config: RewardEvalConfig, groups: Sequence[ScoredGroup], gain: floa
     return {
         "sources": list(by_source),
         "accuracy": {name: accuracy_figures(part) for name, part in parts.items()},
-        "calibration": {name: calibration_figures(part.margins / gain, config.bins) for name, part in pairs.items()},
+        "calibration": {
+            name: calibration_figures(part.margins / gain, part.prompts, bins=config.bins)
+            for name, part in pairs.items()
+        },
         "length": {name: length_figures(part) for name, part in pairs.items()},
         "ensemble": {name: ensemble_figures(part) for name, part in pairs.items()}
         if groups[0].members is not None

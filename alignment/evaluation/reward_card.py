@@ -175,7 +175,8 @@ def accuracy_figures(groups: Sequence[ScoredGroup]) -> Figures:
 def k_way_figures(groups: Sequence[ScoredGroup]) -> Figures | None:
     """Of groups of K > 2: how often the highest score is (among) the annotators' best, and the correlation of the orders.
 
-    Of several highest scores the share that is among the best counts. Chance is the share of best ones among the K.
+    Of several highest scores the share that is among the best counts. Chance is the share of best ones among the K. The
+    interval is Wilson's, of as many trials as there are prompts.
     """
     if not groups:
         return None
@@ -188,18 +189,19 @@ def k_way_figures(groups: Sequence[ScoredGroup]) -> Figures | None:
         chance.append(float(best.mean()))
         tau = float(kendalltau(scores, [-rank for rank in group.ranks]).statistic)  # pyright: ignore
         taus.append(0.0 if math.isnan(tau) else tau)  # all scores equal: the order says nothing
-    mean, error = float(np.mean(hits)), float(np.std(hits, ddof=1) / math.sqrt(len(hits))) if len(hits) > 1 else 0.5
+    mean = float(np.mean(hits))
+    low, high = wilson_interval(mean, len({group.prompt for group in groups}))  # groups of a prompt are not independent
     return {
         "groups": len(groups),
         "top_1": mean,
-        "low": max(mean - Z_95 * error, 0.0),
-        "high": min(mean + Z_95 * error, 1.0),
+        "low": low,
+        "high": high,
         "top_1_by_chance": float(np.mean(chance)),
         "kendall_tau_b": float(np.mean(taus)),
     }
 
 
-def reliability(margins: np.ndarray, bins: int = 10) -> Figures:
+def reliability(margins: np.ndarray, prompts: np.ndarray | None = None, *, bins: int = 10) -> Figures:
     """Predicted probabilities of a preference against the observed share, expected calibration error and Brier score.
 
     The prediction is sigmoid(|margin|), in [1/2, 1], that the higher score is the chosen one: both orders of a pair say the
@@ -208,11 +210,13 @@ def reliability(margins: np.ndarray, bins: int = 10) -> Figures:
 
     Args:
         margins: score(chosen) - score(rejected) on the scale of training, [n].
+        prompts: number of each pair's prompt, by which a bin's interval is clustered, [n]; None: each pair has its own.
         bins: of equal width between 1/2 and 1.
 
     Source: Guo et al. 2017, arXiv:1706.04599, eq. 3.
     """
     confidence, right = _sigmoid(np.abs(margins)), outcomes(margins)
+    prompts = np.arange(len(margins)) if prompts is None else prompts
     number = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
     table, error = [], 0.0
     for index in range(bins):
@@ -222,7 +226,8 @@ def reliability(margins: np.ndarray, bins: int = 10) -> Figures:
         if inside.any():
             predicted, observed = float(confidence[inside].mean()), float(right[inside].mean())
             error += inside.mean() * abs(observed - predicted)
-            interval = list(wilson_interval(observed, int(inside.sum())))
+            rate = clustered_rate(right[inside], prompts[inside])
+            interval = None if rate is None else [rate["low"], rate["high"]]
             row |= {"predicted": predicted, "observed": observed, "interval": interval}
         table.append(row)
     return {
@@ -256,16 +261,16 @@ def calibrating_temperature(margins: np.ndarray) -> float | None:
     return scale / float(brentq(slope, 0.0, high))  # pyright: ignore[reportArgumentType]
 
 
-def calibration_figures(margins: np.ndarray, bins: int = 10) -> Figures:
+def calibration_figures(margins: np.ndarray, prompts: np.ndarray | None = None, *, bins: int = 10) -> Figures:
     """Reliability as it is and at the temperature that would calibrate it, which is fitted on the very same pairs."""
     temperature = calibrating_temperature(margins)
-    figures = {**reliability(margins, bins), "temperature": temperature}
+    figures = {**reliability(margins, prompts, bins=bins), "temperature": temperature}
     if temperature is None:
         return {
             **figures,
             "temperature_missing": "no temperature calibrates: no pair is ordered wrong, or the mean margin is not above 0",
         }
-    calm = reliability(margins / temperature, bins)
+    calm = reliability(margins / temperature, prompts, bins=bins)
     return {**figures, "calibrated": {"ece": calm["ece"], "brier": calm["brier"]}}
 
 
@@ -279,7 +284,8 @@ def length_figures(pairs: Pairs) -> Figures:
     """What length does to scores: slope per 100 tokens within prompts, correlation, accuracy where the chosen is longer.
 
     Slope of score differences on differences of length through the origin, b = sum(x y) / sum(x^2) with x in 100 tokens;
-    its interval takes the cluster-robust error of prompts. The correlation is that of both orders of every pair.
+    its interval takes the cluster-robust error of prompts, and is None where fewer than two of them have pairs of unequal
+    length: one prompt has no spread to measure. The correlation is that of both orders of every pair.
     """
     x, y = pairs.longer / 100, pairs.margins
     size, deviation = float((x * x).sum()), math.sqrt(float((y * y).mean()))
@@ -296,12 +302,13 @@ def length_figures(pairs: Pairs) -> Figures:
     number = int(cluster.max()) + 1
     sums = np.bincount(cluster, x * (y - slope * x))
     error = math.sqrt(number / max(number - 1, 1) * float((sums**2).sum())) / size
+    known = len(np.unique(cluster[x != 0])) > 1
     prefers_longer = outcomes(y * np.sign(x))[x != 0]
     return {
         **figures,
         "slope_per_100_tokens": slope,
-        "low": slope - Z_95 * error,
-        "high": slope + Z_95 * error,
+        "low": slope - Z_95 * error if known else None,
+        "high": slope + Z_95 * error if known else None,
         "slope_in_deviations": slope / deviation if deviation else 0.0,
         "correlation": float((x * y).sum()) / math.sqrt(size * float((y * y).sum())) if deviation else 0.0,
         "prefers_longer": float(prefers_longer.mean()),

@@ -97,7 +97,7 @@ def read_preferences(data: DataConfig) -> PreferenceRows:
         raise_bad_rows(problems)
     if not rows.records:
         raise UserError(f"{data.train}: no row can be used\n" + "\n".join(rows.tally.lines()[1:]))
-    print_tally("comparisons", rows.tally)
+    print_tally("comparisons", rows.tally, data.left_out("train"))
     return rows
 
 

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from statistics import NormalDist, fmean, stdev
 
 from alignment.errors import raise_all
 
@@ -50,11 +50,16 @@ class Merged:
     failures: int
 
 
-def win_rate(verdicts: Sequence[float]) -> WinRate:
+def win_rate(verdicts: Sequence[float], *, inconsistent: int = 0) -> WinRate:
     """Win rate of one side over items that were judged, failures having been taken out and counted before.
+
+    An item whose two orders contradict each other counts half in the rate and adds nothing to what is known: the interval
+    takes it for a toss of a coin, not for a tie, and is that of n - `inconsistent` items with those shares. So a judge
+    that always prefers the response shown first gives 50 % [0, 100], and no contradiction narrows an interval.
 
     Args:
         verdicts: 1.0 won, 0.5 tied, 0.0 lost; one per item, both orders already merged.
+        inconsistent: items among the ties whose two orders contradict each other.
 
     Raises:
         UserError: no verdicts at all, or one of another value.
@@ -70,12 +75,15 @@ def win_rate(verdicts: Sequence[float]) -> WinRate:
         raise_all(["a win rate needs at least one verdict, and there is none"])
     n = len(verdicts)
     wins, losses = (sum(1 for verdict in verdicts if verdict == outcome) for outcome in (WIN, LOSS))
-    low, high = paired_interval(wins, losses, n)
+    coins, decided = inconsistent / 2, (n - inconsistent) / n
+    low, high = (0.0, 1.0)
+    if decided:
+        low, high = paired_interval((wins + coins) * decided, (losses + coins) * decided, n * decided)
     return WinRate(sum(verdicts) / n, low, high, n, wins, losses, n - wins - losses)
 
 
-def paired_interval(wins: int, losses: int, n: int) -> tuple[float, float]:
-    """95 % score interval of (wins + ties / 2) / n.
+def paired_interval(wins: float, losses: float, n: float) -> tuple[float, float]:
+    """95 % score interval of (wins + ties / 2) / n; counts may be fractions.
 
     The bounds are the rates that a score test would just not reject, the share of ties being fitted at each. Without
     ties it is Wilson's interval. With ties it is narrower, as it should be; at rates of 0 and 1, and where all are
@@ -89,14 +97,14 @@ def paired_interval(wins: int, losses: int, n: int) -> tuple[float, float]:
     return (low + 1) / 2, (high + 1) / 2
 
 
-def _root(wins: int, losses: int, n: int, z: float, *, low: float, high: float) -> float:
+def _root(wins: float, losses: float, n: float, z: float, *, low: float, high: float) -> float:
     """The true difference between `low` and `high` at which the score is z."""
     from scipy.optimize import brentq  # a third of a second, which a run's report does not need
 
     return float(brentq(lambda difference: _score(wins, losses, n, difference) - z, low, high))  # pyright: ignore[reportArgumentType]
 
 
-def _score(wins: int, losses: int, n: int, difference: float) -> float:
+def _score(wins: float, losses: float, n: float, difference: float) -> float:
     """Standardized distance of the observed wins - losses from a true difference of shares in (-1, 1)."""
     b = (2 * n - wins + losses) * difference - wins - losses
     c = -losses * difference * (1 - difference)
@@ -108,6 +116,13 @@ def _score(wins: int, losses: int, n: int, difference: float) -> float:
     if variance <= 0:  # all ties, and a true difference of 0
         return math.copysign(math.inf, distance) if distance else 0.0
     return distance / math.sqrt(variance)
+
+
+def mean_interval(values: Sequence[float]) -> list[float] | None:
+    """95 % interval of a mean of independent values, +- 1.96 standard errors; None where they do not differ."""
+    if len(values) < 2 or (error := stdev(values) / math.sqrt(len(values))) == 0:
+        return None
+    return [fmean(values) - Z_95 * error, fmean(values) + Z_95 * error]
 
 
 def merge_orders(first: Sequence[Verdict], second: Sequence[Verdict]) -> Merged:

@@ -5,6 +5,7 @@ tokens. One step: extend every beam by every token, keep the best candidates of 
 finished hypotheses, continue with the best of the others.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -15,6 +16,7 @@ from torch import Tensor
 from alignment.generation.decode import Responses
 from alignment.generation.logits_processors import check_processor_settings, process_logits
 from alignment.generation.prefill import prefill
+from alignment.generation.requests import check_failed
 from alignment.models.protocols import GenerativeModel
 
 MOST_BEAMS = 10_000
@@ -106,6 +108,7 @@ def beam_search(
 
     Raises:
         ValueError: fewer tokens than beams that can begin a response.
+        UserError: logits that are not finite.
 
     Source: Wu et al. 2016, arXiv:1609.08144, section 7, with the plain power of the length as its penalty.
     """
@@ -115,6 +118,9 @@ def beam_search(
         group = order[start : start + batch_size]
         searched = _search_group(model, [prompts[i] for i in group], config, stop_ids, start_token)
         found.update(zip(group, _collect(searched, config.num_returned, stop_ids), strict=True))
+        # A hypothesis with NaN is the best one: `topk` takes NaN for the largest number.
+        best = {i: list(map(math.isnan, found[i].log_probs[0])) for i in group}
+        check_failed({i: broken.index(True) + 1 for i, broken in best.items() if any(broken)})
     ordered = [found[i] for i in range(len(prompts))]
     return Hypotheses(
         token_ids=[each.token_ids for each in ordered],

@@ -12,7 +12,7 @@ import torch
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.generation.engine import DecodingEngine
-from alignment.generation.requests import DecodingRequest
+from alignment.generation.requests import DecodingRequest, check_failed
 from alignment.generation.sampling import SamplingConfig
 from alignment.models.protocols import GenerativeModel
 
@@ -64,7 +64,7 @@ def decode_responses(
         tokenizer: for `stop`.
 
     Raises:
-        UserError: the device has no room for so many cache rows.
+        UserError: the device has no room for so many cache rows; logits that are not finite, with the number in `rows`.
     """
     numbers = list(range(len(prompts))) if rows is None else list(rows)
     # Prompts of similar length side by side share the width of the cache with little waste; no response depends on it.
@@ -84,6 +84,7 @@ def decode_responses(
             "changes no response"
         ) from error
     by_prompt = dict(zip(order, (found[number] for number in added), strict=True))
+    check_failed({numbers[i]: len(row.tokens) + 1 for i, row in by_prompt.items() if row.finish == "error"})
     ordered = [by_prompt[i] for i in range(len(prompts))]
     return Responses(
         [row.tokens for row in ordered], [row.log_probs for row in ordered], [row.finish == "stop" for row in ordered]

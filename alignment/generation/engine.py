@@ -27,6 +27,7 @@ transformers) take a group of waiting requests at once, and the next group when 
 No CUDA graphs: the step's shapes change as rows and widths do.
 """
 
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
@@ -92,6 +93,7 @@ class DecodingEngine:
         self._unseen: list[DrawnTokens] = []  # drawn since the last reading
         self._numbers = self._room = 0
         self._equal_limits = True  # whether the rows of a group may all draw equally many tokens
+        self._failed = False  # whether a request has ended with an error
 
     @property
     def prefilled_tokens(self) -> int:
@@ -154,7 +156,7 @@ class DecodingEngine:
 
     @torch.no_grad()
     def run(self, largest: Callable[[int], int] | None = None, *, idle_room: int = 1) -> dict[int, RunningRequest]:
-        """Go on until all requests have finished; those that finish here, by their numbers.
+        """Go on until all requests have finished, or one has failed; all that were unfinished before, by their numbers.
 
         Args:
             largest: see `decode_responses`.
@@ -168,7 +170,7 @@ class DecodingEngine:
         everyone = {each.number: each for each in [*self._waiting, *self.running] if each is not None}
         if largest is not None:
             self._run_with_others(largest, idle_room)
-        while self.unfinished:
+        while self.unfinished and not self._failed:
             if self._may_admit():
                 self._admit()
             else:
@@ -277,7 +279,10 @@ class DecodingEngine:
         self._unseen.clear()
         for slot, row in enumerate(self.running):
             if row is not None and row.finish is not None:
-                self._filler.save(slot, row.tokens)
+                if row.finish == "error":
+                    self._failed = True
+                else:
+                    self._filler.save(slot, row.tokens)
                 self.running[slot] = None
         if self._filler.cache is not None:
             if not self._waiting or not self._filler.continuous:
@@ -324,6 +329,9 @@ def _hand_out(drawn: DrawnTokens, with_events: bool) -> list[TokenEvent]:
     events = []
     for number, row in enumerate(drawn.rows):
         if row is None or row.finish is not None:
+            continue
+        if not math.isfinite(log_probs[number]):
+            events.append(row.fail(tokens[number]))
             continue
         if not with_events and row.text is None:
             row.extend(tokens[number], log_probs[number])

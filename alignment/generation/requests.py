@@ -1,15 +1,17 @@
 """What is asked of the decoding engine, and what it answers token by token. No tensors and no model here: see engine.py."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 import numpy as np
 
+from alignment.errors import UserError
 from alignment.generation.sampling import SamplingConfig
 from alignment.generation.stop_strings import IncrementalText
 
-FinishReason = Literal["stop", "length"]
+FinishReason = Literal["stop", "length", "error"]
 DRAWS_MADE_AT_ONCE = 64
 
 
@@ -57,7 +59,9 @@ class TokenEvent(NamedTuple):
         alternatives: the likeliest tokens with their log-probabilities, the likeliest first.
         text: what is new in the text, where the engine has a tokenizer: whole characters only, nothing of a stop
             token, and nothing that might be the beginning of a stop string. A token may have none, a later one more.
-        finish: why the response ends with this token: "stop" (a stop token or string) or "length"; None: it goes on.
+            Of a request that ends with an error, what failed.
+        finish: why the response ends with this token: "stop" (a stop token or string), "length", or "error" (there is
+            no distribution to draw it from, so it is no part of the response); None: it goes on.
     """
 
     request: int
@@ -66,6 +70,30 @@ class TokenEvent(NamedTuple):
     alternatives: tuple[tuple[int, float], ...] = ()
     text: str = ""
     finish: FinishReason | None = None
+
+
+def token_failure(number: int) -> str:
+    """The error of a response whose token `number`, counted from 1, has no distribution to be drawn from."""
+    return (
+        f"the logits of token {number} of the response are not finite, so it cannot be drawn: weights of the model or of its "
+        "adapter hold NaN or infinity, or numbers overflow in float16 (bfloat16 and float32 have the range), or divided by "
+        "a temperature near 0"
+    )
+
+
+def check_failed(failed: Mapping[int, int]) -> None:
+    """Refuse responses that have failed.
+
+    Args:
+        failed: number of the prompt -> of the token, as for `token_failure`.
+
+    Raises:
+        UserError: there is one.
+    """
+    if failed:
+        first = min(failed)
+        more = f" (and {len(failed) - 1} more prompts)" if len(failed) > 1 else ""
+        raise UserError(f"prompt {first}{more}: {token_failure(failed[first])}")
 
 
 class RunningRequest:
@@ -99,6 +127,11 @@ class RunningRequest:
         while position >= len(self._draws):
             self._draws += self._generator.random(DRAWS_MADE_AT_ONCE).tolist()
         return self._draws[position]
+
+    def fail(self, token: int) -> TokenEvent:
+        """End with an error: the log-probability of a drawn token is not finite."""
+        self.finish = "error"
+        return TokenEvent(self.number, token, math.nan, text=token_failure(len(self.tokens) + 1), finish="error")
 
     def extend(self, token: int, log_prob: float) -> None:
         """`accept` without an event, where no text is wanted."""

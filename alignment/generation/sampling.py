@@ -82,8 +82,7 @@ def sampling_log_probs(logits: Tensor, config: SamplingConfig, history: TokenHis
 def filtered_log_probs(logits: Tensor, config: SamplingConfig) -> Tensor:
     """`sampling_log_probs` of fp32 logits [..., V] that the logits processors have seen."""
     if config.temperature == 0:
-        likeliest = torch.full_like(logits, -torch.inf)
-        return likeliest.scatter(-1, logits.argmax(-1, keepdim=True), 0.0)
+        return _greedy_log_probs(logits)
     if config.temperature != 1:
         logits = logits / config.temperature
     if 0 < config.top_k < logits.shape[-1]:
@@ -94,6 +93,13 @@ def filtered_log_probs(logits: Tensor, config: SamplingConfig) -> Tensor:
     if config.min_p > 0:
         logits = _keep_min_p(logits, config.min_p)
     return logits.log_softmax(-1)
+
+
+def _greedy_log_probs(logits: Tensor) -> Tensor:
+    """0 for the likeliest token and -inf for the others; NaN for it where the logits are not finite, as `log_softmax` has."""
+    likeliest = logits.argmax(-1, keepdim=True)
+    largest = logits.gather(-1, likeliest)
+    return torch.full_like(logits, -torch.inf).scatter(-1, likeliest, largest - largest)
 
 
 def _keep_top_p(logits: Tensor, top_p: float | Tensor) -> Tensor:
@@ -158,7 +164,7 @@ def row_log_probs(logits: Tensor, filters: RowFilters) -> Tensor:
     Returns:
         float32, [B, V].
     """
-    likeliest = logits.argmax(-1, keepdim=True) if filters.greedy is not None else None
+    certain = _greedy_log_probs(logits) if filters.greedy is not None else None
     logits = logits / filters.temperature
     if filters.top_k is not None:
         lowest_kept = logits.topk(filters.largest_k).values.gather(-1, (filters.top_k - 1).clamp(min=0))
@@ -168,9 +174,8 @@ def row_log_probs(logits: Tensor, filters: RowFilters) -> Tensor:
     if filters.min_p is not None:
         logits = _keep_min_p(logits, filters.min_p)
     log_probs = logits.log_softmax(-1)
-    if filters.greedy is None or likeliest is None:
+    if filters.greedy is None or certain is None:
         return log_probs
-    certain = torch.full_like(log_probs, -torch.inf).scatter(-1, likeliest, 0.0)
     return torch.where(filters.greedy, certain, log_probs)
 
 

@@ -56,8 +56,8 @@ class IncrementalText:
 
     def _cut(self, text: str, searched: int) -> bool:
         """Whether a stop string ends behind the first `searched` characters; `text` is then cut before it."""
-        start = max(0, searched - self._longest + 1)
-        found = [position for position in (text.find(each, start) for each in self._stop) if position >= 0]
+        starts = ((each, max(0, searched - len(each) + 1)) for each in self._stop)
+        found = [position for each, start in starts if (position := text.find(each, start)) >= 0]
         if found:
             self.text, self.stopped = text[: min(found)], True
         return self.stopped

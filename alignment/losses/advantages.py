@@ -1,8 +1,11 @@
 """Advantages without a value model: each response is compared with others, or with nothing.
 
-A group is the `group_size` responses to one prompt, which are adjacent rows: [B] holds B / group_size groups. What comes
-out is a target: all functions work without gradient.
+A group is the `group_size` responses to one prompt, which are adjacent rows: [B] holds B / group_size groups. A reward
+that is not a number is missing: its response has an advantage of 0, and the others have those of a group without it; one
+response left alone has an advantage of 0. What comes out is a target: all functions work without gradient.
 """
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -25,7 +28,7 @@ def rloo_advantages(rewards: Tensor, group_size: int) -> Tensor:
 
     Source: Ahmadian et al. 2024, arXiv:2402.14740, eq. 8 (their k).
     """
-    return dr_grpo_advantages(rewards, group_size) * (group_size / (group_size - 1))
+    return _of_groups(rewards, group_size, lambda groups: _centered(groups) * (groups.shape[1] / (groups.shape[1] - 1)))
 
 
 @torch.no_grad()
@@ -44,8 +47,7 @@ def grpo_advantages(rewards: Tensor, group_size: int, *, eps: float = 1e-4) -> T
 
     Source: Shao et al. 2024, arXiv:2402.03300, section 4.1.2.
     """
-    groups = rewards.view(-1, group_size)
-    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + eps)).view(-1)
+    return _of_groups(rewards, group_size, lambda groups: _centered(groups) / (groups.std(1, keepdim=True) + eps))
 
 
 @torch.no_grad()
@@ -66,8 +68,23 @@ def dr_grpo_advantages(rewards: Tensor, group_size: int) -> Tensor:
 
     Source: Liu et al. 2025, arXiv:2503.20783, section 3.2 (Dr. GRPO).
     """
+    return _of_groups(rewards, group_size, _centered)
+
+
+def _centered(groups: Tensor) -> Tensor:
+    return groups - groups.mean(1, keepdim=True)
+
+
+def _of_groups(rewards: Tensor, group_size: int, compare: Callable[[Tensor], Tensor]) -> Tensor:
+    """What `compare` gives for groups, [groups, n] -> the same shape; those that lack a reward are compared alone, [B]."""
     groups = rewards.view(-1, group_size)
-    return (groups - groups.mean(1, keepdim=True)).view(-1)
+    known, advantages = ~groups.isnan(), compare(groups)
+    for group in (~known.all(1)).nonzero().flatten().tolist():
+        left = groups[group, known[group]].unsqueeze(0)
+        advantages[group] = 0.0
+        if left.shape[1] > 1:
+            advantages[group, known[group]] = compare(left)[0]
+    return advantages.view(-1)
 
 
 @torch.no_grad()

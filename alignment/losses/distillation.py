@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from alignment.losses.language import log_softmax
+from alignment.losses.language import kl_divergence
 
 
 def distillation_loss(student_logits: Tensor, teacher_logits: Tensor, *, temperature: float) -> Tensor:
@@ -32,10 +32,7 @@ def distillation_loss(student_logits: Tensor, teacher_logits: Tensor, *, tempera
         raise ValueError(f"temperature must be above 0, got {temperature}; 2 is usual")
     if student_logits.shape != teacher_logits.shape:
         raise ValueError(f"student and teacher differ: {tuple(student_logits.shape)}, {tuple(teacher_logits.shape)}")
-    student, teacher = (log_softmax(logits / temperature) for logits in (student_logits, teacher_logits))
-    impossible = teacher == -torch.inf  # 0 * (-inf - ...) would be NaN, in the gradient too
-    gap = teacher.masked_fill(impossible, 0.0) - student.masked_fill(impossible, 0.0)
-    return temperature**2 * (teacher.exp() * gap).sum(-1)
+    return temperature**2 * kl_divergence(teacher_logits / temperature, student_logits / temperature)
 
 
 def hidden_cosine_loss(student: Tensor, teacher: Tensor) -> Tensor:

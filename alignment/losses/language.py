@@ -131,6 +131,24 @@ def _finite(log_probs: Tensor) -> Tensor:
     return log_probs.clamp(min=torch.finfo(log_probs.dtype).min)
 
 
+def kl_divergence(logits: Tensor, other_logits: Tensor) -> Tensor:
+    """KL(p || q) of the next-token distributions of two sets of logits, in nats: 0 where they agree.
+
+    kl = sum_v p(v) (log p(v) - log q(v))
+
+    Args:
+        logits: of p, [..., V], of any floating type; -inf rules a token out.
+        other_logits: of q, same shape.
+
+    Returns:
+        [...], float32 at least.
+    """
+    log_probs, others = log_softmax(logits), log_softmax(other_logits)
+    impossible = log_probs == -torch.inf  # 0 * (-inf - ...) would be NaN, in the gradient too
+    gap = log_probs.masked_fill(impossible, 0.0) - others.masked_fill(impossible, 0.0)
+    return (log_probs.exp() * gap).sum(-1)
+
+
 def token_log_probs_and_entropy(logits: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """`token_log_probs` and `entropy` of the same logits, from one softmax; what is not used costs no backward.
 

@@ -123,6 +123,7 @@ def whiten(
     whitened = (value - mean) / sqrt(variance + 1e-8)  [+ mean if not shift_mean]
 
     The variance is the biased one (divided by n), and is summed around the mean: E[x^2] - E[x]^2 cancels in float32.
+    A deviation of at most 16 roundings of the mean is that of equal values, which become 0 (the mean, if it is kept).
     With fewer than two values in all there is no spread to scale by, and they come back unchanged.
 
     Args:
@@ -141,7 +142,8 @@ def whiten(
     mean = total / count.clamp(min=1)
     centered = _kept(kept - mean, mask)
     variance = reduce(centered.square().sum()) / count.clamp(min=1)
-    whitened = centered * torch.rsqrt(variance + 1e-8)
+    rounding = (16 * torch.finfo(kept.dtype).eps * mean).square()
+    whitened = torch.where(variance <= rounding, 0.0, centered * torch.rsqrt(variance + 1e-8))
     if not shift_mean:
         whitened = _kept(whitened + mean, mask)
     return torch.where(count < 2, kept, whitened)

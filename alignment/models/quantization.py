@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alignment.errors import UserError
+from alignment.errors import UserError, install_advice
 from alignment.files import read_json_object, write_json
 from alignment.models.weights_config import Quantization
 
 Model = TypeVar("Model", bound=nn.Module)
 RECORD = "alignment_quantization.json"  # in an adapter's directory
-INSTALL = "pip install 'alignment[quantization]'"
 DECODED_ROWS = 64  # with at most so many rows, as in decoding, bitsandbytes' fused kernel on a GPU is faster
 ROUTERS = {"native": ("router",), "transformers": ("router", "gate")}  # last names of layers that choose experts
 
@@ -36,7 +35,7 @@ def require_bitsandbytes(quantize: Quantization | None) -> None:
         UserError: naming the package to install.
     """
     if quantize is not None and find_spec("bitsandbytes") is None:
-        raise UserError(f"weights.quantize {quantize} needs bitsandbytes: {INSTALL}")
+        raise UserError(f"weights.quantize {quantize} needs bitsandbytes: {install_advice('quantization')}")
 
 
 @torch.no_grad()

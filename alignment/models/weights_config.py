@@ -14,7 +14,7 @@ class WeightsConfig:
         dtype: type of frozen weights (under an adapter; of the reference and the reward model). auto: the type that they
             have in the checkpoint. Weights that train, norms, biases and score heads are float32 with every setting.
         quantize: hold the frozen matrices of the blocks in 4 bits (nf4, with double quantization) or 8 bits (int8); needs
-            `adapter` and bitsandbytes (`pip install 'alignment[quantization]'`).
+            `adapter` and bitsandbytes (`pip install -e '.[quantization]'`).
 
     Source: NF4 and double quantization: Dettmers et al. 2023, arXiv:2305.14314; int8: Dettmers et al. 2022,
     arXiv:2208.07339.

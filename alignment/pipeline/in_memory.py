@@ -1,4 +1,4 @@
-"""Training stages called from Python on rows in memory: `sft(policy=..., rows=[...], output=...)`.
+"""Stages called from Python on rows in memory: `sft(policy=..., rows=[...], output=...)`.
 
 The rows are written beside the run, so that a call is the run that the command starts on the same file: checked, cached,
 resumed and recorded alike.
@@ -7,22 +7,25 @@ resumed and recorded alike.
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from alignment.algorithms.finetune.predict import load_finetuned
 from alignment.config.load import build
 from alignment.config.yaml_source import SourcedYaml
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.report.run_report import read_log_rows
 from alignment.files import explain_full_disk, sync
 from alignment.loading import load_model
-from alignment.pipeline.stages import find_stage, with_micro_batch
+from alignment.pipeline.stages import find_stage, missing_data, with_micro_batch
 from alignment.reward_model import load_reward_model
+from alignment.rewards.functions import with_names
 from alignment.training.ranks import propagate_failures
+from alignment.training.run.trackers import OnUpdate, update_callback
 
 Rows = Iterable[Mapping[str, Any]]
 
@@ -33,7 +36,8 @@ class StageResult:
 
     Attributes:
         path: the run's directory.
-        metrics: lines of its metrics.jsonl, one per update or iteration.
+        metrics: lines of its metrics.jsonl, one per update or iteration; none of `evaluate` and `best_of_n`.
+        stage: its verb.
     """
 
     path: Path
@@ -43,56 +47,34 @@ class StageResult:
     @cached_property
     def model(self) -> Any:
         """The trained model in eval mode, an adapter with its base model; loaded when it is first asked for."""
-        load = load_reward_model if self.stage == "reward" else load_model
+        load = {"reward": load_reward_model, "finetune": load_finetuned}.get(self.stage, load_model)
         return load(str(self.path / "model"))
 
-
-def sft(
-    *, policy: str, rows: Rows, output: str | Path, evaluation_rows: Rows | None = None, **settings: Any
-) -> StageResult:
-    """Supervised fine-tuning on demonstrations; see `run_on_rows`."""
-    return run_on_rows("sft", policy, rows, output, evaluation_rows=evaluation_rows, settings=settings)
-
-
-def reward(
-    *, policy: str, rows: Rows, output: str | Path, evaluation_rows: Rows | None = None, **settings: Any
-) -> StageResult:
-    """A reward model of comparisons, rankings or steps, on the trunk of `policy`; see `run_on_rows`."""
-    return run_on_rows("reward", policy, rows, output, evaluation_rows=evaluation_rows, settings=settings)
-
-
-def dpo(
-    *, policy: str, rows: Rows, output: str | Path, evaluation_rows: Rows | None = None, **settings: Any
-) -> StageResult:
-    """DPO, or another preference loss, on comparisons; see `run_on_rows`."""
-    return run_on_rows("dpo", policy, rows, output, evaluation_rows=evaluation_rows, settings=settings)
-
-
-def ppo(
-    *, policy: str, rows: Rows, output: str | Path, evaluation_rows: Rows | None = None, **settings: Any
-) -> StageResult:
-    """PPO on prompts; `reward_model` or `rewards` says what is optimized; see `run_on_rows`."""
-    return run_on_rows("ppo", policy, rows, output, evaluation_rows=evaluation_rows, settings=settings)
+    @cached_property
+    def results(self) -> dict[str, Any]:
+        """The content of results.json, which `evaluate` and `best_of_n` write."""
+        return json.loads((self.path / "results.json").read_text(encoding="utf-8"))
 
 
 def run_on_rows(
     stage: str,
-    policy: str,
     rows: Rows,
     output: str | Path,
-    *,
-    evaluation_rows: Rows | None,
     settings: Mapping[str, object],
+    *,
+    evaluation_rows: Rows | None = None,
+    on_update: OnUpdate | None = None,
 ) -> StageResult:
-    """Run a training stage on rows in memory.
+    """Run a stage on rows in memory.
 
     Args:
         stage: its verb.
-        policy: directory or Hub name of the model to start from.
         rows: mappings with the columns that a file of such rows has, or a `datasets.Dataset`; written to `output`/rows.
         output: the run's directory; the same call again resumes an interrupted run.
-        evaluation_rows: rows held out, evaluated as `training.evaluate_every_steps` says.
         settings: further keys of the stage's config, sections as mappings: `optim={"learning_rate": 1e-5}`.
+        evaluation_rows: rows held out, evaluated as `training.evaluate_every_steps` says.
+        on_update: called after each update (iteration, of PPO and online DPO) with its line of metrics.jsonl, in the
+            first process only; an exception that it raises ends the run.
 
     Raises:
         UserError: no rows, or rows that no JSON line holds; everything that the stage's command refuses.
@@ -102,12 +84,51 @@ def run_on_rows(
     if not isinstance(data, Mapping):
         raise UserError(f"data: give its settings as a mapping, such as {{'max_length': 512}}; got {data!r}")
     raise_all(f"data.{name}: rows are given too; leave one of the two out" for name in given if name in data)
-    with propagate_failures():
+    with propagate_failures(), update_callback(on_update):
         files = {name: write_lines(more, Path(output) / "rows", name) for name, more in given.items()}
-        values = {**settings, "policy": policy, "output": str(output), "data": {**data, **files}}
+        values = {**with_names(settings), "output": str(output), "data": {**data, **files}}
         config_class, run = find_stage(stage)
-        run(with_micro_batch(build(config_class, SourcedYaml(values, {(): f"{stage}(...)"}))))
+        run(with_micro_batch(build(config_class, SourcedYaml(values, {(): f"{stage}(...)"}), missing_data)))
     return StageResult(Path(output), read_log_rows(Path(output) / "metrics.jsonl"), stage)
+
+
+def stage_function(stage: str, summary: str) -> Callable[..., StageResult]:
+    """The function of a stage, named as its verb."""
+
+    def function(
+        *,
+        rows: Rows,
+        output: str | Path,
+        evaluation_rows: Rows | None = None,
+        on_update: OnUpdate | None = None,
+        **settings: Any,
+    ) -> StageResult:
+        return run_on_rows(stage, rows, output, settings, evaluation_rows=evaluation_rows, on_update=on_update)
+
+    function.__name__ = function.__qualname__ = stage
+    function.__doc__ = f"{summary}; the arguments are described at `alignment.pipeline.in_memory.run_on_rows`."
+    return function
+
+
+pretrain = stage_function("pretrain", "Pretraining of `policy`, or of a fresh `model`, on texts")
+sft = stage_function("sft", "Supervised fine-tuning of `policy` on demonstrations")
+reward = stage_function("reward", "A reward model of comparisons, rankings or steps, on the trunk of `policy`")
+dpo = stage_function("dpo", "DPO of `policy`, or another preference loss, on comparisons")
+online_dpo = stage_function("online_dpo", "Online DPO of `policy` on prompts; `judge` or `rewards` choose the pairs")
+ppo = stage_function(
+    "ppo", "PPO of `policy` on prompts; `reward_model` or `rewards`, Python functions too, says what is optimized"
+)
+finetune = stage_function("finetune", "Fine-tuning of `policy` for the downstream `task` on labeled rows")
+best_of_n = stage_function("best_of_n", "The best of n responses of `policy` to prompts, as rows; without updates")
+
+
+def evaluate(*, rows: Rows, output: str | Path, **settings: Any) -> StageResult:
+    """Win rates of `models` (name -> directory) on prompts against the one named `baseline`, as `judge` has it.
+
+    The result's `results` holds them: `evaluate(...).results["models"][name]["win_rate"]`. Settings are the keys of
+    `alignment evaluate winrate`.
+    """
+    return run_on_rows("winrate", rows, output, settings)
 
 
 def write_lines(rows: Rows, folder: Path, name: str) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from alignment.config.load import build, find_packaged
+from alignment.config.load import build, code_folders, find_packaged
 from alignment.config.yaml_source import Key, SourcedYaml, overlay, override, read_yaml
 from alignment.errors import UserError, raise_all, suggest
 from alignment.pipeline.expectations import Expectation
@@ -85,6 +85,7 @@ def read_recipe(source: str, overrides: Sequence[str] = ()) -> tuple[Recipe, Pat
         UserError: every problem at once.
     """
     path = find_packaged(source, "recipes")
+    code_folders[:] = [path.parent]
     own = [text for text in overrides if "." not in text.partition("=")[0]]
     document = override(read_yaml(path), own)
     recipe = build(Recipe, document)

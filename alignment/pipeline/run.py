@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from alignment.config.load import build, data_folder, packaged_folder
-from alignment.config.yaml_source import SourcedYaml, fill, references, strings
+from alignment.config.yaml_source import SourcedYaml, dotted, fill, references, strings
 from alignment.errors import UserError, raise_all, suggest
 from alignment.files import hash_of, remove_directory, remove_leftovers, sha256, write_json
 from alignment.pipeline.expectations import check_expectations, read_json
 from alignment.pipeline.recipe import FOLDERS, Recipe, StageSettings, read_recipe
-from alignment.pipeline.stages import STAGES, find_stage, with_micro_batch, write_page
+from alignment.pipeline.stages import STAGES, find_stage, missing_data, with_micro_batch, write_page
 
 GIT_HASH = 40  # digits; a SHA-256 has 64
 MODEL_FILES = ("config.json", "adapter_config.json", "tokenizer.json")
@@ -210,6 +210,7 @@ def run_stage(stage: Stage, output: Path, *, rerun: bool) -> None:
     write_json(output / "stages.json", {**record, stage.name: {"hash": stage.hash}})
     started = time.monotonic()
     try:
+        raise_all(f"{dotted(key)}: {why}" for key, why in missing_data(stage.config))
         stage.run(with_micro_batch(stage.config))
     except UserError as error:
         raise UserError(f"stage {stage.name}: {error}") from error

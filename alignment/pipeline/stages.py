@@ -1,9 +1,12 @@
 """The function that runs each stage, by verb. A stage is imported when a recipe or a command needs it."""
 
+import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, cast, get_type_hints
+
+from alignment.config.yaml_source import Key
 
 STAGES = {  # verb: "module:function"; the function takes the stage's config, whose class is the parameter's annotation
     "hotel_world": "alignment.hotel_world.datasets:run",
@@ -39,6 +42,15 @@ def find_stage(verb: str) -> tuple[type, Callable[[Any], Any]]:
     function = getattr(importlib.import_module(module), name)
     (config_class,) = (hint for parameter, hint in get_type_hints(function).items() if parameter != "return")
     return config_class, function
+
+
+def missing_data(config: object, key: Key = ()) -> Iterator[tuple[Key, str]]:
+    """The keys of a stage's config that name rows which are not there, and why; nothing is loaded."""
+    if hasattr(config, "missing"):
+        yield from (((*key, name), why) for name, why in cast(Any, config).missing())
+    elif dataclasses.is_dataclass(config):
+        for each in dataclasses.fields(config):
+            yield from missing_data(getattr(config, each.name), (*key, each.name))
 
 
 def with_micro_batch(config: Any) -> Any:

@@ -6,8 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-import yaml
-
+from alignment.config.yaml_source import read_yaml
 from alignment.errors import UserError
 from alignment.planning.device import CPU_SHARE, GPU_SHARE, Device, free_memory
 from alignment.planning.layout import Layout
@@ -41,7 +40,7 @@ def earlier_choice(config: StageConfig) -> int | None:
     output = Path(config.output)
     if not (config.training.resume and (output / "checkpoints").is_dir() and (output / "config.yaml").is_file()):
         return None
-    values = yaml.safe_load((output / "config.yaml").read_text(encoding="utf-8"))
+    values = read_yaml(output / "config.yaml").values
     tokens = values.get("training", {}).get("micro_batch_tokens") if isinstance(values, dict) else None
     return tokens if isinstance(tokens, int) else None
 

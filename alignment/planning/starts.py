@@ -5,6 +5,7 @@ writes it, and a base of the Hub to the files in configs/bases.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -57,13 +58,13 @@ def find_start(source: str, directory: Path | None = None) -> Start:
     Raises:
         UserError: nothing is known about the name; the message says what would help.
     """
-    path = Path(source).expanduser()
+    path = Path(os.path.expanduser(source))
     if path.is_dir():
         return _local_start(path, directory)
     writer = _config_that_writes(path, directory)
     if writer is not None:
         return _start_of_run(source, writer, directory)
-    if path.is_absolute() or source.startswith(".") or source.count("/") != 1:
+    if path.is_absolute() or source.startswith((".", "~")) or source.count("/") != 1:
         command = packaged_writer(str(path.parent)) if path.name == "model" else None
         advice = f"`{command}` writes it" if command else "give a directory with config.json, or a Hub name"
         raise UserError(f"{source}: no such model directory, and no config writes it; {advice}")

@@ -1,79 +1,166 @@
-"""Verifiable answers: numbers as in gsm8k, and texts that are equal after normalization."""
+"""Verifiable answers: numbers as in gsm8k, texts that are equal after normalization, and what stands in \boxed{}."""
 
 import re
 import string
 import unicodedata
 from collections.abc import Sequence
-from decimal import Decimal
+from fractions import Fraction
 
 from alignment.rewards.samples import SampledTexts, TextReward
-from alignment.rewards.specs import AnswerSpec
+from alignment.rewards.specs import AnswerMatch, AnswerSpec
 
-# 1234, 1,234.5, .5, -3, -$3. A sign right after a digit, a letter or a bracket is one of arithmetic.
+# 1234, 1,234.5, .5, -3, -$3, 3/4, 1e5, 2^10. A sign right after a digit, a letter or a bracket is one of arithmetic, and
+# 1/2/2020 is no fraction.
 NUMBER = re.compile(
-    r"(?:(?<![\w.)\]])[-+\u2212]\$?)?(?:\d{1,3}(?:,\d{3})+(?![\d])(?:\.\d+)?|\d+(?:\.\d+)?|(?<!\d)\.\d+)"
+    r"(?P<sign>(?<![\w.)\]])[-+]\$?)?"
+    r"(?P<digits>\d{1,3}(?:,\d{3})+(?!\d)(?:\.\d+)?|\d+(?:\.\d+)?|(?<!\d)\.\d+)"
+    r"(?:[eE](?P<exponent>[-+]?\d{1,3})(?![\w.])|(?<!/\d)/(?P<below>\d+)(?![/\d]|\.\d)|\^(?P<power>-?\d{1,3})(?!\d))?"
 )
+ARITHMETIC = re.compile(
+    r"\s*(?:[-+*/^:\u00d7\u00f7\u00b7]|x\b)\s*[-(]?\$?\.?\d|\s*x\d"
+)  # a number and no more is an answer
+MIXED = re.compile(r"(?<![\w./,])(\d{1,9}) (\d{1,9})/([1-9]\d{0,8})(?![\w/])")  # 1 1/2
+SUPERSCRIPT = re.compile("[\u00b2\u00b3\u00b9\u2070-\u207e]+")
+FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e]")  # one sign, such as a half
 MARK = "####"  # gsm8k's sign before the answer
+BOX = "\\boxed{"
 MAX_DIGITS = 400  # a longer number is no answer; comparing it would take long
+BULLET = re.compile(r"\s*(?:[*\u2022#]+\s+|-\s+(?!\d))")  # of a list or a heading, before an answer
+BEFORE, AFTER = ("".join(set(string.punctuation) - set(kept)) for kept in ("+-#<=>", "+-#"))  # stripped off a word
+NO_OPERATORS = "".join(set(string.punctuation) - set("+-*/^<=>"))
 
 
-def extract_number(text: str) -> Decimal | None:
-    """The last number of a text: with sign, thousands' commas and decimals; None where there is none.
+def extract_number(text: str) -> Fraction | None:
+    """The last number of a text: with sign, thousands' commas, decimals, exponent or as a fraction; None without one.
 
     A `$` before and a `%` or a full stop after it do not count. `12-5` holds 12 and 5, `x = -5` holds -5.
     """
-    found = NUMBER.findall(unicodedata.normalize("NFKC", text))
-    return _decimal(found[-1]) if found else None
+    found = list(NUMBER.finditer(_plain(text)))
+    return _value(found[-1]) if found else None
 
 
-def gsm8k_answer(text: str) -> Decimal | None:
-    """The answer of a solution: the first number after the last `####`, or without that sign the last number.
+def gsm8k_answer(text: str) -> Fraction | None:
+    r"""The answer of a solution: the number after the last `####`, or else in the last `\boxed{}`, or else the last number.
 
-    None where there is none; with the sign, numbers before it do not count.
+    After the sign and in the box it is the line's first number, of an equation the first number of its last side that has
+    one. Parentheses do not count, nor does a calculation that is not carried out (`5 x 3`). None where there is none; with
+    the sign, numbers before it do not count.
 
     Source: Cobbe et al. 2021, arXiv:2110.14168, the form of its solutions.
     """
     _, mark, after = text.rpartition(MARK)
-    if not mark:
-        return extract_number(text)
-    found = NUMBER.search(unicodedata.normalize("NFKC", after))
-    return None if found is None else _decimal(found[0])
+    if mark:
+        return _stated_number(after)
+    boxed = boxed_answer(text)
+    return extract_number(text) if boxed is None else _stated_number(boxed)
 
 
-def _decimal(text: str) -> Decimal | None:
-    text = text.replace(",", "").replace("$", "").replace("\u2212", "-")
-    return Decimal(text) if len(text) <= MAX_DIGITS else None
+def _stated_number(text: str) -> Fraction | None:
+    """The number that a line gives as its result."""
+    line = _plain(text).strip().partition("\n")[0].partition(" (")[0]
+    for side in reversed(line.split("=")):
+        found = NUMBER.search(side)
+        if found is not None and not ARITHMETIC.match(side, found.end()):
+            return _value(found)
+    return None
+
+
+def boxed_answer(text: str) -> str | None:
+    r"""What stands in the last `\boxed{}`, braces in it among it; None without one that is closed.
+
+    Source: Hendrycks et al. 2021, arXiv:2103.03874, the form of its solutions.
+    """
+    start, depth = text.rfind(BOX) + len(BOX), 1
+    if start < len(BOX):
+        return None
+    for end in range(start, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[end], 0)
+        if depth == 0:
+            return text[start:end]
+    return None
+
+
+def _plain(text: str) -> str:
+    """Text with the signs of a keyboard for minus, fractions, powers and full-width letters, mixed numbers as fractions."""
+    text = FRACTION.sub(r" \g<0>", SUPERSCRIPT.sub(r"^\g<0>", _without_latex(text)))
+    text = unicodedata.normalize("NFKC", text).replace("\u2212", "-").replace("\u2044", "/")
+    return MIXED.sub(lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}", text)
+
+
+def _without_latex(text: str) -> str:
+    """Text with the commonest LaTeX of answers as it would be typed."""
+    text = re.sub(r"\\(?:left|right|[,!;: ])|\\(?=[$%])", "", text.replace("{,}", ","))
+    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\^\{(-?\w+)\}", r"^\1", text)
+    text = re.sub(r"(?<=\d)(?=\\[dt]?frac)", " ", text)  # 1\frac{1}{2} is 1 1/2
+    return re.sub(r"\\[dt]?frac\{(\d+)\}\{(\d+)\}", r"\1/\2", text)
+
+
+def _value(found: re.Match[str]) -> Fraction | None:
+    """The value of a number; None of one too long, or divided by 0."""
+    if len(found[0]) > MAX_DIGITS:
+        return None
+    sign, exponent, power = found["sign"] or "", int(found["exponent"] or 0), int(found["power"] or 1)
+    value = Fraction(found["digits"].replace(",", ""))
+    if abs(exponent) > MAX_DIGITS or abs(power) * len(found["digits"]) > MAX_DIGITS:
+        return None
+    try:
+        value = value**power * Fraction(10) ** exponent / int(found["below"] or 1)
+    except ZeroDivisionError:
+        return None
+    return -value if sign.startswith("-") else value
 
 
 def normalized_text(text: str) -> str:
-    """Text in lower case without punctuation, with single spaces: as exact answers are compared."""
-    text = unicodedata.normalize("NFKC", text).casefold()
-    return " ".join(text.translate(str.maketrans("", "", string.punctuation)).split())
+    """Text as exact answers are compared: words in lower case, single spaces, no punctuation at their ends.
+
+    Numbers are written as fractions: 1,000 is 1000, 0.5 is 1/2. Signs inside a word, `+`, `-` and `#` at its ends and `<`,
+    `=` and `>` before it belong to it: -5 is not 5, 3.5 not 35, C++ not C.
+    """
+    words = (_word(word) for word in BULLET.sub("", _plain(text).casefold(), count=1).split())
+    return " ".join(word for word in words if word)
 
 
-def is_right(match: str, response: str, reference: object) -> bool:
+def _word(word: str) -> str:
+    """A word without punctuation at its ends, a number as a fraction; of < or + alone the sign."""
+    if not any(map(str.isalnum, word)):
+        return word.strip(NO_OPERATORS)
+    start = re.match(r"[^\w+\-#<=>]*?(?=[-+]\$?\.?\d|\.?\d)", word)  # .5 and -$3 keep their signs
+    word = word[start.end() :].rstrip(AFTER) if start else word.lstrip(BEFORE).rstrip(AFTER)
+    found = NUMBER.fullmatch(word)
+    value = None if found is None else _value(found)
+    return word if value is None else str(value)
+
+
+def is_right(match: AnswerMatch, response: str, reference: object) -> bool:
     """Whether a response's answer is the reference, or one of a list of them.
 
     Args:
-        match: gsm8k or exact.
+        match: gsm8k, exact or boxed.
         response: text.
         reference: text, number, or a list of them.
     """
     accepted = reference if isinstance(reference, (list, tuple)) else [reference]
+    answer = _read(match, response) if match != "boxed" or boxed_answer(response) is not None else None
+    return answer is not None and any(answer == _read(match, str(one)) for one in accepted)
+
+
+def _read(match: AnswerMatch, text: str) -> Fraction | str | None:
+    """What is compared of a text."""
     if match == "gsm8k":
-        answer = gsm8k_answer(response)
-        return answer is not None and any(answer == gsm8k_answer(str(one)) for one in accepted)
-    return normalized_text(response) in {normalized_text(str(one)) for one in accepted}
+        return gsm8k_answer(text)
+    boxed = boxed_answer(text) if match == "boxed" else None
+    return normalized_text(text if boxed is None else boxed)
 
 
-def reference_problem(match: str, reference: object) -> str:
+def reference_problem(match: AnswerMatch, reference: object) -> str:
     """What is wrong with a reference as a column has it; empty where nothing is."""
     accepted = reference if isinstance(reference, (list, tuple)) else [reference]
     if not accepted or any(isinstance(one, bool) or not isinstance(one, (str, int, float)) for one in accepted):
         return "it must be a text, a number, or a list of them"
-    if match == "gsm8k":
-        return "" if all(gsm8k_answer(str(one)) is not None for one in accepted) else "it holds no number"
-    return "" if all(normalized_text(str(one)) for one in accepted) else "it holds nothing to compare"
+    if all(_read(match, str(one)) not in (None, "") for one in accepted):
+        return ""
+    return "it holds no number" if match == "gsm8k" else "it holds nothing to compare"
 
 
 def answer_reward(spec: AnswerSpec) -> TextReward:

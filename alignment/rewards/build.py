@@ -4,7 +4,7 @@
 """
 
 import math
-import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
@@ -15,15 +15,16 @@ from alignment.data.examples import PromptExample
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
 from alignment.rewards.answers import answer_reward, reference_problem
-from alignment.rewards.code import code_reward, tests_problem
+from alignment.rewards.code import code_reward, failing_solutions, tests_problem
 from alignment.rewards.combine import RewardPart, Rewards, Scorer
 from alignment.rewards.functions import columns_of, function_reward, load_reward_function
+from alignment.rewards.http import key_problem
 from alignment.rewards.judge import judge_reward
 from alignment.rewards.normalize import PartNormalizer
 from alignment.rewards.rules import length_reward, match_reward
 from alignment.rewards.samples import TextReward, texts_of_responses
 from alignment.rewards.sandbox import require_sandbox
-from alignment.rewards.specs import AnswerSpec, JudgeSpec, RewardSpec, names_of
+from alignment.rewards.specs import AnswerSpec, CodeSpec, JudgeSpec, RewardSpec, names_of
 
 SHOWN = 3  # rows named in a message
 
@@ -37,7 +38,7 @@ def prepare_rewards(specs: Sequence[RewardSpec], rows: Sequence[PromptExample]) 
 
     Raises:
         UserError: a function that is not there; columns that rows lack or that hold no answers or tests; a key that is
-            not in the environment; no sandbox on this machine. All problems at once.
+            not in the environment; no sandbox on this machine; tests that their row's solution fails. All problems at once.
     """
     found: dict[str, TextReward] = {}
     problems: list[str] = []
@@ -50,6 +51,7 @@ def prepare_rewards(specs: Sequence[RewardSpec], rows: Sequence[PromptExample]) 
                 problems.extend(lines)
             else:
                 found[name] = _text_reward(name, spec)
+                problems.extend(_solution_problems(name, spec.code, rows))
         except UserError as error:
             problems.append(str(error))
     raise_all(problems)
@@ -83,12 +85,19 @@ def build_rewards(
         if mode is None:
             mode = "first" if name in models and name not in scaled else "none"
         count = sources if spec.per_source else 1
-        score = _finite(name, models[name]) if name in models else _text_scorer(name, texts[name], tokenizer)
+        failures: Counter[str] = Counter()
+        score = (
+            finite_scorer(name, models[name])
+            if name in models
+            else _text_scorer(name, texts[name], tokenizer, failures)
+        )
         parts.append(
             RewardPart(
                 name, score, spec.weight, spec.clip,
                 normalizer=None if mode == "none" else PartNormalizer(mode, count, name),
                 max_failed_share=_max_failed_share(spec),
+                scaled=name in scaled,
+                failures=failures,
             )
         )  # fmt: skip
     return Rewards(parts, reduce)
@@ -123,6 +132,19 @@ def _row_problems(
     ]
 
 
+def _solution_problems(name: str, spec: CodeSpec | None, rows: Sequence[PromptExample]) -> list[str]:
+    """A line where reference solutions fail the tests of their rows, which then no response can be relied on to pass."""
+    if spec is None or spec.solution is None:
+        return []
+    failed = [rows[i].row_id for i in failing_solutions(spec, [row.extra for row in rows])]
+    if not failed:
+        return []
+    return [
+        f"rewards: {name}: the solution in the column {spec.solution!r} is missing or fails the tests of its row in the "
+        f"sandbox, in {len(failed)} of {len(rows)} prompts ({', '.join(failed[:SHOWN])}); correct or drop these rows"
+    ]
+
+
 def _text_reward(name: str, spec: RewardSpec) -> TextReward:
     """The reward of an entry that reads texts.
 
@@ -140,20 +162,23 @@ def _text_reward(name: str, spec: RewardSpec) -> TextReward:
         return code_reward(spec.code)
     if spec.judge is not None:
         judge = spec.judge if isinstance(spec.judge, JudgeSpec) else JudgeSpec(spec.judge)
-        if judge.key_variable is not None and not os.environ.get(judge.key_variable):
-            raise UserError(f"rewards: {name}: the environment has no {judge.key_variable}, the judge's key; set it")
+        if judge.key_variable is not None and (problem := key_problem(judge.key_variable)):
+            raise UserError(f"rewards: {name}: {problem}")
         return judge_reward(judge)
     return match_reward(spec.match, whole=spec.format is not None)
 
 
 def _max_failed_share(spec: RewardSpec) -> float | None:
+    """Largest share without a number; None: any, of rewards that need not apply."""
+    if spec.format is not None or spec.regex is not None:  # None: the pattern takes too long
+        return JudgeSpec.max_failed_share
     if spec.judge is None:
         return None
     return spec.judge.max_failed_share if isinstance(spec.judge, JudgeSpec) else JudgeSpec.max_failed_share
 
 
-def _finite(name: str, score: Scorer) -> Scorer:
-    """The scorer of a reward model, whose scores have to be finite: in a sum, others would count as not given."""
+def finite_scorer(name: str, score: Scorer) -> Scorer:
+    """The scorer of a reward model, whose scores have to be finite: others would count as not given."""
 
     def checked(prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
         scores = score(prompts, responses, ended)
@@ -167,11 +192,17 @@ def _finite(name: str, score: Scorer) -> Scorer:
     return checked
 
 
-def _text_scorer(name: str, reward: TextReward, tokenizer: Tokenizer) -> Scorer:
-    """The scorer of a reward that reads texts, whose numbers have to be finite; where it gave None: not a number."""
+def _text_scorer(name: str, reward: TextReward, tokenizer: Tokenizer, failures: Counter[str]) -> Scorer:
+    """The scorer of a reward that reads texts, whose numbers have to be finite; where it gave None: not a number.
+
+    `failures` holds the reasons of the last call's failures.
+    """
 
     def score(prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
-        values = list(reward(texts_of_responses(tokenizer, prompts, responses, ended)))
+        samples = texts_of_responses(tokenizer, prompts, responses, ended)
+        values = list(reward(samples))
+        failures.clear()
+        failures.update(samples.failures)
         if len(values) != len(responses):
             raise UserError(
                 f"rewards: {name} gave {len(values)} numbers for {len(responses)} responses; it has to give one each"

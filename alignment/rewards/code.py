@@ -1,30 +1,44 @@
 """Python code as a verifiable answer: the share of unit tests that it passes in the sandbox."""
 
 import ast
+import re
+import textwrap
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from alignment.rewards.samples import SampledTexts, TextReward
 from alignment.rewards.sandbox import SandboxLimits, passes, run_program
+from alignment.rewards.sandbox_program import names_of_tests
 from alignment.rewards.specs import CodeSpec
 
-LANGUAGES = {"", "python", "py", "python3", "py3"}  # of fenced blocks that may hold the answer
+LANGUAGES = {"python", "py", "python3", "py3"}  # first words of fences that mark the answer, besides python3.11
+FENCE = re.compile(r"\s*(`{3,}|~{3,})\s*(.*)", re.DOTALL)
 
 
 def extract_code(text: str) -> str:
-    """The last fenced block of Python, or of no language, in a response; the whole response where there is none.
+    """The last fenced block that is marked Python, else the last without a language; the whole text without either.
 
-    A block without its closing fence, as in a response that was cut off, does not count.
+    A block loses the indent of a list that it stands in. One without its closing fence, as in a response that was cut
+    off, does not count.
     """
-    found, language, lines = text, None, []
+    found: dict[bool, str] = {}
+    fence, info, lines = "", "", []
     for line in text.splitlines(keepends=True):
-        if not line.lstrip().startswith("```"):
+        match = FENCE.fullmatch(line)
+        if fence and not (match and match[1].startswith(fence) and not match[2].strip()):
             lines.append(line)
-        elif language is None:
-            language, lines = line.strip().strip("`").strip().lower(), []
-        else:
-            found, language = "".join(lines) if language in LANGUAGES else found, None
-    return found
+        elif fence:
+            if _is_python(info) or not info:
+                found[bool(info)] = textwrap.dedent("".join(lines))
+            fence = ""
+        elif match and not (match[1][0] == "`" and "`" in match[2]):  # ```x``` in one line is no fence
+            fence, info, lines = match[1], match[2].strip().lower(), []
+    return found.get(True, found.get(False, text))
+
+
+def _is_python(info: str) -> bool:
+    word = re.split(r"[\s{,:]", info.lstrip("{."), maxsplit=1)[0].rstrip("}")
+    return word in LANGUAGES or re.fullmatch(r"python3?\.\d+(\.\d+)?", word) is not None
 
 
 def passes_test(code: str, test: str | Mapping[str, str], limits: SandboxLimits) -> bool:
@@ -60,7 +74,7 @@ def share_of_tests(
 
 def code_reward(spec: CodeSpec) -> TextReward:
     """The share of the tests of a column that a response's code passes, or 1 where it passes all."""
-    limits = SandboxLimits(spec.cpu_seconds, spec.wall_seconds, spec.memory_megabytes, spec.output_bytes)
+    limits = limits_of(spec)
 
     def reward(samples: SampledTexts) -> Sequence[float]:
         def score(row: int) -> float:
@@ -72,6 +86,30 @@ def code_reward(spec: CodeSpec) -> TextReward:
             return list(pool.map(score, range(len(samples.responses))))
 
     return reward
+
+
+def limits_of(spec: CodeSpec) -> SandboxLimits:
+    """The limits of one test."""
+    return SandboxLimits(spec.cpu_seconds, spec.wall_seconds, spec.memory_megabytes, spec.output_bytes)
+
+
+def failing_solutions(spec: CodeSpec, rows: Sequence[Mapping[str, object]]) -> list[int]:
+    """Positions of the rows whose reference solution is missing or does not pass all tests.
+
+    Args:
+        spec: its `solution` names the column of a text of Python, fenced or not.
+        rows: columns of the prompts.
+    """
+
+    def fails(row: Mapping[str, object]) -> bool:
+        code = row.get(spec.solution or "")
+        if not isinstance(code, str):
+            return True
+        code = extract_code(code)
+        return share_of_tests(code, as_tests(row[spec.column]), limits_of(spec), all_of_them=True) < 1
+
+    with ThreadPoolExecutor(spec.processes) as pool:
+        return [i for i, failed in enumerate(pool.map(fails, rows)) if failed]
 
 
 def as_tests(value: object) -> list[str | Mapping[str, str]]:
@@ -100,5 +138,14 @@ def _source_problem(test: str) -> str:
         tree = ast.parse(test)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"a test is no Python ({type(error).__name__})"
-    checks = any(isinstance(node, (ast.Assert, ast.Raise)) for node in ast.walk(tree))
-    return "" if checks else "a test without assert passes for any code"
+    if not any(isinstance(node, (ast.Assert, ast.Raise)) for node in ast.walk(tree)):
+        return "a test without assert passes for any code"
+    defines = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)
+    if all(isinstance(node, defines) for node in tree.body):
+        return "a test that only defines functions or classes, and calls none, checks nothing"
+    names = names_of_tests(tree)
+    if names["helpers"]:
+        return f"a test reads {names['helpers'][0]!r} without importing it, and the answer must not define it"
+    if not names["builtins"] and not set(names["answer"]) - set(names["bound"]):
+        return "a test that reads no name of the answer passes for any code"
+    return ""

@@ -3,19 +3,22 @@
 Penalties of responses that did not end are taken off later, by the algorithm.
 """
 
+import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from alignment.data.examples import PromptExample
 from alignment.errors import UserError
+from alignment.rewards.normalize import PartNormalizer, mean_and_deviation
 
-if TYPE_CHECKING:
-    from alignment.rewards.normalize import PartNormalizer
+MOST_UNSCORED = 0.5  # share of responses without a score, above which a reward does not fit its prompts
 
+SHOWN = 3  # reasons of failures in a message
 Scorer = Callable[[Sequence[PromptExample], Sequence[Sequence[int]], Sequence[bool]], Tensor]
 """Prompts, token ids of the responses, whether each ended by itself -> scores [B]; not a number: no score."""
 
@@ -25,18 +28,27 @@ class Scores:
     """What was given for B responses.
 
     Attributes:
-        total: the score that is logged, before normalization, clipping and penalties, [B]: the sum of weight * part.
+        total: the score that is logged, before normalization, clipping and penalties, [B]: the sum of weight * part. Not a
+            number: there is no score, and nothing is learned from the response; see `Rewards.unscored`.
         parts: the number of each reward by its name, as it was given, [B]; not a number where a reward does not apply.
-        shaped: what is learned from: the sum of weight * clip(normalize(part)), [B]; None: `total`, under the algorithm's
-            own normalization of scores.
-        unjudged: True where a judge failed to give its number, or no reward applies, which counts 0 in the sums, [B]; None
-            without parts.
+        shaped: what is learned from: the sum of weight * clip(normalize(part)), [B], not a number as `total`; None:
+            `total`, under the algorithm's own normalization of scores.
+        fixed_deviation: of what is learned from, where normalization fixes it; None: nothing does.
     """
 
     total: Tensor
     parts: dict[str, Tensor] = field(default_factory=dict)
     shaped: Tensor | None = None
-    unjudged: Tensor | None = None
+    fixed_deviation: float | None = None
+
+    def deviation(self, reduce: Callable[[Tensor], Tensor]) -> float:
+        """`fixed_deviation`, or the deviation of the scores of all ranks that are learned from; 0 where they are equal.
+
+        Args:
+            reduce: adds a tensor over all ranks; every rank has to call.
+        """
+        learned = self.total if self.shaped is None else self.shaped
+        return mean_and_deviation(learned, reduce)[2] if self.fixed_deviation is None else self.fixed_deviation
 
 
 ScoreFunction = Callable[[Sequence[PromptExample], Sequence[Sequence[int]], Sequence[bool]], Tensor | Scores]
@@ -59,14 +71,18 @@ class RewardPart:
         clip: bounds after normalization; None: none.
         normalizer: None: numbers stay as they are.
         max_failed_share: of responses without a number in one iteration; None: a reward that need not apply, any share.
+        scaled: whether the numbers have a deviation of 1 by the files of their reward model.
+        failures: reasons of the last call's missing numbers on this rank, with counts; for messages.
     """
 
     name: str
     score: Scorer
     weight: float = 1.0
     clip: tuple[float, float] | None = None
-    normalizer: "PartNormalizer | None" = None
+    normalizer: PartNormalizer | None = None
     max_failed_share: float | None = None
+    scaled: bool = False
+    failures: Counter[str] = field(default_factory=Counter)
 
 
 class Rewards:
@@ -89,9 +105,10 @@ class Rewards:
         """Total, parts and shaped scores of this rank's responses.
 
         Raises:
-            UserError: a reward gave a number that is not finite, or too few; numbers that cannot be normalized.
+            UserError: a reward gave a number that is not finite, or too few; too many responses without a score; numbers
+                that cannot be normalized.
         """
-        return self.shape(self.give(prompts, responses, ended), prompts)
+        return self._bounded(self.shape(self.give(prompts, responses, ended), prompts))
 
     def shape(self, given: dict[str, Tensor], prompts: Sequence[PromptExample]) -> Scores:
         """Scores of the numbers that `give` gave, which the statistics take in first.
@@ -99,12 +116,11 @@ class Rewards:
         Raises:
             UserError: too few numbers, or numbers that cannot be normalized.
         """
-        sources = _sources(prompts)
         self.check_shares(given)
         for part in self.parts:
             if part.normalizer is not None:
-                part.normalizer.take_in(given[part.name], sources, self.reduce)
-        return self._sum(given, sources)
+                part.normalizer.take_in(given[part.name], _sources(prompts), self.reduce)
+        return self._sum(given, prompts)
 
     def judge(
         self, prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]
@@ -112,10 +128,10 @@ class Rewards:
         """As a call, with statistics that do not take these responses in."""
         given = self.give(prompts, responses, ended)
         self.check_shares(given)
-        return self._sum(given, _sources(prompts))
+        return self._bounded(self._sum(given, prompts))
 
-    def _sum(self, given: dict[str, Tensor], sources: Tensor) -> Scores:
-        total, shaped = torch.zeros(len(sources)), torch.zeros(len(sources))
+    def _sum(self, given: dict[str, Tensor], prompts: Sequence[PromptExample]) -> Scores:
+        sources, total, shaped = _sources(prompts), torch.zeros(len(prompts)), torch.zeros(len(prompts))
         for part in self.parts:
             values = given[part.name]
             total = total + part.weight * values.nan_to_num()
@@ -124,12 +140,33 @@ class Rewards:
             if part.clip is not None:
                 values = values.clamp(*part.clip)
             shaped = shaped + part.weight * values.nan_to_num()
-        return Scores(total, given, shaped, self._unjudged(given))
+        unscored = self.unscored(given, prompts)
+        [part, *others] = self.parts
+        fixed = not others and (part.scaled or part.normalizer is not None)
+        return Scores(
+            total.masked_fill(unscored, math.nan), given, shaped.masked_fill(unscored, math.nan),
+            fixed_deviation=abs(part.weight) if fixed else None,
+        )  # fmt: skip
 
-    def _unjudged(self, given: dict[str, Tensor]) -> Tensor:
+    def unscored(self, given: dict[str, Tensor], prompts: Sequence[PromptExample]) -> Tensor:
+        """Where no score follows from the numbers that were given, bool, [B].
+
+        That is where no reward gave a number, where a judge failed, and where a reward whose numbers are not normalized
+        gave none although it gave one for another response to the prompt: it does apply, and 0 may be better or worse
+        than all that it gives. A reward that applies to no response to a prompt, or is normalized, adds 0 to the others.
+
+        Args:
+            given: the numbers of each reward, [B].
+            prompts: of each response; responses to one prompt stand side by side.
+        """
         missing = torch.stack([given[part.name].isnan() for part in self.parts])  # [parts, B]
-        required = torch.tensor([part.max_failed_share is not None for part in self.parts])
-        return missing.all(0) | missing[required].any(0)
+        rows = [prompt.row_id for prompt in prompts]
+        groups = torch.tensor([False, *(one != other for one, other in pairwise(rows))]).cumsum(0)
+        applies = torch.zeros(missing.shape).index_add_(1, groups, (~missing).float())[:, groups] > 0
+        judges = torch.tensor([part.max_failed_share is not None for part in self.parts])
+        raw = torch.tensor([part.normalizer is None for part in self.parts])
+        failed = missing & (judges.unsqueeze(1) | (raw.unsqueeze(1) & applies))
+        return missing.all(0) | failed.any(0)
 
     def give(
         self, prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]
@@ -146,14 +183,35 @@ class Rewards:
         for part in self.parts:
             if part.max_failed_share is None:
                 continue
-            values = given[part.name]
-            counts = torch.stack([values.isnan().sum(), torch.tensor(len(values))]).double()
-            missing, count = self.reduce(counts).tolist()
+            missing, count = self._missing(given[part.name])
             if missing > part.max_failed_share * count:
                 raise UserError(
                     f"rewards: {part.name} gave no score for {missing:.0f} of {count:.0f} responses; at most "
                     f"{part.max_failed_share:.0%} may fail, since failures are seldom a fair sample"
+                    + "".join(f"; {number} x {why}" for why, number in part.failures.most_common(SHOWN))
                 )
+
+    def _bounded(self, scores: Scores) -> Scores:
+        """The scores, of which `MOST_UNSCORED` may be missing, or what a judge allows.
+
+        Raises:
+            UserError: naming the rewards that gave no number.
+        """
+        most = max([MOST_UNSCORED, *(part.max_failed_share or 0.0 for part in self.parts)])
+        missing, count = self._missing(scores.total)
+        if missing > most * count:
+            failed = {name: self._missing(values)[0] for name, values in scores.parts.items()}
+            named = ", ".join(f"{name} {number:.0f} times" for name, number in failed.items() if number)
+            raise UserError(
+                f"rewards: {missing:.0f} of {count:.0f} responses have no score (None: {named}), and at most {most:.0%} may; "
+                "leave out the prompts that no reward applies to, or give a number for every response"
+            )
+        return scores
+
+    def _missing(self, values: Tensor) -> tuple[float, float]:
+        """How many of all ranks' values are not a number, and how many there are."""
+        missing, count = self.reduce(torch.stack([values.isnan().sum(), torch.tensor(len(values))]).double()).tolist()
+        return missing, count
 
     def state(self) -> dict[str, dict[str, list[float]]]:
         """Statistics of the normalized parts by name, to be saved."""

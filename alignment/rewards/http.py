@@ -6,15 +6,19 @@ import http.client
 import json
 import os
 import random
+import re
 import socket
 import ssl
 import threading
 import time
 from dataclasses import KW_ONLY, dataclass
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
+
+from alignment.errors import SECRET
 
 RETRIED = {408, 409, 425, 429, 500, 502, 503, 504, 529}  # statuses after which the same request may succeed
 MAX_ANSWER_BYTES = 1 << 20
+SECRET_PARAMETER = re.compile(r"(?:^|[_-])(?:key|code|auth|sig|signature|pass|pwd|jwt)$", re.IGNORECASE)  # of a query
 
 
 class RequestFailed(Exception):
@@ -87,6 +91,8 @@ def _post_once(endpoint: Endpoint, body: bytes) -> object:
             answer, received = _exchange(connection, endpoint, body)
         except (OSError, http.client.HTTPException) as error:
             raise _Unanswered(type(error).__name__) from error
+        except ValueError:  # of a header, whose value the error shows
+            raise RequestFailed("a header that cannot be sent") from None
         if len(received) > MAX_ANSWER_BYTES:
             raise RequestFailed(f"the answer is longer than {MAX_ANSWER_BYTES} bytes")
         if answer.status in RETRIED:
@@ -149,8 +155,44 @@ def _target(url: str) -> str:
 def _headers(endpoint: Endpoint) -> dict[str, str]:
     headers = {"Content-Type": "application/json", "Accept": "application/json"}
     if endpoint.key_variable is not None:
-        headers["Authorization"] = f"Bearer {os.environ.get(endpoint.key_variable, '')}"
+        headers["Authorization"] = f"Bearer {_key(endpoint.key_variable)}"
     return headers
+
+
+def _key(variable: str) -> str:
+    """The key in a variable, without the line break that a file it came from may end in."""
+    return os.environ.get(variable, "").strip()
+
+
+def key_problem(variable: str) -> str:
+    """Why the key in an environment variable cannot be sent; empty where it can."""
+    key = _key(variable)
+    if not key:
+        return f"the environment has no {variable}, the judge's key; set it"
+    if not (key.isascii() and key.isprintable()):
+        return f"the key in {variable} has line breaks, control characters or letters beyond ASCII; set one line"
+    return ""
+
+
+def url_problem(url: str) -> str:
+    """What is wrong with a service's URL, or which part of it is probably a key; empty where nothing does. Shows no key."""
+    way_out = "name an environment variable in key_variable, whose key is sent as a bearer token"
+    try:
+        parts = urlsplit(url)
+        names = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True)]
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        parts, names, good = urlsplit(""), [], False
+    if "@" in parts.netloc:
+        return f"the URL holds a password or a user name; {way_out}"
+    if secret := [name for name in names if SECRET.match(name) or SECRET_PARAMETER.search(name)]:
+        return f"the URL holds a key in its parameter {secret[0]!r}; {way_out}"
+    return "" if good else f"{plain_url(url)!r} is no URL such as https://host/score"
+
+
+def plain_url(url: str) -> str:
+    """A URL without what may be secret: its user, query and fragment."""
+    return re.sub(r"//[^/]*@|[?#].*", lambda found: "//" if found[0].startswith("//") else "", url, flags=re.DOTALL)
 
 
 def retry_after(header: str, now: float) -> float:

@@ -10,6 +10,19 @@ from torch import Tensor
 from alignment.errors import UserError
 
 
+def mean_and_deviation(values: Tensor, reduce: Callable[[Tensor], Tensor]) -> tuple[float, float, float]:
+    """Number, mean and deviation (divided by n) of the values of all ranks that are numbers, in float64; 0 without any.
+
+    Args:
+        values: of this rank, [B].
+        reduce: adds a tensor over all ranks.
+    """
+    values = values[~values.isnan()].double()
+    count, total = reduce(torch.stack([torch.ones_like(values).sum(), values.sum()])).tolist()
+    mean = total / max(1.0, count)
+    return count, mean, (reduce(((values - mean) ** 2).sum()).item() / max(1.0, count)) ** 0.5
+
+
 @dataclass
 class PartNormalizer:
     """Shifts and scales the numbers of one reward, for each data source by itself or for all together.
@@ -52,8 +65,7 @@ class PartNormalizer:
         self._join(values.double(), sources, reduce)
         if self.mode == "first" and self.sources == 1 and self.counts[0] and not self.squares[0]:
             raise UserError(
-                f"rewards: {self.name} gives every sampled response the same number, so it cannot be normalized; check "
-                "it, or set normalize: none for it"
+                f"rewards: {self.name} cannot be normalized by {no_deviation(self.counts[0])}, or set normalize: none for it"
             )
 
     def __call__(self, values: Tensor, sources: Tensor) -> Tensor:
@@ -108,3 +120,10 @@ class PartNormalizer:
                 f"are {self.sources} now; start a new run"
             )
         self.counts, self.means, self.squares = (list(state[key]) for key in ("counts", "means", "squares"))
+
+
+def no_deviation(count: float) -> str:
+    """Why numbers of so many responses have no deviation to divide by, and the way out, for messages."""
+    if count == 1:
+        return "a single number, that of one response; raise training.batch_size or responses_per_prompt"
+    return f"the same number for all of {count:.0f} responses; check what gives it"

@@ -1,8 +1,8 @@
 """Rewards by rule: the length of a response, and regular expressions."""
 
-import re
 from collections.abc import Sequence
 
+from alignment.patterns import PATTERN_SECONDS, compile_pattern, slow_pattern
 from alignment.rewards.samples import SampledTexts, TextReward
 from alignment.rewards.specs import LengthSpec, MatchSpec
 
@@ -25,16 +25,23 @@ def _excess(length: int, spec: LengthSpec) -> int:
 
 
 def match_reward(spec: MatchSpec, *, whole: bool) -> TextReward:
-    """`value` where the pattern matches, else `otherwise`.
+    """`value` where the pattern matches, else `otherwise`; None where it takes too long.
 
     Args:
         spec: pattern and numbers.
         whole: whether the whole response has to match, or a part of it.
     """
-    pattern = re.compile(spec.pattern, re.DOTALL)
+    pattern = compile_pattern(spec.pattern, dotall=True)
     matches = pattern.fullmatch if whole else pattern.search
 
-    def reward(samples: SampledTexts) -> Sequence[float]:
-        return [spec.value if matches(text) else spec.otherwise for text in samples.responses]
+    def reward(samples: SampledTexts) -> Sequence[float | None]:
+        def score(text: str) -> float | None:
+            try:
+                return spec.value if matches(text, timeout=PATTERN_SECONDS) else spec.otherwise
+            except TimeoutError:
+                samples.failures[slow_pattern(spec.pattern)] += 1
+                return None
+
+        return [score(text) for text in samples.responses]
 
     return reward

@@ -1,5 +1,6 @@
 """What rewards read of a rollout: prompts as they were written, responses as texts, and the rows' further columns."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ class SampledTexts:
         columns: the further columns of each prompt's row.
         lengths: tokens of each response, its end token included.
         row_ids: name of each prompt's row, for messages.
+        failures: why responses got no number, with counts; a reward that fails to give one adds its reason.
     """
 
     prompts: "Sequence[str | Messages]"
@@ -29,6 +31,7 @@ class SampledTexts:
     columns: Sequence[Mapping[str, object]] = ()
     lengths: Sequence[int] = ()
     row_ids: Sequence[str] = field(default=())
+    failures: Counter[str] = field(default_factory=Counter)
 
     def column(self, name: str) -> list[object]:
         """A column of all rows; None where a row lacks it."""

@@ -85,23 +85,25 @@ def run_program(code: str, text: str, limits: SandboxLimits, modules: tuple[str,
         modules: loaded beside those that the code imports.
     """
     task = {"code": code, "modules": modules, "input": text}
+    deadline = time.monotonic() + limits.wall_seconds
     with started("program", asdict(limits), stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         output = printed_by(process, json.dumps(task).encode() + b"\n", limits)
-        if output is None or process.wait() != 0:
+        try:  # a program may close its output and go on
+            if output is None or process.wait(max(0.0, deadline - time.monotonic())) != 0:
+                return None
+            return output.decode()
+        except (subprocess.TimeoutExpired, UnicodeDecodeError):
             return None
-    try:
-        return output.decode()
-    except UnicodeDecodeError:
-        return None
 
 
 def passes(code: str, tests: str, limits: SandboxLimits) -> bool:
     """Whether code passes tests: Python source, asserts as a rule, that call what the code defines.
 
-    The tests run in a sandboxed process of their own, which holds nothing of the answer. Arguments and results are
-    copied between the processes where they are plain data (numbers, texts, lists, dicts, sets and tuples of them);
-    other objects stay with the answer, and the tests may call their methods and read their attributes, but no such
-    object equals a value.
+    The tests run in a sandboxed process of their own, which holds nothing of the answer. Values (numbers, texts, dates,
+    tuples of them) are copied between the processes, changes of lists, dicts and sets are told to the other one, and other
+    objects stay where they are: operators, calls and attributes reach them there. No object of the answer equals a value
+    of the tests; objects of a class derived from a built-in one compare by their built-in content. Not-a-number compares
+    as in Python: `not abs(nan - 2) > 1e-6` holds.
 
     Args:
         code: Python source, not trusted.

@@ -5,9 +5,9 @@ library alone. There are three roles:
 
 * program: runs code that reads its standard input and prints.
 * answer: runs code, then calls its functions for the process with the tests, over two pipes, and sends values back.
-* tests: runs the tests. The names of the answer are stand-ins that ask the answer's process; only plain data comes back,
-  so nothing that the answer defines, overrides or prints is ever run or seen where the verdict is made, and the tests are
-  never where the answer is.
+* tests: runs the tests. The names of the answer are stand-ins that ask the answer's process. Values are copied, and what
+  is done to other objects is done where they are, so nothing that the answer defines or overrides is ever run where the
+  verdict is made, and the tests are never where the answer is. No object of the answer equals a value of the tests.
 """
 
 # pyright: reportArgumentType=false, reportAttributeAccessIssue=false, reportCallIssue=false, reportIndexIssue=false
@@ -16,15 +16,17 @@ library alone. There are three roles:
 
 import ast
 import builtins
+import collections
 import ctypes
 import importlib
 import io
 import json
+import operator
 import os
-import resource
 import signal
 import struct
 import sys
+import types
 
 REFUSED, DIED = 77, 78  # exit codes: no sandbox on this machine; the other process is gone
 EPERM = 1
@@ -40,44 +42,59 @@ ALLOWED = {  # system call -> its number on x86_64 and on aarch64; every other o
     "getrandom": (318, 278),
 }  # fmt: skip
 MODULES = frozenset({  # of the standard library that code may import; they are loaded before the sandbox is shut
-    "__future__", "abc", "array", "ast", "base64", "binascii", "bisect", "calendar", "cmath", "collections",
+    "__future__", "abc", "array", "ast", "asyncio", "base64", "binascii", "bisect", "calendar", "cmath", "collections",
     "colorsys", "contextlib", "copy", "csv", "dataclasses", "datetime", "decimal", "difflib", "enum", "fractions",
     "functools", "graphlib", "hashlib", "heapq", "html", "inspect", "io", "itertools", "json", "keyword", "math",
     "numbers", "operator", "os", "pprint", "queue", "random", "re", "secrets", "statistics", "string", "struct",
     "sys", "textwrap", "time", "types", "typing", "unicodedata", "unittest", "warnings", "zlib",
 })  # fmt: skip
+HELPERS = frozenset({  # names of other libraries that tests forget to import: an answer must not define its own judge
+    "approx", "isclose", "allclose", "assert_allclose", "assert_almost_equal", "assert_array_equal", "assert_equal",
+    "array_equal", "raises", "pytest", "np", "numpy", "pd", "pandas", "scipy", "sympy", "torch",
+})  # fmt: skip
 LATER = {
     "datetime": ["_strptime"],
     "time": ["_strptime"],
-    "collections": ["collections.abc"],
+    "collections": ["collections.abc", "heapq"],
 }  # what these load on first use
 LANDLOCK_CREATE, LANDLOCK_RESTRICT = 444, 446  # the same numbers on both machines
 LANDLOCK_FILE_RIGHTS = (13, 14, 15, 15, 16)  # number of file rights by version of the interface, from 1 on
+NAMES: "dict[str, object]" = {"__builtins__": builtins}  # of the code or the tests
+PEER: "Peer | None" = None  # the one end of the pipes that this process has
 
 
 def run_role() -> None:
     """Read one line with what to do, load the modules that it imports, shut the sandbox, and do it."""
+    global PEER
     role, settings, requests = sys.argv[1], json.loads(sys.argv[2]), private(0)
     task = json.loads(requests.readline())
     limit(settings)
-    for name in (*task["modules"], *imported(task["tests"] if role == "tests" else task["code"])):
-        importlib.import_module(name)
+    load([*task["modules"], *imported(task["code"])])
     if role == "program":
         sys.stdin = io.TextIOWrapper(io.BytesIO(task["input"].encode()), encoding="utf-8")
         shut()
-        exec(compile(task["code"], "<answer>", "exec"), {"__name__": "__main__"})
-    elif role == "answer":
-        replies = private(1)
+        exec(compile(task["code"], "<answer>", "exec"), NAMES | {"__name__": "__main__"})
+        return
+    own = types.ModuleType(f"__{role}__")  # dataclasses look their module up
+    sys.modules[own.__name__] = own
+    vars(own).update(NAMES, __name__=own.__name__)
+    globals()["NAMES"] = vars(own)
+    if role == "answer":
+        PEER = Peer(requests, private(1), None, judges=False)
         shut()
-        answer_requests(task["code"], requests, replies)
-    else:
-        verdict = private(1)
-        questions, replies = os.fdopen(settings["requests"], "wb"), os.fdopen(settings["replies"], "rb")
-        send(questions, {"modules": (), "code": task["code"]})
-        shut()
-        run_tests(task, Channel(questions, replies, settings["output_bytes"]))
-        verdict.write(b"passed")
-        verdict.flush()
+        answer_requests(task["code"], PEER)
+        return
+    verdict = private(1)
+    questions, replies = os.fdopen(settings["requests"], "wb"), os.fdopen(settings["replies"], "rb")
+    modules = imported(task["tests"])
+    questions.write(json.dumps({"modules": modules, "code": task["code"]}).encode() + b"\n")
+    questions.flush()
+    load(modules)
+    PEER = Peer(replies, questions, settings["output_bytes"], judges=True)
+    shut()
+    run_tests(task["tests"], PEER)
+    verdict.write(b"passed")
+    verdict.flush()
 
 
 def private(number: int) -> io.BufferedIOBase:
@@ -101,15 +118,53 @@ def imported(code: str) -> "list[str]":
     names = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names += [alias.name.partition(".")[0] for alias in node.names]
+            names += [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and not node.level:
-            names.append((node.module or "").partition(".")[0])
-    found = [name for name in dict.fromkeys(names) if name in MODULES]
+            names.append(node.module or "")
+    names += names_of_tests(tree)["modules"]
+    found = [name for name in dict.fromkeys(names) if name.partition(".")[0] in MODULES]
     return [each for name in found for each in (name, *LATER.get(name, []))]
+
+
+def quiet_asyncio() -> None:
+    """Event loops without sockets, which only wait for time."""
+    asyncio, time = sys.modules["asyncio"], importlib.import_module("time")
+
+    class Loop(asyncio.BaseEventLoop):
+        """Its own selector, in which nothing ever happens."""
+
+        def __init__(self):
+            super().__init__()
+            self._selector = self
+
+        def select(self, seconds: "float | None") -> "list[object]":
+            if seconds is None:
+                raise RuntimeError("the event loop waits for something that is not there")
+            time.sleep(seconds)
+            return []
+
+        def _process_events(self, events: "list[object]") -> None: ...
+
+        def _write_to_self(self) -> None: ...
+
+    asyncio.DefaultEventLoopPolicy._loop_factory = Loop
+
+
+def load(modules: "list[str]") -> None:
+    """Import modules while files can be read; code that imports one that is not there sees that for itself."""
+    for name in modules:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            continue
+    if "asyncio" in modules:
+        quiet_asyncio()
 
 
 def limit(settings: "dict[str, float]") -> None:
     """Limits on time, memory and files, from the reading of the code on: its source alone may be a trap."""
+    import resource  # not there on Windows, where the names of tests are still read
+
     cpu, memory = max(1, round(settings["cpu_seconds"] + 0.499)), int(settings["memory_megabytes"] * 2**20)
     limits = {"CPU": cpu, "AS": memory, "FSIZE": 0, "NOFILE": 16, "NPROC": 0, "CORE": 0, "MEMLOCK": 0}
     for name, most in limits.items():
@@ -168,173 +223,625 @@ def forbid_files(libc: ctypes.CDLL) -> None:
     os.close(ruleset)
 
 
-# Data between the two processes
+# Values between the two processes
+
+EXACT = {type(None), bool, float, str}  # sent as JSON
+VALUES = {  # further immutable values, made anew by their type: module -> names
+    "builtins": {"complex", "range", "slice"}, "decimal": {"Decimal"}, "fractions": {"Fraction"},
+    "datetime": {"date", "datetime", "time", "timedelta", "timezone"},
+}  # fmt: skip
+CONTAINERS = (  # changeable; a derived class before its base
+    collections.OrderedDict, collections.defaultdict, collections.Counter, collections.deque, dict, list, set, bytearray,
+)  # fmt: skip
+CONTENTS = (int, float, complex, str, bytes, tuple, frozenset)  # bases whose content decides for a derived object
+ERRORS = {
+    "decimal",
+    "json.decoder",
+    "queue",
+    "_queue",
+    "zlib",
+    "binascii",
+    "struct",
+    "_struct",
+    "re",
+    "statistics",
+    "dataclasses",
+    "asyncio.exceptions",
+}
+STEERING = (StopIteration, StopAsyncIteration, GeneratorExit)  # end a loop of the tests without a failure
+HIDDEN = (types.ModuleType, types.FrameType, types.CodeType, types.TracebackType)
+SHOWN = {"__name__", "__qualname__", "__doc__", "__module__"}  # of the special attributes that the tests give away
+ARITHMETIC = {
+    f"__{name}__": getattr(operator, f"__{name}__")
+    for name in [
+        "add",
+        "sub",
+        "mul",
+        "truediv",
+        "floordiv",
+        "mod",
+        "pow",
+        "matmul",
+        "lshift",
+        "rshift",
+        "and",
+        "or",
+        "xor",
+    ]
+}
+REVERSED = {f"__r{name[2:]}": (lambda x, y, action=action: action(y, x)) for name, action in ARITHMETIC.items()}
+COMPARISONS = {f"__{name}__": getattr(operator, name) for name in ["eq", "ne", "lt", "le", "gt", "ge"]}
+CONVERSIONS = {
+    "__int__": int, "__float__": float, "__complex__": complex, "__index__": operator.index, "__abs__": abs,
+    "__round__": round, "__bool__": bool, "__neg__": operator.neg, "__pos__": operator.pos, "__invert__": operator.invert,
+    "__trunc__": lambda x: x.__trunc__(), "__floor__": lambda x: x.__floor__(), "__ceil__": lambda x: x.__ceil__(),
+}  # fmt: skip
+OTHERS = {
+    "__len__": len, "__hash__": hash, "__str__": str, "__repr__": repr, "__format__": format, "__iter__": iter,
+    "__next__": next, "__reversed__": reversed, "__contains__": operator.contains, "__getitem__": operator.getitem,
+    "__setitem__": operator.setitem, "__delitem__": operator.delitem, "__call__": lambda x, *items, **named: x(*items, **named),
+    "__enter__": lambda x: type(x).__enter__(x), "__exit__": lambda x, *items: type(x).__exit__(x, *items, None),
+    "__copy__": lambda x: sys.modules["copy"].copy(x), "__deepcopy__": lambda x: sys.modules["copy"].deepcopy(x),
+    "__setattr__": setattr, "__delattr__": delattr,
+}  # fmt: skip
+OPERATIONS = {**ARITHMETIC, **REVERSED, **COMPARISONS, **CONVERSIONS, **OTHERS}
+READING = {  # methods that look at the content of a list or a set: no answer overrides them
+    "__iter__", "__len__", "__contains__", "__reversed__", "count", "index", "isdisjoint", "issubset", "issuperset",
+    "union", "intersection", "difference", "symmetric_difference",
+}  # fmt: skip
+LOCAL = {"__class__", "__next__", "__iter__", "__copy__", "__deepcopy__", *COMPARISONS}
 
 
-def to_json(value: object, objects: "list[object]") -> object:
-    """A value as JSON: plain data by its content, with the methods of the built-in type; else its number in `objects`."""
-    if value is None or value is True or value is False:
+class AnswerError(Exception):
+    """An exception of the answer that would end a loop of the tests, or that cannot be made anew."""
+
+
+class RemoteClass(type):
+    """A class of the other process: its instances are `Remote`, its own attributes are asked for there."""
+
+    def __getattribute__(cls, name: str) -> object:
+        if name.startswith("__") and (name in LOCAL or hasattr(type, name)):
+            return type.__getattribute__(cls, name)
+        return PEER.ask("get", cls, name)
+
+
+class Remote(metaclass=RemoteClass):
+    """An object of the other process. What is done to it is done there."""
+
+    __slots__ = ()
+
+    def __getattribute__(self, name: str) -> object:
+        if name in LOCAL or (isinstance(self, BaseException) and hasattr(BaseException, name)):
+            return object.__getattribute__(self, name)
+        if name in READING and not name.startswith("__") and isinstance(self, (list, set)):
+            return object.__getattribute__(self, name)
+        return PEER.ask("get", self, name)
+
+    def __getattr__(self, name: str) -> object:  # of objects whose content comes first
+        return PEER.ask("get", self, name)
+
+
+def operation(name: str) -> object:
+    """The method that asks the other process for an operator."""
+
+    def method(self, *items, **named):
+        if name in ("__deepcopy__", "__exit__"):  # what else was copied, and the traceback, stay here
+            items = items[:-1]
+        return PEER.ask(name, self, *items, **named)
+
+    def compare(self, other):
+        if is_remote(other) or not PEER.judges:
+            return PEER.ask(name, self, other)
+        kind = next((kind for kind in CONTAINERS if isinstance(self, kind)), None)
+        return getattr(kind, name)(self, other) if kind else NotImplemented
+
+    def is_true(self):
+        kind = next((kind for kind in (*CONTAINERS, str, bytes, tuple, frozenset) if isinstance(self, kind)), None)
+        return kind.__len__(self) > 0 if kind else PEER.ask(name, self)
+
+    def read(self, *items):
+        kind = next((kind for kind in (list, set) if isinstance(self, kind)), None)
+        return getattr(kind, name)(self, *items) if kind else PEER.ask(name, self, *items)
+
+    if name in READING:
+        return read
+    return {"__bool__": is_true}.get(name, compare if name in COMPARISONS else method)
+
+
+def is_remote(value: object) -> bool:
+    """Whether a value is an object or a class of the other process."""
+    return type(value) is RemoteClass or type(type(value)) is RemoteClass
+
+
+for _name in OPERATIONS:
+    setattr(Remote, _name, operation(_name))
+    if _name not in {"__setattr__", "__delattr__", *COMPARISONS, "__hash__", "__bool__"}:
+        setattr(RemoteClass, _name, operation(_name))
+
+
+def standard_name(value: object) -> "tuple[str, str] | None":
+    """Module and name of a class or function of the standard library; None of everything else."""
+    owner = getattr(value, "__objclass__", value)
+    module, name = getattr(owner, "__module__", None), getattr(value, "__qualname__", None)
+    if not isinstance(module, str) or not isinstance(name, str) or module in ("__tests__", "__answer__", "__main__"):
+        return None
+    return (module, name) if standard(module, name) is value else None
+
+
+def standard(module: str, name: str) -> object:
+    """What has a name in a loaded module of the standard library; None where nothing has."""
+    found = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def solid(kind: type) -> bool:
+    """Whether objects of the other process may derive from a class here: it holds their content, or is an error."""
+    return kind in (*CONTENTS, *CONTAINERS) or (issubclass(kind, BaseException) and not issubclass(kind, STEERING))
+
+
+def bases_of(kind: type) -> "list[type]":
+    """The bases of a class; bases of the library such as object, ABC and Enum give way to their own bases."""
+    found = []
+    for base in kind.__bases__:
+        own = standard_name(base) is None
+        found += (
+            [base]
+            if own or (solid(base) and base.__module__ in {"builtins", "collections", *ERRORS})
+            else bases_of(base)
+        )
+    return list(dict.fromkeys(found))
+
+
+def container_items(value: object) -> "list[object]":
+    """All items of a container, keys before values, by the methods of its built-in type."""
+    kind = next(kind for kind in CONTAINERS if isinstance(value, kind))
+    return [*kind.__iter__(value), *(kind.values(value) if issubclass(kind, dict) else ())]
+
+
+def set_items(container: object, items: "list[object]") -> None:
+    """Make a container hold what `container_items` gave."""
+    kind = next(kind for kind in CONTAINERS if isinstance(container, kind))
+    kind.clear(container)
+    if issubclass(kind, dict):
+        half = len(items) // 2
+        for key, item in zip(items[:half], items[half:], strict=True):
+            kind.__setitem__(container, key, item)
+    else:
+        (kind.update if kind is set else kind.extend)(container, items)
+
+
+class Peer:
+    """One end of the pipes between answer and tests: it asks the other end, and serves what that asks meanwhile.
+
+    Immutable values are copied. Lists, dicts and other containers have a copy at both ends, and each message says what
+    changed in them, so that a change of an argument is seen at the other end. All other objects stay where they are.
+
+    Args:
+        requests, replies: what comes from the other end, and what goes there.
+        longest: bytes of a message beyond those that were sent; None: no limit.
+        judges: this is the end of the tests, which gives nothing away that leads to its names.
+    """
+
+    def __init__(self, received: io.BufferedIOBase, sent: io.BufferedIOBase, longest: "int | None", *, judges: bool):
+        self.received, self.sent, self.longest, self.judges = received, sent, longest, judges
+        self.objects: dict[int, object] = {}  # above 0: of this end; below: of the other
+        self.numbers: dict[int, int] = {}  # id -> number
+        self.contents: dict[int, list[object] | None] = {}  # containers -> items as the other end knows them
+        self.last, self.receiving, self.asked = 0, False, False
+        self.shown: dict[str, object] = {}  # variables of the answer that the tests read, as the tests know them
+        self.mixed: set[int] = set()  # results of arithmetic of an object of the answer with a number of the tests
+
+    def ask(self, action: str, target: object, *items: object, **named: object) -> object:
+        """The value that the other end gives; its exception is raised."""
+        self.asked = self.asked or action != "names"
+        number = None if target is None else self.numbers[id(target)]
+        mixed = self.judges and (
+            number in self.mixed or (action in ARITHMETIC.keys() | REVERSED and not is_remote(items[0]))
+        )
+        mixed = mixed or (
+            self.judges and bool(items) and is_remote(items[0]) and self.numbers[id(items[0])] in self.mixed
+        )
+        self.send({
+            "do": action, "to": number and -number, "items": [self.encode(item) for item in items],
+            "named": {name: self.encode(item) for name, item in named.items()},
+        })  # fmt: skip
+        while "do" in (message := self.receive()):
+            self.send(self.perform(message))
+        if "error" in message:
+            error = message.pop("error")
+            steers = isinstance(error, STEERING) and not (action == "__next__" and isinstance(error, StopIteration))
+            raise error if isinstance(error, BaseException) and not steers else AnswerError("raised by the answer")
+        value = message.pop("value")
+        if mixed and action in {**ARITHMETIC, **REVERSED, **CONVERSIONS}:
+            if not is_remote(value):
+                raise AnswerError("an object of the answer in place of a number")
+            self.mixed.add(self.numbers[id(value)])
         return value
-    for kind, plain in ((int, int.__int__), (float, float.__float__), (str, str.__str__)):
-        if isinstance(value, kind):
-            return plain(value)
-    for mark, kind in (("list", list), ("tuple", tuple), ("set", set), ("frozenset", frozenset)):
-        if isinstance(value, kind):
-            return [mark, *(to_json(item, objects) for item in kind.__iter__(value))]
-    if isinstance(value, dict):
-        return ["dict", *([to_json(key, objects), to_json(item, objects)] for key, item in dict.items(value))]
-    if isinstance(value, (bytes, bytearray)):
-        return ["bytes", bytes(memoryview(value)).hex()]
+
+    def perform(self, message: "dict[str, object]") -> "dict[str, object]":
+        """The reply to a request."""
+        try:
+            action, target, items = message["do"], message.pop("to"), message.pop("items")
+            named = message.pop("named")
+            if self.judges and action == "input":
+                return {"value": self.encode(builtins.input(*items))}
+            if action == "names" and not self.judges:
+                self.shown = {name: NAMES[name] for name in items[0] if name in NAMES}
+                return {"value": self.encode({**self.shown})}
+            thing = self.objects[target]
+            if action in ("get", "__setattr__", "__delattr__"):
+                self.check_attribute(action, thing, items[0])
+            if action == "get":
+                return {"value": self.encode(getattr(thing, items[0]))}
+            if action == "await":
+                return {"value": self.encode(finished(thing))}
+            return {"value": self.encode(OPERATIONS[action](thing, *items, **named))}
+        except BaseException as error:
+            error.__traceback__ = error.__context__ = None
+            return {"error": self.encode(error)}
+
+    def check_attribute(self, action: str, thing: object, name: object) -> None:
+        """Refuse attributes of the tests' objects that lead to their code, and changes of all but their own objects."""
+        if not self.judges:
+            return
+        own = type(thing).__module__ == "__tests__" and not isinstance(thing, type)
+        if not isinstance(name, str) or (name.startswith("__") and name not in SHOWN) or (action != "get" and not own):
+            raise AttributeError(f"no attribute {name!r} is given away")
+
+    # Messages
+
+    def send(self, message: "dict[str, object]") -> None:
+        """Write one line: the message, what changed in the containers, and which of them nothing else here holds."""
+        if not self.judges:
+            message["printed"] = printed_text()
+            message["names"] = {
+                name: self.encode(NAMES[name]) for name in self.shown if NAMES.get(name) is not self.shown[name]
+            }
+            self.shown = {name: NAMES.get(name) for name in self.shown}
+        changes, done = [], set()
+        while not self.receiving and (left := [number for number in self.contents if number not in done]):
+            for number in left:
+                done.add(number)
+                container, before = self.objects[number], self.contents[number]
+                items = container_items(container)
+                if before is None or len(items) != len(before) or not all(map(operator.is_, items, before)):
+                    self.contents[number] = items
+                    changes.append([number, *self.kind_of(container), [self.encode(item) for item in items]])
+                del container, before, items
+        dropped = []
+        while dead := [] if self.receiving else [
+            number for number in self.contents
+            if type(self.objects[number]) in CONTAINERS and sys.getrefcount(self.objects[number]) <= 2
+        ]:  # fmt: skip
+            dropped += dead
+            for number in dead:
+                self.forget(number)
+        line = json.dumps({**message, "changes": changes, "dropped": dropped}).encode() + b"\n"
+        if self.longest is not None:
+            self.longest += 2 * len(line)
+        self.sent.write(line)
+        self.sent.flush()
+
+    def receive(self) -> "dict[str, object]":
+        """Read one line. A message that is none, or too long, or the end of the other process, end this one."""
+        line = self.received.readline(-1 if self.longest is None else self.longest)
+        if not line.endswith(b"\n"):
+            os._exit(DIED)
+        try:
+            message = json.loads(line)
+            self.receiving = True
+            for number, kind, extra, _ in message["changes"]:
+                if kind and number > 0 and -number not in self.objects:
+                    self.add(-number, collections.deque(maxlen=extra) if kind == "deque" else self.empty(kind))
+            for name in ("value", "error", "items", "to"):
+                if name in message and name != "to":
+                    many = name == "items"
+                    message[name] = (
+                        [self.decode(each) for each in message[name]] if many else self.decode(message[name])
+                    )
+            if "named" in message:
+                message["named"] = {name: self.decode(item) for name, item in message["named"].items()}
+            for number, kind, extra, items in message.pop("changes"):
+                container = self.objects[-number]
+                if -number not in self.contents:
+                    os._exit(DIED)
+                set_items(container, [self.decode(item) for item in items])
+                if kind == "defaultdict" and number > 0:
+                    container.default_factory = self.decode(extra)
+                self.contents[-number] = container_items(container)
+                del container
+            for number in message.pop("dropped"):
+                self.forget(-number)
+            for name, value in message.pop("names", {}).items():
+                if name in self.shown and NAMES.get(name) is self.shown[name]:
+                    self.shown[name] = NAMES[name] = self.decode(value)
+            if text := message.pop("printed", ""):
+                sys.stdout.write(text)
+        except (LookupError, TypeError, ValueError, AttributeError, RecursionError, OverflowError, ArithmeticError):
+            os._exit(DIED)
+        finally:
+            self.receiving = False
+        return message
+
+    def empty(self, kind: str) -> object:
+        """A container of a kind that `kind_of` gave."""
+        return next(each for each in CONTAINERS if each.__name__ == kind)()
+
+    def kind_of(self, container: object) -> "tuple[str, object]":
+        """The name of a container's type, empty for derived ones, and what else it is made of."""
+        kind = type(container)
+        if kind not in CONTAINERS:
+            return "", None
+        if kind is collections.deque:
+            return kind.__name__, container.maxlen
+        return kind.__name__, self.encode(container.default_factory) if kind is collections.defaultdict else None
+
+    def add(self, number: int, value: object) -> object:
+        """Give a value a number."""
+        self.objects[number], self.numbers[id(value)] = value, number
+        if isinstance(value, CONTAINERS):
+            self.contents[number] = None if number > 0 else []
+        return value
+
+    def forget(self, number: int) -> None:
+        """Take a container's number back: it is a value like others from now on."""
+        del self.contents[number], self.numbers[id(self.objects[number])]
+        del self.objects[number]
+
+    def encode(self, value: object) -> object:
+        """A value as JSON."""
+        kind = type(value)
+        if kind in EXACT:
+            return value
+        if kind is int:
+            return value if -(2**63) < value < 2**63 else ["int", hex(value)]
+        if kind in (tuple, frozenset):
+            return [kind.__name__, *map(self.encode, value)]
+        if kind is bytes:
+            return ["bytes", value.hex()]
+        if id(value) in self.numbers:
+            return ["known", -self.numbers[id(value)]]
+        if isinstance(value, HIDDEN) and self.judges:
+            raise TypeError(f"a {kind.__name__} is not given away")
+        if kind.__name__ in VALUES.get(kind.__module__, ()) and standard(kind.__module__, kind.__name__) is kind:
+            return ["value", kind.__module__, kind.__name__, *map(self.encode, parts_of(value))]
+        if (isinstance(value, type) or (self.judges and callable(value))) and (name := standard_name(value)):
+            return ["standard", *name]
+        self.last += 1
+        number = self.last
+        self.add(number, value)
+        if isinstance(value, type):
+            return ["class", number, value.__name__, overridden(value), [self.encode(base) for base in bases_of(value)]]
+        if kind in CONTAINERS:
+            return ["known", -number]
+        if kind is types.CoroutineType:
+            return ["await", number]
+        if isinstance(value, BaseException) and standard_name(kind):
+            del self.objects[number], self.numbers[id(value)]
+            return ["error", self.encode(kind), *map(self.encode, value.args)]
+        content = next((each for each in CONTENTS if isinstance(value, each)), None)
+        parts = [] if content is None else [self.encode(plain_content(content, value))]
+        if isinstance(value, BaseException):
+            parts = [self.encode(item) for item in value.args]
+        own = self.encode(kind) if standard_name(kind) is None and kind.__module__ != "builtins" else None
+        return ["object", number, own, *parts]
+
+    def decode(self, value: object) -> object:
+        """What `encode` made JSON of."""
+        if not isinstance(value, list):
+            return value
+        mark, *rest = value
+        if mark == "known":
+            return self.objects[rest[0]]
+        if mark in ("tuple", "frozenset"):
+            return (tuple if mark == "tuple" else frozenset)(map(self.decode, rest))
+        if mark == "int":
+            return int(rest[0], 16)
+        if mark == "bytes":
+            return bytes.fromhex(rest[0])
+        if mark == "value":
+            if rest[1] not in VALUES.get(rest[0], ()):
+                raise LookupError(rest)
+            return standard(*rest[:2])(*map(self.decode, rest[2:]))
+        if mark == "standard":
+            return self.decode_standard(*rest)
+        if mark == "error":
+            kind, *items = map(self.decode, rest)
+            try:
+                return AnswerError(*items) if type(kind) is RemoteClass else kind(*items)
+            except TypeError:
+                return AnswerError(*items)
+        return self.decode_object(mark, -rest[0], rest[1:])
+
+    def decode_standard(self, module: str, name: str) -> object:
+        """A class or function of the library; where the tests are, classes of values and errors only."""
+        found = standard(module, name)
+        if self.judges:
+            known = module == "builtins" or name in VALUES.get(module, ()) or found in CONTAINERS
+            known = known or (module in ERRORS and isinstance(found, type) and issubclass(found, Exception))
+            if not known or not isinstance(found, type):
+                return type.__new__(RemoteClass, str(name), (Remote,), {"__slots__": ()})
+        return found
+
+    def decode_object(self, mark: str, number: int, rest: "list[object]") -> object:
+        """A stand-in for an object, a class or a coroutine of the other end."""
+        if number >= 0 or number in self.objects:
+            raise LookupError(number)
+        if mark == "class":
+            return self.add(number, mirror(rest[0], rest[1], [self.decode(base) for base in rest[2]]))
+        if mark == "await":
+            self.objects[number] = target = object()
+            self.numbers[id(target)] = number
+            return waiting(target)
+        kind = Remote if rest[0] is None else self.decode(rest[0])
+        items = [self.decode(each) for each in rest[1:]]
+        if type(kind) is not RemoteClass:
+            raise TypeError(kind)
+        content = next((each for each in (*CONTENTS, *CONTAINERS, BaseException) if issubclass(kind, each)), object)
+        return self.add(number, content.__new__(kind, *items))
+
+
+async def waiting(target: object) -> object:
+    """A coroutine of the other end: it runs there as a whole when it is awaited here."""
+    return PEER.ask("await", target)
+
+
+def finished(coroutine: object) -> object:
+    """The value of a coroutine, run to its end."""
+    if "asyncio" in sys.modules:
+        return sys.modules["asyncio"].run(coroutine)
+    try:
+        coroutine.send(None)
+    except StopIteration as end:
+        return end.value
+    raise RuntimeError("the coroutine waits for something that is not there")
+
+
+def mirror(name: str, own: "list[str]", bases: "list[type]") -> type:
+    """A class for the stand-ins of another process's class: with the same bases, as far as those hold content.
+
+    The methods of immutable content come before those that ask: no answer overrides how its numbers and texts compare.
+    """
+    bases = [base for base in bases if type(base) is RemoteClass or (isinstance(base, type) and solid(base))]
+    first = [base for base in bases if issubclass(base, (*CONTENTS, BaseException))]
+    if not any(type(base) is RemoteClass for base in bases):
+        bases = [*bases, Remote] if first else [Remote, *bases]
+    names: dict[str, object] = {"__slots__": ()}
+    if first:
+        shown = {"__str__", "__repr__", "__format__"}
+        if issubclass(first[0], tuple):
+            shown |= {"__setattr__", *(ARITHMETIC.keys() | REVERSED) & set(own)}
+        names |= {each: vars(Remote)[each] for each in shown}
+    try:
+        return type.__new__(RemoteClass, name, tuple(bases), names)
+    except TypeError:  # bases that do not go together
+        return type.__new__(RemoteClass, name, (Remote,), {"__slots__": ()})
+
+
+def overridden(kind: type) -> "list[str]":
+    """The operators that a class or its bases define outside the library."""
+    return [
+        name
+        for each in kind.__mro__
+        if standard_name(each) is None
+        for name in vars(each)
+        if name in ARITHMETIC or name in REVERSED
+    ]
+
+
+def plain_content(kind: type, value: object) -> object:
+    """The content of an object of a derived class, by the methods of its built-in type."""
+    if kind in (tuple, frozenset):
+        return kind(kind.__iter__(value))
+    if kind is complex:
+        return complex(complex.real.__get__(value), complex.imag.__get__(value))
+    if kind is str:
+        return str.__str__(value)
+    return bytes(memoryview(value)) if kind is bytes else getattr(kind, f"__{kind.__name__}__")(value)
+
+
+def parts_of(value: object) -> "tuple[object, ...]":
+    """What the type of a value of `VALUES` makes it of."""
     if isinstance(value, complex):
-        return ["complex", complex.__complex__(value).real, complex.__complex__(value).imag]
-    if isinstance(value, Remote):
-        return ["object", value._number]
-    objects.append(value)
-    return ["object", len(objects) - 1]
-
-
-def from_json(value: object, known: "object") -> object:
-    """What `to_json` made JSON of; `known(number)` is an object of the other process."""
-    if not isinstance(value, list):
-        return value
-    mark, *items = value
-    if mark == "dict":
-        return {from_json(key, known): from_json(item, known) for key, item in items}
-    if mark == "bytes":
-        return bytes.fromhex(items[0])
-    if mark == "complex":
-        return complex(*items)
-    if mark == "object":
-        return known(items[0])
-    kinds = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
-    return kinds[mark](from_json(item, known) for item in items)
-
-
-def send(stream: io.BufferedIOBase, message: object) -> None:
-    """Write one line."""
-    stream.write(json.dumps(message).encode() + b"\n")
-    stream.flush()
+        return value.real, value.imag
+    if isinstance(value, (range, slice)):
+        return value.start, value.stop, value.step
+    if type(value).__name__ == "Fraction":
+        return value.numerator, value.denominator
+    return value.__reduce_ex__(2)[1]
 
 
 # The answer
 
+PRINTED, LONGEST_PRINT = io.BytesIO(), 2_000  # what is printed goes to the tests, and no more than this from one call
 
-def answer_requests(code: str, requests: io.BufferedIOBase, replies: io.BufferedIOBase) -> None:
+
+def printed_text() -> str:
+    """What the answer has printed since the last time."""
+    try:
+        text = PRINTED.getvalue().decode(errors="replace")
+        PRINTED.seek(0)
+        PRINTED.truncate()
+    except ValueError:  # the answer closed it
+        return ""
+    return text[:LONGEST_PRINT]
+
+
+def answer_requests(code: str, peer: Peer) -> None:
     """Run the code, then do what is asked for, one line each, until nothing more comes."""
-    names: dict[str, object] = {"__name__": "__answer__"}
-    exec(compile(code, "<answer>", "exec"), names)
-    objects: list[object] = []
-    while line := requests.readline():
-        try:
-            reply = reply_to(json.loads(line), names, objects)
-        except Exception as error:
-            reply = {"error": type(error).__name__, "text": str(error)[:200]}
-        send(replies, reply)
-
-
-def reply_to(request: "dict[str, object]", names: "dict[str, object]", objects: "list[object]") -> "dict[str, object]":
-    """The reply to a request: a value, and what the call made of its arguments."""
-    target, rest = request["target"], [from_json(item, objects.__getitem__) for item in request["items"]]
-    thing = names[target] if isinstance(target, str) else objects[target]
-    if request["kind"] == "call":
-        named = {name: from_json(item, objects.__getitem__) for name, item in request["named"].items()}
-        value = thing(*rest, **named)
-        return {"value": to_json(value, objects), "items": [to_json(item, objects) for item in rest]}
-    actions = {"attribute": getattr, "length": len, "item": lambda x, key: x[key], "items": list}
-    return {"value": to_json(actions[request["kind"]](thing, *rest), objects)}
+    sys.stdout = io.TextIOWrapper(PRINTED, encoding="utf-8", write_through=True)
+    exec(compile(code, "<answer>", "exec"), NAMES)
+    printed_text()  # nothing of the tests has run yet that could read it
+    builtins.input = lambda *items: peer.ask("input", None, *items)
+    while True:
+        peer.send(peer.perform(peer.receive()))
 
 
 # The tests
 
 
-class Channel:
-    """Requests to the answer's process and its replies; where it is gone, or a reply too long, the tests have failed."""
+def run_tests(tests: str, peer: Peer) -> None:
+    """Run the tests; the names that they read are the answer's where it defines them. An exception ends the process.
 
-    def __init__(self, requests: io.BufferedIOBase, replies: io.BufferedIOBase, longest: int):
-        self.requests, self.replies, self.longest = requests, replies, int(longest)
-
-    def ask(
-        self, kind: str, target: "str | int", items: "tuple[object, ...]" = (), named: "dict | None" = None
-    ) -> object:
-        """The value of a request; a built-in exception of the answer is raised again, any other as `AnswerError`."""
-        named = {name: to_json(item, []) for name, item in (named or {}).items()}
-        message = {"kind": kind, "target": target, "items": [to_json(item, []) for item in items], "named": named}
-        try:
-            send(self.requests, message)
-            line = self.replies.readline(self.longest)
-            reply = json.loads(line) if line.endswith(b"\n") else os._exit(DIED)
-        except (OSError, ValueError, RecursionError):
-            os._exit(DIED)
-        if not isinstance(reply, dict) or "error" in reply:
-            kind_of_error = getattr(builtins, str(reply["error"]), None) if isinstance(reply, dict) else None
-            known = isinstance(kind_of_error, type) and issubclass(kind_of_error, Exception)
-            raise (kind_of_error if known else AnswerError)("raised by the answer")
-        try:
-            for item, changed in zip(items, reply.get("items", ()), strict=False):
-                put_back(item, from_json(changed, self.remote))
-            return from_json(reply["value"], self.remote)
-        except (KeyError, TypeError, ValueError, RecursionError, OverflowError):
-            os._exit(DIED)
-
-    def remote(self, number: object) -> "Remote":
-        """The stand-in for an object that stayed with the answer."""
-        return Remote(self, int(number))
+    Names of standard modules come from the library, and names that Python has too from the answer only where the tests
+    read no other name of it. Tests that ask the answer nothing do not pass.
+    """
+    tree = ast.parse(tests, "<tests>")
+    names = names_of_tests(tree)
+    found = peer.ask("names", None, [*names["answer"], *names["builtins"]])
+    own = [name for name in names["answer"] if name in found and name not in names["bound"]]
+    for name in [*names["answer"], *([] if own else names["builtins"])]:
+        if name in found:
+            NAMES[name] = found[name]
+            if name not in names["bound"]:  # what the tests set stays as they set it
+                peer.shown[name] = found[name]
+    for name in names["modules"]:
+        NAMES[name] = importlib.import_module(name)
+    exec(compile(ExpectedFirst(names).visit(tree), "<tests>", "exec"), NAMES)
+    if not peer.asked and (not found or any(is_remote(value) for value in found.values())):
+        raise AnswerError("nothing was asked of the answer")
 
 
-class AnswerError(Exception):
-    """An exception of a class that the answer defines."""
+class ExpectedFirst(ast.NodeTransformer):
+    """`f(x) == g(x)` with an f of the answer as `g(x) == f(x)`: what is expected is worked out before the answer runs."""
+
+    def __init__(self, names: "dict[str, list[str]]"):
+        self.answer = {*names["answer"]} - {*names["bound"]}
+
+    def asks(self, node: ast.AST) -> bool:
+        """Whether an expression reads a name that may be the answer's."""
+        return any(isinstance(each, ast.Name) and each.id in self.answer for each in ast.walk(node))
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        """Turn `==` and `!=` round where the answer stands on the left alone."""
+        self.generic_visit(node)
+        right = node.comparators[0]
+        calls = any(isinstance(each, ast.Call) for each in ast.walk(right))
+        same = len(node.ops) == 1 and isinstance(node.ops[0], (ast.Eq, ast.NotEq))
+        if same and calls and self.asks(node.left) and not self.asks(right):
+            node.left, node.comparators = right, [node.left]
+        return node
 
 
-class Remote:
-    """Something of the answer: a function, a class or an object. It equals nothing but itself."""
+def names_of_tests(tree: ast.AST) -> "dict[str, list[str]]":
+    """The names that tests read, by where they come from.
 
-    __slots__ = ("_channel", "_number")
-
-    def __init__(self, channel: Channel, number: "str | int"):
-        self._channel, self._number = channel, number
-
-    def __call__(self, *items: object, **named: object) -> object:
-        return self._channel.ask("call", self._number, items, named)
-
-    def __getattr__(self, name: str) -> object:
-        return self._channel.ask("attribute", self._number, (name,))
-
-    def __len__(self) -> int:
-        return self._channel.ask("length", self._number)
-
-    def __getitem__(self, key: object) -> object:
-        return self._channel.ask("item", self._number, (key,))
-
-    def __iter__(self) -> object:
-        return iter(self._channel.ask("items", self._number))
-
-    def __bool__(self) -> bool:
-        return True
-
-
-def put_back(item: object, changed: object) -> None:
-    """Change a list, dict or set as the call changed the copy that it was given."""
-    if type(item) is list and type(changed) is list:
-        item[:] = changed
-    elif type(item) in (dict, set) and type(changed) is type(item):
-        item.clear()
-        item.update(changed)
-
-
-def run_tests(task: "dict[str, str]", channel: Channel) -> None:
-    """Run the tests; the names that they use and do not define are the answer's. An exception ends the process."""
-    tree = ast.parse(task["tests"], "<tests>")
-    scope: dict[str, object] = {"__name__": "__tests__"}
-    scope |= {name: Remote(channel, name) for name in free_names(tree)}
-    exec(compile(tree, "<tests>", "exec"), scope)
-
-
-def free_names(tree: ast.AST) -> "set[str]":
-    """Names that a program reads and neither defines, imports nor has from Python."""
-    read, bound = set(), set(dir(builtins))
+    Returns:
+        answer: may be the answer's; builtins: Python's, unless the answer has them; modules: of the library, not
+        imported and only read for their attributes; helpers: of other libraries, not imported; bound: defined or
+        imported by the tests.
+    """
+    read, whole, bound = {}, set(), set()
+    inner = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            (read if isinstance(node.ctx, ast.Load) else bound).add(node.id)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load):
+            read[node.id] = True
+            if id(node) not in inner:
+                whole.add(node.id)
+        elif isinstance(node, ast.Name):
+            bound.add(node.id)
         elif isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
             bound.add(node.name)
         elif isinstance(node, ast.arg):
@@ -343,7 +850,17 @@ def free_names(tree: ast.AST) -> "set[str]":
             bound.add((node.asname or node.name).partition(".")[0])
         elif isinstance(node, ast.ExceptHandler) and node.name:
             bound.add(node.name)
-    return read - bound
+    found = {"answer": [], "builtins": [], "modules": [], "helpers": [], "bound": sorted(bound)}
+    for name in read:
+        if name in dir(builtins):
+            found["builtins"].append(name)
+        elif name in MODULES and name not in whole and name not in bound:
+            found["modules"].append(name)
+        elif name in HELPERS and name not in bound:
+            found["helpers"].append(name)
+        elif not name.startswith("__"):
+            found["answer"].append(name)
+    return found
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from string import Formatter
 from typing import Literal
-from urllib.parse import urlsplit
 
+from alignment.patterns import compile_pattern
 from alignment.reward_model import Combine
+from alignment.rewards.http import url_problem
 
 KINDS = ("reward_model", "function", "length", "format", "regex", "answer", "code", "judge")
 FORMATS = {  # name of a format -> the pattern that the whole response has to match
@@ -22,6 +23,7 @@ NAME = re.compile(r"[\w.-]+")
 VARIABLE = re.compile(r"[A-Za-z_]\w*")
 
 Normalize = Literal["none", "first", "running"]
+AnswerMatch = Literal["gsm8k", "exact", "boxed"]
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ class MatchSpec:
     """A reward for responses that match a regular expression.
 
     Attributes:
-        pattern: Python's regular expression; `.` matches line ends too. In `format` also a format's name.
+        pattern: Python's regular expression; `.` matches line ends too. In `format` also a format's name. A response on
+            which it takes more than a second has no score.
         value: reward of a response that matches.
         otherwise: reward of one that does not.
     """
@@ -71,10 +74,7 @@ class MatchSpec:
     otherwise: float = 0.0
 
     def __post_init__(self) -> None:
-        try:
-            re.compile(self.pattern, re.DOTALL)
-        except re.error as error:
-            raise ValueError(f"pattern {self.pattern!r} is no regular expression: {error}") from error
+        compile_pattern(self.pattern, dotall=True)
 
 
 @dataclass(frozen=True)
@@ -82,14 +82,15 @@ class AnswerSpec:
     """A reward for responses whose answer is that of a column of the prompt's row.
 
     Attributes:
-        match: gsm8k: the number after `####`, or else the last number, is equal to that of the column (`1,000.0` is
-            1000). exact: the texts are equal without case, punctuation and outer white space.
+        match: gsm8k: the number after `####`, or else in `\\boxed{}`, or else the last number, is equal to that of the column
+            (`1,000.0` is 1000, `3/4` is 0.75). exact: the texts are equal without case, white space and punctuation at the
+            ends of words, and with equal numbers. boxed: the last `\\boxed{}` holds the column's text, compared likewise.
         column: of the prompts; a text, a number, or a list of accepted answers.
         value: reward of a right answer.
         otherwise: reward of a wrong one.
     """
 
-    match: Literal["gsm8k", "exact"]
+    match: AnswerMatch
     _: KW_ONLY
     column: str = "answer"
     value: float = 1.0
@@ -100,7 +101,7 @@ class AnswerSpec:
 class CodeSpec:
     """A reward for Python code that passes unit tests, run in a process without files, sockets and other processes.
 
-    The code is the response's last fenced block, or the whole response without one.
+    The code is the response's last block fenced as Python, else the last fenced without a language, else all of it.
 
     Attributes:
         column: of the prompts: a list of tests, each a text of asserts that call the code's functions, or a mapping
@@ -110,6 +111,7 @@ class CodeSpec:
         memory_megabytes: limit of the address space.
         output_bytes: limit of what a test may print and a function may return.
         processes: tests that one rank runs side by side.
+        solution: column of a reference solution, run at the start: rows whose tests it fails are refused. None: not run.
     """
 
     column: str = "tests"
@@ -119,6 +121,7 @@ class CodeSpec:
     memory_megabytes: int = 512
     output_bytes: int = 65_536
     processes: int = 2
+    solution: str | None = None
 
     def __post_init__(self) -> None:
         for name in ("cpu_seconds", "wall_seconds", "memory_megabytes", "output_bytes", "processes"):
@@ -137,18 +140,20 @@ class JudgeSpec:
     Attributes:
         url: of the service; with protocol openai that of `.../v1/chat/completions`.
         protocol: json: `{"prompt", "response", "columns"}` is posted and `{"score": number}` expected. openai: a chat
-            completion of `model` on `template`, whose text `pattern` reads the score from.
+            completion of `model` on `template`, in whose text the score stands.
         model: name of the judging model (openai).
         template: of the question, with {prompt} and {response} and {NAME} for each column used (openai).
-        pattern: regular expression whose first group is the score; its last match counts (openai).
+        pattern: regular expression whose first group is the score; its last match counts. null: the number in double
+            brackets, or else the one after `score`, `rating` or `grade`, or else the only number; `of 10`, `/10` and
+            `1-10` are read as scales, and where different numbers are left there is no score (openai).
         columns: columns of the prompts that the service gets.
-        key_variable: environment variable that holds the key, sent as a bearer token; None: no key.
+        key_variable: environment variable that holds the key, sent as a bearer token; None: no key. The URL may hold none.
         timeout_seconds: for one whole request.
         retries: further requests after a failed one: no connection, time-out, status 408, 409, 425, 429 or 5xx.
         backoff_seconds: pause before the first of them, doubled each time, with jitter; a Retry-After header counts
             where it is longer.
         max_backoff_seconds: longest pause; a longer Retry-After is a failure.
-        max_failed_share: largest share of responses of one iteration without a score; they count 0.
+        max_failed_share: largest share of responses of one iteration without a score; nothing is learned from them.
         requests: at the same time from one rank.
         low, high: a score outside is a failure; None: no bound.
     """
@@ -158,7 +163,7 @@ class JudgeSpec:
     protocol: Literal["json", "openai"] = "json"
     model: str | None = None
     template: str | None = None
-    pattern: str = r"([-+]?\d+(?:\.\d+)?)"
+    pattern: str | None = None
     columns: tuple[str, ...] = ()
     key_variable: str | None = None
     timeout_seconds: float = 60.0
@@ -175,15 +180,11 @@ class JudgeSpec:
         if self.protocol == "openai":
             if self.model is None or self.template is None:
                 raise ValueError("protocol openai of a judge needs model and template")
-        elif self.model is not None or self.template is not None:
-            raise ValueError("model and template of a judge go with protocol: openai")
+        elif (self.model, self.template, self.pattern) != (None, None, None):
+            raise ValueError("model, template and pattern of a judge go with protocol: openai")
         if self.template is not None and (problem := template_problem(self.template, self.columns)):
             raise ValueError(problem)
-        try:
-            groups = re.compile(self.pattern).groups
-        except re.error as error:
-            raise ValueError(f"pattern {self.pattern!r} is no regular expression: {error}") from error
-        if groups < 1:
+        if self.pattern is not None and compile_pattern(self.pattern).groups < 1:
             raise ValueError(f"pattern {self.pattern!r} needs a group (...) around the score")
         if self.key_variable is not None and not VARIABLE.fullmatch(self.key_variable):
             raise ValueError("key_variable must be the name of an environment variable, not the key itself")
@@ -210,13 +211,15 @@ class RewardSpec:
         reward_combine: how the scores of an ensemble become one: mean, min, or lower (mean - reward_std_coef * deviation).
         reward_std_coef: weight of the deviation in `lower`.
         function: module:name of a Python function f(prompts, responses, **columns) -> one number for each response, or
-            None where it does not apply. Columns are the prompts' further columns, as lists; a function without
-            `**columns` gets those that it names.
+            None where it does not apply; the module lies beside the config or in the working directory, or is installed.
+            Columns are the prompts' further columns, as lists; a function without `**columns` gets those that it names.
+            With `completions` in place of `responses` it is called as trl calls it: for a prompt of messages a
+            completion is a list with the assistant's message. From Python the function itself may stand here.
         length: a penalty for responses longer or shorter than wanted.
         format: a named format (think_answer, gsm8k, boxed), a regular expression, or a section; the whole response has to
             match.
         regex: a regular expression, or a section; it has to match somewhere in the response.
-        answer: gsm8k or exact, or a section: whether the response's answer is that of a column.
+        answer: gsm8k, exact or boxed, or a section: whether the response's answer is that of a column.
         code: whether Python code passes unit tests; `{}` for the usual settings. Linux only.
         judge: URL of an HTTP service, or a section.
         weight: factor of this part; negative for what is to be avoided.
@@ -235,7 +238,7 @@ class RewardSpec:
     length: LengthSpec | None = None
     format: str | MatchSpec | None = None
     regex: str | MatchSpec | None = None
-    answer: Literal["gsm8k", "exact"] | AnswerSpec | None = None
+    answer: AnswerMatch | AnswerSpec | None = None
     code: CodeSpec | None = None
     judge: str | JudgeSpec | None = None
     weight: float = 1.0
@@ -267,7 +270,7 @@ class RewardSpec:
             raise ValueError(f"reward_std_coef must be above 0, got {self.reward_std_coef}")
         if self.reward_std_coef != 1 and self.reward_combine != "lower":
             raise ValueError(f"reward_std_coef goes with reward_combine=lower, not with {self.reward_combine}")
-        if kind == "function" and not re.fullmatch(r"[\w.]+:\w+", self.function or ""):
+        if kind == "function" and not re.fullmatch(r"[\w.]+:[\w.<>]+", self.function or ""):
             raise ValueError(f"function must be module:name, got {self.function!r}")
         if kind == "judge" and isinstance(self.judge, str):
             check_judge_url(self.judge)
@@ -302,20 +305,13 @@ class RewardSpec:
 
 
 def check_judge_url(url: str) -> None:
-    """Refuse what is no http or https URL with a host, or holds a password.
+    """Refuse what is no http or https URL with a host, or holds a key.
 
     Raises:
-        ValueError: in words; the URL's query and password are not shown.
+        ValueError: in words, without the key.
     """
-    try:
-        parts = urlsplit(url)
-        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
-    except ValueError:
-        good, parts = False, None
-    if parts is not None and parts.password is not None:
-        raise ValueError("judge: the URL holds a password; name an environment variable in key_variable instead")
-    if not good:
-        raise ValueError(f"judge: {url.split('?')[0]!r} is no URL such as https://host/score")
+    if problem := url_problem(url):
+        raise ValueError(f"judge: {problem}")
 
 
 def template_problem(template: str, columns: Sequence[str]) -> str:
@@ -351,7 +347,7 @@ def names_of(specs: Sequence[RewardSpec]) -> list[str]:
 
 def _default_name(spec: RewardSpec) -> str:
     if spec.function is not None:
-        return spec.function.rpartition(":")[2]
+        return re.findall(r"\w+", spec.function)[-1]
     return spec.kind
 
 

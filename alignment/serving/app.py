@@ -3,15 +3,16 @@
 import asyncio
 import json
 import secrets
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
+from alignment.data.rows.records import Messages
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.generation import SamplingConfig
 from alignment.generation.requests import DecodingRequest, TokenEvent
 from alignment.serving.model_thread import ModelThread, ServingError
-from alignment.serving.requests import BadRequest, Body, CompletionRequest, Encode, Kind, read_request, requested_ids
+from alignment.serving.requests import BadRequest, Body, CompletionRequest, Encode, Kind, encode_prompt, read_request
 from alignment.serving.responses import JSON, AnswerWriter, ResponseChoice, body_of, error_body
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 16 * 2**20  # of a body: more text than any model's positions hold
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
+STUCK_SECONDS = 60.0  # a step that takes longer: nobody is answered for so long
+GONE = "the client has gone"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,7 @@ class ServedModel:
     Attributes:
         name: in requests and answers.
         tokenizer: for the texts of single tokens; used by the event loop alone.
-        encode: ids of a text or of messages.
+        encode: ids of a text or of messages; called from several threads.
         stop_ids: tokens that end a response.
         vocabulary: rows of the token table.
         positions: longest prompt and response together, tokens; of an encoder-decoder, longest response.
@@ -48,18 +52,24 @@ class ServedModel:
     reads_apart: bool = False
     max_tokens: int = 512
 
+    def prompt_ids(self, prompt: str | Messages | list[int]) -> list[int]:
+        """Token ids of a prompt; see `encode_prompt`."""
+        return encode_prompt(prompt, self.encode, vocabulary=self.vocabulary, positions=self.positions)
 
-def decoding_requests(served: ServedModel, asked: CompletionRequest) -> list[DecodingRequest]:
+
+def decoding_requests(
+    served: ServedModel, asked: CompletionRequest, prompts: Sequence[list[int]]
+) -> list[DecodingRequest]:
     """The `n` requests for each prompt, in the order of the answer's choices.
 
     With a seed, choice i has the random numbers of row i, as the i-th prompt of `generate` has.
 
+    Args:
+        prompts: token ids of each of `asked.prompts`.
+
     Raises:
-        BadRequest: a prompt that cannot be read or, with the response, does not fit the model's positions.
+        BadRequest: a prompt that, with the response, does not fit the model's positions.
     """
-    if asked.kind == "chat" and served.reads_apart:
-        raise BadRequest(f"{served.name} is an encoder-decoder model, which has no chat; use /v1/completions")
-    prompts = requested_ids(asked.prompts, served.encode, served.vocabulary)
     seed = secrets.randbits(48) if asked.seed is None else asked.seed % 2**64
     requests = []
     for ids in prompts:
@@ -119,6 +129,11 @@ class Answer:
             self._open -= event.finish is not None
             yield choice, event
 
+    async def finished(self) -> None:
+        """Wait for all tokens; errors as in `events`."""
+        async for _ in self.events():
+            pass
+
     def close(self) -> None:
         """Cancel what has not finished."""
         if self._open:
@@ -130,13 +145,17 @@ class Service:
 
     def __init__(self, served: ServedModel, thread: ModelThread):
         self._served, self._thread = served, thread
-        self._encoding = asyncio.Lock()  # the tokenizer holds state while it encodes
 
     async def health(self, request: "Request") -> "ASGIApp":
-        """200 while requests are answered."""
-        if not self._thread.alive:
+        """200 while requests are answered; 503 where the model's thread has ended or its present step does not end."""
+        thread, seconds = self._thread, self._thread.step_seconds
+        if not thread.alive:
             return json_response(error_body("the model's thread has ended", status=503), 503)
-        return json_response({"status": "ok", "running": self._thread.running})
+        if seconds > STUCK_SECONDS:
+            message = f"the model's present step takes {seconds:.0f} s already, and nobody is answered before its end"
+            return json_response(error_body(message, status=503), 503)
+        found = {"running": thread.running, "queued": thread.queued, "step_seconds": round(seconds, 3)}
+        return json_response({"status": "ok", **found})
 
     async def models(self, request: "Request") -> "ASGIApp":
         """The one model."""
@@ -167,8 +186,11 @@ class Service:
         body = await json_body(request)
         asked = read_request(kind, body)
         self._check_name(body)
-        async with self._encoding:
-            requests = await asyncio.to_thread(decoding_requests, self._served, asked)
+        if kind == "chat" and self._served.reads_apart:
+            name = self._served.name
+            raise BadRequest(f"{name} is an encoder-decoder model, which has no chat; use /v1/completions")
+        prompts = await while_connected(request, _encode_prompts(self._served, asked))
+        requests = decoding_requests(self._served, asked, prompts)
         writer = AnswerWriter(asked, self._served.name, self._served.tokenizer, self._served.stop_ids)
         answer = Answer(self._thread, requests)
         if asked.stream:
@@ -178,8 +200,7 @@ class Service:
             headers = {"Cache-Control": "no-cache"}
             return closing(answer, StreamingResponse(events, media_type="text/event-stream", headers=headers))
         try:
-            if not await finishes(answer, request):
-                return json_response(error_body("the client has gone", status=499), 499)
+            await while_connected(request, answer.finished())
         except ServingError as error:
             status = 400 if error.wrong_input else 500
             return json_response(error_body(str(error), status=status), status)
@@ -200,27 +221,31 @@ def closing(answer: Answer, response: "ASGIApp") -> "ASGIApp":
     return send_and_close
 
 
-async def finishes(answer: Answer, request: "Request") -> bool:
-    """Wait for the whole answer; False where the client goes away before."""
+async def _encode_prompts(served: ServedModel, asked: CompletionRequest) -> list[list[int]]:
+    """Token ids of all prompts, each encoded by a call of its own, so that other requests come between them."""
+    return [await asyncio.to_thread(served.prompt_ids, prompt) for prompt in asked.prompts]
 
-    async def collect() -> None:
-        async for _ in answer.events():
-            pass
+
+async def while_connected(request: "Request", work: Coroutine[object, object, T]) -> T:
+    """The result of `work`, which is canceled when the client goes away.
+
+    Raises:
+        BadRequest: the client has gone.
+    """
 
     async def disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    tasks = [asyncio.ensure_future(collect()), asyncio.ensure_future(disconnect())]
+    working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(disconnect())
     try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
-            return False
-        tasks[0].result()  # raises what the model could not do
-        return True
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise BadRequest(GONE, status=499)
+        return working.result()
     finally:
-        for task in tasks:
-            task.cancel()
+        working.cancel()
+        leaving.cancel()
 
 
 async def stream_events(answer: Answer, writer: AnswerWriter, *, include_usage: bool) -> AsyncIterator[str]:
@@ -257,17 +282,25 @@ async def json_body(request: "Request") -> dict[str, object]:
     A form of another site's page can send text to this address, but no JSON without asking first; so the type is checked.
 
     Raises:
-        BadRequest: another type, too large, or no JSON object.
+        BadRequest: another type, too large, no JSON object, a text that UTF-8 cannot hold, or a client that goes away.
     """
+    from starlette.requests import ClientDisconnect
+
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise BadRequest("the body must be JSON: send Content-Type: application/json", status=415)
     content = bytearray()
-    async for part in request.stream():
-        content += part
-        if len(content) > MOST_BYTES:
-            raise BadRequest(f"the body has more than {MOST_BYTES} bytes", status=413)
     try:
-        body = json.loads(bytes(content))
+        async for part in request.stream():
+            content += part
+            if len(content) > MOST_BYTES:
+                raise BadRequest(f"the body has more than {MOST_BYTES} bytes", status=413)
+    except ClientDisconnect:
+        raise BadRequest(GONE, status=499) from None
+    try:
+        text = content.decode()
+        body = json.loads(text)
+        if "\\u" in text:  # an escape may be half a surrogate pair, which has no place in a text
+            json.dumps(body, ensure_ascii=False).encode()
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):

@@ -2,6 +2,7 @@
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import count
@@ -29,6 +30,7 @@ class ServingError(RuntimeError):
         self.wrong_input = wrong_input
 
 
+STOPS = "the server stops"
 Receive = Callable[[TokenEvent | ServingError], None]  # called in the model's thread, so it must not block
 
 
@@ -51,6 +53,7 @@ class ModelThread:
         self._receivers: dict[int, tuple[int, Receive]] = {}  # number in the engine -> ticket, receiver
         self._numbers: dict[int, int] = {}  # ticket -> number in the engine
         self._closing = False
+        self._step_began: float | None = None
         self._thread = threading.Thread(target=self._work, name="model", daemon=True)
         self._thread.start()
 
@@ -67,19 +70,33 @@ class ModelThread:
 
     @property
     def running(self) -> int:
-        """Requests that have not finished."""
+        """Requests that have not finished, of those that the thread has taken."""
         return len(self._receivers)
+
+    @property
+    def queued(self) -> int:
+        """Requests and cancellations that the thread has not taken; it takes them between two steps."""
+        return self._orders.qsize()
+
+    @property
+    def step_seconds(self) -> float:
+        """How long the present step has taken so far; 0 between steps."""
+        began = self._step_began
+        return 0.0 if began is None else time.monotonic() - began
 
     def submit(self, requests: Sequence[DecodingRequest], receivers: Sequence[Receive]) -> list[int]:
         """Hand requests over; their tickets.
 
-        Each receiver gets its request's tokens, of which the last one has a `finish`, or a `ServingError`.
+        Each receiver gets its request's tokens, of which the last one has a `finish`, or a `ServingError`, also where the
+        thread has ended.
         """
         tickets = [next(self._tickets) for _ in requests]
         for ticket, request, receive in zip(tickets, requests, receivers, strict=True):
             self._orders.put(
                 lambda ticket=ticket, request=request, receive=receive: self._add(ticket, request, receive)
             )
+        if not self._thread.is_alive():
+            self._refuse_orders()
         return tickets
 
     def cancel(self, tickets: Sequence[int]) -> None:
@@ -93,19 +110,35 @@ class ModelThread:
         self._thread.join()
 
     def _work(self) -> None:
-        while not self._closing:
-            self._take_orders()
-            if self._closing or not self._engine.unfinished:
-                continue
-            try:
-                events = self._engine.step()
-            except Exception as error:  # the next request may be well: out of memory, for one
-                self._fail_all(f"the model failed: {type(error).__name__}: {error}")
-                self._engine = self._make_engine()
-                continue
-            for event in events:
-                self._hand_out(event)
-        self._fail_all("the server stops")
+        try:
+            while not self._closing:
+                self._take_orders()
+                if not self._closing and self._engine.unfinished:
+                    self._step()
+        finally:
+            self._closing = True
+            self._fail_all(STOPS)
+            self._refuse_orders()
+
+    def _step(self) -> None:
+        self._step_began = time.monotonic()
+        try:
+            events = self._engine.step()
+        except Exception as error:  # the next request may be well: out of memory, for one
+            self._fail_all(f"the model failed: {type(error).__name__}: {error}")
+            self._engine = self._make_engine()
+            return
+        finally:
+            self._step_began = None
+        for event in events:
+            self._hand_out(event)
+
+    def _refuse_orders(self) -> None:
+        """Answer the requests that nobody will take."""
+        with suppress(queue.Empty):
+            while True:
+                if (order := self._orders.get_nowait()) is not None:
+                    order()
 
     def _take_orders(self) -> None:
         """Carry out all orders; wait for one where there is nothing to decode."""
@@ -120,11 +153,14 @@ class ModelThread:
                 order()
 
     def _add(self, ticket: int, request: DecodingRequest, receive: Receive) -> None:
+        if self._closing:
+            return _tell(receive, ServingError(STOPS))
         try:
             number = self._engine.add(request)
         except (UserError, ValueError) as error:
-            receive(ServingError(str(error), wrong_input=True))
-            return
+            return _tell(receive, ServingError(str(error), wrong_input=True))
+        except Exception as error:  # it must not end the thread: out of memory, for one
+            return _tell(receive, ServingError(f"the model failed: {type(error).__name__}: {error}"))
         self._receivers[number], self._numbers[ticket] = (ticket, receive), number
 
     def _cancel(self, tickets: Sequence[int]) -> None:
@@ -139,13 +175,16 @@ class ModelThread:
         ticket, receive = self._receivers[event.request]
         if event.finish is not None:
             del self._receivers[event.request], self._numbers[ticket]
-        with suppress(RuntimeError):  # the event loop of this client has ended
-            receive(event)
+        _tell(receive, ServingError(event.text) if event.finish == "error" else event)
 
     def _fail_all(self, message: str) -> None:
         receivers = [receive for _, receive in self._receivers.values()]
         self._receivers.clear()
         self._numbers.clear()
         for receive in receivers:
-            with suppress(RuntimeError):
-                receive(ServingError(message))
+            _tell(receive, ServingError(message))
+
+
+def _tell(receive: Receive, event: TokenEvent | ServingError) -> None:
+    with suppress(RuntimeError):  # the event loop of this client has ended
+        receive(event)

@@ -1,9 +1,11 @@
 """JSON bodies of OpenAI's chat and text completions to settings; what is not supported is refused in words. No HTTP here."""
 
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from alignment.data.rows.fields import BadRow
 from alignment.data.rows.messages import messages_field
@@ -14,7 +16,10 @@ from alignment.generation import SamplingConfig
 Body = Mapping[str, object]  # as it came: name of a parameter -> value
 Kind = Literal["chat", "completions"]
 MOST_CHOICES = 128  # as OpenAI's
+MOST_RESPONSES = 512  # of one request: prompts times n
 MOST_STOPS = 16
+MOST_CHARACTERS = 4 * 2**20  # of a prompt
+CHARACTERS_PER_TOKEN = 16  # four times those of English text: a prompt with more on average is not worth encoding
 MOST_ALTERNATIVES = 20  # as OpenAI's
 IGNORED = {  # say who asks and how it is billed or stored
     "user", "metadata", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "store",
@@ -87,6 +92,7 @@ def read_request(kind: Kind, body: object) -> CompletionRequest:
     known = COMMON | OWN[kind] | set(SAMPLING) | set(OFF)
     for name, value in given.items():
         if name not in known:
+            name = name[:80]  # a search for a name that is alike takes seconds for millions of letters
             raise BadRequest(f"unknown parameter {name!r}; {suggest(name, COMMON | OWN[kind] | set(SAMPLING))}", name)
         if name in OFF and not any(
             value == off and isinstance(value, bool) == isinstance(off, bool) for off in OFF[name]
@@ -96,10 +102,18 @@ def read_request(kind: Kind, body: object) -> CompletionRequest:
         _chat_alternatives(given) if kind == "chat" else _whole(given, "logprobs", None, 0, MOST_ALTERNATIVES)
     )
     stream = _switch(given, "stream")
+    prompts = (_messages(given),) if kind == "chat" else tuple(_prompts(given))
+    n = _whole(given, "n", 1, 1, MOST_CHOICES) or 1
+    if len(prompts) * n > MOST_RESPONSES:
+        raise BadRequest(
+            f"{len(prompts)} prompts with n = {n} ask for {len(prompts) * n} responses; at most {MOST_RESPONSES} in one "
+            "request: send several",
+            "prompt",
+        )
     return CompletionRequest(
         kind,
-        (_messages(given),) if kind == "chat" else tuple(_prompts(given)),
-        n=_whole(given, "n", 1, 1, MOST_CHOICES) or 1,
+        prompts,
+        n=n,
         max_tokens=_max_tokens(given, kind),
         sampling=_sampling(given),
         seed=_whole(given, "seed", None, -(2**63), 2**63 - 1),
@@ -161,7 +175,7 @@ def _sampling(given: Body) -> dict[str, Any]:
         value = given.get(name)
         if value is None:
             continue
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
             raise BadRequest(f"{name} must be a number, got {value!r}", name)
         if ours in whole and value != int(value):
             raise BadRequest(f"{name} must be a whole number, got {value!r}", name)
@@ -212,29 +226,35 @@ def _whole(given: Body, name: str, default: int | None, least: int, most: float 
 Encode = Callable[[str | Messages], list[int]]
 
 
-def requested_ids(prompts: Sequence[str | Messages | list[int]], encode: Encode, vocabulary: int) -> list[list[int]]:
-    """Token ids of each prompt.
+def encode_prompt(prompt: str | Messages | list[int], encode: Encode, *, vocabulary: int, positions: int) -> list[int]:
+    """Token ids of a prompt.
 
     Args:
         encode: the ids of a text or of messages.
         vocabulary: rows of the model's token table.
+        positions: most tokens of a prompt.
 
     Raises:
-        BadRequest: an id that is none, or a prompt that the tokenizer or the chat template refuses.
+        BadRequest: an id that is none, a prompt that the tokenizer or the chat template refuses, or one so long that it
+            is not encoded.
     """
-    encoded: list[list[int]] = []
-    for prompt in prompts:
-        if isinstance(prompt, list) and all(isinstance(token, int) for token in prompt):
-            ids = [token for token in prompt if isinstance(token, int)]
-            if wrong := [token for token in ids if not 0 <= token < vocabulary]:
-                raise BadRequest(f"prompt: {wrong[0]} is no token id; they are 0 to {vocabulary - 1}", "prompt")
-            encoded.append(ids)
-            continue
-        param = "prompt" if isinstance(prompt, str) else "messages"
-        try:
-            encoded.append(encode(prompt))  # type: ignore[arg-type]
-        except UserError as error:
-            raise BadRequest(str(error), param) from error
-        if not encoded[-1]:
-            raise BadRequest("the prompt has no token", param)
-    return encoded
+    param = "messages" if isinstance(prompt, list) and isinstance(prompt[0], dict) else "prompt"
+    if isinstance(prompt, list) and param == "prompt":
+        ids = cast("list[int]", prompt)
+        if len(ids) <= positions and (wrong := [token for token in ids if not 0 <= token < vocabulary]):
+            raise BadRequest(f"prompt: {wrong[0]} is no token id; they are 0 to {vocabulary - 1}", "prompt")
+        return ids
+    size = len(prompt if isinstance(prompt, str) else json.dumps(prompt, ensure_ascii=False))
+    if size > (most := min(CHARACTERS_PER_TOKEN * positions, MOST_CHARACTERS)):
+        raise BadRequest(
+            f"the prompt has {size} characters, of which at most {most} are read: the model has {positions} positions",
+            param,
+            code="context_length_exceeded",
+        )
+    try:
+        ids = encode(cast("str | Messages", prompt))
+    except UserError as error:
+        raise BadRequest(str(error), param) from error
+    if not ids:
+        raise BadRequest("the prompt has no token", param)
+    return ids

@@ -114,7 +114,9 @@ class AnswerWriter:
         return {
             "tokens": [self._name(event.token) for event in shown],
             "token_logprobs": [event.log_prob for event in shown],
-            "top_logprobs": [{self._name(token): value for token, value in event.alternatives} for event in shown]
+            "top_logprobs": [
+                {self._name(token): written_log_prob(value) for token, value in event.alternatives} for event in shown
+            ]
             if self._request.alternatives
             else None,
             "text_offset": offsets,
@@ -126,11 +128,15 @@ class AnswerWriter:
 
     def _entry(self, token: int, log_prob: float) -> JSON:
         written = token_bytes(self._tokenizer, token)
-        # JSON has no infinity: what cannot be drawn has OpenAI's number for it.
-        return {"token": self._name(token), "logprob": max(log_prob, -9999.0), "bytes": list(written)}
+        return {"token": self._name(token), "logprob": written_log_prob(log_prob), "bytes": list(written)}
 
     def _name(self, token: int) -> str:
         return token_bytes(self._tokenizer, token).decode("utf-8", errors="replace")
+
+
+def written_log_prob(value: float) -> float:
+    """A log-probability for JSON, which has no infinity: what cannot be drawn has OpenAI's number for it."""
+    return max(value, -9999.0)
 
 
 def token_bytes(tokenizer: Tokenizer, token: int) -> bytes:

@@ -4,7 +4,9 @@ PPO has a loop of its own, and shares `load_run_state` and `save_run_state`.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import math
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -15,21 +17,28 @@ from torch import Tensor
 from alignment.errors import UserError
 from alignment.ragged import Batch
 from alignment.training.engine import Engine
-from alignment.training.optim import endless_warmup
+from alignment.training.optim import endless_warmup, learning_rate_at
 from alignment.training.result import Result
 from alignment.training.run.checkpoints import (
     Engines,
+    check_disk_space,
+    checkpoint_bytes,
     checkpoints,
     latest_checkpoint,
     process_group_of,
     restore_checkpoint,
     save_checkpoint,
 )
-from alignment.training.run.directory import Run
+from alignment.training.run.directory import Run, read_log
 from alignment.training.run.random_state import generator_states, unchanged_random_state
 from alignment.training.settings import TrainingConfig
 from alignment.training.terms import LossSum, Term, averages, named_sums, shard_rows
 
+# Of `save_every_steps: auto`; see `is_save_due`.
+MOST_SECONDS = 600.0  # between two saves
+SAVE_FACTOR = 50  # and at least so many times as long as a save takes
+LEAST_SAVE_SECONDS = 0.2  # that it is taken to need at least
+BYTES_PER_SECOND = 1e8  # of the first one, whose time is not known
 # Of a loss that has exploded; see `divergence`.
 LEAST_UPDATES = 5  # at the end of the run
 FACTOR, MARGIN = 3.0, 0.5  # losses of single rows mostly differ by less
@@ -200,8 +209,7 @@ def held_out_metrics(engine: Engine, batches: Sequence[Batch], loss_fn: LossFn) 
 
 def note_endless_warmup(run: Run, engines: Engines) -> None:
     """Note in the run that a learning rate will not reach its peak."""
-    several = engines.values() if isinstance(engines, Mapping) else (engines,)
-    for problem in {endless_warmup(engine.config, engine.total_steps) for engine in several} - {""}:
+    for problem in {endless_warmup(engine.config, engine.total_steps) for engine in _each(engines)} - {""}:
         run.note(problem)
 
 
@@ -257,11 +265,35 @@ def load_run_state(run: Run, engines: Engines, training: TrainingConfig) -> dict
     if problem:
         raise UserError(problem)
     if path is None:
+        if run.is_main and (lines := read_log(run.output / "metrics.jsonl")[0]):
+            run.note(f"{lines[-1][0]} updates of an earlier start are lost: there is no checkpoint to go on from")
         return None
     identity = process_group.broadcast_object(run.identity)
     state = restore_checkpoint(path, engines, identity)
     run.note(f"resumed from {path}")
+    if state["extended"]:
+        run.note(describe_extension(state["step"], engines))
     return state
+
+
+def describe_extension(step: int, engines: Engines) -> str:
+    """A sentence on a finished run that is made longer: how it differs from one that had this length from the start.
+
+    Args:
+        step: updates, or iterations, that are finished.
+    """
+    text = (
+        f"the run was finished after step {step} and goes on; rows that its last batch left of an epoch are passed over"
+    )
+    for engine in _each(engines):
+        config, total = engine.config, engine.total_steps
+        if config.schedule not in ("constant", "inverse_sqrt") or config.warmup_ratio:
+            rate = learning_rate_at(engine.step + 1, config, total)
+            text += (
+                f". Its learning rate followed the schedule ({config.schedule}) of the shorter run; from here it follows that "
+                f"of {total} updates, {rate:.3g} next: the result is not that of a run of {total} updates from the start"
+            )
+    return text
 
 
 def _newest(run: Run, training: TrainingConfig) -> tuple[Any, str]:
@@ -288,20 +320,55 @@ def save_run_state(
         state: JSON-like, returned by `load_run_state`.
     """
     process_group = process_group_of(engines)
-    signal = run.request.number
+    asked = torch.tensor([run.request.number, is_save_due(run, engines, training, step)])
     if process_group.size > 1:  # ranks get a signal at different times, and must stop after the same step
-        signal = int(process_group.max(torch.tensor([signal])))
-    # The average is the result, so that only a checkpoint has the weights themselves.
-    saves = training.save_every_steps or training.ema_decay is not None
-    if signal or (saves and is_due(step, training.save_every_steps, run.total)):
+        asked = process_group.max(asked)
+    signal, due = asked.tolist()
+    if signal or due:
+        began = time.monotonic()
         drawn = any(process_group.gather_objects(generator_states() != run.random_start))
+        last = training.save_every_steps == "auto" and step == run.total
         save_checkpoint(
             run.checkpoints,
             step,
             engines,
             state or {},
             run.identity,
-            keep=training.keep_last_checkpoints,
+            keep=1 if last else training.keep_last_checkpoints,
             drawn=drawn,
         )
+        run.last_save = (now := time.monotonic(), now - began)
     run.stopped = signal
+
+
+def is_save_due(run: Run, engines: Engines, training: TrainingConfig, step: int) -> bool:
+    """Whether a checkpoint is due after `step`. Of `save_every_steps: auto`, rank 0's clock decides.
+
+    auto: after each tenth of the run and after ten minutes, but not before 50 times as long as a save takes, so that about
+    2 % of the time goes into it; at the end, that counts from the start. What the disk has no space for is not due.
+    """
+    every, last = training.save_every_steps, step == run.total
+    # The average is the result, so that only a checkpoint has the weights themselves.
+    if last and training.ema_decay is not None:
+        return True
+    if every != "auto":
+        return every > 0 and is_due(step, every, run.total)
+    when, seconds = run.last_save
+    waited = time.monotonic() - (run.began if last else when)
+    is_tenth = is_due(step, math.ceil(run.total / 10), run.total)
+    if not run.is_main or not (is_tenth or waited >= MOST_SECONDS):
+        return False
+    expected = seconds or min(checkpoint_bytes(engines) / BYTES_PER_SECOND, MOST_SECONDS / SAVE_FACTOR)
+    if waited < SAVE_FACTOR * max(expected, LEAST_SAVE_SECONDS):
+        return False
+    try:
+        check_disk_space(run.checkpoints, engines)
+    except UserError as error:
+        run.last_save = (time.monotonic(), seconds)
+        run.note(f"no checkpoint after step {step}: {error}")
+        return False
+    return True
+
+
+def _each(engines: Engines) -> Iterable[Engine]:
+    return engines.values() if isinstance(engines, Mapping) else (engines,)

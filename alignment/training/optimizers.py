@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alignment.errors import UserError
+from alignment.errors import UserError, install_advice
 from alignment.patterns import search_names, without_numbers
 from alignment.training.optim import OptimConfig
 
@@ -300,7 +300,7 @@ def check_optimizer(config: OptimConfig, kind: str) -> None:
             "configs/launch/ddp.yaml"
         )
     if config.name in EIGHT_BIT and find_spec("bitsandbytes") is None:
-        raise UserError(f"optim.name {config.name} needs bitsandbytes: pip install 'alignment[quantization]'")
+        raise UserError(f"optim.name {config.name} needs bitsandbytes: {install_advice('quantization')}")
     if config.name == "paged_adamw_8bit" and not torch.cuda.is_available():
         raise UserError(
             "optim.name paged_adamw_8bit moves its state between GPU and CPU memory, and there is no GPU: choose adamw_8bit"

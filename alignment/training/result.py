@@ -1,7 +1,8 @@
 """What a run writes to model/: the weights of its last update or of its best evaluation, or their moving average.
 
 The best weights are a checkpoint of their own, checkpoints/best/step-000080, which rotation does not reach. One of an earlier
-best stays as long as a checkpoint that the run may resume from knows it as the best.
+best stays as long as a checkpoint that the run may resume from knows it as the best. Where the best weights are lost, model/
+holds the last ones, and the run ends with an error.
 """
 
 import json
@@ -66,9 +67,16 @@ class Result:
         return {} if self.best is None else {"best": self.best.state()}
 
     def restore(self, state: Mapping[str, Mapping[str, float | None]] | None) -> None:
-        """Go on from the state of a checkpoint; None: there was none."""
-        if self.best is not None and state is not None:
-            self.best.restore(state["best"])
+        """Go on from the state of a checkpoint; None: there was none. Damage of the best weights is noted in the run."""
+        if self.best is None or state is None:
+            return
+        self.best.restore(state["best"])
+        if self._run.is_main and self.best.value is not None and (problems := self._problems(self.best)):
+            self._run.note(
+                f"the best weights, of step {self.best.step}, are lost, unless a later evaluation is better: {'; '.join(problems)}"
+            )
+        if self.exhausted:
+            self._run.note(f"{self.best.metric} no longer improved: the run has ended, and goes no further")
 
     def add(self, step: int, metrics: dict[str, float]) -> dict[str, float]:
         """Note the evaluation after update `step`, and save the weights if it is the best; a collective operation.
@@ -109,32 +117,42 @@ class Result:
     def write(self, ended: int | None = None) -> None:
         """Put the best weights into the engine, where these are the result, and write the model; a collective operation.
 
+        Where they are lost, the last weights are written.
+
         Args:
             ended: step after which the run ended, where steps are not the engine's updates; None: they are.
 
         Raises:
-            UserError: the checkpoint of the best weights is damaged or missing, or there is none.
+            UserError: the checkpoint of the best weights is damaged or missing, or there is none. The model is written.
         """
         if self._save is None:
             return
         ended = self._engine.step if ended is None else ended
-        which = f"step {ended}" if self.best is None else self._load_best(self.best)
+        problems, which = [], f"step {ended}"
+        if self.best is not None:
+            group = self._engine.process_group
+            problems = group.broadcast_object(self._problems(self.best) if group.is_main else [])
+            if not problems:
+                self._engine.load(self._path(self.best))
+                which = f"step {self.best.step}, the best by {self.best.metric} ({self.best.value:.6g})"
         average = "" if self._engine.average is None else "the moving average of the weights at "
         if self.best is not None or average:
             self._run.note(f"model/ holds {average}{which}; the run ended at step {ended}")
         with self._engine.averaged_weights():
             self._save()
+        raise_all(f"{line}; the best weights are lost, and model/ holds those of step {ended}" for line in problems)
         self._has_older = True  # checkpoints that knew an earlier best are gone by now
         self.delete_older()
 
-    def _load_best(self, best: BestEvaluation) -> str:
-        """Load the best weights; what to say of them."""
+    def _path(self, best: BestEvaluation) -> Path:
+        return self._root / f"step-{best.step:06d}"
+
+    def _problems(self, best: BestEvaluation) -> list[str]:
+        """Why the best weights cannot be loaded."""
         if best.value is None:
-            raise UserError(f"no evaluation had a finite {best.metric}, so there are no best weights to write")
-        path, group = self._root / f"step-{best.step:06d}", self._engine.process_group
-        raise_all(group.broadcast_object(_problems(path) if group.is_main else []))
-        self._engine.load(path)
-        return f"step {best.step}, the best by {best.metric} ({best.value:.6g})"
+            return [f"no evaluation had a finite {best.metric}, so there are no best weights"]
+        damage, missing = verify(self._path(best))
+        return damage + [f"{self._path(best) / name} is missing" for name in missing]
 
 
 def _best_step(path: Path) -> int:
@@ -143,10 +161,3 @@ def _best_step(path: Path) -> int:
         return int(json.loads((path / STATE).read_text(encoding="utf-8"))["state"]["best"]["step"])
     except (OSError, ValueError, LookupError, TypeError):
         return 0
-
-
-def _problems(path: Path) -> list[str]:
-    """Why a checkpoint of best weights cannot be loaded."""
-    damage, missing = verify(path)
-    problems = damage + [f"{path / name} is missing" for name in missing]
-    return [f"{line}; the best weights are lost, and the run has to be done again" for line in problems]

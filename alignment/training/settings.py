@@ -12,6 +12,23 @@ MOST_ROWS = 10_000_000
 
 
 @dataclass(frozen=True)
+class TrackingConfig:
+    """Where trackers file a run.
+
+    Attributes:
+        project: None: the tracker's own variable (WANDB_PROJECT), else alignment. mlflow and aim call it an experiment.
+        name: of the run; None: WANDB_NAME or its like, else stage and output directory, such as sft-tiny.
+        group: of runs, with wandb.
+        tags: with wandb and clearml.
+    """
+
+    project: str | None = None
+    name: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
 class TrainingConfig:
     """Length, batch size, precision, memory, checkpoints and logs of a run.
 
@@ -30,8 +47,11 @@ class TrainingConfig:
             changes no result but for rounding. Where dropout acts, the responses share what it drops from the prompt.
         compile: run the model's blocks through torch.compile, in training and in PPO's sampling; the first update waits for
             the compiler.
-        save_every_steps: 0 saves a checkpoint only when a signal stops the run.
-        keep_last_checkpoints: number of newest checkpoints that stay on disk.
+        save_every_steps: updates between two checkpoints. auto: a tenth of the run, or ten minutes where those are sooner,
+            but ten seconds or 50 times as long as a save takes apart. 0 saves one only when a signal stops the run. A
+            checkpoint takes 12 bytes for each trained weight: 96 GB for 8 billion.
+        keep_last_checkpoints: number of newest checkpoints that stay on disk; with save_every_steps: auto, a finished run
+            keeps that of its end alone.
         max_shard_size: of a file of the finished model, such as 5GB; a larger model is written in several, with an index.
         evaluate_every_steps: 0 evaluates only after the last update.
         keep_best: metric of the evaluation, such as held_out_loss or held_out_accuracy, by which the best weights are kept
@@ -40,8 +60,11 @@ class TrainingConfig:
         early_stopping: end the run where the evaluation no longer improves; None runs to the end.
         ema_decay: keep an exponential moving average of the trained weights with this decay, such as 0.999; it is what is
             evaluated and written to model/. It takes the memory of another copy of the trained weights.
-        resume: continue from the newest complete checkpoint in the run's directory.
+        resume: continue from the newest complete checkpoint in the run's directory. A finished run goes on where epochs or
+            max_steps has grown and it kept the checkpoint of its end.
+        again: repeat a run that is finished, or was stopped, from the beginning; its checkpoints and logs are deleted.
         trackers: further trackers known to Accelerate, such as wandb, mlflow or trackio.
+        tracking: where these trackers file the run.
     """
 
     epochs: float | None = 1
@@ -54,7 +77,7 @@ class TrainingConfig:
     keep_activations: Literal["nothing", "attention", "products"] = "nothing"
     share_prompts: bool = True
     compile: bool = False
-    save_every_steps: int = 0
+    save_every_steps: int | Literal["auto"] = "auto"
     keep_last_checkpoints: int = 2
     max_shard_size: str = "5GB"
     evaluate_every_steps: int = 0
@@ -62,7 +85,9 @@ class TrainingConfig:
     early_stopping: EarlyStopping | None = None
     ema_decay: float | None = None
     resume: bool = True
+    again: bool = False
     trackers: list[str] = field(default_factory=list)
+    tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.max_steps is None:
@@ -85,9 +110,12 @@ class TrainingConfig:
                 "keep_activations: products cannot see the products inside the graphs of compile; set it to attention or "
                 "nothing, or compile to false"
             )
-        byte_count(self.max_shard_size)
+        try:
+            byte_count(self.max_shard_size)
+        except ValueError as error:
+            raise ValueError(f"max_shard_size: {error}") from error
         for name in ("save_every_steps", "evaluate_every_steps"):
-            if getattr(self, name) < 0:
+            if getattr(self, name) != "auto" and getattr(self, name) < 0:
                 raise ValueError(f"{name} must not be negative, got {getattr(self, name)}; 0 is off")
         self._check_selection()
 

@@ -1,6 +1,7 @@
 """Best of n: rows that SFT and DPO read, the same ones every time, scores as PPO gives them, and expert iteration that learns."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -30,7 +31,7 @@ from alignment.errors import UserError
 from alignment.generation import decode_responses, response_text
 from alignment.loading import load_model, load_tokenizer
 from alignment.reward_model import load_reward_model
-from alignment.rewards import AnswerSpec, LengthSpec, RewardSpec
+from alignment.rewards import AnswerSpec, LengthSpec, RewardPart, Rewards, RewardSpec
 from alignment.rewards.build import prepare_rewards
 from alignment.training import OptimConfig, TrainingConfig
 from tests.conftest import read_lines
@@ -102,6 +103,18 @@ def test_choices_and_figures_by_hand(settings):
     assert results["best_of"] == [pytest.approx(point) for point in best]
     assert results["ended_share"] == pytest.approx(5 / 6) and results["empty_share"] == pytest.approx(1 / 3)
     assert results["distinct_share"] == 1 and results["unscored_share"] == 0 and results["response_tokens"] == 3
+
+
+def test_a_response_that_a_judge_failed_on_is_neither_kept_nor_compared(settings):
+    """Judged 7, 8, 6 and not at all, less a tenth of the length: the pair is second against third, by 8 - 5.8."""
+    judge = RewardPart("judge", lambda *_: torch.tensor([7.0, 8.0, 6.0, math.nan]), max_failed_share=0.25)
+    length = RewardPart("length", lambda *_: torch.tensor([-0.1, 0.0, -0.2, 0.0]))
+    scores = Rewards([judge, length], lambda sums: sums)(PROMPTS[:1] * 4, [[1]] * 4, [True] * 4).shaped
+    samples = samples_of(["a", "b", "c", "d"], scores.tolist())
+    [choice] = choose_responses(settings(keep=None), samples)
+    assert choice == KeptResponses([1, 0, 2], (1, 2))
+    rows = written_rows(PROMPTS[:1], samples, [choice])
+    assert [pair["margin"] for pair in rows["comparisons"]] == [pytest.approx(8 - 5.8)]
 
 
 def test_a_threshold_is_reached_by_the_same_number_in_single_precision(settings):

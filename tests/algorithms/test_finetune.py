@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
@@ -513,3 +514,126 @@ def test_an_answer_has_no_blank_of_its_tokens():
     window = SpanExample(encoded, 0, 0, [None, (0, 1), (1, 3)], 0, "q")  # the second word's token begins with the blank
     scores = torch.tensor([[0.0, 0.0], [0.0, 0.0], [5.0, 5.0]])
     assert best_answers([window], [scores], ["a b"], max_answer=2, no_answer=False) == ["b"]
+
+
+# Encoders that run as transformers' class
+
+
+@pytest.fixture(scope="module")
+def encoders(tmp_path_factory):
+    """Directories of a random Longformer and BigBird by name, with a tokenizer that marks pairs as RoBERTa's does."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    words = Tokenizer(models.BPE())
+    words.pre_tokenizer, words.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    special = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "mask_token": "<mask>"}
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    words.train_from_iterator(
+        ["the spa is lovely"], trainers.BpeTrainer(special_tokens=list(special.values()), initial_alphabet=letters)
+    )
+    words.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", pair="<s> $A </s> </s> $B </s>", special_tokens=[("<s>", 0), ("</s>", 2)]
+    )
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=words, cls_token="<s>", sep_token="</s>", **special
+    )
+    shape = {
+        "vocab_size": len(tokenizer), "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "max_position_embeddings": 98, "pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2,
+        "sep_token_id": 2,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    longformer = transformers.LongformerConfig(attention_window=16, type_vocab_size=1, **shape)
+    big_bird = transformers.BigBirdConfig(block_size=4, num_random_blocks=1, **shape)
+    built = {
+        "longformer": transformers.LongformerForMaskedLM(longformer),
+        "big_bird": transformers.BigBirdForPreTraining(big_bird),
+    }
+    directories = {}
+    for name, model in built.items():
+        directories[name] = str(tmp_path_factory.mktemp(name))
+        model.save_pretrained(directories[name])
+        tokenizer.save_pretrained(directories[name])
+    return directories
+
+
+@pytest.mark.parametrize("task", ["token_classification", "multiple_choice"])
+@pytest.mark.parametrize("family", ["longformer", "big_bird"])
+def test_an_encoder_of_transformers_learns_a_separable_task(settings, encoders, read_metrics, family, task):
+    training = TrainingConfig(batch_size=16, epochs=4)
+    config = settings("gpt2", task, policy=encoders[family], training=training)
+    finetune.run(config)
+    assert read_metrics(config.output)[-1]["held_out_accuracy"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("task", "row", "own_class"),
+    [
+        ("classification", "the spa is warm", "AutoModelForSequenceClassification"),
+        ("pair_classification", ("is it bad?", "It is."), "AutoModelForSequenceClassification"),
+        ("token_classification", ["the", "guest"], "AutoModelForTokenClassification"),
+        ("question_answering", ("Who came?", "spa: Ines came by bus."), "AutoModelForQuestionAnswering"),
+        ("multiple_choice", ("We liked:", ["warm", "cold"]), "AutoModelForSequenceClassification"),
+    ],
+)
+def test_a_fine_tuned_encoder_of_transformers_opens_there_alike(settings, encoders, monkeypatch, task, row, own_class):
+    """The logits that `predict` reads are those of the plain class for the same token ids."""
+    directory = str(finetune.run(settings("gpt2", task, policy=encoders["longformer"])))
+    seen = []
+
+    def spy(model, examples, *arguments):
+        seen.append((examples, predict_examples(model, examples, *arguments)))
+        return seen[-1][1]
+
+    monkeypatch.setattr(predict_module, "predict_examples", spy)
+    assert len(predict(directory, [row])) == 1
+    [(examples, (logits, _))] = seen
+    plain = getattr(transformers, own_class).from_pretrained(directory).eval()
+    documents = [torch.tensor([list(document)]) for document in examples[0].documents]
+    with torch.no_grad():
+        outputs = [plain(document) for document in documents]
+    if task == "question_answering":
+        theirs = torch.stack([outputs[0].start_logits[0], outputs[0].end_logits[0]], dim=-1)
+    else:
+        theirs = torch.cat([output.logits[0] for output in outputs])
+    assert_close(logits[0].reshape(theirs.shape), theirs, atol=1e-5, rtol=0)
+
+
+def test_a_frozen_trunk_of_transformers_keeps_its_weights(settings, encoders):
+    config = settings("gpt2", "classification", policy=encoders["longformer"], frozen_trunk=True)
+    after, before = weights(finetune.run(config)), weights(encoders["longformer"])
+    kept = [name for name in before if name.startswith("longformer.")]
+    assert len(kept) > 30 and all(torch.equal(after[name], before[name]) for name in kept)
+    assert any(name.startswith("classifier.") for name in after)
+
+
+def test_sparse_attention_of_a_long_text_does_not_depend_on_the_texts_before_it(encoders):
+    """BigBird reads texts of at most (5 + 2) * 4 = 28 tokens by full attention, longer ones by blocks of 4."""
+    model = load_pretrained(
+        encoders["big_bird"], "sequence", new_head=True, config=label_config("classification", {0: "a", 1: "b"})
+    )
+    long, short = Ragged.build([[0, *range(10, 70), 2]]), Ragged.build([[0, 5, 2]])
+    with torch.no_grad():
+        first, _, again = (model(batch=batch).logits for batch in (long, short, long))
+        model.inner.base_model.config.attention_type = "original_full"
+        full = model(batch=long).logits
+    assert torch.equal(first, again) and not torch.equal(first, full)
+
+
+def test_what_is_not_fine_tuned_of_transformers_classes_is_refused_by_name(settings, encoders, tmp_path):
+    with pytest.raises(UserError, match=r"'longformer' .*`adapter`"):
+        finetune.run(settings("gpt2", "classification", policy=encoders["longformer"], adapter=LoRASpec()))
+    decoder = transformers.CodeGenConfig(vocab_size=300, n_embd=32, n_layer=1, n_head=4, rotary_dim=4)
+    transformers.CodeGenForCausalLM(decoder).save_pretrained(tmp_path / "codegen")
+    load_tokenizer(encoders["longformer"]).save_pretrained(tmp_path / "codegen")
+    with pytest.raises(UserError, match=r"'codegen' .* encoders only"):
+        finetune.run(settings("gpt2", "classification", policy=str(tmp_path / "codegen")))
+
+
+def test_a_text_longer_than_the_position_table_of_a_transformers_encoder_is_refused(settings, encoders, tmp_path):
+    """Longformer counts positions from 2, so that 98 rows hold 96 tokens."""
+    path = tmp_path / "long.jsonl"
+    path.write_text("".join(json.dumps({"text": "x" * 200, "label": label}) + "\n" for label in "ab"))
+    data = DataConfig(train=str(path), max_length=97)
+    with pytest.raises(UserError, match="96 positions"):
+        finetune.run(settings("gpt2", "classification", policy=encoders["longformer"], data=data))

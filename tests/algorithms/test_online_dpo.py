@@ -2,6 +2,7 @@
 
 import json
 import math
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +13,7 @@ from alignment.adapters import LoRASpec
 from alignment.algorithms.online_dpo import OnlineDPOConfig
 from alignment.algorithms.online_dpo.judges import load_pair_judge, pair_scorer
 from alignment.algorithms.online_dpo.online_dpo import best_and_worst, make_pairs, sample_and_learn
-from alignment.algorithms.online_dpo.samples import JudgedSamples, sample_and_judge
+from alignment.algorithms.online_dpo.samples import JudgedSamples, sample_and_judge, sample_metrics
 from alignment.algorithms.online_dpo.setup import LOGGED_KEYS, build_online_state, read_online_data
 from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
@@ -20,6 +21,7 @@ from alignment.errors import UserError
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.loading import load_model, load_tokenizer
 from alignment.training import OptimConfig, Run, TrainingConfig
+from tests.ppo_states import exact_kl, move
 
 ALONE = SimpleNamespace(rank=0, size=1, sum=lambda total: total, gather_objects=lambda value: [value])
 NAN = float("nan")
@@ -33,10 +35,10 @@ def config_of(**settings):
 
 
 def test_best_and_worst_by_hand():
-    scores = torch.tensor([[1.0, 3.0, -2.0], [0.5, 0.5, 0.5], [2.0, 2.0, 1.75], [NAN, 1.0, 2.0], [0.0, -1.0, 5.0]])
+    scores = torch.tensor([[1.0, 3.0, -2.0], [0.5, 0.5, 0.5], [2.0, 2.0, 1.75], [NAN, NAN, 2.0], [NAN, -1.0, -5.0]])
     best, worst, tied, unjudged = best_and_worst(scores, tie_margin=0.25)
     assert best.tolist()[:3] == [1, 0, 0] and worst.tolist()[:3] == [2, 0, 2]
-    assert (int(best[4]), int(worst[4])) == (2, 1)
+    assert (int(best[4]), int(worst[4])) == (1, 2)
     assert tied.tolist() == [False, True, True, False, False]
     assert unjudged.tolist() == [False, False, False, True, False]
     assert best_and_worst(scores)[2].tolist() == [False, True, False, False, False]
@@ -49,7 +51,7 @@ def samples_of(raw, ended, responses, penalty):
     zeros = torch.zeros(len(rows), 2)
     return JudgedSamples(
         rows, [row.ids for row in rows], responses, list(range(40, 40 + len(rows))), ended,
-        scores=raw - penalty * (~ended).float(), raw_scores=raw, mask=zeros > -1, log_probs=zeros, reference_log_probs=zeros,
+        scores=raw - penalty * (~ended).float(), raw_scores=raw, mask=zeros > -1, log_probs=zeros,
         seconds={},
     )  # fmt: skip
 
@@ -74,6 +76,18 @@ def test_pairs_by_hand():
     }  # fmt: skip
 
 
+def test_pairs_are_those_without_the_responses_that_have_no_score():
+    """Four responses to each prompt, of which the second, third, first and last has no score: first, in between, last."""
+    scores = [3.0, NAN, 1.0, 2.0, -1.0, -3.0, NAN, -2.0, NAN, 0.5, 0.25, 0.75, 5.0, 9.0, 7.0, NAN]
+    whole = samples_of(scores, [True] * 16, [[i] for i in range(16)], penalty=0.0)
+    kept = [i for i, score in enumerate(scores) if score == score]
+    fewer = samples_of([scores[i] for i in kept], [True] * 12, [[i] for i in kept], penalty=0.0)
+    pairs, metrics = make_pairs(whole, config_of(responses_per_prompt=4), ALONE)
+    assert (pairs, metrics) == make_pairs(fewer, config_of(responses_per_prompt=3), ALONE)
+    assert [pair.chosen.ids[-1] for pair in pairs] == [0, 4, 11, 13] and metrics["unjudged"] == 0
+    assert [pair.rejected.ids[-1] for pair in pairs] == [2, 5, 10, 12]
+
+
 def test_equal_responses_make_no_pair_even_if_their_scores_differ_by_rounding():
     samples = samples_of([1.0, 1.0 + 1e-6] * 4, [True] * 8, [[1, 2]] * 8, penalty=0.0)
     assert make_pairs(samples, config_of(), ALONE) == ([], {"pairs": 0, "score_ties": 1.0, "unjudged": 0.0})
@@ -81,8 +95,21 @@ def test_equal_responses_make_no_pair_even_if_their_scores_differ_by_rounding():
 
 def test_a_judge_that_judges_nothing_ends_the_run():
     samples = samples_of([NAN] * 8, [True] * 8, [[1], [2]] * 4, penalty=0.0)
-    with pytest.raises(UserError, match="gold could not judge the responses to any of 4 prompts"):
+    with pytest.raises(UserError, match="gold could not judge the responses to 4 of 4 prompts"):
         make_pairs(samples, config_of(), ALONE)
+
+
+def test_a_judge_of_pairs_may_leave_half_of_the_prompts_and_no_more():
+    """Rewards have bounds of their own, for single responses."""
+    config = config_of(judge="module:function")
+    for missing, raises in (
+        (2, nullcontext()),
+        (3, pytest.raises(UserError, match=r"module:function .* 3 of 4 prompts")),
+    ):
+        raw = [NAN] * 2 * missing + [1.0, 2.0] * (4 - missing)
+        samples = samples_of(raw, [True] * 8, [[i] for i in range(8)], penalty=0.0)
+        with raises:
+            assert len(make_pairs(samples, config, ALONE)[0]) == 2
 
 
 # Judges of pairs
@@ -204,7 +231,8 @@ def test_samples_are_fixed_by_seed_prompt_number_and_iteration(built):
     )  # fmt: skip
     assert samples.responses == drawn.token_ids and samples.numbers == list(range(24, 36))
     assert samples.log_probs[samples.mask].tolist() == pytest.approx([p for row in drawn.log_probs for p in row])
-    state.policy.process_group = SimpleNamespace(rank=1, size=2, device=torch.device("cpu"))  # the second of two ranks
+    cpu = torch.device("cpu")
+    state.policy.process_group = SimpleNamespace(rank=1, size=2, device=cpu, sum=lambda x: x)  # the second of two ranks
     half = sample_and_judge(state, config, prompts, 2)
     own = [3, 4, 5, 9, 10, 11]
     assert half.numbers == [24 + i for i in own] and half.responses == [drawn.token_ids[i] for i in own]
@@ -231,6 +259,17 @@ def test_kl_is_that_of_the_samples_at_their_temperature(built):
         theirs = logits.log_softmax(-1).gather(1, torch.tensor(response)[:, None])
         gap += float(log_probs.sum() - theirs.sum())
     assert metrics["kl"] == pytest.approx(gap / len(samples.responses), abs=1e-4) and metrics["kl_k3"] > 1e-3
+
+
+def test_kl_of_filtered_samples_is_that_of_the_policy(built):
+    """The sampler's log-probabilities of cut distributions are larger by log(1 / mass) a token."""
+    config, data, state = built(max_new_tokens=6, top_p=0.7, temperature=0.8)
+    policy = state.policy.backend.unwrapped
+    move(policy)
+    samples = sample_and_judge(state, config, data.prompts.rows_at(0), 0)
+    values = exact_kl(policy, load_model(config.policy), samples.prompts, samples.responses, 0.8)
+    metrics = sample_metrics(samples, state)
+    assert metrics["kl"] == pytest.approx(sum(values) / len(values), rel=1e-3) and "kl_k3" not in metrics
 
 
 @pytest.mark.parametrize("changes", [{}, {"adapter": LoRASpec(rank=2)}], ids=["full", "lora"])

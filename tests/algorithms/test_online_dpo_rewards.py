@@ -1,7 +1,6 @@
 """Online DPO on several rewards: pairs worked by hand, the short form to the last bit, judges that fail, runs that learn."""
 
 import json
-import math
 
 import pytest
 import torch
@@ -15,6 +14,7 @@ from alignment.algorithms.online_dpo.setup import build_online_state, read_onlin
 from alignment.algorithms.ppo.rollout import draw_samples
 from alignment.algorithms.ppo.samples import DrawnResponses
 from alignment.data.config import DataConfig
+from alignment.data.examples import PromptExample
 from alignment.errors import UserError
 from alignment.generation import Responses, response_text
 from alignment.planning.device import Device
@@ -94,15 +94,14 @@ def part(name, *values, max_failed_share=None):
 
 
 def test_what_is_unjudged_by_hand(settings):
-    """A judge that failed is no evidence; a rule that does not apply counts 0, unless no other one applies."""
-    prompts = [type("Row", (), {"source": 0})] * 4
+    """A judge that failed is no evidence; a rule that does not apply to a prompt counts 0, unless no other one applies."""
+    prompts = [PromptExample([7], "", {}, f"row {i}") for i in range(4)]
     rules = part("rule", 1.0, NAN, NAN, 2.0), part("other", 0.5, 3.0, NAN, NAN)
     scores = Rewards(rules, lambda sums: sums)(prompts, [], [])
-    assert scores.unjudged.tolist() == [False, False, True, False]
-    logged, compared = sampling.logged_and_compared(scores)
-    assert logged[[0, 1, 3]].tolist() == compared[[0, 1, 3]].tolist() == [1.5, 3.0, 2.0] and math.isnan(logged[2])
+    assert scores.total[[0, 1, 3]].tolist() == scores.shaped[[0, 1, 3]].tolist() == [1.5, 3.0, 2.0]
+    assert scores.total.isnan().tolist() == scores.shaped.isnan().tolist() == [False, False, True, False]
     judge = part("judge", 1.0, 1.0, 1.0, NAN, max_failed_share=0.5)
-    assert Rewards((*rules, judge), lambda sums: sums)(prompts, [], []).unjudged.tolist() == [False] * 3 + [True]
+    assert Rewards((*rules, judge), lambda sums: sums)(prompts, [], []).total.isnan().tolist() == [False] * 3 + [True]
 
 
 # The short form
@@ -213,7 +212,7 @@ def test_more_failures_than_allowed_end_the_run(settings, tmp_path):
         assert not (tmp_path / "run" / "model").exists()
     with serving(lambda body, count: (500, {}, "")) as server:
         run, config = settings("silent", rewards=[spec_of(server, max_failed_share=1.0)])
-        with pytest.raises(UserError, match="rewards could not judge the responses to any of 8 prompts"):
+        with pytest.raises(UserError, match="rewards could not judge the responses to 8 of 8 prompts"):
             run(config)
 
 

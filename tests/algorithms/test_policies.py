@@ -56,7 +56,8 @@ def test_what_is_cut_from_either_part_is_noted(tokenizer, tmp_path):
     (tmp_path / "b.jsonl").write_text(2 * row)
     notes = []
     data = DataConfig(str(tmp_path / "a.jsonl"), evaluation=str(tmp_path / "b.jsonl"), max_length=16, max_cut_share=1)
-    train, held_out = read_split(data, "demonstrations", tokenizer, SimpleNamespace(note=notes.append))
+    config = SimpleNamespace(data=data, chat_template=None)
+    train, held_out = read_split(config, "demonstrations", tokenizer, SimpleNamespace(note=notes.append))
     assert (len(train), len(held_out)) == (1, 2)
     assert any(note.startswith("train demonstrations: ") and f"cut 1: {PROMPT_CUT}" in note for note in notes)
     assert any(note.startswith("evaluation demonstrations: ") and f"cut 2: {PROMPT_CUT}" in note for note in notes)

@@ -24,6 +24,7 @@ from alignment.errors import UserError
 from alignment.hotel_world.gold import gold_score
 from alignment.loading import load_tokenizer
 from alignment.reward_model import load_reward_model, load_reward_network
+from alignment.rewards.normalize import PartNormalizer
 from alignment.rewards.reward_models import response_scorer
 from alignment.training import OptimConfig, Run, TrainingConfig
 from tests.conftest import read_lines
@@ -176,7 +177,25 @@ def test_a_reward_model_that_cannot_tell_is_refused(ppo):
     _, config = ppo()
     state, prompts = state_of(config)
     state.score = lambda prompts, responses, ended: torch.ones(len(prompts))
-    with pytest.raises(UserError, match="same score"):
+    with pytest.raises(UserError, match="same number"):
+        iterate(state, config, prompts, 0)
+
+
+def test_one_response_has_no_deviation_and_is_told_as_that():
+    with pytest.raises(UserError, match="that of one response; raise training"):
+        ScoreNormalizer().fit(torch.tensor([-2.05]), lambda x: x)
+    normalizer = PartNormalizer("first", name="style")
+    with pytest.raises(UserError, match=r"style .* that of one response"):
+        normalizer.take_in(torch.tensor([0.5]), torch.tensor([0]), lambda x: x)
+
+
+def test_scores_that_are_not_finite_are_named_by_their_reward_model_and_row(ppo):
+    _, config = ppo()
+    state, prompts = state_of(config)
+    [model] = [role.model for role in state.roles if role.name == "reward model"]
+    with torch.no_grad():
+        list(model.parameters())[-1].fill_(math.nan)
+    with pytest.raises(UserError, match=f"reward model {config.reward_model} gives nan .*{prompts[0].row_id}"):
         iterate(state, config, prompts, 0)
 
 

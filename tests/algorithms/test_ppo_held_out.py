@@ -1,5 +1,6 @@
 """Held-out prompts of a PPO run: what is measured on them, when the run ends, and which weights are its result."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from alignment.loading import load_model
 from alignment.rewards.specs import LengthSpec, RewardSpec
 from alignment.training import OptimConfig, Run, TrainingConfig
 from alignment.training.early_stopping import EarlyStopping
+from tests.ppo_states import exact_kl, move
 from tests.stopping import run_stopped
 
 SETTINGS = {"policy": "p", "reward_model": "r", "output": "o"}
@@ -85,6 +87,26 @@ def test_responses_are_drawn_by_a_seed_of_their_own_and_scored_by_the_judge(ppo)
     assert kl == pytest.approx(sum(values) / 4, abs=1e-4) and abs(kl) > 1e-2
 
 
+def test_held_out_figures_leave_out_what_has_no_score():
+    """Means of 4 and 2; of the prompts with both scores 3 beats 1, and 1 loses to 2."""
+    held_out = HeldOut([], lambda *_: torch.empty(0), SamplingConfig(4))
+    assert held_out.take_in([1.0, 2.0, math.nan, -9.0], 0.1, 0)["held_out_score"] == -2
+    found = held_out.take_in([3.0, 1.0, 5.0, math.nan], 0.1, 1)
+    assert found["held_out_score"] == 3 and found["held_out_win_rate"] == 0.5
+
+
+def test_the_budget_counts_the_kl_of_the_policy_and_not_that_of_its_filtered_samples(ppo):
+    _, config = ppo(temperature=0.8, top_k=3)
+    with Run(config.output, {}, stage="ppo") as run:
+        data = read_data(config, run)
+        state = build_state(config, data)
+    model, ids = state.policy.backend.unwrapped, [list(prompt.ids) for prompt in data.held_out]
+    move(model)
+    drawn = decode_responses(model, ids, SamplingConfig(6, 0.8, 3), state.stop_ids)
+    values = exact_kl(model, load_model(config.policy), ids, drawn.token_ids, 0.8)
+    assert judge_held_out(state, config, state.held_out).kl == pytest.approx(sum(values) / 4, rel=1e-3)
+
+
 def half(prompts, responses, **columns):
     """Applies to every other response."""
     return [1.0 if number % 2 else None for number in range(len(responses))]
@@ -96,7 +118,8 @@ def test_responses_without_a_score_are_counted(ppo):
     with Run(config.output, {}, stage="ppo") as run:
         state = build_state(config, read_data(config, run))
     found = judge_held_out(state, config, state.held_out)
-    assert found.scores == [0, 1, 0, 1] and found.unscored == 0.5
+    assert_close(found.scores, [math.nan, 1.0, math.nan, 1.0], equal_nan=True)
+    assert found.unscored == 0.5
 
 
 def planned(monkeypatch, results):

@@ -150,7 +150,7 @@ def test_metrics_of_a_rollout_are_worked_by_hand():
     metrics = response_means(rollout, same)
     # log-ratios 0.2 - 0.4 and 1; k3 exp(-0.2) - 1 + 0.2, exp(0.4) - 1 - 0.4, exp(-1) - 1 + 1
     assert metrics == pytest.approx({
-        "score": 1.5, "kl": (-0.2 + 1.0) / 4, "kl_k3": (0.018731 + 0.091825 + 0.367879) / 4,
+        "score": 1.5, "unscored_share": 0, "kl": (-0.2 + 1.0) / 4, "kl_k3": (0.018731 + 0.091825 + 0.367879) / 4,
         "response_tokens": 5 / 4, "ended_share": 0.75,
         # returns 2 4 0 1 3 vary by 10 / 4; what is left of them, 1 2 0 0 2, by 4 / 4
         "explained_variance": 0.6,

@@ -1,5 +1,7 @@
 """PPO's options and its kin as they run: other advantages, KL in the loss, a shared value head, a KL stop, a warm-up."""
 
+import json
+import re
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -8,13 +10,13 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.adapters import LoRASpec
+from alignment.adapters import LoRASpec, PrefixSpec
 from alignment.algorithms.policies import language_loss_fn
 from alignment.algorithms.ppo import iterate
 from alignment.algorithms.ppo import ppo as ppo_module
 from alignment.algorithms.ppo.advantages import add_advantages
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
-from alignment.algorithms.ppo.loss_functions import policy_loss_fn
+from alignment.algorithms.ppo.loss_functions import policy_loss_fn, weighed
 from alignment.algorithms.ppo.ppo import PPOConfig, update_policy_and_value
 from alignment.algorithms.ppo.rollout import Baseline, Rollout, RolloutBatch, ragged_of
 from alignment.algorithms.ppo.setup import LOGGED_KEYS
@@ -165,6 +167,23 @@ def test_the_value_model_warms_up_alone(ppo, read_metrics, tmp_path, stage):
     assert model.exists()
 
 
+def notes_of(output):
+    return json.loads((output / "lineage.json").read_text())["notes"]
+
+
+def test_a_prefix_that_begins_away_from_its_reference_is_noted(ppo, read_metrics, tmp_path):
+    """And it is: kl after nothing was learned; adapters that begin with a change of 0 have no such note."""
+    settings = {"training": TrainingConfig(batch_size=4, max_steps=1), "max_new_tokens": 5, "kl_target": 0.5}
+    run, config = ppo("prefix", adapter=PrefixSpec(tokens=4), **settings)
+    run(config)
+    (note,) = [note for note in notes_of(tmp_path / "prefix") if "prefix" in note and "reference" in note]
+    assert "kl_target" in note and "kl_budget" not in note
+    assert read_metrics(tmp_path / "prefix")[0]["kl_k3"] > 0.01
+    run, config = ppo("lora", adapter=LoRASpec(rank=2), **settings)
+    run(config)
+    assert not [note for note in notes_of(tmp_path / "lora") if "prefix" in note]
+
+
 def test_the_baseline_is_the_score_of_the_greedy_response(ppo):
     training = TrainingConfig(batch_size=4, max_steps=1)
     _, config = ppo(advantages="remax", responses_per_prompt=3, max_new_tokens=5, training=training)
@@ -172,7 +191,7 @@ def test_the_baseline_is_the_score_of_the_greedy_response(ppo):
     greedy = decode_responses(
         state.policy.backend.unwrapped, [list(prompt.ids) for prompt in prompts], SamplingConfig(5, 0.0), state.stop_ids
     )
-    scores = state.score(prompts, greedy.token_ids, greedy.ended)
+    scores = state.score(prompts, greedy.token_ids, greedy.ended).total
     _, rollout = iterate(state, config, prompts, 0)
     assert_close(rollout.baseline.scores, scores.repeat_interleave(3))
     assert rollout.baseline.ended.tolist() == [end for end in greedy.ended for _ in range(3)]
@@ -269,7 +288,47 @@ def test_the_entropy_is_taken_off_the_loss():
 
 def test_the_sequence_ratio_is_clipped_as_one():
     """The second response's ratio is 1: nothing of it is clipped; the first has one token, and its own ratio."""
-    assert loss_of(config_of(ratio="sequence")).total.item() == pytest.approx(-1.2 + 1.0 - 1.0 - 1.0, abs=1e-6)
+    settings = {"ratio": "sequence", "advantages": "rloo", "responses_per_prompt": 2}
+    summed = loss_of(config_of(**settings, loss_normalization="token_mean")).total.item()
+    assert summed == pytest.approx(-1.2 + 1.0 - 1.0 - 1.0, abs=1e-6)
+    assert loss_of(config_of(**settings)).total.item() == pytest.approx(-1.2 + (1.0 - 1.0 - 1.0) / 3, abs=1e-6)
+
+
+def gradients_of_two_responses(**settings):
+    """d loss / d log p of the tokens of two responses, of 5 and 1 tokens, with advantages 1 and -1, at a ratio of 1."""
+    config = config_of(responses_per_prompt=2, max_new_tokens=8, **settings)
+    log_probs, old = torch.full((6,), -1.0, requires_grad=True), torch.full((6,), -1.0)
+    advantages = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, -1.0])
+    ragged = ragged_of([[1], [1]], [[2, 3, 4, 5, 6], [7]], [0, 1])
+    (batch,) = weighed([RolloutBatch(ragged, old, None, advantages, torch.zeros(6))], config)
+    policy = lambda **_: LanguageOutput(log_probs, torch.zeros(6))  # noqa: E731
+    (policy_loss_fn(policy, config, [])(batch).total / batch.weight).backward()
+    return log_probs.grad
+
+
+@pytest.mark.parametrize(
+    ("settings", "long", "short"),
+    [
+        # GSPO's eq. 5: 1/2 (s_1 A_1 + s_2 A_2), and d s / d log p_t = s / |y|
+        ({"ratio": "sequence", "advantages": "grpo"}, -1 / 10, 1 / 2),
+        ({"ratio": "sequence", "advantages": "dr_grpo"}, -1 / 10, 1 / 2),
+        # divided by the 6 tokens: the response of 5 weighs five times the other one
+        ({"ratio": "sequence", "advantages": "grpo", "loss_normalization": "token_mean"}, -1 / 6, 1 / 6),
+        # Dr. GRPO: each token by 2 responses of at most 8 tokens
+        ({"advantages": "dr_grpo"}, -1 / 16, 1 / 16),
+        ({"advantages": "dr_grpo", "loss_normalization": "token_mean"}, -1 / 6, 1 / 6),
+        ({"advantages": "grpo"}, -1 / 6, 1 / 6),
+    ],
+    ids=["gspo", "gspo, dr_grpo", "gspo by tokens", "dr_grpo", "dr_grpo by tokens", "grpo"],
+)
+def test_a_method_has_its_paper_s_normalization_unless_another_is_set(settings, long, short):
+    assert_close(gradients_of_two_responses(**settings), torch.tensor([long] * 5 + [short]))
+
+
+@pytest.mark.parametrize("advantages", ["gae", "reinforce++", "remax"])
+def test_a_ratio_of_whole_responses_refuses_advantages_of_single_tokens(advantages):
+    with pytest.raises(ValueError, match=f"ratio=sequence.*advantages={re.escape(advantages)} .*grpo"):
+        config_of(ratio="sequence", advantages=advantages, responses_per_prompt=2)
 
 
 # --- the pretraining mix ---

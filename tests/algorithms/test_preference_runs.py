@@ -267,6 +267,34 @@ def test_wrong_numbers_with_a_right_checksum_are_found_by_computing_a_few_again(
         run(dataclasses.replace(config, output=str(tmp_path / "wrong")))
 
 
+@pytest.mark.parametrize("form", ["short", "no header", "a header of 10^12 numbers", "a directory"])
+def test_damaged_numbers_are_computed_again_with_a_note(form, stage, make_stage, tmp_path, read_metrics, capsys):
+    folder, policy = tmp_path / "log_probs", str(stage("sft") / "model")
+    training = TrainingConfig(batch_size=8, max_steps=1)
+    more = {"reference_log_probs": "cache", "reference_cache": str(folder), "training": training}
+    run, config = make_stage("dpo", policy, tmp_path / "first", **more)
+    run(config)
+    (file,) = folder.iterdir()
+    content = file.read_bytes()
+    match form:
+        case "short":
+            file.write_bytes(content[:-4])
+        case "no header":
+            file.write_bytes(b"x")
+        case "a header of 10^12 numbers":
+            with open(file, "wb") as opened:
+                np.lib.format.write_array_header_1_0(
+                    opened, {"descr": "<f4", "fortran_order": False, "shape": (10**12,)}
+                )
+        case "a directory":
+            file.unlink()
+            (file / "inside").mkdir(parents=True)
+    run(dataclasses.replace(config, output=str(tmp_path / "second")))
+    assert "it is computed again" in capsys.readouterr().err and file.read_bytes() == content
+    assert len(list(folder.glob("damaged-*/inside"))) == (form == "a directory")  # nobody's files are deleted
+    assert read_metrics(tmp_path / "first")[0]["loss"] == read_metrics(tmp_path / "second")[0]["loss"]
+
+
 def test_other_rows_weights_or_templates_have_numbers_of_their_own(
     world, stage, make_stage, tmp_path, write_checkpoint
 ):

@@ -61,7 +61,7 @@ def collected(checkpoints):
         share_prompts=False,
         shared_value=False,
         ahead=None,
-        process_group=SimpleNamespace(rank=0, size=1, device=torch.device("cpu")),
+        process_group=SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), sum=lambda total: total),
     )
     training = TrainingConfig(batch_size=4, micro_batch_tokens=20, seed=3)
     config = config_of(max_new_tokens=8, temperature=0.7, training=training)

@@ -299,7 +299,7 @@ def test_a_weight_that_vllm_did_not_take_ends_the_run(vllm, built, monkeypatch):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({}, r"needs vLLM and a GPU .*pip install 'alignment\[vllm\]'"),
+        ({}, r"needs vLLM and a GPU .*pip install -e '.\[vllm\]'"),
         ({"gpu": False}, "torch finds none"),
         ({"vllm": VLLMConfig(tensor_parallel_size=2)}, "tensor_parallel_size 2 does not divide"),
         ({"adapter": PrefixSpec(tokens=2)}, "a prefix adapter is no change of weights"),

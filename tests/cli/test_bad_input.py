@@ -1,6 +1,7 @@
 """What a user may get wrong, through the real command line: exit code 2 and one clear message each, before training."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,86 @@ def test_value_out_of_range(sft):
 
 def test_missing_data_file(sft):
     check(sft("data.train=nowhere/rows.jsonl"), "nowhere/rows.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("stage", "base"),
+    [
+        ("sft", "policy: BASE\ndata: {train: good.jsonl, evaluation: [none.jsonl]}"),
+        ("reward", "policy: BASE\ndata: {train: good.jsonl}\nnormalize: {responses: sampled, prompts: none.jsonl}"),
+        ("dpo", "policy: BASE\ndata: {train: good.jsonl}\nsft_coef: 1.0\nsft: {train: folder, split: none}"),
+        ("ppo", "policy: BASE\nreward_model: BASE\ndata: {train: [{source: none.jsonl}]}"),
+        ("online-dpo", "policy: BASE\nreward_model: BASE\ndata: {train: none.jsonl}"),
+        ("pretrain", "policy: BASE\ndata: {train: none/*.jsonl}"),
+        ("finetune", "policy: BASE\ntask: classification\ndata: {train: none.jsonl}"),
+        ("evaluate winrate", "models: {a: BASE}\nbaseline: a\njudge: longer\ndata: {train: none.jsonl}"),
+        ("evaluate reward", "reward_model: BASE\ndata: {train: none.jsonl}"),
+        ("evaluate language", "model: BASE\ndata: {train: none.jsonl}"),
+    ],
+)
+def test_rows_are_looked_for_before_any_model(stage, base, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    for name in ("good.jsonl", "folder/train.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    for module in ("huggingface_hub.snapshot_download", "huggingface_hub.hf_hub_download"):
+        monkeypatch.setattr(module, lambda *_, **__: pytest.fail("a model was asked for"))
+    (tmp_path / "run.yaml").write_text(f"{base.replace('BASE', 'owner/base')}\noutput: out\n")
+    code = main([*stage.split(), "run.yaml"])
+    (line,) = capsys.readouterr().err.splitlines()
+    assert code == 2 and "none" in line and "run.yaml:" in line and "owner/base" not in line
+    assert not (tmp_path / "out").exists()
+
+
+def test_rows_that_are_not_there_are_told_with_what_else_is_wrong(sft):
+    code, message = sft("data.train=none.jsonl", "optim.learning_rate=-1")
+    assert code == 2 and "none.jsonl: no such file" in message and "learning_rate must be" in message
+
+
+@pytest.mark.parametrize("name", ["~nouser/x", "a" * 5000])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "sft NAME",
+        "sft run.yaml policy=NAME",
+        "sft run.yaml chat_template=NAME",
+        "plan run.yaml policy=NAME --stage sft",
+        "chat NAME",
+    ],
+)
+def test_a_name_that_no_file_can_have_is_a_mistake_of_the_user(sft, tmp_path, monkeypatch, capsys, name, arguments):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    sft("training.max_steps=none")  # writes run.yaml
+    capsys.readouterr()
+    monkeypatch.chdir(tmp_path)
+    check((main(arguments.replace("NAME", name).split()), capsys.readouterr().err), name[:40])
+
+
+def test_data_check_advises_its_own_flags(tmp_path, capsys):
+    (tmp_path / "rows.jsonl").write_text('{"question": "a"}\n')
+    arguments = ["data", "check", str(tmp_path / "rows.jsonl"), "--kind", "prompts"]
+    assert main(arguments) == 2
+    advised = capsys.readouterr().err.partition("Name the file's columns with ")[2].split()
+    assert main([*arguments, *advised]) == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "command"),
+    [("grpo", "ppo CONFIG advantages=grpo"), ("rloo", "ppo CONFIG advantages=rloo"), ("kto", "dpo CONFIG loss=kto")],
+)
+def test_a_method_that_is_no_command_is_told_its_command(capsys, method, command):
+    check((main([method, "x"]), capsys.readouterr().err), f"No such command '{method}'", command)
+
+
+def test_what_is_to_be_installed_is_an_extra_of_this_checkout():
+    """PyPI's `alignment` is another project, so that no message may name it with an extra."""
+    root = Path(__file__).parents[2]
+    text = "\n".join(path.read_text(encoding="utf-8") for path in sorted((root / "alignment").rglob("*.py")))
+    extras = (root / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
+    assert not re.findall(r"alignment\[\w+\]", text)
+    advised = set(re.findall(r"install_advice\(['\"](\w+)", text))
+    assert {"serve", "vllm", "quantization"} <= advised
+    assert all(f"\n{extra} = [" in extras for extra in advised)
 
 
 def test_missing_model(sft):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,7 @@ from alignment.commands.failure import explain
 from alignment.errors import UserError
 from alignment.pipeline import run as pipeline
 from alignment.pipeline import stages
+from alignment.training import TrainingConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -26,6 +27,7 @@ class StageConfig:
     policy: str
     output: str
     rate: float = 0.1
+    training: TrainingConfig = field(default_factory=TrainingConfig)
 
     def __post_init__(self) -> None:
         if self.rate <= 0:
@@ -169,6 +171,11 @@ def test_verbs_that_come_later_are_not_listed(capsys):
         assert verb not in shown
 
 
+def test_a_finished_run_is_repeated_on_request_alone(stage):
+    assert cli.main(["sft", str(stage.file)]) == cli.main(["sft", str(stage.file), "rate=0.2", "--again"]) == 0
+    assert [(config.rate, config.training.again) for config in stage.configs] == [(0.1, False), (0.2, True)]
+
+
 def test_gpus_starts_one_process_each(stage, monkeypatch):
     import torch
 
@@ -255,8 +262,11 @@ def test_a_launch_file_of_one_s_own_wins_and_a_wrong_name_gets_near_ones(stage, 
 def test_doctor_prints_the_path_of_every_launch_file(installed, capsys):
     assert cli.main(["doctor"]) == 0
     shown = capsys.readouterr().out
+    lines = {line.split()[0]: line.split()[-1] for line in shown.splitlines() if line.startswith("launch/")}
     for name in ("ddp", "fsdp2", "zero2", "zero3"):
-        assert str(installed / "launch" / f"{name}.yaml") in shown
+        assert lines[f"launch/{name}"] == str(installed / "launch" / f"{name}.yaml")
+    for name in ("slurm.sh", "torchrun.sh"):
+        assert lines[f"launch/{name}"] == str(installed / "launch" / name)
 
 
 @pytest.mark.parametrize(("inside", "code"), [(True, 0), (False, 1)])
@@ -395,6 +405,7 @@ def test_wrong_generate_settings_are_code_2(responder, capsys):
     assert (
         capsys.readouterr().err
         == "error: override: temprature: unknown key; did you mean 'temperature' or 'chat_template'?\n"
+        "override: config: top_p must be in (0, 1], got 2.0\n"
     )
     assert cli.main(["generate", "--model", "m", "--prompt", "a", "top_p=2"]) == 2
     assert "top_p must be in (0, 1], got 2.0" in capsys.readouterr().err
@@ -409,6 +420,9 @@ def test_doctor_names_versions_devices_and_extras(capsys):
     shown = capsys.readouterr().out
     for word in ("torch", "transformers", "accelerate", "deepspeed", "processes", "attention", "GB free"):
         assert word in shown
+    for package in ("bitsandbytes", "vllm", "starlette", "uvicorn", "wandb"):
+        assert any(line.startswith(f"{package} ") for line in shown.splitlines()), package
+    assert "lm-eval" not in shown and "make bench" not in shown
     assert "MISSING" not in shown
 
 

@@ -1,13 +1,25 @@
-"""Numbers no run can have and keys of other programs: code 2 and one line each, before any file or model is looked for."""
+"""Numbers no run can have and keys of other programs: code 2 and one line each, all at once, before any model is looked for."""
+
+import re
+from functools import partial
 
 import pytest
 import torch
 
 from alignment.cli import main
+from alignment.config.load import build
+from alignment.config.schema import config_keys
+from alignment.config.yaml_source import SourcedYaml, override, parse_yaml
+from alignment.errors import UserError, raise_all
+from alignment.pipeline.stages import find_stage
 
 GOOD = {
     "sft": "policy: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
     "ppo": "policy: ./nowhere\nreward_model: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
+    "reward": "policy: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
+    "dpo": "policy: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
+    "language": "model: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
+    "reward_eval": "reward_model: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
     "pretrain": "policy: ./nowhere\noutput: out\ndata: {train: nowhere.jsonl}\n",
     "winrate": "models: {a: ./nowhere}\nbaseline: a\njudge: longer\noutput: out\ndata: {train: nowhere.jsonl}\n",
 }
@@ -21,6 +33,7 @@ def refusal(tmp_path, monkeypatch, capsys):
 
     def run(verb: str, *overrides: str) -> str:
         (tmp_path / "run.yaml").write_text(GOOD[verb])
+        (tmp_path / "nowhere.jsonl").touch()
         code = main([*(["evaluate"] if verb == "winrate" else []), verb, "run.yaml", *overrides])
         message = capsys.readouterr().err
         assert code == 2, message
@@ -154,7 +167,10 @@ def test_what_a_section_says_of_an_overridden_key_is_blamed_on_the_override(refu
         ("per_device_train_batch_size=4", "here it is called training.batch_size (rows per update over all devices)"),
         ("batch_size=4", "here it is called training.batch_size"),
         ("num_train_epochs=3", "here it is called training.epochs"),
-        ("quantization=4bit", "weights are not quantized here"),
+        ("load_in_4bit=true", "here it is called weights.quantize=nf4"),
+        ("load_in_8bit=true", "here it is called weights.quantize=int8"),
+        ("quantization=4bit", "here it is called weights.quantize (nf4 or int8)"),
+        ("quantize=nf4", "here it is called weights.quantize (nf4 or int8)"),
         ("data.epochs=3", "here it is called training.epochs"),
     ],
 )
@@ -163,14 +179,82 @@ def test_keys_of_other_programs_and_sections_are_told_what_they_are_called_here(
     assert refusal("sft", setting).splitlines()[0] == f"error: override: {name}: unknown key; {advice}"
 
 
+@pytest.mark.parametrize(
+    ("setting", "advice"),
+    [
+        ("num_generations=8", "here it is called responses_per_prompt"),
+        ("beta=0.04", "here it is called kl_coef"),
+        ("max_completion_length=64", "here it is called max_new_tokens"),
+    ],
+)
+def test_keys_of_grpo_elsewhere_are_told_what_they_are_called_here(refusal, setting, advice):
+    assert advice in refusal("ppo", setting)
+
+
+def test_the_loss_of_dpo_is_told_its_name(refusal):
+    (line,) = refusal("dpo", "loss=dpo").splitlines()
+    assert "no 'dpo'; " in line and "sigmoid" in line.partition("; there are")[0]
+
+
 def test_every_key_that_another_program_s_name_leads_to_exists():
     from alignment.config.problems import KEYS_OF_OTHER_LIBRARIES, has_key
-    from alignment.pipeline.stages import find_stage
 
     classes = [find_stage(verb)[0] for verb in ("pretrain", "sft", "reward", "dpo", "ppo")]
     for ours in KEYS_OF_OTHER_LIBRARIES.values():
-        key = tuple(ours.partition(" ")[0].split("."))
+        key = tuple(re.split("[ =]", ours)[0].split("."))
         assert any(has_key(cls, key) for cls in classes), ours
+
+
+def test_the_wrong_values_of_all_sections_are_told_at_once(refusal):
+    wrong = [
+        "optim.learning_rate=-1", "optim.eps=-2", "training.epochs=-3", "training.batch_size=-4", "data.max_length=-5",
+        "neftune_alpha=-6", "trainig.epochs=2", "training.seed=many", "optim.weight_decay=-7", "data.train=none.jsonl",
+    ]  # fmt: skip
+    told = "\n".join(sorted(refusal("sft", *wrong).removeprefix("error: ").splitlines()))
+    keys = ["neftune_alpha", "max_length", "train: none.jsonl", "eps", "learning_rate", "weight_decay"]
+    for key in [*keys, "batch_size", "epochs", "seed", "trainig: unknown key"]:
+        assert len(re.findall(rf"^override: .*\b{key}", told, re.MULTILINE)) == 1, told
+    assert len(told.splitlines()) == len(wrong), told
+
+
+def limits(cls: type, document: SourcedYaml) -> set[str]:
+    """What a stage says of the limits of its keys, without where they were set and without the value."""
+    with pytest.raises(UserError) as caught:
+        build(cls, document)
+    told = (line.partition(", got ")[0].partition(": ")[2] for line in str(caught.value).splitlines())
+    return {line for line in told if " must " in line}
+
+
+@pytest.mark.parametrize("verb", ["sft", "reward", "dpo", "ppo", "pretrain", "winrate", "language", "reward_eval"])
+def test_every_number_that_is_refused_alone_is_refused_beside_all_others(verb, monkeypatch):
+    monkeypatch.setattr("alignment.config.load.raise_all", partial(raise_all, cap=1000))
+    cls, good = find_stage(verb)[0], parse_yaml(GOOD[verb], "run.yaml")
+    keys = [key.name for key in config_keys(cls) if re.search("integer|number", key.type) and "{" not in key.name]
+    wrong = [f"{key}=-7" for key in keys if "[" not in key]
+    alone = set()
+    for each in wrong:
+        try:
+            build(cls, override(good, [each]))
+        except UserError:
+            alone |= limits(cls, override(good, [each]))
+    assert len(alone) >= 7  # those of data
+    assert alone == limits(cls, override(good, wrong))
+
+
+@pytest.mark.parametrize(
+    ("verb", "setting"),
+    [
+        ("reward", ["loss=rao_kuper", "theta=3.0"]),  # theta has an effect with the loss that was meant
+        ("sft", ["optim.name=adafactr", "optim.learning_rate=1e-3", "optim.clip_threshold=2.0"]),
+        ("sft", ["training.max_steps=-1", "training.epochs=null"]),  # the run would have an end
+        ("winrate", ["judge=reward-model", "reward_model=./nowhere"]),
+        ("pretrain", ["tokenizer_kind=byte", "policy=null", "model={model_type: llama}"]),
+        ("ppo", ["kl_target=-6", "kl_coef=0"]),
+    ],
+)
+def test_a_wrong_value_is_the_only_one_told_where_others_depend_on_it(refusal, verb, setting):
+    (line,) = refusal(verb, *setting).splitlines()
+    assert setting[0].partition("=")[0].rpartition(".")[2] in line
 
 
 def test_fp16_is_refused_with_the_reason(refusal):

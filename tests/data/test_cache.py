@@ -201,7 +201,9 @@ def test_two_processes_prepare_once_and_both_get_the_rows(cache, jsonl, bpe, mon
 
 
 @pytest.mark.parametrize("verified", ["always", "where the times of a file have changed"])
-@pytest.mark.parametrize("fault", ["a flipped byte", "a short file", "a missing file", "the manifest", "no manifest"])
+@pytest.mark.parametrize(
+    "fault", ["a flipped byte", "a short file", "a missing file", "the manifest", "no manifest", "a deep manifest"]
+)
 def test_a_damaged_entry_is_noticed_and_made_again(cache, jsonl, bpe, monkeypatch, fault, verified):
     if verified != "always":
         monkeypatch.setattr(cache_module, "VERIFY_BYTES", 0)
@@ -222,6 +224,9 @@ def test_a_damaged_entry_is_noticed_and_made_again(cache, jsonl, bpe, monkeypatc
             manifest.write_text(manifest.read_text().replace('"rows": [40]', '"rows": [39]'))
         case "no manifest":
             (table.directory / "manifest.json").unlink()
+        case "a deep manifest":
+            (table.directory / "manifest.json").write_text("[" * 100_000)
+            assert [entry.kind for entry in list_entries(cache)] == ["damaged"]
     again = table_of(config, bpe)
     assert not again.cached and "were damaged" in again.notes[0] and list(again) == expected
     assert table_of(config, bpe).cached and table_of(config, bpe).notes == []
@@ -357,6 +362,17 @@ def test_an_entry_that_is_being_prepared_is_not_cleared(cache, jsonl, bpe):
     with cache_module._locked(cache / "locks" / key):
         deleted, left = clear_entries(cache)
     assert deleted == [] and [entry.key for entry in left] == [key]
+
+
+def test_a_directory_in_the_place_of_a_lock_is_locked(cache, jsonl, bpe):
+    config = DataConfig(jsonl(*ROWS))
+    lock = cache / "locks" / table_of(config, bpe).key
+    lock.unlink()
+    lock.mkdir()
+    assert table_of(config, bpe).cached
+    with cache_module._locked(lock):
+        assert clear_entries(cache)[0] == []
+    assert len(clear_entries(cache)[0]) == 1
 
 
 def test_findings_of_the_checks_are_kept_with_the_rows(cache, jsonl, bpe, small_chunks):

@@ -1,4 +1,4 @@
-"""Early stopping, best weights and their moving average on two processes: what one process has, and all ranks agree."""
+"""Early stopping, best weights, their moving average and saves on two processes: what one has, and all ranks agree."""
 
 import json
 
@@ -35,3 +35,10 @@ def test_two_processes_end_early_with_the_average_of_one_and_resume(tmp_path, en
     assert not all(value.equal(load_file(one / "raw.safetensors")[key]) for key, value in whole.items())
     sharded = list((tmp_path / "two/whole/checkpoints/best/step-000003").glob("average-rank-*"))
     assert len(sharded) == (2 if kind == "fsdp2" else 0)
+
+
+@pytest.mark.distributed
+def test_two_processes_save_by_the_clock_of_one_and_both_know_that_a_run_is_finished(tmp_path):
+    run_ranks(2, "tests.distributed.saving", str(tmp_path))
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-000020"]
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["[False, True]"] * 2

@@ -90,7 +90,7 @@ def test_ppo_on_two_processes_draws_what_one_draws(tmp_path, world, checkpoints,
     "settings",
     [
         ["advantages=grpo", "kl_in=loss", "kl_estimator=k3", "loss_normalization=sequence_mean", "target_kl=1e-9"],
-        ["advantages=reinforce++"], ["advantages=remax"], ["value_model=shared"],
+        ["advantages=reinforce++"], ["advantages=remax", "top_p=0.8"], ["value_model=shared"],
     ],
     ids=["grpo", "reinforce++", "remax", "shared"],
 )  # fmt: skip
@@ -107,7 +107,7 @@ def test_the_kin_of_ppo_learn_on_two_processes_what_they_learn_on_one(tmp_path, 
         lines[name] = [json.loads(line) for line in (tmp_path / name / "metrics.jsonl").read_text().splitlines()]
     for one, two in zip(lines["one"], lines["two"], strict=True):
         assert one.keys() == two.keys() and two["first_ratio_error"] <= 1e-5
-        for key in {"score", "response_tokens", "policy_loss", "value_loss", "kl_loss", "updates"} & one.keys():
+        for key in {"score", "response_tokens", "policy_loss", "value_loss", "kl", "kl_loss", "updates"} & one.keys():
             assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
 
 
@@ -124,6 +124,21 @@ def test_ppo_on_two_processes_normalizes_several_rewards_as_one_does(tmp_path, w
     ]  # fmt: skip
     for one, two in metrics_on_one_and_two(tmp_path, settings):
         for key in ("score", "score/reward_model", "score/vowels", "score/length", "policy_loss", "value_loss"):
+            assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
+
+
+@pytest.mark.parametrize("form", ["token_mean", "sequence_mean"])
+def test_ppo_on_two_processes_leaves_out_the_same_responses_as_on_one(tmp_path, world, checkpoints, form):
+    """A function that fails by what is written: neither the statistics nor what the loss is divided by count these rows."""
+    settings = [
+        "ppo", "ppo/tiny_grpo", f"policy={checkpoints['llama']}", "reward_model=null", "value_model=reward_model",
+        'rewards=[{"function": "tests.rewards.test_reward_runs:some"}]', f"data.train={world['prompts']}",
+        f"loss_normalization={form}", "responses_per_prompt=4", "training.max_steps=2", "training.batch_size=7",
+        "minibatches=2", "max_new_tokens=8",
+    ]  # fmt: skip
+    for one, two in metrics_on_one_and_two(tmp_path, settings):
+        assert 0 < one["unscored_share"] < 0.5
+        for key in ("score", "unscored_share", "score_std", "policy_loss", "grad_norm"):
             assert two[key] == pytest.approx(one[key], rel=1e-3, abs=1e-5), key
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -13,10 +14,12 @@ from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
 from alignment.evaluation import win_rate_run as evaluation
+from alignment.evaluation.report.recipe_report import summary_rows
 from alignment.evaluation.win_rate_run import BestOfConfig, WinRateConfig
 from alignment.hotel_world.datasets import generate_rows
 from alignment.models.build import build_language_model, build_scalar_model
 from alignment.models.huggingface.checkpoint import save_model
+from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import RewardModel
 
 
@@ -211,6 +214,156 @@ def test_a_wrong_best_of_n_is_refused(config_of, monkeypatch):
     monkeypatch.setattr(evaluation, "load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     with pytest.raises(UserError, match="/nowhere/judge: no such model directory"):
         evaluation.run(config_of(64, best_of={"best": BestOfConfig("one", "/nowhere/judge")}))
+
+
+# --- responses that were sampled before ------------------------------------------------------------------------------
+
+
+def fill_in(path, verdict):
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, "verdict": verdict(row)}) + "\n" for row in rows))
+
+
+@pytest.fixture
+def judged_by_people(config_of, tmp_path):
+    """Settings of an evaluation whose form is written, and the form."""
+    form = tmp_path / "form.jsonl"
+    people = {"judge": "verdicts", "reward_model": None, "verdicts": str(form)}
+    with pytest.raises(UserError, match="fill in `verdict`"):
+        evaluation.run(config_of(64, **people))
+    return people, form
+
+
+def test_people_judge_the_responses_they_saw_wherever_and_however_the_second_run_is_started(
+    judged_by_people, config_of, checkpoints, tmp_path, monkeypatch, capsys
+):
+    """Seed, type, number of threads, and the places of models and prompts are others: a second draw would differ."""
+    people, form = judged_by_people
+    shown = [json.loads(line) for line in (tmp_path / "out/responses.jsonl").read_text().splitlines()]
+    theirs = {row["responses"]["two"] for row in shown}
+    fill_in(form, lambda row: float(row["first"] in theirs))
+    models = {name: str(tmp_path / name) for name in ("one", "two")}
+    for copy, family in zip(models.values(), ("llama", "gpt2"), strict=True):
+        shutil.copytree(checkpoints[family], copy)
+    shutil.copy(config_of(64).data.train, tmp_path / "elsewhere.jsonl")
+    monkeypatch.setattr(evaluation, "decode_responses", lambda *_, **__: pytest.fail("responses were sampled again"))
+    changes = {"data": DataConfig(train=str(tmp_path / "elsewhere.jsonl"), max_length=64), "models": models}
+    changes |= {"seed": 7, "weights": WeightsConfig("bfloat16")}
+    two = json.loads(evaluation.run(config_of(64, **people, **changes)).read_text())["models"]["two"]
+    assert (two["win_rate"]["wins"], two["win_rate"]["n"], two["failures"]) == (2, 2, 0)
+    assert two["response_tokens"] == 4 and "kl" in two
+    told = capsys.readouterr().err
+    assert "responses.jsonl: read again" in told and "seed: 0 -> 7" in told
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"max_new_tokens": 5}, "max_new_tokens: 4 -> 5"),
+        ({"top_p": 0.9}, "top_p: 1.0 -> 0.9"),
+        ({"judge": "longer", "seed": 1}, "seed: 0 -> 1"),
+        ("model", r"models\.two: "),
+        ("prompts", "prompts: "),
+    ],
+)
+def test_responses_that_people_judge_are_not_replaced(
+    change, words, judged_by_people, config_of, checkpoints, tmp_path
+):
+    people, form = judged_by_people
+    fill_in(form, lambda row: 0.5)
+    before = (tmp_path / "out/responses.jsonl").read_bytes()
+    if change == "model":
+        change = {"models": {"one": checkpoints["llama"], "two": checkpoints["llama"]}}
+    if change == "prompts":
+        (tmp_path / "others.jsonl").write_text('{"prompt": "hello"}\n{"prompt": "guest"}\n')
+        change = {"data": DataConfig(train=str(tmp_path / "others.jsonl"), max_length=64)}
+    with pytest.raises(UserError, match=rf"people judge these responses in .*form\.jsonl(?s:.*){words}"):
+        evaluation.run(config_of(64, **{**people, **change}))
+    assert (tmp_path / "out/responses.jsonl").read_bytes() == before
+
+
+def test_without_people_the_same_start_reads_the_responses_and_another_one_samples(config_of, monkeypatch, capsys):
+    calls, decode = [], evaluation.decode_responses
+    monkeypatch.setattr(evaluation, "decode_responses", lambda *a, **k: calls.append(1) or decode(*a, **k))
+    best_of = {"best of 2": BestOfConfig("one", config_of(64).reward_model, 2)}
+    first = evaluation.run(config_of(64, best_of=best_of)).read_text()
+    assert evaluation.run(config_of(64, best_of=best_of)).read_text() == first and len(calls) == 3
+    capsys.readouterr()
+    other = evaluation.run(config_of(64, best_of=best_of, seed=1)).read_text()
+    assert other != first and len(calls) == 6
+    assert "sampled again" in (told := capsys.readouterr().err) and "seed: 0 -> 1" in told
+
+
+def test_responses_that_were_changed_by_hand_are_not_read(config_of, tmp_path, capsys):
+    first = evaluation.run(config_of(64)).read_text()
+    path = tmp_path / "out/responses.jsonl"
+    path.write_text(path.read_text().replace("Guest", "Gust"))
+    assert evaluation.run(config_of(64)).read_text() == first
+    assert "sampled again" in capsys.readouterr().err and "Gust" not in path.read_text()
+
+
+def test_the_first_start_for_people_is_no_error_and_names_the_next_command(config_of, tmp_path, capsys):
+    config, form = config_of(64), tmp_path / "form.jsonl"
+    path = tmp_path / "mine.yaml"
+    path.write_text(
+        f"output: {config.output}\nmodels: {json.dumps(config.models)}\nbaseline: one\njudge: verdicts\n"
+        f"verdicts: {form}\ndata: {{train: {config.data.train}, max_length: 64}}\nmax_new_tokens: 4\n"
+    )
+    assert cli.main(["evaluate", "winrate", str(path), "seed=3"]) == 0
+    shown = capsys.readouterr()
+    assert f"alignment evaluate winrate {path} seed=3" in shown.out and "error" not in shown.err
+    assert cli.main(["evaluate", "winrate", str(path), "seed=3"]) == 2
+    assert "0 of 4 verdicts are filled in" in capsys.readouterr().err
+    fill_in(form, lambda row: 1.0)
+    assert cli.main(["evaluate", "winrate", str(path), "seed=3"]) == 0
+    shown = capsys.readouterr()
+    assert "contradict each other on 2" in shown.out and "50.0 % [0.0, 100.0]" in shown.out
+
+
+def test_a_judge_by_position_is_named_in_results_with_intervals(config_of, tmp_path, capsys):
+    form, path = tmp_path / "form.jsonl", tmp_path / "many.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"guest {i}"}) + "\n" for i in range(12)))
+    people = {"judge": "verdicts", "reward_model": None, "verdicts": str(form)}
+    people["data"] = DataConfig(train=str(path), max_length=64)
+    with pytest.raises(UserError, match="fill in"):
+        evaluation.run(config_of(64, **people))
+    fill_in(form, lambda row: 1.0)
+    results = json.loads(evaluation.run(config_of(64, **people)).read_text())
+    two = results["models"]["two"]
+    assert two["position_bias"].items() >= {"rate": 1.0, "high": 1.0, "n": 12}.items()
+    assert two["inconsistent"].items() >= {"count": 12, "rate": 1.0, "high": 1.0}.items()
+    assert 0.7 < two["position_bias"]["low"] == two["inconsistent"]["low"] < 0.8  # Wilson's of 12 of 12: 0.757
+    assert (two["win_rate"]["low"], two["win_rate"]["high"]) == (0.0, 1.0)
+    assert len(results["warnings"]) == 1 and "12 of 12" in results["warnings"][0]
+    assert results["warnings"][0] in capsys.readouterr().err
+    one = summary_rows(results)[1]
+    assert one["orders disagree"].startswith("100.0 %") and one["shown first preferred"].startswith("100.0 % [75.")
+
+
+def test_the_share_of_failures_that_the_advice_names_is_a_setting(judged_by_people, config_of):
+    people, form = judged_by_people
+    rows = iter(range(4))
+    fill_in(form, lambda row: 1.0 if next(rows) in (0, 2) else None)  # both orders of the first prompt
+    with pytest.raises(UserError, match=r"failed on 1 of 2 items(?s:.*)max_failed_share"):
+        evaluation.run(config_of(64, **people))
+    two = json.loads(evaluation.run(config_of(64, **people, max_failed_share=0.5)).read_text())["models"]["two"]
+    assert (two["failures"], two["win_rate"]["n"]) == (1, 1)
+    with pytest.raises(ValueError, match="max_failed_share must lie between 0 and 1"):
+        config_of(64, max_failed_share=1.5)
+
+
+def test_a_judge_that_a_policy_was_trained_against_is_named(config_of, stage, foreign, checkpoints, tmp_path, capsys):
+    reward, models = str(stage("reward") / "model"), {"SFT": str(stage("sft") / "model")}
+    models["PPO"] = str(stage("ppo") / "model")
+    shutil.copytree(reward, tmp_path / "the same")  # by content, wherever it lies
+    best_of = {"best of 2": BestOfConfig("SFT", reward, 2)}
+    config = config_of(64, models=models, baseline="SFT", reward_model=str(tmp_path / "the same"), best_of=best_of)
+    results = json.loads(evaluation.run(config).read_text())
+    (warning,) = results["warnings"]
+    assert "PPO, best of 2" in warning and "SFT" not in warning
+    assert f"warning: {warning}" in capsys.readouterr().err
+    other = config_of(64, models=models, baseline="SFT", reward_model=foreign[1], output=str(tmp_path / "other"))
+    assert json.loads(evaluation.run(other).read_text())["warnings"] == []
 
 
 # --- who judges -----------------------------------------------------------------------------------------------------

@@ -8,7 +8,8 @@ import pytest
 
 from alignment.data.rows.records import Prompt
 from alignment.errors import UserError
-from alignment.evaluation import compare, file_judge, longer_judge, score_judge, write_annotation_form
+from alignment.evaluation import compare, file_judge, longer_judge, score_judge, win_rate, write_annotation_form
+from alignment.evaluation.winrate import Z_95
 
 PROMPTS = [Prompt(f"question {i}", {}, f"row {i}") for i in range(4)]
 OURS = ["a long answer", "short", "same", "ours"]
@@ -89,11 +90,56 @@ def test_verdicts_go_out_as_a_form_and_come_back_from_a_file(tmp_path):
 def test_verdicts_on_other_texts_are_failures(tmp_path):
     path = tmp_path / "verdicts.jsonl"
     write_annotation_form(path, PROMPTS, OURS, BASELINE)
-    with pytest.raises(UserError, match="failed on 4 of 4"):  # a form not filled in
-        compare(PROMPTS, OURS, BASELINE, file_judge(path))
     path.write_text("".join(json.dumps(row) + "\n" for row in filled_in(path, lambda a, b: 0.5)))
     result = compare(PROMPTS, [*OURS[:3], "new"], BASELINE, file_judge(path), max_failed_share=0.5)
     assert result.failures == 1
+    with pytest.raises(UserError, match="on other prompts or responses"):
+        compare(PROMPTS, ["new"] * 4, BASELINE, file_judge(path))
+
+
+def test_an_empty_form_is_called_so_and_a_half_filled_one_is_counted(tmp_path, capsys):
+    path = tmp_path / "verdicts.jsonl"
+    write_annotation_form(path, PROMPTS, OURS, BASELINE)
+    with pytest.raises(UserError, match=rf"^0 of 7 verdicts are filled in in {path}"):
+        file_judge(path)
+    rows = filled_in(path, lambda a, b: 1.0 if a in OURS else None)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judge = file_judge(path)
+    assert f"4 of 7 verdicts are filled in in {path}" in capsys.readouterr().err
+    assert judge(PROMPTS, OURS, BASELINE) == [1.0] * 4
+
+
+# --- judges that go by position -------------------------------------------------------------------------------------
+
+
+def test_a_judge_that_goes_by_position_alone_decides_nothing():
+    """Its 32 contradictions are no 32 ties: nothing is known of the rate, and all of the bias."""
+    prompts = [Prompt(f"question {i}", {}, f"row {i}") for i in range(32)]
+    result = compare(prompts, ["a"] * 32, ["b"] * 32, lambda prompts, first, second: [1.0] * len(prompts))
+    assert (result.win_rate.rate, result.win_rate.low, result.win_rate.high) == (0.5, 0.0, 1.0)
+    assert result.follows_position
+    wilson = 1 / (1 + Z_95**2 / 32)  # the lower bound of 32 of 32
+    assert result.position_bias_interval == pytest.approx((wilson, 1.0))
+    assert result.inconsistent_interval == pytest.approx((wilson, 1.0))
+
+
+def test_a_consistent_judge_has_no_bias_and_intervals_of_some_width():
+    result = compare(PROMPTS, OURS, BASELINE, longer_judge)
+    (low, high), most = result.position_bias_interval, result.inconsistent_interval[1]
+    assert low < 0.5 < high and not result.follows_position
+    assert most == pytest.approx(1 - 1 / (1 + Z_95**2 / 4))  # none of four, by Wilson
+    assert result.win_rate == win_rate(result.verdicts)  # as without a look at the orders
+
+
+def test_a_preference_for_the_second_place_is_a_bias_too_and_failures_are_no_part_of_it():
+    prompts = [Prompt(f"question {i}", {}, f"row {i}") for i in range(20)]
+
+    def judge(prompts, first, second):
+        return [None if p.row_id == "row 0" and a == "a" else 0.0 for p, a in zip(prompts, first, strict=True)]
+
+    result = compare(prompts, ["a"] * 20, ["b"] * 20, judge)
+    assert (result.position_bias, result.failures, result.inconsistent) == (0.0, 1, 19)
+    assert result.follows_position and result.position_bias_interval[1] < 0.5
 
 
 def test_broken_rows_are_all_named_with_file_and_line(tmp_path):

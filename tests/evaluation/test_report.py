@@ -1,8 +1,10 @@
 """The report page: whole, escaped, self-contained, and true to its numbers."""
 
+import html as escapes
 import json
 import math
 import re
+from dataclasses import asdict
 from html.parser import HTMLParser
 
 import pytest
@@ -19,10 +21,13 @@ from alignment.evaluation.report.page import (
     WinRateRow,
     format_cell,
     format_duration,
+    verdict_sentence,
     write_report,
 )
-from alignment.evaluation.report.recipe_report import summary_rows, training_budget
+from alignment.evaluation.report.recipe_report import ReportConfig, summary_rows, training_budget
+from alignment.evaluation.report.recipe_report import run as run_report
 from alignment.evaluation.report.run_report import read_log_rows, read_stage_record, write_run_report
+from alignment.training.run.lineage import earlier_run
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
 ATTACK = '<script>alert("x")</script><img src=x onerror=alert(1)>'
@@ -205,6 +210,71 @@ def test_durations():
     ]
 
 
+# --- what a reader sees ---
+
+
+def test_every_curve_of_a_chart_has_its_swatch_outside_the_drawing():
+    labels = ("chosen", "chosen, held out", "rejected", "rejected, held out")
+    curves = tuple(Curve(label, (1, 2), (number, 3), number) for number, label in enumerate(labels))
+    chart = curve_chart("Implicit rewards", curves, "update")
+    legend, drawing = chart.split("<svg")
+    assert re.findall(r'<li class="series-(\d)">([^<]+)</li>', legend) == [
+        (str(i), name) for i, name in enumerate(labels)
+    ]
+    assert "held out" not in drawing
+    assert "<li" not in curve_chart("Loss", curves[:1], "update")
+
+
+def test_names_of_bars_are_whole_and_values_stand_beside_the_chart():
+    name = "PPO without pretraining mix, seed 3"
+    svg = bar_chart("rates", [Bar(name, 0.5), Bar("base", -0.96)], limits=(-1, 1), line_at=0.5)
+    words = " ".join(escapes.unescape(re.sub(r"<[^>]+>", " ", svg)).split())
+    assert name in words and "…" not in words
+    places = re.findall(r"translate\(([\d.]+) [\d.]+\)[^>]*>(?:0\.50|.0\.96)<", svg) or re.findall(
+        r'x="([\d.]+)"[^>]*>(?:0\.50|.0\.96)<', svg
+    )
+    assert len(places) == 2 and len(set(places)) == 1  # one column, right of bars and of the dashed line
+
+
+def test_a_noisy_path_has_a_beginning_an_end_and_a_line_smoother_than_its_points():
+    rising = [float(i + 4 * (i % 2)) for i in range(24)]
+    plain, noisy = (path_chart("p", [Curve("PPO", rising, rising)], "KL", "score", noisy=n) for n in (False, True))
+    assert noisy.count("fill: none") > plain.count("fill: none")  # the ring
+
+
+@pytest.mark.parametrize(
+    ("wins", "losses", "words"),
+    [
+        (292, 108, "PPO's responses are preferred to SFT's: 73.0 % [68.4, 77.1] of 400 (judge: gold)."),
+        (108, 292, "SFT's responses are preferred to PPO's, which win 27.0 % [22.9, 31.6] of 400 (judge: gold)."),
+        (208, 192, "nothing is decided: PPO wins 52.0 % [47.1, 56.9] of 400, and the interval includes 50 %"),
+    ],
+)
+def test_the_page_says_who_won(wins, losses, words, tmp_path):
+    row = WinRateRow("PPO", "SFT", "gold", win_rate([1.0] * wins + [0.0] * losses))
+    assert words in verdict_sentence(row)
+    data = ReportData(title="Verdict", verdicts=[verdict_sentence(row)])
+    assert words in Page(write_report(tmp_path / "report.html", data).read_text(encoding="utf-8")).text
+
+
+def test_a_judge_that_goes_by_position_is_no_honest_half(tmp_path):
+    row = WinRateRow("PPO", "SFT", "people", win_rate([0.5] * 32, inconsistent=32), 32, 0, (1.0, 0.893, 1.0))
+    page = write_report(tmp_path / "report.html", ReportData(title="Verdict", win_rates=[row])).read_text(
+        encoding="utf-8"
+    )
+    assert "100.0 % [89.3, 100.0]" in Page(page).text.replace("\N{NO-BREAK SPACE}", " ")
+    words = verdict_sentence(row)
+    assert "50.0 % [0.0, 100.0]" in words and "nothing is decided" in words
+    assert "contradict each other on 32 of them" in words
+
+
+def test_every_number_of_a_table_names_its_column_for_narrow_windows(html):
+    """Below 900 pixels the head of a table is gone and each row is a block: nothing is left at the side."""
+    cells = re.findall(r"<td[^>]*>", html)
+    assert cells and all("data-label=" in cell for cell in cells)
+    assert "white-space: nowrap" not in html
+
+
 # --- a run's own directory ---
 
 
@@ -232,6 +302,16 @@ def test_a_line_cut_short_by_a_crash_is_left_out_but_a_broken_one_is_named(run_f
     path.write_text('{"step": 1}\n{"st\n{"step": 3}\n')
     with pytest.raises(UserError, match=r"metrics\.jsonl:2"):
         read_log_rows(path)
+
+
+def test_settings_that_unfold_without_end_are_refused(run_folder):
+    """Six levels of nine aliases are 531,441 values."""
+    levels = [f"l{i}: &l{i} [{', '.join([f'*l{i - 1}'] * 9)}]\n" for i in range(1, 7)]
+    (run_folder / "config.yaml").write_text("l0: &l0 x\n" + "".join(levels))
+    with pytest.raises(UserError, match=r"more than \d+ values"):
+        write_run_report(run_folder)
+    with pytest.raises(UserError, match="cannot be read"):
+        earlier_run(run_folder)
 
 
 def test_a_directory_that_is_no_run_is_refused(tmp_path):
@@ -266,3 +346,28 @@ def test_a_recipes_table_shows_the_pairs_of_every_policy():
     (row,) = summary_rows({"baseline": "SFT", "models": {"SFT": model}})
     shown = {"chosen, change in nats": -1.5, "rejected, change in nats": -4.0, "pair margin, nats": 2.5}
     assert row.items() >= shown.items()
+
+
+def test_a_recipes_table_has_intervals_and_the_budget_a_table_of_its_own(tmp_path, capsys):
+    shares = {"rate": 0.25, "low": 0.1, "high": 0.4, "n": 4}
+    sft = {"gold": {"total": 2.0}, "gold_interval": None}
+    ppo = {
+        "gold": {"total": 2.5}, "gold_interval": [2.25, 2.75], "kl": 1.5, "kl_interval": [1.0, 2.0], "failures": 0,
+        "win_rate": asdict(win_rate([1.0] * 3 + [0.5], inconsistent=1)), "inconsistent": {"count": 1, **shares},
+        "position_bias": shares,
+    }  # fmt: skip
+    results = {"judge": "people", "baseline": "SFT", "warnings": ["mind the judge"], "models": {"SFT": sft, "PPO": ppo}}
+    (tmp_path / "results.json").write_text(json.dumps(results))
+    (tmp_path / "PPO").mkdir()
+    (tmp_path / "PPO/lineage.json").write_text(json.dumps({"stage": "ppo", "parents": {}}))
+    (tmp_path / "PPO/config.yaml").write_text("training: {batch_size: 32}\noptim: {learning_rate: 0.001}\n")
+    (tmp_path / "PPO/metrics.jsonl").write_text('{"step": 7, "loss": 1.0}\n')
+    stages = {"PPO": str(tmp_path / "PPO")}
+    report = run_report(ReportConfig(str(tmp_path), "Title", stages=stages, evaluation=str(tmp_path)))
+    page = report.read_text(encoding="utf-8")
+    first, second = re.findall(r"<table.*?</table>", page[: page.index('id="win-rates"')], re.DOTALL)
+    assert "2.50 [2.25,\N{NO-BREAK SPACE}2.75]" in first and "1.50 [1.00,\N{NO-BREAK SPACE}2.00]" in first
+    assert "learning rate" in second and "learning rate" not in first and ">7<" in second
+    assert "mind the judge" in page and "25.0 % [10.0," in page[page.index('id="win-rates"') :].replace("\xa0", " ")
+    shown = capsys.readouterr().out
+    assert "Between PPO and SFT" in shown and "learning rate" in shown

@@ -28,6 +28,7 @@ from alignment.evaluation.reward_card import (
     calibration_figures,
     clustered_rate,
     ensemble_figures,
+    k_way_figures,
     length_figures,
     pairs_of,
     reliability,
@@ -88,6 +89,14 @@ def test_a_group_of_three_counts_its_ordered_pairs_and_what_is_picked():
     assert figures["always_longer"]["losses"] == 3
 
 
+def test_the_share_of_best_picks_has_wilsons_interval_over_prompts():
+    sure = k_way_figures([group((3.0, 2.0, 1.0), (0, 1, 2), (1, 1, 1), prompt=str(number)) for number in range(5)])
+    assert sure is not None and (sure["top_1"], sure["high"]) == (1.0, pytest.approx(1.0))
+    assert sure["low"] == pytest.approx(1 / (1 + Z_95**2 / 5))  # 0.566 of 5 of 5
+    again = k_way_figures([group((3.0, 2.0, 1.0), (0, 1, 2), (1, 1, 1))] * 5)  # one prompt: no more than one trial
+    assert again is not None and again["low"] == pytest.approx(1 / (1 + Z_95**2))
+
+
 def test_pairs_are_no_k_way_groups():
     assert accuracy_figures([group((1.0, 0.0))])["k_way"] is None
 
@@ -107,6 +116,14 @@ def test_calibration_by_hand():
     assert [row["predicted"] for row in filled] == pytest.approx([0.75, 0.9])
     assert len(mixed["bins"]) == 10
     assert reliability(np.zeros(3))["brier"] == 0.25  # ties: half
+
+
+def test_the_interval_of_a_bin_is_clustered_by_prompt():
+    """Three right pairs of each of two prompts say no more than two."""
+    (row,) = [row for row in reliability(np.ones(6), np.array([0, 0, 0, 1, 1, 1]))["bins"] if row["pairs"]]
+    assert row["interval"] == pytest.approx([1 / (1 + Z_95**2 / 2), 1.0])
+    (row,) = [row for row in calibration_figures(np.ones(6))["bins"] if row["pairs"]]
+    assert row["interval"] == pytest.approx([1 / (1 + Z_95**2 / 6), 1.0])
 
 
 def test_the_temperature_that_calibrates():
@@ -141,6 +158,13 @@ def test_the_slope_on_length_by_hand():
     assert figures["chosen_longer"]["rate"] == 1
     assert figures["chosen_shorter"] is None
     assert "equally long" in length_figures(pairs_of([group((1.0, 0.0))]))["slope_missing"]
+
+
+@pytest.mark.parametrize("others", [[], [group((2.0, 0.0), prompt="q")]])  # the other's responses are equally long
+def test_one_prompt_gives_a_slope_and_no_interval(others):
+    figures = length_figures(pairs_of([group((3.0, 1.0, 0.0), (0, 1, 2), (300, 100, 200)), *others]))
+    assert figures["slope_per_100_tokens"] == pytest.approx((2 * 2 + 3 * 1 - 1 * 1) / 6)
+    assert figures["low"] is None and figures["high"] is None
 
 
 def test_a_planted_length_bias_shows_its_slope_and_a_fair_scorer_has_none():
@@ -240,6 +264,8 @@ def test_kl_bound_and_curve():
     assert blind[-1]["gain_low"] < 0 < blind[-1]["gain_high"]
     short = best_of_n_curve([[1, 2], [1, 2, 3]], [[0, 1], [0, 1, 2]], [1, 3])
     assert (short[1]["prompts"], short[1]["gold"], short[1]["gain"]) == (1, 2, 1)
+    assert [short[1][key] for key in ("low", "high", "gain_low", "gain_high")] == [None] * 4  # of one prompt
+    assert short[0]["low"] < short[0]["high"]
 
 
 # --- robustness -----------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import yaml
 
+from alignment.algorithms.ppo.alarms import Alarms
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.cli import main
 from alignment.config.schema import config_keys
@@ -79,8 +80,8 @@ FAULTS = {  # name: (columns that are planted, the setting that is proposed firs
     "sampler mismatch": ({"sampling_error": 0.3 * DROP + 1e-6}, "weights.dtype"),
     "KL negative": ({"kl": -0.8 * RISE, "kl_k3": 0.3 * RISE}, "kl_estimator"),
     "KL runs away": ({"kl": 40 * RISE**2}, "kl_coef"),
-    "reward flat": ({"score": 0.5 + noise(0.1, 20)}, "training.batch_size"),
-    "reward falls": ({"score": 0.5 - RISE + noise(0.1, 21)}, "optim.learning_rate"),
+    "score flat": ({"score": 0.5 + noise(0.1, 20)}, "training.batch_size"),
+    "score falls": ({"score": 0.5 - RISE + noise(0.1, 21)}, "optim.learning_rate"),
     "updates too large": ({"clip_fraction": 0.1 + 0.5 * DROP}, "optim.learning_rate"),
     "critic lost": ({"explained_variance": noise(0.05, 22)}, "value_optim.learning_rate"),
     "collapse": ({"entropy": 0.45 * (1 - 0.95 * DROP) + noise(0.005, 23)}, "kl_coef"),
@@ -121,6 +122,28 @@ def test_each_sign_of_a_failure_suffices(symptom, planted):
     assert [found.symptom for found in diagnose(run_of(planted))] == [symptom]
 
 
+@pytest.mark.parametrize(
+    ("alarm", "symptom", "bad", "good"),
+    [
+        ("entropy", "collapse", {"entropy": 0.28}, {"entropy": 0.32}),  # of 1 at the start
+        ("repetition", "collapse", {"repetition": 0.21}, {"repetition": 0.19}),
+        ("distinct responses", "collapse", {"distinct_share": 0.48}, {"distinct_share": 0.52}),
+        ("missing ends", "missing ends", {"ended_share": 0.68}, {"ended_share": 0.72}),
+        ("KL negative", "KL negative", {"kl": -0.03, "kl_k3": 0.001}, {"kl": -0.015, "kl_k3": 0.001}),
+    ],
+)
+def test_an_alarm_during_the_run_and_the_diagnosis_after_it_have_one_limit(alarm, symptom, bad, good):
+    """From the middle of the run on the metric lies beyond the limit, or just within it."""
+    start = {"entropy": 1.0, "repetition": 0.02, "distinct_share": 1.0, "ended_share": 0.99, "kl": 0.1, "kl_k3": 0.1}
+    for planted, found in ((bad, True), (good, False)):
+        columns = {name: np.where(RISE > 0.5, later, start[name]) for name, later in planted.items()}
+        run, alarms = run_of(columns), Alarms()
+        lines = [{name: series.values[i] for name, series in run.series.items()} for i in range(N)]
+        notes = [note for i, line in enumerate(lines) for note in alarms.add(i + 1, line | {"responses": 512.0})]
+        assert [f"({alarm})" in note for note in notes] == [True] * found
+        assert [finding.symptom for finding in diagnose(run)] == [symptom] * found
+
+
 def test_a_policy_that_does_not_move_is_told_from_one_that_moves_without_gain():
     still = {
         "score": 0.5 + noise(0.1, 30),
@@ -129,16 +152,16 @@ def test_a_policy_that_does_not_move_is_told_from_one_that_moves_without_gain():
         "approx_kl": np.full(N, 1e-9),
     }
     findings = diagnose(run_of(still))
-    assert [found.symptom for found in findings] == ["updates too small", "reward flat"]
+    assert [found.symptom for found in findings] == ["updates too small", "score flat"]
     assert [found.settings[0].value for found in findings] == [1e-3, 3e-4]  # ten and three times the step
     one_update = diagnose(run_of(still, epochs=1, minibatches=1))  # its ratio is 1 by construction
-    assert [found.symptom for found in one_update] == ["reward flat"]
+    assert [found.symptom for found in one_update] == ["score flat"]
 
 
 def test_a_reward_that_gives_every_sample_the_same_score_is_named():
     samples = [{"step": i, "prompt": "p", "response": "r" * i, "score": 0.25} for i in range(1, 30)]
     found = diagnose(run_of({"score": np.full(N, 0.25), "gold_score": noise(0.1, 1)}, samples))[0]
-    assert found.symptom == "reward flat" and "0.25" in found.cause
+    assert found.symptom == "score flat" and "0.25" in found.cause
 
 
 def test_scores_that_follow_length_are_found_before_the_limit_is_reached():
@@ -175,7 +198,11 @@ def test_trends_of_a_short_run_are_not_judged_but_its_invariants_are():
 
 FALLING = {"loss": 2 - RISE + noise(0.05, 40), "grad_norm": np.full(N, 1.0)}
 LEARNED = FALLING | {"accuracy": 0.5 + 0.3 * RISE, "margin": RISE}
-DPO = LEARNED | {"chosen_reward": -0.3 * RISE}
+DPO = LEARNED | {"chosen_reward": -0.3 * RISE, "rejected_reward": -0.9 * RISE}
+STILL = DPO | {  # 25 updates at a learning rate of 5e-6: margin 0.0006, loss 0.6931 to 0.6928
+    "loss": 0.6931 - 3e-4 * RISE, "accuracy": 0.5 + 0.2 * RISE, "margin": 6e-4 * RISE, "chosen_reward": 2e-4 * RISE,
+    "rejected_reward": -4e-4 * RISE,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -188,12 +215,24 @@ DPO = LEARNED | {"chosen_reward": -0.3 * RISE}
         ("reward", "overfitting", LEARNED | {"accuracy": 0.5 + 0.5 * RISE, "held_out_accuracy": np.full(N, 0.6)}),
         ("reward", "scores tied", LEARNED | {"ties": np.full(N, 0.9)}),
         ("dpo", "chosen responses become unlikely", DPO | {"chosen_reward": -4 * RISE}),
+        ("dpo", "policy did not move", STILL),
+        ("dpo", "policy did not move", STILL | {"accuracy": 0.5 + noise(0.02, 44), "margin": noise(1e-4, 45)}),
+        (
+            "dpo",
+            "policy did not move",
+            STILL | {"chosen_reward": 1.5 + noise(1e-3, 46)},
+        ),  # of a loss without a reference
     ],
 )
 def test_failures_of_other_stages_are_found_and_healthy_ones_are_not(stage, symptom, metrics):
     assert [found.symptom for found in diagnose(run_of(metrics, stage=stage))] == [symptom]
     healthy = {"sft": FALLING, "reward": LEARNED, "dpo": DPO}[stage]
     assert diagnose(run_of(healthy, stage=stage)) == []
+
+
+def test_a_policy_whose_rewards_differ_around_the_same_mean_has_moved():
+    spread = {"chosen_reward": noise(0.05, 47), "rejected_reward": noise(0.05, 48)}
+    assert "policy did not move" not in [found.symptom for found in diagnose(run_of(STILL | spread, stage="dpo"))]
 
 
 def test_online_dpo_without_pairs_is_found():

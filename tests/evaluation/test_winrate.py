@@ -6,7 +6,7 @@ from scipy.stats import binomtest
 
 from alignment.errors import UserError
 from alignment.evaluation import agreement, merge_orders, win_rate
-from alignment.evaluation.winrate import paired_interval
+from alignment.evaluation.winrate import mean_interval, paired_interval
 
 
 def test_win_rate_counts_ties_as_half():
@@ -45,6 +45,23 @@ def test_interval_covers_the_truth_about_95_times_in_100(shares):
     intervals = {(int(wins), int(losses)): paired_interval(int(wins), int(losses), 100) for wins, _, losses in drawn}
     hits = [low <= truth <= high for low, high in (intervals[int(w), int(lost)] for w, _, lost in drawn)]
     assert 0.93 <= np.mean(hits) <= 0.97
+
+
+def test_contradictions_count_half_and_narrow_no_interval():
+    """Four wins and four contradictions: 3/4, as sure as three of four, for the contradictions are tosses of a coin."""
+    result = win_rate([1.0] * 4 + [0.5] * 4, inconsistent=4)
+    assert (result.rate, result.n, result.wins, result.ties) == (0.75, 8, 4, 4)
+    assert (result.low, result.high) == paired_interval(3, 1, 4)
+    ties = win_rate([1.0] * 4 + [0.5] * 4)
+    assert ties.low > result.low and ties.high < result.high
+    widths = [(rate := win_rate([1.0] * 60 + [0.5] * 40, inconsistent=k)).high - rate.low for k in (0, 10, 20, 40)]
+    assert widths == sorted(widths)
+
+
+def test_the_interval_of_a_mean_is_none_where_nothing_varies():
+    assert mean_interval([1.0]) is None and mean_interval([2.0, 2.0]) is None
+    low, high = mean_interval([0.0, 2.0])  # deviation sqrt(2), error 1
+    assert (low, high) == pytest.approx((1 - 1.96, 1 + 1.96), abs=1e-3)
 
 
 def test_other_verdicts_and_no_verdicts_are_refused():

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from alignment.data.text.chat import prompt_ids
 from alignment.errors import UserError
-from alignment.generation import SamplingConfig, decode_responses, generate
+from alignment.generation import DecodingEngine, DecodingRequest, SamplingConfig, decode_responses, generate
 from alignment.loading import load_model, load_tokenizer
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import load_language_model, save_model
@@ -275,3 +275,37 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(checkpoints, tok
     model = build_language_model(load_language_model(checkpoints["llama"]).config | {"vocab_size": len(tokenizer) - 4})
     with pytest.raises(UserError, match="has 4 tokens that the model's vocabulary"):
         generate(model, tokenizer, ["a"], max_new_tokens=1)
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"temperature": 0}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"num_beams": 2}]
+)
+def test_logits_that_are_not_finite_end_the_generation_with_prompt_and_token(checkpoints, settings):
+    """The third prompt alone has the token whose embedding is NaN; the others have a response each."""
+    model, tokenizer = load_model(checkpoints["llama"]), load_tokenizer(checkpoints["llama"])
+    texts = ["hello", "some words", "hello QQQ"]
+    ids = [set(prompt_ids(tokenizer, text)) for text in texts]
+    with torch.no_grad():
+        model.trunk.embed.weight[min(ids[2] - ids[0] - ids[1])] = torch.nan
+    sample = {"max_new_tokens": 4, **settings}
+    with pytest.raises(UserError, match=r"^prompt 2: the logits of token 1 .* not finite"):
+        generate(model, tokenizer, texts, **sample)
+    healthy = load_model(checkpoints["llama"])
+    assert generate(model, tokenizer, texts[:2], **sample) == generate(healthy, tokenizer, texts[:2], **sample)
+
+
+def test_a_mixture_of_greedy_and_sampling_requests_fails_where_the_logits_are_not_finite(checkpoints):
+    """The other rows of the same step go on; the failed one ends with what failed and without the token."""
+    model = load_language_model(checkpoints["llama"])
+    with torch.no_grad():
+        model.trunk.embed.weight[7] = torch.inf
+    engine = DecodingEngine(model, max_rows=4)
+    settings = [SamplingConfig(5, temperature=temperature) for temperature in (0, 1, 0, 1)]
+    numbers = [engine.add(DecodingRequest([9, 7 + row // 2], each, row)) for row, each in enumerate(settings)]
+    events = []
+    while engine.unfinished:
+        events += engine.step()
+    last = {event.request: event for event in events if event.finish is not None}
+    assert [last[number].finish for number in numbers] == ["error", "error", "length", "length"]
+    assert "not finite" in last[numbers[0]].text
+    assert [sum(event.request == number for event in events) for number in numbers] == [1, 1, 5, 5]

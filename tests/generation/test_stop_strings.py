@@ -106,6 +106,20 @@ def test_a_stop_string_is_not_searched_before_the_least_tokens(model, bytes_toke
     assert min(len(tokens) for tokens in found.token_ids) == 10
 
 
+def test_a_stop_string_that_ended_before_the_search_began_does_not_count(bytes_tokenizer):
+    """Beside a longer one, which is searched further back; "or" ends in the part that is not searched, "ld" behind it."""
+    text = IncrementalText(bytes_tokenizer, ("or", "a long stop string"))
+    for token in bytes_tokenizer("hello wor", add_special_tokens=False)["input_ids"]:
+        text.push(token, check_stop=False)
+    for token in bytes_tokenizer("ld", add_special_tokens=False)["input_ids"]:
+        text.push(token)
+    text.flush()
+    assert (text.text, text.stopped) == ("hello world", False)
+    for token in bytes_tokenizer(" or", add_special_tokens=False)["input_ids"]:
+        text.push(token)
+    assert (text.text, text.stopped) == ("hello world ", True)
+
+
 def test_stop_strings_out_of_range_are_refused(model, bytes_tokenizer):
     with pytest.raises(ValueError, match="list of texts"):
         generate(model, bytes_tokenizer, ["a"], stop="end")

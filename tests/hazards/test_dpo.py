@@ -9,12 +9,12 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
+from alignment.algorithms.dpo import updates as dpo_updates
 from alignment.algorithms.dpo.responses import ResponseLogProbs, desirability_metrics
 from alignment.algorithms.dpo.updates import GlobalInputs, PreferenceUpdates, RewardShift, mismatched_rows
 from alignment.data.batches import collate_labeled, collate_pairs
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example, LabeledExample, PairExample
-from alignment.errors import UserError
 from alignment.losses import dpo_loss
 from alignment.losses.preference_table import LOSSES
 from alignment.models.build import build_language_model
@@ -114,6 +114,21 @@ def test_H12_an_update_does_not_depend_on_how_its_batch_is_cut(name):
         assert cut[key] == pytest.approx(value, abs=1e-4, rel=1e-4), key
 
 
+@pytest.mark.parametrize("name", ["aot", "aot_unpaired"])
+def test_pairs_are_sorted_by_their_positions_and_not_found_again_by_their_values(name, monkeypatch):
+    """The chosen responses' log-probabilities before the update are 1e-5 lower than in it, and each is its own pair's."""
+    plain, real = one_update(name, 14), dpo_updates.response_log_probs
+
+    def lower(*arguments):
+        found = real(*arguments)
+        chosen, rejected = found.policy.chunk(2)
+        return dataclasses.replace(found, policy=torch.cat([chosen - 1e-5, rejected]))
+
+    monkeypatch.setattr(dpo_updates, "response_log_probs", lower)
+    for key, value in one_update(name, 14).items():
+        assert value == pytest.approx(plain[key], abs=1e-4), key
+
+
 @pytest.mark.parametrize("variant", ["", "lora"])
 def test_H40_cached_log_probs_train_the_same_and_are_not_reused_for_other_rows(
     variant, stage, world, make_stage, tmp_path, read_metrics
@@ -139,8 +154,8 @@ def test_H40_cached_log_probs_train_the_same_and_are_not_reused_for_other_rows(
     damaged = bytearray(file.read_bytes())
     damaged[200] ^= 64
     file.write_bytes(bytes(damaged))
-    with pytest.raises(UserError, match=r"is damaged.*Delete the file"):
-        run(dataclasses.replace(config, output=str(tmp_path / "damaged")))
+    run(dataclasses.replace(config, output=str(tmp_path / "damaged")))
+    assert [line["loss"] for line in read_metrics(tmp_path / "damaged")] == losses["cache"]  # computed again
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 That PPO as a whole reaches the known optimum, which a flipped sign does not, is in learning/; resuming in algorithms/test_resume.py.
 """
 
+import copy
 import json
 import math
 from dataclasses import replace
@@ -18,22 +19,25 @@ from alignment.algorithms.ppo.advantages import add_advantages
 from alignment.algorithms.ppo.alarms import Alarms
 from alignment.algorithms.ppo.controllers import ScoreNormalizer
 from alignment.algorithms.ppo.loss_functions import policy_loss_fn
-from alignment.algorithms.ppo.metrics import kl_columns, sampling_error
+from alignment.algorithms.ppo.metrics import kl_columns, sample_columns, sampling_error
 from alignment.algorithms.ppo.rollout import Rollout, RolloutBatch, collect, draw_samples, ragged_of, rollout_batches
 from alignment.algorithms.ppo.setup import build_state, load_ppo_state, read_data, save_ppo_state
 from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
 from alignment.generation import SamplingConfig, decode_responses
+from alignment.loading import load_model
 from alignment.losses.importance import importance_weights
 from alignment.losses.policy import clipped_value_loss, gae, kl_estimates, shape_rewards, whiten
 from alignment.models.build import build_language_model
 from alignment.models.huggingface.checkpoint import load_language_model
-from alignment.training import Run, TrainingConfig
+from alignment.training import OptimConfig, Run, TrainingConfig
 from alignment.training.result import Result
+from tests.ppo_states import exact_kl, move
 
 LOG_PROBS = torch.tensor([[-0.9, -2.2, -1.4, -0.3]])
 REFERENCE = torch.tensor([[-1.1, -2.0, -1.4, -0.8]])
 WHOLE = torch.ones(1, 4, dtype=torch.bool)
+FAST = OptimConfig(learning_rate=1e-3, eps=1e-5)
 PAD = 1e9  # in slots that hold no token
 
 
@@ -81,8 +85,8 @@ def test_H28_the_estimates_are_those_of_the_valid_tokens():
 
 def test_H28_a_kl_that_stays_negative_gives_an_alarm():
     alarms = Alarms()
-    notes = [alarms.add(step, {"kl": -0.3}) for step in range(1, 7)]
-    assert [bool(found) for found in notes] == [False] * 4 + [True, False] and "negative KL" in notes[4][0]
+    notes = [alarms.add(step, {"kl": -0.3, "responses": 64.0}) for step in range(1, 7)]
+    assert [bool(found) for found in notes] == [False] * 4 + [True, False] and "KL negative" in notes[4][0]
 
 
 # --- H29, H30, H35: rewards, whitening, targets ---------------------------------------------------------------------
@@ -187,6 +191,39 @@ def test_H31_a_filtered_sample_is_scored_in_the_whole_distribution_and_weighed(b
         assert metrics["sampling_kl"] > 0
     else:
         assert rollout.weights is None and "importance_weight_mean" not in metrics and metrics["sampling_error"] <= 1e-5
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"top_k": 5}, {"top_p": 0.5, "temperature": 1.4}, {"min_p": 0.3}, {"rollouts_behind": 1, "optim": FAST}],
+    ids=["top_k", "top_p", "min_p", "behind"],
+)
+def test_the_kl_of_samples_that_are_not_the_policy_s_own_is_summed_over_the_vocabulary(built, settings):
+    """`kl`, what is written of each sample and the controller's step: of the policy, whatever has drawn its tokens."""
+    config, prompts_of, state = built(**settings, kl_target=0.02)
+    reference = load_model(config.policy)
+    if config.rollouts_behind:
+        iterate(state, config, prompts_of(0), 0)
+    else:
+        move(state.policy.backend.unwrapped)
+    policy, coef = copy.deepcopy(state.policy.backend.unwrapped), state.kl.coef
+    metrics, rollout = iterate(state, config, prompts_of(1), 1)
+    values = exact_kl(policy, reference, rollout.prompts, rollout.responses, config.temperature)
+    kl = sum(values) / len(values)
+    assert metrics["kl"] == pytest.approx(kl, rel=1e-3) and kl > 1e-3
+    assert sample_columns(rollout)["kl"] == pytest.approx(values[:2], rel=1e-3)
+    assert not {"kl_k2", "kl_k3"} & metrics.keys()  # estimates from tokens that the policy has not drawn
+    error = min(max(kl / 0.02 - 1, -0.2), 0.2)
+    assert state.kl.coef == pytest.approx(coef * (1 + error * len(values) / config.kl_horizon), rel=1e-6)
+
+
+def test_the_kl_of_the_policy_s_own_samples_is_the_estimate_from_their_tokens(built):
+    config, prompts_of, state = built(temperature=0.7)
+    move(state.policy.backend.unwrapped)
+    metrics, rollout = iterate(state, config, prompts_of(0), 0)
+    k1 = (rollout.log_probs - rollout.reference_log_probs).sum(1).mean()
+    assert rollout.token_kl is None and metrics["kl"] == pytest.approx(k1.item(), abs=1e-6)
+    assert {"kl_k2", "kl_k3"} <= metrics.keys()
 
 
 def test_H31_importance_weights_make_the_gradient_of_the_policy_out_of_another_ones_samples():

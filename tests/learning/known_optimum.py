@@ -1,6 +1,7 @@
 """A world small enough to know the answer: 216 responses of three tokens, policies and critics that are tables."""
 
 import itertools
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +14,7 @@ from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
 from alignment.generation import Responses
 from alignment.losses.language import token_log_probs_and_entropy
-from alignment.models.outputs import LanguageOutput, ValueOutput
+from alignment.models.outputs import LanguageOutput, LogitsOutput, ValueOutput
 from alignment.ragged import Ragged
 from alignment.training import Engine, OptimConfig, TrainingConfig
 
@@ -43,15 +44,20 @@ def states_of(batch: Ragged) -> Tensor:
 class TablePolicy(nn.Module):
     """A language model whose logits are a table with one row per state; the value head is a column beside it."""
 
+    spec = SimpleNamespace(vocabulary=VOCABULARY)
+
     def __init__(self, logits: Tensor, *, reads_temperature: bool = True):
         super().__init__()
         self.reads_temperature = reads_temperature
         self.logits, self.value_head = nn.Parameter(logits.clone()), nn.Parameter(torch.zeros(STATES))
 
     def forward(
-        self, *, batch: Ragged, temperature: float = 1.0, entropy: bool = False, values: bool = False
-    ) -> LanguageOutput:
+        self, *, batch: Ragged, temperature: float = 1.0, entropy: bool = False, values: bool = False,
+        return_logits: bool = False,
+    ) -> LanguageOutput | LogitsOutput:  # fmt: skip
         states = states_of(batch)[:, :-1].reshape(-1)
+        if return_logits:
+            return LogitsOutput(self.logits[states])
         tokens = batch.tokens[batch.target_index]
         divisor = temperature if self.reads_temperature else 1.0
         log_probs, entropies = token_log_probs_and_entropy(self.logits[states] / divisor, tokens)

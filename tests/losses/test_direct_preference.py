@@ -186,7 +186,7 @@ def test_aot_pairs_the_quantiles():
     assert_close(cost, torch.full((3,), softplus(-0.5)))
     # chosen log-ratios 3, 1, 2, rejected ones 0.5, 2.5, 1.5: the same leads
     assert_close(aot_unpaired_loss(policy, reference, zero, zero, beta=1.0), cost)
-    others, shares = partners(policy, policy, reference)
+    others, shares = partners(torch.arange(3), policy, reference)
     assert others.tolist() == [[2.5, 0.5, 1.5]] and shares.tolist() == [[1.0, 1.0, 1.0]]
 
 
@@ -197,8 +197,10 @@ def test_aot_of_equal_values_is_that_of_the_sorted_form():
     assert_close(whole, torch.tensor([(softplus(-0.9) + softplus(4.0)) / 2] * 2 + [softplus(3.0)]))
     values = policy, reference
     parts = [
-        aot_paired_loss(policy[i:][:1], zero[:1], reference[i:][:1], zero[:1], beta=1.0, values_of_all=values)
-        for i in range(3)
+        aot_paired_loss(
+            policy[i:][:1], zero[:1], reference[i:][:1], zero[:1], beta=1.0, values_of_all=values, positions=place
+        )
+        for i, place in enumerate(torch.arange(3).split(1))
     ]
     assert_close(torch.cat(parts), whole)
     generator = torch.Generator().manual_seed(3)
@@ -221,8 +223,8 @@ def test_aot_of_a_batch_in_parts_is_that_of_the_whole(loss):
     a, b, c, d = (column.detach() for column in columns)
     values = (a - b, c - d) if loss is aot_paired_loss else (a - c, b - d)
     parts = [
-        loss(*piece, beta=0.7, label_smoothing=0.1, values_of_all=values)
-        for piece in zip(*(x.split(5) for x in columns), strict=True)
+        loss(*piece, beta=0.7, label_smoothing=0.1, values_of_all=values, positions=positions)
+        for *piece, positions in zip(*(x.split(5) for x in (*columns, torch.arange(12))), strict=True)
     ]
     assert_close(torch.cat(parts), whole)
     for part, wanted in zip(torch.autograd.grad(torch.cat(parts).sum(), columns[:2]), grads, strict=True):

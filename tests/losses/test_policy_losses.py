@@ -156,6 +156,21 @@ def test_h30_i4_whitening_is_over_what_counts_with_biased_variance(filler):
     assert torch.isfinite(values.grad).all() and values.grad[3] == 0
 
 
+@pytest.mark.parametrize("value", [2.7, -0.1, 1e4, 1e-30, 0.0])
+@pytest.mark.parametrize("count", [3, 7, 1000])
+def test_equal_values_are_whitened_to_0(value, count):
+    """Their mean is off by a rounding, and 1e-4, the root of the 1e-8 below the root, would blow it up ten thousandfold."""
+    values, mask = torch.full((count,), value), torch.ones(count, dtype=torch.bool)
+    assert (whiten(values, mask) == 0).all()
+    assert_close(whiten(values, mask, shift_mean=False), values)
+
+
+def test_values_that_differ_by_more_than_a_rounding_are_whitened():
+    """1 and 1.0001: a deviation of 5e-5, which is half of 1e-4, so that they become 5e-5 / sqrt(1.25e-8) = 0.447."""
+    found = whiten(torch.tensor([1.0, 1.0001]), torch.ones(2, dtype=torch.bool))
+    assert_close(found, torch.tensor([-0.4472, 0.4472]), atol=2e-3, rtol=0)
+
+
 def test_h30_whitening_can_keep_the_mean():
     grid = torch.linspace(1.2, 2.0, 9).reshape(3, 3)
     whitened = whiten(grid, torch.ones(3, 3, dtype=torch.bool), shift_mean=False)

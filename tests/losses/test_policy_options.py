@@ -114,6 +114,16 @@ def test_grpo_divides_by_the_deviation_and_dr_grpo_does_not():
     near(dr_grpo_advantages(REWARDS, 3), torch.tensor([-2.0, -1.0, 3.0, 0.0, 0.0, 0.0]))
 
 
+@pytest.mark.parametrize("advantages", [rloo_advantages, grpo_advantages, dr_grpo_advantages])
+def test_a_missing_reward_leaves_the_group_without_it(advantages):
+    """Of four responses the second has none; a prompt that has one or no reward left tells nothing."""
+    nan = math.nan
+    found = advantages(torch.tensor([-3.0, nan, -2.0, -4.0, nan, nan, 5.0, nan, *[nan] * 4, 1.0, 2.0, 3.0, 6.0]), 4)
+    near(found[[0, 2, 3]], advantages(torch.tensor([-3.0, -2.0, -4.0]), 3))
+    assert torch.equal(found[1], torch.tensor(0.0)) and not found[4:12].any()
+    assert torch.equal(found[12:], advantages(torch.tensor([1.0, 2.0, 3.0, 6.0]), 4))
+
+
 def test_grpo_has_the_advantages_of_trl():
     """The three lines of trl's GRPOTrainer: mean and std over the group, divided with 1e-4."""
     rewards = torch.randn(12, generator=torch.Generator().manual_seed(0))

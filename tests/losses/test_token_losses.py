@@ -14,7 +14,7 @@ from alignment.losses import (
     token_log_probs,
     token_log_probs_and_entropy,
 )
-from alignment.losses.language import mean_language_loss
+from alignment.losses.language import kl_divergence, mean_language_loss
 
 
 def test_token_log_prob_is_worked_by_hand():
@@ -56,6 +56,19 @@ def test_entropy_of_a_certain_token_is_zero_with_finite_gradient():
     assert_close(result, torch.tensor([0.0, math.log(2)]))
     result.sum().backward()
     assert torch.isfinite(logits.grad).all()
+
+
+def test_the_divergence_is_that_of_the_whole_distribution_and_not_of_its_likeliest_tokens():
+    """p = 0.5 0.4 0.1, q = 0.52 0.42 0.06: 0.5 log 0.5/0.52 + 0.4 log 0.4/0.42 + 0.1 log 0.1/0.06 = 0.011956.
+
+    Tokens drawn with top_p 0.9 are the first two, 5/9 and 4/9: the mean of log p - log q over them is -0.043474.
+    """
+    p, q = torch.tensor([0.5, 0.4, 0.1]).log(), torch.tensor([0.52, 0.42, 0.06]).log()
+    assert kl_divergence(p + 2.0, q - 1.0).item() == pytest.approx(0.011956, abs=1e-6)
+    assert ((p - q)[:2] * torch.tensor([5 / 9, 4 / 9])).sum().item() == pytest.approx(-0.043474, abs=1e-6)
+    ruled_out = torch.tensor([0.0, -torch.inf])
+    assert kl_divergence(ruled_out, ruled_out).item() == 0
+    assert kl_divergence(ruled_out, torch.zeros(2)).item() == pytest.approx(math.log(2))
 
 
 def test_gradients_agree_with_finite_differences():

@@ -226,9 +226,7 @@ def test_nothing_is_fetched_or_said_when_bitsandbytes_is_imported(first, tmp_pat
 def test_quantization_without_bitsandbytes_is_refused(monkeypatch):
     monkeypatch.setattr(quantization, "find_spec", lambda name: None)
     require_bitsandbytes(None)
-    with pytest.raises(
-        UserError, match=r"weights.quantize nf4 needs bitsandbytes: pip install 'alignment\[quantization\]'"
-    ):
+    with pytest.raises(UserError, match=r"weights.quantize nf4 needs bitsandbytes: pip install -e '.\[quantization\]'"):
         require_bitsandbytes("nf4")
 
 

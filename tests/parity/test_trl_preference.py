@@ -11,7 +11,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
-from alignment.algorithms.dpo.updates import GlobalInputs
+from alignment.algorithms.dpo.updates import GlobalInputs, with_positions
 from alignment.data.batches import collate_labeled, collate_pairs
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example, LabeledExample, PairExample
@@ -123,7 +123,7 @@ def ours(policy, reference, given=None, **settings):
     config = DPOConfig("p", DataConfig(train="t"), "o", **settings)
     loss_fn = dpo_loss_fn(policy, torch.no_grad()(reference), config)
     pairs, total = make_pairs(), 0.0
-    for batch in collate_pairs(pairs, 45):
+    for batch in with_positions(collate_pairs(pairs, 45), given or GlobalInputs()):
         total = total + (loss_fn(batch) if given is None else loss_fn(batch, given)).total
     return total / len(pairs)
 

@@ -1,6 +1,7 @@
 """Recipes: every one can be planned; those on real data run, cut short here and whole among the slow tests."""
 
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -72,6 +73,19 @@ def test_every_recipe_says_what_is_expected_of_its_policies_and_why(name):
     judged = {"ppo", "evaluation"} & {stage.name for stage in recipe.stages}
     assert recipe.expect and judged <= {expected.stage for expected in recipe.expect}
     assert all(expected.why for expected in recipe.expect)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_a_range_of_rates_that_a_coin_passes_says_so(name):
+    """A coin's rate is 0.5 and its interval holds 0.5: `--check` shows nothing where that lies in the range."""
+    silent = []
+    for expected in read_recipe(name)[0].expect:
+        key = expected.metric.split(".")[-1]
+        low, high = expected.low or 0.0, 1.0 if expected.high is None else expected.high
+        passes = {"low": low < 0.5, "high": high > 0.5}.get(key, low <= 0.5 <= high)
+        if (key in ("rate", "low", "high") or key.endswith("accuracy")) and passes:
+            silent += [] if re.search(r"\b(coin|chance)\b", expected.why) else [f"{expected.stage}: {expected.metric}"]
+    assert silent == []
 
 
 def test_make_quickstart_checks_the_run_against_its_expectations():

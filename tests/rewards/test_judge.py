@@ -10,7 +10,7 @@ import torch
 from alignment.data.examples import PromptExample
 from alignment.errors import UserError
 from alignment.rewards import JudgeSpec, RewardSpec, SampledTexts
-from alignment.rewards.build import prepare_rewards
+from alignment.rewards.build import build_rewards, prepare_rewards
 from alignment.rewards.combine import RewardPart, Rewards
 from alignment.rewards.http import retry_after
 from alignment.rewards.judge import judge_reward
@@ -135,7 +135,7 @@ def test_finished_scores_are_kept_and_failed_ones_asked_for_again(serve):
     assert judge(samples("b", "a")) == [1, 1] and len(server.requests) == 4
 
 
-def test_a_chat_model_is_asked_by_the_template_and_its_last_number_counts(serve, monkeypatch):
+def test_a_chat_model_is_asked_by_the_template(serve, monkeypatch):
     def answer(body, count):
         text = f"Out of 10 I say: {len(body['messages'][0]['content'])}."
         return 200, {}, json.dumps({"choices": [{"message": {"content": text}}]})
@@ -153,11 +153,54 @@ def test_a_chat_model_is_asked_by_the_template_and_its_last_number_counts(serve,
     assert headers["Authorization"] == "Bearer sesame"
 
 
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("8/10", 8),
+        ("I rate this 7 out of 10.", 7),
+        ("Score 2 of 10", 2),
+        ("[[8]]", 8),
+        ("Rating: [[5]], since 3 facts are wrong", 5),
+        ("**Score:** **8**/10", 8),
+        ("On a scale of 1 to 10 it is a 6.", 6),
+        ("Score (1-10): 7. Of 4 claims 3 hold.", 7),
+        ("-0.5", -0.5),
+        ("Accuracy 7, style 9", None),  # nothing says which is the score
+        ("Style score: 7\nOverall score: 8", None),
+        ("Score: 7-8", None),
+        ("8,5", None),
+        ("good", None),
+    ],
+)
+def test_the_score_is_read_and_not_its_scale(serve, text, score):
+    server = serve(lambda body, count: (200, {}, json.dumps({"choices": [{"message": {"content": text}}]})))
+    spec = JudgeSpec(server.url, protocol="openai", model="m", template="{response}", low=-1, high=10, **QUICK)
+    assert judge_reward(spec)(samples("a")) == [score]
+
+
+def test_a_pattern_of_ones_own_reads_its_last_match(serve):
+    content = "Style: 3. Total: 5. Total: 6"
+    server = serve(lambda body, count: (200, {}, json.dumps({"choices": [{"message": {"content": content}}]})))
+    chat = {"protocol": "openai", "model": "m", "template": "{response}"}
+    assert judge_reward(JudgeSpec(server.url, pattern=r"Total: (\d+)", **chat, **QUICK))(samples("a")) == [6]
+    with pytest.raises(ValueError, match="go with protocol: openai"):
+        JudgeSpec(server.url, pattern=r"(\d+)")
+
+
+def test_a_pattern_that_backtracks_is_a_failure(serve):
+    content = "a" * 34 + "!"
+    server = serve(lambda body, count: (200, {}, json.dumps({"choices": [{"message": {"content": content}}]})))
+    spec = JudgeSpec(server.url, protocol="openai", model="m", template="{response}", pattern="(a|aa)+$", **QUICK)
+    asked = samples("a")
+    assert judge_reward(spec)(asked) == [None]
+    assert "(a|aa)+$" in next(iter(asked.failures))
+
+
 def example(row, **extra):
     return PromptExample([1], "Say so.", extra, f"rows:{row}")
 
 
-def test_more_failures_than_allowed_stop_the_run_and_fewer_count_0():
+def test_more_failures_than_allowed_stop_the_run_and_fewer_have_no_score():
     rows, sums = [example(i) for i in range(4)], []
 
     def part(failing):
@@ -165,7 +208,9 @@ def test_more_failures_than_allowed_stop_the_run_and_fewer_count_0():
         return RewardPart("judge", lambda *a: numbers, max_failed_share=0.25)
 
     scores = Rewards([part({1})], lambda x: sums.append(x) or x)(rows, [[1]] * 4, [True] * 4)
-    assert scores.shaped.tolist() == scores.total.tolist() == [2, 0, 2, 2] and sums
+    for given in (scores.shaped, scores.total):
+        assert given.isnan().tolist() == [False, True, False, False] and given[[0, 2, 3]].tolist() == [2, 2, 2]
+    assert sums
     with pytest.raises(UserError, match="judge gave no score for 2 of 4 responses; at most 25%"):
         Rewards([part({1, 2})], lambda x: x)(rows, [[1]] * 4, [True] * 4)
 
@@ -181,6 +226,57 @@ def test_the_key_must_be_in_the_environment_and_is_in_no_message(monkeypatch):
     with pytest.raises(ValueError, match="not the key itself") as error:
         JudgeSpec("http://host/score", key_variable="sk-sesame")
     assert "sesame" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://host/score?key=sesame",
+        "http://host/score?model=m&api-key=sesame",
+        "http://host/score?access_token=sesame",
+        "http://sesame@host/score",
+        "http://sesame@host:port/score",
+    ],
+)
+def test_a_key_in_the_url_is_refused_and_not_shown(url):
+    with pytest.raises(ValueError, match="judge: ") as error:
+        RewardSpec(judge=url)
+    assert "sesame" not in str(error.value)
+    if ":port" not in url:
+        assert "key_variable" in str(error.value)
+    JudgeSpec("http://host/score?model=m")
+
+
+def test_a_key_is_stripped_and_one_that_cannot_be_sent_is_refused_unseen(serve, monkeypatch):
+    server = serve(lambda body, count: good(1))
+    spec = JudgeSpec(server.url, key_variable="STUB_KEY", **QUICK)
+    monkeypatch.setenv("STUB_KEY", "sesame\n")  # as a mounted file ends
+    assert judge_reward(spec)(samples("a")) == [1]
+    assert server.requests[0][1]["Authorization"] == "Bearer sesame"
+    for key in ("sesame\nX-Header: 1", "sesame\x1b", "s\u00e9same", "\n"):
+        monkeypatch.setenv("STUB_KEY", key)
+        with pytest.raises(UserError, match="STUB_KEY") as error:
+            prepare_rewards([RewardSpec(judge=spec)], [example(1)])
+        assert "same" not in str(error.value)
+    monkeypatch.setenv("STUB_KEY", "sesame\nX-Header: 1")  # changed since: no header, no error that shows it
+    asked = samples("b")
+    assert judge_reward(spec)(asked) == [None] and "sesame" not in str(asked.failures)
+
+
+def test_failures_are_named_with_their_number_service_and_key(serve, tokenizer, monkeypatch):
+    """Three of four are refused with 401, one answer has no score."""
+    server = serve(lambda body, count: (401, {}, "no") if count < 4 else (200, {}, "{}"))
+    monkeypatch.setenv("STUB_KEY", "sesame")
+    url = server.url + "?user=me"
+    spec = RewardSpec(judge=JudgeSpec(url, key_variable="STUB_KEY", **QUICK | {"requests": 1}))
+    rows = [example(i) for i in range(4)]
+    parts = {"texts": prepare_rewards([spec], rows), "models": {}, "tokenizer": tokenizer}
+    rewards = build_rewards([spec], **parts, sources=1, reduce=lambda x: x)
+    with pytest.raises(UserError, match="no score for 4 of 4") as error:
+        rewards(rows, [[i + 5] for i in range(4)], [False] * 4)
+    text = str(error.value)
+    assert f"3 x status 401 from {server.url} with the key in STUB_KEY" in text and "1 x an answer without" in text
+    assert "sesame" not in text and "user=me" not in text
 
 
 @pytest.mark.parametrize("url", ["host/score", "ftp://host", "http://", "http://host:port/", "http://host:99999/"])

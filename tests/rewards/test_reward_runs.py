@@ -1,13 +1,18 @@
 """PPO on several rewards: two reward models, a function and a rule; what is logged, and that a resumed run is the same run."""
 
 import json
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from alignment.algorithms.ppo import iterate
+from alignment.algorithms.ppo import iterate, ppo
+from alignment.algorithms.ppo.advantages import add_advantages, add_baseline
+from alignment.algorithms.ppo.ppo import update_policy_and_value
+from alignment.algorithms.ppo.rollout import Baseline, collect
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.generation import response_text
@@ -27,6 +32,22 @@ TIMES = ("second", "mfu")  # names of what differs from run to run
 def vowels(prompts, responses, **columns):
     """Share of vowels; does not apply to empty responses."""
     return [sum(c in "aeiou" for c in text) / len(text) if text else None for text in responses]
+
+
+def three_of_four(prompts, responses, **columns):
+    """Less for many vowels, and far below 0; fails on every fourth response."""
+    shares = [sum(c in "aeiou" for c in text) / max(1, len(text)) for text in responses]
+    return [None if number % 4 == 3 else -2 - share for number, share in enumerate(shares)]
+
+
+def some(prompts, responses, **columns):
+    """Share of vowels; fails where the length leaves 1 over 4."""
+    return [None if len(text) % 4 == 1 else sum(c in "aeiou" for c in text) / max(1, len(text)) for text in responses]
+
+
+def constant(prompts, responses, **columns):
+    """The same for every response."""
+    return [0.7] * len(responses)
 
 
 @pytest.fixture
@@ -61,6 +82,100 @@ def test_ppo_learns_from_the_sum_of_its_rewards_and_logs_each(several, tmp_path)
         assert line["score"] == pytest.approx(total + 2 * line["score/vowels"] * applies, abs=1e-5)
         assert line["score/again"] == pytest.approx(line["score/reward_model"])
         assert line["unscored_share/length"] == 0
+
+
+def select(rollout, rows):
+    """Some rows of a rollout."""
+    names = ("mask", "log_probs", "sampled_log_probs", "reference_log_probs", "values", "scores", "ended")
+    optional = ("shaped_scores", "rewards", "advantages", "returns")
+    tensors = {name: getattr(rollout, name) for name in (*names, *optional)}
+    lists = {name: [getattr(rollout, name)[row] for row in rows] for name in ("prompts", "responses", "numbers")}
+    chosen = {name: None if values is None else values[rows] for name, values in tensors.items()}
+    baseline = rollout.baseline
+    if baseline is not None:
+        baseline = Baseline(baseline.scores[rows], baseline.ended[rows], baseline.shaped_scores[rows])
+    return replace(rollout, **lists, **chosen, baseline=baseline)
+
+
+@pytest.mark.parametrize("advantages", ["grpo", "rloo", "dr_grpo", "reinforce++", "remax", "gae"])
+def test_a_response_without_a_score_is_learned_from_as_if_it_were_not_there(several, advantages):
+    """Four responses to each prompt, of which the function fails on the last: what the other three give."""
+    changes = (
+        {"kl_in": "loss", "kl_estimator": "k3", "loss_normalization": "sequence_mean"} if advantages == "grpo" else {}
+    )
+    changes |= {} if advantages == "gae" else {"value_model": "reward_model"}
+    rewards = [RewardSpec(function="tests.rewards.test_reward_runs:three_of_four")]
+    settings = {"advantages": advantages, "epochs": 1, "minibatches": 1, "temperature": 2.0, **changes}
+
+    def state_with(count):
+        return several(f"of {count}", rewards, responses_per_prompt=count, **settings)[1]
+
+    config, fewer = state_with(4), state_with(3)
+    (state, prompts), (other, _) = state_of(config), state_of(fewer)
+    rollout = add_baseline(collect(state, config, prompts, 0), state, config, prompts)
+    rows = [row for row in range(len(rollout.prompts)) if row % 4 != 3]
+    whole = add_advantages(rollout, config, state.normalizer, 0.1, lambda x: x)
+    wanted = add_advantages(select(rollout, rows), fewer, other.normalizer, 0.1, lambda x: x)
+    for name in ("rewards", "advantages", "returns"):
+        assert_close(getattr(whole, name)[rows], getattr(wanted, name), atol=1e-6, rtol=0)
+        assert not getattr(whole, name)[3::4].any()
+    assert wanted.advantages.abs().max() > 0.02
+    first = update_policy_and_value(state, config, whole, 0)
+    second = update_policy_and_value(other, fewer, wanted, 0)
+    timeless = {name for name in first if not any(word in name for word in TIMES)}
+    assert {name: first[name] for name in timeless} == pytest.approx(
+        {name: second[name] for name in timeless}, abs=1e-6
+    )
+    for one, two in zip(state.engines, other.engines, strict=True):
+        for before, after in zip(*(engine.backend.unwrapped.parameters() for engine in (one, two)), strict=True):
+            assert_close(before, after, atol=1e-6, rtol=0)
+
+
+def test_a_function_that_fails_on_a_quarter_is_logged_by_what_it_gave(several, tmp_path):
+    rewards = [RewardSpec(function="tests.rewards.test_reward_runs:three_of_four")]
+    grpo = {"advantages": "grpo", "responses_per_prompt": 4, "value_model": "reward_model"}
+    for name, changes in {"grpo": grpo, "gae": {}}.items():
+        run, config = several(name, rewards, **changes)
+        run(config)
+        for line in read_lines(tmp_path / name / "metrics.jsonl"):
+            assert line["unscored_share"] == line["unscored_share/three_of_four"] == 0.25
+            assert line["score"] == pytest.approx(line["score/three_of_four"]) and line["score"] <= -2
+            assert line["score_std"] < 0.5  # with 0 for the failures above 0.8
+
+
+def test_ranks_share_the_responses_that_have_a_score(several, monkeypatch):
+    """Three prompts with two responses each on two ranks; of six responses numbers 1 and 2 have no score."""
+    config = several(responses_per_prompt=2, minibatches=2, epochs=1)[1]
+    nan, held, seen = float("nan"), {0: [0, 1, 4, 5], 1: [2, 3]}, []
+    scores = torch.tensor([1.0, nan, nan, 2.0, 3.0, 4.0])
+    monkeypatch.setattr(ppo, "local_batches", lambda rollout, rows, group, config: rows)
+    for rank, rows in held.items():
+        group = SimpleNamespace(rank=rank, size=2, gather_objects=lambda own: seen.append(own) or [[0, 4, 5], [3]])
+        rollout = SimpleNamespace(learned=~scores[rows].isnan(), prompts=rows)
+        first, second = ppo.minibatches(rollout, config, group, 0)
+        assert sorted(first + second) == [0, 3, 4, 5] and len(first) == len(second)
+    assert seen == [[0, 4, 5], [3]]
+
+
+def test_equal_scores_pay_nothing_for_an_end_and_the_penalty_grows_with_the_scores(several):
+    """The reward times 10 is worth ten times as much in all: with a penalty of fixed size it would not be."""
+
+    def rewards_of(name, **spec):
+        config = several(name, [RewardSpec(**spec)], kl_coef=0.0, missing_end_penalty=1.5)[1]
+        state, prompts = state_of(config)
+        state.stop_ids = list(range(0, 384, 12))  # so that some responses end and some do not
+        rollout = collect(state, config, prompts, 0)
+        assert 0 < rollout.ended.sum() < len(rollout.ended)
+        return rollout, add_advantages(rollout, config, state.normalizer, 0.0, lambda x: x).rewards.sum(1)
+
+    _, equal = rewards_of("constant", function="tests.rewards.test_reward_runs:constant")
+    assert_close(equal, torch.full_like(equal, 0.7))
+    length = LengthSpec(target=3, unit="characters")
+    (rollout, one), (_, ten) = (rewards_of(f"by {weight}", length=length, weight=weight) for weight in (1.0, 10.0))
+    assert_close(ten, 10 * one)
+    spread = rollout.scores.std(correction=0)
+    assert spread > 0 and rollout.score_deviation == pytest.approx(spread.item())
+    assert_close(one, rollout.scores - 1.5 * spread * (~rollout.ended).float())
 
 
 def test_one_entry_is_the_short_form(several, stage):

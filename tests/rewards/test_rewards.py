@@ -1,6 +1,7 @@
 """Rewards one by one, and how they are shaped and summed; numbers are worked out by hand."""
 
 import math
+import sys
 import threading
 from decimal import Decimal
 
@@ -30,7 +31,7 @@ from alignment.rewards import (
     is_right,
     normalized_text,
 )
-from alignment.rewards.build import prepare_rewards
+from alignment.rewards.build import build_rewards, prepare_rewards
 from alignment.rewards.code import code_reward
 from alignment.rewards.combine import part_metrics
 from alignment.rewards.normalize import PartNormalizer
@@ -74,13 +75,76 @@ def test_the_answer_of_gsm8k_stands_after_its_mark():
     assert gsm8k_answer("it is 5 ####") is None  # numbers before the mark do not count
 
 
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("5 x 3 = 15", "15"),
+        ("15 (5 x 3 = 15)", "15"),
+        ("12 = 3 x 4", "12"),
+        ("5 x 3", None),  # not carried out
+        ("10-12", None),
+        ("12:30", None),
+        ("3/4", "0.75"),
+        ("1 1/2 cups", "1.5"),
+        ("1\u00bd", "1.5"),
+        (r"\frac{3}{4}", "0.75"),
+        ("1e5", "100000"),
+        ("2^10", "1024"),
+        ("5\u00b2", "25"),
+        ("9^999", None),
+        ("1/0", None),
+    ],
+)
+def test_the_number_after_the_mark_is_the_result_of_its_line(answer, number):
+    wanted = None if number is None else Decimal(number)
+    assert gsm8k_answer(f"so 7\n#### {answer}\n8 = 8") == wanted
+    assert number is None or is_right("gsm8k", f"#### {answer}", number)
+
+
+def test_a_box_is_read_with_its_braces():
+    from alignment.rewards.answers import boxed_answer
+
+    assert gsm8k_answer(r"\boxed{42} in 3 steps") == 42
+    assert gsm8k_answer(r"\boxed{42}. #### 43") == 43 and gsm8k_answer(r"\boxed{none} of 3") is None
+    assert boxed_answer(r"\boxed{1} so \boxed{x_{1} + {2}}, see {3}") == "x_{1} + {2}"
+    assert boxed_answer(r"\boxed{1} so \boxed{2") is None and boxed_answer("boxed{1}") is None
+    assert is_right("boxed", r"so $\boxed{\dfrac{3}{4}}$ in 3 steps", [r"\boxed{0.75}"])
+    assert is_right("boxed", r"\boxed{1\frac{1}{2}}", 1.5) and is_right("boxed", r"\boxed{\text{(C)}}", "c")
+    assert is_right("boxed", r"\boxed{1{,}000}", "1000") and not is_right("boxed", r"\boxed{-5}", 5)
+    assert not is_right("boxed", "42", "42") and not is_right("boxed", r"\boxed{}", "42")
+
+
 def test_answers_are_right_where_they_are_equal():
     assert is_right("gsm8k", "... #### 1000", "1,000.00")
     assert is_right("gsm8k", "The answer is 7.", 7) and is_right("gsm8k", "7", [6, 7.0])
     assert not is_right("gsm8k", "The answer is 7.5", 7) and not is_right("gsm8k", "none", 0)
     assert is_right("exact", "  The ANSWER: Paris! ", "the answer paris")
     assert not is_right("exact", "It is Paris", "Paris") and is_right("exact", "b", ["A", "B"])
-    assert normalized_text(" A\u00a0 b,c ") == "a bc"
+    assert normalized_text(" A\u00a0 b,c. ") == "a b,c"
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("-5", "5"), ("3.5", "35"), ("1/2", "12"), ("C++", "C"), ("C#", "C"), ("A-", "A"), ("x>0", "x0"), ("<5", "5"),
+        ("x < 5", "x > 5"), ("x + y", "x - y"), ("5\u00b2", "52"), ("- 5", "5"), ("\u22125", "5"), ("-$5", "$5"),
+        ("b,c", "bc"), ("2^10", "210"),
+    ],
+)  # fmt: skip
+def test_what_differs_is_not_equal_as_an_exact_answer(one, other):
+    assert not is_right("exact", one, other) and not is_right("exact", other, one)
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("1/2", "0.5"), ("1,000", "1000"), ("1e3", "1000.0"), (".5", "0.5"), ("\u22125", "-5"), ("-$3.", "-3"),
+        ("$1,072", "1072"), ("50%", "50"), ("(-3)", "-3"), ("1 1/2 cups", "1.5 cups"), ("**Paris**.", "paris"),
+        ('"Paris"', "Paris"), ("- Paris", "Paris"), ("...C++!", "c++"), ("5 apples", "5.0 Apples."), ("#### 5", "5"),
+    ],
+)  # fmt: skip
+def test_equal_numbers_and_words_are_equal_as_exact_answers(one, other):
+    assert is_right("exact", one, other) and is_right("exact", other, one)
 
 
 # --- rules ----------------------------------------------------------------------------------------------------------
@@ -107,9 +171,20 @@ def test_an_expression_matches_anywhere_and_a_format_the_whole_response():
     assert match_reward(spec.match, whole=True)(texts("so\n#### -1,200.5\n", "#### x", "#### 5 apples")) == [0.5, 0, 0]
 
 
+@pytest.mark.parametrize("kind", ["regex", "format"])
+def test_a_pattern_that_backtracks_is_a_bounded_failure(kind, tokenizer):
+    """(a|aa)+$ tries all 9,227,465 ways to cut 34 letters before it fails at the last sign."""
+    spec = RewardSpec(**{kind: "(a|aa)+$"})
+    samples = texts("a" * 34 + "!", "aa")
+    assert match_reward(spec.match, whole=kind == "format")(samples) == [None, 1]
+    assert list(samples.failures.values()) == [1] and "(a|aa)+$" in next(iter(samples.failures))
+    part = build_rewards([spec], {kind: None}, {}, tokenizer=tokenizer, sources=1, reduce=lambda x: x).parts[0]
+    assert part.max_failed_share == 0.1
+
+
 def test_code_is_the_last_fenced_block():
     assert extract_code("no fence") == "no fence"
-    assert extract_code("a\n```python\nx = 1\n```\nb\n```\ny = 2\n```\n") == "y = 2\n"
+    assert extract_code("a\n```python\nx = 1\n```\nb\n```\ny = 2\n```\n") == "x = 1\n"
     assert extract_code("cut\n```python\nx = 1") == "cut\n```python\nx = 1"
     assert extract_code("```json\n{}\n```\n```py\nz\n```") == "z\n"
 
@@ -122,6 +197,17 @@ def test_code_is_paid_by_the_tests_that_it_passes():
     samples = SampledTexts([""] * 4, [square, square + program, "def f(x): return x + 2", "  "], rows)
     assert code_reward(CodeSpec(reward="share"))(samples) == pytest.approx([2 / 3, 1, 1 / 3, 0])
     assert code_reward(CodeSpec(reward="all"))(samples) == [0, 1, 0, 0]
+
+
+def test_rows_whose_own_solution_fails_are_counted_and_named():
+    tests = ["assert f(2) == 4", {"input": "3", "output": "9"}]
+    program = "\nif __name__ == '__main__': print(f(int(input())))"
+    right, wrong = "```python\ndef f(x): return x * x" + program + "\n```", "def f(x): return x + 2" + program
+    rows = [{"tests": tests, "solution": right}, {"tests": tests, "solution": wrong}, {"tests": tests}]
+    spec = RewardSpec(code=CodeSpec(solution="solution"))
+    assert prepare_rewards([spec], rows_of(rows[0]))
+    with pytest.raises(UserError, match=r"'solution'.* in 2 of 3 prompts \(rows.jsonl:2, rows.jsonl:3\)"):
+        prepare_rewards([spec], rows_of(*rows))
 
 
 # --- functions and columns ------------------------------------------------------------------------------------------
@@ -153,6 +239,59 @@ def test_a_function_gets_prompts_responses_and_columns():
     assert reward(SampledTexts(["p", "p"], ["blue sky", "x"], [row.extra for row in rows])) == [1.0, None]
     reward = prepare_rewards([RewardSpec(function=f"{HERE}:with_default")], rows_of({}))["with_default"]
     assert reward(SampledTexts(["p"], ["x"], [{"other": 1}])) == [5]
+
+
+def as_trl(completions, topic, **kwargs):
+    texts = [one if isinstance(one, str) else one[0]["content"] for one in completions]
+    assert kwargs.keys() == {"prompts"} and "responses" not in kwargs
+    return [float(word in text) for word, text in zip(topic, texts, strict=True)]
+
+
+def only_responses(responses):
+    return [float(len(text)) for text in responses]
+
+
+def broken(prompts, responses):
+    return [{}["answr"] for _ in responses]
+
+
+def test_a_function_written_for_trl_is_called_as_trl_calls_it():
+    rows = rows_of({"topic": "sky"}, {"topic": "sea"})
+    reward = prepare_rewards([RewardSpec(function=f"{HERE}:as_trl")], rows)["as_trl"]
+    dialogue = [{"role": "user", "content": "p"}]
+    assert reward(SampledTexts(["p", dialogue], ["blue sky", "sky"], [row.extra for row in rows])) == [1, 0]
+    reward = prepare_rewards([RewardSpec(function=f"{HERE}:only_responses")], rows)["only_responses"]
+    assert reward(SampledTexts([dialogue], ["four"], [{}])) == [4]
+
+
+def test_an_error_in_a_function_names_it():
+    reward = prepare_rewards([RewardSpec(function=f"{HERE}:broken")], rows_of({}))["broken"]
+    with pytest.raises(UserError, match=rf"{HERE}:broken.*KeyError.*answr.*test_rewards\.py:\d+"):
+        reward(SampledTexts(["p"], ["x"], [{}]))
+
+
+def test_functions_lie_beside_the_config_or_in_the_working_directory(tmp_path, monkeypatch):
+    """A module of one name in both folders is taken from beside the config."""
+    here, beside = tmp_path / "here", tmp_path / "beside"
+    for folder in (here, beside):
+        folder.mkdir()
+        (folder / "own_reward_both.py").write_text(f"def f(responses):\n    return [{float(folder is beside)}]\n")
+    (here / "own_reward_here.py").write_text("def f(responses):\n    from own_reward_both import f\n    return f([])\n")
+    (beside / "own_reward_wrong.py").write_text("def f(responses:\n")
+    (beside / "grpo.yaml").write_text(
+        "policy: p\nvalue_model: policy\noutput: o\ndata: {train: x}\nrewards: [{answer: gsm8k}]\n"
+    )
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each not in ("", str(here))])
+    for module in ("own_reward_both", "own_reward_here"):
+        override = f"rewards=[{{function: '{module}:f'}}]"
+        config = load_config(PPOConfig, str(beside / "grpo.yaml"), [override])
+        assert prepare_rewards(config.rewards, rows_of({}))["f"](texts("x")) == [1]
+    with pytest.raises(UserError, match="own_reward_none") as error:
+        prepare_rewards([RewardSpec(function="own_reward_none:f")], rows_of({}))
+    assert f"{beside} or {here}" in str(error.value)
+    with pytest.raises(UserError, match=r"own_reward_wrong.*SyntaxError"):
+        prepare_rewards([RewardSpec(function="own_reward_wrong:f")], rows_of({}))
 
 
 @pytest.mark.parametrize(
@@ -198,7 +337,7 @@ def score(*parts, sources=None, count=None):
     """Scores of responses by parts that give the same numbers every time."""
     rewards = Rewards(parts, lambda x: x)
     count = count or len(parts[0].score([], [], []))
-    rows = [PromptExample([1], "p", {}, "r", source=source) for source in sources or [0] * count]
+    rows = [PromptExample([1], "p", {}, f"r{i}", source=source) for i, source in enumerate(sources or [0] * count)]
     return rewards(rows, [[1]] * count, [True] * count)
 
 
@@ -222,6 +361,39 @@ def test_the_score_is_the_sum_of_weight_times_clip_of_the_normalized_part():
     assert metrics == pytest.approx(
         {"score/one": 4, "unscored_share/one": 0, "score/two": 0.5, "unscored_share/two": 1 / 3}
     )
+
+
+def scored(*parts, prompts):
+    """Scores of responses to prompts that are named by letters, side by side."""
+    return Rewards(parts, lambda x: x)([PromptExample([1], "p", {}, name) for name in prompts], [], [])
+
+
+def test_what_has_no_score_is_no_number_whatever_bounds_it_has():
+    """Clipped to [1, 2] a failure is not the worst score, and out of the statistics: 1 and 3 have mean 2, deviation 1."""
+    clipped = scored(RewardPart("one", gives(1.0, None, 5.0), clip=(1.0, 2.0)), prompts="aaa")
+    assert_close(clipped.shaped, torch.tensor([1.0, math.nan, 2.0]), equal_nan=True)
+    normalized = RewardPart("one", gives(1.0, None, 3.0), normalizer=PartNormalizer("first"))
+    assert_close(scored(normalized, prompts="aaa").shaped, torch.tensor([-1.0, math.nan, 1.0]), equal_nan=True)
+
+
+def test_a_reward_that_fails_beside_another_one_gives_no_score():
+    """Raw numbers of -2 would make 0 the best; a reward that applies to no response to b, or is centered, adds 0."""
+    length = RewardPart("length", gives(-0.5, -0.25, -0.5, -1.0))
+    raw = scored(RewardPart("raw", gives(-2.0, None, None, None)), length, prompts="aabb")
+    assert_close(raw.shaped, torch.tensor([-2.5, math.nan, -0.5, -1.0]), equal_nan=True)
+    centered = RewardPart("centered", gives(-2.0, None, -4.0, None), normalizer=PartNormalizer("first"))
+    assert_close(scored(centered, length, prompts="aabb").shaped, torch.tensor([0.5, -0.25, -1.5, -1.0]))
+
+
+def test_no_reward_may_leave_most_responses_without_a_score():
+    """Two of four may be without, as far as no judge allows more; three end the run, scored and judged alike."""
+    half, most = gives(1.0, None, None, 2.0), gives(1.0, None, None, None)
+    assert scored(RewardPart("rule", half), prompts="abcd").total.isnan().sum() == 2
+    for score in ("__call__", "judge"):
+        rewards = Rewards([RewardPart("rule", most)], lambda x: x)
+        with pytest.raises(UserError, match=r"3 of 4 responses have no score.*rule 3 times.*at most 50%"):
+            getattr(rewards, score)(rows_of({}, {}, {}, {}), [], [])
+    assert scored(RewardPart("judge", most, max_failed_share=0.75), prompts="abcd").total.isnan().sum() == 3
 
 
 def test_first_is_the_score_normalizer_to_the_last_bit_and_stays():
@@ -268,7 +440,7 @@ def test_rewards_that_do_not_apply_are_in_no_statistics():
 
 
 def test_equal_numbers_cannot_be_normalized():
-    with pytest.raises(UserError, match="reward gives every sampled response the same number"):
+    with pytest.raises(UserError, match="the same number for all of"):
         score(RewardPart("one", gives(2.0, 2.0), normalizer=PartNormalizer("first")))
 
 

@@ -310,6 +310,15 @@ def test_time_of_the_processor_is_limited_by_itself():
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.parametrize("close", ["os.close(1)", "os.closerange(0, 64)", "sys.stdout.close(); os.close(1)"])
+def test_the_deadline_holds_after_a_program_closed_its_output(close):
+    began = time.monotonic()
+    limits = SandboxLimits(cpu_seconds=1, wall_seconds=0.7, memory_megabytes=256)
+    code = f"import os, sys, time\nprint(5, flush=True)\n{close}\ntime.sleep(8)"
+    assert run_program(code, "", limits) is None
+    assert time.monotonic() - began < 4
+
+
 def test_nothing_is_left_running():
     limits = SandboxLimits(cpu_seconds=5, wall_seconds=0.5)
     before = set(os.listdir("/proc"))

@@ -58,7 +58,7 @@ def test_saved_and_loaded_goes_on_bit_by_bit(tmp_path):
     advance(whole, 3)
     resumed = toy_engine(dropout=0.1, seed=77)
     state = restore_checkpoint(tmp_path / "step-000002", resumed, IDENTITY)
-    assert state == {"kl_coef": 0.2, "step": 2} and resumed.step == 2
+    assert state == {"kl_coef": 0.2, "step": 2, "extended": False} and resumed.step == 2
     advance(resumed, 3)
     assert all(torch.equal(value, weights(resumed)[name]) for name, value in weights(whole).items())
 

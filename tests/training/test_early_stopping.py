@@ -179,15 +179,44 @@ def test_a_finished_run_again_writes_the_best_weights_again(tmp_path):
     assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
 
 
-def test_damaged_best_weights_are_named_and_never_written(tmp_path):
-    settings = {"keep_best": "held_out_loss", "save_every_steps": 2}
-    train(tmp_path, values=[3.0, 2.0, 1.0, 1.5, 2.5, 2.0, 1.1, 1.2], **settings)
-    shutil.rmtree(tmp_path / "model")
-    file = tmp_path / "checkpoints/best/step-000003/model.safetensors"
+BEST_THIRD = [3.0, 2.0, 1.0, 1.5, 2.5, 2.0, 1.1, 1.2]
+
+
+def damage_best(output: Path) -> None:
+    file = output / "checkpoints/best/step-000003/model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(UserError, match=r"best/step-000003/model\.safetensors does not have the content"):
-        train(tmp_path, **settings)
-    assert not (tmp_path / "model").exists()
+
+
+def test_damaged_best_weights_are_named_and_the_last_ones_are_written(tmp_path):
+    settings = {"keep_best": "held_out_loss", "save_every_steps": 2}
+    train(tmp_path, values=BEST_THIRD, **settings)
+    shutil.rmtree(tmp_path / "model")
+    damage_best(tmp_path)
+    for _ in range(2):  # a run that ended with an error is not finished
+        with pytest.raises(UserError, match=r"best/step-000003/model\.safetensors does not have .* those of step 8"):
+            train(tmp_path, **settings)
+        assert equal(written(tmp_path), after(8))
+
+
+def test_a_resume_says_at_once_that_the_best_weights_are_damaged_and_a_better_evaluation_makes_up_for_it(
+    tmp_path, capsys
+):
+    settings = {"keep_best": "held_out_loss", "save_every_steps": 2}
+    with pytest.raises(SystemExit):
+        train(tmp_path, stop_after=4, values=BEST_THIRD, **settings)
+    damage_best(tmp_path)
+    capsys.readouterr()
+    with pytest.raises(SystemExit):  # stopped again, long before the end
+        train(tmp_path, stop_after=5, values=BEST_THIRD, **settings)
+    assert "best/step-000003/model.safetensors does not have" in capsys.readouterr().err
+    train(tmp_path, values=[*BEST_THIRD[:6], 0.5, 1.2], **settings)
+    assert equal(written(tmp_path), after(7))
+
+
+def test_without_a_finite_evaluation_the_last_weights_are_written(tmp_path):
+    with pytest.raises(UserError, match="no evaluation had a finite held_out_loss"):
+        train(tmp_path, keep_best="held_out_loss", values=[float("nan")] * 8)
+    assert equal(written(tmp_path), after(8))
 
 
 def test_a_metric_that_the_evaluation_does_not_have_is_named_at_the_first_one(tmp_path):

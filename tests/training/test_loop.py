@@ -2,11 +2,13 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +16,7 @@ import yaml
 
 from alignment.errors import UserError
 from alignment.files import hash_of, sha256
-from alignment.training import Engine, LossSum, NonFiniteError, Run, TrainingConfig, fit, latest_checkpoint
+from alignment.training import Engine, LossSum, NonFiniteError, Run, TrainingConfig, fit, latest_checkpoint, loop
 from alignment.training.run.directory import truncate_lines
 from tests.training.toys import ToyStream, collate_by, squared_error, toy_engine, weights
 
@@ -114,6 +116,87 @@ def test_another_number_of_processes_goes_on_where_only_rounding_differs_and_is_
         parts = train(tmp_path / "parts", dropout=dropout)
         assert all(torch.equal(value, weights(parts)[name]) for name, value in weights(whole).items())
         assert not list(path.parent.glob("damaged-*"))  # it went on from the changed one
+
+
+def train_by_clock(
+    output: Path,
+    monkeypatch,
+    *,
+    seconds: float,
+    steps: int,
+    save_seconds: float = 0.0,
+    fails_after: int = 0,
+    **settings,
+) -> tuple[Engine, list[int]]:
+    """A run with dropout, whose updates and saves take so long by its clock; the steps after which it saved."""
+    training = TrainingConfig(max_steps=steps, **settings)
+    engine = toy_engine(dropout=0.1, steps=steps, training=training)
+    saved: list[int] = []
+    save = loop.save_checkpoint
+
+    def save_slowly(root, step, *arguments, **options):
+        saved.append(step)
+        return save(root, step, *arguments, **options)
+
+    def loss_fn(batch) -> LossSum:
+        if fails_after and engine.step == fails_after:
+            raise RuntimeError("killed")
+        return squared_error(engine.model)(batch)
+
+    with monkeypatch.context() as patch, Run(output, {}, stage="toy") as run:
+        patch.setattr(loop, "save_checkpoint", save_slowly)
+        patch.setattr(time, "monotonic", lambda: seconds * engine.step + save_seconds * len(saved))
+        fit(engine, ToyStream(), collate_by(3), loss_fn, training=training, run=run)
+    return engine, saved
+
+
+@pytest.mark.parametrize(
+    ("clock", "expected"),
+    [
+        ({"seconds": 10.0, "steps": 20}, [*range(2, 21, 2)]),  # each tenth
+        ({"seconds": 1.0, "steps": 24}, [12, 24]),  # each tenth (3 updates), at least 10 s apart
+        ({"seconds": 3.0, "steps": 10}, [4, 8, 10]),  # the end counts from the start
+        ({"seconds": 0.4, "steps": 20}, []),  # over in 8 s
+        ({"seconds": 400.0, "steps": 80}, [*range(2, 81, 2)]),  # every ten minutes: 800 s
+        # 50 times the 8 s of a save are 400 s until the next one
+        ({"seconds": 10.0, "steps": 100, "save_seconds": 8.0}, [10, 50, 90, 100]),
+    ],
+)
+def test_a_run_saves_by_itself_as_its_clock_says_and_ends_as_without_saves(tmp_path, monkeypatch, clock, expected):
+    engine, saved = train_by_clock(tmp_path / "saved", monkeypatch, **clock)
+    assert saved == expected
+    plain, _ = train_by_clock(tmp_path / "plain", monkeypatch, **clock, save_every_steps=0)
+    assert all(torch.equal(value, weights(plain)[name]) for name, value in weights(engine).items())
+    left = sorted(path.name for path in (tmp_path / "saved" / "checkpoints").glob("*"))
+    assert left == [f"step-{step:06d}" for step in expected[-1:]]  # that of the end alone
+
+
+def test_a_run_that_died_goes_on_from_what_it_saved_by_itself(tmp_path, monkeypatch):
+    clock = {"seconds": 10.0, "steps": 20}
+    whole, _ = train_by_clock(tmp_path / "whole", monkeypatch, **clock)
+    with pytest.raises(RuntimeError, match="killed"):
+        train_by_clock(tmp_path / "parts", monkeypatch, **clock, fails_after=15)
+    assert sorted(os.listdir(tmp_path / "parts" / "checkpoints")) == ["step-000012", "step-000014"]
+    parts, saved = train_by_clock(tmp_path / "parts", monkeypatch, **clock)
+    assert saved == [16, 18, 20]
+    assert all(torch.equal(value, weights(parts)[name]) for name, value in weights(whole).items())
+
+
+def test_a_disk_without_space_for_checkpoints_does_not_end_a_run_that_asked_for_none(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    engine, saved = train_by_clock(tmp_path / "auto", monkeypatch, seconds=10.0, steps=4)
+    assert (engine.step, saved) == (4, []) and "1000 are free" in capsys.readouterr().err
+    with pytest.raises(UserError, match="1000 are free"):
+        train_by_clock(tmp_path / "asked", monkeypatch, seconds=10.0, steps=4, save_every_steps=2)
+
+
+def test_a_start_from_nothing_says_how_many_updates_of_an_earlier_one_are_lost(tmp_path, monkeypatch, capsys):
+    with pytest.raises(RuntimeError, match="killed"):
+        train_by_clock(tmp_path, monkeypatch, seconds=0.1, steps=5, fails_after=3)
+    capsys.readouterr()
+    train_by_clock(tmp_path, monkeypatch, seconds=0.1, steps=5)
+    assert "3 updates of an earlier start are lost" in capsys.readouterr().err
+    assert [line["step"] for line in lines(tmp_path)] == [1, 2, 3, 4, 5]
 
 
 def test_resume_off_does_not_overwrite_an_earlier_run(tmp_path):

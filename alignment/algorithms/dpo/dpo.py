@@ -66,11 +66,11 @@ def run(config: DPOConfig) -> Path:
     Source: Rafailov et al. 2023, arXiv:2305.18290, eq. 7; the papers of the other losses are named beside them.
     """
     with open_run(config, "dpo", parents=[config.policy, config.reference]) as run:
+        if run.finished:
+            return run.output / "model"
         tokenizer = load_tokenizer(config.policy, config.chat_template)
         preparation = ROW_KINDS[config.rows].preparation
-        train, held_out = read_split(
-            config.data, config.rows, tokenizer, run, preparation=preparation, chat_template=config.chat_template
-        )
+        train, held_out = read_split(config, config.rows, tokenizer, run, preparation=preparation)
         texts = [] if config.sft is None else read_examples(config.sft, "demonstrations", tokenizer, run)
         require_margins(config.losses, train, held_out)
         bases = SharedWeights(config.weights, shared=shares_weights())
@@ -176,6 +176,8 @@ def pair_arguments(
     elif loss.spec.row_input == "length_difference":
         chosen_tokens, rejected_tokens = responses.tokens.chunk(2)
         columns.append(chosen_tokens - rejected_tokens)
+    if loss.spec.batch_input in ("paired_values", "unpaired_values") and batch.pair_positions is not None:
+        return columns, {"positions": batch.pair_positions}
     return columns, {}
 
 

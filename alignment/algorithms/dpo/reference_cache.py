@@ -2,10 +2,11 @@
 
 A file is named by a hash of everything that its numbers depend on: the weights' content, the rows' tokens and masks, the
 type of computation, and the version of this computation. Any change of data, template or weights is another file. A few
-rows are computed again at every start, and a difference ends the run.
+rows are computed again at every start, and a difference ends the run. A damaged file is computed again, and the run notes it.
 """
 
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -27,6 +28,7 @@ from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
 from alignment.training import Engine, Run
 from alignment.training.loop import RowStream
+from alignment.training.run.checkpoints import rename_damaged
 from alignment.training.run.lineage import directory_hash
 from alignment.training.terms import ZeroWeightBatch, shard_rows, unwrap_batch
 
@@ -170,7 +172,7 @@ class ReferenceCache:
             run: notes where the numbers come from.
 
         Raises:
-            UserError: the numbers on disk are damaged, or not those that the reference gives.
+            UserError: the numbers on disk are not those that the reference gives.
         """
         if not rows:
             return rows
@@ -179,7 +181,9 @@ class ReferenceCache:
         group = self.engine.process_group
         found = group.broadcast_object(_read(path, int(starts[-1])) if group.is_main else None)
         if isinstance(found, str):
-            raise UserError(found)
+            run.note(f"reference: {found}; it is computed again")
+            if group.is_main and path.is_dir():
+                rename_damaged(path)
         if isinstance(found, np.ndarray):
             run.note(f"reference: log-probabilities of {len(rows):,} {name} rows are read from {path}")
             known = ReferencedRows(rows, found, starts)
@@ -268,14 +272,14 @@ def _write(path: Path, values: np.ndarray) -> None:
 
 def _read(path: Path, count: int) -> np.ndarray | str | None:
     """The numbers of a file; None where there is none, a message where it is damaged."""
-    if not path.is_file():
+    if not os.path.lexists(path):
         return None
+    if not path.is_file():
+        return f"{path}: is no file"
     try:
         with open(path, "rb") as file:
             values = np.load(file, allow_pickle=False)
             whole = file.read() == hashlib.sha256(values.tobytes()).digest()
-    except (OSError, ValueError, EOFError) as error:
-        return f"{path}: cannot be read ({error}). Delete the file, and it is computed again"
-    if not whole or values.shape != (count,):
-        return f"{path}: is damaged: its content is not what was written. Delete the file, and it is computed again"
-    return values
+    except (OSError, ValueError, EOFError, MemoryError, OverflowError) as error:
+        return f"{path}: cannot be read ({error})"
+    return values if whole and values.shape == (count,) else f"{path}: its content is not what was written"

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 from alignment.adapters.specs import AdapterSpec, refuse_dropout
 from alignment.data.config import DataConfig
-from alignment.errors import raise_all, suggest
+from alignment.errors import raise_all, spelling_hint
 from alignment.losses.direct_preference import Divergence, OffsetScale
 from alignment.losses.preference_table import LOSSES, PARAMETERS, LossSpec, Parameter, Rows
 from alignment.models.weights_config import WeightsConfig, check_weights
@@ -243,7 +243,8 @@ def choose_losses(
     weights = {names: 1.0} if isinstance(names, str) else dict(names)
     for name, weight in weights.items():
         if name not in LOSSES:
-            raise ValueError(f"loss: there is no {name!r}{suggest(name, LOSSES)}; there are {', '.join(LOSSES)}")
+            hint = "DPO's own is sigmoid" if name == "dpo" else spelling_hint(name, LOSSES)
+            raise ValueError(f"loss: there is no {name!r}; {hint and hint + '; '}there are {', '.join(LOSSES)}")
         if not (weight > 0 and math.isfinite(weight)):
             raise ValueError(f"loss: the weight of {name} must be above 0, got {weight}")
     if not weights:

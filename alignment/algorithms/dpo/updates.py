@@ -5,7 +5,7 @@ all rows and all ranks, so that neither micro-batches nor the number of ranks ch
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -44,12 +44,14 @@ class GlobalInputs:
         kl: KTO's reference point, nats, a scalar; None: 0.
         pairs: log-probabilities of all pairs, columns of the chosen and the rejected ones under the policy, then under the
             reference, nats, [n, 4]; None: AOT sorts the micro-batch alone.
+        first: place among them of this rank's first pair.
         shift: BCO's shift before it is multiplied by beta, nats; None: 0.
         mean_tokens: tokens of preferred responses for each row, a scalar; None: those of the micro-batch itself.
     """
 
     kl: Tensor | None = None
     pairs: Tensor | None = None
+    first: int = 0
     shift: float | None = None
     mean_tokens: Tensor | None = None
 
@@ -159,7 +161,8 @@ class PreferenceUpdates:
     def update(self, step: int, rows: Sequence[PreferenceExample]) -> dict[str, float]:
         """One update on the rows of a global batch, which are the same on every rank; its metrics."""
         batches = self._shard(rows, self.collate)
-        terms = [Term(batches, partial(self.loss_fn, given=self.inputs(batches, rows, shared=True)))]
+        given = self.inputs(batches, rows, shared=True)
+        terms = [Term(with_positions(batches, given), partial(self.loss_fn, given=given))]
         if self.demonstrations is not None:
             texts = self._shard(self.demonstrations.stream.rows_at(step), self.demonstrations.collate)
             terms.append(Term(texts, self.demonstrations.loss_fn, self.demonstrations.coef, "sft"))
@@ -168,7 +171,8 @@ class PreferenceUpdates:
     def evaluate(self, rows: Sequence[PreferenceExample], batches: Sequence[PreferenceBatch]) -> dict[str, float]:
         """Mean loss and metrics over held-out rows, taken as one global batch; every rank reads them all."""
         given = self.inputs(batches, rows, shared=False)
-        return logged_metrics(held_out_metrics(self.engine, batches, partial(self.loss_fn, given=given)), "held_out_")
+        numbered, loss_fn = with_positions(batches, given), partial(self.loss_fn, given=given)
+        return logged_metrics(held_out_metrics(self.engine, numbered, loss_fn), "held_out_")
 
     @torch.no_grad()
     def inputs(self, batches: Sequence[Batch], rows: Sequence[PreferenceExample], *, shared: bool) -> GlobalInputs:
@@ -180,7 +184,9 @@ class PreferenceUpdates:
             shared: whether every rank has a part of the batches; otherwise each has all of them.
         """
         kinds = {loss.spec.batch_input for loss in self.losses}
-        pairs = self._pairs(batches, shared) if kinds & {"shift", "paired_values", "unpaired_values"} else None
+        pairs, first = (
+            self._pairs(batches, shared) if kinds & {"shift", "paired_values", "unpaired_values"} else (None, 0)
+        )
         shift = None
         if pairs is not None and "shift" in kinds:
             if shared:
@@ -191,6 +197,7 @@ class PreferenceUpdates:
             if "kl" in kinds
             else None,
             pairs=pairs,
+            first=first,
             shift=shift,
             mean_tokens=self._mean_tokens(batches, shared) if self.imitates else None,
         )
@@ -210,16 +217,18 @@ class PreferenceUpdates:
         total, count = (self.engine.process_group.sum(totals) if shared else totals).unbind()
         return kl_reference_point(total, count)
 
-    def _pairs(self, batches: Sequence[Batch], shared: bool) -> Tensor:
-        """Log-probabilities of all pairs, [n, 4]; see `GlobalInputs`."""
+    def _pairs(self, batches: Sequence[Batch], shared: bool) -> tuple[Tensor, int]:
+        """Log-probabilities of all pairs, [n, 4], and the place of this rank's first one; see `GlobalInputs`."""
         columns = [torch.empty(0, 4, device=self.engine.process_group.device)]
         for responses in self._log_probs(batches):
             assert responses.reference is not None
             columns.append(torch.stack([*responses.policy.chunk(2), *responses.reference.chunk(2)], dim=1).float())
         local = torch.cat(columns)
         if not shared:
-            return local
-        return torch.cat([part.to(local.device) for part in self.engine.process_group.gather_objects(local.cpu())])
+            return local, 0
+        group = self.engine.process_group
+        parts = group.gather_objects(local.cpu())
+        return torch.cat([part.to(local.device) for part in parts]), sum(map(len, parts[: group.rank]))
 
     def _mean_tokens(self, batches: Sequence[Batch], shared: bool) -> Tensor:
         """Tokens of preferred responses for each row of the global batch, a scalar."""
@@ -245,6 +254,21 @@ class PreferenceUpdates:
     def _shard(self, rows: Sequence[TokenizedRow], collate: Collate) -> list[Batch]:
         """This rank's micro-batches of a global batch."""
         return shard_rows(rows, collate, self.engine.process_group.rank, self.engine.process_group.size)
+
+
+def with_positions(batches: Sequence[Batch], given: GlobalInputs) -> list[Batch]:
+    """This rank's batches, with the positions of their pairs among `given.pairs` where these are known."""
+    numbered, start = [], given.first
+    for batch in batches:
+        inner = unwrap_batch(batch)
+        if given.pairs is not None and isinstance(inner, PairBatch):
+            positions = torch.arange(len(inner.lengths) // 2)
+            if isinstance(batch, ZeroWeightBatch):  # counts for nothing, wherever it stands
+                batch = ZeroWeightBatch(replace(inner, pair_positions=positions))
+            else:
+                batch, start = replace(inner, pair_positions=start + positions), start + len(positions)
+        numbered.append(batch)
+    return numbered
 
 
 def with_sft(

@@ -31,7 +31,8 @@ from alignment.data.tasks.rows import FinetuneTask
 from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
-from alignment.loading import find_directory, load_tokenizer
+from alignment.loading import architecture_of, find_directory, load_tokenizer
+from alignment.models.families import is_external_type
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.models.safetensors_files import read_config
 from alignment.models.weights_config import WeightsConfig, check_weights
@@ -120,6 +121,8 @@ def run(config: FinetuneConfig) -> Path:
         UserError: bad rows, labels or settings, before a model is loaded; a bad checkpoint.
     """
     with open_run(config, "finetune", parents=[config.policy, config.tokenizer]) as run:
+        if run.finished:
+            return run.output / "model"
         source = find_source(config)
         model_config = source if isinstance(source, dict) else read_config(source)
         input_format = choose_format(config.format, config.task, model_config, config.language_coef)
@@ -160,13 +163,20 @@ def find_source(config: FinetuneConfig) -> Path | dict[str, Any]:
     """What the model starts from: a checkpoint's directory, or the config of a fresh one.
 
     Raises:
-        UserError: no such checkpoint, or an adapter's directory.
+        UserError: no such checkpoint, an adapter's directory; a decoder that runs as transformers' class, or an adapter
+            for an encoder that does.
     """
     if config.policy is None:
         return dict(config.model or {})
     directory = find_directory(config.policy)
     if is_adapter(directory):
         raise UserError(f"{config.policy}: an adapter; `alignment export` merges it into a model to start from")
+    if is_external_type(stored := read_config(directory)):
+        its = f"{config.policy}: model_type {stored['model_type']!r} runs as transformers' class, of which finetune"
+        if architecture_of(config.policy) != "encoder":
+            raise UserError(f"{its} takes encoders only; take an encoder, or a model of our own families")
+        if config.adapter is not None:
+            raise UserError(f"{its} trains the weights themselves; leave `adapter` out, or set frozen_trunk instead")
     return directory
 
 
@@ -235,9 +245,10 @@ def save(config: FinetuneConfig, input_format: Format, engine: Engine, model: nn
 
     def write(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
         classifier = unwrap(model)
-        # Hugging Face's classifiers look for the last token that is no padding; an end token must not count as such.
+        # Hugging Face's decoders look for the last token that is no padding; an end token must not count as such.
         pad = tokenizer.pad_token_id
-        classifier.config["pad_token_id"] = None if pad == tokenizer.eos_token_id else pad
+        if classifier.source == "native":  # another encoder may count its positions from the id of its padding
+            classifier.config["pad_token_id"] = None if pad == tokenizer.eos_token_id else pad
         kept = ("task", "stride", "max_question", "max_answer", "no_answer")
         settings = {name: getattr(config, name) for name in kept}
         settings |= {"format": input_format, "max_length": config.data.max_length}

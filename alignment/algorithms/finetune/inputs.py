@@ -15,7 +15,7 @@ from alignment.data.tasks.question_answering import collate_spans, encode_questi
 from alignment.data.tasks.rows import FinetuneTask, LabeledRow
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-from alignment.models.families import family_of
+from alignment.models.families import family_of, is_external_type
 from alignment.models.transformer import TransformerSpec
 from alignment.training import Collate
 
@@ -58,13 +58,14 @@ def choose_format(
     Raises:
         UserError: a decoder's format or loss for a model that is no decoder.
     """
-    family = family_of(dict(config))
-    spec = family.spec_from_config(dict(config))
-    decoder = isinstance(spec, TransformerSpec) and spec.causal
+    name, decoder = config.get("model_type"), False
+    if not is_external_type(dict(config)):  # else an encoder
+        spec = family_of(dict(config)).spec_from_config(dict(config))
+        decoder = isinstance(spec, TransformerSpec) and spec.causal
     if input_format not in (None, "tokenizer") and not decoder:
-        raise UserError(f"format={input_format} is a decoder's and {family.name} is none; leave it out")
+        raise UserError(f"format={input_format} is a decoder's and {name} is none; leave it out")
     if language_coef and not decoder:
-        raise UserError(f"language_coef={language_coef:g} needs a decoder and {family.name} is none; set it to 0")
+        raise UserError(f"language_coef={language_coef:g} needs a decoder and {name} is none; set it to 0")
     if input_format is not None:
         return input_format
     return "gpt1" if decoder and task in ("pair_classification", "multiple_choice") else "tokenizer"

@@ -17,6 +17,7 @@ from alignment.algorithms.policies import start_device
 from alignment.data.tasks.rows import FinetuneTask
 from alignment.models.build import build_model
 from alignment.models.classifiers import SequenceClassifier, TokenClassifier, pooled
+from alignment.models.external.models import ExternalClassifier
 from alignment.models.frozen_weights import store_frozen, train_in_float32
 from alignment.models.heads import VocabularyHead, target_outputs
 from alignment.models.huggingface.checkpoint import load_pretrained
@@ -151,7 +152,9 @@ def unwrap(model: nn.Module) -> Any:
 
 def backbone_modules(model: nn.Module) -> list[nn.Module]:
     """All modules of a classifier but its head."""
-    return [module for name, module in unwrap(model).named_children() if name != "head"]
+    classifier = unwrap(model)
+    trunk = classifier.inner.base_model if isinstance(classifier, ExternalClassifier) else classifier
+    return [module for name, module in trunk.named_children() if name not in ("head", "pooler")]
 
 
 def freeze(model: nn.Module, frozen_trunk: bool, adapter: MergeableSpec | None) -> nn.Module:

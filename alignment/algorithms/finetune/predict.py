@@ -60,11 +60,8 @@ def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_38
     """
     if not rows:
         return []
-    directory = find_directory(source)
-    config, tokenizer = read_config(directory), load_tokenizer(source)
-    settings = (config.get("task_specific_params") or {}).get("finetune")
-    if settings is None:
-        raise UserError(f"{source}: config.json does not say how rows are read; `alignment finetune` writes it there")
+    config, tokenizer = read_config(find_directory(source)), load_tokenizer(source)
+    settings = finetune_settings(source)
     task, input_format = settings["task"], settings["format"]
     names = {int(number): name for number, name in (config.get("id2label") or {}).items()}
     labeled = [_labeled_row(task, row, str(number), names.get(0, "")) for number, row in enumerate(rows)]
@@ -76,7 +73,7 @@ def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_38
     raise_all(
         f"row {row.row_id}: text of which the tokenizer makes no token" for row in labeled if row.row_id not in encoded
     )
-    model = load_pretrained(directory, HEADS[task], device=best_device())
+    model = load_finetuned(source, best_device())
     logits, _ = predict_examples(model, examples, collate_for_task(task, input_format), task, micro_batch_tokens)
     if task == "question_answering":
         contexts = [context for _, context in rows]
@@ -90,6 +87,23 @@ def predict(source: str, rows: Sequence[Any], *, micro_batch_tokens: int = 16_38
             for words, example, each in zip(rows, examples, logits, strict=True)
         ]
     return [names[int(each.argmax())] for each in logits]
+
+
+def finetune_settings(source: str) -> dict[str, Any]:
+    """The settings of the run that has written a model.
+
+    Raises:
+        UserError: a model of another origin.
+    """
+    settings = (read_config(find_directory(source)).get("task_specific_params") or {}).get("finetune")
+    if settings is None:
+        raise UserError(f"{source}: config.json does not say how rows are read; `alignment finetune` writes it there")
+    return settings
+
+
+def load_finetuned(source: str, device: str = "cpu") -> Any:
+    """A fine-tuned model in eval mode; errors as in `finetune_settings`."""
+    return load_pretrained(find_directory(source), HEADS[finetune_settings(source)["task"]], device=device)
 
 
 def _labeled_row(task: FinetuneTask, row: Any, row_id: str, label: str) -> LabeledRow:

@@ -28,8 +28,8 @@ class OnlineDPOConfig(SamplingSettings, PreferenceConfig):
         reward_model: directory of the judging reward model: the short form of `rewards` with this one entry.
         rewards: what makes a response the better one, as a list of entries as in PPO: the sum of
             weight * clip(normalize(part)). Each part is logged as `score/NAME`, and the share of responses without a
-            number as `unscored_share/NAME`. A single entry that does not say `normalize` is not normalized. A prompt gives
-            no pair where a judge's number is missing for some response to it, or no reward applies to one.
+            number as `unscored_share/NAME`. A single entry that does not say `normalize` is not normalized. A response
+            without a score is in no pair: a judge failed on it, or no reward applies to it.
         responses_per_prompt: responses sampled to each prompt, at least 2; the best and the worst become a pair.
         tie_margin: largest difference of two scores that is a tie; a prompt whose best and worst response tie gives no
             pair. With a judge of pairs, scores are shares of comparisons won.

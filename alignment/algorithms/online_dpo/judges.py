@@ -1,6 +1,5 @@
 """Who scores sampled responses in online DPO: a reward model, the hotel data set's gold reward, or a judge of pairs."""
 
-import importlib
 from collections.abc import Callable, Sequence
 from itertools import combinations
 
@@ -15,6 +14,7 @@ from alignment.generation import response_text
 from alignment.hotel_world.gold import gold_score
 from alignment.hotel_world.grammar import is_prompt
 from alignment.rewards.combine import Scorer
+from alignment.rewards.functions import import_own
 
 # Prompts, responses shown first, responses shown second -> verdict for the one shown first; None: could not judge.
 PairJudge = Callable[[Sequence[Prompt], Sequence[str], Sequence[str]], Sequence[float | None]]
@@ -52,10 +52,10 @@ def load_pair_judge(name: str) -> PairJudge:
     """
     module, _, function = name.partition(":")
     try:
-        return getattr(importlib.import_module(module), function)
+        return getattr(import_own(module), function)
     except (ImportError, AttributeError, ValueError) as error:
         raise UserError(
-            f"judge: {name!r} was not found ({error}); give module:function, importable from here"
+            f"judge: {name!r} was not found ({error}); give module:function of a module beside the config or installed"
         ) from error
 
 
@@ -87,7 +87,8 @@ def pair_scorer(judge: PairJudge, tokenizer: Tokenizer, responses_per_prompt: in
             verdict = verdicts.get((one, other), 0.5)
             won[one] += float("nan") if verdict is None else verdict
             won[other] += float("nan") if verdict is None else 1 - verdict
-        return won / (2 * (responses_per_prompt - 1))
+        shares = won.view(-1, responses_per_prompt) / (2 * (responses_per_prompt - 1))
+        return shares.masked_fill(shares.isnan().any(1, keepdim=True), float("nan")).view(-1)
 
     return score
 

@@ -3,6 +3,7 @@
 Left out: no value model, no responses of other models, no losses of single responses.
 """
 
+import math
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -30,6 +31,8 @@ from alignment.algorithms.ppo.rollout_weights import choose_rollout_weights
 from alignment.algorithms.runs import open_run
 from alignment.data.examples import Example, PairExample, PromptExample
 from alignment.errors import UserError
+from alignment.rewards.combine import MOST_UNSCORED
+from alignment.rewards.functions import function_files
 from alignment.training.distributed import ProcessGroup
 
 
@@ -44,7 +47,10 @@ def run(config: OnlineDPOConfig) -> Path:
 
     Source: Guo et al. 2024, arXiv:2402.04792, algorithm 1 (their K is 2); losses by the papers named beside them.
     """
-    with open_run(config, "online_dpo", [config.policy, *config.judging_models, config.reference]) as run:
+    parents = [config.policy, *config.judging_models, config.reference]
+    with open_run(config, "online_dpo", parents, files=function_files(config.rewards, config.judge)) as run:
+        if run.finished:
+            return run.output / "model"
         data = read_online_data(config, run)
         state = build_online_state(config, data, run)
         save = partial(
@@ -102,17 +108,17 @@ def best_and_worst(scores: Tensor, tie_margin: float = 0.0) -> tuple[Tensor, Ten
     """Which of K responses to each prompt is best and which is worst; among equal ones the first.
 
     Args:
-        scores: [B, K]; not a number: could not judge.
+        scores: [B, K]; not a number: has no score, and is neither.
         tie_margin: largest difference that is a tie.
 
     Returns:
-        Best and worst, indices [B]; where they tie, and where some response was not judged, bool [B].
+        Best and worst, indices [B]; where they tie, and where fewer than two responses have a score, bool [B].
     """
-    unjudged = scores.isnan().any(1)
-    known = scores.nan_to_num(0.0)
-    best, worst = known.argmax(1), known.argmin(1)
-    lead = known.amax(1) - known.amin(1)
-    return best, worst, (lead <= tie_margin) & ~unjudged, unjudged
+    missing = scores.isnan()
+    unjudged = (~missing).sum(1) < 2
+    high, low = scores.masked_fill(missing, -math.inf), scores.masked_fill(missing, math.inf)
+    tied = high.amax(1) - low.amin(1) <= tie_margin
+    return high.argmax(1), low.argmin(1), tied & ~unjudged, unjudged
 
 
 def make_pairs(
@@ -120,12 +126,12 @@ def make_pairs(
 ) -> tuple[list[PairExample], dict[str, float]]:
     """The best and worst response of each prompt as pairs, of all ranks in the order of the prompts, and their metrics.
 
-    Prompts whose responses tie, or were not judged, give no pair; `score_ties` and `unjudged` are their shares. Scores in
-    metrics are those before the penalty of a missing end and, of several rewards, before they are shaped; a pair's margin
-    is the difference of scores as they are compared.
+    Prompts whose responses tie, or of which fewer than two have a score, give no pair; `score_ties` and `unjudged` are their
+    shares. Scores in metrics are those before the penalty of a missing end and, of several rewards, before they are
+    shaped; a pair's margin is the difference of scores as they are compared.
 
     Raises:
-        UserError: the judge could not judge a single prompt.
+        UserError: the rewards judged no prompt, or a judge of pairs could not judge more than `MOST_UNSCORED` of them.
     """
     count = config.responses_per_prompt
     best, worst, tied, unjudged = best_and_worst(samples.scores.view(-1, count), config.tie_margin)
@@ -145,10 +151,10 @@ def make_pairs(
             scores.append([float(samples.raw_scores[chosen]), float(samples.raw_scores[rejected])])
     sums = [len(tied), float(unjudged.sum()), len(pairs), *np.sum(scores or [[0.0, 0.0]], axis=0).tolist()]
     prompts, failed, number, chosen, rejected = group.sum(torch.tensor(sums, dtype=torch.float64)).tolist()
-    if failed == prompts:
+    if failed > (MOST_UNSCORED * prompts if ":" in config.judge else prompts - 1):  # rewards have bounds of their own
         raise UserError(
-            f"judge: {'rewards' if config.rewards else config.judge} could not judge the responses to any of {prompts:.0f} "
-            "prompts (None, or not a number)"
+            f"judge: {'rewards' if config.rewards else config.judge} could not judge the responses to {failed:.0f} of "
+            f"{prompts:.0f} prompts (None, or not a number), which are too many to learn from the others; check the judge"
         )
     metrics = {"pairs": number, "score_ties": (prompts - failed - number) / prompts, "unjudged": failed / prompts}
     if number:

@@ -42,7 +42,8 @@ LOGGED_KEYS = {  # of every run's log; a metric of the config may not have one o
     "accuracy", "distinct_share", "ended_share", "grad_norm", "kl", "kl_k3", "learning_rate", "length_difference", "loss",
     "margin", "margin_chosen_longer", "margin_chosen_shorter", "margin_length_correlation", "margin_length_share",
     "margin_similar_length", "pairs", "response_tokens", "score", "score_margin", "score_ties", "seconds_sampling",
-    "seconds_scoring", "seconds_update", "sft_loss", "step", "ties", "tokens", "tokens_per_second", "unjudged", *SIDES,
+    "seconds_scoring", "seconds_update", "sft_loss", "step", "ties", "tokens", "tokens_per_second", "unjudged",
+    "unscored_share", *SIDES,
 }  # fmt: skip
 
 

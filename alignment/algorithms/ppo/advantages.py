@@ -1,5 +1,6 @@
 """Advantages of a rollout: what each token's update is multiplied by."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -34,10 +35,13 @@ def add_advantages(
 ) -> Rollout:
     """The rollout with its rewards, advantages and returns.
 
-    reward_t = -kl_coef * (log p - log p_ref)_t + [t last] * (scale * score + shift - [not ended] * missing_end_penalty)
+    reward_t = -kl_coef * (log p - log p_ref)_t + [t last] * (scale * score + shift - [not ended] * penalty)
+
+    The penalty is missing_end_penalty deviations of what it is taken off: 1 with `normalizer`, else `score_deviation`.
 
     The KL penalty has `kl_estimator`, and stands in the rewards unless kl_in=loss. rloo, grpo and dr_grpo compare the sums
-    of whole responses, and all tokens of a response have the same advantage.
+    of whole responses, and all tokens of a response have the same advantage. Responses without a score are in no mean and no
+    deviation; their rewards, advantages and returns are 0.
 
     Args:
         normalizer: gives `scale` and `shift`; not read where several rewards were shaped one by one.
@@ -47,11 +51,14 @@ def add_advantages(
     Source: Ouyang et al. 2022, arXiv:2203.02155, eq. 2; GAE Schulman et al. 2016, arXiv:1506.02438, eq. 16; the others: see
         `alignment.losses.advantages`.
     """
-    mask = rollout.mask
+    mask = rollout.learned_mask
+    normalized = rollout.shaped_scores is None and normalizer.fitted
+    penalty = config.missing_end_penalty * (1.0 if normalized else rollout.score_deviation)
     rewards = shape_rewards(
-        shaped_scores(rollout, config, normalizer), rollout.log_probs, rollout.reference_log_probs, mask,
+        shaped_scores(rollout, normalizer, penalty), rollout.log_probs, rollout.reference_log_probs, rollout.mask,
         kl_coef=kl_coef if config.kl_in == "reward" else 0.0, kl_estimator=config.kl_estimator,
     )  # fmt: skip
+    rewards = torch.where(mask, rewards, 0.0)
     if config.whiten_rewards:
         rewards = whiten(rewards, mask, shift_mean=False, reduce=reduce)
     if config.advantages == "gae":
@@ -59,30 +66,33 @@ def add_advantages(
         advantages, returns = gae(rewards, rollout.values, mask, gamma=config.gamma, gae_lambda=config.gae_lambda)
     else:
         returns = rewards_to_go(rewards, mask, gamma=config.gamma)
-        advantages = without_value_model(rewards, rollout, config, normalizer)
+        advantages = without_value_model(rewards, rollout, config, normalizer, penalty)
     if config.whitens_advantages:
         advantages = whiten(advantages, mask, reduce=reduce)
     return replace(rollout, rewards=rewards, advantages=advantages, returns=returns)
 
 
-def without_value_model(rewards: Tensor, rollout: Rollout, config: PPOConfig, normalizer: ScoreNormalizer) -> Tensor:
+def without_value_model(
+    rewards: Tensor, rollout: Rollout, config: PPOConfig, normalizer: ScoreNormalizer, penalty: float
+) -> Tensor:
     """Advantages of rewards [B, R] by comparison with other responses, not whitened, [B, R]."""
-    mask = rollout.mask
+    mask = rollout.learned_mask
     if config.advantages == "reinforce++":
         return rewards_to_go(rewards, mask, gamma=config.gamma)
     if config.advantages == "remax":
         assert rollout.baseline is not None
-        baselines = shaped_scores(rollout.baseline, config, normalizer)
+        baselines = shaped_scores(rollout.baseline, normalizer, penalty)
         return remax_advantages(rewards, mask, baselines, gamma=config.gamma)
-    of_responses = GROUP_ADVANTAGES[config.advantages](rewards.sum(1), config.responses_per_prompt)
+    sums = rewards.sum(1).masked_fill(~rollout.learned, math.nan)
+    of_responses = GROUP_ADVANTAGES[config.advantages](sums, config.responses_per_prompt)
     return torch.where(mask, of_responses.unsqueeze(1), 0.0)
 
 
-def shaped_scores(scored: Rollout | Baseline, config: PPOConfig, normalizer: ScoreNormalizer) -> Tensor:
+def shaped_scores(scored: Rollout | Baseline, normalizer: ScoreNormalizer, penalty: float) -> Tensor:
     """Scores as they are learned from, normalized and less the penalty of responses that did not end, [B]."""
     shaped = scored.shaped_scores
     scores = normalizer.scale * scored.scores + normalizer.shift if shaped is None else shaped
-    return scores - config.missing_end_penalty * (~scored.ended).float()
+    return scores - penalty * (~scored.ended).float()
 
 
 @torch.no_grad()

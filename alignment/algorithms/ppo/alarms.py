@@ -1,22 +1,19 @@
 """Alarms of a run that collapses: pure rules over the metrics of its last iterations. They note, and stop nothing.
 
-A rule compares either with fixed limits or with the start of the run, the mean of its first `BASELINE` iterations. An
-alarm is given once, and again only after its rule has been quiet for an iteration.
+A rule compares either with fixed limits or with the start of the run, the mean of its first `BASELINE` iterations. The
+limits are those of `doctor --run`, see training/collapse.py. An alarm is given once, and again only after its rule has been
+quiet for an iteration.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
+from alignment.training.collapse import DISTINCT_LEFT, ENDED, ENTROPY_LEFT, all_equal, least_kl, repeats
+
 BASELINE = 3  # iterations that are the start of a run
 WINDOW = 5  # newest iterations that rules read
-ENTROPY_LEFT = 0.25  # of the entropy at the start
-MOST_REPETITION, MORE_REPETITION = 0.3, 0.15  # share of repeated n-grams, and how far above the start
-DISTINCT_LEFT = 0.5  # of the share of distinct responses at the start
 LEAST_DISTINCT, LONG_RESPONSE = 0.25, 4.0  # share that is too little from the start on, for responses of so many tokens
-ENDS_LEFT, LEAST_ENDS = 0.5, 0.2  # of the share of ended responses at the start, where that was at least so much
-NEGATIVE_KL = -0.05  # nats, mean of a window in which the k1 estimate was always below 0
-FLAT = 1e-6  # relative spread below which a score does not move
 
 
 class SavedAlarms(TypedDict):
@@ -67,7 +64,7 @@ def entropy_fell(history: History) -> str:
 def repetition_rose(history: History) -> str:
     """Responses say the same again and again."""
     now, before = history.now("repetition"), history.before("repetition")
-    if now is None or before is None or now < max(MOST_REPETITION, before + MORE_REPETITION):
+    if now is None or before is None or not repeats(now, before):
         return ""
     return (
         f"{now:.0%} of the n-grams of a response repeat earlier ones, {before:.0%} at the start; look at samples.jsonl"
@@ -90,22 +87,26 @@ def responses_equal(history: History) -> str:
     return ""
 
 
-def ends_vanished(history: History) -> str:
-    """Responses no longer end by themselves."""
-    now, before = history.now("ended_share"), history.before("ended_share")
-    if now is None or before is None or before < LEAST_ENDS or now >= ENDS_LEFT * before:
+def ends_missing(history: History) -> str:
+    """Many responses are cut off at the limit."""
+    values, before = history.window("ended_share"), history.before("ended_share")
+    if not values or before is None or (share := sum(values) / len(values)) >= ENDED:
         return ""
-    return f"{now:.0%} of the responses end by themselves, {before:.0%} at the start; raise missing_end_penalty"
+    advice = "missing_end_penalty" if before >= ENDED else "max_new_tokens, or train the policy to end its responses"
+    return f"{share:.0%} of the last responses end by themselves, {before:.0%} at the start; raise {advice}"
 
 
 def kl_below_zero(history: History) -> str:
-    """The signed KL estimate stays below zero, which samples of the policy itself do not give."""
-    values = history.window("kl")
-    if not values or max(values) >= 0 or sum(values) / len(values) > NEGATIVE_KL:
+    """The signed KL estimate stays further below zero than its noise, which the policy's own samples do not give."""
+    values, k3, responses = history.window("kl"), history.window("kl_k3"), history.now("responses") or 1.0
+    if not values or max(values) >= 0:
+        return ""
+    mean = sum(values) / len(values)
+    if mean >= least_kl(sum(k3) / len(k3) if k3 else abs(mean), responses * len(values)):
         return ""
     return (
-        f"kl was below 0 in the last {len(values)} iterations, {sum(values) / len(values):.3g} nats on average: the "
-        "responses do not come from the policy that is scored; see sampling_error and sampling_kl"
+        f"kl was below 0 in the last {len(values)} iterations, {mean:.3g} nats on average: the responses do not come from "
+        "the policy that is scored; see sampling_error and sampling_kl"
     )
 
 
@@ -113,10 +114,7 @@ def scores_flat(history: History) -> str:
     """A score, or a part of it, is the same in every iteration, so that nothing is learned from it."""
     names = [name for name in history.recent[-1] if name == "score" or name.startswith("score/")]
     windows = {name: history.window(name) for name in names}
-    flat = {
-        name: values[-1] for name, values in windows.items()
-        if values and max(values) - min(values) <= FLAT * max(1.0, abs(values[-1]))
-    }  # fmt: skip
+    flat = {name: values[-1] for name, values in windows.items() if values and all_equal(values)}
     if not flat:
         return ""
     said = ", ".join(f"{name} = {value:.4g}" for name, value in flat.items())
@@ -127,9 +125,9 @@ RULES: dict[str, Callable[[History], str]] = {
     "entropy": entropy_fell,
     "repetition": repetition_rose,
     "distinct responses": responses_equal,
-    "ends": ends_vanished,
-    "negative KL": kl_below_zero,
-    "flat scores": scores_flat,
+    "missing ends": ends_missing,
+    "KL negative": kl_below_zero,
+    "score flat": scores_flat,
 }
 
 
@@ -147,7 +145,11 @@ class Alarms:
     raised: list[str] = field(default_factory=list)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> list[str]:
-        """Take in the metrics of an iteration, and return the alarms that it gives, as lines to note."""
+        """Take in the metrics of an iteration, and return the alarms that it gives, as lines to note.
+
+        Args:
+            metrics: as logged, and the number of `responses` of all ranks.
+        """
         line = {name: value for name, value in metrics.items() if name.split("/")[0] in WATCHED}
         if len(self.start) < BASELINE:
             self.start.append(line)
@@ -167,4 +169,6 @@ class Alarms:
         self.start, self.recent, self.raised = saved["start"], saved["recent"], saved["raised"]
 
 
-WATCHED = {"entropy", "repetition", "distinct_share", "response_tokens", "ended_share", "kl", "score"}
+WATCHED = {
+    "entropy", "repetition", "distinct_share", "response_tokens", "ended_share", "kl", "kl_k3", "responses", "score",
+}  # fmt: skip

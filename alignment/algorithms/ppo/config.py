@@ -23,14 +23,17 @@ class SamplingSettings:
     """Settings of a stage that learns from its own samples.
 
     Attributes:
-        missing_end_penalty: taken off the (normalized) score of a response that did not end.
+        missing_end_penalty: taken off the score of a response that did not end, in deviations of the scores: 1 is 1 where a
+            reward model's scores are normalized, else the deviation of the iteration's scores over all responses. Equal
+            scores have none, and nothing is taken off them.
         max_new_tokens: longest response, end token included.
         responses_per_prompt: responses sampled to each prompt; `training.batch_size` counts prompts.
         temperature: of the samples.
         top_k, top_p, min_p: filters of the samples, in this order: the k likeliest tokens (0: all), the smallest set of
             likeliest tokens whose probability reaches top_p (1: all), tokens at least min_p times as likely as the
             likeliest (0: all). What the sampler logs is the log-probability in the cut distribution; what learns from
-            the samples takes that of the whole one.
+            the samples takes that of the whole one, and the KL from the reference is summed over the whole vocabulary,
+            which takes one more forward of policy and reference.
         micro_rollout_batch_size: responses that one process samples side by side. Each holds its keys and values for the
             longest prompt and `max_new_tokens`; the number changes memory and speed, and no response.
         rollout_weights: of the policy while it samples, where FSDP2 or ZeRO-3 shards it. gathered: whole on every
@@ -60,6 +63,11 @@ class SamplingSettings:
     minibatches: int = 1
     metrics: list[str] = field(default_factory=list)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+
+    @property
+    def sampler_differs(self) -> bool:
+        """Whether responses come by construction from another distribution than that of the policy with the weights of now."""
+        return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.sampler == "vllm"
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -110,6 +118,10 @@ class PPOConfig(SamplingSettings, UpdateSettings):
             by `normalize_scores`.
         rewards: what a response is rewarded for, as a list of entries of one kind each; its score is the sum of
             weight * clip(normalize(part)), and each part is logged as `score/NAME`. `normalize_scores` is not read then.
+            A response has no score, and nothing is learned from it, where no reward gave a number, where a judge failed, and
+            where a reward that is not normalized gave none although it gave one for another response to the prompt; a
+            reward that applies to no response to a prompt, or is normalized, adds 0. Their share is `unscored_share`; above
+            one half, or what `max_failed_share` of a judge allows, the run ends.
         reward_combine: how the scores of an ensemble become the reward: their mean, their least (min), or
             mean - reward_std_coef * deviation (lower). The last two hold PPO back where the members disagree (Coste et
             al. 2023, arXiv:2310.02743, section 3).
@@ -222,8 +234,7 @@ class PPOConfig(SamplingSettings, UpdateSettings):
     @property
     def samples_differ(self) -> bool:
         """Whether responses come by construction from another distribution than the policy's that learns from them."""
-        filtered = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
-        return filtered or self.rollouts_behind > 0 or self.sampler == "vllm"
+        return self.sampler_differs or self.rollouts_behind > 0
 
 
 def check_importance(config: PPOConfig) -> None:

@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from alignment.errors import UserError
+from alignment.rewards.normalize import mean_and_deviation, no_deviation
 
 
 @dataclass
@@ -80,22 +80,20 @@ class ScoreNormalizer:
     def fit(self, scores: Tensor, reduce: Callable[[Tensor], Tensor]) -> "ScoreNormalizer":
         """Set scale and shift by the first scores, [B] on each rank; later calls change nothing. Returns itself.
 
+        A score that is not a number is left out.
+
         Args:
             reduce: adds a tensor over all ranks.
 
         Raises:
-            UserError: all scores are equal.
+            UserError: there is one score, or all are equal.
         """
         if self.fitted or not self.enabled:
             return self
-        scores = scores.double()
-        count, total = reduce(torch.stack([torch.ones_like(scores).sum(), scores.sum()])).tolist()
-        mean = total / count
-        deviation = (reduce(((scores - mean) ** 2).sum()).item() / count) ** 0.5
+        count, mean, deviation = mean_and_deviation(scores, reduce)
         if deviation == 0:
             raise UserError(
-                "the reward model gives every sampled response the same score, so PPO has nothing to learn from; "
-                "check the reward model with `alignment evaluate reward`, or set normalize_scores=false"
+                f"the reward model's scores cannot be normalized by {no_deviation(count)}, or set normalize_scores=false"
             )
         self.scale, self.shift, self.fitted = 1 / deviation, -mean / deviation, True
         return self

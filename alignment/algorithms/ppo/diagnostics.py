@@ -16,32 +16,37 @@ def rollout_statistics(rollout: Rollout, group: ProcessGroup) -> dict[str, float
     """Statistics over the responses and response tokens of all ranks; a collective operation.
 
     Returns:
-        `kl_k2`: the k2 estimate of the KL from the reference, summed over a response, nats. `score_std`. `response_tokens_min`,
-        `_max`, `_std`. `empty_share`: responses that are an end token alone. `repetition`: see `repeated_share`.
+        `kl_k2`: the k2 estimate of the KL from the reference, summed over a response, nats; of the policy's own samples.
+        `score_std`. `response_tokens_min`, `_max`, `_std`. `empty_share`: responses that are an end token alone.
+        `repetition`: see `repeated_share`.
         `advantage_mean`, `advantage_std`: as estimated, before they are whitened, where there is a value model; else as
         learned from. `return_mean`, `return_std`, `value_mean`: of tokens.
     """
     mask, lengths = rollout.mask, rollout.mask.sum(1)
-    k2 = kl_estimates(rollout.log_probs, rollout.reference_log_probs)["k2"]
-    per_response = {
-        "kl_k2": torch.where(mask, k2, 0.0).sum(1),
-        "score": rollout.scores,
+    per_response = {}
+    if rollout.token_kl is None:  # the estimates hold for the policy's own samples
+        k2 = kl_estimates(rollout.log_probs, rollout.reference_log_probs)["k2"]
+        per_response["kl_k2"] = torch.where(mask, k2, 0.0).sum(1)
+    per_response |= {
         "response_tokens": lengths,
         "empty_share": (lengths == 1) & rollout.ended,
         "repetition": torch.tensor([repeated_share(response) for response in rollout.responses], device=mask.device),
     }
     found = moments(per_response, group) | moments(token_columns(rollout), group)
+    found |= moments({"score": rollout.scores[~rollout.scores.isnan()]}, group)
     kept = [f"{name}_mean" for name in ("advantage", "return", "value")]
     kept += [f"{name}_std" for name in ("score", "response_tokens", "advantage", "return")]
     statistics = {name: found[name] for name in kept if name in found}
-    statistics |= {name: found[f"{name}_mean"] for name in ("kl_k2", "empty_share", "repetition")}
+    statistics |= {
+        name: found[f"{name}_mean"] for name in per_response if name in ("kl_k2", "empty_share", "repetition")
+    }
     shortest, longest = group.max(torch.stack([-lengths.min(), lengths.max()])).tolist()
     return statistics | {"response_tokens_min": -float(shortest), "response_tokens_max": float(longest)}
 
 
 def token_columns(rollout: Rollout) -> dict[str, Tensor]:
-    """Advantages before whitening, returns and values of the response tokens, as far as there are any, [tokens]."""
-    mask, columns = rollout.mask, {}
+    """Advantages before whitening, returns and values of the tokens that are learned from, as far as there are any."""
+    mask, columns = rollout.learned_mask, {}
     if rollout.returns is not None:
         columns["return"] = rollout.returns[mask]
     if rollout.values is not None:

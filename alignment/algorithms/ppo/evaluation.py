@@ -9,7 +9,7 @@ from torch import Tensor
 from alignment.algorithms.ppo.config import PPOConfig
 from alignment.algorithms.ppo.held_out import HeldOut
 from alignment.algorithms.ppo.metrics import kl_columns
-from alignment.algorithms.ppo.rollout import ask_in_batches, response_mask, sample
+from alignment.algorithms.ppo.rollout import ask_in_batches, exact_token_kl, response_mask, sample
 from alignment.algorithms.ppo.samples import DrawnResponses
 from alignment.algorithms.ppo.setup import PPOState
 from alignment.errors import UserError
@@ -24,9 +24,10 @@ class HeldOutScores(NamedTuple):
     """What was found of the responses to all held-out prompts.
 
     Attributes:
-        scores: of each, in the order of the prompts.
-        kl: their mean KL (k1) from the reference, nats.
-        unscored: share to which a reward gave no number, which counts 0 in their scores.
+        scores: of each, in the order of the prompts; not a number: there is none.
+        kl: their mean KL from the reference, nats: its k1 estimate, or the exact KL of their tokens where the sampler's
+            distribution is not the policy's.
+        unscored: share to which a reward gave no number.
     """
 
     scores: list[float]
@@ -70,13 +71,16 @@ def judge_held_out(state: PPOState, config: PPOConfig, held_out: HeldOut) -> Hel
         return {"log_probs": log_probs, "reference_log_probs": reference}
 
     with state.policy.backend.autocast():
-        found = ask_in_batches(ask, state, config, samples, mask)
+        if config.sampler_differs:
+            kl = exact_token_kl(state, state.reference, config, samples, mask).sum(1)
+        else:
+            found = ask_in_batches(ask, state, config, samples, mask)
+            kl = kl_columns(found["log_probs"], found["reference_log_probs"], mask)["kl"]
         judge = held_out.score.judge if isinstance(held_out.score, Rewards) else held_out.score
         scores = as_scores(judge(prompts, responses.token_ids, responses.ended))
     missing = torch.zeros(len(prompts), dtype=torch.bool)
     for values in scores.parts.values():
         missing |= values.isnan()
-    kl = kl_columns(found["log_probs"], found["reference_log_probs"], mask)["kl"]
     own = list(zip(numbers, scores.total.tolist(), kl.tolist(), missing.tolist(), strict=True))
     _, totals, kls, unscored = zip(*sorted(row for part in group.gather_objects(own) for row in part), strict=True)
     return HeldOutScores(list(totals), sum(kls) / len(kls), sum(unscored) / len(unscored))

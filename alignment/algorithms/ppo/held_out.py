@@ -4,11 +4,13 @@ Source: how far to optimize against a learned reward: Gao et al. 2023, arXiv:221
     2023, arXiv:2310.02743.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypedDict
 
 from alignment.data.examples import PromptExample
+from alignment.errors import UserError
 from alignment.generation import SamplingConfig
 from alignment.rewards.combine import ScoreFunction
 
@@ -44,8 +46,11 @@ class HeldOut:
         """Metrics of an evaluation after `step` iterations; decides whether the KL budget is spent.
 
         Args:
-            scores: of the responses to all prompts.
+            scores: of the responses to all prompts; not a number: there is none, and no mean counts the prompt.
             kl: mean KL of a response from the reference, nats.
+
+        Raises:
+            UserError: no response has a score.
         """
         if not self.start_scores:
             self.start_scores = list(scores)
@@ -53,8 +58,11 @@ class HeldOut:
             self.ended_by = (
                 f"held_out_kl is {kl:.4g} nats after iteration {step}, above held_out.kl_budget ({self.kl_budget:g})"
             )
+        known = [score for score in scores if not math.isnan(score)]
+        if not known:
+            raise UserError("held_out: no response to a held-out prompt has a score; check who scores them")
         return {
-            "held_out_score": sum(scores) / len(scores),
+            "held_out_score": sum(known) / len(known),
             "held_out_win_rate": share_won(scores, self.start_scores),
             "held_out_kl": kl,
         }
@@ -69,6 +77,7 @@ class HeldOut:
 
 
 def share_won(scores: Sequence[float], others: Sequence[float]) -> float:
-    """Share of prompts at which a score is above the other one's; equal ones count half."""
-    pairs = list(zip(scores, others, strict=True))
-    return sum(1.0 if score > other else 0.5 if score == other else 0.0 for score, other in pairs) / len(pairs)
+    """Share of prompts with two scores at which one is above the other one's; equal ones count half. 0.5 without any."""
+    pairs = [pair for pair in zip(scores, others, strict=True) if not any(map(math.isnan, pair))]
+    won = sum(1.0 if score > other else 0.5 if score == other else 0.0 for score, other in pairs)
+    return won / len(pairs) if pairs else 0.5

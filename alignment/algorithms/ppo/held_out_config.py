@@ -18,9 +18,9 @@ class HeldOutConfig:
 
     Before the first iteration, after every `training.evaluate_every_steps`-th and after the last one the policy responds
     to each held-out prompt. Logged are `held_out_score`, the mean score; `held_out_win_rate`, the share of prompts to which
-    the response scores higher than the starting policy's (equal scores count half); and `held_out_kl`, the KL of a response
-    from the reference; and `held_out_unscored_share`, the share of responses to which a reward gave no number, which counts
-    0. `training.keep_best` and `training.early_stopping` take the first two.
+    the response scores higher than the starting policy's (equal scores count half); `held_out_kl`, the KL of a response
+    from the reference; and `held_out_unscored_share`, the share of responses to which a reward gave no number; one
+    without any score is in no mean. `training.keep_best` and `training.early_stopping` take the first two.
 
     Attributes:
         reward_model: directory of a second reward model, one that PPO does not maximize; an ensemble where one was trained.

@@ -142,9 +142,9 @@ def loss_sum(cost: Tensor, metrics: dict[str, Tensor], batch: RolloutBatch, conf
 
     Losses are divided as `loss_normalization` says; all other metrics are means over response tokens.
     """
-    if config.loss_normalization == "token_mean":
+    if config.normalization == "token_mean":
         return LossSum(cost.sum(), {name: value.sum() for name, value in metrics.items()})
-    share = 1 / tokens_of_each(batch)[batch.ragged.target_rows] if config.loss_normalization == "sequence_mean" else 1.0
+    share = 1 / tokens_of_each(batch)[batch.ragged.target_rows] if config.normalization == "sequence_mean" else 1.0
     losses = {name: (value * share).sum() for name, value in metrics.items() if name.endswith("_loss")}
     tokens = torch.full((), float(len(cost)), device=cost.device)
     means = {name: (value.sum(), tokens) for name, value in metrics.items() if name not in losses}
@@ -153,9 +153,9 @@ def loss_sum(cost: Tensor, metrics: dict[str, Tensor], batch: RolloutBatch, conf
 
 def weighed(batches: Sequence[RolloutBatch], config: PPOConfig) -> list[RolloutBatch]:
     """Micro-batches with the weights that `loss_normalization` asks for; token_mean is what they have already."""
-    if config.loss_normalization == "token_mean":
+    if config.normalization == "token_mean":
         return list(batches)
-    longest = config.max_new_tokens if config.loss_normalization == "constant" else 1
+    longest = config.max_new_tokens if config.normalization == "constant" else 1
     return [
         replace(batch, ragged=replace(batch.ragged, weight=float(len(batch.ragged.lengths) * longest)))
         for batch in batches

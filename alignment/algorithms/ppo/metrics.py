@@ -47,24 +47,37 @@ def rollout_metrics(rollout: Rollout, state: PPOState, config: PPOConfig) -> dic
 
 
 def response_means(rollout: Rollout, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    """Means over all ranks' responses of what was sampled; `kl` is the k1 estimate summed over a response, in nats."""
+    """Means over all ranks' responses of what was sampled; `kl` and `kl_k3`: see `kl_columns`."""
     per_response = {
-        "score": rollout.scores,
-        **kl_columns(rollout.log_probs, rollout.reference_log_probs, rollout.mask),
+        **kl_columns(rollout.log_probs, rollout.reference_log_probs, rollout.mask, rollout.token_kl),
         "response_tokens": rollout.mask.float().sum(1),
         "ended_share": rollout.ended.float(),
     }
-    metrics = global_means(per_response, reduce)
+    metrics = score_means(rollout.scores, reduce) | global_means(per_response, reduce)
     return metrics if rollout.values is None else metrics | {"explained_variance": explained_variance(rollout, reduce)}
 
 
-def kl_columns(log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """The k1 (`kl`) and k3 estimates of the KL from the reference, summed over each response, nats, [B].
+def score_means(scores: Tensor, reduce: Callable[[Tensor], Tensor]) -> dict[str, float]:
+    """Mean of the scores of all ranks' responses, [B] each, and the share of those without one (not a number)."""
+    known = ~scores.isnan()
+    sums = torch.stack([torch.where(known, scores, 0.0).float().sum(), known.float().sum(), (~known).float().sum()])
+    total, number, missing = reduce(sums).tolist()
+    return {"score": total / max(1.0, number), "unscored_share": missing / (number + missing)}
+
+
+def kl_columns(
+    log_probs: Tensor, reference_log_probs: Tensor, mask: Tensor, token_kl: Tensor | None = None
+) -> dict[str, Tensor]:
+    """The KL from the reference, summed over each response, nats, [B]: its k1 (`kl`) and k3 estimates, or `kl` alone.
 
     Args:
         log_probs, reference_log_probs: per token, [B, R].
         mask: True at each response token, [B, R].
+        token_kl: exact, of each token, [B, R]; given for samples of another distribution than the policy's, for which the
+            estimates do not hold. `kl` is then its sum.
     """
+    if token_kl is not None:
+        return {"kl": token_kl.sum(1)}
     kl, zero = kl_estimates(log_probs, reference_log_probs), torch.zeros_like(log_probs)
     return {"kl": torch.where(mask, kl["k1"], zero).sum(1), "kl_k3": torch.where(mask, kl["k3"], zero).sum(1)}
 
@@ -128,9 +141,10 @@ def log_samples(
 
 
 def sample_columns(rollout: Rollout, count: int = 2) -> Mapping[str, Sequence[object]]:
-    """What samples.jsonl says of the first `count` responses beside their scores: the parts, KL (k1, nats), tokens, end."""
+    """What samples.jsonl says of the first `count` responses beside their scores: the parts, KL (nats), tokens, end."""
     mask = rollout.mask[:count]
-    columns = kl_columns(rollout.log_probs[:count], rollout.reference_log_probs[:count], mask)
+    token_kl = None if rollout.token_kl is None else rollout.token_kl[:count]
+    columns = kl_columns(rollout.log_probs[:count], rollout.reference_log_probs[:count], mask, token_kl)
     known = {"kl": columns["kl"].tolist(), "tokens": mask.sum(1).tolist(), "ended": rollout.ended[:count].tolist()}
     return {**part_columns(rollout.score_parts, count), **known}
 
@@ -166,7 +180,7 @@ def report(
     run.log(step, metrics)
     columns = sample_columns(rollout)
     log_samples(run, step, state.start.tokenizer, rollout, scores=rollout.scores, columns=columns)
-    for line in state.alarms.add(step, metrics):
+    for line in state.alarms.add(step, metrics | {"responses": responses}):
         run.note(line)
 
 
@@ -197,11 +211,12 @@ def importance_metrics(rollout: Rollout, cap: float | None, group: ProcessGroup)
 
 
 def explained_variance(rollout: Rollout, reduce: Callable[[Tensor], Tensor]) -> float:
-    """1 - var(returns - values) / var(returns) over all ranks' response tokens; 1: perfect values, 0: no better than a constant."""
+    """1 - var(returns - values) / var(returns) over the tokens of all ranks that are learned from; 1: perfect values, 0: as a constant."""
     if rollout.returns is None or rollout.values is None:
         raise ValueError("the rollout has no returns yet (see add_advantages), or there is no value model")
-    returns = rollout.returns[rollout.mask].double()
-    columns = torch.stack([returns, returns - rollout.values[rollout.mask].double()])  # [2, tokens]
+    mask = rollout.learned_mask
+    returns = rollout.returns[mask].double()
+    columns = torch.stack([returns, returns - rollout.values[mask].double()])  # [2, tokens]
     *sums, count = reduce(torch.cat([columns.sum(1), columns.new_tensor([len(returns)])])).tolist()
     means = columns.new_tensor(sums).unsqueeze(1) / count
     spread, left = reduce(((columns - means) ** 2).sum(1)).tolist()

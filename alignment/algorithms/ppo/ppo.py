@@ -25,11 +25,14 @@ from alignment.algorithms.ppo.setup import (
     PPOState,
     build_state,
     load_ppo_state,
+    note_distant_start,
     read_data,
     save_ppo_state,
 )
 from alignment.algorithms.runs import open_run
 from alignment.data.examples import PromptExample
+from alignment.errors import UserError
+from alignment.rewards.functions import function_files
 from alignment.training import Term, ZeroWeightBatch
 from alignment.training.distributed import ProcessGroup
 from alignment.training.result import Result
@@ -49,7 +52,10 @@ def run(config: PPOConfig) -> Path:
         details Huang et al. 2024, arXiv:2403.17031. Other advantages: see `alignment.losses.advantages`.
     """
     parents = [config.policy, *config.judging_models, config.reference]
-    with open_run(config, "ppo", parents, value_optim=config.value_optim) as run:
+    files = function_files(config.rewards)
+    with open_run(config, "ppo", parents, value_optim=config.value_optim, files=files) as run:
+        if run.finished:
+            return run.output / "model"
         data = read_data(config, run)
         state = build_state(config, data)
         save = partial(
@@ -57,6 +63,7 @@ def run(config: PPOConfig) -> Path:
         )
         result = Result(run, state.policy, config.training, save, evaluated=state.held_out is not None)
         note_dropout_off(state.start, run)
+        note_distant_start(config, run)
         state.rollout_weights = choose_rollout_weights(
             config, data.prompts.rows, state, run, responses_per_prompt=config.responses_per_prompt
         )
@@ -97,6 +104,8 @@ def iterate(
     reduce = state.process_group.sum
     rollout = collect(state, config, prompts, step)  # responses, log-probs, reference log-probs, values, scores
     rollout = add_baseline(rollout, state, config, prompts)  # for advantages=remax
+    if not reduce(rollout.learned.sum()):
+        raise UserError("rewards: no response of this iteration has a score, so there is nothing to learn from")
     rollout = add_advantages(rollout, config, state.normalizer.fit(rollout.scores, reduce), state.kl.coef, reduce)
     metrics = rollout_metrics(rollout, state, config) | update_policy_and_value(state, config, rollout, step)
     state.kl.update(metrics["kl"], len(prompts) * config.responses_per_prompt)
@@ -151,12 +160,17 @@ def update_on_minibatch(
 def minibatches(
     rollout: Rollout, config: PPOConfig, group: ProcessGroup, step: int
 ) -> Iterator[Sequence[RolloutBatch | ZeroWeightBatch]]:
-    """This rank's micro-batches of each minibatch of each pass, in an order that seed and iteration fix."""
-    num_rows = int(group.sum(torch.tensor(len(rollout.prompts))))
+    """This rank's micro-batches of each minibatch of each pass, in an order that seed and iteration fix.
+
+    Responses that are not learned from are in none, so that each loss is divided by what the others count.
+    """
+    count, local_rows = config.responses_per_prompt, rollout.learned.nonzero().flatten().tolist()
+    own = [(row // count * group.size + group.rank) * count + row % count for row in local_rows]
+    learned = np.sort([row for rows in group.gather_objects(own) for row in rows])
     for epoch in range(config.epochs):
         # Of the rows of all ranks, so that who is in a minibatch does not depend on the number of ranks.
-        order = np.random.default_rng([config.training.seed, step, epoch]).permutation(num_rows)
-        for rows in np.array_split(order, config.minibatches):
+        order = np.random.default_rng([config.training.seed, step, epoch]).permutation(len(learned))
+        for rows in np.array_split(learned[order], min(config.minibatches, len(learned))):
             yield local_batches(rollout, rows.tolist(), group, config)
 
 

@@ -1,5 +1,6 @@
 """Rollouts: sampled responses with everything that PPO knows about them."""
 
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -9,12 +10,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from alignment.algorithms.policies import Reference
 from alignment.algorithms.ppo.config import SamplingSettings
 from alignment.algorithms.ppo.samples import DrawnResponses
 from alignment.algorithms.ppo.setup import PPOConfig, PPOState, SamplingState
 from alignment.data.examples import PromptExample
 from alignment.generation import Responses, SamplingConfig, decode_responses
 from alignment.losses.importance import importance_weights, sequence_importance_weights
+from alignment.losses.language import CHUNK_ELEMENTS, kl_divergence
 from alignment.models.classifiers import values_before_targets
 from alignment.models.protocols import GenerativeModel
 from alignment.ragged import Ragged, RaggedBatch, Sharing, allowed, fill_groups, group_by_length
@@ -43,8 +46,10 @@ class Rollout:
         log_probs: of the policy before its updates, per token, as training computes them; the ratio's denominator.
         sampled_log_probs: of the distribution that each token was drawn from, as the sampler computed them.
         reference_log_probs: of the reference, same tokens and temperature.
+        token_kl: exact KL of each token, see `exact_token_kl`, where the samples are not the policy's own; else None.
         values: the value model's estimate before each token; None without a value model.
-        scores: of whole responses, neither normalized nor clipped, [B]; of several rewards the sum of weight * part.
+        scores: of whole responses, neither normalized nor clipped, [B]; of several rewards the sum of weight * part. Not a
+            number: the response has no score.
         ended: True where the response stopped by itself, [B].
         seconds: time it took to collect.
         phases: seconds of its parts: sampling, forward (log-probabilities and values), scoring.
@@ -55,6 +60,8 @@ class Rollout:
         score_parts: number of each reward by its name, not weighed, [B]; not a number where it does not apply. Empty with
             a single reward model.
         shaped_scores: of several rewards, each normalized, clipped and weighed, [B]; None: `scores`, to be normalized.
+        score_deviation: deviation of `shaped_scores`, or of `scores` without them, over all ranks: the unit of
+            `missing_end_penalty` where no normalization follows.
         rewards, advantages, returns: filled in by `add_advantages`.
     """
 
@@ -72,12 +79,25 @@ class Rollout:
     phases: Mapping[str, float] = field(default_factory=dict)
     share_prompts: Sharing = False
     weights: Tensor | None = None
+    token_kl: Tensor | None = None
     baseline: Baseline | None = None
     score_parts: dict[str, Tensor] = field(default_factory=dict)
     shaped_scores: Tensor | None = None
+    score_deviation: float = 1.0
     rewards: Tensor | None = None
     advantages: Tensor | None = None
     returns: Tensor | None = None
+
+    @property
+    def learned(self) -> Tensor:
+        """True where the response has a score, and with advantages=remax a baseline: what is learned from, [B]."""
+        scored = ~self.scores.isnan()
+        return scored if self.baseline is None else scored & ~self.baseline.scores.isnan()
+
+    @property
+    def learned_mask(self) -> Tensor:
+        """True at each token of a response that is learned from, [B, R]."""
+        return self.mask & self.learned.unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -200,6 +220,7 @@ def ask_networks(state: PPOState, config: PPOConfig, samples: DrawnResponses) ->
         mask = response_mask(responses.token_ids, device)
         with clock("forward"):
             rectangles = ask_in_batches(partial(all_answers, state, config.temperature), state, config, samples, mask)
+            kl = exact_token_kl(state, state.reference, config, samples, mask) if config.samples_differ else None
         with clock("scoring"):
             scores = as_scores(state.score(samples.prompts, responses.token_ids, responses.ended))
     flat = torch.tensor([value for row in responses.log_probs for value in row], device=device)
@@ -211,10 +232,12 @@ def ask_networks(state: PPOState, config: PPOConfig, samples: DrawnResponses) ->
         log_probs=rectangles["log_probs"],
         sampled_log_probs=to_rectangle(flat, mask),
         reference_log_probs=rectangles["reference_log_probs"],
+        token_kl=kl,
         values=rectangles.get("values"),
         scores=scores.total.to(device),
         score_parts={name: part.to(device) for name, part in scores.parts.items()},
         shaped_scores=None if scores.shaped is None else scores.shaped.to(device),
+        score_deviation=scores.deviation(state.process_group.sum),
         ended=torch.tensor(responses.ended, device=device),
         phases=clock.seconds,
         share_prompts=state.share_prompts,
@@ -246,9 +269,16 @@ def ask_in_batches(
     config: SamplingSettings,
     samples: DrawnResponses,
     mask: Tensor,
+    *,
+    limit: float = math.inf,
 ) -> dict[str, Tensor]:
-    """What `ask` says of each response token, asked about a few rows at a time, [B, R]."""
-    limit, share_prompts, device = config.training.tokens_per_forward, state.share_prompts, mask.device
+    """What `ask` says of each response token, asked about a few rows at a time, [B, R].
+
+    Args:
+        limit: most tokens of these rows, below what the config has.
+    """
+    limit = int(min(limit, config.training.tokens_per_forward))
+    share_prompts, device = state.share_prompts, mask.device
     prompts, responses = [list(prompt.ids) for prompt in samples.prompts], samples.responses.token_ids
     rectangles: dict[str, Tensor] = {}
     for rows in equally_many(group_rollouts(prompts, responses, limit, share_prompts), state):
@@ -260,6 +290,34 @@ def ask_in_batches(
             rectangle = rectangles.setdefault(name, torch.zeros(mask.shape, device=device))
             rectangle[index] = to_rectangle(values.float(), mask[index])
     return rectangles
+
+
+def exact_token_kl(
+    state: SamplingState, reference: Reference, config: SamplingSettings, samples: DrawnResponses, mask: Tensor
+) -> Tensor:
+    """KL(policy || reference) of the distribution that each response token has in both, nats, [B, R].
+
+    kl_t = sum_v p(v | s_t) (log p(v | s_t) - log p_ref(v | s_t)),  s_t the prompt and the tokens before t
+
+    p is the whole distribution of the policy now, at the temperature of the samples, whatever the tokens were drawn from.
+    log p - log p_ref of a drawn token estimates this sum only where p has drawn it: filtered samples leave the tail out,
+    and the mean may then be negative. The prefixes s_t are those of the samples. Over the policy's own, the sum over a
+    response has the mean KL(policy || reference) of responses; over others' it is that of continuing their prefixes.
+
+    It takes a forward of policy and reference with the logits of few rows in memory.
+    """
+    vocabulary = cast(GenerativeModel, state.policy.backend.unwrapped).spec.vocabulary
+    chunk = max(1, CHUNK_ELEMENTS.get(mask.device.type, 2**25) // vocabulary)
+
+    def ask(batch: Ragged) -> dict[str, Tensor]:
+        logits = state.policy.model(batch=batch, return_logits=True).logits
+        others = reference(batch=batch, return_logits=True).logits
+        pairs = zip(logits.split(chunk), others.split(chunk), strict=True)
+        return {
+            "kl": torch.cat([kl_divergence(*(part.float() / config.temperature for part in pair)) for pair in pairs])
+        }
+
+    return ask_in_batches(ask, state, config, samples, mask, limit=chunk)["kl"]
 
 
 def correction_weights(rollout: Rollout, config: PPOConfig) -> Tensor | None:

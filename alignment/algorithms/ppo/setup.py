@@ -1,14 +1,14 @@
 """Data, networks and state of a PPO run."""
 
-import importlib
 from collections.abc import Callable, Sequence, Set
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Literal
 
 from alignment.adapters.files import read_members
+from alignment.adapters.specs import PrefixSpec, PromptSpec
 from alignment.algorithms.memory_notes import Role
-from alignment.algorithms.policies import LogProbModel, Policy, load_policy, load_value_model, reference_of
+from alignment.algorithms.policies import Policy, Reference, load_policy, load_value_model, reference_of
 from alignment.algorithms.ppo.alarms import Alarms
 from alignment.algorithms.ppo.config import METRICS, PPOConfig
 from alignment.algorithms.ppo.controllers import AdaptiveKL, FixedKL, ScoreNormalizer
@@ -41,6 +41,7 @@ from alignment.ragged import Batch, Sharing
 from alignment.reward_model import RewardModel
 from alignment.reward_model.calibration import read_calibration
 from alignment.rewards.combine import ScoreFunction
+from alignment.rewards.functions import import_own
 from alignment.training import (
     Engine,
     Run,
@@ -62,8 +63,8 @@ LOGGED_KEYS = {  # of every PPO run's log; a metric of the config may not have o
     "pretrain_loss", "repetition", "response_tokens", "response_tokens_max", "response_tokens_min",
     "response_tokens_std", "return_mean", "return_std", "sampling_error", "sampling_kl", "score", "score_std",
     "seconds_forward", "seconds_held_out", "seconds_policy", "seconds_rollout", "seconds_sampling", "seconds_scoring",
-    "seconds_update", "seconds_value", "step", "tokens", "tokens_per_second", "updates", "value_grad_norm",
-    "value_loss", "value_mean",
+    "seconds_update", "seconds_value", "step", "tokens", "tokens_per_second", "unscored_share", "updates",
+    "value_grad_norm", "value_loss", "value_mean",
 }  # fmt: skip
 
 MetricFn = Callable[[Sequence[str], Sequence[str]], Sequence[float]]  # prompts, responses -> one number for each
@@ -146,7 +147,7 @@ class PPOState(SamplingState):
     """
 
     value: Engine | None
-    reference: LogProbModel
+    reference: Reference
     kl: AdaptiveKL | FixedKL
     normalizer: ScoreNormalizer = field(default_factory=ScoreNormalizer)
     pretraining: Callable[[int], list[Batch]] | None = None
@@ -175,7 +176,7 @@ def read_data(config: PPOConfig, run: Run) -> PPOData:
     """
     tokenizer = load_tokenizer(config.policy, config.chat_template)
     run.note(describe_stop_tokens(config.policy, tokenizer))
-    prompts, held_out = read_split(config.data, "prompts", tokenizer, run, chat_template=config.chat_template)
+    prompts, held_out = read_split(config, "prompts", tokenizer, run)
     texts = None
     if config.pretrain is not None and config.pretrain_coef > 0:
         examples = read_examples(config.pretrain, "text", tokenizer, run)
@@ -267,6 +268,19 @@ def build_held_out(
     return HeldOut(prompts, score, replace(config.sampling, seed=held_out.seed), held_out.kl_budget), judges
 
 
+def note_distant_start(config: PPOConfig, run: Run) -> None:
+    """Note that a prefix or a soft prompt makes the policy begin away from its reference, and which settings count that."""
+    if config.reference is not None or not isinstance(config.adapter, PrefixSpec | PromptSpec):
+        return
+    budget = None if config.held_out is None else config.held_out.kl_budget
+    limits = {"kl_target": config.kl_target, "held_out.kl_budget": budget}
+    counted = " and ".join(name for name, limit in limits.items() if limit is not None)
+    run.note(
+        "adapter: a prefix or prompt changes the responses before it has learned anything, and the reference is the policy "
+        "without it: kl begins above 0" + (f", and {counted} counts that distance" if counted else "")
+    )
+
+
 def load_metrics(names: Sequence[str], taken: Set[str] = frozenset(LOGGED_KEYS)) -> dict[str, MetricFn]:
     """The functions that a config's `metrics` names, by the name of the function, under which it is logged.
 
@@ -282,7 +296,7 @@ def load_metrics(names: Sequence[str], taken: Set[str] = frozenset(LOGGED_KEYS))
     for name in names:
         module, _, function = METRICS.get(name, name).partition(":")
         try:
-            metric = getattr(importlib.import_module(module), function)
+            metric = getattr(import_own(module), function)
         except (ImportError, AttributeError, ValueError) as error:
             raise UserError(f"metrics: {name!r} was not found ({error}); known: {', '.join(METRICS)}") from error
         if function in found or function in taken:

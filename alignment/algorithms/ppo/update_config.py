@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Advantages = Literal["gae", "rloo", "grpo", "dr_grpo", "reinforce++", "remax"]
+LossNormalization = Literal["token_mean", "sequence_mean", "constant"]
 GROUPED = ("rloo", "grpo", "dr_grpo")  # compare the responses to one prompt with each other
 
 
@@ -14,9 +15,9 @@ class UpdateSettings:
     Attributes:
         advantages: how a response's rewards become advantages. gae: generalized advantage estimation with a value model
             (PPO). Without one: rloo: the reward less the mean of the other responses to the prompt. grpo: less the mean
-            of all responses to the prompt, divided by their deviation. dr_grpo: without that division, which makes the
-            gradient unbiased. reinforce++: reward from the token on, whitened over the whole iteration. remax: less the
-            score of the greedy response to the prompt.
+            of all responses to the prompt, divided by their deviation. dr_grpo: without that division and, by
+            `loss_normalization`, without one by lengths, both of which bias the gradient. reinforce++: reward from the token on,
+            whitened over the whole iteration. remax: less the score of the greedy response to the prompt.
         kl_in: where the penalty `kl_coef` on leaving the reference stands. reward: taken off the rewards. loss: added to
             the policy's loss, with its gradient, as in GRPO.
         kl_estimator: of the penalty per token, with r = log p - log p_ref: k1 = r, k2 = r^2 / 2, k3 = exp(-r) - 1 + r. In
@@ -27,9 +28,10 @@ class UpdateSettings:
         dual_clip: at a negative advantage the cost stops growing where the ratio exceeds this, above 1 (3 is usual);
             None is off.
         ratio: token: of each token. sequence: the geometric mean over the response, the same for all its tokens (GSPO),
-            whose ranges are far narrower: 3e-4 and 4e-4.
-        loss_normalization: what the loss is divided by in an update. token_mean: the response tokens of the minibatch
-            (DAPO; loss_type=dapo in TRL, token-mean in verl). sequence_mean: each response's tokens, then the responses
+            whose ranges are far narrower: 3e-4 and 4e-4. It takes advantages of whole responses: rloo, grpo, dr_grpo.
+        loss_normalization: what the loss is divided by in an update. None: sequence_mean with ratio=sequence (GSPO's
+            paper, eq. 5), else constant with advantages=dr_grpo, else token_mean. token_mean: the response tokens of the
+            minibatch (DAPO; loss_type=dapo in TRL, token-mean in verl). sequence_mean: each response's tokens, then the responses
             (GRPO's paper; loss_type=grpo, seq-mean-token-mean). constant: responses times `max_new_tokens`, so that no
             length is preferred (Dr. GRPO; loss_type=dr_grpo, seq-mean-token-sum-norm).
         entropy_coef: weight of the entropy, taken off the loss; 0 is off.
@@ -53,7 +55,7 @@ class UpdateSettings:
     clip_range_high: float | None = None
     dual_clip: float | None = None
     ratio: Literal["token", "sequence"] = "token"
-    loss_normalization: Literal["token_mean", "sequence_mean", "constant"] = "token_mean"
+    loss_normalization: LossNormalization | None = None
     entropy_coef: float = 0.0
     target_kl: float | None = None
     whiten_rewards: bool = False
@@ -81,6 +83,15 @@ class UpdateSettings:
     def whitens_advantages(self) -> bool:
         """`whiten_advantages`, with None as the method has it."""
         return self.advantages in ("gae", "reinforce++") if self.whiten_advantages is None else self.whiten_advantages
+
+    @property
+    def normalization(self) -> LossNormalization:
+        """`loss_normalization`, with None as the method has it."""
+        if self.loss_normalization is not None:
+            return self.loss_normalization
+        if self.ratio == "sequence":
+            return "sequence_mean"
+        return "constant" if self.advantages == "dr_grpo" else "token_mean"
 
 
 def check_update(config: UpdateSettings, responses_per_prompt: int) -> None:
@@ -113,6 +124,11 @@ def check_update(config: UpdateSettings, responses_per_prompt: int) -> None:
         raise ValueError(
             f"advantages={config.advantages} compares the responses to one prompt: responses_per_prompt must be at least "
             f"2, got {responses_per_prompt}; 4 to 16 are usual"
+        )
+    if config.ratio == "sequence" and config.advantages not in GROUPED:
+        raise ValueError(
+            f"ratio=sequence gives all tokens of a response one ratio, and advantages={config.advantages} gives each token an "
+            f"advantage of its own, of which only the mean would count; take advantages={', '.join(GROUPED)}, or ratio=token"
         )
     if config.advantages == "dr_grpo" and config.whiten_advantages:
         raise ValueError(

@@ -21,7 +21,7 @@ from torch.cuda import is_available as gpu_is_available
 from alignment.adapters.files import is_adapter
 from alignment.adapters.specs import UNMERGEABLE, AdapterSpec
 from alignment.algorithms.ppo.config import SamplingSettings
-from alignment.errors import UserError
+from alignment.errors import UserError, install_advice
 from alignment.generation import Responses, SamplingConfig
 from alignment.loading import find_base, find_directory
 from alignment.models.external.models import ExternalModel
@@ -95,7 +95,7 @@ def require_vllm(config: SamplingSettings, source: str, adapter: AdapterSpec | N
         import_module("vllm")
     except ImportError as error:
         raise UserError(
-            f"sampler=vllm needs vLLM and a GPU ({error}): pip install 'alignment[vllm]', or set sampler=engine"
+            f"sampler=vllm needs vLLM and a GPU ({error}): {install_advice('vllm')}, or set sampler=engine"
         ) from error
     if not gpu_is_available():
         raise UserError("sampler=vllm needs a GPU, and torch finds none; set sampler=engine")

@@ -130,6 +130,8 @@ def run(config: PretrainConfig) -> Path:
     """
     teacher_source = config.distillation.teacher if config.distillation else None
     with open_run(config, "pretrain", parents=[config.policy, config.tokenizer, teacher_source]) as run:
+        if run.finished:
+            return run.output / "model"
         if config.add_tokens:
             check_new_tokens(config.policy or "")
         tokenizer = find_tokenizer(config)

@@ -38,7 +38,7 @@ def read_chunks(source: str, split: str, size: int) -> Iterator[Chunk]:
     Raises:
         UserError: as `read_raw`.
     """
-    files = source_files(source) or []
+    files = source_files(source, split) or []
     if files and all(path.name.endswith(".jsonl") for path in files):
         for path in files:
             for span in byte_spans(path, size, first=min(size, FIRST_BYTES)):

@@ -18,6 +18,13 @@ from alignment.errors import UserError
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".json.gz", ".csv", ".csv.gz", ".parquet", ".txt", ".txt.gz")
 # owner/name, owner/name[split], owner/name:config[split]
+SPLIT_WORDS = (  # in names of files, as `datasets` reads them; those of one line mean the same
+    ("train", "training"),
+    ("validation", "valid", "val", "dev"),
+    ("test", "testing"),
+    ("eval", "evaluation"),
+)
+SHARD = re.compile(r"(?P<split>.+)-\d{5}-of-\d{5}.*")
 HUB_SOURCE = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*(/[\w.-]+)?)(:(?P<config>[^\[\]:/]+))?(\[(?P<split>.+)\])?")
 
 
@@ -53,44 +60,95 @@ def read_raw(source: str, split: str = "train") -> Iterator[RawRow]:
     Args:
         source: path with one of `SUFFIXES`, a directory, or a glob (`data/*.jsonl`, `data/**/*.parquet`); or
             `owner/name`, `owner/name[split]`, `owner/name:config[split]`.
-        split: which split of a Hub data set that names none itself; files have none.
+        split: of a Hub data set that names none itself, or of a directory whose files are named after splits.
 
     Raises:
-        UserError: no such file, an unknown suffix, a broken archive or table, no such data set.
+        UserError: no such file or split, an unknown suffix, a broken archive or table, no such data set.
     """
-    files = source_files(source)
-    if files is None:
-        found = hub_source(source, split)
-        if found is None:
-            raise UserError(f"{source}: no such file")
-        return _hub_rows(*found)
-    found = [(_reader(path), path) for path in files]  # a wrong name is told before anything is read
-    return chain.from_iterable(read(path) for read, path in found)
+    found = find_rows(source, split)
+    return _hub_rows(*found) if isinstance(found, tuple) else chain.from_iterable(_reader(path)(path) for path in found)
 
 
-def source_files(source: str) -> list[Path] | None:
-    """The files of a source, in order of their names: a file, all files of rows in a directory and below, or a glob.
-
-    Hidden files and directories (.git, .ipynb_checkpoints) are left out. None where no file has the name.
+def find_rows(source: str, split: str) -> list[Path] | tuple[str, str | None, str]:
+    """The files of a source, or name, config and split of the Hub data set that it names; nothing is read.
 
     Raises:
-        UserError: a directory without a file of rows, or a glob that matches nothing.
+        UserError: no such file or split, or a name that does not tell the file's format.
+    """
+    files = source_files(source, split)
+    if files is None:
+        if (found := hub_source(source, split)) is None:
+            raise UserError(f"{source}: no such file")
+        return found
+    for path in files:
+        _reader(path)
+    return files
+
+
+def source_files(source: str, split: str = "train") -> list[Path] | None:
+    """The files of a source, in order of their names: a file, the files of a directory, or a glob.
+
+    Of a directory these are all files of rows in it and below. Where some are named after splits (train.jsonl,
+    test/0.csv, validation-00000-of-00002.parquet), they are those of one split. Hidden files and directories (.git,
+    .ipynb_checkpoints) are left out. None where no file has the name.
+
+    Raises:
+        UserError: a directory without a file of rows or without that split, or a glob that matches nothing.
     """
     path = Path(source)
     if path.is_file():
         return [path]
     if path.is_dir():
-        inside = (each for each in path.rglob("*") if each.is_file() and each.name.endswith(SUFFIXES))
-        files = [each for each in inside if not any(part.startswith(".") for part in each.relative_to(path).parts)]
-        if not files:
-            raise UserError(f"{source}: a directory without files of rows ({', '.join(SUFFIXES)})")
-        return sorted(files)
+        return _files_of_split(path, _files_inside(path), split)
     if glob.has_magic(source) and hub_source(source, "") is None:
         files = [Path(each) for each in sorted(glob.glob(source, recursive=True)) if Path(each).is_file()]
         if not files:
             raise UserError(f"{source}: no file matches")
         return files
     return None
+
+
+def files_left_out(source: str, split: str) -> str:
+    """How many files of a directory are not read because they are of no split or of another one; empty where all are."""
+    if not Path(source).is_dir():
+        return ""
+    files = _files_inside(Path(source))
+    read = set(_files_of_split(Path(source), files, split))
+    others = [str(path.relative_to(source)) for path in files if path not in read]
+    more = f" and {len(others) - 5} more" if len(others) > 5 else ""
+    left_out = (
+        f"{source}: {len(read)} of {len(files)} files are read, the split '{split}'; not {', '.join(others[:5])}{more}"
+    )
+    return left_out if others else ""
+
+
+def _files_inside(directory: Path) -> list[Path]:
+    inside = (each for each in directory.rglob("*") if each.is_file() and each.name.endswith(SUFFIXES))
+    files = [each for each in inside if not any(part.startswith(".") for part in each.relative_to(directory).parts)]
+    if not files:
+        raise UserError(f"{directory}: a directory without files of rows ({', '.join(SUFFIXES)})")
+    return sorted(files)
+
+
+def _files_of_split(directory: Path, files: list[Path], split: str) -> list[Path]:
+    """The files of one split; all files where none is named after a split."""
+    splits = {path: _split_named(path.relative_to(directory)) for path in files}
+    found = set(splits.values()) - {None}
+    same = next((words for words in SPLIT_WORDS if split in words), ())
+    wanted = {split} if split in found else set(same)
+    if found and not found & wanted:
+        names = ", ".join(sorted(map(str, found)))
+        raise UserError(f"{directory}: there is no split '{split}' among its files; it has {names}")
+    return [path for path in files if splits[path] in wanted] if found else files
+
+
+def _split_named(path: Path) -> str | None:
+    """The split that a file is named after, or else a directory that it is in; None where neither is."""
+    known = {word for words in SPLIT_WORDS for word in words}
+    words = [word for word in re.split(r"[^a-z]+", path.name.lower()) if word in known]
+    if words and (shard := SHARD.fullmatch(path.name)):
+        return shard["split"]  # train_sft-00000-of-00003.parquet is of the split train_sft
+    return (words or [part for part in reversed(path.parts[:-1]) if part in known] or [None])[0]
 
 
 def _reader(path: Path) -> Callable[[Path], Iterator[RawRow]]:

@@ -14,10 +14,9 @@ from alignment.data.rows.files import (
     RawRow,
     binary_lines,
     csv_row,
-    hub_source,
+    find_rows,
     json_line_row,
     load_hub,
-    source_files,
 )
 from alignment.errors import UserError
 
@@ -106,13 +105,8 @@ def open_sources(source: str, split: str) -> list[OpenSource]:
     Raises:
         UserError: no such file, or one that cannot be read row by row.
     """
-    files = source_files(source)
-    if files is not None:
-        return [RowFile(path) for path in files]
-    found = hub_source(source, split)
-    if found is None:
-        raise UserError(f"{source}: no such file")
-    return [HubSplit(*found)]
+    found = find_rows(source, split)
+    return [HubSplit(*found)] if isinstance(found, tuple) else [RowFile(path) for path in found]
 
 
 class _Lines:

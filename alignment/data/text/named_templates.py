@@ -1,6 +1,7 @@
 """Chat templates by name, of our own writing in the formats the field uses, and the choice of one for a tokenizer."""
 
 import copy
+import os
 from pathlib import Path
 
 from alignment.data.text.templates import chat_format
@@ -37,7 +38,7 @@ def read_chat_template(chosen: str) -> str:
         return (FOLDER / f"{chosen}.jinja").read_text(encoding="utf-8")
     if "{{" in chosen or "{%" in chosen:
         return chosen
-    path = Path(chosen).expanduser()
+    path = Path(os.path.expanduser(chosen))
     if not path.is_file():
         raise UserError(
             f"chat_template {chosen}: no such file, and no built-in template of that name; {suggest(chosen, NAMED)}; "

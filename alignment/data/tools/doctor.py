@@ -15,6 +15,7 @@ from alignment.data.examples import (
     TokenizedRow,
 )
 from alignment.data.prepare import TOKENIZE
+from alignment.data.rows.files import files_left_out
 from alignment.data.rows.read import overlap, prompt_key, read_rows
 from alignment.data.rows.records import Kind, Tally
 from alignment.data.text.named_templates import NAMED, with_chat_template
@@ -96,6 +97,8 @@ def check_file(
     if evaluation is not None:
         held_out, _ = read_rows(evaluation, kind, columns=columns, on_bad_row="skip")
         counts.trained_on = overlap(rows, held_out, prompt_key)
+    if left_out := files_left_out(str(source), "train"):
+        refused.append(Finding("note", left_out, "files left out"))
     found = checks.findings(counts, max_cut_share=DataConfig.max_cut_share, max_length=max_length)
     return Report(str(source), kind, counts, [*refused, *found], samples)
 

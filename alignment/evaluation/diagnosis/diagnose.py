@@ -29,8 +29,8 @@ SAMPLED: tuple[Symptom, ...] = (  # what would explain the others comes first
 )
 SYMPTOMS: dict[str, tuple[Symptom, ...]] = {
     "ppo": SAMPLED,
-    "online_dpo": (*SAMPLED, rollout.no_pairs),
-    "dpo": (*PREFERENCES, loss.chosen_falls),
+    "online_dpo": (*SAMPLED, rollout.no_pairs, loss.policy_did_not_move),
+    "dpo": (loss.policy_did_not_move, *PREFERENCES, loss.chosen_falls),
     "reward": (*PREFERENCES, loss.scores_tied),
 }
 

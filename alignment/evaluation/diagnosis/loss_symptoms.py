@@ -16,6 +16,7 @@ RISEN = 1.1  # times the lowest loss: a tenth more is no noise of a schedule's e
 OVERFITTED = 1.05  # times the best held-out loss
 CHANCE = 0.55  # accuracy of pairs; 0.5 is a coin
 GAP = 0.15  # training less held-out accuracy
+UNMOVED = 0.01  # of implicit rewards, beta times nats of a response: the odds of a pair change by 1 %
 TIED = 0.5  # share of pairs that a reward model scores alike
 
 
@@ -135,6 +136,8 @@ def preferences_not_learned(run: RunLog) -> Diagnosis | None:
     accuracy, margin = run.trend("accuracy"), run.trend("margin")
     if accuracy is None or accuracy.last >= CHANCE or (margin is not None and margin.rises()):
         return None
+    if policy_did_not_move(run) is not None:  # which is the cause
+        return None
     return Diagnosis(
         "preferences not learned",
         f"accuracy {accuracy.course()} (0.5 is a coin)",
@@ -145,6 +148,25 @@ def preferences_not_learned(run: RunLog) -> Diagnosis | None:
             ("optim.learning_rate", run.scaled("optim.learning_rate", 5), "five times the step"),
             ("data.max_length", int(run.number("data.max_length", 512)) * 2, "nothing that matters is cut"),
         ),
+    )
+
+
+def policy_did_not_move(run: RunLog) -> Diagnosis | None:
+    """DPO: chosen and rejected responses are as likely as at the start."""
+    chosen, rejected, loss = run.trend("chosen_reward"), run.trend("rejected_reward"), run.trend("loss")
+    if chosen is None or rejected is None:
+        return None
+    # The change counts: the implicit rewards of losses without a reference do not begin at 0. Noise is that of batches
+    # whose rewards differ, so that their mean alone stays where it was.
+    if max(max(abs(each.last - each.first), each.noise) for each in (chosen, rejected)) >= UNMOVED:
+        return None
+    return Diagnosis(
+        "policy did not move",
+        f"chosen_reward {chosen.course()}, rejected_reward {rejected.course()}"
+        + (f", loss {loss.course()}" if loss else ""),
+        "The result is the starting policy: the steps are too small, or too few.",
+        chosen.span,
+        run.advise(("optim.learning_rate", run.scaled("optim.learning_rate", 10), "ten times the step")),
     )
 
 

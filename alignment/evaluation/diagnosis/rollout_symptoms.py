@@ -1,6 +1,7 @@
 """Symptoms of a stage that learns from its own samples (PPO and its kin, online DPO), each one function of the run's logs.
 
-Every threshold is a module constant with its reason. A function gives None where the run is well or lacks the metric.
+Every threshold is a constant with its reason, here or, where an alarm during the run has it too, in training/collapse.py.
+A function gives None where the run is well or lacks the metric.
 """
 
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from alignment.evaluation.diagnosis.run_log import ENOUGH, Diagnosis, RunLog, Series, Setting
+from alignment.training.collapse import DISTINCT_LEFT, ENDED, ENTROPY_LEFT, all_equal, least_kl, repeats
 
 RATIO_ERROR = {
     "fp32": 1e-4,
@@ -25,14 +27,10 @@ STILL = 0.05  # nats per response: a policy so close to the reference gives its 
 RUNAWAY_KL = (
     10.0  # nats per response: the KL of the best of 60,000 samples; gold rewards peak below it (Gao et al. 2023)
 )
-LOST_SHARE = 0.3  # of the first entropy: a third of the nats per token leaves one way to say each thing
-DISTINCT_SHARE = 0.5  # of the first share of distinct responses
-REPETITION = 0.2  # share of repeated n-grams; fluent text has a few percent
 EXPLAINED = 0.05  # a constant explains 0; below this the advantages are the returns with noise added
 LONGER = 1.25  # times the first length; below, the words of a better answer account for it
 NEAR_LIMIT = 0.8  # of max_new_tokens
 LENGTH_CORRELATION = 0.4  # rank correlation of score and length over the samples: 16 % of the variance
-ENDED = 0.7  # below, a third of what the reward model scores is cut off in mid-sentence
 EMPTY = 0.1  # share of responses without a token before the end
 CLIPPED = 0.3  # share of clipped tokens; 0.05 to 0.2 is usual (Huang et al. 2024)
 LARGE_UPDATE = 0.1  # nats per token from the sampling policy to the updated one; 0.01 to 0.02 is usual as target_kl
@@ -92,26 +90,17 @@ def kl_negative(run: RunLog) -> Diagnosis | None:
         return None
     k3, responses = run.series.get("kl_k3"), responses_per_step(run)
     low, steps = kl.lowest()
-    # The k1 estimate of a small KL has a variance of 2 KL per response; k3, never negative, says how large the KL is.
-    size = max(k3.last if k3 is not None else abs(low), 1e-4)
-    bound = max(0.02, 3 * (2 * size / (responses * kl.width)) ** 0.5)
-    if low >= -bound:
+    bound = least_kl(k3.last if k3 is not None else abs(low), responses * kl.width)
+    if low >= bound:
         return None
     return Diagnosis(
         "KL negative",
-        f"kl is {low:.3g} nats on average over steps {steps[0]} to {steps[1]}; noise alone stays above {-bound:.2g}",
-        "The samples do not come from the policy whose log-probabilities are compared: filtered or colder sampling, a "
-        "minimum length, dropout in one of the two, or a reference at another temperature. The penalty then pays for "
-        "leaving the reference.",
+        f"kl is {low:.3g} nats on average over steps {steps[0]} to {steps[1]}; noise alone stays above {bound:.2g}",
+        "The samples do not come from the policy whose log-probabilities are compared: a colder sampler, a minimum "
+        "length, dropout in one of the two, or a reference at another temperature. The penalty then pays for leaving the "
+        "reference.",
         steps,
         run.advise(
-            (
-                "top_p",
-                1.0,
-                "filtered samples lie where the policy is sure, and both log-probabilities are of all tokens",
-            ),
-            ("top_k", 0, "likewise"),
-            ("min_p", 0.0, "likewise"),
             ("temperature", 1.0, "the temperature at which the reference was trained"),
             ("kl_estimator", "k3", "never negative, where the KL is part of the loss"),
             ("training.precision", "fp32", "if sampling_error is large as well"),
@@ -156,7 +145,7 @@ def score_flat(run: RunLog) -> Diagnosis | None:
     evidence += f"; kl {kl.last:.3g} nats at the end" if kl is not None else ""
     given = [float(row["score"]) for row in run.samples if isinstance(row.get("score"), (int, float))]
     rate = run.scaled("optim.learning_rate", 3)
-    if len(given) >= ENOUGH and np.ptp(given) < 1e-6:
+    if len(given) >= ENOUGH and all_equal(given):
         cause = f"All {len(given)} sampled responses have the score {given[0]:.3g}: the reward tells nothing apart."
         settings = run.advise(("temperature", 1.0, "samples that differ"))
     elif fell:
@@ -186,7 +175,7 @@ def score_flat(run: RunLog) -> Diagnosis | None:
             ("responses_per_prompt", 4, "compares responses to one prompt, which takes out how hard the prompt is"),
             ("optim.learning_rate", run.scaled("optim.learning_rate", 0.5), "half the step"),
         )
-    return Diagnosis("reward falls" if fell else "reward flat", evidence, cause, score.span, settings)
+    return Diagnosis("score falls" if fell else "score flat", evidence, cause, score.span, settings)
 
 
 def update_too_small(run: RunLog) -> Diagnosis | None:
@@ -236,13 +225,13 @@ def update_too_large(run: RunLog) -> Diagnosis | None:
 def collapse(run: RunLog) -> Diagnosis | None:
     """The policy says ever the same: entropy or distinct responses gone, or repetition."""
     evidence, steps = [], []
-    for name, share in (("entropy", LOST_SHARE), ("distinct_share", DISTINCT_SHARE)):
+    for name, share in (("entropy", ENTROPY_LEFT), ("distinct_share", DISTINCT_LEFT)):
         series = run.trend(name)
         if series is not None and series.last < share * series.first and series.falls(3):
             evidence.append(f"{name} {series.course()}")
             steps.append(first_below(series, share * series.first))
     repeated = run.trend("repetition")
-    if repeated is not None and repeated.last > max(REPETITION, 2 * repeated.first):
+    if repeated is not None and repeats(repeated.last, repeated.first):
         evidence.append(f"repetition {repeated.course()}")
         steps.append(repeated.steps[-repeated.width])
     if not evidence:

@@ -3,6 +3,7 @@
 import io
 import math
 import re
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -22,6 +23,7 @@ VARIABLES = {INK: "ink", MUTED: "muted", GRID: "grid"} | {color: f"series-{i}" f
 
 WIDTH = 330  # in units that are CSS pixels at full size, so that letters stay readable in a narrow window
 POINTS_SHOWN = 240  # per curve
+LABEL_LETTERS = 18  # of a bar's label on one line
 
 STYLE: Any = {
     "svg.fonttype": "none",  # letters stay letters: searchable, and in the page's own typeface
@@ -46,8 +48,6 @@ STYLE: Any = {
     "ytick.major.size": 0,
     "xtick.labelsize": 9.5,
     "ytick.labelsize": 9.5,
-    "legend.frameon": False,
-    "legend.fontsize": 9.5,
     "lines.linewidth": 1.8,
     "lines.solid_capstyle": "round",
 }
@@ -82,33 +82,39 @@ def curve_chart(label: str, curves: tuple[Curve, ...], x_label: str) -> Markup:
     with mpl.rc_context(STYLE):
         # Fixed margins: pages have hundreds of these charts, and fitting margins to letters takes half of the time.
         figure = Figure(figsize=(WIDTH / 72, 188 / 72), facecolor="none")
-        axes = figure.add_axes((46 / WIDTH, 34 / 188, (WIDTH - 56) / WIDTH, 136 / 188), facecolor="none")
+        axes = figure.add_axes((46 / WIDTH, 34 / 188, (WIDTH - 56) / WIDTH, 146 / 188), facecolor="none")
         for curve in curves:
             _draw_curve(axes, curve)
         axes.set_xlabel(x_label)
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         axes.yaxis.set_major_locator(MaxNLocator(5))
         axes.margins(x=0.02, y=0.08)
-        _legend(axes, curves)
-        return _inline(figure, label)
+        return _legend(curves) + _inline(figure, label)
 
 
-def path_chart(label: str, curves: Sequence[Curve], x_label: str, y_label: str) -> Markup:
-    """Paths through a plane, in order, a dot at each point and a larger one at the end."""
+def path_chart(label: str, curves: Sequence[Curve], x_label: str, y_label: str, *, noisy: bool = False) -> Markup:
+    """Paths through a plane, in order, a dot at each point and a larger one at the end.
+
+    Args:
+        noisy: the points are measurements with noise: the path is their moving average, and a ring marks where it begins.
+    """
     with mpl.rc_context(STYLE):
         figure, axes = _figure(250)
         for curve in curves:
             color = SERIES[curve.color % len(SERIES)]
             x, y = _thin(np.asarray(curve.x, float)), _thin(np.asarray(curve.y, float))
-            axes.plot(x, y, color=color, linewidth=1.2, marker="o", markersize=2.6, alpha=0.75, label=curve.label)
+            if noisy:
+                axes.plot(x, y, color=color, linestyle="", marker="o", markersize=2.6, markeredgewidth=0, alpha=0.4)
+                x, y = (_moving_average(values, max(len(values) // 4, 1)) for values in (x, y))
+                axes.plot(x[0], y[0], color=color, marker="o", markersize=7.5, markerfacecolor="none")
+            axes.plot(x, y, color=color, linewidth=1.2, marker="" if noisy else "o", markersize=2.6, alpha=0.75)
             axes.plot(x[-1], y[-1], color=color, marker="o", markersize=7.5, markeredgewidth=0)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
         axes.xaxis.set_major_locator(MaxNLocator(5))
         axes.yaxis.set_major_locator(MaxNLocator(6))
         axes.margins(0.06)
-        _legend(axes, curves)
-        return _inline(figure, label)
+        return _legend(curves) + _inline(figure, label)
 
 
 def bar_chart(
@@ -121,16 +127,18 @@ def bar_chart(
 ) -> Markup:
     """Horizontal bars from 0, with whiskers where there are intervals, and a line to compare with."""
     with mpl.rc_context(STYLE):
-        figure, axes = _figure(44 + 27 * len(bars))
+        labels = [textwrap.fill(bar.label, LABEL_LETTERS) for bar in bars]
+        lines = max((label.count("\n") + 1 for label in labels), default=1)
+        figure, axes = _figure(44 + max(27, 14 * lines) * len(bars))
         heights = np.arange(len(bars))[::-1]
         for y, bar in zip(heights, bars, strict=True):
             axes.barh(y, bar.value, height=0.62, color=SERIES[bar.color % len(SERIES)], linewidth=0)
-            low, high = bar.interval or (bar.value, bar.value)
             if bar.interval:
+                low, high = bar.interval
                 axes.plot([low, high], [y, y], color=INK, linewidth=1.6, solid_capstyle="butt")
                 axes.plot([low, high], [y, y], color=INK, linestyle="", marker="|", markersize=7)
-            _write_value(axes, bar, y, span=(min(low, bar.value), max(high, bar.value)), percent=percent)
-        axes.set_yticks(heights, [_shorten(bar.label) for bar in bars], color=INK, fontsize=10)
+            _write_value(axes, bar, y, percent=percent)
+        axes.set_yticks(heights, labels, color=INK, fontsize=10)
         axes.set_xlim(*limits)
         axes.set_ylim(-0.55, len(bars) - 0.45)
         axes.grid(False, axis="y")
@@ -147,16 +155,15 @@ def bar_chart(
         return _inline(figure, label)
 
 
-def _write_value(axes: Axes, bar: Bar, y: float, *, span: tuple[float, float], percent: bool) -> None:
-    """Write a bar's value just outside the span of the bar and its whisker."""
+def _write_value(axes: Axes, bar: Bar, y: float, *, percent: bool) -> None:
+    """Write a bar's value beside the chart, where neither a line nor a label is."""
     text = f"{bar.value:.1%}".replace("%", " %") if percent else f"{bar.value:.2f}".replace("-", "\N{MINUS SIGN}")
-    rightwards = bar.value >= 0
     axes.annotate(
         text,
-        (span[1] if rightwards else span[0], y),
-        xytext=(6 if rightwards else -6, 0),
+        (1, y),
+        xycoords=("axes fraction", "data"),
+        xytext=(6, 0),
         textcoords="offset points",
-        ha="left" if rightwards else "right",
         va="center",
         fontsize=9.5,
         color=INK,
@@ -175,10 +182,10 @@ def _draw_curve(axes: Axes, curve: Curve) -> None:
     x, y = np.asarray(curve.x, float), np.asarray(curve.y, float)
     color = SERIES[curve.color % len(SERIES)]
     if len(y) < 40 or _is_smooth(y):
-        axes.plot(_thin(x), _thin(y), color=color, label=curve.label, marker="o" if len(y) < 25 else "", markersize=3)
+        axes.plot(_thin(x), _thin(y), color=color, marker="o" if len(y) < 25 else "", markersize=3)
         return
     axes.plot(_thin(x), _thin(y), color=color, linewidth=0.9, alpha=0.35)
-    axes.plot(_thin(x), _thin(_moving_average(y, len(y) // 12)), color=color, label=curve.label)
+    axes.plot(_thin(x), _thin(_moving_average(y, len(y) // 12)), color=color)
 
 
 def _is_smooth(values: np.ndarray) -> bool:
@@ -201,19 +208,14 @@ def _thin(values: np.ndarray) -> np.ndarray:
     return np.append(means, values[-1])
 
 
-def _legend(axes: Axes, curves: Sequence[Curve]) -> None:
-    if len(curves) > 1:
-        axes.legend(
-            loc="lower left", bbox_to_anchor=(0.1, 1), ncols=3, borderaxespad=0, handlelength=1.1, columnspacing=1.2
-        )
+def _legend(curves: Sequence[Curve]) -> Markup:
+    """Colors and labels as a list above the chart, which breaks its lines where the window does."""
+    items = (Markup('<li class="series-{}">{}</li>').format(curve.color % len(SERIES), curve.label) for curve in curves)
+    return Markup('<ul class="legend">{}</ul>').format(Markup("").join(items)) if len(curves) > 1 else Markup("")
 
 
-def _shorten(label: str, limit: int = 26) -> str:
-    return label if len(label) <= limit else label[: limit - 1] + "…"
-
-
-def padded_limits(values: Sequence[float], share: float = 0.3) -> tuple[float, float]:
-    """Limits around 0 and all values, with space at the ends for numbers."""
+def padded_limits(values: Sequence[float], share: float = 0.05) -> tuple[float, float]:
+    """Limits around 0 and all values, with some space at the ends."""
     low, high = min([0.0, *values]), max([0.0, *values])
     room = share * (high - low or 1.0)
     return low - room if low < 0 else low, high + room if high > 0 else high

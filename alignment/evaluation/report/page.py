@@ -37,7 +37,7 @@ PAIR_PARTS = {  # key of `evaluate winrate` on held-out comparisons -> column of
 
 @dataclass(frozen=True)
 class WinRateRow:
-    """One policy's win rate against a baseline by one judge."""
+    """One policy's win rate against a baseline by one judge; `position_bias` is that of the judge, low, high."""
 
     policy: str
     baseline: str
@@ -45,6 +45,7 @@ class WinRateRow:
     win_rate: WinRate
     inconsistent: int = 0
     failures: int = 0
+    position_bias: tuple[float, ...] | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,8 @@ class ReportData:
 
     Attributes:
         title, summary: a headline and a paragraph.
+        verdicts: sentences that say who won.
+        budget_table: rows of a second table, what each policy was trained with.
         summary_table: rows of the results table: column name -> text, number or `WinRate`; the first names the row.
         win_rates: one row for each policy, baseline and judge.
         gold_parts: policy -> part of the gold score -> mean.
@@ -102,7 +105,9 @@ class ReportData:
 
     title: str
     summary: str = ""
+    verdicts: Sequence[str] = ()
     summary_table: Sequence[Mapping[str, Any]] = ()
+    budget_table: Sequence[Mapping[str, Any]] = ()
     win_rates: Sequence[WinRateRow] = ()
     gold_parts: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     pairs: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
@@ -127,9 +132,10 @@ def write_report(path: Path, data: ReportData) -> Path:
     environment = page_environment()
     colors = policy_colors(data)
     stages = {name: visible_and_folded_charts(name, rows) for name, rows in data.stages.items()}
+    tables = (data.summary_table, data.budget_table)
     html = environment.get_template("report.html.jinja").render(
         data=data,
-        columns=list(dict.fromkeys(key for row in data.summary_table for key in row)),
+        tables=[(rows, list(dict.fromkeys(key for row in rows for key in row))) for rows in tables if rows],
         colors=colors,
         win_rate_charts=win_rate_charts(data.win_rates, colors),
         gold_charts=gold_charts(data.gold_parts, colors),
@@ -152,7 +158,11 @@ def page_environment() -> Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"cell": format_cell, "duration": format_duration}
+    environment.filters |= {
+        "cell": _breakable_cell,
+        "duration": format_duration,
+        "share": lambda bias: format_share(*bias),
+    }
     return environment
 
 
@@ -179,20 +189,17 @@ def win_rate_charts(rows: Sequence[WinRateRow], colors: Mapping[str, int]) -> li
             Bar(row.policy, row.win_rate.rate, (row.win_rate.low, row.win_rate.high), colors[row.policy])
             for row in group
         ]
-        svg = bar_chart(
-            f"Win rates against {baseline}, judge: {judge}", bars, limits=(0, 1.16), percent=True, line_at=0.5
-        )
+        svg = bar_chart(f"Win rates against {baseline}, judge: {judge}", bars, limits=(0, 1), percent=True, line_at=0.5)
         charts.append(Chart(f"Win rate against {baseline}", f"judge: {judge}", svg))
     return charts
 
 
 def gold_charts(parts: Mapping[str, Mapping[str, float]], colors: Mapping[str, int]) -> list[Chart]:
-    """One chart for each part of the gold score, all on the same scale."""
-    values = [value for scores in parts.values() for value in scores.values() if is_finite_number(value)]
-    limits = padded_limits(values)
+    """One chart for each part of the gold score, each on the scale of its part."""
     charts = []
     for part in dict.fromkeys(part for scores in parts.values() for part in scores):
         bars = [Bar(name, s[part], None, colors[name]) for name, s in parts.items() if is_finite_number(s.get(part))]
+        limits = padded_limits([bar.value for bar in bars])
         charts.append(Chart(part.capitalize(), "", bar_chart(f"Gold score, part {part}", bars, limits=limits)))
     return charts
 
@@ -227,7 +234,7 @@ def overoptimization_charts(paths: Mapping[str, Sequence[KLPoint]], colors: Mapp
                 heights = [getattr(point, name) for point in known]
                 curves.append(Curve(policy, [point.kl for point in known], heights, colors[policy]))
         if curves:
-            svg = path_chart(f"{title} over KL", curves, "KL to the reference, nats per response", title)
+            svg = path_chart(f"{title} over KL", curves, "KL to the reference, nats per response", title, noisy=True)
             charts.append(Chart(title, note, svg))
     return charts
 
@@ -289,7 +296,7 @@ def format_cell(value: object) -> str:
     if value is None or value == "":
         return "–"
     if isinstance(value, WinRate):
-        return f"{100 * value.rate:.1f} % [{100 * value.low:.1f}, {100 * value.high:.1f}]"
+        return format_share(value.rate, value.low, value.high)
     if isinstance(value, float):
         size = abs(value)
         text = (
@@ -297,6 +304,38 @@ def format_cell(value: object) -> str:
         )
         return text.replace("-", "\N{MINUS SIGN}")
     return str(value)
+
+
+def format_share(rate: float, low: float, high: float) -> str:
+    """A share and its interval in percent."""
+    return f"{100 * rate:.1f} % [{100 * low:.1f}, {100 * high:.1f}]"
+
+
+def with_interval(value: float, interval: Sequence[float] | None) -> float | str:
+    """A number and its interval as a cell; the number alone where it has none."""
+    return value if interval is None else f"{format_cell(value)} [{', '.join(map(format_cell, interval))}]"
+
+
+def _breakable_cell(value: object) -> str:
+    """A cell whose only line break, where it ends in an interval, is before that: a table takes the width of the window."""
+    text = format_cell(value)
+    return text.replace(" ", "\N{NO-BREAK SPACE}").replace("\N{NO-BREAK SPACE}[", " [") if text.endswith("]") else text
+
+
+def verdict_sentence(row: WinRateRow) -> str:
+    """The winner of a comparison, and how far its judge can be believed, in words."""
+    rate, policy, baseline = row.win_rate, row.policy, row.baseline
+    figures = f"{format_share(rate.rate, rate.low, rate.high)} of {rate.n}"
+    if rate.low > 0.5:
+        words = f"{policy}'s responses are preferred to {baseline}'s: {figures}"
+    elif rate.high < 0.5:
+        words = f"{baseline}'s responses are preferred to {policy}'s, which win {figures}"
+    else:
+        words = f"Between {policy} and {baseline} nothing is decided: {policy} wins {figures}, and the interval includes 50 %"
+    words += f" (judge: {row.judge})."
+    if row.inconsistent:
+        words += f" The judge's two orders contradict each other on {row.inconsistent} of them."
+    return words
 
 
 def format_duration(seconds: float | None) -> str:

@@ -15,6 +15,10 @@ from alignment.evaluation.report.page import (
     SampleResponse,
     StageRecord,
     WinRateRow,
+    format_cell,
+    format_share,
+    verdict_sentence,
+    with_interval,
     write_report,
 )
 from alignment.evaluation.report.run_report import read_log_rows, read_stage_record
@@ -50,11 +54,18 @@ def run(config: ReportConfig) -> Path:
     results = _read_results(config.evaluation)
     lineage = [_record(name, folder) for name, folder in config.stages.items()]
     updates = {name: lines[-1]["step"] for name, lines in metrics.items() if lines}
-    rows = [row | training_budget(lineage, updates, row["policy"]) for row in summary_rows(results)] if results else []
+    rows = [{key: value for key, value in row.items() if key not in ORDERS} for row in summary_rows(results)]
+    budgets = [{"policy": row["policy"], **training_budget(lineage, updates, row["policy"])} for row in rows]
+    budgets = [row for row in budgets if len(row) > 1]
     data = ReportData(
         title=config.title,
         summary=config.summary,
+        verdicts=[
+            *map(verdict_sentence, win_rate_rows(results)),
+            *(f"Warning: {warning}." for warning in results.get("warnings", [])),
+        ],
         summary_table=rows,
+        budget_table=budgets,
         win_rates=win_rate_rows(results),
         gold_parts={name: model["gold"] for name, model in results.get("models", {}).items() if "gold" in model},
         pairs={name: model["pairs"] for name, model in results.get("models", {}).items() if "pairs" in model},
@@ -64,7 +75,8 @@ def run(config: ReportConfig) -> Path:
         lineage=lineage,
     )
     path = write_report(Path(config.output) / "report.html", data)
-    print_table(rows)
+    print_results(results)
+    print_table(budgets)
     print(f"report: {path}")
     return path
 
@@ -72,14 +84,22 @@ def run(config: ReportConfig) -> Path:
 def summary_rows(results: Mapping[str, Any]) -> list[dict[str, Any]]:
     """One row per policy, the columns in the table's order."""
     rows = []
-    for name, model in results["models"].items():
-        row: dict[str, Any] = {"policy": name}
-        if name == results["baseline"]:
-            row[f"win rate against {name}"] = "–"
-        else:
-            row[f"win rate against {results['baseline']}"] = str(WinRate(**model["win_rate"]))
-        row |= {"gold reward": model["gold"]["total"]} if "gold" in model else {}
-        row |= {label: model[key] for key, label in COLUMNS.items() if key in model}
+    for name, model in results.get("models", {}).items():
+        row: dict[str, Any] = {"policy": name, f"win rate against {results['baseline']}": None}
+        if "win_rate" in model:
+            row[f"win rate against {results['baseline']}"] = WinRate(**model["win_rate"])
+            bias, inconsistent = model["position_bias"], model["inconsistent"]
+            shares = (
+                format_share(**{key: found[key] for key in ("rate", "low", "high")}) for found in (inconsistent, bias)
+            )
+            row |= dict(zip(ORDERS, shares, strict=True))
+        if "gold" in model:
+            row["gold reward"] = with_interval(model["gold"]["total"], model.get("gold_interval"))
+        row |= {
+            label: with_interval(model[key], model.get(f"{key}_interval"))
+            for key, label in COLUMNS.items()
+            if key in model
+        }
         row |= {label: model["pairs"][key] for key, (label, _) in PAIR_PARTS.items()} if "pairs" in model else {}
         rows.append(row)
     return rows
@@ -95,6 +115,7 @@ def training_budget(lineage: Sequence[StageRecord], updates: Mapping[str, int], 
     return {}
 
 
+ORDERS = ("orders disagree", "shown first preferred")  # of a judge; a page has them among its counts
 COLUMNS = {
     "proxy": "reward model",
     "kl": "KL from baseline, nats",
@@ -112,8 +133,9 @@ def win_rate_rows(results: Mapping[str, Any]) -> list[WinRateRow]:
             results["baseline"],
             results["judge"],
             WinRate(**model["win_rate"]),
-            model["inconsistent"],
+            model["inconsistent"]["count"],
             model["failures"],
+            tuple(model["position_bias"][key] for key in ("rate", "low", "high")),
         )
         for name, model in results.get("models", {}).items()
         if "win_rate" in model
@@ -136,17 +158,22 @@ def read_samples(results: Mapping[str, Any]) -> list[Sample]:
     ]
 
 
+def print_results(results: Mapping[str, object]) -> None:
+    """Print the summary of an evaluation on standard output, and who won in words."""
+    print_table(summary_rows(results))
+    for row in win_rate_rows(results):
+        print(verdict_sentence(row))
+
+
 def print_table(rows: Sequence[Mapping[str, object]]) -> None:
-    """Print the summary on standard output."""
+    """Print a table on standard output."""
     if not rows:
         return
     from rich.console import Console
-    from rich.table import Table
-
-    from alignment.evaluation.report.page import format_cell
+    from rich.table import Column, Table
 
     columns = list(dict.fromkeys(key for row in rows for key in row))
-    table = Table(*columns)
+    table = Table(*(Column(name, overflow="fold") for name in columns))
     for row in rows:
         table.add_row(*(format_cell(row.get(column)) for column in columns))
     Console(width=160).print(table)

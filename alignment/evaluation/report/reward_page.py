@@ -71,7 +71,7 @@ def as_win_rate(rate: Card | None) -> WinRate | None:
 
 def _bars(label: str, rates: Mapping[str, Card | None]) -> Chart:
     bars = [Bar(name, rate["rate"], (rate["low"], rate["high"])) for name, rate in rates.items() if rate is not None]
-    return Chart(label, "95 % interval", bar_chart(label, bars, limits=(0, 1.16), percent=True, line_at=0.5))
+    return Chart(label, "95 % interval", bar_chart(label, bars, limits=(0, 1), percent=True, line_at=0.5))
 
 
 def _accuracy(card: Card) -> Section:

@@ -5,8 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from alignment.config.yaml_source import read_yaml
 from alignment.data.rows.files import json_line_rows
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.report.page import ReportData, Sample, SampleResponse, StageRecord, write_report
@@ -40,7 +39,7 @@ def read_stage_record(directory: Path) -> StageRecord:
         raise UserError(f"{directory} is not a run's directory: it has no lineage.json")
     lineage = json.loads((directory / "lineage.json").read_text(encoding="utf-8"))
     config = directory / "config.yaml"
-    settings = yaml.safe_load(config.read_text(encoding="utf-8")) if config.is_file() else {}
+    settings = read_yaml(config).values or {} if config.is_file() else {}
     return StageRecord(lineage["stage"], hash_of(lineage), list(lineage["parents"]), None, settings)
 
 

@@ -39,7 +39,7 @@ from alignment.models.safetensors_files import CONFIG, HFConfig, check_sizes, re
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-SPECIAL_TOKENS = ("pad_token_id", "eos_token_id")  # keys of config.json that a run may change
+CHANGED_KEYS = ("pad_token_id", "eos_token_id", "task_specific_params")  # of config.json, that a run may change
 AUTO_CLASSES: dict[str, tuple[str, type[ExternalModel]]] = {  # kind -> transformers' auto class and our wrapper
     "causal": ("AutoModelForCausalLM", ExternalLanguageModel),
     "masked": ("AutoModelForMaskedLM", ExternalMaskedLanguageModel),
@@ -128,7 +128,7 @@ def save_external(
         raise ValueError(f"the state does not fit: differing {sorted({f'inner.{n}' for n in own} ^ state.keys())}")
     first_names = {id(tensor): name for name, tensor in reversed(own.items())}  # a tied tensor is written once
     kept = {name: state[f"inner.{name}"].cpu() for name in own if name in first_names.values()}
-    model.inner.config.update({key: value for key, value in model.config.items() if key in SPECIAL_TOKENS})
+    model.inner.config.update({key: value for key, value in model.config.items() if key in CHANGED_KEYS})
     with tempfile.TemporaryDirectory(dir=directory) as folder, _default_generation_config(model):
         model.inner.save_pretrained(folder, state_dict=kept, max_shard_size=max_shard_size)
         written = sorted(Path(folder).iterdir(), key=lambda path: path.name == CONFIG)  # config last
@@ -243,7 +243,9 @@ def _language_kind(directory: Path, config: HFConfig, settings: "PreTrainedConfi
     names = [str(name) for name in config.get("architectures") or []]
     if any(name.endswith("ForMaskedLM") for name in names):
         return "masked"
-    for kind, table in (("causal", auto.MODEL_FOR_CAUSAL_LM_MAPPING), ("masked", auto.MODEL_FOR_MASKED_LM_MAPPING)):
+    tables = [("masked", auto.MODEL_FOR_MASKED_LM_MAPPING), ("causal", auto.MODEL_FOR_CAUSAL_LM_MAPPING)]
+    decodes = getattr(settings, "is_decoder", False) or any("CausalLM" in name or "LMHead" in name for name in names)
+    for kind, table in reversed(tables) if decodes else tables:  # an encoder such as BigBird has a class of either kind
         if type(settings) in table:
             return kind
     raise UserError(f"{directory}: transformers has no language model for model_type {config['model_type']!r}")
@@ -287,10 +289,10 @@ def _compute_buffers(inner: "PreTrainedModel", auto_class: str, settings: "PreTr
 
 
 def _loading_problems(report: dict[str, Any], trunk: str) -> list[str]:
-    """One message per problem in the loading report; limited to the submodule `trunk` if that is not empty."""
+    """One message per problem in the loading report; of `trunk` if that is not empty, whose pooler belongs to the head."""
 
     def relevant(name: str) -> bool:
-        return not trunk or name.startswith(f"{trunk}.")
+        return not trunk or (name.startswith(f"{trunk}.") and not name.startswith(f"{trunk}.pooler."))
 
     return [
         *(f"tensor {name} is missing" for name in sorted(report["missing_keys"]) if relevant(name)),

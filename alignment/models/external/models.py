@@ -84,12 +84,15 @@ class ExternalModel(nn.Module):
         self.prefix: nn.Module | None = None
         self.soft_prompt: nn.Module | None = None
         self.prefix_enabled = self.soft_prompt_enabled = True
+        tables = [module for name, module in inner.named_modules() if name.endswith("position_embeddings")]
+        padding = [table.padding_idx for table in tables if isinstance(table, nn.Embedding)]
+        self._first_position = max((index + 1 for index in padding if index is not None), default=0)  # 2 in Longformer
 
     @property
     def spec(self) -> ExternalSpec:
         """Sizes of the model."""
         config, embedding = self.inner.config, self.inner.get_input_embeddings().weight
-        limits = [getattr(config, name) for name in POSITIONS if getattr(config, name, None)]
+        limits = [getattr(config, name) - self._first_position for name in POSITIONS if getattr(config, name, None)]
         return ExternalSpec(
             embedding.shape[0], getattr(config, "hidden_size", embedding.shape[1]), min([*limits, 2**31])
         )

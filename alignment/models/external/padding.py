@@ -5,7 +5,7 @@ Padding is always on the right: under causal attention, and in any recurrence, i
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -151,8 +151,10 @@ def _run(
     """The output of `inner` on a rectangle behind the virtual tokens."""
     if accepts(inner, "use_cache"):
         options["use_cache"] = False
-    if segments is not None:
+    if segments is not None and accepts(inner, "token_type_ids") and getattr(inner.config, "type_vocab_size", 2) > 1:
         options["token_type_ids"] = virtual.segments(segments)
+    if hasattr(inner.base_model, "set_attention_type"):  # a short rectangle leaves BigBird without its sparse attention
+        cast(Any, inner.base_model).set_attention_type(inner.config.attention_type)
     return inner(**virtual.inputs(inner, ids, mask), **options)
 
 

@@ -31,7 +31,7 @@ from alignment.errors import UserError, raise_all
 from alignment.files import atomic_directory, hash_of, remove_directory, remove_leftovers, sha256, write_json
 from alignment.training.distributed import ProcessGroup
 from alignment.training.engine import Engine
-from alignment.training.run.lineage import differences
+from alignment.training.run.lineage import LENGTHS, differences
 from alignment.training.run.random_state import random_state, set_random_state
 
 MANIFEST, STATE, IDENTITY, RANDOM = "manifest.json", "state.json", "identity.json", "random.json"
@@ -65,7 +65,7 @@ def save_checkpoint(
     with ExitStack() as stack:
         temporary = None
         if process_group.is_main:
-            check_disk_space(root, named)
+            check_disk_space(root, engines)
             temporary = str(stack.enter_context(atomic_directory(path)))
         directory = Path(process_group.broadcast_object(temporary))
         check_shared(directory, process_group)
@@ -121,7 +121,8 @@ def restore_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -
     """Load a verified checkpoint into the engines and the global random states; a collective operation.
 
     Returns:
-        The algorithm's `state` as saved, with `step`.
+        The algorithm's `state` as saved, with `step`, and `extended`: whether the run that saved it was to be of another
+        length, which `refuse_other_run` allows for one that is finished.
 
     Raises:
         UserError: config or data differ (each difference is listed), a file or tensor does not fit, or the number of
@@ -129,9 +130,11 @@ def restore_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -
     """
     named = _named(engines)
     process_group = process_group_of(engines)
+    changed = differences(_read(path / IDENTITY), json.loads(json.dumps(identity)))
     raise_all(
         f"{path} was made with other settings: {line}; take the old ones back, or choose another output directory"
-        for line in differences(_read(path / IDENTITY), json.loads(json.dumps(identity)))
+        for line in changed
+        if not line.startswith(LENGTHS)
     )
     saved = _read(path / STATE)
     if set(saved["engines"]) != set(named):
@@ -146,7 +149,7 @@ def restore_checkpoint(path: Path, engines: Engines, identity: dict[str, Any]) -
     random_states = _read(path / RANDOM)
     if process_group.rank < len(random_states):
         set_random_state(random_states[process_group.rank])
-    return saved["state"] | {"step": saved["step"]}
+    return saved["state"] | {"step": saved["step"], "extended": bool(changed)}
 
 
 def latest_checkpoint(root: Path) -> Path | None:
@@ -249,16 +252,20 @@ def hashes(directory: Path) -> dict[str, str]:
     return {file.relative_to(directory).as_posix(): sha256(file) for file in files}
 
 
-def check_disk_space(root: Path, engines: Mapping[str, Engine]) -> None:
-    """Raise UserError if the disk has no space for another checkpoint: weights and two moments in float32."""
-    root.mkdir(parents=True, exist_ok=True)
-    elements = sum(
+def checkpoint_bytes(engines: Engines) -> int:
+    """About the bytes of a checkpoint: weights and two moments in float32."""
+    return 12 * sum(
         getattr(parameter, "ds_numel", parameter.numel())
-        for engine in engines.values()
+        for engine in _named(engines).values()
         for parameter in engine.backend.unwrapped.parameters()
         if parameter.requires_grad
     )
-    needed, free = 12 * elements, shutil.disk_usage(root).free
+
+
+def check_disk_space(root: Path, engines: Engines) -> None:
+    """Raise UserError if the disk has no space for another checkpoint."""
+    root.mkdir(parents=True, exist_ok=True)
+    needed, free = checkpoint_bytes(engines), shutil.disk_usage(root).free
     if free < needed:
         raise UserError(f"{root}: a checkpoint needs about {needed} bytes and {free} are free; older ones are kept")
 

@@ -21,10 +21,10 @@ from typing import Any, TextIO
 import yaml
 
 from alignment.errors import UserError, raise_all
-from alignment.files import explain_full_disk, remove_leftovers, write_json, write_text
-from alignment.training.distributed import init_distributed, launched_rank
+from alignment.files import explain_full_disk, remove_directory, remove_leftovers, write_json, write_text
+from alignment.training.distributed import init_distributed, launched_rank, launched_size
 from alignment.training.run.lineage import identity_of, lineage_of, refuse_other_run
-from alignment.training.run.trackers import Progress, Trackers, check_trackers
+from alignment.training.run.trackers import UPDATE_CALLBACK, Progress, Trackers, check_trackers
 
 LOGS = ("metrics.jsonl", "samples.jsonl")
 
@@ -45,18 +45,32 @@ class Run:
         output: the directory.
         checkpoints: the directory of its checkpoints.
         identity: what a resume compares; empty on ranks above 0.
+        finished: whether the directory holds this run, finished; nothing is opened then, and nothing may be written.
         total: updates or iterations of the whole run, lowered where it ends early; 0 before `steps` is called.
+        began: time of the first update of this start, in seconds of `time.monotonic`.
+        last_save: time of the last checkpoint and the seconds that it took; of the first update and 0 before it.
         request: the signal that asks this process to stop.
         random_start: states of torch's generators before the first update.
         stopped: the signal that all ranks have agreed to stop on, after saving a checkpoint; 0 before.
     """
 
-    def __init__(self, output: str | Path, config: Mapping[str, Any], *, stage: str, parents: Sequence[str] = ()):
+    def __init__(
+        self,
+        output: str | Path,
+        config: Mapping[str, Any],
+        *,
+        stage: str,
+        parents: Sequence[str] = (),
+        files: Mapping[str, Sequence[Path]] | None = None,
+        again: bool = False,
+    ):
         """Create the directory and take its lock.
 
         Args:
             config: as resolved, secrets left out.
             parents: models that the run starts from.
+            files: by dotted key, the files behind a setting that is no file's name; they are part of the identity.
+            again: start from the beginning: checkpoints and logs of a run with these settings are deleted.
 
         Raises:
             UserError: the directory cannot be written or another run uses it; it holds the model, checkpoints or metrics
@@ -66,42 +80,66 @@ class Run:
         self.checkpoints = self.output / "checkpoints"
         self.is_main = launched_rank() == 0
         self.identity: dict[str, Any] = {}
+        self.finished = False
         self.total, self.stopped = 0, 0
+        self.began, self.last_save = 0.0, (0.0, 0.0)
         self.random_start: list[str] = []
         self.request = StopRequest()
         self._progress: Progress | None = None
-        self._notes: list[str] = []
+        self._lineage: dict[str, Any] = {}
         self._trackers: Trackers | None = None
         self._resources = ExitStack()  # lock, trackers, signal handlers: each is released even if another one fails
         self._clock = time.perf_counter()
-        trackers = config.get("training", {}).get("trackers", [])
-        check_trackers(trackers)
+        training = config.get("training", {})
+        trackers = training.get("trackers", [])
+        check_trackers(trackers, training.get("tracking"))
         if trackers:
             init_distributed()  # Accelerate's trackers need its state; a collective operation
         if self.is_main:
             try:
-                self._open(config, stage, parents, trackers)
+                self._resources.callback(lock(self.output).close)
+                remove_leftovers(self.output / "model")
+                self.identity = identity_of(config, parents, files)
+                self.finished = refuse_other_run(self.output, stage, self.identity) and not again
+                if not self.finished:
+                    self._open(config, stage, trackers, again=again)
             except BaseException:
                 self.close()
                 raise
+        if launched_size() > 1:
+            self.finished = init_distributed().broadcast_object(self.finished)
+        if self.finished:
+            self._print(
+                f"{self.output}: this run is finished and stays as it is; give --again (training.again=true) to repeat it, "
+                "or remove the directory"
+            )
 
-    def _open(self, config: Mapping[str, Any], stage: str, parents: Sequence[str], trackers: Sequence[str]) -> None:
+    def _open(self, config: Mapping[str, Any], stage: str, trackers: Sequence[str], *, again: bool) -> None:
         """Rank 0's part of the start; no file of an earlier run is changed before all checks have passed."""
-        self._resources.callback(lock(self.output).close)
-        remove_leftovers(self.output / "model")
-        self.identity = identity_of(config, parents)
-        refuse_other_run(self.output, stage, self.identity)
-        raise_all(problem for name in LOGS for problem in read_log(self.output / name)[1])
+        if not again:
+            raise_all(problem for name in LOGS for problem in read_log(self.output / name)[1])
         self._trackers = Trackers(self.output, stage, trackers, config)
         self._resources.callback(self._trackers.close)
+        if again:
+            for name in LOGS:
+                (self.output / name).unlink(missing_ok=True)
+            if self.checkpoints.is_dir():
+                remove_directory(self.checkpoints)
         self._lineage = lineage_of(stage, config, self.identity)
         write_text(self.output / "config.yaml", yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True))
-        write_json(self.output / "lineage.json", self._lineage)
+        self._write_lineage()
+
+    def _write_lineage(self) -> None:
+        if self.is_main:
+            write_json(self.output / "lineage.json", self._lineage)
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if error is None and self.total:
+            self._lineage["finished"] = self.total
+            self._write_lineage()
         self.close()
         if not self.total and isinstance(error, KeyboardInterrupt | SystemExit):
             self._print("stopped before the first update: nothing was trained; what earlier starts saved is untouched")
@@ -125,6 +163,8 @@ class Run:
         self.truncate(first)
         self._progress = Progress(first, total) if self.is_main else None
         self._clock = time.perf_counter()
+        self.began = time.monotonic()
+        self.last_save = (self.began, 0.0)
         self.request = self._resources.enter_context(stop_requests())
         try:
             for step in range(first, total):
@@ -154,6 +194,8 @@ class Run:
             self._trackers.log(step, line)
         if self._progress is not None:
             self._progress.show(step, line)
+        if (callback := UPDATE_CALLBACK.get()) is not None:
+            callback(finite)
 
     def sample(self, step: int, **fields: Any) -> None:
         """Write a line to samples.jsonl: a text of update `step`."""
@@ -163,8 +205,8 @@ class Run:
     def note(self, text: str) -> None:
         """Write a remark to standard error and lineage.json, such as the number of dropped rows."""
         if self.is_main:
-            self._notes.append(text)
-            write_json(self.output / "lineage.json", {**self._lineage, "notes": self._notes})
+            self._lineage.setdefault("notes", []).append(text)
+            self._write_lineage()
             self._print(text)
 
     def truncate(self, step: int) -> None:

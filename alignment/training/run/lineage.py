@@ -9,8 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from alignment.errors import UserError
 from alignment.files import cache_directory, file_hash, hash_of, sha256
 
@@ -18,49 +16,86 @@ ENDS = 2**20  # bytes of a file of streamed rows that are hashed at either end
 # Config keys that may change when a run is resumed: they affect memory, files and logs, not the result.
 RESUMABLE_KEYS = frozenset(
     {
-        "output", "resume", "trackers", "save_every_steps", "keep_last_checkpoints", "evaluate_every_steps",
+        "output", "resume", "trackers", "tracking", "save_every_steps", "keep_last_checkpoints", "evaluate_every_steps",
         "micro_batch_tokens", "gradient_checkpointing", "keep_activations", "rollout_weights",
         "max_shard_size", "share_prompts",
     }
 )  # fmt: skip
+LENGTHS = ("config.training.epochs", "config.training.max_steps")  # may grow when a run is finished
 
 
-def identity_of(config: Mapping[str, object], parents: Sequence[str]) -> dict[str, Any]:
-    """What must be equal to resume from a checkpoint: the settings that affect the result, and the content of all inputs."""
-    return {"config": without_resumable_keys(config), "data": input_hashes(config), "parents": parent_hashes(parents)}
+def identity_of(
+    config: Mapping[str, object], parents: Sequence[str], files: Mapping[str, Sequence[Path]] | None = None
+) -> dict[str, Any]:
+    """What must be equal to resume from a checkpoint: the settings that affect the result, and the content of all inputs.
+
+    Args:
+        files: as in `input_hashes`.
+    """
+    hashes = input_hashes(config, files)
+    return {"config": without_resumable_keys(config), "data": hashes, "parents": parent_hashes(parents)}
 
 
-def refuse_other_run(output: Path, stage: str, identity: Mapping[str, object]) -> None:
+def refuse_other_run(output: Path, stage: str, identity: Mapping[str, object]) -> bool:
     """Check that a directory holds nothing that a run with other settings or data has written.
 
+    A finished run may be made longer, where it kept the checkpoint of its end.
+
+    Returns:
+        Whether it holds a finished run with these settings, and its model.
+
     Raises:
-        UserError: it does; every difference is listed.
+        UserError: it holds another run; every difference is listed.
     """
     found = [name for name in ("model", "checkpoints", "metrics.jsonl") if _holds_anything(output / name)]
     if not found:
-        return
+        return False
     old = earlier_run(output)
+    finished = old.pop("finished", 0)
     new = {"stage": stage, **json.loads(json.dumps(identity))}
     changed = [line for key in old for line in differences(old[key], new[key], key)]
     if old and not changed:
-        return
+        return finished > 0 and "model" in found
+    only_length = all(line.startswith(LENGTHS) for line in changed)
+    if finished and only_length and _is_longer(old["config"], new["config"], finished):
+        if not (output / "checkpoints" / f"step-{finished:06d}").is_dir():
+            raise UserError(
+                f"{output}: this run is finished after {finished} updates and kept no checkpoint of its end to go on from. "
+                f"Start another run from its model ({output / 'model'}) in another output directory, or delete this one"
+            )
+        return False
     why = "\n".join(["of a run with other settings:", *changed]) if old else "that no run of this kind has written"
     raise UserError(
         f"{output}: holds {', '.join(found)} {why}\nNothing was changed. Choose another output directory, or delete this one"
     )
 
 
+def _is_longer(old: object, new: object, finished: int) -> bool:
+    """Whether a config asks for more than the updates that the run of another one has finished."""
+    match old, new:
+        case _, {"training": {"max_steps": int(steps)}}:
+            return steps > finished
+        case {"training": {"max_steps": None, "epochs": int() | float() as before}}, {"training": {"epochs": after}}:
+            return after > before
+    return False
+
+
 def earlier_run(output: Path) -> dict[str, Any]:
-    """Stage and identity of the run that wrote a directory, as far as its files contain them; {} if no run wrote it."""
+    """Stage and identity of the run that wrote a directory, as far as its files contain them; {} if no run wrote it.
+
+    `finished` is the number of its updates, where it is finished.
+    """
+    from alignment.config.yaml_source import read_yaml
+
     identity: dict[str, Any] = {}
     try:
         if (output / "config.yaml").is_file():
-            config = yaml.safe_load((output / "config.yaml").read_text(encoding="utf-8"))
-            identity["config"] = without_resumable_keys(json.loads(json.dumps(config)))
+            identity["config"] = without_resumable_keys(read_yaml(output / "config.yaml").values)
         if (output / "lineage.json").is_file():
             lineage = json.loads((output / "lineage.json").read_text(encoding="utf-8"))
             identity |= {key: lineage[key] for key in ("stage", "data", "parents")}
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError) as error:
+            identity["finished"] = int(lineage.get("finished", 0))
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise UserError(
             f"{output}: config.yaml or lineage.json of an earlier run cannot be read ({type(error).__name__}), so it is "
             "not known whether this run may go on from it; choose another output directory, or delete this one"
@@ -107,19 +142,27 @@ def without_resumable_keys(value: Any) -> Any:
     return {key: without_resumable_keys(entry) for key, entry in value.items() if key not in dropped}
 
 
-def input_hashes(config: Mapping[str, object]) -> dict[str, str]:
+def input_hashes(
+    config: Mapping[str, object], files: Mapping[str, Sequence[Path]] | None = None
+) -> dict[str, str | dict[str, str]]:
     """SHA-256 of every file that the config refers to, by dotted key; of streamed rows, size and hash of both ends.
 
     The hash of a large file is computed once for each version of it, and kept in the data cache.
+
+    Args:
+        files: by dotted key, the files behind a setting that is no file's name: a directory of rows, a module. They are
+            hashed one by one, by path.
     """
     data = config.get("data")
     streamed = isinstance(data, dict) and bool(data.get("streaming"))
     cache = cache_directory(data.get("cache") if isinstance(data, dict) else None)
-    return {
-        key: hash_of_ends(Path(text)) if streamed and key.startswith("data.train") else file_hash(Path(text), cache)
-        for key, text in _strings(config)
-        if _is_file(text)
-    }
+
+    def hash_input(key: str, path: Path) -> str:
+        return hash_of_ends(path) if streamed and key.startswith("data.train") else file_hash(path, cache)
+
+    named = {key: hash_input(key, Path(text)) for key, text in _strings(config) if _is_file(text)}
+    several = {key: {str(path): hash_input(key, path) for path in paths} for key, paths in (files or {}).items()}
+    return named | several
 
 
 def hash_of_ends(path: Path) -> str:

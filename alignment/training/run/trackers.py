@@ -3,16 +3,39 @@ on standard error, as a bar on a terminal and elsewhere as a plain line at inter
 """
 
 import math
+import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from alignment.errors import UserError
+from alignment.errors import UserError, raise_all
 
 if TYPE_CHECKING:
     from accelerate.tracking import GeneralTracker
+
+# The argument of Accelerate's class for each key of `training.tracking` that a tracker has.
+ARGUMENTS: dict[str, dict[str, str]] = {
+    "wandb": {"project": "run_name", "name": "name", "group": "group", "tags": "tags"},
+    "trackio": {"project": "run_name", "name": "name"},
+    "swanlab": {"project": "run_name", "name": "experiment_name"},
+    "comet_ml": {"project": "run_name"},
+    "clearml": {"project": "project_name", "name": "task_name", "tags": "tags"},
+    "mlflow": {"project": "experiment_name", "name": "run_name"},
+    "aim": {"project": "experiment", "name": "run_name"},
+    "dvclive": {},
+}
+# Variables that count where the key is not set; other trackers read theirs themselves.
+VARIABLES = {
+    ("wandb", "project"): "WANDB_PROJECT",
+    ("wandb", "name"): "WANDB_NAME",
+    ("comet_ml", "project"): "COMET_PROJECT_NAME",
+    ("clearml", "project"): "CLEARML_PROJECT",
+    ("clearml", "name"): "CLEARML_TASK",
+}
 
 
 class Trackers:
@@ -44,12 +67,19 @@ class Trackers:
             tracker.finish()
 
 
-def check_trackers(names: Sequence[str]) -> None:
-    """Check that the named trackers exist and are installed.
+def check_trackers(names: Sequence[str], tracking: Mapping[str, object] | None = None) -> None:
+    """Check that the named trackers exist and are installed, and that one of them takes each key of `training.tracking`.
 
     Raises:
-        UserError: a name is unknown, or its package is not installed.
+        UserError: a name is unknown, or its package is not installed; a key has no effect.
     """
+    taken = {key for name in names for key in ARGUMENTS.get(name, ())}
+    raise_all(
+        f"training.tracking.{key}: {f'{names[0]} takes' if len(names) == 1 else 'training.trackers names none that takes'} no "
+        f"{key}; {', '.join(name for name, keys in ARGUMENTS.items() if key in keys)} do; leave it out"
+        for key, value in (tracking or {}).items()
+        if value and key not in taken
+    )
     if not names:
         return
     from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -74,7 +104,9 @@ def open_tracker(name: str, output: Path, stage: str, config: Mapping[str, Any])
     kind = LOGGER_TYPE_TO_CLASS[name]
     where = {"logging_dir": str(output)} if kind.requires_logging_directory else {}
     try:
-        tracker = kind(f"{stage}-{output.name}", **where)
+        tracker = kind(
+            **tracker_arguments(name, f"{stage}-{output.name}", config["training"].get("tracking", {})), **where
+        )
         tracker.start()
         tracker.store_init_configuration(dict(config))
     except Exception as error:
@@ -83,6 +115,34 @@ def open_tracker(name: str, output: Path, stage: str, config: Mapping[str, Any])
             "say, or leave it out"
         ) from error
     return tracker
+
+
+def tracker_arguments(name: str, run_name: str, tracking: Mapping[str, object]) -> dict[str, object]:
+    """Where a tracker files the run: as `training.tracking` says, else as its variables do, else the project is alignment.
+
+    Args:
+        run_name: of a run that is given no name.
+    """
+    default = {"project": "alignment", "name": run_name}
+    chosen = {
+        key: tracking.get(key) or os.environ.get(VARIABLES.get((name, key), "")) or default.get(key)
+        for key in ARGUMENTS[name]
+    }
+    return {ARGUMENTS[name][key]: value for key, value in chosen.items() if value}
+
+
+OnUpdate = Callable[[dict[str, Any]], object]  # takes a line of metrics.jsonl
+UPDATE_CALLBACK: ContextVar[OnUpdate | None] = ContextVar("update_callback", default=None)
+
+
+@contextmanager
+def update_callback(callback: OnUpdate | None) -> Iterator[None]:
+    """Let the runs in this block call a function with each line of their metrics; None: none."""
+    token = UPDATE_CALLBACK.set(callback)
+    try:
+        yield
+    finally:
+        UPDATE_CALLBACK.reset(token)
 
 
 class Progress:

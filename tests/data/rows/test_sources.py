@@ -73,3 +73,80 @@ def test_bad_rows_of_all_files_are_told_at_once(folder):
     with pytest.raises(UserError) as caught:
         read_rows(str(folder), "text")
     assert "a.jsonl:1:text: must be text" in str(caught.value) and "c.jsonl:1:text: is empty" in str(caught.value)
+
+
+@pytest.fixture
+def write_rows(tmp_path):
+    """Writes one row of text into each of these files of a directory; the text is the file's name."""
+
+    def write(*names: str):
+        for name in names:
+            path = tmp_path / "named" / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({"text": name}) + "\n")
+        return tmp_path / "named"
+
+    return write
+
+
+SPLITS = ("train.jsonl", "test.jsonl", "validation-00000-of-00002.jsonl", "validation-00001-of-00002.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "read"),
+    [
+        (SPLITS, "train", ["train.jsonl"]),
+        (SPLITS, "test", ["test.jsonl"]),
+        (SPLITS, "validation", list(SPLITS[2:])),
+        (SPLITS, "dev", list(SPLITS[2:])),  # another word for it
+        (("train/0.jsonl", "train/1.jsonl", "eval/0.jsonl"), "train", ["train/0.jsonl", "train/1.jsonl"]),
+        (("de/train.jsonl", "en/train.jsonl", "en/test.jsonl"), "train", ["de/train.jsonl", "en/train.jsonl"]),
+        (("my_train_rows.jsonl", "my_eval_rows.jsonl"), "eval", ["my_eval_rows.jsonl"]),
+        (("train_sft-00000-of-00001.jsonl", "train_gen-00000-of-00001.jsonl"), "train_gen", ["train_gen-00000-of-00001.jsonl"]),
+        (("trained.jsonl", "latest.jsonl"), "train", ["latest.jsonl", "trained.jsonl"]),  # no word of a split
+        (("test/a.jsonl", "b.jsonl"), "test", ["test/a.jsonl"]),
+    ],
+)  # fmt: skip
+def test_files_of_a_directory_that_are_named_after_splits_are_those_splits(write_rows, bpe, names, split, read):
+    directory = write_rows(*names)
+    assert [row.text for row in read_rows(directory, "text", split=split)[0]] == read
+    assert [str(path.relative_to(directory)) for path in source_files(str(directory), split) or []] == read
+    examples, _ = prepare(DataConfig(str(directory), split=split), "text", bpe)
+    assert [bpe.decode(example.ids[1:-1]) for example in examples] == read
+
+
+def test_training_and_held_out_rows_of_one_directory_are_those_of_their_splits(write_rows, bpe):
+    config = DataConfig(str(directory := write_rows(*SPLITS)), evaluation=str(directory), evaluation_split="test")
+    parts = [prepare(config, "text", bpe, part=part)[0] for part in ("train", "evaluation")]
+    assert [[bpe.decode(each.ids[1:-1]) for each in part] for part in parts] == [["train.jsonl"], ["test.jsonl"]]
+
+
+@pytest.mark.parametrize("split", ["trian", "eval"])
+def test_a_split_that_a_directory_has_not_is_answered_with_those_that_it_has(write_rows, split):
+    with pytest.raises(UserError) as caught:
+        read_rows(write_rows(*SPLITS), "text", split=split)
+    (line,) = str(caught.value).splitlines()
+    assert f"'{split}'" in line and "test, train, validation" in line
+
+
+def test_a_stream_of_a_directory_reads_one_split(write_rows):
+    from alignment.data.rows.resumable import open_sources
+
+    assert [each.name.rpartition("/")[2] for each in open_sources(str(write_rows(*SPLITS)), "test")] == ["test.jsonl"]
+
+
+def test_files_of_no_split_are_left_out_and_named(write_rows, capsys):
+    from alignment.data.tools.doctor import check_file
+    from alignment.evaluation.inputs import read_records
+
+    directory = write_rows(*SPLITS[:2], "LICENSE.txt")
+    report = check_file(directory, "text")
+    (finding,) = [each for each in report.findings if each.name == "files left out"]
+    assert "1 of 3 files" in finding.text and "LICENSE.txt, test.jsonl" in finding.text
+    config = DataConfig(str(directory), evaluation=f"{directory}/*.jsonl")
+    assert (config.left_out("train"), config.left_out("evaluation")) == (
+        [finding.text],
+        [],
+    )  # a glob reads all it names
+    read_records(config, "text")
+    assert finding.text in capsys.readouterr().err
