@@ -337,11 +337,23 @@ def export(
     chat_template: Annotated[
         str | None, typer.Option(help="Chat template to give it: a built-in name or a file; adds the tokens it needs.")
     ] = None,
+    add_token: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Token to add, one wherever a text has it; may be given several times."),
+    ] = None,
+    add_special_token: Annotated[
+        list[str] | None,
+        typer.Option(metavar="TEXT", help="Control token to add, for a chat template; may be given several times."),
+    ] = None,
 ) -> None:
     """Write a model, its adapter merged in, as a plain Hugging Face directory."""
     from alignment.commands.export import export_model
 
-    print(export_model(model, adapter, output, dtype=dtype, quantize=quantize, chat_template=chat_template))
+    directory = export_model(
+        model, adapter, output, dtype=dtype, quantize=quantize, chat_template=chat_template,
+        add_tokens=add_token or (), add_special_tokens=add_special_token or (),
+    )  # fmt: skip
+    print(directory)
 
 
 @app.command()

@@ -1,7 +1,7 @@
 """Language models and tokenizers from a directory or the Hub. Reward models are in reward_model.py."""
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 from alignment.adapters.files import is_adapter, read_base, read_members, read_revision
 from alignment.data.text.chat import stop_token_ids
 from alignment.data.text.named_templates import with_chat_template
-from alignment.data.tokenizers.load import read_tokenizer_files
+from alignment.data.tokenizers.load import add_new_tokens, read_tokenizer_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import check_directory
@@ -102,20 +102,30 @@ def architecture_of(source: str) -> Architecture:
     return family_of(config).architecture
 
 
-def load_tokenizer(source: str, chat_template: str | None = None) -> Tokenizer:
+def load_tokenizer(
+    source: str,
+    chat_template: str | None = None,
+    *,
+    add_tokens: Sequence[str] = (),
+    add_special_tokens: Sequence[str] = (),
+) -> Tokenizer:
     """The tokenizer of a model directory or Hub name; an adapter without a tokenizer uses its base model's.
 
     Args:
         source: directory or Hub name.
         chat_template: another template than its own: a built-in one's name, a file, or Jinja text.
+        add_tokens, add_special_tokens: new to the vocabulary; see `add_new_tokens`. The template may write them.
 
     Raises:
-        UserError: no such tokenizer or template, or one that does not fit the vocabulary.
+        UserError: no such tokenizer or template, or one that does not fit the vocabulary; tokens that cannot be added.
     """
     directory = find_directory(source)
     if not (directory / "tokenizer.json").exists() and is_adapter(directory):
         directory = find_base(directory)
-    return with_chat_template(read_tokenizer_files(directory), chat_template)
+    tokenizer = read_tokenizer_files(directory)
+    if add_tokens or add_special_tokens:
+        add_new_tokens(tokenizer, add_tokens, add_special_tokens)
+    return with_chat_template(tokenizer, chat_template)
 
 
 def describe_stop_tokens(source: str, tokenizer: Tokenizer) -> str:

@@ -1,7 +1,7 @@
 """Settings of adapters, with their checks."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -231,6 +231,19 @@ def _check_token_rows(token_rows: tuple[int, ...]) -> None:
     """Refuse ids below 0 and ids given twice."""
     if any(token < 0 for token in token_rows) or len(set(token_rows)) < len(token_rows):
         raise ValueError(f"token_rows must be different token ids of at least 0, got {list(token_rows)[:10]}")
+
+
+def refuse_new_tokens(adapter: AdapterSpec | None, tokens: Sequence[str]) -> None:
+    """Refuse tokens to add to the vocabulary below an adapter, whose base stays as it is.
+
+    Raises:
+        ValueError: there are both.
+    """
+    if adapter is not None and tokens:
+        raise ValueError(
+            f"add_tokens: an adapter's base has no row for {', '.join(tokens)}; write a base that has (`alignment export "
+            "--model ... --add-token ... --output DIR`), start from it, and name the tokens' ids in adapter.token_rows"
+        )
 
 
 def refuse_dropout(adapter: AdapterSpec | None, stage: str) -> None:

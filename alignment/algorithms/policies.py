@@ -21,6 +21,7 @@ from alignment.files import atomic_directory
 from alignment.loading import architecture_of, find_base, find_directory, load_frozen_model, set_special_tokens
 from alignment.losses.language import TokenLoss
 from alignment.models.external.models import ExternalModel
+from alignment.models.families import is_external_type
 from alignment.models.frozen_weights import store_frozen, train_in_float32
 from alignment.models.huggingface.checkpoint import (
     MAX_SHARD_SIZE,
@@ -33,7 +34,9 @@ from alignment.models.huggingface.checkpoint import (
 from alignment.models.native_model import NativeModel
 from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.models.quantization import write_quantization
+from alignment.models.safetensors_files import read_config
 from alignment.models.shared_weights import SharedWeights
+from alignment.models.vocabulary import OWN_FAMILIES_ONLY, grow_vocabulary
 from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.training import Engine, LossFn, LossSum, Run
@@ -163,6 +166,29 @@ def load_pretraining_start(
     return _load_start(
         source, adapter, tokenizer, output, _Reader(partial(load_pretrained, task=task), frozen, weights)
     )
+
+
+def check_new_tokens(source: str) -> None:
+    """Refuse a start to whose vocabulary no tokens can be added, before it is loaded.
+
+    Raises:
+        UserError: it is an adapter, or no decoder of this library's own families.
+    """
+    if is_adapter(directory := find_directory(source)):
+        raise UserError(
+            f"add_tokens: {source} is an adapter; `alignment export --model {source} --add-token ... --output DIR` merges "
+            "it and adds the tokens; start from DIR"
+        )
+    if is_external_type(read_config(directory)):
+        raise UserError(f"add_tokens: {source}: {OWN_FAMILIES_ONLY}")
+    _refuse_unless_decoder(source, "tokens are added to decoders")
+
+
+def with_new_tokens(policy: Policy, tokenizer: Tokenizer, tokens: Sequence[str]) -> Policy:
+    """The policy with a tokenizer that has these new tokens; its model gets rows for them, the mean of the others."""
+    ids = [tokenizer.convert_tokens_to_ids(token) for token in tokens]
+    grow_vocabulary(policy.model, min(ids), max(ids) + 1)
+    return replace(policy, tokenizer=tokenizer)
 
 
 def _refuse_unless_decoder(source: str, advice: str) -> None:

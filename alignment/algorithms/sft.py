@@ -5,14 +5,16 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from alignment.adapters.specs import AdapterSpec
+from alignment.adapters.specs import AdapterSpec, refuse_new_tokens
 from alignment.algorithms.memory_notes import Role, note_memory
 from alignment.algorithms.policies import (
     RegularizedModel,
+    check_new_tokens,
     language_loss_fn,
     load_policy,
     regularized_loss_fn,
     save_policy,
+    with_new_tokens,
 )
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split, sources_of
 from alignment.algorithms.samples import SamplesConfig, response_writer
@@ -38,6 +40,10 @@ class SFTConfig:
         adapter: train a LoRA or prefix adapter on the frozen model; None trains every weight.
         chat_template: a built-in one's name (chatml, llama3, ...) or a Jinja file, also saved with the model; None: the
             tokenizer's own.
+        add_tokens: new tokens for the vocabulary, each of them one token wherever a row's text has it; their rows start as
+            the mean of the others. Later stages (dpo, ppo, reward) start from the model that is saved, which has them.
+            Not with `adapter`.
+        add_special_tokens: new control tokens likewise, which `chat_template` writes; a row's text cannot.
         weights: type of the frozen weights in memory.
         loss_on: completion: the response and its end token are predicted, in dialogues every turn that is trained.
             all: the prompt too, every token but the first, which nothing comes before.
@@ -53,6 +59,8 @@ class SFTConfig:
     output: str
     adapter: AdapterSpec | None = None
     chat_template: str | None = None
+    add_tokens: tuple[str, ...] = ()
+    add_special_tokens: tuple[str, ...] = ()
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     loss_on: Literal["completion", "all"] = "completion"
     label_smoothing: float = 0.0
@@ -64,9 +72,15 @@ class SFTConfig:
 
     def __post_init__(self) -> None:
         check_weights(self.weights, frozen=self.adapter is not None)
+        refuse_new_tokens(self.adapter, self.new_tokens)
         TokenLoss(self.label_smoothing, self.z_loss)  # refuses what is out of range
         if self.neftune_alpha is not None and not self.neftune_alpha > 0:
             raise ValueError(f"neftune_alpha must be above 0, got {self.neftune_alpha}; 5 is usual, null is off")
+
+    @property
+    def new_tokens(self) -> tuple[str, ...]:
+        """All tokens that are added to the vocabulary."""
+        return (*self.add_tokens, *self.add_special_tokens)
 
     @property
     def token_loss(self) -> TokenLoss:
@@ -88,11 +102,15 @@ def run(config: SFTConfig) -> Path:
     with open_run(config, "sft", parents=[config.policy]) as run:
         if run.finished:
             return run.output / "model"
-        tokenizer = load_tokenizer(config.policy, config.chat_template)
+        if config.new_tokens:
+            check_new_tokens(config.policy)
+        new = {"add_tokens": config.add_tokens, "add_special_tokens": config.add_special_tokens}
+        tokenizer = load_tokenizer(config.policy, config.chat_template, **new)
         train, held_out = read_split(config, "demonstrations", tokenizer, run)
-        policy = load_policy(
-            config.policy, config.adapter, tokenizer, config.output, bases=SharedWeights(config.weights)
-        )
+        own = load_tokenizer(config.policy) if config.new_tokens else tokenizer
+        policy = load_policy(config.policy, config.adapter, own, config.output, bases=SharedWeights(config.weights))
+        if config.new_tokens:
+            policy = with_new_tokens(policy, tokenizer, config.new_tokens)
         check_rows(policy.model, train + held_out, config.data.max_length)
         if config.neftune_alpha is not None:
             add_embedding_noise(policy.model, config.neftune_alpha)

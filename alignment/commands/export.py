@@ -1,7 +1,7 @@
 """The command `alignment export`: a model and its adapter as one plain Hugging Face directory."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from alignment.adapters import is_adapter, is_scalar_adapter, load_adapter, merge_adapter
 from alignment.adapters.files import read_members, score_rows
 from alignment.data.text.named_templates import with_template_tokens
-from alignment.data.tokenizers.load import save_tokenizer
+from alignment.data.tokenizers.load import add_new_tokens, save_tokenizer
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory, write_json
@@ -45,6 +45,8 @@ def export_model(
     dtype: str = "auto",
     quantize: Quantization | None = None,
     chat_template: str | None = None,
+    add_tokens: Sequence[str] = (),
+    add_special_tokens: Sequence[str] = (),
 ) -> Path:
     """Write a model with its adapter merged as one plain Hugging Face directory and return that directory.
 
@@ -58,6 +60,7 @@ def export_model(
         dtype: type of the weights written; "auto": that of the model, or of the adapter's base. A score head is float32.
         chat_template: give the tokenizer this template, a built-in one's name or a file; the special tokens that a built-in
             one needs are added to the vocabulary, their rows the mean of the others.
+        add_tokens, add_special_tokens: further tokens to add in the same way; see `add_new_tokens`.
         quantize: how the weights were quantized that the adapter was trained on; None: as its directory says.
 
     A reward model keeps its calibration and the texts whose scores tell a damaged model: they are scored again, must have
@@ -71,30 +74,28 @@ def export_model(
     _refuse_ensemble(model, directory)
     updates = find_directory(adapter) if adapter else directory if is_adapter(directory) else None
     scalar = _is_scalar(updates or directory)
+    tokenizer = load_tokenizer(adapter or model)
+    changed, added = _with_tokens(tokenizer, add_tokens, add_special_tokens, chat_template)
     errors: Mapping[str, tuple[float, float]] = {}
-    written: Any
     if updates is None:
         if quantize is not None:
             raise UserError("--quantize is for the weights below an adapter, and there is none to merge; leave it out")
-        written = load_reward_model(model, dtype).model if scalar else load_model(model, dtype)
+        written: Any = load_reward_model(model, dtype).model if scalar else load_model(model, dtype)
     else:
         base = directory if adapter else find_base(directory)
         quantize = quantize or read_quantization(updates)
         written, errors = _merge(base, updates, dtype, quantize, scalar=scalar)
-    tokenizer = load_tokenizer(adapter or model)
     if scalar and updates is not None:
         check_canaries(RewardModel(written.eval(), tokenizer), updates, str(updates), rounded=bool(errors))
-    if chat_template is not None:
-        tokenizer = _with_template(written, tokenizer, chat_template)
-    set_special_tokens(written, tokenizer)
-    saved = updates or directory
-    with atomic_directory(Path(output)) as directory:
-        save_model(written, directory)
-        save_tokenizer(tokenizer, directory)
+    _add_rows(written, added)
+    set_special_tokens(written, changed)
+    with atomic_directory(Path(output)) as folder:
+        save_model(written, folder)
+        save_tokenizer(changed, folder)
         if scalar:
-            _write_scale_and_canaries(RewardModel(written.eval(), tokenizer), saved, directory)
+            _write_scale_and_canaries(RewardModel(written.eval(), changed), updates or directory, folder)
         if errors:
-            write_json(directory / ERRORS, {name: {"max": most, "mean": mean} for name, (most, mean) in errors.items()})
+            write_json(folder / ERRORS, {name: {"max": most, "mean": mean} for name, (most, mean) in errors.items()})
     return Path(output)
 
 
@@ -116,14 +117,22 @@ def _merge(
     return merged, errors
 
 
-def _with_template(model: NativeModel | ExternalModel, tokenizer: Tokenizer, chat_template: str) -> Tokenizer:
-    """The tokenizer with another chat template; the model gets the tokens that it needs."""
-    known = len(tokenizer)
-    changed, added = with_template_tokens(tokenizer, chat_template)
+def _with_tokens(
+    tokenizer: Tokenizer, tokens: Sequence[str], special_tokens: Sequence[str], chat_template: str | None
+) -> tuple[Tokenizer, dict[int, str]]:
+    """The tokenizer with further tokens and another chat template, and the tokens that are new, by their ids."""
+    known = tokenizer.get_vocab()
+    add_new_tokens(tokenizer, tokens, special_tokens)
+    changed = tokenizer if chat_template is None else with_template_tokens(tokenizer, chat_template)
+    return changed, {index: token for token, index in changed.get_vocab().items() if token not in known}
+
+
+def _add_rows(model: NativeModel | ExternalModel, added: Mapping[int, str]) -> None:
+    """Give the model rows for the ids of new tokens, and say which."""
     if added:
-        grow_vocabulary(model, known, len(changed))
-        print(f"added to the vocabulary, rows at the mean of the others: {', '.join(added)}", file=sys.stderr)
-    return changed
+        grow_vocabulary(model, min(added), max(added) + 1)
+        names = ", ".join(added[index] for index in sorted(added))
+        print(f"added to the vocabulary, rows at the mean of the others: {names}", file=sys.stderr)
 
 
 def _refuse_ensemble(model: str, directory: Path) -> None:

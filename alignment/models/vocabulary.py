@@ -6,7 +6,12 @@ import torch
 from torch import Tensor, nn
 
 from alignment.errors import UserError
+from alignment.models.huggingface.stored_parameters import read_parameters
 from alignment.models.language_model import LanguageModel
+
+OWN_FAMILIES_ONLY = (
+    "tokens can be added to language models of this library's own decoder families only; add them with transformers"
+)
 
 
 @torch.no_grad()
@@ -17,7 +22,7 @@ def grow_vocabulary(model: nn.Module, known: int, total: int) -> None:
     others before they are trained. Ties between embedding and head stay.
 
     Args:
-        model: a decoder of this library, all its weights in memory.
+        model: a decoder of this library; embedding and head are read whole where they are unread.
         known: ids that the model was trained on, 0 to `known` - 1; rows above them are padding of its vocabulary.
         total: number of ids afterwards.
 
@@ -27,11 +32,11 @@ def grow_vocabulary(model: nn.Module, known: int, total: int) -> None:
     Source: Hewitt 2021, "Initializing new word embeddings for pretrained language models".
     """
     if not isinstance(model, LanguageModel):
-        raise UserError(
-            "tokens can be added to decoders of this library's own families only; add them with transformers"
-        )
+        raise UserError(OWN_FAMILIES_ONLY)
     embed, head = model.trunk.embed, model.head
     tied = head.weight is embed.weight
+    read_parameters(embed)
+    read_parameters(head)
     embed.weight = nn.Parameter(_grown(embed.weight, known, total))
     head.weight = embed.weight if tied else nn.Parameter(_grown(head.weight, known, total))
     if isinstance(bias := getattr(head, "bias", None), Tensor):

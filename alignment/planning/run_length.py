@@ -107,7 +107,10 @@ def _tokenizer(config: StageConfig) -> Tokenizer | None:
     """The run's tokenizer, where it is on this disk."""
     name = getattr(config, "tokenizer", None) or config.policy
     try:
-        return load_tokenizer(name, getattr(config, "chat_template", None)) if name and Path(name).is_dir() else None
+        if not name or not Path(name).is_dir():
+            return None
+        new = {key: getattr(config, key, ()) for key in ("add_tokens", "add_special_tokens")}
+        return load_tokenizer(name, getattr(config, "chat_template", None), **new)
     except UserError:
         return None
 

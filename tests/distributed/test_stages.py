@@ -55,6 +55,19 @@ def test_sft_on_two_processes_gives_the_weights_of_one(tmp_path, world, checkpoi
     assert worst <= 1e-5
 
 
+@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("zero3", marks=needs_deepspeed)])
+def test_tokens_that_sft_adds_have_the_rows_of_one_process_where_ranks_read_slices(tmp_path, checkpoints, kind):
+    rows = [{"prompt": "How is it?", "completion": f" <tool>look {number}</tool>"} for number in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [
+        "sft", "sft/tiny", f"policy={checkpoints['llama']}", f"data.train={tmp_path}/rows.jsonl",
+        "training.max_steps=2", "training.batch_size=4", "add_tokens=[<tool>,</tool>]",
+    ]  # fmt: skip
+    one, two = (load_file(run(tmp_path / str(name), name, *settings) / "model.safetensors") for name in (None, kind))
+    assert len(two["model.embed_tokens.weight"]) == len(two["lm_head.weight"]) == 386  # 384 and two
+    assert max(float((two[name] - one[name]).norm() / one[name].norm()) for name in one) <= 1e-5
+
+
 @pytest.mark.parametrize("kind", ["ddp", pytest.param("zero3", marks=needs_deepspeed)])
 def test_ppo_on_two_processes_draws_what_one_draws(tmp_path, world, checkpoints, stage, kind):
     """Rollouts are seeded by row, so the first scores agree whatever the number of processes (H37)."""

@@ -5,13 +5,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from alignment.adapters.specs import AdapterSpec
+from alignment.adapters.specs import AdapterSpec, refuse_new_tokens
 from alignment.algorithms.policies import (
     Policy,
+    check_new_tokens,
     language_loss_fn,
     load_pretraining_start,
     save_policy,
     tokenizer_settings,
+    with_new_tokens,
 )
 from alignment.algorithms.pretrain.objectives import (
     Causal,
@@ -62,6 +64,7 @@ class PretrainConfig:
         weights: type of the frozen weights in memory, under an adapter.
         adapter: trained instead of the weights of `policy`, which are frozen; saved as an adapter over them.
         tokenizer: directory of the tokenizer; with `policy` the default is the checkpoint's own.
+        add_tokens: new tokens for the vocabulary of `policy`, a decoder; as in SFT.
         vocabulary: train a tokenizer of this size on the data instead.
         tokenizer_kind: kind of the new tokenizer; bytes and characters need no `vocabulary`.
         sentinels: number of tokens <extra_id_0> ... of a new unigram or byte tokenizer, for span corruption.
@@ -75,6 +78,7 @@ class PretrainConfig:
     model: dict[str, Any] | None = None
     policy: str | None = None
     tokenizer: str | None = None
+    add_tokens: tuple[str, ...] = ()
     vocabulary: int | None = None
     tokenizer_kind: TokenizerKind = "bpe"
     sentinels: int | None = None
@@ -97,6 +101,9 @@ class PretrainConfig:
             raise ValueError("give either `tokenizer` (a directory) or `vocabulary` (train one of that size)")
         if self.policy is not None and trained:
             raise ValueError("`vocabulary` trains a new tokenizer, which cannot fit the checkpoint in `policy`")
+        if self.add_tokens and self.policy is None:
+            raise ValueError("add_tokens goes with `policy`; a fresh model's tokens are those of its tokenizer")
+        refuse_new_tokens(self.adapter, self.add_tokens)
         check_weights(self.weights, frozen=self.adapter is not None)
         if self.adapter is not None and self.policy is None:
             raise ValueError("adapter: a fresh model has no trained weights to freeze; give `policy`, a checkpoint")
@@ -125,6 +132,8 @@ def run(config: PretrainConfig) -> Path:
     with open_run(config, "pretrain", parents=[config.policy, config.tokenizer, teacher_source]) as run:
         if run.finished:
             return run.output / "model"
+        if config.add_tokens:
+            check_new_tokens(config.policy or "")
         tokenizer = find_tokenizer(config)
         train = read_texts(config, tokenizer, run, "train")
         held_out = read_texts(config, tokenizer, run, "evaluation") if config.data.evaluates else []
@@ -176,7 +185,7 @@ def read_texts(config: PretrainConfig, tokenizer: Tokenizer, run: Run, part: Par
 def find_tokenizer(config: PretrainConfig) -> Any:
     """The tokenizer that the config names, or one trained on the run's text."""
     if config.vocabulary is None and config.tokenizer_kind in SIZED:
-        return load_tokenizer(config.tokenizer or config.policy or "")
+        return load_tokenizer(config.tokenizer or config.policy or "", add_tokens=config.add_tokens)
     rows, _ = read_rows(
         config.data.sources("train"),
         "text",
@@ -207,15 +216,19 @@ def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, A
     Raises:
         UserError: the model does not fit the objective or the vocabulary, or the teacher does not fit the model.
     """
-    task, teacher = task_of(config.objective), None
+    task, teacher, own = task_of(config.objective), None, tokenizer
+    if config.add_tokens:
+        own = load_tokenizer(config.tokenizer or config.policy or "")
     if config.policy is None:
         policy = fresh_policy(config, tokenizer, task)
     elif config.distillation is not None and config.distillation.copy_layers:  # written to, and so read whole
-        policy = Policy(load_pretrained(find_directory(config.policy), task), tokenizer, source=config.policy)
+        policy = Policy(load_pretrained(find_directory(config.policy), task), own, source=config.policy)
     else:
         policy = load_pretraining_start(
-            config.policy, config.adapter, tokenizer, config.output, task=task, weights=config.weights
+            config.policy, config.adapter, own, config.output, task=task, weights=config.weights
         )
+    if config.add_tokens:
+        policy = with_new_tokens(policy, tokenizer, config.add_tokens)
     check_vocabulary(tokenizer, policy.model.spec.vocabulary)
     check_kind(config.objective, policy.model)
     if config.distillation is not None:

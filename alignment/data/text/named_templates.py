@@ -75,8 +75,8 @@ def with_chat_template(tokenizer: Tokenizer, chosen: str | None) -> Tokenizer:
     return changed
 
 
-def with_template_tokens(tokenizer: Tokenizer, chosen: str) -> tuple[Tokenizer, list[str]]:
-    """The tokenizer with another chat template and the special tokens that it needs, and which of them are new.
+def with_template_tokens(tokenizer: Tokenizer, chosen: str) -> Tokenizer:
+    """The tokenizer with another chat template and the special tokens that it needs.
 
     The tokenizer that is given is changed.
 
@@ -85,7 +85,7 @@ def with_template_tokens(tokenizer: Tokenizer, chosen: str) -> tuple[Tokenizer, 
     """
     missing = [token for token in NAMED.get(chosen, ()) if token not in control_strings(tokenizer)]
     tokenizer.add_tokens(missing, special_tokens=True)
-    return with_chat_template(tokenizer, chosen), missing
+    return with_chat_template(tokenizer, chosen)
 
 
 def _missing(tokenizer: Tokenizer, chosen: str, missing: list[str]) -> str:

@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -109,6 +110,37 @@ def _load_directory(directory: Path, has_json: bool) -> Tokenizer:
             return cast("Tokenizer", tokenizer)
     # Old directories leave the end token's name to the class of their model type.
     return cast("Tokenizer", AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False))
+
+
+def add_new_tokens(tokenizer: Tokenizer, tokens: Sequence[str], special_tokens: Sequence[str]) -> None:
+    """Add tokens to a tokenizer, in place; their ids follow each other.
+
+    Args:
+        tokens: each is one token wherever a text has it, and is kept when ids become text.
+        special_tokens: control tokens, which a chat template writes; such a string in a row's text stays ordinary text.
+
+    Raises:
+        UserError: naming every token that is blank, given twice or in the vocabulary already.
+    """
+    from transformers import AddedToken
+
+    known, new = tokenizer.get_vocab(), [*tokens, *special_tokens]
+    problems = {token: "it is blank" for token in new if not token.strip()}
+    problems |= {token: f"the vocabulary has it already, as {known[token]}" for token in new if token in known}
+    problems |= {token: "it is given twice" for token in new if new.count(token) > 1}
+    raise_all(
+        f"{tokenizer.name_or_path}: token {token!r} cannot be added, since {problem}; leave it out"
+        for token, problem in problems.items()
+    )
+    for contents, is_special in ((tokens, False), (special_tokens, True)):
+        tokenizer.add_tokens(
+            [AddedToken(content, normalized=False, special=is_special) for content in contents], is_special
+        )
+    if taken := {tokenizer.convert_tokens_to_ids(token) for token in new} & set(known.values()):
+        raise UserError(
+            f"{tokenizer.name_or_path}: its ids have gaps, and {min(taken)} would be that of two tokens; add the tokens "
+            "with other ids in tokenizer.json"
+        )
 
 
 def save_tokenizer(tokenizer: Tokenizer, directory: str | Path) -> None:
