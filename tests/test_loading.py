@@ -30,7 +30,8 @@ def judge(stage):
 
 def test_the_package_offers_its_verbs():
     loading = {"generate", "load_model", "load_reward_model", "load_tokenizer"}
-    assert alignment.__all__ == sorted(loading | {"sft", "reward", "dpo", "ppo"})
+    stages = {"pretrain", "sft", "reward", "dpo", "online_dpo", "ppo", "finetune", "best_of_n", "evaluate"}
+    assert alignment.__all__ == sorted(loading | stages)
     assert all(callable(getattr(alignment, name)) for name in alignment.__all__)
     assert alignment.load_model is load_model
     with pytest.raises(AttributeError, match="no attribute 'load_modle'"):
