@@ -82,7 +82,7 @@ class MemoryTracker(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._add(leaf, None)
-        if not (func is torch.ops.aten.add.Tensor and _adds_in_place(args[0])):
+        if not (func is torch.ops.aten.add.Tensor and _adds_inplace(args[0])):
             self._note_peak()
         return result
 
@@ -113,7 +113,7 @@ class MemoryTracker(TorchDispatchMode):
             self.storages_at_peak = len(self._storages)
 
 
-def _adds_in_place(gradients: object) -> bool:
+def _adds_inplace(gradients: object) -> bool:
     """Whether autograd is adding up, in place, the gradients of a tensor that was used several times.
 
     While a mode such as `MemoryTracker` is active, the sum is a new tensor for a moment, beside the two that are freed
