@@ -22,6 +22,7 @@ class MemoryTracker(TorchDispatchMode):
         live, total: bytes alive now, by category and together.
         peak: the most bytes alive at once, since the start or `reset_peak`.
         at_peak: bytes by category at that moment.
+        storages_at_peak: number of storages at that moment.
     """
 
     def __init__(
@@ -40,6 +41,7 @@ class MemoryTracker(TorchDispatchMode):
         self.total = 0
         self.peak = 0
         self.at_peak: dict[str, int] = {}
+        self.storages_at_peak = 0
 
     def count(self, tensors: Iterable[Tensor], category: str) -> None:
         """Count the storages of these tensors under `category`, also where they are counted under another one."""
@@ -66,7 +68,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def reset_peak(self) -> None:
         """Begin a new search for the peak with what is alive now."""
-        self.peak, self.at_peak = self.total, dict(self.live)
+        self.peak, self.at_peak, self.storages_at_peak = self.total, dict(self.live), len(self._storages)
 
     def __torch_dispatch__(
         self,
@@ -80,7 +82,7 @@ class MemoryTracker(TorchDispatchMode):
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._add(leaf, None)
-        if not (func is torch.ops.aten.add.Tensor and _in_backward()):
+        if not (func is torch.ops.aten.add.Tensor and _adds_inplace(args[0])):
             self._note_peak()
         return result
 
@@ -108,12 +110,15 @@ class MemoryTracker(TorchDispatchMode):
     def _note_peak(self) -> None:
         if self.total > self.peak:
             self.peak, self.at_peak = self.total, {name: size for name, size in self.live.items() if size}
+            self.storages_at_peak = len(self._storages)
 
 
-def _in_backward() -> bool:
-    """Whether autograd is adding up the gradients of a tensor that was used several times.
+def _adds_inplace(gradients: object) -> bool:
+    """Whether autograd is adding up, in place, the gradients of a tensor that was used several times.
 
-    It does so in place, but not while a mode such as `MemoryTracker` is active; then the sum is a new tensor for a
-    moment, beside the two that are freed next.
+    While a mode such as `MemoryTracker` is active, the sum is a new tensor for a moment, beside the two that are freed
+    next. Without one it is so only where the sum so far is a view, such as the transposed gradient of a linear layer's
+    weight: a view shares its storage with the tensor that it was made of.
     """
-    return torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    in_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()
+    return in_backward and isinstance(gradients, Tensor) and not gradients._is_view()

@@ -1,7 +1,7 @@
 """The peak of a phase of training, found by running the phase itself on fake tensors.
 
 A phase is what a stage runs on one micro-batch: forward, backward, and what stays for the next one. The kernels'
-own working memory is not seen; on a GPU it belongs to the reserve of plan.py.
+own working memory is not seen; on a CPU a part of its own stands for it, on a GPU it belongs to the reserve of plan.py.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +26,14 @@ from alignment.training.backends.whole_weights import computing_types, whole_byt
 
 WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOGITS, CACHE, UNSHARDED = "activations", "logits", "key-value cache", "unsharded blocks and buckets"
+KERNELS, OBJECTS = "working memory of kernels", "objects of modules and tensors"
 WHOLE = WEIGHTS + " of {} (quantized)"  # FSDP2 does not cut them
+# On a CPU, measured (scripts/plan_vs_measured.py). 5 MB: MKL keeps its copy of the largest block of a matrix that it
+# multiplied, 192 rows of some 6,500 float32 numbers. 2 MB: pages of the libraries' code that the run's shapes call for.
+KERNEL_BYTES = 7_000_000
+# On a CPU, measured likewise, for each module and each storage: its objects in Python and C++, its nodes in the graph of
+# autograd, and what is left free of the last page of a mapped tensor.
+OBJECT_BYTES = 5_000
 USABLE = 0.9  # share of the room within which sampling takes whole weights, as ppo/rollout_weights.py has it
 
 
@@ -158,6 +165,10 @@ class Tracer:
             unsharded += sum(self.layout.outside_bytes(self.networks.by_role[role]) for role in kept)
         if unsharded:
             parts[UNSHARDED] = unsharded
+        if not self.gpu:
+            modules = {id(module) for model in self.networks.by_role.values() for module in model.modules()}
+            parts[KERNELS] = KERNEL_BYTES
+            parts[OBJECTS] = OBJECT_BYTES * (len(modules) + self.tracker.storages_at_peak)
         self.peaks.append(Peak(phase, parts))
 
     def choose_rollout_weights(self, role: str, choice: str) -> None:

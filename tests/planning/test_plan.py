@@ -180,7 +180,7 @@ def test_checkpointing_and_smaller_micro_batches_lower_the_activations_in_this_o
     def activations(tokens, **training):
         config = sft_config(base, training={"micro_batch_tokens": tokens, **training})
         [peak] = make_plan(config, Layout(), CPU).peaks
-        return peak.of_kind("activations")
+        return peak.of_kind("activations") + peak.of_kind("logits")  # the peak may lie at the head or in a layer
 
     by_choice = [
         activations(512),
@@ -190,6 +190,22 @@ def test_checkpointing_and_smaller_micro_batches_lower_the_activations_in_this_o
         activations(128, gradient_checkpointing=True),
     ]
     assert by_choice == sorted(by_choice, reverse=True) and len(set(by_choice)) == 5
+
+
+def test_kernels_and_objects_have_parts_on_a_processor_and_belong_to_the_reserve_of_a_gpu(base):
+    """Rank 4 on 2 layers of 7 linear layers: beside the base's modules there are at least two matrices each."""
+
+    def parts(device, adapter=None):
+        [peak] = make_plan(sft_config(base, adapter=adapter), Layout(), device).peaks
+        return peak.parts
+
+    whole, adapted = parts(CPU), parts(CPU, LoRASpec(rank=RANK))
+    assert whole["working memory of kernels"] == adapted["working memory of kernels"] == 7_000_000
+    objects = [each["objects of modules and tensors"] for each in (whole, adapted)]
+    # Modules of a layer: itself, attention, MLP, 2 norms, 7 linear layers; its weights: 9.
+    assert objects[0] >= 5_000 * 2 * (12 + 9)
+    assert objects[1] - objects[0] > 5_000 * 2 * 7 * 2
+    assert not {"working memory of kernels", "objects of modules and tensors"} & parts(GPU).keys()
 
 
 def test_shards_are_parts_of_what_one_device_would_hold(base):
