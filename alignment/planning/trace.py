@@ -34,6 +34,7 @@ KERNEL_BYTES = 7_000_000
 # On a CPU, measured likewise, for each module and each storage: its objects in Python and C++, its nodes in the graph of
 # autograd, and what is left free of the last page of a mapped tensor.
 OBJECT_BYTES = 5_000
+STATES = 3  # tensors of a trained weight in AdamW's state
 USABLE = 0.9  # share of the room within which sampling takes whole weights, as ppo/rollout_weights.py has it
 
 
@@ -166,9 +167,11 @@ class Tracer:
         if unsharded:
             parts[UNSHARDED] = unsharded
         if not self.gpu:
-            modules = {id(module) for model in self.networks.by_role.values() for module in model.modules()}
+            networks = self.networks.by_role.values()
+            modules = {module for model in networks for module in model.modules()}
+            trained = sum(parameter.requires_grad for model in networks for parameter in model.parameters())
             parts[KERNELS] = KERNEL_BYTES
-            parts[OBJECTS] = OBJECT_BYTES * (len(modules) + self.tracker.storages_at_peak)
+            parts[OBJECTS] = OBJECT_BYTES * (len(modules) + STATES * trained + self.tracker.storages_at_peak)
         self.peaks.append(Peak(phase, parts))
 
     def choose_rollout_weights(self, role: str, choice: str) -> None:
