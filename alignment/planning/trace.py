@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from alignment.losses import language
@@ -28,9 +28,9 @@ WEIGHTS, GRADIENTS, OPTIMIZER = "weights", "gradients", "optimizer"
 ACTIVATIONS, LOGITS, CACHE, UNSHARDED = "activations", "logits", "key-value cache", "unsharded blocks and buckets"
 KERNELS, OBJECTS = "working memory of kernels", "objects of modules and tensors"
 WHOLE = WEIGHTS + " of {} (quantized)"  # FSDP2 does not cut them
-# On a CPU, measured (scripts/plan_vs_measured.py). 5 MB: MKL keeps its copy of the largest block of a matrix that it
-# multiplied, 192 rows of some 6,500 float32 numbers. 2 MB: pages of the libraries' code that the run's shapes call for.
-KERNEL_BYTES = 7_000_000
+# On a CPU, measured (scripts/plan_vs_measured.py): MKL keeps its copy of the largest block of a matrix that it multiplied,
+# 192 rows of up to 6,500 float32 numbers; and pages of the libraries' code that the run's shapes call for.
+BLOCK_ROWS, BLOCK_COLUMNS, CODE_BYTES = 192, 6_500, 2_000_000
 # On a CPU, measured likewise, for each module and each storage: its objects in Python and C++, its nodes in the graph of
 # autograd, and what is left free of the last page of a mapped tensor.
 OBJECT_BYTES = 5_000
@@ -170,7 +170,11 @@ class Tracer:
             networks = self.networks.by_role.values()
             modules = {module for model in networks for module in model.modules()}
             trained = sum(parameter.requires_grad for model in networks for parameter in model.parameters())
-            parts[KERNELS] = KERNEL_BYTES
+            weights = [
+                each.weight for each in modules if not isinstance(each, nn.Embedding) and hasattr(each, "weight")
+            ]
+            widest = max((max(weight.shape) for weight in weights if weight.ndim > 1), default=0)
+            parts[KERNELS] = CODE_BYTES + 4 * BLOCK_ROWS * min(BLOCK_COLUMNS, widest)
             parts[OBJECTS] = OBJECT_BYTES * (len(modules) + STATES * trained + self.tracker.storages_at_peak)
         self.peaks.append(Peak(phase, parts))
 

@@ -193,14 +193,17 @@ def test_checkpointing_and_smaller_micro_batches_lower_the_activations_in_this_o
 
 
 def test_kernels_and_objects_have_parts_on_a_processor_and_belong_to_the_reserve_of_a_gpu(base):
-    """Rank 4 on 2 layers of 7 linear layers: beside the base's modules there are at least two matrices each."""
+    """Rank 4 on 2 layers of 7 linear layers: beside the base's modules there are at least two matrices each.
+
+    The widest matrix is the head, 512 rows.
+    """
 
     def parts(device, adapter=None):
         [peak] = make_plan(sft_config(base, adapter=adapter), Layout(), device).peaks
         return peak.parts
 
     whole, adapted = parts(CPU), parts(CPU, LoRASpec(rank=RANK))
-    assert whole["working memory of kernels"] == adapted["working memory of kernels"] == 7_000_000
+    assert whole["working memory of kernels"] == adapted["working memory of kernels"] == 2_000_000 + 4 * 192 * 512
     objects = [each["objects of modules and tensors"] for each in (whole, adapted)]
     # Modules of a layer: itself, attention, MLP, 2 norms, 7 linear layers; its weights: 9.
     assert objects[0] >= 5_000 * 2 * (12 + 9)

@@ -1,6 +1,7 @@
 """Chat templates by name: what they write, where they are refused, and that a trained model keeps its own."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -87,7 +88,7 @@ def test_a_trained_model_keeps_the_template_it_was_trained_with(checkpoints, mak
 
     run, config = make_stage("sft", checkpoints["llama"], tmp_path, chat_template="zephyr")
     assert isinstance(config, SFTConfig)
-    model = run(config)
+    model = run(replace(config, data=replace(config.data, as_messages=True)))
     assert (model / "chat_template.jinja").read_text() == read_chat_template("zephyr")
     assert load_tokenizer(str(model)).chat_template == read_chat_template("zephyr")
     assert AutoTokenizer.from_pretrained(model).chat_template == read_chat_template("zephyr")
