@@ -13,6 +13,7 @@ from alignment.models.quantization import quantizable_layers
 from alignment.models.weights_config import Quantization
 
 BLOCK, NESTED_BLOCK = 64, 256  # weights per scale; scales per scale of the scales
+FURTHER_TENSORS = {"nf4": 5, "int8": 1}  # that a matrix has beside its packed weights: scales, their scales, tables
 CODE_BYTES = 4 * 16 + 4 * 256 + 4  # the tables of 4-bit and of 8-bit values, and the mean of the scales
 
 

@@ -20,6 +20,7 @@ from alignment.planning.batches import as_fake
 from alignment.planning.layout import Layout
 from alignment.planning.memory_tracker import MemoryTracker
 from alignment.planning.networks import Networks, trained_bytes
+from alignment.planning.quantized_layers import FURTHER_TENSORS, QuantizedStandIn
 from alignment.ragged import DeviceBatch
 from alignment.training import LossFn
 from alignment.training.backends.whole_weights import computing_types, whole_bytes
@@ -29,8 +30,9 @@ ACTIVATIONS, LOGITS, CACHE, UNSHARDED = "activations", "logits", "key-value cach
 KERNELS, OBJECTS = "working memory of kernels", "objects of modules and tensors"
 WHOLE = WEIGHTS + " of {} (quantized)"  # FSDP2 does not cut them
 # On a CPU, measured (scripts/plan_vs_measured.py): MKL keeps its copy of the largest block of a matrix that it multiplied,
-# 192 rows of up to 6,500 float32 numbers; and pages of the libraries' code that the run's shapes call for.
-BLOCK_ROWS, BLOCK_COLUMNS, CODE_BYTES = 192, 6_500, 2_000_000
+# 192 rows of up to 6,500 float32 numbers; pages of the libraries' code that the run's shapes call for are 1.3 to 2.1 MB,
+# and a little more than 1 MB has no known cause.
+BLOCK_ROWS, BLOCK_COLUMNS, CODE_BYTES = 192, 6_500, 3_500_000
 # On a CPU, measured likewise, for each module and each storage: its objects in Python and C++, its nodes in the graph of
 # autograd, and what is left free of the last page of a mapped tensor.
 OBJECT_BYTES = 5_000
@@ -175,7 +177,8 @@ class Tracer:
             ]
             widest = max((max(weight.shape) for weight in weights if weight.ndim > 1), default=0)
             parts[KERNELS] = CODE_BYTES + 4 * BLOCK_ROWS * min(BLOCK_COLUMNS, widest)
-            parts[OBJECTS] = OBJECT_BYTES * (len(modules) + STATES * trained + self.tracker.storages_at_peak)
+            packed = sum(FURTHER_TENSORS[each.kind] for each in modules if isinstance(each, QuantizedStandIn))
+            parts[OBJECTS] = OBJECT_BYTES * (len(modules) + STATES * trained + packed + self.tracker.storages_at_peak)
         self.peaks.append(Peak(phase, parts))
 
     def choose_rollout_weights(self, role: str, choice: str) -> None:
