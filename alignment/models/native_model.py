@@ -1,7 +1,7 @@
 """Base class of our models: config, spec, activation checkpointing, and adapters that stand before every document."""
 
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -72,9 +72,11 @@ class NativeModel(nn.Module, Generic[Spec]):
         return self.soft_prompt() if self.soft_prompt is not None and self.soft_prompt_enabled else None
 
     def virtual_tokens(self) -> int:
-        """Positions that a prefix or soft prompt takes in front of every document."""
-        prefix, prompt = self.active_prefix(), self.active_soft_prompt()
-        return (0 if prefix is None else prefix.shape[2]) + (0 if prompt is None else len(prompt))
+        """Positions that a prefix or soft prompt takes in front of every document; no weight is read, which may be sharded."""
+        active = ((self.prefix, self.prefix_enabled), (self.soft_prompt, self.soft_prompt_enabled))
+        return sum(
+            int(cast(Any, adapter).spec.tokens) for adapter, enabled in active if adapter is not None and enabled
+        )
 
     def read(
         self,

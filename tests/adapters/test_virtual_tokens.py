@@ -206,3 +206,14 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, monkeypatch):
         load_adapter(load_pretrained(tmp_path / "llama"), tmp_path / "a")
     with pytest.raises(ValueError, match="init_text belongs to init: text"):
         PromptSpec(init="text")
+
+
+@KIND
+def test_virtual_tokens_are_counted_without_the_weights_which_may_be_sharded(kind, tmp_path):
+    write("llama", tmp_path / "base")
+    model = attach(load_pretrained(tmp_path / "base"), SPECS[kind]).to("meta")
+    adapter = model.prefix or model.soft_prompt
+    adapter.forward = None  # calling it would be an error
+    assert model.virtual_tokens() == P
+    with disabled(model):
+        assert model.virtual_tokens() == 0

@@ -120,7 +120,8 @@ def test_without_the_data_every_missing_file_is_named(name, tmp_path, monkeypatc
 
 
 @pytest.mark.real_data
-@pytest.mark.parametrize("name", ["stories", pytest.param("hh", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["stories", "hh"])
 def test_every_stage_runs(name, tmp_path):
     run_recipe(name, tmp_path, SHORT[name])
     results = json.loads((tmp_path / "evaluation/results.json").read_text())
