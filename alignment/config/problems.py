@@ -155,7 +155,7 @@ def replace_wrong(cls: type, values: object, problem: Problem, replaced: Collect
 
 
 def follows_from(problem: Problem, replaced: Collection[Key]) -> bool:
-    """Whether a problem may be there only because other values stand in at the keys `replaced`.
+    """True where a problem may be there only because other values stand in at the keys `replaced`.
 
     That holds unless the check of a section begins with the wrong key and compares it with none of the others. What it
     advises, after the value it got, is no comparison.

@@ -76,7 +76,7 @@ def _centered(groups: Tensor) -> Tensor:
 
 
 def _of_groups(rewards: Tensor, group_size: int, compare: Callable[[Tensor], Tensor]) -> Tensor:
-    """What `compare` gives for groups, [groups, n] -> the same shape; those that lack a reward are compared alone, [B]."""
+    """The result of `compare` ([groups, n] -> the same shape) on each group without its missing rewards, [B]."""
     groups = rewards.view(-1, group_size)
     known, advantages = ~groups.isnan(), compare(groups)
     for group in (~known.all(1)).nonzero().flatten().tolist():

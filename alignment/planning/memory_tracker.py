@@ -114,7 +114,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def _adds_inplace(gradients: object) -> bool:
-    """Whether autograd is adding up, in place, the gradients of a tensor that was used several times.
+    """True while autograd adds up, in place, the gradients of a tensor that was used several times.
 
     While a mode such as `MemoryTracker` is active, the sum is a new tensor for a moment, beside the two that are freed
     next. Without one it is so only where the sum so far is a view, such as the transposed gradient of a linear layer's

@@ -1,4 +1,4 @@
-"""Verifiable answers: numbers as in gsm8k, texts that are equal after normalization, and what stands in \boxed{}."""
+r"""Verifiable answers: numbers as in gsm8k, texts that are equal after normalization, and the content of \boxed{}."""
 
 import re
 import string
@@ -66,7 +66,7 @@ def _stated_number(text: str) -> Fraction | None:
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""What stands in the last `\boxed{}`, braces in it among it; None without one that is closed.
+    r"""The content of the last `\boxed{}`, with the braces in it; None without one that is closed.
 
     Source: Hendrycks et al. 2021, arXiv:2103.03874, the form of its solutions.
     """
@@ -146,7 +146,7 @@ def is_right(match: AnswerMatch, response: str, reference: object) -> bool:
 
 
 def _read(match: AnswerMatch, text: str) -> Fraction | str | None:
-    """What is compared of a text."""
+    """The part of a text that is compared."""
     if match == "gsm8k":
         return gsm8k_answer(text)
     boxed = boxed_answer(text) if match == "boxed" else None

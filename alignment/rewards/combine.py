@@ -149,7 +149,7 @@ class Rewards:
         )  # fmt: skip
 
     def unscored(self, given: dict[str, Tensor], prompts: Sequence[PromptExample]) -> Tensor:
-        """Where no score follows from the numbers that were given, bool, [B].
+        """True where no score follows from the numbers that were given, bool, [B].
 
         That is where no reward gave a number, where a judge failed, and where a reward whose numbers are not normalized
         gave none although it gave one for another response to the prompt: it does apply, and 0 may be better or worse
@@ -209,7 +209,7 @@ class Rewards:
         return scores
 
     def _missing(self, values: Tensor) -> tuple[float, float]:
-        """How many of all ranks' values are not a number, and how many there are."""
+        """The number of values of all ranks that are not a number, and of all values."""
         missing, count = self.reduce(torch.stack([values.isnan().sum(), torch.tensor(len(values))]).double()).tolist()
         return missing, count
 

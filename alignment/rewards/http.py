@@ -175,7 +175,7 @@ def key_problem(variable: str) -> str:
 
 
 def url_problem(url: str) -> str:
-    """What is wrong with a service's URL, or which part of it is probably a key; empty where nothing does. Shows no key."""
+    """The fault of a service's URL, such as a part that is probably a key; empty without one. Shows no key."""
     way_out = "name an environment variable in key_variable, whose key is sent as a bearer token"
     try:
         parts = urlsplit(url)

@@ -349,7 +349,7 @@ def operation(name: str) -> object:
 
 
 def is_remote(value: object) -> bool:
-    """Whether a value is an object or a class of the other process."""
+    """True for an object or a class of the other process."""
     return type(value) is RemoteClass or type(type(value)) is RemoteClass
 
 
@@ -369,7 +369,7 @@ def standard_name(value: object) -> "tuple[str, str] | None":
 
 
 def standard(module: str, name: str) -> object:
-    """What has a name in a loaded module of the standard library; None where nothing has."""
+    """The object of that name in a loaded module of the standard library; None without one."""
     found = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -377,7 +377,7 @@ def standard(module: str, name: str) -> object:
 
 
 def solid(kind: type) -> bool:
-    """Whether objects of the other process may derive from a class here: it holds their content, or is an error."""
+    """True where objects of the other process may derive from a class here: it holds their content, or is an error."""
     return kind in (*CONTENTS, *CONTAINERS) or (issubclass(kind, BaseException) and not issubclass(kind, STEERING))
 
 
@@ -629,7 +629,7 @@ class Peer:
         return ["object", number, own, *parts]
 
     def decode(self, value: object) -> object:
-        """What `encode` made JSON of."""
+        """The value that `encode` made JSON of."""
         if not isinstance(value, list):
             return value
         mark, *rest = value
@@ -743,7 +743,7 @@ def plain_content(kind: type, value: object) -> object:
 
 
 def parts_of(value: object) -> "tuple[object, ...]":
-    """What the type of a value of `VALUES` makes it of."""
+    """The arguments from which the type of a value of `VALUES` makes it anew."""
     if isinstance(value, complex):
         return value.real, value.imag
     if isinstance(value, (range, slice)):
@@ -759,7 +759,7 @@ PRINTED, LONGEST_PRINT = io.BytesIO(), 2_000  # what is printed goes to the test
 
 
 def printed_text() -> str:
-    """What the answer has printed since the last time."""
+    """The text that the answer has printed since the last call."""
     try:
         text = PRINTED.getvalue().decode(errors="replace")
         PRINTED.seek(0)
@@ -811,7 +811,7 @@ class ExpectedFirst(ast.NodeTransformer):
         self.answer = {*names["answer"]} - {*names["bound"]}
 
     def asks(self, node: ast.AST) -> bool:
-        """Whether an expression reads a name that may be the answer's."""
+        """True where an expression reads a name that may be the answer's."""
         return any(isinstance(each, ast.Name) and each.id in self.answer for each in ast.walk(node))
 
     def visit_Compare(self, node: ast.Compare) -> ast.AST:

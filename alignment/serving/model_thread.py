@@ -80,7 +80,7 @@ class ModelThread:
 
     @property
     def step_seconds(self) -> float:
-        """How long the present step has taken so far; 0 between steps."""
+        """Seconds that the present step has taken so far; 0 between steps."""
         began = self._step_began
         return 0.0 if began is None else time.monotonic() - began
 

@@ -13,7 +13,7 @@ EQUAL = 1e-6  # relative difference of scores that is none
 
 
 def repeats(share: float, first: float) -> bool:
-    """Whether this share of repeated n-grams is too large, after `first` at the start."""
+    """True where this share of repeated n-grams is too large, after `first` at the start."""
     return share > max(REPETITION, 2 * first)
 
 
@@ -30,5 +30,5 @@ def least_kl(kl_k3: float, responses: float) -> float:
 
 
 def all_equal(scores: Sequence[float]) -> bool:
-    """Whether the scores are the same but for rounding, so that they tell nothing apart."""
+    """True where the scores are the same but for rounding, so that they tell nothing apart."""
     return max(scores) - min(scores) <= EQUAL * max(1.0, abs(scores[-1]))

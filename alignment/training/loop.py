@@ -342,7 +342,7 @@ def save_run_state(
 
 
 def is_save_due(run: Run, engines: Engines, training: TrainingConfig, step: int) -> bool:
-    """Whether a checkpoint is due after `step`. Of `save_every_steps: auto`, rank 0's clock decides.
+    """True where a checkpoint is due after `step`. Of `save_every_steps: auto`, rank 0's clock decides.
 
     auto: after each tenth of the run and after ten minutes, but not before 50 times as long as a save takes, so that about
     2 % of the time goes into it; at the end, that counts from the start. What the disk has no space for is not due.

@@ -13,7 +13,7 @@ MOST_ROWS = 10_000_000
 
 @dataclass(frozen=True)
 class TrackingConfig:
-    """Where trackers file a run.
+    """The project, name, group and tags under which trackers file a run.
 
     Attributes:
         project: None: the tracker's own variable (WANDB_PROJECT), else alignment. mlflow and aim call it an experiment.

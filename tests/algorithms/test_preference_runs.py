@@ -251,13 +251,20 @@ def test_demonstrations_without_an_effect_are_refused(settings, words):
 # The reference's log-probabilities on disk
 
 
-def test_wrong_numbers_with_a_right_checksum_are_found_by_computing_a_few_again(stage, make_stage, tmp_path):
+@pytest.fixture
+def cached(stage, make_stage, tmp_path):
+    """A run of one update that keeps the reference's numbers, its config, and their file in tmp_path/log_probs."""
     folder, policy = tmp_path / "log_probs", str(stage("sft") / "model")
     training = TrainingConfig(batch_size=8, max_steps=1)
     more = {"reference_log_probs": "cache", "reference_cache": str(folder), "training": training}
     run, config = make_stage("dpo", policy, tmp_path / "first", **more)
     run(config)
     (file,) = folder.iterdir()
+    return run, config, file
+
+
+def test_wrong_numbers_with_a_right_checksum_are_found_by_computing_a_few_again(cached, tmp_path):
+    run, config, file = cached
     with open(file, "rb") as opened:
         values = np.load(opened)
     with open(file, "wb") as opened:
@@ -268,13 +275,8 @@ def test_wrong_numbers_with_a_right_checksum_are_found_by_computing_a_few_again(
 
 
 @pytest.mark.parametrize("form", ["short", "no header", "a header of 10^12 numbers", "a directory"])
-def test_damaged_numbers_are_computed_again_with_a_note(form, stage, make_stage, tmp_path, read_metrics, capsys):
-    folder, policy = tmp_path / "log_probs", str(stage("sft") / "model")
-    training = TrainingConfig(batch_size=8, max_steps=1)
-    more = {"reference_log_probs": "cache", "reference_cache": str(folder), "training": training}
-    run, config = make_stage("dpo", policy, tmp_path / "first", **more)
-    run(config)
-    (file,) = folder.iterdir()
+def test_damaged_numbers_are_computed_again_with_a_note(form, cached, tmp_path, read_metrics, capsys):
+    run, config, file = cached
     content = file.read_bytes()
     match form:
         case "short":
@@ -291,7 +293,7 @@ def test_damaged_numbers_are_computed_again_with_a_note(form, stage, make_stage,
             (file / "inside").mkdir(parents=True)
     run(dataclasses.replace(config, output=str(tmp_path / "second")))
     assert "it is computed again" in capsys.readouterr().err and file.read_bytes() == content
-    assert len(list(folder.glob("damaged-*/inside"))) == (form == "a directory")  # nobody's files are deleted
+    assert len(list(file.parent.glob("damaged-*/inside"))) == (form == "a directory")  # nobody's files are deleted
     assert read_metrics(tmp_path / "first")[0]["loss"] == read_metrics(tmp_path / "second")[0]["loss"]
 
 

@@ -66,7 +66,7 @@ class SamplingSettings:
 
     @property
     def sampler_differs(self) -> bool:
-        """Whether responses come by construction from another distribution than that of the policy with the weights of now."""
+        """True where filters or vLLM draw responses from another distribution than that of the policy with its present weights."""
         return self.top_k > 0 or self.top_p < 1 or self.min_p > 0 or self.sampler == "vllm"
 
     @property

@@ -141,7 +141,7 @@ def log_samples(
 
 
 def sample_columns(rollout: Rollout, count: int = 2) -> Mapping[str, Sequence[object]]:
-    """What samples.jsonl says of the first `count` responses beside their scores: the parts, KL (nats), tokens, end."""
+    """Entries of samples.jsonl for the first `count` responses beside their scores: the parts, KL (nats), tokens, end."""
     mask = rollout.mask[:count]
     token_kl = None if rollout.token_kl is None else rollout.token_kl[:count]
     columns = kl_columns(rollout.log_probs[:count], rollout.reference_log_probs[:count], mask, token_kl)

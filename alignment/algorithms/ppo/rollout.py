@@ -272,7 +272,7 @@ def ask_in_batches(
     *,
     limit: float = math.inf,
 ) -> dict[str, Tensor]:
-    """What `ask` says of each response token, asked about a few rows at a time, [B, R].
+    """The numbers that `ask` gives for each response token, asked for a few rows at a time, [B, R].
 
     Args:
         limit: most tokens of these rows, below what the config has.

@@ -109,7 +109,7 @@ def source_files(source: str, split: str = "train") -> list[Path] | None:
 
 
 def files_left_out(source: str, split: str) -> str:
-    """How many files of a directory are not read because they are of no split or of another one; empty where all are."""
+    """A line that names files of a directory which are of no split, or of another one, and not read; empty without any."""
     if not Path(source).is_dir():
         return ""
     files = _files_inside(Path(source))

@@ -27,7 +27,7 @@ LENGTHS = ("config.training.epochs", "config.training.max_steps")  # may grow wh
 def identity_of(
     config: Mapping[str, object], parents: Sequence[str], files: Mapping[str, Sequence[Path]] | None = None
 ) -> dict[str, Any]:
-    """What must be equal to resume from a checkpoint: the settings that affect the result, and the content of all inputs.
+    """The settings that affect the result and the content of all inputs, which must be equal to resume from a checkpoint.
 
     Args:
         files: as in `input_hashes`.
@@ -71,7 +71,7 @@ def refuse_other_run(output: Path, stage: str, identity: Mapping[str, object]) -
 
 
 def _is_longer(old: object, new: object, finished: int) -> bool:
-    """Whether a config asks for more than the updates that the run of another one has finished."""
+    """True where a config asks for more updates than the run of another one has finished."""
     match old, new:
         case _, {"training": {"max_steps": int(steps)}}:
             return steps > finished

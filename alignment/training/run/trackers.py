@@ -118,7 +118,7 @@ def open_tracker(name: str, output: Path, stage: str, config: Mapping[str, Any])
 
 
 def tracker_arguments(name: str, run_name: str, tracking: Mapping[str, object]) -> dict[str, object]:
-    """Where a tracker files the run: as `training.tracking` says, else as its variables do, else the project is alignment.
+    """Arguments of a tracker: as `training.tracking` says, else its variables; without either the project is alignment.
 
     Args:
         run_name: of a run that is given no name.
