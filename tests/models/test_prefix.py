@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.testing import assert_close
 
+from alignment.adapters.specs import PrefixSpec
 from alignment.errors import UserError
 from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.ragged import Ragged
@@ -15,6 +16,7 @@ P = 5
 class Prefix(nn.Module):
     def __init__(self, spec):
         super().__init__()
+        self.spec = PrefixSpec(tokens=P)
         attention = spec.blocks[0].attention
         shape = (len(spec.blocks), 2, P, attention.key_value_heads, attention.head_dim)
         self.weight = nn.Parameter(torch.randn(shape, generator=torch.Generator().manual_seed(2)))
