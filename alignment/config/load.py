@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 from alignment.config.problems import Problem, explain_errors, follows_from, is_number, replace_wrong
 from alignment.config.yaml_source import Key, SourcedYaml, dotted, fill, override, read_yaml, references
 from alignment.errors import UserError, is_hidden, raise_all, suggest
+from alignment.settings import contradictions, deferred_checks
 
 T = TypeVar("T")
 Check = Callable[[object], Iterable[tuple[Key, str]]]  # a config -> its keys that are wrong, and why
@@ -125,6 +126,9 @@ def build(cls: type[T], document: SourcedYaml, check: Check | None = None) -> T:
         lines += [
             _line(document, each.key, each.checked, each.why) for each in wrong if not follows_from(each, replaced)
         ]
+    for key, why, read in contradictions(config):
+        if not any(each[: len(wrong)] == wrong for each in read for wrong in replaced):
+            lines.append(_line(document, key, key, why))
     for key, why in check(config) if check is not None and config is not None else ():
         if not follows_from(Problem(key, key[:-1], "", why), replaced):
             lines.append(_line(document, key, key, why))
@@ -142,7 +146,8 @@ def _validate(cls: type[T], values: object) -> tuple[T | None, list[Problem]]:
 
     try:
         # From JSON, strict mode accepts a list for a tuple and 1 for 1.0, but never text for a number.
-        return _checker(cls).model_validate_json(json.dumps({"config": values}, default=str)).config, []
+        with deferred_checks():
+            return _checker(cls).model_validate_json(json.dumps({"config": values}, default=str)).config, []
     except ValidationError as error:
         return None, explain_errors(cls, values, error.errors(include_url=False))
 

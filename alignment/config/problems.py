@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeGuard, Union, ca
 
 from alignment.config.yaml_source import Key, dotted
 from alignment.errors import is_hidden, suggest, without_secrets
+from alignment.settings import BOUNDS, default_text, limit_text
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -267,7 +268,9 @@ def _reason(cls: type, group: Sequence[_Located]) -> str:
     got = repr(error["input"]) if isinstance(error["input"], str) else json.dumps(without_secrets(error["input"]))
     shown = got if len(got) <= 80 else got[:77] + "..."
     unquoted = is_number(error["input"]) and any(each.error["type"] == "string_type" for each in group)
-    return f"{text}, got {shown}" + ("; put it in quotes" if unquoted else "")
+    sections = _sections(cls, key[:-1]) if error.get("ctx", {}).keys() & BOUNDS.keys() else []
+    default = default_text(sections[0], str(key[-1])) if sections else ""
+    return f"{text}, got {shown}{default}" + ("; put it in quotes" if unquoted else "")
 
 
 def _expected(cls: type, located: _Located) -> str:
@@ -286,6 +289,9 @@ def _expected(cls: type, located: _Located) -> str:
         return f"must be {context['expected']}" + (f" ({why})" if why else "")
     if kind == "value_error":
         return str(context["error"])
+    if bounds := context.keys() & BOUNDS.keys():
+        (bound,) = bounds
+        return limit_text(bound, context[bound])
     message = error["msg"]
     return EXPECTED[kind] if kind in EXPECTED else message[:1].lower() + message[1:]
 

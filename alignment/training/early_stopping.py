@@ -4,13 +4,15 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from alignment.settings import NonNegativeFloat, PositiveInt, Rule, Settings, refusal
+
 # The words of metric names that say which direction is better; none is in both.
 LOWER = frozenset({"loss", "nll", "perplexity", "error"})
 HIGHER = frozenset({"accuracy", "score", "rate", "f1", "match", "matthews", "precision", "recall", "margin", "reward"})
 
 
 @dataclass(frozen=True)
-class EarlyStopping:
+class EarlyStopping(Settings):
     """When a run ends before its last update.
 
     Attributes:
@@ -21,15 +23,10 @@ class EarlyStopping:
     """
 
     metric: str = "held_out_loss"
-    patience: int = 3
-    min_delta: float = 0.0
+    patience: PositiveInt = 3
+    min_delta: NonNegativeFloat = 0.0
 
-    def __post_init__(self) -> None:
-        is_lower_better(self.metric)
-        if self.patience < 1:
-            raise ValueError(f"patience must be at least 1 evaluation, got {self.patience}")
-        if not 0 <= self.min_delta < math.inf:
-            raise ValueError(f"min_delta must be 0 or above, got {self.min_delta}")
+    RULES = (Rule("metric", lambda c: refusal(is_lower_better, c.metric)),)
 
 
 def is_lower_better(metric: str) -> bool:
@@ -42,7 +39,7 @@ def is_lower_better(metric: str) -> bool:
     if bool(words & LOWER) == bool(words & HIGHER):
         known = ", ".join(sorted(LOWER)), ", ".join(sorted(HIGHER))
         raise ValueError(
-            f"metric {metric!r} does not say whether lower or higher is better; its name must have one of the words "
+            f"{metric!r} does not say whether lower or higher is better; its name must have one of the words "
             f"{known[0]} (lower) or {known[1]} (higher), such as held_out_loss"
         )
     return bool(words & LOWER)

@@ -1,12 +1,26 @@
 """Settings of the optimizer, and the learning rate as a pure function of the update number: no scheduler, no state."""
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Literal, get_args
+from typing import Annotated, Literal
+
+from annotated_types import Interval
+
+from alignment.patterns import compile_pattern
+from alignment.settings import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    Settings,
+    Share,
+    refusal,
+)
 
 OptimizerName = Literal["adamw", "adamw_8bit", "paged_adamw_8bit", "adafactor", "muon", "sgd"]
+Decay = Annotated[float, Interval(ge=0, lt=1)]
 Schedule = Literal["cosine", "linear", "constant", "wsd", "inverse_sqrt"]
 # The settings that not every optimizer or schedule has, and which has them.
 OPTIMIZER_SETTINGS: dict[str, tuple[str, ...]] = {
@@ -26,7 +40,7 @@ DEFAULT_TIMESCALE = 10_000  # of inverse_sqrt without a warm-up, as in transform
 
 
 @dataclass(frozen=True)
-class OptimConfig:
+class OptimConfig(Settings):
     """The optimizer and its learning rate schedule.
 
     A setting that the chosen optimizer or schedule does not have is refused where it differs from its default.
@@ -64,29 +78,68 @@ class OptimConfig:
     arXiv:2405.18392 (wsd with 1-sqrt); Zhai et al. 2022, arXiv:2106.04560 (inverse_sqrt).
     """
 
-    learning_rate: float
-    weight_decay: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
+    learning_rate: PositiveFloat
+    weight_decay: NonNegativeFloat = 0.0
+    betas: tuple[Decay, Decay] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
     schedule: Schedule = "cosine"
-    warmup_steps: int = 0
-    warmup_ratio: float = 0.0
-    min_learning_rate_ratio: float = 0.0
-    max_grad_norm: float = 1.0
+    warmup_steps: NonNegativeInt = 0
+    warmup_ratio: Decay = 0.0
+    min_learning_rate_ratio: Share = 0.0
+    max_grad_norm: NonNegativeFloat = 1.0
     name: OptimizerName = "adamw"
-    momentum: float | None = None
+    momentum: Decay | None = None
     adjust_lr_fn: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
-    beta2_decay: float = -0.8
-    clip_threshold: float = 1.0
-    learning_rates: dict[str, float] = field(default_factory=dict)
-    decay_ratio: float = 0.1
+    beta2_decay: Annotated[float, Interval(ge=-1, lt=0)] = -0.8
+    clip_threshold: PositiveFloat = 1.0
+    learning_rates: dict[str, PositiveFloat] = field(default_factory=dict)
+    decay_ratio: Annotated[float, Interval(gt=0, le=1)] = 0.1
     decay_type: Literal["1-sqrt", "linear", "cosine"] = "1-sqrt"
-    timescale: int | None = None
+    timescale: PositiveInt | None = None
 
-    def __post_init__(self) -> None:
-        _check_optimizer(self)
-        _check_learning_rate(self)
-        _check_schedule(self)
+    RULES = (
+        Rule("name", lambda c: _foreign(c, "name", OPTIMIZER_SETTINGS)),
+        Rule("schedule", lambda c: _foreign(c, "schedule", SCHEDULE_SETTINGS)),
+        Rule(
+            "learning_rate",
+            lambda c: c.learning_rate > c.highest_rate,
+            "must be at most 1, got {self.learning_rate}: every weight would move by about as much in each update; 1e-5 is "
+            "usual for fine-tuning, 1e-3 for small models",
+        ),
+        Rule(
+            "learning_rates",
+            lambda c: next((why for each in c.learning_rates if (why := refusal(compile_pattern, each))), ""),
+        ),
+        Rule(
+            "learning_rates",
+            lambda c: [key for key, factor in c.learning_rates.items() if factor * c.learning_rate > c.highest_rate],
+            "of {found} times learning_rate {self.learning_rate} must be at most 1: such a weight would move by as much",
+        ),
+        Rule(
+            "warmup_steps",
+            lambda c: c.warmup_steps and c.warmup_ratio,
+            "({self.warmup_steps}) and warmup_ratio ({self.warmup_ratio}) both say how long the warm-up is: leave one out",
+        ),
+        Rule(
+            "min_learning_rate_ratio",
+            lambda c: c.schedule == "inverse_sqrt" and c.min_learning_rate_ratio,
+            "has no effect with schedule: inverse_sqrt, leave it out",
+        ),
+        Rule(
+            "decay_ratio",
+            lambda c: c.schedule == "wsd" and c.decay_ratio + c.warmup_ratio > 1,
+            "({self.decay_ratio}) and warmup_ratio ({self.warmup_ratio}) must be at most 1 together",
+        ),
+    )
+
+    @property
+    def highest_rate(self) -> float:
+        """The largest sensible learning rate.
+
+        AdamW moves a weight by up to learning_rate * |g| / (|g| + eps): by the rate itself where eps is small. Adafactor
+        and Muon move the weights of a matrix by about the rate, too. SGD's step is proportional to the gradient: no limit.
+        """
+        return math.inf if self.name == "sgd" else max(1.0, self.eps)
 
     @property
     def momentum_or_default(self) -> float:
@@ -94,98 +147,15 @@ class OptimConfig:
         return MOMENTUM[self.name] if self.momentum is None else self.momentum
 
 
-def _check_optimizer(config: OptimConfig) -> None:
-    """Refuse an unknown optimizer, settings that it does not have, and values out of range."""
-    if config.name not in get_args(OptimizerName):
-        raise ValueError(f"name must be one of {', '.join(get_args(OptimizerName))}, got {config.name!r}")
-    _refuse_foreign(config, "name", config.name, OPTIMIZER_SETTINGS)
-    if config.weight_decay < 0:
-        raise ValueError(f"weight_decay must not be negative, got {config.weight_decay}; 0.0 or 0.1 are usual")
-    if not all(0 <= beta < 1 for beta in config.betas):
-        raise ValueError(f"betas must lie in [0, 1), got {config.betas}; (0.9, 0.999) is usual")
-    if config.eps <= 0:
-        raise ValueError(f"eps must be above 0, got {config.eps}; 1e-8 is usual")
-    if config.momentum is not None and not 0 <= config.momentum < 1:
-        raise ValueError(f"momentum must lie in [0, 1), got {config.momentum}; 0.9 to 0.95 is usual")
-    if config.adjust_lr_fn not in ("match_rms_adamw", "original"):
-        raise ValueError(f"adjust_lr_fn must be match_rms_adamw or original, got {config.adjust_lr_fn!r}")
-    if not -1 <= config.beta2_decay < 0:
-        raise ValueError(f"beta2_decay must lie in [-1, 0), got {config.beta2_decay}; -0.8 is usual")
-    if not (math.isfinite(config.clip_threshold) and config.clip_threshold > 0):
-        raise ValueError(f"clip_threshold must be above 0, got {config.clip_threshold}; 1.0 is usual")
-    if config.max_grad_norm < 0:
-        raise ValueError(f"max_grad_norm must not be negative, got {config.max_grad_norm}; 1.0 is usual, 0 is off")
-
-
-def _check_learning_rate(config: OptimConfig) -> None:
-    """Refuse learning rates that no run can have, the peak or one by a pattern."""
-    if not (math.isfinite(config.learning_rate) and config.learning_rate > 0):
-        raise ValueError(f"learning_rate must be above 0, got {config.learning_rate}; 1e-5 is usual for fine-tuning")
-    # AdamW moves a weight by up to learning_rate * |g| / (|g| + eps): by the rate itself where eps is small. Adafactor and
-    # Muon move the weights of a matrix by about the rate, too. SGD's step is proportional to the gradient: no limit.
-    limit = math.inf if config.name == "sgd" else max(1.0, config.eps)
-    if config.learning_rate > limit:
-        raise ValueError(
-            f"learning_rate must be at most 1, got {config.learning_rate}: every weight would move by about as much in "
-            "each update; 1e-5 is usual for fine-tuning, 1e-3 for small models"
-        )
-    for pattern, factor in config.learning_rates.items():
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"learning_rates: {pattern!r} is no regular expression: {error}") from error
-        if not (math.isfinite(factor) and factor > 0):
-            raise ValueError(f"learning_rates: the factor of {pattern!r} must be above 0, got {factor}; LoRA+ uses 16")
-        if config.learning_rate * factor > limit:
-            raise ValueError(
-                f"learning_rates: {factor} times learning_rate {config.learning_rate} must be at most 1 for {pattern!r}: "
-                "every such weight would move by about as much in each update"
-            )
-
-
-def _check_schedule(config: OptimConfig) -> None:
-    """Refuse an unknown schedule, settings that it does not have, and values out of range."""
-    if config.schedule not in get_args(Schedule):
-        *others, last = get_args(Schedule)
-        raise ValueError(f"schedule must be {', '.join(others)} or {last}, got {config.schedule!r}")
-    _refuse_foreign(config, "schedule", config.schedule, SCHEDULE_SETTINGS)
-    if config.warmup_steps < 0:
-        raise ValueError(f"warmup_steps must not be negative, got {config.warmup_steps}")
-    if not 0 <= config.warmup_ratio < 1:
-        raise ValueError(f"warmup_ratio must lie in [0, 1), got {config.warmup_ratio}; 0.03 to 0.1 is usual")
-    if config.warmup_steps and config.warmup_ratio:
-        raise ValueError(
-            f"warmup_steps ({config.warmup_steps}) and warmup_ratio ({config.warmup_ratio}) both say how long the warm-up "
-            "is: leave one out, or set it to 0"
-        )
-    if not 0 <= config.min_learning_rate_ratio <= 1:
-        raise ValueError(f"min_learning_rate_ratio must lie in [0, 1], got {config.min_learning_rate_ratio}")
-    if config.schedule == "inverse_sqrt" and config.min_learning_rate_ratio:
-        raise ValueError("min_learning_rate_ratio has no effect with schedule: inverse_sqrt, leave it out")
-    if not 0 < config.decay_ratio <= 1:
-        raise ValueError(f"decay_ratio must lie in (0, 1], got {config.decay_ratio}; 0.1 to 0.2 is usual")
-    if config.schedule == "wsd" and config.decay_ratio + config.warmup_ratio > 1:
-        raise ValueError(
-            f"warmup_ratio ({config.warmup_ratio}) and decay_ratio ({config.decay_ratio}) must be at most 1 together"
-        )
-    if config.decay_type not in ("1-sqrt", "linear", "cosine"):
-        raise ValueError(f"decay_type must be 1-sqrt, linear or cosine, got {config.decay_type!r}")
-    if config.timescale is not None and config.timescale < 1:
-        raise ValueError(
-            f"timescale must be at least 1 update, got {config.timescale}; null takes the warm-up's length"
-        )
-
-
-def _refuse_foreign(config: OptimConfig, key: str, chosen: str, settings: Mapping[str, tuple[str, ...]]) -> None:
-    """Refuse a setting that only others than `chosen` have, unless it has its default value."""
+def _foreign(config: OptimConfig, key: str, settings: Mapping[str, tuple[str, ...]]) -> str:
+    """Names a setting that only others than the chosen optimizer or schedule have and that differs from its default."""
+    chosen = getattr(config, key)
     foreign = {name for names in settings.values() for name in names} - set(settings.get(chosen, ()))
     for each in fields(config):
         if each.name in foreign and getattr(config, each.name) != each.default:
             users = ", ".join(name for name, names in settings.items() if each.name in names)
-            raise ValueError(
-                f"{each.name} has no effect with {key}: {chosen}; leave it out, or choose {key} among those that have it: "
-                f"{users}"
-            )
+            return f"{chosen} has no {each.name}; leave {each.name} out, or choose among those that have it: {users}"
+    return ""
 
 
 def warmup_updates(config: OptimConfig, total_steps: int) -> int:

@@ -2,13 +2,16 @@
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Interval
 
 from alignment.files import byte_count
+from alignment.settings import NonNegativeInt, PositiveInt, Rule, Settings, refusal
 from alignment.training.early_stopping import EarlyStopping, is_lower_better
 
-MOST_EPOCHS = 1_000_000
-MOST_ROWS = 10_000_000
+MOST_EPOCHS = 1_000_000  # more are counted by max_steps
+MOST_ROWS = 10_000_000  # of a batch: they are listed, also where they come from several epochs
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,7 @@ class TrackingConfig:
 
 
 @dataclass(frozen=True)
-class TrainingConfig:
+class TrainingConfig(Settings):
     """Length, batch size, precision, memory, checkpoints and logs of a run.
 
     Attributes:
@@ -67,72 +70,50 @@ class TrainingConfig:
         tracking: where these trackers file the run.
     """
 
-    epochs: float | None = 1
-    max_steps: int | None = None
-    batch_size: int = 32
-    micro_batch_tokens: int | Literal["auto"] = 8192
-    seed: int = 0
+    epochs: Annotated[float, Interval(gt=0, le=MOST_EPOCHS)] | None = 1
+    max_steps: PositiveInt | None = None
+    batch_size: Annotated[int, Interval(ge=1, le=MOST_ROWS)] = 32
+    micro_batch_tokens: PositiveInt | Literal["auto"] = 8192
+    seed: Annotated[int, Interval(ge=0, lt=2**63)] = 0
     precision: Literal["fp32", "bf16"] = "fp32"
     gradient_checkpointing: bool = False
     keep_activations: Literal["nothing", "attention", "products"] = "nothing"
     share_prompts: bool = True
     compile: bool = False
-    save_every_steps: int | Literal["auto"] = "auto"
-    keep_last_checkpoints: int = 2
+    save_every_steps: NonNegativeInt | Literal["auto"] = "auto"
+    keep_last_checkpoints: PositiveInt = 2
     max_shard_size: str = "5GB"
-    evaluate_every_steps: int = 0
+    evaluate_every_steps: NonNegativeInt = 0
     keep_best: str | None = None
     early_stopping: EarlyStopping | None = None
-    ema_decay: float | None = None
+    ema_decay: Annotated[float, Interval(gt=0, lt=1)] | None = None
     resume: bool = True
     again: bool = False
     trackers: list[str] = field(default_factory=list)
     tracking: TrackingConfig = field(default_factory=TrackingConfig)
 
-    def __post_init__(self) -> None:
-        if self.epochs is None and self.max_steps is None:
-            raise ValueError("set epochs or max_steps: with neither the run has no end")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise ValueError(f"max_steps must be at least 1, got {self.max_steps}")
-        if self.epochs is not None and self.epochs <= 0:
-            raise ValueError(f"epochs must be above 0, got {self.epochs}")
-        if self.epochs is not None and self.epochs > MOST_EPOCHS:
-            raise ValueError(f"epochs must be at most {MOST_EPOCHS:,}, got {self.epochs}; max_steps counts updates")
-        if not 0 <= self.seed < 2**63:
-            raise ValueError(f"seed must be at least 0 and below 2**63, got {self.seed}")
-        for name, least in (("batch_size", 1), ("micro_batch_tokens", 1), ("keep_last_checkpoints", 1)):
-            if getattr(self, name) != "auto" and getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-        if self.batch_size > MOST_ROWS:  # rows of a batch are listed, also where they come from several epochs
-            raise ValueError(f"batch_size must be at most {MOST_ROWS:,} rows, got {self.batch_size}")
-        if self.compile and self.gradient_checkpointing and self.keep_activations == "products":
-            raise ValueError(
-                "keep_activations: products cannot see the products inside the graphs of compile; set it to attention or "
-                "nothing, or compile to false"
-            )
-        try:
-            byte_count(self.max_shard_size)
-        except ValueError as error:
-            raise ValueError(f"max_shard_size: {error}") from error
-        for name in ("save_every_steps", "evaluate_every_steps"):
-            if getattr(self, name) != "auto" and getattr(self, name) < 0:
-                raise ValueError(f"{name} must not be negative, got {getattr(self, name)}; 0 is off")
-        self._check_selection()
-
-    def _check_selection(self) -> None:
-        """Refuse settings of the evaluation that leave it without effect."""
-        if self.keep_best is not None:
-            is_lower_better(self.keep_best)
-        if self.best_metric is not None and not self.evaluate_every_steps:
-            name = "early_stopping" if self.early_stopping is not None else "keep_best"
-            raise ValueError(f"{name} needs evaluations during the run: set evaluate_every_steps, such as 50")
-        if self.early_stopping is not None and self.keep_best not in (None, self.early_stopping.metric):
-            raise ValueError(
-                f"keep_best ({self.keep_best}) and early_stopping.metric ({self.early_stopping.metric}) must be the same; "
-                "leave keep_best out"
-            )
-        if self.ema_decay is not None and not 0 < self.ema_decay < 1:
-            raise ValueError(f"ema_decay must be above 0 and below 1, got {self.ema_decay}; 0.999 is usual")
+    RULES = (
+        Rule(
+            "max_steps", lambda c: c.epochs is None and c.max_steps is None, "or epochs must be set: the run has no end"
+        ),
+        Rule(
+            "keep_activations",
+            lambda c: c.keep_activations == "products" and c.compile and c.gradient_checkpointing,
+            "products cannot see the products inside the graphs of compile; set it to attention or nothing",
+        ),
+        Rule("max_shard_size", lambda c: refusal(byte_count, c.max_shard_size)),
+        Rule("keep_best", lambda c: c.keep_best is not None and refusal(is_lower_better, c.keep_best)),
+        Rule(
+            "evaluate_every_steps",
+            lambda c: c.best_metric is not None and not c.evaluate_every_steps,
+            "is 0, and keep_best and early_stopping need evaluations during the run; set it, such as 50",
+        ),
+        Rule(
+            "keep_best",
+            lambda c: c.early_stopping is not None and c.keep_best not in (None, c.early_stopping.metric),
+            "({self.keep_best}) and early_stopping.metric ({self.early_stopping.metric}) must be the same; leave it out",
+        ),
+    )
 
     @property
     def best_metric(self) -> str | None:

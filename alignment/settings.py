@@ -1,0 +1,188 @@
+"""The base of config classes: limits are types, contradictions are a table, and one start names all of both.
+
+A config is a frozen dataclass. What a single value may be is the type of its field; what values must not be together is a
+row of `RULES`. From Python a config is checked where it is made. From YAML `config.load.build` makes all sections first and
+asks `contradictions` afterwards, so that one wrong section hides nothing in the others.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import MISSING, fields, is_dataclass
+from types import MethodType
+from typing import Annotated, Any, ClassVar, NamedTuple, cast, get_args, get_type_hints
+
+from annotated_types import Ge, Gt, Interval, Le, Lt
+
+PositiveInt = Annotated[int, Ge(1)]
+NonNegativeInt = Annotated[int, Ge(0)]
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+Share = Annotated[float, Interval(ge=0, le=1)]
+
+BOUNDS = {"gt": "above", "ge": "at least", "lt": "below", "le": "at most"}  # annotated_types' names, and pydantic's
+
+Key = tuple[str | int, ...]
+_deferred: ContextVar[bool] = ContextVar("deferred", default=False)
+
+
+class Rule(NamedTuple):
+    """A contradiction.
+
+    Attributes:
+        key: the key to change.
+        wrong: config -> something true where the config contradicts itself, such as True or a text.
+        why: what comes after the key's name: the reason and the way out. `{self.KEY}` is a value of the config, `{found}`
+            what `wrong` gave.
+    """
+
+    key: str
+    wrong: Callable[[Any], object]
+    why: str = "{found}"
+
+
+class Contradiction(NamedTuple):
+    """A rule that a config breaks.
+
+    Attributes:
+        key: of the value to change, from the outermost section.
+        why: in words.
+        read: keys of the values that the rule looked at.
+    """
+
+    key: Key
+    why: str
+    read: frozenset[Key]
+
+
+class Settings:
+    """Base of config dataclasses.
+
+    Attributes:
+        RULES: contradictions among the fields of this class; those of its bases hold too.
+    """
+
+    RULES: ClassVar[Sequence[Rule]] = ()
+
+    def __post_init__(self) -> None:
+        if not _deferred.get():
+            wrong = list(_out_of_range(self)) or [(each.key[0], each.why) for each in _contradictions(self, ())]
+            if wrong:
+                raise ValueError("\n".join(f"{name} {why}" for name, why in wrong))
+
+
+@contextmanager
+def deferred_checks() -> Iterator[None]:
+    """Settings made inside are not checked; see `contradictions`."""
+    token = _deferred.set(True)
+    try:
+        yield
+    finally:
+        _deferred.reset(token)
+
+
+def contradictions(value: object, key: Key = ()) -> Iterator[Contradiction]:
+    """All broken rules of a config and of the sections in it; `key` is its own key."""
+    if is_dataclass(value):
+        for each in fields(value):
+            yield from contradictions(getattr(value, each.name), (*key, each.name))
+        yield from _contradictions(value, key) if isinstance(value, Settings) else ()
+    elif isinstance(value, (list, tuple, Mapping)):
+        items = value.items() if isinstance(value, Mapping) else enumerate(value)
+        for name, item in items:
+            yield from contradictions(item, (*key, name))
+
+
+def refusal(check: Callable[..., object], *arguments: Any, **options: Any) -> str:
+    """The text of the ValueError that a check raises; '' where it raises none."""
+    try:
+        check(*arguments, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def limit_text(bound: str, limit: float) -> str:
+    """`must be at least 1`, from annotated_types' name of a bound."""
+    return f"must be {BOUNDS[bound]} {int(limit) if limit == int(limit) else limit:,}"
+
+
+def default_text(cls: type, name: str) -> str:
+    """`; the default is 0.1` where a field has a number for a default, else ''."""
+    default = next((each.default for each in fields(cast(Any, cls)) if each.name == name), MISSING)
+    return f"; the default is {default}" if isinstance(default, (int, float)) else ""
+
+
+def _contradictions(settings: Settings, key: Key) -> Iterator[Contradiction]:
+    for cls in reversed(type(settings).__mro__):
+        for rule in cls.__dict__.get("RULES", ()):
+            read: set[Key] = set()
+            if found := rule.wrong(_Reader(settings, key, read)):
+                yield Contradiction((*key, rule.key), rule.why.format(self=settings, found=found), frozenset(read))
+
+
+def _out_of_range(settings: Settings) -> Iterator[tuple[str, str]]:
+    """Names of fields outside the limits of their types, and why; pydantic finds the same in YAML."""
+    for name, parts in _parts_of_types(type(settings)).items():
+        value = getattr(settings, name)
+        options = [part for part in parts if isinstance(part, str)]
+        if isinstance(value, str) and options and value not in options and str not in parts:
+            yield name, f"must be {' or '.join(map(repr, options))}, got {value!r}"
+        for number, part in itertools.product(_numbers(value), parts):
+            for bound, limit in _bounds(part):
+                inside = {"gt": number > limit, "ge": number >= limit, "lt": number < limit, "le": number <= limit}
+                if not inside[bound]:  # also where the number is NaN
+                    yield name, f"{limit_text(bound, limit)}, got {number}{default_text(type(settings), name)}"
+
+
+@functools.cache
+def _parts_of_types(cls: type) -> dict[str, list[object]]:
+    """Name of a field -> the types, limits and options that its type is made of."""
+    return {name: list(_parts(hint)) for name, hint in get_type_hints(cls, include_extras=True).items()}
+
+
+def _parts(hint: object) -> Iterator[object]:
+    yield hint
+    for part in get_args(hint):
+        yield from _parts(part)
+
+
+def _bounds(part: object) -> Iterator[tuple[str, float]]:
+    """Names and values of the bounds that a limit has."""
+    if isinstance(part, (Gt, Ge, Lt, Le, Interval)):
+        yield from ((name, getattr(part, name)) for name in BOUNDS if getattr(part, name, None) is not None)
+
+
+def _numbers(value: object) -> Iterator[float]:
+    """Numbers anywhere in a value; a truth value is none."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _numbers(item)
+
+
+class _Reader:
+    """Settings that note the key of every value that is read, in `read`; methods and properties are noted by what they read."""
+
+    def __init__(self, settings: Settings, key: Key, read: set[Key]):
+        self.__dict__.update(_settings=settings, _key=key, _read=read)
+
+    @property
+    def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]  (isinstance asks it)
+        return type(self._settings)
+
+    def __getattr__(self, name: str) -> Any:
+        settings, cls = self._settings, type(self._settings)
+        in_class = getattr(cls, name, None)
+        if isinstance(in_class, property):
+            return cast(Any, in_class.fget)(self)
+        if callable(in_class) and name not in settings.__dict__:
+            return MethodType(in_class, self)
+        value = getattr(settings, name)
+        if name not in settings.__dict__:
+            return value
+        self._read.add((*self._key, name))
+        return _Reader(value, (*self._key, name), self._read) if isinstance(value, Settings) else value
