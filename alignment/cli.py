@@ -57,14 +57,21 @@ app.add_typer(inspect, name="inspect")
 
 
 class ConfigCommand(TyperCommand):
-    """A command that runs a stage, its context's `obj`; the help goes on with the keys of the stage's config."""
+    """A command that runs a stage, its context's `obj`; `--help [all | KEY]` describes the keys of the stage's config."""
+
+    def parse_args(self, ctx: "Context", args: list[str]) -> list[str]:
+        """Note the word after `--help`."""
+        ctx.meta["topic"] = next(iter(args[args.index("--help") + 1 :]), None) if "--help" in args else None
+        return super().parse_args(ctx, args)
 
     def format_help(self, ctx: "Context", formatter: "HelpFormatter") -> None:
-        """Print the help."""
-        super().format_help(ctx, formatter)
+        """Print the usage of the command, unless one key is asked for, and the keys."""
+        topic = ctx.meta["topic"]
+        if topic in (None, "all"):
+            super().format_help(ctx, formatter)
         from alignment.commands.keys import describe_keys
 
-        typer.echo(describe_keys(ctx.obj, max(60, shutil.get_terminal_size().columns - 1)))
+        typer.echo(describe_keys(ctx.obj, max(60, shutil.get_terminal_size().columns - 1), topic))
 
 
 @app.callback()

@@ -117,13 +117,19 @@ def test_the_schema_refuses_unknown_keys_and_names_required_ones():
 
 
 @pytest.mark.parametrize("command", [["sft"], ["online-dpo"], ["evaluate", "winrate"]])
-def test_help_lists_the_keys(command, capsys):
-    assert cli.main([*command, "--help"]) == 0
-    shown = capsys.readouterr().out
-    stage = {"online-dpo": "online_dpo"}.get(command[-1], command[-1])
-    for key in config_keys(find_stage(stage)[0]):
-        assert f"  {key.name}  (" in shown
-    assert "data.max_length  (integer; default 1024)" in shown
+def test_help_shows_the_keys_that_matter_first_then_all_then_one(command, capsys):
+    def shown(*topic: str) -> str:
+        assert cli.main([*command, "--help", *topic]) == 0
+        return capsys.readouterr().out
+
+    keys = config_keys(find_stage(command[-1].replace("-", "_"))[0])
+    lines = [line for line in shown().partition("keys that matter first")[2].splitlines() if line.startswith("  ")]
+    assert len(lines) <= 20 and "data.train (required)" in "".join(lines)
+    everything = shown("all")
+    assert all(f"  {key.name} (" in everything for key in keys)
+    (head, *_) = shown("data.max_length").splitlines()
+    assert head == "  data.max_length (default 1024): integer"
+    assert cli.main([*command, "--help", "data.max_lenth"]) == 2 and "data.max_length" in capsys.readouterr().err
 
 
 def test_schema_is_printed_for_a_stage_and_no_other_name(capsys):
