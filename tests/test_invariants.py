@@ -19,7 +19,8 @@ from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec, attach, load_adapter, merge_adapter, save_adapter
 from alignment.algorithms import dpo, reward
-from alignment.algorithms.policies import language_loss_fn, load_policy, load_value_model, reference_of
+from alignment.algorithms.language import language_loss_fn
+from alignment.algorithms.policies import load_policy, load_value_model, reference_of
 from alignment.algorithms.ppo import ppo
 from alignment.algorithms.ppo.advantages import add_advantages
 from alignment.algorithms.ppo.controllers import ScoreNormalizer

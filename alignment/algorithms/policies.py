@@ -6,7 +6,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Protocol, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +18,14 @@ from alignment.data.tokenizers.load import check_vocabulary, save_tokenizer
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory
-from alignment.loading import architecture_of, find_base, find_directory, load_frozen_model, set_special_tokens
-from alignment.losses.language import TokenLoss
+from alignment.loading import (
+    architecture_of,
+    find_base,
+    find_directory,
+    load_frozen_model,
+    load_tokenizer,
+    set_special_tokens,
+)
 from alignment.models.external.models import ExternalModel
 from alignment.models.families import is_external_type
 from alignment.models.frozen_weights import store_frozen, train_in_float32
@@ -39,9 +45,8 @@ from alignment.models.shared_weights import SharedWeights
 from alignment.models.vocabulary import OWN_FAMILIES_ONLY, grow_vocabulary
 from alignment.models.weights_config import DEFAULT_WEIGHTS, WeightsConfig
 from alignment.ragged import Ragged, Seq2Seq
-from alignment.training import Engine, LossFn, LossSum, Run
+from alignment.training import Engine, Run
 from alignment.training.distributed import launched_kind, launched_rank
-from alignment.training.source_metrics import ONE_SOURCE, Sources
 
 
 @dataclass(frozen=True)
@@ -67,22 +72,14 @@ class Policy:
     disabled_is_start: bool = False
 
 
-class LogProbModel(Protocol):
-    """A language model, or a reference, called on a batch for the log-probabilities of its targets."""
-
-    def __call__(self, *, batch: Ragged | Seq2Seq, temperature: float = 1.0) -> LanguageOutput: ...
-
-
-class RegularizedModel(Protocol):
-    """A decoder, called on a batch also for the loss of each target with label smoothing or z-loss."""
-
-    def __call__(
-        self, *, batch: Ragged | Seq2Seq, temperature: float = 1.0, token_loss: TokenLoss | None = None
-    ) -> LanguageOutput: ...
-
-
 def load_policy(
-    source: str, adapter: AdapterSpec | None, tokenizer: Tokenizer, output: str, *, bases: SharedWeights | None = None
+    source: str,
+    adapter: AdapterSpec | None,
+    tokenizer: Tokenizer,
+    output: str,
+    *,
+    bases: SharedWeights | None = None,
+    new_tokens: Sequence[str] = (),
 ) -> Policy:
     """The language model to train, from a model or an adapter directory.
 
@@ -92,6 +89,7 @@ def load_policy(
         tokenizer: the checkpoint's.
         output: the run's directory; see `_load_start` for what may be written there.
         bases: gives the frozen weights under an adapter, which other networks may share.
+        new_tokens: of `tokenizer`, for which the model gets rows.
 
     Raises:
         UserError: the model is no decoder, or its tokenizer has ids that the model has no row for.
@@ -99,7 +97,11 @@ def load_policy(
     _refuse_unless_decoder(source, "a policy is a decoder; start from one")
     bases = bases or SharedWeights()
     reader = _Reader(load_language_model, bases.language_model, bases.weights)
-    return _load_start(source, adapter, tokenizer, output, reader)
+    if not new_tokens:
+        return _load_start(source, adapter, tokenizer, output, reader)
+    check_new_tokens(source)
+    start = _load_start(source, adapter, load_tokenizer(source), output, reader)
+    return with_new_tokens(start, tokenizer, new_tokens)
 
 
 def load_value_model(
@@ -431,50 +433,3 @@ def save_output(
             pass
     engine.process_group.barrier()
     return directory
-
-
-def language_loss_fn(model: LogProbModel, sources: Sources = ONE_SOURCE) -> LossFn:
-    """Loss function of a language model: -log p(token), summed over the batch's targets; its exponential is `perplexity`.
-
-    Mixtures of experts add their load-balancing loss, times the number of targets.
-
-    Args:
-        model: called on a batch.
-        sources: told apart in metrics, and weighed.
-    """
-
-    def loss_fn(batch: Ragged | Seq2Seq) -> LossSum:
-        output = model(batch=batch)
-        nll = -output.log_probs
-        return _with_balance(sources.loss_sum(nll, batch, perplexity=nll), output, batch)
-
-    return loss_fn
-
-
-def regularized_loss_fn(model: RegularizedModel, token_loss: TokenLoss, sources: Sources = ONE_SOURCE) -> LossFn:
-    """`language_loss_fn` with label smoothing or z-loss in each target's loss; -log p(token) itself is the metric `nll`."""
-
-    def loss_fn(batch: Ragged | Seq2Seq) -> LossSum:
-        output = model(batch=batch, token_loss=token_loss)
-        assert output.losses is not None
-        nll = -output.log_probs.detach()
-        loss = sources.loss_sum(output.losses, batch, {"nll": nll.sum()}, perplexity=nll)
-        return _with_balance(loss, output, batch)
-
-    return loss_fn
-
-
-def _with_balance(loss: LossSum, output: LanguageOutput, batch: Ragged | Seq2Seq) -> LossSum:
-    """The loss with perplexity, and the load-balancing loss of a mixture of experts, times what the targets weigh."""
-    nll = -output.log_probs.detach()
-    means = loss.means | {"perplexity": (nll.sum(), nll.new_tensor(float(len(nll))))}
-    if output.balance is None:
-        return replace(loss, means=means)
-    balance = output.balance * batch.weight
-    return LossSum(loss.total + balance, {**loss.metrics, "balance_loss": balance}, means)
-
-
-def sequence_log_probs(model: LogProbModel, batch: Ragged) -> Tensor:
-    """Log-probability of each document's targets together, nats, [B]."""
-    log_probs = model(batch=batch).log_probs  # [M]
-    return log_probs.new_zeros(len(batch.lengths)).index_add(0, batch.target_rows, log_probs)

@@ -3,19 +3,14 @@
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Interval
 
 from alignment.adapters.specs import AdapterSpec, refuse_new_tokens
+from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.memory_notes import Role, note_memory
-from alignment.algorithms.policies import (
-    RegularizedModel,
-    check_new_tokens,
-    language_loss_fn,
-    load_policy,
-    regularized_loss_fn,
-    save_policy,
-    with_new_tokens,
-)
+from alignment.algorithms.policies import load_policy, save_policy
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_split, sources_of
 from alignment.algorithms.samples import SamplesConfig, response_writer
 from alignment.data.batches import collate, collate_whole
@@ -25,12 +20,12 @@ from alignment.losses.language import TokenLoss
 from alignment.models.embedding_noise import add_embedding_noise
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig, check_weights
-from alignment.training import LossFn, OptimConfig, TrainingConfig, fit
-from alignment.training.source_metrics import Sources
+from alignment.settings import NonNegativeFloat, PositiveFloat, Rule, Settings, refusal
+from alignment.training import OptimConfig, TrainingConfig, fit
 
 
 @dataclass(frozen=True)
-class SFTConfig:
+class SFTConfig(Settings):
     """Settings of one supervised fine-tuning run.
 
     Attributes:
@@ -63,19 +58,17 @@ class SFTConfig:
     add_special_tokens: tuple[str, ...] = ()
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     loss_on: Literal["completion", "all"] = "completion"
-    label_smoothing: float = 0.0
-    z_loss: float = 0.0
-    neftune_alpha: float | None = None
+    label_smoothing: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    z_loss: NonNegativeFloat = 0.0
+    neftune_alpha: PositiveFloat | None = None
     samples: SamplesConfig | None = None
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
-    def __post_init__(self) -> None:
-        check_weights(self.weights, frozen=self.adapter is not None)
-        refuse_new_tokens(self.adapter, self.new_tokens)
-        TokenLoss(self.label_smoothing, self.z_loss)  # refuses what is out of range
-        if self.neftune_alpha is not None and not self.neftune_alpha > 0:
-            raise ValueError(f"neftune_alpha must be above 0, got {self.neftune_alpha}; 5 is usual, null is off")
+    RULES = (
+        Rule("weights", lambda c: refusal(check_weights, c.weights, frozen=c.adapter is not None)),
+        Rule("add_tokens", lambda c: refusal(refuse_new_tokens, c.adapter, c.new_tokens)),
+    )
 
     @property
     def new_tokens(self) -> tuple[str, ...]:
@@ -83,9 +76,9 @@ class SFTConfig:
         return (*self.add_tokens, *self.add_special_tokens)
 
     @property
-    def token_loss(self) -> TokenLoss:
-        """What is minimized for each token."""
-        return TokenLoss(self.label_smoothing, self.z_loss)
+    def token_loss(self) -> TokenLoss | None:
+        """The loss of a token, where it is not -log p(token)."""
+        return TokenLoss(self.label_smoothing, self.z_loss) if self.label_smoothing or self.z_loss else None
 
 
 def run(config: SFTConfig) -> Path:
@@ -102,15 +95,13 @@ def run(config: SFTConfig) -> Path:
     with open_run(config, "sft", parents=[config.policy]) as run:
         if run.finished:
             return run.output / "model"
-        if config.new_tokens:
-            check_new_tokens(config.policy)
         new = {"add_tokens": config.add_tokens, "add_special_tokens": config.add_special_tokens}
         tokenizer = load_tokenizer(config.policy, config.chat_template, **new)
         train, held_out = read_split(config, "demonstrations", tokenizer, run)
-        own = load_tokenizer(config.policy) if config.new_tokens else tokenizer
-        policy = load_policy(config.policy, config.adapter, own, config.output, bases=SharedWeights(config.weights))
-        if config.new_tokens:
-            policy = with_new_tokens(policy, tokenizer, config.new_tokens)
+        policy = load_policy(
+            config.policy, config.adapter, tokenizer, config.output,
+            bases=SharedWeights(config.weights), new_tokens=config.new_tokens,
+        )  # fmt: skip
         check_rows(policy.model, train + held_out, config.data.max_length)
         if config.neftune_alpha is not None:
             add_embedding_noise(policy.model, config.neftune_alpha)
@@ -120,15 +111,8 @@ def run(config: SFTConfig) -> Path:
         sources = sources_of(config.data)
         fit(
             engine, stream, sources.weighted(collate_whole if config.loss_on == "all" else collate),
-            sft_loss_fn(engine.model, config, sources),
+            language_loss_fn(engine.model, sources, config.token_loss),
             training=config.training, run=run, held_out=held_out, save=save,
             observe=config.samples and response_writer(config.samples, policy, engine, held_out or train, run),
         )  # fmt: skip
         return run.output / "model"
-
-
-def sft_loss_fn(model: RegularizedModel, config: SFTConfig, sources: Sources) -> LossFn:
-    """Loss function of SFT: -log p(token), with label smoothing or z-loss where they are on."""
-    if config.token_loss.plain:
-        return language_loss_fn(model, sources)
-    return regularized_loss_fn(model, config.token_loss, sources)

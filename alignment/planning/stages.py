@@ -19,8 +19,8 @@ from alignment.algorithms.dpo.reference_cache import CACHED_ROWS
 from alignment.algorithms.finetune.finetune import FinetuneConfig
 from alignment.algorithms.finetune.model import HEADS
 from alignment.algorithms.finetune.scoring import finetune_loss_fn
+from alignment.algorithms.language import LogProbModel
 from alignment.algorithms.online_dpo.config import OnlineDPOConfig
-from alignment.algorithms.policies import LogProbModel, language_loss_fn
 from alignment.algorithms.ppo.loss_functions import policy_and_value_loss_fn, policy_loss_fn, value_loss_fn
 from alignment.algorithms.ppo.rollout import RolloutBatch
 from alignment.algorithms.ppo.setup import PPOConfig
@@ -29,7 +29,7 @@ from alignment.algorithms.pretrain.pretrain import PretrainConfig
 from alignment.algorithms.reward import RewardConfig
 from alignment.algorithms.reward_losses import OBJECTIVES, Measured, objective_loss_fn
 from alignment.algorithms.reward_networks import networks_of
-from alignment.algorithms.sft import SFTConfig
+from alignment.algorithms.sft import SFTConfig, language_loss_fn
 from alignment.data.batches import (
     PairBatch,
     PreferenceBatch,

@@ -9,7 +9,7 @@ import torch
 from alignment.adapters import LoRASpec
 from alignment.algorithms import reward, sft
 from alignment.algorithms.dpo import dpo
-from alignment.algorithms.policies import language_loss_fn
+from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.ppo.metrics import log_samples
 from alignment.algorithms.ppo.rollout import Rollout
 from alignment.algorithms.ppo.setup import start_value_model

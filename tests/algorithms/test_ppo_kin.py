@@ -11,7 +11,7 @@ import torch
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec
-from alignment.algorithms.policies import language_loss_fn
+from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.ppo import iterate
 from alignment.algorithms.ppo import ppo as ppo_module
 from alignment.algorithms.ppo.advantages import add_advantages

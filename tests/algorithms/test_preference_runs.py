@@ -14,7 +14,7 @@ from torch.testing import assert_close
 
 from alignment.algorithms.dpo import DPOConfig, dpo_loss_fn
 from alignment.algorithms.dpo.updates import PreferenceUpdates, demonstrations
-from alignment.algorithms.policies import language_loss_fn
+from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.runs import to_dict
 from alignment.data.batches import collate, collate_pairs
 from alignment.data.config import DataConfig, SourceConfig

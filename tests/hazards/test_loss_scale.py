@@ -53,7 +53,7 @@ def test_h10_the_loss_is_the_mean_over_all_tokens_of_the_global_batch(cut):
 
 
 def test_h10_an_sft_update_does_not_depend_on_how_the_batch_is_cut(checkpoints):
-    from alignment.algorithms.policies import language_loss_fn
+    from alignment.algorithms.language import language_loss_fn
     from alignment.data.batches import collate
     from alignment.data.examples import Example
     from alignment.loading import load_model

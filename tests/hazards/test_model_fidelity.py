@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
 from alignment.adapters import LoRASpec, PrefixSpec
-from alignment.algorithms.policies import language_loss_fn, load_policy
+from alignment.algorithms.language import language_loss_fn
+from alignment.algorithms.policies import load_policy
 from alignment.data.batches import collate
 from alignment.data.examples import Example
 from alignment.errors import UserError

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from alignment.algorithms.policies import language_loss_fn
+from alignment.algorithms.language import language_loss_fn
 from alignment.data.batches import collate, collate_pairs
 from alignment.data.examples import Example, PairExample
 from alignment.models.build import build_language_model

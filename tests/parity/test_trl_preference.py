@@ -130,7 +130,7 @@ def ours(policy, reference, given=None, **settings):
 
 def all_inputs(policy, reference) -> GlobalInputs:
     """What a loss takes of the whole batch."""
-    from alignment.algorithms.policies import sequence_log_probs
+    from alignment.algorithms.language import sequence_log_probs
 
     (batch,) = collate_pairs(make_pairs(), 10_000)
     with torch.no_grad():
@@ -270,7 +270,7 @@ def test_labels_have_the_loss_and_gradients_of_trl(name):
         for pair in make_pairs() for example, desirable in ((pair.chosen, True), (pair.rejected, False))
     ][:7]  # fmt: skip
     from alignment.algorithms.dpo.updates import mismatched_rows
-    from alignment.algorithms.policies import sequence_log_probs
+    from alignment.algorithms.language import sequence_log_probs
     from alignment.losses.unpaired import kl_reference_point
 
     mismatched = mismatched_rows(rows, 32, None)

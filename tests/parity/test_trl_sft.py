@@ -8,14 +8,14 @@ import torch
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from alignment.algorithms.sft import SFTConfig, sft_loss_fn
+from alignment.algorithms.language import language_loss_fn
+from alignment.algorithms.sft import SFTConfig
 from alignment.data.batches import collate, collate_whole
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example
 from alignment.loading import load_model
 from alignment.models.embedding_noise import add_embedding_noise
 from alignment.models.huggingface.checkpoint import save_model
-from alignment.training.source_metrics import ONE_SOURCE
 
 pytest.importorskip("trl")
 
@@ -61,7 +61,7 @@ def ours(checkpoint: str, config: SFTConfig, rows: list, folder: Path) -> tuple[
         add_embedding_noise(model, config.neftune_alpha)
     examples = [Example(ids, [False] * prompt + [True] * (len(ids) - prompt), "") for ids, prompt in rows]
     (batch,) = (collate_whole if config.loss_on == "all" else collate)(examples, 10**6)
-    loss = sft_loss_fn(model, config, ONE_SOURCE)(batch).total / batch.weight
+    loss = language_loss_fn(model, token_loss=config.token_loss)(batch).total / batch.weight
     loss.backward()
     with torch.no_grad():
         for parameter in model.parameters():

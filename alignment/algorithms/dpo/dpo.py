@@ -28,8 +28,9 @@ from alignment.algorithms.dpo.updates import (
     mismatched_rows,
     with_sft,
 )
+from alignment.algorithms.language import LogProbModel
 from alignment.algorithms.memory_notes import Role, note_memory
-from alignment.algorithms.policies import LogProbModel, load_policy, note_dropout_off, reference_of, save_policy
+from alignment.algorithms.policies import load_policy, note_dropout_off, reference_of, save_policy
 from alignment.algorithms.runs import check_rows, open_run, prepare_training, read_examples, read_split, sources_of
 from alignment.data.batches import (
     PairBatch,

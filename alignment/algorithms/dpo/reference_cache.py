@@ -18,7 +18,8 @@ import torch
 
 from alignment.adapters.files import is_adapter
 from alignment.algorithms.dpo.setup import DPOConfig
-from alignment.algorithms.policies import LogProbModel, Policy, reference_of, sequence_log_probs
+from alignment.algorithms.language import LogProbModel, sequence_log_probs
+from alignment.algorithms.policies import Policy, reference_of
 from alignment.data.batches import collate
 from alignment.data.examples import Example, LabeledExample, PairExample, PreferenceExample, RankedExample, RowSequence
 from alignment.errors import UserError

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from alignment.algorithms.dpo.setup import WeightedLoss
-from alignment.algorithms.policies import LogProbModel, sequence_log_probs
+from alignment.algorithms.language import LogProbModel, sequence_log_probs
 from alignment.data.batches import PairBatch, PreferenceBatch, RankedBatch, UnpairedBatch, padded_groups
 from alignment.losses.direct_preference import f_divergence_scores
 from alignment.losses.preference import preference_metrics

@@ -21,7 +21,7 @@ from alignment.algorithms.dpo.responses import (
     response_log_probs,
 )
 from alignment.algorithms.dpo.setup import DPOConfig, WeightedLoss
-from alignment.algorithms.policies import LogProbModel, language_loss_fn
+from alignment.algorithms.language import LogProbModel, language_loss_fn
 from alignment.algorithms.runs import sources_of
 from alignment.data.batches import PairBatch, PreferenceBatch, RankedBatch, UnpairedBatch, collate
 from alignment.data.examples import Example, LabeledExample, PreferenceExample, TokenizedRow

@@ -12,8 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.memory_notes import note_memory
-from alignment.algorithms.policies import language_loss_fn, note_dropout_off, save_policy
+from alignment.algorithms.policies import note_dropout_off, save_policy
 from alignment.algorithms.ppo.advantages import add_advantages, add_baseline
 from alignment.algorithms.ppo.evaluation import evaluate_if_due, is_over, note_start
 from alignment.algorithms.ppo.loss_functions import policy_and_value_loss_fn, policy_loss_fn, value_loss_fn, weighed

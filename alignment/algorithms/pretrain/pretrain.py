@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from alignment.adapters.specs import AdapterSpec, refuse_new_tokens
+from alignment.algorithms.language import language_loss_fn
 from alignment.algorithms.policies import (
     Policy,
     check_new_tokens,
-    language_loss_fn,
     load_pretraining_start,
     save_policy,
     tokenizer_settings,
