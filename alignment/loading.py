@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,35 +76,71 @@ def _hub_refusal(error: Exception) -> str:
     return str(error)
 
 
-def find_base(adapter: Path) -> Path:
-    """Return the local directory of an adapter's base model.
+class Checkpoint:
+    """A model or adapter directory, found once.
 
-    Raises:
-        UserError: the base model is neither on disk nor on the Hub; the message names the adapter.
+    Attributes:
+        source: directory or Hub name, as the user wrote it.
+        directory: its local directory.
+        is_adapter: True where it holds an adapter.
+        base: the directory of the weights: that of the adapter's base model, or `directory` itself.
     """
-    base = read_base(adapter)
-    try:
-        return find_directory(base, read_revision(adapter))
-    except UserError as error:
-        raise UserError(
-            f"{adapter}: the adapter's base model is missing ({error}); put it back, or write where it is as "
-            "base_model_name_or_path into adapter_config.json"
-        ) from error
+
+    def __init__(self, source: str | Path):
+        """Find a directory or download a Hub name; see `find_directory`."""
+        self.source, self.directory = str(source), find_directory(str(source))
+        self.is_adapter = is_adapter(self.directory)
+
+    @cached_property
+    def base(self) -> Path:
+        """The directory of the weights.
+
+        Raises:
+            UserError: an adapter's base model is neither on disk nor on the Hub; the message names the adapter.
+        """
+        if not self.is_adapter:
+            return self.directory
+        try:
+            return find_directory(read_base(self.directory), read_revision(self.directory))
+        except UserError as error:
+            raise UserError(
+                f"{self.directory}: the adapter's base model is missing ({error}); put it back, or write where it is as "
+                "base_model_name_or_path into adapter_config.json"
+            ) from error
+
+    def file(self, name: str) -> Path:
+        """A file of the directory, or of the base where an adapter has none of that name."""
+        return (self.base if self.is_adapter and not (self.directory / name).is_file() else self.directory) / name
+
+    def with_adapter(self, model: NativeModel | ExternalModel) -> NativeModel | ExternalModel:
+        """Return the base model with the adapter, if there is one."""
+        if not self.is_adapter:
+            return model
+        from alignment.adapters.peft_files import load_adapter
+
+        return load_adapter(model, self.directory)
 
 
-def architecture_of(source: str) -> Architecture:
-    """Whether a model, or the base model of an adapter or ensemble, is a decoder, an encoder or an encoder-decoder; no weights are read."""
-    directory = find_directory(source)
-    directory = (read_members(directory) or [directory])[0]
-    directory = find_base(directory) if is_adapter(directory) else directory
-    config = read_config(directory)
-    if is_external_type(config):
-        return external_architecture(directory)
-    return family_of(config).architecture
+def open_checkpoint(source: str | Checkpoint) -> Checkpoint:
+    """Return a checkpoint by its directory or Hub name, or as it is."""
+    return source if isinstance(source, Checkpoint) else Checkpoint(source)
+
+
+def find_base(adapter: Path) -> Path:
+    """Return the local directory of an adapter's base model; errors as in `Checkpoint.base`."""
+    return Checkpoint(adapter).base
+
+
+def architecture_of(source: str | Checkpoint) -> Architecture:
+    """Return the architecture of a model, or of the base of an adapter or ensemble; no weights are read."""
+    checkpoint = open_checkpoint(source)
+    base = Checkpoint(members[0]).base if (members := read_members(checkpoint.directory)) else checkpoint.base
+    config = read_config(base)
+    return external_architecture(base) if is_external_type(config) else family_of(config).architecture
 
 
 def load_tokenizer(
-    source: str,
+    source: str | Checkpoint,
     chat_template: str | None = None,
     *,
     add_tokens: Sequence[str] = (),
@@ -119,16 +156,13 @@ def load_tokenizer(
     Raises:
         UserError: no such tokenizer or template, or one that does not fit the vocabulary; tokens that cannot be added.
     """
-    directory = find_directory(source)
-    if not (directory / "tokenizer.json").exists() and is_adapter(directory):
-        directory = find_base(directory)
-    tokenizer = read_tokenizer_files(directory)
+    tokenizer = read_tokenizer_files(open_checkpoint(source).file("tokenizer.json").parent)
     if add_tokens or add_special_tokens:
         add_new_tokens(tokenizer, add_tokens, add_special_tokens)
     return with_chat_template(tokenizer, chat_template)
 
 
-def describe_stop_tokens(source: str, tokenizer: Tokenizer) -> str:
+def describe_stop_tokens(source: str | Checkpoint, tokenizer: Tokenizer) -> str:
     """Say which tokens end a response, and which end tokens of generation_config.json do not, in one sentence.
 
     Args:
@@ -138,11 +172,8 @@ def describe_stop_tokens(source: str, tokenizer: Tokenizer) -> str:
     Raises:
         UserError: generation_config.json is no JSON object, or its end tokens are no ids.
     """
-    directory = find_directory(source)
-    if is_adapter(directory) and not (directory / GENERATION_CONFIG).is_file():
-        directory = find_base(directory)
-    path = directory / GENERATION_CONFIG
-    named = (read_generation_config(directory) or {}).get("eos_token_id")
+    path = open_checkpoint(source).file(GENERATION_CONFIG)
+    named = (read_generation_config(path.parent) or {}).get("eos_token_id")
     named = [] if named is None else named if isinstance(named, list) else [named]
     if not all(type(token) is int for token in named):
         raise UserError(f"{path}: eos_token_id must be a token's id or a list of ids, got {named!r}")
@@ -157,7 +188,7 @@ def describe_stop_tokens(source: str, tokenizer: Tokenizer) -> str:
 
 
 def load_model(
-    source: str,
+    source: str | Checkpoint,
     dtype: str | torch.dtype = "float32",
     device: str | torch.device = "cpu",
     *,
@@ -179,15 +210,16 @@ def load_model(
         UserError: something in the directory is missing, unknown or unsafe.
     """
     require_bitsandbytes(quantize)
-    directory = find_directory(source)
-    base = find_base(directory) if is_adapter(directory) else directory
-    model = load_language_model(base, torch_dtype(dtype), "cpu" if quantize else device)
+    checkpoint = open_checkpoint(source)
+    model = load_language_model(checkpoint.base, torch_dtype(dtype), "cpu" if quantize else device)
     model = model if quantize is None else quantize_blocks(model, quantize).to(device)
-    _warn_of_type(model)
-    return _with_adapter(model, directory).eval()
+    weight = next(model.parameters())
+    if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
+        warn_of_slow_bfloat16()
+    return checkpoint.with_adapter(model).eval()
 
 
-def load_frozen_model(source: str, bases: SharedWeights, device: str | torch.device = "cpu") -> Any:
+def load_frozen_model(source: str | Checkpoint, bases: SharedWeights, device: str | torch.device = "cpu") -> Any:
     """Load a language model that does not train, such as a reference, in eval mode.
 
     It computes in float32, or in the type of the autocast around a call, however its weights are held.
@@ -199,25 +231,9 @@ def load_frozen_model(source: str, bases: SharedWeights, device: str | torch.dev
     Raises:
         UserError: as for `load_model`.
     """
-    directory = find_directory(source)
-    base = bases.language_model(find_base(directory) if is_adapter(directory) else directory).to(device)
-    return _with_adapter(base, directory).requires_grad_(False).eval()
-
-
-def _with_adapter(model: NativeModel | ExternalModel, directory: Path) -> NativeModel | ExternalModel:
-    """The model with the adapter of a directory, if that holds one."""
-    if not is_adapter(directory):
-        return model
-    from alignment.adapters.peft_files import load_adapter
-
-    return load_adapter(model, directory)
-
-
-def _warn_of_type(model: torch.nn.Module) -> None:
-    """Warn of a model that computes in bfloat16 on a CPU that cannot."""
-    weight = next(model.parameters())
-    if weight.dtype == torch.bfloat16 and weight.device.type == "cpu":
-        warn_of_slow_bfloat16()
+    checkpoint = open_checkpoint(source)
+    model = bases.language_model(checkpoint.base).to(device)
+    return checkpoint.with_adapter(model).requires_grad_(False).eval()
 
 
 def torch_dtype(dtype: str | torch.dtype) -> torch.dtype | None:
@@ -233,7 +249,7 @@ def best_device() -> str:
 
 
 def same_vocabulary(one: Tokenizer, other: Tokenizer) -> bool:
-    """Whether two tokenizers map tokens to the same ids and have the same end token."""
+    """Return True where two tokenizers map tokens to the same ids and have the same end token."""
     return one.get_vocab() == other.get_vocab() and one.eos_token_id == other.eos_token_id
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor, nn
 
-from alignment.adapters.files import is_adapter, is_scalar_adapter, read_base, read_revision, score_rows
+from alignment.adapters.files import is_scalar_adapter, read_base, read_revision, score_rows
 from alignment.adapters.specs import UNMERGEABLE, AdapterSpec, DoRASpec, PromptSpec
 from alignment.algorithms.memory_notes import Role
 from alignment.data.tokenizers.load import check_vocabulary, save_tokenizer
@@ -19,11 +19,11 @@ from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.files import atomic_directory
 from alignment.loading import (
+    Checkpoint,
     architecture_of,
-    find_base,
-    find_directory,
     load_frozen_model,
     load_tokenizer,
+    open_checkpoint,
     set_special_tokens,
 )
 from alignment.models.external.models import ExternalModel
@@ -73,7 +73,7 @@ class Policy:
 
 
 def load_policy(
-    source: str,
+    source: str | Checkpoint,
     adapter: AdapterSpec | None,
     tokenizer: Tokenizer,
     output: str,
@@ -81,7 +81,7 @@ def load_policy(
     bases: SharedWeights | None = None,
     new_tokens: Sequence[str] = (),
 ) -> Policy:
-    """The language model to train, from a model or an adapter directory.
+    """Load the language model to train, from a model or an adapter directory.
 
     Args:
         source: directory or Hub name.
@@ -94,18 +94,17 @@ def load_policy(
     Raises:
         UserError: the model is no decoder, or its tokenizer has ids that the model has no row for.
     """
-    _refuse_unless_decoder(source, "a policy is a decoder; start from one")
-    bases = bases or SharedWeights()
+    start, bases = open_checkpoint(source), bases or SharedWeights()
+    _refuse_unless_decoder(start, "a policy is a decoder; start from one")
     reader = _Reader(load_language_model, bases.language_model, bases.weights)
     if not new_tokens:
-        return _load_start(source, adapter, tokenizer, output, reader)
-    check_new_tokens(source)
-    start = _load_start(source, adapter, load_tokenizer(source), output, reader)
-    return with_new_tokens(start, tokenizer, new_tokens)
+        return _load_start(start, adapter, tokenizer, output, reader)
+    check_new_tokens(start)
+    return with_new_tokens(_load_start(start, adapter, load_tokenizer(start), output, reader), tokenizer, new_tokens)
 
 
 def load_value_model(
-    source: str,
+    source: str | Checkpoint,
     adapter: AdapterSpec | None,
     tokenizer: Tokenizer,
     output: str | None,
@@ -114,7 +113,7 @@ def load_value_model(
     members: int = 1,
     bases: SharedWeights | None = None,
 ) -> Policy:
-    """A model with one number per token to train: a reward model or PPO's value model.
+    """Load a model with one number per token to train: a reward model or PPO's value model.
 
     Args:
         source, adapter, tokenizer, bases: as for `load_policy`.
@@ -125,25 +124,26 @@ def load_value_model(
     Raises:
         UserError: as for `load_policy`.
     """
+    start, bases = open_checkpoint(source), bases or SharedWeights()
     advice = "a reward model is trained on a decoder's last token; start from a decoder"
-    _refuse_unless_decoder(
-        source, "a value model needs a value at every token; set value_model=policy" if output is None else advice
-    )
-    bases, directory = bases or SharedWeights(), find_directory(source)
-    brings_head = head is None and is_adapter(directory) and is_scalar_adapter(directory)  # its base may have none
-    new_head = "zero" if brings_head else head
-    members = score_rows(directory) if brings_head else members
+    if output is None:
+        advice = "a value model needs a value at every token; set value_model=policy"
+    _refuse_unless_decoder(start, advice)
+    if head is None and start.is_adapter and is_scalar_adapter(start.directory):  # the head is the adapter's
+        new_head, members = "zero", score_rows(start.directory)
+    else:
+        new_head = head
     reader = _Reader(
         partial(load_scalar_model, new_head=new_head, members=members),
         partial(bases.scalar_model, new_head=new_head, members=members),
         bases.weights,
         with_head=head is None,
     )
-    return _load_start(source, adapter, tokenizer, output, reader)
+    return _load_start(start, adapter, tokenizer, output, reader)
 
 
 def load_pretraining_start(
-    source: str,
+    source: str | Checkpoint,
     adapter: AdapterSpec | None,
     tokenizer: Tokenizer,
     output: str,
@@ -151,7 +151,7 @@ def load_pretraining_start(
     task: str,
     weights: WeightsConfig = DEFAULT_WEIGHTS,
 ) -> Policy:
-    """A language model of any architecture to train further on text.
+    """Load a language model of any architecture to train further on text.
 
     Args:
         source, adapter, tokenizer, output: as for `load_policy`.
@@ -165,25 +165,25 @@ def load_pretraining_start(
     def frozen(directory: Path, device: str) -> nn.Module:
         return store_frozen(load_pretrained(directory, task, None, device), weights)
 
-    return _load_start(
-        source, adapter, tokenizer, output, _Reader(partial(load_pretrained, task=task), frozen, weights)
-    )
+    reader = _Reader(partial(load_pretrained, task=task), frozen, weights)
+    return _load_start(open_checkpoint(source), adapter, tokenizer, output, reader)
 
 
-def check_new_tokens(source: str) -> None:
+def check_new_tokens(source: str | Checkpoint) -> None:
     """Refuse a start to whose vocabulary no tokens can be added, before it is loaded.
 
     Raises:
         UserError: it is an adapter, or no decoder of this library's own families.
     """
-    if is_adapter(directory := find_directory(source)):
+    start = open_checkpoint(source)
+    if start.is_adapter:
         raise UserError(
-            f"add_tokens: {source} is an adapter; `alignment export --model {source} --add-token ... --output DIR` merges "
-            "it and adds the tokens; start from DIR"
+            f"add_tokens: {start.source} is an adapter; `alignment export --model {start.source} --add-token ... --output "
+            "DIR` merges it and adds the tokens; start from DIR"
         )
-    if is_external_type(read_config(directory)):
-        raise UserError(f"add_tokens: {source}: {OWN_FAMILIES_ONLY}")
-    _refuse_unless_decoder(source, "tokens are added to decoders")
+    if is_external_type(read_config(start.directory)):
+        raise UserError(f"add_tokens: {start.source}: {OWN_FAMILIES_ONLY}")
+    _refuse_unless_decoder(start, "tokens are added to decoders")
 
 
 def with_new_tokens(policy: Policy, tokenizer: Tokenizer, tokens: Sequence[str]) -> Policy:
@@ -193,11 +193,11 @@ def with_new_tokens(policy: Policy, tokenizer: Tokenizer, tokens: Sequence[str])
     return replace(policy, tokenizer=tokenizer)
 
 
-def _refuse_unless_decoder(source: str, advice: str) -> None:
-    kind = architecture_of(source)
+def _refuse_unless_decoder(start: Checkpoint, advice: str) -> None:
+    kind = architecture_of(start)
     if kind != "decoder":
         raise UserError(
-            f"{source}: this model is an {kind}, and {advice} (`alignment pretrain` and `alignment finetune` train "
+            f"{start.source}: this model is an {kind}, and {advice} (`alignment pretrain` and `alignment finetune` train "
             f"{kind}s)"
         )
 
@@ -220,7 +220,7 @@ class _Reader:
 
 
 def _load_start(
-    source: str, adapter: AdapterSpec | None, tokenizer: Tokenizer, output: str | None, reader: _Reader
+    start: Checkpoint, adapter: AdapterSpec | None, tokenizer: Tokenizer, output: str | None, reader: _Reader
 ) -> Policy:
     """Load the starting checkpoint and attach the new adapter to it.
 
@@ -229,51 +229,52 @@ def _load_start(
     (`UNMERGEABLE`) cannot be merged into weights: a start that has one goes on training it. Any other adapter of the
     start is merged into the weights, which are written to `output/base`; the new adapter's files name that as their base.
     """
-    directory, device = find_directory(source), start_device(adapter, reader.weights)
-    if adapter is None and not is_adapter(directory):
-        return _checked(Policy(reader.own(directory, device=start_device()), tokenizer, source=source))
-    from alignment.adapters.attach import attach, merge_adapter
-    from alignment.adapters.peft_files import load_adapter, read_spec
-    from alignment.adapters.stack import can_stack, keep_as_start
-
-    if adapter is not None and not is_adapter(directory):
-        model, (base, revision) = reader.frozen(directory, device=device), _name_and_revision(source, directory)
-    elif isinstance(earlier := read_spec(directory), UNMERGEABLE):
-        if adapter not in (None, earlier):
-            raise UserError(
-                f"{source}: ends in a {earlier.kind} adapter, which cannot lie under another one; leave `adapter` out"
-            )
-        base_model = reader.frozen(find_base(directory), device=start_device(earlier, reader.weights))
-        model = load_adapter(base_model, directory, with_head=reader.with_head)
-        base, revision = read_base(directory), read_revision(directory)
-        return _checked(Policy(train_in_float32(model), tokenizer, earlier, base, revision, source))
-    elif adapter is None:
-        model = load_adapter(reader.own(find_base(directory)), directory, with_head=reader.with_head)
-        return _checked(Policy(merge_adapter(model), tokenizer, source=source))
-    elif can_stack(earlier, adapter):
-        model = load_adapter(reader.frozen(find_base(directory), device=device), directory, with_head=reader.with_head)
-        model, (base, revision) = keep_as_start(model), (read_base(directory), read_revision(directory))
+    model: Any
+    source, device = start.source, start_device(adapter, reader.weights)
+    if not start.is_adapter:
+        if adapter is None:
+            policy = Policy(reader.own(start.directory, device=start_device()), tokenizer, source=source)
+            check_vocabulary(tokenizer, policy.model.spec.vocabulary)
+            return policy
+        model, (base, revision) = reader.frozen(start.directory, device=device), _name_and_revision(start)
     else:
-        model, (base, revision) = _merged_start(directory, tokenizer, output, reader), (_base_folder(output), None)
-    policy = Policy(model, tokenizer, adapter, base, revision, source, disabled_is_start=True)
+        from alignment.adapters.attach import merge_adapter
+        from alignment.adapters.peft_files import load_adapter, read_spec
+        from alignment.adapters.stack import can_stack, keep_as_start
+
+        earlier, read = read_spec(start.directory), partial(load_adapter, with_head=reader.with_head)
+        base, revision = read_base(start.directory), read_revision(start.directory)
+        if isinstance(earlier, UNMERGEABLE):
+            if adapter not in (None, earlier):
+                raise UserError(
+                    f"{source}: ends in a {earlier.kind} adapter, which cannot lie under another one; leave `adapter` out"
+                )
+            model = reader.frozen(start.base, device=start_device(earlier, reader.weights))
+            model = train_in_float32(read(model, start.directory))
+            check_vocabulary(tokenizer, model.spec.vocabulary)
+            return Policy(model, tokenizer, earlier, base, revision, source)
+        if adapter is None:
+            model = merge_adapter(read(reader.own(start.base), start.directory))
+            check_vocabulary(tokenizer, model.spec.vocabulary)
+            return Policy(model, tokenizer, source=source)
+        if can_stack(earlier, adapter):
+            model = keep_as_start(read(reader.frozen(start.base, device=device), start.directory))
+        else:
+            model, base, revision = _merged_start(start, tokenizer, output, reader), _base_folder(output), None
     check_vocabulary(tokenizer, model.spec.vocabulary)
+    from alignment.adapters.attach import attach
+
     train_in_float32(attach(model, adapter, tokenizer=tokenizer))
-    return policy
+    return Policy(model, tokenizer, adapter, base, revision, source, disabled_is_start=True)
 
 
-def _checked(policy: Policy) -> Policy:
-    """The policy itself, if its model has a row for every id of its tokenizer."""
-    check_vocabulary(policy.tokenizer, policy.model.spec.vocabulary)
-    return policy
-
-
-def _merged_start(directory: Path, tokenizer: Tokenizer, output: str | None, reader: _Reader) -> Any:
+def _merged_start(start: Checkpoint, tokenizer: Tokenizer, output: str | None, reader: _Reader) -> Any:
     """A start with its adapter merged into weights of its own, which are written to `output/base`, then frozen."""
     from alignment.adapters.attach import merge_adapter
     from alignment.adapters.peft_files import load_adapter
 
-    model = reader.own(find_base(directory), dtype=None)  # in the checkpoint's type
-    model = merge_adapter(load_adapter(model, directory, with_head=reader.with_head))
+    model = reader.own(start.base, dtype=None)  # in the checkpoint's type
+    model = merge_adapter(load_adapter(model, start.directory, with_head=reader.with_head))
     base = _base_folder(output)
     if base is not None and launched_rank() == 0:
         set_special_tokens(model, tokenizer)
@@ -299,11 +300,12 @@ def start_device(adapter: AdapterSpec | None = None, weights: WeightsConfig = DE
     return "meta" if launched_kind() in ("fsdp2", "deepspeed") and not from_values else "cpu"
 
 
-def _name_and_revision(source: str, directory: Path) -> tuple[str, str | None]:
+def _name_and_revision(start: Checkpoint) -> tuple[str, str | None]:
     """The name by which an adapter's files find its base: a local directory, or a Hub name and the fetched commit."""
-    if Path(os.path.expanduser(source)).is_dir():
+    directory = start.directory
+    if Path(os.path.expanduser(start.source)).is_dir():
         return str(directory.resolve()), None
-    return source, directory.name if directory.parent.name == "snapshots" else None
+    return start.source, directory.name if directory.parent.name == "snapshots" else None
 
 
 def tokenizer_settings(tokenizer: Tokenizer) -> dict[str, int | None]:

@@ -13,7 +13,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from alignment.adapters.files import is_adapter
 from alignment.data.batches import PairBatch, RankedBatch, collate_pairs, collate_rankings, padded_groups
 from alignment.data.codecs import CODECS
 from alignment.data.encoder_inputs import encode_comparisons, encode_ordered_rankings, encode_rankings, with_segments
@@ -22,7 +21,7 @@ from alignment.data.rows.records import Kind
 from alignment.data.step_batches import StepBatch, collate_steps
 from alignment.data.tokenize import tokenize_comparisons, tokenize_ordered_rankings, tokenize_rankings, tokenize_steps
 from alignment.errors import UserError
-from alignment.loading import architecture_of, find_base, find_directory
+from alignment.loading import Checkpoint, architecture_of
 from alignment.losses.preference import bradley_terry_loss, center_penalty, preference_metrics
 from alignment.losses.ranking import (
     center_scores_penalty,
@@ -92,8 +91,8 @@ class Objective:
         Raises:
             UserError: only decoders can learn this, and the checkpoint is none.
         """
-        architecture, directory = architecture_of(source), find_directory(source)
-        directory = find_base(directory) if is_adapter(directory) else directory
+        start = Checkpoint(source)
+        architecture = architecture_of(start)
         if architecture == "decoder":
             return self._preparation(self.tokenize)
         if architecture == "encoder-decoder":
@@ -101,7 +100,7 @@ class Objective:
                 f"{source}: this model is an encoder-decoder, and a reward model reads prompt and response in one text; start from a "
                 "decoder or an encoder"
             )
-        if is_external_type(read_config(directory)):
+        if is_external_type(read_config(start.base)):
             raise UserError(
                 f"{source}: this model is an encoder, and a reward model has no head of ours on transformers' class; start "
                 f"from a decoder, or from an encoder of {', '.join(encoder_families())}"

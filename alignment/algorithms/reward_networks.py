@@ -10,13 +10,13 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from alignment.adapters.files import is_adapter, member_folder, write_members
+from alignment.adapters.files import member_folder, write_members
 from alignment.adapters.specs import AdapterSpec, MergeableSpec
 from alignment.algorithms.policies import Policy, load_value_model, save_output, save_policy, start_device
 from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-from alignment.loading import architecture_of, find_directory, set_special_tokens
+from alignment.loading import Checkpoint, architecture_of, set_special_tokens
 from alignment.models.classifiers import SequenceClassifier
 from alignment.models.heads import score_labels
 from alignment.models.quantization import write_quantization
@@ -102,12 +102,13 @@ def _encoder_start(
     from alignment.models.frozen_weights import store_frozen
     from alignment.models.huggingface.checkpoint import load_pretrained
 
-    if is_adapter(find_directory(source)):
+    start = Checkpoint(source)
+    if start.is_adapter:
         raise UserError(f"{source}: an adapter; `alignment export` merges it into an encoder to start from")
     if adapter is not None and not isinstance(adapter, MergeableSpec):
         raise UserError(f"{source}: an encoder's reward model trains with lora, dora or ia3, not with {adapter.kind}")
     model = load_pretrained(
-        find_directory(source), "scalar", torch.float32 if adapter is None else None, start_device(adapter, weights),
+        start.directory, "scalar", torch.float32 if adapter is None else None, start_device(adapter, weights),
         new_head=True, config=score_labels(members),
     )  # fmt: skip
     if not isinstance(model, SequenceClassifier):
