@@ -140,7 +140,8 @@ def _out_of_range(settings: Settings) -> Iterator[tuple[str, str]]:
 @functools.cache
 def _parts_of_types(cls: type) -> dict[str, list[object]]:
     """Name of a field -> the types, limits and options that its type is made of."""
-    return {name: list(_parts(hint)) for name, hint in get_type_hints(cls, include_extras=True).items()}
+    hints = get_type_hints(cls, include_extras=True)
+    return {each.name: list(_parts(hints[each.name])) for each in fields(cast(Any, cls))}
 
 
 def _parts(hint: object) -> Iterator[object]:

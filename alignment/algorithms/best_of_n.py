@@ -10,12 +10,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
-from alignment.algorithms.ppo.config import refuse_row_weights
 from alignment.algorithms.runs import check_rows
 from alignment.algorithms.scoring import check_combine, check_judged
 from alignment.data.config import DataConfig
@@ -39,6 +39,16 @@ from alignment.rewards.reward_models import response_scorer
 from alignment.rewards.samples import TextReward
 from alignment.rewards.selection import best_of_n, choose_best, choose_pair, kl_bound, powers_of_two
 from alignment.rewards.specs import RewardSpec, as_given_alone, check_rewards, names_of
+from alignment.settings import (
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    Settings,
+    Share,
+    refusal,
+)
 
 Written = Literal["demonstrations", "comparisons"]
 BATCHES = 16  # full batches of responses that are sampled before they are scored
@@ -47,7 +57,7 @@ OTHER_COLUMNS = {"history", "label", "kto_tag", "margin"}  # columns that say so
 
 
 @dataclass(frozen=True)
-class BestOfNConfig:
+class BestOfNConfig(Settings):
     """Settings of the best of n responses to each prompt.
 
     Attributes:
@@ -85,44 +95,52 @@ class BestOfNConfig:
     reward_model: str | None = None
     rewards: list[RewardSpec] = field(default_factory=list)
     reward_combine: Combine = "mean"
-    reward_std_coef: float = 1.0
-    responses_per_prompt: int = 8
-    keep: int | None = 1
+    reward_std_coef: PositiveFloat = 1.0
+    responses_per_prompt: PositiveInt = 8
+    keep: PositiveInt | None = 1
     threshold: float | None = None
     distinct: bool = True
     require_end: bool = True
     write: list[Written] = field(default_factory=lambda: ["demonstrations"])
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    seed: int = 0
-    batch_size: int = 256
-    micro_batch_tokens: int = 8192
+    max_new_tokens: Annotated[int, Interval(ge=1, le=10_000_000)] = 64
+    temperature: NonNegativeFloat = 1.0
+    top_k: NonNegativeInt = 0
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    min_p: Share = 0.0
+    seed: NonNegativeInt = 0
+    batch_size: PositiveInt = 256
+    micro_batch_tokens: PositiveInt = 8192
     chat_template: str | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
 
-    def __post_init__(self) -> None:
-        check_rewards(self.reward_model, self.rewards, self.reward_combine, self.reward_std_coef)
-        self.sampling  # noqa: B018 (checks the ranges)
-        for name in ("responses_per_prompt", "batch_size", "micro_batch_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.temperature == 0 and self.responses_per_prompt > 1:
-            raise ValueError("temperature must be above 0: the responses to a prompt would all be the same")
-        if self.keep is not None and not 1 <= self.keep <= self.responses_per_prompt:
-            raise ValueError(
-                f"keep must lie between 1 and responses_per_prompt ({self.responses_per_prompt}), got {self.keep}; null "
-                "keeps all that are left"
-            )
-        if self.threshold is not None and not math.isfinite(self.threshold):
-            raise ValueError(f"threshold must be a finite score, got {self.threshold}; null keeps any score")
-        if not self.write:
-            raise ValueError("write: nothing would be written; name demonstrations, comparisons or both")
-        if "comparisons" in self.write and self.responses_per_prompt < 2:
-            raise ValueError("write: comparisons need responses_per_prompt of 2 or more")
-        check_prompts(self.data)
+    RULES = (
+        Rule(
+            "rewards", lambda c: refusal(check_rewards, c.reward_model, c.rewards, c.reward_combine, c.reward_std_coef)
+        ),
+        Rule(
+            "temperature",
+            lambda c: c.temperature == 0 and c.responses_per_prompt > 1,
+            "must be above 0: the responses to a prompt would all be the same",
+        ),
+        Rule(
+            "keep",
+            lambda c: c.keep is not None and c.keep > c.responses_per_prompt,
+            "must be at most responses_per_prompt ({self.responses_per_prompt}), got {self.keep}; null keeps all that are left",
+        ),
+        Rule("threshold", lambda c: not math.isfinite(c.threshold or 0), "must be a finite score; null keeps any"),
+        Rule("write", lambda c: not c.write, "must name demonstrations, comparisons or both"),
+        Rule(
+            "write",
+            lambda c: "comparisons" in c.write and c.responses_per_prompt < 2,
+            "of comparisons needs responses_per_prompt of 2 or more",
+        ),
+        Rule(
+            "data",
+            lambda c: c.data.unread("mixing", "loss_weight"),
+            "is read once and all rows alike, without {found[0]}; leave it out",
+        ),
+        Rule("data", lambda c: c.data.evaluates, "is the prompts of data.train alone; leave held-out rows out"),
+    )
 
     @property
     def sampling(self) -> SamplingConfig:
@@ -172,20 +190,6 @@ class KeptResponses:
 
     kept: list[int]
     pair: tuple[int, int] | None
-
-
-def check_prompts(data: DataConfig) -> None:
-    """Refuse settings of prompts that this stage, which reads each prompt once, does not follow.
-
-    Raises:
-        ValueError: in words.
-    """
-    refuse_row_weights({"data": data}, "best_of_n")
-    if unread := data.unread("mixing"):
-        raise ValueError(f"best_of_n reads every prompt once, without {unread[0]}; leave it out")
-    if data.evaluates:
-        key = "evaluation" if data.evaluation is not None else "evaluation_share"
-        raise ValueError(f"data.{key} is not read: best_of_n responds to the prompts of data.train; leave it out")
 
 
 def run(config: BestOfNConfig) -> Path:

@@ -4,6 +4,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Gt
 
 from alignment.adapters.specs import AdapterSpec
 from alignment.algorithms.memory_notes import Role, note_memory
@@ -32,11 +35,12 @@ from alignment.models.classifiers import SequenceClassifier
 from alignment.models.protocols import ScoringModel
 from alignment.models.shared_prompts import prompt_sharing
 from alignment.models.weights_config import WeightsConfig, check_weights
+from alignment.settings import NonNegativeFloat, Rule, Settings, refusal
 from alignment.training import LossFn, OptimConfig, TrainingConfig, fit
 
 
 @dataclass(frozen=True)
-class RewardConfig:
+class RewardConfig(Settings):
     """Settings of one reward-model run.
 
     Attributes:
@@ -63,35 +67,41 @@ class RewardConfig:
     data: DataConfig
     output: str
     loss: RewardLoss = "bradley_terry"
-    theta: float = 2.0
+    theta: Annotated[float, Gt(1)] = 2.0
     learn_theta: bool = False
     adapter: AdapterSpec | None = None
     chat_template: str | None = None
     ensemble: EnsembleConfig | None = None
     normalize: NormalizeConfig | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
-    center_coef: float = 0.0
+    center_coef: NonNegativeFloat = 0.0
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-5))
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
-    def __post_init__(self) -> None:
-        check_weights(self.weights, frozen=self.adapter is not None)
-        if self.center_coef < 0:
-            raise ValueError(f"center_coef must be 0 (off) or above, got {self.center_coef}; 0.01 is usual")
-        if self.center_coef and self.loss == "steps":
-            raise ValueError("center_coef holds scores of whole responses near 0; leave it out with loss=steps")
-        if self.theta <= 1:
-            raise ValueError(f"theta must be above 1, got {self.theta}: at 1 no two responses tie")
-        if self.theta != 2.0 and self.loss != "rao_kupper":
-            raise ValueError(f"theta goes with loss=rao_kupper; loss={self.loss} has none")
-        if self.learn_theta and self.loss != "rao_kupper":
-            raise ValueError(f"learn_theta goes with loss=rao_kupper; loss={self.loss} has no theta")
-        if self.ensemble is not None and self.ensemble.kind == "adapters" and self.adapter is None:
-            raise ValueError(
-                "ensemble.kind=adapters needs `adapter`, whose copies are the members; set adapter.kind=lora"
-            )
-        if self.loss == "steps" and self.normalize is not None:
-            raise ValueError("normalize is for scores of whole responses; scores of steps are logits of probabilities")
+    RULES = (
+        Rule("weights", lambda c: refusal(check_weights, c.weights, frozen=c.adapter is not None)),
+        Rule(
+            "center_coef",
+            lambda c: c.center_coef and c.loss == "steps",
+            "holds scores of whole responses near 0; leave it out with loss=steps",
+        ),
+        Rule(
+            "theta",
+            lambda c: c.theta != 2 and c.loss != "rao_kupper",
+            "goes with loss=rao_kupper; loss={self.loss} has none",
+        ),
+        Rule("learn_theta", lambda c: c.learn_theta and c.loss != "rao_kupper", "goes with loss=rao_kupper"),
+        Rule(
+            "ensemble",
+            lambda c: c.ensemble is not None and c.ensemble.kind == "adapters" and c.adapter is None,
+            "of kind adapters needs `adapter`, whose copies are the members; set adapter.kind=lora",
+        ),
+        Rule(
+            "normalize",
+            lambda c: c.loss == "steps" and c.normalize is not None,
+            "is for scores of whole responses; scores of steps are logits of probabilities",
+        ),
+    )
 
 
 def run(config: RewardConfig) -> Path:

@@ -5,9 +5,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor, nn
 
 from alignment.adapters.files import member_folder, write_members
@@ -23,6 +24,7 @@ from alignment.models.quantization import write_quantization
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model.ensemble import AdapterEnsemble
+from alignment.settings import Settings
 from alignment.training import Engine
 from alignment.training.distributed import launched_kind
 
@@ -30,7 +32,7 @@ WriteFiles = Callable[[Path], None]
 
 
 @dataclass(frozen=True)
-class EnsembleConfig:
+class EnsembleConfig(Settings):
     """Several reward models in one, whose mean is the score and whose deviation tells how sure it is.
 
     Attributes:
@@ -44,15 +46,9 @@ class EnsembleConfig:
     Source: Coste et al. 2023, arXiv:2310.02743; adapters: Zhai et al. 2023, arXiv:2401.00243.
     """
 
-    members: int = 4
+    members: Annotated[int, Ge(2)] = 4
     kind: Literal["heads", "adapters"] = "heads"
     bootstrap: bool = False
-
-    def __post_init__(self) -> None:
-        if self.members < 2:
-            raise ValueError(
-                f"ensemble.members must be at least 2, got {self.members}; leave `ensemble` out for one model"
-            )
 
 
 def load_reward_start(

@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
+from annotated_types import Ge
 from torch import Tensor
 
 from alignment.algorithms.policies import Policy
@@ -18,11 +19,12 @@ from alignment.models.classifiers import SequenceClassifier
 from alignment.reward_model.calibration import Calibration, fit_calibration
 from alignment.reward_model.canaries import Canaries, canary_ids, weights_precision
 from alignment.reward_model.model import Encoded, RewardModel, score_encoded
+from alignment.settings import PositiveFloat, PositiveInt, Rule, Settings
 from alignment.training import Engine, TrainingConfig
 
 
 @dataclass(frozen=True)
-class NormalizeConfig:
+class NormalizeConfig(Settings):
     """Reference samples whose scores are to have mean 0 and deviation 1. The gain and bias are kept beside the weights.
 
     Attributes:
@@ -38,18 +40,17 @@ class NormalizeConfig:
 
     responses: Literal["given", "sampled"] = "given"
     prompts: str | None = None
-    samples: int = 256
-    max_new_tokens: int = 64
-    temperature: float = 1.0
+    samples: Annotated[int, Ge(2)] = 256
+    max_new_tokens: PositiveInt = 64
+    temperature: PositiveFloat = 1.0
 
-    def __post_init__(self) -> None:
-        if (self.responses == "sampled") != (self.prompts is not None):
-            raise ValueError("normalize.responses=sampled and normalize.prompts (a file of prompts) go together")
-        if self.samples < 2 or self.max_new_tokens < 1 or self.temperature <= 0:
-            raise ValueError(
-                f"normalize.samples must be at least 2, max_new_tokens at least 1 and temperature above 0, got "
-                f"{self.samples}, {self.max_new_tokens} and {self.temperature}"
-            )
+    RULES = (
+        Rule(
+            "prompts",
+            lambda c: (c.responses == "sampled") != (c.prompts is not None),
+            "(a file of prompts) and responses=sampled go together",
+        ),
+    )
 
     def missing(self) -> Iterator[tuple[str, str]]:
         """The key `prompts`, and why, where that file is not there."""

@@ -1,6 +1,5 @@
 """Responses to a few fixed prompts, written to the run's samples.jsonl at every evaluation."""
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -9,11 +8,12 @@ from alignment.algorithms.policies import Policy
 from alignment.data.examples import Example
 from alignment.data.text.chat import stop_token_ids
 from alignment.models.lengths import check_lengths
+from alignment.settings import NonNegativeFloat, PositiveInt, Settings
 from alignment.training import Engine, Run
 
 
 @dataclass(frozen=True)
-class SamplesConfig:
+class SamplesConfig(Settings):
     """Which responses are written during a run.
 
     Attributes:
@@ -22,16 +22,9 @@ class SamplesConfig:
         temperature: 0 takes the likeliest token each time. The random numbers are the same at every evaluation.
     """
 
-    prompts: int = 4
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-
-    def __post_init__(self) -> None:
-        for name in ("prompts", "max_new_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}; leave samples out for none")
-        if not 0 <= self.temperature < math.inf:
-            raise ValueError(f"temperature must be 0 (greedy) or above, got {self.temperature}")
+    prompts: PositiveInt = 4
+    max_new_tokens: PositiveInt = 64
+    temperature: NonNegativeFloat = 1.0
 
 
 @dataclass(frozen=True)

@@ -250,23 +250,23 @@ def test_expert_iteration_learns_what_a_function_pays_for(settings, make_stage, 
 
 
 @pytest.mark.parametrize(
-    ("wrong", "words"),
+    ("wrong", "key"),
     [
-        ({"rewards": []}, "say what is rewarded"),
-        ({"temperature": 0.0}, "temperature must be above 0"),
-        ({"keep": 5}, "keep must lie between 1 and responses_per_prompt"),
-        ({"keep": 0}, "keep must lie between"),
-        ({"threshold": float("nan")}, "threshold must be a finite score"),
-        ({"write": []}, "nothing would be written"),
-        ({"write": ["comparisons"], "responses_per_prompt": 1}, "comparisons need responses_per_prompt"),
-        ({"responses_per_prompt": 0}, "at least 1"),
+        ({"rewards": []}, "rewards"),
+        ({"temperature": 0.0}, "temperature"),
+        ({"keep": 5}, "keep"),
+        ({"keep": 0}, "keep"),
+        ({"threshold": float("nan")}, "threshold"),
+        ({"write": []}, "write"),
+        ({"write": ["comparisons"], "responses_per_prompt": 1}, "write"),
+        ({"responses_per_prompt": 0}, "responses_per_prompt"),
         ({"top_p": 0.0}, "top_p"),
-        ({"data": DataConfig(train="x", evaluation_share=0.1)}, "data.evaluation_share is not read"),
-        ({"data": DataConfig(train="x", mixing="proportional")}, "every prompt once, without data.mixing"),
+        ({"data": DataConfig(train="x", evaluation_share=0.1)}, "data"),
+        ({"data": DataConfig(train="x", mixing="proportional")}, "data is .* data.mixing;"),
     ],
 )
-def test_wrong_settings_are_refused(settings, wrong, words):
-    with pytest.raises(ValueError, match=words):
+def test_wrong_settings_are_refused(settings, wrong, key):
+    with pytest.raises(ValueError, match=f"^{key} "):
         settings(**wrong)
 
 
