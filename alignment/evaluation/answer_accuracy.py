@@ -1,31 +1,25 @@
 """Share of right answers of language models on prompts whose answer is known: a stage of recipes, `answer_accuracy`."""
 
-from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
 
 from alignment.data.config import DataConfig
 from alignment.data.rows.records import Prompt
-from alignment.data.text.chat import stop_token_ids
-from alignment.data.tokenize import tokenize_prompts
 from alignment.errors import raise_all
-from alignment.evaluation.inputs import print_tally, read_records
-from alignment.evaluation.winrate import paired_interval, win_rate
+from alignment.evaluation.inputs import read_records
+from alignment.evaluation.responses import sample_responses
+from alignment.evaluation.winrate import accuracy_gain, win_rate
 from alignment.files import write_json
-from alignment.generation import SamplingConfig, decode_responses, response_text
-from alignment.loading import best_device, find_directory, load_model, load_tokenizer
-from alignment.models.lengths import check_lengths
+from alignment.generation import SamplingConfig
+from alignment.loading import find_directory
 from alignment.models.weights_config import WeightsConfig
 from alignment.rewards.answers import is_right, reference_problem
 from alignment.rewards.specs import AnswerMatch
-
-Decoding = Literal["greedy", "sampled"]
-DECODINGS: tuple[Decoding, ...] = ("greedy", "sampled")
+from alignment.settings import NonNegativeInt, PositiveFloat, PositiveInt, Rule, Settings
 
 
 @dataclass(frozen=True)
-class AnswerAccuracyConfig:
+class AnswerAccuracyConfig(Settings):
     """Settings of the accuracy of answers.
 
     Attributes:
@@ -49,32 +43,15 @@ class AnswerAccuracyConfig:
     output: str
     match: AnswerMatch = "gsm8k"
     column: str = "answer"
-    max_new_tokens: int = 64
-    temperature: float = 1.0
-    batch_size: int = 256
-    seed: int = 0
-    samples: int = 8
+    max_new_tokens: PositiveInt = 64
+    temperature: PositiveFloat = 1.0
+    batch_size: PositiveInt = 256
+    seed: NonNegativeInt = 0
+    samples: NonNegativeInt = 8
     chat_template: str | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
 
-    def __post_init__(self) -> None:
-        if self.baseline not in self.models:
-            raise ValueError(f"baseline {self.baseline!r} is not among the models: {', '.join(self.models)}")
-        SamplingConfig(self.max_new_tokens, self.temperature, seed=self.seed)  # checks their ranges
-        if self.temperature == 0:
-            raise ValueError("temperature must be above 0: it is that of the sampled responses, beside the greedy ones")
-        for name, least in (("batch_size", 1), ("samples", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be at least {least}, got {getattr(self, name)}")
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Responses of one model: their texts, lengths in tokens, and whether each ended by itself."""
-
-    texts: list[str]
-    lengths: list[int]
-    ended: list[bool]
+    RULES = (Rule("baseline", lambda c: c.baseline not in c.models, "{self.baseline!r} is not among the models"),)
 
 
 def run(config: AnswerAccuracyConfig) -> Path:
@@ -94,86 +71,51 @@ def run(config: AnswerAccuracyConfig) -> Path:
     )
     for source in config.models.values():
         find_directory(source)
-    responses = {name: _generate_answers(config, source, prompts) for name, source in config.models.items()}
-    right: dict[str, dict[Decoding, list[float]]] = {
-        name: {decoding: _verdicts(config, prompts, found[decoding].texts) for decoding in DECODINGS}
-        for name, found in responses.items()
+    answers = [prompt.extra[config.column] for prompt in prompts]
+    samplings = {
+        decoding: SamplingConfig(config.max_new_tokens, temperature, seed=config.seed)
+        for decoding, temperature in (("greedy", 0.0), ("sampled", config.temperature))
     }
-    results = {
-        "baseline": config.baseline,
-        "prompts": len(prompts),
-        "models": {name: _figures(right[name], found, right[config.baseline]) for name, found in responses.items()},
-        "samples": [
-            {
-                "prompt": prompt.prompt,
-                "answer": prompt.extra[config.column],
-                "responses": {
-                    name: {"text": found["sampled"].texts[i], "score": right[name]["sampled"][i]}
-                    for name, found in responses.items()
-                },
+    responses, right = {}, {}
+    for name, source in config.models.items():
+        sampled = sample_responses(
+            source,
+            prompts,
+            list(samplings.values()),
+            max_length=config.data.max_length,
+            weights=config.weights,
+            chat_template=config.chat_template,
+            batch_size=config.batch_size,
+            counts_of="prompts",
+        )
+        responses[name] = dict(zip(samplings, sampled, strict=True))
+        right[name] = {
+            decoding: [float(is_right(config.match, *each)) for each in zip(found.texts, answers, strict=True)]
+            for decoding, found in responses[name].items()
+        }
+    models = {
+        name: {
+            decoding: {
+                "accuracy": asdict(win_rate(right[name][decoding])),
+                "gain": accuracy_gain(right[name][decoding], right[config.baseline][decoding]),
+                "ended_share": sum(found.ended) / len(prompts),
+                "response_tokens": sum(map(len, found.token_ids)) / len(prompts),
             }
-            for i, prompt in enumerate(prompts[: config.samples])
-        ],
+            for decoding, found in by_decoding.items()
+        }
+        for name, by_decoding in responses.items()
     }
+    samples = [
+        {
+            "prompt": prompt.prompt,
+            "answer": answers[i],
+            "responses": {
+                name: {"text": found["sampled"].texts[i], "score": right[name]["sampled"][i]}
+                for name, found in responses.items()
+            },
+        }
+        for i, prompt in enumerate(prompts[: config.samples])
+    ]
+    results = {"baseline": config.baseline, "prompts": len(prompts), "models": models, "samples": samples}
     write_json(Path(config.output) / "results.json", results)
     return Path(config.output) / "results.json"
-
-
-def _generate_answers(config: AnswerAccuracyConfig, source: str, prompts: Sequence[Prompt]) -> dict[Decoding, Answers]:
-    """A model's responses by decoding. The model is loaded for this call only."""
-    model = load_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)
-    tokenizer = load_tokenizer(source, config.chat_template)
-    examples, tally = tokenize_prompts(prompts, tokenizer, config.data.max_length)
-    print_tally("prompts", tally)
-    lengths = [(example.row_id, len(example.ids)) for example in examples]
-    check_lengths(model, lengths, "lower max_new_tokens or data.max_length", config.max_new_tokens)
-    ids, stop_ids = [example.ids for example in examples], sorted(stop_token_ids(tokenizer))
-    found: dict[Decoding, Answers] = {}
-    for decoding in DECODINGS:
-        sampling = SamplingConfig(
-            config.max_new_tokens, 0.0 if decoding == "greedy" else config.temperature, seed=config.seed
-        )
-        sampled = decode_responses(model, ids, sampling, stop_ids, batch_size=config.batch_size)
-        ends = list(sampled.ended)
-        texts = [response_text(tokenizer, row, end) for row, end in zip(sampled.token_ids, ends, strict=True)]
-        found[decoding] = Answers(texts, [len(row) for row in sampled.token_ids], ends)
-    return found
-
-
-def _verdicts(config: AnswerAccuracyConfig, prompts: Sequence[Prompt], texts: Sequence[str]) -> list[float]:
-    """1.0 for each right answer, 0.0 for the others."""
-    return [
-        float(is_right(config.match, text, prompt.extra[config.column]))
-        for prompt, text in zip(prompts, texts, strict=True)
-    ]
-
-
-def _figures(
-    right: Mapping[Decoding, list[float]],
-    responses: Mapping[Decoding, Answers],
-    baseline: Mapping[Decoding, list[float]],
-) -> dict[str, Any]:
-    """Figures of one model: accuracy, gain over the baseline and lengths, each by decoding."""
-    return {
-        decoding: {
-            "accuracy": asdict(win_rate(right[decoding])),
-            "gain": accuracy_gain(right[decoding], baseline[decoding]),
-            "ended_share": sum(responses[decoding].ended) / len(right[decoding]),
-            "response_tokens": sum(responses[decoding].lengths) / len(right[decoding]),
-        }
-        for decoding in DECODINGS
-    }
-
-
-def accuracy_gain(right: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
-    """Difference of two accuracies on the same prompts, with its 95 % interval.
-
-    Args:
-        right, baseline: 1.0 for each right answer, else 0.0.
-
-    Source: Tango 1998, Statistics in Medicine 17, 891-908; see `paired_interval`.
-    """
-    pairs = list(zip(right, baseline, strict=True))
-    wins, losses = (sum(1 for ours, theirs in pairs if ours - theirs == side) for side in (1.0, -1.0))
-    low, high = paired_interval(wins, losses, len(pairs))
-    return {"difference": (wins - losses) / len(pairs), "low": 2 * low - 1, "high": 2 * high - 1}

@@ -18,9 +18,8 @@ from alignment.data.config import DataConfig
 from alignment.data.tasks.classification import encode_texts
 from alignment.data.tasks.prepare import LabeledExamples, prepare_labeled
 from alignment.errors import UserError, raise_all
-from alignment.evaluation.answer_accuracy import accuracy_gain
 from alignment.evaluation.inputs import print_tally, refuse_mixture
-from alignment.evaluation.winrate import win_rate
+from alignment.evaluation.winrate import accuracy_gain, win_rate
 from alignment.files import write_json, write_text
 from alignment.hotel_world.datasets import FOLDS, generate_rows
 from alignment.hotel_world.grammar import CLAIM, find_claims, fold

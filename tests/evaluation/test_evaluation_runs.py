@@ -13,6 +13,7 @@ from alignment.data.config import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
+from alignment.evaluation import responses as sampling
 from alignment.evaluation import win_rate_run as evaluation
 from alignment.evaluation.report.html import format_cell
 from alignment.evaluation.report.recipe_report import summary_rows
@@ -117,11 +118,11 @@ def foreign(tmp_path):
 def test_a_response_cut_at_its_length_is_judged_without_an_end_token(judge, config_of, foreign, monkeypatch):
     """With the policies' tokenizer the judge reads the very ids that were drawn, else the text."""
     documents, drawn = [], []
-    score_ids, decode = RewardModel.score_ids, evaluation.decode_responses
+    score_ids, decode = RewardModel.score_ids, sampling.decode_responses
     monkeypatch.setattr(
         RewardModel, "score_ids", lambda self, rows, *a: documents.extend(rows) or score_ids(self, rows, *a)
     )
-    monkeypatch.setattr(evaluation, "decode_responses", lambda *a, **k: drawn.append(decode(*a, **k)) or drawn[-1])
+    monkeypatch.setattr(sampling, "decode_responses", lambda *a, **k: drawn.append(decode(*a, **k)) or drawn[-1])
     config = config_of(64) if judge == "own" else config_of(64, reward_model=foreign[1])
     evaluation.run(config)
     ended = [end for answer in drawn for end in answer.ended]
@@ -160,7 +161,7 @@ def test_an_evaluation_with_comparisons_measures_every_policy_of_the_same_vocabu
 
 
 def test_the_best_of_n_is_the_one_that_its_reward_model_scores_highest(config_of, checkpoints, monkeypatch):
-    drawn, scored, decode, score_ids = [], [], evaluation.decode_responses, RewardModel.score_ids
+    drawn, scored, decode, score_ids = [], [], sampling.decode_responses, RewardModel.score_ids
 
     def spy(self, documents, *rest):
         scored.append((documents, score_ids(self, documents, *rest)))
@@ -168,7 +169,7 @@ def test_the_best_of_n_is_the_one_that_its_reward_model_scores_highest(config_of
 
     monkeypatch.setattr(RewardModel, "score_ids", spy)
     monkeypatch.setattr(
-        evaluation, "decode_responses", lambda *a, **k: drawn.append((k["rows"], decode(*a, **k))) or drawn[-1][1]
+        sampling, "decode_responses", lambda *a, **k: drawn.append((k["rows"], decode(*a, **k))) or drawn[-1][1]
     )
     config = config_of(64)
     assert config.reward_model is not None
@@ -204,8 +205,12 @@ def test_the_best_of_n_is_chosen_through_the_words_of_another_tokenizer(config_o
 
 def test_a_wrong_best_of_n_is_refused(config_of, monkeypatch):
     for best_of, changes, words in (
-        ({"one": BestOfConfig("two", "r")}, {}, "'one' is the name of a model too"),
-        ({"best": BestOfConfig("three", "r")}, {}, "policy 'three' of best is not among the models: one, two"),
+        ({"one": BestOfConfig("two", "r")}, {}, "best_of has names of models too, \\['one'\\]"),
+        (
+            {"best": BestOfConfig("three", "r")},
+            {},
+            "best_of names policies that are not among the models: \\['three'\\]",
+        ),
         ({"best": BestOfConfig("one", "r")}, {"temperature": 0.0}, "a temperature above 0"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -247,7 +252,7 @@ def test_people_judge_the_responses_they_saw_wherever_and_however_the_second_run
     for copy, family in zip(models.values(), ("llama", "gpt2"), strict=True):
         shutil.copytree(checkpoints[family], copy)
     shutil.copy(config_of(64).data.train, tmp_path / "elsewhere.jsonl")
-    monkeypatch.setattr(evaluation, "decode_responses", lambda *_, **__: pytest.fail("responses were sampled again"))
+    monkeypatch.setattr(sampling, "decode_responses", lambda *_, **__: pytest.fail("responses were sampled again"))
     changes = {"data": DataConfig(train=str(tmp_path / "elsewhere.jsonl"), max_length=64), "models": models}
     changes |= {"seed": 7, "weights": WeightsConfig("bfloat16")}
     two = json.loads(evaluation.run(config_of(64, **people, **changes)).read_text())["models"]["two"]
@@ -284,8 +289,8 @@ def test_responses_that_people_judge_are_not_replaced(
 
 
 def test_without_people_the_same_start_reads_the_responses_and_another_one_samples(config_of, monkeypatch, capsys):
-    calls, decode = [], evaluation.decode_responses
-    monkeypatch.setattr(evaluation, "decode_responses", lambda *a, **k: calls.append(1) or decode(*a, **k))
+    calls, decode = [], sampling.decode_responses
+    monkeypatch.setattr(sampling, "decode_responses", lambda *a, **k: calls.append(1) or decode(*a, **k))
     best_of = {"best of 2": BestOfConfig("one", config_of(64).reward_model, 2)}
     first = evaluation.run(config_of(64, best_of=best_of)).read_text()
     assert evaluation.run(config_of(64, best_of=best_of)).read_text() == first and len(calls) == 3
@@ -349,7 +354,7 @@ def test_the_share_of_failures_that_the_advice_names_is_a_setting(judged_by_peop
         evaluation.run(config_of(64, **people))
     two = json.loads(evaluation.run(config_of(64, **people, max_failed_share=0.5)).read_text())["models"]["two"]
     assert (two["failures"], two["win_rate"]["n"]) == (1, 1)
-    with pytest.raises(ValueError, match="max_failed_share must lie between 0 and 1"):
+    with pytest.raises(ValueError, match="max_failed_share must be at most 1"):
         config_of(64, max_failed_share=1.5)
 
 

@@ -141,24 +141,12 @@ def _calibration(parts: Card) -> Section:
 
 
 def _agreement(found: Card) -> Section:
-    notes = [
-        f"{key.replace('_', ' ').capitalize()}: {part['missing']}."
-        for key, part in found.items()
-        if isinstance(part, Mapping) and "missing" in part
-    ]
-    charts, tables = [], []
-    if isinstance(found["by_strength"], list):
+    charts, tables, notes = [], [], _missing(found)
+    if not notes:
         strengths = {f"{one['from']:.3g} to {one['to']:.3g}": one["agreement"] for one in found["by_strength"]}
-        charts.append(rate_chart("Agreement by strength of the preference", "95 % interval", strengths))
-        tables.append([{"strength": name, "agreement": rate, "pairs": rate["n"]} for name, rate in strengths.items()])
-    if "missing" not in found["votes"]:
-        tables.append([{"votes": key.replace("_", " "), "value": value} for key, value in found["votes"].items()])
-    if isinstance(found["people_for_chosen"], float):
-        tables.append([{"annotators": "mean share for the chosen response", "value": found["people_for_chosen"]}])
-    if "missing" not in found["annotators"]:
-        people = found["annotators"].items()
-        tables.append([{"annotator": name, "agreement": rate, "pairs": rate["n"]} for name, rate in people])
-    lead = "How often the model agrees with the annotators, where they were sure and where they were not; and they with each other."
+        charts = [rate_chart("Agreement by strength of the preference", "95 % interval", strengths)]
+        tables = [[{"strength": name, "agreement": rate, "pairs": rate["n"]} for name, rate in strengths.items()]]
+    lead = "How often the model agrees with the annotators, where they were sure and where they were not."
     return Section("agreement", "Agreement with annotators", lead, charts, tables, notes)
 
 
