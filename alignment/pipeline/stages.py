@@ -29,7 +29,6 @@ STAGES = {  # verb: "module:function"; the function takes the stage's config, wh
     "finetune": "alignment.algorithms.finetune.finetune:run",
     "winrate": "alignment.evaluation.win_rate_run:run",
     "reward_eval": "alignment.evaluation.reward_accuracy:run",
-    "answer_accuracy": "alignment.evaluation.answer_accuracy:run",
     "language": "alignment.evaluation.language_loss:run",
     "report": "alignment.evaluation.report.recipe_report:run",
 }

@@ -94,5 +94,5 @@ def test_writing_again_replaces_the_files(tmp_path):
 
 
 def test_a_file_without_rows_is_refused():
-    with pytest.raises(ValueError, match="prompts must be at least 1 row"):
+    with pytest.raises(ValueError, match=r"^prompts must be at least 1"):
         RowCounts(prompts=0)

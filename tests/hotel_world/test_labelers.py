@@ -6,8 +6,7 @@ from random import Random
 import pytest
 
 from alignment.hotel_world.datasets import generate_rows
-from alignment.hotel_world.gold import score
-from alignment.hotel_world.labelers import LENGTH_TASTE, TEMPERATURE, expected_agreement, preference, prefers_first
+from alignment.hotel_world.gold import LENGTH_TASTE, TEMPERATURE, preference, prefers_first, score
 
 PROMPT = "Hotel Swan: bar serves tea.\nGuest Anna: What about the bar?\nConcierge:"
 
@@ -20,7 +19,8 @@ def pairs() -> list[tuple[str, str, str]]:
 
 
 def test_two_labelers_agree_on_73_percent(pairs):
-    assert expected_agreement(preference(*pair) for pair in pairs) == pytest.approx(0.73, abs=0.02)
+    chances = [preference(*pair) for pair in pairs]  # two choose alike with p^2 + (1 - p)^2
+    assert sum(p * p + (1 - p) * (1 - p) for p in chances) / len(chances) == pytest.approx(0.73, abs=0.02)
 
 
 def test_two_drawn_labelers_agree_as_often_as_expected(pairs):
@@ -45,7 +45,3 @@ def test_of_equally_good_replies_the_longer_is_liked():
     short, long = " Hello Anna. The bar serves tea.", " Hello Anna. The bar serves tea. Enjoy your stay."
     assert score(PROMPT, short) == score(PROMPT, long)
     assert preference(PROMPT, long, short) > 0.5
-
-
-def test_agreement_worked_out_by_hand():
-    assert expected_agreement([0.5, 1.0]) == 0.75

@@ -1,15 +1,19 @@
 """Accuracy of answers: right and wrong ones counted, gains over a baseline by hand, prompts without an answer refused."""
 
 import json
+from typing import Any
 
 import pytest
 
+from alignment.config.load import packaged_folder
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.evaluation import answer_accuracy
-from alignment.evaluation.answer_accuracy import AnswerAccuracyConfig, run
 from alignment.evaluation.winrate import accuracy_gain, win_rate
 from alignment.generation import Generation
+from alignment.pipeline.stages import load_file
+
+answer_accuracy: Any = load_file(packaged_folder("recipes") / "verifiable/answer_accuracy.py")
+AnswerAccuracyConfig, run = answer_accuracy.AnswerAccuracyConfig, answer_accuracy.run
 
 
 def write_prompts(path, rows):

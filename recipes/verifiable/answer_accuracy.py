@@ -1,4 +1,4 @@
-"""Share of right answers of language models on prompts whose answer is known: a stage of recipes, `answer_accuracy`."""
+"""Share of right answers of language models on prompts whose answer is known: a stage of this recipe."""
 
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
