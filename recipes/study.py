@@ -13,7 +13,7 @@ import numpy as np
 
 from alignment.errors import UserError, raise_all, suggest
 from alignment.evaluation.report.charts import SERIES, Curve, path_chart
-from alignment.evaluation.report.html import Chart, Section, write_page
+from alignment.evaluation.report.html import Chart, Section, render_page
 from alignment.evaluation.report.run_report import read_log_rows
 from alignment.files import read_json_object, write_json
 from alignment.settings import PositiveInt, Rule, Settings
@@ -139,14 +139,14 @@ def _missing_series(config: StudyConfig) -> Iterator[str]:
     if (own := config.savings) is not None:
         uses.append(("savings", [own.start, own.base, *own.series], (own.cost, own.gain)))
     known = {quantity for series in config.series.values() for quantity in series.columns}
-    for place, names, quantities in uses:
+    for use, names, quantities in uses:
         for name in names:
             if name not in config.series:
-                yield f"has no {name!r}, which {place} names; {suggest(name, config.series)}"
+                yield f"has no {name!r}, which {use} names; {suggest(name, config.series)}"
             elif missing := [each for each in quantities if each not in config.series[name].columns]:
-                yield f"{name} has no column {missing[0]!r}, which {place} names"
+                yield f"{name} has no column {missing[0]!r}, which {use} names"
         yield from (
-            f"has no {each!r}, which {place} names; {suggest(each, known)}" for each in quantities if each not in known
+            f"has no {each!r}, which {use} names; {suggest(each, known)}" for each in quantities if each not in known
         )
 
 
@@ -183,7 +183,7 @@ def run(config: StudyConfig) -> Path:
     write_json(output / "results.json", results)
     sections = _sections(config, points, laws, peaks, savings)
     heading = {"kind": "study", "title": config.title, "summary": config.summary}
-    write_page(output / "report.html", "sections.html.jinja", sections=sections, **heading)
+    render_page(output / "report.html", "sections.html.jinja", sections=sections, **heading)
     return output / "results.json"
 
 

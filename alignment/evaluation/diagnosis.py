@@ -68,7 +68,7 @@ class Times(NamedTuple):
     least: float = 0.0
 
 
-class Cure(NamedTuple):
+class Advice(NamedTuple):
     """A setting to try: its key, its value or how to get it from the run, and why."""
 
     key: str
@@ -84,7 +84,7 @@ class Symptom(NamedTuple):
         stages: that are examined for it; "rows": all that learn from rows without preferences, such as sft.
         signs: one suffices.
         cause: what usually leads to it.
-        cures: the likeliest first.
+        advice: the likeliest first.
         unless: symptoms that would explain this one.
     """
 
@@ -92,7 +92,7 @@ class Symptom(NamedTuple):
     stages: tuple[str, ...]
     signs: tuple[Sign, ...]
     cause: str
-    cures: tuple[Cure, ...]
+    advice: tuple[Advice, ...]
     unless: tuple[str, ...] = ()
 
 
@@ -130,7 +130,7 @@ def diagnose(run: RunLog) -> list[Diagnosis]:
         if seen and not set(symptom.unless) & found.keys():
             evidence = "; ".join(f"{name} {series.course()}" for name, series in seen.items())
             steps = min(each.steps[0] for each in seen.values()), max(each.steps[-1] for each in seen.values())
-            settings = advise(run, symptom.cures)
+            settings = settings_to_try(run, symptom.advice)
             found[symptom.name] = Diagnosis(symptom.name, evidence, symptom.cause, steps, settings)
     return [*_overflow(run), *found.values()]
 
@@ -153,13 +153,13 @@ def _overflow(run: RunLog) -> list[Diagnosis]:
     names = sorted(name for name, each in run.broken.items() if each[0] == steps[0])
     evidence = f"{', '.join(names)} from step {steps[0]} on; {len(steps)} values in all"
     cause = "A loss or gradient overflowed. What is trained after it is worthless; go back to a checkpoint before it."
-    return [Diagnosis("not finite", evidence, cause, (steps[0], steps[-1]), advise(run, OVERFLOW_CURES))]
+    return [Diagnosis("not finite", evidence, cause, (steps[0], steps[-1]), settings_to_try(run, OVERFLOW_ADVICE))]
 
 
-def advise(run: RunLog, cures: Sequence[Cure]) -> tuple[Setting, ...]:
+def settings_to_try(run: RunLog, advice: Sequence[Advice]) -> tuple[Setting, ...]:
     """The settings whose key the run's config has and whose value differs from the run's."""
     found = []
-    for key, value, why in cures:
+    for key, value, why in advice:
         now = run.setting(key)
         if isinstance(value, Times):
             number = max(float(f"{run.number(key, 0) * value.factor:.3g}"), value.least)
@@ -200,7 +200,7 @@ def over_optimized(name: str) -> Sign:
     return Sign(("score", name), wrong)
 
 
-def beyond_rounding(run: RunLog, errors: Series, name: str) -> bool:
+def exceeds_rounding(run: RunLog, errors: Series, name: str) -> bool:
     """Any line lies above `ROUNDING` of the run's precision."""
     sixteen = run.setting("weights.dtype") in ("bfloat16", "float16") or run.setting("weights.quantize")
     return (
@@ -209,7 +209,7 @@ def beyond_rounding(run: RunLog, errors: Series, name: str) -> bool:
     )
 
 
-def sampled_otherwise(run: RunLog) -> bool:
+def sampling_differs(run: RunLog) -> bool:
     """Responses come from another distribution than the policy's by configuration."""
     filtered = run.number("top_p", 1) < 1 or run.number("top_k", 0) > 0 or run.number("min_p", 0) > 0
     return filtered or run.number("rollouts_behind", 0) > 0
@@ -229,14 +229,14 @@ def kl_negative(run: RunLog, kl: Series) -> bool:
     return low < least_kl(k3.last if k3 is not None else abs(low), responses)
 
 
-def kl_runs_away(run: RunLog, kl: Series) -> bool:
+def kl_runaway(run: RunLog, kl: Series) -> bool:
     """The policy leaves the reference and is still leaving, or misses the target."""
     limit = max(RUNAWAY_KL, 2 * run.number("kl_target", 0))
     before = kl.windows[max(0, len(kl.windows) - 1 - kl.width)]
     return kl.last > limit and (kl.last >= 1.1 * before or kl.last >= 5 * limit)
 
 
-def samples_score_alike(run: RunLog, score: Series) -> bool:
+def equal_scores(run: RunLog, score: Series) -> bool:
     """All samples have the same score."""
     given = [float(row["score"]) for row in run.samples if isinstance(row.get("score"), (int, float))]
     return not score.rises() and len(given) >= ENOUGH and all_equal(given)
@@ -301,59 +301,59 @@ def rewards_and(entry: Callable[[RunLog], object]) -> Callable[[RunLog], list[ob
 SAMPLED, PAIRS = ("ppo", "online_dpo"), ("dpo", "reward")
 ALL = (*SAMPLED, *PAIRS, "rows")
 RATE = "optim.learning_rate"
-THIRD, HALF = Cure(RATE, Times(1 / 3), "a third of the step"), Cure(RATE, Times(0.5), "half the step")
-FIVE_TIMES, TEN_TIMES = Cure(RATE, Times(5), "five times the step"), Cure(RATE, Times(10), "ten times the step")
-WARMUP = Cure("optim.warmup_steps", Times(2, 20), "small steps at first")
-LENGTH = Cure("data.max_length", Times(2), "nothing that matters is cut")
-PENALTY = Cure("kl_coef", Times(2, 0.02), "twice the penalty")
-TARGET_KL = Cure("target_kl", 0.02, "ends the passes over a rollout once the policy has moved so far")
-TEMPERATURE = Cure("temperature", 1.0, "samples that differ")
-END_PENALTY = Cure("missing_end_penalty", Times(2, 1.0), "a response that reaches the limit loses")
-LONGER_RESPONSES = Cure("max_new_tokens", Times(2), "room to end")
+THIRD, HALF = Advice(RATE, Times(1 / 3), "a third of the step"), Advice(RATE, Times(0.5), "half the step")
+FIVE_TIMES, TEN_TIMES = Advice(RATE, Times(5), "five times the step"), Advice(RATE, Times(10), "ten times the step")
+WARMUP = Advice("optim.warmup_steps", Times(2, 20), "small steps at first")
+LENGTH = Advice("data.max_length", Times(2), "nothing that matters is cut")
+PENALTY = Advice("kl_coef", Times(2, 0.02), "twice the penalty")
+TARGET_KL = Advice("target_kl", 0.02, "ends the passes over a rollout once the policy has moved so far")
+TEMPERATURE = Advice("temperature", 1.0, "samples that differ")
+END_PENALTY = Advice("missing_end_penalty", Times(2, 1.0), "a response that reaches the limit loses")
+LONGER_RESPONSES = Advice("max_new_tokens", Times(2), "room to end")
 CRITIC = (
-    Cure("value_warmup_steps", Times(2, 10), "the critic learns first"),
-    Cure("value_model", "reward_model", "its trunk has already learned what is scored"),
-    Cure("advantages", "rloo", "needs no critic (with responses_per_prompt of 4 or more)"),
+    Advice("value_warmup_steps", Times(2, 10), "the critic learns first"),
+    Advice("value_model", "reward_model", "its trunk has already learned what is scored"),
+    Advice("advantages", "rloo", "needs no critic (with responses_per_prompt of 4 or more)"),
 )
-OVERFLOW_CURES = (
-    THIRD, Cure("optim.max_grad_norm", 1.0, "bounds the gradient of an update"), WARMUP,
-    Cure("training.precision", "fp32", "a wider range, to find out whether the type is to blame"),
+OVERFLOW_ADVICE = (
+    THIRD, Advice("optim.max_grad_norm", 1.0, "bounds the gradient of an update"), WARMUP,
+    Advice("training.precision", "fp32", "a wider range, to find out whether the type is to blame"),
 )  # fmt: skip
 SYMPTOMS = (  # what would explain the others comes first
     Symptom(
         "gradient spikes", ALL, (Sign(("grad_norm",), gradient_spikes),),
         "Odd rows (very long, broken, mislabeled) or steps at the edge of what is stable.",
-        (HALF, WARMUP, Cure("optim.max_grad_norm", Times(0.5), "cuts what is above the usual")),
+        (HALF, WARMUP, Advice("optim.max_grad_norm", Times(0.5), "cuts what is above the usual")),
     ),
     Symptom(
         "sampler mismatch", SAMPLED,
-        (Sign(("first_ratio_error",), lambda run, errors: beyond_rounding(run, errors, "first_ratio_error"), 1),
+        (Sign(("first_ratio_error",), lambda run, errors: exceeds_rounding(run, errors, "first_ratio_error"), 1),
          Sign(("sampling_error",),
-              lambda run, errors: not sampled_otherwise(run) and beyond_rounding(run, errors, "sampling_error"), 1),
+              lambda run, errors: not sampling_differs(run) and exceeds_rounding(run, errors, "sampling_error"), 1),
          Sign(("importance_weight_mean",), lambda _, weights: abs(weights.last - 1) > WEIGHT_OFF, 1),
          Sign(("importance_clipped_share",), lambda _, clipped: clipped.last > CLIPPED_WEIGHTS, 1)),
         "Training computes other log-probabilities than the sampler drew from, so ratios and KL are of another policy: "
         "weights that are stale or in fewer bits in the sampler, another temperature, filtered sampling, or dropout.",
-        (Cure("rollouts_behind", 0, "samples of the present weights"),
-         Cure("top_p", 1.0, "training computes the whole distribution"),
-         Cure("top_k", 0, "training computes the whole distribution"),
-         Cure("importance_cap", 2.0, "corrects what is left, by truncated importance sampling"),
-         Cure("weights.dtype", "float32", "rounding is then below 1e-4; compare on a short run"),
-         Cure("training.precision", "fp32", "likewise")),
+        (Advice("rollouts_behind", 0, "samples of the present weights"),
+         Advice("top_p", 1.0, "training computes the whole distribution"),
+         Advice("top_k", 0, "training computes the whole distribution"),
+         Advice("importance_cap", 2.0, "corrects what is left, by truncated importance sampling"),
+         Advice("weights.dtype", "float32", "rounding is then below 1e-4; compare on a short run"),
+         Advice("training.precision", "fp32", "likewise")),
     ),
     Symptom(
         "KL negative", SAMPLED, (Sign(("kl",), kl_negative),),
         "The samples do not come from the policy whose log-probabilities are compared: a colder sampler, a minimum length, "
         "dropout in one of the two, or a reference at another temperature. The penalty then pays for leaving the reference.",
-        (Cure("temperature", 1.0, "the temperature at which the reference was trained"),
-         Cure("kl_estimator", "k3", "never negative, where the KL is part of the loss"),
-         Cure("training.precision", "fp32", "if sampling_error is large as well")),
+        (Advice("temperature", 1.0, "the temperature at which the reference was trained"),
+         Advice("kl_estimator", "k3", "never negative, where the KL is part of the loss"),
+         Advice("training.precision", "fp32", "if sampling_error is large as well")),
     ),
     Symptom(
         "updates too large", SAMPLED, (peaks_above("clip_fraction", CLIPPED), peaks_above("approx_kl", LARGE_UPDATE)),
         "The policy leaves the range in which the samples say something about it: the learning rate is too high, or the "
         "passes over one rollout are too many.",
-        (THIRD, Cure("epochs", Times(0.5, 1), "fewer passes over each rollout"), TARGET_KL),
+        (THIRD, Advice("epochs", Times(0.5, 1), "fewer passes over each rollout"), TARGET_KL),
     ),
     Symptom(
         "updates too small", SAMPLED, (Sign(("approx_kl", "score"), updates_too_small),),
@@ -365,38 +365,38 @@ SYMPTOMS = (  # what would explain the others comes first
          Sign(("value_loss",),
               lambda _, loss: loss.last > 2 * loss.windows.min() and loss.last - loss.windows.min() > 3 * loss.error)),
         "The values are worse than a constant or become so: the critic's steps overshoot.",
-        (Cure("value_optim.learning_rate", Times(1 / 3), "a third of its step"), *CRITIC),
+        (Advice("value_optim.learning_rate", Times(1 / 3), "a third of its step"), *CRITIC),
     ),
     Symptom(
         "critic lost", SAMPLED,
         (Sign(("explained_variance", "value_loss"), lambda _, explained, loss: explained.later(0.5).middle < EXPLAINED),),
         "The values are no better than a constant, so the advantages carry the whole noise of the returns: the critic learns "
         "too slowly to follow the policy.",
-        (Cure("value_optim.learning_rate", Times(3), "three times its step"), *CRITIC),
+        (Advice("value_optim.learning_rate", Times(3), "three times its step"), *CRITIC),
         unless=("critic diverges",),
     ),
     Symptom(
-        "score constant", SAMPLED, (Sign(("score",), samples_score_alike),), "The reward tells nothing apart.", (TEMPERATURE,)
+        "score constant", SAMPLED, (Sign(("score",), equal_scores),), "The reward tells nothing apart.", (TEMPERATURE,)
     ),
     Symptom(
         "score falls", SAMPLED, (Sign(("score",), lambda _, score: score.falls(3)),),
         "What is learned is not the score: the penalty outweighs it, or the updates are too large to improve it.",
-        (THIRD, Cure("kl_coef", Times(0.5), "half the penalty"),
-         Cure("pretrain_coef", Times(0.5), "half the weight of the text")),
+        (THIRD, Advice("kl_coef", Times(0.5), "half the penalty"),
+         Advice("pretrain_coef", Times(0.5), "half the weight of the text")),
         unless=("score constant",),
     ),
     Symptom(
         "score flat at the reference", SAMPLED, (Sign(("score", "kl"), lambda _, score, kl: not score.rises() and abs(kl.last) < STILL),),
         "The policy has hardly moved: the steps are too small, or the penalty holds it at the reference.",
-        (Cure(RATE, Times(3), "three times the step"), Cure("kl_coef", Times(0.25), "a quarter of the penalty"),
-         Cure("epochs", 4, "more passes over each rollout")),
+        (Advice(RATE, Times(3), "three times the step"), Advice("kl_coef", Times(0.25), "a quarter of the penalty"),
+         Advice("epochs", 4, "more passes over each rollout")),
         unless=("score constant", "score falls"),
     ),
     Symptom(
         "score flat", SAMPLED, (Sign(("score",), lambda _, score: not score.rises()),),
         "The policy moves, but not towards the score: the advantages are mostly noise.",
-        (Cure("training.batch_size", Times(4), "a quarter of the noise's variance"),
-         Cure("responses_per_prompt", 4, "compares responses to one prompt, which takes out how hard the prompt is"), HALF),
+        (Advice("training.batch_size", Times(4), "a quarter of the noise's variance"),
+         Advice("responses_per_prompt", 4, "compares responses to one prompt, which takes out how hard the prompt is"), HALF),
         unless=("score constant", "score falls", "score flat at the reference"),
     ),
     Symptom(
@@ -409,14 +409,14 @@ SYMPTOMS = (  # what would explain the others comes first
         "over-optimization", SAMPLED,
         tuple(map(over_optimized, HELD_OUT)),
         "The policy has found what the reward model gets wrong: its score no longer means what it did.",
-        (Cure("training.max_steps", best_step, "ends where the held-out measure was best"), PENALTY,
-         Cure("reward_combine", "min", "with an ensemble: what one member doubts does not pay")),
+        (Advice("training.max_steps", best_step, "ends where the held-out measure was best"), PENALTY,
+         Advice("reward_combine", "min", "with an ensemble: what one member doubts does not pay")),
     ),
     Symptom(
         "length hacking", SAMPLED, (Sign(("score", "response_tokens"), length_hacking),),
         "The reward pays for length: reward models learn that from labelers who prefer long answers.",
         (END_PENALTY, PENALTY,
-         Cure("rewards", rewards_and(lambda run: {"length": {"max": int(run.series["response_tokens"].first)}}),
+         Advice("rewards", rewards_and(lambda run: {"length": {"max": int(run.series["response_tokens"].first)}}),
               "each further token costs")),
     ),
     Symptom(
@@ -432,33 +432,33 @@ SYMPTOMS = (  # what would explain the others comes first
     Symptom(
         "empty responses", SAMPLED, (above("empty_share", EMPTY),),
         "Ending at once scores better than answering: the reward of an empty text is high, or every token costs KL.",
-        (Cure("missing_end_penalty", Times(0.5), "ending is worth less"),
-         Cure("kl_coef", Times(0.5), "half the price of a token that differs"),
-         Cure("rewards", rewards_and(lambda _: {"format": r".*\S.*"}), "an empty response loses")),
+        (Advice("missing_end_penalty", Times(0.5), "ending is worth less"),
+         Advice("kl_coef", Times(0.5), "half the price of a token that differs"),
+         Advice("rewards", rewards_and(lambda _: {"format": r".*\S.*"}), "an empty response loses")),
     ),
     Symptom(
         "collapse", SAMPLED, (shrinks_to("entropy", ENTROPY_LEFT), shrinks_to("distinct_share", DISTINCT_LEFT),
          Sign(("repetition",), lambda _, share: repeats(share.last, share.first))),
         "The policy has settled on few responses: nothing is left to compare, so nothing more is learned.",
-        (PENALTY, Cure("entropy_coef", 0.01, "pays for entropy"), HALF,
-         Cure("temperature", 1.0, "samples as varied as the policy")),
+        (PENALTY, Advice("entropy_coef", 0.01, "pays for entropy"), HALF,
+         Advice("temperature", 1.0, "samples as varied as the policy")),
     ),
     Symptom(
-        "KL runs away", SAMPLED, (Sign(("kl",), kl_runs_away),),
+        "KL runs away", SAMPLED, (Sign(("kl",), kl_runaway),),
         "The penalty is too weak for this reward, or the steps are too large for it: beyond about 10 nats learned rewards "
         "stop agreeing with what they stand for.",
-        (PENALTY, Cure("kl_target", 6.0, "steers the coefficient towards 6 nats per response"), HALF, TARGET_KL),
+        (PENALTY, Advice("kl_target", 6.0, "steers the coefficient towards 6 nats per response"), HALF, TARGET_KL),
     ),
     Symptom(
         "alignment tax", SAMPLED, (Sign(("pretrain_loss",), lambda _, loss: loss.last - loss.first >= TAX and loss.rises(3)),),
         "The policy pays for its reward with what it knew of other text.",
-        (Cure("pretrain_coef", Times(2, 0.1), "twice the weight of the text's loss"), HALF),
+        (Advice("pretrain_coef", Times(2, 0.1), "twice the weight of the text's loss"), HALF),
     ),
     Symptom(
         "few pairs", ("online_dpo",), (above("score_ties", TIED),),
         "The responses to a prompt score alike, so most of the samples teach nothing.",
-        (Cure("responses_per_prompt", Times(2), "more to choose from"), TEMPERATURE,
-         Cure("tie_margin", Times(0.5), "smaller differences count")),
+        (Advice("responses_per_prompt", Times(2), "more to choose from"), TEMPERATURE,
+         Advice("tie_margin", Times(0.5), "smaller differences count")),
     ),
     Symptom(
         "policy did not move", ("dpo", "online_dpo"), (Sign(("chosen_reward", "rejected_reward"), unmoved),),
@@ -479,15 +479,15 @@ SYMPTOMS = (  # what would explain the others comes first
          Sign(("accuracy", "held_out_accuracy"),
               lambda run, own, held_out: run.trend("accuracy") and own.last - held_out.values[-1] > GAP, 1)),
         "The rows are learned by heart: too many passes, or too few rows for so large a step.",
-        (Cure("training.keep_best", "held_out_loss", "the model of the best evaluation is the result"),
-         Cure("training.epochs", 1, "each row once"), HALF),
+        (Advice("training.keep_best", "held_out_loss", "the model of the best evaluation is the result"),
+         Advice("training.epochs", 1, "each row once"), HALF),
     ),
     Symptom(
         "loss rises", (*PAIRS, "rows"),
         (Sign(("loss",),
               lambda _, loss: loss.last - loss.windows.min() >= max(4 * loss.error, RISEN * abs(loss.windows.min()))),),
         "The steps are too large for what has been reached, or the later rows are of another kind.",
-        (THIRD, Cure("optim.schedule", "cosine", "smaller steps towards the end"), WARMUP),
+        (THIRD, Advice("optim.schedule", "cosine", "smaller steps towards the end"), WARMUP),
     ),
     Symptom(
         "loss flat", ("rows",), (Sign(("loss",), lambda _, loss: not loss.falls()),),
@@ -500,7 +500,7 @@ SYMPTOMS = (  # what would explain the others comes first
         (Sign(("chosen_reward", "margin"),
               lambda _, chosen, margin: chosen.first - chosen.last > max(margin.last - margin.first, 1.0)),),
         "The pairs are told apart by making both responses unlikely; the probability goes to texts that nobody judged.",
-        (Cure("sft_coef", 0.2, "keeps the chosen responses likely"), Cure("beta", Times(2), "a stronger pull to the reference"),
+        (Advice("sft_coef", 0.2, "keeps the chosen responses likely"), Advice("beta", Times(2), "a stronger pull to the reference"),
          HALF),
     ),
     Symptom(

@@ -191,13 +191,13 @@ def run(config: WinRateConfig) -> Path:
     if form is not None and judge is None:
         write_form(config, form, prompts, responses)
     models = {name: measure(config, name, responses, prompts, scores=scores, texts=texts) for name in responses}
-    for name, measured in ({} if pairs is None else measure_pairs(config, pairs)).items():
+    for name, measured in ({} if pairs is None else pair_measurements(config, pairs)).items():
         models[name]["pairs"] = measured
     judge, warnings = judge or _judge(config, scores, prompts), trained_against(config, hashes)
     for name in [name for name in models if name != config.baseline]:
         ours, theirs = responses[name].texts, responses[config.baseline].texts
         compared = compare(prompts, ours, theirs, judge, max_failed_share=config.max_failed_share)
-        models[name] |= judgment_figures(compared)
+        models[name] |= _judgment_figures(compared)
         warnings += position_warnings(name, compared)
 
     for warning in warnings:
@@ -379,7 +379,7 @@ def log_ratios(config: WinRateConfig, generation: Generation, prompts: list[Prom
     return (-add_log_probs(_load(config, config.measured_from), documents, masks, -own)).tolist()
 
 
-def measure_pairs(config: WinRateConfig, rows: Sequence[Comparison]) -> dict[str, dict[str, float]]:
+def pair_measurements(config: WinRateConfig, rows: Sequence[Comparison]) -> dict[str, dict[str, float]]:
     """Log-probabilities of held-out pairs by model, for those with the reference's vocabulary."""
     assert config.comparisons is not None
     tokenizer = load_tokenizer(config.models[config.measured_from], config.chat_template)
@@ -424,7 +424,7 @@ def write_form(config: WinRateConfig, path: Path, prompts: list[Prompt], respons
     )
 
 
-def judgment_figures(result: JudgeResult) -> dict[str, Any]:
+def _judgment_figures(result: JudgeResult) -> dict[str, Any]:
     """Figures of one comparison for `results.json`."""
     n, count = result.win_rate.n, result.inconsistent
     inconsistent, bias = (

@@ -44,11 +44,11 @@ def find_stage(verb: str, folder: Path = Path()) -> tuple[type, Callable[[Any], 
     Raises:
         UserError: the file has no such function.
     """
-    place, _, name = STAGES.get(verb, verb).partition(":")
-    module = importlib.import_module(place) if verb in STAGES else load_file(folder / place)
+    module_name, _, name = STAGES.get(verb, verb).partition(":")
+    module = importlib.import_module(module_name) if verb in STAGES else load_stage_file(folder / module_name)
     function = getattr(module, name, None)
     if function is None:
-        raise UserError(f"{folder / place}: has no function {name!r}")
+        raise UserError(f"{folder / module_name}: has no function {name!r}")
     (config_class,) = (hint for parameter, hint in get_type_hints(function).items() if parameter != "return")
     return config_class, function
 
@@ -58,7 +58,7 @@ def stage_file(verb: str, folder: Path) -> Path | None:
     return folder / verb.partition(":")[0] if ".py:" in verb else None
 
 
-def load_file(path: Path) -> ModuleType:
+def load_stage_file(path: Path) -> ModuleType:
     """The module of a Python file outside every package."""
     name = str(path.resolve())  # its dataclasses look their module up by this name
     if name not in sys.modules:

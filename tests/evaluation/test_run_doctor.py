@@ -13,7 +13,15 @@ from alignment.cli import main
 from alignment.config.schema import config_keys
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.evaluation.diagnosis import OVERFLOW_CURES, SYMPTOMS, Cure, Times, advise, diagnose, report_lines
+from alignment.evaluation.diagnosis import (
+    OVERFLOW_ADVICE,
+    SYMPTOMS,
+    Advice,
+    Times,
+    diagnose,
+    report_lines,
+    settings_to_try,
+)
 from alignment.evaluation.run_log import RunLog, Series, columns, read_run_log
 from alignment.pipeline.stages import find_stage
 from alignment.training import OptimConfig
@@ -246,13 +254,17 @@ def test_online_dpo_without_pairs_is_found():
 def test_every_key_that_is_ever_proposed_is_one_of_a_stage():
     stages = ("sft", "reward", "dpo", "ppo", "online_dpo")
     known = {key.name for name in stages for key in config_keys(find_stage(name)[0])}
-    cures = [cure for symptom in SYMPTOMS for cure in symptom.cures]
-    assert {cure.key for cure in (*cures, *OVERFLOW_CURES)} <= known
+    advice = [one for symptom in SYMPTOMS for one in symptom.advice]
+    assert {one.key for one in (*advice, *OVERFLOW_ADVICE)} <= known
 
 
 def test_only_keys_of_the_run_and_other_values_are_proposed():
-    cures = Cure("temperature", 1.0, "same"), Cure("no_such_key", 1, "unknown"), Cure("kl_coef", Times(2), "twice")
-    found = advise(run_of({}, temperature=1.0), cures)
+    advice = (
+        Advice("temperature", 1.0, "same"),
+        Advice("no_such_key", 1, "unknown"),
+        Advice("kl_coef", Times(2), "twice"),
+    )
+    found = settings_to_try(run_of({}, temperature=1.0), advice)
     assert [(each.key, each.now, each.value) for each in found] == [("kl_coef", 0.05, 0.1)]
 
 

@@ -10,9 +10,9 @@ from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.evaluation.winrate import accuracy_gain, win_rate
 from alignment.generation import Generation
-from alignment.pipeline.stages import load_file
+from alignment.pipeline.stages import load_stage_file
 
-answer_accuracy: Any = load_file(packaged_folder("recipes") / "verifiable/answer_accuracy.py")
+answer_accuracy: Any = load_stage_file(packaged_folder("recipes") / "verifiable/answer_accuracy.py")
 AnswerAccuracyConfig, run = answer_accuracy.AnswerAccuracyConfig, answer_accuracy.run
 
 

@@ -11,9 +11,9 @@ from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.generation.generate import Generation
 from alignment.hotel_world.writers import best_reply
-from alignment.pipeline.stages import load_file
+from alignment.pipeline.stages import load_stage_file
 
-comparisons: Any = load_file(packaged_folder("recipes") / "overoptimization/comparisons.py")
+comparisons: Any = load_stage_file(packaged_folder("recipes") / "overoptimization/comparisons.py")
 
 
 def config_of(world, tmp_path, checkpoints, **changes):

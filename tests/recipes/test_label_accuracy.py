@@ -9,10 +9,10 @@ import torch
 from alignment.config.load import packaged_folder
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.pipeline.stages import load_file
+from alignment.pipeline.stages import load_stage_file
 from alignment.reward_model import RewardModel
 
-label_accuracy: Any = load_file(packaged_folder("recipes") / "sentiment/label_accuracy.py")
+label_accuracy: Any = load_stage_file(packaged_folder("recipes") / "sentiment/label_accuracy.py")
 LabelAccuracyConfig, best_threshold = label_accuracy.LabelAccuracyConfig, label_accuracy.best_threshold
 
 WORTH = {"fine": 2.0, "good": 3.0, "so so": 1.0, "bad": -1.0, "dull": 0.0}

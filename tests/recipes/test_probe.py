@@ -15,9 +15,9 @@ from alignment.errors import UserError
 from alignment.hotel_world.datasets import FOLDS, RANGES
 from alignment.hotel_world.grammar import find_claims, fold
 from alignment.loading import load_model
-from alignment.pipeline.stages import load_file
+from alignment.pipeline.stages import load_stage_file
 
-probes: Any = load_file(packaged_folder("recipes") / "alignment_tax/probe.py")
+probes: Any = load_stage_file(packaged_folder("recipes") / "alignment_tax/probe.py")
 
 
 def write(path, rows):

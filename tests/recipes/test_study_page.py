@@ -8,9 +8,9 @@ import pytest
 
 from alignment.config.load import packaged_folder
 from alignment.errors import UserError
-from alignment.pipeline.stages import load_file
+from alignment.pipeline.stages import load_stage_file
 
-study: Any = load_file(packaged_folder("recipes") / "study.py")
+study: Any = load_stage_file(packaged_folder("recipes") / "study.py")
 SeriesConfig, ChartConfig, PeakConfig, SavingsConfig, StudyConfig = (
     study.SeriesConfig, study.ChartConfig, study.PeakConfig, study.SavingsConfig, study.StudyConfig
 )  # fmt: skip

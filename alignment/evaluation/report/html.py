@@ -34,7 +34,7 @@ class Section:
     notes: Sequence[str] = ()
 
 
-def write_page(path: Path, template: str, *, templates: Path = TEMPLATES, **content: object) -> Path:
+def render_page(path: Path, template: str, *, templates: Path = TEMPLATES, **content: object) -> Path:
     """Render a template to a file and return its path. All text is escaped; a name that the content lacks is an error."""
     environment = Environment(
         loader=FileSystemLoader(templates),

@@ -15,7 +15,7 @@ from alignment.evaluation.report.charts import (
     path_chart,
     rate_chart,
 )
-from alignment.evaluation.report.html import Chart, Row, write_page
+from alignment.evaluation.report.html import Chart, Row, render_page
 from alignment.evaluation.report.metric_charts import Log, stage_charts
 
 Models = Mapping[str, Mapping[str, Any]]  # policy -> its part of an evaluation's results.json
@@ -81,7 +81,7 @@ def write_report(path: Path, data: ReportData) -> Path:
     names = [*models, *data.paths, *(name for sample in data.samples for name in sample["responses"])]
     colors = {name: number % len(SERIES) for number, name in enumerate(dict.fromkeys(names))}
     stages = {name: stage_charts(name, log) for name, log in data.stages.items()}
-    return write_page(
+    return render_page(
         path,
         "report.html.jinja",
         data=data,

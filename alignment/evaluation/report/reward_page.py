@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.evaluation.report.charts import Curve, path_chart, rate_chart
-from alignment.evaluation.report.html import Chart, Row, Section, format_share, write_page
+from alignment.evaluation.report.html import Chart, Row, Section, format_share, render_page
 
 Card = Mapping[str, Any]  # a part of card.json
 
@@ -71,7 +71,7 @@ def write_reward_page(path: Path, card: Card) -> Path:
         _best_of_n(card["best_of_n"]),
         Section("rows", "Rows", "What was read, and what was left out.", notes=card["left_out"]),
     ]
-    return write_page(
+    return render_page(
         path,
         "sections.html.jinja",
         kind="reward-model card",
