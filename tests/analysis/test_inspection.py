@@ -16,7 +16,7 @@ from PIL import Image
 from alignment import cli
 from alignment.adapters import LoRASpec, attach, save_adapter
 from alignment.analysis import attention_maps, encoder_decoder_attention_maps, write_attention
-from alignment.analysis.inspection import Maps, address_of, encoded, load_any, pixels, shown, write_attention_page
+from alignment.analysis.inspection import address_of, encoded, load_any, pixels, shown
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.errors import UserError
 from alignment.loading import load_model, load_tokenizer
@@ -64,7 +64,9 @@ def test_page_holds_every_head_and_nothing_from_elsewhere(checkpoints, tmp_path,
     assert capsys.readouterr().out == f"{path}\n"
     html = path.read_text(encoding="utf-8")
     page = Page(html)
-    assert not re.search(r"https?:|//[a-z]", re.sub("base64,[^\"]+", "", html.split("<script>")[0])) and not page.named("link")
+    assert not re.search(r"https?:|//[a-z]", re.sub('base64,[^"]+', "", html.split("<script>")[0])) and not page.named(
+        "link"
+    )
     assert all("src" not in attrs for attrs in page.named("script"))
     assert all(attrs["src"].startswith("data:") for attrs in page.named("img"))
     assert [attrs["alt"] for attrs in page.heads] == [f"layer {i}, head {j}" for i in range(2) for j in range(4)]
@@ -87,15 +89,6 @@ def test_no_text_of_the_user_runs(checkpoints, tmp_path):
     allowed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     [policy] = [attrs["content"] for attrs in Page(html).named("meta") if "http-equiv" in attrs]
     assert policy == f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{allowed}'"
-
-
-def test_tokens_are_escaped_too(tmp_path):
-    weights = torch.eye(2)[None]
-    maps = Maps("Self-attention", ['"><img src=x onerror=1>', "b"], ["</script>", "b"], {0: weights})
-    html = write_attention_page(tmp_path / "page.html", "m", [("t", [maps])]).read_text(encoding="utf-8")
-    page = Page(html)
-    assert len(page.named("img")) == 2 and html.count("</script>") == 1
-    assert [attrs["title"] for attrs in page.named("li")] == ["</script>", "b", '"><img src=x onerror=1>', "b"]
 
 
 def test_several_texts_and_chosen_layers(checkpoints, tmp_path):
@@ -183,11 +176,6 @@ def test_an_encoder_decoder_has_three_kinds(tokenizer, tmp_path, targets):
     drawn = weights_in(Page(html).heads[-1]["src"])
     assert drawn.shape == (len(target), len(source))
     assert torch.allclose(drawn.sqrt(), last.sqrt(), atol=0.5 / 255 + 1e-6)
-
-
-def test_each_source_wants_its_target(tokenizer, tmp_path):
-    with pytest.raises(UserError, match="2 --text and 1 --target"):
-        write_attention(tiny("t5", tokenizer, tmp_path), ["a", "b"], tmp_path / "p.html", targets=["c"])
 
 
 def test_pixels_go_by_the_root_of_the_weight():

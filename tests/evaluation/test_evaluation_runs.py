@@ -187,22 +187,6 @@ def test_the_best_of_n_is_the_one_that_its_reward_model_scores_highest(config_of
     assert results["best of 3"]["win_rate"]["n"] == 2 and results.keys() == {"one", "two", "best of 3"}
 
 
-def test_the_best_of_another_policy_has_no_bound_of_its_kl(config_of):
-    best_of = {"best of 2": BestOfConfig("two", config_of(64).reward_model, 2)}
-    results = json.loads(evaluation.run(config_of(64, best_of=best_of)).read_text())["models"]
-    assert "kl" in results["two"] and "kl" not in results["best of 2"]
-    hot = json.loads(evaluation.run(config_of(64, best_of=best_of, reference="two", top_p=0.9)).read_text())["models"]
-    assert "kl" not in hot["best of 2"]
-    same = json.loads(evaluation.run(config_of(64, best_of=best_of, reference="two")).read_text())["models"]
-    assert same["best of 2"]["kl"] == pytest.approx(math.log(2) - 1 / 2)
-
-
-def test_the_best_of_n_is_chosen_through_the_words_of_another_tokenizer(config_of, foreign):
-    best_of = {"best of 3": BestOfConfig("one", foreign[1], 3)}
-    results = json.loads(evaluation.run(config_of(64, best_of=best_of, reward_model=foreign[1])).read_text())["models"]
-    assert results["best of 3"]["proxy"] > results["one"]["proxy"]
-
-
 def test_a_wrong_best_of_n_is_refused(config_of, monkeypatch):
     for best_of, changes, words in (
         ({"one": BestOfConfig("two", "r")}, {}, "best_of has names of models too, \\['one'\\]"),
@@ -300,14 +284,6 @@ def test_without_people_the_same_start_reads_the_responses_and_another_one_sampl
     assert "sampled again" in (told := capsys.readouterr().err) and "seed: 0 -> 1" in told
 
 
-def test_responses_that_were_changed_by_hand_are_not_read(config_of, tmp_path, capsys):
-    first = evaluation.run(config_of(64)).read_text()
-    path = tmp_path / "out/responses.jsonl"
-    path.write_text(path.read_text().replace("Guest", "Gust"))
-    assert evaluation.run(config_of(64)).read_text() == first
-    assert "sampled again" in capsys.readouterr().err and "Gust" not in path.read_text()
-
-
 def test_the_first_start_for_people_is_no_error_and_names_the_next_command(config_of, tmp_path, capsys):
     config, form = config_of(64), tmp_path / "form.jsonl"
     path = tmp_path / "mine.yaml"
@@ -400,32 +376,3 @@ def test_the_gold_judge_refuses_prompts_of_another_world_before_any_model_is_loa
     config = config_of(256, judge="gold", data=DataConfig(train=str(path)), models=models)
     with pytest.raises(UserError, match=r"mixed\.jsonl:3: judge=gold .* 1 of 3 are none; take judge=reward_model"):
         evaluation.run(config)
-
-
-def test_the_gold_judge_refuses_messages(config_of, tmp_path):
-    text = "Hotel Swan: pool opens in May.\nGuest Anna: What about the pool?\nConcierge:"
-    path = tmp_path / "chat.jsonl"
-    path.write_text(json.dumps({"prompt": [{"role": "user", "content": text}]}) + "\n")
-    with pytest.raises(UserError, match=r"chat\.jsonl:1: judge=gold .* 1 of 1 are none"):
-        evaluation.run(config_of(256, judge="gold", data=DataConfig(train=str(path))))
-
-
-def test_the_gold_judge_takes_every_prompt_of_its_world(config_of, tmp_path):
-    path = tmp_path / "own.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in generate_rows("prompts_eval", seed=3, count=200)))
-    models = {"one": "/nowhere/a", "two": "/nowhere/b"}
-    with pytest.raises(UserError, match="/nowhere/a: no such model directory"):  # the prompts were taken
-        evaluation.run(config_of(256, judge="gold", data=DataConfig(train=str(path)), models=models))
-
-
-def test_the_verb_prints_a_table_of_the_policies(config_of, tmp_path, capsys):
-    config = config_of(64)
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        f"output: {config.output}\nmodels: {json.dumps(config.models)}\nbaseline: one\njudge: longer\n"
-        f"data: {{train: {config.data.train}, max_length: 64}}\nmax_new_tokens: 4\n"
-    )
-    assert cli.main(["evaluate", "winrate", str(path)]) == 0
-    shown = capsys.readouterr().out
-    assert "results.json" in shown and "win rate against one" in shown
-    assert [line.split()[1] for line in shown.splitlines() if line.startswith("│")] == ["one", "two"]

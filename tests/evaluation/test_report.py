@@ -1,6 +1,5 @@
 """The report page: whole, escaped, self-contained, and true to its numbers."""
 
-import html as escapes
 import json
 import math
 import re
@@ -11,12 +10,12 @@ import pytest
 
 from alignment.errors import UserError
 from alignment.evaluation import win_rate
-from alignment.evaluation.report.charts import POINTS_SHOWN, Bar, Curve, bar_chart, curve_chart, path_chart
+from alignment.evaluation.report.charts import Curve, curve_chart
 from alignment.evaluation.report.html import format_cell, format_duration
 from alignment.evaluation.report.page import ReportData, StageRecord, write_report
-from alignment.evaluation.report.recipe_report import ReportConfig, summary_rows, training_budgets, verdicts
+from alignment.evaluation.report.recipe_report import ReportConfig, training_budgets, verdicts
 from alignment.evaluation.report.recipe_report import run as run_report
-from alignment.evaluation.report.run_report import read_log_rows, read_stage_record, write_run_report
+from alignment.evaluation.report.run_report import read_log_rows, write_run_report
 from alignment.training.run.lineage import earlier_run
 
 VOID = {"meta", "br", "hr", "img", "link", "input"}
@@ -139,14 +138,6 @@ def test_text_is_escaped_and_nothing_can_run(html):
     assert "default-src 'none'" in html
 
 
-def test_names_in_charts_are_escaped_too(tmp_path):
-    name = '<b onclick="x">$\\frac{1}{2}$ & "q"'
-    html = write_report(tmp_path / "report.html", full_data(name)).read_text(encoding="utf-8")
-    page = Page(html)
-    assert not any(key.startswith("on") for key, _ in page.attributes)
-    assert "$\\frac{1}{2}$" in page.text
-
-
 def test_page_fetches_nothing(html):
     assert not re.search(r"https?:|//\w|@import|<link|<iframe", html)
     assert not re.search(r"url\((?!#)", html)
@@ -179,19 +170,6 @@ def test_the_same_data_give_the_same_page(tmp_path, html):
     curve_chart.cache_clear()  # drawn again, not remembered
     again = write_report(tmp_path / "report.html", full_data()).read_text(encoding="utf-8")
     assert again == html
-
-
-def test_long_curves_are_thinned_but_keep_their_end():
-    noisy = [math.sin(i * i) for i in range(10_000)]
-    svg = curve_chart("long", (Curve("training", range(10_000), tuple(noisy)),), "update")
-    assert len(svg) < 30_000
-    short = path_chart("path", [Curve("PPO", [0.0, 1.0], [1.0, 2.0])], "KL", "score")
-    assert "KL" in short and POINTS_SHOWN < 1000
-
-
-def test_bars_show_their_values_with_a_true_minus():
-    svg = bar_chart("parts", [Bar("base", -0.62), Bar("PPO", 0.83)], limits=(-1, 1))
-    assert "\N{MINUS SIGN}0.62" in svg and "0.83" in svg
 
 
 @pytest.mark.parametrize(
@@ -233,23 +211,6 @@ def test_every_curve_of_a_chart_has_its_swatch_outside_the_drawing():
     ]
     assert "held out" not in drawing
     assert "<li" not in curve_chart("Loss", curves[:1], "update")
-
-
-def test_names_of_bars_are_whole_and_values_stand_beside_the_chart():
-    name = "PPO without pretraining mix, seed 3"
-    svg = bar_chart("rates", [Bar(name, 0.5), Bar("base", -0.96)], limits=(-1, 1), line_at=0.5)
-    words = " ".join(escapes.unescape(re.sub(r"<[^>]+>", " ", svg)).split())
-    assert name in words and "…" not in words
-    places = re.findall(r"translate\(([\d.]+) [\d.]+\)[^>]*>(?:0\.50|.0\.96)<", svg) or re.findall(
-        r'x="([\d.]+)"[^>]*>(?:0\.50|.0\.96)<', svg
-    )
-    assert len(places) == 2 and len(set(places)) == 1  # one column, right of bars and of the dashed line
-
-
-def test_a_noisy_path_has_a_beginning_an_end_and_a_line_smoother_than_its_points():
-    rising = [float(i + 4 * (i % 2)) for i in range(24)]
-    plain, noisy = (path_chart("p", [Curve("PPO", rising, rising)], "KL", "score", noisy=n) for n in (False, True))
-    assert noisy.count("fill: none") > plain.count("fill: none")  # the ring
 
 
 @pytest.mark.parametrize(
@@ -324,11 +285,6 @@ def test_settings_that_unfold_without_end_are_refused(run_folder):
         earlier_run(run_folder)
 
 
-def test_a_directory_that_is_no_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"lineage\.json"):
-        read_stage_record(tmp_path)
-
-
 # --- recipes: policies side by side -----------------------------------------------------------------------------------
 
 
@@ -352,14 +308,6 @@ def test_a_recipes_table_says_what_every_policy_was_given():
         {"policy": "IPO", "updates": 50, "rows per update": 32, "learning rate": 3e-4},
         {"policy": "KTO", "updates": 50, "rows per update": 64, "learning rate": 2e-4},
     ]
-
-
-def test_a_recipes_table_shows_the_pairs_of_every_policy():
-    pairs = {"chosen_log_prob_change": -1.5, "rejected_log_prob_change": -4.0, "margin": 2.5, "accuracy": 0.75}
-    model = {"response_tokens": 20.0, "ended_share": 1.0, "pairs": pairs}
-    (row,) = summary_rows({"baseline": "SFT", "models": {"SFT": model}})
-    shown = {"chosen, change in nats": -1.5, "rejected, change in nats": -4.0, "pair margin, nats": 2.5}
-    assert row.items() >= shown.items()
 
 
 def test_a_recipes_table_has_intervals_and_the_budget_a_table_of_its_own(tmp_path, capsys):

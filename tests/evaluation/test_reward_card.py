@@ -2,7 +2,6 @@
 
 import json
 import math
-import random
 import re
 from dataclasses import replace
 from itertools import combinations, pairwise
@@ -94,10 +93,6 @@ def test_the_share_of_best_picks_has_wilsons_interval_over_prompts():
     assert again is not None and again["low"] == pytest.approx(1 / (1 + Z_95**2))
 
 
-def test_pairs_are_no_k_way_groups():
-    assert accuracy_figures([group((1.0, 0.0))])["k_way"] is None
-
-
 # --- reliability ----------------------------------------------------------------------------------------------------
 
 
@@ -113,14 +108,6 @@ def test_calibration_by_hand():
     assert [row["predicted"] for row in filled] == pytest.approx([0.75, 0.9])
     assert len(mixed["bins"]) == 10
     assert reliability(np.zeros(3))["brier"] == 0.25  # ties: half
-
-
-def test_the_interval_of_a_bin_is_clustered_by_prompt():
-    """Three right pairs of each of two prompts say no more than two."""
-    (row,) = [row for row in reliability(np.ones(6), np.array([0, 0, 0, 1, 1, 1]))["bins"] if row["pairs"]]
-    assert row["interval"] == pytest.approx([1 / (1 + Z_95**2 / 2), 1.0])
-    (row,) = [row for row in calibration_figures(np.ones(6))["bins"] if row["pairs"]]
-    assert row["interval"] == pytest.approx([1 / (1 + Z_95**2 / 6), 1.0])
 
 
 def test_the_temperature_that_calibrates():
@@ -162,25 +149,6 @@ def test_one_prompt_gives_a_slope_and_no_interval(others):
     figures = length_figures(pairs_of([group((3.0, 1.0, 0.0), (0, 1, 2), (300, 100, 200)), *others]))
     assert figures["slope_per_100_tokens"] == pytest.approx((2 * 2 + 3 * 1 - 1 * 1) / 6)
     assert figures["low"] is None and figures["high"] is None
-
-
-def test_a_planted_length_bias_shows_its_slope_and_a_fair_scorer_has_none():
-    rng = random.Random(0)
-    biased, fair = [], []
-    for number in range(600):
-        lengths = (rng.randint(5, 300), rng.randint(5, 300))
-        noise = [rng.gauss(0, 1) for _ in range(2)]
-        fair.append(group(noise, lengths=lengths, prompt=str(number // 2)))
-        biased.append(
-            group([n + 0.02 * t for n, t in zip(noise, lengths, strict=True)], lengths=lengths, prompt=str(number // 2))
-        )
-    bias, none = length_figures(pairs_of(biased)), length_figures(pairs_of(fair))
-    assert bias["low"] < 2 < bias["high"]
-    assert bias["high"] - bias["low"] < 0.3
-    assert bias["chosen_longer"]["low"] > 0.8
-    assert bias["chosen_shorter"]["high"] < 0.25
-    assert bias["prefers_longer"] > 0.8
-    assert none["low"] < 0 < none["high"]
 
 
 # --- annotators -----------------------------------------------------------------------------------------------------

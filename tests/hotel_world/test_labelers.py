@@ -1,12 +1,11 @@
 """Simulated labelers: how often they agree, and what they like besides the gold score."""
 
 import math
-from random import Random
 
 import pytest
 
 from alignment.hotel_world.datasets import generate_rows
-from alignment.hotel_world.gold import LENGTH_TASTE, TEMPERATURE, preference, prefers_first, score
+from alignment.hotel_world.gold import LENGTH_TASTE, TEMPERATURE, preference, score
 
 PROMPT = "Hotel Swan: bar serves tea.\nGuest Anna: What about the bar?\nConcierge:"
 
@@ -23,22 +22,11 @@ def test_two_labelers_agree_on_73_percent(pairs):
     assert sum(p * p + (1 - p) * (1 - p) for p in chances) / len(chances) == pytest.approx(0.73, abs=0.02)
 
 
-def test_two_drawn_labelers_agree_as_often_as_expected(pairs):
-    first, second = Random(1), Random(2)
-    agreed = sum(prefers_first(first, *pair) == prefers_first(second, *pair) for pair in pairs)
-    assert agreed / len(pairs) == pytest.approx(0.73, abs=0.04)  # 3000 pairs: a standard error of 0.008
-
-
 def test_preference_worked_out_by_hand():
     # 4.0 against 3.5 gold points and 6 against 4 words: (0.5 / T) + 2 * taste
     good, plain = " Hello Anna. The bar serves tea.", " The bar serves tea."
     logit = 0.5 / TEMPERATURE + 2 * LENGTH_TASTE
     assert preference(PROMPT, good, plain) == pytest.approx(1 / (1 + math.exp(-logit)))
-
-
-def test_the_two_orders_of_a_pair_sum_to_one(pairs):
-    for prompt, first, second in pairs[:50]:
-        assert preference(prompt, first, second) + preference(prompt, second, first) == pytest.approx(1)
 
 
 def test_of_equally_good_replies_the_longer_is_liked():

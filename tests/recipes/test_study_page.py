@@ -46,16 +46,6 @@ def test_laws_of_overoptimization_are_recovered(law, gold, peak):
     assert study.law_heights(fit, KL) == pytest.approx(heights)
 
 
-def test_a_law_that_never_falls_has_no_peak():
-    fit = fit_law("best_of_n", KL, [math.sqrt(kl) + 0.1 * kl for kl in KL])
-    assert fit["beta"] == pytest.approx(-0.1) and fit["peak_kl"] is None
-
-
-def test_two_distances_are_too_few_for_a_law():
-    with pytest.raises(UserError, match="three different values"):
-        fit_law("rl", [0.0, 1.0, 1.0], [1.0, 2.0, 3.0])
-
-
 def test_peak_by_hand():
     points = points_of([1.0, 2.0, 3.0, 2.5, 1.5], [0.0, 1.0, 2.0, 3.0, 4.0])
     peak = find_peak(points, of="gold", against="proxy", kept="4")
@@ -147,11 +137,6 @@ def test_a_study_has_its_figures_and_one_page(sources, tmp_path):
     assert found["series"]["gamma 0.5"] == [{"name": "gamma 0.5", "gold": 2.1, "text loss": 1.1}]
     page = (tmp_path / "study" / "report.html").read_text(encoding="utf-8")
     assert "A &lt;study&gt;" in page and "law of PPO" in page and "http" not in page.replace("http-equiv", "")
-
-
-def test_points_of_a_list(sources):
-    found = read_points(SeriesConfig({"kl": "kl"}, results=sources[1], at="curve"))
-    assert [(point["name"], point["kl"]) for point in found] == [("1", 0.0), ("2", 0.19)]
 
 
 def test_everything_missing_is_said_at_once(sources, tmp_path):
