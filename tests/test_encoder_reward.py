@@ -13,7 +13,7 @@ from alignment.data.rows.records import Prompt
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_wordpiece
 from alignment.errors import UserError
-from alignment.evaluation.win_rate_run import WinRateConfig, _proxy_scores
+from alignment.evaluation.win_rate_run import WinRateConfig, proxy_scores
 from alignment.generation import Generation
 
 TEXTS = ["what is the tallest tree", "a very tall one", "the redwood , by some way", "i do not know"]
@@ -73,6 +73,6 @@ def test_a_judging_encoder_scores_pairs_of_texts(directory):
     answer = Generation([TEXTS[2], TEXTS[2]], [[3], [3]], [[0.0], [0.0]], [True, True])
     prompts = [Prompt(text, {}, f"r{row}") for row, text in enumerate(TEXTS[:2])]
     config = WinRateConfig({"a": "x"}, "a", DataConfig("rows.jsonl"), "out", judge="longer")
-    scores = _proxy_scores(config, judge, prompts, [("x", answer)])
+    scores = proxy_scores(config, judge, prompts, [("x", answer)])
     expected = judge.score([(text, TEXTS[2]) for text in TEXTS[:2]]).tolist()
     assert scores == {(row, TEXTS[2]): pytest.approx(expected[row], abs=1e-5) for row in (0, 1)}

@@ -1,4 +1,4 @@
-"""Attention weights of every head, from the model's own layers; page.py renders them.
+"""Attention weights of every head, from the model's own layers; inspection.py renders them.
 
 Attention is linear in its values. Called with unit vectors as values, the very code that training runs, with its windows,
 caps, biases and kernels, returns its weights; nothing is computed here a second way.
@@ -104,7 +104,8 @@ def recorded(trunk: nn.Module) -> Iterator[Recorded]:
     def before(attention: nn.Module, inputs: tuple[Tensor, AttentionContext]) -> tuple[Tensor, AttentionContext]:
         x, context = inputs
         if isinstance(attention, DisentangledAttention):  # it computes its own scores
-            maps.own.append(_weights(partial(_mixed, attention, x, context), _values_of(attention, x)))
+            own = attention.value(x).unflatten(-1, (attention.spec.heads, attention.spec.head_dim))
+            maps.own.append(_weights(partial(_mixed, attention, x, context), own))
             return x, context
         if isinstance(attention, CrossAttention):
             assert context.cross_attend is not None
@@ -169,12 +170,8 @@ def _weights(mix: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
     return torch.cat(pieces, -1)[..., :slots].transpose(0, 1).float()
 
 
-def _values_of(attention: DisentangledAttention, x: Tensor) -> Tensor:
-    return attention.value(x).unflatten(-1, (attention.spec.heads, attention.spec.head_dim))
-
-
 def _mixed(attention: DisentangledAttention, x: Tensor, context: AttentionContext, values: Tensor) -> Tensor:
-    """What the layer makes of other values than its own, [N, H, K]: caught on the way to its output layer."""
+    """The layer's mix of other values than its own, [N, H, K]: caught on the way to its output layer."""
     caught: list[Tensor] = []
     hooks = (
         attention.value.register_forward_hook(lambda *_: values.flatten(1)),
@@ -200,7 +197,7 @@ def _at_rest(model: nn.Module) -> Iterator[None]:
 
 
 def _output_of(model: ExternalModel, **inputs: Tensor) -> "ModelOutput":
-    """What transformers' own class gives, weights included: its plain implementation is the one that keeps them."""
+    """The output of transformers' own class, weights included: its plain implementation is the one that keeps them."""
     inner = model.inner
     usual = inner.config._attn_implementation
     inner.set_attn_implementation("eager")

@@ -1,31 +1,56 @@
-"""What `alignment inspect attention` does: a model directory and some texts in, a page of attention maps out."""
+"""`alignment inspect attention`: a model directory and some texts in, one page of attention maps out that fetches nothing.
 
+Every head is a grey picture of one pixel per weight; a click enlarges it between its tokens. The page's script is the one
+thing that may run in it, by its hash.
+"""
+
+import base64
+import hashlib
+import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
+from PIL import Image
 from torch import Tensor
 
 from alignment.adapters.files import is_adapter, is_scalar_adapter
 from alignment.analysis.attention import attention_maps, encoder_decoder_attention_maps
-from alignment.analysis.page import Maps, write_attention_page
 from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
+from alignment.evaluation.report.html import render_page
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.generation.text import start_token_id
 from alignment.loading import find_directory, load_model, load_tokenizer
 from alignment.models.encoder_decoder import EncoderDecoderSpec
-from alignment.models.external.models import ExternalModel
 from alignment.models.families import FAMILIES
 from alignment.models.huggingface.checkpoint import load_pretrained
-from alignment.models.native_model import NativeModel
+from alignment.models.protocols import GenerativeModel
 from alignment.models.safetensors_files import read_config
 from alignment.reward_model import load_reward_network
 
+TEMPLATES = Path(__file__).parent / "templates"
+LEVELS = 255  # of grey
 LONGEST = 128  # tokens: a cell of an enlarged map then still fits the letters of its token
 WRITTEN = 32  # tokens that an encoder-decoder writes where no target is given
 VISIBLE = str.maketrans({" ": "␣", "\n": "⏎", "\t": "⇥"})
+
+
+class Maps(NamedTuple):
+    """One kind of attention in one document.
+
+    Attributes:
+        title: says which tokens look at which.
+        rows, columns: tokens that look, and that are looked at, as shown.
+        layers: number of a layer -> its weights, [H, rows, columns].
+    """
+
+    title: str
+    rows: Sequence[str]
+    columns: Sequence[str]
+    layers: dict[int, Tensor]
 
 
 def write_attention(
@@ -51,18 +76,30 @@ def write_attention(
     loaded, tokenizer = load_any(model), load_tokenizer(model)
     check_vocabulary(tokenizer, loaded.spec.vocabulary)
     documents = encoded(tokenizer, texts, "--text")
-    if (start := _start_token(loaded)) is not None:
-        written = target_ids(loaded, tokenizer, documents, targets, start)
-        found = [pair_maps(loaded, tokenizer, *pair) for pair in zip(documents, written, strict=True)]
-    elif targets:
+    spec = loaded.spec
+    start = spec.start_token if isinstance(spec, EncoderDecoderSpec) else start_token_id(loaded.config)
+    if start is None and targets:
         raise UserError(f"--target is for an encoder-decoder, and {model} has one side only; leave it out")
-    else:
-        found = [own_maps(loaded, tokenizer, ids) for ids in documents]
+    decoded = [] if start is None else target_ids(loaded, tokenizer, documents, targets, start)
+    found: list[list[Maps]] = []
+    for i, source in enumerate(documents):
+        read = shown(tokenizer, source)
+        if start is None:
+            own = dict(enumerate(attention_maps(loaded, source)))
+            found.append([Maps("Self-attention", read, read, own)])
+            continue
+        maps, written = encoder_decoder_attention_maps(loaded, source, decoded[i]), shown(tokenizer, decoded[i])
+        kinds = (
+            ("Encoder: self-attention", read, read, maps.encoder),
+            ("Decoder: self-attention", written, written, maps.decoder),
+            ("Decoder on encoder: cross-attention", written, read, maps.cross),
+        )
+        found.append([Maps(title, rows, columns, dict(enumerate(each))) for title, rows, columns, each in kinds])
     chosen = [[_with_layers(maps, layers) for maps in kinds] for kinds in found]
     return write_attention_page(Path(output), str(model), list(zip(texts, chosen, strict=True)))
 
 
-def load_any(source: str) -> NativeModel | ExternalModel:
+def load_any(source: str) -> Any:
     """The model of a directory, with any head that it has; an encoder-decoder keeps its own class."""
     directory = find_directory(source)
     if is_adapter(directory):
@@ -87,45 +124,22 @@ def encoded(tokenizer: Tokenizer, texts: Sequence[str], option: str) -> list[lis
     return documents
 
 
-def _start_token(model: NativeModel | ExternalModel) -> int | None:
-    """The token that an encoder-decoder's targets begin with; None for other models."""
-    spec = model.spec
-    return spec.start_token if isinstance(spec, EncoderDecoderSpec) else start_token_id(model.config)
-
-
 def target_ids(
-    model: Any, tokenizer: Tokenizer, documents: Sequence[Sequence[int]], targets: Sequence[str], start: int
+    model: GenerativeModel,
+    tokenizer: Tokenizer,
+    documents: Sequence[list[int]],
+    targets: Sequence[str],
+    start: int,
 ) -> list[list[int]]:
-    """What the decoder reads for each source, its start token first."""
+    """Token ids that the decoder reads for each source, its start token first."""
     if not targets:
         settings = SamplingConfig(max_new_tokens=WRITTEN, temperature=0.0)
         stops = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        written = decode_responses(model, [list(ids) for ids in documents], settings, stops, start_token=start)
-        return [[start, *ids] for ids in written.token_ids]
+        written = decode_responses(model, documents, settings, stops, start_token=start).token_ids
+        return [[start, *ids] for ids in written]
     if len(targets) != len(documents):
         raise UserError(f"{len(documents)} --text and {len(targets)} --target; give one target for each text, or none")
     return [[start, *ids] for ids in encoded(tokenizer, targets, "--target")]
-
-
-def own_maps(model: NativeModel | ExternalModel, tokenizer: Tokenizer, ids: Sequence[int]) -> list[Maps]:
-    """Maps of a decoder or an encoder."""
-    tokens = shown(tokenizer, ids)
-    return [Maps("Self-attention", tokens, tokens, _numbered(attention_maps(model, ids)))]
-
-
-def pair_maps(model: Any, tokenizer: Tokenizer, source: Sequence[int], target: Sequence[int]) -> list[Maps]:
-    """Maps of an encoder-decoder: both sides and between them."""
-    found = encoder_decoder_attention_maps(model, source, target)
-    read, written = shown(tokenizer, source), shown(tokenizer, target)
-    return [
-        Maps("Encoder: self-attention", read, read, _numbered(found.encoder)),
-        Maps("Decoder: self-attention", written, written, _numbered(found.decoder)),
-        Maps("Decoder on encoder: cross-attention", written, read, _numbered(found.cross)),
-    ]
-
-
-def _numbered(layers: Sequence[Tensor]) -> dict[int, Tensor]:
-    return dict(enumerate(layers))
 
 
 def _with_layers(maps: Maps, layers: Sequence[int] | None) -> Maps:
@@ -136,16 +150,54 @@ def _with_layers(maps: Maps, layers: Sequence[int] | None) -> Maps:
             f"--layers {','.join(map(str, wanted))}: the model has layers 0 to {len(maps.layers) - 1} "
             f"({maps.title.lower()}), {len(maps.layers)} in all"
         )
-    return Maps(maps.title, maps.rows, maps.columns, {layer: maps.layers[layer] for layer in wanted})
+    return maps._replace(layers={layer: maps.layers[layer] for layer in wanted})
 
 
 def shown(tokenizer: Tokenizer, ids: Sequence[int]) -> list[str]:
     """Each token as a reader knows it, white space made visible; half of a letter as the vocabulary writes it."""
-    raw = tokenizer.convert_ids_to_tokens(list(ids))
-    texts = [tokenizer.decode([token], clean_up_tokenization_spaces=False) for token in ids]
-    return [_shown(*pair) for pair in zip(texts, raw, strict=True)]
+    tokens = []
+    for token, raw in zip(ids, tokenizer.convert_ids_to_tokens(list(ids)), strict=True):
+        text = tokenizer.decode([token], clean_up_tokenization_spaces=False)
+        whole = text and "\N{REPLACEMENT CHARACTER}" not in text and not raw.startswith("▁")  # decoding drops that mark
+        tokens.append((text if whole else raw).translate(VISIBLE))
+    return tokens
 
 
-def _shown(text: str, raw: str) -> str:
-    whole = text and "\N{REPLACEMENT CHARACTER}" not in text and not raw.startswith("▁")  # decoding drops that mark
-    return (text if whole else raw).translate(VISIBLE)
+# The page
+
+
+def write_attention_page(path: Path, title: str, texts: Sequence[tuple[str, Sequence[Maps]]]) -> Path:
+    """Write the page of some texts with the maps of each, and return its path. All text is escaped."""
+    script = (TEMPLATES / "attention.js").read_text(encoding="utf-8")
+    script_hash = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    drawn = [(text, [(maps, pictures(maps), _cell_size(maps)) for maps in kinds]) for text, kinds in texts]
+    heading = {"title": title, "texts": drawn, "script": script, "script_hash": script_hash}
+    return render_page(path, "attention.html.jinja", templates=TEMPLATES, **heading)
+
+
+def pictures(maps: Maps) -> list[list[dict[str, object]]]:
+    """The heads of each layer: layer, number and picture, as an address that holds it."""
+    return [
+        [{"layer": layer, "head": head, "address": address_of(pixels(each))} for head, each in enumerate(weights)]
+        for layer, weights in maps.layers.items()
+    ]
+
+
+def _cell_size(maps: Maps) -> int:
+    """Pixels of one weight in the enlarged picture: smaller in long documents, never too small for a token's letters."""
+    return max(13, min(26, 900 // max(len(maps.columns), 1)))
+
+
+def pixels(weights: Tensor) -> Tensor:
+    """Weights [T, S] as grey from white (0) to black (1), bytes [T, S].
+
+    The root of the weight is what darkens: 0.01 can be seen then, and 255 levels are finest among small weights.
+    """
+    return LEVELS - (LEVELS * weights.clamp(0, 1).sqrt()).round().to(torch.uint8)
+
+
+def address_of(grey: Tensor) -> str:
+    """Bytes [T, S] as the address of a picture, which holds it."""
+    file = io.BytesIO()
+    Image.fromarray(grey.cpu().numpy()).save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

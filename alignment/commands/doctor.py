@@ -58,16 +58,16 @@ def examine_run(directory: str, *, as_json: bool = False) -> Iterator[str]:
     Raises:
         UserError: the directory is not a run's, or nothing is logged in it.
     """
-    from alignment.evaluation.diagnosis import diagnose
-    from alignment.evaluation.diagnosis.run_log import read_run_log
+    from alignment.evaluation.diagnosis import diagnose, report_json, report_lines
+    from alignment.evaluation.run_log import read_run_log
 
     log = read_run_log(directory)
-    findings = diagnose.diagnose(log)
+    findings = diagnose(log)
     if as_json:
-        yield json.dumps(diagnose.report_json(directory, log, findings), indent=2, ensure_ascii=False)
+        yield json.dumps(report_json(directory, log, findings), indent=2, ensure_ascii=False)
     else:
         width = max(60, min(120, shutil.get_terminal_size().columns - 1))
-        yield from diagnose.report_lines(directory, log, findings, width)
+        yield from report_lines(directory, log, findings, width)
 
 
 def found_version(name: str, missing: str = "MISSING: install the library again") -> str:

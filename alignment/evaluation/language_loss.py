@@ -1,14 +1,17 @@
-"""Loss, perplexity and bits per byte of a language model on held-out text."""
+"""How likely a language model finds held-out text: loss, perplexity and bits per byte, and the two responses of pairs."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from alignment.data.batches import collate
 from alignment.data.config import DataConfig
+from alignment.data.examples import PairExample
+from alignment.data.rows.records import Text
 from alignment.data.tokenize import tokenize_texts
 from alignment.errors import UserError
 from alignment.evaluation.inputs import read_records
@@ -16,7 +19,10 @@ from alignment.files import write_json
 from alignment.loading import best_device, load_model, load_tokenizer
 from alignment.models.protocols import GenerativeModel
 from alignment.models.weights_config import WeightsConfig
-from alignment.ragged import Ragged
+from alignment.ragged import Ragged, group_by_length
+from alignment.settings import Settings
+
+TOKENS_PER_FORWARD = 16_384
 
 
 @dataclass(frozen=True)
@@ -69,7 +75,7 @@ def language_loss(model: GenerativeModel, batches: Iterable[Ragged], *, text_byt
 
 
 @dataclass(frozen=True)
-class LanguageEvalConfig:
+class LanguageEvalConfig(Settings):
     """Settings of a language model's loss on running text.
 
     Attributes:
@@ -88,9 +94,84 @@ class LanguageEvalConfig:
 def run(config: LanguageEvalConfig) -> Path:
     """Next-token loss in nats per token, perplexity and bits per byte, written to `results.json`."""
     rows = read_records(config.data, "text")
-    examples, _ = tokenize_texts(rows, load_tokenizer(config.model), config.data.max_length)
-    size = sum(len(row.text.encode()) for row in rows)
-    model = load_model(config.model, config.weights.dtype, best_device(), quantize=config.weights.quantize)
-    loss = language_loss(model, collate(examples, 16_384), text_bytes=size)
+    loss = loss_on_rows(config.model, rows, config.data.max_length, config.weights)
     write_json(Path(config.output) / "results.json", asdict(loss))
     return Path(config.output) / "results.json"
+
+
+def loss_on_rows(source: str, rows: Sequence[Text], max_length: int, weights: WeightsConfig) -> LanguageLoss:
+    """`language_loss` of a directory or Hub name, loaded for this call only."""
+    examples, _ = tokenize_texts(rows, load_tokenizer(source), max_length)
+    size = sum(len(row.text.encode()) for row in rows)
+    model = load_model(source, weights.dtype, best_device(), quantize=weights.quantize)
+    return language_loss(model, collate(examples, TOKENS_PER_FORWARD), text_bytes=size)
+
+
+@torch.no_grad()
+def add_log_probs(
+    model: GenerativeModel, documents: Sequence[Sequence[int]], masks: Sequence[Sequence[bool]], totals: Tensor
+) -> Tensor:
+    """`totals` plus the log-probability of each document's masked tokens, in place.
+
+    Args:
+        model: in evaluation mode; called as `model(batch=ragged)`, whose `.log_probs` [M] are those of the targets.
+        documents: token ids.
+        masks: True where a token counts.
+        totals: nats, [n] float64 on the CPU.
+    """
+    device = next(model.parameters()).device
+    for group in group_by_length([len(ids) for ids in documents], TOKENS_PER_FORWARD):
+        batch = Ragged.build([documents[i] for i in group], [masks[i] for i in group])
+        log_probs = model(batch=batch.to(device)).log_probs.double().cpu()
+        totals.index_add_(0, torch.tensor(group)[batch.target_rows], log_probs)
+    return totals
+
+
+@dataclass(frozen=True)
+class PairLogProbs:
+    """Means over held-out comparisons; they compare policies whatever losses they were trained with.
+
+    Attributes:
+        chosen_log_prob: of the whole chosen response, nats.
+        rejected_log_prob: of the whole rejected response, nats.
+        chosen_log_prob_change: the policy's minus the reference's, nats; below 0 the chosen responses were displaced.
+        rejected_log_prob_change: likewise of the rejected response.
+        margin: change of the chosen minus change of the rejected response, nats.
+        accuracy: share of pairs with a margin above 0, half of those with 0.
+    """
+
+    chosen_log_prob: float
+    rejected_log_prob: float
+    chosen_log_prob_change: float
+    rejected_log_prob_change: float
+    margin: float
+    accuracy: float
+
+
+def pair_log_probs(model: GenerativeModel, pairs: Sequence[PairExample]) -> Tensor:
+    """Log-probabilities of chosen and rejected responses, the sum over a response's tokens, nats, [n, 2] float64 on the CPU.
+
+    Raises:
+        UserError: there is no pair.
+    """
+    if not pairs:
+        raise UserError("comparisons: no pair is left to measure")
+    sides = [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
+    zeros = torch.zeros(len(pairs), dtype=torch.float64)
+    columns = [
+        add_log_probs(model, [one.ids for one in side], [one.mask for one in side], zeros.clone()) for side in sides
+    ]
+    return torch.stack(columns, 1)
+
+
+def compare_pairs(policy: Tensor, reference: Tensor) -> PairLogProbs:
+    """The means of two models' log-probabilities on the same pairs.
+
+    Args:
+        policy, reference: as from `pair_log_probs`, [n, 2].
+    """
+    change = policy - reference
+    margin = change[:, 0] - change[:, 1]
+    right = (margin > 0).double() + (margin == 0).double() / 2
+    columns = (policy[:, 0], policy[:, 1], change[:, 0], change[:, 1], margin, right)
+    return PairLogProbs(*(float(column.mean()) for column in columns))

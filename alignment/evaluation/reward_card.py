@@ -1,41 +1,39 @@
-"""The figures of a reward model's card, as pure functions of scores: accuracy, reliability, agreement, length, ensembles.
+"""The figures of a reward model's card, as pure functions of scores.
 
-Reading and scoring is in reward_inputs.py, the page in report/reward_page.py. Scores in other batches and types are in
-reward_robustness.py, best of n in best_of_n.py.
+Reading and scoring is in reward_inputs.py, the page in report/reward_page.py.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypedDict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from torch import Tensor
 
 from alignment.evaluation.winrate import TIE, Z_95, paired_interval
+from alignment.rewards.selection import best_of_n, kl_bound
 
-Figures = Mapping[str, object]  # names and numbers as they stand in card.json
+Figures = dict[str, Any]  # names and numbers as they stand in card.json
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 HISTOGRAM_BINS = 20
 STRENGTHS = 4  # bins of the strength of human preferences
+BOOTSTRAPS = 1000
 
 
-@dataclass(frozen=True, eq=False)
-class ScoredGroup:
+class ScoredGroup(NamedTuple):
     """The scores of the K responses to one prompt.
 
     Attributes:
-        row_id: name of the data row.
-        source: name of its source.
+        source: name of the row's source.
         prompt: equal for equal prompts.
         scores: of the reward model, [K].
         ranks: place of each response by the annotators, 0 is best, [K].
         lengths: tokens of each response as the model reads it, cut where it did not fit, [K].
         human: what annotators rated each response, where the row says, [K].
-        strength: by how much the better of two leads, or the share of annotators who say so, where the row says.
+        strength: by how much the better of two leads, where the row says.
         members: scores by each member of an ensemble, [K, k].
     """
 
-    row_id: str
     source: str
     prompt: str
     scores: Sequence[float]
@@ -46,14 +44,13 @@ class ScoredGroup:
     members: Sequence[Sequence[float]] | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class Pairs:
+class Pairs(NamedTuple):
     """The n ordered pairs among groups: a response and a worse one by the annotators.
 
     Attributes:
         margins: score(chosen) - score(rejected), [n].
         longer: tokens of the chosen minus tokens of the rejected response, [n].
-        strength: of the human preference: margin, gap of ratings or share of annotators; NaN where the row has none, [n].
+        strength: of the human preference: margin, or gap of ratings; NaN where the row has none, [n].
         prompts: number of each pair's prompt, [n].
         deviations: deviation of the margin over the members of an ensemble; 0 for a single model, [n].
     """
@@ -68,28 +65,27 @@ class Pairs:
 def pairs_of(groups: Sequence[ScoredGroup]) -> Pairs:
     """All ordered pairs of the groups; responses that the annotators tied make none."""
     numbers = {key: number for number, key in enumerate(dict.fromkeys(group.prompt for group in groups))}
-    rows: list[tuple[float, int, float, int, float]] = []
-    for group in groups:
-        for one, first in enumerate(group.ranks):
-            for two, second in enumerate(group.ranks):
-                if first < second:
-                    strength = math.nan if group.strength is None else group.strength
-                    if group.human is not None:
-                        strength = group.human[one] - group.human[two]
-                    deviation = 0.0
-                    if group.members is not None:
-                        deviation = float(np.std(np.subtract(group.members[one], group.members[two])))
-                    rows.append(
-                        (
-                            group.scores[one] - group.scores[two],
-                            group.lengths[one] - group.lengths[two],
-                            strength,
-                            numbers[group.prompt],
-                            deviation,
-                        )
-                    )
-    columns = np.array(rows, float).reshape(len(rows), 5).T
-    return Pairs(columns[0], columns[1], columns[2], columns[3].astype(int), columns[4])
+    rows = [
+        (
+            group.scores[i] - group.scores[j],
+            group.lengths[i] - group.lengths[j],
+            _strength(group, i, j),
+            numbers[group.prompt],
+            0.0 if group.members is None else float(np.std(np.subtract(group.members[i], group.members[j]))),
+        )
+        for group in groups
+        for i, first in enumerate(group.ranks)
+        for j, second in enumerate(group.ranks)
+        if first < second
+    ]
+    margins, longer, strength, prompts, deviations = np.array(rows, float).reshape(len(rows), 5).T
+    return Pairs(margins, longer, strength, prompts.astype(int), deviations)
+
+
+def _strength(group: ScoredGroup, i: int, j: int) -> float:
+    if group.human is not None:
+        return group.human[i] - group.human[j]
+    return math.nan if group.strength is None else group.strength
 
 
 def outcomes(margins: np.ndarray) -> np.ndarray:
@@ -97,22 +93,8 @@ def outcomes(margins: np.ndarray) -> np.ndarray:
     return (np.sign(margins) + 1) / 2
 
 
-class Rate(TypedDict):
-    """A share with its 95 % interval, ties counting half; wins, losses and ties add up to n."""
-
-    rate: float
-    low: float
-    high: float
-    n: int
-    wins: int
-    losses: int
-    ties: int
-    prompts: int
-    interval: str
-
-
-def clustered_rate(verdicts: np.ndarray, prompts: np.ndarray) -> Rate | None:
-    """Share of wins with its 95 % interval; None of no verdicts.
+def clustered_rate(verdicts: np.ndarray, prompts: np.ndarray) -> Figures | None:
+    """Share of wins, ties counting half, with its 95 % interval; None of no verdicts.
 
     With one pair per prompt the interval is Tango's score interval. Else pairs of a prompt are not independent: the variance
     is the cluster-robust one, G/(G-1) sum_g (sum_i (v_i - rate))^2 / n^2, and the interval Wilson's of as many pairs as would
@@ -127,8 +109,8 @@ def clustered_rate(verdicts: np.ndarray, prompts: np.ndarray) -> Rate | None:
     n = len(verdicts)
     if not n:
         return None
-    rate, counts = float(verdicts.mean()), [int((verdicts == value).sum()) for value in (1, 0, TIE)]
-    wins, losses, ties = counts
+    rate = float(verdicts.mean())
+    wins, losses, ties = (int((verdicts == value).sum()) for value in (1, 0, TIE))
     _, cluster = np.unique(prompts, return_inverse=True)
     number = int(cluster.max()) + 1
     if number == n:
@@ -140,9 +122,8 @@ def clustered_rate(verdicts: np.ndarray, prompts: np.ndarray) -> Rate | None:
         effective = min(rate * (1 - rate) / variance, n) if variance > 0 else float(number)
         low, high = wilson_interval(rate, effective)
         name = f"Wilson's of {effective:.1f} effective pairs, clustered by prompt"
-    return Rate(
-        rate=rate, low=low, high=high, n=n, wins=wins, losses=losses, ties=ties, prompts=number, interval=name
-    )  # fmt: skip
+    counts = {"n": n, "wins": wins, "losses": losses, "ties": ties, "prompts": number}
+    return {"rate": rate, "low": low, "high": high, **counts, "interval": name}
 
 
 def wilson_interval(rate: float, n: float) -> tuple[float, float]:
@@ -215,27 +196,26 @@ def reliability(margins: np.ndarray, prompts: np.ndarray | None = None, *, bins:
 
     Source: Guo et al. 2017, arXiv:1706.04599, eq. 3.
     """
-    confidence, right = _sigmoid(np.abs(margins)), outcomes(margins)
+    from scipy.special import expit
+
+    confidence, right = expit(np.abs(margins)), outcomes(margins)
     prompts = np.arange(len(margins)) if prompts is None else prompts
     number = np.minimum(((confidence - 0.5) * 2 * bins).astype(int), bins - 1)
     table, error = [], 0.0
     for index in range(bins):
-        inside = number == index
-        row: dict[str, object] = {"low": 0.5 + index / (2 * bins), "high": 0.5 + (index + 1) / (2 * bins)}
-        row |= {"pairs": int(inside.sum()), "predicted": None, "observed": None, "interval": None}
-        if inside.any():
-            predicted, observed = float(confidence[inside].mean()), float(right[inside].mean())
-            error += inside.mean() * abs(observed - predicted)
-            rate = clustered_rate(right[inside], prompts[inside])
-            interval = None if rate is None else [rate["low"], rate["high"]]
-            row |= {"predicted": predicted, "observed": observed, "interval": interval}
-        table.append(row)
-    return {
-        "bins": table,
-        "ece": float(error),
-        "brier": float(((1 - _sigmoid(margins)) ** 2).mean()),
-        "accuracy": float(right.mean()),
-    }
+        inside, row = number == index, {"low": 0.5 + index / (2 * bins), "high": 0.5 + (index + 1) / (2 * bins)}
+        rate = clustered_rate(right[inside], prompts[inside])
+        predicted = None if rate is None else float(confidence[inside].mean())
+        if rate is not None and predicted is not None:
+            error += inside.mean() * abs(rate["rate"] - predicted)
+        found = {
+            "predicted": predicted,
+            "observed": rate and rate["rate"],
+            "interval": rate and [rate["low"], rate["high"]],
+        }
+        table.append({**row, "pairs": int(inside.sum()), **found})
+    brier = float(((1 - expit(margins)) ** 2).mean())
+    return {"bins": table, "ece": float(error), "brier": brier, "accuracy": float(right.mean())}
 
 
 def calibrating_temperature(margins: np.ndarray) -> float | None:
@@ -248,12 +228,13 @@ def calibrating_temperature(margins: np.ndarray) -> float | None:
     if not (margins < 0).any() or not margins.mean() > 0:
         return None
     from scipy.optimize import brentq
+    from scipy.special import expit
 
     scale = float(np.abs(margins).max())
     unit = margins / scale
 
     def slope(inverse: float) -> float:  # of the log-likelihood
-        return float((unit * _sigmoid(-inverse * unit)).mean())
+        return float((unit * expit(-inverse * unit)).mean())
 
     high = 1.0
     while slope(high) > 0:
@@ -266,18 +247,10 @@ def calibration_figures(margins: np.ndarray, prompts: np.ndarray | None = None, 
     temperature = calibrating_temperature(margins)
     figures = {**reliability(margins, prompts, bins=bins), "temperature": temperature}
     if temperature is None:
-        return {
-            **figures,
-            "temperature_missing": "no temperature calibrates: no pair is ordered wrong, or the mean margin is not above 0",
-        }
+        why = "no temperature calibrates: no pair is ordered wrong, or the mean margin is not above 0"
+        return {**figures, "temperature_missing": why}
     calm = reliability(margins / temperature, prompts, bins=bins)
     return {**figures, "calibrated": {"ece": calm["ece"], "brier": calm["brier"]}}
-
-
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    from scipy.special import expit
-
-    return expit(x)
 
 
 def length_figures(pairs: Pairs) -> Figures:
@@ -289,7 +262,7 @@ def length_figures(pairs: Pairs) -> Figures:
     """
     x, y = pairs.longer / 100, pairs.margins
     size, deviation = float((x * x).sum()), math.sqrt(float((y * y).mean()))
-    figures: dict[str, object] = {
+    figures = {
         "chosen_longer": clustered_rate(outcomes(y[x > 0]), pairs.prompts[x > 0]),
         "chosen_shorter": clustered_rate(outcomes(y[x < 0]), pairs.prompts[x < 0]),
         "always_longer": clustered_rate(outcomes(x), pairs.prompts),
@@ -337,55 +310,6 @@ def strength_figures(pairs: Pairs, bins: int = STRENGTHS) -> list[Figures]:
     ]
 
 
-def vote_figures(verdicts: Sequence[float], votes: Sequence[Sequence[float]]) -> Figures | None:
-    """Agreement of a model and of the annotators among themselves on pairs that several annotators judged.
-
-    Agreement of two verdicts is 1 - |a - b|, half where just one is a tie. Cohen's kappa takes every pair in both orders, so
-    that which response stands first says nothing: (p_o - p_e) / (1 - p_e), p_o exact agreement, p_e that of the marginals.
-
-    Args:
-        verdicts: the model's for each pair, 1 / 0.5 / 0.
-        votes: each pair's votes, one per annotator, for the same response.
-
-    Returns:
-        None where no pair has a vote.
-
-    Source: Cohen 1960, Educational and Psychological Measurement 20, 37-46.
-    """
-    by_model = [(verdict, vote) for verdict, each in zip(verdicts, votes, strict=True) for vote in each]
-    if not by_model:
-        return None
-    by_people = [(a, b) for each in votes for i, a in enumerate(each) for b in each[i + 1 :]]
-    majorities = [float(np.sign(sum(each) - len(each) / 2) + 1) / 2 for each in votes if each]
-    judged = [verdict for verdict, each in zip(verdicts, votes, strict=True) if each]
-    with_majority = list(zip(judged, majorities, strict=True))
-    return {
-        "pairs": len(judged),
-        "votes": len(by_model),
-        "model_with_a_vote": _agreement(by_model),
-        "model_with_majority": _agreement(with_majority),
-        "people_with_each_other": _agreement(by_people) if by_people else None,
-        "kappa_model_with_majority": symmetric_kappa(with_majority),
-        "kappa_people": symmetric_kappa(by_people),
-    }
-
-
-def _agreement(pairs: Sequence[tuple[float, float]]) -> float:
-    return sum(1 - abs(a - b) for a, b in pairs) / len(pairs)
-
-
-def symmetric_kappa(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Cohen's kappa of two raters' verdicts with every item in both orders; None where it is not defined."""
-    both = [*pairs, *((1 - a, 1 - b) for a, b in pairs)]
-    if not both:
-        return None
-    observed = sum(a == b for a, b in both) / len(both)
-    chance = sum(
-        sum(a == value for a, _ in both) * sum(b == value for _, b in both) for value in (0, TIE, 1)
-    ) / len(both) ** 2  # fmt: skip
-    return None if chance == 1 else (observed - chance) / (1 - chance)
-
-
 def ensemble_figures(pairs: Pairs) -> Figures:
     """An ensemble's deviation of the margin, and its accuracy where that is below and above the median."""
     middle = float(np.median(pairs.deviations))
@@ -396,4 +320,55 @@ def ensemble_figures(pairs: Pairs) -> Figures:
         "median": middle,
         "accuracy_where_low": clustered_rate(right[low], pairs.prompts[low]),
         "accuracy_where_high": clustered_rate(right[~low], pairs.prompts[~low]),
+    }
+
+
+def best_of_n_curve(
+    scores: Sequence[Sequence[float]], gold: Sequence[Sequence[float]], sizes: Sequence[int], *, seed: int = 0
+) -> list[Figures]:
+    """A point for each n: mean over prompts of the expected gold score of the best of n, with its 95 % interval.
+
+    The interval is the percentile bootstrap over prompts; None of a single prompt, all of whose resamples are equal. `gain`
+    is that over one response of the same prompts, which are those with at least n responses.
+
+    Args:
+        scores: of the reward model, a list of responses for each prompt.
+        gold: true scores, likewise.
+        sizes: values of n.
+        seed: of the bootstrap.
+    """
+    curve = []
+    for n in sizes:
+        known = [(one, two) for one, two in zip(scores, gold, strict=True) if len(one) >= n]
+        if not known:
+            continue
+        best = np.array([best_of_n(one, two, n) for one, two in known])
+        gain = best - np.array([float(np.mean(two)) for _, two in known])
+        proxy = np.array([best_of_n(one, one, n) for one, _ in known])
+        drawn = np.random.default_rng(seed).integers(len(best), size=(BOOTSTRAPS, len(best)))
+        point = {"n": n, "kl": kl_bound(n), "proxy": float(proxy.mean()), "prompts": len(known)}
+        for name, low, high, values in (("gold", "low", "high", best), ("gain", "gain_low", "gain_high", gain)):
+            bounds = np.quantile(values[drawn].mean(1), [0.025, 0.975]).tolist() if len(known) > 1 else (None, None)
+            point |= {name: float(values.mean()), low: bounds[0], high: bounds[1]}
+        curve.append(point)
+    return curve
+
+
+def score_changes(base: Tensor, other: Tensor, pairs: Sequence[tuple[int, int]]) -> Figures:
+    """Largest and mean change of scores, and the share of pairs that change their order.
+
+    Args:
+        base: scores, [n].
+        other: of the same texts in another way, [n].
+        pairs: indices of two texts each.
+    """
+    change = (other.double() - base.double()).abs()
+    deviation = float(base.double().std(correction=0))
+    first, second = np.array(pairs, int).reshape(-1, 2).T
+    orders = [np.sign(scores.numpy()[first] - scores.numpy()[second]) for scores in (base, other)]
+    return {
+        "largest": float(change.max()),
+        "mean": float(change.mean()),
+        "largest_in_deviations": float(change.max()) / deviation if deviation else 0.0,
+        "order_changes": float((orders[0] != orders[1]).mean()) if len(pairs) else 0.0,
     }

@@ -1,69 +1,34 @@
-"""What a reward model's card is made from: rows of each source with their annotations, tokenized for the model, and scored."""
+"""Rows of a reward model's card: read, tokenized for the model, and scored, also in other batches and with padding."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import cast
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.encoder_inputs import encode_comparisons, encode_ordered_rankings
-from alignment.data.examples import Example, PairExample, RankedExample
-from alignment.data.rows.fields import BadRow, number_field
-from alignment.data.rows.files import RawRow, read_raw
-from alignment.data.rows.read import (
-    RecordParser,
-    choose_row_format,
-    parse_rows,
-    prompt_key,
-    raise_bad_rows,
-    rename_columns,
-    rows_left,
-)
-from alignment.data.rows.records import Comparison, Ranking, Tally
+from alignment.data.examples import Example, RankedExample
+from alignment.data.rows.files import read_raw
+from alignment.data.rows.read import choose_row_format, prompt_key, read_rows, rows_left
+from alignment.data.rows.records import Comparison, Kind, Ranking, Tally
 from alignment.data.tokenize import EQUAL_IN_RANKING, tokenize_comparisons, tokenize_ordered_rankings
-from alignment.errors import UserError
+from alignment.errors import UserError, raise_all
 from alignment.evaluation.inputs import print_tally, refuse_mixture
 from alignment.evaluation.reward_card import ScoredGroup
-from alignment.reward_model.model import Encoded, RewardModel
+from alignment.models.classifiers import SequenceClassifier
+from alignment.reward_model.ensemble import AdapterEnsemble
+from alignment.reward_model.model import Encoded, RewardModel, score_encoded
 
 Preference = Comparison | Ranking
-VOTES = {"chosen": 1.0, "rejected": 0.0, "tie": 0.5, "1": 1.0, "0": 0.0, "0.5": 0.5, "1.0": 1.0, "0.0": 0.0}
+BATCH_TOKENS = 16_384
+PADDED_ROWS = 8  # of a padded batch, in the order of the rows, so that lengths differ
 
 
-@dataclass(frozen=True)
-class Annotation:
-    """What a row says of its annotators.
-
-    Attributes:
-        votes: of each annotator: 1 for the chosen response, 0 for the rejected one, 0.5 for a tie.
-        agreement: share of annotators who prefer the chosen response.
-        annotator: who judged the row.
-    """
-
-    votes: tuple[float, ...] = ()
-    agreement: float | None = None
-    annotator: str | None = None
-
-
-@dataclass
-class PreferenceRows:
-    """Rows of all sources.
-
-    Attributes:
-        records: comparisons, or rankings of K responses.
-        sources: name of the source of each record.
-        annotations: by row id; rows that say nothing of annotators have none.
-        tally: what was dropped.
-    """
-
-    records: list[Preference] = field(default_factory=list)
-    sources: list[str] = field(default_factory=list)
-    annotations: dict[str, Annotation] = field(default_factory=dict)
-    tally: Tally = field(default_factory=Tally)
-
-
-@dataclass(frozen=True)
-class EncodedRow:
-    """A record with its responses as the model reads them, prompt included."""
+class EncodedRow(NamedTuple):
+    """A record with its source and its responses as the model reads them, prompt included."""
 
     record: Preference
     source: str
@@ -71,109 +36,72 @@ class EncodedRow:
 
     @property
     def texts(self) -> tuple[str, ...]:
-        """The responses as they were read."""
-        return response_texts(self.record)
+        """The responses as they were read, of a comparison the chosen one first."""
+        record = self.record
+        return record.responses if isinstance(record, Ranking) else (record.chosen, record.rejected)
 
 
-def response_texts(record: Preference) -> tuple[str, ...]:
-    """The responses of a record, of a comparison the chosen one first."""
-    return record.responses if isinstance(record, Ranking) else (record.chosen, record.rejected)
-
-
-def read_preferences(data: DataConfig) -> PreferenceRows:
-    """Every row of `data.train`, source by source: comparisons, or rankings where a source has K responses per prompt.
+def read_preferences(data: DataConfig) -> tuple[list[tuple[str, list[Preference]]], Tally]:
+    """Name and rows of each source of `data.train`: comparisons, or rankings where it has K responses per prompt.
 
     Raises:
         UserError: bad rows of all sources at once (with on_bad_row=error); settings of a mixture; no such source.
     """
     refuse_mixture(data)
-    rows, problems = PreferenceRows(), []
+    found: list[tuple[str, list[Preference]]] = []
+    tally, problems, count = Tally(), [], 0
     for source in data.require_sources("train"):
-        left = rows_left(data.max_rows, len(rows.records), source)
+        left = rows_left(data.max_rows, count, source)
         if left is not None and left <= 0:
             break
-        problems += _read_source(rows, source, left, as_messages=data.as_messages)
-    if data.on_bad_row == "error":
-        raise_bad_rows(problems)
-    if not rows.records:
-        raise UserError(f"{data.train}: no row can be used\n" + "\n".join(rows.tally.lines()[1:]))
-    print_tally("comparisons", rows.tally, data.left_out("train"))
-    return rows
-
-
-def _read_source(rows: PreferenceRows, source: SourceConfig, max_rows: int | None, *, as_messages: bool) -> list[str]:
-    """Add the rows of one source; returns a message for each bad row."""
-    raw, columns = list(read_raw(source.source, str(source.split))), source.columns or {}
-    row_format = choose_row_format(source.source, raw, "comparisons", columns)
-    if row_format.columns != ("chosen", "rejected"):
-        row_format = choose_row_format(source.source, raw, "rankings", columns)
-    parser = RecordParser(row_format, skip_ties=True, as_messages=as_messages)
-    parsed = parse_rows(raw, parser, columns=columns, max_rows=max_rows)
-    rows.records += [cast("Preference", record) for record in parsed.rows]
-    rows.sources += [str(source.name)] * len(parsed.rows)
-    rows.tally = rows.tally.merged_with(parsed.counts)
-    kept = {record.row_id for record in parsed.rows}
-    problems = list(parsed.problems)
-    for row in raw:
+        options = {"on_bad_row": data.on_bad_row, "as_messages": data.as_messages}
         try:
-            if row.location in kept and (found := read_annotation(row, columns)) is not None:
-                rows.annotations[row.location] = found
-        except BadRow as bad:
-            problems.append(bad.at(row.location))
-    return problems
+            rows, counts = read_rows(source, _kind(source), max_rows=left, **options)
+        except UserError as error:
+            problems.append(str(error))
+            continue
+        found += [(str(source.name), cast("list[Preference]", rows))] if rows else []
+        tally, count = tally.merged_with(counts), count + len(rows)
+    raise_all(problems)
+    print_tally("comparisons", tally, data.left_out("train"))
+    return found, tally
 
 
-def read_annotation(row: RawRow, columns: Mapping[str, str]) -> Annotation | None:
-    """The columns `votes`, `agreement` and `annotator` of a row of two responses; None where it has none of them.
-
-    Raises:
-        BadRow: a vote that is not 1, 0, 0.5, "chosen", "rejected" or "tie"; an agreement outside [0, 1].
-    """
-    values = rename_columns(row.values or {}, columns)
-    votes, annotator, agreement = values.get("votes"), values.get("annotator"), number_field(values, "agreement")
-    if votes is None and annotator is None and agreement is None:
-        return None
-    listed = list(votes.values()) if isinstance(votes, dict) else votes if isinstance(votes, list) else []
-    if votes is not None and not isinstance(votes, list | dict):
-        raise BadRow("votes", "must be a list with a vote of each annotator", repr(votes)[:40])
-    if agreement is not None and not 0 <= agreement <= 1:
-        raise BadRow("agreement", "must be a share of annotators, from 0 to 1", f"{agreement:g}")
-    given = tuple(_vote(vote) for vote in listed if vote is not None)
-    return Annotation(given, agreement, None if annotator is None else str(annotator))
+def _kind(source: SourceConfig) -> Kind:
+    """The kind of rows of a source; what is no comparison is read as rankings, which says what is missing."""
+    raw = list(read_raw(source.source, str(source.split)))
+    row_format = choose_row_format(source.source, raw, "comparisons", source.columns or {})
+    return "comparisons" if row_format.columns == ("chosen", "rejected") else "rankings"
 
 
-def _vote(vote: object) -> float:
-    if str(vote) not in VOTES:
-        raise BadRow("votes", "holds 1 or chosen, 0 or rejected, 0.5 or tie for each annotator", repr(vote)[:40])
-    return VOTES[str(vote)]
-
-
-def encode_preferences(rows: PreferenceRows, model: RewardModel, max_length: int) -> tuple[list[EncodedRow], Tally]:
+def encode_preferences(
+    sources: Sequence[tuple[str, list[Preference]]], model: RewardModel, max_length: int
+) -> tuple[list[EncodedRow], Tally]:
     """The rows as the model reads them, with an encoder's special tokens where it is one; and what was dropped and cut.
 
     Raises:
         UserError: rows that the chat template, or an encoder, refuses.
     """
-    pairs = [record for record in rows.records if isinstance(record, Comparison)]
-    rankings = [record for record in rows.records if isinstance(record, Ranking)]
     encode_pairs = encode_comparisons if model.is_encoder else tokenize_comparisons
     encode_rankings = encode_ordered_rankings if model.is_encoder else tokenize_ordered_rankings
-    found_pairs, counts = encode_pairs(pairs, model.tokenizer, max_length)
-    found_rankings, ranking_counts = encode_rankings(rankings, model.tokenizer, max_length)
-    examples = {example.row_id: example for example in [*map(_as_ranking, found_pairs), *found_rankings]}
-    counts, encoded = counts.merged_with(ranking_counts), []
-    for record, source in zip(rows.records, rows.sources, strict=True):
-        example = examples.get(record.row_id)
-        if example is not None and len(example.responses) < len(response_texts(record)):
-            counts.drop(EQUAL_IN_RANKING, record.row_id)
-            counts.kept -= 1
-        elif example is not None:
-            encoded.append(EncodedRow(record, source, example))
-    return encoded, counts
-
-
-def _as_ranking(pair: PairExample) -> RankedExample:
-    return RankedExample((pair.chosen, pair.rejected), (0, 1), pair.row_id, margin=pair.margin)
+    encoded, tally = [], Tally()
+    for name, records in sources:
+        if isinstance(records[0], Comparison):
+            pairs, counts = encode_pairs(cast("list[Comparison]", records), model.tokenizer, max_length)
+            found = [
+                RankedExample((each.chosen, each.rejected), (0, 1), each.row_id, margin=each.margin) for each in pairs
+            ]
+        else:
+            found, counts = encode_rankings(cast("list[Ranking]", records), model.tokenizer, max_length)
+        examples = {example.row_id: example for example in found}
+        rows = [EncodedRow(each, name, examples[each.row_id]) for each in records if each.row_id in examples]
+        whole = [row for row in rows if len(row.example.responses) == len(row.texts)]
+        for row in rows:
+            if len(row.example.responses) < len(row.texts):
+                counts.drop(EQUAL_IN_RANKING, row.record.row_id)
+        counts.kept = len(whole)
+        encoded, tally = encoded + whole, tally.merged_with(counts)
+    return encoded, tally
 
 
 def as_encoded(example: Example, is_encoder: bool) -> Encoded:
@@ -181,68 +109,78 @@ def as_encoded(example: Example, is_encoder: bool) -> Encoded:
     return Encoded(example.ids, [int(flag) for flag in example.mask] if is_encoder else [0] * len(example.ids))
 
 
-def response_tokens(example: Example) -> int:
-    """Tokens of the response with its end token; of an encoder's single text all of them."""
-    return sum(example.mask) or len(example.ids)
-
-
-def score_preferences(
-    rows: Sequence[EncodedRow], model: RewardModel, annotations: Mapping[str, Annotation]
-) -> list[ScoredGroup]:
-    """The rows with the model's scores."""
+def score_preferences(rows: Sequence[EncodedRow], model: RewardModel) -> list[ScoredGroup]:
+    """The rows with the model's scores; a length is that of the response with its end token, of an encoder's text all."""
     texts = [as_encoded(example, model.is_encoder) for row in rows for example in row.example.responses]
     raw = model.members_of_ids([text.ids for text in texts], segments=[text.segments for text in texts])
     members = model.calibration.apply(raw)
-    scores = iter(zip(model.combined(members).tolist(), members.tolist(), strict=True))
-    groups = []
-    for row in rows:
-        found = [next(scores) for _ in row.example.responses]
-        annotation = annotations.get(row.record.row_id, Annotation())
-        strength = annotation.agreement if row.record.margin is None else row.record.margin
-        groups.append(
-            ScoredGroup(
-                row_id=row.record.row_id,
-                source=row.source,
-                prompt=prompt_key(row.record),
-                scores=[score for score, _ in found],
-                ranks=row.example.ranks,
-                lengths=[response_tokens(example) for example in row.example.responses],
-                human=row.record.scores if isinstance(row.record, Ranking) else None,
-                strength=strength,
-                members=[each for _, each in found] if members.shape[1] > 1 else None,
-            )
+    scores, by_member = iter(model.combined(members).tolist()), iter(members.tolist())
+    return [
+        ScoredGroup(
+            source=row.source,
+            prompt=prompt_key(row.record),
+            scores=[next(scores) for _ in row.texts],
+            ranks=row.example.ranks,
+            lengths=[sum(example.mask) or len(example.ids) for example in row.example.responses],
+            human=row.record.scores if isinstance(row.record, Ranking) else None,
+            strength=row.record.margin,
+            members=[next(by_member) for _ in row.texts] if members.shape[1] > 1 else None,
         )
-    return groups
+        for row in rows
+    ]
 
 
-Votes = tuple[list[float], list[list[float]]]  # the model's verdict on each pair, and the annotators' votes on it
+# Scores of the same texts in other forms
 
 
-def votes_on_pairs(
-    rows: Sequence[EncodedRow], groups: Sequence[ScoredGroup], annotations: Mapping[str, Annotation]
-) -> Votes:
-    """Pairs with votes: those in column `votes`, and rows of one pair by several annotators (column `annotator`)."""
-    found: dict[tuple[str, frozenset[str]], tuple[str, float, list[float]]] = {}
-    for row, group in zip(rows, groups, strict=True):
-        annotation = annotations.get(row.record.row_id)
-        if annotation is None or len(row.texts) != 2:
-            continue
-        given = list(annotation.votes) or ([1.0] if annotation.annotator is not None else [])
-        best = row.texts[row.example.ranks.index(0)]
-        lead = group.scores[group.ranks.index(0)] - group.scores[1 - group.ranks.index(0)]
-        verdict = 1.0 if lead > 0 else 0.5 if lead == 0 else 0.0
-        key = (group.prompt, frozenset(row.texts))
-        first, _, votes = found.setdefault(key, (best, verdict, []))
-        votes += given if best == first else [1 - vote for vote in given]
-    judged = [(verdict, votes) for _, verdict, votes in found.values() if votes]
-    return [verdict for verdict, _ in judged], [votes for _, votes in judged]
+def evenly_drawn_texts(
+    rows: Sequence[EncodedRow], count: int, is_encoder: bool
+) -> tuple[list[Encoded], list[tuple[int, int]]]:
+    """The texts of at most `count` rows, spread evenly over them, and the indices of each ordered pair among them."""
+    drawn = {round(position) for position in np.linspace(0, len(rows) - 1, min(count, len(rows)))} if count else set()
+    texts, pairs = [], []
+    for number in sorted(drawn):
+        example, start = rows[number].example, len(texts)
+        texts += [as_encoded(response, is_encoder) for response in example.responses]
+        positions = range(len(example.responses))
+        pairs += [(start + a, start + b) for a in positions for b in positions if example.ranks[a] < example.ranks[b]]
+    return texts, pairs
 
 
-def by_annotator(groups: Sequence[ScoredGroup], annotations: Mapping[str, Annotation]) -> dict[str, list[ScoredGroup]]:
-    """The groups by who judged them, the busiest annotator first."""
-    found: dict[str, list[ScoredGroup]] = {}
-    for group in groups:
-        annotation = annotations.get(group.row_id)
-        if annotation is not None and annotation.annotator is not None:
-            found.setdefault(annotation.annotator, []).append(group)
-    return dict(sorted(found.items(), key=lambda item: -len(item[1])))
+def scores_in_other_forms(model: RewardModel, texts: Sequence[Encoded]) -> dict[str, Tensor]:
+    """Raw scores of the texts by the form they are computed in, [n] each; "batched" is the form of every evaluation."""
+    longest = max(len(text.ids) for text in texts)
+    forms: dict[str, Callable[[], Tensor]] = {
+        "batched": lambda: score_encoded(model.model, texts, BATCH_TOKENS),
+        "alone": lambda: score_encoded(model.model, texts, 1),
+        "other batches": lambda: score_encoded(model.model, texts, 2 * longest),
+        "reversed order": lambda: score_encoded(model.model, texts[::-1], BATCH_TOKENS).flip(0),
+        "padded right": lambda: _padded_scores(model, texts, "right"),
+        "padded left": lambda: _padded_scores(model, texts, "left"),
+    }
+    return {name: model.combined(score()) for name, score in forms.items()}
+
+
+@torch.no_grad()
+def _padded_scores(model: RewardModel, texts: Sequence[Encoded], side: str) -> Tensor:
+    """Raw scores of texts in rectangles of `PADDED_ROWS` rows with padding on one side, by each member, [n, k]."""
+    device, found = next(model.model.parameters()).device, []
+    for start in range(0, len(texts), PADDED_ROWS):
+        group = texts[start : start + PADDED_ROWS]
+        columns = (
+            ([text.ids for text in group], model.tokenizer.pad_token_id or 0),
+            ([[1] * len(text.ids) for text in group], 0),
+            ([text.segments for text in group], 0),
+        )
+        rectangles = [
+            pad_sequence([torch.tensor(row) for row in rows], True, fill, side).to(device) for rows, fill in columns
+        ]
+        found.append(_padded_logits(model.model, *rectangles).float().cpu())
+    return torch.cat(found)
+
+
+def _padded_logits(network: nn.Module, ids: Tensor, mask: Tensor, segments: Tensor) -> Tensor:
+    """The scores of a padded call, [B, k]."""
+    if isinstance(network, AdapterEnsemble):
+        return torch.cat([_padded_logits(member, ids, mask, segments) for member in network.models], -1)
+    return (network(ids, mask, segments) if isinstance(network, SequenceClassifier) else network(ids, mask)).logits

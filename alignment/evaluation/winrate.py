@@ -164,3 +164,16 @@ def agreement(first: Sequence[Verdict], second: Sequence[Verdict]) -> float:
     if not pairs:
         raise_all(["agreement needs at least one item that both have judged, and there is none"])
     return sum(1 - abs(a - b) for a, b in pairs) / len(pairs)
+
+
+def accuracy_gain(right: Sequence[float], baseline: Sequence[float]) -> dict[str, float]:
+    """Difference of two accuracies on the same items, with its 95 % interval.
+
+    Args:
+        right, baseline: 1.0 for each right answer, else 0.0.
+
+    Source: Tango 1998, Statistics in Medicine 17, 891-908; see `paired_interval`.
+    """
+    leads = [ours - theirs for ours, theirs in zip(right, baseline, strict=True)]
+    low, high = paired_interval(leads.count(1.0), leads.count(-1.0), len(leads))
+    return {"difference": sum(leads) / len(leads), "low": 2 * low - 1, "high": 2 * high - 1}

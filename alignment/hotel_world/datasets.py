@@ -2,12 +2,13 @@
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from alignment.files import atomic_directory
+from alignment.hotel_world.gold import prefers_first
 from alignment.hotel_world.grammar import (
     GUESTS,
     Sheet,
@@ -21,8 +22,8 @@ from alignment.hotel_world.grammar import (
     write_request,
     write_sheet,
 )  # fmt: skip
-from alignment.hotel_world.labelers import prefers_first
 from alignment.hotel_world.writers import sample_writer, write_reply
+from alignment.settings import NonNegativeInt, PositiveInt, Settings
 
 FOLDS = 100  # of fact sheets, by their facts; each file has a range of its own
 RANGES = {
@@ -37,7 +38,7 @@ RANGES = {
 
 
 @dataclass(frozen=True)
-class RowCounts:
+class RowCounts(Settings):
     """Rows per file.
 
     Attributes:
@@ -47,22 +48,17 @@ class RowCounts:
         prompts, prompts_eval: without a response, to sample from and to evaluate on.
     """
 
-    pretrain: int = 14_000
-    pretrain_heldout: int = 300
-    demonstrations: int = 2_500
-    comparisons: int = 8_000
-    comparisons_heldout: int = 500
-    prompts: int = 2_000
-    prompts_eval: int = 300
-
-    def __post_init__(self) -> None:
-        for entry in fields(self):
-            if getattr(self, entry.name) < 1:
-                raise ValueError(f"{entry.name} must be at least 1 row, got {getattr(self, entry.name)}")
+    pretrain: PositiveInt = 14_000
+    pretrain_heldout: PositiveInt = 300
+    demonstrations: PositiveInt = 2_500
+    comparisons: PositiveInt = 8_000
+    comparisons_heldout: PositiveInt = 500
+    prompts: PositiveInt = 2_000
+    prompts_eval: PositiveInt = 300
 
 
 @dataclass(frozen=True)
-class HotelWorldConfig:
+class HotelWorldConfig(Settings):
     """Settings of the data set.
 
     Attributes:
@@ -72,12 +68,8 @@ class HotelWorldConfig:
     """
 
     output: str
-    seed: int = 0
+    seed: NonNegativeInt = 0
     rows: RowCounts = field(default_factory=RowCounts)
-
-    def __post_init__(self) -> None:
-        if self.seed < 0:  # Python's generator takes -3 for 3
-            raise ValueError(f"seed must not be negative, got {self.seed}")
 
 
 def run(config: HotelWorldConfig) -> Path:

@@ -76,7 +76,7 @@ class Sheet:
 
 @dataclass(frozen=True)
 class Request:
-    """Who asks, for which items (topic names or `PRIVATE`), in which words."""
+    """A guest's name, the items asked for (topic names or `PRIVATE`), and the words."""
 
     guest: str
     asked: tuple[str, ...]
@@ -185,7 +185,7 @@ def parse_prompt(prompt: str) -> ParsedPrompt:
 
 
 def is_prompt(prompt: object) -> bool:
-    """Whether a prompt belongs to this data set: a text with a fact sheet and a guest who asks, ending in the cue to answer."""
+    """True of a prompt of this data set: a text with a fact sheet and a guest who asks, ending in the cue to answer."""
     if not isinstance(prompt, str) or not prompt.endswith("\nConcierge:"):
         return False
     parsed = parse_prompt(prompt)

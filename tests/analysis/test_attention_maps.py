@@ -162,41 +162,6 @@ def test_weights_put_back_into_the_model_give_its_hidden_states(attention, ids):
     assert next(maps, None) is None
 
 
-def test_first_layer_is_the_formula(attention, ids):
-    """softmax(cap * tanh(scale * q k / cap) + bias), written out with loops over heads."""
-    model, batch = stack(attention), Ragged.build([ids])
-    block = model.trunk.blocks[0]
-    x = block.attention_norm(model.trunk.embedded(batch.tokens, batch.positions, None))
-    query, key = (part(x).unflatten(-1, (-1, 8)) for part in (block.attention.query, block.attention.key))
-    if attention.rotary is not None:
-        query, key = (turned_by_hand(part) for part in (query, key))
-    apart = torch.arange(LENGTH) - torch.arange(LENGTH)[:, None]
-    hidden = apart.abs() >= (attention.window or LENGTH)
-    hidden |= (apart > 0) if attention.causal else torch.zeros_like(hidden)
-    expected = []
-    for head in range(4):
-        scores = attention.scale * query[:, head] @ key[:, head * attention.key_value_heads // 4].T
-        if attention.softcap is not None:
-            scores = attention.softcap * torch.tanh(scores / attention.softcap)
-        if isinstance(attention.position_bias, AlibiSpec):
-            scores = scores + 2.0 ** (-8 * (head + 1) / 4) * apart  # four heads: 1/4, 1/16, ...
-        if isinstance(attention.position_bias, RelativeBiasSpec):
-            # 8 buckets, one-sided: distances 0 ... 3 alone, then 4 steps up to 16: 4, 6 (4 * 2^0.5 = 5.66), 8, 12 (11.3)
-            starts = torch.tensor([0, 1, 2, 3, 4, 6, 8, 12])
-            back = (-apart).clamp(min=0)
-            bucket = (back[..., None] >= starts).sum(-1) - 1
-            scores = scores + model.trunk.distance.weight[bucket, head]
-        expected.append(scores.masked_fill(hidden, -torch.inf).softmax(-1))
-    assert_close(attention_maps(model, ids)[0], torch.stack(expected), atol=1e-5, rtol=0)
-
-
-def turned_by_hand(x: torch.Tensor) -> torch.Tensor:
-    """Each pair (i, i + 4) of a head's 8 columns turned by place * 10000^(-i / 4)."""
-    angle = torch.arange(LENGTH)[:, None, None] * 10_000.0 ** -(torch.arange(4) / 4)
-    one, other = x[..., :4], x[..., 4:]
-    return torch.cat([one * angle.cos() - other * angle.sin(), other * angle.cos() + one * angle.sin()], -1)
-
-
 def test_shared_layers_have_a_map_each(ids):
     model = stack(PLAIN)
     spec = replace(model.spec, blocks=model.spec.blocks[:1], order=(0, 0, 0))

@@ -13,7 +13,9 @@ from alignment.data.config import DataConfig
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_bpe
 from alignment.errors import UserError
+from alignment.evaluation import responses as sampling
 from alignment.evaluation import win_rate_run as evaluation
+from alignment.evaluation.report.html import format_cell
 from alignment.evaluation.report.recipe_report import summary_rows
 from alignment.evaluation.win_rate_run import BestOfConfig, WinRateConfig
 from alignment.hotel_world.datasets import generate_rows
@@ -116,11 +118,11 @@ def foreign(tmp_path):
 def test_a_response_cut_at_its_length_is_judged_without_an_end_token(judge, config_of, foreign, monkeypatch):
     """With the policies' tokenizer the judge reads the very ids that were drawn, else the text."""
     documents, drawn = [], []
-    score_ids, decode = RewardModel.score_ids, evaluation.decode_responses
+    score_ids, decode = RewardModel.score_ids, sampling.decode_responses
     monkeypatch.setattr(
         RewardModel, "score_ids", lambda self, rows, *a: documents.extend(rows) or score_ids(self, rows, *a)
     )
-    monkeypatch.setattr(evaluation, "decode_responses", lambda *a, **k: drawn.append(decode(*a, **k)) or drawn[-1])
+    monkeypatch.setattr(sampling, "decode_responses", lambda *a, **k: drawn.append(decode(*a, **k)) or drawn[-1])
     config = config_of(64) if judge == "own" else config_of(64, reward_model=foreign[1])
     evaluation.run(config)
     ended = [end for answer in drawn for end in answer.ended]
@@ -159,7 +161,7 @@ def test_an_evaluation_with_comparisons_measures_every_policy_of_the_same_vocabu
 
 
 def test_the_best_of_n_is_the_one_that_its_reward_model_scores_highest(config_of, checkpoints, monkeypatch):
-    drawn, scored, decode, score_ids = [], [], evaluation.decode_responses, RewardModel.score_ids
+    drawn, scored, decode, score_ids = [], [], sampling.decode_responses, RewardModel.score_ids
 
     def spy(self, documents, *rest):
         scored.append((documents, score_ids(self, documents, *rest)))
@@ -167,7 +169,7 @@ def test_the_best_of_n_is_the_one_that_its_reward_model_scores_highest(config_of
 
     monkeypatch.setattr(RewardModel, "score_ids", spy)
     monkeypatch.setattr(
-        evaluation, "decode_responses", lambda *a, **k: drawn.append((k["rows"], decode(*a, **k))) or drawn[-1][1]
+        sampling, "decode_responses", lambda *a, **k: drawn.append((k["rows"], decode(*a, **k))) or drawn[-1][1]
     )
     config = config_of(64)
     assert config.reward_model is not None
@@ -185,26 +187,14 @@ def test_the_best_of_n_is_the_one_that_its_reward_model_scores_highest(config_of
     assert results["best of 3"]["win_rate"]["n"] == 2 and results.keys() == {"one", "two", "best of 3"}
 
 
-def test_the_best_of_another_policy_has_no_bound_of_its_kl(config_of):
-    best_of = {"best of 2": BestOfConfig("two", config_of(64).reward_model, 2)}
-    results = json.loads(evaluation.run(config_of(64, best_of=best_of)).read_text())["models"]
-    assert "kl" in results["two"] and "kl" not in results["best of 2"]
-    hot = json.loads(evaluation.run(config_of(64, best_of=best_of, reference="two", top_p=0.9)).read_text())["models"]
-    assert "kl" not in hot["best of 2"]
-    same = json.loads(evaluation.run(config_of(64, best_of=best_of, reference="two")).read_text())["models"]
-    assert same["best of 2"]["kl"] == pytest.approx(math.log(2) - 1 / 2)
-
-
-def test_the_best_of_n_is_chosen_through_the_words_of_another_tokenizer(config_of, foreign):
-    best_of = {"best of 3": BestOfConfig("one", foreign[1], 3)}
-    results = json.loads(evaluation.run(config_of(64, best_of=best_of, reward_model=foreign[1])).read_text())["models"]
-    assert results["best of 3"]["proxy"] > results["one"]["proxy"]
-
-
 def test_a_wrong_best_of_n_is_refused(config_of, monkeypatch):
     for best_of, changes, words in (
-        ({"one": BestOfConfig("two", "r")}, {}, "'one' is the name of a model too"),
-        ({"best": BestOfConfig("three", "r")}, {}, "policy 'three' of best is not among the models: one, two"),
+        ({"one": BestOfConfig("two", "r")}, {}, "best_of has names of models too, \\['one'\\]"),
+        (
+            {"best": BestOfConfig("three", "r")},
+            {},
+            "best_of names policies that are not among the models: \\['three'\\]",
+        ),
         ({"best": BestOfConfig("one", "r")}, {"temperature": 0.0}, "a temperature above 0"),
     ):
         with pytest.raises(ValueError, match=words):
@@ -246,7 +236,7 @@ def test_people_judge_the_responses_they_saw_wherever_and_however_the_second_run
     for copy, family in zip(models.values(), ("llama", "gpt2"), strict=True):
         shutil.copytree(checkpoints[family], copy)
     shutil.copy(config_of(64).data.train, tmp_path / "elsewhere.jsonl")
-    monkeypatch.setattr(evaluation, "decode_responses", lambda *_, **__: pytest.fail("responses were sampled again"))
+    monkeypatch.setattr(sampling, "decode_responses", lambda *_, **__: pytest.fail("responses were sampled again"))
     changes = {"data": DataConfig(train=str(tmp_path / "elsewhere.jsonl"), max_length=64), "models": models}
     changes |= {"seed": 7, "weights": WeightsConfig("bfloat16")}
     two = json.loads(evaluation.run(config_of(64, **people, **changes)).read_text())["models"]["two"]
@@ -283,8 +273,8 @@ def test_responses_that_people_judge_are_not_replaced(
 
 
 def test_without_people_the_same_start_reads_the_responses_and_another_one_samples(config_of, monkeypatch, capsys):
-    calls, decode = [], evaluation.decode_responses
-    monkeypatch.setattr(evaluation, "decode_responses", lambda *a, **k: calls.append(1) or decode(*a, **k))
+    calls, decode = [], sampling.decode_responses
+    monkeypatch.setattr(sampling, "decode_responses", lambda *a, **k: calls.append(1) or decode(*a, **k))
     best_of = {"best of 2": BestOfConfig("one", config_of(64).reward_model, 2)}
     first = evaluation.run(config_of(64, best_of=best_of)).read_text()
     assert evaluation.run(config_of(64, best_of=best_of)).read_text() == first and len(calls) == 3
@@ -292,14 +282,6 @@ def test_without_people_the_same_start_reads_the_responses_and_another_one_sampl
     other = evaluation.run(config_of(64, best_of=best_of, seed=1)).read_text()
     assert other != first and len(calls) == 6
     assert "sampled again" in (told := capsys.readouterr().err) and "seed: 0 -> 1" in told
-
-
-def test_responses_that_were_changed_by_hand_are_not_read(config_of, tmp_path, capsys):
-    first = evaluation.run(config_of(64)).read_text()
-    path = tmp_path / "out/responses.jsonl"
-    path.write_text(path.read_text().replace("Guest", "Gust"))
-    assert evaluation.run(config_of(64)).read_text() == first
-    assert "sampled again" in capsys.readouterr().err and "Gust" not in path.read_text()
 
 
 def test_the_first_start_for_people_is_no_error_and_names_the_next_command(config_of, tmp_path, capsys):
@@ -337,7 +319,7 @@ def test_a_judge_by_position_is_named_in_results_with_intervals(config_of, tmp_p
     assert len(results["warnings"]) == 1 and "12 of 12" in results["warnings"][0]
     assert results["warnings"][0] in capsys.readouterr().err
     one = summary_rows(results)[1]
-    assert one["orders disagree"].startswith("100.0 %") and one["shown first preferred"].startswith("100.0 % [75.")
+    assert one["orders disagree"]["rate"] == 1 and format_cell(one["shown first preferred"]).startswith("100.0 % [75.")
 
 
 def test_the_share_of_failures_that_the_advice_names_is_a_setting(judged_by_people, config_of):
@@ -348,7 +330,7 @@ def test_the_share_of_failures_that_the_advice_names_is_a_setting(judged_by_peop
         evaluation.run(config_of(64, **people))
     two = json.loads(evaluation.run(config_of(64, **people, max_failed_share=0.5)).read_text())["models"]["two"]
     assert (two["failures"], two["win_rate"]["n"]) == (1, 1)
-    with pytest.raises(ValueError, match="max_failed_share must lie between 0 and 1"):
+    with pytest.raises(ValueError, match="max_failed_share must be at most 1"):
         config_of(64, max_failed_share=1.5)
 
 
@@ -394,32 +376,3 @@ def test_the_gold_judge_refuses_prompts_of_another_world_before_any_model_is_loa
     config = config_of(256, judge="gold", data=DataConfig(train=str(path)), models=models)
     with pytest.raises(UserError, match=r"mixed\.jsonl:3: judge=gold .* 1 of 3 are none; take judge=reward_model"):
         evaluation.run(config)
-
-
-def test_the_gold_judge_refuses_messages(config_of, tmp_path):
-    text = "Hotel Swan: pool opens in May.\nGuest Anna: What about the pool?\nConcierge:"
-    path = tmp_path / "chat.jsonl"
-    path.write_text(json.dumps({"prompt": [{"role": "user", "content": text}]}) + "\n")
-    with pytest.raises(UserError, match=r"chat\.jsonl:1: judge=gold .* 1 of 1 are none"):
-        evaluation.run(config_of(256, judge="gold", data=DataConfig(train=str(path))))
-
-
-def test_the_gold_judge_takes_every_prompt_of_its_world(config_of, tmp_path):
-    path = tmp_path / "own.jsonl"
-    path.write_text("".join(json.dumps(row) + "\n" for row in generate_rows("prompts_eval", seed=3, count=200)))
-    models = {"one": "/nowhere/a", "two": "/nowhere/b"}
-    with pytest.raises(UserError, match="/nowhere/a: no such model directory"):  # the prompts were taken
-        evaluation.run(config_of(256, judge="gold", data=DataConfig(train=str(path)), models=models))
-
-
-def test_the_verb_prints_a_table_of_the_policies(config_of, tmp_path, capsys):
-    config = config_of(64)
-    path = tmp_path / "mine.yaml"
-    path.write_text(
-        f"output: {config.output}\nmodels: {json.dumps(config.models)}\nbaseline: one\njudge: longer\n"
-        f"data: {{train: {config.data.train}, max_length: 64}}\nmax_new_tokens: 4\n"
-    )
-    assert cli.main(["evaluate", "winrate", str(path)]) == 0
-    shown = capsys.readouterr().out
-    assert "results.json" in shown and "win rate against one" in shown
-    assert [line.split()[1] for line in shown.splitlines() if line.startswith("│")] == ["one", "two"]

@@ -13,9 +13,16 @@ from alignment.cli import main
 from alignment.config.schema import config_keys
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.evaluation.diagnosis.diagnose import SYMPTOMS, diagnose, report_lines, symptoms_of
-from alignment.evaluation.diagnosis.loss_symptoms import SUPERVISED
-from alignment.evaluation.diagnosis.run_log import RunLog, Series, columns, read_run_log
+from alignment.evaluation.diagnosis import (
+    OVERFLOW_ADVICE,
+    SYMPTOMS,
+    Advice,
+    Times,
+    diagnose,
+    report_lines,
+    settings_to_try,
+)
+from alignment.evaluation.run_log import RunLog, Series, columns, read_run_log
 from alignment.pipeline.stages import find_stage
 from alignment.training import OptimConfig
 
@@ -84,13 +91,14 @@ FAULTS = {  # name: (columns that are planted, the setting that is proposed firs
     "score falls": ({"score": 0.5 - RISE + noise(0.1, 21)}, "optim.learning_rate"),
     "updates too large": ({"clip_fraction": 0.1 + 0.5 * DROP}, "optim.learning_rate"),
     "critic lost": ({"explained_variance": noise(0.05, 22)}, "value_optim.learning_rate"),
+    "critic diverges": ({"explained_variance": noise(0.05, 22) - 1}, "value_optim.learning_rate"),
     "collapse": ({"entropy": 0.45 * (1 - 0.95 * DROP) + noise(0.005, 23)}, "kl_coef"),
     "length hacking": ({"response_tokens": 20 + 27 * RISE + noise(1, 24)}, "missing_end_penalty"),
     "missing ends": ({"ended_share": 1 - 0.8 * RISE}, "missing_end_penalty"),
     "empty responses": ({"empty_share": 0.4 * RISE}, "missing_end_penalty"),
     "alignment tax": ({"pretrain_loss": 0.55 + 0.4 * RISE + noise(0.02, 25)}, "pretrain_coef"),
     "over-optimization": ({"gold_score": 2 - 8 * (RISE - 0.4) ** 2 + noise(0.05, 26)}, "training.max_steps"),
-    "one-sided reward": ({"score/truth": 0.5 - 0.5 * RISE + noise(0.02, 27)}, "rewards[0].weight"),
+    "one-sided reward": ({"score/truth": 0.5 - 0.5 * RISE + noise(0.02, 27)}, None),
     "gradient spikes": ({"grad_norm": 1 + 30.0 * (np.arange(N) % 9 == 8)}, "optim.learning_rate"),
     "not finite": ({"loss": np.where(RISE > 0.9, np.nan, 0.1)}, "optim.learning_rate"),
 }  # fmt: skip
@@ -102,7 +110,7 @@ def test_a_planted_failure_is_found_and_nothing_else(symptom):
     run = run_of(planted)
     findings = diagnose(run)
     assert [found.symptom for found in findings] == [symptom]
-    assert findings[0].settings[0].key == first
+    assert next((each.key for each in findings[0].settings), None) == first
     assert findings[0].evidence and 1 <= findings[0].steps[0] <= findings[0].steps[1] <= N
     assert next(iter(planted)) in findings[0].evidence
 
@@ -114,7 +122,7 @@ def test_a_planted_failure_is_found_and_nothing_else(symptom):
         ("sampler mismatch", {"importance_weight_mean": np.full(N, 0.6)}),
         ("collapse", {"distinct_share": 1 - 0.7 * DROP}),
         ("collapse", {"repetition": 0.02 + 0.5 * DROP}),
-        ("critic lost", {"value_loss": 0.2 + 0.6 * RISE}),
+        ("critic diverges", {"value_loss": 0.2 + 0.6 * RISE}),
         ("updates too large", {"approx_kl": 0.4 * DROP}),
     ],
 )
@@ -152,16 +160,16 @@ def test_a_policy_that_does_not_move_is_told_from_one_that_moves_without_gain():
         "approx_kl": np.full(N, 1e-9),
     }
     findings = diagnose(run_of(still))
-    assert [found.symptom for found in findings] == ["updates too small", "score flat"]
+    assert [found.symptom for found in findings] == ["updates too small", "score flat at the reference"]
     assert [found.settings[0].value for found in findings] == [1e-3, 3e-4]  # ten and three times the step
     one_update = diagnose(run_of(still, epochs=1, minibatches=1))  # its ratio is 1 by construction
-    assert [found.symptom for found in one_update] == ["score flat"]
+    assert [found.symptom for found in one_update] == ["score flat at the reference"]
 
 
 def test_a_reward_that_gives_every_sample_the_same_score_is_named():
     samples = [{"step": i, "prompt": "p", "response": "r" * i, "score": 0.25} for i in range(1, 30)]
     found = diagnose(run_of({"score": np.full(N, 0.25), "gold_score": noise(0.1, 1)}, samples))[0]
-    assert found.symptom == "score flat" and "0.25" in found.cause
+    assert found.symptom == "score constant" and "0.25" in found.evidence
 
 
 def test_scores_that_follow_length_are_found_before_the_limit_is_reached():
@@ -171,7 +179,7 @@ def test_scores_that_follow_length_are_found_before_the_limit_is_reached():
     pays = [{"step": int(i), "prompt": "p", "response": "x" * int(10 + s), "score": s / 60} for i, s in enumerate(step)]
     assert diagnose(run_of(longer, alike)) == []
     [found] = diagnose(run_of(longer, pays))
-    assert found.symptom == "length hacking" and "1.00" in found.evidence
+    assert found.symptom == "length hacking"
     [proposed] = [each.value for each in found.settings if each.key == "rewards"]
     assert proposed == [{"reward_model": "reward"}, {"length": {"max": 15}}]  # the scores stay
 
@@ -235,34 +243,24 @@ def test_a_policy_whose_rewards_differ_around_the_same_mean_has_moved():
     assert "policy did not move" not in [found.symptom for found in diagnose(run_of(STILL | spread, stage="dpo"))]
 
 
-def test_online_dpo_without_pairs_is_found():
-    metrics = {"score": RISE, "score_ties": np.full(N, 0.8), "loss": RISE}
-    assert [found.symptom for found in diagnose(run_of(metrics, stage="online_dpo"))] == ["few pairs"]
-
-
 # Settings that are proposed
 
 
-@pytest.mark.parametrize("stage", ["pretrain", "sft", "reward", "dpo", "ppo", "online_dpo"])
-def test_every_key_that_is_ever_proposed_is_one_of_a_stage(stage, monkeypatch):
-    """Keys are kept by the run's config; here all are collected, so that no misspelled one hides behind that."""
-    known = {
-        key.name for name in ("sft", "reward", "dpo", "ppo", "online_dpo") for key in config_keys(find_stage(name)[0])
-    }
-    proposed: set[str] = set()
-    monkeypatch.setattr(RunLog, "advise", lambda run, *settings: proposed.update(key for key, _, _ in settings) or ())
-    for planted, _ in FAULTS.values():
-        run = run_of({**DPO, **healthy_ppo(), **planted}, stage=stage)
-        for symptom in {*symptoms_of(stage), *SUPERVISED}:
-            symptom(run)
-    assert proposed and proposed <= known
+def test_every_key_that_is_ever_proposed_is_one_of_a_stage():
+    stages = ("sft", "reward", "dpo", "ppo", "online_dpo")
+    known = {key.name for name in stages for key in config_keys(find_stage(name)[0])}
+    advice = [one for symptom in SYMPTOMS for one in symptom.advice]
+    assert {one.key for one in (*advice, *OVERFLOW_ADVICE)} <= known
 
 
 def test_only_keys_of_the_run_and_other_values_are_proposed():
-    run = run_of({}, temperature=1.0)
-    settings = run.advise(("temperature", 1.0, "same"), ("no_such_key", 1, "unknown"), ("kl_coef", 0.1, "twice"))
-    assert [(each.key, each.now, each.value) for each in settings] == [("kl_coef", 0.05, 0.1)]
-    assert SYMPTOMS["ppo"]
+    advice = (
+        Advice("temperature", 1.0, "same"),
+        Advice("no_such_key", 1, "unknown"),
+        Advice("kl_coef", Times(2), "twice"),
+    )
+    found = settings_to_try(run_of({}, temperature=1.0), advice)
+    assert [(each.key, each.now, each.value) for each in found] == [("kl_coef", 0.05, 0.1)]
 
 
 # Statistics
@@ -275,12 +273,7 @@ def test_the_first_and_last_windows_and_their_error_are_the_worked_ones():
     assert series.noise == pytest.approx((27 / 49) ** 0.5)
     assert series.error == pytest.approx((27 / 49) ** 0.5 * (2 / 3) ** 0.5)
     assert series.rises() and not series.falls()
-    assert series.highest() == (6.0, (11, 13)) and series.lowest() == (0.0, (1, 3))
-
-
-def test_a_constant_metric_neither_rises_nor_falls():
-    series = Series(tuple(range(20)), (0.7,) * 20)
-    assert not series.rises() and not series.falls()
+    assert (series.windows.min(), series.windows.max()) == (0.0, 6.0)
 
 
 # The command
@@ -309,11 +302,6 @@ def test_the_command_prints_evidence_cause_and_settings_and_ends_with_0(tmp_path
     ]
 
 
-def test_a_healthy_run_is_said_to_have_none_of_the_usual_failures(tmp_path, capsys):
-    assert main(["doctor", "--run", write_run(tmp_path / "run")]) == 0
-    assert "none of the usual failures found" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -327,16 +315,11 @@ def test_a_bad_directory_is_the_users_error(tmp_path, capsys, make, words):
     assert words in capsys.readouterr().err
 
 
-def test_json_without_a_run_is_the_users_error(capsys):
-    assert main(["doctor", "--json"]) == 2
-    assert "--run" in capsys.readouterr().err
-
-
 def test_a_damaged_log_is_named_by_line_and_a_torn_last_line_is_not_read(tmp_path):
     run = write_run(tmp_path / "run")
     log = tmp_path / "run" / "metrics.jsonl"
     log.write_text(log.read_text() + '{"step": 41, "sco')
-    assert len(read_run_log(run).series["score"]) == N
+    assert len(read_run_log(run).series["score"].values) == N
     log.write_text('{"score": 1.0}\n' + log.read_text())
     with pytest.raises(UserError, match=r"metrics\.jsonl:1: the line has no step"):
         read_run_log(run)

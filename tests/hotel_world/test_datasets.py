@@ -5,7 +5,7 @@ from itertools import combinations
 
 import pytest
 
-from alignment.hotel_world.datasets import FOLDS, RANGES, RowCounts, generate_rows, write_world
+from alignment.hotel_world.datasets import FOLDS, RANGES, RowCounts, write_world
 from alignment.hotel_world.grammar import fold, parse_prompt
 
 SMALL = RowCounts(300, 60, 200, 200, 100, 100, 100)
@@ -42,10 +42,6 @@ def test_no_two_files_share_a_fact_sheet(rows):
         assert not found[one] & found[other], (one, other)
 
 
-def test_ranges_split_the_folds():
-    assert sorted(number for those in RANGES.values() for number in those) == list(range(FOLDS))
-
-
 def test_prompts_columns_say_what_the_text_says(rows):
     for row in rows["prompts_eval"]:
         reading = parse_prompt(row["prompt"])
@@ -58,10 +54,6 @@ def test_prompts_and_responses_join_at_a_space(rows):
     responses += [row[side] for row in rows["comparisons"] for side in ("chosen", "rejected")]
     assert all(response[0] == " " and response[1] != " " and response == response.rstrip() for response in responses)
     assert all(row["prompt"].endswith("\nConcierge:") for row in rows["demonstrations"])
-
-
-def test_the_two_sides_of_a_comparison_differ(rows):
-    assert all(row["chosen"] != row["rejected"] for row in rows["comparisons"])
 
 
 def test_texts_are_short_and_the_vocabulary_is_closed(rows):
@@ -80,12 +72,6 @@ def test_same_seed_same_bytes_and_another_seed_others(tmp_path):
         assert first[name].read_bytes() != other[name].read_bytes()
 
 
-def test_more_rows_begin_with_the_same_rows():
-    assert list(generate_rows("comparisons", seed=0, count=20))[:5] == list(
-        generate_rows("comparisons", seed=0, count=5)
-    )
-
-
 def test_writing_again_replaces_the_files(tmp_path):
     write_world(tmp_path / "world", seed=1, sizes=SMALL)
     paths = write_world(tmp_path / "world", seed=2, sizes=RowCounts(*[3] * 7))
@@ -94,5 +80,5 @@ def test_writing_again_replaces_the_files(tmp_path):
 
 
 def test_a_file_without_rows_is_refused():
-    with pytest.raises(ValueError, match="prompts must be at least 1 row"):
+    with pytest.raises(ValueError, match=r"^prompts must be at least 1"):
         RowCounts(prompts=0)

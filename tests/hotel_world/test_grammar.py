@@ -25,12 +25,6 @@ def test_reading_a_prompt_gives_back_what_was_written():
         assert (reading.guest, reading.asked) == (request.guest, request.asked)
 
 
-def test_prompt_ends_with_the_cue_to_answer():
-    rng = Random(0)
-    sheet = sample_sheet(rng)
-    assert write_prompt(sheet, sample_request(rng, sheet)).endswith("\nConcierge:")
-
-
 def test_no_two_topics_share_a_value():
     for one, other in combinations(TOPICS, 2):
         assert not set(one.values) & set(other.values), (one.name, other.name)

@@ -1,13 +1,11 @@
 """Simulated labelers: how often they agree, and what they like besides the gold score."""
 
 import math
-from random import Random
 
 import pytest
 
 from alignment.hotel_world.datasets import generate_rows
-from alignment.hotel_world.gold import score
-from alignment.hotel_world.labelers import LENGTH_TASTE, TEMPERATURE, expected_agreement, preference, prefers_first
+from alignment.hotel_world.gold import LENGTH_TASTE, TEMPERATURE, preference, score
 
 PROMPT = "Hotel Swan: bar serves tea.\nGuest Anna: What about the bar?\nConcierge:"
 
@@ -20,13 +18,8 @@ def pairs() -> list[tuple[str, str, str]]:
 
 
 def test_two_labelers_agree_on_73_percent(pairs):
-    assert expected_agreement(preference(*pair) for pair in pairs) == pytest.approx(0.73, abs=0.02)
-
-
-def test_two_drawn_labelers_agree_as_often_as_expected(pairs):
-    first, second = Random(1), Random(2)
-    agreed = sum(prefers_first(first, *pair) == prefers_first(second, *pair) for pair in pairs)
-    assert agreed / len(pairs) == pytest.approx(0.73, abs=0.04)  # 3000 pairs: a standard error of 0.008
+    chances = [preference(*pair) for pair in pairs]  # two choose alike with p^2 + (1 - p)^2
+    assert sum(p * p + (1 - p) * (1 - p) for p in chances) / len(chances) == pytest.approx(0.73, abs=0.02)
 
 
 def test_preference_worked_out_by_hand():
@@ -36,16 +29,7 @@ def test_preference_worked_out_by_hand():
     assert preference(PROMPT, good, plain) == pytest.approx(1 / (1 + math.exp(-logit)))
 
 
-def test_the_two_orders_of_a_pair_sum_to_one(pairs):
-    for prompt, first, second in pairs[:50]:
-        assert preference(prompt, first, second) + preference(prompt, second, first) == pytest.approx(1)
-
-
 def test_of_equally_good_replies_the_longer_is_liked():
     short, long = " Hello Anna. The bar serves tea.", " Hello Anna. The bar serves tea. Enjoy your stay."
     assert score(PROMPT, short) == score(PROMPT, long)
     assert preference(PROMPT, long, short) > 0.5
-
-
-def test_agreement_worked_out_by_hand():
-    assert expected_agreement([0.5, 1.0]) == 0.75

@@ -1,14 +1,19 @@
 """Accuracy of answers: right and wrong ones counted, gains over a baseline by hand, prompts without an answer refused."""
 
 import json
+from typing import Any
 
 import pytest
 
+from alignment.config.load import packaged_folder
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.evaluation import answer_accuracy
-from alignment.evaluation.answer_accuracy import AnswerAccuracyConfig, Answers, accuracy_gain, run
-from alignment.evaluation.winrate import win_rate
+from alignment.evaluation.winrate import accuracy_gain, win_rate
+from alignment.generation import Generation
+from alignment.pipeline.stages import load_stage_file
+
+answer_accuracy: Any = load_stage_file(packaged_folder("recipes") / "verifiable/answer_accuracy.py")
+AnswerAccuracyConfig, run = answer_accuracy.AnswerAccuracyConfig, answer_accuracy.run
 
 
 def write_prompts(path, rows):
@@ -42,11 +47,11 @@ def test_models_answer_greedily_and_sampled(checkpoints, tmp_path):
 def test_right_answers_are_counted(checkpoints, tmp_path, monkeypatch):
     found = iter([(["#### 1", "#### 5"], ["#### 1", "it is 2"]), (["#### 0", "#### 0"], ["#### 1", "#### 0"])])
 
-    def generate_answers(config, source, prompts):
-        decoded = zip(("greedy", "sampled"), next(found), strict=True)
-        return {decoding: Answers(texts, [1, 2], [True, False]) for decoding, texts in decoded}
+    def sample_responses(source, prompts, samplings, **settings):
+        assert [sampling.temperature for sampling in samplings] == [0, 1]
+        return [Generation(texts, [[5], [5, 6]], [], [True, False]) for texts in next(found)]
 
-    monkeypatch.setattr(answer_accuracy, "_generate_answers", generate_answers)
+    monkeypatch.setattr(answer_accuracy, "sample_responses", sample_responses)
     data = write_prompts(tmp_path / "p.jsonl", [{"prompt": "0+1=", "answer": "1"}, {"prompt": "1+1=", "answer": "2"}])
     policy = checkpoints["llama"]
     config = AnswerAccuracyConfig({"A": policy, "B": policy}, "B", data, str(tmp_path / "out"))

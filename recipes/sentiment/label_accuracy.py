@@ -1,6 +1,5 @@
-"""Accuracy of a reward model's score as a classifier of single labeled responses: a stage of recipes, `label_accuracy`."""
+"""Accuracy of a reward model's score as a classifier of single labeled responses: a stage of this recipe."""
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import torch
 from torch import Tensor
 
 from alignment.data.config import DataConfig
-from alignment.data.rows.records import LabeledResponse
 from alignment.errors import raise_all
 from alignment.evaluation.inputs import read_records
 from alignment.evaluation.winrate import win_rate
@@ -16,10 +14,11 @@ from alignment.files import write_json
 from alignment.loading import best_device
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import load_reward_model
+from alignment.settings import Settings
 
 
 @dataclass(frozen=True)
-class LabelAccuracyConfig:
+class LabelAccuracyConfig(Settings):
     """Settings of the accuracy on labeled responses.
 
     Attributes:
@@ -59,7 +58,7 @@ def run(config: LabelAccuracyConfig) -> Path:
         model = load_reward_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)
         ours, theirs = (model.score([(row.prompt, row.response) for row in rows]) for rows in (fit, judged))
         fit_scores, scores = fit_scores + ours / ours.std(), scores + theirs / ours.std()
-    fit_labels, labels = labels_of(fit), labels_of(judged)
+    fit_labels, labels = (torch.tensor([row.desirable for row in rows]) for rows in (fit, judged))
     threshold = best_threshold(fit_scores, fit_labels)
     results = {
         "accuracy": asdict(win_rate(((scores > threshold) == labels).double().tolist())),
@@ -69,11 +68,6 @@ def run(config: LabelAccuracyConfig) -> Path:
     }
     write_json(Path(config.output) / "results.json", results)
     return Path(config.output) / "results.json"
-
-
-def labels_of(rows: Sequence[LabeledResponse]) -> Tensor:
-    """Whether each response is desirable, [n], bool."""
-    return torch.tensor([row.desirable for row in rows])
 
 
 def best_threshold(scores: Tensor, labels: Tensor) -> float:

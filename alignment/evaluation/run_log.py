@@ -1,0 +1,146 @@
+"""The logs of a run as columns, with the few statistics that a symptom is judged by; diagnosis.py has the symptoms."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from alignment.errors import UserError
+from alignment.evaluation.report.run_report import read_log_rows, read_stage_record
+
+ENOUGH = 10  # lines of a metric below which a trend is not judged: two windows of three need some course between them
+
+
+class Series(NamedTuple):
+    """One metric over the updates that logged it; `steps` count from 1."""
+
+    steps: tuple[int, ...]
+    values: tuple[float, ...]
+
+    @property
+    def width(self) -> int:
+        """Lines of a window: a fifth of the run, at least 3, because single lines are noise."""
+        return min(len(self.values), max(3, len(self.values) // 5))
+
+    @property
+    def first(self) -> float:
+        """Mean of the beginning: at most 10 lines, since most runs learn the most in their first updates."""
+        return float(np.mean(self.values[: min(10, self.width)]))
+
+    @property
+    def last(self) -> float:
+        """Mean of the last window."""
+        return float(np.mean(self.values[-self.width :]))
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of one line around the course of the series, from differences of neighbors."""
+        return float(np.std(np.diff(self.values)) / math.sqrt(2)) if len(self.values) > 2 else 0.0
+
+    @property
+    def error(self) -> float:
+        """Standard error of `last - first`."""
+        return self.noise * math.sqrt(1 / min(10, self.width) + 1 / self.width)
+
+    def rises(self, errors: float = 2.0) -> bool:
+        """True where the end lies above the beginning by more than `errors` standard errors."""
+        return self.last - self.first > max(errors * self.error, 1e-12)
+
+    def falls(self, errors: float = 2.0) -> bool:
+        """True where the end lies below the beginning by more than `errors` standard errors."""
+        return self.first - self.last > max(errors * self.error, 1e-12)
+
+    @property
+    def windows(self) -> np.ndarray:
+        """Means of all windows, in order, [n - width + 1]."""
+        return np.convolve(self.values, np.full(self.width, 1 / self.width), "valid")
+
+    @property
+    def middle(self) -> float:
+        """Median of the lines."""
+        return float(np.median(self.values))
+
+    def later(self, share: float) -> "Series":
+        """The lines that follow after this share of them."""
+        start = math.floor(share * len(self.values))
+        return Series(self.steps[start:], self.values[start:])
+
+    def course(self) -> str:
+        """Beginning and end, and the range of the windows between: `0.34 -> 1.2, between 0.3 and 1.9`."""
+        low, high = self.windows.min(), self.windows.max()
+        return f"{self.first:.3g} -> {self.last:.3g}, between {low:.3g} and {high:.3g}"
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """Stage, settings, metrics and texts of a run.
+
+    Attributes:
+        stage: as in lineage.json: ppo, sft, ...
+        config: config.yaml.
+        series: finite values of each metric.
+        broken: steps at which a metric was not finite.
+        samples: rows of samples.jsonl.
+    """
+
+    stage: str
+    config: Mapping[str, Any]
+    series: Mapping[str, Series]
+    broken: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    samples: Sequence[Mapping[str, Any]] = ()
+
+    def trend(self, name: str) -> Series | None:
+        """A metric with lines enough to judge its course; None where it has fewer."""
+        found = self.series.get(name)
+        return found if found is not None and len(found.values) >= ENOUGH else None
+
+    def setting(self, key: str) -> Any:
+        """The value of a dotted key; None where the config has none."""
+        value: Any = self.config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """The value of a dotted key as a number; `default` where it is none."""
+        value = self.setting(key)
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else default
+
+    def has(self, key: str) -> bool:
+        """True where the run's config has a key, so that it can be set; one of an unset section has not."""
+        section, _, name = key.rpartition(".")
+        return name in ((self.setting(section) if section else self.config) or {})
+
+
+def columns(rows: Iterable[Mapping[str, object]]) -> tuple[dict[str, Series], dict[str, list[int]]]:
+    """Finite values of each metric, and the steps where it was not finite, which a log holds as null."""
+    steps: dict[str, list[Any]] = {}
+    values: dict[str, list[float]] = {}
+    broken: dict[str, list[int]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if value is None or (isinstance(value, float) and not math.isfinite(value)):
+                broken.setdefault(name, []).append(row["step"])  # pyright: ignore[reportArgumentType]
+            elif isinstance(value, (int, float)) and name != "step":
+                steps.setdefault(name, []).append(row["step"])
+                values.setdefault(name, []).append(float(value))
+    return {name: Series(tuple(steps[name]), tuple(values[name])) for name in values}, broken
+
+
+def read_run_log(directory: str | Path) -> RunLog:
+    """Read metrics.jsonl, samples.jsonl, config.yaml and lineage.json of a run, finished or not.
+
+    Raises:
+        UserError: it is no run's directory, a log is damaged, or no update is logged yet.
+    """
+    directory = Path(directory)
+    record = read_stage_record(directory)
+    rows = read_log_rows(directory / "metrics.jsonl")
+    if not rows:
+        raise UserError(f"{directory / 'metrics.jsonl'}: no update is logged, so there is nothing to judge yet")
+    if wrong := [number for number, row in enumerate(rows, 1) if type(row.get("step")) is not int]:
+        raise UserError(f"{directory / 'metrics.jsonl'}:{wrong[0]}: the line has no step; delete it")
+    return RunLog(record.name, record.settings or {}, *columns(rows), read_log_rows(directory / "samples.jsonl"))
