@@ -4,22 +4,18 @@ Read family.py for what a family is, then llama.py, the shortest; llama_like.py 
 """
 
 from alignment.errors import UserError
-from alignment.models.families.albert import ALBERT
 from alignment.models.families.bart import BART
-from alignment.models.families.bert import BERT, ELECTRA, ROBERTA
-from alignment.models.families.bloom import BLOOM
+from alignment.models.families.bert import BERT
+from alignment.models.families.bert_like import ALBERT, DISTILBERT, ELECTRA, ROBERTA
 from alignment.models.families.config_keys import hint
 from alignment.models.families.deberta_v2 import DEBERTA_V2
-from alignment.models.families.distilbert import DISTILBERT
-from alignment.models.families.falcon import FALCON
 from alignment.models.families.family import Family
+from alignment.models.families.fused import BLOOM, FALCON, GPT_NEOX
 from alignment.models.families.gemma import GEMMA, GEMMA2, GEMMA3
-from alignment.models.families.gpt import GPT2, OPENAI_GPT
-from alignment.models.families.gpt_neox import GPT_NEOX
+from alignment.models.families.gpt import GPT2, OPENAI_GPT, OPT
 from alignment.models.families.llama import LLAMA
 from alignment.models.families.llama_like import MISTRAL, MIXTRAL, OLMO2, PHI3, QWEN2, QWEN3, SMOLLM3
 from alignment.models.families.modernbert import MODERNBERT
-from alignment.models.families.opt import OPT
 from alignment.models.families.t5 import MT5, T5
 from alignment.models.safetensors_files import HFConfig
 

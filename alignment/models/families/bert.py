@@ -1,18 +1,13 @@
-"""BERT, RoBERTa and ELECTRA: encoders of post-norm layers with learned positions, and what other encoders share with them.
+"""BERT: learned positions, segments, post-norm layers; a masked language head and one that joins sentences.
 
-The head of ELECTRA's discriminator, which detects replaced tokens, is not loaded.
-
-Source: Devlin et al. 2018, arXiv:1810.04805; Liu et al. 2019, arXiv:1907.11692; Clark et al. 2020, arXiv:2003.10555;
-transformers, `models/bert`, `models/roberta`, `models/electra`.
+Source: Devlin et al. 2018, arXiv:1810.04805; transformers, `models/bert`.
 """
 
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-from alignment.errors import UserError
 from alignment.models.families.decoders import attention_spec
 from alignment.models.families.family import (
     CLASSIFIER,
@@ -30,7 +25,7 @@ from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, Tra
 from alignment.models.init_weights import InitSpec
 from alignment.models.layers import BlockSpec, LayerNormSpec, LearnedPositionsSpec, NoNormSpec, PlainFeedForwardSpec
 from alignment.models.safetensors_files import HFConfig
-from alignment.models.transformer import ProjectionSpec, TransformerSpec
+from alignment.models.transformer import TransformerSpec
 
 KEYS = (
     "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "hidden_act",
@@ -82,7 +77,6 @@ def encoder_tasks(
     language: tuple[Name, ...],
     classifier: tuple[Name, ...],
     head: Head,
-    *,
     dropouts: tuple[str, ...] = DROPOUTS,
     kept_by_new_head: tuple[str, ...] = (),
 ) -> dict[str, Task]:
@@ -193,17 +187,18 @@ def bert_family(
     )
 
 
-POOLER = ("bert.pooler.dense.weight", "bert.pooler.dense.bias")
+KEPT = ("bert.pooler.dense.weight", "bert.pooler.dense.bias")
+POOLED_CLASSIFIER = (("bert.pooler.dense", "head.transform.dense"), *CLASSIFIER)
 PREDICTIONS = (
     ("cls.predictions.transform.dense",     "head.transform.dense"),
     ("cls.predictions.transform.LayerNorm", "head.transform.norm"),
     ("cls.predictions.decoder.weight",      "head.weight"),
 )  # fmt: skip
 NEXT_SENTENCE = (
+    *PREDICTIONS,
     ("bert.pooler.dense",                   "next_sentence.transform.dense"),
     ("cls.seq_relationship",                "next_sentence.output"),
 )  # fmt: skip
-POOLED_CLASSIFIER = (("bert.pooler.dense", "head.transform.dense"), *CLASSIFIER)
 
 
 def _pooled(value: HFConfig) -> ClassificationHeadSpec:
@@ -221,10 +216,8 @@ BERT = bert_family(
     bert_spec,
     ("classifier_dropout",),
     {
-        **encoder_tasks("Bert", PREDICTIONS, POOLED_CLASSIFIER, _pooled, kept_by_new_head=POOLER),
-        "next_sentence": Task(
-            "BertForPreTraining", (*PREDICTIONS, *NEXT_SENTENCE), _follows, kept_by_new_head=POOLER
-        ),
+        **encoder_tasks("Bert", PREDICTIONS, POOLED_CLASSIFIER, _pooled, kept_by_new_head=KEPT),
+        "next_sentence": Task("BertForPreTraining", NEXT_SENTENCE, _follows, kept_by_new_head=KEPT),
     },
     # Google's first configs describe a pooler that every one of them has.
     harmless=(
@@ -236,64 +229,3 @@ BERT = bert_family(
     language_bias="cls.predictions.",
     legacy_names={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
 )  # fmt: skip
-
-
-def _roberta(value: HFConfig) -> TransformerSpec:
-    """BERT without segments and pooler; its first rows of positions belong to padding."""
-    first = value["pad_token_id"] + 1
-    count = value["max_position_embeddings"] - first
-    if count < 1:
-        raise UserError(f"config.json: max_position_embeddings must be above pad_token_id + 1 = {first}")
-    head = language_head(value, "gelu", value["hidden_size"])  # this GELU whatever hidden_act says
-    return bert_spec(value, max_positions=count, positions=LearnedPositionsSpec(count, first), head=head)
-
-
-ROBERTA_PREDICTIONS = (
-    ("lm_head.dense",          "head.transform.dense"),
-    ("lm_head.layer_norm",     "head.transform.norm"),
-    ("lm_head.decoder.weight", "head.weight"),
-)  # fmt: skip
-DENSE_CLASSIFIER = (("classifier.dense", "head.transform.dense"), ("classifier.out_proj", "head.output"))
-
-
-def _dense_head(value: HFConfig, activation: str = "tanh") -> ClassificationHeadSpec:
-    """Classes of the first token through a dense layer, dropout on both sides of it."""
-    return pooled_head(value, activation, input_dropout=dropout_of(value, *DROPOUTS))
-
-
-ROBERTA = bert_family(
-    "roberta",
-    _roberta,
-    ("pad_token_id", "classifier_dropout"),
-    encoder_tasks("Roberta", ROBERTA_PREDICTIONS, DENSE_CLASSIFIER, _dense_head),
-    ignored_tensors=(r"roberta\.pooler\.dense\.(weight|bias)",),  # transformers' own; it was never trained
-    language_bias="lm_head.",
-)
-
-
-def _electra(value: HFConfig) -> TransformerSpec:
-    """BERT's layers with token vectors of their own width. The generator fills in masks; heads as RoBERTa's."""
-    narrow = value["embedding_size"]
-    projection = ProjectionSpec(narrow, bias=True, before_positions=False)
-    return bert_spec(
-        value,
-        projection=None if narrow == value["hidden_size"] else projection,
-        head=language_head(value, "gelu", narrow),  # this GELU whatever hidden_act says
-    )
-
-
-ELECTRA_PREDICTIONS = (
-    ("generator_predictions.dense",     "head.transform.dense"),
-    ("generator_predictions.LayerNorm", "head.transform.norm"),
-    ("generator_lm_head",               "head"),
-)  # fmt: skip
-ELECTRA = bert_family(
-    "electra",
-    _electra,
-    ("embedding_size", "classifier_dropout"),
-    encoder_tasks("Electra", ELECTRA_PREDICTIONS, DENSE_CLASSIFIER, partial(_dense_head, activation="gelu")),
-    names=(*bert_names("electra."), ("electra.embeddings_project", "trunk.project_in")),
-    # The summary is the head for multiple choice; the generator's size says how the discriminator was trained.
-    harmless=("generator_size", "summary_activation", "summary_last_dropout", "summary_type", "summary_use_proj"),
-    ignored_tensors=(r"discriminator_predictions\.(dense|dense_prediction)\.(weight|bias)",),
-)

@@ -129,12 +129,10 @@ def transformers_defaults(model_type: str) -> dict[str, Any]:
 def refused_keys(
     config: Mapping[str, Any], known: Collection[str], fixed: Mapping[str, tuple[Any, ...]]
 ) -> Iterable[str]:
-    """A message for each key that is unknown, or has none of its supported values.
+    """A message for each key that is not `known` to a family, or has none of the values that are supported.
 
     Args:
-        config: a Hugging Face config.
-        known: keys that the family reads, or that change nothing in it.
-        fixed: further keys -> the values that are supported.
+        fixed: further keys of the family -> the values that are supported.
     """
     fixed = {**FIXED, **fixed}
     known = {*known, *fixed, *HARMLESS}

@@ -109,11 +109,8 @@ def windows(value: HFConfig, window: int | None, slides: Callable[[int], bool]) 
     count, types = value["num_hidden_layers"], value["layer_types"]
     if types is None:
         types = [LAYER_TYPES[slides(layer)] for layer in range(count)]
-    problems = [
-        f"config.json: layer_types has {kind!r}, which is not one of {', '.join(LAYER_TYPES)}"
-        for kind in dict.fromkeys(map(str, types))
-        if kind not in LAYER_TYPES
-    ]
+    wrong, known = [kind for kind in dict.fromkeys(map(str, types)) if kind not in LAYER_TYPES], ", ".join(LAYER_TYPES)
+    problems = [f"config.json: layer_types has {kind!r}, which is not one of {known}" for kind in wrong]
     if len(types) != count:
         problems.append(f"config.json: layer_types names {len(types)} layers, num_hidden_layers is {count}")
     if "sliding_attention" in types and window is None:
@@ -123,19 +120,12 @@ def windows(value: HFConfig, window: int | None, slides: Callable[[int], bool]) 
 
 
 def layer_ropes(value: HFConfig) -> HFConfig:
-    """`rope_parameters` of a config that has one mapping of them for each of LAYER_TYPES.
-
-    Raises:
-        UserError: it is something else.
-    """
-    ropes = value.get("rope_parameters") or {}
-    kinds = ropes if isinstance(ropes, dict) else {}
-    problems = [
-        f"config.json: rope_parameters has {kind!r}, which is not one of {', '.join(LAYER_TYPES)}"
-        for kind in kinds
-        if kind not in LAYER_TYPES
-    ]
-    if kinds is not ropes or not all(isinstance(each, dict | None) for each in kinds.values()):
-        problems.append(f"config.json: rope_parameters must be a mapping of {', '.join(LAYER_TYPES)}, got {ropes!r}")
+    """`rope_parameters` of a config that has one mapping of them for each of LAYER_TYPES; raises UserError as they say."""
+    given, known = value.get("rope_parameters") or {}, ", ".join(LAYER_TYPES)
+    ropes = given if isinstance(given, dict) else {}
+    wrong = [kind for kind in ropes if kind not in LAYER_TYPES]
+    problems = [f"config.json: rope_parameters has {kind!r}, which is not one of {known}" for kind in wrong]
+    if ropes is not given or not all(isinstance(rope, dict | None) for rope in ropes.values()):
+        problems.append(f"config.json: rope_parameters must be a mapping of {known}, got {given!r}")
     raise_all(problems)
-    return kinds
+    return ropes

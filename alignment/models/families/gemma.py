@@ -40,6 +40,7 @@ GEMMA = llama_family(
     "Gemma",
     _gemma,
     ("attention_bias",),
+    heads=("sequence", "tokens"),
     harmless=(CACHE,),
     # Published files name the activation twice. A value that would part from `hidden_act` is refused.
     fixed={"hidden_activation": (None, TANH_GELU), **BIDIRECTIONAL},
@@ -88,6 +89,7 @@ GEMMA2 = llama_family(
     _gemma2,
     (*SANDWICH_KEYS, "attn_logit_softcapping"),
     names=SANDWICH_NAMES,
+    heads=("sequence", "tokens"),
     defaults={"hidden_act": TANH_GELU},
     fixed=SANDWICH_FIXED,
     harmless=SANDWICH_HARMLESS,

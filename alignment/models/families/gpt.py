@@ -1,7 +1,7 @@
-"""GPT-1 (`openai-gpt`) and GPT-2: learned positions, LayerNorm, plain feed-forward; query, key and value in one matrix.
+"""GPT-1 (`openai-gpt`), GPT-2 and OPT: learned positions, LayerNorm, plain feed-forward.
 
-Source: Radford et al. 2018, "Improving language understanding by generative pre-training"; Radford et al. 2019;
-transformers, `models/openai` and `models/gpt2`.
+Source: Radford et al. 2018, "Improving language understanding by generative pre-training"; Radford et al. 2019; Zhang et
+al. 2022, arXiv:2205.01068; transformers, `models/openai`, `models/gpt2`, `models/opt`.
 """
 
 import math
@@ -28,7 +28,7 @@ from alignment.models.layers import (
     PlainFeedForwardSpec,
 )
 from alignment.models.safetensors_files import HFConfig
-from alignment.models.transformer import TransformerSpec
+from alignment.models.transformer import ProjectionSpec, TransformerSpec
 
 KEYS = (
     "vocab_size", "n_positions", "n_embd", "n_layer", "n_head", "resid_pdrop", "embd_pdrop", "attn_pdrop",
@@ -56,6 +56,7 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
 def _gpt2(value: HFConfig) -> TransformerSpec:
+    """Norms before each part; scores may shrink from layer to layer."""
     norm, layers = LayerNormSpec(value["layer_norm_epsilon"]), value["n_layer"]
     attention = attention_spec(value, "n_head", "n_embd", dropout=value["attn_pdrop"])
     scale = attention.scale if value["scale_attn_weights"] else 1.0
@@ -136,4 +137,63 @@ OPENAI_GPT = Family(
     transposed=TRANSPOSED,
     ignored_tensors=(r"(transformer\.)?(h\.\d+\.attn\.bias|position_ids)",),  # once saved as buffers
     new_model_config=NO_DROPOUT,
+)  # fmt: skip
+
+
+def _opt(value: HFConfig) -> TransformerSpec:
+    """GPT-2's shape with ReLU; the 350m model has norms after each sum and a token table narrower than its blocks."""
+    width, longest, bias = value["hidden_size"], value["max_position_embeddings"], value["enable_bias"]
+    affine, before = value["layer_norm_elementwise_affine"], value["do_layer_norm_before"]
+    norm = LayerNormSpec(1e-5, bias=affine, weight=affine)  # no key sets the epsilon
+    attention = attention_spec(value, bias=bias, dropout=value["attention_dropout"])
+    feedforward = PlainFeedForwardSpec(
+        value["ffn_dim"], value["activation_function"], bias, value["activation_dropout"]
+    )
+    block = BlockSpec(attention, feedforward, norm, value["dropout"], "pre" if before else "post")
+    narrow = None if value["word_embed_proj_dim"] in (None, width) else value["word_embed_proj_dim"]
+    return TransformerSpec(
+        vocabulary=value["vocab_size"],
+        width=width,
+        max_positions=longest,
+        positions=LearnedPositionsSpec(longest, first=2),
+        blocks=(block,) * value["num_hidden_layers"],
+        norm=norm if before and not value["_remove_final_layer_norm"] else NoNormSpec(),
+        init=InitSpec(value["init_std"], value["init_std"]),
+        tied_head=value["tie_word_embeddings"],
+        projection=None if narrow is None else ProjectionSpec(narrow, bias=False, before_positions=True),
+        output_width=narrow,
+    )
+
+
+OPT_NAMES = (  # Hugging Face name                       ours
+    ("model.decoder.embed_tokens",                       "trunk.embed"),
+    ("model.decoder.embed_positions",                    "trunk.positions"),
+    ("model.decoder.project_in",                         "trunk.project_in"),
+    ("model.decoder.layers.{}.self_attn_layer_norm",     "trunk.blocks.{}.attention_norm"),
+    ("model.decoder.layers.{}.self_attn.q_proj",         "trunk.blocks.{}.attention.query"),
+    ("model.decoder.layers.{}.self_attn.k_proj",         "trunk.blocks.{}.attention.key"),
+    ("model.decoder.layers.{}.self_attn.v_proj",         "trunk.blocks.{}.attention.value"),
+    ("model.decoder.layers.{}.self_attn.out_proj",       "trunk.blocks.{}.attention.output"),
+    ("model.decoder.layers.{}.final_layer_norm",         "trunk.blocks.{}.feedforward_norm"),
+    ("model.decoder.layers.{}.fc1",                      "trunk.blocks.{}.feedforward.up"),
+    ("model.decoder.layers.{}.fc2",                      "trunk.blocks.{}.feedforward.down"),
+    ("model.decoder.final_layer_norm",                   "trunk.norm"),
+    ("model.decoder.project_out",                        "trunk.project_out"),
+)  # fmt: skip
+
+OPT = Family(
+    name="opt",
+    spec=_opt,
+    keys=(
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "ffn_dim", "max_position_embeddings",
+        "do_layer_norm_before", "_remove_final_layer_norm", "layer_norm_elementwise_affine", "word_embed_proj_dim",
+        "activation_function", "enable_bias", "dropout", "attention_dropout", "activation_dropout", "init_std",
+        "tie_word_embeddings",
+    ),
+    names=OPT_NAMES,
+    trunk_prefix="model.",
+    tasks=decoder_tasks("OPT", ("sequence", "span")),
+    defaults={"activation_dropout": 0.0},
+    fixed={"layerdrop": (0,)},  # whole layers left out in training
+    new_model_config={"dropout": 0.0},
 )  # fmt: skip

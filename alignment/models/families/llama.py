@@ -49,9 +49,8 @@ def llama_family(
     keys: tuple[str, ...] = (),
     *,
     names: tuple[Name, ...] = NAMES,
-    heads: Iterable[str] = ("sequence", "tokens"),
+    heads: Iterable[str] = ("sequence", "tokens", "span"),
     span_prefix: str | None = None,
-    by_hand: tuple[str, ...] = ROPE_KEYS,
     **more: Any,
 ) -> Family:
     """A family with Llama's keys and `keys`, whose classes of transformers begin with `stem`; `more` as in `Family`."""
@@ -62,10 +61,9 @@ def llama_family(
         names=names,
         trunk_prefix="model.",
         tasks=decoder_tasks(stem, heads, span_prefix),
-        by_hand=by_hand,
         # in older files, a buffer and no weight
         ignored_tensors=(r"(\w+\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
-        **more,
+        **{"by_hand": ROPE_KEYS, **more},
     )
 
 
@@ -78,7 +76,6 @@ LLAMA = llama_family(
     "Llama",
     _spec,
     ("attention_bias", "mlp_bias"),
-    heads=("sequence", "tokens", "span"),
     span_prefix="transformer.",
     harmless=("is_llama_config",),
     fixed={"pretraining_tp": (1, None), "rope_interleaved": (False,)},

@@ -1,11 +1,5 @@
 """Families that are Llama but for a difference or two: Mistral, Mixtral, Qwen 2 and 3, SmolLM 3, OLMo 2, Phi-3.
 
-transformers holds the experts of a Mixtral layer in one tensor while it runs and writes them one by one, as published
-files have them; the table is of files.
-
-Phi-3's stretched positions ("longrope") divide angles by one list of factors up to the original context and by another
-beyond. Here each document is judged by its own length; transformers judges the whole batch by its longest.
-
 Source: transformers, `models/FAMILY`, and the papers named at each family.
 """
 
@@ -27,8 +21,6 @@ from alignment.models.layers import (
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
-ALL_HEADS = ("sequence", "tokens", "span")
-
 
 def _mistral(value: HFConfig) -> TransformerSpec:
     """No biases, and every layer looks back through a sliding window where one is set.
@@ -43,13 +35,14 @@ MISTRAL = llama_family(
     "Mistral",
     _mistral,
     ("sliding_window",),
-    heads=ALL_HEADS,
     fixed={"attention_bias": (False,), "mlp_bias": (False,)},  # there are no such layers to have one
 )
 
 
 def _mixtral(value: HFConfig) -> TransformerSpec:
     """Mistral with several feed-forwards per layer, of which a router picks two for each token.
+
+    transformers holds a layer's experts in one tensor while it runs, and writes them one by one as the table has them.
 
     Source: Jiang et al. 2024, arXiv:2401.04088.
     """
@@ -75,7 +68,6 @@ MIXTRAL = llama_family(
         ("model.layers.{}.block_sparse_moe.experts.{}.w3", "trunk.blocks.{}.feedforward.experts.{}.up"),
         ("model.layers.{}.block_sparse_moe.experts.{}.w2", "trunk.blocks.{}.feedforward.experts.{}.down"),
     ),
-    heads=ALL_HEADS,
     fixed={"router_jitter_noise": (0,)},  # noise on what the router reads, in training
     new_model_config={"output_router_logits": True},  # with random weights an unbalanced router starves experts
 )  # fmt: skip
@@ -110,7 +102,6 @@ QWEN2 = llama_family(
     "Qwen2",
     _qwen2,
     QWEN_KEYS,
-    heads=ALL_HEADS,
     span_prefix="transformer.",
     defaults={"head_dim": None},
     fixed={"use_mrope": (False,)},  # the vision models' places in three directions
@@ -121,7 +112,6 @@ QWEN3 = llama_family(
     _qwen3,
     (*QWEN_KEYS, "attention_bias"),
     names=(*NAMES, *QUERY_KEY_NORMS),
-    heads=ALL_HEADS,
     span_prefix="transformer.",
 )
 
@@ -158,7 +148,6 @@ SMOLLM3 = llama_family(
         "attention_bias", "mlp_bias", "no_rope_layers", "no_rope_layer_interval", "use_sliding_window",
         "sliding_window", "layer_types",
     ),
-    heads=ALL_HEADS,
     span_prefix="transformer.",
     defaults={"head_dim": None},
     harmless=("max_window_layers", "pretraining_tp"),  # in the published file; nothing reads them
@@ -192,7 +181,10 @@ OLMO2 = llama_family(
 
 
 def _phi3(value: HFConfig) -> TransformerSpec:
-    """Query, key and value in one matrix, gate and up in another, and stretched positions.
+    """Query, key and value in one matrix, gate and up in another, and stretched positions ("longrope").
+
+    Angles are divided by one list of factors up to the original context and by another beyond. Here each document is
+    judged by its own length; transformers judges the whole batch by its longest.
 
     Source: Abdin et al. 2024, arXiv:2404.14219; Ding et al. 2024, arXiv:2402.13753.
     """
@@ -218,6 +210,7 @@ PHI3 = llama_family(
         ("model.norm",                             "trunk.norm"),
         *INPUT_NORMS,
     ),
+    heads=("sequence", "tokens"),
     defaults={"head_dim": None},
     fixed={
         "attention_bias": (False,), "full_attn_mod": (1,), "interpolate_factor": (1,), "lm_head_bias": (False,),

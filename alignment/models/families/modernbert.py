@@ -12,7 +12,7 @@ from alignment.models.families.family import CLASSIFIER, GATE_UP, QUERY_KEY_VALU
 from alignment.models.families.rope import read_rotary
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
 from alignment.models.init_weights import InitSpec
-from alignment.models.layers import BlockSpec, GatedFeedForwardSpec, LayerNormSpec, NoNormSpec, RotarySpec
+from alignment.models.layers import BlockSpec, GatedFeedForwardSpec, LayerNormSpec, NoNormSpec
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
@@ -38,7 +38,11 @@ def _spec(value: HFConfig) -> TransformerSpec:
     feedforward = GatedFeedForwardSpec(
         value["intermediate_size"], value["hidden_activation"], value["mlp_bias"], value["mlp_dropout"]
     )
-    rotaries = _rotaries(value, attention.head_dim)
+    ropes, thetas = layer_ropes(value), (value["global_rope_theta"], value["local_rope_theta"])
+    rotaries = [  # of global and of local layers
+        read_rotary({**value, "rope_theta": theta, "rope_parameters": ropes.get(kind)}, attention.head_dim)
+        for kind, theta in zip(LAYER_TYPES, thetas, strict=True)
+    ]
     blocks = [
         BlockSpec(replace(attention, window=span, rotary=rotaries[span is not None]), feedforward, norm)
         for span in spans
@@ -56,16 +60,6 @@ def _spec(value: HFConfig) -> TransformerSpec:
         embedding_norm=norm,
         head=LanguageHeadSpec(_transform(value), bias=value["decoder_bias"]),
     )
-
-
-def _rotaries(value: HFConfig, head_dim: int) -> list[RotarySpec]:
-    """The rotary positions of global and of local layers."""
-    ropes = layer_ropes(value)
-    thetas = (value["global_rope_theta"], value["local_rope_theta"])
-    return [
-        read_rotary({**value, "rope_theta": theta, "rope_parameters": ropes.get(kind)}, head_dim)
-        for kind, theta in zip(LAYER_TYPES, thetas, strict=True)
-    ]
 
 
 def _transform(value: HFConfig) -> TransformSpec:

@@ -50,16 +50,13 @@ def read_rotary(value: HFConfig, head_dim: int) -> RotarySpec:
     given.pop("type", None)  # older files have both keys
     kind = "longrope" if kind == "su" else kind  # the first name of Phi-3's scaling
     if kind not in ROPE_TYPES:
-        raise UserError(
-            f"config.json: rope_type {kind!r} is not one of {', '.join(ROPE_TYPES)}{hint(str(kind), ROPE_TYPES)}"
-        )
+        known = ", ".join(ROPE_TYPES)
+        raise UserError(f"config.json: rope_type {kind!r} is not one of {known}{hint(str(kind), ROPE_TYPES)}")
     rope = {THETA: value.get(THETA, 10000.0), PARTIAL: value.get(PARTIAL, 1.0), **given}
     raise_all(_problems(rope, kind))
     width, longest = int(head_dim * rope[PARTIAL]), value["max_position_embeddings"]
     if width < 2 or width % 2:
-        raise UserError(
-            f"config.json: rotary positions turn pairs, so head_dim must be even, got {width} of {head_dim}"
-        )
+        raise UserError(f"config.json: rotary positions turn pairs: head_dim must be even, got {width} of {head_dim}")
     raise_all(
         f"config.json: rope key {key} must have one number per pair, {width // 2}, not {len(rope[key])}"
         for key in ROPE_TYPES[kind][2]
@@ -105,14 +102,12 @@ def _yarn(rope: HFConfig, original: int, longest: int) -> YarnScaling:
     default = mscale(1.0)
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         default = mscale(rope["mscale"]) / mscale(rope["mscale_all_dim"])
-    return YarnScaling(
-        rope["factor"],
-        original,
+    attention_factor, fast, slow = (
         rope.get("attention_factor", default),
         rope.get("beta_fast", 32),
         rope.get("beta_slow", 1),
-        rope.get("truncate", True),
     )
+    return YarnScaling(rope["factor"], original, attention_factor, fast, slow, rope.get("truncate", True))
 
 
 def _long(rope: HFConfig, original: int, longest: int) -> LongScaling:

@@ -45,6 +45,7 @@ KEYS = (
     "layer_norm_epsilon", "initializer_factor", "feed_forward_proj", "tie_word_embeddings", "pad_token_id",
     "decoder_start_token_id",
 )  # fmt: skip
+SCALE = "scale_decoder_outputs"  # T5's alone
 DERIVED = ("dense_act_fn", "is_gated_act")  # feed_forward_proj said again
 
 STACK = (  # Hugging Face name, of either stack                   ours
@@ -87,7 +88,7 @@ def _table(lines: tuple[tuple[str, str], ...]) -> tuple[Name, ...]:
 
 
 def _t5(value: HFConfig) -> EncoderDecoderSpec:
-    scaled = value["scale_decoder_outputs"]
+    scaled = value[SCALE]
     # Before there was a key for it, files of version 1.1 were known by their untied head.
     return _spec(value, value["tie_word_embeddings"] if scaled is None else scaled)
 
@@ -114,10 +115,8 @@ def _problems(value: HFConfig) -> Iterator[str]:
             yield f"config.json: {key} = {value[key]!r} contradicts feed_forward_proj = {named!r}"
     buckets, far = value["relative_attention_num_buckets"], value["relative_attention_max_distance"]
     if far <= buckets // 2 or buckets % 2:
-        yield (
-            f"config.json: relative_attention_num_buckets = {buckets} must be even, and "
-            f"relative_attention_max_distance = {far} more than half of it"
-        )
+        wanted = f"must be even, and relative_attention_max_distance = {far} more than half of it"
+        yield f"config.json: relative_attention_num_buckets = {buckets} {wanted}"
 
 
 def _feed_forward(value: HFConfig) -> tuple[str, bool]:
@@ -173,14 +172,10 @@ def _own_head(config: HFConfig, tensors: Mapping[str, StoredTensor]) -> HFConfig
     head, table = tensors.get("lm_head.weight"), tensors.get("shared.weight")
     if head is None or table is None or torch.equal(head.read(), table.read()):
         return config
-    return config | {"tie_word_embeddings": False}
-
-
-def _t5_own_head(config: HFConfig, tensors: Mapping[str, StoredTensor]) -> HFConfig:
-    """As `_own_head`; the logits are scaled as the config's own `tie_word_embeddings` says."""
-    scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
-    found = _own_head(config, tensors)
-    return found if found is config else found | {"scale_decoder_outputs": scaled}
+    untied = config | {"tie_word_embeddings": False}
+    if config["model_type"] == "mt5":
+        return untied
+    return {SCALE: config.get("tie_word_embeddings", True)} | untied
 
 
 def _family(name: str, stem: str, **more: Any) -> Family:
@@ -214,18 +209,12 @@ def _family(name: str, stem: str, **more: Any) -> Family:
             (f"{prefix}encoder.embed_tokens.weight", f"{prefix}shared.weight") for prefix in ("", "transformer.")
         ),
         names_from_config=lambda value: _table(GATED) if _feed_forward(value)[1] else (),
+        config_from_tensors=_own_head,
         new_model_config={"dropout_rate": 0.0, "is_encoder_decoder": True, "decoder_start_token_id": 0},
         **more,
     )
 
 
 DEFAULTS = {"tie_word_embeddings": True, "decoder_start_token_id": None}
-T5 = _family(
-    "t5",
-    "T5",
-    spec=_t5,
-    keys=(*KEYS, "scale_decoder_outputs"),
-    defaults={**DEFAULTS, "scale_decoder_outputs": None},
-    config_from_tensors=_t5_own_head,
-)
-MT5 = _family("mt5", "MT5", spec=_spec, keys=KEYS, defaults=DEFAULTS, config_from_tensors=_own_head)
+T5 = _family("t5", "T5", spec=_t5, keys=(*KEYS, SCALE), defaults={**DEFAULTS, SCALE: None})
+MT5 = _family("mt5", "MT5", spec=_spec, keys=KEYS, defaults=DEFAULTS)
