@@ -47,19 +47,20 @@ def empty_model(config: HFConfig, task: str) -> Any:
     if task == "scalar" and head_spec is not None:  # an encoder's, read where its classes are
         config |= score_labels(score_outputs(config))
         task = "sequence"
-    spec = family.spec_from_config(config)
+    value = family.read(config)
+    spec = family.spec(value)
     if isinstance(spec, EncoderDecoderSpec):
-        return encoder_decoder_model(spec, None if head_spec is None else head_spec(config), config, task)
+        return encoder_decoder_model(spec, None if head_spec is None else head_spec(value), config, task)
     trunk = spec.build()
     if task == "scalar":
         return ScalarModel(trunk, config)
     if task == "language" and spec.causal:
         return LanguageModel(trunk, _language_head(spec), config)
     if task in ("language", "next_sentence"):
-        next_sentence = None if head_spec is None else head_spec(config).build(spec.width)
+        next_sentence = None if head_spec is None else head_spec(value).build(spec.width)
         return MaskedLanguageModel(trunk, _language_head(spec), config, next_sentence)
     assert head_spec is not None
-    classifier = head_spec(config)
+    classifier = head_spec(value)
     if task == "sequence":
         assert classifier.pooling is not None
         return SequenceClassifier(trunk, classifier.build(spec.output_width or spec.width), config, classifier.pooling)

@@ -4,8 +4,6 @@ import pytest
 
 from alignment.errors import UserError
 from alignment.models.families import FAMILIES, family_of
-from alignment.models.families.gpt2 import spec_from_config as gpt2_spec
-from alignment.models.families.llama import spec_from_config as llama_spec
 from alignment.models.layers import LinearScaling, Llama3Scaling, RotarySpec
 
 LLAMA3 = {
@@ -17,8 +15,12 @@ LLAMA3 = {
 }
 
 
+def spec_of(model_type, **keys):
+    return FAMILIES[model_type].spec_from_config({"model_type": model_type, **keys})
+
+
 def llama(**keys):
-    return llama_spec({"model_type": "llama", **keys})
+    return spec_of("llama", **keys)
 
 
 @pytest.mark.parametrize(
@@ -86,7 +88,7 @@ def test_llama_configs_that_are_refused(keys, message):
 )
 def test_gpt2_configs_that_are_refused(keys, message):
     with pytest.raises(UserError, match=message):
-        gpt2_spec({"model_type": "gpt2", **keys})
+        spec_of("gpt2", **keys)
 
 
 def test_all_problems_come_at_once():
@@ -113,7 +115,7 @@ def test_published_configs_are_understood():
         "summary_proj_to_labels": True, "summary_type": "cls_index", "summary_use_proj": True,
         "task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50}}, "vocab_size": 50257,
     }  # fmt: skip
-    assert len(gpt2_spec(gpt2).blocks) == 12
+    assert len(spec_of(**gpt2).blocks) == 12
     # Llama 3.2 1B as published
     llama32 = {
         "architectures": ["LlamaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
@@ -124,7 +126,7 @@ def test_published_configs_are_understood():
         "rope_scaling": {**LLAMA3, "factor": 32.0}, "rope_theta": 500000.0, "tie_word_embeddings": True,
         "torch_dtype": "bfloat16", "transformers_version": "4.45.0.dev0", "use_cache": True, "vocab_size": 128256,
     }  # fmt: skip
-    assert llama_spec(llama32).blocks[0].attention.rotary.scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
+    assert spec_of(**llama32).blocks[0].attention.rotary.scaling == Llama3Scaling(32.0, 1.0, 4.0, 8192)
 
 
 @pytest.mark.parametrize(

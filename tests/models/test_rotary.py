@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from alignment.errors import UserError
 from alignment.models.families.rope import longest_document, read_rotary
 from alignment.models.huggingface.checkpoint import load_language_model
 from alignment.models.layers import DynamicScaling, LongScaling, RotarySpec, YarnScaling
@@ -71,11 +72,11 @@ def test_angles_equal_transformers_functions(name, partial, size):
     rope |= {key: rope[key][:pairs] for key in LONG if key in rope}
     config = llama_config(rope)
     frequencies, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, torch.device("cpu"), seq_len=size)
-    spec, problems = read_rotary(config.to_dict(), HEAD_WIDTH, LONGEST)
+    spec = read_rotary(config.to_dict(), HEAD_WIDTH)
     places = torch.arange(size)
     cosines, sines = Rotary(spec)(places, size, lambda: torch.full((size,), size))
     angles = places[:, None] * frequencies
-    assert not problems and spec.width == 2 * pairs
+    assert spec.width == 2 * pairs
     assert_close(cosines[:, 0], torch.cat([angles.cos(), angles.cos()], -1) * factor, atol=2e-4, rtol=0)
     assert_close(sines[:, 0], angles.sin() * factor, atol=2e-4, rtol=0)
     own = scaled_frequencies(spec, torch.tensor([size]))[0] if name.startswith(("dyn", "long")) else None
@@ -119,18 +120,18 @@ def test_longrope_by_hand():
     ],
 )
 def test_how_much_larger_scores_become(rope, factor):
-    spec, problems = read_rotary({"rope_parameters": rope}, HEAD_WIDTH, LONGEST)
-    assert not problems and spec.scaling.attention_factor == pytest.approx(factor)
+    spec = read_rotary({"rope_parameters": rope, "max_position_embeddings": LONGEST}, HEAD_WIDTH)
+    assert spec.scaling.attention_factor == pytest.approx(factor)
     x = rotate(torch.ones(1, 1, HEAD_WIDTH), Rotary(spec)(torch.tensor([9]), 10, lambda: torch.tensor([10])))
     assert (x * x).sum().item() == pytest.approx(HEAD_WIDTH * factor**2, rel=1e-5)
 
 
 def test_the_original_context_beside_the_mapping_goes_first():
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-    spec, _ = read_rotary({"rope_scaling": rope, "original_max_position_embeddings": 32}, HEAD_WIDTH, LONGEST)
-    assert spec.scaling.original_positions == 32
-    _, problems = read_rotary({"original_max_position_embeddings": "4k"}, HEAD_WIDTH, LONGEST)
-    assert problems == ["config.json: original_max_position_embeddings must be a number above 0, got '4k'"]
+    config = {"rope_scaling": rope, "original_max_position_embeddings": 32, "max_position_embeddings": LONGEST}
+    assert read_rotary(config, HEAD_WIDTH).scaling.original_positions == 32
+    with pytest.raises(UserError, match="original_max_position_embeddings must be a number above 0, got '4k'"):
+        read_rotary({**config, "original_max_position_embeddings": "4k"}, HEAD_WIDTH)
 
 
 def test_only_a_dynamic_scaling_goes_beyond_the_longest_position():

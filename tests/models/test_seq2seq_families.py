@@ -16,8 +16,6 @@ from alignment.errors import UserError
 from alignment.generation import generate
 from alignment.models.build import build_model, empty_model
 from alignment.models.families import family_of
-from alignment.models.families.mt5 import spec_from_config as mt5_spec
-from alignment.models.families.t5 import spec_from_config as t5_spec
 from alignment.models.huggingface.checkpoint import load_pretrained, save_model
 from alignment.ragged import Ragged, Seq2Seq
 
@@ -95,13 +93,13 @@ def test_published_configs_have_their_published_size(config, parameters):
 
 def test_t5_scales_its_logits_unless_the_file_is_of_version_1_1():
     def scale(**keys):
-        return t5_spec({**T5, "model_type": "t5", **keys}).decoder.head.scale
+        return family_of({"model_type": "t5"}).spec_from_config({**T5, "model_type": "t5", **keys}).decoder.head.scale
 
     assert scale() == scale(tie_word_embeddings=True) == 24**-0.5
     assert scale(tie_word_embeddings=False) == 1.0
     assert scale(tie_word_embeddings=True, scale_decoder_outputs=False) == 1.0
     assert scale(tie_word_embeddings=False, scale_decoder_outputs=True) == 24**-0.5
-    assert mt5_spec({"model_type": "mt5"}).decoder.head.scale == 1.0
+    assert family_of({"model_type": "mt5"}).spec_from_config({"model_type": "mt5"}).decoder.head.scale == 1.0
 
 
 @pytest.mark.parametrize(

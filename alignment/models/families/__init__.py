@@ -1,34 +1,22 @@
-"""The families of models that run as our own modules. Each file: config -> specification, and a table of names."""
+"""The families of models that run as our own modules: how a config becomes a specification, and a table of weight names.
+
+Read family.py for what a family is, then llama.py, the shortest; llama_like.py and gemma.py say what differs from it.
+"""
 
 from alignment.errors import UserError
-from alignment.models.families.albert import ALBERT
 from alignment.models.families.bart import BART
 from alignment.models.families.bert import BERT
-from alignment.models.families.bloom import BLOOM
+from alignment.models.families.bert_like import ALBERT, DISTILBERT, ELECTRA, ROBERTA
+from alignment.models.families.config_keys import hint
 from alignment.models.families.deberta_v2 import DEBERTA_V2
-from alignment.models.families.distilbert import DISTILBERT
-from alignment.models.families.electra import ELECTRA
-from alignment.models.families.falcon import FALCON
-from alignment.models.families.family import Family, hint
-from alignment.models.families.gemma import GEMMA
-from alignment.models.families.gemma2 import GEMMA2
-from alignment.models.families.gemma3 import GEMMA3
-from alignment.models.families.gpt2 import GPT2
-from alignment.models.families.gpt_neox import GPT_NEOX
+from alignment.models.families.family import Family
+from alignment.models.families.fused import BLOOM, FALCON, GPT_NEOX
+from alignment.models.families.gemma import GEMMA, GEMMA2, GEMMA3
+from alignment.models.families.gpt import GPT2, OPENAI_GPT, OPT
 from alignment.models.families.llama import LLAMA
-from alignment.models.families.mistral import MISTRAL
-from alignment.models.families.mixtral import MIXTRAL
+from alignment.models.families.llama_like import MISTRAL, MIXTRAL, OLMO2, PHI3, QWEN2, QWEN3, SMOLLM3
 from alignment.models.families.modernbert import MODERNBERT
-from alignment.models.families.mt5 import MT5
-from alignment.models.families.olmo2 import OLMO2
-from alignment.models.families.openai_gpt import OPENAI_GPT
-from alignment.models.families.opt import OPT
-from alignment.models.families.phi3 import PHI3
-from alignment.models.families.qwen2 import QWEN2
-from alignment.models.families.qwen3 import QWEN3
-from alignment.models.families.roberta import ROBERTA
-from alignment.models.families.smollm3 import SMOLLM3
-from alignment.models.families.t5 import T5
+from alignment.models.families.t5 import MT5, T5
 from alignment.models.safetensors_files import HFConfig
 
 FAMILIES: dict[str, Family] = {
@@ -61,5 +49,5 @@ def family_of(config: HFConfig) -> Family:
 
 
 def is_external_type(config: HFConfig) -> bool:
-    """Whether `config["model_type"]` names a family that only transformers has."""
+    """True where `config["model_type"]` names a family that only transformers has."""
     return isinstance(config.get("model_type"), str) and config["model_type"] not in FAMILIES

@@ -3,28 +3,22 @@
 Source: He et al. 2020, arXiv:2006.03654; He et al. 2021, arXiv:2111.09543; transformers, `models/deberta_v2`.
 """
 
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from alignment.errors import raise_all
-from alignment.models.families.decoders import activation_problems
-from alignment.models.families.encoders import (
-    BERT_HARMLESS,
-    BERT_KEYS,
-    CLASSIFIER,
-    ENCODER_FIXED,
-    NO_DROPOUT,
-    POSITION_IDS,
-    SPAN,
+from alignment.models.families.bert import (
     bert_block,
-    bert_embeddings,
-    bert_like,
-    classifier_dropout,
-    head_bias,
+    bert_family,
+    bert_spec,
+    bias_names,
+    embedding_names,
+    encoder_tasks,
     pooled_head,
-    with_scalar,
 )
-from alignment.models.families.family import Family, Key, Name, Task, divides, num_labels, read_keys, span_head
+from alignment.models.families.config_keys import Key
+from alignment.models.families.decoders import attention_spec
+from alignment.models.families.family import CLASSIFIER, Name
 from alignment.models.heads import ClassificationHeadSpec
 from alignment.models.layers import (
     AttentionSpec,
@@ -37,151 +31,75 @@ from alignment.models.layers import (
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import UNLIMITED, TransformerSpec
 
-WIDTH = 1536
-KEYS = {
-    **BERT_KEYS,
-    "vocab_size": Key(int, 128100, 1),
-    "hidden_size": Key(int, WIDTH, 1),
-    "num_hidden_layers": Key(int, 24, 1),
-    "num_attention_heads": Key(int, 24, 1),
-    "attention_head_size": Key(int, None, 1),
-    "intermediate_size": Key(int, 6144, 1),
-    "type_vocab_size": Key(int, 0, 0),
-    "layer_norm_eps": Key(float, 1e-7, 0),
-    "relative_attention": Key(bool, False),
-    "max_relative_positions": Key(int, -1),
-    "position_buckets": Key(int, -1),
-    "share_att_key": Key(bool, False),
-    "norm_rel_ebd": Key(str, "none"),
-    "position_biased_input": Key(bool, True),
-    "conv_kernel_size": Key(int, 0, 0),
-    "conv_act": Key(str, "tanh"),
-    "conv_groups": Key(int, 1, 1),
-    "embedding_size": Key(int, None, 1),
-    "pooler_hidden_size": Key(int, None, 1),
-    "pooler_hidden_act": Key(str, "gelu"),
-    "pooler_dropout": Key(float, 0.0, 0),
-    "cls_dropout": Key(float, None, 0),
-    "legacy": Key(bool, True),
-}
 TERMS = ("c2p", "p2c")
 
 LAYER = "deberta.encoder.layer.{}."
-NAMES = (
-    *bert_embeddings("deberta."),
-    # Hugging Face name                               ours
-    ("deberta.encoder.rel_embeddings.weight",         "trunk.relative.weight"),
-    ("deberta.encoder.LayerNorm.weight",              "trunk.relative.norm.weight"),
-    ("deberta.encoder.LayerNorm.bias",                "trunk.relative.norm.bias"),
-    (LAYER + "attention.self.query_proj.weight",      "trunk.blocks.{}.attention.query.weight"),
-    (LAYER + "attention.self.query_proj.bias",        "trunk.blocks.{}.attention.query.bias"),
-    (LAYER + "attention.self.key_proj.weight",        "trunk.blocks.{}.attention.key.weight"),
-    (LAYER + "attention.self.key_proj.bias",          "trunk.blocks.{}.attention.key.bias"),
-    (LAYER + "attention.self.value_proj.weight",      "trunk.blocks.{}.attention.value.weight"),
-    (LAYER + "attention.self.value_proj.bias",        "trunk.blocks.{}.attention.value.bias"),
-    (LAYER + "attention.self.pos_query_proj.weight",  "trunk.blocks.{}.attention.position_query.weight"),
-    (LAYER + "attention.self.pos_query_proj.bias",    "trunk.blocks.{}.attention.position_query.bias"),
-    (LAYER + "attention.self.pos_key_proj.weight",    "trunk.blocks.{}.attention.position_key.weight"),
-    (LAYER + "attention.self.pos_key_proj.bias",      "trunk.blocks.{}.attention.position_key.bias"),
-    (LAYER + "attention.output.dense.weight",         "trunk.blocks.{}.attention.output.weight"),
-    (LAYER + "attention.output.dense.bias",           "trunk.blocks.{}.attention.output.bias"),
-    (LAYER + "attention.output.LayerNorm.weight",     "trunk.blocks.{}.attention_norm.weight"),
-    (LAYER + "attention.output.LayerNorm.bias",       "trunk.blocks.{}.attention_norm.bias"),
-    (LAYER + "intermediate.dense.weight",             "trunk.blocks.{}.feedforward.up.weight"),
-    (LAYER + "intermediate.dense.bias",               "trunk.blocks.{}.feedforward.up.bias"),
-    (LAYER + "output.dense.weight",                   "trunk.blocks.{}.feedforward.down.weight"),
-    (LAYER + "output.dense.bias",                     "trunk.blocks.{}.feedforward.down.bias"),
-    (LAYER + "output.LayerNorm.weight",               "trunk.blocks.{}.feedforward_norm.weight"),
-    (LAYER + "output.LayerNorm.bias",                 "trunk.blocks.{}.feedforward_norm.bias"),
+BLOCK = (  # Hugging Face name                  ours
+    (LAYER + "attention.self.query_proj",       "trunk.blocks.{}.attention.query"),
+    (LAYER + "attention.self.key_proj",         "trunk.blocks.{}.attention.key"),
+    (LAYER + "attention.self.value_proj",       "trunk.blocks.{}.attention.value"),
+    (LAYER + "attention.self.pos_query_proj",   "trunk.blocks.{}.attention.position_query"),
+    (LAYER + "attention.self.pos_key_proj",     "trunk.blocks.{}.attention.position_key"),
+    (LAYER + "attention.output.dense",          "trunk.blocks.{}.attention.output"),
+    (LAYER + "attention.output.LayerNorm",      "trunk.blocks.{}.attention_norm"),
+    (LAYER + "intermediate.dense",              "trunk.blocks.{}.feedforward.up"),
+    (LAYER + "output.dense",                    "trunk.blocks.{}.feedforward.down"),
+    (LAYER + "output.LayerNorm",                "trunk.blocks.{}.feedforward_norm"),
 )  # fmt: skip
-# A layer with a convolution beside it holds the ordinary one.
-CONVOLVED = (
-    *(
-        (hf.replace(".{}.", ".0."), ours.replace("blocks.{}.", "blocks.{}.block."))
-        for hf, ours in NAMES
-        if LAYER in hf and isinstance(ours, str)
-    ),
-    ("deberta.encoder.conv.conv.weight", "trunk.blocks.{}.convolution.layer.weight"),
-    ("deberta.encoder.conv.conv.bias", "trunk.blocks.{}.convolution.layer.bias"),
-    ("deberta.encoder.conv.LayerNorm.weight", "trunk.blocks.{}.norm.weight"),
-    ("deberta.encoder.conv.LayerNorm.bias", "trunk.blocks.{}.norm.bias"),
-)
-
-POOLED_CLASSIFIER = (
-    ("pooler.dense.weight",  "head.transform.dense.weight"),
-    ("pooler.dense.bias",    "head.transform.dense.bias"),
-    *CLASSIFIER,
+NAMES = (
+    *embedding_names("deberta."),
+    ("deberta.encoder.rel_embeddings.weight",   "trunk.relative.weight"),
+    ("deberta.encoder.LayerNorm",               "trunk.relative.norm"),
+    *BLOCK,
+    # A layer with a convolution beside it holds the ordinary one.
+    *((hf.replace("{}", "0"), ours.replace("blocks.{}.", "blocks.{}.block.")) for hf, ours in BLOCK),
+    ("deberta.encoder.conv.conv",               "trunk.blocks.{}.convolution.layer"),
+    ("deberta.encoder.conv.LayerNorm",          "trunk.blocks.{}.norm"),
 )  # fmt: skip
 # The head has two spellings, of which the config's `legacy` chooses one; only the first may be untied.
 LEGACY, NEW = "cls.predictions.", "lm_predictions.lm_head."
-UNUSED_LEGACY_HEAD = (r"cls\.predictions\.(transform\.(dense|LayerNorm)\.(weight|bias)|decoder\.(weight|bias)|bias)",)
-UNUSED_NEW_HEAD = (r"lm_predictions\.lm_head\.((dense|LayerNorm)\.(weight|bias)|bias)",)
 
 
-def head_lines(config: HFConfig) -> tuple[Name, ...]:
-    """The weight table of the language head."""
-    legacy = config.get("legacy", True)
-    transform = LEGACY + "transform." if legacy else NEW
+def _head_names(value: HFConfig) -> tuple[Name, ...]:
+    transform = LEGACY + "transform." if value["legacy"] else NEW
     return (
-        (transform + "dense.weight", "head.transform.dense.weight"),
-        (transform + "dense.bias", "head.transform.dense.bias"),
-        (transform + "LayerNorm.weight", "head.transform.norm.weight"),
-        (transform + "LayerNorm.bias", "head.transform.norm.bias"),
+        (transform + "dense", "head.transform.dense"),
+        (transform + "LayerNorm", "head.transform.norm"),
         (LEGACY + "decoder.weight", "head.weight"),
-        *(head_bias(LEGACY)(config) if legacy else ((NEW + "bias", "head.bias"),)),
+        *(bias_names(LEGACY, value) if value["legacy"] else ((NEW + "bias", "head.bias"),)),
     )
 
 
-def sequence_head(config: HFConfig) -> ClassificationHeadSpec:
-    """Classes of the pooled first token."""
-    read = pooled_head(config, config.get("pooler_hidden_act", "gelu"), WIDTH)
-    dropout = classifier_dropout(config, "cls_dropout")
-    return replace(read, dropout=dropout, input_dropout=config.get("pooler_dropout", 0.0))
-
-
-def token_head(config: HFConfig) -> ClassificationHeadSpec:
-    """Classes of every token."""
-    return ClassificationHeadSpec(num_labels(config), dropout=config.get("hidden_dropout_prob", 0.1))
-
-
-def spec_from_config(config: HFConfig) -> TransformerSpec:
-    """The specification of a DeBERTa v2 or v3 config; every key is understood or known to change nothing.
-
-    Raises:
-        UserError: naming every key that is unknown or has a value that cannot be.
-    """
-    by_hand = ("pos_att_type",)
-    value, problems = read_keys(config, KEYS, harmless=BERT_HARMLESS, fixed=ENCODER_FIXED, by_hand=by_hand)
-    terms, term_problems = _terms(config.get("pos_att_type"))
-    raise_all(problems + term_problems + _value_problems(value))
+def _spec(value: HFConfig) -> TransformerSpec:
+    raise_all(_problems(value))
+    absolute, kernel = value["position_biased_input"], value["conv_kernel_size"]
     longest = (
         value["max_relative_positions"] if value["max_relative_positions"] > 0 else value["max_position_embeddings"]
     )
-    span = max(value["position_buckets"], 0) or longest
-    relative = value["relative_attention"] and bool(terms)
-    block = replace(bert_block(value), attention=_attention(value, terms, longest))
-    kernel = value["conv_kernel_size"]
+    attention = _attention(value, longest)
+    block = replace(bert_block(value), attention=attention)
     convolution = ConvolutionSpec(kernel, value["conv_act"], value["conv_groups"]) if kernel else None
-    absolute = value["position_biased_input"]
-    return bert_like(
+    relative = max(value["position_buckets"], 0) or longest
+    return bert_spec(
         value,
         max_positions=value["max_position_embeddings"] if absolute else UNLIMITED,
         blocks=(replace(block, convolution=convolution), *(block,) * (value["num_hidden_layers"] - 1)),
         positions=LearnedPositionsSpec(value["max_position_embeddings"]) if absolute else None,
-        relative=span if relative else 0,
+        relative=relative if isinstance(attention, DisentangledSpec) else 0,
         relative_norm=LayerNormSpec(value["layer_norm_eps"]) if "layer_norm" in _norms(value) else NoNormSpec(),
     )
 
 
-def _attention(value: HFConfig, terms: list[str], longest: int) -> AttentionSpec | DisentangledSpec:
-    heads, dropout = value["num_attention_heads"], value["attention_probs_dropout_prob"]
-    head_dim = value["attention_head_size"] or value["hidden_size"] // heads
+def _attention(value: HFConfig, longest: int) -> AttentionSpec | DisentangledSpec:
+    """Attention of content and, where they act, of relative positions up to `longest`."""
+    terms, dropout = _terms(value), value["attention_probs_dropout_prob"]
+    attention = attention_spec(value, dropout=dropout, causal=False)
     if not value["relative_attention"] or not terms:
-        scale = (head_dim * (1 + len(terms))) ** -0.5  # the terms count even where they do not act
-        return AttentionSpec(heads, heads, head_dim, scale, True, True, dropout, causal=False)
+        scale = (attention.head_dim * (1 + len(terms))) ** -0.5  # the terms count even where they do not act
+        return replace(attention, scale=scale)
     return DisentangledSpec(
-        heads,
-        head_dim,
+        attention.heads,
+        attention.head_dim,
         buckets=max(value["position_buckets"], 0),
         max_distance=longest,
         content_to_position="c2p" in terms,
@@ -192,68 +110,69 @@ def _attention(value: HFConfig, terms: list[str], longest: int) -> AttentionSpec
     )
 
 
-def _terms(given: Any) -> tuple[list[str], list[str]]:
-    """Which mixed terms the attention has, written as a list or with bars between, and the problems found."""
-    words = [word.strip() for word in given.lower().split("|")] if isinstance(given, str) else given or []
-    if not isinstance(words, list) or any(word not in TERMS for word in words):
-        return [], [f"config.json: pos_att_type {given!r} is not made of {' and '.join(TERMS)}"]
-    return [term for term in TERMS if term in words], []
+def _terms(value: HFConfig) -> list[str]:
+    """The mixed terms of the attention, written as a list or with bars between."""
+    given = value.get("pos_att_type") or []
+    return [word.strip() for word in given.lower().split("|")] if isinstance(given, str) else given
 
 
 def _norms(value: HFConfig) -> list[str]:
-    return [word.strip() for word in str(value["norm_rel_ebd"]).lower().split("|")]
+    return [word.strip() for word in value["norm_rel_ebd"].lower().split("|")]
 
 
-def _value_problems(value: HFConfig) -> list[str]:
+def _problems(value: HFConfig) -> Iterator[str]:
     heads, width, kernel = value["num_attention_heads"], value["hidden_size"], value["conv_kernel_size"]
-    problems = []
-    for key in ("hidden_act", "pooler_hidden_act", "conv_act"):
-        problems += activation_problems(value[key], key)
-    if not divides(heads, width):
-        problems.append(f"config.json: num_attention_heads = {heads!r} does not divide hidden_size = {width!r}")
-    if value["attention_head_size"] not in (None, width // heads if divides(heads, width) else None):
-        problems.append("config.json: attention_head_size must be hidden_size / num_attention_heads")
-    problems += [
-        f"config.json: {key} = {value[key]!r} is not supported, only hidden_size = {width!r}"
-        for key in ("embedding_size", "pooler_hidden_size")
-        if value[key] not in (None, width)
-    ]
-    problems += [
-        f"config.json: norm_rel_ebd {word!r} is not one of none, layer_norm"
-        for word in _norms(value)
-        if word not in ("none", "layer_norm")
-    ]
+    terms = _terms(value)
+    if not isinstance(terms, list) or any(word not in TERMS for word in terms):
+        yield f"config.json: pos_att_type {value['pos_att_type']!r} is not made of {' and '.join(TERMS)}"
+    if value["attention_head_size"] not in (None, width / heads):
+        yield "config.json: attention_head_size must be hidden_size / num_attention_heads"
+    for key in ("embedding_size", "pooler_hidden_size"):
+        if value[key] not in (None, width):
+            yield f"config.json: {key} = {value[key]!r} is not supported, only hidden_size = {width!r}"
+    for word in _norms(value):
+        if word not in ("none", "layer_norm"):
+            yield f"config.json: norm_rel_ebd {word!r} is not one of none, layer_norm"
     if kernel and (kernel % 2 == 0 or not value["relative_attention"]):
-        problems.append(f"config.json: conv_kernel_size = {kernel} needs relative_attention and an odd width")
-    if not divides(value["conv_groups"], width):
-        problems.append(f"config.json: conv_groups = {value['conv_groups']!r} does not divide hidden_size = {width!r}")
+        yield f"config.json: conv_kernel_size = {kernel} needs relative_attention and an odd width"
+    if width % value["conv_groups"]:
+        yield f"config.json: conv_groups = {value['conv_groups']} does not divide hidden_size = {width}"
     if not value["legacy"] and not value["tie_word_embeddings"]:
-        problems.append("config.json: legacy = False predicts with the token table; tie_word_embeddings must be true")
-    return problems
+        yield "config.json: legacy = False predicts with the token table; tie_word_embeddings must be true"
 
 
-DEBERTA_V2 = Family(
-    name="deberta-v2",
-    spec_from_config=spec_from_config,
-    names=(*NAMES, *CONVOLVED),
-    trunk_prefix="deberta.",
-    tasks=with_scalar(
-        {
-            "language": Task("DebertaV2ForMaskedLM", (), other_heads=(*UNUSED_LEGACY_HEAD, *UNUSED_NEW_HEAD)),
-            "sequence": Task(
-                "DebertaV2ForSequenceClassification", POOLED_CLASSIFIER, sequence_head, kept_by_new_head=()
-            ),
-            "tokens": Task("DebertaV2ForTokenClassification", CLASSIFIER, token_head),
-            "span": Task("DebertaV2ForQuestionAnswering", SPAN, span_head),
-        }
+def _sequence_head(value: HFConfig) -> ClassificationHeadSpec:
+    """Classes of the pooled first token."""
+    dropouts = ("cls_dropout", "hidden_dropout_prob")
+    return pooled_head(value, value["pooler_hidden_act"], *dropouts, input_dropout=value["pooler_dropout"])
+
+
+POOLED_CLASSIFIER = (("pooler.dense", "head.transform.dense"), *CLASSIFIER)
+DEBERTA_V2 = bert_family(
+    "deberta-v2",
+    _spec,
+    (
+        "attention_head_size", "relative_attention", "max_relative_positions", "position_buckets", "share_att_key",
+        "norm_rel_ebd", "position_biased_input", "conv_kernel_size", "conv_act", "conv_groups", "embedding_size",
+        "pooler_hidden_size", "pooler_hidden_act", "pooler_dropout", "cls_dropout", "legacy",
     ),
-    # The third line is a table that v3's files carry and do not use, and a norm of a table that is not there.
+    encoder_tasks("DebertaV2", (), POOLED_CLASSIFIER, _sequence_head, dropouts=("hidden_dropout_prob",)),
+    trunk_prefix="deberta.",
+    names=NAMES,
+    defaults={
+        "attention_head_size": None, "position_buckets": -1, "share_att_key": False, "norm_rel_ebd": "none",
+        "conv_kernel_size": 0, "conv_act": "tanh", "conv_groups": 1, "embedding_size": None,
+        "pooler_hidden_size": None, "cls_dropout": None,
+    },
+    limits={"type_vocab_size": Key(int, 0)},
+    by_hand=("pos_att_type",),
     ignored_tensors=(
-        POSITION_IDS,
+        r"cls\.predictions\.(transform\.(dense|LayerNorm)\.(weight|bias)|decoder\.(weight|bias))",
+        r"lm_predictions\.lm_head\.((dense|LayerNorm)\.(weight|bias)|bias)",
         r"mask_predictions\..*",  # the pretraining head that detects replaced tokens
+        # a table that v3's files carry and do not use, and a norm of a table that is not there
         r"(deberta\.)?(embeddings\.position_embeddings|encoder\.LayerNorm|encoder\.rel_embeddings)\.(weight|bias)",
     ),
-    tied_copies=((LEGACY + "decoder.bias", LEGACY + "bias"),),
-    names_from_config=head_lines,
-    new_model_config=NO_DROPOUT,
-)
+    language_bias=LEGACY,
+    names_from_config=_head_names,
+)  # fmt: skip

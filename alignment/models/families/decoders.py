@@ -1,65 +1,93 @@
-"""Functions that read the configs of many decoders: grouped-query attention, rotary positions, layers with windows."""
+"""Parts of specifications that many families read alike: attention, layers with windows, decoders with rotary positions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
-from alignment.models.families.family import divides
+from alignment.errors import UserError, raise_all
 from alignment.models.families.rope import longest_document, read_rotary
 from alignment.models.init_weights import InitSpec
-from alignment.models.layers import AttentionSpec, BlockSpec, NormSpec, RotarySpec
-from alignment.models.layers.feedforward import ACTIVATIONS
+from alignment.models.layers import (
+    AttentionSpec,
+    BlockSpec,
+    FeedForwardSpec,
+    GatedFeedForwardSpec,
+    NormSpec,
+    RMSNormSpec,
+)
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 
-def activation_problems(name: object, key: str = "hidden_act") -> list[str]:
-    """One message if there is no activation of this name."""
-    return [] if name in ACTIVATIONS else [f"config.json: {key} {name!r} is not one of {', '.join(ACTIVATIONS)}"]
-
-
-def grouped_attention(
-    config: HFConfig, value: HFConfig, bias: bool, output_bias: bool, **more: Any
-) -> tuple[AttentionSpec, list[str]]:
-    """Causal attention with rotary positions from a config with Llama's keys, and the problems found.
+def attention_spec(
+    value: HFConfig, heads: str = "num_attention_heads", width: str = "hidden_size", *, bias: bool = True, **more: Any
+) -> AttentionSpec:
+    """Attention whose scores are scaled by head_dim ** -0.5, from a config's values; `more` are other fields.
 
     Args:
-        config: as read, for the rotary keys.
-        value: `hidden_size`, `num_attention_heads`, `num_key_value_heads`, `head_dim`, `max_position_embeddings` and,
-            where the family has it, `attention_dropout`.
-        more: further fields of the specification, and arguments of `read_rotary`. Without `partial`, a config that
-            rotates only a part of each head is a problem.
+        heads, width: keys of the number of heads and of the width that they share unless `head_dim` is set.
+        bias: of all four layers.
+
+    Raises:
+        UserError: a number of heads does not divide what it should.
     """
-    heads, shared, width = value["num_attention_heads"], value["num_key_value_heads"], value["hidden_size"]
-    shared = heads if shared is None else shared
+    count, shared, head_dim = value[heads], value.get("num_key_value_heads"), value.get("head_dim")
     problems = []
-    if value.get("head_dim") is None and not divides(heads, width):
-        problems.append(f"config.json: num_attention_heads = {heads!r} does not divide hidden_size")
-    if not divides(shared, heads):
-        problems.append(f"config.json: num_key_value_heads = {shared!r} does not divide num_attention_heads")
-    if problems:
-        return AttentionSpec(1, 1, 2, 1.0, bias, output_bias), problems
-    head_dim = value.get("head_dim") or width // heads
-    given = {key: more.pop(key) for key in ("theta", "partial", "parameters") if key in more}
-    rotary, problems = read_rotary(config, head_dim, value["max_position_embeddings"], **given)
-    if not problems and "partial" not in given and rotary.width != head_dim:
-        problems = ["config.json: partial_rotary_factor is not supported: this family turns whole heads"]
-    settings = {"scale": head_dim**-0.5, "dropout": value.get("attention_dropout", 0.0), "rotary": rotary, **more}
-    return AttentionSpec(heads, shared, head_dim, bias=bias, output_bias=output_bias, **settings), problems
+    if head_dim is None and value[width] % count:
+        problems.append(f"config.json: {heads} = {count} does not divide {width} = {value[width]}")
+    if shared is not None and count % shared:
+        problems.append(f"config.json: num_key_value_heads = {shared} does not divide {heads} = {count}")
+    raise_all(problems)
+    head_dim = head_dim or value[width] // count
+    fields = {"scale": head_dim**-0.5, "bias": bias, "output_bias": bias, **more}
+    return AttentionSpec(count, shared or count, head_dim, **fields)
 
 
-def llama_like(
-    value: HFConfig, attention: AttentionSpec, blocks: tuple[BlockSpec, ...], norm: NormSpec, **more: Any
+def rotary_attention(value: HFConfig, *, whole: bool = True, **more: Any) -> AttentionSpec:
+    """Causal attention with rotary positions, from Llama's keys; `more` are other fields.
+
+    Raises:
+        UserError: as `attention_spec` and `read_rotary`; or, if `whole`, the config turns only a part of each head.
+    """
+    bias, dropout = value.get("attention_bias", False), value["attention_dropout"]
+    attention = attention_spec(value, **{"bias": bias, "dropout": dropout, **more})
+    rotary = read_rotary(value, attention.head_dim)
+    if whole and rotary.width != attention.head_dim:
+        raise UserError("config.json: partial_rotary_factor is not supported: this family turns whole heads")
+    return replace(attention, rotary=rotary)
+
+
+def rotary_decoder(
+    value: HFConfig,
+    attention: AttentionSpec | Sequence[AttentionSpec],
+    *,
+    norm: NormSpec | None = None,
+    feedforward: FeedForwardSpec | None = None,
+    block: HFConfig | None = None,
+    **more: Any,
 ) -> TransformerSpec:
-    """A decoder without position embeddings from Llama's keys; `more` are further fields of the specification."""
-    longest = value["max_position_embeddings"]
-    rotary = attention.rotary
+    """A decoder without position embeddings, from Llama's keys; `more` are other fields.
+
+    Args:
+        attention: of every layer, or of each.
+        norm: of every layer and after the last; None: RMSNorm.
+        feedforward: of every layer; None: gated, with biases as `mlp_bias` says.
+        block: other fields of every layer.
+    """
+    attentions = [attention] * value["num_hidden_layers"] if isinstance(attention, AttentionSpec) else attention
+    norm = norm or RMSNormSpec(value["rms_norm_eps"])
+    feedforward = feedforward or GatedFeedForwardSpec(
+        value["intermediate_size"], value["hidden_act"], value.get("mlp_bias", False)
+    )
+    # A dynamic scaling lengthens what the layers that see everything can place; those with a window have no say.
+    turning = sorted((each for each in attentions if each.rotary), key=lambda each: each.window is not None)
     return TransformerSpec(
         vocabulary=value["vocab_size"],
         width=value["hidden_size"],
-        max_positions=longest_document(rotary, longest) if isinstance(rotary, RotarySpec) else longest,
-        blocks=blocks,
+        max_positions=longest_document(turning[0].rotary if turning else None, value["max_position_embeddings"]),
+        blocks=tuple(BlockSpec(each, feedforward, norm, **(block or {})) for each in attentions),
         norm=norm,
         init=InitSpec(value["initializer_range"], value["initializer_range"]),
         tied_head=value["tie_word_embeddings"],
@@ -67,26 +95,37 @@ def llama_like(
     )
 
 
-def windows(value: HFConfig, window: int | None, slides: Callable[[int], bool]) -> tuple[list[int | None], list[str]]:
-    """The sliding window of each layer, None for full attention, and the problems found.
+def windows(value: HFConfig, window: int | None, slides: Callable[[int], bool]) -> list[int | None]:
+    """The sliding window of each layer, None for full attention.
 
     Args:
         value: `num_hidden_layers` and `layer_types`; the latter has precedence over `slides`.
         window: number of positions that a sliding layer attends to.
         slides: the family's default, layer index -> whether it has the window.
+
+    Raises:
+        UserError: `layer_types` is not one of LAYER_TYPES for each layer, or names windows and there is none.
     """
     count, types = value["num_hidden_layers"], value["layer_types"]
-    if not isinstance(count, int) or not isinstance(types, list | None):
-        return [], []  # reported already
     if types is None:
         types = [LAYER_TYPES[slides(layer)] for layer in range(count)]
-    problems = [
-        f"config.json: layer_types has {kind!r}, which is not one of {', '.join(LAYER_TYPES)}"
-        for kind in dict.fromkeys(map(str, types))
-        if kind not in LAYER_TYPES
-    ]
+    wrong, known = [kind for kind in dict.fromkeys(map(str, types)) if kind not in LAYER_TYPES], ", ".join(LAYER_TYPES)
+    problems = [f"config.json: layer_types has {kind!r}, which is not one of {known}" for kind in wrong]
     if len(types) != count:
         problems.append(f"config.json: layer_types names {len(types)} layers, num_hidden_layers is {count}")
     if "sliding_attention" in types and window is None:
         problems.append("config.json: layer_types has sliding_attention, but no sliding_window is set and in use")
-    return [window if kind == "sliding_attention" else None for kind in types], problems
+    raise_all(problems)
+    return [window if kind == "sliding_attention" else None for kind in types]
+
+
+def layer_ropes(value: HFConfig) -> HFConfig:
+    """`rope_parameters` of a config that has one mapping of them for each of LAYER_TYPES; raises UserError as they say."""
+    given, known = value.get("rope_parameters") or {}, ", ".join(LAYER_TYPES)
+    ropes = given if isinstance(given, dict) else {}
+    wrong = [kind for kind in ropes if kind not in LAYER_TYPES]
+    problems = [f"config.json: rope_parameters has {kind!r}, which is not one of {known}" for kind in wrong]
+    if ropes is not given or not all(isinstance(rope, dict | None) for rope in ropes.values()):
+        problems.append(f"config.json: rope_parameters must be a mapping of {known}, got {given!r}")
+    raise_all(problems)
+    return ropes

@@ -1,64 +1,142 @@
-"""Gemma: Llama with norms that multiply by 1 + weight, scaled token vectors, a tied head and GeGLU.
+"""Gemma, Gemma 2 and Gemma 3 (text only; what reads pictures, `model_type` gemma3, is not here).
 
-Source: Gemma team 2024, arXiv:2403.08295, section 2; transformers, `models/gemma`.
+Source: Gemma team 2024, arXiv:2403.08295, section 2; 2024, arXiv:2408.00118, section 2; 2025, arXiv:2503.19786, section 2;
+transformers, `models/gemma`, `models/gemma2`, `models/gemma3`.
 """
 
 import math
+from dataclasses import replace
 
 from alignment.errors import raise_all
-from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like
-from alignment.models.families.family import Family, Key, decoder_tasks, read_keys
-from alignment.models.families.llama import GROUPED_KEYS, INV_FREQ
-from alignment.models.families.llama import NAMES as LLAMA_NAMES
-from alignment.models.families.rope import ROPE_KEYS
-from alignment.models.layers import BlockSpec, GatedFeedForwardSpec, UnitOffsetRMSNormSpec
+from alignment.models.families.decoders import layer_ropes, rotary_attention, rotary_decoder, windows
+from alignment.models.families.family import Name, decoder_tasks
+from alignment.models.families.llama import PROJECTIONS, QUERY_KEY_NORMS, llama_family
+from alignment.models.families.rope import ORIGINAL, ROPE_KEYS
+from alignment.models.heads import LanguageHeadSpec
+from alignment.models.layers import AttentionSpec, GatedFeedForwardSpec, UnitOffsetRMSNormSpec
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
 TANH_GELU = "gelu_pytorch_tanh"
-KEYS = {
-    **GROUPED_KEYS,
-    "vocab_size": Key(int, 256000, 1),
-    "hidden_size": Key(int, 3072, 1),
-    "intermediate_size": Key(int, 24576, 1),
-    "num_hidden_layers": Key(int, 28, 1),
-    "num_attention_heads": Key(int, 16, 1),
-    "num_key_value_heads": Key(int, 16, 1),
-    "head_dim": Key(int, 256, 2),
-    "hidden_act": Key(str, TANH_GELU),
-    "max_position_embeddings": Key(int, 8192, 1),
-    "tie_word_embeddings": Key(bool, True),
-    "attention_bias": Key(bool, False),
-}
-# Published files name the activation twice. A value that would part from `hidden_act` is refused.
-FIXED = {"hidden_activation": (None, TANH_GELU), "use_bidirectional_attention": (None, False)}
-HARMLESS = ("cache_implementation",)  # how transformers lays its cache out
+BIDIRECTIONAL = {"use_bidirectional_attention": (None, False)}
+CACHE = "cache_implementation"  # how transformers lays its cache out; harmless
 
 
-def spec_from_config(config: HFConfig) -> TransformerSpec:
-    """The specification of a Gemma config; every key is understood or known to change nothing.
-
-    Raises:
-        UserError: naming every key that is unknown or has a value that cannot be.
-    """
-    value, problems = read_keys(config, KEYS, harmless=HARMLESS, fixed=FIXED, by_hand=ROPE_KEYS)
-    bias = value["attention_bias"]
-    attention, attention_problems = grouped_attention(config, value, bias, bias)
-    problems += attention_problems + activation_problems(value["hidden_act"])
-    raise_all(problems)
+def _gemma(value: HFConfig) -> TransformerSpec:
+    """Llama with norms that multiply by 1 + weight, scaled token vectors, a tied head and GeGLU."""
     # The first files say "gelu" and mean the tanh form, as transformers knows.
     activation = TANH_GELU if value["hidden_act"] == "gelu" else value["hidden_act"]
-    norm = UnitOffsetRMSNormSpec(value["rms_norm_eps"])
-    block = BlockSpec(attention, GatedFeedForwardSpec(value["intermediate_size"], activation, bias=False), norm)
-    blocks = (block,) * value["num_hidden_layers"]
-    return llama_like(value, attention, blocks, norm, embedding_scale=math.sqrt(value["hidden_size"]))
+    return rotary_decoder(
+        value,
+        rotary_attention(value),
+        norm=UnitOffsetRMSNormSpec(value["rms_norm_eps"]),
+        feedforward=GatedFeedForwardSpec(value["intermediate_size"], activation, bias=False),
+        embedding_scale=math.sqrt(value["hidden_size"]),
+    )
 
 
-GEMMA = Family(
-    name="gemma",
-    spec_from_config=spec_from_config,
-    names=LLAMA_NAMES,
-    trunk_prefix="model.",
-    tasks=decoder_tasks("Gemma"),
-    ignored_tensors=(INV_FREQ,),
+GEMMA = llama_family(
+    "gemma",
+    "Gemma",
+    _gemma,
+    ("attention_bias",),
+    heads=("sequence", "tokens"),
+    harmless=(CACHE,),
+    # Published files name the activation twice. A value that would part from `hidden_act` is refused.
+    fixed={"hidden_activation": (None, TANH_GELU), **BIDIRECTIONAL},
 )
+
+
+def _gemma2(value: HFConfig) -> TransformerSpec:
+    """Gemma with norms before and after each part, soft-capped scores and logits, every other layer windowed."""
+    spans = windows(value, value["sliding_window"], lambda layer: layer % 2 == 0)
+    attention = rotary_attention(value, softcap=value["attn_logit_softcapping"])
+    return _sandwich_decoder(value, [replace(attention, window=span) for span in spans])
+
+
+def _sandwich_decoder(value: HFConfig, attentions: list[AttentionSpec]) -> TransformerSpec:
+    """Gemma 2's shape around one attention per layer, whose scale is `query_pre_attn_scalar` ** -0.5."""
+    scale = value["query_pre_attn_scalar"] ** -0.5
+    return rotary_decoder(
+        value,
+        [replace(attention, scale=scale) for attention in attentions],
+        norm=UnitOffsetRMSNormSpec(value["rms_norm_eps"]),
+        feedforward=GatedFeedForwardSpec(value["intermediate_size"], value["hidden_activation"], bias=False),
+        block={"wiring": "sandwich"},
+        embedding_scale=math.sqrt(value["hidden_size"]),
+        head=LanguageHeadSpec(softcap=value["final_logit_softcapping"]),
+    )
+
+
+SANDWICH_KEYS = (
+    "attention_bias", "hidden_activation", "query_pre_attn_scalar", "sliding_window", "layer_types",
+    "final_logit_softcapping",
+)  # fmt: skip
+SANDWICH_NAMES: tuple[Name, ...] = (
+    *PROJECTIONS,
+    ("model.layers.{}.input_layernorm",            "trunk.blocks.{}.attention_norm"),
+    ("model.layers.{}.post_attention_layernorm",   "trunk.blocks.{}.attention_output_norm"),
+    ("model.layers.{}.pre_feedforward_layernorm",  "trunk.blocks.{}.feedforward_norm"),
+    ("model.layers.{}.post_feedforward_layernorm", "trunk.blocks.{}.feedforward_output_norm"),
+)  # fmt: skip
+# Published files name the activation twice; it is `hidden_activation` that acts.
+SANDWICH_FIXED = {"hidden_act": (TANH_GELU,), **BIDIRECTIONAL}
+SANDWICH_HARMLESS = (CACHE, "sliding_window_size")  # the latter an older name beside `sliding_window`, never read
+
+GEMMA2 = llama_family(
+    "gemma2",
+    "Gemma2",
+    _gemma2,
+    (*SANDWICH_KEYS, "attn_logit_softcapping"),
+    names=SANDWICH_NAMES,
+    heads=("sequence", "tokens"),
+    defaults={"hidden_act": TANH_GELU},
+    fixed=SANDWICH_FIXED,
+    harmless=SANDWICH_HARMLESS,
+)
+
+
+def _gemma3(value: HFConfig) -> TransformerSpec:
+    """Gemma 2 with a norm on queries and keys instead of caps, and rotary angles of two kinds.
+
+    Layers that slide turn by `rope_local_base_freq`, layers that see everything by `rope_theta` and its scaling.
+    """
+    ropes, scaling = layer_ropes(value), value.get("rope_scaling") or {}
+    problems = []
+    if not isinstance(scaling, dict):
+        problems.append(f"config.json: rope_scaling must be a mapping, got {scaling!r}")
+    if ropes and scaling:
+        problems.append("config.json: rope_parameters and rope_scaling are both set; keep the one that should act")
+    made_from, pattern = value.get("_sliding_window_pattern"), value["sliding_window_pattern"]
+    if value["layer_types"] is None and made_from not in (None, pattern):
+        problems.append("config.json: _sliding_window_pattern without layer_types; name sliding_window_pattern instead")
+    raise_all(problems)
+    spans = windows(value, value["sliding_window"], lambda layer: (layer + 1) % pattern != 0)
+    norm, wide = UnitOffsetRMSNormSpec(value["rms_norm_eps"]), ropes.get("full_attention") or scaling
+    near = {"rope_theta": value["rope_local_base_freq"], **(ropes.get("sliding_attention") or {})}
+    everything, sliding = (
+        rotary_attention(
+            {"rope_theta": 1e6, **value, "rope_parameters": rope, "rope_scaling": None}, query_key_norm=norm
+        )
+        for rope in (wide, near)
+    )
+    return _sandwich_decoder(value, [replace(sliding, window=span) if span else everything for span in spans])
+
+
+GEMMA3 = llama_family(
+    "gemma3_text",
+    "Gemma3Text",
+    _gemma3,
+    (*SANDWICH_KEYS, "sliding_window_pattern", "rope_local_base_freq"),
+    names=(*SANDWICH_NAMES, *QUERY_KEY_NORMS),
+    heads=("sequence",),
+    defaults={"hidden_act": TANH_GELU, "sliding_window_pattern": 6, "rope_local_base_freq": 10000.0},
+    by_hand=tuple(key for key in ROPE_KEYS if key != ORIGINAL),  # of several mappings, none would own it
+    fixed=SANDWICH_FIXED,
+    harmless=(
+        *SANDWICH_HARMLESS,
+        "attn_logit_softcapping",  # no layer reads it: the norms of queries and keys took its place
+        "_sliding_window_pattern",  # what `layer_types`, always beside it, was made from
+    ),
+)
+GEMMA3 = replace(GEMMA3, tasks={**GEMMA3.tasks, "language": decoder_tasks("Gemma3")["language"]})

@@ -4,80 +4,79 @@ Source: Touvron et al. 2023, arXiv:2302.13971 and arXiv:2307.09288; Dubey et al.
 `models/llama`.
 """
 
-from alignment.errors import raise_all
-from alignment.models.families.decoders import activation_problems, grouped_attention, llama_like
-from alignment.models.families.family import Family, Key, Name, decoder_tasks, read_keys
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from alignment.models.families.decoders import rotary_attention, rotary_decoder
+from alignment.models.families.family import Family, Name, decoder_tasks
 from alignment.models.families.rope import ROPE_KEYS
-from alignment.models.layers import BlockSpec, GatedFeedForwardSpec, RMSNormSpec
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.transformer import TransformerSpec
 
-# Keys with Llama's defaults, for decoders with grouped-query attention; other families override the defaults.
-GROUPED_KEYS = {
-    "vocab_size": Key(int, 32000, 1),
-    "hidden_size": Key(int, 4096, 1),
-    "intermediate_size": Key(int, 11008, 1),
-    "num_hidden_layers": Key(int, 32, 1),
-    "num_attention_heads": Key(int, 32, 1),
-    "num_key_value_heads": Key(int, None, 1),
-    "head_dim": Key(int, None, 2),
-    "hidden_act": Key(str, "silu"),
-    "max_position_embeddings": Key(int, 2048, 1),
-    "initializer_range": Key(float, 0.02, 0),
-    "rms_norm_eps": Key(float, 1e-6, 0),
-    "tie_word_embeddings": Key(bool, False),
-    "attention_dropout": Key(float, 0.0, 0),
-}
-KEYS = {**GROUPED_KEYS, "attention_bias": Key(bool, False), "mlp_bias": Key(bool, False)}
-FIXED = {"pretraining_tp": (1, None), "rope_interleaved": (False,)}
+KEYS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range", "rms_norm_eps",
+    "tie_word_embeddings", "attention_dropout",
+)  # fmt: skip
 
 PROJECTIONS: tuple[Name, ...] = (
     # Hugging Face name                          ours
-    ("model.embed_tokens.weight",                "trunk.embed.weight"),
-    ("model.layers.{}.self_attn.q_proj.weight",  "trunk.blocks.{}.attention.query.weight"),
-    ("model.layers.{}.self_attn.q_proj.bias",    "trunk.blocks.{}.attention.query.bias"),
-    ("model.layers.{}.self_attn.k_proj.weight",  "trunk.blocks.{}.attention.key.weight"),
-    ("model.layers.{}.self_attn.k_proj.bias",    "trunk.blocks.{}.attention.key.bias"),
-    ("model.layers.{}.self_attn.v_proj.weight",  "trunk.blocks.{}.attention.value.weight"),
-    ("model.layers.{}.self_attn.v_proj.bias",    "trunk.blocks.{}.attention.value.bias"),
-    ("model.layers.{}.self_attn.o_proj.weight",  "trunk.blocks.{}.attention.output.weight"),
-    ("model.layers.{}.self_attn.o_proj.bias",    "trunk.blocks.{}.attention.output.bias"),
-    ("model.layers.{}.mlp.gate_proj.weight",     "trunk.blocks.{}.feedforward.gate.weight"),
-    ("model.layers.{}.mlp.gate_proj.bias",       "trunk.blocks.{}.feedforward.gate.bias"),
-    ("model.layers.{}.mlp.up_proj.weight",       "trunk.blocks.{}.feedforward.up.weight"),
-    ("model.layers.{}.mlp.up_proj.bias",         "trunk.blocks.{}.feedforward.up.bias"),
-    ("model.layers.{}.mlp.down_proj.weight",     "trunk.blocks.{}.feedforward.down.weight"),
-    ("model.layers.{}.mlp.down_proj.bias",       "trunk.blocks.{}.feedforward.down.bias"),
-    ("model.norm.weight",                        "trunk.norm.weight"),
+    ("model.embed_tokens",                       "trunk.embed"),
+    ("model.layers.{}.self_attn.q_proj",         "trunk.blocks.{}.attention.query"),
+    ("model.layers.{}.self_attn.k_proj",         "trunk.blocks.{}.attention.key"),
+    ("model.layers.{}.self_attn.v_proj",         "trunk.blocks.{}.attention.value"),
+    ("model.layers.{}.self_attn.o_proj",         "trunk.blocks.{}.attention.output"),
+    ("model.layers.{}.mlp.gate_proj",            "trunk.blocks.{}.feedforward.gate"),
+    ("model.layers.{}.mlp.up_proj",              "trunk.blocks.{}.feedforward.up"),
+    ("model.layers.{}.mlp.down_proj",            "trunk.blocks.{}.feedforward.down"),
+    ("model.norm",                               "trunk.norm"),
 )  # fmt: skip
 INPUT_NORMS: tuple[Name, ...] = (
-    ("model.layers.{}.input_layernorm.weight",           "trunk.blocks.{}.attention_norm.weight"),
-    ("model.layers.{}.post_attention_layernorm.weight",  "trunk.blocks.{}.feedforward_norm.weight"),
+    ("model.layers.{}.input_layernorm",          "trunk.blocks.{}.attention_norm"),
+    ("model.layers.{}.post_attention_layernorm", "trunk.blocks.{}.feedforward_norm"),
+)  # fmt: skip
+QUERY_KEY_NORMS: tuple[Name, ...] = (  # where queries and keys are normed
+    ("model.layers.{}.self_attn.q_norm",         "trunk.blocks.{}.attention.query_norm"),
+    ("model.layers.{}.self_attn.k_norm",         "trunk.blocks.{}.attention.key_norm"),
 )  # fmt: skip
 NAMES = (*PROJECTIONS, *INPUT_NORMS)
-INV_FREQ = r"(\w+\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq"  # in older files, a buffer and no weight
 
 
-def spec_from_config(config: HFConfig) -> TransformerSpec:
-    """The specification of a Llama config; every key is understood or known to change nothing.
+def llama_family(
+    name: str,
+    stem: str,
+    spec: Callable[[HFConfig], TransformerSpec],
+    keys: tuple[str, ...] = (),
+    *,
+    names: tuple[Name, ...] = NAMES,
+    heads: Iterable[str] = ("sequence", "tokens", "span"),
+    span_prefix: str | None = None,
+    **more: Any,
+) -> Family:
+    """A family with Llama's keys and `keys`, whose classes of transformers begin with `stem`; `more` as in `Family`."""
+    return Family(
+        name=name,
+        spec=spec,
+        keys=(*KEYS, *keys),
+        names=names,
+        trunk_prefix="model.",
+        tasks=decoder_tasks(stem, heads, span_prefix),
+        # in older files, a buffer and no weight
+        ignored_tensors=(r"(\w+\.)?layers\.\d+\.self_attn\.rotary_emb\.inv_freq",),
+        **{"by_hand": ROPE_KEYS, **more},
+    )
 
-    Raises:
-        UserError: naming every key that is unknown or has a value that cannot be.
-    """
-    value, problems = read_keys(config, KEYS, harmless=("is_llama_config",), fixed=FIXED, by_hand=ROPE_KEYS)
-    attention, attention_problems = grouped_attention(config, value, value["attention_bias"], value["attention_bias"])
-    problems += attention_problems + activation_problems(value["hidden_act"])
-    raise_all(problems)
-    feedforward = GatedFeedForwardSpec(value["intermediate_size"], value["hidden_act"], value["mlp_bias"])
-    norm = RMSNormSpec(value["rms_norm_eps"])
-    return llama_like(value, attention, (BlockSpec(attention, feedforward, norm),) * value["num_hidden_layers"], norm)
+
+def _spec(value: HFConfig) -> TransformerSpec:
+    return rotary_decoder(value, rotary_attention(value))
 
 
-LLAMA = Family(
-    name="llama",
-    spec_from_config=spec_from_config,
-    names=NAMES,
-    trunk_prefix="model.",
-    tasks=decoder_tasks("Llama", ("sequence", "tokens", "span"), span_prefix="transformer."),
-    ignored_tensors=(INV_FREQ,),
+LLAMA = llama_family(
+    "llama",
+    "Llama",
+    _spec,
+    ("attention_bias", "mlp_bias"),
+    span_prefix="transformer.",
+    harmless=("is_llama_config",),
+    fixed={"pretraining_tp": (1, None), "rope_interleaved": (False,)},
 )

@@ -1,17 +1,30 @@
-"""T5, its version 1.1, Flan-T5 and ByT5: biases for distances instead of positions, no scale on the scores, no biases.
+"""T5, its version 1.1, Flan-T5, ByT5, mT5: biases for distances instead of positions, no scale on the scores, no biases.
 
-One table serves files with and without a classifier's head; mT5 shares all of it, see mt5.py.
+One table serves files with and without a classifier's head. mT5 is T5 1.1 in many languages; its logits are never scaled,
+and its files may have a head of their own.
 
-Source: Raffel et al. 2020, arXiv:1910.10683; Xue et al. 2022, arXiv:2105.13626 (ByT5); transformers, `models/t5`.
+Source: Raffel et al. 2020, arXiv:1910.10683; Xue et al. 2022, arXiv:2105.13626 (ByT5); Xue et al. 2021, arXiv:2010.11934
+(mT5); transformers, `models/t5` and `models/mt5`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
 
 from alignment.errors import raise_all
 from alignment.models.encoder_decoder import EncoderDecoderSpec
-from alignment.models.families.family import Family, Key, Name, Task, num_labels, read_keys, span_head
+from alignment.models.families.family import (
+    CLASSIFIER,
+    SPAN,
+    Family,
+    Name,
+    Task,
+    num_labels,
+    span_head,
+    token_head,
+)
 from alignment.models.heads import ClassificationHeadSpec, LanguageHeadSpec, TransformSpec
 from alignment.models.init_weights import FanInInitSpec
 from alignment.models.layers import (
@@ -26,55 +39,32 @@ from alignment.models.layers.feedforward import ACTIVATIONS
 from alignment.models.safetensors_files import HFConfig, StoredTensor
 from alignment.models.transformer import UNLIMITED, TransformerSpec
 
-KEYS = {
-    "vocab_size": Key(int, 32128, 1),
-    "d_model": Key(int, 512, 1),
-    "d_kv": Key(int, 64, 1),
-    "d_ff": Key(int, 2048, 1),
-    "num_layers": Key(int, 6, 1),
-    "num_decoder_layers": Key(int, None, 1),
-    "num_heads": Key(int, 8, 1),
-    "relative_attention_num_buckets": Key(int, 32, 4),
-    "relative_attention_max_distance": Key(int, 128, 1),
-    "dropout_rate": Key(float, 0.1, 0),
-    "classifier_dropout": Key(float, 0.0, 0),
-    "layer_norm_epsilon": Key(float, 1e-6, 0),
-    "initializer_factor": Key(float, 1.0, 0),
-    "feed_forward_proj": Key(str, "relu"),
-    "tie_word_embeddings": Key(bool, True),
-    "pad_token_id": Key(int, 0, 0),
-    "decoder_start_token_id": Key(int, None, 0),
-}
-OWN_KEYS = {"scale_decoder_outputs": Key(bool, None)}
-
-# Documents may be longer than the `n_positions` of pretraining.
-HARMLESS = ("gradient_checkpointing", "n_positions", "output_past")
-# A classifier of tokens has the encoder alone, and its files say so.
-FIXED = {"is_encoder_decoder": (True, False), "is_decoder": (False,)}
+KEYS = (
+    "vocab_size", "d_model", "d_kv", "d_ff", "num_layers", "num_decoder_layers", "num_heads",
+    "relative_attention_num_buckets", "relative_attention_max_distance", "dropout_rate", "classifier_dropout",
+    "layer_norm_epsilon", "initializer_factor", "feed_forward_proj", "tie_word_embeddings", "pad_token_id",
+    "decoder_start_token_id",
+)  # fmt: skip
+SCALE = "scale_decoder_outputs"  # T5's alone
 DERIVED = ("dense_act_fn", "is_gated_act")  # feed_forward_proj said again
 
-# All tensors are called `.weight`. In a classifier's file `transformer.` precedes all of the names below.
-ENCODER = (  # Hugging Face name                                 ours
-    ("encoder.block.{}.layer.0.layer_norm",                      "encoder.blocks.{}.attention_norm"),
-    ("encoder.block.{}.layer.0.SelfAttention.q",                 "encoder.blocks.{}.attention.query"),
-    ("encoder.block.{}.layer.0.SelfAttention.k",                 "encoder.blocks.{}.attention.key"),
-    ("encoder.block.{}.layer.0.SelfAttention.v",                 "encoder.blocks.{}.attention.value"),
-    ("encoder.block.{}.layer.0.SelfAttention.o",                 "encoder.blocks.{}.attention.output"),
-    ("encoder.block.0.layer.0.SelfAttention.relative_attention_bias", "encoder.distance"),
+STACK = (  # Hugging Face name, of either stack                   ours
+    ("SIDE.block.{}.layer.0.layer_norm",                         "SIDE.blocks.{}.attention_norm"),
+    ("SIDE.block.{}.layer.0.SelfAttention.q",                    "SIDE.blocks.{}.attention.query"),
+    ("SIDE.block.{}.layer.0.SelfAttention.k",                    "SIDE.blocks.{}.attention.key"),
+    ("SIDE.block.{}.layer.0.SelfAttention.v",                    "SIDE.blocks.{}.attention.value"),
+    ("SIDE.block.{}.layer.0.SelfAttention.o",                    "SIDE.blocks.{}.attention.output"),
+    ("SIDE.block.0.layer.0.SelfAttention.relative_attention_bias", "SIDE.distance"),
+    ("SIDE.final_layer_norm",                                    "SIDE.norm"),
+)  # fmt: skip
+LINES = (
+    *((hf.replace("SIDE", side), ours.replace("SIDE", side)) for side in ("encoder", "decoder") for hf, ours in STACK),
+    ("shared",                                                   "encoder.embed"),
     ("encoder.block.{}.layer.1.layer_norm",                      "encoder.blocks.{}.feedforward_norm"),
     ("encoder.block.{}.layer.1.DenseReluDense.wi",               "encoder.blocks.{}.feedforward.up"),
     ("encoder.block.{}.layer.1.DenseReluDense.wi_0",             "encoder.blocks.{}.feedforward.gate"),
     ("encoder.block.{}.layer.1.DenseReluDense.wo",               "encoder.blocks.{}.feedforward.down"),
-    ("encoder.final_layer_norm",                                 "encoder.norm"),
-    ("shared",                                                   "encoder.embed"),
-)  # fmt: skip
-DECODER = (
-    ("decoder.block.{}.layer.0.layer_norm",                      "decoder.blocks.{}.attention_norm"),
-    ("decoder.block.{}.layer.0.SelfAttention.q",                 "decoder.blocks.{}.attention.query"),
-    ("decoder.block.{}.layer.0.SelfAttention.k",                 "decoder.blocks.{}.attention.key"),
-    ("decoder.block.{}.layer.0.SelfAttention.v",                 "decoder.blocks.{}.attention.value"),
-    ("decoder.block.{}.layer.0.SelfAttention.o",                 "decoder.blocks.{}.attention.output"),
-    ("decoder.block.0.layer.0.SelfAttention.relative_attention_bias", "decoder.distance"),
+    ("decoder.embed_tokens",                                     "decoder.embed"),
     ("decoder.block.{}.layer.1.layer_norm",                      "decoder.blocks.{}.cross_norm"),
     ("decoder.block.{}.layer.1.EncDecAttention.q",               "decoder.blocks.{}.cross.query"),
     ("decoder.block.{}.layer.1.EncDecAttention.k",               "decoder.blocks.{}.cross.key"),
@@ -84,8 +74,6 @@ DECODER = (
     ("decoder.block.{}.layer.2.DenseReluDense.wi",               "decoder.blocks.{}.feedforward.up"),
     ("decoder.block.{}.layer.2.DenseReluDense.wi_0",             "decoder.blocks.{}.feedforward.gate"),
     ("decoder.block.{}.layer.2.DenseReluDense.wo",               "decoder.blocks.{}.feedforward.down"),
-    ("decoder.final_layer_norm",                                 "decoder.norm"),
-    ("decoder.embed_tokens",                                     "decoder.embed"),
 )  # fmt: skip
 GATED = (  # takes the place of wi where there is a gate
     ("encoder.block.{}.layer.1.DenseReluDense.wi_1",             "encoder.blocks.{}.feedforward.up"),
@@ -93,94 +81,67 @@ GATED = (  # takes the place of wi where there is a gate
 )  # fmt: skip
 
 
-def _weights(table: tuple[tuple[str, str], ...]) -> tuple[Name, ...]:
-    """The full lines of a table; the encoder of a token classifier, which has no decoder, is our `trunk`."""
-    alone = tuple((hf, ours.replace("encoder.", "trunk.", 1)) for hf, ours in table if ours.startswith("encoder."))
-    return tuple((f"transformer.{hf}.weight", f"{ours}.weight") for hf, ours in (*table, *alone))
+def _table(lines: tuple[tuple[str, str], ...]) -> tuple[Name, ...]:
+    """The lines as files of heads name them; the encoder of a token classifier, which has no decoder, is our `trunk`."""
+    alone = tuple((hf, ours.replace("encoder.", "trunk.", 1)) for hf, ours in lines if ours.startswith("encoder."))
+    return tuple((f"transformer.{hf}", ours) for hf, ours in (*lines, *alone))
 
 
-CLASSIFIER: tuple[Name, ...] = (
-    ("classification_head.dense.weight",                         "head.transform.dense.weight"),
-    ("classification_head.dense.bias",                           "head.transform.dense.bias"),
-    ("classification_head.out_proj.weight",                      "head.output.weight"),
-    ("classification_head.out_proj.bias",                        "head.output.bias"),
-)  # fmt: skip
-
-
-def gated_names(config: HFConfig) -> tuple[Name, ...]:
-    """The lines that replace others if the feed-forward is gated."""
-    return _weights(GATED) if str(config.get("feed_forward_proj", "relu")).startswith("gated-") else ()
-
-
-def spec_from_config(config: HFConfig) -> EncoderDecoderSpec:
-    """The specification of a T5 config; every key is understood or known to change nothing.
-
-    Raises:
-        UserError: naming every key that is unknown or has a value that cannot be.
-    """
-    value, problems = read_t5(config, {**KEYS, **OWN_KEYS})
-    raise_all(problems)
-    scaled = value["scale_decoder_outputs"]
+def _t5(value: HFConfig) -> EncoderDecoderSpec:
+    scaled = value[SCALE]
     # Before there was a key for it, files of version 1.1 were known by their untied head.
-    return t5_spec(value, config, value["tie_word_embeddings"] if scaled is None else scaled)
+    return _spec(value, value["tie_word_embeddings"] if scaled is None else scaled)
 
 
-def read_t5(config: HFConfig, keys: Mapping[str, Key]) -> tuple[HFConfig, list[str]]:
-    """The values of `keys` and all problems, also those between keys."""
-    value, problems = read_keys(config, keys, harmless=HARMLESS, fixed=FIXED, by_hand=DERIVED)
-    if problems:
-        return value, problems
-    activation, gated = feed_forward(value)
+def _spec(value: HFConfig, scaled: bool = False) -> EncoderDecoderSpec:
+    """The specification; `scaled`: logits are multiplied by D ** -0.5."""
+    raise_all(_problems(value))
+    start, end, layers = value["decoder_start_token_id"], value.get("eos_token_id", 1), value["num_decoder_layers"]
+    return EncoderDecoderSpec(
+        encoder=_stack(value, value["num_layers"], decodes=False, scaled=scaled),
+        decoder=_stack(value, value["num_layers"] if layers is None else layers, decodes=True, scaled=scaled),
+        start_token=value["pad_token_id"] if start is None else start,  # as all T5s were trained
+        end_token=end if isinstance(end, int) else None,
+    )
+
+
+def _problems(value: HFConfig) -> Iterator[str]:
+    named, (activation, gated) = value["feed_forward_proj"], _feed_forward(value)
     if activation not in ACTIVATIONS:
-        problems.append(
-            f"config.json: feed_forward_proj {value['feed_forward_proj']!r} is not one of {', '.join(ACTIVATIONS)}, "
-            "perhaps with 'gated-' before it"
-        )
-    problems += [
-        f"config.json: {key} = {config[key]!r} contradicts feed_forward_proj = {value['feed_forward_proj']!r}"
-        for key, said in zip(DERIVED, (activation, gated), strict=True)
-        if config.get(key, said) != said
-    ]
+        known = ", ".join(ACTIVATIONS)
+        yield f"config.json: feed_forward_proj {named!r} is not one of {known}, perhaps with 'gated-' before it"
+    for key, said in zip(DERIVED, (activation, gated), strict=True):
+        if value.get(key, said) != said:
+            yield f"config.json: {key} = {value[key]!r} contradicts feed_forward_proj = {named!r}"
     buckets, far = value["relative_attention_num_buckets"], value["relative_attention_max_distance"]
     if far <= buckets // 2 or buckets % 2:
-        problems.append(
-            f"config.json: relative_attention_num_buckets = {buckets} must be even, and "
-            f"relative_attention_max_distance = {far} more than half of it"
-        )
-    return value, problems
+        wanted = f"must be even, and relative_attention_max_distance = {far} more than half of it"
+        yield f"config.json: relative_attention_num_buckets = {buckets} {wanted}"
 
 
-def feed_forward(value: HFConfig) -> tuple[str, bool]:
-    """Name of the activation, and whether there is a gate."""
+def _feed_forward(value: HFConfig) -> tuple[str, bool]:
+    """Name of the activation, and True where there is a gate."""
     name = value["feed_forward_proj"]
     if name == "gated-gelu":
         return "gelu_new", True  # the one name that means another function
     return name.removeprefix("gated-"), name.startswith("gated-")
 
 
-def t5_spec(value: HFConfig, config: HFConfig, scaled: bool) -> EncoderDecoderSpec:
-    """The specification; `scaled`: logits are multiplied by D ** -0.5."""
-    start, end = value["decoder_start_token_id"], config.get("eos_token_id", 1)
-    decoder_layers = value["num_decoder_layers"]
-    return EncoderDecoderSpec(
-        encoder=_stack(value, value["num_layers"], decodes=False, scaled=scaled),
-        decoder=_stack(
-            value, value["num_layers"] if decoder_layers is None else decoder_layers, decodes=True, scaled=scaled
-        ),
-        start_token=value["pad_token_id"] if start is None else start,  # as all T5s were trained
-        end_token=end if isinstance(end, int) else None,
-    )
-
-
 def _stack(value: HFConfig, layers: int, *, decodes: bool, scaled: bool) -> TransformerSpec:
     norm, width, dropout = RMSNormSpec(value["layer_norm_epsilon"]), value["d_model"], value["dropout_rate"]
-    factor = value["initializer_factor"]
+    heads, factor = value["num_heads"], value["initializer_factor"]
+    cross = AttentionSpec(heads, heads, value["d_kv"], 1.0, False, False, dropout, causal=False)
+    buckets = RelativeBiasSpec(value["relative_attention_num_buckets"], value["relative_attention_max_distance"])
+    activation, gated = _feed_forward(value)
+    feedforward = (GatedFeedForwardSpec if gated else PlainFeedForwardSpec)(
+        value["d_ff"], activation, bias=False, dropout=dropout
+    )
     block = BlockSpec(
-        attention=_attention(value, causal=decodes, position_bias=_position_bias(value)),
-        feedforward=_feedforward(value),
+        attention=replace(cross, causal=decodes, position_bias=buckets),
+        feedforward=feedforward,
         norm=norm,
         dropout=dropout,
-        cross=_attention(value, causal=False) if decodes else None,
+        cross=cross if decodes else None,
     )
     return TransformerSpec(
         vocabulary=value["vocab_size"],
@@ -196,85 +157,64 @@ def _stack(value: HFConfig, layers: int, *, decodes: bool, scaled: bool) -> Tran
     )
 
 
-def _position_bias(value: HFConfig) -> RelativeBiasSpec:
-    return RelativeBiasSpec(value["relative_attention_num_buckets"], value["relative_attention_max_distance"])
+def sequence_head(value: HFConfig, default_labels: int = 2) -> ClassificationHeadSpec:
+    """A hidden layer and a linear one on what the decoder says at the end token; BART has the same."""
+    transform, dropout = TransformSpec(value["d_model"], "tanh", True), value["classifier_dropout"]
+    labels = num_labels(value, default_labels)
+    return ClassificationHeadSpec(labels, transform, dropout=dropout, input_dropout=dropout, pooling="last")
 
 
-def _attention(value: HFConfig, *, causal: bool, position_bias: RelativeBiasSpec | None = None) -> AttentionSpec:
-    heads = value["num_heads"]
-    return AttentionSpec(
-        heads,
-        heads,
-        value["d_kv"],
-        1.0,
-        False,
-        False,
-        value["dropout_rate"],
-        causal=causal,
-        position_bias=position_bias,
-    )
-
-
-def _feedforward(value: HFConfig) -> PlainFeedForwardSpec | GatedFeedForwardSpec:
-    activation, gated = feed_forward(value)
-    part = GatedFeedForwardSpec if gated else PlainFeedForwardSpec
-    return part(value["d_ff"], activation, bias=False, dropout=value["dropout_rate"])
+SEQUENCE = (("classification_head.dense", "head.transform.dense"), ("classification_head.out_proj", "head.output"))
 
 
 def _own_head(config: HFConfig, tensors: Mapping[str, StoredTensor]) -> HFConfig:
-    """The config of a file, with an untied head if the file has one."""
-    if not head_differs(tensors):
-        return config
-    scaled = config.get("scale_decoder_outputs", config.get("tie_word_embeddings", True))
-    return config | {"tie_word_embeddings": False, "scale_decoder_outputs": scaled}
-
-
-def head_differs(tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether a file has a head that differs from its token table; configs saved by transformers 5 do not tell."""
+    """The config of a file, with an untied head where that differs from the token table; transformers 5 does not say so."""
     head, table = tensors.get("lm_head.weight"), tensors.get("shared.weight")
-    return head is not None and table is not None and not torch.equal(head.read(), table.read())
+    if head is None or table is None or torch.equal(head.read(), table.read()):
+        return config
+    untied = config | {"tie_word_embeddings": False}
+    if config["model_type"] == "mt5":
+        return untied
+    return {SCALE: config.get("tie_word_embeddings", True)} | untied
 
 
-def sequence_head(config: HFConfig) -> ClassificationHeadSpec:
-    """A hidden layer and a linear one on what the decoder says at the end token."""
-    transform, dropout = TransformSpec(config.get("d_model", 512), "tanh", True), config.get("classifier_dropout", 0.0)
-    return ClassificationHeadSpec(num_labels(config), transform, dropout=dropout, input_dropout=dropout, pooling="last")
+def _family(name: str, stem: str, **more: Any) -> Family:
+    """T5 or mT5, whose classes of transformers begin with `stem`; `more` as in `Family`."""
+    return Family(
+        name=name,
+        names=_table((*GATED, *LINES)),
+        trunk_prefix="transformer.",
+        tasks={
+            "language": Task(f"{stem}ForConditionalGeneration", (("lm_head.weight", "head.weight"),), trunk_prefix=""),
+            "sequence": Task(f"{stem}ForSequenceClassification", SEQUENCE, sequence_head),
+            "tokens": Task(
+                f"{stem}ForTokenClassification",
+                CLASSIFIER,
+                token_head("classifier_dropout"),
+                unused=(r"transformer\.decoder\..*",),
+            ),
+            "span": Task(f"{stem}ForQuestionAnswering", SPAN, span_head(), trunk_prefix=""),
+        },
+        by_hand=DERIVED,
+        # Documents may be longer than the `n_positions` of pretraining.
+        harmless=("gradient_checkpointing", "n_positions", "output_past"),
+        # A classifier of tokens has the encoder alone, and its files say so.
+        fixed={"is_encoder_decoder": (True, False), "is_decoder": (False,)},
+        # a bias in older files that never acted
+        ignored_tensors=(
+            r"(transformer\.)?decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",
+        ),
+        # Each stack's file name for the shared table, in older files.
+        tied_copies=tuple(
+            (f"{prefix}encoder.embed_tokens.weight", f"{prefix}shared.weight") for prefix in ("", "transformer.")
+        ),
+        names_from_config=lambda value: _table(GATED) if _feed_forward(value)[1] else (),
+        config_from_tensors=_own_head,
+        new_model_config={"dropout_rate": 0.0, "is_encoder_decoder": True, "decoder_start_token_id": 0},
+        **more,
+    )
 
 
-def token_head(config: HFConfig) -> ClassificationHeadSpec:
-    """A linear layer on every token of the encoder."""
-    return ClassificationHeadSpec(num_labels(config), dropout=config.get("classifier_dropout", 0.0))
-
-
-def t5_tasks(stem: str) -> dict[str, Task]:
-    """The tasks of a family whose classes are named `stem`ForConditionalGeneration and so on."""
-    tokens = (("classifier.weight", "head.output.weight"), ("classifier.bias", "head.output.bias"))
-    span = (("qa_outputs.weight", "head.output.weight"), ("qa_outputs.bias", "head.output.bias"))
-    return {
-        "language": Task(f"{stem}ForConditionalGeneration", (("lm_head.weight", "head.weight"),), trunk_prefix=""),
-        "sequence": Task(f"{stem}ForSequenceClassification", CLASSIFIER, sequence_head),
-        "tokens": Task(f"{stem}ForTokenClassification", tokens, token_head, other_heads=(r"transformer\.decoder\..*",)),
-        "span": Task(f"{stem}ForQuestionAnswering", span, span_head, trunk_prefix=""),
-    }
-
-
-T5_NAMES = (*_weights(GATED), *_weights((*ENCODER, *DECODER)))
-# Each stack's file name for the shared table, in older files; and a bias that never acted.
-T5_TIED_COPIES = tuple(
-    (f"{prefix}encoder.embed_tokens.weight", f"{prefix}shared.weight") for prefix in ("", "transformer.")
-)
-T5_IGNORED_TENSORS = (r"(transformer\.)?decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight",)
-T5_NEW_MODEL_CONFIG = {"dropout_rate": 0.0, "is_encoder_decoder": True, "decoder_start_token_id": 0}
-
-T5 = Family(
-    name="t5",
-    spec_from_config=spec_from_config,
-    names=T5_NAMES,
-    trunk_prefix="transformer.",
-    tasks=t5_tasks("T5"),
-    ignored_tensors=T5_IGNORED_TENSORS,
-    tied_copies=T5_TIED_COPIES,
-    names_from_config=gated_names,
-    new_model_config=T5_NEW_MODEL_CONFIG,
-    config_from_tensors=_own_head,
-)
+DEFAULTS = {"tie_word_embeddings": True, "decoder_start_token_id": None}
+T5 = _family("t5", "T5", spec=_t5, keys=(*KEYS, SCALE), defaults={**DEFAULTS, SCALE: None})
+MT5 = _family("mt5", "MT5", spec=_spec, keys=KEYS, defaults=DEFAULTS)

@@ -22,8 +22,7 @@ from alignment.models.families.family import Family
 from alignment.models.heads import score_labels
 from alignment.models.huggingface.generation_config import read_generation_config, write_generation_config
 from alignment.models.huggingface.legacy_names import (
-    drop_all_heads,
-    drop_other_heads,
+    drop_heads,
     drop_tied_copy,
     in_trunk,
     rename_legacy_keys,
@@ -125,7 +124,8 @@ def load_pretrained(
     locations = hf_locations(model)
     needed = {location.name for location in locations.values()}
     tensors = rename_legacy_keys(tensors, family, task, needed)
-    tensors = (drop_all_heads if new_head else drop_other_heads)(tensors, family, task, locations)
+    if new_head:
+        tensors = drop_heads(tensors, family, task, locations)
     aliases = _aliases(model)
     for alias, original in aliases.items():
         copy = locations.pop(alias)
@@ -258,7 +258,7 @@ def hf_locations(model: NativeModel) -> dict[str, HFLocation]:
         base = empty_model(model.config, model.task)
     shapes = {name: parameter.shape for name, parameter in base.state_dict().items()}
     prefix, usual = family.prefix(model.task), family.trunk_prefix
-    lines = (*family.names, *family.names_from_config(model.config))
+    lines = (*family.names, *family.names_from_config(family.values(model.config)))
     trunk = ((prefix + hf.removeprefix(usual) if hf.startswith(usual) else hf, ours) for hf, ours in lines)
     return map_weights(shapes, (*trunk, *family.tasks[model.task].names), family, base.spec)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from alignment.errors import UserError
-from alignment.models.families.family import Family
+from alignment.models.families.family import Family, tensor_names
 from alignment.models.huggingface.weight_map import HFLocation, pattern_of
 from alignment.models.safetensors_files import StoredTensor
 
@@ -25,11 +25,12 @@ def rename_legacy_keys(
         task: whose trunk prefix the names get.
         needed: names of tensors that the model needs; they are kept also where the family ignores them.
     """
+    ignored = (*family.ignored_tensors, *family.tasks[task].unused)
     present = {_present_name(name, family): tensor for name, tensor in tensors.items()}
     return {
         name: tensor
         for name, tensor in _with_trunk_prefix(present, family, task).items()
-        if name in needed or not any(re.fullmatch(pattern, name) for pattern in family.ignored_tensors)
+        if name in needed or not _matches(name, ignored)
     }
 
 
@@ -47,7 +48,8 @@ def _with_trunk_prefix(tensors: dict[str, StoredTensor], family: Family, task: s
     if used == wanted:
         return tensors
     # The tables of the heads are searched too: part of a head may be in the trunk, as BERT's pooler is.
-    lines = (*family.names, *family.tied_copies, *(line for other in family.tasks.values() for line in other.names))
+    heads = (line for other in family.tasks.values() for line in other.names)
+    lines = (*tensor_names((*family.names, *heads)), *family.tied_copies)
     trunk = {pattern_of(hf) for hf, _ in lines if hf.startswith(family.trunk_prefix)}
     without_prefix = {name: name.removeprefix(used) for name in tensors}
     return {
@@ -58,36 +60,24 @@ def _with_trunk_prefix(tensors: dict[str, StoredTensor], family: Family, task: s
     }
 
 
-def drop_other_heads(
-    tensors: dict[str, StoredTensor], family: Family, task: str, locations: Mapping[str, HFLocation]
-) -> dict[str, StoredTensor]:
-    """A file's tensors without the heads of other tasks that may lie beside the head of `task`."""
-    needed = {location.name for location in locations.values()}
-    return _without(tensors, needed, set(), family.tasks[task].other_heads)
-
-
-def drop_all_heads(
+def drop_heads(
     tensors: dict[str, StoredTensor], family: Family, task: str, locations: Mapping[str, HFLocation]
 ) -> dict[str, StoredTensor]:
     """A file's tensors without any head, for a model of `task` with a new one; what the new head starts from stays."""
     needed = {location.name for location in locations.values()}
-    heads = {pattern_of(hf) for other in family.tasks.values() for hf, _ in other.names}
+    kept = {location.name for name, location in locations.items() if in_trunk(name)}
+    kept |= set(family.tasks[task].kept_by_new_head)
+    heads = {pattern_of(hf) for other in family.tasks.values() for hf, _ in tensor_names(other.names)}
     heads |= {pattern_of(copy) for copy, original in family.tied_copies if original not in needed}
-    others = tuple(pattern for other in family.tasks.values() for pattern in other.other_heads)
-    trunk = {location.name for name, location in locations.items() if in_trunk(name)}
-    return _without(tensors, trunk | set(family.tasks[task].kept_by_new_head), heads, others)
-
-
-def _without(
-    tensors: dict[str, StoredTensor], needed: set[str], heads: set[str], patterns: tuple[str, ...]
-) -> dict[str, StoredTensor]:
-    """The tensors that are needed, and those that neither `heads` (name patterns) nor `patterns` (regular) name."""
     return {
         name: tensor
         for name, tensor in tensors.items()
-        if name in needed
-        or (pattern_of(name) not in heads and not any(re.fullmatch(pattern, name) for pattern in patterns))
+        if name in kept or not (pattern_of(name) in heads or _matches(name, family.ignored_tensors))
     }
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(re.fullmatch(pattern, name) for pattern in patterns)
 
 
 def drop_tied_copy(tensors: dict[str, StoredTensor], name: str, original: str, directory: Path) -> None:

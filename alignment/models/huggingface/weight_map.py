@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from alignment.models.encoder_decoder import EncoderDecoderSpec
-from alignment.models.families.family import Family, Name
+from alignment.models.families.family import Family, Name, tensor_names
+from alignment.models.layers import AttentionSpec
 from alignment.models.transformer import TransformerSpec
 
 
@@ -49,10 +50,12 @@ def map_weights(
         ValueError: the table lacks a parameter.
     """
     by_ours = {}
-    for hf, ours in table:
+    for hf, ours in tensor_names(table):
         parts = (ours,) if isinstance(ours, str) else ours
         for part, name in enumerate(parts):
             by_ours[name] = (hf, part, parts)
+    attention = spec.blocks[0].attention if isinstance(spec, TransformerSpec) else None
+    key_heads = attention.key_value_heads if isinstance(attention, AttentionSpec) else 1
     locations = {}
     for name in shapes:
         if pattern_of(name) not in by_ours:
@@ -60,7 +63,7 @@ def map_weights(
         hf, part, parts = by_ours[pattern_of(name)]
         numbers = [piece for piece in name.split(".") if piece.isdigit()]
         rows = tuple(shapes[other.format(*numbers)][0] for other in parts)
-        groups = next((count(spec) for end, count in family.interleaved.items() if hf.endswith(end)), 1)
+        groups = key_heads if hf.endswith(family.interleaved) else 1
         locations[name] = HFLocation(hf.format(*numbers), part, rows, hf.endswith(family.transposed), groups)
     return locations
 
