@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import KW_ONLY, MISSING, fields, is_dataclass
 from types import MethodType
 from typing import Annotated, Any, ClassVar, NamedTuple, cast, get_args, get_type_hints
 
@@ -140,7 +140,8 @@ def _out_of_range(settings: Settings) -> Iterator[tuple[str, str]]:
 @functools.cache
 def _parts_of_types(cls: type) -> dict[str, list[object]]:
     """Name of a field -> the types, limits and options that its type is made of."""
-    return {name: list(_parts(hint)) for name, hint in get_type_hints(cls, include_extras=True).items()}
+    hints = get_type_hints(cls, include_extras=True)
+    return {name: list(_parts(hint)) for name, hint in hints.items() if hint is not KW_ONLY}
 
 
 def _parts(hint: object) -> Iterator[object]:
