@@ -29,7 +29,7 @@ from alignment.cli import main
 from alignment.commands import serve as serving
 from alignment.data.text.chat import prompt_ids
 from alignment.generation.engine import DecodingEngine
-from alignment.generation.kept_documents import common_prefix_length
+from alignment.generation.filling import common_prefix_length
 from alignment.generation.requests import DecodingRequest, TokenEvent
 from alignment.serving.app import ServedModel, build_app, without_port
 from alignment.serving.model_thread import ModelThread, ServingError
