@@ -231,8 +231,8 @@ def _load_start(
     if adapter is None and not is_adapter(directory):
         return _checked(Policy(reader.own(directory, device=start_device()), tokenizer, source=source))
     from alignment.adapters.attach import attach, merge_adapter
-    from alignment.adapters.peft_files import load_adapter, read_spec
     from alignment.adapters.lora import can_stack, keep_as_start
+    from alignment.adapters.peft_files import load_adapter, read_spec
 
     if adapter is not None and not is_adapter(directory):
         model, (base, revision) = reader.frozen(directory, device=device), _name_and_revision(source, directory)
