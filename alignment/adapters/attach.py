@@ -7,11 +7,11 @@ from torch import Tensor, nn
 
 from alignment.adapters.bottleneck import BottleneckKind
 from alignment.adapters.extras import changed, plain_name, replace_extras
-from alignment.adapters.ia3 import IA3
+from alignment.adapters.ia3 import IA3Kind
 from alignment.adapters.layer_names import AnyModel
-from alignment.adapters.lora import LoRA
+from alignment.adapters.lora import LoRAKind
 from alignment.adapters.specs import AdapterSpec, PromptSpec
-from alignment.adapters.virtual_tokens import Prefix, Prompt
+from alignment.adapters.virtual_tokens import PrefixKind, PromptKind
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.models.classifiers import ScalarModel
@@ -20,10 +20,10 @@ from alignment.models.native_model import NativeModel
 from alignment.models.quantization import quantization_of
 
 Loaded = TypeVar("Loaded", bound=NativeModel | ExternalModel)
-Kind = LoRA | IA3 | Prefix | Prompt | BottleneckKind
-_lora = LoRA()
+Kind = LoRAKind | IA3Kind | PrefixKind | PromptKind | BottleneckKind
+_lora, _ia3 = LoRAKind(), IA3Kind()
 KINDS: dict[str, Kind] = {
-    "lora": _lora, "dora": _lora, "ia3": IA3(), "prefix": Prefix(), "prompt": Prompt(), "bottleneck": BottleneckKind(),
+    "lora": _lora, "dora": _lora, "ia3": _ia3, "prefix": PrefixKind(), "prompt": PromptKind(), "bottleneck": BottleneckKind(),
 }  # fmt: skip
 
 
@@ -70,7 +70,7 @@ def merge_adapter(model: Loaded) -> Loaded:
             "without quantization, or merge with `alignment export`"
         )
     for kind in kinds_attached(model):
-        if not isinstance(kind, LoRA | IA3):
+        if not isinstance(kind, LoRAKind | IA3Kind):
             raise UserError(kind.unmergeable)
         kind.merge(model)
     return model.requires_grad_(True)
@@ -83,7 +83,7 @@ def merged_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
         model: a model with or without such an adapter.
         state: its state dict; whole tensors where the model is sharded.
     """
-    kinds = (_lora, IA3())
+    kinds = (_lora, _ia3)
     plain = {plain_name(name): value for name, value in state.items() if not any(kind.holds(name) for kind in kinds)}
     for kind in kinds:
         kind.put_into(model, state, plain)

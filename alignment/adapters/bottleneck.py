@@ -148,7 +148,7 @@ class BottleneckKind:
     """Bottleneck adapters, and their files.
 
     Attributes:
-        peft_type, unmergeable, before_head: as for `VirtualTokens`.
+        peft_type, unmergeable, before_head: as for `VirtualTokensKind`.
     """
 
     peft_type, before_head = "BOTTLENECK", BEFORE
@@ -202,7 +202,7 @@ class BottleneckKind:
     def from_file(
         self, model: AnyModel, spec: BottleneckSpec, tensors: State, directory: Path
     ) -> dict[str, Tensor | None]:
-        """Attach the adapters, take their tensors out of those of a file and return them by our names; None: missing."""
+        """Attach the adapters, take their tensors from a file's and return them by our names; None: missing."""
         sites = bottleneck_sites(model, spec)
         check_size(directory, sum(2 * width * spec.inner_width(width) for width in sites.values()), tensors)
         self.attach(model, spec)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,7 @@ OPTIONS = {  # of peft's config, for every kind
 
 Change = tuple[object, str, object]  # an object, the name of its attribute, a value
 State = dict[str, Tensor]
+Spec = TypeVar("Spec")
 
 
 @contextmanager
@@ -115,12 +116,12 @@ def token_rows(model: nn.Module) -> TokenRows | None:
     return cast(TokenRows | None, getattr(model, "token_rows", None))
 
 
-def _embedding(model: Any) -> nn.Embedding:
+def _embedding(model: nn.Module) -> nn.Embedding:
     """The token embedding."""
     if isinstance(model, ExternalModel):
         return cast(nn.Embedding, model.inner.get_input_embeddings())
     trunk = getattr(model, "trunk", None)
-    return (model.encoder if trunk is None else trunk).embed
+    return cast(nn.Embedding, (model.get_submodule("encoder") if trunk is None else trunk).embed)
 
 
 def _train_rows(model: AnyModel, tokens: tuple[int, ...]) -> None:
@@ -291,23 +292,23 @@ def extras_from_file(model: nn.Module, tensors: State) -> dict[str, Tensor | Non
         found[ROWS] = tensors.pop(f"{BEFORE}{_embedding_in_file(cast(AnyModel, model))}{ROWS_IN_FILE}", None)
     copies = [name for name in model.state_dict() if COPY in name]
     locations = _locations(cast(AnyModel, model)) if copies else {}
-    places = {name: locations[name.replace(COPY, ".")] for name in copies}
-    for name, location in places.items():
+    in_file = {name: locations[name.replace(COPY, ".")] for name in copies}
+    for name, location in in_file.items():
         tensor = tensors.get(f"{BEFORE}{location.name}")
         found[name] = None if tensor is None else cut(tensor, location).clone()
-    for location in places.values():
+    for location in in_file.values():
         tensors.pop(f"{BEFORE}{location.name}", None)
     return found
 
 
-def modules_of_file(config: Mapping[str, Any], tensors: State) -> tuple[str, ...]:
+def modules_of_file(config: Mapping[str, object], tensors: State) -> tuple[str, ...]:
     """The modules in `modules_to_save` of a file that another program wrote, but for the head of a reward model.
 
     Args:
         config: content of adapter_config.json.
         tensors: the tensors of the file; a module that it does not hold was not there either when it was written.
     """
-    named = tuple(f".{name}" for name in config.get("modules_to_save") or [])
+    named = tuple(f".{name}" for name in cast("list[str]", config.get("modules_to_save") or []))
     held = {name.removeprefix(BEFORE).rpartition(".")[0] for name in tensors}
     return tuple(each for each in sorted(held - {"score", "classifier"}) if f".{each}".endswith(named))
 
@@ -359,7 +360,9 @@ class InjectedKind:
         _merge_extras(model)
         model.requires_grad_(True)
 
-    def read_options(self, spec: Any, own: Mapping[str, Any], config: Mapping[str, Any], directory: Path) -> Any:
+    def read_options(
+        self, spec: type[Spec], own: Mapping[str, object], config: Mapping[str, object], directory: Path
+    ) -> Spec:
         """The settings in a directory: ours where we wrote it, else `own`, without its layers.
 
         Args:
@@ -381,7 +384,7 @@ class InjectedKind:
         """The options of peft's config with their defaults."""
         raise NotImplementedError
 
-    def _unsupported(self, config: Mapping[str, Any]) -> Iterator[str]:
+    def _unsupported(self, config: Mapping[str, object]) -> Iterator[str]:
         """One message per option of an adapter_config.json that would change the result and is not supported."""
         defaults = self.config_defaults()
         for key, value in config.items():

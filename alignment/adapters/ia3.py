@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 DEFAULT = "default"
 
 
-class IA3(InjectedKind):
+class IA3Kind(InjectedKind):
     """(IA)^3."""
 
     peft_type, weights = "IA3", ".ia3_l."
@@ -110,7 +110,7 @@ class IA3(InjectedKind):
         )
         return tensors, config
 
-    def read_spec(self, config: Mapping[str, Any], directory: Path) -> IA3Spec:
+    def read_spec(self, config: Mapping[str, object], directory: Path) -> IA3Spec:
         """The settings of an adapter_config.json; in a file that another program wrote, without its layers.
 
         Raises:
@@ -125,7 +125,7 @@ class IA3(InjectedKind):
         return vars(IA3Config())
 
     def from_file(self, model: nn.Module, spec: IA3Spec, tensors: State, directory: Path) -> dict[str, Tensor | None]:
-        """Attach an (IA)^3, take its tensors out of those of a file and return them by our names; None: missing."""
+        """Attach an (IA)^3, take its tensors from a file's and return them by our names; None: missing."""
         if not (directory / SPEC).is_file():
             spec = _layers_of_file(tensors, file_layers(model), directory)
             spec = replace(spec, modules_to_save=modules_of_file(read_json_object(directory / CONFIG), tensors))

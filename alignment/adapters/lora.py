@@ -175,7 +175,7 @@ def activate_loras(model: nn.Module) -> None:
         # peft's own switch also changes requires_grad, which sharded optimizers must not see later.
         layer._active_adapter = [name for name in (START, DEFAULT, INITIAL) if name in layer.lora_A]
         for name, parameter in cast(nn.Module, layer).named_parameters():
-            if LoRA.weights in f".{name}":
+            if LoRAKind.weights in f".{name}":
                 parameter.requires_grad_(f".{DEFAULT}." in f".{name}")
 
 
@@ -295,7 +295,7 @@ def spec_of(model: nn.Module, updates: Mapping[str, LowRankUpdate]) -> LoRASpec 
 # The kind and its files
 
 
-class LoRA(InjectedKind):
+class LoRAKind(InjectedKind):
     """LoRA and DoRA, which for peft is an option of LoRA."""
 
     peft_type, weights = "LORA", ".lora_"
@@ -363,7 +363,7 @@ class LoRA(InjectedKind):
         )
         return tensors, config
 
-    def read_spec(self, config: Mapping[str, Any], directory: Path) -> LoRASpec | DoRASpec:
+    def read_spec(self, config: Mapping[str, object], directory: Path) -> LoRASpec | DoRASpec:
         """The settings of an adapter_config.json; in a file that another program wrote, without its layers.
 
         Raises:
@@ -397,7 +397,7 @@ class LoRA(InjectedKind):
 
         return vars(LoraConfig())
 
-    def _unsupported(self, config: Mapping[str, Any]) -> Iterator[str]:
+    def _unsupported(self, config: Mapping[str, object]) -> Iterator[str]:
         init = config.get("init_lora_weights", True)
         if init not in UNCHANGED_BASE:
             yield f"init_lora_weights = {init!r} belongs to changed base weights; convert it to plain LoRA with peft first"
@@ -406,7 +406,7 @@ class LoRA(InjectedKind):
     def from_file(
         self, model: nn.Module, spec: LowRankSpec, tensors: State, directory: Path
     ) -> dict[str, Tensor | None]:
-        """Attach a LoRA or DoRA, take its tensors out of those of a file and return them by our names; None: missing."""
+        """Attach a LoRA or DoRA, take its tensors from a file's and return them by our names; None: missing."""
         ours = (directory / SPEC).is_file()
         if not ours:
             spec = _with_layers_of_file(spec, tensors, file_layers(model), directory)

@@ -8,7 +8,7 @@ front of its source. Encoder classifiers that read a document's first vector rea
 from collections.abc import Mapping
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,40 +33,40 @@ if TYPE_CHECKING:
 NO_PREFIX_IN_TRANSFORMERS = ("albert", "distilbert", "modernbert")  # encoders
 
 
-class VirtualTokens:
+class VirtualTokensKind:
     """The common part of prefixes and soft prompts.
 
     Attributes:
         spec: class of the settings.
-        place: the model's attribute that holds the virtual tokens; PLACE_enabled switches them.
+        attribute: of the model, which holds the virtual tokens; ATTRIBUTE_enabled switches them.
         leaf: name of their weights in it, as a file has them.
         unmergeable: why they cannot be put into the weights.
         before_head: precedes `score.weight` in the file of a scalar model's adapter.
     """
 
-    spec: ClassVar[Any]
-    place: ClassVar[str]
+    spec: ClassVar[type[PrefixSpec | PromptSpec]]
+    attribute: ClassVar[str]
     leaf: ClassVar[str]
     unmergeable = "virtual tokens are no change of weights and cannot be merged; keep them as an adapter directory"
     before_head = "base_model."
 
     def is_attached(self, model: nn.Module) -> bool:
         """True where a model has such an adapter."""
-        return getattr(model, self.place, None) is not None
+        return getattr(model, self.attribute, None) is not None
 
     def changes_when_off(self, model: nn.Module) -> list[Change]:
         """The attribute that switches the virtual tokens off, and its value then."""
-        return [(model, f"{self.place}_enabled", False)]
+        return [(model, f"{self.attribute}_enabled", False)]
 
     def holds(self, name: str) -> bool:
         """True for names of the model's state dict that are weights of the adapter."""
-        return name.startswith(f"{self.place}.")
+        return name.startswith(f"{self.attribute}.")
 
     def own_settings(self, model: nn.Module, state: State) -> dict[str, object]:
         """The settings that peft's config does not hold: none."""
         return {}
 
-    def read_spec(self, config: Mapping[str, Any], directory: Path) -> Any:
+    def read_spec(self, config: Mapping[str, object], directory: Path) -> PrefixSpec | PromptSpec:
         """The settings of an adapter_config.json; how a soft prompt began is not kept."""
         return build_spec(self.spec, {"tokens": config.get("num_virtual_tokens")}, f"{directory}/{CONFIG}")
 
@@ -74,21 +74,23 @@ class VirtualTokens:
         """Trained numbers of one virtual token."""
         raise NotImplementedError
 
-    def attach(self, model: AnyModel, spec: Any) -> None:
+    def attach(self, model: AnyModel, spec: PrefixSpec | PromptSpec) -> None:
         """Freeze the model and attach new virtual tokens."""
         raise NotImplementedError
 
-    def of_file(self, model: AnyModel, vectors: Tensor, spec: Any, directory: Path) -> Tensor:
+    def of_file(self, model: AnyModel, vectors: Tensor, directory: Path) -> Tensor:
         """Our weights from a file's prompt_embeddings, [P, numbers of a token]."""
         raise NotImplementedError
 
-    def from_file(self, model: AnyModel, spec: Any, tensors: State, directory: Path) -> dict[str, Tensor | None]:
-        """Attach virtual tokens, take their tensor out of those of a file and return it by our name; None: missing."""
+    def from_file(
+        self, model: AnyModel, spec: PrefixSpec | PromptSpec, tensors: State, directory: Path
+    ) -> dict[str, Tensor | None]:
+        """Attach virtual tokens, take their tensor from a file's and return it by our name; None: missing."""
         check_size(directory, spec.tokens * self.numbers_per_token(model), tensors)
         self.attach(model, spec)
         vectors = tensors.pop("prompt_embeddings", None)
-        found = None if vectors is None else self.of_file(model, vectors, spec, directory)
-        return {f"{self.place}.{self.leaf}": found}
+        found = None if vectors is None else self.of_file(model, vectors, directory)
+        return {f"{self.attribute}.{self.leaf}": found}
 
 
 # Prefixes
@@ -176,24 +178,24 @@ def _external_shapes(model: ExternalModel) -> list[tuple[int, int]]:
     return [(x.shape[1], x.shape[3]) for x in keys if isinstance(x, Tensor)]
 
 
-class Prefix(VirtualTokens):
+class PrefixKind(VirtualTokensKind):
     """Prefix tuning.
 
     peft gives layer l of an encoder-decoder's decoder the slot 2 l of the file, modulo the number of slots. Our files
     have twice as many slots as layers there, the odd ones of zeros, so that every layer has a slot of its own.
     """
 
-    peft_type, spec, place, leaf = "PREFIX_TUNING", PrefixSpec, "prefix", "encoder.embedding.weight"
+    peft_type, spec, attribute, leaf = "PREFIX_TUNING", PrefixSpec, "prefix", "encoder.embedding.weight"
 
     def numbers_per_token(self, model: AnyModel) -> int:
         """Keys and values of all layers."""
         return 2 * prod(prefix_dimensions(model))
 
-    def attach(self, model: AnyModel, spec: PrefixSpec) -> None:
+    def attach(self, model: AnyModel, spec: PrefixSpec | PromptSpec) -> None:
         """Freeze the model and attach a new prefix."""
         dimensions = prefix_dimensions(model)
         model.requires_grad_(False)
-        model.prefix = PrefixAdapter(spec, *dimensions).to(next(model.parameters()).device)
+        model.prefix = PrefixAdapter(cast(PrefixSpec, spec), *dimensions).to(next(model.parameters()).device)
 
     def to_file(self, model: AnyModel, state: State) -> "tuple[State, PrefixTuningConfig]":
         """Tensors and config in peft's format, without the score head of a scalar model and the name of the base."""
@@ -212,7 +214,7 @@ class Prefix(VirtualTokens):
         config = peft_config(stored, 2 * layers, heads, head_dim, submodules=2)
         return {"prompt_embeddings": slots.flatten(1)}, config
 
-    def of_file(self, model: AnyModel, vectors: Tensor, spec: PrefixSpec, directory: Path) -> Tensor:
+    def of_file(self, model: AnyModel, vectors: Tensor, directory: Path) -> Tensor:
         """The slots that peft gives the layers of the model."""
         if not _is_encoder_decoder(model):
             return vectors
@@ -252,10 +254,10 @@ class SoftPrompt(nn.Module):
         return self.embedding(self.tokens)
 
 
-class Prompt(VirtualTokens):
+class PromptKind(VirtualTokensKind):
     """Prompt tuning."""
 
-    peft_type, spec, place, leaf = "PROMPT_TUNING", PromptSpec, "soft_prompt", "embedding.weight"
+    peft_type, spec, attribute, leaf = "PROMPT_TUNING", PromptSpec, "soft_prompt", "embedding.weight"
 
     def numbers_per_token(self, model: AnyModel) -> int:
         """Width of a token's vector, E.
@@ -274,7 +276,7 @@ class Prompt(VirtualTokens):
         token = torch.zeros(1, dtype=torch.long, device=next(model.parameters()).device)
         return _token_vectors(model, token).shape[-1]
 
-    def attach(self, model: AnyModel, spec: PromptSpec, tokenizer: Tokenizer | None = None) -> None:
+    def attach(self, model: AnyModel, spec: PrefixSpec | PromptSpec, tokenizer: Tokenizer | None = None) -> None:
         """Freeze the model and attach a new soft prompt.
 
         Args:
@@ -283,6 +285,7 @@ class Prompt(VirtualTokens):
         Raises:
             UserError: the model does not take vectors in place of tokens, or there is no tokenizer for the text.
         """
+        assert isinstance(spec, PromptSpec)
         device = next(model.parameters()).device
         prompt = SoftPrompt(spec, self.numbers_per_token(model)).to(device)
         if spec.init != "random" and not prompt.embedding.weight.is_meta:  # sizes alone are wanted there
@@ -305,10 +308,12 @@ class Prompt(VirtualTokens):
         )
         return {"prompt_embeddings": vectors}, config
 
-    def of_file(self, model: AnyModel, vectors: Tensor, spec: PromptSpec, directory: Path) -> Tensor:
-        """The vectors; peft draws as many for the decoder of an encoder-decoder, and leaves them unused."""
+    def of_file(self, model: AnyModel, vectors: Tensor, directory: Path) -> Tensor:
+        """The vectors; peft makes as many for the decoder of an encoder-decoder, and leaves them unused."""
         two_stacks = isinstance(model, Seq2SeqModel | Seq2SeqClassifier | ExternalSeq2SeqModel)
-        return vectors[: spec.tokens] if two_stacks and len(vectors) == 2 * spec.tokens else vectors
+        assert isinstance(model.soft_prompt, SoftPrompt)
+        tokens = model.soft_prompt.spec.tokens
+        return vectors[:tokens] if two_stacks and len(vectors) == 2 * tokens else vectors
 
 
 def _initial_tokens(spec: PromptSpec, vocabulary: int, tokenizer: Tokenizer | None) -> Tensor:

@@ -17,7 +17,7 @@ from torch import Tensor
 from alignment.generation.decode import Responses
 from alignment.generation.logits_processors import TokenHistory, discourage_repetition
 from alignment.generation.requests import ROOM_FOR_LEAST, NewTokens, check_failed
-from alignment.models.protocols import GenerativeModel
+from alignment.models.protocols import DecodingCache, GenerativeModel
 from alignment.ragged import Ragged, Seq2Seq
 from alignment.settings import NonNegativeInt, PositiveFloat, PositiveInt, Rule, Settings
 
@@ -169,15 +169,7 @@ def _search_group(
     device = next(model.parameters()).device
     steps, count, beams = config.max_new_tokens, len(prompts), config.num_beams
     stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
-    continued = prompts if start_token is None else [[start_token]] * count
-    history, longest = TokenHistory(device), max(map(len, continued)) + steps
-    history.reserve(count, longest)
-    for row, document in enumerate(continued):
-        history.put(row, document)
-    batch = Ragged.build(prompts)
-    batch = batch if start_token is None else Seq2Seq(batch, Ragged.build(continued))
-    cache = model.new_cache(count, longest)
-    logits = model.prefill(batch.to(device), cache)
+    cache, logits, history = _prefill(model, prompts, steps, start_token)
     kept = _candidates_kept(beams, len(stops), logits.shape[-1])
 
     found = _Beams.none(count, beams, steps, device)
@@ -222,6 +214,22 @@ def _search_group(
         logits = model.decode(newest, cache)
     found.put(live, finished)
     return found
+
+
+def _prefill(
+    model: GenerativeModel, prompts: list[Sequence[int]], steps: int, start_token: int | None
+) -> tuple[DecodingCache, Tensor, TokenHistory]:
+    """Run the prompts through the model: its cache, logits of each response's first token, [B, V], and the tokens so far."""
+    device = next(model.parameters()).device
+    continued = prompts if start_token is None else [[start_token]] * len(prompts)
+    history, longest = TokenHistory(device), max(map(len, continued)) + steps
+    history.reserve(len(prompts), longest)
+    for row, document in enumerate(continued):
+        history.put(row, document)
+    batch = Ragged.build(prompts)
+    batch = batch if start_token is None else Seq2Seq(batch, Ragged.build(continued))
+    cache = model.new_cache(len(prompts), longest)
+    return cache, model.prefill(batch.to(device), cache), history
 
 
 def _candidates_kept(beams: int, stops: int, vocabulary: int) -> int:

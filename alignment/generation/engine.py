@@ -296,14 +296,14 @@ class DecodingEngine:
             self._history.keep(index)
 
     def _remember(self, prompts: Sequence[Prompt], slots: Sequence[int], rows: Sequence[RunningRequest]) -> None:
-        """Note the tokens before the responses, where a logits processor looks back at them."""
-        looking = [row.request.sampling.looks_back for row in rows]
-        if self._history is None and any(looking):
+        """Note the tokens before the responses, where a logits processor needs them."""
+        needed = [row.request.sampling.needs_history for row in rows]
+        if self._history is None and any(needed):
             self._history = TokenHistory(self._device)
         if self._history is not None:
             self._history.reserve(len(self.running), self._room)
-            for prompt, slot, looks_back in zip(prompts, slots, looking, strict=True):
-                if looks_back:
+            for prompt, slot, wanted in zip(prompts, slots, needed, strict=True):
+                if wanted:
                     self._history.put(slot, self._start or prompt)
 
 

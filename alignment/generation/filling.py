@@ -294,8 +294,8 @@ class PromptFiller:
         if self._start_token is not None:
             batch = Seq2Seq(read, Ragged.build([[self._start_token]] * len(prompts)))
             return self._model.prefill(batch.to(self._device), cache)
-        place = () if rows is None else (rows.to(self._device),)
-        return self._model.prefill(read.to(self._device), cache, *place)
+        into = () if rows is None else (rows.to(self._device),)
+        return self._model.prefill(read.to(self._device), cache, *into)
 
     def _count(self, batch: Ragged) -> None:
         self.computed_tokens += len(batch.tokens)

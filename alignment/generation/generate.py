@@ -77,6 +77,19 @@ def generate(
     check_stop(stop)
     if stop and num_beams > 1:
         raise ValueError("beam search ends at stop tokens only; leave stop out, or take num_beams=1 to sample")
+    return _generate(model, tokenizer, prompts, config, batch_size, stop=stop)
+
+
+def _generate(
+    model: GenerativeModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | Sequence[Mapping[str, str]]],
+    config: SamplingConfig | BeamConfig,
+    batch_size: int,
+    *,
+    stop: Sequence[str],
+) -> Generation:
+    """`generate` with checked settings; the model's mode is eval inside and restored afterwards."""
     check_vocabulary(tokenizer, model.spec.vocabulary)
     start_token = start_token_of(model)
     ids, stop_ids = read_prompts(tokenizer, prompts, start_token), sorted(stop_token_ids(tokenizer))
@@ -95,15 +108,14 @@ def generate(
             responses = beam_search(model, ids, config, stop_ids, **options).best()
     finally:
         model.train(was_training)
-    texts = []
-    for tokens, ended in zip(responses.token_ids, responses.ended, strict=True):
+
+    def text(tokens: list[int], ended: bool) -> str:
         if ended and tokens[-1] not in stop_ids:
-            least = config.min_new_tokens
-            texts.append(text_before_stop(tokenizer, tokens, stop, least, skip_special_tokens=start_token is not None))
-        elif start_token is None:
-            texts.append(response_text(tokenizer, tokens, ended))
-        else:
-            texts.append(target_text(tokenizer, tokens))
+            least, skip = config.min_new_tokens, start_token is not None
+            return text_before_stop(tokenizer, tokens, stop, least, skip_special_tokens=skip)
+        return response_text(tokenizer, tokens, ended) if start_token is None else target_text(tokenizer, tokens)
+
+    texts = list(map(text, responses.token_ids, responses.ended))
     return Generation(texts, responses.token_ids, responses.log_probs, responses.ended)
 
 

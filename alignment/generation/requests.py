@@ -52,7 +52,7 @@ class SamplingConfig(Settings):
     RULES = (ROOM_FOR_LEAST,)
 
     @property
-    def looks_back(self) -> bool:
+    def needs_history(self) -> bool:
         """True where the distribution depends on the tokens so far."""
         return self.repetition_penalty != 1 or self.no_repeat_ngram_size > 0
 

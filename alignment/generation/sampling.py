@@ -27,7 +27,7 @@ def sampling_log_probs(logits: Tensor, config: SamplingConfig, seen: Tensor | No
         2024, arXiv:2407.01082; repetition penalty Keskar et al. 2019, arXiv:1909.05858.
     """
     logits = logits.float()
-    if config.looks_back:
+    if config.needs_history:
         if seen is None:
             raise ValueError("repetition_penalty and no_repeat_ngram_size need the tokens so far: seen")
         logits = discourage_repetition(logits, seen, config.repetition_penalty, config.no_repeat_ngram_size)
@@ -161,7 +161,7 @@ class DrawnTokens(NamedTuple):
 
 
 class RowSampler:
-    """Draws the next tokens of rows whose requests differ in their settings.
+    """Samples the next tokens of rows whose requests differ in their settings.
 
     Args:
         slots: cache row of each, for the history; None: 0, 1, ...
@@ -175,7 +175,7 @@ class RowSampler:
         self._with_processors = [
             (number, row)
             for number, row in enumerate(rows)
-            if row is not None and (row.request.sampling.looks_back or row.request.sampling.min_new_tokens)
+            if row is not None and (row.request.sampling.needs_history or row.request.sampling.min_new_tokens)
         ]
         self._greedy = all(request.sampling.temperature == 0 for request in live)
         self._alternatives = max((request.alternatives for request in live), default=0)
@@ -229,7 +229,7 @@ class RowSampler:
         forbidden: list[tuple[int, int]] = []
         for number, row in self._with_processors:
             sampling = row.request.sampling
-            if sampling.looks_back:
+            if sampling.needs_history:
                 settings = (sampling.repetition_penalty, sampling.no_repeat_ngram_size)
                 groups.setdefault(settings, []).append(number)
             if row.drawn < sampling.min_new_tokens:

@@ -298,7 +298,7 @@ class RewardSpec(Settings):
 
     @property
     def kinds(self) -> list[str]:
-        """Those of `KINDS` that are given; one of them in an entry that is right."""
+        """Names of `KINDS` that are given; one of them in an entry that is right."""
         return [kind for kind in KINDS if getattr(self, kind) is not None]
 
     @property

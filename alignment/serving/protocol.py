@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from annotated_types import Interval
 
@@ -27,6 +27,7 @@ from alignment.settings import PositiveInt, Rule, Settings, refusal
 
 Kind = Literal["chat", "completions"]
 JSON = dict[str, object]
+Form = TypeVar("Form", bound="Body")
 Encode = Callable[[str | Messages], list[int]]  # ids of a text or of messages
 MOST_RESPONSES = 512  # of one request: prompts times n
 MOST_STOPS = 16
@@ -67,7 +68,7 @@ class BadRequest(UserError):
 
 
 def _sampling_problem(body: "Body", name: str) -> str:
-    """The fault of a sampling parameter; its limits are those of `SamplingConfig`."""
+    """The fault of a sampling parameter, by the limits of `SamplingConfig`."""
     value = getattr(body, name)
     problem = "" if value is None else refusal(SamplingConfig, max_new_tokens=10_000_000, **{SAMPLING[name]: value})
     return problem.partition(" ")[2]
@@ -208,10 +209,10 @@ def read_request(kind: Kind, body: object) -> CompletionRequest:
     )
 
 
-def _checked(form: type[Body], values: dict[str, Any]) -> Any:
+def _checked(form: type[Form], values: Mapping[str, object]) -> Form:
     """The parameters in a body, each of the right type and in its range."""
     try:
-        return build(form, SourcedYaml(values, {(): "request"}))
+        return build(form, SourcedYaml(dict(values), {(): "request"}))
     except UserError as error:
         why = str(error).replace("request: ", "")
         raise BadRequest(why[:1000], re.split(r"[:.\[]", why, maxsplit=1)[0][:80]) from error
