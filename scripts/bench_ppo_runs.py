@@ -161,7 +161,7 @@ def ends_by_prompt(settings: Settings) -> Mapping[tuple[int, ...], int]:
 @contextmanager
 def forced_ends(settings: Settings, stop: int | None) -> Iterator[None]:
     """While open, our sampler draws the end token where a row's response should end, and nowhere else."""
-    from alignment.generation.row_sampling import DrawnTokens, RowSampler
+    from alignment.generation.sampling import DrawnTokens, RowSampler
 
     if settings.ends is None or stop is None:
         yield

@@ -1,16 +1,17 @@
 """Attach an adapter to a model, switch it off for a while, merge it into the weights."""
 
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 from torch import Tensor, nn
 
-from alignment.adapters.extras import replace_extras
-from alignment.adapters.ia3 import multiply_factors
-from alignment.adapters.kinds import KINDS, AnyModel, kinds_attached
-from alignment.adapters.lora import lora_updates
+from alignment.adapters.bottleneck import BottleneckKind
+from alignment.adapters.extras import changed, plain_name, replace_extras
+from alignment.adapters.ia3 import IA3Kind
+from alignment.adapters.layer_names import AnyModel
+from alignment.adapters.lora import LoRAKind
 from alignment.adapters.specs import AdapterSpec, PromptSpec
+from alignment.adapters.virtual_tokens import PrefixKind, PromptKind
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.models.classifiers import ScalarModel
@@ -19,6 +20,16 @@ from alignment.models.native_model import NativeModel
 from alignment.models.quantization import quantization_of
 
 Loaded = TypeVar("Loaded", bound=NativeModel | ExternalModel)
+Kind = LoRAKind | IA3Kind | PrefixKind | PromptKind | BottleneckKind
+_lora, _ia3 = LoRAKind(), IA3Kind()
+KINDS: dict[str, Kind] = {
+    "lora": _lora, "dora": _lora, "ia3": _ia3, "prefix": PrefixKind(), "prompt": PromptKind(), "bottleneck": BottleneckKind(),
+}  # fmt: skip
+
+
+def kinds_attached(model: AnyModel) -> list[Kind]:
+    """The kinds of adapter that a model has."""
+    return [kind for kind in dict.fromkeys(KINDS.values()) if kind.is_attached(model)]
 
 
 def attach(model: Loaded, spec: AdapterSpec, *, tokenizer: Tokenizer | None = None) -> Loaded:
@@ -30,8 +41,8 @@ def attach(model: Loaded, spec: AdapterSpec, *, tokenizer: Tokenizer | None = No
     Raises:
         UserError: the adapter does not fit the model.
     """
-    options = {"tokenizer": tokenizer} if isinstance(spec, PromptSpec) else {}
-    KINDS[spec.kind].attach(model, spec, **options)
+    kind, options = KINDS[spec.kind], {"tokenizer": tokenizer} if isinstance(spec, PromptSpec) else {}
+    kind.attach(model, spec, **options)  # pyright: ignore[reportArgumentType, reportCallIssue]
     train_head(model)
     return model
 
@@ -42,13 +53,9 @@ def train_head(model: AnyModel) -> None:
         model.head.requires_grad_(True)
 
 
-@contextmanager
-def disabled(model: AnyModel) -> Iterator[None]:
+def disabled(model: AnyModel) -> AbstractContextManager[None]:
     """Switch the model's adapter off within the block, also when the block raises."""
-    with ExitStack() as stack:
-        for kind in kinds_attached(model):
-            stack.enter_context(kind.switched_off(model))
-        yield
+    return changed(change for kind in kinds_attached(model) for change in kind.changes_when_off(model))
 
 
 def merge_adapter(model: Loaded) -> Loaded:
@@ -63,8 +70,8 @@ def merge_adapter(model: Loaded) -> Loaded:
             "without quantization, or merge with `alignment export`"
         )
     for kind in kinds_attached(model):
-        if isinstance(kind.merge, str):
-            raise UserError(kind.merge)
+        if not isinstance(kind, LoRAKind | IA3Kind):
+            raise UserError(kind.unmergeable)
         kind.merge(model)
     return model.requires_grad_(True)
 
@@ -76,15 +83,9 @@ def merged_state(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor
         model: a model with or without such an adapter.
         state: its state dict; whole tensors where the model is sharded.
     """
-    adapter = [kind.holds for name, kind in KINDS.items() if name in ("lora", "dora", "ia3")]
-    plain = {
-        name.replace(".base_layer.", ".").replace(".original_module.", "."): value
-        for name, value in state.items()
-        if not any(holds(name) for holds in adapter)
-    }
-    for name, update in lora_updates(model, state).items():
-        weight = plain[f"{name}.weight"]
-        plain[f"{name}.weight"] = update.applied(weight.cpu()).to(weight.dtype)
-    multiply_factors(model, state, plain)
+    kinds = (_lora, _ia3)
+    plain = {plain_name(name): value for name, value in state.items() if not any(kind.holds(name) for kind in kinds)}
+    for kind in kinds:
+        kind.put_into(model, state, plain)
     replace_extras(model, state, plain)
     return plain

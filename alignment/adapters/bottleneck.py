@@ -5,24 +5,23 @@ of the model's parameter, and adapter_config.json has peft_type "BOTTLENECK" and
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from alignment.adapters.extras import Change, State
 from alignment.adapters.files import CONFIG, build_spec, check_size
+from alignment.adapters.layer_names import BEFORE, AnyModel
 from alignment.adapters.specs import BottleneckSpec
 from alignment.errors import UserError
 from alignment.files import write_json
 from alignment.models.external.models import ExternalModel
 from alignment.models.layers.feedforward import ACTIVATIONS
-from alignment.models.native_model import NativeModel
 from alignment.models.transformer import Transformer
 
-PEFT_TYPE = "BOTTLENECK"
 CHILD = "bottleneck"  # name of the adapter in the module whose output it reads
 INIT_STD = 0.02  # of the down-projection; the up-projection starts at zero
 NATIVE_SITE = re.compile(r"(?P<stack>\w+)\.blocks\.\d+(\.block)?\.(?P<part>attention|feedforward)")
@@ -70,27 +69,11 @@ def apply_bottleneck(module: nn.Module, inputs: object, output: Any) -> Any:
     return (adapter(output[0]), *output[1:]) if isinstance(output, tuple) else adapter(output)
 
 
-def attach_bottleneck(model: NativeModel | ExternalModel, spec: BottleneckSpec) -> None:
-    """Freeze the model and attach a new adapter to the attention and feed-forward layers of every block.
-
-    Raises:
-        UserError: transformers' class has no such layers under names that are known.
-    """
-    sites = bottleneck_sites(model, spec)
-    model.requires_grad_(False)
-    device = next(model.parameters()).device
-    for name, width in sites.items():
-        # A child of the module it acts on: sharding, activation checkpointing and copies of the model take it along.
-        module = model.get_submodule(name)
-        module.add_module(CHILD, Bottleneck(spec, width).to(device))
-        module.register_forward_hook(apply_bottleneck)
-
-
-def bottleneck_sites(model: NativeModel | ExternalModel, spec: BottleneckSpec) -> dict[str, int]:
+def bottleneck_sites(model: AnyModel, spec: BottleneckSpec) -> dict[str, int]:
     """The modules whose outputs get an adapter, by name, and the width of each output.
 
     Raises:
-        UserError: as `attach_bottleneck`.
+        UserError: transformers' class has no such layers under names that are known.
     """
     if isinstance(model, ExternalModel):
         sites = _external_sites(model)
@@ -143,30 +126,6 @@ def bottlenecks(model: nn.Module) -> dict[str, Bottleneck]:
     return {name: module for name, module in model.named_modules() if isinstance(module, Bottleneck)}
 
 
-def has_bottleneck(model: nn.Module) -> bool:
-    """Whether a model has bottleneck adapters."""
-    return any(isinstance(module, Bottleneck) for module in model.modules())
-
-
-def is_bottleneck_weight(name: str) -> bool:
-    """Whether a name of a model's state dict is a weight of such an adapter."""
-    return f".{CHILD}." in name
-
-
-@contextmanager
-def bottleneck_switched_off(model: nn.Module) -> Iterator[None]:
-    """Leave the adapters out within the block."""
-    adapters = list(bottlenecks(model).values())
-    before = [adapter.enabled for adapter in adapters]
-    for adapter in adapters:
-        adapter.enabled = False
-    try:
-        yield
-    finally:
-        for adapter, was_enabled in zip(adapters, before, strict=True):
-            adapter.enabled = was_enabled
-
-
 @dataclass
 class BottleneckConfig:
     """Content of adapter_config.json, with the fields that peft's configs have too."""
@@ -182,29 +141,69 @@ class BottleneckConfig:
         shared = asdict(self)
         settings = shared.pop("spec")
         del settings["kind"]
-        write_json(Path(directory) / CONFIG, {"peft_type": PEFT_TYPE, **shared, **settings})
+        write_json(Path(directory) / CONFIG, {"peft_type": BottleneckKind.peft_type, **shared, **settings})
 
 
-def bottleneck_to_file(model: nn.Module, state: dict[str, Tensor]) -> tuple[dict[str, Tensor], BottleneckConfig]:
-    """Tensors and config of the adapters; see `AdapterKind.to_file`."""
-    spec = next(iter(bottlenecks(model).values())).spec
-    return {name: value for name, value in state.items() if is_bottleneck_weight(name)}, BottleneckConfig(spec)
+class BottleneckKind:
+    """Bottleneck adapters, and their files.
 
+    Attributes:
+        peft_type, unmergeable, before_head: as for `VirtualTokensKind`.
+    """
 
-def read_bottleneck_spec(config: Mapping[str, object], directory: Path) -> BottleneckSpec:
-    """The settings in an adapter_config.json; a key that is unknown is an error."""
-    shared = {"peft_type", *(field.name for field in fields(BottleneckConfig))}
-    return build_spec(
-        BottleneckSpec, {key: value for key, value in config.items() if key not in shared}, f"{directory}/{CONFIG}"
+    peft_type, before_head = "BOTTLENECK", BEFORE
+    unmergeable = (
+        "a bottleneck adapter has a non-linearity, so that it cannot be merged into weights, and peft has no such adapter "
+        "and does not open its files; keep it as an adapter directory, which this library loads"
     )
 
+    def attach(self, model: AnyModel, spec: BottleneckSpec) -> None:
+        """Freeze the model and attach a new adapter to the attention and feed-forward layers of every block.
 
-def bottleneck_from_file(
-    model: NativeModel | ExternalModel, spec: BottleneckSpec, tensors: dict[str, Tensor], directory: Path
-) -> dict[str, Tensor | None]:
-    """Attach the adapters and take their tensors out of the file's; see `AdapterKind.from_file`."""
-    sites = bottleneck_sites(model, spec)
-    check_size(directory, sum(2 * width * spec.inner_width(width) for width in sites.values()), tensors)
-    attach_bottleneck(model, spec)
-    wanted = [name for name, _ in model.named_parameters() if is_bottleneck_weight(name)]
-    return {name: tensors.pop(name, None) for name in wanted}
+        Raises:
+            UserError: transformers' class has no such layers under names that are known.
+        """
+        sites = bottleneck_sites(model, spec)
+        model.requires_grad_(False)
+        device = next(model.parameters()).device
+        for name, width in sites.items():
+            # A child of the module it acts on: sharding, activation checkpointing and copies of the model take it along.
+            module = model.get_submodule(name)
+            module.add_module(CHILD, Bottleneck(spec, width).to(device))
+            module.register_forward_hook(apply_bottleneck)
+
+    def is_attached(self, model: nn.Module) -> bool:
+        """True where a model has such adapters."""
+        return bool(bottlenecks(model))
+
+    def changes_when_off(self, model: nn.Module) -> list[Change]:
+        """The attributes that switch the adapters off, and their values then."""
+        return [(each, "enabled", False) for each in bottlenecks(model).values()]
+
+    def holds(self, name: str) -> bool:
+        """True for names of the model's state dict that are weights of the adapters."""
+        return f".{CHILD}." in name
+
+    def own_settings(self, model: nn.Module, state: State) -> dict[str, object]:
+        """The settings that the config does not hold: none."""
+        return {}
+
+    def to_file(self, model: nn.Module, state: State) -> tuple[State, BottleneckConfig]:
+        """Tensors and config of the adapters, without the score head of a scalar model and the name of the base."""
+        spec = next(iter(bottlenecks(model).values())).spec
+        return {name: value for name, value in state.items() if self.holds(name)}, BottleneckConfig(spec)
+
+    def read_spec(self, config: Mapping[str, object], directory: Path) -> BottleneckSpec:
+        """The settings in an adapter_config.json; an unknown key is an error."""
+        shared = {"peft_type", *(field.name for field in fields(BottleneckConfig))}
+        own = {key: value for key, value in config.items() if key not in shared}
+        return build_spec(BottleneckSpec, own, f"{directory}/{CONFIG}")
+
+    def from_file(
+        self, model: AnyModel, spec: BottleneckSpec, tensors: State, directory: Path
+    ) -> dict[str, Tensor | None]:
+        """Attach the adapters, take their tensors from a file's and return them by our names; None: missing."""
+        sites = bottleneck_sites(model, spec)
+        check_size(directory, sum(2 * width * spec.inner_width(width) for width in sites.values()), tensors)
+        self.attach(model, spec)
+        return {name: tensors.pop(name, None) for name, _ in model.named_parameters() if self.holds(name)}

@@ -1,20 +1,22 @@
-"""What an adapter trains beside its own weights: rows of the token embedding, and further modules as a whole.
+"""Adapters made of peft's layers: their common part, and the rows and modules that they train beside their own weights.
 
-The model's own weights stay as they are: the rows and modules are copies that take their place while the adapter acts.
+The model's own weights stay as they are: trained rows of the token embedding and modules that are trained as a whole are
+copies that take their place while the adapter acts.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alignment.adapters.layer_names import BEFORE, INNER
-from alignment.errors import UserError
+from alignment.adapters.files import CONFIG, SPEC, build_spec, read_own_settings
+from alignment.adapters.layer_names import BEFORE, INNER, AnyModel, FileLayer, file_layers, layer_sizes, linear_layers
+from alignment.errors import UserError, spelling_hint
 from alignment.models.classifiers import ScalarModel
 from alignment.models.external.models import ExternalModel, ExternalScalarModel
 from alignment.models.heads import LanguageHead
@@ -23,13 +25,35 @@ from alignment.models.huggingface.weight_map import HFLocation, cut, to_hf
 from alignment.models.native_model import NativeModel
 
 if TYPE_CHECKING:
-    from peft.tuners.ia3 import IA3Layer
-    from peft.tuners.lora import LoraLayer
     from peft.utils.other import ModulesToSaveWrapper
 
-AnyModel = NativeModel[Any] | ExternalModel
 ROWS, COPY = "token_rows.rows", ".modules_to_save.default."
 ROWS_IN_FILE = ".token_adapter.trainable_tokens_delta"
+OPTIONS = {  # of peft's config, for every kind
+    "peft_type", "task_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision", "inference_mode",
+    "target_modules", "exclude_modules", "modules_to_save", "fan_in_fan_out",
+}  # fmt: skip
+
+Change = tuple[object, str, object]  # an object, the name of its attribute, a value
+State = dict[str, Tensor]
+Spec = TypeVar("Spec")
+
+
+@contextmanager
+def changed(changes: Iterable[Change]) -> Iterator[None]:
+    """Set attributes within the block, also when the block raises."""
+    changes = list(changes)
+    before = [(each, name, getattr(each, name)) for each, name, _ in changes]
+    for each, name, value in changes:
+        setattr(each, name, value)
+    try:
+        yield
+    finally:
+        for each, name, value in before:
+            setattr(each, name, value)
+
+
+# Rows of the token embedding
 
 
 class TokenRows(nn.Module):
@@ -39,7 +63,7 @@ class TokenRows(nn.Module):
         rows: fp32, [n, D].
         ids: token of each row, [n].
         slots: token id -> its row, -1 where it has none, [V].
-        enabled: whether the rows act.
+        enabled: the rows act.
     """
 
     ids: Tensor
@@ -76,15 +100,122 @@ def _replace_logits(rows: TokenRows, head: nn.Module, args: tuple[Tensor, ...], 
     if not rows.enabled:
         return logits
     x, bias = args[0], getattr(head, "bias", None)
-    cap = None
-    if isinstance(head, LanguageHead):
-        x = (x if head.transform is None else head.transform(x)) * head.spec.scale
-        cap = head.spec.softcap
+    ours = head if isinstance(head, LanguageHead) else None
+    if ours is not None:
+        x = (x if ours.transform is None else ours.transform(x)) * ours.spec.scale
     trained = F.linear(x, rows().to(x.dtype), None if bias is None else bias[rows.ids].to(x.dtype))
-    if isinstance(head, LanguageHead) and head.offset is not None:
-        trained = trained + head.offset[0, rows.ids]
-    trained = trained if cap is None else cap * torch.tanh(trained / cap)
+    if ours is not None and ours.offset is not None:
+        trained = trained + ours.offset[0, rows.ids]
+    if ours is not None and ours.spec.softcap is not None:
+        trained = ours.spec.softcap * torch.tanh(trained / ours.spec.softcap)
     return logits.index_copy(-1, rows.ids, trained.to(logits.dtype))
+
+
+def token_rows(model: nn.Module) -> TokenRows | None:
+    """The trained rows of a model's embedding; None where there are none."""
+    return cast(TokenRows | None, getattr(model, "token_rows", None))
+
+
+def _embedding(model: nn.Module) -> nn.Embedding:
+    """The token embedding."""
+    if isinstance(model, ExternalModel):
+        return cast(nn.Embedding, model.inner.get_input_embeddings())
+    trunk = getattr(model, "trunk", None)
+    return cast(nn.Embedding, (model.get_submodule("encoder") if trunk is None else trunk).embed)
+
+
+def _train_rows(model: AnyModel, tokens: tuple[int, ...]) -> None:
+    embedding = _embedding(model)
+    if not isinstance(embedding, nn.Embedding):
+        raise UserError(
+            "adapter.token_rows: adapter.modules_to_save already trains the whole embedding; leave one of them out"
+        )
+    if max(tokens) >= len(embedding.weight):
+        raise UserError(
+            f"adapter.token_rows: there is no row for token {max(tokens)}, only {len(embedding.weight)} rows"
+        )
+    model.token_rows = rows = TokenRows(embedding.weight, tokens)
+    for module in list(model.modules()):  # the rows act wherever the embedding's weight is used
+        if getattr(module, "weight", None) is embedding.weight:
+            hook = _replace_vectors if isinstance(module, nn.Embedding) else _replace_logits
+            rows.hooks.append(module.register_forward_hook(partial(hook, rows)))
+
+
+def _embedding_in_file(model: AnyModel) -> str:
+    """The name of the token embedding in a Hugging Face file."""
+    ours = next(name for name, module in model.named_modules() if module is _embedding(model))
+    if isinstance(model, ExternalModel):
+        return ours.removeprefix(INNER)
+    return hf_locations(model)[f"{ours}.weight"].name.removesuffix(".weight")
+
+
+# Modules that are trained as a whole
+
+
+def wrappers(model: nn.Module) -> "dict[str, ModulesToSaveWrapper]":
+    """The modules that are trained whole, by our names."""
+    from peft.utils.other import ModulesToSaveWrapper
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)}
+
+
+def plain_name(name: str) -> str:
+    """The name of a weight under an adapter as in the model without it."""
+    return name.replace(".base_layer.", ".").replace(".original_module.", ".")
+
+
+def _put(model: nn.Module, name: str, module: object) -> None:
+    parent, _, own = name.rpartition(".")
+    setattr(model.get_submodule(parent), own, module)
+
+
+def _locations(model: AnyModel) -> dict[str, HFLocation]:
+    """The location in a Hugging Face file of each weight of the model without its adapter, by our names."""
+    if isinstance(model, NativeModel):
+        return hf_locations(model)
+    names = [plain_name(name).removeprefix(INNER) for name in model.state_dict() if COPY not in name and name != ROWS]
+    return {INNER + name: HFLocation(name) for name in names if ".lora_" not in name and ".ia3_l." not in name}
+
+
+def _train_module(model: AnyModel, name: str) -> None:
+    """Put a copy that is trained in place of a module."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import ModulesToSaveWrapper
+
+    module = model.get_submodule(name)
+    if any(isinstance(each, BaseTunerLayer) for each in module.modules()):
+        raise UserError(f"adapter.modules_to_save: {name} has the adapter's own weights too; leave it out of `layers`")
+    wrapper = ModulesToSaveWrapper(module, "default")
+    wrapper.modules_to_save.float().requires_grad_(True)
+    _put(model, name, wrapper)
+
+
+def _modules_named(model: AnyModel, text: str) -> list[str]:
+    """Our names of the modules with weights that a name, ours or a file's, means.
+
+    Raises:
+        UserError: there is none, or a file holds them together with others.
+    """
+    locations = _locations(model)
+    owners = {name.rpartition(".")[0]: location.name.rpartition(".")[0] for name, location in locations.items()}
+    ours = [name for name in owners if f".{name}".endswith(f".{text}")]
+    found = ours or [name for name, in_file in owners.items() if f".{in_file}".endswith(f".{text}")]
+    if not found:
+        raise UserError(
+            f"adapter.modules_to_save: {text!r} names no module with weights of its own; such as "
+            f"{', '.join(list(owners)[:3])} or {', '.join(list(owners.values())[-3:])}"
+        )
+    in_file = {owners[name] for name in found}
+    torn = [name for name, file_name in owners.items() if file_name in in_file and name not in found]
+    if torn:
+        raise UserError(
+            f"adapter.modules_to_save: a file holds {', '.join(found)} together with {', '.join(torn)}; name "
+            f"{', '.join(sorted(in_file))} instead"
+        )
+    return found
+
+
+# Both
 
 
 def attach_extras(model: nn.Module, modules_to_save: tuple[str, ...], tokens: tuple[int, ...] = ()) -> None:
@@ -97,288 +228,176 @@ def attach_extras(model: nn.Module, modules_to_save: tuple[str, ...], tokens: tu
         return
     if not isinstance(model, NativeModel | ExternalModel):
         raise UserError("adapter.token_rows and adapter.modules_to_save are not there for a model with two heads")
-    _wrap_modules(model, modules_to_save)
+    for name in dict.fromkeys(each for text in modules_to_save for each in _modules_named(model, text)):
+        _train_module(model, name)
     if tokens:
-        embedding = _embedding(model)
-        if not isinstance(embedding, nn.Embedding):
-            raise UserError(
-                "adapter.token_rows: adapter.modules_to_save already trains the whole embedding; leave one of them out"
-            )
-        if max(tokens) >= len(embedding.weight):
-            raise UserError(
-                f"adapter.token_rows: there is no row for token {max(tokens)}, only {len(embedding.weight)} rows"
-            )
-        model.token_rows = rows = TokenRows(embedding.weight, tokens)
-        _hook_rows(model, rows, embedding.weight)
-
-
-def _hook_rows(model: nn.Module, rows: TokenRows, weight: Tensor) -> None:
-    """Let the rows act wherever the embedding's weight is used."""
-    for module in list(model.modules()):
-        if getattr(module, "weight", None) is weight:
-            hook = _replace_vectors if isinstance(module, nn.Embedding) else _replace_logits
-            rows.hooks.append(module.register_forward_hook(partial(hook, rows)))
-
-
-def _embedding(model: AnyModel) -> nn.Module:
-    """The token embedding."""
-    if isinstance(model, ExternalModel):
-        return model.inner.get_input_embeddings()
-    trunk = getattr(model, "trunk", None)
-    return (model.encoder if trunk is None else trunk).embed  # pyright: ignore[reportReturnType, reportAttributeAccessIssue]
-
-
-def _locations(model: AnyModel) -> dict[str, HFLocation]:
-    """The location in a Hugging Face file of each weight of the model without its adapter, by our names."""
-    if isinstance(model, NativeModel):
-        return hf_locations(model)
-    names = {}
-    for name in model.state_dict():
-        plain = name.replace(".base_layer.", ".").replace(".original_module.", ".").removeprefix(INNER)
-        adapter = COPY in name or name == ROWS or any(f".{leaf}." in name for leaf in ("lora_A", "lora_B", "ia3_l"))
-        if not adapter and "lora_" not in name:
-            names[INNER + plain] = HFLocation(plain)
-    return names
-
-
-def _wrap_modules(model: AnyModel, wanted: tuple[str, ...]) -> None:
-    """Put copies that are trained in place of the named modules.
-
-    Raises:
-        UserError: a name names no module, one with an adapter, or one that a file cannot hold alone.
-    """
-    from peft.tuners.tuners_utils import BaseTunerLayer
-    from peft.utils.other import ModulesToSaveWrapper
-
-    for name in dict.fromkeys(each for text in wanted for each in _modules_named(model, text)):
-        module = model.get_submodule(name)
-        if any(isinstance(each, BaseTunerLayer) for each in module.modules()):
-            raise UserError(
-                f"adapter.modules_to_save: {name} has the adapter's own weights too; leave it out of `layers`"
-            )
-        wrapper = ModulesToSaveWrapper(module, "default")
-        wrapper.modules_to_save.float().requires_grad_(True)
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, wrapper)
-
-
-def _modules_named(model: AnyModel, text: str) -> list[str]:
-    """Our names of the modules with weights that a name, ours or a file's, means.
-
-    Raises:
-        UserError: there is none, or a file holds only a part of what it means.
-    """
-    locations = _locations(model)
-    owners = {name.rpartition(".")[0]: location.name.rpartition(".")[0] for name, location in locations.items()}
-
-    def means(name: str) -> bool:
-        return f".{name}".endswith(f".{text}")
-
-    found = [ours for ours in owners if means(ours)] or [ours for ours, file_name in owners.items() if means(file_name)]
-    if not found:
-        raise UserError(
-            f"adapter.modules_to_save: {text!r} names no module with weights of its own; such as "
-            f"{', '.join(list(owners)[:3])} or {', '.join(list(owners.values())[-3:])}"
-        )
-    in_file = {owners[name] for name in found}
-    torn = [ours for ours, file_name in owners.items() if file_name in in_file and ours not in found]
-    if torn:
-        raise UserError(
-            f"adapter.modules_to_save: a file holds {', '.join(found)} together with {', '.join(torn)}; name "
-            f"{', '.join(sorted(in_file))} instead"
-        )
-    return found
-
-
-def wrappers(model: nn.Module) -> "dict[str, ModulesToSaveWrapper]":
-    """The modules that are trained whole, by our names."""
-    from peft.utils.other import ModulesToSaveWrapper
-
-    return {name: module for name, module in model.named_modules() if isinstance(module, ModulesToSaveWrapper)}
-
-
-def token_rows(model: nn.Module) -> TokenRows | None:
-    """The trained rows of a model's embedding; None where there are none."""
-    return cast(TokenRows | None, getattr(model, "token_rows", None))
-
-
-def is_extra_weight(name: str) -> bool:
-    """Whether a name of a model's state dict is a trained row or a weight of a module trained whole."""
-    return name == ROWS or COPY in name
-
-
-@contextmanager
-def extras_switched_off(model: nn.Module) -> Iterator[None]:
-    """Let the model's own rows and modules act within the block."""
-    rows = token_rows(model)
-    rows_before = rows is not None and rows.enabled
-    if rows is not None:
-        rows.enabled = False
-    try:
-        with layers_switched_off(wrappers(model).values()):
-            yield
-    finally:
-        if rows is not None:
-            rows.enabled = rows_before
-
-
-@contextmanager
-def layers_switched_off(layers: "Iterable[IA3Layer | ModulesToSaveWrapper]") -> Iterator[None]:
-    """Let the modules under peft's layers act alone within the block."""
-    before = [(layer, layer._disable_adapters) for layer in layers]
-    for layer, _ in before:  # peft's own switch also changes requires_grad, which sharded optimizers must not see
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer, was_disabled in before:
-            layer._disable_adapters = was_disabled
-
-
-def merge_layers(model: nn.Module, layers: "Mapping[str, LoraLayer | IA3Layer]") -> None:
-    """Merge peft's layers, by name, into the weights under them, with the extras; all parameters are trainable afterwards."""
-    for name, layer in layers.items():
-        layer.merge(safe_merge=True)
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, layer.get_base_layer())
-    if hasattr(model, "peft_config"):
-        del model.peft_config
-    merge_extras(model)
-    model.requires_grad_(True)
+        _train_rows(model, tokens)
 
 
 @torch.no_grad()
-def merge_extras(model: nn.Module) -> None:
+def _merge_extras(model: nn.Module) -> None:
     """Put the trained rows and modules in the place of the model's own."""
-    rows = token_rows(model)
-    if rows is not None:
-        assert isinstance(model, NativeModel | ExternalModel)
-        weight = cast(nn.Embedding, _embedding(model)).weight
+    if (rows := token_rows(model)) is not None:
+        weight = _embedding(model).weight
         weight[rows.ids] = rows.rows.to(weight.dtype)
         for hook in rows.hooks:
             hook.remove()
         del model.token_rows
     for name, wrapper in wrappers(model).items():
-        parent, _, own = name.rpartition(".")
         trained = wrapper.modules_to_save["default"]
         for parameter, old in zip(trained.parameters(), wrapper.original_module.parameters(), strict=True):
             parameter.data = parameter.data.to(old.dtype)
-        setattr(model.get_submodule(parent), own, trained)
+        _put(model, name, trained)
 
 
-def replace_extras(model: nn.Module, state: Mapping[str, Tensor], plain: dict[str, Tensor]) -> None:
+def replace_extras(model: nn.Module, state: State, plain: State) -> None:
     """Put the trained rows and modules of a state dict into the one without the adapter."""
     for name, value in state.items():
         if COPY in name:
             own = name.replace(COPY, ".")
             plain[own] = value.to(plain[own].dtype)
-    rows = token_rows(model)
-    if rows is not None:
-        assert isinstance(model, NativeModel | ExternalModel)
-        embedding = cast(nn.Embedding, _embedding(model)).weight
+    if (rows := token_rows(model)) is not None:
+        embedding = _embedding(model).weight
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if parameter is embedding:
                 old = plain[name].cpu()
                 plain[name] = old.index_copy(0, rows.ids.cpu(), state[ROWS].cpu().to(old.dtype))
 
 
-@dataclass(frozen=True)
-class ExtrasInFile:
-    """What is trained besides, as a file holds it.
-
-    Attributes:
-        tensors: by the file's names.
-        modules_to_save: names of the modules; None: none.
-        token_rows: name of the embedding -> token ids; None: none.
-    """
-
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-    modules_to_save: list[str] | None = None
-    token_rows: dict[str, list[int]] | None = None
-
-
-def extras_to_file(model: nn.Module, state: Mapping[str, Tensor]) -> ExtrasInFile:
+def extras_to_file(model: nn.Module, state: State) -> tuple[State, dict[str, object]]:
     """The rows' and modules' tensors in peft's format, and the options of peft's config that name them.
 
     Args:
         model: a model with an adapter; the score head of a scalar model is named, and its tensor left out.
         state: the weights of the adapter by our names.
     """
-    rows, names = token_rows(model), ["score"] if isinstance(model, ScalarModel | ExternalScalarModel) else []
-    if rows is None and not wrappers(model):
-        return ExtrasInFile(modules_to_save=names or None)
-    assert isinstance(model, NativeModel | ExternalModel)
-    locations = _locations(model)
-    plain = {name.replace(COPY, "."): value.cpu() for name, value in state.items() if COPY in name}
-    tensors = {f"{BEFORE}{name}": value for name, value in to_hf(plain, locations).items()}
-    names += sorted({locations[name].name.rpartition(".")[0] for name in plain})
-    if rows is None:
-        return ExtrasInFile(tensors, names or None)
-    embedding = embedding_in_file(model)
-    tensors[f"{BEFORE}{embedding}{ROWS_IN_FILE}"] = state[ROWS]
-    return ExtrasInFile(tensors, names or None, {embedding: rows.ids.tolist()})
+    names = ["score"] if isinstance(model, ScalarModel | ExternalScalarModel) else []
+    copies = {name.replace(COPY, "."): value.cpu() for name, value in state.items() if COPY in name}
+    tensors, options = State(), dict[str, object]()
+    if copies:
+        locations = _locations(cast(AnyModel, model))
+        tensors = {f"{BEFORE}{name}": value for name, value in to_hf(copies, locations).items()}
+        names += sorted({locations[name].name.rpartition(".")[0] for name in copies})
+    if (rows := token_rows(model)) is not None:
+        embedding = _embedding_in_file(cast(AnyModel, model))
+        tensors[f"{BEFORE}{embedding}{ROWS_IN_FILE}"] = state[ROWS]
+        options["trainable_token_indices"] = {embedding: rows.ids.tolist()}
+    return tensors, {**options, "modules_to_save": names or None}
 
 
-def embedding_in_file(model: AnyModel) -> str:
-    """The name of the token embedding in a Hugging Face file."""
-    embedding = _embedding(model)
-    ours = next(name for name, module in model.named_modules() if module is embedding)
-    if isinstance(model, ExternalModel):
-        return ours.removeprefix(INNER)
-    return hf_locations(model)[f"{ours}.weight"].name.removesuffix(".weight")
-
-
-def tokens_trained(model: nn.Module) -> tuple[int, ...]:
-    """The value of `token_rows` that gives a model's rows again."""
-    rows = token_rows(model)
-    return () if rows is None else tuple(rows.ids.tolist())
-
-
-def extras_from_file(model: nn.Module, tensors: dict[str, Tensor]) -> dict[str, Tensor | None]:
+def extras_from_file(model: nn.Module, tensors: State) -> dict[str, Tensor | None]:
     """Take the tensors of a model's rows and modules out of a file's and return them by our names."""
     found: dict[str, Tensor | None] = {}
-    if token_rows(model) is None and not wrappers(model):
-        return found
-    assert isinstance(model, NativeModel | ExternalModel)
     if token_rows(model) is not None:
-        found[ROWS] = tensors.pop(f"{BEFORE}{embedding_in_file(model)}{ROWS_IN_FILE}", None)
-    locations, used = _locations(model), set()
-    for name in model.state_dict():
-        if COPY in name:
-            location = locations[name.replace(COPY, ".")]
-            used.add(f"{BEFORE}{location.name}")
-            tensor = tensors.get(f"{BEFORE}{location.name}")
-            found[name] = None if tensor is None else cut(tensor, location).clone()
-    for name in used:
-        tensors.pop(name, None)
+        found[ROWS] = tensors.pop(f"{BEFORE}{_embedding_in_file(cast(AnyModel, model))}{ROWS_IN_FILE}", None)
+    copies = [name for name in model.state_dict() if COPY in name]
+    locations = _locations(cast(AnyModel, model)) if copies else {}
+    in_file = {name: locations[name.replace(COPY, ".")] for name in copies}
+    for name, location in in_file.items():
+        tensor = tensors.get(f"{BEFORE}{location.name}")
+        found[name] = None if tensor is None else cut(tensor, location).clone()
+    for location in in_file.values():
+        tensors.pop(f"{BEFORE}{location.name}", None)
     return found
 
 
-def rows_of_config(config: Mapping[str, object], where: str) -> list[int]:
-    """The token ids in `trainable_token_indices` of a file that another program wrote.
-
-    Raises:
-        UserError: it names several tables.
-    """
-    rows = config.get("trainable_token_indices") or []
-    if isinstance(rows, dict):
-        if len(rows) != 1:
-            raise UserError(
-                f"{where}: trainable_token_indices names {len(rows)} tables, {', '.join(rows)}; only rows of the token "
-                "embedding, and of a head that is tied to it, are supported"
-            )
-        [rows] = rows.values()
-    return rows  # pyright: ignore[reportReturnType]  # checked with the other settings
-
-
-def modules_of_config(config: Mapping[str, object], tensors: Mapping[str, Tensor]) -> list[str]:
+def modules_of_file(config: Mapping[str, object], tensors: State) -> tuple[str, ...]:
     """The modules in `modules_to_save` of a file that another program wrote, but for the head of a reward model.
 
     Args:
         config: content of adapter_config.json.
         tensors: the tensors of the file; a module that it does not hold was not there either when it was written.
     """
-    named = config.get("modules_to_save") or []
+    named = tuple(f".{name}" for name in cast("list[str]", config.get("modules_to_save") or []))
     held = {name.removeprefix(BEFORE).rpartition(".")[0] for name in tensors}
-    modules = [module for module in sorted(held) if f".{module}".endswith(tuple(f".{name}" for name in named))]  # pyright: ignore
-    return [module for module in modules if module not in ("score", "classifier")]
+    return tuple(each for each in sorted(held - {"score", "classifier"}) if f".{each}".endswith(named))
+
+
+# What the kinds share
+
+
+class InjectedKind:
+    """Layers of peft in place of linear layers, with rows and modules that are trained besides.
+
+    Attributes:
+        before_head: precedes `score.weight` in the file of a scalar model's adapter.
+        weights: part of the names of the kind's weights in a state dict.
+        options: options of peft's config that are supported beside `OPTIONS`.
+    """
+
+    before_head = BEFORE
+    weights = ""
+    options: frozenset[str] = frozenset()
+
+    def layers(self, model: nn.Module) -> dict[str, Any]:
+        """peft's layers of this kind by our names of the linear layers."""
+        raise NotImplementedError
+
+    def is_attached(self, model: nn.Module) -> bool:
+        """True where a model has such an adapter."""
+        return bool(self.layers(model))
+
+    def changes_when_off(self, model: nn.Module) -> list[Change]:
+        """The attributes that switch the adapter off, and their values then.
+
+        peft's own switch also changes requires_grad, which sharded optimizers must not see.
+        """
+        rows = token_rows(model)
+        off: list[Change] = [] if rows is None else [(rows, "enabled", False)]
+        return off + [(each, "_disable_adapters", True) for each in wrappers(model).values()]
+
+    def holds(self, name: str) -> bool:
+        """True for names of the model's state dict that are weights of the adapter."""
+        return self.weights in name or name == ROWS or COPY in name
+
+    def merge(self, model: nn.Module) -> None:
+        """Put the adapter into the weights and remove it; all parameters are trainable afterwards."""
+        for name, layer in self.layers(model).items():
+            layer.merge(safe_merge=True)
+            _put(model, name, layer.get_base_layer())
+        if hasattr(model, "peft_config"):
+            del model.peft_config
+        _merge_extras(model)
+        model.requires_grad_(True)
+
+    def read_options(
+        self, spec: type[Spec], own: Mapping[str, object], config: Mapping[str, object], directory: Path
+    ) -> Spec:
+        """The settings in a directory: ours where we wrote it, else `own`, without its layers.
+
+        Args:
+            spec: class of the settings.
+            own: settings that peft's config holds.
+            config: peft's.
+
+        Raises:
+            UserError: naming every option that would change the result and is not supported.
+        """
+        if (settings := read_own_settings(directory)) is not None:
+            return build_spec(spec, settings, str(directory / SPEC))
+        problems = [f"{directory}/{CONFIG}: {problem}" for problem in self._unsupported(config)]
+        if problems:
+            raise UserError("\n".join(problems))
+        return build_spec(spec, dict(own), f"{directory}/{CONFIG}")
+
+    def config_defaults(self) -> Mapping[str, object]:
+        """The options of peft's config with their defaults."""
+        raise NotImplementedError
+
+    def _unsupported(self, config: Mapping[str, object]) -> Iterator[str]:
+        """One message per option of an adapter_config.json that would change the result and is not supported."""
+        defaults = self.config_defaults()
+        for key, value in config.items():
+            if key in OPTIONS | self.options or not value or value == defaults.get(key):
+                continue
+            if key not in defaults:
+                yield f"{key} is no option that we know; {spelling_hint(key, defaults)}"
+            else:
+                yield f"{key} = {value!r} is not supported, only {defaults[key]!r}"
+
+    def file_parts(self, model: nn.Module) -> Iterator[tuple[FileLayer, list[int]]]:
+        """The layers of a Hugging Face file of which a part has an adapter, and the outputs of each of their parts."""
+        adapted, linear = self.layers(model), linear_layers(model)
+        for layer in file_layers(model):
+            if adapted.keys() & set(layer.layers):
+                yield layer, [layer_sizes(linear[name])[1] for name in layer.layers]

@@ -28,7 +28,7 @@ class FileLayer:
         file_name: its name there.
         layers: names of our layers that make it up, in order.
         groups: number of groups of output rows, each with some rows of every layer.
-        transposed: whether its weight is stored as [in, out].
+        transposed: its weight is stored as [in, out].
     """
 
     file_name: str
@@ -70,11 +70,16 @@ def layer_sizes(layer: nn.Module) -> tuple[int, int]:
 
 def file_layers(model: nn.Module) -> list[FileLayer]:
     """Every linear layer as a Hugging Face file names it; none for a model that has no such file of its own."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
     linear = linear_layers(model)
     if isinstance(model, ExternalModel):
-        return [
-            FileLayer(name.removeprefix(INNER), (name,), transposed=_is_transposed(layer))
-            for name, layer in linear.items()
+        plain = {
+            name: each.get_base_layer() if isinstance(each, BaseTunerLayer) else each for name, each in linear.items()
+        }
+        return [  # those that are no nn.Linear are transformers' Conv1D
+            FileLayer(name.removeprefix(INNER), (name,), transposed=not isinstance(layer, nn.Linear))
+            for name, layer in plain.items()
         ]
     if not isinstance(model, NativeModel):
         return []
@@ -88,13 +93,6 @@ def file_layers(model: nn.Module) -> list[FileLayer]:
     return list(found.values())
 
 
-def _is_transposed(layer: nn.Module) -> bool:
-    """Whether a layer is transformers' Conv1D, perhaps with an adapter."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    return not isinstance(layer.get_base_layer() if isinstance(layer, BaseTunerLayer) else layer, nn.Linear)
-
-
 def matching_layers(model: nn.Module, wanted: Names, exclude: Names = (), key: str = "layers") -> list[str]:
     """Our names of the linear layers that a config names.
 
@@ -106,7 +104,12 @@ def matching_layers(model: nn.Module, wanted: Names, exclude: Names = (), key: s
         UserError: no layer matches, or the pattern takes too long.
     """
     names = names_in_file(model)
-    found = _every_linear(model, names) if _means_all(model, wanted) else matching(wanted, names, key)
+    if isinstance(model, ExternalModel) and wanted in ("all-linear", EVERY_LINEAR):  # below the trunk
+        prefix = model.inner.base_model_prefix
+        trunk = f"{INNER}{prefix}." if hasattr(model.inner, prefix) else INNER
+        found = [name for name in names if name.startswith(trunk)]
+    else:
+        found = matching(EVERY_LINEAR if wanted == "all-linear" else wanted, names, key)
     found = [name for name in found if name not in set(matching(exclude, names, "exclude"))]
     if not found:
         there = without_numbers([*names, *filter(None, names.values())])
@@ -128,14 +131,12 @@ def matching(patterns: Names, names: Mapping[str, str], key: str) -> list[str]:
         UserError: the patterns take too long.
     """
     found: set[str] = set()
+    start = "" if isinstance(patterns, str) else r"(?:^|\.)"
     for text in (patterns,) if isinstance(patterns, str) else patterns:
-        pattern, who = (
-            rf"(?:{text})$" if isinstance(patterns, str) else rf"(?:^|\.)(?:{text})$",
-            f"adapter.{key} {text!r}",
-        )
+        pattern, who = rf"{start}(?:{text})$", f"adapter.{key} {text!r}"
         ours = set(search_names(pattern, list(names), who))
         if not ours:
-            in_file = set(search_names(pattern, [name for name in names.values() if name], who))
+            in_file = set(search_names(pattern, list(filter(None, names.values())), who))
             ours = {name for name, file_name in names.items() if file_name in in_file}
         found |= ours
     return [name for name in names if name in found]
@@ -144,16 +145,3 @@ def matching(patterns: Names, names: Mapping[str, str], key: str) -> list[str]:
 def escaped(name: str) -> str:
     """A full name as a regular expression."""
     return name.replace(".", r"\.")
-
-
-def _means_all(model: nn.Module, wanted: Names) -> bool:
-    return wanted == "all-linear" or (wanted == EVERY_LINEAR and isinstance(model, ExternalModel))
-
-
-def _every_linear(model: nn.Module, names: Mapping[str, str]) -> list[str]:
-    """Every linear layer of the blocks; all below the trunk where the model runs as transformers' class."""
-    if not isinstance(model, ExternalModel):
-        return matching(EVERY_LINEAR, names, "layers")
-    prefix = model.inner.base_model_prefix
-    trunk = f"{INNER}{prefix}." if hasattr(model.inner, prefix) else INNER
-    return [name for name in names if name.startswith(trunk)]

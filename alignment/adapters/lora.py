@@ -1,35 +1,76 @@
-"""LoRA and DoRA: peft's layers injected into our modules, and several LoRAs of one layer as one.
+"""LoRA and DoRA: peft's layers injected into our modules, several LoRAs of one layer as one, and their files.
 
 A layer may have up to three low-rank updates, all of which add up: `default` is trained; `start` is the frozen one of the
 adapter that the run started from; `initial` is frozen and minus what `default` started as (PiSSA), so that the base
-weights stay as they are.
+weights stay as they are. A file holds them as one LoRA of the sum of their ranks over the original base, an ordinary one
+for peft.
+
+Where a file holds one matrix for several of our layers (GPT-2's c_attn holds query, key and value), their n updates of
+rank r are written as one block-diagonal update of rank n * r on the whole matrix; DoRA's magnitudes, one per row, are
+written one after another.
 """
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
 from math import sqrt
-from typing import TYPE_CHECKING, cast
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
-from alignment.adapters.extras import attach_extras, extras_switched_off, is_extra_weight, merge_layers
-from alignment.adapters.layer_names import file_layers, matching, matching_layers, names_in_file
-from alignment.adapters.specs import DoRASpec, LowRankSpec
+from alignment.adapters.extras import (
+    Change,
+    InjectedKind,
+    State,
+    attach_extras,
+    extras_from_file,
+    extras_to_file,
+    modules_of_file,
+    token_rows,
+    wrappers,
+)
+from alignment.adapters.files import CONFIG, SPEC, WEIGHTS, check_size
+from alignment.adapters.layer_names import (
+    BEFORE,
+    FileLayer,
+    escaped,
+    file_layers,
+    layer_sizes,
+    linear_layers,
+    matching,
+    matching_layers,
+    names_in_file,
+)
+from alignment.adapters.specs import AdapterSpec, DoRASpec, LoRASpec, LowRankSpec
 from alignment.errors import UserError
+from alignment.files import read_json_object
+from alignment.models.huggingface.weight_map import cut_rows, fuse_rows
+from alignment.patterns import search_names
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
     from peft.tuners.lora import LoraLayer
 
 DEFAULT, START, INITIAL = "default", "start", "initial"
 INITS = {"default": True, "gaussian": "gaussian", "orthogonal": "orthogonal"}  # ours -> peft's init_lora_weights
+UNCHANGED_BASE = (True, False, None, "gaussian", "orthogonal", "eva")  # other `init_lora_weights` change the base too
+FULL_NAMES = re.compile(r"[\w|]*(?:\\\.[\w|]+)*")  # layer names as `spec_of` writes them, and no other pattern
+Model = TypeVar("Model", bound=nn.Module)
+
+
+def lora_layers(model: nn.Module) -> dict[str, "LoraLayer"]:
+    """The linear layers with a LoRA update by name; empty without LoRA."""
+    from peft.tuners.lora import LoraLayer
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
 
 
 @dataclass(frozen=True)
 class LowRankUpdate:
-    """What is added to a linear layer's weight: scale * up @ down; with a magnitude, DoRA's length of each row of the sum.
+    """The change of a linear layer's weight: scale * up @ down; with a magnitude, DoRA's length of each row of the sum.
 
     Attributes:
         down: A, [rank, inputs].
@@ -51,13 +92,16 @@ class LowRankUpdate:
         return changed * (self.magnitude / torch.linalg.norm(changed, dim=1))[:, None]
 
 
+# Attaching
+
+
 def attach_lora(model: nn.Module, spec: LowRankSpec, name: str = DEFAULT) -> None:
     """Freeze the model and add a low-rank update to each linear layer that `spec.layers` matches.
 
     Args:
         model: may have a frozen LoRA of another name, below the new one.
         spec: rank, layers and the rest.
-        name: what peft calls the new adapter: `default` is trained, `start` is loaded and frozen.
+        name: of the new adapter in peft's layers: `default` is trained, `start` is loaded and frozen.
 
     Raises:
         UserError: no layer matches, or a pattern takes too long; or DoRA on a LoRA, which no file can hold.
@@ -65,24 +109,23 @@ def attach_lora(model: nn.Module, spec: LowRankSpec, name: str = DEFAULT) -> Non
     from peft import LoraConfig, inject_adapter_in_model
 
     wanted = matching_layers(model, spec.layers, spec.exclude)
-    ranks, alphas = by_layer(model, wanted, spec, "rank_pattern"), by_layer(model, wanted, spec, "alpha_pattern")
-    if isinstance(spec, DoRASpec) and lora_layers(model):
-        raise UserError("adapter: dora cannot lie on another adapter, whose sum would be no DoRA; merge that one first")
+    ranks = by_layer(model, wanted, spec.rank_pattern, "rank_pattern")
+    alphas = by_layer(model, wanted, spec.alpha_pattern, "alpha_pattern")
     if isinstance(spec, DoRASpec):
-        _refuse_parts_of_a_matrix(model, set(wanted))
+        _check_dora(model, set(wanted))
     model.requires_grad_(False)
     if hasattr(model, "peft_config"):
         del model.peft_config  # of the LoRA below; the two are told apart by name in the layers
     config = LoraConfig(
         r=spec.rank,
-        lora_alpha=spec.alpha,  # pyright: ignore[reportArgumentType]  # any number works
+        lora_alpha=cast(int, spec.alpha),  # any number works
         lora_dropout=spec.dropout,
         use_rslora=spec.rank_stabilized,
         use_dora=isinstance(spec, DoRASpec),
-        init_lora_weights=INITS.get(spec.init, True),  # pyright: ignore[reportArgumentType]
+        init_lora_weights=cast(Any, INITS.get(spec.init, True)),
         target_modules=wanted,
-        rank_pattern={re.escape(layer): rank for layer, rank in ranks.items()},
-        alpha_pattern={re.escape(layer): alpha for layer, alpha in alphas.items()},  # pyright: ignore[reportArgumentType]
+        rank_pattern=cast(Any, {re.escape(layer): rank for layer, rank in ranks.items()}),
+        alpha_pattern=cast(Any, {re.escape(layer): alpha for layer, alpha in alphas.items()}),
     )
     inject_adapter_in_model(config, model, name)
     if spec.init.startswith("pissa"):
@@ -95,28 +138,28 @@ def attach_lora(model: nn.Module, spec: LowRankSpec, name: str = DEFAULT) -> Non
     attach_extras(model, spec.modules_to_save, spec.token_rows)
 
 
-def by_layer(model: nn.Module, wanted: list[str], spec: LowRankSpec, key: str) -> dict[str, int | float]:
+def by_layer(model: nn.Module, wanted: list[str], pattern: Mapping[str, float], key: str) -> dict[str, float]:
     """The values of `rank_pattern` or `alpha_pattern` by our full names of the layers; an earlier line wins.
 
     Raises:
         UserError: a line names no layer.
     """
-    pattern, found = getattr(spec, key), {}
-    names = (
-        {name: file_name for name, file_name in names_in_file(model).items() if name in set(wanted)} if pattern else {}
-    )
-    for text, value in pattern.items():
+    names = {name: in_file for name, in_file in names_in_file(model).items() if name in wanted} if pattern else {}
+    found: dict[str, float] = {}
+    for text, value in reversed(list(pattern.items())):
         layers = matching((text,), names, key)
         if not layers:
             raise UserError(
                 f"adapter.{key} {text!r} names none of the layers that have an update: {', '.join(wanted[:8])}"
             )
-        found |= {layer: value for layer in layers if layer not in found}
+        found |= dict.fromkeys(layers, value)
     return found
 
 
-def _refuse_parts_of_a_matrix(model: nn.Module, wanted: set[str]) -> None:
-    """Refuse DoRA on some of the layers that a file holds as one, whose rows all have a length there."""
+def _check_dora(model: nn.Module, wanted: set[str]) -> None:
+    """Refuse DoRA on a LoRA, and on some of the layers that a file holds as one, whose rows all have a length there."""
+    if lora_layers(model):
+        raise UserError("adapter: dora cannot lie on another adapter, whose sum would be no DoRA; merge that one first")
     for layer in file_layers(model):
         without = [name for name in layer.layers if name not in wanted]
         if without and len(without) < len(layer.layers):
@@ -132,81 +175,8 @@ def activate_loras(model: nn.Module) -> None:
         # peft's own switch also changes requires_grad, which sharded optimizers must not see later.
         layer._active_adapter = [name for name in (START, DEFAULT, INITIAL) if name in layer.lora_A]
         for name, parameter in cast(nn.Module, layer).named_parameters():
-            if is_lora_weight(f".{name}"):
+            if LoRAKind.weights in f".{name}":
                 parameter.requires_grad_(f".{DEFAULT}." in f".{name}")
-
-
-def is_lora_weight(name: str) -> bool:
-    """Whether a name of a model's state dict is a weight of a LoRA or DoRA, or of what it trains besides."""
-    return ".lora_" in name or is_extra_weight(name)
-
-
-def lora_layers(model: nn.Module) -> dict[str, "LoraLayer"]:
-    """The linear layers with a LoRA update by name; empty without LoRA."""
-    from peft.tuners.lora import LoraLayer
-
-    return {name: module for name, module in model.named_modules() if isinstance(module, LoraLayer)}
-
-
-def has_plain_lora(model: nn.Module) -> bool:
-    """Whether a model has a LoRA that is no DoRA."""
-    return any(not any(layer.use_dora.values()) for layer in lora_layers(model).values())
-
-
-def has_dora(model: nn.Module) -> bool:
-    """Whether a model has a DoRA."""
-    return any(any(layer.use_dora.values()) for layer in lora_layers(model).values())
-
-
-@contextmanager
-def lora_switched_off(model: nn.Module) -> Iterator[None]:
-    """Leave all updates out within the block but that of the adapter that the run started from."""
-    layers = list(lora_layers(model).values())
-    before = [(layer._disable_adapters, layer._active_adapter) for layer in layers]
-    # peft's own switch also changes requires_grad, which sharded optimizers must not see.
-    for layer in layers:
-        if START in layer.lora_A:
-            layer._active_adapter = [START]
-        else:
-            layer._disable_adapters = True
-    try:
-        with extras_switched_off(model):
-            yield
-    finally:
-        for layer, (was_disabled, was_active) in zip(layers, before, strict=True):
-            layer._disable_adapters, layer._active_adapter = was_disabled, was_active
-
-
-def lora_updates(model: nn.Module, state: dict[str, Tensor]) -> dict[str, LowRankUpdate]:
-    """The update of every layer by our names, all LoRAs of a layer as one of the sum of their ranks.
-
-    Args:
-        model: a model with LoRA or DoRA.
-        state: the weights of its adapter by our names; whole ones where the model is sharded.
-    """
-    return {name: _update(name, layer, state) for name, layer in lora_layers(model).items()}
-
-
-def _update(name: str, layer: "LoraLayer", state: dict[str, Tensor]) -> LowRankUpdate:
-    names = [each for each in (DEFAULT, START, INITIAL) if each in layer.lora_A]
-    downs = [state[f"{name}.lora_A.{each}.weight"].cpu() for each in names]
-    ups = [state[f"{name}.lora_B.{each}.weight"].cpu() for each in names]
-    scale = layer.scaling[names[0]]
-    if len(names) == 1:
-        magnitude = state.get(f"{name}.lora_magnitude_vector.{names[0]}.weight")
-        return LowRankUpdate(downs[0], ups[0], scale, None if magnitude is None else magnitude.cpu())
-    ups = [up * (layer.scaling[each] / scale) for each, up in zip(names, ups, strict=True)]
-    return LowRankUpdate(torch.cat(downs), torch.cat(ups, dim=1), scale)
-
-
-def merge_lora(model: nn.Module) -> None:
-    """Add each update to its layer's weight and remove the adapter; all parameters are trainable afterwards."""
-    merge_layers(model, lora_layers(model))
-
-
-def spec_scale(spec: LowRankSpec, rank: int) -> float:
-    """The factor on B A that the settings give an update of a rank."""
-    return spec.alpha / (sqrt(rank) if spec.rank_stabilized else rank)
 
 
 @torch.no_grad()
@@ -225,8 +195,7 @@ def _start_at_principal_vectors(layer: "LoraLayer", name: str, init: str) -> Non
     if tuple(weight.shape) != (layer.out_features, layer.in_features) or getattr(layer, "fan_in_fan_out", False):
         weight = weight.T  # transformers' Conv1D
     if START in layer.lora_A:
-        below = _matrix(layer.lora_B, START) @ _matrix(layer.lora_A, START)
-        weight = weight + layer.scaling[START] * below
+        weight = weight + layer.scaling[START] * _matrix(layer.lora_B, START) @ _matrix(layer.lora_A, START)
     if init == "pissa":
         left, sizes, right = torch.linalg.svd(weight, full_matrices=False)
         left, sizes, right = left[:, :rank], sizes[:rank], right[:rank]
@@ -244,3 +213,292 @@ def _start_at_principal_vectors(layer: "LoraLayer", name: str, init: str) -> Non
 def _matrix(layers: nn.ModuleDict, name: str) -> Tensor:
     """A or B of one LoRA of a layer."""
     return cast(nn.Linear, layers[name]).weight
+
+
+# A LoRA that a run starts from, kept frozen under the new one: no merged copy of the base weights is needed
+
+
+def can_stack(start: AdapterSpec, new: AdapterSpec) -> bool:
+    """True where a new adapter can lie on a start with one: both are LoRAs, without further parts that train."""
+    return all(isinstance(spec, LoRASpec) and not spec.token_rows and not spec.modules_to_save for spec in (start, new))
+
+
+@torch.no_grad()
+def keep_as_start(model: Model) -> Model:
+    """Freeze the model's LoRA and make room for a new one on it; return the model. Switching adapters off leaves it on.
+
+    Args:
+        model: a model with one LoRA, as `load_adapter` leaves it.
+    """
+    spec = spec_of(model, lora_updates(model, model.state_dict()))
+    del model.peft_config  # peft would warn of several adapters; they are told apart by name in the layers
+    with torch.random.fork_rng(devices=[]):  # its random start is overwritten: the new adapter's must not depend on it
+        attach_lora(model, replace(spec, dropout=0.0), START)
+    for layer in lora_layers(model).values():
+        for matrices in (layer.lora_A, layer.lora_B):
+            _matrix(matrices, START).copy_(_matrix(matrices, DEFAULT))
+        layer.delete_adapter(DEFAULT)
+    del model.peft_config
+    activate_loras(model)
+    return model
+
+
+# Several LoRAs as one
+
+
+def lora_updates(model: nn.Module, state: State) -> dict[str, LowRankUpdate]:
+    """The update of every layer by our names, all LoRAs of a layer as one of the sum of their ranks.
+
+    Args:
+        model: a model with LoRA or DoRA.
+        state: the weights of its adapter by our names; whole ones where the model is sharded.
+    """
+    return {name: _update(name, layer, state) for name, layer in lora_layers(model).items()}
+
+
+def _update(name: str, layer: "LoraLayer", state: State) -> LowRankUpdate:
+    names = [each for each in (DEFAULT, START, INITIAL) if each in layer.lora_A]
+    downs = [state[f"{name}.lora_A.{each}.weight"].cpu() for each in names]
+    ups = [state[f"{name}.lora_B.{each}.weight"].cpu() for each in names]
+    scale = layer.scaling[names[0]]
+    if len(names) == 1:
+        magnitude = state.get(f"{name}.lora_magnitude_vector.{names[0]}.weight")
+        return LowRankUpdate(downs[0], ups[0], scale, None if magnitude is None else magnitude.cpu())
+    ups = [up * (layer.scaling[each] / scale) for each, up in zip(names, ups, strict=True)]
+    return LowRankUpdate(torch.cat(downs), torch.cat(ups, dim=1), scale)
+
+
+def spec_of(model: nn.Module, updates: Mapping[str, LowRankUpdate]) -> LoRASpec | DoRASpec:
+    """The settings of a model's LoRA, with the full name of every layer; of several LoRAs as one where there are more."""
+    layers = lora_layers(model)
+    first = DEFAULT if any(DEFAULT in layer.lora_A for layer in layers.values()) else START
+    ranks, alphas = {}, {}
+    for name, layer in layers.items():
+        each = first if first in layer.lora_A else next(iter(layer.lora_A))
+        ranks[name], grown = len(updates[name].down), len(updates[name].down) / layer.r[each]
+        alphas[name] = layer.lora_alpha[each] * (grown**0.5 if layer.use_rslora[each] else grown)
+    rank, alpha = Counter(zip(ranks.values(), alphas.values(), strict=True)).most_common(1)[0][0]
+    one, rows = next(layer for layer in layers.values() if first in layer.lora_A), token_rows(model)
+    return (DoRASpec if one.use_dora[first] else LoRASpec)(
+        rank=rank,
+        alpha=alpha,
+        dropout=getattr(one.lora_dropout[first], "p", 0.0),
+        layers="|".join(sorted(map(escaped, layers))),
+        rank_stabilized=bool(one.use_rslora[first]),
+        rank_pattern={escaped(name): each for name, each in ranks.items() if each != rank},
+        alpha_pattern={escaped(name): each for name, each in alphas.items() if each != alpha},
+        token_rows=() if rows is None else tuple(rows.ids.tolist()),
+        modules_to_save=tuple(sorted(wrappers(model))),
+    )
+
+
+# The kind and its files
+
+
+class LoRAKind(InjectedKind):
+    """LoRA and DoRA, which for peft is an option of LoRA."""
+
+    peft_type, weights = "LORA", ".lora_"
+    options = frozenset({
+        "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "layers_to_transform", "layers_pattern",
+        "rank_pattern", "alpha_pattern", "trainable_token_indices",
+    })  # fmt: skip
+
+    def layers(self, model: nn.Module) -> "dict[str, LoraLayer]":
+        """See `lora_layers`."""
+        return lora_layers(model)
+
+    def attach(self, model: nn.Module, spec: LowRankSpec) -> None:
+        """See `attach_lora`."""
+        attach_lora(model, spec)
+
+    def changes_when_off(self, model: nn.Module) -> list[Change]:
+        """All updates off but that of the adapter that the run started from."""
+        off = super().changes_when_off(model)
+        for layer in lora_layers(model).values():
+            off.append(
+                (layer, "_active_adapter", [START]) if START in layer.lora_A else (layer, "_disable_adapters", True)
+            )
+        return off
+
+    def put_into(self, model: nn.Module, state: State, plain: State) -> None:
+        """Put the updates into the weights of a state dict without the adapter."""
+        for name, update in lora_updates(model, state).items():
+            weight = plain[f"{name}.weight"]
+            plain[f"{name}.weight"] = update.applied(weight.cpu()).to(weight.dtype)
+
+    def own_settings(self, model: nn.Module, state: State) -> dict[str, object]:
+        """The settings that peft's config does not hold as we read them."""
+        return asdict(spec_of(model, lora_updates(model, state)))
+
+    def to_file(self, model: nn.Module, state: State) -> "tuple[State, LoraConfig]":
+        """Tensors and config in peft's format, without the score head of a scalar model and the name of the base."""
+        from peft import LoraConfig
+
+        updates, (tensors, options) = lora_updates(model, state), extras_to_file(model, state)
+        spec, layers, ranks, alphas = spec_of(model, updates), [], {}, {}
+        for layer, heights in self.file_parts(model):
+            fused = _fused([updates.get(name) for name in layer.layers], heights, layer.groups)
+            here, rank = f"{BEFORE}{layer.file_name}", len(fused.down)
+            tensors |= {f"{here}.lora_A.weight": fused.down, f"{here}.lora_B.weight": fused.up}
+            if fused.magnitude is not None:
+                tensors[f"{here}.lora_magnitude_vector"] = fused.magnitude
+            by_rank = sqrt(rank) if spec.rank_stabilized else rank
+            layers.append(layer)
+            if rank != spec.rank:
+                ranks[layer.file_name] = rank
+            if rank != spec.rank or fused.scale != spec.alpha / by_rank:
+                alphas[layer.file_name] = fused.scale * by_rank
+        config = LoraConfig(
+            r=spec.rank,
+            lora_alpha=cast(int, spec.alpha),
+            lora_dropout=spec.dropout,
+            use_rslora=spec.rank_stabilized,
+            use_dora=isinstance(spec, DoRASpec),
+            target_modules=sorted(layer.file_name for layer in layers),
+            rank_pattern=ranks,
+            alpha_pattern=alphas,
+            fan_in_fan_out=any(layer.transposed for layer in layers),
+            **cast(Any, options),
+        )
+        return tensors, config
+
+    def read_spec(self, config: Mapping[str, object], directory: Path) -> LoRASpec | DoRASpec:
+        """The settings of an adapter_config.json; in a file that another program wrote, without its layers.
+
+        Raises:
+            UserError: naming every option that would change the result and is not supported.
+        """
+        rows = config.get("trainable_token_indices") or []
+        if isinstance(rows, dict) and len(rows) != 1:
+            raise UserError(
+                f"{directory}/{CONFIG}: trainable_token_indices names {len(rows)} tables, {', '.join(rows)}; only rows of "
+                "the token embedding, and of a head that is tied to it, are supported"
+            )
+        own = {
+            "rank": config.get("r"),
+            "alpha": config.get("lora_alpha"),
+            "rank_pattern": config.get("rank_pattern") or {},
+            "alpha_pattern": config.get("alpha_pattern") or {},
+            "rank_stabilized": bool(config.get("use_rslora")),
+            "token_rows": next(iter(rows.values())) if isinstance(rows, dict) else rows,
+        }
+        spec = self.read_options(DoRASpec if config.get("use_dora") else LoRASpec, own, config, directory)
+        named = isinstance(spec.layers, str) and FULL_NAMES.fullmatch(spec.layers)
+        if (directory / SPEC).is_file() and not named:
+            raise UserError(
+                f"{directory / SPEC}: layers must name each layer in full, joined by |; write the adapter again"
+            )
+        return spec
+
+    def config_defaults(self) -> Mapping[str, object]:
+        """See `InjectedKind`."""
+        from peft import LoraConfig
+
+        return vars(LoraConfig())
+
+    def _unsupported(self, config: Mapping[str, object]) -> Iterator[str]:
+        init = config.get("init_lora_weights", True)
+        if init not in UNCHANGED_BASE:
+            yield f"init_lora_weights = {init!r} belongs to changed base weights; convert it to plain LoRA with peft first"
+        yield from super()._unsupported({key: config[key] for key in config if key != "init_lora_weights"})
+
+    def from_file(
+        self, model: nn.Module, spec: LowRankSpec, tensors: State, directory: Path
+    ) -> dict[str, Tensor | None]:
+        """Attach a LoRA or DoRA, take its tensors from a file's and return them by our names; None: missing."""
+        ours = (directory / SPEC).is_file()
+        if not ours:
+            spec = _with_layers_of_file(spec, tensors, file_layers(model), directory)
+            spec = replace(spec, modules_to_save=modules_of_file(read_json_object(directory / CONFIG), tensors))
+        wanted, linear = matching_layers(model, spec.layers), linear_layers(model)
+        ranks = by_layer(model, wanted, spec.rank_pattern, "rank_pattern")
+        sizes = (int(ranks.get(name, spec.rank)) * sum(layer_sizes(linear[name])) for name in wanted)
+        check_size(directory, sum(sizes), tensors)
+        attach_lora(model, spec)
+        found: dict[str, Tensor | None] = {}
+        for layer, heights in self.file_parts(model):
+            found |= _cut(layer, lora_layers(model), tensors, heights, block_diagonal=ours)
+        return found | extras_from_file(model, tensors)
+
+
+def _fused(parts: list[LowRankUpdate | None], heights: list[int], groups: int) -> LowRankUpdate:
+    """The updates of several layers as one of the matrix that they are fused into; None: a layer without an update."""
+    there = [part for part in parts if part is not None]
+    scale = there[0].scale
+    ups = [
+        torch.zeros(height, 0) if part is None else part.up if part.scale == scale else part.up * (part.scale / scale)
+        for part, height in zip(parts, heights, strict=True)
+    ]
+    magnitudes = [part.magnitude for part in there if part.magnitude is not None]
+    return LowRankUpdate(
+        torch.cat([part.down for part in there]),
+        fuse_rows(list(torch.block_diag(*ups).split(heights)), groups),
+        scale,
+        fuse_rows(magnitudes, groups) if magnitudes else None,
+    )
+
+
+def _cut(
+    layer: FileLayer, adapted: "Mapping[str, LoraLayer]", tensors: State, heights: list[int], *, block_diagonal: bool
+) -> dict[str, Tensor | None]:
+    """The tensors of one layer of a file by our names; they are removed from `tensors`.
+
+    Args:
+        block_diagonal: the update of a fused matrix consists of one block per layer; else its layers share one lora_A.
+    """
+    here = f"{BEFORE}{layer.file_name}."
+    down, up = tensors.pop(f"{here}lora_A.weight", None), tensors.pop(f"{here}lora_B.weight", None)
+    magnitudes = [tensors.pop(f"{here}lora_magnitude_vector{end}", None) for end in ("", ".weight")]
+    magnitude = next((each for each in magnitudes if each is not None), None)
+    for leaf, tensor in (("lora_B", up), ("lora_magnitude_vector", magnitude)):
+        if tensor is not None and len(tensor) != sum(heights):
+            raise UserError(
+                f"{WEIGHTS}: {layer.file_name}.{leaf} has {len(tensor)} rows, the model wants {sum(heights)}"
+            )
+    none = [None] * len(heights)
+    ups = none if up is None else cut_rows(up, heights, layer.groups)
+    lengths = none if magnitude is None else cut_rows(magnitude, heights, layer.groups)
+    found: dict[str, Tensor | None] = {}
+    before, scale = 0, 0.0  # columns of lora_B that belong to earlier layers
+    for name, rows, length in zip(layer.layers, ups, lengths, strict=True):
+        if name not in adapted:
+            continue
+        rank = adapted[name].r[DEFAULT]
+        block = slice(before, before + rank) if block_diagonal else slice(None)
+        before += rank
+        found[f"{name}.lora_A.{DEFAULT}.weight"] = None if down is None else down[block]
+        scale = scale or adapted[name].scaling[DEFAULT]  # of the file: that of the first layer
+        factor = scale / adapted[name].scaling[DEFAULT] if block_diagonal else 1.0
+        own = None if rows is None else rows[:, block]
+        found[f"{name}.lora_B.{DEFAULT}.weight"] = own if own is None or factor == 1.0 else own * factor
+        if adapted[name].use_dora[DEFAULT]:
+            found[f"{name}.lora_magnitude_vector.{DEFAULT}.weight"] = length
+    return found
+
+
+def _with_layers_of_file(spec: LowRankSpec, tensors: State, in_file: list[FileLayer], directory: Path) -> LowRankSpec:
+    """The settings with exactly the layers, ranks and scales of a file that another program wrote.
+
+    Raises:
+        UserError: the file has no update of a linear layer of this model.
+    """
+    ranks, alphas = {}, {}
+    for layer in in_file:
+        down = tensors.get(f"{BEFORE}{layer.file_name}.lora_A.weight")
+        if down is not None:
+            matches = (
+                alpha
+                for key, alpha in spec.alpha_pattern.items()
+                if search_names(rf"^(.*\.)?({key})$", [layer.file_name], f"{directory}: alpha_pattern {key!r}")
+            )
+            ranks |= dict.fromkeys(layer.layers, len(down))
+            alphas |= dict.fromkeys(layer.layers, next(matches, spec.alpha))
+    if not ranks:
+        raise UserError(f"{directory}/{WEIGHTS}: updates none of the linear layers of its base model")
+    return replace(
+        spec,
+        layers="|".join(sorted(map(escaped, ranks))),
+        rank_pattern={escaped(name): rank for name, rank in ranks.items() if rank != spec.rank},
+        alpha_pattern={escaped(name): alpha for name, alpha in alphas.items() if alpha != spec.alpha},
+    )

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from alignment.adapters.attach import Loaded, train_head
+from alignment.adapters.attach import KINDS, Kind, Loaded, kinds_attached, train_head
 from alignment.adapters.files import BASE, CONFIG, SPEC, WEIGHTS, is_scalar_adapter, read_adapter_config
-from alignment.adapters.kinds import KINDS, AnyModel, kinds_attached
+from alignment.adapters.layer_names import AnyModel
 from alignment.adapters.specs import AdapterSpec
 from alignment.errors import UserError, raise_all
 from alignment.files import write_atomic, write_json
@@ -33,18 +33,18 @@ def read_spec(directory: Path) -> AdapterSpec:
         UserError: the kind or an option of the adapter is not supported.
     """
     config = read_adapter_config(directory)
-    return KINDS[_kind_of_file(config, directory)].read_spec(config, Path(directory))
+    return _kind_of_file(config, directory).read_spec(config, Path(directory))
 
 
-def _kind_of_file(config: Mapping[str, object], directory: Path) -> str:
-    """Which kind of adapter a directory holds.
+def _kind_of_file(config: Mapping[str, object], directory: Path) -> Kind:
+    """The kind of adapter that a directory holds.
 
     Raises:
         UserError: one that is not supported.
     """
-    for name, kind in KINDS.items():
-        if kind.is_file(config):
-            return name
+    for kind in KINDS.values():
+        if kind.peft_type == config.get("peft_type"):
+            return kind
     raise UserError(
         f"{directory}/{CONFIG}: peft_type {config.get('peft_type')!r} is not one of those supported: {', '.join(KINDS)}"
     )
@@ -96,7 +96,7 @@ def save_adapter(
     [kind] = kinds_attached(model)
     state = adapter_state(model, state)
     tensors, config = kind.to_file(model, state)
-    settings = {} if kind.own_settings is None else kind.own_settings(model, state)
+    settings = kind.own_settings(model, state)
     if base is not None and Path(base).is_dir():
         base = str(Path(base).resolve())
         settings = {**settings, BASE: Path(os.path.relpath(base, directory.resolve())).as_posix()}
@@ -126,7 +126,7 @@ def load_adapter(model: Loaded, directory: Path, *, with_head: bool = True) -> L
     if not (directory / WEIGHTS).is_file():
         raise UserError(f"{directory}: no {WEIGHTS}; only safetensors adapters are read")
     spec, tensors = read_spec(directory), read_safetensors(directory / WEIGHTS)
-    wanted = KINDS[spec.kind].from_file(model, spec, tensors, directory)
+    wanted = KINDS[spec.kind].from_file(model, spec, tensors, directory)  # pyright: ignore[reportArgumentType]
     train_head(model)
     if (head := head_name(model)) is not None and is_scalar_adapter(directory):
         score = next((name for name in tensors if name.endswith("score.weight")), "")

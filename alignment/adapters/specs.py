@@ -1,9 +1,13 @@
-"""Settings of adapters, with their checks."""
+"""Settings of adapters."""
 
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Interval
+
+from alignment.settings import NonNegativeInt, PositiveFloat, Rule, Settings
 
 MAX_SIZE = 65_536  # a larger rank or prefix is a typing error and would need terabytes
 # Every expert of a mixture, but not its router.
@@ -11,16 +15,30 @@ EVERY_LINEAR = r"(attention|cross)\.(query|key|value|output)|feedforward\.(exper
 IA3_OUTPUTS, IA3_INPUTS = r"(attention|cross)\.(key|value)", r"feedforward\.down"
 INITS = re.compile(r"default|gaussian|orthogonal|pissa(_niter_[1-9]\d?)?")
 
+Size = Annotated[int, Interval(ge=1, le=MAX_SIZE)]
+Dropout = Annotated[float, Interval(ge=0, lt=1)]
 Names = str | tuple[str, ...]  # a regular expression, or a list of names
 
 
+def _pattern_problem(names: Names | Mapping[str, float]) -> str:
+    """The fault of regular expressions; '' without one."""
+    patterns = [names] if isinstance(names, str) else names
+    try:
+        for pattern in patterns:
+            re.compile(pattern)
+    except re.error as error:
+        return f"is no regular expression: {error}"
+    return ""
+
+
 @dataclass(frozen=True)
-class LowRankSpec:
-    """What LoRA and DoRA have in common.
+class LowRankSpec(Settings):
+    """The settings of LoRA and DoRA.
 
     Attributes:
-        rank: rank of the update, r.
-        alpha: scale; the update is multiplied by alpha / rank, or by alpha / sqrt(rank) with `rank_stabilized`.
+        rank: rank of the update, r; 8 to 64 is usual.
+        alpha: scale; the update is multiplied by alpha / rank, or by alpha / sqrt(rank) with `rank_stabilized`; twice the
+            rank is usual.
         dropout: dropout on the update's input in training.
         layers: the linear layers: `all-linear`; or a regular expression that matches the end of their names, such as
             `attention\\.(query|value)`; or a list of such ends. Names are ours, or those of transformers (`q_proj`).
@@ -34,46 +52,37 @@ class LowRankSpec:
         modules_to_save: further modules that are trained whole and saved, such as `lm_head` or `embed_tokens`.
     """
 
-    rank: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
+    rank: Size = 16
+    alpha: PositiveFloat = 32.0
+    dropout: Dropout = 0.0
     layers: Names = EVERY_LINEAR
     exclude: Names = ()
     rank_stabilized: bool = False
-    rank_pattern: Mapping[str, int] = field(default_factory=dict)
-    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+    rank_pattern: Mapping[str, Size] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, PositiveFloat] = field(default_factory=dict)
     init: str = "default"
-    token_rows: tuple[int, ...] = ()
+    token_rows: tuple[NonNegativeInt, ...] = ()
     modules_to_save: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        for key, rank in {
-            "rank": self.rank,
-            **{f"rank_pattern {k!r}": v for k, v in self.rank_pattern.items()},
-        }.items():
-            if rank < 1:
-                raise ValueError(f"{key} must be at least 1, got {rank}; 8 to 64 is usual")
-            if rank > MAX_SIZE:  # larger than any layer it could be added to
-                raise ValueError(f"{key} must be at most {MAX_SIZE:,}, got {rank}; 8 to 64 is usual")
-        for key, alpha in {
-            "alpha": self.alpha,
-            **{f"alpha_pattern {k!r}": v for k, v in self.alpha_pattern.items()},
-        }.items():
-            if alpha <= 0:
-                raise ValueError(f"{key} must be above 0, got {alpha}; twice the rank is usual")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
-        _check_names("layers", self.layers)
-        _check_names("exclude", self.exclude)
-        _check_names("rank_pattern", tuple(self.rank_pattern))
-        _check_names("alpha_pattern", tuple(self.alpha_pattern))
-        if not INITS.fullmatch(self.init):
-            raise ValueError(
-                f"init must be default, gaussian, orthogonal, pissa or pissa_niter_N, got {self.init!r}; default is usual"
-            )
-        if self.init == "orthogonal" and any(rank % 2 for rank in (self.rank, *self.rank_pattern.values())):
-            raise ValueError("init: orthogonal needs even ranks, half of the rows each for A and B; take another rank")
-        _check_token_rows(self.token_rows)
+    RULES = (
+        Rule("layers", lambda c: _pattern_problem(c.layers)),
+        Rule("exclude", lambda c: _pattern_problem(c.exclude)),
+        Rule("rank_pattern", lambda c: _pattern_problem(c.rank_pattern)),
+        Rule("alpha_pattern", lambda c: _pattern_problem(c.alpha_pattern)),
+        Rule(
+            "init",
+            lambda c: not INITS.fullmatch(c.init),
+            "must be default, gaussian, orthogonal, pissa or pissa_niter_N, got {self.init!r}; default is usual",
+        ),
+        Rule(
+            "init",
+            lambda c: c.init == "orthogonal" and any(rank % 2 for rank in (c.rank, *c.rank_pattern.values())),
+            "orthogonal needs even ranks, half of the rows each for A and B; take another rank",
+        ),
+        Rule(
+            "token_rows", lambda c: len(set(c.token_rows)) < len(c.token_rows), "must be different tokens, got {self.token_rows}"
+        ),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -98,14 +107,13 @@ class DoRASpec(LowRankSpec):
 
     kind: Literal["dora"] = "dora"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.init.startswith("pissa"):
-            raise ValueError(f"init: {self.init!r} is not there for dora; use kind: lora, or another init")
+    RULES = (
+        Rule("init", lambda c: c.init.startswith("pissa"), "{self.init!r} is not there for dora; use kind: lora, or another"),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class IA3Spec:
+class IA3Spec(Settings):
     """Trained factors on the keys, the values and the hidden units of the feed-forward, one per feature.
 
     Attributes:
@@ -123,41 +131,35 @@ class IA3Spec:
     exclude: Names = ()
     modules_to_save: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        for key in ("layers", "feedforward", "exclude"):
-            _check_names(key, getattr(self, key))
+    RULES = (
+        Rule("layers", lambda c: _pattern_problem(c.layers)),
+        Rule("feedforward", lambda c: _pattern_problem(c.feedforward)),
+        Rule("exclude", lambda c: _pattern_problem(c.exclude)),
+    )
 
 
 @dataclass(frozen=True)
-class PrefixSpec:
+class PrefixSpec(Settings):
     """Trained keys and values before every document in every layer of a frozen model.
 
     Attributes:
-        tokens: number of virtual tokens.
+        tokens: number of virtual tokens; 10 to 100 is usual.
         projection_width: hidden width of the two-layer network that computes the prefix in training; 0: no network.
 
     Source: Li and Liang 2021, arXiv:2101.00190.
     """
 
     kind: Literal["prefix"] = "prefix"
-    tokens: int = 16
-    projection_width: int = 0
-
-    def __post_init__(self) -> None:
-        if self.tokens < 1:
-            raise ValueError(f"tokens must be at least 1, got {self.tokens}; 10 to 100 is usual")
-        if self.tokens > MAX_SIZE:
-            raise ValueError(f"tokens must be at most {MAX_SIZE:,}, got {self.tokens}; 10 to 100 is usual")
-        if not 0 <= self.projection_width <= MAX_SIZE:
-            raise ValueError(f"projection_width must be 0 (off) or up to {MAX_SIZE:,}, got {self.projection_width}")
+    tokens: Size = 16
+    projection_width: Annotated[int, Interval(ge=0, le=MAX_SIZE)] = 0
 
 
 @dataclass(frozen=True)
-class PromptSpec:
+class PromptSpec(Settings):
     """Trained vectors that a frozen model reads as the first tokens of every document (of an encoder-decoder's source).
 
     Attributes:
-        tokens: number of virtual tokens.
+        tokens: number of virtual tokens; 10 to 100 is usual.
         init: how their vectors start: `random`, from N(0, 1); `sampled_vocabulary`, as those of random tokens; `text`,
             as those of the tokens of `init_text`, cut or repeated.
         init_text: for `init: text`.
@@ -166,25 +168,28 @@ class PromptSpec:
     """
 
     kind: Literal["prompt"] = "prompt"
-    tokens: int = 20
+    tokens: Size = 20
     init: Literal["random", "sampled_vocabulary", "text"] = "random"
     init_text: str | None = None
 
-    def __post_init__(self) -> None:
-        if not 1 <= self.tokens <= MAX_SIZE:
-            raise ValueError(f"tokens must lie between 1 and {MAX_SIZE:,}, got {self.tokens}; 10 to 100 is usual")
-        if (self.init == "text") != (self.init_text is not None):
-            raise ValueError("init_text belongs to init: text, and must be given there")
+    RULES = (
+        Rule(
+            "init_text",
+            lambda c: (c.init == "text") != (c.init_text is not None),
+            "belongs to init: text, and must be given there",
+        ),
+    )
 
 
 @dataclass(frozen=True)
-class BottleneckSpec:
+class BottleneckSpec(Settings):
     """Small residual networks on the outputs of a frozen model's layers: x + up(activation(down(x))).
 
     peft has no such adapters, so that the saved files are in a format of this library's own.
 
     Attributes:
-        width: columns that `down` projects to; None: the model's width divided by `reduction_factor`.
+        width: columns that `down` projects to, 16 to 256 as a rule; None: the model's width divided by
+            `reduction_factor`.
         reduction_factor: see `width`.
         placement: `houlsby`: after attention and after the feed-forward layer; `pfeiffer`: after the feed-forward layer.
         activation: relu, gelu, silu or tanh.
@@ -194,19 +199,11 @@ class BottleneckSpec:
     """
 
     kind: Literal["bottleneck"] = "bottleneck"
-    width: int | None = None
-    reduction_factor: float = 16.0
+    width: Size | None = None
+    reduction_factor: Annotated[float, Ge(1)] = 16.0
     placement: Literal["houlsby", "pfeiffer"] = "pfeiffer"
     activation: Literal["relu", "gelu", "silu", "tanh"] = "relu"
-    dropout: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.width is not None and not 1 <= self.width <= MAX_SIZE:
-            raise ValueError(f"width must lie between 1 and {MAX_SIZE:,}, got {self.width}; 16 to 256 is usual")
-        if not self.reduction_factor >= 1:
-            raise ValueError(f"reduction_factor must be at least 1, got {self.reduction_factor}; 16 is usual")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+    dropout: Dropout = 0.0
 
     def inner_width(self, model_width: int) -> int:
         """Columns that `down` projects to in a model of this width, at least 1."""
@@ -216,21 +213,6 @@ class BottleneckSpec:
 UNMERGEABLE = (PrefixSpec, PromptSpec, BottleneckSpec)  # no change of weights
 MergeableSpec = LoRASpec | DoRASpec | IA3Spec  # changes of weights
 AdapterSpec = LoRASpec | DoRASpec | IA3Spec | PrefixSpec | PromptSpec | BottleneckSpec
-
-
-def _check_names(key: str, names: Names) -> None:
-    """Refuse what is no regular expression."""
-    for pattern in (names,) if isinstance(names, str) else names:
-        try:
-            re.compile(pattern)
-        except re.error as error:
-            raise ValueError(f"{key} is no regular expression: {error}") from error
-
-
-def _check_token_rows(token_rows: tuple[int, ...]) -> None:
-    """Refuse ids below 0 and ids given twice."""
-    if any(token < 0 for token in token_rows) or len(set(token_rows)) < len(token_rows):
-        raise ValueError(f"token_rows must be different token ids of at least 0, got {list(token_rows)[:10]}")
 
 
 def refuse_new_tokens(adapter: AdapterSpec | None, tokens: Sequence[str]) -> None:

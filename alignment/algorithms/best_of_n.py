@@ -33,9 +33,8 @@ from alignment.loading import architecture_of, best_device, find_directory, load
 from alignment.models.protocols import GenerativeModel
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import Combine, load_reward_model
-from alignment.rewards.build import build_rewards, prepare_rewards
+from alignment.rewards.build import build_rewards, prepare_rewards, response_scorer
 from alignment.rewards.combine import Rewards
-from alignment.rewards.reward_models import response_scorer
 from alignment.rewards.samples import TextReward
 from alignment.rewards.selection import best_of_n, choose_best, choose_pair, kl_bound, powers_of_two
 from alignment.rewards.specs import RewardSpec, as_given_alone, check_rewards, names_of

@@ -239,8 +239,8 @@ def _load_start(
         model, (base, revision) = reader.frozen(start.directory, device=device), _name_and_revision(start)
     else:
         from alignment.adapters.attach import merge_adapter
+        from alignment.adapters.lora import can_stack, keep_as_start
         from alignment.adapters.peft_files import load_adapter, read_spec
-        from alignment.adapters.stack import can_stack, keep_as_start
 
         earlier, read = read_spec(start.directory), partial(load_adapter, with_head=reader.with_head)
         base, revision = read_base(start.directory), read_revision(start.directory)

@@ -20,9 +20,8 @@ from alignment.models.classifiers import SequenceClassifier
 from alignment.models.lengths import check_lengths
 from alignment.models.shared_weights import SharedWeights
 from alignment.reward_model import Combine, RewardModel, load_frozen_reward_model, member_count
-from alignment.rewards.build import build_rewards, finite_scorer, prepare_rewards
+from alignment.rewards.build import build_rewards, finite_scorer, prepare_rewards, response_scorer
 from alignment.rewards.combine import Rewards, ScoreFunction, Scores
-from alignment.rewards.reward_models import response_scorer
 from alignment.rewards.samples import TextReward
 from alignment.rewards.specs import RewardSpec, names_of
 from alignment.training import TrainingConfig

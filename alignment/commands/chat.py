@@ -11,7 +11,7 @@ from alignment.generation.requests import TokenEvent
 from alignment.loading import load_tokenizer
 from alignment.serving.app import ServedModel, decoding_requests
 from alignment.serving.model_thread import ModelThread, ServingError
-from alignment.serving.requests import BadRequest, CompletionRequest
+from alignment.serving.protocol import BadRequest, CompletionRequest
 
 HELP = "an empty line is skipped, /new begins another dialogue, Ctrl-C stops a reply, Ctrl-D ends"
 

@@ -119,6 +119,8 @@ def explain_errors(cls: type, values: object, errors: "Sequence[ErrorDetails]") 
     by_key: dict[Key, list[_Located]] = {}
     for each in _errors_of_matching_members([_locate(values, error) for error in errors]):
         by_key.setdefault(each.key, []).append(each)
+    for key, group in by_key.items():  # a key that one member of a union knows is not unknown to the user
+        by_key[key] = [each for each in group if each.error["type"] != "unexpected_keyword_argument"] or group
     return [
         Problem(_key_at_fault(key, group[0].error), key, group[0].error["type"], _reason(cls, group))
         for key, group in by_key.items()

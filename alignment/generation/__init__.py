@@ -8,22 +8,10 @@ from alignment.generation.beam_search import BeamConfig, Hypotheses, beam_search
 from alignment.generation.decode import Responses, decode_responses
 from alignment.generation.engine import DecodingEngine
 from alignment.generation.generate import Generation, decoding_config, generate
-from alignment.generation.requests import DecodingRequest, TokenEvent
-from alignment.generation.sampling import SamplingConfig
+from alignment.generation.requests import DecodingRequest, SamplingConfig, TokenEvent
 from alignment.generation.text import response_text
 
 __all__ = [
-    "BeamConfig",
-    "DecodingEngine",
-    "DecodingRequest",
-    "Generation",
-    "Hypotheses",
-    "Responses",
-    "SamplingConfig",
-    "TokenEvent",
-    "beam_search",
-    "decode_responses",
-    "decoding_config",
-    "generate",
-    "response_text",
-]
+    "BeamConfig", "DecodingEngine", "DecodingRequest", "Generation", "Hypotheses", "Responses", "SamplingConfig",
+    "TokenEvent", "beam_search", "decode_responses", "decoding_config", "generate", "response_text",
+]  # fmt: skip

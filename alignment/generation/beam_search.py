@@ -8,22 +8,22 @@ finished hypotheses, continue with the best of the others.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import torch
+from annotated_types import Interval
 from torch import Tensor
 
 from alignment.generation.decode import Responses
-from alignment.generation.logits_processors import check_processor_settings, process_logits
-from alignment.generation.prefill import prefill
-from alignment.generation.requests import check_failed
-from alignment.models.protocols import GenerativeModel
-
-MOST_BEAMS = 10_000
+from alignment.generation.logits_processors import TokenHistory, discourage_repetition
+from alignment.generation.requests import ROOM_FOR_LEAST, NewTokens, check_failed
+from alignment.models.protocols import DecodingCache, GenerativeModel
+from alignment.ragged import Ragged, Seq2Seq
+from alignment.settings import NonNegativeInt, PositiveFloat, PositiveInt, Rule, Settings
 
 
 @dataclass(frozen=True)
-class BeamConfig:
+class BeamConfig(Settings):
     """Width, scoring and end of the search.
 
     Attributes:
@@ -31,34 +31,30 @@ class BeamConfig:
         length_penalty: the score of a finished hypothesis is its log-probability / tokens ** length_penalty: above 0
             favors long ones, below 0 short ones.
         max_new_tokens: longest response, end token included.
-        early_stopping: when the search for a prompt ends. True: as soon as K hypotheses have ended. False: as soon as
+        early_stopping: end of the search for a prompt. True: as soon as K hypotheses have ended. False: as soon as
             the best running one, if it ended now, would not beat the worst of those. "never": as soon as it could not
             even at its most favorable length.
         num_returned: hypotheses returned for each prompt, at most `num_beams`.
         repetition_penalty, no_repeat_ngram_size, min_new_tokens: as in `SamplingConfig`, on log-probabilities.
     """
 
-    num_beams: int = 4
+    num_beams: Annotated[int, Interval(ge=1, le=10_000)] = 4  # each is a row of the cache
     length_penalty: float = 1.0
-    max_new_tokens: int = 64
+    max_new_tokens: NewTokens = 64
     early_stopping: bool | Literal["never"] = False
-    num_returned: int = 1
-    repetition_penalty: float = 1.0
-    no_repeat_ngram_size: int = 0
-    min_new_tokens: int = 0
+    num_returned: PositiveInt = 1
+    repetition_penalty: PositiveFloat = 1.0
+    no_repeat_ngram_size: NonNegativeInt = 0
+    min_new_tokens: NonNegativeInt = 0
 
-    def __post_init__(self) -> None:
-        check_processor_settings(self)
-        if self.num_beams < 1:
-            raise ValueError(f"num_beams must be at least 1, got {self.num_beams}")
-        if self.num_beams > MOST_BEAMS:  # each is a row of the cache
-            raise ValueError(f"num_beams must be at most {MOST_BEAMS:,}, got {self.num_beams}; 4 or 5 are usual")
-        if not 1 <= self.num_returned <= self.num_beams:
-            raise ValueError(
-                f"num_returned must lie between 1 and num_beams = {self.num_beams}, got {self.num_returned}"
-            )
-        if self.early_stopping not in (True, False, "never"):
-            raise ValueError(f"early_stopping must be true, false or 'never', got {self.early_stopping!r}")
+    RULES = (
+        ROOM_FOR_LEAST,
+        Rule(
+            "num_returned",
+            lambda c: c.num_returned > c.num_beams,
+            "must be at most num_beams, {self.num_beams}, got {self.num_returned}",
+        ),
+    )
 
 
 @dataclass(frozen=True)
@@ -122,16 +118,10 @@ def beam_search(
         best = {i: list(map(math.isnan, found[i].log_probs[0])) for i in group}
         check_failed({i: broken.index(True) + 1 for i, broken in best.items() if any(broken)})
     ordered = [found[i] for i in range(len(prompts))]
-    return Hypotheses(
-        token_ids=[each.token_ids for each in ordered],
-        log_probs=[each.log_probs for each in ordered],
-        scores=[each.scores for each in ordered],
-        ended=[each.ended for each in ordered],
-    )
+    return Hypotheses(**{name: [getattr(each, name) for each in ordered] for name in _PlainHypotheses._fields})
 
 
-@dataclass(frozen=True)
-class _Beams:
+class _Beams(NamedTuple):
     """n hypotheses of each of B prompts: running, candidates or finished.
 
     Attributes:
@@ -155,22 +145,17 @@ class _Beams:
 
     def pick(self, index: Tensor) -> "_Beams":
         """The hypotheses at `index` [B, m] of each prompt."""
-        steps = index[..., None].expand(*index.shape, self.tokens.shape[-1])
-        return _Beams(
-            self.scores.gather(1, index),
-            self.tokens.gather(1, steps),
-            self.log_probs.gather(1, steps),
-            self.lengths.gather(1, index),
-        )
+        rows = torch.arange(len(index), device=index.device)[:, None]
+        return _Beams(*(column[rows, index] for column in self))
 
     def of_prompts(self, prompts: Tensor) -> "_Beams":
         """The hypotheses of some prompts, [b]."""
-        return _Beams(self.scores[prompts], self.tokens[prompts], self.log_probs[prompts], self.lengths[prompts])
+        return _Beams(*(column[prompts] for column in self))
 
     def put(self, prompts: Tensor, other: "_Beams") -> None:
         """Overwrite the hypotheses of some prompts, [b]."""
-        self.scores[prompts], self.tokens[prompts] = other.scores, other.tokens
-        self.log_probs[prompts], self.lengths[prompts] = other.log_probs, other.lengths
+        for column, new in zip(self, other, strict=True):
+            column[prompts] = new
 
 
 def _search_group(
@@ -184,20 +169,25 @@ def _search_group(
     device = next(model.parameters()).device
     steps, count, beams = config.max_new_tokens, len(prompts), config.num_beams
     stops = torch.tensor(sorted(stop_ids), dtype=torch.long, device=device)
-    cache, logits, history = prefill(model, prompts, steps, stops, start_token)
+    cache, logits, history = _prefill(model, prompts, steps, start_token)
     kept = _candidates_kept(beams, len(stops), logits.shape[-1])
 
     found = _Beams.none(count, beams, steps, device)
-    live = torch.arange(count, device=device)  # which prompt each block of K cache rows serves
+    live = torch.arange(count, device=device)  # the prompt that each block of K cache rows serves
     running, finished = _Beams.none(count, beams, steps, device), found
     running.scores[:, 0] = 0.0  # one beam is alive at first: the others would find the same
     rows = live.repeat_interleave(beams)
     cache.reorder(rows)
-    history.reorder(rows)
+    history.keep(rows)
     logits = logits[rows]
     done = torch.zeros(count, dtype=torch.bool, device=device)
     for step in range(steps):
-        log_probs = process_logits(logits.float().log_softmax(-1), config, history)
+        log_probs = logits.float().log_softmax(-1)
+        if config.repetition_penalty != 1 or config.no_repeat_ngram_size:
+            seen = history.seen(torch.arange(len(logits), device=device))
+            log_probs = discourage_repetition(log_probs, seen, config.repetition_penalty, config.no_repeat_ngram_size)
+        if step < config.min_new_tokens:
+            log_probs = log_probs.index_fill(-1, stops, -torch.inf)
         candidates, parents = _extend(running, log_probs.unflatten(0, (-1, beams)), kept, step)
         stopped = torch.isin(candidates.tokens[..., step], stops) | (step + 1 == steps)
         finished = _finish(finished, candidates, stopped & ~done[:, None], step + 1, config)
@@ -218,12 +208,28 @@ def _search_group(
                 running, finished = running.of_prompts(going), finished.of_prompts(going)
         rows = rows.flatten()
         cache.reorder(rows)
-        history.reorder(rows)
+        history.keep(rows)
         newest = running.tokens[..., step].flatten()
-        history.append(newest)
+        history.append(torch.arange(len(newest), device=device), newest)
         logits = model.decode(newest, cache)
     found.put(live, finished)
     return found
+
+
+def _prefill(
+    model: GenerativeModel, prompts: list[Sequence[int]], steps: int, start_token: int | None
+) -> tuple[DecodingCache, Tensor, TokenHistory]:
+    """Run the prompts through the model: its cache, logits of each response's first token, [B, V], and the tokens so far."""
+    device = next(model.parameters()).device
+    continued = prompts if start_token is None else [[start_token]] * len(prompts)
+    history, longest = TokenHistory(device), max(map(len, continued)) + steps
+    history.reserve(len(prompts), longest)
+    for row, document in enumerate(continued):
+        history.put(row, document)
+    batch = Ragged.build(prompts)
+    batch = batch if start_token is None else Seq2Seq(batch, Ragged.build(continued))
+    cache = model.new_cache(len(prompts), longest)
+    return cache, model.prefill(batch.to(device), cache), history
 
 
 def _candidates_kept(beams: int, stops: int, vocabulary: int) -> int:
@@ -261,17 +267,13 @@ def _finish(finished: _Beams, candidates: _Beams, stopped: Tensor, length: int, 
     """The K best of the finished hypotheses and of the candidates that end now, [B, K]; only the K best may end."""
     may_end = stopped & (torch.arange(stopped.shape[1], device=stopped.device) < config.num_beams)
     scores = (candidates.scores / length**config.length_penalty).masked_fill(~may_end, -torch.inf)
-    merged = _Beams(
-        torch.cat([finished.scores, scores], dim=1),
-        torch.cat([finished.tokens, candidates.tokens], dim=1),
-        torch.cat([finished.log_probs, candidates.log_probs], dim=1),
-        torch.cat([finished.lengths, candidates.lengths], dim=1),
-    )
+    ending = candidates._replace(scores=scores)
+    merged = _Beams(*(torch.cat(columns, dim=1) for columns in zip(finished, ending, strict=True)))
     return merged.pick(merged.scores.topk(config.num_beams).indices)
 
 
 def _settled(running: _Beams, finished: _Beams, length: int, config: BeamConfig) -> Tensor:
-    """Whether no running hypothesis can enter a prompt's finished ones any more, [B]."""
+    """True where no running hypothesis can enter a prompt's finished ones any more, [B]."""
     worst = finished.scores.min(1).values  # -inf as long as fewer than K have ended
     if config.early_stopping is True:
         return worst > -torch.inf

@@ -12,8 +12,7 @@ import torch
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.generation.engine import DecodingEngine
-from alignment.generation.requests import DecodingRequest, check_failed
-from alignment.generation.sampling import SamplingConfig
+from alignment.generation.requests import DecodingRequest, SamplingConfig, check_failed
 from alignment.models.protocols import GenerativeModel
 
 

@@ -10,11 +10,11 @@
 
 `step` prefills waiting prompts when enough cache rows are free, else it decodes one token for every running request;
 requests may be added and cancelled between steps, from one thread. `decode_responses` in decode.py is the loop for a fixed
-set of prompts. What a request gets depends on its own fields and the weights only, up to rounding: neither on the requests
+set of prompts. A response depends on the fields of its request and the weights only, up to rounding: neither on the requests
 beside it nor on the order in which they came.
 
-Equal prompts are computed once as long as one of them waits or `kept_prompts` has room: the others copy its cache row. So n
-samples of a prompt are n requests that differ in `row`.
+Equal prompts are computed once as long as one of them waits: the others copy its cache row. So n samples of a prompt are n
+requests that differ in `row`.
 
 With `kept_tokens` common beginnings are computed once as well: the prompt and the response of a request that has finished
 stay in memory, and of a prompt that begins with the same tokens (16 at least), as the next turn of a dialogue does, only
@@ -35,10 +35,9 @@ import torch
 
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.generation.filling import Prompt, PromptFiller
-from alignment.generation.logits_processors import RowHistory, is_active
-from alignment.generation.requests import DecodingRequest, RunningRequest, TokenEvent
-from alignment.generation.row_sampling import DrawnTokens, RowSampler
-from alignment.generation.stop_strings import IncrementalText
+from alignment.generation.logits_processors import TokenHistory
+from alignment.generation.requests import DecodingRequest, IncrementalText, RunningRequest, TokenEvent
+from alignment.generation.sampling import DrawnTokens, RowSampler
 from alignment.models.protocols import GenerativeModel
 
 CHECK_STEPS = 8  # steps between two readings of the drawn tokens, where a reading waits for a GPU or for other ranks
@@ -60,7 +59,6 @@ class DecodingEngine:
         max_rows: int = 64,
         start_token: int | None = None,
         tokenizer: Tokenizer | None = None,
-        kept_prompts: int = 0,
         kept_tokens: int = 0,
     ):
         """An engine without requests.
@@ -70,7 +68,6 @@ class DecodingEngine:
             max_rows: requests decoded side by side.
             start_token: begins each response of an encoder-decoder model and is no part of it; None: a decoder.
             tokenizer: for stop strings and `TokenEvent.text`; None: neither.
-            kept_prompts: prompts whose keys and values are kept after their last request, for equal ones to come.
             kept_tokens: tokens of prompts with their responses whose keys and values are kept, for prompts to come that
                 begin as they do; those used least recently go first, and of a longer document its first tokens are kept.
         """
@@ -78,9 +75,7 @@ class DecodingEngine:
             raise ValueError(f"max_rows must be at least 1, got {max_rows}")
         self._model, self._max_rows, self._tokenizer = model, max_rows, tokenizer
         self._device = next(model.parameters()).device
-        self._filler = PromptFiller(
-            model, self._device, start_token, kept_prompts=kept_prompts, kept_tokens=kept_tokens
-        )
+        self._filler = PromptFiller(model, self._device, start_token, kept_tokens)
         self._keeps_documents = kept_tokens > 0
         self._skip_special_tokens = start_token is not None
         self._start = None if start_token is None else [start_token]
@@ -89,11 +84,11 @@ class DecodingEngine:
         self.running: list[RunningRequest | None] = []
         self._newest = torch.zeros(0, dtype=torch.long, device=self._device)  # last token of each row
         self._sampler: RowSampler | None = None  # of all rows; None: they have changed
-        self._history: RowHistory | None = None  # where a request has a logits processor
+        self._history: TokenHistory | None = None  # where a request has a logits processor
         self._unseen: list[DrawnTokens] = []  # drawn since the last reading
         self._numbers = self._room = 0
-        self._equal_limits = True  # whether the rows of a group may all draw equally many tokens
-        self._failed = False  # whether a request has ended with an error
+        self._equal_limits = True  # the rows of a group may all draw equally many tokens
+        self._failed = False  # True after a request that has ended with an error
 
     @property
     def prefilled_tokens(self) -> int:
@@ -129,18 +124,16 @@ class DecodingEngine:
         Raises:
             UserError: it does not fit the model's positions.
         """
-        room = self._filler.room(longest_prompt, max_new_tokens)
+        room = len(self._start or longest_prompt) + max_new_tokens
         if room > self._room:
             self._model.new_cache(0, room)  # refuses what does not fit the positions
             self._room = room
 
     def cancel(self, number: int) -> None:
         """Forget a request, whether it waits or runs; one that has finished is no error."""
-        for waiting in self._waiting:
-            if waiting.number == number:
-                self._waiting.remove(waiting)
-                self._waits_no_more(waiting)
-                return
+        if found := next((each for each in self._waiting if each.number == number), None):
+            self._waiting.remove(found)
+            self._waiting_prompts -= Counter([tuple(found.request.prompt)])
         for slot, running in enumerate(self.running):
             if running is not None and running.number == number:
                 self._filler.save(slot, running.tokens)
@@ -211,7 +204,7 @@ class DecodingEngine:
         return sum(row is not None for row in self.running)
 
     def _may_admit(self) -> bool:
-        """Whether enough rows are free for waiting prompts; a prefill costs a step of all rows that already run."""
+        """True where enough rows are free for waiting prompts; a prefill costs a step of all rows that already run."""
         live = self._live()
         if not self._waiting or (live and not self._filler.continuous):
             return False
@@ -225,16 +218,14 @@ class DecodingEngine:
             self.running = []
         count = min(len(self._waiting), self._max_rows - self._live())
         admitted = [self._waiting.popleft() for _ in range(count)]
-        for row in admitted:
-            self._waits_no_more(row)
+        prompts = [tuple(row.request.prompt) for row in admitted]
+        self._waiting_prompts -= Counter(prompts)
+        free = sum(row is None for row in self.running)
+        self.running += [None] * (count - free)
         slots = [slot for slot, row in enumerate(self.running) if row is None][:count]
-        more = count - len(slots)
-        slots += range(len(self.running), len(self.running) + more)
-        self.running += [None] * more
         for slot, row in zip(slots, admitted, strict=True):
             self.running[slot] = row
         self._equal_limits = len({row.request.sampling.max_new_tokens for row in admitted}) == 1
-        prompts = [tuple(row.request.prompt) for row in admitted]
         logits = self._filler.fill(
             prompts, slots, rows=len(self.running), room=self._room, waiting=self._waiting_prompts
         )
@@ -267,7 +258,7 @@ class DecodingEngine:
         return 1 if self._device.type == "cpu" else CHECK_STEPS
 
     def _collect_if_due(self) -> None:
-        """Read the drawn tokens where that costs nothing, or a row may draw no more, or it is time to."""
+        """Read the drawn tokens where that costs nothing, a row may draw no more, or `CHECK_STEPS` have gone by."""
         if len(self._unseen) >= self._steps_unseen or any(
             row is not None and row.steps_left == 0 for row in self.running
         ):
@@ -305,25 +296,19 @@ class DecodingEngine:
             self._history.keep(index)
 
     def _remember(self, prompts: Sequence[Prompt], slots: Sequence[int], rows: Sequence[RunningRequest]) -> None:
-        """Note the tokens before the responses, where a logits processor asks for them."""
-        if self._history is None and any(is_active(row.request.sampling) for row in rows):
-            self._history = RowHistory(self._device)
-        if self._history is None:
-            return
-        self._history.reserve(len(self.running), self._room)
-        for prompt, slot, row in zip(prompts, slots, rows, strict=True):
-            if is_active(row.request.sampling):
-                self._history.put(slot, self._start or prompt)
-
-    def _waits_no_more(self, row: RunningRequest) -> None:
-        prompt = tuple(row.request.prompt)
-        self._waiting_prompts[prompt] -= 1
-        if not self._waiting_prompts[prompt]:
-            del self._waiting_prompts[prompt]
+        """Note the tokens before the responses, where a logits processor needs them."""
+        needed = [row.request.sampling.needs_history for row in rows]
+        if self._history is None and any(needed):
+            self._history = TokenHistory(self._device)
+        if self._history is not None:
+            self._history.reserve(len(self.running), self._room)
+            for prompt, slot, wanted in zip(prompts, slots, needed, strict=True):
+                if wanted:
+                    self._history.put(slot, self._start or prompt)
 
 
 def _hand_out(drawn: DrawnTokens, with_events: bool) -> list[TokenEvent]:
-    """The events of drawn tokens, where they are wanted; what a request drew behind its end is dropped."""
+    """The events of drawn tokens, where they are wanted; tokens that a request drew behind its end are dropped."""
     tokens, log_probs = drawn.tokens.tolist(), drawn.log_probs.tolist()
     likeliest = None if drawn.alternatives is None else [part.tolist() for part in drawn.alternatives]
     events = []

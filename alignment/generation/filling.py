@@ -1,8 +1,8 @@
 """Fills the rows of a decoding cache with prompts; equal prompts are computed once. What is drawn after them: engine.py.
 
-Where documents are kept, a prompt whose beginning is known (from one of them, from a prompt whose row is still running,
-or from one that is filled at the same time) has the keys and values of the beginning copied into its row, and only the
-rest runs through the model.
+Where documents are kept after their requests, a prompt whose beginning is known (from one of them, from a prompt whose
+row is still running, or from one that is filled at the same time) has the keys and values of the beginning copied into its
+row, and only the rest runs through the model, as in vLLM's prefix caching.
 """
 
 from collections import OrderedDict
@@ -12,12 +12,96 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alignment.generation.kept_documents import CachedPrefix, KeptDocuments, longest_cached_prefix
 from alignment.models.layers.kv_cache import Cache, CachedDocument
 from alignment.models.protocols import DecodingCache, ExtendingModel, GenerativeModel
 from alignment.ragged import Ragged, Seq2Seq
 
+LEAST_SHARED = 16  # tokens: loading fewer saves less than one more forward costs
+
 Prompt = tuple[int, ...]
+
+
+class CachedPrefix(NamedTuple):
+    """The beginning of a prompt that need not be computed.
+
+    Attributes:
+        length: its tokens.
+        source: of its keys and values: a kept document, or a row of the cache.
+    """
+
+    length: int
+    source: CachedDocument | int
+
+
+def common_prefix_length(one: Sequence[int], other: Sequence[int]) -> int:
+    """Number of leading tokens that are equal."""
+    equal, most = 0, min(len(one), len(other))
+    while equal < most:  # comparing slices is much faster than comparing token by token
+        middle = (equal + most + 1) // 2
+        if one[equal:middle] == other[equal:middle]:
+            equal = middle
+        else:
+            most = middle - 1
+    return equal
+
+
+def longest_cached_prefix(
+    prompt: Prompt, documents: Sequence[tuple[Prompt, CachedDocument | int]]
+) -> CachedPrefix | None:
+    """The longest beginning of a prompt that one of the documents has; None where none has `LEAST_SHARED` tokens of it.
+
+    At least the prompt's last token is left to be computed, for the logits after it.
+    """
+    before_last = prompt[:-1]
+    found = [CachedPrefix(common_prefix_length(before_last, tokens), source) for tokens, source in documents]
+    best = max(found, key=lambda known: known.length, default=None)
+    return None if best is None or best.length < LEAST_SHARED else best
+
+
+class KeptDocuments:
+    """Copies of cache rows, up to a number of tokens; the one used least recently goes first.
+
+    Attributes:
+        tokens: of all documents kept now, virtual ones included.
+    """
+
+    def __init__(self, most_tokens: int):
+        """An empty store.
+
+        Args:
+            most_tokens: of all documents together; of a document that is longer the first so many are kept.
+        """
+        self._most_tokens, self.tokens = most_tokens, 0
+        self._documents: OrderedDict[Prompt, CachedDocument] = OrderedDict()  # the one used last is the last
+
+    def find(self, prompt: Prompt) -> CachedPrefix | None:
+        """See `longest_cached_prefix`; the document found counts as used."""
+        found = longest_cached_prefix(prompt, list(self._documents.items()))
+        if found is not None:
+            used = next(tokens for tokens, document in self._documents.items() if document is found.source)
+            self._documents.move_to_end(used)
+        return found
+
+    def add(self, tokens: Prompt, cache: Cache, row: int, length: int) -> None:
+        """Keep the first `length` slots of a cache row, unless a kept document begins with the same tokens.
+
+        Documents that the new one begins with are dropped: it serves in their place.
+        """
+        excess = max(0, length - self._most_tokens)
+        tokens, length = tokens[: max(0, len(tokens) - excess)], length - excess
+        if len(tokens) < LEAST_SHARED:
+            return
+        for kept in list(self._documents):
+            common = common_prefix_length(kept, tokens)
+            if common == len(tokens):
+                self._documents.move_to_end(kept)
+                return
+            if common == len(kept):
+                self.tokens -= self._documents.pop(kept).length
+        while self.tokens + length > self._most_tokens:
+            self.tokens -= self._documents.popitem(last=False)[1].length
+        self._documents[tokens] = cache.save(row, length)
+        self.tokens += length
 
 
 class KeptPrompt(NamedTuple):
@@ -32,23 +116,14 @@ class PromptFiller:
 
     Attributes:
         cache: None before the first prompts.
-        continuous: whether single rows of the cache can be filled while the others hold documents.
+        continuous: single rows of the cache can be filled while the others hold documents.
         computed_tokens: tokens of all prompts that were run through the model.
-        forwards: how often prompts were run through it.
+        forwards: number of times that prompts were run through it.
     """
 
-    def __init__(
-        self,
-        model: GenerativeModel,
-        device: torch.device,
-        start_token: int | None,
-        *,
-        kept_prompts: int = 0,
-        kept_tokens: int = 0,
-    ):
+    def __init__(self, model: GenerativeModel, device: torch.device, start_token: int | None, kept_tokens: int = 0):
         self._model, self._device, self._start_token = model, device, start_token
-        self._most_kept = kept_prompts
-        self._kept: OrderedDict[Prompt, KeptPrompt] = OrderedDict()  # the one used last is the last
+        self._kept: dict[Prompt, KeptPrompt] = {}  # prompts that wait again
         self._lengths: list[int] = []  # of the documents in the rows, where rows are filled one by one
         self._prompts: list[Prompt] = []  # in the rows; empty where the document is no longer continued
         self._virtual_tokens = 0
@@ -58,10 +133,6 @@ class PromptFiller:
         self._documents: KeptDocuments | None = None
         if kept_tokens and self.continuous and isinstance(model, ExtendingModel):
             self._documents, self._extending = KeptDocuments(kept_tokens), model
-
-    def room(self, prompt: Sequence[int], max_new_tokens: int) -> int:
-        """Tokens of a cache row that a prompt and its response need."""
-        return (1 if self._start_token is not None else len(prompt)) + max_new_tokens
 
     def fill(
         self, prompts: Sequence[Prompt], slots: Sequence[int], *, rows: int, room: int, waiting: Container[Prompt]
@@ -79,7 +150,7 @@ class PromptFiller:
             Logits after each, [B, V].
         """
         if self.continuous:
-            return self._fill_rows(prompts, slots, rows, room, waiting)
+            return self._fill_rows(prompts, slots, self._with_room(rows, room), waiting)
         distinct = list(dict.fromkeys(prompts))
         self.cache = self._model.new_cache(len(distinct), room)
         logits = self._prefill(distinct, self.cache)
@@ -120,52 +191,20 @@ class PromptFiller:
             self.cache, self._lengths, self._prompts = cache, [1], [()]
 
     def save(self, slot: int, response: Sequence[int]) -> None:
-        """Keep a row's prompt and what is known of its response for prompts that begin so, where documents are kept."""
+        """Keep a row's prompt and response for prompts that begin so, where documents are kept."""
         if self._documents is None:
             return
         assert isinstance(self.cache, Cache)
         document = (*self._prompts[slot], *response[:-1])  # the last token has been drawn, but not read
-        length = len(document) + self._virtual_tokens
-        if self._may_extend(length):
-            self._documents.add(document, self.cache, slot, length)
-
-    def _fill_rows(
-        self, prompts: Sequence[Prompt], slots: Sequence[int], rows: int, room: int, waiting: Container[Prompt]
-    ) -> Tensor:
-        cache = self._with_room(rows, room)
-        known = {prompt: self._kept[prompt] for prompt in prompts if prompt in self._kept}
-        first = dict(reversed(list(zip(prompts, slots, strict=True))))
-        fresh = [prompt for prompt in dict.fromkeys(prompts) if prompt not in known]
-        logits = [kept.logits for kept in known.values()]
-        for prompt, kept in known.items():
-            cache.load(first[prompt], kept.document)
-            self._lengths[first[prompt]] = kept.document.length
-        if fresh:
-            logits.append(self._compute(fresh, [first[prompt] for prompt in fresh], cache))
-            for prompt in fresh:
-                self._lengths[first[prompt]] = len(prompt) + self._virtual_tokens
-        copies = [(first[prompt], slot) for prompt, slot in zip(prompts, slots, strict=True) if slot != first[prompt]]
-        if copies:
-            sources, targets = torch.tensor(copies, device=self._device).unbind(1)
-            cache.copy(sources, targets, max(self._lengths[source] for source, _ in copies))
-            for source, target in copies:
-                self._lengths[target] = self._lengths[source]
-        cache.longest = max(self._lengths)
-        for prompt, slot in zip(prompts, slots, strict=True):
-            self._prompts[slot] = prompt
-        order = {prompt: number for number, prompt in enumerate([*known, *fresh])}
-        found = logits[0] if len(logits) == 1 else torch.cat(logits)
-        self._keep_prompts(fresh, first, found[len(known) :], waiting)
-        index = [order[prompt] for prompt in prompts]
-        return found if index == list(range(len(found))) else found[torch.tensor(index, device=self._device)]
+        if self._may_extend(document):
+            self._documents.add(document, self.cache, slot, len(document) + self._virtual_tokens)
 
     def _with_room(self, rows: int, room: int) -> Cache:
-        """The cache, with as many rows and as much room as is needed."""
+        """The cache, grown to this many rows and this much room."""
         if self.cache is None:
             self.cache = self._model.new_cache(rows, room)
             assert isinstance(self.cache, Cache)
             self._virtual_tokens = self.cache.capacity - room
-            self._lengths, self._prompts = [0] * rows, [()] * rows
         cache = self.cache
         assert isinstance(cache, Cache)
         cache.reserve(rows, room + self._virtual_tokens)
@@ -173,91 +212,91 @@ class PromptFiller:
         self._prompts += [()] * (rows - len(self._prompts))
         return cache
 
+    def _fill_rows(
+        self, prompts: Sequence[Prompt], slots: Sequence[int], cache: Cache, waiting: Container[Prompt]
+    ) -> Tensor:
+        first = dict(reversed(list(zip(prompts, slots, strict=True))))  # the row that each prompt is computed in
+        known = [prompt for prompt in dict.fromkeys(prompts) if prompt in self._kept]
+        fresh = [prompt for prompt in dict.fromkeys(prompts) if prompt not in self._kept]
+        logits = [self._kept[prompt].logits for prompt in known]
+        for prompt in known:
+            cache.load(first[prompt], self._kept[prompt].document)
+        if fresh:
+            logits.append(self._compute(fresh, [first[prompt] for prompt in fresh], cache))
+        for prompt, slot in zip(prompts, slots, strict=True):
+            self._lengths[slot] = len(prompt) + self._virtual_tokens
+        copies = [(first[prompt], slot) for prompt, slot in zip(prompts, slots, strict=True) if slot != first[prompt]]
+        if copies:
+            sources, targets = torch.tensor(copies, device=self._device).unbind(1)
+            cache.copy(sources, targets, max(self._lengths[source] for source, _ in copies))
+        cache.longest = max(self._lengths)
+        for prompt, slot in zip(prompts, slots, strict=True):
+            self._prompts[slot] = prompt
+        found = logits[0] if len(logits) == 1 else torch.cat(logits)
+        order = {prompt: number for number, prompt in enumerate([*known, *fresh])}
+        for prompt, number in order.items():
+            if prompt in waiting and prompt not in self._kept:
+                document = cache.save(first[prompt], self._lengths[first[prompt]])
+                self._kept[prompt] = KeptPrompt(document, found[number : number + 1].clone())
+        self._kept = {prompt: kept for prompt, kept in self._kept.items() if prompt in waiting}
+        index = [order[prompt] for prompt in prompts]
+        return found if index == list(range(len(found))) else found[torch.tensor(index, device=self._device)]
+
     def _compute(self, prompts: Sequence[Prompt], slots: Sequence[int], cache: Cache) -> Tensor:
         """Fill rows with different prompts; logits after each, [B, V]."""
         known = self._cached_prefixes(prompts, slots)
         whole = [number for number in range(len(prompts)) if number not in known]
-        rest, logits = list(known), []
+        logits = []
         if whole:
             rows = torch.tensor([slots[number] for number in whole])
             logits.append(self._prefill([prompts[number] for number in whole], cache, rows))
-        if rest:
-            for number, cached in known.items():
-                self._load(slots[number], cached, cache)
-            ends = [prompts[number][known[number].length :] for number in rest]
-            logits.append(self._extend(ends, cache, torch.tensor([slots[number] for number in rest])))
+        if known:
+            for number, (shared, source) in known.items():
+                length = shared + self._virtual_tokens  # which stand before the prompt
+                document = source if isinstance(source, CachedDocument) else cache.save(source, length)
+                cache.load(slots[number], document, length)
+            batch = Ragged.build([prompts[number][shared:] for number, (shared, _) in known.items()])
+            rows = torch.tensor([slots[number] for number in known])
+            self._count(batch)
+            logits.append(self._extending.extend(batch.to(self._device), cache, rows.to(self._device)))
         if len(logits) == 1:
             return logits[0]
-        order = torch.tensor([*whole, *rest]).argsort()
+        order = torch.tensor([*whole, *known]).argsort()
         return torch.cat(logits)[order.to(self._device)]
 
     def _cached_prefixes(self, prompts: Sequence[Prompt], slots: Sequence[int]) -> dict[int, CachedPrefix]:
-        """What need not be computed, for the numbers of the prompts that have such a beginning."""
+        """Number of a prompt -> its beginning that need not be computed, for the prompts that have one."""
         known: dict[int, CachedPrefix] = {}
         if self._documents is None:
             return known
         rows: list[tuple[Prompt, CachedDocument | int]] = [
-            (prompt, slot) for slot, prompt in enumerate(self._prompts) if prompt and self._fits(prompt)
+            (prompt, slot) for slot, prompt in enumerate(self._prompts) if prompt and self._may_extend(prompt)
         ]
         for number, (prompt, slot) in enumerate(zip(prompts, slots, strict=True)):
-            if not self._fits(prompt):
+            if not self._may_extend(prompt):
                 continue
             found = [self._documents.find(prompt), longest_cached_prefix(prompt, rows)]
             best = max((each for each in found if each is not None), key=lambda each: each.length, default=None)
             if best is None:
-                rows.append((prompt, slot))  # it is computed before what begins with the same tokens
+                rows.append((prompt, slot))  # it is computed before the prompts that begin with the same tokens
             else:
                 known[number] = best
         return known
 
-    def _fits(self, prompt: Prompt) -> bool:
-        return self._may_extend(len(prompt) + self._virtual_tokens)
-
-    def _may_extend(self, length: int) -> bool:
-        """Whether a document of so many tokens, virtual ones included, may be put together from a beginning and a rest."""
+    def _may_extend(self, document: Prompt) -> bool:
+        """True where a document may be put together from a beginning and a rest, virtual tokens included."""
         limit = self._extending.longest_extended
-        return limit is None or length <= limit
-
-    def _load(self, slot: int, cached: CachedPrefix, cache: Cache) -> None:
-        """The keys and values of what a prompt begins with into its row, behind virtual tokens as they were."""
-        length = cached.length + self._virtual_tokens
-        source = cached.source
-        document = source if isinstance(source, CachedDocument) else cache.save(source, length)
-        cache.load(slot, document, length)
-
-    def _extend(self, ends: Sequence[Prompt], cache: Cache, rows: Tensor) -> Tensor:
-        batch = Ragged.build(ends)
-        self.computed_tokens += len(batch.tokens)
-        self.forwards += 1
-        return self._extending.extend(batch.to(self._device), cache, rows.to(self._device))
+        return limit is None or len(document) + self._virtual_tokens <= limit
 
     def _prefill(self, prompts: Sequence[Prompt], cache: DecodingCache, rows: Tensor | None = None) -> Tensor:
         read = Ragged.build(prompts)
-        self.computed_tokens += len(read.tokens)
-        self.forwards += 1
-        if self._start_token is None:
-            batch = read.to(self._device)
-            return (
-                self._model.prefill(batch, cache)
-                if rows is None
-                else self._model.prefill(batch, cache, rows.to(self._device))
-            )
-        batch = Seq2Seq(read, Ragged.build([[self._start_token]] * len(prompts)))
-        return self._model.prefill(batch.to(self._device), cache)
+        self._count(read)
+        if self._start_token is not None:
+            batch = Seq2Seq(read, Ragged.build([[self._start_token]] * len(prompts)))
+            return self._model.prefill(batch.to(self._device), cache)
+        into = () if rows is None else (rows.to(self._device),)
+        return self._model.prefill(read.to(self._device), cache, *into)
 
-    def _keep_prompts(
-        self, fresh: Sequence[Prompt], first: dict[Prompt, int], logits: Tensor, waiting: Container[Prompt]
-    ) -> None:
-        """Save prompts that come again, and as many others as are to be kept; forget what is not needed any more."""
-        cache = self.cache
-        assert isinstance(cache, Cache)
-        for number, prompt in enumerate(fresh):
-            if self._most_kept or prompt in waiting:
-                document = cache.save(first[prompt], self._lengths[first[prompt]])
-                self._kept[prompt] = KeptPrompt(document, logits[number : number + 1].clone())
-        for prompt in first:
-            if prompt in self._kept:
-                self._kept.move_to_end(prompt)
-        unneeded = [prompt for prompt in self._kept if prompt not in waiting]
-        for prompt in unneeded[: max(0, len(unneeded) - self._most_kept)]:
-            del self._kept[prompt]
+    def _count(self, batch: Ragged) -> None:
+        self.computed_tokens += len(batch.tokens)
+        self.forwards += 1

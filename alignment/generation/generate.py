@@ -9,8 +9,7 @@ from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.generation.beam_search import BeamConfig, beam_search
 from alignment.generation.decode import decode_responses
-from alignment.generation.sampling import SamplingConfig
-from alignment.generation.stop_strings import text_before_stop
+from alignment.generation.requests import SamplingConfig, check_stop, text_before_stop
 from alignment.generation.text import read_prompts, response_text, start_token_of, target_text
 from alignment.models.lengths import check_lengths
 from alignment.models.protocols import GenerativeModel
@@ -64,7 +63,7 @@ def generate(
 
     Returns:
         Responses without their stop token in `texts` (an encoder-decoder's without any special token), with it in
-        `token_ids`; `ended` is whether a stop token or string ended them. `log_probs` belong to the distribution sampled
+        `token_ids`; `ended` is True where a stop token or string ended them. `log_probs` belong to the distribution sampled
         from, after beam search to the model's own.
 
     Raises:
@@ -75,8 +74,49 @@ def generate(
         max_new_tokens, temperature, top_k, top_p, seed, min_p, repetition_penalty, no_repeat_ngram_size, min_new_tokens
     )
     config = decoding_config(sampling, num_beams, length_penalty, early_stopping)
-    check_stop(stop, num_beams)
+    check_stop(stop)
+    if stop and num_beams > 1:
+        raise ValueError("beam search ends at stop tokens only; leave stop out, or take num_beams=1 to sample")
     return _generate(model, tokenizer, prompts, config, batch_size, stop=stop)
+
+
+def _generate(
+    model: GenerativeModel,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str | Sequence[Mapping[str, str]]],
+    config: SamplingConfig | BeamConfig,
+    batch_size: int,
+    *,
+    stop: Sequence[str],
+) -> Generation:
+    """`generate` with checked settings; the model's mode is eval inside and restored afterwards."""
+    check_vocabulary(tokenizer, model.spec.vocabulary)
+    start_token = start_token_of(model)
+    ids, stop_ids = read_prompts(tokenizer, prompts, start_token), sorted(stop_token_ids(tokenizer))
+    if start_token is None:
+        lengths = [(f"prompt {number}", len(tokens)) for number, tokens in enumerate(ids)]
+        check_lengths(model, lengths, "shorten them, or lower max_new_tokens", config.max_new_tokens)
+    was_training = model.training
+    model.eval()
+    try:
+        if isinstance(config, SamplingConfig):
+            options = {"batch_size": batch_size, "start_token": start_token}
+            decoder = tokenizer if stop else None
+            responses = decode_responses(model, ids, config, stop_ids, stop=stop, tokenizer=decoder, **options)
+        else:
+            options = {"batch_size": max(1, batch_size // config.num_beams), "start_token": start_token}
+            responses = beam_search(model, ids, config, stop_ids, **options).best()
+    finally:
+        model.train(was_training)
+
+    def text(tokens: list[int], ended: bool) -> str:
+        if ended and tokens[-1] not in stop_ids:
+            least, skip = config.min_new_tokens, start_token is not None
+            return text_before_stop(tokenizer, tokens, stop, least, skip_special_tokens=skip)
+        return response_text(tokenizer, tokens, ended) if start_token is None else target_text(tokenizer, tokens)
+
+    texts = list(map(text, responses.token_ids, responses.ended))
+    return Generation(texts, responses.token_ids, responses.log_probs, responses.ended)
 
 
 def decoding_config(
@@ -109,55 +149,3 @@ def decoding_config(
         no_repeat_ngram_size=sampling.no_repeat_ngram_size,
         min_new_tokens=sampling.min_new_tokens,
     )
-
-
-def check_stop(stop: Sequence[str], num_beams: int) -> None:
-    """Refuse stop strings that are no list of texts, or beside beam search.
-
-    Raises:
-        ValueError: it says which.
-    """
-    if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
-        raise ValueError(f"stop must be a list of texts, none of them empty, got {stop!r}")
-    if stop and num_beams > 1:
-        raise ValueError("beam search ends at stop tokens only; leave stop out, or take num_beams=1 to sample")
-
-
-def _generate(
-    model: GenerativeModel,
-    tokenizer: Tokenizer,
-    prompts: Sequence[str | Sequence[Mapping[str, str]]],
-    config: SamplingConfig | BeamConfig,
-    batch_size: int,
-    *,
-    stop: Sequence[str],
-) -> Generation:
-    """`generate` with checked settings; the model's mode is eval inside and restored afterwards."""
-    check_vocabulary(tokenizer, model.spec.vocabulary)
-    start_token = start_token_of(model)
-    ids, stop_ids = read_prompts(tokenizer, prompts, start_token), sorted(stop_token_ids(tokenizer))
-    if start_token is None:
-        lengths = [(f"prompt {number}", len(tokens)) for number, tokens in enumerate(ids)]
-        check_lengths(model, lengths, "shorten them, or lower max_new_tokens", config.max_new_tokens)
-    was_training = model.training
-    model.eval()
-    try:
-        if isinstance(config, SamplingConfig):
-            options = {"batch_size": batch_size, "start_token": start_token}
-            decoder = tokenizer if stop else None
-            responses = decode_responses(model, ids, config, stop_ids, stop=stop, tokenizer=decoder, **options)
-        else:
-            options = {"batch_size": max(1, batch_size // config.num_beams), "start_token": start_token}
-            responses = beam_search(model, ids, config, stop_ids, **options).best()
-    finally:
-        model.train(was_training)
-    texts = []
-    for tokens, ended in zip(responses.token_ids, responses.ended, strict=True):
-        if ended and tokens[-1] not in stop_ids:
-            least = config.min_new_tokens
-            texts.append(text_before_stop(tokenizer, tokens, stop, least, skip_special_tokens=start_token is not None))
-        elif start_token is None:
-            texts.append(response_text(tokenizer, tokens, ended))
-        else:
-            texts.append(target_text(tokenizer, tokens))
-    return Generation(texts, responses.token_ids, responses.log_probs, responses.ended)

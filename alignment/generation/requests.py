@@ -1,23 +1,65 @@
-"""What is asked of the decoding engine, and what it answers token by token. No tensors and no model here: see engine.py."""
+"""Requests to the decoding engine and their responses token by token, as ids and as text. No tensors and no model here."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
+from annotated_types import Interval
 
+from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
-from alignment.generation.sampling import SamplingConfig
-from alignment.generation.stop_strings import IncrementalText
+from alignment.settings import NonNegativeFloat, NonNegativeInt, PositiveFloat, Rule, Settings, Share
 
-FinishReason = Literal["stop", "length", "error"]
+FinishReason = Literal["stop", "length", "error", "cancelled"]
+NewTokens = Annotated[int, Interval(ge=1, le=10_000_000)]
 DRAWS_MADE_AT_ONCE = 64
+UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # in place of an incomplete UTF-8 character in a decoded text
+ROOM_FOR_LEAST = Rule(
+    "min_new_tokens",
+    lambda c: c.min_new_tokens > c.max_new_tokens,
+    "must be at most max_new_tokens, {self.max_new_tokens}, got {self.min_new_tokens}",
+)
+
+
+@dataclass(frozen=True)
+class SamplingConfig(Settings):
+    """How responses are sampled.
+
+    Attributes:
+        max_new_tokens: longest response, end token included.
+        temperature: divides the logits; 0 takes the likeliest token.
+        top_k: keep the k likeliest tokens; 0 keeps all.
+        top_p: keep the smallest set of likeliest tokens whose probability reaches p; 1 keeps all.
+        seed: together with the number of a row it fixes that row's random numbers.
+        min_p: keep tokens at least this fraction as likely as the likeliest; 0 keeps all, 0.05 to 0.1 is usual.
+        repetition_penalty: divides positive and multiplies negative logits of earlier tokens; 1 is off, 1.2 is usual.
+        no_repeat_ngram_size: no n-gram of this size occurs twice, the prompt included; 0 is off.
+        min_new_tokens: no stop token before this number of others.
+    """
+
+    max_new_tokens: NewTokens = 64
+    temperature: NonNegativeFloat = 1.0
+    top_k: NonNegativeInt = 0
+    top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
+    seed: NonNegativeInt = 0
+    min_p: Share = 0.0
+    repetition_penalty: PositiveFloat = 1.0
+    no_repeat_ngram_size: NonNegativeInt = 0
+    min_new_tokens: NonNegativeInt = 0
+
+    RULES = (ROOM_FOR_LEAST,)
+
+    @property
+    def needs_history(self) -> bool:
+        """True where the distribution depends on the tokens so far."""
+        return self.repetition_penalty != 1 or self.no_repeat_ngram_size > 0
 
 
 @dataclass(frozen=True)
 class DecodingRequest:
-    """One response that is wanted.
+    """A request for one response.
 
     Attributes:
         prompt: token ids, not empty; for an encoder-decoder model the encoder's input.
@@ -27,7 +69,7 @@ class DecodingRequest:
         stop: texts that end the response; needs an engine with a tokenizer. The text of the response is cut before the
             first one that occurs, its tokens reach to the one that completed it. Before `sampling.min_new_tokens`
             tokens none is looked for.
-        alternatives: with each token so many of the likeliest tokens and their log-probabilities.
+        alternatives: number of likeliest tokens that each event has, with their log-probabilities.
         log_probs: of which distribution: "sampled", exactly the one drawn from (temperature, filters and processors
             applied; 0 for the likeliest token where the temperature is 0), or "model", the softmax of its logits.
     """
@@ -43,10 +85,17 @@ class DecodingRequest:
     def __post_init__(self) -> None:
         if not self.prompt:
             raise ValueError("a prompt has at least one token")
-        if isinstance(self.stop, str) or not all(self.stop):
-            raise ValueError(f"stop must be a list of texts, none of them empty, got {self.stop!r}")
-        if self.alternatives < 0:
-            raise ValueError(f"alternatives must be 0 (none) or above, got {self.alternatives}")
+        check_stop(self.stop)
+
+
+def check_stop(stop: Sequence[str]) -> None:
+    """Refuse stop strings that are no list of texts.
+
+    Raises:
+        ValueError: they are not.
+    """
+    if isinstance(stop, str) or not all(isinstance(each, str) and each for each in stop):
+        raise ValueError(f"stop must be a list of texts, none of them empty, got {stop!r}")
 
 
 class TokenEvent(NamedTuple):
@@ -57,9 +106,9 @@ class TokenEvent(NamedTuple):
         token: its id.
         log_prob: its natural-log probability; see `DecodingRequest.log_probs`.
         alternatives: the likeliest tokens with their log-probabilities, the likeliest first.
-        text: what is new in the text, where the engine has a tokenizer: whole characters only, nothing of a stop
-            token, and nothing that might be the beginning of a stop string. A token may have none, a later one more.
-            Of a request that ends with an error, what failed.
+        text: new text, where the engine has a tokenizer: whole characters only, nothing of a stop token, and nothing
+            that might be the beginning of a stop string. A token may have none, a later one more. Of a request that ends
+            with an error, the reason.
         finish: why the response ends with this token: "stop" (a stop token or string), "length", or "error" (there is
             no distribution to draw it from, so it is no part of the response); None: it goes on.
     """
@@ -106,12 +155,12 @@ class RunningRequest:
         finish: why it has ended; None: it waits or runs.
     """
 
-    def __init__(self, number: int, request: DecodingRequest, text: IncrementalText | None = None):
+    def __init__(self, number: int, request: DecodingRequest, text: "IncrementalText | None" = None):
         self.number, self.request, self.text = number, request, text
         self.tokens: list[int] = []
         self.log_probs: list[float] = []
         self.drawn = 0
-        self.finish: FinishReason | Literal["cancelled"] | None = None
+        self.finish: FinishReason | None = None
         self._stops, self._limit = frozenset(request.stop_ids), request.sampling.max_new_tokens
         self._generator = np.random.default_rng([request.sampling.seed, request.row])
         self._draws: list[float] = []
@@ -119,10 +168,10 @@ class RunningRequest:
     @property
     def steps_left(self) -> int:
         """Tokens that may still be drawn."""
-        return self.request.sampling.max_new_tokens - self.drawn
+        return self._limit - self.drawn
 
     def upcoming_draw(self, steps_ahead: int) -> float:
-        """The uniform number of the token drawn so many steps from now: the row of `uniforms` for its seed and row."""
+        """The random number in [0, 1) for the token `steps_ahead` steps from now, a function of seed and row alone."""
         position = self.drawn + steps_ahead
         while position >= len(self._draws):
             self._draws += self._generator.random(DRAWS_MADE_AT_ONCE).tolist()
@@ -134,7 +183,7 @@ class RunningRequest:
         return TokenEvent(self.number, token, math.nan, text=token_failure(len(self.tokens) + 1), finish="error")
 
     def extend(self, token: int, log_prob: float) -> None:
-        """`accept` without an event, where no text is wanted."""
+        """Add a drawn token without looking at the text."""
         self.tokens.append(token)
         self.log_probs.append(log_prob)
         if token in self._stops:
@@ -144,16 +193,92 @@ class RunningRequest:
 
     def accept(self, token: int, log_prob: float, alternatives: tuple[tuple[int, float], ...] = ()) -> TokenEvent:
         """Add a drawn token; the event says whether the response ends with it."""
-        self.tokens.append(token)
-        self.log_probs.append(log_prob)
-        sampling, new = self.request.sampling, ""
-        finish: FinishReason | None = "length" if len(self.tokens) >= sampling.max_new_tokens else None
-        if token in self._stops:
-            finish = "stop"
-        elif self.text is not None:
-            new = self.text.push(token, check_stop=len(self.tokens) >= sampling.min_new_tokens)
-            finish = "stop" if self.text.stopped else finish
-        if finish is not None and self.text is not None:
+        self.extend(token, log_prob)
+        new = ""
+        if self.text is not None and self.finish != "stop":
+            new = self.text.push(token, check_stop=len(self.tokens) >= self.request.sampling.min_new_tokens)
+            self.finish = "stop" if self.text.stopped else self.finish
+        if self.text is not None and self.finish is not None:
             new += self.text.flush()
-        self.finish = finish
-        return TokenEvent(self.number, token, log_prob, alternatives, new, finish)
+        return TokenEvent(self.number, token, log_prob, alternatives, new, self.finish)
+
+
+class IncrementalText:
+    """The text of a response while its tokens arrive: whole characters only, cut before the first stop string.
+
+    The pieces that `push` and `flush` return are, put together, the whole decoding cut before the first stop string. Only
+    tokens since the last whole character, and those before them that it may depend on, are decoded again.
+
+    Attributes:
+        text: all characters that are whole so far, cut before a stop string.
+        stopped: True where a stop string has occurred.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), *, skip_special_tokens: bool = False):
+        self._tokenizer, self._stop, self._skip = tokenizer, tuple(stop), skip_special_tokens
+        self._longest = max(map(len, self._stop), default=0)
+        self._tokens: list[int] = []
+        self._context = self._decoded = 0  # tokens from `_context` on are decoded; before `_decoded` all is in `text`
+        self._returned = 0  # characters of `text` that were handed out
+        self.text, self.stopped = "", False
+
+    def push(self, token: int, *, check_stop: bool = True) -> str:
+        """The text that a further token makes certain.
+
+        Args:
+            check_stop: look for stop strings that it completes.
+        """
+        self._tokens.append(token)
+        new, complete = self._new_text()
+        if self._stop and check_stop and self._cut(new):
+            return self._hand_out(len(self.text))
+        if new and complete:
+            self.text += new
+            self._context, self._decoded = self._decoded, len(self._tokens)
+        return self._hand_out(len(self.text) - self._held_back())
+
+    def flush(self) -> str:
+        """The rest, when no token follows."""
+        if not self.stopped:
+            self.text += self._new_text()[0]
+            self._context = self._decoded = len(self._tokens)
+        return self._hand_out(len(self.text))
+
+    def _new_text(self) -> tuple[str, bool]:
+        """The text behind `text`, and True where it ends with a whole character."""
+        before, now = (
+            self._tokenizer.decode(tokens, skip_special_tokens=self._skip) if tokens else ""
+            for tokens in (self._tokens[self._context : self._decoded], self._tokens[self._context :])
+        )
+        return now[len(before) :], not now.endswith(UNFINISHED)
+
+    def _cut(self, new: str) -> bool:
+        """True where a stop string ends in the new text; `text` is then cut before it."""
+        text, searched = self.text + new, len(self.text)
+        starts = ((each, max(0, searched - len(each) + 1)) for each in self._stop)
+        found = [position for each, start in starts if (position := text.find(each, start)) >= 0]
+        if found:
+            self.text, self.stopped = text[: min(found)], True
+        return self.stopped
+
+    def _held_back(self) -> int:
+        """Characters at the end that may be the beginning of a stop string."""
+        for size in range(min(self._longest - 1, len(self.text)), 0, -1):
+            if any(each.startswith(self.text[-size:]) for each in self._stop):
+                return size
+        return 0
+
+    def _hand_out(self, end: int) -> str:
+        new = self.text[self._returned : end]
+        self._returned = max(self._returned, end)
+        return new
+
+
+def text_before_stop(
+    tokenizer: Tokenizer, tokens: Sequence[int], stop: Sequence[str], min_tokens: int, *, skip_special_tokens: bool
+) -> str:
+    """Text of a response that a stop string has ended, cut before it; none is searched before `min_tokens` tokens."""
+    text = IncrementalText(tokenizer, stop, skip_special_tokens=skip_special_tokens)
+    for number, token in enumerate(tokens, start=1):
+        text.push(token, check_stop=number >= min_tokens)
+    return text.text

@@ -57,9 +57,7 @@ def source_ids(tokenizer: Tokenizer, texts: Sequence[object]) -> list[list[int]]
     if not texts:
         return []
     with naming_panics(tokenizer):
-        encoded = tokenizer(
-            [text for text in texts if isinstance(text, str)], padding=False, truncation=False, verbose=False
-        )["input_ids"]
+        encoded = tokenizer(list(map(str, texts)), padding=False, truncation=False, verbose=False)["input_ids"]
     raise_all(f"prompt {number}: no token" for number, ids in enumerate(encoded) if not ids)
     return encoded
 

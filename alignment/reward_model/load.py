@@ -1,7 +1,6 @@
 """Reward models loaded from a directory or the Hub: decoders, encoders, adapters, ensembles; canaries checked."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -17,13 +16,15 @@ from alignment.models.frozen_weights import store_frozen
 from alignment.models.heads import score_outputs
 from alignment.models.huggingface.checkpoint import load_pretrained, load_scalar_model
 from alignment.models.quantization import quantize_blocks, require_bitsandbytes
-from alignment.models.safetensors_files import HFConfig, read_config
+from alignment.models.safetensors_files import read_config
 from alignment.models.shared_weights import SharedWeights
 from alignment.models.weights_config import Quantization, WeightsConfig
 from alignment.reward_model.calibration import read_calibration
 from alignment.reward_model.canaries import check_canaries, read_canaries
 from alignment.reward_model.ensemble import AdapterEnsemble
 from alignment.reward_model.model import Combine, Network, RewardModel
+
+Load = Callable[..., Any]  # (directory, new_head=, members=) -> a scalar model
 
 
 def load_reward_model(
@@ -49,15 +50,13 @@ def load_reward_model(
             texts have other scores than when the model was saved.
     """
     directory = find_directory(source)
-    if read_members(directory) is not None or is_adapter(directory) or not _scores_whole_texts(read_config(directory)):
-        model = load_reward_network(source, dtype, device, quantize=quantize)
-    else:
+    if _is_encoder(directory):
         require_bitsandbytes(quantize)
         model = load_pretrained(directory, "scalar", torch_dtype(dtype), "cpu" if quantize else device)
         model = model if quantize is None else quantize_blocks(model, quantize).to(device)
-    loaded = replace(_with_files(model, source, directory), combine=combine, std_coef=std_coef)
-    check_canaries(loaded, directory, source)
-    return loaded
+    else:
+        model = load_reward_network(source, dtype, device, quantize=quantize)
+    return _with_files(model, source, directory, combine, std_coef)
 
 
 def load_frozen_reward_model(
@@ -80,55 +79,14 @@ def load_frozen_reward_model(
         UserError: as for `load_reward_model`.
     """
     directory = find_directory(source)
-    members = read_members(directory)
-    if members is not None:
+    if (members := read_members(directory)) is not None:
         model: Any = _ensemble(members, bases, device)
-    elif not is_adapter(directory) and _scores_whole_texts(read_config(directory)):
+    elif _is_encoder(directory):
         model = store_frozen(load_pretrained(directory, "scalar", None), bases.weights).to(device)
     else:
         base = _load_reward_base(source, directory, bases.scalar_model).to(device)
         model = load_adapter(base, directory).requires_grad_(False) if is_adapter(directory) else base
-    loaded = replace(_with_files(model.eval(), source, directory), combine=combine, std_coef=std_coef)
-    check_canaries(loaded, directory, source)
-    return loaded
-
-
-def member_count(directory: Path) -> int:
-    """Members of a saved ensemble, of adapters or of heads; 1 for a single reward model. No model is built.
-
-    Raises:
-        UserError: a file of the directory is missing or damaged.
-    """
-    if (members := read_members(directory)) is not None:
-        return len(members)
-    return score_rows(directory) if is_adapter(directory) else score_outputs(read_config(directory))
-
-
-def _with_files(model: Network, source: str, directory: Path) -> RewardModel:
-    """The model with its tokenizer and what its directory says beside the weights."""
-    saved = read_canaries(directory)
-    loss = None if saved is None else saved[0].loss
-    return RewardModel(model, load_tokenizer(source), read_calibration(directory), loss=loss)
-
-
-def _held_as(dtype: str | torch.dtype, quantize: Quantization | None) -> WeightsConfig:
-    """The setting of frozen weights for the type of a whole model."""
-    return WeightsConfig(cast(Any, str(dtype).removeprefix("torch.")), quantize)
-
-
-def _ensemble(members: list[Path], bases: SharedWeights, device: str | torch.device) -> AdapterEnsemble:
-    """The members over one base, which is read once; nothing trains."""
-    models = []
-    for folder in members:
-        base = _load_reward_base(str(folder), folder, bases.scalar_model).to(device)
-        models.append(load_adapter(base, folder).requires_grad_(False))
-    return AdapterEnsemble(models).eval()
-
-
-def _scores_whole_texts(config: HFConfig) -> bool:
-    """Whether a config is that of an encoder, which has one score for the text and none per token."""
-    family = FAMILIES.get(str(config.get("model_type")))
-    return family is not None and "scalar" in family.tasks and family.tasks["scalar"].head is not None
+    return _with_files(model.eval(), source, directory, combine, std_coef)
 
 
 def load_reward_network(
@@ -146,34 +104,70 @@ def load_reward_network(
     require_bitsandbytes(quantize)
     directory = find_directory(source)
     if (members := read_members(directory)) is not None:
-        return _ensemble(members, SharedWeights(_held_as(dtype, quantize)), device)
+        weights = WeightsConfig(cast(Any, str(dtype).removeprefix("torch.")), quantize)
+        return _ensemble(members, SharedWeights(weights), device)
     load = partial(load_scalar_model, dtype=torch_dtype(dtype), device="cpu" if quantize else device)
     model = _load_reward_base(source, directory, load)
     model = model if quantize is None else quantize_blocks(model, quantize).to(device)
     return (load_adapter(model, directory) if is_adapter(directory) else model).eval()
 
 
-def _load_reward_base(source: str, directory: Path, load: Callable[..., Any]) -> Any:
-    """The scalar model of a reward model's directory, or of the base of its adapter, which is still to be loaded.
+def member_count(directory: Path) -> int:
+    """Members of a saved ensemble, of adapters or of heads; 1 for a single reward model. No model is built.
 
-    Args:
-        load: (directory, new_head=, members=) -> a scalar model.
+    Raises:
+        UserError: a file of the directory is missing or damaged.
     """
-    if not is_adapter(directory):
-        _refuse_language_model(source, directory)
-        return load(directory)
-    if not is_scalar_adapter(directory):
-        raise UserError(
-            f"{source}: this adapter belongs to a policy and has no score head; give a reward model's directory"
-        )
-    return load(find_base(directory), new_head="zero", members=score_rows(directory))
+    if (members := read_members(directory)) is not None:
+        return len(members)
+    return score_rows(directory) if is_adapter(directory) else score_outputs(read_config(directory))
 
 
-def _refuse_language_model(source: str, directory: Path) -> None:
-    """Refuse a language model by its class, before the error about a missing head tensor would come."""
-    architecture = (read_config(directory).get("architectures") or [""])[0]
-    if str(architecture).endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
+def _is_encoder(directory: Path) -> bool:
+    """True for an encoder, which has one score for the text and none per token."""
+    if read_members(directory) is not None or is_adapter(directory):
+        return False
+    family = FAMILIES.get(str(read_config(directory).get("model_type")))
+    return family is not None and "scalar" in family.tasks and family.tasks["scalar"].head is not None
+
+
+def _ensemble(folders: list[Path], bases: SharedWeights, device: str | torch.device) -> AdapterEnsemble:
+    """The members of an ensemble of adapters over one base, which is read once; nothing trains."""
+    models = []
+    for folder in folders:
+        base = _load_reward_base(str(folder), folder, bases.scalar_model).to(device)
+        models.append(load_adapter(base, folder).requires_grad_(False))
+    return AdapterEnsemble(models).eval()
+
+
+def _load_reward_base(source: str, directory: Path, load: Load) -> Any:
+    """The scalar model of a reward model's directory, or of the base of its adapter, which is still to be loaded."""
+    if is_adapter(directory):
+        if not is_scalar_adapter(directory):
+            raise UserError(
+                f"{source}: this adapter belongs to a policy and has no score head; give a reward model's directory"
+            )
+        return load(find_base(directory), new_head="zero", members=score_rows(directory))
+    # Refused by its class, before the error about a missing head tensor would come.
+    architecture = str((read_config(directory).get("architectures") or [""])[0])
+    if architecture.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")):
         raise UserError(
             f"{source}: this is no reward model but a language model ({architecture}) without a score head; train one "
             f"from it with `alignment reward CONFIG policy={source}`"
         )
+    return load(directory)
+
+
+def _with_files(model: Network, source: str, directory: Path, combine: Combine, std_coef: float) -> RewardModel:
+    """The model with its tokenizer and the files beside the weights, its canaries checked."""
+    saved = read_canaries(directory)
+    loaded = RewardModel(
+        model,
+        load_tokenizer(source),
+        read_calibration(directory),
+        combine,
+        std_coef,
+        loss=None if saved is None else saved[0].loss,
+    )
+    check_canaries(loaded, directory, source)
+    return loaded

@@ -58,11 +58,11 @@ class RewardModel:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether it reads texts with the special tokens of an encoder."""
+        """True where it reads texts with the special tokens of an encoder."""
         return isinstance(self.model, SequenceClassifier)
 
     def shares_token_ids(self, tokenizer: Tokenizer) -> bool:
-        """Whether a policy's token ids can be scored as they are.
+        """True where a policy's token ids can be scored as they are.
 
         Both need the same vocabulary and the same chat template (a reward model without a template uses the policy's).
         An encoder never shares ids, because it puts its own special tokens around prompt and response.
@@ -96,15 +96,7 @@ class RewardModel:
         self, texts: Sequence[Text], micro_batch_tokens: int = 16_384, ended: Sequence[bool] | None = None
     ) -> Tensor:
         """Scores by each member of an ensemble, [n, k], k = 1 for a single model; arguments as for `score`."""
-        encoded = self.encode(texts, ended)
-        members = self.members_of_ids(
-            [one.ids for one in encoded], micro_batch_tokens, [one.segments for one in encoded]
-        )
-        return self.calibration.apply(members)
-
-    def deviation(self, texts: Sequence[Text], micro_batch_tokens: int = 16_384) -> Tensor:
-        """Deviation of the members' scores of each text, [n]; 0 for a single model. It grows off the training data."""
-        return self.score_members(texts, micro_batch_tokens).std(-1, correction=0)
+        return self.calibration.apply(score_encoded(self.model, self.encode(texts, ended), micro_batch_tokens))
 
     def combined(self, members: Tensor) -> Tensor:
         """One score from the scores by the members, as `combine` says; [n, k] -> [n]."""
@@ -205,7 +197,7 @@ def score_encoded(model: nn.Module, texts: Sequence[Encoded], micro_batch_tokens
     """Raw scores of texts by each member, float32 on the CPU, [n, k].
 
     Args:
-        model: of a `RewardModel`, or what an engine trains in its place.
+        model: of a `RewardModel`, or the one that an engine trains in its place.
         texts: token ids and segments of each text.
         micro_batch_tokens: tokens per forward.
     """

@@ -1,8 +1,8 @@
-"""Rewards: what a sampled response is worth, from reward models, Python functions, rules, checked answers and judges.
+"""Rewards: the worth of a sampled response, from reward models, Python functions, rules, checked answers and judges.
 
-specs.py holds the settings (`rewards`), build.py makes the score function of them, combine.py is that function. One
-file for each kind: reward_models.py, functions.py, rules.py, answers.py, code.py
-(which runs code in the process of sandbox.py) and judge.py.
+specs.py holds the settings (`rewards`), build.py makes the score function of them, combine.py is that function. Each kind
+has a file: functions.py, answers.py (lengths and patterns too), code.py (which runs code in the process of sandbox.py)
+and judge.py.
 """
 
 from alignment.rewards.answers import extract_number, gsm8k_answer, is_right, normalized_text
@@ -13,23 +13,7 @@ from alignment.rewards.sandbox import SandboxLimits, passes, run_program
 from alignment.rewards.specs import AnswerSpec, CodeSpec, JudgeSpec, LengthSpec, MatchSpec, RewardSpec
 
 __all__ = [
-    "AnswerSpec",
-    "CodeSpec",
-    "JudgeSpec",
-    "LengthSpec",
-    "MatchSpec",
-    "RewardPart",
-    "RewardSpec",
-    "Rewards",
-    "SampledTexts",
-    "SandboxLimits",
-    "Scores",
-    "extract_code",
-    "extract_number",
-    "gsm8k_answer",
-    "is_right",
-    "normalized_text",
-    "passes",
-    "run_program",
-    "share_of_tests",
-]
+    "AnswerSpec", "CodeSpec", "JudgeSpec", "LengthSpec", "MatchSpec", "RewardPart", "RewardSpec", "Rewards", "SampledTexts",
+    "SandboxLimits", "Scores", "extract_code", "extract_number", "gsm8k_answer", "is_right", "normalized_text", "passes",
+    "run_program", "share_of_tests",
+]  # fmt: skip

@@ -1,4 +1,7 @@
-r"""Verifiable answers: numbers as in gsm8k, texts that are equal after normalization, and the content of \boxed{}."""
+r"""Rewards by rule: lengths, patterns, and answers that are checked.
+
+Answers are numbers as in gsm8k, texts that are equal after normalization, or the content of \boxed{}.
+"""
 
 import re
 import string
@@ -6,8 +9,9 @@ import unicodedata
 from collections.abc import Sequence
 from fractions import Fraction
 
+from alignment.patterns import PATTERN_SECONDS, compile_pattern, slow_pattern
 from alignment.rewards.samples import SampledTexts, TextReward
-from alignment.rewards.specs import AnswerMatch, AnswerSpec
+from alignment.rewards.specs import AnswerMatch, AnswerSpec, LengthSpec, MatchSpec
 
 # 1234, 1,234.5, .5, -3, -$3, 3/4, 1e5, 2^10. A sign right after a digit, a letter or a bracket is one of arithmetic, and
 # 1/2/2020 is no fraction.
@@ -133,7 +137,7 @@ def _word(word: str) -> str:
 
 
 def is_right(match: AnswerMatch, response: str, reference: object) -> bool:
-    """Whether a response's answer is the reference, or one of a list of them.
+    """True where a response's answer is the reference, or one of a list of them.
 
     Args:
         match: gsm8k, exact or boxed.
@@ -154,7 +158,7 @@ def _read(match: AnswerMatch, text: str) -> Fraction | str | None:
 
 
 def reference_problem(match: AnswerMatch, reference: object) -> str:
-    """What is wrong with a reference as a column has it; empty where nothing is."""
+    """The fault of a reference as a column has it; '' without one."""
     accepted = reference if isinstance(reference, (list, tuple)) else [reference]
     if not accepted or any(isinstance(one, bool) or not isinstance(one, (str, int, float)) for one in accepted):
         return "it must be a text, a number, or a list of them"
@@ -167,8 +171,42 @@ def answer_reward(spec: AnswerSpec) -> TextReward:
     """`value` for a right answer, else `otherwise`."""
 
     def reward(samples: SampledTexts) -> Sequence[float]:
-        references = samples.column(spec.column)
-        right = (is_right(spec.match, *pair) for pair in zip(samples.responses, references, strict=True))
-        return [spec.value if one else spec.otherwise for one in right]
+        pairs = zip(samples.responses, samples.column(spec.column), strict=True)
+        return [spec.value if is_right(spec.match, *pair) else spec.otherwise for pair in pairs]
+
+    return reward
+
+
+def length_reward(spec: LengthSpec) -> TextReward:
+    """-penalty for each token, or character, beyond `max`, or away from `target`."""
+
+    def reward(samples: SampledTexts) -> Sequence[float]:
+        lengths = samples.lengths if spec.unit == "tokens" else [len(text) for text in samples.responses]
+        if spec.target is not None:
+            return [-spec.penalty * abs(length - spec.target) for length in lengths]
+        return [-spec.penalty * max(0, length - (spec.max or 0)) for length in lengths]
+
+    return reward
+
+
+def match_reward(spec: MatchSpec, *, whole: bool) -> TextReward:
+    """`value` where the pattern matches, else `otherwise`; None where it takes too long.
+
+    Args:
+        spec: pattern and numbers.
+        whole: the whole response has to match, not a part of it.
+    """
+    pattern = compile_pattern(spec.pattern, dotall=True)
+    matches = pattern.fullmatch if whole else pattern.search
+
+    def reward(samples: SampledTexts) -> Sequence[float | None]:
+        def score(text: str) -> float | None:
+            try:
+                return spec.value if matches(text, timeout=PATTERN_SECONDS) else spec.otherwise
+            except TimeoutError:
+                samples.failures[slow_pattern(spec.pattern)] += 1
+                return None
+
+        return [score(text) for text in samples.responses]
 
     return reward

@@ -5,7 +5,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -14,17 +14,18 @@ from torch import Tensor
 from alignment.data.examples import PromptExample
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
-from alignment.rewards.answers import answer_reward, reference_problem
+from alignment.generation import response_text
+from alignment.reward_model import RewardModel
+from alignment.rewards.answers import answer_reward, length_reward, match_reward, reference_problem
 from alignment.rewards.code import code_reward, failing_solutions, tests_problem
 from alignment.rewards.combine import RewardPart, Rewards, Scorer
 from alignment.rewards.functions import columns_of, function_reward, load_reward_function
 from alignment.rewards.http import key_problem
 from alignment.rewards.judge import judge_reward
 from alignment.rewards.normalize import PartNormalizer
-from alignment.rewards.rules import length_reward, match_reward
 from alignment.rewards.samples import TextReward, texts_of_responses
 from alignment.rewards.sandbox import require_sandbox
-from alignment.rewards.specs import AnswerSpec, CodeSpec, JudgeSpec, RewardSpec, names_of
+from alignment.rewards.specs import AnswerSpec, CodeSpec, JudgeSpec, LengthSpec, MatchSpec, RewardSpec, names_of
 
 SHOWN = 3  # rows named in a message
 
@@ -46,16 +47,73 @@ def prepare_rewards(specs: Sequence[RewardSpec], rows: Sequence[PromptExample]) 
         if spec.reward_model is not None:
             continue
         try:
-            columns, check = _needs(spec)
-            if lines := _row_problems(name, rows, columns, check):
-                problems.extend(lines)
-            else:
-                found[name] = _text_reward(name, spec)
-                problems.extend(_solution_problems(name, spec.code, rows))
+            if lines := list(_row_problems(name, spec, rows)):
+                problems += lines
+                continue
+            found[name] = _text_reward(name, spec)
+            problems += _solution_problems(name, spec.code, rows)
         except UserError as error:
             problems.append(str(error))
     raise_all(problems)
     return found
+
+
+def _row_problems(name: str, spec: RewardSpec, rows: Sequence[PromptExample]) -> Iterator[str]:
+    """A line for each column that rows lack, or whose values are of no use."""
+    section, check = spec.section, lambda value: ""
+    columns: Sequence[str] = getattr(section, "columns", ())
+    if spec.function is not None:
+        columns = columns_of(load_reward_function(spec.function), spec.function)
+    elif isinstance(section, AnswerSpec):
+        columns, check = [section.column], partial(reference_problem, section.match)
+    elif isinstance(section, CodeSpec):
+        columns, check = [section.column], tests_problem
+    ids: dict[tuple[str, str], list[str]] = {}
+    for row in rows:
+        for column in columns:
+            if problem := check(row.extra[column]) if column in row.extra else "it is missing":
+                ids.setdefault((column, problem), []).append(row.row_id)
+    for (column, problem), wrong in ids.items():
+        yield (
+            f"rewards: {name} needs the column {column!r}: {problem} in {len(wrong)} of {len(rows)} prompts "
+            f"({', '.join(wrong[:SHOWN])}); add it, name another column, or map it by data.columns"
+        )
+
+
+def _text_reward(name: str, spec: RewardSpec) -> TextReward:
+    """The reward of an entry that reads texts.
+
+    Raises:
+        UserError: no sandbox here, or no key in the environment.
+    """
+    section = spec.section
+    if spec.function is not None:
+        return function_reward(load_reward_function(spec.function), spec.function)
+    if isinstance(section, LengthSpec):
+        return length_reward(section)
+    if isinstance(section, AnswerSpec):
+        return answer_reward(section)
+    if isinstance(section, CodeSpec):
+        require_sandbox()
+        return code_reward(section)
+    if isinstance(section, JudgeSpec):
+        if section.key_variable is not None and (problem := key_problem(section.key_variable)):
+            raise UserError(f"rewards: {name}: {problem}")
+        return judge_reward(section)
+    assert isinstance(section, MatchSpec)
+    return match_reward(section, whole=spec.format is not None)
+
+
+def _solution_problems(name: str, spec: CodeSpec | None, rows: Sequence[PromptExample]) -> list[str]:
+    """A line where reference solutions fail the tests of their rows, which then no response can be relied on to pass."""
+    if spec is None or spec.solution is None:
+        return []
+    failed = [rows[i].row_id for i in failing_solutions(spec, [row.extra for row in rows])]
+    line = (
+        f"rewards: {name}: the solution in the column {spec.solution!r} is missing or fails the tests of its row in the "
+        f"sandbox, in {len(failed)} of {len(rows)} prompts ({', '.join(failed[:SHOWN])}); correct or drop these rows"
+    )
+    return [line] if failed else []
 
 
 def build_rewards(
@@ -81,100 +139,46 @@ def build_rewards(
     """
     parts = []
     for name, spec in zip(names_of(specs), specs, strict=True):
-        mode = spec.normalize
-        if mode is None:
-            mode = "first" if name in models and name not in scaled else "none"
-        count = sources if spec.per_source else 1
+        mode = spec.normalize or ("first" if name in models and name not in scaled else "none")
         failures: Counter[str] = Counter()
-        score = (
-            finite_scorer(name, models[name])
-            if name in models
-            else _text_scorer(name, texts[name], tokenizer, failures)
-        )
+        scorer = models.get(name)
         parts.append(
             RewardPart(
-                name, score, spec.weight, spec.clip,
-                normalizer=None if mode == "none" else PartNormalizer(mode, count, name),
-                max_failed_share=_max_failed_share(spec),
+                name,
+                _text_scorer(name, texts[name], tokenizer, failures) if scorer is None else finite_scorer(name, scorer),
+                spec.weight,
+                spec.clip,
+                normalizer=None if mode == "none" else PartNormalizer(mode, sources if spec.per_source else 1, name),
+                max_failed_share=getattr(spec.section, "max_failed_share", None),
                 scaled=name in scaled,
                 failures=failures,
             )
-        )  # fmt: skip
+        )
     return Rewards(parts, reduce)
 
 
-def _needs(spec: RewardSpec) -> tuple[Sequence[str], Callable[[object], str]]:
-    """Columns that every row needs, and what is wrong with a value of them (empty: nothing)."""
-    if spec.function is not None:
-        return columns_of(load_reward_function(spec.function), spec.function), lambda value: ""
-    if spec.answer is not None:
-        match = spec.answer.match if isinstance(spec.answer, AnswerSpec) else spec.answer
-        return spec.columns, partial(reference_problem, match)
-    return spec.columns, tests_problem if spec.code is not None else lambda value: ""
+def response_scorer(reward_model: RewardModel, tokenizer: Tokenizer, micro_batch_tokens: int) -> Scorer:
+    """Scores of responses by a reward model: of their ids where the tokenizers agree, else of the texts.
 
+    A reward model with a tokenizer or chat template of its own reads each prompt, text or messages, through that
+    template, and its own end token after a response that ended.
 
-def _row_problems(
-    name: str, rows: Sequence[PromptExample], columns: Sequence[str], check: Callable[[object], str]
-) -> list[str]:
-    """A line for each column that rows lack, or whose values are of no use."""
-    if not columns:
-        return []
-    lacking: dict[str, list[str]] = {}
-    for row in rows:
-        for column in columns:
-            problem = check(row.extra[column]) if column in row.extra else "it is missing"
-            if problem:
-                lacking.setdefault(f"rewards: {name} needs the column {column!r}: {problem}", []).append(row.row_id)
-    return [
-        f"{text} in {len(ids)} of {len(rows)} prompts ({', '.join(ids[:SHOWN])}); add it, name another column, or map "
-        "it by data.columns"
-        for text, ids in lacking.items()
-    ]
-
-
-def _solution_problems(name: str, spec: CodeSpec | None, rows: Sequence[PromptExample]) -> list[str]:
-    """A line where reference solutions fail the tests of their rows, which then no response can be relied on to pass."""
-    if spec is None or spec.solution is None:
-        return []
-    failed = [rows[i].row_id for i in failing_solutions(spec, [row.extra for row in rows])]
-    if not failed:
-        return []
-    return [
-        f"rewards: {name}: the solution in the column {spec.solution!r} is missing or fails the tests of its row in the "
-        f"sandbox, in {len(failed)} of {len(rows)} prompts ({', '.join(failed[:SHOWN])}); correct or drop these rows"
-    ]
-
-
-def _text_reward(name: str, spec: RewardSpec) -> TextReward:
-    """The reward of an entry that reads texts.
-
-    Raises:
-        UserError: no sandbox here, or no key in the environment.
+    Args:
+        tokenizer: the policy's, of which the responses' ids are.
     """
-    if spec.function is not None:
-        return function_reward(load_reward_function(spec.function), spec.function)
-    if spec.length is not None:
-        return length_reward(spec.length)
-    if spec.answer is not None:
-        return answer_reward(spec.answer if isinstance(spec.answer, AnswerSpec) else AnswerSpec(spec.answer))
-    if spec.code is not None:
-        require_sandbox()
-        return code_reward(spec.code)
-    if spec.judge is not None:
-        judge = spec.judge if isinstance(spec.judge, JudgeSpec) else JudgeSpec(spec.judge)
-        if judge.key_variable is not None and (problem := key_problem(judge.key_variable)):
-            raise UserError(f"rewards: {name}: {problem}")
-        return judge_reward(judge)
-    return match_reward(spec.match, whole=spec.format is not None)
+    if reward_model.shares_token_ids(tokenizer):
+        return lambda prompts, responses, ended: reward_model.score_ids(
+            [[*prompt.ids, *ids] for prompt, ids in zip(prompts, responses, strict=True)], micro_batch_tokens
+        )
 
+    def score(prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]) -> Tensor:
+        pairs = [
+            (prompt.prompt, response_text(tokenizer, ids, end))
+            for prompt, ids, end in zip(prompts, responses, ended, strict=True)
+        ]
+        return reward_model.score(pairs, micro_batch_tokens, ended)
 
-def _max_failed_share(spec: RewardSpec) -> float | None:
-    """Largest share without a number; None: any, of rewards that need not apply."""
-    if spec.format is not None or spec.regex is not None:  # None: the pattern takes too long
-        return JudgeSpec.max_failed_share
-    if spec.judge is None:
-        return None
-    return spec.judge.max_failed_share if isinstance(spec.judge, JudgeSpec) else JudgeSpec.max_failed_share
+    return score
 
 
 def finite_scorer(name: str, score: Scorer) -> Scorer:
@@ -208,10 +212,10 @@ def _text_scorer(name: str, reward: TextReward, tokenizer: Tokenizer, failures: 
                 f"rewards: {name} gave {len(values)} numbers for {len(responses)} responses; it has to give one each"
             )
         scores = torch.tensor([math.nan if value is None else float(value) for value in values], dtype=torch.float32)
-        for row, value in enumerate(values):
-            if value is not None and not scores[row].isfinite():
+        for prompt, value, number in zip(prompts, values, scores, strict=True):
+            if value is not None and not number.isfinite():
                 raise UserError(
-                    f"rewards: {name} gave {value} for a response to {prompts[row].row_id}; give a finite number, or None "
+                    f"rewards: {name} gave {value} for a response to {prompt.row_id}; give a finite number, or None "
                     "where it does not apply"
                 )
         return scores

@@ -11,7 +11,9 @@ from alignment.rewards.sandbox import SandboxLimits, passes, run_program
 from alignment.rewards.sandbox_program import names_of_tests
 from alignment.rewards.specs import CodeSpec
 
-LANGUAGES = {"python", "py", "python3", "py3"}  # first words of fences that mark the answer, besides python3.11
+PYTHON = re.compile(  # first word of a fence that marks the answer, such as python, py3, python3.11, {.python}
+    r"[{.]*(python3?|py3?|python3?\.\d+(\.\d+)?)}*([\s{,:].*)?", re.DOTALL
+)
 FENCE = re.compile(r"\s*(`{3,}|~{3,})\s*(.*)", re.DOTALL)
 
 
@@ -28,7 +30,7 @@ def extract_code(text: str) -> str:
         if fence and not (match and match[1].startswith(fence) and not match[2].strip()):
             lines.append(line)
         elif fence:
-            if _is_python(info) or not info:
+            if PYTHON.fullmatch(info) or not info:
                 found[bool(info)] = textwrap.dedent("".join(lines))
             fence = ""
         elif match and not (match[1][0] == "`" and "`" in match[2]):  # ```x``` in one line is no fence
@@ -36,24 +38,18 @@ def extract_code(text: str) -> str:
     return found.get(True, found.get(False, text))
 
 
-def _is_python(info: str) -> bool:
-    word = re.split(r"[\s{,:]", info.lstrip("{."), maxsplit=1)[0].rstrip("}")
-    return word in LANGUAGES or re.fullmatch(r"python3?\.\d+(\.\d+)?", word) is not None
-
-
 def passes_test(code: str, test: str | Mapping[str, str], limits: SandboxLimits) -> bool:
-    """Whether code passes one test: asserts, or `{input, output}` of a program.
+    """True where code passes one test: asserts, or `{input, output}` of a program.
 
     Outputs are compared without white space at the ends of their lines and empty lines at their end.
     """
     if isinstance(test, str):
         return passes(code, test, limits)
     printed = run_program(code, test["input"], limits)
-    return printed is not None and _lines(printed) == _lines(test["output"])
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().splitlines()]
+    if printed is None:
+        return False
+    got, wanted = ([line.rstrip() for line in text.rstrip().splitlines()] for text in (printed, test["output"]))
+    return got == wanted
 
 
 def share_of_tests(
@@ -118,7 +114,7 @@ def as_tests(value: object) -> list[str | Mapping[str, str]]:
 
 
 def tests_problem(value: object) -> str:
-    """What is wrong with the tests of a column; empty where nothing is."""
+    """The fault of the tests of a column; '' without one."""
     tests = as_tests(value)
     if not tests:
         return "it holds no test"

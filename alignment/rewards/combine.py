@@ -17,23 +17,23 @@ from alignment.errors import UserError
 from alignment.rewards.normalize import PartNormalizer, mean_and_deviation
 
 MOST_UNSCORED = 0.5  # share of responses without a score, above which a reward does not fit its prompts
-
 SHOWN = 3  # reasons of failures in a message
+
 Scorer = Callable[[Sequence[PromptExample], Sequence[Sequence[int]], Sequence[bool]], Tensor]
-"""Prompts, token ids of the responses, whether each ended by itself -> scores [B]; not a number: no score."""
+"""Prompts, token ids of the responses, True where a response ended by itself -> scores [B]; not a number: no score."""
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What was given for B responses.
+    """Scores of B responses.
 
     Attributes:
         total: the score that is logged, before normalization, clipping and penalties, [B]: the sum of weight * part. Not a
             number: there is no score, and nothing is learned from the response; see `Rewards.unscored`.
         parts: the number of each reward by its name, as it was given, [B]; not a number where a reward does not apply.
-        shaped: what is learned from: the sum of weight * clip(normalize(part)), [B], not a number as `total`; None:
+        shaped: the score to learn from: the sum of weight * clip(normalize(part)), [B], not a number as `total`; None:
             `total`, under the algorithm's own normalization of scores.
-        fixed_deviation: of what is learned from, where normalization fixes it; None: nothing does.
+        fixed_deviation: of the score to learn from, where normalization fixes it; None: nothing does.
     """
 
     total: Tensor
@@ -56,7 +56,7 @@ ScoreFunction = Callable[[Sequence[PromptExample], Sequence[Sequence[int]], Sequ
 
 
 def as_scores(given: Tensor | Scores) -> Scores:
-    """What a score function gave, as `Scores`."""
+    """A score function's result as `Scores`."""
     return given if isinstance(given, Scores) else Scores(given)
 
 
@@ -71,7 +71,7 @@ class RewardPart:
         clip: bounds after normalization; None: none.
         normalizer: None: numbers stay as they are.
         max_failed_share: of responses without a number in one iteration; None: a reward that need not apply, any share.
-        scaled: whether the numbers have a deviation of 1 by the files of their reward model.
+        scaled: the numbers have a deviation of 1 by the files of their reward model.
         failures: reasons of the last call's missing numbers on this rank, with counts; for messages.
     """
 
@@ -83,6 +83,11 @@ class RewardPart:
     max_failed_share: float | None = None
     scaled: bool = False
     failures: Counter[str] = field(default_factory=Counter)
+
+    def shaped(self, values: Tensor, sources: Tensor) -> Tensor:
+        """clip(normalize(values)), [B]."""
+        values = values if self.normalizer is None else self.normalizer(values, sources)
+        return values if self.clip is None else values.clamp(*self.clip)
 
 
 class Rewards:
@@ -98,6 +103,7 @@ class Rewards:
 
     def __init__(self, parts: Sequence[RewardPart], reduce: Callable[[Tensor], Tensor]):
         self.parts, self.reduce = tuple(parts), reduce
+        self._normalizers = {part.name: part.normalizer for part in parts if part.normalizer is not None}
 
     def __call__(
         self, prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]
@@ -110,18 +116,6 @@ class Rewards:
         """
         return self._bounded(self.shape(self.give(prompts, responses, ended), prompts))
 
-    def shape(self, given: dict[str, Tensor], prompts: Sequence[PromptExample]) -> Scores:
-        """Scores of the numbers that `give` gave, which the statistics take in first.
-
-        Raises:
-            UserError: too few numbers, or numbers that cannot be normalized.
-        """
-        self.check_shares(given)
-        for part in self.parts:
-            if part.normalizer is not None:
-                part.normalizer.take_in(given[part.name], _sources(prompts), self.reduce)
-        return self._sum(given, prompts)
-
     def judge(
         self, prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]
     ) -> Scores:
@@ -130,23 +124,36 @@ class Rewards:
         self.check_shares(given)
         return self._bounded(self._sum(given, prompts))
 
+    def give(
+        self, prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]
+    ) -> dict[str, Tensor]:
+        """The numbers of each reward, not shaped, [B] float32 on the CPU; not a number where it does not apply."""
+        return {part.name: part.score(prompts, responses, ended).float().cpu() for part in self.parts}
+
+    def shape(self, given: dict[str, Tensor], prompts: Sequence[PromptExample]) -> Scores:
+        """Scores of the numbers that `give` gave, which the statistics take in first.
+
+        Raises:
+            UserError: too few numbers, or numbers that cannot be normalized.
+        """
+        self.check_shares(given)
+        for name, normalizer in self._normalizers.items():
+            normalizer.take_in(given[name], _sources(prompts), self.reduce)
+        return self._sum(given, prompts)
+
     def _sum(self, given: dict[str, Tensor], prompts: Sequence[PromptExample]) -> Scores:
         sources, total, shaped = _sources(prompts), torch.zeros(len(prompts)), torch.zeros(len(prompts))
         for part in self.parts:
-            values = given[part.name]
-            total = total + part.weight * values.nan_to_num()
-            if part.normalizer is not None:
-                values = part.normalizer(values, sources)
-            if part.clip is not None:
-                values = values.clamp(*part.clip)
-            shaped = shaped + part.weight * values.nan_to_num()
+            total = total + part.weight * given[part.name].nan_to_num()
+            shaped = shaped + part.weight * part.shaped(given[part.name], sources).nan_to_num()
         unscored = self.unscored(given, prompts)
-        [part, *others] = self.parts
-        fixed = not others and (part.scaled or part.normalizer is not None)
+        fixed = len(self.parts) == 1 and (self.parts[0].scaled or bool(self._normalizers))
         return Scores(
-            total.masked_fill(unscored, math.nan), given, shaped.masked_fill(unscored, math.nan),
-            fixed_deviation=abs(part.weight) if fixed else None,
-        )  # fmt: skip
+            total.masked_fill(unscored, math.nan),
+            given,
+            shaped.masked_fill(unscored, math.nan),
+            fixed_deviation=abs(self.parts[0].weight) if fixed else None,
+        )
 
     def unscored(self, given: dict[str, Tensor], prompts: Sequence[PromptExample]) -> Tensor:
         """True where no score follows from the numbers that were given, bool, [B].
@@ -160,19 +167,12 @@ class Rewards:
             prompts: of each response; responses to one prompt stand side by side.
         """
         missing = torch.stack([given[part.name].isnan() for part in self.parts])  # [parts, B]
-        rows = [prompt.row_id for prompt in prompts]
-        groups = torch.tensor([False, *(one != other for one, other in pairwise(rows))]).cumsum(0)
+        changes = (one.row_id != other.row_id for one, other in pairwise(prompts))
+        groups = torch.tensor([False, *changes]).cumsum(0)
         applies = torch.zeros(missing.shape).index_add_(1, groups, (~missing).float())[:, groups] > 0
-        judges = torch.tensor([part.max_failed_share is not None for part in self.parts])
-        raw = torch.tensor([part.normalizer is None for part in self.parts])
-        failed = missing & (judges.unsqueeze(1) | (raw.unsqueeze(1) & applies))
-        return missing.all(0) | failed.any(0)
-
-    def give(
-        self, prompts: Sequence[PromptExample], responses: Sequence[Sequence[int]], ended: Sequence[bool]
-    ) -> dict[str, Tensor]:
-        """The numbers of each reward, not shaped, [B] float32 on the CPU; not a number where it does not apply."""
-        return {part.name: part.score(prompts, responses, ended).float().cpu() for part in self.parts}
+        judges = torch.tensor([[part.max_failed_share is not None] for part in self.parts])
+        raw = torch.tensor([[part.normalizer is None] for part in self.parts])
+        return missing.all(0) | (missing & (judges | (raw & applies))).any(0)
 
     def check_shares(self, given: dict[str, Tensor]) -> None:
         """Refuse numbers of which more are missing than their rewards allow.
@@ -192,7 +192,7 @@ class Rewards:
                 )
 
     def _bounded(self, scores: Scores) -> Scores:
-        """The scores, of which `MOST_UNSCORED` may be missing, or what a judge allows.
+        """The scores, of which `MOST_UNSCORED` may be missing, or the share that a judge allows.
 
         Raises:
             UserError: naming the rewards that gave no number.
@@ -215,7 +215,7 @@ class Rewards:
 
     def state(self) -> dict[str, dict[str, list[float]]]:
         """Statistics of the normalized parts by name, to be saved."""
-        return {part.name: part.normalizer.state() for part in self.parts if part.normalizer is not None}
+        return {name: normalizer.state() for name, normalizer in self._normalizers.items()}
 
     def load(self, state: dict[str, dict[str, list[float]]]) -> None:
         """Take the statistics of a checkpoint.
@@ -223,13 +223,12 @@ class Rewards:
         Raises:
             UserError: they are of other rewards.
         """
-        normalized = {part.name: part.normalizer for part in self.parts if part.normalizer is not None}
-        if set(state) != set(normalized):
+        if set(state) != set(self._normalizers):
             raise UserError(
                 f"rewards: the checkpoint holds statistics of {', '.join(state) or 'none'}, and the config normalizes "
-                f"{', '.join(normalized) or 'none'}; keep the rewards of the run, or start a new one"
+                f"{', '.join(self._normalizers) or 'none'}; keep the rewards of the run, or start a new one"
             )
-        for name, normalizer in normalized.items():
+        for name, normalizer in self._normalizers.items():
             normalizer.load(state[name])
 
 

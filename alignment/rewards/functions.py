@@ -21,7 +21,6 @@ from alignment.rewards.specs import RewardSpec
 
 RewardFunction = Callable[..., object]
 TEXTS = ("responses", "completions")
-OWN = ("prompts", *TEXTS)  # arguments that are not columns
 GIVEN: dict[str, RewardFunction] = {}  # functions that were passed from Python, by the name that the config has
 
 
@@ -48,15 +47,15 @@ def _named(rewards: object) -> object:
     found: dict[str, RewardFunction] = {}
     named: list[object] = []
     for entry in entries:
-        function = entry.get("function") if isinstance(entry, Mapping) else entry
-        if not callable(function):
+        settings = entry if isinstance(entry, Mapping) else {"function": entry}
+        if not callable(function := settings.get("function")):
             named.append(entry)
             continue
         own = function if hasattr(function, "__qualname__") else type(function)
         name = f"{own.__module__}:{own.__qualname__}"
         if found.setdefault(name, function) is not function:
             raise UserError(f"rewards: two functions are named {name}; define each under a name of its own")
-        named.append({**(entry if isinstance(entry, Mapping) else {}), "function": name})
+        named.append({**settings, "function": name})
     GIVEN.update(found)
     return named
 
@@ -124,48 +123,45 @@ def columns_of(function: RewardFunction, name: str) -> list[str]:
         UserError: it takes neither responses nor completions, or takes arguments by position alone.
     """
     arguments = inspect.signature(function).parameters.values()
-    positional = [each.name for each in arguments if each.kind is each.POSITIONAL_ONLY]
-    if positional or not set(TEXTS) & set(_own_arguments(function)):
+    if any(each.kind is each.POSITIONAL_ONLY for each in arguments) or not set(TEXTS) & set(_texts_of(function)):
         raise UserError(
             f"rewards: function {name!r} must be of the form f(prompts, responses, **columns), or with completions as in "
             f"trl; its arguments are {inspect.signature(function)}"
         )
-    return [
-        each.name
-        for each in arguments
-        if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)
-        and each.name not in OWN
-        and each.default is inspect.Parameter.empty
-    ]
+    optional = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    needed = [each.name for each in arguments if each.kind not in optional and each.default is each.empty]
+    return [each for each in needed if each not in ("prompts", *TEXTS)]
 
 
-def _own_arguments(function: RewardFunction) -> list[str]:
-    """Names of `OWN` that a function is given: the ones it has; with `**columns` prompts, and texts under one name at least."""
-    arguments = inspect.signature(function).parameters
-    named = [name for name in OWN if name in arguments]
-    if not any(each.kind is each.VAR_KEYWORD for each in arguments.values()):
-        return named
-    return ["prompts", *([name for name in named if name in TEXTS] or TEXTS)]
+def _takes_all(function: RewardFunction) -> bool:
+    return any(each.kind is each.VAR_KEYWORD for each in inspect.signature(function).parameters.values())
+
+
+def _texts_of(function: RewardFunction) -> list[str]:
+    """The texts that a function is given: those it names; with `**columns` prompts, and responses under one name at least."""
+    named = [each for each in ("prompts", *TEXTS) if each in inspect.signature(function).parameters]
+    return ["prompts", *([each for each in named if each in TEXTS] or TEXTS)] if _takes_all(function) else named
 
 
 def function_reward(function: RewardFunction, name: str) -> TextReward:
     """A function as a reward. It is given the columns that it names, or all of them where it takes `**columns`.
 
-    `responses` are texts. `completions` are what trl gives: texts, and for a prompt of messages a list with the assistant's
+    `responses` are texts. `completions` are as in trl: texts, and for a prompt of messages a list with the assistant's
     message.
 
     Args:
         function: of `load_reward_function`.
         name: of the function, for messages.
     """
-    arguments = inspect.signature(function).parameters.values()
-    takes_all = any(each.kind is each.VAR_KEYWORD for each in arguments)
-    own = _own_arguments(function)
+    named, takes_all, given_texts = (
+        inspect.signature(function).parameters.keys(),
+        _takes_all(function),
+        _texts_of(function),
+    )
 
     def reward(samples: SampledTexts) -> Sequence[float | None]:
         present = {column for row in samples.columns for column in row}
-        wanted = present if takes_all else present & {each.name for each in arguments}
-        columns = {column: samples.column(column) for column in sorted(wanted - set(OWN))}
+        columns = sorted((present if takes_all else present & named) - {"prompts", *TEXTS})
         texts: dict[str, list[object]] = {
             "prompts": list(samples.prompts),
             "responses": list(samples.responses),
@@ -175,7 +171,7 @@ def function_reward(function: RewardFunction, name: str) -> TextReward:
             ],
         }
         try:
-            given = function(**{each: texts[each] for each in own}, **columns)
+            given = function(**{each: texts[each] for each in given_texts}, **{c: samples.column(c) for c in columns})
         except Exception as error:  # of the user's function, which may raise anything
             at = traceback.extract_tb(error.__traceback__)[-1]
             raise UserError(

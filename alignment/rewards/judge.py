@@ -12,9 +12,9 @@ from concurrent.futures import ThreadPoolExecutor
 from string import Formatter
 
 from alignment.patterns import PATTERN_SECONDS, compile_pattern, slow_pattern
-from alignment.rewards.http import Endpoint, RequestFailed, plain_url, post_json
+from alignment.rewards.http import RequestFailed, post_json
 from alignment.rewards.samples import SampledTexts, TextReward
-from alignment.rewards.specs import JudgeSpec
+from alignment.rewards.specs import JudgeSpec, plain_url
 
 CACHED = 100_000  # scores kept in memory; the oldest go first
 NUMBER = r"(?<![\w.,])[-+]?\d+(?:\.\d+)?(?!\w|[.,]\d)"
@@ -22,31 +22,26 @@ RANGE = re.compile(rf"{NUMBER}\s*(?:[-\u2013\u2014]|to)\s*\d+(?:\.\d+)?", re.IGN
 SCALE = re.compile(
     rf"(?<=[\d*_`)\]])\s*(?:/|\b(?:out )?of\b)\s*[*`]*{NUMBER}|\b(?:out|scale) of {NUMBER}", re.IGNORECASE
 )  # /10, out of 10
-BRACKETS = re.compile(rf"\[\[\s*({NUMBER})\s*\]\]")  # as in MT-bench
 BETWEEN = r"[ \t*_`\"':=()\[\]]*"
-NAMED = re.compile(rf"\b(?:score|rating|grade)\b{BETWEEN}(?:\b(?:is|of)\b{BETWEEN})?({NUMBER})", re.IGNORECASE)
-ANY = re.compile(f"({NUMBER})")
+FORMS = (  # of a score, in the order of trust
+    re.compile(rf"\[\[\s*({NUMBER})\s*\]\]"),  # as in MT-bench
+    re.compile(rf"\b(?:score|rating|grade)\b{BETWEEN}(?:\b(?:is|of)\b{BETWEEN})?({NUMBER})", re.IGNORECASE),
+    re.compile(f"({NUMBER})"),
+)
 
 
 def judge_reward(spec: JudgeSpec) -> TextReward:
-    """An HTTP judge as a reward; None where it gave no score. Finished scores are kept and not asked for again.
-
-    Args:
-        spec: its settings.
-    """
-    endpoint = Endpoint(
-        spec.url, spec.key_variable, spec.timeout_seconds,
-        retries=spec.retries, backoff_seconds=spec.backoff_seconds, max_backoff_seconds=spec.max_backoff_seconds,
-    )  # fmt: skip
+    """An HTTP judge as a reward; None where it gave no score. Finished scores are kept and not asked for again."""
     finished: dict[str, float] = {}
     lock = threading.Lock()
 
     def score(body: str) -> tuple[float | None, str]:
+        """The score, and why there is none."""
         with lock:
             if body in finished:
                 return finished[body], ""
         try:
-            value = read_score(spec, post_json(endpoint, body.encode()))
+            value = read_score(spec, post_json(spec, body.encode()))
         except RequestFailed as error:
             return None, str(error)
         with lock:
@@ -121,7 +116,7 @@ def stated_score(text: str) -> float:
         RequestFailed: no number, or different ones.
     """
     without_scales = SCALE.sub("", RANGE.sub("", text))
-    for form in (BRACKETS, NAMED, ANY):
+    for form in FORMS:
         if found := {float(number) for number in form.findall(without_scales)}:
             if len(found) > 1:
                 raise RequestFailed("different numbers of which none is marked as the score (set pattern)")

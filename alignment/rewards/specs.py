@@ -1,17 +1,29 @@
-"""Settings of rewards: one entry of `rewards` for each part of the score, with their checks.
+"""Settings of rewards: one entry of `rewards` for each part of the score.
 
-What an entry does is in the file of its kind: reward_models.py, functions.py, rules.py, answers.py, code.py, judge.py.
+An entry of each kind runs in a file of its own: functions.py, answers.py (lengths and patterns too), code.py, judge.py.
 """
 
 import re
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from string import Formatter
-from typing import Literal
+from typing import Annotated, ClassVar, Literal
+from urllib.parse import parse_qsl, urlsplit
 
+from annotated_types import Ge
+
+from alignment.errors import SECRET
 from alignment.patterns import compile_pattern
 from alignment.reward_model import Combine
-from alignment.rewards.http import url_problem
+from alignment.settings import (
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Rule,
+    Settings,
+    Share,
+    refusal,
+)
 
 KINDS = ("reward_model", "function", "length", "format", "regex", "answer", "code", "judge")
 FORMATS = {  # name of a format -> the pattern that the whole response has to match
@@ -19,15 +31,14 @@ FORMATS = {  # name of a format -> the pattern that the whole response has to ma
     "gsm8k": r".*####\s*[-+]?[$]?[\d,]*\.?\d+\s*",
     "boxed": r".*\\boxed\{.+\}.*",
 }
-NAME = re.compile(r"[\w.-]+")
-VARIABLE = re.compile(r"[A-Za-z_]\w*")
+SECRET_PARAMETER = re.compile(r"(?:^|[_-])(?:key|code|auth|sig|signature|pass|pwd|jwt)$", re.IGNORECASE)  # of a query
 
 Normalize = Literal["none", "first", "running"]
 AnswerMatch = Literal["gsm8k", "exact", "boxed"]
 
 
 @dataclass(frozen=True)
-class LengthSpec:
+class LengthSpec(Settings):
     """A reward for the length of a response: 0 where it is as wanted, and less for each unit too many or too few.
 
     reward = -penalty * (|length - target| with `target`, or max(0, length - max) with `max`)
@@ -42,23 +53,16 @@ class LengthSpec:
         unit: tokens of the policy's tokenizer, end token included; or characters of the text.
     """
 
-    target: int | None = None
-    max: int | None = None
-    penalty: float = 0.01
+    target: NonNegativeInt | None = None
+    max: NonNegativeInt | None = None
+    penalty: PositiveFloat = 0.01
     unit: Literal["tokens", "characters"] = "tokens"
 
-    def __post_init__(self) -> None:
-        if (self.target is None) == (self.max is None):
-            raise ValueError("length needs either target or max")
-        for name in ("target", "max"):
-            if (value := getattr(self, name)) is not None and value < 0:
-                raise ValueError(f"{name} of a length must be 0 or above, got {value}")
-        if self.penalty <= 0:
-            raise ValueError(f"penalty of a length must be above 0, got {self.penalty}")
+    RULES = (Rule("target", lambda c: (c.target is None) == (c.max is None), "or max must be given, and one alone"),)
 
 
 @dataclass(frozen=True)
-class MatchSpec:
+class MatchSpec(Settings):
     """A reward for responses that match a regular expression.
 
     Attributes:
@@ -73,12 +77,12 @@ class MatchSpec:
     value: float = 1.0
     otherwise: float = 0.0
 
-    def __post_init__(self) -> None:
-        compile_pattern(self.pattern, dotall=True)
+    max_failed_share: ClassVar[float] = 0.1  # of responses on which the pattern takes too long
+    RULES = (Rule("pattern", lambda c: refusal(compile_pattern, c.pattern, dotall=True)),)
 
 
 @dataclass(frozen=True)
-class AnswerSpec:
+class AnswerSpec(Settings):
     """A reward for responses whose answer is that of a column of the prompt's row.
 
     Attributes:
@@ -98,7 +102,7 @@ class AnswerSpec:
 
 
 @dataclass(frozen=True)
-class CodeSpec:
+class CodeSpec(Settings):
     """A reward for Python code that passes unit tests, run in a process without files, sockets and other processes.
 
     The code is the response's last block fenced as Python, else the last fenced without a language, else all of it.
@@ -108,7 +112,7 @@ class CodeSpec:
             `{input, output}` of what the program reads and has to print.
         reward: the share of the tests that pass, or 1 only where all pass.
         cpu_seconds, wall_seconds: limits of one test.
-        memory_megabytes: limit of the address space.
+        memory_megabytes: limit of the address space, of which Python itself needs 30.
         output_bytes: limit of what a test may print and a function may return.
         processes: tests that one rank runs side by side.
         solution: column of a reference solution, run at the start: rows whose tests it fails are refused. None: not run.
@@ -116,25 +120,16 @@ class CodeSpec:
 
     column: str = "tests"
     reward: Literal["share", "all"] = "all"
-    cpu_seconds: float = 5.0
-    wall_seconds: float = 10.0
-    memory_megabytes: int = 512
-    output_bytes: int = 65_536
-    processes: int = 2
+    cpu_seconds: PositiveFloat = 5.0
+    wall_seconds: PositiveFloat = 10.0
+    memory_megabytes: Annotated[int, Ge(64)] = 512
+    output_bytes: PositiveInt = 65_536
+    processes: PositiveInt = 2
     solution: str | None = None
-
-    def __post_init__(self) -> None:
-        for name in ("cpu_seconds", "wall_seconds", "memory_megabytes", "output_bytes", "processes"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.memory_megabytes < 64:
-            raise ValueError(
-                f"memory_megabytes must be at least 64, got {self.memory_megabytes}: Python itself needs 30"
-            )
 
 
 @dataclass(frozen=True)
-class JudgeSpec:
+class JudgeSpec(Settings):
     """A reward that an HTTP service gives.
 
     Attributes:
@@ -166,41 +161,53 @@ class JudgeSpec:
     pattern: str | None = None
     columns: tuple[str, ...] = ()
     key_variable: str | None = None
-    timeout_seconds: float = 60.0
-    retries: int = 5
-    backoff_seconds: float = 1.0
-    max_backoff_seconds: float = 60.0
-    max_failed_share: float = 0.1
-    requests: int = 8
+    timeout_seconds: PositiveFloat = 60.0
+    retries: NonNegativeInt = 5
+    backoff_seconds: PositiveFloat = 1.0
+    max_backoff_seconds: PositiveFloat = 60.0
+    max_failed_share: Share = 0.1
+    requests: PositiveInt = 8
     low: float | None = None
     high: float | None = None
 
-    def __post_init__(self) -> None:
-        check_judge_url(self.url)
-        if self.protocol == "openai":
-            if self.model is None or self.template is None:
-                raise ValueError("protocol openai of a judge needs model and template")
-        elif (self.model, self.template, self.pattern) != (None, None, None):
-            raise ValueError("model, template and pattern of a judge go with protocol: openai")
-        if self.template is not None and (problem := template_problem(self.template, self.columns)):
-            raise ValueError(problem)
-        if self.pattern is not None and compile_pattern(self.pattern).groups < 1:
-            raise ValueError(f"pattern {self.pattern!r} needs a group (...) around the score")
-        if self.key_variable is not None and not VARIABLE.fullmatch(self.key_variable):
-            raise ValueError("key_variable must be the name of an environment variable, not the key itself")
-        for name in ("timeout_seconds", "backoff_seconds", "max_backoff_seconds", "requests"):
-            if getattr(self, name) <= 0:
-                raise ValueError(f"{name} must be above 0, got {getattr(self, name)}")
-        if self.retries < 0:
-            raise ValueError(f"retries must be 0 or above, got {self.retries}")
-        if not 0 <= self.max_failed_share <= 1:
-            raise ValueError(f"max_failed_share must lie between 0 and 1, got {self.max_failed_share}")
-        if self.low is not None and self.high is not None and self.low >= self.high:
-            raise ValueError(f"low ({self.low}) must be below high ({self.high})")
+    RULES = (
+        Rule("url", lambda c: url_problem(c.url)),
+        Rule(
+            "protocol",
+            lambda c: c.protocol == "openai" and None in (c.model, c.template),
+            "openai of a judge needs model and template",
+        ),
+        Rule(
+            "protocol",
+            lambda c: c.protocol == "json" and (c.model, c.template, c.pattern) != (None, None, None),
+            "json has no model, template and pattern; they go with protocol: openai",
+        ),
+        Rule("template", lambda c: c.template is not None and template_problem(c.template, c.columns)),
+        Rule("pattern", lambda c: c.pattern is not None and _group_problem(c.pattern)),
+        Rule(
+            "key_variable",
+            lambda c: c.key_variable is not None and not re.fullmatch(r"[A-Za-z_]\w*", c.key_variable),
+            "must be the name of an environment variable, not the key itself",
+        ),
+        Rule(
+            "low",
+            lambda c: c.low is not None and c.high is not None and c.low >= c.high,
+            "({self.low}) must be below high ({self.high})",
+        ),
+    )
+
+
+SHORT_FORMS = {
+    "format": MatchSpec,
+    "regex": MatchSpec,
+    "answer": AnswerSpec,
+    "judge": JudgeSpec,
+}  # one text in place of
+Section = LengthSpec | MatchSpec | AnswerSpec | CodeSpec | JudgeSpec
 
 
 @dataclass(frozen=True)
-class RewardSpec:
+class RewardSpec(Settings):
     """One part of the score of a response: exactly one kind, and how it is shaped and weighed.
 
     score = sum over the entries of weight * clip(normalize(part))
@@ -233,7 +240,7 @@ class RewardSpec:
     reward_model: str | None = None
     _: KW_ONLY
     reward_combine: Combine = "mean"
-    reward_std_coef: float = 1.0
+    reward_std_coef: PositiveFloat = 1.0
     function: str | None = None
     length: LengthSpec | None = None
     format: str | MatchSpec | None = None
@@ -247,82 +254,101 @@ class RewardSpec:
     normalize: Normalize | None = None
     per_source: bool = False
 
-    def __post_init__(self) -> None:
-        given = [kind for kind in KINDS if getattr(self, kind) is not None]
-        if len(given) != 1:
-            found = " and ".join(given) if given else "none"
-            raise ValueError(f"an entry of rewards has one kind of {', '.join(KINDS)}; found {found}")
-        if self.weight == 0:
-            raise ValueError("weight must not be 0; leave the entry out, or log it by `metrics`")
-        if self.name is not None and not NAME.fullmatch(self.name):
-            raise ValueError(f"name may have letters, digits and _ . - only, got {self.name!r}")
-        if self.clip is not None and self.clip[0] >= self.clip[1]:
-            raise ValueError(f"clip must be [low, high] with low below high, got {list(self.clip)}")
-        if self.per_source and self.normalize in (None, "none"):
-            raise ValueError("per_source goes with normalize: first or running")
-        self._check_kind(given[0])
-
-    def _check_kind(self, kind: str) -> None:
-        """Check what belongs to one kind alone, the short forms among it."""
-        if kind != "reward_model" and (self.reward_combine != "mean" or self.reward_std_coef != 1):
-            raise ValueError("reward_combine and reward_std_coef go with reward_model")
-        if self.reward_std_coef <= 0:
-            raise ValueError(f"reward_std_coef must be above 0, got {self.reward_std_coef}")
-        if self.reward_std_coef != 1 and self.reward_combine != "lower":
-            raise ValueError(f"reward_std_coef goes with reward_combine=lower, not with {self.reward_combine}")
-        if kind == "function" and not re.fullmatch(r"[\w.]+:[\w.<>]+", self.function or ""):
-            raise ValueError(f"function must be module:name, got {self.function!r}")
-        if kind == "judge" and isinstance(self.judge, str):
-            check_judge_url(self.judge)
-        if kind in ("format", "regex"):
-            self.match  # noqa: B018 (compiles the pattern)
-
-    @property
-    def kind(self) -> str:
-        """Which of `KINDS` it is."""
-        return next(kind for kind in KINDS if getattr(self, kind) is not None)
-
-    @property
-    def match(self) -> MatchSpec:
-        """Pattern and values of a `format` or a `regex`, of which the pattern alone is the short form."""
-        given = self.format if self.format is not None else self.regex
-        if isinstance(given, str):
-            given = MatchSpec(FORMATS.get(given, given) if self.format is not None else given)
-        if given is None:
-            raise ValueError("neither a format nor a regex")
-        if self.format is not None and given.pattern in FORMATS:
-            return MatchSpec(FORMATS[given.pattern], value=given.value, otherwise=given.otherwise)
-        return given
+    RULES = (
+        Rule(
+            "reward_model",
+            lambda c: len(c.kinds) != 1 and (" and ".join(c.kinds) or "none"),
+            f"or another kind must be given, one of {', '.join(KINDS)} in each entry; found {{found}}",
+        ),
+        Rule(
+            "function",
+            lambda c: c.function is not None and not re.fullmatch(r"[\w.]+:[\w.<>]+", c.function),
+            "must be module:name, got {self.function!r}",
+        ),
+        Rule("format", lambda c: isinstance(c.format, str) and refusal(compile_pattern, c.format)),
+        Rule("regex", lambda c: isinstance(c.regex, str) and refusal(compile_pattern, c.regex)),
+        Rule("judge", lambda c: isinstance(c.judge, str) and url_problem(c.judge)),
+        Rule("weight", lambda c: c.weight == 0, "must not be 0; leave the entry out, or log it by `metrics`"),
+        Rule(
+            "name",
+            lambda c: c.name is not None and not re.fullmatch(r"[\w.-]+", c.name),
+            "may have letters, digits and _ . - only, got {self.name!r}",
+        ),
+        Rule(
+            "clip",
+            lambda c: c.clip is not None and c.clip[0] >= c.clip[1],
+            "must be [low, high] with low below high, got {self.clip}",
+        ),
+        Rule(
+            "per_source",
+            lambda c: c.per_source and c.normalize in (None, "none"),
+            "goes with normalize: first or running",
+        ),
+        Rule(
+            "reward_combine",
+            lambda c: c.reward_model is None and (c.reward_combine != "mean" or c.reward_std_coef != 1),
+            "and reward_std_coef go with reward_model",
+        ),
+        Rule(
+            "reward_std_coef",
+            lambda c: c.reward_std_coef != 1 and c.reward_combine != "lower",
+            "goes with reward_combine=lower, not with {self.reward_combine}",
+        ),
+    )
 
     @property
-    def columns(self) -> tuple[str, ...]:
-        """Columns that every prompt's row needs, as far as the settings say; a function's are in its signature."""
-        if self.answer is not None:
-            return (self.answer.column if isinstance(self.answer, AnswerSpec) else "answer",)
-        if self.code is not None:
-            return (self.code.column,)
-        return self.judge.columns if isinstance(self.judge, JudgeSpec) else ()
+    def kinds(self) -> list[str]:
+        """Names of `KINDS` that are given; one of them in an entry that is right."""
+        return [kind for kind in KINDS if getattr(self, kind) is not None]
+
+    @property
+    def section(self) -> Section | None:
+        """The settings of its kind, also where their short form is given; None for reward models and functions."""
+        [kind] = self.kinds
+        given = getattr(self, kind)
+        if kind in ("reward_model", "function"):
+            return None
+        section = SHORT_FORMS[kind](given) if isinstance(given, str) else given
+        return replace(section, pattern=FORMATS.get(section.pattern, section.pattern)) if kind == "format" else section
 
 
-def check_judge_url(url: str) -> None:
-    """Refuse what is no http or https URL with a host, or holds a key.
+def url_problem(url: str) -> str:
+    """The fault of a service's URL, such as a part that is probably a key; '' without one. Shows no key."""
+    way_out = "name an environment variable in key_variable, whose key is sent as a bearer token"
+    try:
+        parts = urlsplit(url)
+        names = [name for name, _ in parse_qsl(parts.query, keep_blank_values=True)]
+        good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port is None or parts.port > 0)
+    except ValueError:
+        parts, names, good = urlsplit(""), [], False
+    if "@" in parts.netloc:
+        return f"holds a password or a user name; {way_out}"
+    if secret := [name for name in names if SECRET.match(name) or SECRET_PARAMETER.search(name)]:
+        return f"holds a key in its parameter {secret[0]!r}; {way_out}"
+    return "" if good else f"must be a URL such as https://host/score, got {plain_url(url)!r}"
 
-    Raises:
-        ValueError: in words, without the key.
-    """
-    if problem := url_problem(url):
-        raise ValueError(f"judge: {problem}")
+
+def plain_url(url: str) -> str:
+    """A URL without the parts that may be secret: its user, query and fragment."""
+    return re.sub(r"//[^/]*@|[?#].*", lambda found: "//" if found[0].startswith("//") else "", url, flags=re.DOTALL)
 
 
 def template_problem(template: str, columns: Sequence[str]) -> str:
-    """What is wrong with a template; empty where nothing is."""
+    """The fault of a template; '' without one."""
     try:
         names = {name for _, name, _, _ in Formatter().parse(template) if name is not None}
     except ValueError as error:
-        return f"template is not of the form 'text {{prompt}} text': {error}; double the braces that are text"
+        return f"is not of the form 'text {{prompt}} text': {error}; double the braces that are text"
     if unknown := sorted(names - {"prompt", "response", *columns}):
-        return f"template names {{{unknown[0]}}}, which is neither prompt, response nor one of columns"
-    return "" if "response" in names else "template does not show {response} to the judge"
+        return f"names {{{unknown[0]}}}, which is neither prompt, response nor one of columns"
+    return "" if "response" in names else "does not show {response} to the judge"
+
+
+def _group_problem(pattern: str) -> str:
+    """The fault of a pattern that has to have a group; '' without one."""
+    if problem := refusal(compile_pattern, pattern):
+        return problem
+    return "" if compile_pattern(pattern).groups else f"{pattern!r} needs a group (...) around the score"
 
 
 def names_of(specs: Sequence[RewardSpec]) -> list[str]:
@@ -336,8 +362,8 @@ def names_of(specs: Sequence[RewardSpec]) -> list[str]:
     for spec in specs:
         if spec.name is not None and spec.name in names:
             raise ValueError(f"rewards: two entries are named {spec.name!r}; names have to differ")
-        base, number = spec.name or _default_name(spec), 1
-        name = base
+        base = re.findall(r"\w+", spec.function)[-1] if spec.function is not None else spec.kinds[0]
+        name, number = spec.name or base, 1
         while spec.name is None and (name in names or name in taken):
             number += 1
             name = f"{base}_{number}"
@@ -345,17 +371,9 @@ def names_of(specs: Sequence[RewardSpec]) -> list[str]:
     return names
 
 
-def _default_name(spec: RewardSpec) -> str:
-    if spec.function is not None:
-        return re.findall(r"\w+", spec.function)[-1]
-    return spec.kind
-
-
 def reward_models_of(reward_model: str | None, rewards: Sequence[RewardSpec]) -> list[str]:
     """Directories of the reward models, in the order of `rewards`; `reward_model` is the short form of one entry."""
-    if reward_model is not None:
-        return [reward_model]
-    return [spec.reward_model for spec in rewards if spec.reward_model is not None]
+    return [each for each in (reward_model, *(spec.reward_model for spec in rewards)) if each is not None]
 
 
 def as_given_alone(specs: Sequence[RewardSpec]) -> list[RewardSpec]:
@@ -380,15 +398,13 @@ def check_rewards(
     Raises:
         ValueError: in words.
     """
-    if not rewards:
-        if reward_model is None:
-            raise ValueError("say what is rewarded: reward_model=DIR, or a list `rewards` of entries")
-        return
-    if reward_model is not None:
+    if not rewards and reward_model is None:
+        raise ValueError("say what is rewarded: reward_model=DIR, or a list `rewards` of entries")
+    if rewards and reward_model is not None:
         raise ValueError(
             "reward_model is the short form of a list `rewards` with one entry, so both cannot be given; write it as an "
             "entry `- reward_model: DIR` of rewards"
         )
-    if combine != "mean" or std_coef != 1:
+    if rewards and (combine != "mean" or std_coef != 1):
         raise ValueError("reward_combine and reward_std_coef stand in their entry of rewards, where rewards are a list")
     names_of(rewards)

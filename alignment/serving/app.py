@@ -9,11 +9,20 @@ from typing import TYPE_CHECKING, TypeVar
 
 from alignment.data.rows.records import Messages
 from alignment.data.tokenizers.tokenizer import Tokenizer
-from alignment.generation import SamplingConfig
-from alignment.generation.requests import DecodingRequest, TokenEvent
+from alignment.generation.requests import DecodingRequest, SamplingConfig, TokenEvent
 from alignment.serving.model_thread import ModelThread, ServingError
-from alignment.serving.requests import BadRequest, Body, CompletionRequest, Encode, Kind, encode_prompt, read_request
-from alignment.serving.responses import JSON, AnswerWriter, ResponseChoice, body_of, error_body
+from alignment.serving.protocol import (
+    JSON,
+    AnswerWriter,
+    BadRequest,
+    CompletionRequest,
+    Encode,
+    Kind,
+    ResponseChoice,
+    encode_prompt,
+    error_body,
+    read_request,
+)
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -23,14 +32,14 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 16 * 2**20  # of a body: more text than any model's positions hold
 LOCAL_NAMES = ("localhost", "127.0.0.1", "[::1]")
-STUCK_SECONDS = 60.0  # a step that takes longer: nobody is answered for so long
+STUCK_SECONDS = 60.0  # a step that takes longer: nobody is answered for as long
 GONE = "the client has gone"
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What the routes know of the model.
+    """The model as the routes see it.
 
     Attributes:
         name: in requests and answers.
@@ -86,23 +95,16 @@ def decoding_requests(
         if asked.sampling.get("min_new_tokens", 0) > new_tokens:
             raise BadRequest(f"min_tokens is above max_tokens, {new_tokens}", "min_tokens")
         sampling = SamplingConfig(max_new_tokens=new_tokens, seed=seed, **asked.sampling)
-        for _ in range(asked.n):
-            requests.append(
-                DecodingRequest(
-                    ids,
-                    sampling,
-                    row=len(requests),
-                    stop_ids=served.stop_ids,
-                    stop=asked.stop,
-                    alternatives=asked.alternatives or 0,
-                    log_probs="model",
-                )
-            )
+        alternatives = asked.alternatives or 0
+        requests += [
+            DecodingRequest(ids, sampling, row, served.stop_ids, asked.stop, alternatives, log_probs="model")
+            for row in range(len(requests), len(requests) + asked.n)
+        ]
     return requests
 
 
 class Answer:
-    """The tokens of one client's requests as they arrive; closing it cancels what has not finished."""
+    """The tokens of one client's requests as they arrive; closing it cancels the unfinished ones."""
 
     def __init__(self, thread: ModelThread, requests: Sequence[DecodingRequest]):
         self.choices = [ResponseChoice(index, len(request.prompt)) for index, request in enumerate(requests)]
@@ -135,7 +137,7 @@ class Answer:
             pass
 
     def close(self) -> None:
-        """Cancel what has not finished."""
+        """Cancel the unfinished requests."""
         if self._open:
             self._thread.cancel(self._tickets)
 
@@ -145,68 +147,69 @@ class Service:
 
     def __init__(self, served: ServedModel, thread: ModelThread):
         self._served, self._thread = served, thread
+        self._description: JSON = {"id": served.name, "object": "model", "created": 0, "owned_by": "alignment"}
 
     async def health(self, request: "Request") -> "ASGIApp":
         """200 while requests are answered; 503 where the model's thread has ended or its present step does not end."""
         thread, seconds = self._thread, self._thread.step_seconds
         if not thread.alive:
-            return json_response(error_body("the model's thread has ended", status=503), 503)
+            raise BadRequest("the model's thread has ended", status=503)
         if seconds > STUCK_SECONDS:
-            message = f"the model's present step takes {seconds:.0f} s already, and nobody is answered before its end"
-            return json_response(error_body(message, status=503), 503)
+            raise BadRequest(
+                f"the model's present step takes {seconds:.0f} s already, and nobody is answered before its end",
+                status=503,
+            )
         found = {"running": thread.running, "queued": thread.queued, "step_seconds": round(seconds, 3)}
         return json_response({"status": "ok", **found})
 
     async def models(self, request: "Request") -> "ASGIApp":
         """The one model."""
-        return json_response({"object": "list", "data": [self._description()]})
+        return json_response({"object": "list", "data": [self._description]})
 
     async def model(self, request: "Request") -> "ASGIApp":
         """A model by its name."""
-        self._check_name({"model": request.path_params["name"]})
-        return json_response(self._description())
+        self._check_name(request.path_params["name"])
+        return json_response(self._description)
 
     async def chat(self, request: "Request") -> "ASGIApp":
         """POST /v1/chat/completions."""
+        if self._served.reads_apart:
+            name = self._served.name
+            raise BadRequest(f"{name} is an encoder-decoder model, which has no chat; use /v1/completions")
         return await self._complete("chat", request)
 
     async def completions(self, request: "Request") -> "ASGIApp":
         """POST /v1/completions."""
         return await self._complete("completions", request)
 
-    def _description(self) -> JSON:
-        return {"id": self._served.name, "object": "model", "created": 0, "owned_by": "alignment"}
-
-    def _check_name(self, body: Body) -> None:
-        if body.get("model") not in (None, self._served.name):
-            message = f"the model {body['model']!r} is not served here; {self._served.name!r} is"
+    def _check_name(self, name: str | None) -> None:
+        if name not in (None, self._served.name):
+            message = f"the model {name!r} is not served here; {self._served.name!r} is"
             raise BadRequest(message, "model", code="model_not_found", status=404)
 
     async def _complete(self, kind: Kind, request: "Request") -> "ASGIApp":
-        body = await json_body(request)
-        asked = read_request(kind, body)
-        self._check_name(body)
-        if kind == "chat" and self._served.reads_apart:
-            name = self._served.name
-            raise BadRequest(f"{name} is an encoder-decoder model, which has no chat; use /v1/completions")
-        prompts = await while_connected(request, _encode_prompts(self._served, asked))
-        requests = decoding_requests(self._served, asked, prompts)
-        writer = AnswerWriter(asked, self._served.name, self._served.tokenizer, self._served.stop_ids)
-        answer = Answer(self._thread, requests)
-        if asked.stream:
-            from starlette.responses import StreamingResponse
+        from starlette.responses import StreamingResponse
 
+        asked = read_request(kind, await json_body(request))
+        self._check_name(asked.model)
+        prompts = await while_connected(request, self._encode(asked))
+        answer = Answer(self._thread, decoding_requests(self._served, asked, prompts))
+        writer = AnswerWriter(asked, self._served.name, self._served.tokenizer, self._served.stop_ids)
+        if asked.stream:
             events = stream_events(answer, writer, include_usage=asked.include_usage)
             headers = {"Cache-Control": "no-cache"}
             return closing(answer, StreamingResponse(events, media_type="text/event-stream", headers=headers))
         try:
             await while_connected(request, answer.finished())
         except ServingError as error:
-            status = 400 if error.wrong_input else 500
-            return json_response(error_body(str(error), status=status), status)
+            raise BadRequest(str(error), status=error.status) from error
         finally:
             answer.close()
         return json_response(writer.whole(answer.choices))
+
+    async def _encode(self, asked: CompletionRequest) -> list[list[int]]:
+        """Token ids of all prompts, each encoded by a call of its own, so that other requests come between them."""
+        return [await asyncio.to_thread(self._served.prompt_ids, prompt) for prompt in asked.prompts]
 
 
 def closing(answer: Answer, response: "ASGIApp") -> "ASGIApp":
@@ -219,11 +222,6 @@ def closing(answer: Answer, response: "ASGIApp") -> "ASGIApp":
             answer.close()
 
     return send_and_close
-
-
-async def _encode_prompts(served: ServedModel, asked: CompletionRequest) -> list[list[int]]:
-    """Token ids of all prompts, each encoded by a call of its own, so that other requests come between them."""
-    return [await asyncio.to_thread(served.prompt_ids, prompt) for prompt in asked.prompts]
 
 
 async def while_connected(request: "Request", work: Coroutine[object, object, T]) -> T:
@@ -250,23 +248,22 @@ async def while_connected(request: "Request", work: Coroutine[object, object, T]
 
 async def stream_events(answer: Answer, writer: AnswerWriter, *, include_usage: bool) -> AsyncIterator[str]:
     """The answer as server-sent events."""
-    try:
+
+    async def bodies() -> AsyncIterator[JSON | None]:
         for choice in answer.choices:
-            if (chunk := writer.first_chunk(choice)) is not None:
-                yield server_sent(chunk)
-        async for choice, event in answer.events():
-            if (chunk := writer.chunk(choice, event)) is not None:
-                yield server_sent(chunk)
-        if include_usage:
-            yield server_sent(writer.last_chunk(answer.choices))
-    except ServingError as error:
-        yield server_sent(error_body(str(error), status=400 if error.wrong_input else 500))
+            yield writer.first_chunk(choice)
+        try:
+            async for choice, event in answer.events():
+                yield writer.chunk(choice, event)
+        except ServingError as error:
+            yield error_body(str(error), status=error.status)
+        else:
+            yield writer.last_chunk(answer.choices) if include_usage else None
+
+    async for body in bodies():
+        if body is not None:
+            yield f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
     yield "data: [DONE]\n\n"
-
-
-def server_sent(body: JSON) -> str:
-    """One server-sent event."""
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
 def json_response(body: JSON, status: int = 200) -> "Response":
@@ -276,13 +273,13 @@ def json_response(body: JSON, status: int = 200) -> "Response":
     return JSONResponse(body, status)
 
 
-async def json_body(request: "Request") -> dict[str, object]:
-    """The JSON object in a request's body.
+async def json_body(request: "Request") -> object:
+    """The JSON in a request's body.
 
     A form of another site's page can send text to this address, but no JSON without asking first; so the type is checked.
 
     Raises:
-        BadRequest: another type, too large, no JSON object, a text that UTF-8 cannot hold, or a client that goes away.
+        BadRequest: another type, too large, no JSON, a text that UTF-8 cannot hold, or a client that goes away.
     """
     from starlette.requests import ClientDisconnect
 
@@ -301,39 +298,25 @@ async def json_body(request: "Request") -> dict[str, object]:
         body = json.loads(text)
         if "\\u" in text:  # an escape may be half a surrogate pair, which has no place in a text
             json.dumps(body, ensure_ascii=False).encode()
+        return body
     except (ValueError, RecursionError) as error:
         raise BadRequest(f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise BadRequest("the body must be a JSON object")
-    return body
 
 
-def with_checks(
-    route: "Callable[[Request], Awaitable[ASGIApp]]", *, key: str | None, remote: bool
-) -> "Callable[[Request], Awaitable[ASGIApp]]":
-    """A route that refuses clients without the key and, on the loopback interface, names of other hosts.
+def check_client(request: "Request", key: str | None, remote: bool) -> None:
+    """Refuse clients without the key and, on the loopback interface, names of other hosts.
 
     Args:
         key: that clients have to send as a bearer token; None: no key.
-        remote: whether other machines may connect. Where not, a page of another site that has its name resolve to this
-            machine is known by that name in the Host header.
+        remote: other machines may connect. Where not, a page of another site that has its name resolve to this machine is
+            known by that name in the Host header.
     """
-
-    async def answer(request: "Request") -> "ASGIApp":
-        host = request.headers.get("host", "")
-        if not remote and without_port(host) not in LOCAL_NAMES:
-            return json_response(error_body(f"the host {host!r} is not served here", status=403), 403)
-        given = request.headers.get("authorization", "").encode()
-        if key is not None and not secrets.compare_digest(given, f"Bearer {key}".encode()):
-            return json_response(
-                error_body("no valid key: send Authorization: Bearer KEY", code="invalid_api_key"), 401
-            )
-        try:
-            return await route(request)
-        except BadRequest as error:
-            return json_response(body_of(error), error.status)
-
-    return answer
+    host = request.headers.get("host", "")
+    if not remote and without_port(host) not in LOCAL_NAMES:
+        raise BadRequest(f"the host {host!r} is not served here", status=403)
+    given = request.headers.get("authorization", "").encode()
+    if key is not None and not secrets.compare_digest(given, f"Bearer {key}".encode()):
+        raise BadRequest("no valid key: send Authorization: Bearer KEY", code="invalid_api_key", status=401)
 
 
 def without_port(host: str) -> str:
@@ -347,7 +330,7 @@ def build_app(served: ServedModel, thread: ModelThread, *, key: str | None = Non
 
     Args:
         key: that clients have to send as a bearer token, except for /health; None: no key.
-        remote: whether other machines may connect.
+        remote: other machines may connect.
     """
     from starlette.applications import Starlette
     from starlette.routing import Route
@@ -359,8 +342,15 @@ def build_app(served: ServedModel, thread: ModelThread, *, key: str | None = Non
         return json_response(error_body(str(getattr(error, "detail", "the server failed")), status=status), status)
 
     def route(path: str, answer: "Callable[[Request], Awaitable[ASGIApp]]", method: str = "GET") -> Route:
-        needed = None if path == "/health" else key
-        return Route(path, with_checks(answer, key=needed, remote=remote), methods=[method])
+        async def checked(request: "Request") -> "ASGIApp":
+            try:
+                check_client(request, None if path == "/health" else key, remote)
+                return await answer(request)
+            except BadRequest as bad:
+                body = error_body(str(bad), status=bad.status, param=bad.param, code=bad.code)
+                return json_response(body, bad.status)
+
+        return Route(path, checked, methods=[method])
 
     routes = [
         route("/health", service.health),

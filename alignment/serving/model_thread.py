@@ -13,7 +13,7 @@ from alignment.generation.requests import DecodingRequest, TokenEvent
 
 
 class RequestDecoder(Protocol):
-    """What the thread needs of `DecodingEngine`."""
+    """The part of `DecodingEngine` that the thread calls."""
 
     @property
     def unfinished(self) -> int: ...
@@ -23,11 +23,11 @@ class RequestDecoder(Protocol):
 
 
 class ServingError(RuntimeError):
-    """The model could not answer a request; `wrong_input` says whether the request is to blame."""
+    """The model could not answer a request; with `wrong_input` the request is to blame."""
 
     def __init__(self, message: str, *, wrong_input: bool = False):
         super().__init__(message)
-        self.wrong_input = wrong_input
+        self.wrong_input, self.status = wrong_input, 400 if wrong_input else 500
 
 
 STOPS = "the server stops"
@@ -65,7 +65,7 @@ class ModelThread:
 
     @property
     def alive(self) -> bool:
-        """Whether requests are still answered."""
+        """True while requests are answered."""
         return self._thread.is_alive() and not self._closing
 
     @property

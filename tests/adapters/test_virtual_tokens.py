@@ -198,7 +198,7 @@ def test_what_does_not_fit_is_refused_by_name(tmp_path, monkeypatch):
     write("llama", tmp_path / "llama")
     ours = attach(load_pretrained(tmp_path / "llama"), PromptSpec(tokens=2))
     save_adapter(ours, tmp_path / "a", base=str(tmp_path / "llama"))
-    with pytest.raises(UserError, match="soft prompt is no change of weights"):
+    with pytest.raises(UserError, match="no change of weights"):
         merge_adapter(ours)
     file = tmp_path / "a" / "adapter_model.safetensors"
     save_file({"prompt_embeddings": load_file(file)["prompt_embeddings"][:, :-1].contiguous()}, file)

@@ -24,8 +24,8 @@ from alignment.errors import UserError
 from alignment.hotel_world.gold import gold_score
 from alignment.loading import load_tokenizer
 from alignment.reward_model import load_reward_model, load_reward_network
+from alignment.rewards.build import response_scorer
 from alignment.rewards.normalize import PartNormalizer
-from alignment.rewards.reward_models import response_scorer
 from alignment.training import OptimConfig, Run, TrainingConfig
 from tests.conftest import read_lines
 from tests.ppo_states import state_of

@@ -169,7 +169,6 @@ def test_an_ensemble_scores_by_its_mean_and_is_unsure_off_the_training_rows(
     members = reward.score_members(known)
     assert members.shape == (30, 3)
     assert_close(reward.score(known), members.mean(1))
-    assert_close(reward.deviation(known), members.std(1, correction=0))
     assert_close(load_reward_model(directory, combine="min").score(known), members.amin(1))
     lower = load_frozen_reward_model(directory, SharedWeights(), combine="lower", std_coef=2.0)
     assert_close(lower.score(known), members.mean(1) - 2 * members.std(1, correction=0), atol=1e-5, rtol=1e-5)

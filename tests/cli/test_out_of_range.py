@@ -46,19 +46,19 @@ def refusal(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("adapter", "why"),
     [
-        ("adapter={kind: lora, rank: 0}", "rank must be at least 1, got 0"),
-        ("adapter={kind: lora, alpha: -1}", "alpha must be above 0, got -1.0"),
-        ("adapter={kind: lora, dropout: 1.5}", "dropout must be in [0, 1), got 1.5"),
-        ("adapter={kind: lora, layers: '('}", "layers is no regular expression"),
-        ("adapter={kind: prefix, tokens: 0}", "tokens must be at least 1, got 0"),
-        ("adapter={kind: prefix, projection_width: -1}", "projection_width must be 0 (off)"),
-        ("adapter={rank: 0}", "rank must be at least 1, got 0"),  # LoRA is meant, though not named
-        ("adapter.rank=1000000000", "rank must be at most 65,536"),
+        ("adapter={kind: lora, rank: 0}", "rank: must be at least 1, got 0"),
+        ("adapter={kind: lora, alpha: -1}", "alpha: must be above 0, got -1"),
+        ("adapter={kind: lora, dropout: 1.5}", "dropout: must be below 1, got 1.5"),
+        ("adapter={kind: lora, layers: '('}", "layers: is no regular expression"),
+        ("adapter={kind: prefix, tokens: 0}", "tokens: must be at least 1, got 0"),
+        ("adapter={kind: prefix, projection_width: -1}", "projection_width: must be at least 0"),
+        ("adapter={rank: 0}", "rank: must be at least 1, got 0"),  # LoRA is meant, though not named
+        ("adapter.rank=1000000000", "rank: must be at most 65,536"),
     ],
 )
 def test_an_adapter_out_of_range_is_one_line(refusal, adapter, why):
     (line,) = refusal("sft", adapter).splitlines()
-    assert line.startswith(f"error: override: adapter: {why}")
+    assert line.startswith(f"error: override: adapter.{why}")
 
 
 @pytest.mark.parametrize(

@@ -164,8 +164,8 @@ def test_more_beams_than_tokens_to_begin_with_are_refused(all_peers):
     ("settings", "message"),
     [
         ({"num_beams": 0}, "num_beams must be at least 1, got 0"),
-        ({"num_returned": 5}, "between 1 and num_beams = 4, got 5"),
-        ({"early_stopping": "always"}, "true, false or 'never', got 'always'"),
+        ({"num_returned": 5}, "at most num_beams, 4, got 5"),
+        ({"early_stopping": "always"}, "must be 'never', got 'always'"),
         ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
         ({"repetition_penalty": -1.0}, "repetition_penalty must be above 0"),
     ],

@@ -6,7 +6,6 @@ from torch.testing import assert_close
 
 from alignment.errors import UserError
 from alignment.generation import BeamConfig, SamplingConfig, beam_search, decode_responses, generate
-from alignment.generation.logits_processors import TokenHistory
 from alignment.generation.sampling import sampling_log_probs
 from alignment.generation.text import source_ids, start_token_id, target_text
 from tests.generation.peers import VOCABULARY, Peers, favourite, perturb, their_responses
@@ -78,8 +77,7 @@ def test_drawn_log_probs_are_the_models(pairs, random_prompts):
         with torch.no_grad():
             logits = pairs.theirs(input_ids=torch.tensor([source]), decoder_input_ids=torch.tensor([target])).logits[0]
         for place, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True)):
-            history = TokenHistory([target[: place + 1]], 1, torch.tensor([], dtype=torch.long))
-            wanted = sampling_log_probs(logits[place][None], config, history)[0, token]
+            wanted = sampling_log_probs(logits[place][None], config, torch.tensor([target[: place + 1]]))[0, token]
             assert_close(torch.tensor(log_prob), wanted, atol=1e-4, rtol=0)
 
 

@@ -10,7 +10,8 @@ from torch.testing import assert_close
 from alignment.adapters import LoRASpec, PrefixSpec, attach
 from alignment.errors import UserError
 from alignment.generation import DecodingEngine, DecodingRequest, SamplingConfig, TokenEvent, decode_responses
-from alignment.generation.sampling import RowFilters, filtered_log_probs, row_log_probs, sampling_log_probs, uniforms
+from alignment.generation.requests import RunningRequest
+from alignment.generation.sampling import RowFilters, row_log_probs, sampling_log_probs
 from alignment.models.build import build_language_model
 from alignment.ragged import Ragged
 from tests.generation.peers import VOCABULARY
@@ -115,11 +116,11 @@ def test_requests_that_come_later_change_nothing(model, requests, alone):
 
 
 def test_a_request_draws_the_numbers_of_its_seed_and_row(model):
-    """The draws are those of `uniforms`, also beyond the first 64, which are made lazily."""
     request = DecodingRequest([5, 6], SamplingConfig(80, seed=3), row=11)
     [events] = decode(model, [request], [0], 1).values()
-    uniform, document = uniforms(3, [11], 80)[0], [5, 6]
-    for event, number in zip(events, uniform, strict=True):
+    document = [5, 6]
+    for step, event in enumerate(events):
+        number = RunningRequest(1, request).upcoming_draw(step)
         with torch.no_grad():
             probability = model(torch.tensor([document])).logits[0, -1].softmax(-1).double()
         cumulative = probability.cumsum(0)
@@ -135,10 +136,10 @@ def test_a_request_draws_the_numbers_of_its_seed_and_row(model):
 def test_settings_of_each_row_give_each_rows_distribution():
     torch.manual_seed(0)
     logits = 3 * torch.randn(len(SETTINGS), 50)
-    filters = RowFilters.of(SETTINGS, 50, torch.device("cpu"))
-    found = row_log_probs(logits, filters)
+    found = row_log_probs(logits, RowFilters.of(SETTINGS, 50, logits.device))
     for number, config in enumerate(SETTINGS):
-        assert torch.equal(found[number : number + 1], filtered_log_probs(logits[number : number + 1], config))
+        row = logits[number : number + 1]
+        assert torch.equal(found[number : number + 1], row_log_probs(row, RowFilters.of([config], 50, row.device)))
     assert_close(found.exp().sum(-1), torch.ones(len(SETTINGS)))
 
 
@@ -178,18 +179,6 @@ def test_samples_of_one_prompt_share_its_prefill(model):
         engine = DecodingEngine(model, max_rows=max_rows)
         assert_same(finish(engine, {engine.add(request): i for i, request in enumerate(requests)}), wanted)
         assert engine.prefilled_tokens == 3 + 10 + 2
-
-
-def test_kept_prompts_are_not_computed_again(model):
-    def again(kept: int) -> int:
-        engine = DecodingEngine(model, kept_prompts=kept)
-        first = DecodingRequest([5, 6, 7], SamplingConfig(5))
-        for request in (first, DecodingRequest([8, 9], SamplingConfig(5)), first):
-            found = finish(engine, {engine.add(request): 0})
-        assert_same(found, decode(model, [first], [0], 1))
-        return engine.prefilled_tokens
-
-    assert [again(0), again(1), again(2)] == [8, 8, 5]  # with room for one, the second prompt has taken it
 
 
 def test_the_prompts_of_one_call_are_computed_once(model, monkeypatch):

@@ -9,7 +9,7 @@ from torch.testing import assert_close
 
 from alignment.adapters import PrefixSpec, attach
 from alignment.generation import DecodingEngine, DecodingRequest, SamplingConfig
-from alignment.generation.kept_documents import LEAST_SHARED, KeptDocuments, common_prefix_length
+from alignment.generation.filling import LEAST_SHARED, KeptDocuments, common_prefix_length
 from alignment.models import transformer
 from alignment.models.build import build_language_model
 from alignment.models.layers.continued_rows import continue_rows
@@ -147,10 +147,6 @@ def test_an_equal_prompt_computes_its_last_token(model):
     first = respond(engine, request)
     assert_same({0: respond(engine, request)}, {0: first})
     assert engine.prefilled_tokens == 31
-    both = DecodingEngine(model, kept_tokens=100, kept_prompts=1)
-    respond(both, request)
-    assert_same({0: respond(both, request)}, {0: first})
-    assert both.prefilled_tokens == 30
 
 
 def test_a_wrong_position_is_seen(model, monkeypatch):

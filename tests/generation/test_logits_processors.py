@@ -9,14 +9,13 @@ from torch.testing import assert_close
 from alignment.generation import SamplingConfig, decode_responses
 from alignment.generation.logits_processors import (
     TokenHistory,
+    discourage_repetition,
     forbid_repeated_ngrams,
     penalize_repetition,
-    process_logits,
 )
 from alignment.generation.sampling import sampling_log_probs
 from tests.generation.peers import their_responses
 
-NO_STOPS = torch.tensor([], dtype=torch.long)
 INF = torch.inf
 
 
@@ -44,8 +43,7 @@ def test_the_penalty_equals_that_of_transformers():
 
     documents, logits = random_history((12, 12, 12)), random_logits(3)
     wanted = RepetitionPenaltyLogitsProcessor(1.7)(as_ids(documents), logits)
-    history = TokenHistory(documents, 4, NO_STOPS)
-    assert torch.equal(process_logits(logits, SamplingConfig(repetition_penalty=1.7), history), wanted)
+    assert torch.equal(penalize_repetition(logits, as_ids(documents), 1.7), wanted)
 
 
 def test_a_repeated_pair_is_forbidden():
@@ -66,29 +64,29 @@ def test_repeated_runs_are_those_of_transformers(size):
     assert (wanted == -INF).any() == (size < 13)
 
 
-@pytest.mark.parametrize("settings", [{"repetition_penalty": 1.3}, *({"no_repeat_ngram_size": n} for n in (1, 2, 4))])
+def history_of(documents, width):
+    history = TokenHistory(torch.device("cpu"))
+    history.reserve(len(documents), width)
+    for row, document in enumerate(documents):
+        history.put(row, document)
+    return history
+
+
+@pytest.mark.parametrize("settings", [(1.3, 0), (1.0, 1), (1.0, 2), (1.0, 4)])
 def test_a_shorter_prompt_beside_a_longer_one_changes_nothing(settings):
     documents, logits = random_history((9, 3, 1), vocabulary=6), random_logits(3, vocabulary=6)
-    config, together = SamplingConfig(**settings), TokenHistory(documents, 2, NO_STOPS)
+    together = discourage_repetition(logits, history_of(documents, 11).seen(torch.arange(3)), *settings)
     for row, document in enumerate(documents):
-        alone = process_logits(logits[row : row + 1], config, TokenHistory([document], 2, NO_STOPS))
-        assert torch.equal(process_logits(logits, config, together)[row : row + 1], alone)
-
-
-def test_no_stop_token_before_the_shortest_length():
-    config, history = SamplingConfig(min_new_tokens=2), TokenHistory([[0], [1, 1]], 3, torch.tensor([1, 2]))
-    for allowed in (False, False, True):
-        scores = process_logits(torch.zeros(2, 4), config, history)
-        assert (scores == -INF).tolist() == [[False, not allowed, not allowed, False]] * 2
-        history.append(torch.tensor([3, 3]))
+        alone = discourage_repetition(logits[row : row + 1], torch.tensor([document]), *settings)
+        assert torch.equal(together[row : row + 1], alone)
 
 
 def test_the_past_grows_and_moves():
-    history = TokenHistory([[7, 8], [9]], 2, NO_STOPS)
-    assert history.seen.tolist() == [[7, 8], [-1, 9]] and history.new_tokens == 0
-    history.append(torch.tensor([3, 4]))
-    history.reorder(torch.tensor([1, 1, 0]))
-    assert history.seen.tolist() == [[-1, 9, 4], [-1, 9, 4], [7, 8, 3]] and history.new_tokens == 1
+    history = history_of([[7, 8], [9]], 3)
+    assert history.seen(torch.arange(2)).tolist() == [[-1, 7, 8], [-1, -1, 9]]
+    history.append(torch.arange(2), torch.tensor([3, 4]))
+    history.keep(torch.tensor([1, 1, 0]))
+    assert history.seen(torch.arange(3)).tolist() == [[-1, 9, 4], [-1, 9, 4], [7, 8, 3]]
 
 
 def test_a_rule_without_a_past_is_refused():
@@ -127,6 +125,6 @@ def test_drawn_log_probs_are_those_of_the_penalized_distribution(peers, random_p
         with torch.no_grad():
             logits = peers.ours(torch.tensor([prompt + tokens])).logits[0]
         for place, (token, log_prob) in enumerate(zip(tokens, log_probs, strict=True)):
-            history = TokenHistory([prompt + tokens[:place]], 1, NO_STOPS)
-            wanted = sampling_log_probs(logits[len(prompt) + place - 1][None], config, history)[0, token]
+            seen = torch.tensor([prompt + tokens[:place]])
+            wanted = sampling_log_probs(logits[len(prompt) + place - 1][None], config, seen)[0, token]
             assert_close(torch.tensor(log_prob), wanted, atol=1e-4, rtol=0)

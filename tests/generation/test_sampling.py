@@ -2,18 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
-from alignment.generation.logits_processors import TokenHistory
-from alignment.generation.sampling import (
-    SamplingConfig,
-    sample_token,
-    sample_token_unasked,
-    sampling_log_probs,
-    uniforms,
-)
+from alignment.generation.requests import DecodingRequest, RunningRequest
+from alignment.generation.sampling import SamplingConfig, sample_token, sample_token_unasked, sampling_log_probs
 
 ANYWHERE_AND_ON_A_GPU = pytest.mark.parametrize("sample", [sample_token, sample_token_unasked])
 
@@ -70,8 +65,7 @@ def test_the_distribution_is_that_of_transformers(settings):
     )
     processors = model._get_logits_processor(GenerationConfig(do_sample=True, **{"top_k": 0, **settings}), 30)
     wanted = processors(tokens, logits).log_softmax(-1)
-    history = TokenHistory(tokens.tolist(), 1, torch.tensor([], dtype=torch.long))
-    found = sampling_log_probs(logits, SamplingConfig(**settings), history)
+    found = sampling_log_probs(logits, SamplingConfig(**settings), tokens)
     assert_close(found, wanted, atol=1e-6, rtol=0)
     assert 8 < (found > -torch.inf).sum() < 400
 
@@ -92,14 +86,19 @@ def test_draw_never_takes_an_impossible_token(sample):
 @ANYWHERE_AND_ON_A_GPU
 def test_draws_have_the_stated_frequencies(sample):
     probability = torch.tensor([0.1, 0.2, 0.7])
-    uniform = uniforms(0, range(4000), 1)[:, 0]
+    uniform = torch.tensor([draws(0, row, 1)[0] for row in range(4000)], dtype=torch.float64)
     counts = sample(probability.log().expand(4000, 3), uniform).bincount(minlength=3) / 4000
     assert_close(counts, probability, atol=0.02, rtol=0)
 
 
-def test_a_row_draws_the_same_numbers_in_any_batch():
-    assert_close(uniforms(7, [3, 9], 4)[1], uniforms(7, [9], 4)[0])
-    assert not torch.equal(uniforms(7, [3], 4), uniforms(8, [3], 4))
+def draws(seed, row, steps):
+    request = RunningRequest(1, DecodingRequest([5], SamplingConfig(seed=seed), row=row))
+    return tuple(request.upcoming_draw(step) for step in range(steps))
+
+
+def test_draws_are_those_of_numpys_generator_of_seed_and_row():
+    """Also beyond the first 64, which are made at once."""
+    assert draws(7, 9, 100) == tuple(np.random.default_rng([7, 9]).random(100))
 
 
 @pytest.mark.parametrize(
@@ -126,8 +125,7 @@ def test_top_p_stops_at_the_token_with_which_p_is_reached():
 
 
 def test_a_row_and_a_seed_do_not_stand_in_for_each_other():
-    draws = {tuple(uniforms(seed, [row], 4)[0].tolist()) for seed in range(4) for row in range(4)}
-    assert len(draws) == 16
+    assert len({draws(seed, row, 4) for seed in range(4) for row in range(4)}) == 16
 
 
 @pytest.mark.parametrize("possible", [0, 1, 2])

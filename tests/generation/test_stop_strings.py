@@ -7,7 +7,7 @@ import torch
 
 from alignment.data.tokenizers.train import train_bpe
 from alignment.generation import DecodingEngine, DecodingRequest, SamplingConfig, decode_responses, generate
-from alignment.generation.stop_strings import IncrementalText
+from alignment.generation.requests import IncrementalText
 from alignment.models.build import build_language_model
 
 WORDS = ["größe ", "日本", "😀", "hello", "STOP", " wor", "ld"]

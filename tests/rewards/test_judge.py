@@ -239,7 +239,7 @@ def test_the_key_must_be_in_the_environment_and_is_in_no_message(monkeypatch):
     ],
 )
 def test_a_key_in_the_url_is_refused_and_not_shown(url):
-    with pytest.raises(ValueError, match="judge: ") as error:
+    with pytest.raises(ValueError, match="judge ") as error:
         RewardSpec(judge=url)
     assert "sesame" not in str(error.value)
     if ":port" not in url:
@@ -281,7 +281,7 @@ def test_failures_are_named_with_their_number_service_and_key(serve, tokenizer, 
 
 @pytest.mark.parametrize("url", ["host/score", "ftp://host", "http://", "http://host:port/", "http://host:99999/"])
 def test_an_url_must_be_one(url):
-    with pytest.raises(ValueError, match="is no URL"):
+    with pytest.raises(ValueError, match="must be a URL"):
         RewardSpec(judge=url)
 
 

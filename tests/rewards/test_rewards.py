@@ -31,11 +31,11 @@ from alignment.rewards import (
     is_right,
     normalized_text,
 )
+from alignment.rewards.answers import boxed_answer, length_reward, match_reward
 from alignment.rewards.build import build_rewards, prepare_rewards
 from alignment.rewards.code import code_reward
 from alignment.rewards.combine import part_metrics
 from alignment.rewards.normalize import PartNormalizer
-from alignment.rewards.rules import length_reward, match_reward
 from alignment.rewards.specs import names_of
 
 # --- answers --------------------------------------------------------------------------------------------------------
@@ -102,8 +102,6 @@ def test_the_number_after_the_mark_is_the_result_of_its_line(answer, number):
 
 
 def test_a_box_is_read_with_its_braces():
-    from alignment.rewards.answers import boxed_answer
-
     assert gsm8k_answer(r"\boxed{42} in 3 steps") == 42
     assert gsm8k_answer(r"\boxed{42}. #### 43") == 43 and gsm8k_answer(r"\boxed{none} of 3") is None
     assert boxed_answer(r"\boxed{1} so \boxed{x_{1} + {2}}, see {3}") == "x_{1} + {2}"
@@ -166,9 +164,13 @@ def test_an_expression_matches_anywhere_and_a_format_the_whole_response():
     spec = RewardSpec(format="think_answer")
     good, late = "<think>a\nb</think>\n<answer>1</answer>", "<think>a</think> so <answer>1</answer>"
     twice = "<think>a</think><think>a</think><answer>1</answer>"
-    assert match_reward(spec.match, whole=True)(texts(good, late, twice, "")) == [1, 0, 0, 0]
+    assert match_reward(spec.section, whole=True)(texts(good, late, twice, "")) == [1, 0, 0, 0]
     spec = RewardSpec(format=MatchSpec("gsm8k", value=0.5))
-    assert match_reward(spec.match, whole=True)(texts("so\n#### -1,200.5\n", "#### x", "#### 5 apples")) == [0.5, 0, 0]
+    assert match_reward(spec.section, whole=True)(texts("so\n#### -1,200.5\n", "#### x", "#### 5 apples")) == [
+        0.5,
+        0,
+        0,
+    ]
 
 
 @pytest.mark.parametrize("kind", ["regex", "format"])
@@ -176,7 +178,7 @@ def test_a_pattern_that_backtracks_is_a_bounded_failure(kind, tokenizer):
     """(a|aa)+$ tries all 9,227,465 ways to cut 34 letters before it fails at the last sign."""
     spec = RewardSpec(**{kind: "(a|aa)+$"})
     samples = texts("a" * 34 + "!", "aa")
-    assert match_reward(spec.match, whole=kind == "format")(samples) == [None, 1]
+    assert match_reward(spec.section, whole=kind == "format")(samples) == [None, 1]
     assert list(samples.failures.values()) == [1] and "(a|aa)+$" in next(iter(samples.failures))
     part = build_rewards([spec], {kind: None}, {}, tokenizer=tokenizer, sources=1, reduce=lambda x: x).parts[0]
     assert part.max_failed_share == 0.1
@@ -495,7 +497,7 @@ def test_judging_refuses_as_many_failures_as_a_call():
 @pytest.mark.parametrize(
     ("settings", "why"),
     [
-        ({}, "has one kind of reward_model, function, .* found none"),
+        ({}, "one of reward_model, function, .* found none"),
         ({"reward_model": "r", "function": "m:f"}, "found reward_model and function"),
         ({"function": "f"}, "function must be module:name"),
         ({"regex": "("}, r"pattern '\(' is no regular expression"),
@@ -559,7 +561,7 @@ def test_a_file_of_rewards():
 
 
 def test_a_wrong_entry_is_named_with_its_line():
-    with pytest.raises(UserError, match=r"ppo.yaml:8: rewards\[2\].length: length needs either target or max"):
+    with pytest.raises(UserError, match=r"ppo.yaml:8: rewards\[2\].length.target: or max must be given"):
         build(PPOConfig, parse_yaml(YAML.replace("{max: 5}", "{}"), "ppo.yaml"))
     with pytest.raises(UserError, match=r"ppo.yaml:6: rewards\[0\].*found reward_model and regex"):
         build(PPOConfig, parse_yaml(YAML.replace("{reward_model: r,", "{reward_model: r, regex: a,"), "ppo.yaml"))

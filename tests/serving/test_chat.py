@@ -62,4 +62,4 @@ def test_a_model_without_a_template_and_settings_out_of_range_are_the_users_erro
     assert chat(directory) == 2
     assert "--chat-template" in capsys.readouterr().err
     assert chat(directory, "--top-p", "1.5") == 2
-    assert "top_p must be in (0, 1]" in capsys.readouterr().err
+    assert "top_p must be at most 1" in capsys.readouterr().err

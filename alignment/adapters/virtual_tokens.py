@@ -1,0 +1,343 @@
+"""Prefix and prompt tuning: virtual tokens in front of every document, in peft's file format.
+
+A prefix is trained keys and values in every layer; an encoder-decoder has them before its targets, in the decoder's
+attention on itself. A soft prompt is trained vectors that are read as the first tokens; an encoder-decoder has them in
+front of its source. Encoder classifiers that read a document's first vector read the first of these, as in peft.
+"""
+
+from collections.abc import Mapping
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from alignment.adapters.extras import Change, State
+from alignment.adapters.files import CONFIG, build_spec, check_size
+from alignment.adapters.layer_names import AnyModel
+from alignment.adapters.specs import PrefixSpec, PromptSpec
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.errors import UserError
+from alignment.files import read_json_object
+from alignment.models.encoder_decoder import EncoderDecoderSpec, Seq2SeqClassifier, Seq2SeqModel
+from alignment.models.external.models import ExternalModel, ExternalSeq2SeqModel
+from alignment.models.external.padding import accepts
+from alignment.models.layers import AttentionSpec
+from alignment.models.native_model import NativeModel
+from alignment.models.transformer import Transformer
+
+if TYPE_CHECKING:
+    from peft import PrefixTuningConfig, PromptTuningConfig
+
+NO_PREFIX_IN_TRANSFORMERS = ("albert", "distilbert", "modernbert")  # encoders
+
+
+class VirtualTokensKind:
+    """The common part of prefixes and soft prompts.
+
+    Attributes:
+        spec: class of the settings.
+        attribute: of the model, which holds the virtual tokens; ATTRIBUTE_enabled switches them.
+        leaf: name of their weights in it, as a file has them.
+        unmergeable: why they cannot be put into the weights.
+        before_head: precedes `score.weight` in the file of a scalar model's adapter.
+    """
+
+    spec: ClassVar[type[PrefixSpec | PromptSpec]]
+    attribute: ClassVar[str]
+    leaf: ClassVar[str]
+    unmergeable = "virtual tokens are no change of weights and cannot be merged; keep them as an adapter directory"
+    before_head = "base_model."
+
+    def is_attached(self, model: nn.Module) -> bool:
+        """True where a model has such an adapter."""
+        return getattr(model, self.attribute, None) is not None
+
+    def changes_when_off(self, model: nn.Module) -> list[Change]:
+        """The attribute that switches the virtual tokens off, and its value then."""
+        return [(model, f"{self.attribute}_enabled", False)]
+
+    def holds(self, name: str) -> bool:
+        """True for names of the model's state dict that are weights of the adapter."""
+        return name.startswith(f"{self.attribute}.")
+
+    def own_settings(self, model: nn.Module, state: State) -> dict[str, object]:
+        """The settings that peft's config does not hold: none."""
+        return {}
+
+    def read_spec(self, config: Mapping[str, object], directory: Path) -> PrefixSpec | PromptSpec:
+        """The settings of an adapter_config.json; how a soft prompt began is not kept."""
+        return build_spec(self.spec, {"tokens": config.get("num_virtual_tokens")}, f"{directory}/{CONFIG}")
+
+    def numbers_per_token(self, model: AnyModel) -> int:
+        """Trained numbers of one virtual token."""
+        raise NotImplementedError
+
+    def attach(self, model: AnyModel, spec: PrefixSpec | PromptSpec) -> None:
+        """Freeze the model and attach new virtual tokens."""
+        raise NotImplementedError
+
+    def of_file(self, model: AnyModel, vectors: Tensor, directory: Path) -> Tensor:
+        """Our weights from a file's prompt_embeddings, [P, numbers of a token]."""
+        raise NotImplementedError
+
+    def from_file(
+        self, model: AnyModel, spec: PrefixSpec | PromptSpec, tensors: State, directory: Path
+    ) -> dict[str, Tensor | None]:
+        """Attach virtual tokens, take their tensor from a file's and return it by our name; None: missing."""
+        check_size(directory, spec.tokens * self.numbers_per_token(model), tensors)
+        self.attach(model, spec)
+        vectors = tensors.pop("prompt_embeddings", None)
+        found = None if vectors is None else self.of_file(model, vectors, directory)
+        return {f"{self.attribute}.{self.leaf}": found}
+
+
+# Prefixes
+
+
+class PrefixAdapter(nn.Module):
+    """Keys and values of P virtual tokens for every layer, [layers, 2, P, K, head_dim].
+
+    Source: Li and Liang 2021, arXiv:2101.00190; the parameters are those of peft's `PrefixEncoder`.
+    """
+
+    def __init__(self, spec: PrefixSpec, layers: int, heads: int, head_dim: int):
+        super().__init__()
+        from peft import PrefixEncoder
+
+        self.spec, self.shape = spec, (spec.tokens, layers, 2, heads, head_dim)
+        self.encoder = PrefixEncoder(peft_config(spec, layers, heads, head_dim))
+        self.register_buffer("tokens", torch.arange(spec.tokens), persistent=False)
+
+    def forward(self) -> Tensor:
+        """Keys and values, [layers, 2, P, K, head_dim]."""
+        return self.encoder(self.tokens).view(self.shape).permute(1, 2, 0, 3, 4)
+
+
+def peft_config(
+    spec: PrefixSpec, layers: int, heads: int, head_dim: int, *, submodules: int = 1
+) -> "PrefixTuningConfig":
+    """The prefix as peft's config; its "attention heads" are the key-value heads of the cache.
+
+    Args:
+        submodules: 2 for an encoder-decoder, as peft has it.
+    """
+    from peft import PrefixTuningConfig
+
+    return PrefixTuningConfig(
+        num_virtual_tokens=spec.tokens,
+        token_dim=heads * head_dim,
+        num_transformer_submodules=submodules,
+        num_attention_heads=heads,
+        num_layers=layers,
+        prefix_projection=spec.projection_width > 0,
+        encoder_hidden_size=spec.projection_width or heads * head_dim,
+    )
+
+
+def prefix_dimensions(model: AnyModel) -> tuple[int, int, int]:
+    """Number of layers, key-value heads and head_dim, which all layers must share.
+
+    Raises:
+        UserError: layers differ, or they keep no keys and values that a prefix could stand before.
+    """
+    if isinstance(model, ExternalModel):
+        shapes = _external_shapes(model)
+    else:
+        spec = model.spec.decoder if isinstance(model.spec, EncoderDecoderSpec) else model.spec
+        attentions = [layer.attention for layer in spec.layers if isinstance(layer.attention, AttentionSpec)]
+        if len(attentions) < len(spec.layers):
+            raise UserError("disentangled attention takes no prefix; use LoRA instead")
+        if model.config["model_type"] in NO_PREFIX_IN_TRANSFORMERS:
+            raise UserError(
+                f"transformers' class for {model.config['model_type']!r} ignores a prefix, so that peft could not use "
+                "this adapter; take prompt, lora or bottleneck instead"
+            )
+        shapes = [(attention.key_value_heads, attention.head_dim) for attention in attentions]
+    if len(set(shapes)) != 1:
+        raise UserError("prefix tuning needs the same key-value heads and head_dim in every layer; use LoRA instead")
+    return len(shapes), *shapes[0]
+
+
+@torch.no_grad()
+def _external_shapes(model: ExternalModel) -> list[tuple[int, int]]:
+    """Key-value heads and head_dim of each layer of transformers' class, as its cache has them after one token."""
+    token = torch.zeros(1, 1, dtype=torch.long, device=next(model.parameters()).device)
+    target = {"decoder_input_ids": token} if isinstance(model, ExternalSeq2SeqModel) else {}
+    past = None
+    if accepts(model.inner, "past_key_values"):  # encoders do not
+        past = getattr(model.inner(input_ids=token, use_cache=True, **target), "past_key_values", None)
+    past = getattr(past, "self_attention_cache", past)
+    keys = [getattr(layer, "keys", None) for layer in getattr(past, "layers", ())]
+    if not keys or any(not isinstance(x, Tensor) or x.dim() != 4 for x in keys):
+        raise UserError(
+            f"prefix tuning needs layers that keep keys and values, and {type(model.inner).__name__} does not keep them "
+            "in a cache; use LoRA instead"
+        )
+    return [(x.shape[1], x.shape[3]) for x in keys if isinstance(x, Tensor)]
+
+
+class PrefixKind(VirtualTokensKind):
+    """Prefix tuning.
+
+    peft gives layer l of an encoder-decoder's decoder the slot 2 l of the file, modulo the number of slots. Our files
+    have twice as many slots as layers there, the odd ones of zeros, so that every layer has a slot of its own.
+    """
+
+    peft_type, spec, attribute, leaf = "PREFIX_TUNING", PrefixSpec, "prefix", "encoder.embedding.weight"
+
+    def numbers_per_token(self, model: AnyModel) -> int:
+        """Keys and values of all layers."""
+        return 2 * prod(prefix_dimensions(model))
+
+    def attach(self, model: AnyModel, spec: PrefixSpec | PromptSpec) -> None:
+        """Freeze the model and attach a new prefix."""
+        dimensions = prefix_dimensions(model)
+        model.requires_grad_(False)
+        model.prefix = PrefixAdapter(cast(PrefixSpec, spec), *dimensions).to(next(model.parameters()).device)
+
+    def to_file(self, model: AnyModel, state: State) -> "tuple[State, PrefixTuningConfig]":
+        """Tensors and config in peft's format, without the score head of a scalar model and the name of the base."""
+        own = {name.removeprefix("prefix."): value for name, value in state.items() if self.holds(name)}
+        # Computed by a copy: the model's own prefix may be sharded, and every rank would have to join its forward.
+        assert isinstance(model.prefix, PrefixAdapter)
+        layers, heads, head_dim = prefix_dimensions(model)
+        prefix = PrefixAdapter(model.prefix.spec, layers, heads, head_dim)
+        prefix.load_state_dict(own)
+        keys_values = prefix.encoder(prefix.tokens).detach()  # any projection applied: it is needed in training only
+        stored = PrefixSpec(tokens=model.prefix.spec.tokens)
+        if not _is_encoder_decoder(model):
+            return {"prompt_embeddings": keys_values}, peft_config(stored, layers, heads, head_dim)
+        slots = keys_values.new_zeros(stored.tokens, layers, 2, keys_values.shape[1] // layers)
+        slots[:, :, 0] = keys_values.unflatten(1, (layers, -1))
+        config = peft_config(stored, 2 * layers, heads, head_dim, submodules=2)
+        return {"prompt_embeddings": slots.flatten(1)}, config
+
+    def of_file(self, model: AnyModel, vectors: Tensor, directory: Path) -> Tensor:
+        """The slots that peft gives the layers of the model."""
+        if not _is_encoder_decoder(model):
+            return vectors
+        layers, heads, head_dim = prefix_dimensions(model)
+        width, submodules = 2 * heads * head_dim, read_json_object(directory / CONFIG).get("num_transformer_submodules")
+        slots = vectors.shape[-1] // width
+        if submodules != 2 or vectors.shape[-1] != slots * width or slots < layers:
+            raise UserError(
+                f"{directory}: a prefix for the decoder of an encoder-decoder has num_transformer_submodules 2 and at least "
+                f"{layers} slots of {width} numbers, and this one has num_transformer_submodules {submodules} and "
+                f"{vectors.shape[-1]} numbers; train it again with peft's task_type SEQ_2_SEQ_LM"
+            )
+        return vectors.unflatten(1, (slots, width))[:, [2 * layer % slots for layer in range(layers)]].flatten(1)
+
+
+def _is_encoder_decoder(model: AnyModel) -> bool:
+    return isinstance(model, ExternalSeq2SeqModel) or isinstance(model.spec, EncoderDecoderSpec)
+
+
+# Soft prompts
+
+
+class SoftPrompt(nn.Module):
+    """Vectors of P virtual tokens, [P, E], drawn from N(0, 1) as peft's are.
+
+    Source: Lester et al. 2021, arXiv:2104.08691; the parameters are those of peft's `PromptEmbedding`.
+    """
+
+    def __init__(self, spec: PromptSpec, width: int):
+        super().__init__()
+        self.spec = spec
+        self.embedding = nn.Embedding(spec.tokens, width)
+        self.register_buffer("tokens", torch.arange(spec.tokens), persistent=False)
+
+    def forward(self) -> Tensor:
+        """[P, E]."""
+        return self.embedding(self.tokens)
+
+
+class PromptKind(VirtualTokensKind):
+    """Prompt tuning."""
+
+    peft_type, spec, attribute, leaf = "PROMPT_TUNING", PromptSpec, "soft_prompt", "embedding.weight"
+
+    def numbers_per_token(self, model: AnyModel) -> int:
+        """Width of a token's vector, E.
+
+        Raises:
+            UserError: transformers' class for the model does not read vectors.
+        """
+        if isinstance(model, NativeModel):
+            spec = _reading_stack(model).spec
+            return spec.width if spec.projection is None else spec.projection.width
+        if not accepts(model.inner, "inputs_embeds"):
+            raise UserError(
+                f"prompt tuning needs a model that reads vectors, and {type(model.inner).__name__} has no `inputs_embeds`; "
+                "use LoRA instead"
+            )
+        token = torch.zeros(1, dtype=torch.long, device=next(model.parameters()).device)
+        return _token_vectors(model, token).shape[-1]
+
+    def attach(self, model: AnyModel, spec: PrefixSpec | PromptSpec, tokenizer: Tokenizer | None = None) -> None:
+        """Freeze the model and attach a new soft prompt.
+
+        Args:
+            tokenizer: the model's, for a prompt that starts from `spec.init_text`.
+
+        Raises:
+            UserError: the model does not take vectors in place of tokens, or there is no tokenizer for the text.
+        """
+        assert isinstance(spec, PromptSpec)
+        device = next(model.parameters()).device
+        prompt = SoftPrompt(spec, self.numbers_per_token(model)).to(device)
+        if spec.init != "random" and not prompt.embedding.weight.is_meta:  # sizes alone are wanted there
+            tokens = _initial_tokens(spec, model.spec.vocabulary, tokenizer).to(device)
+            prompt.embedding.weight.data.copy_(_token_vectors(model, tokens))
+        model.requires_grad_(False)
+        model.soft_prompt = prompt
+
+    def to_file(self, model: AnyModel, state: State) -> "tuple[State, PromptTuningConfig]":
+        """Tensors and config in peft's format, without the score head of a scalar model and the name of the base."""
+        from peft import PromptTuningConfig
+
+        vectors = state["soft_prompt.embedding.weight"]
+        config = PromptTuningConfig(
+            num_virtual_tokens=len(vectors),
+            token_dim=vectors.shape[1],
+            num_transformer_submodules=1,  # an encoder-decoder's prompt stands before its source only
+            num_attention_heads=1,  # peft asks for heads and layers, and does not use them
+            num_layers=1,
+        )
+        return {"prompt_embeddings": vectors}, config
+
+    def of_file(self, model: AnyModel, vectors: Tensor, directory: Path) -> Tensor:
+        """The vectors; peft makes as many for the decoder of an encoder-decoder, and leaves them unused."""
+        two_stacks = isinstance(model, Seq2SeqModel | Seq2SeqClassifier | ExternalSeq2SeqModel)
+        assert isinstance(model.soft_prompt, SoftPrompt)
+        tokens = model.soft_prompt.spec.tokens
+        return vectors[:tokens] if two_stacks and len(vectors) == 2 * tokens else vectors
+
+
+def _initial_tokens(spec: PromptSpec, vocabulary: int, tokenizer: Tokenizer | None) -> Tensor:
+    """Ids of the tokens whose vectors the prompt starts from, [P]."""
+    if spec.init_text is None:
+        return torch.randint(vocabulary, (spec.tokens,))
+    if tokenizer is None:
+        raise UserError("adapter.init_text needs the model's tokenizer; give attach(model, spec, tokenizer=...)")
+    ids = tokenizer(spec.init_text)["input_ids"]
+    if not ids:
+        raise UserError(f"adapter.init_text {spec.init_text!r} has no token; write a longer text")
+    return torch.tensor([ids[i % len(ids)] for i in range(spec.tokens)])
+
+
+@torch.no_grad()
+def _token_vectors(model: AnyModel, tokens: Tensor) -> Tensor:
+    """Vectors of token ids [n] as the model reads them, [n, E]."""
+    if isinstance(model, ExternalModel):
+        return model.inner.get_input_embeddings()(tokens)
+    return _reading_stack(model).token_vectors(tokens)
+
+
+def _reading_stack(model: NativeModel) -> Transformer:
+    """The stack that reads the user's text: a decoder's or encoder's trunk, the encoder of an encoder-decoder."""
+    stack = model.get_submodule("encoder" if isinstance(model, Seq2SeqModel | Seq2SeqClassifier) else "trunk")
+    assert isinstance(stack, Transformer)
+    return stack
