@@ -243,7 +243,16 @@ def state_layout(
     return {"step": ((), torch.int64)} | layout
 
 
-def saved_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state with keys such as `name/exp_avg`; a parameter that was never updated has no entry."""
+    return {
+        f"{name}/{key}": value
+        for name, parameter in trainable_parameters(model).items()
+        for key, value in saved_state(optimizer, parameter).items()
+    }
+
+
+def saved_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """The optimizer's state of one parameter as tensors, each in its own type; empty before its first update.
 
     Python numbers become int64 tensors without dimensions. bitsandbytes' code tables are left out: they are constants.
@@ -255,23 +264,12 @@ def saved_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> di
     }
 
 
-def restore_state(
-    optimizer: torch.optim.Optimizer,
-    parameter: nn.Parameter,
-    tensors: Mapping[str, Tensor],
-    move: Callable[[Tensor], Tensor],
-) -> None:
-    """Put back what `saved_state` returned.
-
-    Args:
-        move: puts a tensor with dimensions on the parameter's device, as its shard where the parameter is sharded.
-    """
-    state: dict[str, Any] = {}
-    for key, tensor in tensors.items():
-        if tensor.dtype == torch.int64 and tensor.ndim == 0:
-            state[key] = int(tensor)
-        else:
-            state[key] = move(tensor) if tensor.ndim else tensor.to(parameter.device)
+def restore_state(optimizer: torch.optim.Optimizer, parameter: Tensor, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `saved_state` returned, on the parameter's device and sharded as the parameter is."""
+    state: dict[str, Any] = {
+        key: int(tensor) if tensor.dtype == torch.int64 and tensor.ndim == 0 else tensor
+        for key, tensor in tensors.items()
+    }
     buffer = getattr(optimizer, "get_state_buffer", None)  # bitsandbytes': paged memory for the paged optimizer
     if buffer is not None:
         for key in ("state1", "state2"):

@@ -13,7 +13,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from alignment.training.optimizers import set_learning_rate
+from alignment.errors import UserError
+from alignment.training.backends import state_files
+from alignment.training.distributed import ProcessGroup
+from alignment.training.optim import OptimConfig
+from alignment.training.optimizers import optimizer_tensors, restore_state, set_learning_rate, trainable_parameters
 
 
 class Backend(Protocol):
@@ -21,6 +25,7 @@ class Backend(Protocol):
 
     Attributes:
         model: the module to call; every forward of training goes through it.
+        process_group: the processes that train it.
         unwrapped: the module that was passed in, for generation and saving; its weights are whole only inside
             `full_parameters()`.
         collective_forward: all ranks must run equally many forwards and backwards (they communicate in each).
@@ -28,6 +33,7 @@ class Backend(Protocol):
     """
 
     model: nn.Module
+    process_group: ProcessGroup
     unwrapped: nn.Module
     collective_forward: bool
     autocast: Callable[[], AbstractContextManager[Any]]
@@ -81,22 +87,10 @@ class Backend(Protocol):
         ...
 
     def trained_weights(self) -> dict[str, Tensor]:
-        """What this rank holds of each trained parameter, by name, to be read and written in place between updates.
+        """The trained parameters by name, sharded where the model is, to be read and written in place between updates.
 
         Raises:
             UserError: the backend holds them in a form that cannot be written.
-        """
-        ...
-
-    def save_like_weights(self, kind: str, tensors: dict[str, Tensor], directory: Path) -> None:
-        """Write tensors of the shapes of `trained_weights` as files of this kind; a collective operation."""
-        ...
-
-    def load_like_weights(self, kind: str, tensors: dict[str, Tensor], directory: Path) -> None:
-        """Fill tensors from what `save_like_weights` wrote; a collective operation.
-
-        Raises:
-            UserError: a file or tensor is missing or does not fit; it is named.
         """
         ...
 
@@ -111,6 +105,62 @@ class Backend(Protocol):
             UserError: a file or tensor is missing or does not fit; it is named.
         """
         ...
+
+
+class TorchBackend:
+    """The part that backends with a torch optimizer over the model's own parameters share: its step and its files.
+
+    Subclasses set `model`, `unwrapped`, `process_group`, `optimizer` and `config`.
+    """
+
+    unwrapped: nn.Module
+    process_group: ProcessGroup
+    optimizer: torch.optim.Optimizer
+    config: OptimConfig
+    _missing: list[str] | None = None
+
+    def step(self, learning_rate: float, values: Tensor, num_losses: int) -> tuple[list[float], float]:
+        if self._missing is None:
+            trained = trainable_parameters(self.unwrapped)
+            self._missing = [name for name, parameter in trained.items() if parameter.grad is None]
+        return checked_step(self.optimizer, self.config.max_grad_norm, learning_rate, values, num_losses)
+
+    def without_gradient(self) -> list[str]:
+        return self._missing or []
+
+    def trained_weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in trainable_parameters(self.unwrapped).items()}
+
+    def save(self, directory: Path) -> None:
+        kept, rank = state_files.kept_tensors(self.unwrapped), self.process_group.rank
+        bad = [name for names in self.process_group.gather_objects(state_files.not_finite(kept)) for name in names]
+        if bad:
+            raise FloatingPointError(f"{bad[0]} holds values that are not finite; the checkpoint is not written")
+        state_files.write(state_files.WEIGHTS, kept, directory, rank=rank)
+        state_files.write(
+            state_files.OPTIMIZER, optimizer_tensors(self.unwrapped, self.optimizer), directory, rank=rank
+        )
+
+    def load(self, directory: Path) -> None:
+        state_files.fill(state_files.WEIGHTS, state_files.kept_tensors(self.unwrapped), directory)
+        parameters = trainable_parameters(self.unwrapped)
+        saved: dict[str, dict[str, Tensor]] = {}
+        for key, stored in state_files.stored_tensors(state_files.OPTIMIZER, directory).items():
+            name, entry = key.rsplit("/", 1)
+            if name not in parameters:
+                raise UserError(f"{directory}: {name} is not a trainable parameter of this model")
+            saved.setdefault(name, {})[entry] = empty_like(parameters[name], stored)
+        entries = {f"{name}/{entry}": tensor for name, each in saved.items() for entry, tensor in each.items()}
+        state_files.fill(state_files.OPTIMIZER, entries, directory)
+        for name, tensors in saved.items():
+            restore_state(self.optimizer, parameters[name], tensors)
+
+
+def empty_like(parameter: nn.Parameter, stored: state_files.Stored) -> Tensor:
+    """A tensor for an entry of a parameter's optimizer state: sharded as the parameter where it has its shape."""
+    if stored.shape == parameter.shape:
+        return torch.empty_like(parameter.detach(), dtype=stored.dtype)
+    return torch.empty(stored.shape, dtype=stored.dtype, device=parameter.device)
 
 
 def checked_step(
@@ -130,11 +180,6 @@ def checked_step(
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return numbers, grad_norm
-
-
-def names_without_gradient(model: nn.Module) -> list[str]:
-    """Names of trainable parameters whose gradient is missing after a backward."""
-    return [name for name, parameter in model.named_parameters() if parameter.requires_grad and parameter.grad is None]
 
 
 def autocast_context(
