@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 1 to 3, prepared by Accelerate. Checkpoints are in zero_state.py.
+"""DeepSpeed ZeRO 1 to 3, prepared by Accelerate. Checkpoints are in zero.py.
 
 Stage and offloading come from the launch configuration. Precision, clipping and batch sizes are set here, so that a
 config trains the same model on every backend.
@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from alignment.errors import UserError
-from alignment.training.backends.base import autocast_context
+from alignment.training.backends.base import Backend, autocast_context
 from alignment.training.backends.whole_weights import (
     blocks_of,
     computing_types,
@@ -23,14 +23,13 @@ from alignment.training.backends.whole_weights import (
     whole_bytes,
     whole_parameters,
 )
-from alignment.training.backends.zero_loading import read_partitions, read_whole
-from alignment.training.backends.zero_state import ZeroState
+from alignment.training.backends.zero import ZeroState, read_partitions, read_whole
 from alignment.training.distributed import ProcessGroup
 from alignment.training.optim import OptimConfig
-from alignment.training.optimizers import build_optimizer, set_learning_rate, trainable_parameters
+from alignment.training.optimizers import build_optimizer, set_learning_rate
 
 
-class DeepSpeedBackend:
+class DeepSpeedBackend(Backend):
     """A DeepSpeed engine around the model and its optimizer; several may live in one process."""
 
     collective_forward = True
@@ -119,16 +118,13 @@ class DeepSpeedBackend:
                 "training.ema_decay: ZeRO-3 divides the weights into parts that only its own optimizer may write; leave it "
                 "out, or launch with FSDP2 or ZeRO-2 (configs/launch/fsdp2.yaml, configs/launch/zero2.yaml)"
             )
-        return {name: parameter.detach() for name, parameter in trainable_parameters(self.unwrapped).items()}
+        return super().trained_weights()
 
     def save(self, directory: Path) -> None:
-        self._zero_state().save(directory)
+        ZeroState(self.unwrapped, self.model.optimizer, self.process_group).save(directory)
 
     def load(self, directory: Path) -> None:
-        self._zero_state().load(directory)
-
-    def _zero_state(self) -> ZeroState:
-        return ZeroState(self.unwrapped, self.model.optimizer, self.process_group)
+        ZeroState(self.unwrapped, self.model.optimizer, self.process_group).load(directory)
 
     @contextmanager
     def _full_tensors(self, tensors: Sequence[Tensor]) -> Iterator[None]:

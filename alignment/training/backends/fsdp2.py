@@ -1,6 +1,6 @@
 """FSDP2: torch's fully_shard, one shard group per block."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from alignment.training.backends.base import TorchBackend, autocast_context, autocast_forward
-from alignment.training.backends.sharding import full_tensor, shard_model
+from alignment.training.backends.base import Backend, autocast_context, autocast_forward
+from alignment.training.backends.sharding import shard_model
 from alignment.training.backends.whole_weights import computing_types, whole_bytes, whole_parameters
 from alignment.training.distributed import ProcessGroup, fsdp_settings
 from alignment.training.optim import OptimConfig
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-class FSDP2Backend(TorchBackend):
+class FSDP2Backend(Backend):
     """Weights, gradients and optimizer state sharded over ranks; a block's weights are gathered while it runs."""
 
     collective_forward = True
@@ -37,13 +37,6 @@ class FSDP2Backend(TorchBackend):
     def backward(self, loss: Tensor, last: bool) -> None:
         # FSDP2 averages over ranks; every backward reduces, so that a rank never holds more than its shard of gradients.
         (loss * self.process_group.size).backward()
-
-    def gather(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        state = self.unwrapped.state_dict()
-        for name in names:
-            tensor = full_tensor(state[name])
-            if self.process_group.is_main:
-                yield name, tensor.cpu()
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
@@ -94,7 +87,8 @@ class FSDP2Backend(TorchBackend):
         if not isinstance(parameter, DTensor):
             return None
         with torch.no_grad():
-            return full_tensor(parameter.to(self.process_group.device, dtype))
+            copy: Any = parameter.to(self.process_group.device, dtype)
+            return copy.full_tensor()
 
     def trained_weights(self) -> dict[str, Tensor]:
         for module in fsdp_modules(self.unwrapped):  # the root's weights may still be whole after a forward

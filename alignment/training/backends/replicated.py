@@ -1,13 +1,12 @@
 """The whole model on every rank: one process, or data-parallel replicas that sum their gradients."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from alignment.training.backends.base import TorchBackend, autocast_context, autocast_forward
+from alignment.training.backends.base import Backend, autocast_context, autocast_forward
 from alignment.training.distributed import ProcessGroup
 from alignment.training.optim import OptimConfig
 from alignment.training.optimizers import build_optimizer
@@ -15,7 +14,7 @@ from alignment.training.optimizers import build_optimizer
 BUCKET_ELEMENTS = 32 * 1024 * 1024  # gradients sent at once: 128 MB in float32, past where larger messages go faster
 
 
-class ReplicatedBackend(TorchBackend):
+class ReplicatedBackend(Backend):
     """The whole model on every rank: one process, or data-parallel replicas.
 
     Replicas sum their gradients once, after the last backward, in large buckets. torch's DistributedDataParallel would
@@ -23,13 +22,13 @@ class ReplicatedBackend(TorchBackend):
     equally many backwards; an update of several terms and unequal shards meets neither condition.
     """
 
-    collective_forward = False
-
     def __init__(self, model: nn.Module, config: OptimConfig, process_group: ProcessGroup, precision: str):
         self.process_group, self.config = process_group, config
         self.model = self.unwrapped = autocast_forward(model.to(process_group.device), process_group.device, precision)
         self.autocast = autocast_context(process_group.device, precision)
-        self._broadcast_weights()
+        if process_group.size > 1:  # ranks may have initialized different weights and buffers
+            for tensor in [*model.parameters(), *model.buffers()]:
+                dist.broadcast(tensor.detach(), src=0)
         self.optimizer = build_optimizer(model, config)
 
     def backward(self, loss: Tensor, last: bool) -> None:
@@ -38,28 +37,6 @@ class ReplicatedBackend(TorchBackend):
     def step(self, learning_rate: float, values: Tensor, num_losses: int) -> tuple[list[float], float]:
         self._sum_gradients()
         return super().step(learning_rate, values, num_losses)
-
-    def gather(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        if self.process_group.is_main:
-            state = self.unwrapped.state_dict()
-            yield from ((name, state[name].detach().cpu()) for name in names)
-
-    @contextmanager
-    def full_parameters(self) -> Iterator[None]:
-        with self.autocast():
-            yield
-
-    def whole_bytes(self) -> int:
-        return 0
-
-    def sharded_decoding(self) -> AbstractContextManager[None]:
-        return self.full_parameters()
-
-    def _broadcast_weights(self) -> None:
-        """Send rank 0's weights and buffers to all ranks, which may have initialized different ones."""
-        if self.process_group.size > 1:
-            for tensor in [*self.unwrapped.parameters(), *self.unwrapped.buffers()]:
-                dist.broadcast(tensor.detach(), src=0)
 
     def _sum_gradients(self) -> None:
         if self.process_group.size == 1:

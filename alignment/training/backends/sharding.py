@@ -176,9 +176,3 @@ def _read_shards(model: nn.Module, stored: dict[str, RowSource], device: torch.d
         for module, name in owners[id(parameter)]:
             setattr(module, name, filled)
     model.load_state_dict({}, strict=False)  # its hooks let FSDP2 take the new shards, padded to equal sizes
-
-
-def full_tensor(value: Tensor) -> Tensor:
-    """The whole tensor; a collective operation if it is sharded."""
-    value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value

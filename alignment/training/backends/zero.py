@@ -1,9 +1,13 @@
-"""Checkpoints under DeepSpeed's ZeRO: each rank's flat float32 vectors and their optimizer state, as safetensors.
+"""Weights under DeepSpeed's ZeRO: how each rank reads its part of a model, and the files of its checkpoints.
 
-ZeRO keeps vectors of many parameters, cut into equal parts by rank. They are saved as they lie, and so go on with the same
-number of processes and the same stage of ZeRO only.
+Unread weights are divided as by `deepspeed.zero.Init`, before they have values, and never whole on any rank. DeepSpeed
+itself divides what has been read or drawn (adapters, new heads), with rank 0's values.
+Checkpoints are safetensors of each rank's flat float32 vectors, which hold its parts of many parameters, and of their
+optimizer state. They go on with the same number of processes and the same stage of ZeRO only.
 """
 
+from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +19,75 @@ from torch import Tensor, nn
 from alignment.errors import UserError
 from alignment.files import sync
 from alignment.training.backends import state_files
+from alignment.training.backends.sharding import RowSource, check_finite
 from alignment.training.distributed import ProcessGroup
 from alignment.training.optimizers import restore_state, saved_state
+
+
+@torch.no_grad()
+def read_whole(model: nn.Module) -> None:
+    """Read the unread parameters of a model, whole on every rank, for stages 1 and 2 of ZeRO."""
+    for parameter, stored in unread(model):
+        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype).copy_(stored.rows())
+
+
+@torch.no_grad()
+def read_partitions(model: nn.Module, settings: dict[str, object], process_group: ProcessGroup) -> None:
+    """Divide the unread parameters of a model among the ranks and read this rank's part of each, for stage 3.
+
+    Args:
+        model: changed in place; buffers are moved to the process's device, as DeepSpeed then leaves them where they are.
+        settings: DeepSpeed's, with batch sizes.
+        process_group: the ranks.
+    """
+    import deepspeed
+
+    waiting = unread(model)
+    if not waiting:
+        return
+    init: Any = deepspeed.zero.Init(config_dict_or_path=settings, dtype=torch.float32, mem_efficient_linear=False)
+    for parameter, stored in waiting:
+        # Memory that is not written to is not taken from the machine; a GPU gives it back with the next parameter.
+        parameter.data = torch.empty(parameter.shape, dtype=parameter.dtype, device=process_group.device)
+        init._convert_to_deepspeed_param(parameter)
+        partitioned: Any = parameter
+        partitioned.partition()
+        part = partitioned.ds_tensor
+        first = part.ds_numel * process_group.rank
+        count = min(part.ds_numel, partitioned.ds_numel - first)
+        if count > 0:
+            part.narrow(0, 0, count).copy_(elements(stored.rows, partitioned.ds_shape, first, first + count))
+        part.narrow(0, max(count, 0), part.ds_numel - max(count, 0)).zero_()
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(process_group.device)
+
+
+def unread(model: nn.Module) -> list[tuple[nn.Parameter, RowSource]]:
+    """The parameters that have not been read, each once, with the place of their data, which they no longer name.
+
+    Raises:
+        UserError: another parameter is not a number.
+    """
+    check_finite(model)
+    found: list[tuple[nn.Parameter, RowSource]] = []
+    for parameter in model.parameters():
+        stored = getattr(parameter, "stored", None)
+        if stored is not None:
+            del parameter.stored  # pyright: ignore[reportAttributeAccessIssue]
+            found.append((parameter, stored))
+    return found
+
+
+def elements(rows: Callable[[int, int], Tensor], shape: torch.Size, first: int, last: int) -> Tensor:
+    """Elements `first` to `last` of a flattened tensor.
+
+    Args:
+        rows: (start, stop) -> these rows of the tensor, which alone are read.
+        shape: of the tensor.
+    """
+    width = prod(shape[1:])  # elements of a row; a tensor without dimensions is one row
+    start, stop = first // width, -(-last // width)
+    return rows(start, stop).reshape(-1)[first - start * width : last - start * width]
 
 
 class ZeroState:
