@@ -188,7 +188,7 @@ def open_stage(verb: str, config: str, overrides: list[str] | None) -> Iterator[
     """The function of a stage and its checked config; while open, an error on one rank also stops the others."""
     from alignment.config.load import load_config
     from alignment.pipeline.stages import find_stage, missing_data
-    from alignment.training.ranks import propagate_failures
+    from alignment.training.distributed import propagate_failures
 
     config_class, run = find_stage(verb)
     with propagate_failures():

@@ -11,7 +11,7 @@ the stage's own step on tensors without memory; nothing is measured.
 import argparse
 
 from alignment.commands.plan import PlanOptions, plan_config
-from alignment.planning.device import GB, Device
+from alignment.planning.layout import GB, Device
 from alignment.planning.plan import Plan
 
 STAGES = ("sft", "reward", "dpo", "ppo")

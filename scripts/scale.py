@@ -159,7 +159,7 @@ def measure_rank(folder: Path, rows: int, processes: int) -> dict[str, Any]:
     from alignment.data.prepare import prepare
     from alignment.data.stream import Stream
     from alignment.loading import load_tokenizer
-    from alignment.training.ranks import compare_rows
+    from alignment.training.distributed import compare_rows
     from alignment.training.terms import shard_rows
 
     dist.init_process_group("gloo")

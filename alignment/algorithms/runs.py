@@ -31,9 +31,14 @@ from alignment.models.quantization import require_bitsandbytes
 from alignment.models.weight_bytes import describe_weights
 from alignment.models.weights_config import WeightsConfig
 from alignment.training import Engine, OptimConfig, Run, TrainingConfig
-from alignment.training.distributed import launched_kind
+from alignment.training.distributed import (
+    compare_checkpoints,
+    compare_rows,
+    compare_start,
+    launched_kind,
+    propagate_failures,
+)
 from alignment.training.optimizers import check_optimizer
-from alignment.training.ranks import compare_checkpoints, compare_rows, compare_start, propagate_failures
 from alignment.training.result import NO_EVALUATION
 from alignment.training.source_metrics import Sources
 

@@ -46,7 +46,7 @@ def print_error(text: str) -> None:
     """Print an error on standard error; of several processes with the rank, and once for all that have the same."""
     rank = ""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        from alignment.training.ranks import is_first_to_report
+        from alignment.training.distributed import is_first_to_report
 
         if not is_first_to_report(text):
             return

@@ -22,7 +22,7 @@ from alignment.loading import load_model
 from alignment.pipeline.stages import find_stage, missing_data, with_micro_batch
 from alignment.reward_model import load_reward_model
 from alignment.rewards.functions import with_names
-from alignment.training.ranks import propagate_failures
+from alignment.training.distributed import propagate_failures
 from alignment.training.run.trackers import OnUpdate, update_callback
 
 Rows = Iterable[Mapping[str, Any]]

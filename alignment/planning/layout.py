@@ -1,25 +1,115 @@
-"""How a model lies on the devices of a run: what each holds whole, what in shards, and what is whole for a moment."""
+"""The devices of a run: their memory and speed, and the parts of a network that each of them holds."""
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from pathlib import Path
+from typing import Any, Literal, cast
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from alignment.config.load import find_packaged
 from alignment.config.yaml_source import read_yaml
 from alignment.errors import UserError
+from alignment.training.backends.whole_weights import blocks_of, outermost
+from alignment.training.speed import PEAK_BANDWIDTH, PEAK_TFLOPS, measured_tflops
 
 Backend = Literal["single", "ddp", "fsdp2", "zero1", "zero2", "zero3"]
 
+GB = 10**9  # as vendors count; GiB are 2^30
+CUDA_BYTES, NCCL_BYTES, CPU_BYTES = int(0.8 * GB), int(0.6 * GB), int(0.4 * GB)
+FRAGMENTATION = 0.03  # of the peak, that the allocator of a GPU cannot use
+CPU_BANDWIDTH = 2e10  # bytes per second, of a usual processor
 DDP_BUCKET_BYTES = 128 * 2**20  # gradients that are summed at once
 ZERO_BUCKET_BYTES = 2 * 5 * 10**8 * 4  # DeepSpeed's reduce and allgather buckets: 5e8 numbers each by default
 PREFETCHED_BLOCKS = 2  # of FSDP2 and ZeRO-3: the block that runs and the next one
 
 
 @dataclass(frozen=True)
+class Device:
+    """One device of a run.
+
+    Attributes:
+        gpu: whether it is one; else the processor, whose memory all processes of the machine share.
+        memory: bytes; None: not known, so that nothing is said about whether a run fits.
+        name: of its kind, or what is assumed.
+        tflops: the most it computes in the run's precision, 10^12 operations per second.
+        bandwidth: bytes per second that it reads from its memory.
+        assumed: whether the kind was guessed, from the memory or for want of a table's row.
+    """
+
+    gpu: bool
+    memory: int | None
+    name: str
+    tflops: float
+    bandwidth: float = CPU_BANDWIDTH
+    assumed: bool = False
+
+    def reserve(self, peak: int, gpus: int) -> int:
+        """Bytes of a process beside its tensors: libraries, communication, what the allocator cannot use."""
+        if not self.gpu:
+            return CPU_BYTES
+        return CUDA_BYTES + (NCCL_BYTES if gpus > 1 else 0) + int(FRAGMENTATION * peak)
+
+    def room(self, gpus: int) -> int | None:
+        """Bytes that the tensors of one process can take; None where the memory is not known."""
+        if self.memory is None:
+            return None
+        own = self.memory if self.gpu else self.memory // gpus
+        return own - self.reserve(own, gpus)
+
+
+def find_device(gpu_memory: float | None, gpus: int | None, precision: str, tflops: float | None) -> Device:
+    """The device that was asked for: a GPU where there is one or its memory or number is given, else this processor.
+
+    Args:
+        gpu_memory: 10^9 bytes.
+        gpus: number of GPUs.
+        precision: of the run.
+        tflops: the device's peak rate; None: from a table, or measured on a processor.
+    """
+    found = torch.cuda.is_available()
+    if gpu_memory is None and gpus is None and not found:
+        return Device(False, total_memory(), "this machine's processor", tflops or measured_tflops(precision))
+    memory = None if gpu_memory is None else int(gpu_memory * GB)
+    if memory is None and found:
+        memory = torch.cuda.get_device_properties(0).total_memory
+    here = torch.cuda.get_device_name(0) if found and gpu_memory is None else ""
+    known = next((name for name in PEAK_TFLOPS if name in here), None)
+    name = known or ("A100" if here else _name_by_memory(memory))
+    rate = tflops or PEAK_TFLOPS[name][0 if precision == "bf16" else 1]
+    return Device(True, memory, name, rate, PEAK_BANDWIDTH[name], assumed=known is None)
+
+
+def _name_by_memory(memory: int | None) -> str:
+    """A usual card with so much memory."""
+    if memory is None or memory > 90 * GB:
+        return "H100" if memory is None else "H200"
+    return "RTX 4090" if memory <= 24.5 * GB else "A100" if memory <= 41 * GB else "H100"
+
+
+def total_memory() -> int:
+    """Bytes of this machine's memory, or of the limit of its container."""
+    whole = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(whole, int(text)) if text.isdecimal() else whole
+
+
+def free_memory() -> int:
+    """Bytes of this process's device that are free now."""
+    if torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    file = Path("/proc/meminfo")
+    lines = file.read_text().splitlines() if file.is_file() else []
+    free = (int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return min(next(free, total_memory()), total_memory())
+
+
+@dataclass(frozen=True)
 class Layout:
-    """Where the parts of a network lie.
+    """The parts of a network in training that each device holds.
 
     Attributes:
         backend: what spreads the model over the processes.
@@ -39,7 +129,7 @@ class Layout:
 
     @property
     def sharded(self) -> bool:
-        """Whether weights are sharded."""
+        """True where weights are sharded."""
         return self.backend in ("fsdp2", "zero3")
 
     @property
@@ -61,78 +151,57 @@ class Layout:
         """Part of the optimizer's state on one device."""
         if self.offload or self.offload_optimizer:
             return 0.0
-        return 1.0 if self.backend in ("single", "ddp") else 1 / self.shard_over
+        return 1 / self.shard_over if self.shards_optimizer else 1.0
+
+    @property
+    def shards_optimizer(self) -> bool:
+        """True where each network is spread by itself, so that several cannot lie over one set of frozen weights."""
+        return self.backend not in ("single", "ddp")
 
     @property
     def has_masters(self) -> bool:
-        """Whether the optimizer steps on copies of the trained weights, as DeepSpeed's does."""
+        """True where the optimizer steps on copies of the trained weights, as DeepSpeed's does."""
         return self.backend.startswith("zero")
 
-    @property
-    def shares_base(self) -> bool:
-        """Whether several networks can lie over one set of frozen weights."""
-        return self.backend in ("single", "ddp")
-
-    def unsharded_bytes(self, model: nn.Module, trained_bytes: int) -> int:
-        """Bytes that one device holds for a moment beside its shards while the model runs.
-
-        Args:
-            model: the network; its blocks are the children of its module lists.
-            trained_bytes: of the trained weights, whose gradients are sent in buckets.
-        """
-        if self.backend == "ddp":
-            return min(DDP_BUCKET_BYTES, trained_bytes) if trained_bytes > 0 else 0
-        if self.backend in ("zero1", "zero2"):
-            return min(ZERO_BUCKET_BYTES, 2 * trained_bytes)
-        if not self.sharded:
-            return 0
-        blocks = sorted((_bytes(block) for block in _blocks(model)), reverse=True)
-        running = sum(blocks[:PREFETCHED_BLOCKS]) if self.reshard else sum(blocks)
-        return self.outside_bytes(model) + int(running * (1 - self.weights_share))
-
     def outside_bytes(self, model: nn.Module) -> int:
-        """Bytes that are missing in the shard of the weights outside of blocks; FSDP2 keeps them whole after a forward."""
-        if not self.sharded:
-            return 0
-        outside = _bytes(model) - sum(_bytes(block) for block in _blocks(model))
-        return int(outside * (1 - self.weights_share))
+        """Bytes that the shard lacks of the weights outside of blocks, which FSDP2 keeps whole after a forward."""
+        return int(_bytes(_parts(model)[1]) * (1 - self.weights_share)) if self.sharded else 0
 
-    def unsharded_gradient_bytes(self, model: nn.Module, trained_bytes: int) -> int:
-        """Bytes of gradients that one device holds for a moment beside its shards in a backward pass.
+    def transient_bytes(self, model: nn.Module, *, backward: bool) -> int:
+        """Bytes that one device holds for a moment beside its shards while a trained network runs.
 
-        Under FSDP2: those of the block that runs and their copy that is sent; or, after all blocks, that of the head,
-        which is sent together with the embedding's.
+        Sharded weights: what is outside of blocks, whole, and of the blocks that run what is missing in the shard. Their
+        gradients, in a backward pass: those of the block that runs and their copy that is sent, or the largest outside of
+        blocks. Else the buckets in which gradients are sent.
         """
-        if self.backend == "zero3":
-            return min(ZERO_BUCKET_BYTES, 2 * trained_bytes)
+        trained = [x for x in model.parameters() if x.requires_grad]
+        if self.backend == "ddp":
+            return min(DDP_BUCKET_BYTES, _bytes(trained))
         if not self.sharded:
-            return 0
-        blocks = _blocks(model)
-        inside = {id(parameter) for block in blocks for parameter in block.parameters()}
-        outside = [_trained(x) for x in model.parameters() if id(x) not in inside]
-        sent = max((sum(map(_trained, block.parameters())) for block in blocks), default=0)
-        return int(max(max(outside, default=0), 2 * sent) * (1 - self.gradients_share))
+            return min(ZERO_BUCKET_BYTES, 2 * _bytes(trained)) if self.has_masters else 0
+        blocks, outside = _parts(model)
+        sizes = sorted((_bytes(block) for block in blocks), reverse=True)
+        running = sum(sizes[:PREFETCHED_BLOCKS] if self.reshard else sizes)
+        weights = self.outside_bytes(model) + int(running * (1 - self.weights_share))
+        if not backward:
+            return weights
+        if self.backend == "zero3":
+            return weights + min(ZERO_BUCKET_BYTES, 2 * _bytes(trained))
+        sent = [2 * _bytes(x for x in block if x.requires_grad) for block in blocks]
+        largest = max([*sent, *(_bytes([x]) for x in outside if x.requires_grad)], default=0)
+        return weights + int(largest * (1 - self.gradients_share))
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """The modules that are sharded by themselves: outermost children of module lists."""
-    found: list[nn.Module] = []
-    for child in model.children():
-        inner = list(child) if isinstance(child, nn.ModuleList) else _blocks(child)
-        found += inner
-    return found
+def _parts(model: nn.Module) -> tuple[list[list[nn.Parameter]], list[nn.Parameter]]:
+    """The parameters of each block, which is sharded by itself, and those outside of blocks."""
+    blocks = [list(block.parameters()) for block in outermost(blocks_of(model))]
+    inside = {id(x) for block in blocks for x in block}
+    return blocks, [x for x in model.parameters() if id(x) not in inside]
 
 
-def _bytes(module: nn.Module) -> int:
+def _bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the weights that are sharded; the quantized ones are whole on every device."""
-    return sum(x.numel() * x.element_size() for x in module.parameters() if x.is_floating_point())
-
-
-def _trained(parameter: nn.Parameter) -> int:
-    return parameter.numel() * parameter.element_size() if parameter.requires_grad else 0
-
-
-# From a launch file
+    return sum(x.numel() * x.element_size() for x in tensors if x.is_floating_point())
 
 
 def read_layout(launch: str | None, gpus: int | None) -> Layout:
@@ -149,38 +218,48 @@ def read_layout(launch: str | None, gpus: int | None) -> Layout:
         return Layout("single" if gpus in (None, 1) else "ddp", gpus or 1)
     file = find_packaged(launch, "launch")
     values: dict[str, Any] = read_yaml(file).values
-    processes = gpus or int(values.get("num_processes", 1))
-    kind = str(values.get("distributed_type"))
-    if processes == 1 and kind != "DEEPSPEED":
-        return Layout("single")
-    if kind == "MULTI_GPU" or kind == "MULTI_CPU":
-        return Layout("ddp", processes)
-    if kind == "FSDP":
-        return _fsdp_layout(values.get("fsdp_config") or {}, processes, int(values.get("num_machines", 1)))
+    processes, kind = gpus or int(values.get("num_processes", 1)), str(values.get("distributed_type"))
+    fsdp: Mapping[str, object] = values.get("fsdp_config") or {}
     if kind == "DEEPSPEED":
-        return _zero_layout(values.get("deepspeed_config") or {}, processes)
-    raise UserError(f"{file}: distributed_type {kind} is none of MULTI_GPU, FSDP and DEEPSPEED")
-
-
-def _fsdp_layout(config: Mapping[str, object], processes: int, machines: int) -> Layout:
-    hybrid = str(config.get("fsdp_sharding_strategy", "")).lower() in ("hybrid_shard", "4")
+        zero = values.get("deepspeed_config") or {}
+        devices = [str(zero.get(f"offload_{part}_device", "none")) for part in ("param", "optimizer")]
+        return _zero_layout(str(zero.get("zero_stage", 2)), processes, *devices)
+    if kind not in ("MULTI_GPU", "MULTI_CPU", "FSDP"):
+        raise UserError(f"{file}: distributed_type {kind} is none of MULTI_GPU, FSDP and DEEPSPEED")
+    if kind != "FSDP" or processes == 1:
+        return Layout("single" if processes == 1 else "ddp", processes)
+    hybrid = str(fsdp.get("fsdp_sharding_strategy", "")).lower() in ("hybrid_shard", "4")
     return Layout(
         "fsdp2",
         processes,
-        shard_over=processes // machines if hybrid else processes,
-        offload=str(config.get("fsdp_offload_params", False)).lower() == "true",
-        reshard=str(config.get("fsdp_reshard_after_forward", True)).lower() == "true",
+        shard_over=processes // int(values.get("num_machines", 1)) if hybrid else processes,
+        offload=str(fsdp.get("fsdp_offload_params", False)).lower() == "true",
+        reshard=str(fsdp.get("fsdp_reshard_after_forward", True)).lower() == "true",
     )
 
 
-def _zero_layout(config: Mapping[str, object], processes: int) -> Layout:
-    stage = int(str(config.get("zero_stage", 2)))
-    if stage not in (1, 2, 3):
+def launched_layout(kind: str, size: int) -> Layout:
+    """The layout of the processes that were launched, from what Accelerate has put into the environment.
+
+    Args:
+        kind: of the process group.
+        size: its number of processes.
+    """
+    sent = os.environ.get
+    if kind == "deepspeed":
+        devices = [sent(f"ACCELERATE_DEEPSPEED_OFFLOAD_{part}_DEVICE", "none") for part in ("PARAM", "OPTIMIZER")]
+        return _zero_layout(sent("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"), size, *devices)
+    if kind == "fsdp2":
+        offload = sent("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
+        return Layout(
+            "fsdp2", size, size, offload, reshard=sent("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
+        )
+    return Layout("ddp" if kind == "ddp" else "single", size)
+
+
+def _zero_layout(stage: str, processes: int, weights: str, optimizer: str) -> Layout:
+    """ZeRO with the devices to which weights and optimizer state are offloaded, "none" for those that stay."""
+    if stage not in ("1", "2", "3"):
         raise UserError(f"launch file: zero_stage {stage} is none of 1, 2 and 3")
-    return Layout(
-        f"zero{stage}",  # type: ignore[arg-type]
-        processes,
-        shard_over=processes,
-        offload=config.get("offload_param_device", "none") not in ("none", None),
-        offload_optimizer=config.get("offload_optimizer_device", "none") not in ("none", None),
-    )
+    nowhere = ("none", "None")
+    return Layout(cast(Backend, f"zero{stage}"), processes, processes, weights not in nowhere, optimizer not in nowhere)

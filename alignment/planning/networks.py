@@ -1,94 +1,60 @@
 """The networks of a stage on the meta device: shapes and types of everything that a run holds, and no memory.
 
-Which adapters lie on which base, what trains, and what several networks share is decided as the stages decide it.
+Adapters, frozen weights and sharing follow the same rules as in the stages themselves.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+import math
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from alignment.adapters.attach import attach
 from alignment.adapters.lora import START, activate_loras, attach_lora
-from alignment.adapters.specs import AdapterSpec, LoRASpec
+from alignment.adapters.specs import LoRASpec
 from alignment.errors import UserError
 from alignment.models.build import empty_model
 from alignment.models.external.load import AUTO_CLASSES
-from alignment.models.families import FAMILIES, is_external_type
+from alignment.models.families import is_external_type
 from alignment.models.frozen_weights import store_frozen, train_in_float32
 from alignment.models.heads import score_outputs
-from alignment.models.language_model import LanguageModel
+from alignment.models.quantization import quantizable_layers
 from alignment.models.safetensors_files import HFConfig
 from alignment.models.shared_weights import share_weights
-from alignment.models.weights_config import WeightsConfig
-from alignment.planning.quantized_layers import replace_by_stand_ins
-from alignment.planning.starts import Start
-from alignment.training import OptimConfig
-from alignment.training.optimizers import hidden_matrices, optimizer_bytes
+from alignment.models.weights_config import Quantization, WeightsConfig
+from alignment.planning.stages import Network, Stage
+from alignment.planning.starts import Start, is_encoder
+from alignment.reward_model.ensemble import AdapterEnsemble
 
-SHARED = "shared base"
+BLOCK, NESTED_BLOCK = 64, 256  # weights per scale; scales per scale of the scales
+TABLE_BYTES = 4 * 16 + 4 * 256 + 4  # the tables of 4-bit and of 8-bit values, and the mean of the scales
 
 
-@dataclass
-class Networks:
-    """The networks of a stage by role, and what is made once for several of them.
+def build_networks(stage: Stage, weights: WeightsConfig, *, shared: bool) -> dict[str, Any]:
+    """The networks of a stage by role.
 
-    Attributes:
+    Args:
+        stage: says which.
         weights: how frozen weights are held.
         shared: whether networks over the same frozen base hold it together.
-        by_role: policy, value model, reward model, reference, teacher; those that the stage has.
-        frozen: roles that do not train: FSDP2 and ZeRO leave these networks whole on every device.
     """
+    bases: dict[str, Any] = {}
 
-    weights: WeightsConfig
-    shared: bool
-    by_role: dict[str, Any] = field(default_factory=dict)
-    frozen: set[str] = field(default_factory=set)
-    _bases: dict[str, Any] = field(default_factory=dict)
-
-    def add(
-        self,
-        role: str,
-        start: Start,
-        task: str = "language",
-        *,
-        adapter: AdapterSpec | None = None,
-        trained: bool = True,
-        changes: Mapping[str, object] | None = None,
-    ) -> Any:
-        """Make the network of a role.
-
-        Args:
-            start: what it starts from.
-            task: its head: language, scalar, sequence, tokens, span or next_sentence.
-            adapter: trained on top of the frozen start.
-            trained: without `adapter`: whether all its weights train; else all are frozen.
-            changes: keys of config.json that differ, such as the number of labels.
-        """
-        if not trained:
-            self.frozen.add(role)
-        if adapter is None and trained:
-            model = _whole(start, task, changes or {})
+    def frozen(start: Start, task: str, labels: Mapping[str, object]) -> Any:
+        """A frozen model with the adapters of its start, over a base of its own or a shared one."""
+        trunk_only = task == "scalar" and not is_external_type(start.config) and not is_encoder(start.config)
+        if task == "language" or trunk_only:
+            base = bases.get(start.base) or _stored(start, "language", {}, weights)
+            if shared:
+                bases[start.base] = base
+            model = share_weights(base)
+            if trunk_only:
+                model = empty_network({**base.config, **labels}, "scalar", torch.float32)
+                model.trunk = share_weights(base.trunk)
         else:
-            model = self._over_base(start, task, changes or {})
-            if adapter is not None:
-                with torch.device("meta"):
-                    attach(model, adapter)
-                train_in_float32(model)
-        self.by_role[role] = model
-        return model
-
-    def _over_base(self, start: Start, task: str, changes: Mapping[str, object]) -> Any:
-        """A frozen network with the adapters of its start, over a base of its own or a shared one."""
-        over_trunk = task == "scalar" and not is_external_type(start.config) and not is_encoder(start.config)
-        if task == "language" or over_trunk:
-            base = self._base(start)
-            model = share_weights(base) if task == "language" else _scalar_over(base, changes)
-        else:
-            model = self._frozen(start, task, changes)
+            model = _stored(start, task, labels, weights)
         with torch.device("meta"):
             for spec in start.adapters:
                 if isinstance(spec, LoRASpec):
@@ -99,64 +65,44 @@ class Networks:
                     attach(model, spec)
         return train_in_float32(model).requires_grad_(False)
 
-    def _base(self, start: Start) -> Any:
-        if not self.shared or start.base not in self._bases:
-            self._bases[start.base] = self._frozen(start, "language", {})
-        return self._bases[start.base]
+    def build(network: Network) -> Any:
+        start, trained = network.start, network.updates > 0
+        if trained and network.adapter is None:
+            model = empty_network({**start.config, **network.labels}, network.task, torch.float32)
+            model.requires_grad_(True)
+        else:
+            model = frozen(start, network.task, network.labels)
+        if network.adapter is not None:
+            with torch.device("meta"):
+                attach(model, network.adapter)
+            train_in_float32(model)
+        if network.trains_head:
+            model.head.requires_grad_(True)
+        if not network.trains_trunk:
+            for name, module in model.named_children():
+                module.requires_grad_(name == "head")
+        return model
 
-    def _frozen(self, start: Start, task: str, changes: Mapping[str, object]) -> Any:
-        """A frozen model whose weights are held as `weights` says."""
-        model = empty_network({**start.config, **changes}, task, start.dtype)
-        if self.weights.quantize is not None:
-            replace_by_stand_ins(model, self.weights.quantize)
-        return store_frozen(model, replace(self.weights, quantize=None))
-
-    def on(self, mode: FakeTensorMode) -> None:
-        """Give the networks fake tensors on the CPU; what they share stays shared."""
-        new: dict[int, Tensor] = {}
-        for model in self.by_role.values():
-            for module in model.modules():
-                for held in (module._parameters, module._buffers):
-                    for name, tensor in held.items():
-                        if tensor is not None and isinstance(held[name], Tensor) and tensor.is_meta:
-                            held[name] = new.setdefault(id(tensor), _fake(tensor, mode))
-
-    def categories(self) -> list[tuple[str, list[Tensor]]]:
-        """All weights and buffers, each once: weights that several networks hold as the shared base, the others by role."""
-        holders: dict[int, tuple[list[str], Tensor]] = {}
-        for role, model in self.by_role.items():
-            for tensor in [*model.parameters(), *model.buffers()]:
-                holders.setdefault(id(tensor), ([], tensor))[0].append(role)
-        found: dict[str, list[Tensor]] = {}
-        for roles, tensor in holders.values():
-            found.setdefault(SHARED if len(set(roles)) > 1 else roles[0], []).append(tensor)
-        return list(found.items())
+    networks: dict[str, Any] = {}
+    for role, network in stage.networks.items():
+        members = [build(network) for _ in range(network.members)]
+        if len(members) > 1 and not shared:
+            raise UserError(
+                "ensemble.kind: an ensemble of adapters holds one base, and FSDP2 and ZeRO shard each network by itself (the "
+                "run itself refuses this); take ensemble.kind=heads, or another launch file"
+            )
+        networks[role] = members[0] if len(members) == 1 else AdapterEnsemble(members)
+    return networks
 
 
-def _fake(tensor: Tensor, mode: FakeTensorMode) -> Tensor:
-    """A fake tensor on the CPU like one on the meta device."""
-    with mode:
-        fake = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        return nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-
-
-def _whole(start: Start, task: str, changes: Mapping[str, object]) -> Any:
-    """A model of which every weight trains, in float32."""
-    return empty_network({**start.config, **changes}, task, torch.float32).requires_grad_(True)
-
-
-def is_encoder(config: HFConfig) -> bool:
-    """Whether a config is that of one of our encoders, which have a score for a text and none per token."""
-    family = FAMILIES.get(str(config.get("model_type")))
-    return family is not None and family.architecture == "encoder" and not is_external_type(config)
-
-
-def _scalar_over(base: LanguageModel, changes: Mapping[str, object]) -> Any:
-    """A scalar model over the trunk of a frozen language model, with a float32 head that trains."""
-    with torch.device("meta"):
-        scalar = empty_model({**base.config, **changes}, "scalar")
-    scalar.trunk = share_weights(base.trunk)
-    return scalar
+def _stored(start: Start, task: str, labels: Mapping[str, object], weights: WeightsConfig) -> Any:
+    """A frozen model whose weights are held as `weights` says."""
+    model = empty_network({**start.config, **labels}, task, start.dtype)
+    if weights.quantize is not None:
+        for name, layer in list(quantizable_layers(model)):
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, QuantizedStandIn(layer, weights.quantize))
+    return store_frozen(model, replace(weights, quantize=None))
 
 
 def empty_network(config: HFConfig, task: str, dtype: torch.dtype) -> Any:
@@ -192,13 +138,63 @@ def _external(config: HFConfig, task: str) -> Any:
     return wrapper(inner, settings.to_dict(), task)
 
 
-def trained_bytes(models: Sequence[nn.Module]) -> int:
-    """Bytes of the weights that train."""
-    return sum(p.numel() * p.element_size() for model in models for p in model.parameters() if p.requires_grad)
+def parameter_count(model: nn.Module) -> tuple[int, int]:
+    """Weights of a model, each once, and how many of them train; a quantized matrix counts its own weights."""
+    packed = {id(x.weight): x.in_features * x.out_features for x in model.modules() if isinstance(x, QuantizedStandIn)}
+    sizes = {id(x): (packed.get(id(x), x.numel()), x.requires_grad) for x in model.parameters()}
+    return sum(size for size, _ in sizes.values()), sum(size for size, trains in sizes.values() if trains)
 
 
-def state_bytes(model: nn.Module, config: OptimConfig) -> int:
-    """Bytes of the state after every trained weight was updated once, without sharding."""
-    shapes = {name: tuple(x.shape) for name, x in model.named_parameters() if x.requires_grad}
-    hidden = hidden_matrices(model) if config.name == "muon" else {}
-    return optimizer_bytes(shapes, config, hidden=hidden)
+# Quantized layers: bitsandbytes' parameters are tensor subclasses, which cannot be traced
+
+
+def quantized_bytes(rows: int, columns: int, kind: Quantization) -> int:
+    """Bytes of one quantized matrix with all that belongs to it.
+
+    nf4: half a byte per weight, one byte per 64 weights (its scale, quantized), 4 bytes per 256 scales, and tables.
+    int8: one byte per weight, and a float32 scale per row.
+
+    Source: Dettmers et al. 2023, arXiv:2305.14314, section 3; Dettmers et al. 2022, arXiv:2208.07339, eq. 5.
+    """
+    weights = rows * columns
+    if kind == "int8":
+        return weights + 4 * rows
+    scales = math.ceil(weights / BLOCK)
+    return math.ceil(weights / 2) + scales + 4 * math.ceil(scales / NESTED_BLOCK) + TABLE_BYTES
+
+
+class _Product(torch.autograd.Function):
+    """x W^T for a quantized W, which is made whole for the product, forward and backward, and never kept."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, packed: Tensor, shape: tuple[int, int]) -> Tensor:
+        ctx.shape = shape
+        return nn.functional.linear(x, packed.new_empty(shape, dtype=x.dtype))
+
+    @staticmethod
+    def backward(ctx, *grad_outputs: Tensor):
+        (grad,) = grad_outputs
+        return grad @ grad.new_empty(ctx.shape), None, None
+
+
+class QuantizedStandIn(nn.Linear):
+    """A frozen linear layer that holds as many bytes as a quantized one, and computes through a whole matrix.
+
+    Attributes:
+        weight: all its bytes, uint8 [n].
+    """
+
+    def __init__(self, layer: nn.Linear, kind: Quantization):
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        held = quantized_bytes(layer.out_features, layer.in_features, kind)
+        packed = torch.empty(held, dtype=torch.uint8, device=layer.weight.device)
+        self.weight = nn.Parameter(packed, requires_grad=False)
+        self.bias = layer.bias
+
+    def forward(self, input: Tensor) -> Tensor:
+        """input: [..., in_features] -> [..., out_features]."""
+        if torch.is_autocast_enabled(input.device.type):
+            input = input.to(torch.get_autocast_dtype(input.device.type))
+        y: Tensor = _Product.apply(input, self.weight, (self.out_features, self.in_features))
+        return y if self.bias is None else y + self.bias.to(y.dtype)

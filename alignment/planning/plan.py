@@ -1,33 +1,25 @@
 """The plan of a run: what it holds on each device, how long it is, and whether it fits."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from alignment.adapters.specs import LoRASpec
 from alignment.algorithms.dpo import DPOConfig
-from alignment.algorithms.online_dpo.config import OnlineDPOConfig
-from alignment.algorithms.ppo.setup import PPOConfig
-from alignment.data.table import totals_of
+from alignment.algorithms.dpo.reference_cache import CACHED_ROWS
+from alignment.data.table import longest_rows, totals_of
 from alignment.errors import UserError
 from alignment.models.weights_config import WeightsConfig
-from alignment.planning.batches import longest
-from alignment.planning.device import GB, Device
-from alignment.planning.layout import Layout
-from alignment.planning.micro_batch import largest_that_fits
-from alignment.planning.run_length import (
-    Data,
-    RunLength,
-    parameter_count,
-    responses_per_row,
-    run_length,
-    updates_share,
-)
-from alignment.planning.stages import DeviceRows, StageConfig, build_networks, trace, trace_caching
-from alignment.planning.trace import Peak, Tracer
+from alignment.planning.layout import GB, Device, Layout
+from alignment.planning.memory import DeviceRows, Peak, Tracer
+from alignment.planning.networks import build_networks, parameter_count
+from alignment.planning.run_length import Data, RunLength, run_length
+from alignment.planning.stages import Stage, StageConfig, describe_stage
 
 DEFAULT_TOKENS = 8192  # of a micro-batch, where `auto` has no memory to go by
 MOST_TOKENS = {True: 131_072, False: 16_384}  # of a micro-batch on a GPU, on a CPU: larger ones run no faster
+MOST_TRIALS = 6  # of the search for the largest micro-batch; each is a trace of the model
 
 
 @dataclass(frozen=True)
@@ -109,66 +101,90 @@ def make_plan(
     Raises:
         UserError: nothing is known about a checkpoint that the config names, or not even one row fits, with `auto`.
     """
-    data = data or Data()
-    if config.training.micro_batch_tokens != "auto":
-        return plan_at(config, layout, device, config.training.micro_batch_tokens, data=data, near=near)
-    if device.memory is None:
-        return plan_at(config, layout, device, DEFAULT_TOKENS, data=data, near=near)
+    data, tokens = data or Data(), config.training.micro_batch_tokens
+    if tokens != "auto" or device.memory is None:
+        number = DEFAULT_TOKENS if tokens == "auto" else tokens
+        return plan_at(config, layout, device, number, data=data, near=near)
     plans: dict[int, Plan] = {}
 
     def needed(tokens: int) -> int:
         plans[tokens] = plan_at(config, layout, device, tokens, data=data, near=near)
         return plans[tokens].needed
 
-    row, most = token_range(config, layout, device, data)
+    row, most = token_range(config, describe_stage(config, near), layout, device, data)
     return plans[largest_that_fits(needed, device.memory, row=row, most=most)]
 
 
-def token_range(config: StageConfig, layout: Layout, device: Device, data: Data) -> tuple[int, int]:
-    """Tokens of the longest row, and of the largest micro-batch that can come up on one device."""
-    row = config.data.max_length
+def token_range(config: StageConfig, stage: Stage, layout: Layout, device: Device, data: Data) -> tuple[int, int]:
+    """Tokens of the longest row that is learned from, and of the largest micro-batch that can come up on one device."""
+    row = config.data.max_length * (1 if stage.responses else stage.documents)
     if data.examples:
         row = int(totals_of(data.examples).max())
-    elif not isinstance(config, OnlineDPOConfig):
-        row *= responses_per_row(config)
-    row += getattr(config, "max_new_tokens", 0)
-    if isinstance(config, OnlineDPOConfig):
-        row *= 2  # what is learned from is a pair
-    rows = updates_share(config, layout.gpus)
+    if stage.responses:
+        row = (row + getattr(config, "max_new_tokens", 0)) * stage.documents
+    rows = math.ceil(config.training.batch_size / layout.gpus)
     return row, max(row, min(row * rows, MOST_TOKENS[device.gpu] // row * row))
 
 
-def plan_at(
-    config: StageConfig,
-    layout: Layout,
-    device: Device,
-    tokens: int,
-    *,
-    data: Data,
-    near: Path | None,
-) -> Plan:
-    """The plan with a given number of tokens in a micro-batch; otherwise as `make_plan`."""
-    networks, starts = build_networks(config, layout, near)
-    roles = [
-        RoleCount(
-            role, *parameter_count(model), len(starts[role].adapters), starts[role].base, starts[role].shapes_from
+def largest_that_fits(needed: Callable[[int], int], memory: int, *, row: int, most: int) -> int:
+    """The largest number of tokens, a multiple of `row`, whose need fits; `needed` was called with it.
+
+    Memory grows about linearly with the tokens, so that each trial is placed by interpolation.
+
+    Args:
+        needed: tokens -> bytes.
+        memory: bytes.
+        row: tokens of the longest row.
+        most: tokens beyond which nothing is gained.
+
+    Raises:
+        UserError: not even one row fits.
+    """
+    largest = needed(most)
+    if largest <= memory:
+        return most
+    least = largest if most == row else needed(row)
+    if least > memory:
+        raise UserError(
+            f"training.micro_batch_tokens: auto: not even one row of {row} tokens fits: {least / 1e9:.2f} GB are needed "
+            f"and {memory / 1e9:.2f} GB are free; `alignment plan` lists what makes the run smaller"
         )
-        for role, model in networks.by_role.items()
+    fits, fits_bytes, fails, fails_bytes = row, least, most, largest
+    for _ in range(MOST_TRIALS):
+        slope = (fails_bytes - fits_bytes) / (fails - fits)
+        guess = int(fits + (memory - fits_bytes) / slope) // row * row if slope > 0 else fits
+        guess = min(max(guess, fits + row), fails - row)
+        if fails - fits <= row:
+            break
+        size = needed(guess)
+        if size <= memory:
+            fits, fits_bytes = guess, size
+        else:
+            fails, fails_bytes = guess, size
+    return fits
+
+
+def plan_at(config: StageConfig, layout: Layout, device: Device, tokens: int, *, data: Data, near: Path | None) -> Plan:
+    """The plan with a given number of tokens in a micro-batch; otherwise as `make_plan`."""
+    stage = describe_stage(config, near)
+    networks = build_networks(stage, config.weights, shared=not layout.shards_optimizer)
+    roles = [
+        RoleCount(role, *parameter_count(networks[role]), len(start.adapters), start.base, start.shapes_from)
+        for role, start in ((role, network.start) for role, network in stage.networks.items())
     ]
-    length = run_length(config, data, networks.by_role, layout.gpus)
-    tracer = Tracer(
-        networks, layout, precision=config.training.precision, gpu=device.gpu, room=device.room(layout.gpus)
-    )
-    per_update = updates_share(config, layout.gpus)
-    rows = DeviceRows(tokens, per_update, longest(data.examples or [], per_update))
-    trace(config, tracer, rows)
-    peaks = tracer.peaks
+    length = run_length(config, stage, data, networks, layout.gpus)
+    per_update = math.ceil(config.training.batch_size / layout.gpus)
+    rows = DeviceRows(tokens, per_update, longest_rows(data.examples or [], per_update))
+    room = device.room(layout.gpus)
+    peaks = Tracer(config, stage, networks, layout, gpu=device.gpu).peaks(rows, room)
     if isinstance(config, DPOConfig) and config.refers and not config.holds_reference:
         before = replace(config, reference_log_probs="compute", reference_cache=None)
-        both, _ = build_networks(before, layout, near)
-        first = Tracer(both, layout, precision=config.training.precision, gpu=device.gpu)
-        trace_caching(before, first, rows)
-        peaks = [*first.peaks, *peaks]
+        stage = describe_stage(before, near)
+        both = build_networks(stage, config.weights, shared=not layout.shards_optimizer)
+        first = Tracer(before, stage, both, layout, gpu=device.gpu, updates=False)
+        longest = max((len(ids) for row in rows.longest for ids in row.documents), default=config.data.max_length)
+        documents, _ = rows.fitting([[(longest, longest - 1)]] * CACHED_ROWS)
+        peaks = [first.forwards("reference log-probabilities", documents), *peaks]
     return Plan(config, layout, device, tokens, roles, peaks, length)
 
 
@@ -189,7 +205,7 @@ def changes_that_help(plan: Plan, *, data: Data, near: Path | None) -> list[Chan
     Those that leave what is trained as it is come first; an adapter and quantization follow, then more devices.
     """
     found: list[Change] = []
-    for settings, config, layout, tokens in _candidates(plan):
+    for settings, config, layout, tokens in _candidates(plan, near):
         try:
             tried = plan_at(config, layout, plan.device, tokens, data=data, near=near)
         except (UserError, ValueError):  # a setting that does not go with this model
@@ -200,7 +216,7 @@ def changes_that_help(plan: Plan, *, data: Data, near: Path | None) -> list[Chan
     return found
 
 
-def _candidates(plan: Plan) -> list[tuple[str, StageConfig, Layout, int]]:
+def _candidates(plan: Plan, near: Path | None) -> list[tuple[str, StageConfig, Layout, int]]:
     """Settings in words, and the run with them and all those before."""
     config, layout, tokens = plan.config, plan.layout, plan.tokens
     found: list[tuple[str, StageConfig, Layout, int]] = []
@@ -212,12 +228,12 @@ def _candidates(plan: Plan) -> list[tuple[str, StageConfig, Layout, int]]:
         training = replace(config.training, gradient_checkpointing=True, keep_activations="nothing")
         config = replace(config, training=training)
         note("training.gradient_checkpointing=true")
-    row, _ = token_range(config, layout, plan.device, Data())
+    row, _ = token_range(config, describe_stage(config, near), layout, plan.device, Data())
     if tokens > row:
         tokens = row
         note(f"training.micro_batch_tokens={tokens}")
-    if isinstance(config, PPOConfig | OnlineDPOConfig) and config.micro_rollout_batch_size > 8:
-        config = replace(config, micro_rollout_batch_size=8)
+    if getattr(config, "micro_rollout_batch_size", 0) > 8:
+        config = replace(config, micro_rollout_batch_size=8)  # type: ignore[call-arg]
         note("micro_rollout_batch_size=8")
     whole = config, layout
     if config.optim.name == "adamw" and layout.backend in ("single", "ddp"):

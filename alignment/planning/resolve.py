@@ -1,6 +1,5 @@
 """`training.micro_batch_tokens: auto` at the start of a run: the number that this device takes."""
 
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -8,12 +7,13 @@ from typing import TypeVar
 
 from alignment.config.yaml_source import read_yaml
 from alignment.errors import UserError
-from alignment.planning.device import CPU_SHARE, GPU_SHARE, Device, free_memory
-from alignment.planning.layout import Layout
+from alignment.planning.layout import Device, free_memory, launched_layout
 from alignment.planning.plan import make_plan
 from alignment.planning.run_length import read_training_rows
-from alignment.planning.stages import StageConfig
+from alignment.planning.stages import StageConfig, describe_stage
 from alignment.training.distributed import init_distributed, launched_rank, launched_size
+
+CPU_SHARE, GPU_SHARE = 0.8, 0.9  # of the free memory, that the choice may count on
 
 Config = TypeVar("Config")
 
@@ -58,35 +58,10 @@ def _choose(config: StageConfig) -> int:
         # The need of a CPU plan is that of all its processes.
         device = Device(gpu, memory * (1 if gpu else group.size), group.device.type, 1.0)
         try:
-            tokens = make_plan(config, layout, device, data=read_training_rows(config)).tokens
+            tokens = make_plan(config, layout, device, data=read_training_rows(config, describe_stage(config))).tokens
         except UserError as error:
             refused = str(error)
     tokens, refused = group.broadcast_object((tokens, refused))
     if refused:
         raise UserError(refused)
     return tokens
-
-
-def launched_layout(kind: str, size: int) -> Layout:
-    """The layout of the processes that were launched, from what Accelerate has put into the environment.
-
-    Args:
-        kind: of the process group.
-        size: its number of processes.
-    """
-    if kind == "deepspeed":
-        stage = int(os.environ.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2"))
-        offload = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE", "none")
-        offload_optimizer = os.environ.get("ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE", "none")
-        return Layout(
-            f"zero{stage}",  # type: ignore[arg-type]
-            size,
-            size,
-            offload=offload != "none",
-            offload_optimizer=offload_optimizer != "none",
-        )
-    if kind == "fsdp2":
-        offload = os.environ.get("FSDP_OFFLOAD_PARAMS", "false").lower() == "true"
-        reshard = os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true"
-        return Layout("fsdp2", size, size, offload=offload, reshard=reshard)
-    return Layout("ddp" if kind == "ddp" else "single", size)

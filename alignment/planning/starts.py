@@ -1,4 +1,4 @@
-"""What a checkpoint's name leads to, by its config.json alone: the architecture, the weights' type, the adapters on top.
+"""Checkpoints by their config.json alone: the architecture, the weights' type, the adapters on top.
 
 Nothing is downloaded and no weights are read. A directory that is not there yet is traced to the packaged config that
 writes it, and a base of the Hub to the files in configs/bases.
@@ -20,6 +20,8 @@ from alignment.adapters.specs import AdapterSpec, LoRASpec
 from alignment.config.load import build, packaged_folder, packaged_writer
 from alignment.config.yaml_source import SourcedYaml, fill, read_yaml
 from alignment.errors import UserError, suggest
+from alignment.loading import load_tokenizer
+from alignment.models.families import FAMILIES, family_of, is_external_type
 from alignment.models.safetensors_files import CONFIG, HFConfig, read_config
 
 FLOATS = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -43,13 +45,9 @@ class Start:
     adapters: tuple[AdapterSpec, ...] = ()
     shapes_from: str = ""
 
-    def with_whole_weights(self, name: str) -> "Start":
-        """The checkpoint that training all weights of this one gives: a model of its own, in float32."""
-        return replace(self, base=name, adapters=(), dtype=torch.float32)
-
 
 def find_start(source: str, directory: Path | None = None) -> Start:
-    """What a directory or a Hub name leads to.
+    """The checkpoint behind a directory or a Hub name.
 
     Args:
         source: as a stage's config has it.
@@ -99,6 +97,12 @@ def config_dtype(config: HFConfig) -> torch.dtype:
     return FLOATS.get(str(config.get("dtype") or config.get("torch_dtype")), torch.float32)
 
 
+def is_encoder(config: HFConfig) -> bool:
+    """True for one of our encoders, which have a score for a text and none per token."""
+    family = FAMILIES.get(str(config.get("model_type")))
+    return family is not None and family.architecture == "encoder" and not is_external_type(config)
+
+
 def _hub_start(name: str) -> Start:
     """A base of the Hub: from the user's cache, or from the packaged facts."""
     from huggingface_hub import try_to_load_from_cache
@@ -144,16 +148,22 @@ def _config_that_writes(path: Path, directory: Path | None) -> Path | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Section:
+    adapter: AdapterSpec
+
+
 def _start_of_run(source: str, file: Path, directory: Path | None) -> Start:
-    """What the run of a config file will leave: its own start, trained whole or with its adapter on top."""
+    """The checkpoint that the run of a config file will write: its own start, trained whole or with its adapter on top."""
     values: dict[str, Any] = fill(read_yaml(file).values, {"configs": str(packaged_folder("configs")), "data": ""})
     if values.get("policy") is None:
         config = fresh_config(values)
         return Start(config, torch.float32, source, shapes_from=str(file))
     below = find_start(values["policy"], directory)
     if values.get("adapter") is None:
-        return below.with_whole_weights(source)
-    return replace(below, adapters=on_top(below.adapters, _spec(values["adapter"], file)))
+        return replace(below, base=source, adapters=(), dtype=torch.float32)  # all weights were trained
+    section = SourcedYaml({"adapter": values["adapter"]}, {(): str(file)})
+    return replace(below, adapters=on_top(below.adapters, build(_Section, section).adapter))
 
 
 def on_top(adapters: tuple[AdapterSpec, ...], new: AdapterSpec) -> tuple[AdapterSpec, ...]:
@@ -169,25 +179,11 @@ def fresh_config(values: Mapping[str, object]) -> HFConfig:
     Raises:
         UserError: the size of the vocabulary is not known before the tokenizer is trained.
     """
-    from alignment.models.families import family_of
-
     model = dict(cast(HFConfig, values["model"]))
     if "vocab_size" not in model:
         sizes = {"bytes": 259, "characters": 512}  # bytes and special tokens; a guess for characters
         size = values.get("vocabulary") or sizes.get(str(values.get("tokenizer_kind")))
         if size is None:
-            from alignment.loading import load_tokenizer
-
             size = len(load_tokenizer(str(values.get("tokenizer"))))
         model["vocab_size"] = size
     return {**family_of(model).new_model_config, **model}
-
-
-def _spec(values: object, file: Path) -> AdapterSpec:
-    """The adapter of a config file."""
-
-    @dataclass(frozen=True)
-    class Section:
-        adapter: AdapterSpec
-
-    return build(Section, SourcedYaml({"adapter": values}, {(): str(file)})).adapter

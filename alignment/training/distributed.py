@@ -1,22 +1,33 @@
-"""The process group of a run: how it is joined, which launch settings are refused, and its collective operations."""
+"""The processes of a run: how they join, their collective operations, their agreement on config, code and data, and an end of
+all of them when one fails. With one process nothing here communicates.
+"""
 
 import atexit
+import hashlib
+import json
 import os
+import sys
+import threading
 import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib import metadata
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from alignment.errors import UserError, raise_all
+from alignment.training.run.lineage import code_version, differences, hash_of_ends
 
 # Longest wait of a rank for the others in one collective operation. Rank 0 hashes and writes checkpoints while the rest
 # wait: hundreds of gigabytes on a slow disk take longer than NCCL's ten minutes. A rank that fails is noticed within
-# seconds by other means (ranks.py), so a long timeout costs nothing.
+# seconds by other means (`propagate_failures`), so a long timeout costs nothing.
 TIMEOUT = timedelta(hours=2)
 
 # The launch file's `fsdp_config`, which Accelerate passes on as FSDP_* variables: setting -> supported values (the first
@@ -46,6 +57,13 @@ FSDP_SETTINGS: dict[str, tuple[tuple[str, ...], str]] = {
 
 # Variables of Accelerate's launcher that decide how a run is spread over processes; others differ between machines.
 LAUNCH_PREFIXES = ("FSDP_", "ACCELERATE_USE_", "ACCELERATE_DEEPSPEED_", "ACCELERATE_GRADIENT_", "PARALLELISM_CONFIG_")
+
+PACKAGES = ("peft", "safetensors", "deepspeed", "bitsandbytes")  # compared beside those of lineage.json
+FAILURE = "alignment/failure"  # key of the store: the first rank that failed, and its error
+POLL_SECONDS = 1.0  # between two reads of this key
+GRACE_SECONDS = 5.0  # for a rank to end by itself after another has failed
+CONNECTION_WORDS = ("gloo", "nccl", "connection closed", "connection reset", "broken pipe", "connection was")
+_watching = False
 
 T = TypeVar("T")
 
@@ -258,3 +276,183 @@ def _backend(on_cpu: bool, deepspeed: bool) -> str | None:
         return "gloo" if deepspeed else None
     # Offloaded shards are summed and gathered in host memory.
     return "cpu:gloo,cuda:nccl" if _launched_with("FSDP") and fsdp_settings().cpu_offload else None
+
+
+# Agreement of ranks
+
+
+def compare_start(config: Mapping[str, object]) -> None:
+    """Check that all ranks have the same config, launch settings, source of this library and versions of packages.
+
+    A collective operation.
+
+    Raises:
+        UserError: every difference, with the rank; on every rank.
+    """
+    if launched_size() > 1:
+        code = code_version()
+        versions = code["versions"] | {
+            name: metadata.version(name) for name in PACKAGES if any(metadata.distributions(name=name))
+        }
+        compare_ranks(
+            {"config": config, "launch": launch_settings(), "code": {"source": code["source"], "versions": versions}}
+        )
+
+
+def compare_checkpoints(directories: Mapping[str, Path]) -> None:
+    """Check that all ranks have the same files in the checkpoints that the run starts from; a collective operation.
+
+    Compared are names, and a hash over the size and the first and last megabyte of each file: ranks read different slices
+    of the weights, and nobody would notice that they are slices of different models.
+
+    Args:
+        directories: by the name that the config has for them.
+
+    Raises:
+        UserError: every difference, with the rank; on every rank.
+    """
+    if launched_size() > 1:
+        compare_ranks(
+            {
+                name: {path.name: hash_of_ends(path)[:16] for path in sorted(directory.iterdir()) if path.is_file()}
+                for name, directory in directories.items()
+            }
+        )
+
+
+def compare_rows(name: str, rows: Sequence[object]) -> None:
+    """Check that all ranks have read the same rows in the same order; a collective operation.
+
+    Args:
+        name: of the rows, for the message.
+        rows: examples as training takes them, compared by their `repr`; prepared rows on disk by their key, which is a
+            hash of all that they were made of.
+
+    Raises:
+        UserError: the ranks that differ from rank 0; on every rank.
+    """
+    if launched_size() > 1:
+        key = getattr(rows, "key", None)
+        if key is None:
+            digest = hashlib.sha256()
+            for row in rows:
+                digest.update(repr(row).encode())
+            key = digest.hexdigest()
+        compare_ranks({name: {"rows": len(rows), "hash of the rows": key[:16]}})
+
+
+def compare_ranks(values: Mapping[str, object]) -> None:
+    """Check that all ranks have the same JSON-like values; a collective operation.
+
+    Raises:
+        UserError: every difference to rank 0, with the rank; on every rank.
+    """
+    by_rank: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(by_rank, values)
+    raise_all(
+        f"rank {rank} has not what rank 0 has: {line}; give all ranks the same config, data and version of the library"
+        for rank, theirs in enumerate(by_rank)
+        for line in differences(by_rank[0], theirs)
+    )
+
+
+# The end of all ranks when one fails
+
+
+@contextmanager
+def propagate_failures() -> Iterator[None]:
+    """While open, an error on one rank ends the others within seconds, with a message in place of a broken connection.
+
+    The process group is joined here, before there is anything to train. Nested inside itself it has no effect.
+    """
+    global _watching
+    if launched_size() == 1 or _watching:
+        yield
+        return
+    init_distributed()
+    store = _store()
+    closed, _watching = threading.Event(), True
+    threading.Thread(target=_watch, args=(store, closed), daemon=True).start()
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        closed.set()
+        _report_failure(error, store)
+        raise
+    finally:
+        closed.set()
+        _watching = False
+
+
+def is_first_to_report(text: str) -> bool:
+    """True where no other rank has reported this text before, so that an error of all ranks is printed once."""
+    if not dist.is_initialized():
+        return True
+    try:
+        return _store().add(f"alignment/said/{hashlib.sha256(text.encode()).hexdigest()}", 1) == 1
+    except RuntimeError:  # the store ended with its process, and no other rank is left to report it
+        return True
+
+
+def _report_failure(error: Exception | SystemExit, store: Store) -> None:
+    """Publish this rank's error for the others, unless it is only a consequence of another rank's failure.
+
+    Raises:
+        SystemExit: the error is a consequence of another rank's failure.
+    """
+    stopped = isinstance(error, SystemExit)
+    lost = isinstance(error, RuntimeError) and any(word in str(error).lower() for word in CONNECTION_WORDS)
+    first = _first_failure(store)
+    for _ in range(int(GRACE_SECONDS / POLL_SECONDS)):
+        if first is not None or not lost:
+            break
+        time.sleep(POLL_SECONDS)  # the rank that closed the connection may be about to report its error
+        first = _first_failure(store)
+    if first is not None:
+        if lost or stopped:
+            _print_failure(first)
+            raise SystemExit(1) from error
+    elif lost:
+        text = f"it lost the connection to another rank, which was killed, ran out of memory or hangs ({_first_line(error)})"
+        store.set(FAILURE, json.dumps({"rank": launched_rank(), "error": text}))
+        print(f"error: rank {launched_rank()} ends: {text}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from error
+    elif not stopped:
+        text = f"{type(error).__name__}: {_first_line(error)}"
+        store.set(FAILURE, json.dumps({"rank": launched_rank(), "error": text}))
+
+
+def _watch(store: Store, closed: threading.Event) -> None:
+    """End this process soon after another rank has failed: it may be blocked in a collective that no signal interrupts."""
+    while not closed.wait(POLL_SECONDS):
+        first = _first_failure(store)
+        if first is not None:
+            if first["rank"] != launched_rank() and not closed.wait(GRACE_SECONDS):
+                _print_failure(first)
+                os._exit(1)
+            return
+
+
+def _first_failure(store: Store) -> dict[str, Any] | None:
+    """Rank and error of the first rank that failed, or None."""
+    try:
+        return json.loads(store.get(FAILURE)) if store.check([FAILURE]) else None
+    except RuntimeError:  # the store lives in the launcher, or in rank 0 if the launcher has none
+        return {"rank": 0, "error": "its process, or the launcher's, has ended"}
+
+
+def _print_failure(first: Mapping[str, object]) -> None:
+    """Print one sentence on each machine; the rank that failed prints the whole error."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        text = f"error: rank {launched_rank()} ends because rank {first['rank']} failed: {first['error']}"
+        print(text, file=sys.stderr, flush=True)
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).splitlines() or [""])[0][:500]
+
+
+def _store() -> Store:
+    """A second connection to the process group's store: the main thread may be blocked on the first one."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    return store.clone()

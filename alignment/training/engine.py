@@ -61,9 +61,9 @@ class Engine:
         self.step = 0
         self.untrained: list[str] = []
         if training.gradient_checkpointing:
-            checkpoint_activations(model, training.keep_activations)
+            switch_on(model, "checkpoint_activations", "gradient_checkpointing", True, training.keep_activations)
         if training.compile:
-            compile_model(model)
+            switch_on(model, "compile_blocks", "compile")
         self.process_group = init_distributed()
         self.backend = build_backend(model, config, self.process_group, training.precision)
         self.model: Any = self.backend.model
@@ -222,28 +222,15 @@ def build_backend(model: nn.Module, config: OptimConfig, process_group: ProcessG
     return ReplicatedBackend(model, config, process_group, precision)
 
 
-def checkpoint_activations(model: nn.Module, keep: str = "nothing") -> None:
-    """Switch on recomputation of activations.
+def switch_on(model: nn.Module, method: str, setting: str, *arguments: object) -> None:
+    """Call a method of the model that changes how it runs.
 
     Raises:
-        UserError: the model has no such switch.
+        UserError: the model has no such method.
     """
-    switch = getattr(model, "checkpoint_activations", None)
-    if switch is None:
-        raise UserError(f"training.gradient_checkpointing: {type(model).__name__} does not support it; set it to false")
-    switch(True, keep)
-
-
-def compile_model(model: nn.Module) -> None:
-    """Switch on torch.compile.
-
-    Raises:
-        UserError: the model has no such switch.
-    """
-    switch = getattr(model, "compile_blocks", None)
-    if switch is None:
-        raise UserError(f"training.compile: {type(model).__name__} does not support it; set it to false")
-    switch()
+    if not hasattr(model, method):
+        raise UserError(f"training.{setting}: {type(model).__name__} does not support it; set it to false")
+    getattr(model, method)(*arguments)
 
 
 def _out_of_memory(number: int, batch: Batch) -> UserError:

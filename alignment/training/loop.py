@@ -8,7 +8,6 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -218,19 +217,12 @@ def is_due(step: int, every: int, total: int) -> bool:
     return step == total or (every > 0 and step % every == 0)
 
 
-def read_losses(path: Path) -> list[float]:
-    """The loss of each update in a metrics.jsonl; none where there is no such file."""
-    if not path.is_file():
-        return []
-    with open(path, encoding="utf-8") as file:
-        lines = [json.loads(line) for line in file]
-    return [line["loss"] for line in lines if isinstance(line.get("loss"), float)]
-
-
 def note_divergence(run: Run) -> None:
     """Note in the run that its loss has exploded, where it has."""
-    if run.is_main and (problem := divergence(read_losses(run.output / "metrics.jsonl"))):
-        run.note(problem)
+    if run.is_main:
+        losses = [json.loads(line).get("loss") for _, line in read_log(run.output / "metrics.jsonl")[0]]
+        if problem := divergence([loss for loss in losses if isinstance(loss, float)]):
+            run.note(problem)
 
 
 def divergence(losses: Sequence[float]) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from alignment.training.backends.base import Backend
+from alignment.training.backends.state_files import fill, local_tensor, write
 
 
 class MovingAverage:
@@ -34,7 +35,7 @@ class MovingAverage:
     def update(self) -> None:
         """Take the weights in, once after each update."""
         for name, weight in self._backend.trained_weights().items():
-            self._average[name].lerp_(weight, 1 - self._decay)
+            local_tensor(self._average[name]).lerp_(local_tensor(weight), 1 - self._decay)
 
     @contextmanager
     def swapped(self) -> Iterator[None]:
@@ -54,7 +55,7 @@ class MovingAverage:
 
     def save(self, directory: Path) -> None:
         """Write the average beside the weights of a checkpoint; a collective operation."""
-        self._backend.save_like_weights("average", self._average, directory)
+        write("average", self._average, directory, rank=self._backend.process_group.rank)
 
     def load(self, directory: Path) -> None:
         """Restore what `save` wrote; a collective operation.
@@ -62,4 +63,4 @@ class MovingAverage:
         Raises:
             UserError: a file or tensor is missing or does not fit.
         """
-        self._backend.load_like_weights("average", self._average, directory)
+        fill("average", self._average, directory)

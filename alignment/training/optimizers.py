@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from inspect import unwrap
 from typing import Any
@@ -13,6 +14,13 @@ from alignment.errors import UserError, install_advice
 from alignment.patterns import search_names, without_numbers
 from alignment.training.optim import OptimConfig
 
+CLASSES = {  # muon: see `_muon`
+    "adamw": "alignment.training.optimizers:AdamW",
+    "adamw_8bit": "bitsandbytes.optim.adamw:AdamW8bit",
+    "paged_adamw_8bit": "bitsandbytes.optim.adamw:PagedAdamW8bit",
+    "adafactor": "transformers.optimization:Adafactor",
+    "sgd": "torch.optim:SGD",
+}
 EIGHT_BIT = ("adamw_8bit", "paged_adamw_8bit")
 MIN_8BIT_SIZE = 4096  # elements; bitsandbytes keeps the moments of smaller tensors in float32
 BLOCK_SIZE = 256  # elements of an 8-bit moment that share a scale
@@ -70,27 +78,18 @@ def build_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.Optimi
     """
     check_trainable(model)
     groups = parameter_groups(model, config.weight_decay, config.learning_rates)
-    if config.name == "adamw":
-        return _adamw(groups, config)
     if config.name == "muon":
         return _muon(model, groups, config)
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=config.momentum_or_default)
-    if config.name == "adafactor":
-        from transformers.optimization import Adafactor
-
-        return Adafactor(
-            groups,
-            lr=config.learning_rate,
-            decay_rate=config.beta2_decay,
-            clip_threshold=config.clip_threshold,
-            scale_parameter=False,
-            relative_step=False,
-        )
-    from bitsandbytes.optim.adamw import AdamW8bit, PagedAdamW8bit
-
-    kind = AdamW8bit if config.name == "adamw_8bit" else PagedAdamW8bit
-    return kind(groups, lr=config.learning_rate, betas=config.betas, eps=config.eps)
+    options: dict[str, Any] = {"betas": config.betas, "eps": config.eps}
+    if config.name == "adamw":
+        options["fused"] = fused(groups)
+    elif config.name == "sgd":
+        options = {"momentum": config.momentum_or_default}
+    elif config.name == "adafactor":
+        options = {"decay_rate": config.beta2_decay, "clip_threshold": config.clip_threshold}
+        options |= {"scale_parameter": False, "relative_step": False}
+    module, _, name = CLASSES[config.name].partition(":")
+    return getattr(import_module(module), name)(groups, lr=config.learning_rate, **options)
 
 
 def check_trainable(model: nn.Module) -> None:
@@ -204,46 +203,33 @@ def optimizer_bytes(shapes: Mapping[str, Sequence[int]], config: OptimConfig, *,
         shapes: of each trainable parameter, by name.
         hidden: names of `hidden_matrices`; used for muon only.
     """
-    total = sum(
-        math.prod(size) * dtype.itemsize
-        for name, shape in shapes.items()
-        for size, dtype in state_layout(shape, config, hidden=name in hidden).values()
-        if dtype != torch.int64  # a Python number in memory
-    )
+    sizes = [_state_bytes(shape, config, hidden=name in hidden) for name, shape in shapes.items()]
     eight_bit = config.name in EIGHT_BIT and any(math.prod(shape) >= MIN_8BIT_SIZE for shape in shapes.values())
-    return total + (CODE_TABLE_BYTES if eight_bit else 0)
+    return sum(sizes) + (CODE_TABLE_BYTES if eight_bit else 0)
 
 
-def state_layout(
-    shape: Sequence[int], config: OptimConfig, *, hidden: bool
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Shape and type of each entry that the optimizer keeps for one parameter; int64 stands for a Python number.
-
-    Args:
-        shape: of the parameter.
-        hidden: whether it is one of Muon's.
-    """
-    whole, number = tuple(shape), math.prod(shape)
-    if config.name == "sgd":
-        return {"momentum_buffer": (whole, torch.float32)} if config.momentum_or_default else {}
-    if config.name == "muon" and hidden:
-        return {"momentum_buffer": (whole, torch.float32)}
-    if config.name == "adafactor":
-        sizes: dict[str, tuple[int, ...]] = {"exp_avg_sq": whole, "RMS": ()}
-        if len(whole) >= 2:
-            sizes = {"exp_avg_sq_row": whole[:-1], "exp_avg_sq_col": whole[:-2] + whole[-1:], "RMS": ()}
-        return {"step": ((), torch.int64)} | {key: (size, torch.float32) for key, size in sizes.items()}
-    if config.name not in EIGHT_BIT:
-        return dict.fromkeys(("exp_avg", "exp_avg_sq"), (whole, torch.float32)) | {"step": ((), torch.float32)}
-    small = number < MIN_8BIT_SIZE
-    layout = dict.fromkeys(("state1", "state2"), (whole, torch.float32 if small else torch.uint8))
-    if not small:
-        blocks = (math.ceil(number / BLOCK_SIZE),)
-        layout |= {"absmax1": (blocks, torch.float32), "absmax2": (blocks, torch.float32)}
-    return {"step": ((), torch.int64)} | layout
+def _state_bytes(shape: Sequence[int], config: OptimConfig, *, hidden: bool) -> int:
+    """Bytes of the state of one parameter: float32 numbers, in 8 bits with the scale of each block."""
+    number = math.prod(shape)
+    if config.name == "sgd" or (config.name == "muon" and hidden):
+        return 4 * number if hidden or config.momentum_or_default else 0
+    if config.name == "adafactor":  # the second moment by row and column, and the root mean square of the weight
+        return 4 * (number // shape[-1] + number // shape[-2] if len(shape) > 1 else number) + 4
+    if config.name in EIGHT_BIT and number >= MIN_8BIT_SIZE:
+        return 2 * (number + 4 * math.ceil(number / BLOCK_SIZE))
+    return 2 * 4 * number + (0 if config.name in EIGHT_BIT else 4)  # and the number of updates
 
 
-def saved_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, Tensor]:
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The optimizer's state with keys such as `name/exp_avg`; a parameter that was never updated has no entry."""
+    return {
+        f"{name}/{key}": value
+        for name, parameter in trainable_parameters(model).items()
+        for key, value in saved_state(optimizer, parameter).items()
+    }
+
+
+def saved_state(optimizer: torch.optim.Optimizer, parameter: Tensor) -> dict[str, Tensor]:
     """The optimizer's state of one parameter as tensors, each in its own type; empty before its first update.
 
     Python numbers become int64 tensors without dimensions. bitsandbytes' code tables are left out: they are constants.
@@ -255,23 +241,12 @@ def saved_state(optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> di
     }
 
 
-def restore_state(
-    optimizer: torch.optim.Optimizer,
-    parameter: nn.Parameter,
-    tensors: Mapping[str, Tensor],
-    move: Callable[[Tensor], Tensor],
-) -> None:
-    """Put back what `saved_state` returned.
-
-    Args:
-        move: puts a tensor with dimensions on the parameter's device, as its shard where the parameter is sharded.
-    """
-    state: dict[str, Any] = {}
-    for key, tensor in tensors.items():
-        if tensor.dtype == torch.int64 and tensor.ndim == 0:
-            state[key] = int(tensor)
-        else:
-            state[key] = move(tensor) if tensor.ndim else tensor.to(parameter.device)
+def restore_state(optimizer: torch.optim.Optimizer, parameter: Tensor, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `saved_state` returned, on the parameter's device and sharded as the parameter is."""
+    state: dict[str, Any] = {
+        key: int(tensor) if tensor.dtype == torch.int64 and tensor.ndim == 0 else tensor
+        for key, tensor in tensors.items()
+    }
     buffer = getattr(optimizer, "get_state_buffer", None)  # bitsandbytes': paged memory for the paged optimizer
     if buffer is not None:
         for key in ("state1", "state2"):
@@ -307,15 +282,9 @@ def check_optimizer(config: OptimConfig, kind: str) -> None:
         )
 
 
-def _adamw(groups: list[Group], config: OptimConfig) -> torch.optim.AdamW:
-    devices = {parameter.device.type for group in groups for parameter in group["params"]}
-    return AdamW(
-        groups,
-        lr=config.learning_rate,
-        betas=config.betas,
-        eps=config.eps,
-        fused=devices <= {"cpu", "cuda"},
-    )
+def fused(groups: list[Group]) -> bool:
+    """True where torch has AdamW in one kernel."""
+    return {parameter.device.type for group in groups for parameter in group["params"]} <= {"cpu", "cuda"}
 
 
 def _muon(model: nn.Module, groups: list[Group], config: OptimConfig) -> MuonWithAdamW:
@@ -340,4 +309,7 @@ def _muon(model: nn.Module, groups: list[Group], config: OptimConfig) -> MuonWit
         adjust_lr_fn=config.adjust_lr_fn,
     )
     rest = part(False)
-    return MuonWithAdamW(muon, _adamw(rest, config) if rest else None)
+    adamw = (
+        AdamW(rest, lr=config.learning_rate, betas=config.betas, eps=config.eps, fused=fused(rest)) if rest else None
+    )
+    return MuonWithAdamW(muon, adamw)

@@ -17,8 +17,7 @@ from alignment.data.config import DataConfig
 from alignment.data.examples import PromptExample
 from alignment.errors import UserError
 from alignment.generation import Responses, response_text
-from alignment.planning.device import Device
-from alignment.planning.layout import Layout
+from alignment.planning.layout import Device, Layout
 from alignment.planning.plan import make_plan
 from alignment.rewards import AnswerSpec, JudgeSpec, LengthSpec, RewardPart, Rewards, RewardSpec
 from alignment.training import OptimConfig, Run, TrainingConfig

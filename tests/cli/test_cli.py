@@ -120,7 +120,7 @@ def test_a_traceback_comes_only_with_debug(stage, capsys, raised):
 
 
 def test_a_rank_tells_a_mistake_with_its_number_unless_another_rank_told_the_same(capsys, monkeypatch):
-    from alignment.training import ranks
+    from alignment.training import distributed as ranks
 
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -35,7 +35,7 @@ from alignment.training import (
     save_checkpoint,
     shard_rows,
 )
-from alignment.training.backends.sharding import local_rows
+from alignment.training.backends.state_files import local_rows
 from alignment.training.distributed import init_distributed, launched_kind
 from tests.distributed.worker import documents, next_token
 

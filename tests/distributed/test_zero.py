@@ -1,4 +1,4 @@
-"""ZeRO: each rank reads its part of a model, checkpoints go on with another number of processes and another backend."""
+"""ZeRO: each rank reads its part of a model, checkpoints go on with as many processes."""
 
 import importlib.util
 import json
@@ -7,7 +7,7 @@ import shutil
 import pytest
 from safetensors.torch import load_file
 
-from tests.distributed.processes import FSDP2, run_ranks
+from tests.distributed.processes import run_ranks
 from tests.distributed.test_launch import relative_error
 from tests.distributed.test_sharded import FAMILIES, write
 
@@ -37,16 +37,15 @@ def test_loading_holds_the_part_and_one_block_at_most(tmp_path):
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_checkpoint_of_four_processes_resumes_on_two_on_one_and_without_deepspeed(tmp_path, stage):
+def test_a_checkpoint_resumes_on_as_many_processes_and_on_no_others(tmp_path, stage):
     run_ranks(1, "tests.distributed.worker", str(tmp_path / "one"), "plain")
-    run_ranks(4, "tests.distributed.worker", str(tmp_path / "four"), "save", **ZERO[stage])
-    files = [file.name for file in (tmp_path / "four" / "checkpoints" / "step-000002").rglob("*") if file.is_file()]
-    assert len(files) > 8 and all(name.endswith((".json", ".safetensors")) for name in files)
-    others = {"two": (2, ZERO[stage]), "zero of one": (1, ZERO[stage]), "alone": (1, {}), "fsdp2": (2, FSDP2)}
-    for name, (count, settings) in others.items():
-        shutil.copytree(tmp_path / "four", tmp_path / name)
-        run_ranks(count, "tests.distributed.worker", str(tmp_path / name), "continue", **settings)
-        for file in ("toy.safetensors", "language.safetensors"):
-            error = relative_error(load_file(tmp_path / name / file), load_file(tmp_path / "one" / file))
-            print(stage, name, file, error)
-            assert error <= 1e-5, (name, file)
+    run_ranks(2, "tests.distributed.worker", str(tmp_path / "two"), "save", **ZERO[stage])
+    files = [file.name for file in (tmp_path / "two" / "checkpoints" / "step-000002").rglob("*") if file.is_file()]
+    assert len(files) > 6 and all(name.endswith((".json", ".safetensors")) for name in files)
+    shutil.copytree(tmp_path / "two", tmp_path / "alone")
+    run_ranks(2, "tests.distributed.worker", str(tmp_path / "two"), "continue", **ZERO[stage])
+    for file in ("toy.safetensors", "language.safetensors"):
+        error = relative_error(load_file(tmp_path / "two" / file), load_file(tmp_path / "one" / file))
+        assert error <= 1e-5, file
+    with pytest.raises(AssertionError, match="resume with the launch configuration that saved it"):
+        run_ranks(1, "tests.distributed.worker", str(tmp_path / "alone"), "continue")

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from alignment.planning.memory_tracker import MemoryTracker
+from alignment.planning.memory import MemoryTracker
 
 KIB = 1024  # 256 float32 numbers
 
@@ -18,7 +18,7 @@ def test_the_peak_of_a_chain_is_what_is_alive_beside_the_new_tensor():
         del b  # 2
         d = c[:10].clone()  # 40 bytes more
     assert tracker.peak == 4 * KIB
-    assert tracker.total == 2 * KIB + 40
+    assert tracker.live.total() == 2 * KIB + 40
     assert (len(c), len(d)) == (512, 10)
 
 
@@ -27,30 +27,28 @@ def test_a_view_is_not_counted_again_and_keeps_the_whole_storage_alive():
         a = torch.zeros(256)
         view = a[:1]
         del a
-        assert tracker.total == KIB
+        assert tracker.live.total() == KIB
         del view
-    assert tracker.total == 0 and tracker.peak == KIB
+    assert tracker.live.total() == 0 and tracker.peak == KIB
 
 
 def test_fake_tensors_are_counted_as_real_ones_and_take_no_memory():
     with FakeTensorMode(), MemoryTracker() as tracker:
         huge = torch.empty(2**40, dtype=torch.bfloat16)  # 2 TiB
-        assert tracker.total == 2**41
+        assert tracker.live.total() == 2**41
         del huge
-    assert tracker.total == 0
+    assert tracker.live.total() == 0
 
 
-def test_categories_scales_and_bytes_without_a_tensor():
+def test_categories_and_shares():
     def category(tensor):
         return "logits" if tensor.shape[-1] == 128 else "activations"
 
-    with MemoryTracker(category, scale=lambda name: 0.25 if name == "weights" else 1.0) as tracker:
+    with MemoryTracker(category) as tracker:
         weight = nn.Parameter(torch.zeros(256))
-        tracker.count([weight], "weights")  # 1 KiB, a quarter of it here
-        tracker.count_bytes("optimizer", 2 * KIB)
+        tracker.count([weight], "gradients", 0.25)  # 1 KiB, a quarter of it here
         logits = torch.zeros(2, 128)
-    assert tracker.at_peak == {"weights": KIB // 4, "optimizer": 2 * KIB, "logits": KIB}
-    assert tracker.peak == sum(tracker.at_peak.values()) == KIB // 4 + 3 * KIB
+    assert tracker.live == {"activations": 0, "gradients": KIB // 4, "logits": KIB}
     assert logits.numel() == 256
 
 
@@ -62,12 +60,12 @@ def test_the_backward_pass_of_a_linear_layer():
     with MemoryTracker() as tracker:
         tracker.count([x], "inputs")
         tracker.count(layer.parameters(), "weights")
-        tracker.watch_gradients(layer)
         loss = (layer(x) * 2).sum()
         loss.backward()
+        tracker.count([layer.weight.grad], "gradients")
         del loss
     assert tracker.live["gradients"] == KIB == tracker.live["weights"]
-    assert tracker.total == tracker.live["inputs"] + 2 * KIB  # nothing else is left
+    assert tracker.live.total() == tracker.live["inputs"] + 2 * KIB  # nothing else is left
     # At the peak: x, w, their product and its double.
     assert tracker.peak >= 4 * KIB + KIB + 8 * KIB
 

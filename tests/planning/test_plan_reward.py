@@ -8,8 +8,7 @@ from alignment.adapters.specs import LoRASpec
 from alignment.algorithms.reward import EnsembleConfig, RewardConfig
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
-from alignment.planning.device import Device
-from alignment.planning.layout import Layout
+from alignment.planning.layout import Device, Layout
 from alignment.planning.plan import make_plan
 from alignment.training import TrainingConfig
 

@@ -16,8 +16,7 @@ from alignment.algorithms.ppo.rollout import Baseline, collect
 from alignment.data.config import DataConfig
 from alignment.errors import UserError
 from alignment.generation import response_text
-from alignment.planning.device import Device
-from alignment.planning.layout import Layout
+from alignment.planning.layout import Device, Layout
 from alignment.planning.plan import make_plan
 from alignment.reward_model import load_reward_model
 from alignment.rewards import AnswerSpec, LengthSpec, RewardSpec

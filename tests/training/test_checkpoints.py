@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from alignment.errors import UserError
@@ -20,7 +21,6 @@ from alignment.training import (
     restore_checkpoint,
     save_checkpoint,
 )
-from alignment.training.backends import state_files
 from alignment.training.run.random_state import random_state, set_random_state
 from tests.killing import run_killed
 from tests.training.toys import squared_error, toy_batches, toy_engine, toy_rows, weights
@@ -94,8 +94,6 @@ def test_frozen_weights_are_not_stored_and_several_engines_have_a_folder_each(tm
     engines = {"policy": Engine(model, OptimConfig(1e-2), TrainingConfig(), total_steps=2), "value": toy_engine()}
     advance(engines["policy"], 1)
     path = save_checkpoint(tmp_path, 1, engines, {}, {}, keep=1)
-    from safetensors.torch import load_file
-
     assert set(load_file(path / "policy" / "model.safetensors")) == {"1.weight", "1.bias"}
     restore_checkpoint(path, engines, {})
     with pytest.raises(UserError, match=r"engines \['policy', 'value'\]"):
@@ -194,7 +192,7 @@ def test_an_error_in_the_middle_of_a_save_leaves_the_old_checkpoint(tmp_path, mo
     def fails(*arguments: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("alignment.training.backends.state_files.write_whole", fails)
+    monkeypatch.setattr("alignment.training.backends.state_files.write_file", fails)
     with pytest.raises(UserError, match=r"step-000002: the disk is full: \d+ bytes .* and \d+ are free"):
         save_checkpoint(tmp_path, 2, engine, {}, IDENTITY, keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
@@ -331,7 +329,7 @@ def test_a_file_outside_of_the_checkpoint_is_refused_and_not_opened(tmp_path, mo
 def test_a_full_disk_while_weights_are_written_is_named_with_path_and_bytes(tmp_path, monkeypatch):
     engine = saved(tmp_path, 1)
 
-    def fails(tensors: object, path: Path) -> None:
+    def fails(tensors: object, path: Path, metadata: object) -> None:
         path.write_bytes(b"12345")
         raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
 
@@ -345,51 +343,33 @@ def test_a_full_disk_while_weights_are_written_is_named_with_path_and_bytes(tmp_
 # Checkpoints of several ranks
 
 
-def in_parts(directory: Path, ranks: int) -> None:
-    """Cut the files of one process into those of several ranks, by rows; a tensor with fewer rows is on some of them."""
-    from safetensors.torch import load_file
+def sharded(root: Path) -> Engine:
+    """An engine with a checkpoint after its second update, whose files are those of a sharded model."""
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
+    engine = saved(root, 2)
     for kind in ("model", "optimizer"):
-        tensors = load_file(directory / f"{kind}.safetensors")
-        for rank in range(ranks):
-            rows = {}
-            for name, tensor in tensors.items():
-                whole = tensor.shape[0] if tensor.ndim else 1
-                chunk = -(-whole // ranks)
-                part = tensor[rank * chunk : (rank + 1) * chunk] if tensor.ndim else tensor
-                if tensor.ndim or rank == 0:
-                    rows[name] = state_files.Rows(part, min(whole, rank * chunk), whole)
-            state_files.write_rows(kind, rows, rank, directory)
-        (directory / f"{kind}.safetensors").unlink()
+        whole = root / "step-000002" / f"{kind}.safetensors"
+        writer = HuggingFaceStorageWriter(str(whole.with_name(f"{kind}-shards")), save_distributed=True)
+        save(load_file(whole), storage_writer=writer)
+        whole.unlink()
+    return engine
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 5])
-def test_parts_of_any_number_of_ranks_are_put_together(tmp_path, ranks):
-    engine = saved(tmp_path, 2)
-    expected = weights(engine)
-    in_parts(tmp_path / "step-000002", ranks)
-    other = toy_engine(seed=9)
+def test_shards_go_on_in_one_process_bit_by_bit(tmp_path):
+    engine, other = sharded(tmp_path), toy_engine(seed=9)
     restore_checkpoint(tmp_path / "step-000002", other, IDENTITY)
-    assert all(torch.equal(value, weights(other)[name]) for name, value in expected.items())
-    advance(engine, 1)
-    advance(other, 1)
+    for model in (engine, other):
+        advance(model, 1)
     assert all(torch.equal(value, weights(other)[name]) for name, value in weights(engine).items())
 
 
-def test_any_rows_are_read_from_any_parts_in_the_type_they_were_saved_in(tmp_path):
-    table = torch.randn(11, 3).bfloat16()
-    for rank, (start, stop) in enumerate(((0, 4), (4, 8), (8, 11))):
-        state_files.write_rows("model", {"a": state_files.Rows(table[start:stop], start, 11)}, rank, tmp_path)
-    files = state_files.StateFiles("model", tmp_path)
-    assert files.shapes == {"a": torch.Size([11, 3])}
-    for start in range(12):
-        for stop in range(start, 12):
-            assert torch.equal(files.rows("a", start, stop), table[start:stop])
-
-
-def test_a_missing_part_is_told_by_tensor(tmp_path):
-    saved(tmp_path, 1)
-    in_parts(tmp_path / "step-000001", 3)
-    (tmp_path / "step-000001" / "model-rank-00001.safetensors").unlink()
-    with pytest.raises(UserError, match=r"rows of last\.weight are missing, or there twice|rows of .* are missing"):
-        restore_checkpoint(tmp_path / "step-000001", toy_engine(), IDENTITY)
+def test_a_missing_shard_is_told_by_tensor(tmp_path):
+    sharded(tmp_path)
+    [shard] = (tmp_path / "step-000002" / "model-shards").iterdir()
+    tensors = load_file(shard)
+    offsets = {name: {"saved_offsets": [tensor.shape[0], *[0] * (tensor.ndim - 1)]} for name, tensor in tensors.items()}
+    save_file(tensors, shard, metadata={"DCP_SHARDING_INFO": json.dumps(offsets)})  # the second half of each tensor
+    with pytest.raises(UserError, match=r"parts of last\.weight are missing"):
+        restore_checkpoint(tmp_path / "step-000002", toy_engine(), IDENTITY)

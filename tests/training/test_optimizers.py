@@ -12,7 +12,6 @@ from alignment.data.batches import collate
 from alignment.errors import UserError
 from alignment.models.build import build_language_model
 from alignment.training import Engine, OptimConfig, Term, TrainingConfig, restore_checkpoint, save_checkpoint
-from alignment.training.backends import state_files
 from alignment.training.backends.base import checked_step
 from alignment.training.optim import OptimizerName
 from alignment.training.optimizers import (
@@ -261,8 +260,7 @@ def test_eight_bit_state_is_stored_in_eight_bits(tmp_path):
     engine = language_engine("adamw_8bit")
     train(engine, 1)
     backend: Any = engine.backend
-    tensors = state_files.optimizer_tensors(backend.unwrapped, backend.optimizer)
-    state_files.write_whole(state_files.OPTIMIZER, tensors, tmp_path)
+    backend.save(tmp_path)
     stored = load_file(tmp_path / "optimizer.safetensors")
     assert {tensor.dtype for key, tensor in stored.items() if key.endswith("state1") and tensor.numel() >= 4096} == {
         torch.uint8

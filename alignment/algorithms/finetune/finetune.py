@@ -37,7 +37,7 @@ from alignment.models.huggingface.checkpoint import save_model
 from alignment.models.safetensors_files import read_config
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.training import Engine, OptimConfig, Run, TrainingConfig, fit
-from alignment.training.ranks import compare_rows
+from alignment.training.distributed import compare_rows
 
 
 @dataclass(frozen=True)

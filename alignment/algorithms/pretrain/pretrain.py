@@ -43,7 +43,7 @@ from alignment.models.distill_init import init_from_teacher
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.weights_config import WeightsConfig, check_weights
 from alignment.training import OptimConfig, Run, TrainingConfig, fit, held_out_metrics
-from alignment.training.ranks import compare_rows
+from alignment.training.distributed import compare_rows
 
 MOST_TOKENS = 10_000_000  # of a vocabulary to train; the largest in use have a few hundred thousand
 SIZED = ("bpe", "wordpiece", "unigram")  # kinds of tokenizers whose vocabulary size is a setting

@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 1 to 3, prepared by Accelerate. Checkpoints are the same files as the other backends', no pickles.
+"""DeepSpeed ZeRO 1 to 3, prepared by Accelerate. Checkpoints are in zero.py.
 
 Stage and offloading come from the launch configuration. Precision, clipping and batch sizes are set here, so that a
 config trains the same model on every backend.
@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from alignment.errors import UserError
-from alignment.training.backends import state_files
-from alignment.training.backends.base import autocast_context
+from alignment.training.backends.base import Backend, autocast_context
 from alignment.training.backends.whole_weights import (
     blocks_of,
     computing_types,
@@ -24,14 +23,13 @@ from alignment.training.backends.whole_weights import (
     whole_bytes,
     whole_parameters,
 )
-from alignment.training.backends.zero_loading import read_partitions, read_whole
-from alignment.training.backends.zero_state import ZeroState
+from alignment.training.backends.zero import ZeroState, read_partitions, read_whole
 from alignment.training.distributed import ProcessGroup
 from alignment.training.optim import OptimConfig
 from alignment.training.optimizers import build_optimizer, set_learning_rate
 
 
-class DeepSpeedBackend:
+class DeepSpeedBackend(Backend):
     """A DeepSpeed engine around the model and its optimizer; several may live in one process."""
 
     collective_forward = True
@@ -115,29 +113,18 @@ class DeepSpeedBackend:
         return flat[: partitioned.ds_numel].view(partitioned.ds_shape)
 
     def trained_weights(self) -> dict[str, Tensor]:
-        trained = state_files.whole_trained_weights(self.unwrapped)
         if any(is_partitioned(parameter) for parameter in self.unwrapped.parameters()):
             raise UserError(
                 "training.ema_decay: ZeRO-3 divides the weights into parts that only its own optimizer may write; leave it "
                 "out, or launch with FSDP2 or ZeRO-2 (configs/launch/fsdp2.yaml, configs/launch/zero2.yaml)"
             )
-        return trained
-
-    def save_like_weights(self, kind: str, tensors: dict[str, Tensor], directory: Path) -> None:
-        if self.process_group.is_main:
-            state_files.write_whole(kind, tensors, directory)
-
-    def load_like_weights(self, kind: str, tensors: dict[str, Tensor], directory: Path) -> None:
-        state_files.fill_whole(kind, tensors, directory)
+        return super().trained_weights()
 
     def save(self, directory: Path) -> None:
-        self._zero_state().save(directory)
+        ZeroState(self.unwrapped, self.model.optimizer, self.process_group).save(directory)
 
     def load(self, directory: Path) -> None:
-        self._zero_state().load(directory)
-
-    def _zero_state(self) -> ZeroState:
-        return ZeroState(self.unwrapped, self.model.optimizer, self.process_group)
+        ZeroState(self.unwrapped, self.model.optimizer, self.process_group).load(directory)
 
     @contextmanager
     def _full_tensors(self, tensors: Sequence[Tensor]) -> Iterator[None]:

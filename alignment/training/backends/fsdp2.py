@@ -1,27 +1,25 @@
-"""FSDP2: torch's fully_shard, one shard group per block. Each rank writes its shards, for any number of ranks."""
+"""FSDP2: torch's fully_shard, one shard group per block."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from alignment.training.backends import state_files
-from alignment.training.backends.base import autocast_context, autocast_forward, checked_step, names_without_gradient
-from alignment.training.backends.sharding import full_tensor, is_first_copy, local_rows, shard_like, shard_model
+from alignment.training.backends.base import Backend, autocast_context, autocast_forward
+from alignment.training.backends.sharding import shard_model
 from alignment.training.backends.whole_weights import computing_types, whole_bytes, whole_parameters
 from alignment.training.distributed import ProcessGroup, fsdp_settings
 from alignment.training.optim import OptimConfig
-from alignment.training.optimizers import build_optimizer, restore_state
+from alignment.training.optimizers import build_optimizer
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-class FSDP2Backend:
+class FSDP2Backend(Backend):
     """Weights, gradients and optimizer state sharded over ranks; a block's weights are gathered while it runs."""
 
     collective_forward = True
@@ -35,26 +33,10 @@ class FSDP2Backend:
         self._reshard_after_forward = settings.reshard_after_forward
         shard_model(model, process_group, settings, precision)
         self.optimizer = build_optimizer(model, config)
-        self._missing: list[str] | None = None
 
     def backward(self, loss: Tensor, last: bool) -> None:
         # FSDP2 averages over ranks; every backward reduces, so that a rank never holds more than its shard of gradients.
         (loss * self.process_group.size).backward()
-
-    def step(self, learning_rate: float, values: Tensor, num_losses: int) -> tuple[list[float], float]:
-        if self._missing is None:
-            self._missing = names_without_gradient(self.unwrapped)
-        return checked_step(self.optimizer, self.config.max_grad_norm, learning_rate, values, num_losses)
-
-    def without_gradient(self) -> list[str]:
-        return self._missing or []
-
-    def gather(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
-        state = self.unwrapped.state_dict()
-        for name in names:
-            tensor = full_tensor(state[name])
-            if self.process_group.is_main:
-                yield name, tensor.cpu()
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
@@ -105,65 +87,13 @@ class FSDP2Backend:
         if not isinstance(parameter, DTensor):
             return None
         with torch.no_grad():
-            return full_tensor(parameter.to(self.process_group.device, dtype))
+            copy: Any = parameter.to(self.process_group.device, dtype)
+            return copy.full_tensor()
 
     def trained_weights(self) -> dict[str, Tensor]:
         for module in fsdp_modules(self.unwrapped):  # the root's weights may still be whole after a forward
             module.reshard()
-        trained = state_files.whole_trained_weights(self.unwrapped)
-        return {name: weight.to_local() if isinstance(weight, DTensor) else weight for name, weight in trained.items()}
-
-    def save_like_weights(self, kind: str, tensors: dict[str, Tensor], directory: Path) -> None:
-        rows = {
-            name: state_files.Rows(tensors[name], local_rows(weight)[0], weight.shape[0] if weight.ndim else 1)
-            for name, weight in self._sharded_weights(tensors).items()
-            if is_first_copy(weight)
-        }
-        state_files.write_rows(kind, rows, self.process_group.rank, directory)
-
-    def load_like_weights(self, kind: str, tensors: dict[str, Tensor], directory: Path) -> None:
-        files, weights = state_files.StateFiles(kind, directory), self._sharded_weights(tensors)
-        files.check({name: weight.shape for name, weight in weights.items()})
-        for name, weight in weights.items():
-            tensors[name].copy_(files.rows(name, *local_rows(weight)))
-
-    def _sharded_weights(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """The parameters of these names as DTensors, where they are sharded."""
-        self.trained_weights()
-        parameters = dict(self.unwrapped.named_parameters())
-        return {name: parameters[name].detach() for name in names}
-
-    def save(self, directory: Path) -> None:
-        state = self.unwrapped.state_dict()
-        kept = {name: state[name] for name in state_files.kept_names(self.unwrapped)}
-        rank, weights = self.process_group.rank, held_rows(kept)
-        bad = state_files.not_finite({name: rows.values for name, rows in weights.items()})
-        state_files.refuse_not_finite([name for names in self.process_group.gather_objects(bad) for name in names])
-        state_files.write_rows(state_files.WEIGHTS, weights, rank, directory)
-        tensors = state_files.optimizer_tensors(self.unwrapped, self.optimizer)
-        state_files.write_rows(state_files.OPTIMIZER, held_rows(tensors), rank, directory)
-
-    def load(self, directory: Path) -> None:
-        weights = state_files.StateFiles(state_files.WEIGHTS, directory)
-        optimizer = state_files.StateFiles(state_files.OPTIMIZER, directory)
-        state, names = self.unwrapped.state_dict(), state_files.kept_names(self.unwrapped)
-        weights.check({name: state[name].shape for name in names})
-        entries = state_files.optimizer_names(optimizer, self.unwrapped)
-        with torch.no_grad():
-            for name in names:
-                local = state[name].to_local() if isinstance(state[name], DTensor) else state[name]
-                local.copy_(weights.rows(name, *local_rows(state[name])))
-        for name, parameter in self.unwrapped.named_parameters():
-            if name in entries:
-                tensors = {entry: self._entry(optimizer, f"{name}/{entry}", parameter) for entry in entries[name]}
-                restore_state(self.optimizer, parameter, tensors, lambda tensor: tensor)
-
-    def _entry(self, files: state_files.StateFiles, key: str, parameter: nn.Parameter) -> Tensor:
-        """An entry of the optimizer's state: sharded as its parameter where it has its shape, else whole."""
-        shape = files.shapes[key]
-        if shape != parameter.shape:
-            return files.rows(key).to(parameter.device)
-        return shard_like(files.rows(key, *local_rows(parameter)), shape, parameter)
+        return super().trained_weights()
 
 
 def fsdp_modules(model: nn.Module) -> "list[FSDPModule]":
@@ -188,16 +118,3 @@ def without_gathering(modules: "list[FSDPModule]") -> Iterator[None]:
     finally:
         for state, own in zip(states, groups, strict=True):
             state._fsdp_param_groups = own
-
-
-def held_rows(tensors: Mapping[str, Tensor]) -> dict[str, state_files.Rows]:
-    """The rows of each tensor that this rank writes: those it holds, where no rank before it holds the same."""
-    return {
-        name: state_files.Rows(
-            tensor.to_local() if isinstance(tensor, DTensor) else tensor,
-            local_rows(tensor)[0],
-            tensor.shape[0] if tensor.ndim else 1,
-        )
-        for name, tensor in tensors.items()
-        if is_first_copy(tensor)
-    }

@@ -7,9 +7,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from alignment.errors import UserError
+from alignment.training.backends.state_files import local_rows
 from alignment.training.backends.whole_weights import computing_types
 from alignment.training.distributed import FSDPSettings, ProcessGroup
 
@@ -175,42 +176,3 @@ def _read_shards(model: nn.Module, stored: dict[str, RowSource], device: torch.d
         for module, name in owners[id(parameter)]:
             setattr(module, name, filled)
     model.load_state_dict({}, strict=False)  # its hooks let FSDP2 take the new shards, padded to equal sizes
-
-
-def local_rows(tensor: Tensor) -> tuple[int, int]:
-    """First row, and the one after the last, of what this rank holds of a tensor; all of them unless it is sharded."""
-    rows = tensor.shape[0] if tensor.ndim else 1
-    if not isinstance(tensor, DTensor):
-        return 0, rows
-    for dimension, placement in enumerate(tensor.placements):
-        if isinstance(placement, Shard):
-            assert placement.dim == 0
-            size, rank = tensor.device_mesh.size(dimension), tensor.device_mesh.get_local_rank(dimension)
-            chunk = -(-rows // size)
-            return min(rows, rank * chunk), min(rows, (rank + 1) * chunk)
-    return 0, rows
-
-
-def is_first_copy(tensor: Tensor) -> bool:
-    """Whether this rank is the first of those that hold these rows; a tensor that is not sharded is rank 0's."""
-    if not isinstance(tensor, DTensor):
-        return torch.distributed.get_rank() == 0
-    mesh = tensor.device_mesh
-    copies = [i for i, placement in enumerate(tensor.placements) if not isinstance(placement, Shard)]
-    return all(mesh.get_local_rank(i) == 0 for i in copies)
-
-
-def shard_like(rows: Tensor, shape: torch.Size, like: Tensor) -> Tensor:
-    """This rank's rows of a tensor of the given whole shape, as a tensor sharded like `like`."""
-    if not isinstance(like, DTensor):
-        return rows.to(like.device)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        rows.to(like.to_local().device), like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride
-    )
-
-
-def full_tensor(value: Tensor) -> Tensor:
-    """The whole tensor; a collective operation if it is sharded."""
-    value = value.detach()
-    return value.full_tensor() if isinstance(value, DTensor) else value

@@ -8,7 +8,8 @@
         model.safetensors       trained weights and buffers by name      (several engines: in a folder each)
         optimizer.safetensors   the optimizer's state by name
         average.safetensors     the moving average of the trained weights by name, where `training.ema_decay` is set
-        *-rank-00001.safetensors   in place of these where weights or optimizer are sharded: what rank 1 writes
+        *-shards/               in place of these where weights are sharded by FSDP2
+        zero-rank-00001.safetensors   in place of these under ZeRO: what rank 1 holds
     checkpoints/best/step-000080/   the same, of the best evaluation; see training/result.py
 A checkpoint is saved between two updates: it holds no partly accumulated gradient. A damaged one that a resume skipped
 is renamed to damaged-step-000100, and no longer counts as a checkpoint.
@@ -82,8 +83,7 @@ def save_checkpoint(
             write_json(directory / STATE, saved)
             write_json(directory / IDENTITY, identity)
             write_json(directory / RANDOM, random_states)
-            # Format 2 had whole tensors only; its files are read as they are.
-            manifest = {"format": 3, "step": step, "files": hashes(directory)}
+            manifest = {"format": 4, "step": step, "files": hashes(directory)}
             write_json(directory / MANIFEST, manifest | {"sum": hash_of(manifest)})
     if process_group.is_main:
         delete_older(path, keep)
