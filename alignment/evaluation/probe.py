@@ -14,8 +14,7 @@ import torch
 
 from alignment.adapters.files import is_adapter
 from alignment.data.config import DataConfig
-from alignment.data.tasks.classification import encode_texts
-from alignment.data.tasks.prepare import LabeledExamples, prepare_labeled
+from alignment.data.tasks.examples import LabeledExamples, TaskFormat, prepare_labeled
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.answer_accuracy import accuracy_gain
 from alignment.evaluation.inputs import print_tally, refuse_mixture
@@ -140,9 +139,9 @@ def run(config: ProbeConfig) -> Path:
     _check_same_rows(config, parts)
     right = {name: _judge(config, source, *parts[name]) for name, source in config.models.items()}
     fit, judged = parts[config.baseline]
-    classes = np.array([example.label for example in fit.examples])
+    classes = np.array([example.labels[0] for example in fit.examples])
     majority = np.bincount(classes).argmax()
-    held_out_classes = np.array([example.label for example in judged.examples])
+    held_out_classes = np.array([example.labels[0] for example in judged.examples])
     results = {
         "baseline": config.baseline,
         "rows": len(classes),
@@ -165,8 +164,9 @@ def run(config: ProbeConfig) -> Path:
 def _prepare(config: ProbeConfig, source: str) -> tuple[LabeledExamples, LabeledExamples]:
     """Rows of the fit and rows to judge, as token ids of one model."""
     tokenizer = load_tokenizer(source)
-    fit = prepare_labeled(config.data, "classification", tokenizer, encode_texts)
-    judged = prepare_labeled(config.data, "classification", tokenizer, encode_texts, "evaluation", names=fit.names)
+    form = TaskFormat("classification", max_length=config.data.max_length)
+    fit = prepare_labeled(config.data, form, tokenizer)
+    judged = prepare_labeled(config.data, form, tokenizer, "evaluation", names=fit.names)
     if source == config.models[config.baseline]:
         for part, found in (("train", fit), ("evaluation", judged)):
             print_tally(f"data.{part}", found.counts)
@@ -194,11 +194,11 @@ def _judge(
     model = load_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)
     states, classes = [], []
     for part in (fit, judged):
-        documents = [example.encoded.ids for example in part.examples]
+        documents = [example.documents[0] for example in part.examples]
         names = [(example.row_id, len(ids)) for example, ids in zip(part.examples, documents, strict=True)]
         check_lengths(model, names, "lower data.max_length")
         states.append(pooled_states(model, documents, config.pooling))
-        classes.append(np.array([example.label for example in part.examples]))
+        classes.append(np.array([example.labels[0] for example in part.examples]))
     probe = fit_probe(states[0], classes[0], count=len(fit.names), ridge=config.ridge)
     print(f"probe: {source}", file=sys.stderr)
     fitted, held_out = (

@@ -11,9 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from alignment.data.examples import Example, RankedExample, StepExample, TokenizedRow
 from alignment.data.pretraining.next_sentence import SentencePairBatch
 from alignment.data.table import longest_rows
-from alignment.data.tasks.classification import LabeledBatch
-from alignment.data.tasks.gpt1_inputs import MultiSequenceBatch
-from alignment.data.tasks.question_answering import SpanBatch
+from alignment.data.tasks.examples import TaskBatch
 from alignment.ragged import DeviceBatch, Ragged, Seq2Seq
 
 MASKED_SHARE = 0.15  # of the tokens, in masked text
@@ -74,22 +72,13 @@ def seq2seq_batch(length: int, rows: int) -> Seq2Seq:
     return Seq2Seq(Ragged.build([[0] * (length - target)] * rows), Ragged.build([[0] * target] * rows))
 
 
-def task_batch(task: str, length: int, rows: int) -> LabeledBatch | SpanBatch | MultiSequenceBatch:
-    """A micro-batch of a fine-tuning task."""
-    ragged = Ragged.build([[0] * length] * rows)
-    zeros = torch.zeros(rows, dtype=torch.long)
-    if task == "token_classification":
-        return LabeledBatch(ragged, torch.zeros(length * rows, dtype=torch.long))
-    if task == "question_answering":
-        return SpanBatch(ragged, ragged.firsts, ragged.last)
-    if task == "multiple_choice":
-        choices = min(CHOICES, rows)
-        documents = Ragged.build([[0] * length] * (rows // choices * choices))
-        count = rows // choices
-        return MultiSequenceBatch(
-            documents, torch.zeros(count, dtype=torch.long), torch.arange(count).repeat_interleave(choices)
-        )
-    return LabeledBatch(ragged, zeros)
+def task_batch(task: str, length: int, rows: int) -> TaskBatch:
+    """A micro-batch of a fine-tuning task; `rows` documents."""
+    choices = min(CHOICES, rows) if task == "multiple_choice" else 1
+    count = rows // choices
+    labels = count * {"token_classification": length, "question_answering": 2}.get(task, 1)
+    documents = Ragged.build([[0] * length] * (count * choices))
+    return TaskBatch(documents, torch.zeros(labels, dtype=torch.long), torch.arange(count).repeat_interleave(choices))
 
 
 def as_fake(batch: Moved, mode: FakeTensorMode) -> Moved:

@@ -5,7 +5,7 @@ import pytest
 
 from alignment.data.pretraining import corruption
 from alignment.data.pretraining.corruption import NOT_CHOSEN, Masking
-from alignment.data.text.truncation import truncate_pair
+from alignment.data.text.truncation import truncate_longest
 
 MASK, ORDINARY = 4, np.arange(10, 1000)
 
@@ -228,7 +228,7 @@ def test_infilled_spans_have_the_poisson_mean():
     [(5, 3, 8, (5, 3)), (5, 3, 6, (3, 3)), (5, 3, 5, (3, 2)), (1, 9, 4, (1, 3)), (9, 0, 4, (4, 0))],
 )
 def test_of_a_pair_the_longer_text_is_truncated(first, second, room, expected):
-    a, b = truncate_pair(range(first), range(second), room)
+    a, b = truncate_longest([range(first), range(second)], room)
     assert (len(a), len(b)) == expected
     assert a == list(range(len(a))) and b == list(range(len(b)))
 

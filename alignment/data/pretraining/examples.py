@@ -75,7 +75,7 @@ def tokenize_maskable(
 ) -> tuple[list[MaskableExample], Tally]:
     """Texts for masked language modeling; a longer text is split into successive parts of about equal length."""
     template, counts = special_token_template(tokenizer), Tally(rows=len(rows))
-    budget = text_budget(max_length, template.size, least=1)
+    budget = text_budget(max_length, template.size(1), least=1)
     examples = []
     for row, text in zip(rows, tokenize_with_offsets(tokenizer, [row.text for row in rows]), strict=True):
         if not text.ids:
@@ -85,7 +85,7 @@ def tokenize_maskable(
         if len(text.ids) > budget:
             counts.note_cut(TEXT_CUT, row.row_id)
         for part in even_slices(len(text.ids), budget):
-            encoded = template.single(text.ids[part])
+            encoded = template.encode(text.ids[part])
             starts = word_starts_in(encoded, [text.word_starts[part]])
             examples.append(MaskableExample(encoded.ids, encoded.is_text, starts, row.row_id))
     return examples, counts.with_documents(example.ids for example in examples)
@@ -192,7 +192,7 @@ def infilling(tokenizer: Tokenizer, *, density: float = 0.3, mean_span: float = 
 
     def corrupt(ids: Ids, generator: np.random.Generator) -> tuple[list[int], list[int]]:
         source = corruption.infill(ids, mask, generator, density=density, mean_span=mean_span)
-        return template.single(source).ids, template.single(ids).ids
+        return template.encode(source).ids, template.encode(ids).ids
 
     return corrupt
 

@@ -19,7 +19,7 @@ from alignment.data.pretraining.examples import (
 )
 from alignment.data.rows.records import Tally, Text
 from alignment.data.text.special_tokens import SpecialTokenTemplate, special_token_template, tokenize_with_offsets
-from alignment.data.text.truncation import text_budget, truncate_pair
+from alignment.data.text.truncation import text_budget, truncate_longest
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.ragged import RaggedBatch, group_rows_by_length
@@ -111,7 +111,7 @@ def tokenize_passages(rows: Sequence[Text], tokenizer: Tokenizer, max_length: in
         UserError: no budget for text, or fewer than two texts have two sentences, so that no B can come from another one.
     """
     counts, passages = Tally(rows=len(rows)), []
-    budget = text_budget(max_length, special_token_template(tokenizer).pair_size)
+    budget = text_budget(max_length, special_token_template(tokenizer).size(2))
     for document, row in enumerate(rows):
         texts = tokenize_with_offsets(tokenizer, sentences_of(row.text))
         sentences = [Sentence(text.ids, text.word_starts) for text in texts if text.ids]
@@ -199,9 +199,9 @@ def make_pair(
     if generator.random() < 0.5:
         second, label = other_sentences(passage, passages, _tokens(second), generator), OTHER_TEXT
     sides = [[token for sentence in side for token in sentence.ids] for side in (first, second)]
-    kept = truncate_pair(sides[0], sides[1], text_budget(max_length, template.pair_size))
+    kept = truncate_longest(sides, text_budget(max_length, template.size(2)))
     words = [[flag for sentence in side for flag in sentence.word_starts] for side in (first, second)]
-    encoded = template.pair(*kept)
+    encoded = template.encode(*kept)
     starts = word_starts_in(encoded, [flags[: len(ids)] for flags, ids in zip(words, kept, strict=True)])
     example = MaskableExample(encoded.ids, encoded.is_text, starts, passage.row_id, passage.source)
     return SentencePair(example, encoded.segments, label, sum(map(len, sides)) - sum(map(len, kept)))
