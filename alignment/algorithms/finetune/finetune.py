@@ -120,7 +120,10 @@ class FinetuneConfig(Settings):
             lambda c: c.frozen_trunk and c.adapter is not None,
             "leaves nothing for `adapter` to change; leave one of them out",
         ),
-        Rule("weights", lambda c: refusal(check_weights, c.weights, frozen=c.adapter is not None)),
+        Rule(
+            "weights",
+            lambda c: refusal(check_weights, c.weights, frozen=c.adapter is not None).removeprefix("weights."),
+        ),
         Rule(
             "data",
             lambda c: ", ".join(c.data.unread("mixing", "loss_weight", "chat_template", "as_messages")),

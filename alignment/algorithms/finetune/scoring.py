@@ -10,10 +10,10 @@ from torch.nn.utils.rnn import pad_sequence
 
 from alignment.algorithms.finetune.metrics import (
     answer_metrics,
+    are_entities,
     best_span,
     class_metrics,
     entity_metrics,
-    are_entities,
 )
 from alignment.data.tasks.examples import LabeledExamples, TaskBatch, TaskExample, TaskFormat, collate_tasks
 from alignment.data.tasks.rows import FinetuneTask
