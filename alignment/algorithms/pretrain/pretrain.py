@@ -35,7 +35,7 @@ from alignment.data.rows.records import Text
 from alignment.data.table import Rows, describe_cache
 from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.tokenizer import Tokenizer
-from alignment.data.tokenizers.train import TokenizerKind, train_tokenizer
+from alignment.data.tokenizers.train import SIZED, TokenizerKind, train_tokenizer
 from alignment.errors import UserError
 from alignment.loading import find_directory, load_tokenizer
 from alignment.models.build import build_model
@@ -47,7 +47,6 @@ from alignment.training import OptimConfig, Run, TrainingConfig, fit, held_out_m
 from alignment.training.ranks import compare_rows
 
 MOST_TOKENS = 10_000_000  # of a vocabulary to train; the largest in use have a few hundred thousand
-SIZED = ("bpe", "wordpiece", "unigram")  # kinds of tokenizers whose vocabulary size is a setting
 
 
 @dataclass(frozen=True)
