@@ -26,7 +26,7 @@ def encode_prompts_with_responses(tokenizer: Tokenizer, pairs: Sequence[tuple[st
     template = special_token_template(tokenizer)
     ids = _ids(tokenizer, [text for pair in pairs for text in pair])
     return [
-        template.pair(first, second) if prompt else template.single(second)
+        template.encode(first, second) if prompt else template.encode(second)
         for (prompt, _), first, second in zip(pairs, ids[::2], ids[1::2], strict=True)
     ]
 
@@ -97,7 +97,7 @@ def encode_responses(
             counts.drop(NO_RESPONSE, row_id)
             encoded.append(None)
             continue
-        budget = text_budget(max_length, template.pair_size if prompt else template.size)
+        budget = text_budget(max_length, template.size(2 if prompt else 1))
         if prompt:
             kept_head, kept = truncate(head, tails, budget, None)
         else:
@@ -106,7 +106,7 @@ def encode_responses(
             counts.note_cut(PROMPT_CUT, row_id)
         if any(len(tail) > len(short) for tail, short in zip(tails, kept, strict=True)):
             counts.note_cut(RESPONSE_CUT, row_id)
-        texts = [template.pair(kept_head, tail) if prompt else template.single(tail) for tail in kept]
+        texts = [template.encode(kept_head, tail) if prompt else template.encode(tail) for tail in kept]
         encoded.append([Example(text.ids, [part == 1 for part in text.segments], row_id) for text in texts])
     return encoded, counts
 

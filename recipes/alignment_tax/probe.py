@@ -15,8 +15,7 @@ import torch
 
 from alignment.adapters.files import is_adapter
 from alignment.data.config import DataConfig
-from alignment.data.tasks.classification import encode_texts
-from alignment.data.tasks.prepare import LabeledExamples, prepare_labeled
+from alignment.data.tasks.examples import LabeledExamples, TaskFormat, prepare_labeled
 from alignment.errors import UserError, raise_all
 from alignment.evaluation.inputs import print_tally, refuse_mixture
 from alignment.evaluation.winrate import accuracy_gain, win_rate
@@ -190,7 +189,7 @@ def run(config: ProbeConfig) -> Path:
     )
     right = {name: _judge(config, source, *parts[name]) for name, source in config.models.items()}
     fit, judged = parts[config.baseline]
-    classes, held_out_classes = (np.array([example.label for example in part.examples]) for part in (fit, judged))
+    classes, held_out_classes = (np.array([example.labels[0] for example in part.examples]) for part in (fit, judged))
     results = {
         "baseline": config.baseline,
         "rows": len(classes),
@@ -213,8 +212,9 @@ def run(config: ProbeConfig) -> Path:
 def _prepare(config: ProbeConfig, name: str) -> tuple[LabeledExamples, LabeledExamples]:
     """Rows of the fit and rows to judge, as token ids of one model."""
     tokenizer = load_tokenizer(config.models[name])
-    fit = prepare_labeled(config.data, "classification", tokenizer, encode_texts)
-    judged = prepare_labeled(config.data, "classification", tokenizer, encode_texts, "evaluation", names=fit.names)
+    form = TaskFormat("classification", max_length=config.data.max_length)
+    fit = prepare_labeled(config.data, form, tokenizer)
+    judged = prepare_labeled(config.data, form, tokenizer, "evaluation", names=fit.names)
     if name == config.baseline:
         for part, found in (("train", fit), ("evaluation", judged)):
             print_tally(f"data.{part}", found.counts)
@@ -230,11 +230,11 @@ def _judge(config: ProbeConfig, source: str, fit: LabeledExamples, judged: Label
     model = load_model(source, config.weights.dtype, best_device(), quantize=config.weights.quantize)
     states, classes = [], []
     for part in (fit, judged):
-        documents = [example.encoded.ids for example in part.examples]
+        documents = [example.documents[0] for example in part.examples]
         names = [(example.row_id, len(ids)) for example, ids in zip(part.examples, documents, strict=True)]
         check_lengths(model, names, "lower data.max_length")
         states.append(pooled_states(model, documents, config.pooling))
-        classes.append(np.array([example.label for example in part.examples]))
+        classes.append(np.array([example.labels[0] for example in part.examples]))
     probe = fit_probe(states[0], classes[0], count=len(fit.names), ridge=config.ridge)
     print(f"probe: {source}", file=sys.stderr)
     return [(probe.classify(each) == known).astype(float).tolist() for each, known in zip(states, classes, strict=True)]

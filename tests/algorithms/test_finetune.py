@@ -14,7 +14,6 @@ from alignment.adapters import DoRASpec, IA3Spec, LoRASpec
 from alignment.algorithms.finetune import finetune
 from alignment.algorithms.finetune import predict as predict_module
 from alignment.algorithms.finetune.finetune import FinetuneConfig
-from alignment.algorithms.finetune.inputs import collate_for_task, encode_rows
 from alignment.algorithms.finetune.model import (
     DoubleHeadsModel,
     classifier_state,
@@ -22,14 +21,27 @@ from alignment.algorithms.finetune.model import (
     label_config,
     start_classifier,
 )
-from alignment.algorithms.finetune.predict import predict, predict_examples
-from alignment.algorithms.finetune.scoring import auxiliary_language_loss, best_answers, finetune_loss_fn, word_metrics
+from alignment.algorithms.finetune.predict import predict
+from alignment.algorithms.finetune.scoring import (
+    auxiliary_language_loss,
+    best_answers,
+    finetune_loss_fn,
+    predict_examples,
+    task_metrics,
+)
 from alignment.config.load import load_config
 from alignment.data.config import DataConfig
-from alignment.data.tasks.classification import LabeledBatch, TokenExample
-from alignment.data.tasks.gpt1_inputs import MultiSequenceExample, add_gpt1_tokens, collate_multi_sequence
-from alignment.data.tasks.question_answering import SpanExample
-from alignment.data.tasks.rows import LabeledText, LabeledWords
+from alignment.data.rows.records import Tally
+from alignment.data.tasks.examples import (
+    LabeledExamples,
+    TaskBatch,
+    TaskExample,
+    TaskFormat,
+    add_gpt1_tokens,
+    collate_tasks,
+    encode_rows,
+)
+from alignment.data.tasks.rows import LabeledRow
 from alignment.data.text.special_tokens import EncodedText
 from alignment.errors import UserError
 from alignment.loading import load_tokenizer
@@ -248,10 +260,8 @@ def test_stopped_and_resumed_equals_uninterrupted(settings, tmp_path, read_metri
 
 def test_the_language_term_is_a_mean_over_tokens_texts_and_a_sum_over_rows():
     """Row 0: texts of 2 and 1 predicted tokens, means 2 and 6, hence 4; row 1: one text, mean 5; together 9."""
-    documents = [MultiSequenceExample([[1, 2, 3], [4, 5]], 0, "a"), MultiSequenceExample([[6, 7, 8]], 1, "b")]
-    [batch] = collate_multi_sequence(documents, 100)
-    by_target = {(2,): -1.0, (3,): -3.0, (5,): -6.0, (7,): -4.0, (8,): -6.0}
-    log_probs = torch.tensor([by_target[(int(token),)] for token in batch.ragged.tokens[batch.ragged.target_index]])
+    batch = TaskBatch(Ragged.build([[1, 2, 3], [4, 5], [6, 7, 8]]), torch.tensor([0, 1]), torch.tensor([0, 0, 1]))
+    log_probs = torch.tensor([-1.0, -3.0, -6.0, -4.0, -6.0])
     assert auxiliary_language_loss(log_probs, batch).item() == pytest.approx(9.0)
 
 
@@ -261,17 +271,14 @@ def test_the_language_head_is_that_of_the_checkpoint(checkpoints, family):
     model = start_classifier(
         checkpoints[family], "classification", label_config("classification", names), len(tokenizer), True
     )
-    texts = [LabeledText("the spa is warm", None, "yes", "a"), LabeledText("no", None, "no", "b")]
-    [batch] = collate_for_task("classification", "tokenizer")(
-        encode_rows("classification", "tokenizer", texts, tokenizer, max_length=64, names=names), 100
-    )
+    texts = [LabeledRow(("the spa is warm", None), ("yes",), "a"), LabeledRow(("no", None), ("no",), "b")]
+    [batch] = collate_tasks(encode_rows(texts, TaskFormat("classification"), tokenizer, names)[0], 100)
     log_probs = load_language_model(checkpoints[family])(batch=batch.ragged).log_probs.detach()
     result = finetune_loss_fn(model, "classification", 0.5)(batch)
     means = [float(-log_probs[batch.ragged.target_rows == row].mean()) for row in (0, 1)]
     assert result.metrics["language_loss"].item() == pytest.approx(sum(means), rel=1e-5)
     scores = model(batch=batch.ragged).logits
     assert_close(scores, model.classifier(batch=batch.ragged).logits)
-    assert isinstance(batch, LabeledBatch)
     cost = torch.nn.functional.cross_entropy(scores, batch.labels, reduction="sum")
     assert_close(result.total, cost + 0.5 * result.metrics["language_loss"])
 
@@ -296,12 +303,10 @@ def test_both_orders_of_a_pair_count_the_same(settings):
     model = str(finetune.run(settings("gpt2", "pair_classification", format="gpt1_similarity")))
     texts = [("the spa is warm", "a cold bus came"), ("a cold bus came", "the spa is warm")]
     tokenizer, names = load_tokenizer(model), {0: "agrees", 1: "objects"}
-    rows = [LabeledText(*pair, "agrees", str(number)) for number, pair in enumerate(texts)]
-    examples = encode_rows("pair_classification", "gpt1_similarity", rows, tokenizer, max_length=96, names=names)
+    rows = [LabeledRow(pair, ("agrees",), str(number)) for number, pair in enumerate(texts)]
+    examples, _ = encode_rows(rows, TaskFormat("pair_classification", "gpt1_similarity"), tokenizer, names)
     classifier = load_pretrained(model, "sequence")
-    logits, _ = predict_examples(
-        classifier, examples, collate_for_task("pair_classification", "gpt1_similarity"), "pair_classification", 1000
-    )
+    logits, _ = predict_examples(classifier, examples, "pair_classification", 1000)
     assert_close(logits[0], logits[1])
     alone = [classifier(batch=Ragged.build([document])).logits[0] for document in examples[0].documents]
     assert_close(logits[0], sum(alone))
@@ -345,7 +350,7 @@ def window(question, scores, words, first):
     """A window of one-letter words from letter `first` of the context, behind a first token that is no word."""
     offsets = [None, *((first + 2 * word, first + 2 * word + 1) for word in range(words))]
     encoded = EncodedText([0] * (words + 1), [0] * (words + 1), [True] * (words + 1), (0, 1))
-    return SpanExample(encoded, 0, 0, offsets, question, str(question)), torch.tensor(scores)
+    return TaskExample((encoded,), [0, 0], "q", offsets=tuple(offsets), question=question), torch.tensor(scores)
 
 
 def test_windows_of_a_question_are_compared_by_score():
@@ -358,10 +363,22 @@ def test_windows_of_a_question_are_compared_by_score():
     ]
     examples, rows = zip(*made, strict=True)
     contexts = ["a b c d", "x y z w"]
-    assert best_answers(examples, rows, contexts, max_answer=2, no_answer=False) == ["c", "x y"]
-    assert best_answers(examples, rows, contexts, max_answer=1, no_answer=False) == ["c", "y"]
-    assert best_answers(examples, rows, contexts, max_answer=2, no_answer=True) == ["c", "x y"]
-    assert best_answers(examples, rows, contexts, max_answer=1, no_answer=True) == ["c", ""]  # y has 2, nothing 2.5
+    for max_answer, no_answer, expected in [
+        (2, False, ["c", "x y"]),
+        (1, False, ["c", "y"]),
+        (2, True, ["c", "x y"]),
+        (1, True, ["c", ""]),  # y has 2, nothing 2.5
+    ]:
+        form = TaskFormat("question_answering", max_answer=max_answer, no_answer=no_answer)
+        assert best_answers(examples, rows, contexts, form) == expected
+
+
+def test_an_answer_has_no_blank_of_its_tokens():
+    encoded = EncodedText([0, 1, 2], [0] * 3, [True] * 3, (0, 1))
+    offsets = (None, (0, 1), (1, 3))  # the second word's token begins with the blank
+    scores = torch.tensor([[0.0, 0.0], [0.0, 0.0], [5.0, 5.0]])
+    form = TaskFormat("question_answering")
+    assert best_answers([TaskExample((encoded,), [0, 0], "q", offsets=offsets)], [scores], ["a b"], form) == ["b"]
 
 
 # What is refused
@@ -403,15 +420,15 @@ def test_what_does_not_go_together_is_refused(settings, checkpoints):
         with pytest.raises(UserError, match=words):
             finetune.run(settings(family, "classification", **changes))
     for task, changes, words in [
-        ("token_classification", {"format": "gpt1"}, "does not go with task=token_classification"),
-        ("classification", {"format": "gpt1_similarity"}, "does not go with task=classification"),
+        ("token_classification", {"format": "gpt1"}, "does not go with task token_classification"),
+        ("classification", {"format": "gpt1_similarity"}, "does not go with task classification"),
         ("token_classification", {"language_coef": 0.5}, "language_coef goes with"),
         ("pair_classification", {"language_coef": 0.5, "frozen_trunk": True}, "language_coef goes with"),
-        ("pair_classification", {"language_coef": -1.0}, "must be 0"),
+        ("pair_classification", {"language_coef": -1.0}, "language_coef must be at least 0"),
         ("pair_classification", {"adapter": LoRASpec(), "frozen_trunk": True}, "leave one of them out"),
         ("question_answering", {"max_answer": 0}, "max_answer must be at least 1"),
-        ("pair_classification", {"policy": None}, "either `model`"),
-        ("pair_classification", {"policy": None, "model": BERT}, "needs `tokenizer`"),
+        ("pair_classification", {"policy": None}, "policy .* one of the two"),
+        ("pair_classification", {"policy": None, "model": BERT}, "model needs `tokenizer`"),
     ]:
         with pytest.raises(ValueError, match=words):
             settings("gpt2", task, **changes)
@@ -448,10 +465,10 @@ def test_settings_of_a_run_reach_its_metrics_and_its_predictions(settings, rows,
         real = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *a, **k: asked.setdefault(name, []).append((a, k)) or real(*a, **k))
 
-    spy(finetune, "question_metrics")
-    spy(predict_module, "best_answers")
-    spy(predict_module, "encode_rows")
+    spy(finetune, "task_metrics")
     spy(finetune, "prepare_labeled")
+    spy(predict_module, "encode_rows")
+    spy(predict_module, "best_answers")
     own = {"stride": 20, "max_question": 5, "max_answer": 7, "no_answer": True}
     data = replace(rows["question_answering"], max_rows=3, max_length=60)
     config = settings(
@@ -459,12 +476,12 @@ def test_settings_of_a_run_reach_its_metrics_and_its_predictions(settings, rows,
     )
     model = finetune.run(config)
     predict(str(model), [("Who came?", "Hugo came.")])
-    answers, windows = {"max_answer": 7, "no_answer": True}, {"stride": 20, "max_question": 5}
-    [((_, _, questions), given)] = asked["question_metrics"]
-    assert len(questions) == 3 and given == answers and asked["best_answers"][-1][1] == answers
-    assert [{k: v for k, v in given.items() if k in windows} for _, given in asked["prepare_labeled"]] == 2 * [windows]
-    [(_, given)] = asked["encode_rows"]
-    assert given.pop("max_length") == 60 and given.pop("names") is not None and given == windows
+    form = TaskFormat("question_answering", "tokenizer", 60, **own)
+    assert all(form in arguments for calls in asked.values() for arguments, _ in calls)
+    assert {name: len(calls) for name, calls in asked.items()} == {
+        "task_metrics": 1, "prepare_labeled": 2, "encode_rows": 1, "best_answers": 1,
+    }  # fmt: skip
+    assert len(asked["task_metrics"][0][0][1].rows) == 3
 
 
 def test_the_language_term_of_a_run_has_its_weight(settings, read_metrics):
@@ -484,13 +501,12 @@ def test_the_loss_of_all_rows_is_a_mean_over_labels(checkpoints):
         False,
     ).eval()
     texts = [
-        LabeledWords(["the"], ["O"], "a"),
-        LabeledWords(["the", "spa", "is", "warm"], ["O", "B-x", "O", "O"], "b"),
+        LabeledRow((["the"],), ("O",), "a"),
+        LabeledRow((["the", "spa", "is", "warm"],), ("O", "B-x", "O", "O"), "b"),
     ]
-    examples = encode_rows("token_classification", "tokenizer", texts, tokenizer, max_length=64, names=names)
-    pack = collate_for_task("token_classification", "tokenizer")
+    examples, _ = encode_rows(texts, TaskFormat("token_classification"), tokenizer, names)
     (rows, alone), (_, together) = (
-        predict_examples(model, examples, pack, "token_classification", tokens) for tokens in (1, 1000)
+        predict_examples(model, examples, "token_classification", tokens) for tokens in (1, 1000)
     )
     costs = [
         torch.nn.functional.cross_entropy(scores, torch.tensor(example.labels), ignore_index=-100, reduction="sum")
@@ -504,16 +520,11 @@ def test_entities_that_are_found_too_often_cost_precision():
     names = {0: "B-x", 1: "I-x", 2: "O"}
     encoded = EncodedText([5, 6, 7, 8], [0] * 4, [True] * 4, (0,))
     scores = torch.eye(3)[[0, 1, 2, 0]]
-    metrics = word_metrics([TokenExample(encoded, [0, 1, 2, 2], "a")], [scores], names)
+    example = TaskExample((encoded,), [0, 1, 2, 2], "a")
+    data = LabeledExamples([example], [], Tally(), names)
+    metrics = task_metrics(TaskFormat("token_classification"), data, [scores])
     assert (metrics["entity_precision"], metrics["entity_recall"]) == (0.5, 1.0)
     assert metrics["accuracy"] == 0.75
-
-
-def test_an_answer_has_no_blank_of_its_tokens():
-    encoded = EncodedText([0, 1, 2], [0] * 3, [True] * 3, (0, 1))
-    window = SpanExample(encoded, 0, 0, [None, (0, 1), (1, 3)], 0, "q")  # the second word's token begins with the blank
-    scores = torch.tensor([[0.0, 0.0], [0.0, 0.0], [5.0, 5.0]])
-    assert best_answers([window], [scores], ["a b"], max_answer=2, no_answer=False) == ["b"]
 
 
 # Encoders that run as transformers' class

@@ -5,7 +5,7 @@ import pytest
 
 from alignment.data.pretraining import corruption
 from alignment.data.pretraining.corruption import NOT_CHOSEN, Masking
-from alignment.data.text.truncation import truncate_pair
+from alignment.data.text.truncation import truncate_longest
 
 MASK, ORDINARY = 4, np.arange(10, 1000)
 
@@ -28,20 +28,21 @@ def within(count: int, trials: int, share: float, sigmas: float = 4.0) -> bool:
 def test_the_budget_is_the_rounded_share_and_at_least_one(count, expected):
     # 0.15 * 10 = 1.5, which rounds to the even 2; 0.15 * 127 = 19.05
     assert corruption.budget(count, 0.15) == expected
-    choice = corruption.choose_tokens([True] * count, 0.15, generator(count))
+    choice = corruption.choose([True] * count, [True] * count, Masking(), generator(count))
     assert (choice != NOT_CHOSEN).sum() == expected
 
 
 def test_special_tokens_are_never_chosen_and_every_other_one_can_be():
     _, maskable = encoded(8)
-    counts = sum((corruption.choose_tokens(maskable, 0.25, generator(n)) != NOT_CHOSEN).astype(int) for n in range(800))
+    chosen = [corruption.choose(maskable, maskable, Masking(rate=0.25), generator(n)) != NOT_CHOSEN for n in range(800)]
+    counts = sum(each.astype(int) for each in chosen)
     assert counts[0] == counts[-1] == 0
     assert all(within(count, 800, 2 / 8) for count in counts[1:-1])
 
 
 def test_eighty_ten_ten_and_no_special_token_at_random():
     ids, maskable = encoded(20_000)
-    choice = corruption.choose_tokens(maskable, 0.15, generator(0))
+    choice = corruption.choose(maskable, maskable, Masking(), generator(0))
     new = corruption.replace_chosen(ids, choice, Masking(), generator(1), mask_id=MASK, random_ids=ORDINARY)
     chosen = choice != NOT_CHOSEN
     assert chosen.sum() == 3000
@@ -54,7 +55,7 @@ def test_eighty_ten_ten_and_no_special_token_at_random():
 
 def test_masking_alone_and_nothing_at_all_are_limits():
     ids, maskable = encoded(50)
-    choice = corruption.choose_tokens(maskable, 1.0, generator(0))
+    choice = corruption.choose(maskable, maskable, Masking(rate=1.0), generator(0))
     everything = Masking(rate=1.0, mask_share=1.0, random_share=0.0)
     assert corruption.replace_chosen(
         ids, choice, everything, generator(1), mask_id=MASK, random_ids=ORDINARY
@@ -76,7 +77,7 @@ def test_whole_words_are_chosen_together_within_the_budget():
     starts = [index == 0 for length in lengths for index in range(length)]
     maskable = [True] * len(starts)
     for seed in range(20):
-        chosen = corruption.choose_words(maskable, starts, 0.15, generator(seed)) != NOT_CHOSEN
+        chosen = corruption.choose(maskable, starts, Masking(units="words"), generator(seed)) != NOT_CHOSEN
         words = corruption.words_of(maskable, starts)
         assert all(len(set(chosen[start:stop])) == 1 for start, stop in words)
         room = corruption.budget(len(starts), 0.15)
@@ -84,9 +85,8 @@ def test_whole_words_are_chosen_together_within_the_budget():
 
 
 def test_a_word_longer_than_the_budget_is_chosen_where_there_is_no_other():
-    choice = corruption.choose_words(
-        [False, True, True, True, False], [False, True, False, False, False], 0.15, generator(0)
-    )
+    maskable, starts = [False, True, True, True, False], [False, True, False, False, False]
+    choice = corruption.choose(maskable, starts, Masking(units="words"), generator(0))
     assert (choice != NOT_CHOSEN).tolist() == [False, True, True, True, False]
 
 
@@ -181,7 +181,6 @@ def test_source_and_target_together_are_the_text_every_token_once(density, mean_
         assert [token for token in target if token in SENTINELS] == SENTINELS[: spans + 1]
         assert target[-1] == SENTINELS[spans]
         assert (len(source), len(target)) == (length - noise + spans, noise + spans + 1)
-        assert corruption.sentinels_needed(length, density, mean_span) == spans + 1
 
 
 def test_span_plan_is_worked_by_hand():
@@ -228,7 +227,7 @@ def test_infilled_spans_have_the_poisson_mean():
     [(5, 3, 8, (5, 3)), (5, 3, 6, (3, 3)), (5, 3, 5, (3, 2)), (1, 9, 4, (1, 3)), (9, 0, 4, (4, 0))],
 )
 def test_of_a_pair_the_longer_text_is_truncated(first, second, room, expected):
-    a, b = truncate_pair(range(first), range(second), room)
+    a, b = truncate_longest([range(first), range(second)], room)
     assert (len(a), len(b)) == expected
     assert a == list(range(len(a))) and b == list(range(len(b)))
 

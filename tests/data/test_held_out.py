@@ -11,8 +11,7 @@ from alignment.data.prepare import prepare
 from alignment.data.pretraining.prepare import prepare_text
 from alignment.data.rows.read import prompt_key, read_rows, text_hash
 from alignment.data.table import JoinedTables
-from alignment.data.tasks.classification import encode_texts
-from alignment.data.tasks.prepare import prepare_labeled
+from alignment.data.tasks.examples import TaskFormat, prepare_labeled
 from alignment.errors import UserError
 
 WORDS = ("cat", "mat", "price", "hello", "friend", "system")
@@ -155,10 +154,10 @@ def test_labeled_rows_for_tasks(jsonl, bpe):
         *({"text": f"t {number // 2} the cat", "label": "yes" if number % 5 else "rare"} for number in range(60))
     )
     config = DataConfig(path, evaluation_share=0.3)
-    train = prepare_labeled(config, "classification", bpe, encode_texts)
-    held = prepare_labeled(config, "classification", bpe, encode_texts, "evaluation", names=train.names)
-    assert len(train.rows) + len(held.rows) == 60 and not {row.text for row in train.rows} & {
-        row.text for row in held.rows
+    train = prepare_labeled(config, TaskFormat("classification"), bpe)
+    held = prepare_labeled(config, TaskFormat("classification"), bpe, "evaluation", names=train.names)
+    assert len(train.rows) + len(held.rows) == 60 and not {row.inputs for row in train.rows} & {
+        row.inputs for row in held.rows
     }
     assert (
         set(train.names.values()) == {"yes", "rare"}

@@ -6,8 +6,7 @@ from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.prepare import prepare
 from alignment.data.rows.read import TIE
 from alignment.data.rows.records import Tally
-from alignment.data.tasks.classification import encode_texts
-from alignment.data.tasks.prepare import prepare_labeled
+from alignment.data.tasks.examples import TaskFormat, prepare_labeled
 from alignment.data.text import chat
 from alignment.data.tokenize import PLAIN_PROMPT
 from alignment.errors import UserError
@@ -40,7 +39,7 @@ def test_ties_are_dropped_or_bad_rows_as_the_config_says(jsonl, bpe, skip_ties):
 def test_labeled_rows_keep_to_the_config_too(jsonl, bpe):
     path = jsonl({"gold": "no"}, LABELED, {**LABELED, "gold": "no"}, LABELED)
     config = DataConfig(path, columns={"text": "sentence", "label": "gold"}, max_rows=2, on_bad_row="skip")
-    prepared = prepare_labeled(config, "classification", bpe, encode_texts)
+    prepared = prepare_labeled(config, TaskFormat("classification"), bpe)
     examples, counts, names = prepared.examples, prepared.counts, prepared.names
     assert [example.row_id for example in examples] == [f"{path}:2", f"{path}:3"]
     assert (counts.rows, counts.kept, counts.lost) == (3, 2, 1) and names == {0: "no", 1: "yes"}
@@ -58,7 +57,7 @@ def test_the_split_of_a_hub_set_is_the_configs(monkeypatch, bpe):
     monkeypatch.setattr(datasets, "load_dataset", load)
     config = DataConfig("owner/name", split="some")
     prepare(config, "text", bpe)
-    prepare_labeled(config, "classification", bpe, encode_texts)
+    prepare_labeled(config, TaskFormat("classification"), bpe)
     assert set(calls) == {("owner/name", "some")}
 
 

@@ -223,13 +223,18 @@ def test_infilling_writes_the_whole_text():
 
 def test_special_token_templates_are_read_from_the_tokenizer(wordpiece, unigram, bpe):
     cls, sep = wordpiece.cls_token_id, wordpiece.sep_token_id
-    pair = special_token_template(wordpiece).pair([50, 51], [52])
+    pair = special_token_template(wordpiece).encode([50, 51], [52])
     assert pair.ids == [cls, 50, 51, sep, 52, sep]
     assert pair.segments == [0, 0, 0, 0, 1, 1]
     assert pair.is_text == [False, True, True, False, True, False]
     assert pair.starts == (1, 4)
-    assert special_token_template(unigram).pair([50], [52]).ids == [50, unigram.eos_token_id, 52, unigram.eos_token_id]
-    assert special_token_template(bpe).single([50]).ids == [bpe.bos_token_id, 50]
+    assert special_token_template(unigram).encode([50], [52]).ids == [
+        50,
+        unigram.eos_token_id,
+        52,
+        unigram.eos_token_id,
+    ]
+    assert special_token_template(bpe).encode([50]).ids == [bpe.bos_token_id, 50]
     assert set(wordpiece.all_special_ids).isdisjoint(non_special_ids(wordpiece).tolist())
 
 
@@ -246,7 +251,7 @@ def test_each_text_of_a_pair_begins_with_the_bos_of_a_tokenizer_that_has_one():
     one, two = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("the cat", "a dog"))
     bos = tokenizer.bos_token_id
     assert tokenizer("the cat", "a dog")["input_ids"] == [bos, *one, bos, *two]
-    assert special_token_template(tokenizer).pair(one, two).ids == [bos, *one, bos, *two]
+    assert special_token_template(tokenizer).encode(one, two).ids == [bos, *one, bos, *two]
 
 
 def test_a_text_needs_one_sentinel_more_than_it_has_spans():

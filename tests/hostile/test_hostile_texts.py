@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from alignment.data.text.templates import render
+from alignment.data.text.templates import Dialogue, EscapedControlTokens, render_dialogues
 from alignment.errors import UserError
 
 pytestmark = [
@@ -54,6 +54,15 @@ TEMPLATES = {  # name: (template, what the message says)
     "too_long": ("a" * 200_001, "characters"),
     "said_by_itself": ("{{ raise_exception('only for adults') }}", "only for adults"),
 }
+
+
+def render(tokenizer, messages, *, open_turn):
+    [texts] = render_dialogues(
+        tokenizer, [Dialogue(messages, None, EscapedControlTokens(), ((len(messages), open_turn),))]
+    )
+    if isinstance(texts, UserError):
+        raise texts
+    return texts[0]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

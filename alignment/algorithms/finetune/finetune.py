@@ -1,7 +1,7 @@
 """Fine-tuning for downstream tasks: classification of texts, pairs and words, question answering, multiple choice."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from alignment.adapters.files import is_adapter
 from alignment.adapters.specs import MergeableSpec
-from alignment.algorithms.finetune.inputs import ENCODE, Format, choose_format, collate_for_task
 from alignment.algorithms.finetune.model import (
     classifier_state,
     freeze,
@@ -20,28 +19,36 @@ from alignment.algorithms.finetune.model import (
     start_classifier,
     unwrap,
 )
-from alignment.algorithms.finetune.predict import predict_examples
-from alignment.algorithms.finetune.scoring import finetune_loss_fn, label_metrics, question_metrics, word_metrics
+from alignment.algorithms.finetune.scoring import finetune_loss_fn, predict_examples, task_metrics
 from alignment.algorithms.policies import save_output, tokenizer_settings
 from alignment.algorithms.runs import check_rows, open_run, prepare_training
 from alignment.data.config import DataConfig, Part
-from alignment.data.tasks.gpt1_inputs import add_gpt1_tokens
-from alignment.data.tasks.prepare import LabeledExamples, prepare_labeled
+from alignment.data.tasks.examples import (
+    FORMATS,
+    Format,
+    LabeledExamples,
+    TaskFormat,
+    add_gpt1_tokens,
+    collate_tasks,
+    prepare_labeled,
+)
 from alignment.data.tasks.rows import FinetuneTask
 from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError, raise_all
 from alignment.loading import architecture_of, find_directory, load_tokenizer
-from alignment.models.families import is_external_type
+from alignment.models.families import family_of, is_external_type
 from alignment.models.huggingface.checkpoint import save_model
 from alignment.models.safetensors_files import read_config
+from alignment.models.transformer import TransformerSpec
 from alignment.models.weights_config import WeightsConfig, check_weights
+from alignment.settings import NonNegativeFloat, PositiveInt, Rule, Settings, refusal
 from alignment.training import Engine, OptimConfig, Run, TrainingConfig, fit
 from alignment.training.distributed import compare_rows
 
 
 @dataclass(frozen=True)
-class FinetuneConfig:
+class FinetuneConfig(Settings):
     """Settings of one fine-tuning run.
 
     Attributes:
@@ -77,37 +84,52 @@ class FinetuneConfig:
     tokenizer: str | None = None
     format: Format | None = None
     frozen_trunk: bool = False
-    language_coef: float = 0.0
+    language_coef: NonNegativeFloat = 0.0
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     adapter: MergeableSpec | None = None
-    stride: int = 128
-    max_question: int = 64
-    max_answer: int = 30
+    stride: PositiveInt = 128
+    max_question: PositiveInt = 64
+    max_answer: PositiveInt = 30
     no_answer: bool = False
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=3e-5))
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
-    def __post_init__(self) -> None:
-        if (self.model is None) == (self.policy is None):
-            raise ValueError("give either `model` (start from nothing) or `policy` (go on from a checkpoint)")
-        if self.model is not None and (self.tokenizer is None or "model_type" not in self.model):
-            raise ValueError("`model` needs `tokenizer`, a directory, and model.model_type, such as bert")
-        if self.format is not None and (self.task, self.format) not in ENCODE:
-            raise ValueError(f"format={self.format} does not go with task={self.task}")
-        if self.language_coef < 0:
-            raise ValueError(f"language_coef must be 0 (off) or above, got {self.language_coef}; 0.5 is usual")
-        if self.language_coef and (self.task in ("token_classification", "question_answering") or self.frozen_trunk):
-            raise ValueError(
-                "language_coef goes with text and pair classification and multiple choice, and with a trunk that trains"
-            )
-        if self.frozen_trunk and self.adapter is not None:
-            raise ValueError("frozen_trunk leaves nothing for `adapter` to change; leave one of them out")
-        check_weights(self.weights, frozen=self.adapter is not None)
-        if unread := self.data.unread("mixing", "loss_weight", "chat_template", "as_messages"):
-            raise ValueError(f"data: finetune sees every row once per epoch and alike, without {', '.join(unread)}")
-        for name in ("stride", "max_question", "max_answer"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+    RULES = (
+        Rule(
+            "policy",
+            lambda c: (c.model is None) == (c.policy is None),
+            "(a checkpoint) or `model` (a fresh one) must be given, one of the two",
+        ),
+        Rule(
+            "model",
+            lambda c: c.model is not None and (c.tokenizer is None or "model_type" not in c.model),
+            "needs `tokenizer`, a directory, and model.model_type, such as bert",
+        ),
+        Rule(
+            "format",
+            lambda c: c.format is not None and c.format not in FORMATS.get(c.task, ("tokenizer",)),
+            "{self.format} does not go with task {self.task}",
+        ),
+        Rule(
+            "language_coef",
+            lambda c: c.language_coef and (c.task in ("token_classification", "question_answering") or c.frozen_trunk),
+            "goes with text and pair classification and multiple choice, and with a trunk that trains",
+        ),
+        Rule(
+            "frozen_trunk",
+            lambda c: c.frozen_trunk and c.adapter is not None,
+            "leaves nothing for `adapter` to change; leave one of them out",
+        ),
+        Rule(
+            "weights",
+            lambda c: refusal(check_weights, c.weights, frozen=c.adapter is not None).removeprefix("weights."),
+        ),
+        Rule(
+            "data",
+            lambda c: ", ".join(c.data.unread("mixing", "loss_weight", "chat_template", "as_messages")),
+            "is read whole, every row once per epoch and alike; leave out {found}",
+        ),
+    )
 
 
 def run(config: FinetuneConfig) -> Path:
@@ -124,20 +146,18 @@ def run(config: FinetuneConfig) -> Path:
         if run.finished:
             return run.output / "model"
         source = find_source(config)
-        model_config = source if isinstance(source, dict) else read_config(source)
-        input_format = choose_format(config.format, config.task, model_config, config.language_coef)
-        run.note(f"format: {input_format}")
+        form = choose_format(config, source if isinstance(source, dict) else read_config(source))
+        run.note(f"format: {form.format}")
         tokenizer = load_tokenizer(config.tokenizer or config.policy or "")
-        tokenizer = tokenizer if input_format == "tokenizer" else add_gpt1_tokens(tokenizer)
-        train = read_part(config, input_format, tokenizer, run, "train")
-        held_out = None
-        if config.data.evaluates:
-            held_out = read_part(config, input_format, tokenizer, run, "evaluation", names=train.names)
-        if isinstance(source, dict):
-            source = tokenizer_settings(tokenizer) | source
-        labels = label_config(config.task, train.names)
+        if form.format != "tokenizer":
+            tokenizer = add_gpt1_tokens(tokenizer)
+        train = read_part(config, form, tokenizer, run, "train")
+        held_out = (
+            read_part(config, form, tokenizer, run, "evaluation", names=train.names) if config.data.evaluates else None
+        )
         model = start_classifier(
-            source, config.task, labels, len(tokenizer), config.language_coef > 0,
+            tokenizer_settings(tokenizer) | source if isinstance(source, dict) else source,
+            form.task, label_config(form.task, train.names), len(tokenizer), config.language_coef > 0,
             adapter=config.adapter, weights=config.weights,
         )  # fmt: skip
         check_vocabulary(tokenizer, unwrap(model).spec.vocabulary)
@@ -149,18 +169,18 @@ def run(config: FinetuneConfig) -> Path:
         fit(
             engine,
             stream,
-            collate_for_task(config.task, input_format),
-            finetune_loss_fn(engine.model, config.task, config.language_coef),
+            collate_tasks,
+            finetune_loss_fn(engine.model, form.task, config.language_coef),
             training=config.training,
             run=run,
-            evaluate=evaluation(config, input_format, engine, held_out) if held_out else None,
-            save=partial(save, config, input_format, engine, model, tokenizer),
+            evaluate=partial(held_out_metrics, config, form, engine, held_out) if held_out else None,
+            save=partial(save, config, form, engine, model, tokenizer),
         )
         return run.output / "model"
 
 
 def find_source(config: FinetuneConfig) -> Path | dict[str, Any]:
-    """What the model starts from: a checkpoint's directory, or the config of a fresh one.
+    """The directory of the checkpoint that the model starts from, or the config of a fresh one.
 
     Raises:
         UserError: no such checkpoint, an adapter's directory; a decoder that runs as transformers' class, or an adapter
@@ -180,9 +200,35 @@ def find_source(config: FinetuneConfig) -> Path | dict[str, Any]:
     return directory
 
 
+def choose_format(config: FinetuneConfig, model: dict[str, Any]) -> TaskFormat:
+    """The form of the run's rows: the format asked for, else GPT-1's for pairs and choices of a decoder.
+
+    A decoder's tokenizer has no token that separates two texts.
+
+    Args:
+        model: config.json, for its family.
+
+    Raises:
+        UserError: a decoder's format or loss for a model that is no decoder.
+    """
+    name, decoder = model.get("model_type"), False
+    if not is_external_type(model):  # else an encoder
+        spec = family_of(model).spec_from_config(model)
+        decoder = isinstance(spec, TransformerSpec) and spec.causal
+    if config.format not in (None, "tokenizer") and not decoder:
+        raise UserError(f"format={config.format} is a decoder's and {name} is none; leave it out")
+    if config.language_coef and not decoder:
+        raise UserError(f"language_coef={config.language_coef:g} needs a decoder and {name} is none; set it to 0")
+    pairs = config.task in ("pair_classification", "multiple_choice")
+    return TaskFormat(
+        config.task, config.format or ("gpt1" if decoder and pairs else "tokenizer"), config.data.max_length,
+        config.stride, config.max_question, config.max_answer, config.no_answer,
+    )  # fmt: skip
+
+
 def read_part(
     config: FinetuneConfig,
-    input_format: Format,
+    form: TaskFormat,
     tokenizer: Tokenizer,
     run: Run,
     part: Part,
@@ -197,50 +243,33 @@ def read_part(
     Raises:
         UserError: as `prepare_labeled`; questions without an answer where `no_answer` is off.
     """
-    asks = config.task == "question_answering"
-    options = {"stride": config.stride, "max_question": config.max_question} if asks else {}
-    encode = ENCODE[config.task, input_format]
-    prepared = prepare_labeled(config.data, config.task, tokenizer, encode, part, names=names, **options)
-    if asks and not config.no_answer:
+    prepared = prepare_labeled(config.data, form, tokenizer, part, names=names)
+    if form.task == "question_answering" and not form.no_answer:
         raise_all(
             f"{row.row_id}: a question without an answer; set no_answer=true, or leave the row out"
             for row in prepared.rows
-            if not row.answers
+            if not row.labels
         )
     for line in prepared.counts.lines():
-        run.note(f"{part} {config.task}: {line}")
+        run.note(f"{part} {form.task}: {line}")
     compare_rows(f"data.{part}", prepared.examples)
     return prepared
 
 
-def evaluation(
-    config: FinetuneConfig, input_format: Format, engine: Engine, held_out: LabeledExamples
-) -> Callable[[], dict[str, float]]:
-    """A function that returns the held-out loss and metrics, keys prefixed `held_out_`; every rank reads all rows."""
-    collate, examples = collate_for_task(config.task, input_format), held_out.examples
-
-    def evaluate() -> dict[str, float]:
-        engine.model.eval()
-        with engine.backend.autocast():
-            logits, loss = predict_examples(
-                engine.model, examples, collate, config.task, config.training.tokens_per_forward
-            )
-        engine.model.train()
-        set_training_mode(engine.backend.unwrapped, config.frozen_trunk)
-        if config.task == "question_answering":
-            metrics = question_metrics(
-                examples, logits, held_out.rows, max_answer=config.max_answer, no_answer=config.no_answer
-            )
-        elif config.task == "token_classification":
-            metrics = word_metrics(examples, logits, held_out.names)
-        else:
-            metrics = label_metrics(examples, logits, config.task, held_out.names)
-        return {f"held_out_{name}": value for name, value in {"loss": loss, **metrics}.items()}
-
-    return evaluate
+def held_out_metrics(
+    config: FinetuneConfig, form: TaskFormat, engine: Engine, held_out: LabeledExamples
+) -> dict[str, float]:
+    """The held-out loss and metrics, keys prefixed `held_out_`; every rank reads all rows."""
+    engine.model.eval()
+    with engine.backend.autocast():
+        logits, loss = predict_examples(engine.model, held_out.examples, form.task, config.training.tokens_per_forward)
+    engine.model.train()
+    set_training_mode(engine.backend.unwrapped, config.frozen_trunk)
+    metrics = {"loss": loss, **task_metrics(form, held_out, logits)}
+    return {f"held_out_{name}": value for name, value in metrics.items()}
 
 
-def save(config: FinetuneConfig, input_format: Format, engine: Engine, model: nn.Module, tokenizer: Tokenizer) -> Path:
+def save(config: FinetuneConfig, form: TaskFormat, engine: Engine, model: nn.Module, tokenizer: Tokenizer) -> Path:
     """Write `output/model` in Hugging Face layout and return it; config.json keeps what `predict` needs to read rows."""
 
     def write(folder: Path, tensors: Iterator[tuple[str, Tensor]]) -> None:
@@ -249,10 +278,7 @@ def save(config: FinetuneConfig, input_format: Format, engine: Engine, model: nn
         pad = tokenizer.pad_token_id
         if classifier.source == "native":  # another encoder may count its positions from the id of its padding
             classifier.config["pad_token_id"] = None if pad == tokenizer.eos_token_id else pad
-        kept = ("task", "stride", "max_question", "max_answer", "no_answer")
-        settings = {name: getattr(config, name) for name in kept}
-        settings |= {"format": input_format, "max_length": config.data.max_length}
-        classifier.config["task_specific_params"] = {"finetune": settings}
+        classifier.config["task_specific_params"] = {"finetune": asdict(form)}
         state, size = classifier_state(model, dict(tensors)), config.training.max_shard_size
         save_model(classifier, folder, tensors=state.items(), max_shard_size=size)
 

@@ -16,11 +16,10 @@ PUNCTUATION = str.maketrans("", "", string.punctuation)
 Entity = tuple[str, int, int]  # kind, first word, the one after the last
 
 
-# Classes
+def class_metrics(labels: Sequence[int], predictions: Sequence[int], classes: int) -> dict[str, float]:
+    """`accuracy`, `macro_f1`, `matthews`, and for two classes `f1`, that of class 1.
 
-
-def confusion(labels: Sequence[int], predictions: Sequence[int], classes: int) -> Tensor:
-    """Confusion matrix: rows of each class (row) predicted as each class (column), [C, C], int64.
+    F1 of a class is 2 right / (labeled + predicted); macro_f1 is the mean over the classes that are labeled or predicted.
 
     Raises:
         ValueError: nothing to count, or not as many predictions as labels.
@@ -28,25 +27,16 @@ def confusion(labels: Sequence[int], predictions: Sequence[int], classes: int) -
     if not labels or len(labels) != len(predictions):
         raise ValueError(f"{len(labels)} labels and {len(predictions)} predictions; they must be as many, and some")
     cells = torch.tensor(labels) * classes + torch.tensor(predictions)
-    return torch.bincount(cells, minlength=classes * classes).reshape(classes, classes)
-
-
-def accuracy(table: Tensor) -> float:
-    """Share of the rows with the right class."""
-    return float(table.trace() / table.sum())
-
-
-def class_f1(table: Tensor) -> list[float]:
-    """F1 of each class, 2 correct / (labeled + predicted); 0 for a class that is neither labeled nor predicted."""
-    both = table.sum(0) + table.sum(1)
-    return (2 * table.diagonal() / both.clamp(min=1)).tolist()
-
-
-def macro_f1(table: Tensor) -> float:
-    """Mean F1 over the classes that are labeled or predicted at least once."""
-    occurring = (table.sum(0) + table.sum(1) > 0).tolist()
-    scores = [score for score, counts in zip(class_f1(table), occurring, strict=True) if counts]
-    return sum(scores) / len(scores)
+    table = torch.bincount(cells, minlength=classes * classes).reshape(classes, classes)  # rows: labels
+    counts = table.sum(0) + table.sum(1)
+    f1 = (2 * table.diagonal() / counts.clamp(min=1)).tolist()
+    occurring = [score for score, count in zip(f1, counts.tolist(), strict=True) if count]
+    metrics = {
+        "accuracy": float(table.trace() / table.sum()),
+        "macro_f1": sum(occurring) / len(occurring),
+        "matthews": matthews(table),
+    }
+    return metrics | ({"f1": f1[1]} if classes == 2 else {})
 
 
 def matthews(table: Tensor) -> float:
@@ -65,18 +55,8 @@ def matthews(table: Tensor) -> float:
     return float((rows * counts.trace() - labeled @ predicted) / spread.sqrt())
 
 
-def class_metrics(labels: Sequence[int], predictions: Sequence[int], classes: int) -> dict[str, float]:
-    """`accuracy`, `macro_f1`, `matthews`, and for two classes `f1`, that of class 1."""
-    table = confusion(labels, predictions, classes)
-    metrics = {"accuracy": accuracy(table), "macro_f1": macro_f1(table), "matthews": matthews(table)}
-    return metrics | ({"f1": class_f1(table)[1]} if classes == 2 else {})
-
-
-# Labeled words
-
-
-def is_begin_inside(names: Iterable[str]) -> bool:
-    """Whether labels mark the beginnings and insides of entities: B-PERSON, I-PERSON ..., and O."""
+def are_entities(names: Iterable[str]) -> bool:
+    """True for labels of the beginnings and insides of entities: B-PERSON, I-PERSON ..., and O."""
     names = set(names)
     return bool(names - {"O"}) and all(name == "O" or re.match(r"[BI]-.", name) for name in names)
 
@@ -107,9 +87,6 @@ def entity_metrics(labels: Sequence[Sequence[str]], predictions: Sequence[Sequen
     return {"entity_precision": precision, "entity_recall": recall, "entity_f1": f1}
 
 
-# Answers
-
-
 def normalized(text: str) -> str:
     """The text in lower case, without punctuation and articles, with single blanks.
 
@@ -118,38 +95,27 @@ def normalized(text: str) -> str:
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
-def exact_match(answer: str, golds: Sequence[str]) -> float:
-    """1 if the normalized answer is one of the normalized `golds`, else 0; without golds the answer must be empty."""
-    return float(normalized(answer) in [normalized(gold) for gold in _nonempty(golds)])
+def answer_metrics(answers: Sequence[str], golds: Sequence[Sequence[str]]) -> dict[str, float]:
+    """`exact_match` and `f1` of the words, each with the best of the correct answers; means over questions, in [0, 1].
 
-
-def answer_f1(answer: str, golds: Sequence[str]) -> float:
-    """F1 of the words with the best of `golds`; an empty answer matches an empty gold answer only.
+    Args:
+        golds: correct answers of each question; none: the context does not answer it, and "" is correct.
 
     Source: as `normalized`; empty answers Rajpurkar et al. 2018, arXiv:1806.03822, and their script.
     """
-    return max(_word_f1(normalized(answer).split(), normalized(gold).split()) for gold in _nonempty(golds))
-
-
-def _nonempty(golds: Sequence[str]) -> Sequence[str]:
-    return [gold for gold in golds if normalized(gold)] or [""]
+    matches, overlaps = 0.0, 0.0
+    for answer, texts in zip(answers, golds, strict=True):
+        words = normalized(answer).split()
+        correct = [gold for text in texts if (gold := normalized(text).split())] or [[]]
+        matches += words in correct
+        overlaps += max(_word_f1(words, gold) for gold in correct)
+    return {"exact_match": matches / len(answers), "f1": overlaps / len(answers)}
 
 
 def _word_f1(words: list[str], gold: list[str]) -> float:
     if not words or not gold:
         return float(words == gold)
     return 2 * sum((Counter(words) & Counter(gold)).values()) / (len(words) + len(gold))
-
-
-def answer_metrics(answers: Sequence[str], golds: Sequence[Sequence[str]]) -> dict[str, float]:
-    """`exact_match` and `f1`, means over questions, in [0, 1].
-
-    Args:
-        golds: correct answers of each question; none: the context does not answer it, and "" is correct.
-    """
-    pairs = list(zip(answers, golds, strict=True))
-    matches, overlaps = (sum(score(*pair) for pair in pairs) for score in (exact_match, answer_f1))
-    return {"exact_match": matches / len(pairs), "f1": overlaps / len(pairs)}
 
 
 def best_span(logits: Tensor, allowed: Sequence[bool], max_answer: int) -> tuple[float, int, int] | None:

@@ -1,6 +1,6 @@
 """The model that is fine-tuned: a classification head on a checkpoint's backbone, what trains, what is saved.
 
-How rows become its inputs is in inputs.py, losses and metrics are in scoring.py.
+Rows become its inputs in data/tasks/examples.py; losses and metrics are in scoring.py.
 """
 
 from collections.abc import Iterable
@@ -45,10 +45,8 @@ def label_config(task: FinetuneTask, names: dict[int, str]) -> dict[str, Any]:
     Args:
         names: id2label; not read for questions and choices, whose outputs have fixed names.
     """
-    if task == "multiple_choice":
-        names = {0: "score"}
-    if task == "question_answering":
-        names = {0: "LABEL_0", 1: "LABEL_1"}
+    fixed = {"multiple_choice": {0: "score"}, "question_answering": {0: "LABEL_0", 1: "LABEL_1"}}
+    names = fixed.get(task, names)
     by_id, by_name = {str(number): name for number, name in names.items()}, {n: i for i, n in names.items()}
     return {"num_labels": len(names), "id2label": by_id, "label2id": by_name}
 
@@ -96,8 +94,8 @@ def start_classifier(
         labels: from `label_config`.
         vocabulary: tokens of the tokenizer; a decoder with a smaller embedding is resized.
         language: keep the checkpoint's language head, for the auxiliary language-model loss.
-        adapter: that `freeze` will attach.
-        weights: how frozen weights are held.
+        adapter: the one that `freeze` will attach.
+        weights: type of frozen weights.
     """
     head, device = HEADS[task], start_device(adapter, weights)
     dtype = torch.float32 if adapter is None else None  # None: the checkpoint's
@@ -107,16 +105,15 @@ def start_classifier(
     else:
         classifier = load_pretrained(source, head, dtype, device, new_head=True, config=labels)
         language_head = load_pretrained(source, "language", dtype, device).head if language else None
+    parts = [part for part in (classifier, language_head) if part is not None]
     spec = classifier.spec
     if isinstance(spec, TransformerSpec) and spec.causal and vocabulary > spec.vocabulary:
-        for part in (classifier, language_head):  # new rows are added to the values
-            if part is not None:
-                read_parameters(part)
+        for part in parts:  # new rows are added to the values
+            read_parameters(part)
         resize_vocabulary(classifier, language_head, vocabulary)
     if adapter is not None:
-        for part in (classifier, language_head):
-            if part is not None:
-                store_frozen(part, weights)
+        for part in parts:
+            store_frozen(part, weights)
     return classifier if language_head is None else DoubleHeadsModel(classifier, language_head)
 
 
@@ -179,7 +176,7 @@ def set_training_mode(model: nn.Module, frozen_trunk: bool) -> None:
 
 
 def read_names(model: nn.Module, names: Iterable[str]) -> list[str]:
-    """Those names of the model's state dict that `classifier_state` reads: no language head, no quantized matrix."""
+    """Names of the state dict that `classifier_state` reads: no language head, no quantized matrix."""
     quantized = tuple(f"{name}." for name in _quantized_layers(model))
     matrices = {name for name in names if name.startswith(quantized) and not name.endswith(".bias")}
     return [name for name in names if not (name in matrices or name.startswith("language_head."))]

@@ -1,6 +1,7 @@
 """From a classifier's logits to the loss, held-out metrics and answers of each fine-tuning task."""
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 import torch
@@ -9,24 +10,18 @@ from torch.nn.utils.rnn import pad_sequence
 
 from alignment.algorithms.finetune.metrics import (
     answer_metrics,
+    are_entities,
     best_span,
     class_metrics,
     entity_metrics,
-    is_begin_inside,
 )
-from alignment.data.tasks.classification import ClassExample, LabeledBatch, TokenExample
-from alignment.data.tasks.gpt1_inputs import MultiSequenceBatch, MultiSequenceExample
-from alignment.data.tasks.multiple_choice import ChoiceExample
-from alignment.data.tasks.question_answering import SpanBatch, SpanExample
-from alignment.data.tasks.rows import FinetuneTask, Question
+from alignment.data.tasks.examples import LabeledExamples, TaskBatch, TaskExample, TaskFormat, collate_tasks
+from alignment.data.tasks.rows import FinetuneTask
 from alignment.losses.classification import IGNORED, label_loss, span_loss
 from alignment.losses.language import mean_language_loss
 from alignment.models.outputs import ClassifierOutput, DoubleHeadsOutput
-from alignment.ragged import Ragged
+from alignment.ragged import Ragged, group_by_length
 from alignment.training import LossSum
-
-TaskExample = ClassExample | TokenExample | SpanExample | MultiSequenceExample | ChoiceExample
-TaskBatch = LabeledBatch | SpanBatch | MultiSequenceBatch
 
 
 class Classifier(Protocol):
@@ -40,7 +35,7 @@ class Predictions(NamedTuple):
     """A model's predictions for a batch, compared with the labels.
 
     Attributes:
-        logits: of each example: classes [C]; tokens by classes [T, C]; tokens by start and end [T, 2]; choices [K].
+        logits: of each row: classes [C]; tokens by classes [T, C]; tokens by start and end [T, 2]; choices [K].
         loss: -log p of the labels, summed over those that count; for an answer the mean of its start and end.
         correct: number of labels with the highest logit, likewise.
         log_probs: of the documents' own tokens, if the model has a language head too, [M].
@@ -53,46 +48,32 @@ class Predictions(NamedTuple):
 
 
 def predict_batch(model: Classifier, batch: TaskBatch, task: FinetuneTask) -> Predictions:
-    """The logits of a batch's examples, and the loss of its labels.
+    """The logits of a batch's rows, and the loss of its labels.
 
     Source: answers: Devlin et al. 2019, arXiv:1810.04805, section 4.2; choices: Radford et al. 2018, section 3.3.
     """
     output = model(batch=batch.ragged)
-    logits = logits_by_example(output.logits, batch, task)
-    table = label_logits(logits, task)
-    if isinstance(batch, SpanBatch):
-        starts, ends = batch.answer_starts - batch.ragged.firsts, batch.answer_ends - batch.ragged.firsts
-        loss = span_loss(table, starts, ends)
-        correct = 0.5 * (table.argmax(1) == torch.stack([starts, ends], -1)).sum()
+    logits = _logits_by_row(output.logits, batch, task)
+    if task == "token_classification":
+        table = torch.cat(list(logits))
+    else:  # questions: [B, T, 2], a softmax over T for the start and for the end; others: [B, C]
+        table = pad_sequence(list(logits), batch_first=True, padding_value=-torch.inf)
+    if task == "question_answering":
+        spans = batch.labels.view(-1, 2)
+        loss, correct = span_loss(table, *spans.unbind(1)), 0.5 * (table.argmax(1) == spans).sum()
     else:
-        loss = label_loss(table, batch.labels)
-        correct = (table.argmax(-1) == batch.labels).sum()
+        loss, correct = label_loss(table, batch.labels), (table.argmax(-1) == batch.labels).sum()
     log_probs = output.log_probs if isinstance(output, DoubleHeadsOutput) else None
     return Predictions(logits, loss, correct.float(), log_probs)
 
 
-def logits_by_example(logits: Tensor, batch: TaskBatch, task: FinetuneTask) -> Sequence[Tensor]:
-    """The model's logits, split by example as in `Predictions.logits`."""
+def _logits_by_row(logits: Tensor, batch: TaskBatch, task: FinetuneTask) -> Sequence[Tensor]:
     if task in ("token_classification", "question_answering"):
         return logits.split(list(batch.ragged.lengths))
-    if not isinstance(batch, MultiSequenceBatch):
-        return logits.unbind()
     if task == "multiple_choice":
         return logits.squeeze(-1).split(batch.rows.bincount().tolist())
     # Both orders of a similar pair: with a linear head the sum of logits is the logit of the summed hidden states.
     return logits.new_zeros(len(batch.labels), logits.shape[-1]).index_add(0, batch.rows, logits).unbind()
-
-
-def label_logits(logits: Sequence[Tensor], task: FinetuneTask) -> Tensor:
-    """The logits that each label's softmax runs over, -inf at padding.
-
-    Returns:
-        Token classification: [N, C]. Question answering: [B, T, 2], a softmax over T for the start and for the end.
-        Else: [B, C].
-    """
-    if task == "token_classification":
-        return torch.cat(list(logits))
-    return pad_sequence(list(logits), batch_first=True, padding_value=-torch.inf)
 
 
 def finetune_loss_fn(model: Classifier, task: FinetuneTask, language_coef: float) -> Callable[[TaskBatch], LossSum]:
@@ -125,75 +106,65 @@ def auxiliary_language_loss(log_probs: Tensor, batch: TaskBatch) -> Tensor:
     """
     ragged = batch.ragged
     losses = mean_language_loss(log_probs, ragged.target_rows, (ragged.sizes - 1).clamp(min=1))
-    return (losses / batch.rows.bincount()[batch.rows] if isinstance(batch, MultiSequenceBatch) else losses).sum()
+    return (losses / batch.rows.bincount()[batch.rows]).sum()
 
 
-def label_metrics(
-    examples: Sequence[ClassExample | MultiSequenceExample | ChoiceExample],
-    logits: Sequence[Tensor],
-    task: FinetuneTask,
-    names: dict[int, str],
-) -> dict[str, float]:
-    """Metrics of classes, or the accuracy of choices."""
-    predictions = [int(each.argmax()) for each in logits]
-    labels = [example.label for example in examples]
-    if task == "multiple_choice":
-        correct = [predicted == label for predicted, label in zip(predictions, labels, strict=True)]
-        return {"accuracy": sum(correct) / len(correct)}
-    return class_metrics(labels, predictions, len(names))
+@torch.no_grad()
+def predict_examples(
+    model: Classifier, examples: Sequence[TaskExample], task: FinetuneTask, micro_batch_tokens: int
+) -> tuple[list[Tensor], float]:
+    """The logits of each example, in order and on the CPU, and the mean loss of their labels; the model is in eval mode."""
+    device = next(model.parameters()).device
+    logits: list[Tensor] = [torch.empty(0)] * len(examples)
+    loss, weight = torch.zeros((), dtype=torch.float64), 0.0
+    lengths = [sum(map(len, example.documents)) for example in examples]
+    for group in group_by_length(lengths, micro_batch_tokens):
+        [batch] = collate_tasks([examples[number] for number in group], micro_batch_tokens)
+        predictions = predict_batch(model, batch.to(device), task)
+        for number, each in zip(group, predictions.logits, strict=True):
+            logits[number] = each.float().cpu()
+        loss += predictions.loss.double().cpu()
+        weight += batch.weight
+    return logits, float(loss / max(weight, 1.0))
 
 
-def word_metrics(examples: Sequence[TokenExample], logits: Sequence[Tensor], names: dict[int, str]) -> dict[str, float]:
-    """Metrics of word classes over all texts; of entities too if the labels are B-, I- and O."""
-    labels = [[label for label in example.labels if label != IGNORED] for example in examples]
-    predictions = [word_classes(example, each) for example, each in zip(examples, logits, strict=True)]
-    flat, flat_predictions = ([label for text in texts for label in text] for texts in (labels, predictions))
-    metrics = class_metrics(flat, flat_predictions, len(names))
-    if not is_begin_inside(names.values()):
-        return metrics
-    tags, predicted_tags = ([[names[label] for label in text] for text in texts] for texts in (labels, predictions))
-    return metrics | entity_metrics(tags, predicted_tags)
-
-
-def word_classes(example: TokenExample, logits: Tensor) -> list[int]:
-    """The likeliest class of each word that has a label, read at its first token; logits: [T, C]."""
-    counts = torch.tensor(example.labels) != IGNORED
-    return logits[counts].argmax(-1).tolist()
-
-
-def question_metrics(
-    examples: Sequence[SpanExample],
-    logits: Sequence[Tensor],
-    questions: Sequence[Question],
-    *,
-    max_answer: int,
-    no_answer: bool,
-) -> dict[str, float]:
-    """`exact_match` and `f1` of the best answers.
+def task_metrics(form: TaskFormat, data: LabeledExamples, logits: Sequence[Tensor]) -> dict[str, float]:
+    """Metrics of classes, of words and entities, of answers, or the accuracy of choices.
 
     Args:
-        questions: the rows behind the examples, with their answers; see `best_answers` for the other arguments.
+        logits: of each example.
     """
-    contexts = [question.context for question in questions]
-    answers = best_answers(examples, logits, contexts, max_answer=max_answer, no_answer=no_answer)
-    return answer_metrics(answers, [[text for text, _ in question.answers] for question in questions])
+    if form.task == "question_answering":
+        answers = best_answers(data.examples, logits, [row.inputs[1] for row in data.rows], form)
+        return answer_metrics(answers, [[text for text, _ in row.labels] for row in data.rows])
+    if form.task == "token_classification":
+        labels = [[label for label in example.labels if label != IGNORED] for example in data.examples]
+        predicted = [
+            each[torch.tensor(example.labels) != IGNORED].argmax(-1).tolist()
+            for example, each in zip(data.examples, logits, strict=True)
+        ]
+        metrics = class_metrics(list(chain(*labels)), list(chain(*predicted)), len(data.names))
+        if not are_entities(data.names.values()):
+            return metrics
+        tags = ([[data.names[label] for label in text] for text in texts] for texts in (labels, predicted))
+        return metrics | entity_metrics(*tags)
+    classes = [int(each.argmax()) for each in logits]
+    right = [example.labels[0] for example in data.examples]
+    if form.task == "multiple_choice":
+        return {"accuracy": sum(map(int.__eq__, classes, right)) / len(right)}
+    return class_metrics(right, classes, len(data.names))
 
 
 def best_answers(
-    examples: Sequence[SpanExample],
-    logits: Sequence[Tensor],
-    contexts: Sequence[str],
-    *,
-    max_answer: int,
-    no_answer: bool,
+    examples: Sequence[TaskExample], logits: Sequence[Tensor], contexts: Sequence[str], form: TaskFormat
 ) -> list[str]:
     """The best answer to each question, by the sum of its start and end logits, over all windows of its context.
+
+    With `form.no_answer` it is "" where in every window the first token, read as both ends, has more than the best answer.
 
     Args:
         logits: of start and end in each window, [T, 2].
         contexts: by index of the question.
-        max_answer: most tokens of an answer.
-        no_answer: return "" where in every window the first token, read as both ends, has more than the best answer.
 
     Source: Devlin et al. 2019, arXiv:1810.04805, sections 4.2 and 4.3, threshold 0.
     """
@@ -202,9 +173,11 @@ def best_answers(
     for window, each in zip(examples, logits, strict=True):
         number = window.question
         null[number] = min(null[number], float(each[0].sum()))
-        span = best_span(each, [characters is not None for characters in window.offsets], max_answer)
+        span = best_span(each, [characters is not None for characters in window.offsets], form.max_answer)
         if span is not None and span[0] > best[number][0]:
             score, first, last = span
             start, stop = window.offsets[first][0], window.offsets[last][1]  # type: ignore[index]
             best[number] = (score, contexts[number][start:stop].strip())
-    return ["" if no_answer and nothing > score else text for nothing, (score, text) in zip(null, best, strict=True)]
+    return [
+        "" if form.no_answer and nothing > score else text for nothing, (score, text) in zip(null, best, strict=True)
+    ]

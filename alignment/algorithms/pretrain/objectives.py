@@ -6,14 +6,14 @@ The corruption of the text is in data/pretraining/corruption.py, one objective a
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
+from annotated_types import Ge, Interval
 from torch import Tensor
 
 from alignment.data.batches import collate
-from alignment.data.examples import Example
-from alignment.data.pretraining.corruption import Masking, SeededRow
+from alignment.data.pretraining.corruption import Masking
 from alignment.data.pretraining.examples import (
     MaskTokens,
     collate_masked,
@@ -29,8 +29,12 @@ from alignment.losses.classification import label_loss, next_sentence_loss
 from alignment.losses.distillation import distillation_loss, hidden_cosine_loss
 from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.ragged import Ragged, Seq2Seq
+from alignment.settings import NonNegativeFloat, PositiveFloat, Rule, Settings
 from alignment.training import Collate, LossFn, LossSum
 from alignment.training.source_metrics import ONE_SOURCE, Sources
+
+Density = Annotated[float, Interval(gt=0, lt=1)]
+MeanSpan = Annotated[float, Ge(1)]
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class SentencePairs:
 
 
 @dataclass(frozen=True)
-class SpanCorruption:
+class SpanCorruption(Settings):
     """Replace spans of the source by sentinels; the decoder predicts the spans (T5).
 
     Attributes:
@@ -66,11 +70,8 @@ class SpanCorruption:
     """
 
     kind: Literal["span_corruption"] = "span_corruption"
-    density: float = 0.15
-    mean_span: float = 3.0
-
-    def __post_init__(self) -> None:
-        _check_spans(self.density, self.mean_span, usual=0.15)
+    density: Density = 0.15
+    mean_span: MeanSpan = 3.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class PrefixLM:
 
 
 @dataclass(frozen=True)
-class Infilling:
+class Infilling(Settings):
     """Predict the whole text from one with masked spans (BART).
 
     Attributes:
@@ -90,25 +91,15 @@ class Infilling:
     """
 
     kind: Literal["infilling"] = "infilling"
-    density: float = 0.3
-    mean_span: float = 3.0
-
-    def __post_init__(self) -> None:
-        _check_spans(self.density, self.mean_span, usual=0.3)
-
-
-def _check_spans(density: float, mean_span: float, usual: float) -> None:
-    if not 0 < density < 1:
-        raise ValueError(f"density must be between 0 and 1, got {density}; {usual} is usual")
-    if mean_span < 1:
-        raise ValueError(f"mean_span must be at least 1, got {mean_span}; 3 is usual")
+    density: Density = 0.3
+    mean_span: MeanSpan = 3.0
 
 
 Objective = Causal | Masked | SentencePairs | SpanCorruption | PrefixLM | Infilling
 
 
 @dataclass(frozen=True)
-class DistillationConfig:
+class DistillationConfig(Settings):
     """A teacher whose distributions the model learns in addition to, or instead of, the text's own tokens.
 
     loss = soft_coef * T^2 KL(teacher_T || student_T) + hard_coef * -log student(token) + cosine_coef * (1 - cos)
@@ -124,19 +115,13 @@ class DistillationConfig:
     """
 
     teacher: str
-    temperature: float = 2.0
-    soft_coef: float = 0.5
-    hard_coef: float = 0.5
-    cosine_coef: float = 0.0
+    temperature: PositiveFloat = 2.0
+    soft_coef: NonNegativeFloat = 0.5
+    hard_coef: NonNegativeFloat = 0.5
+    cosine_coef: NonNegativeFloat = 0.0
     copy_layers: bool = False
 
-    def __post_init__(self) -> None:
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}; 2 is usual")
-        if min(self.soft_coef, self.hard_coef, self.cosine_coef) < 0 or self.soft_coef + self.cosine_coef == 0:
-            raise ValueError(
-                "soft_coef, hard_coef and cosine_coef must not be negative, and one of soft_coef and cosine_coef must be above 0"
-            )
+    RULES = (Rule("soft_coef", lambda c: c.soft_coef + c.cosine_coef == 0, "or cosine_coef must be above 0"),)
 
 
 class LogitsModel(Protocol):
@@ -152,7 +137,7 @@ class NextSentenceModel(Protocol):
 
 
 def task_of(objective: Objective) -> str:
-    """Which of a family's models the objective trains."""
+    """The task of a family's models that the objective trains."""
     return "next_sentence" if isinstance(objective, SentencePairs) else "language"
 
 
@@ -171,7 +156,7 @@ def collate_for_objective(
     """
     match objective:
         case Causal():
-            return collate_plain
+            return lambda rows, micro_batch_tokens: collate([row.row for row in rows], micro_batch_tokens)
         case Masked(masking=masking):
             return partial(collate_masked, masking=masking, mask_tokens=MaskTokens.of(tokenizer))
         case SentencePairs(masking=masking):
@@ -194,11 +179,6 @@ def collate_for_objective(
     return partial(collate_seq2seq, corrupt=corrupt, start_id=start_id)
 
 
-def collate_plain(rows: Sequence[SeededRow[Example]], micro_batch_tokens: int) -> list[Ragged]:
-    """Texts for causal language modeling, which uses no randomness of a row."""
-    return collate([row.row for row in rows], micro_batch_tokens)
-
-
 def sentence_pair_loss_fn(model: NextSentenceModel, sources: Sources = ONE_SOURCE) -> LossFn:
     """Loss function of BERT: for each pair the mean of -log p over its masked tokens, plus its next-sentence loss.
 
@@ -210,12 +190,12 @@ def sentence_pair_loss_fn(model: NextSentenceModel, sources: Sources = ONE_SOURC
         logits = output.next_sentence_logits
         if logits is None:
             raise TypeError("the model has no next-sentence head")
-        masked = -(output.log_probs * batch.token_shares).sum()
+        tokens = -(output.log_probs * batch.token_shares)
+        masked = tokens.sum()
         next_sentence = next_sentence_loss(logits, batch.labels)
         correct = (logits.argmax(-1) == batch.labels).float().sum()
         metrics = {"masked_loss": masked, "next_sentence_loss": next_sentence, "next_sentence_accuracy": correct}
-        pairs = -(output.log_probs * batch.token_shares).detach()
-        masked_each = pairs.new_zeros(len(batch.labels)).index_add(0, batch.ragged.target_rows, pairs)
+        masked_each = tokens.new_zeros(len(batch.labels)).index_add(0, batch.ragged.target_rows, tokens.detach())
         return LossSum(masked + next_sentence, metrics, sources.means(batch, masked_loss=masked_each))
 
     return loss_fn
@@ -231,7 +211,7 @@ def distillation_loss_fn(
     Args:
         student: the engine's model.
         teacher: frozen, of the same kind; it reads the batch that the student reads.
-        sources: told apart in metrics.
+        sources: of the rows, for metrics of each.
     """
 
     def loss_fn(batch: Ragged | Seq2Seq) -> LossSum:

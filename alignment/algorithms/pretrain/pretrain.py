@@ -3,7 +3,9 @@
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Annotated, Any
+
+from annotated_types import Interval
 
 from alignment.adapters.specs import AdapterSpec, refuse_new_tokens
 from alignment.algorithms.language import language_loss_fn
@@ -18,9 +20,7 @@ from alignment.algorithms.policies import (
 from alignment.algorithms.pretrain.objectives import (
     Causal,
     DistillationConfig,
-    Masked,
     Objective,
-    SentencePairs,
     collate_for_objective,
     distillation_loss_fn,
     sentence_pair_loss_fn,
@@ -35,22 +35,22 @@ from alignment.data.rows.records import Text
 from alignment.data.table import Rows, describe_cache
 from alignment.data.tokenizers.load import check_vocabulary
 from alignment.data.tokenizers.tokenizer import Tokenizer
-from alignment.data.tokenizers.train import TokenizerKind, train_tokenizer
+from alignment.data.tokenizers.train import SIZED, TokenizerKind, train_tokenizer
 from alignment.errors import UserError
 from alignment.loading import find_directory, load_tokenizer
 from alignment.models.build import build_model
 from alignment.models.distill_init import init_from_teacher
 from alignment.models.huggingface.checkpoint import load_pretrained
 from alignment.models.weights_config import WeightsConfig, check_weights
+from alignment.settings import Rule, Settings, refusal
 from alignment.training import OptimConfig, Run, TrainingConfig, fit, held_out_metrics
 from alignment.training.distributed import compare_rows
 
 MOST_TOKENS = 10_000_000  # of a vocabulary to train; the largest in use have a few hundred thousand
-SIZED = ("bpe", "wordpiece", "unigram")  # kinds of tokenizers whose vocabulary size is a setting
 
 
 @dataclass(frozen=True)
-class PretrainConfig:
+class PretrainConfig(Settings):
     """Settings of one pretraining run.
 
     Attributes:
@@ -79,9 +79,9 @@ class PretrainConfig:
     policy: str | None = None
     tokenizer: str | None = None
     add_tokens: tuple[str, ...] = ()
-    vocabulary: int | None = None
+    vocabulary: Annotated[int, Interval(ge=1, le=MOST_TOKENS)] | None = None
     tokenizer_kind: TokenizerKind = "bpe"
-    sentinels: int | None = None
+    sentinels: Annotated[int, Interval(ge=0, le=MOST_TOKENS)] | None = None
     chat_template: str | None = None
     distillation: DistillationConfig | None = None
     weights: WeightsConfig = field(default_factory=WeightsConfig)
@@ -89,35 +89,61 @@ class PretrainConfig:
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(learning_rate=1e-3))
     training: TrainingConfig = field(default_factory=TrainingConfig)
 
-    def __post_init__(self) -> None:
-        if self.vocabulary is not None and not 1 <= self.vocabulary <= MOST_TOKENS:
-            raise ValueError(f"vocabulary must lie between 1 and {MOST_TOKENS:,} tokens, got {self.vocabulary}")
-        if self.sentinels is not None and not 0 <= self.sentinels <= MOST_TOKENS:
-            raise ValueError(f"sentinels must lie between 0 and {MOST_TOKENS:,}, got {self.sentinels}; 100 is usual")
-        if (self.model is None) == (self.policy is None):
-            raise ValueError("give either `model` (a fresh model) or `policy` (continue from a checkpoint)")
-        trained = self.vocabulary is not None or self.tokenizer_kind not in SIZED
-        if self.policy is None and (self.tokenizer is None) != trained:
-            raise ValueError("give either `tokenizer` (a directory) or `vocabulary` (train one of that size)")
-        if self.policy is not None and trained:
-            raise ValueError("`vocabulary` trains a new tokenizer, which cannot fit the checkpoint in `policy`")
-        if self.add_tokens and self.policy is None:
-            raise ValueError("add_tokens goes with `policy`; a fresh model's tokens are those of its tokenizer")
-        refuse_new_tokens(self.adapter, self.add_tokens)
-        check_weights(self.weights, frozen=self.adapter is not None)
-        if self.adapter is not None and self.policy is None:
-            raise ValueError("adapter: a fresh model has no trained weights to freeze; give `policy`, a checkpoint")
-        if self.adapter is not None and self.distillation is not None and self.distillation.copy_layers:
-            raise ValueError(
-                "distillation.copy_layers replaces weights, and an adapter leaves them as they are; set it off"
-            )
-        if self.distillation is not None and isinstance(self.objective, SentencePairs):
-            raise ValueError("distillation goes with causal, masked and encoder-decoder objectives, not sentence_pairs")
-        alike = isinstance(self.objective, SentencePairs) or self.distillation is not None
-        if alike and (unread := self.data.unread("loss_weight")):
-            raise ValueError(
-                f"data: distillation and sentence_pairs count all rows alike, without {unread[0]}; draw by data.mixing"
-            )
+    RULES = (
+        Rule(
+            "policy",
+            lambda c: (c.model is None) == (c.policy is None),
+            "(a checkpoint) or `model` (a fresh one) must be given, one of the two",
+        ),
+        Rule(
+            "tokenizer",
+            lambda c: c.policy is None and (c.tokenizer is None) != c.trains_tokenizer,
+            "(a directory) or `vocabulary` (train one of that size) must be given, one of the two",
+        ),
+        Rule(
+            "vocabulary",
+            lambda c: c.policy is not None and c.trains_tokenizer,
+            "and tokenizer_kind train a new tokenizer, which cannot fit the checkpoint in `policy`",
+        ),
+        Rule(
+            "add_tokens",
+            lambda c: c.add_tokens and c.policy is None,
+            "goes with `policy`; a fresh model's tokens are those of its tokenizer",
+        ),
+        Rule("add_tokens", lambda c: refusal(refuse_new_tokens, c.adapter, c.add_tokens).removeprefix("add_tokens: ")),
+        Rule(
+            "weights",
+            lambda c: refusal(check_weights, c.weights, frozen=c.adapter is not None).removeprefix("weights."),
+        ),
+        Rule(
+            "adapter",
+            lambda c: c.adapter is not None and c.policy is None,
+            "freezes trained weights, and a fresh model has none; give `policy`, a checkpoint",
+        ),
+        Rule(
+            "distillation",
+            lambda c: c.adapter is not None and c.distillation is not None and c.distillation.copy_layers,
+            "replaces weights where copy_layers is set, and an adapter leaves them as they are; set it off",
+        ),
+        Rule(
+            "distillation",
+            lambda c: c.distillation is not None and c.objective.kind == "sentence_pairs",
+            "goes with causal, masked and encoder-decoder objectives, not sentence_pairs",
+        ),
+        Rule(
+            "data",
+            lambda c: (
+                (c.objective.kind == "sentence_pairs" or c.distillation is not None)
+                and ", ".join(c.data.unread("loss_weight"))
+            ),
+            "of distillation and sentence_pairs counts all rows alike, without {found}; draw by data.mixing",
+        ),
+    )
+
+    @property
+    def trains_tokenizer(self) -> bool:
+        """True where the run trains its tokenizer."""
+        return self.vocabulary is not None or self.tokenizer_kind not in SIZED
 
 
 def run(config: PretrainConfig) -> Path:
@@ -142,7 +168,7 @@ def run(config: PretrainConfig) -> Path:
         engine, stream = prepare_training(policy.model.train(), config, train, run)
         sources = sources_of(config.data)
         loss_fn = held_out_loss_fn = language_loss_fn(engine.model, sources)
-        if isinstance(config.objective, SentencePairs):
+        if config.objective.kind == "sentence_pairs":
             loss_fn = held_out_loss_fn = sentence_pair_loss_fn(engine.model, sources)
         elif config.distillation is not None:
             teacher = teacher.to(engine.process_group.device)
@@ -151,7 +177,7 @@ def run(config: PretrainConfig) -> Path:
             collate_for_objective,
             config.objective,
             tokenizer,
-            start_id=policy.model.spec.start_token if config.objective.kind in ENCODER_DECODER else None,
+            start_id=policy.model.spec.start_token if MODELS[config.objective.kind] == "Seq2SeqModel" else None,
             max_length=config.data.max_length,
         )
         evaluate = None
@@ -184,30 +210,20 @@ def read_texts(config: PretrainConfig, tokenizer: Tokenizer, run: Run, part: Par
 
 def find_tokenizer(config: PretrainConfig) -> Any:
     """The tokenizer that the config names, or one trained on the run's text."""
-    if config.vocabulary is None and config.tokenizer_kind in SIZED:
+    if not config.trains_tokenizer:
         return load_tokenizer(config.tokenizer or config.policy or "", add_tokens=config.add_tokens)
     rows, _ = read_rows(
-        config.data.sources("train"),
-        "text",
-        max_rows=config.data.max_rows,
-        on_bad_row=config.data.on_bad_row,
+        config.data.sources("train"), "text", max_rows=config.data.max_rows, on_bad_row=config.data.on_bad_row
     )
-    texts = (row.text for row in rows if isinstance(row, Text))
-    return train_tokenizer(config.tokenizer_kind, texts, config.vocabulary, **tokenizer_options(config))
-
-
-def tokenizer_options(config: PretrainConfig) -> dict[str, Any]:
-    """The options of a new tokenizer other than its size."""
-    options: dict[str, Any] = {}
-    if config.sentinels is not None:
-        options["sentinels"] = config.sentinels
-    if config.tokenizer_kind == "bpe" and isinstance(config.objective, Masked):
+    options: dict[str, Any] = {} if config.sentinels is None else {"sentinels": config.sentinels}
+    if config.tokenizer_kind == "bpe" and config.objective.kind == "masked":
         options["special_tokens"] = ("<s>", "</s>", "<pad>", "<mask>")
     template = config.chat_template
     if template is not None:
         inline = "\n" in template or not Path(template).is_file()
         options["chat_template"] = template if inline else Path(template).read_text(encoding="utf-8")
-    return options
+    texts = (row.text for row in rows if isinstance(row, Text))
+    return train_tokenizer(config.tokenizer_kind, texts, config.vocabulary, **options)
 
 
 def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, Any]:
@@ -216,12 +232,11 @@ def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, A
     Raises:
         UserError: the model does not fit the objective or the vocabulary, or the teacher does not fit the model.
     """
-    task, teacher, own = task_of(config.objective), None, tokenizer
-    if config.add_tokens:
-        own = load_tokenizer(config.tokenizer or config.policy or "")
+    task, distillation = task_of(config.objective), config.distillation
+    own = load_tokenizer(config.tokenizer or config.policy or "") if config.add_tokens else tokenizer
     if config.policy is None:
         policy = fresh_policy(config, tokenizer, task)
-    elif config.distillation is not None and config.distillation.copy_layers:  # written to, and so read whole
+    elif distillation is not None and distillation.copy_layers:  # written to, and so read whole
         policy = Policy(load_pretrained(find_directory(config.policy), task), own, source=config.policy)
     else:
         policy = load_pretraining_start(
@@ -231,47 +246,37 @@ def find_models(config: PretrainConfig, tokenizer: Tokenizer) -> tuple[Policy, A
         policy = with_new_tokens(policy, tokenizer, config.add_tokens)
     check_vocabulary(tokenizer, policy.model.spec.vocabulary)
     check_kind(config.objective, policy.model)
-    if config.distillation is not None:
-        teacher = load_pretrained(find_directory(config.distillation.teacher), task).requires_grad_(False)
-        check_kind(config.objective, teacher)
-        if teacher.spec.vocabulary != policy.model.spec.vocabulary:
-            raise UserError(
-                f"distillation.teacher: {config.distillation.teacher} has {teacher.spec.vocabulary} tokens, the model "
-                f"{policy.model.spec.vocabulary}; a student needs its teacher's tokenizer"
-            )
-        if config.distillation.cosine_coef:
-            check_hidden_states(policy.model, teacher)
-        if config.distillation.copy_layers:
-            init_from_teacher(policy.model, teacher)
+    if distillation is None:
+        return policy, None
+    teacher = load_pretrained(find_directory(distillation.teacher), task).requires_grad_(False)
+    check_kind(config.objective, teacher)
+    check_teacher(distillation, policy.model, teacher)
+    if distillation.copy_layers:
+        init_from_teacher(policy.model, teacher)
     return policy, teacher
 
 
-class TrainedModel(Protocol):
-    """A native model or one of transformers."""
-
-    source: str
-    config: dict[str, Any]
-
-    @property
-    def spec(self) -> Any: ...
-
-
-def check_hidden_states(student: TrainedModel, teacher: TrainedModel) -> None:
-    """Refuse models whose hidden states the cosine loss cannot compare."""
-    if "transformers" in (student.source, teacher.source):
+def check_teacher(config: DistillationConfig, student: Any, teacher: Any) -> None:
+    """Refuse a teacher with another vocabulary, or with hidden states that the cosine loss cannot compare."""
+    if teacher.spec.vocabulary != student.spec.vocabulary:
+        raise UserError(
+            f"distillation.teacher: {config.teacher} has {teacher.spec.vocabulary} tokens, the model "
+            f"{student.spec.vocabulary}; a student needs its teacher's tokenizer"
+        )
+    if config.cosine_coef and "transformers" in (student.source, teacher.source):
         raise UserError(
             "distillation.cosine_coef needs hidden states, which transformers' own classes do not give; set 0"
         )
     specs = [getattr(model.spec, "decoder", model.spec) for model in (student, teacher)]
-    widths = [spec.output_width or spec.width for spec in specs]
-    if widths[0] != widths[1]:
+    own, theirs = [spec.output_width or spec.width for spec in specs] if config.cosine_coef else (0, 0)
+    if own != theirs:
         raise UserError(
-            f"distillation.cosine_coef compares hidden states, and the student's are {widths[0]} wide, the teacher's "
-            f"{widths[1]}; set it to 0, or make them equally wide"
+            f"distillation.cosine_coef compares hidden states, and the student's are {own} wide, the teacher's {theirs}; "
+            "set it to 0, or make them equally wide"
         )
 
 
-KINDS = {
+MODELS = {  # kind of objective -> class of the models that it trains
     "causal": "LanguageModel",
     "masked": "MaskedLanguageModel",
     "sentence_pairs": "MaskedLanguageModel",
@@ -279,17 +284,16 @@ KINDS = {
     "prefix": "Seq2SeqModel",
     "infilling": "Seq2SeqModel",
 }
-ENCODER_DECODER = ("span_corruption", "prefix", "infilling")  # kinds of objectives
-ADVICE = {"LanguageModel": "causal", "MaskedLanguageModel": "masked", "Seq2SeqModel": "span_corruption"}
 
 
-def check_kind(objective: Objective, model: TrainedModel) -> None:
+def check_kind(objective: Objective, model: Any) -> None:
     """Refuse a model that the objective cannot train, such as an encoder for causal language modeling."""
-    found, wanted = type(model).__name__, KINDS[objective.kind]
-    if model.source == "native" and found != wanted:
+    found = type(model).__name__
+    if model.source == "native" and found != MODELS[objective.kind]:
+        fitting = next(kind for kind, trained in MODELS.items() if trained == found)
         raise UserError(
             f"objective.kind {objective.kind!r} does not fit model_type {model.config['model_type']!r}; "
-            f"objective.kind: {ADVICE[found]} would"
+            f"objective.kind: {fitting} would"
         )
 
 
@@ -298,6 +302,6 @@ def fresh_policy(config: PretrainConfig, tokenizer: Tokenizer, task: str = "lang
     if config.model is None or "model_type" not in config.model:
         raise UserError("model.model_type is missing: name the family, for example llama, bert or t5")
     settings = tokenizer_settings(tokenizer)
-    if config.objective.kind in ENCODER_DECODER:
+    if MODELS[config.objective.kind] == "Seq2SeqModel":
         settings["decoder_start_token_id"] = tokenizer.pad_token_id  # T5's custom
     return Policy(build_model({**settings, **config.model}, task), tokenizer)

@@ -3,15 +3,18 @@
 The functions are pure: randomness comes from a generator argument, and each row of an epoch has a generator of its own.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from itertools import accumulate, chain, pairwise
+from typing import Annotated, Generic, Literal, TypeVar
 
 import numpy as np
+from annotated_types import Interval
 
 from alignment.data.examples import TokenizedRow
 from alignment.data.mixture import RowOrder
 from alignment.data.streaming import OrderState, StreamedOrder
+from alignment.settings import Rule, Settings, Share
 
 Ids = Sequence[int]
 Row = TypeVar("Row", bound=TokenizedRow)
@@ -50,11 +53,11 @@ class EpochStream(Generic[Row]):
         ]
 
     def state(self) -> OrderState | None:
-        """Of the stream, where it has a state."""
+        """The state of the stream, where it has one."""
         return self.stream.state() if isinstance(self.stream, StreamedOrder) else None
 
     def restore(self, state: OrderState | None) -> None:
-        """Go on where `state` says."""
+        """Continue from a state of the stream."""
         if isinstance(self.stream, StreamedOrder) and state is not None:
             self.stream.restore(state)
 
@@ -65,7 +68,7 @@ def fixed_seed_rows(rows: Sequence[Row], seed: int = 0) -> list[SeededRow[Row]]:
 
 
 @dataclass(frozen=True)
-class Masking:
+class Masking(Settings):
     """How much of a text is masked, in which units, and what replaces it.
 
     Attributes:
@@ -77,24 +80,20 @@ class Masking:
         longest_span: most words of a span.
     """
 
-    rate: float = 0.15
+    rate: Annotated[float, Interval(gt=0, le=1)] = 0.15
     units: Literal["tokens", "words", "spans"] = "tokens"
-    mask_share: float = 0.8
-    random_share: float = 0.1
-    span_stop: float = 0.2
-    longest_span: int = 10
+    mask_share: Share = 0.8
+    random_share: Share = 0.1
+    span_stop: Annotated[float, Interval(gt=0, lt=1)] = 0.2
+    longest_span: Annotated[int, Interval(ge=1, le=10_000)] = 10  # a table holds the probability of each length
 
-    def __post_init__(self) -> None:
-        if not 0 < self.rate <= 1:
-            raise ValueError(f"masking.rate must be in (0, 1], got {self.rate}; 0.15 is usual")
-        if self.units not in ("tokens", "words", "spans"):
-            raise ValueError(f"masking.units must be tokens, words or spans, got {self.units!r}")
-        if min(self.mask_share, self.random_share) < 0 or self.mask_share + self.random_share > 1:
-            raise ValueError("masking.mask_share and random_share must be shares that add up to at most 1")
-        if not 0 < self.span_stop < 1:
-            raise ValueError(f"masking.span_stop must lie between 0 and 1, got {self.span_stop}; 0.2 is usual")
-        if not 1 <= self.longest_span <= 10_000:  # a table holds the probability of each length
-            raise ValueError(f"masking.longest_span must lie between 1 and 10,000 words, got {self.longest_span}")
+    RULES = (
+        Rule(
+            "mask_share",
+            lambda c: c.mask_share + c.random_share > 1,
+            "({self.mask_share}) and random_share ({self.random_share}) must add up to at most 1",
+        ),
+    )
 
 
 def budget(count: int, rate: float) -> int:
@@ -102,66 +101,59 @@ def budget(count: int, rate: float) -> int:
     return max(1, round(rate * count))
 
 
-def choose_tokens(maskable: Sequence[bool], rate: float, generator: np.random.Generator) -> np.ndarray:
-    """Choose single tokens, each set of them equally likely.
+def choose(
+    maskable: Sequence[bool], word_starts: Sequence[bool], masking: Masking, generator: np.random.Generator
+) -> np.ndarray:
+    """Choose tokens to mask, in the units that `masking` names.
 
     Args:
         maskable: True for the text's own tokens, False for special ones, [N]; at least one True.
-
-    Returns:
-        Group of each token, [N]: `NOT_CHOSEN`, or a number from 0; tokens of one group are replaced in the same way.
-
-    Source: Devlin et al. 2019, arXiv:1810.04805, section 3.1.
-    """
-    positions = np.flatnonzero(maskable)
-    chosen = generator.choice(positions, budget(len(positions), rate), replace=False)
-    return _numbered(len(maskable), np.sort(chosen))
-
-
-def choose_words(
-    maskable: Sequence[bool], word_starts: Sequence[bool], rate: float, generator: np.random.Generator
-) -> np.ndarray:
-    """Choose whole words in random order; a word that would exceed the budget is skipped.
-
-    If every word is longer than the budget, the first word in that order is chosen all the same.
-
-    Args:
-        maskable: True for the text's own tokens, [N]; at least one.
         word_starts: True where a word begins, [N].
 
     Returns:
-        Group of each token, [N], as in `choose_tokens`: each token of a word is a group of its own.
+        Group of each token, [N]: `NOT_CHOSEN`, or a number from 0; tokens of one group are replaced in the same way.
+    """
+    count = budget(sum(maskable), masking.rate)
+    if masking.units == "spans":
+        return _choose_spans(maskable, word_starts, count, masking, generator)
+    if masking.units == "words":
+        chosen = _choose_words(words_of(maskable, word_starts), count, generator)
+    else:  # each set of tokens equally likely; Devlin et al. 2019, arXiv:1810.04805, section 3.1
+        chosen = generator.choice(np.flatnonzero(maskable), count, replace=False)
+    choice = np.full(len(maskable), NOT_CHOSEN)
+    choice[np.sort(chosen)] = np.arange(len(chosen))
+    return choice
+
+
+def _choose_words(words: Sequence[tuple[int, int]], most: int, generator: np.random.Generator) -> list[int]:
+    """The tokens of whole words in random order; a word that would exceed the budget is skipped.
+
+    If every word is longer than the budget, the first word in that order is chosen all the same.
 
     Source: BERT's whole-word masking, google-research/bert, README of 31 May 2019.
     """
-    words = words_of(maskable, word_starts)
-    most = budget(sum(maskable), rate)
     order, chosen = generator.permutation(len(words)), []
-    for number in order:
-        start, stop = words[number]
+    for start, stop in (words[number] for number in order):
         if len(chosen) + stop - start <= most:
             chosen += range(start, stop)
-    if not chosen:
-        chosen = list(range(*words[order[0]]))
-    return _numbered(len(maskable), np.sort(chosen))
+    return chosen or list(range(*words[order[0]]))
 
 
-def choose_spans(
-    maskable: Sequence[bool], word_starts: Sequence[bool], masking: Masking, generator: np.random.Generator
+def _choose_spans(
+    maskable: Sequence[bool],
+    word_starts: Sequence[bool],
+    most: int,
+    masking: Masking,
+    generator: np.random.Generator,
 ) -> np.ndarray:
-    """Choose spans of whole words until the budget is met; the last word may exceed it.
+    """Spans of whole words until the budget is met, each a group; the last word may exceed it.
 
     Lengths in words are geometric, truncated at `longest_span` (a mean of 3.8 at 0.2 and 10); a span begins at any word
     not chosen yet. It ends early at a special token, at a word chosen before and where the budget is met.
 
-    Returns:
-        Group of each token, [N], as in `choose_tokens`: the tokens of a span are one group.
-
     Source: Joshi et al. 2020, arXiv:1907.10529, section 3.1.
     """
-    words = words_of(maskable, word_starts)
-    most = budget(sum(maskable), masking.rate)
-    probabilities = span_lengths(masking.span_stop, masking.longest_span)
+    words, probabilities = words_of(maskable, word_starts), span_lengths(masking.span_stop, masking.longest_span)
     choice, spans, count = np.full(len(maskable), NOT_CHOSEN), 0, 0
     for number in generator.permutation(len(words)):
         if count >= most:
@@ -196,17 +188,6 @@ def words_of(maskable: Sequence[bool], word_starts: Sequence[bool]) -> list[tupl
     return words
 
 
-def choose(
-    maskable: Sequence[bool], word_starts: Sequence[bool], masking: Masking, generator: np.random.Generator
-) -> np.ndarray:
-    """Group of each token, [N], chosen in the units that `masking` names."""
-    if masking.units == "spans":
-        return choose_spans(maskable, word_starts, masking, generator)
-    if masking.units == "words":
-        return choose_words(maskable, word_starts, masking.rate, generator)
-    return choose_tokens(maskable, masking.rate, generator)
-
-
 def replace_chosen(
     ids: Ids,
     choice: np.ndarray,
@@ -219,7 +200,7 @@ def replace_chosen(
     """Ids with each chosen group masked, replaced by random tokens, or left as it is.
 
     Args:
-        choice: group of each token, [N], from `choose_tokens`.
+        choice: group of each token, [N], from `choose`.
         random_ids: ids that random tokens are drawn from; no special ones.
 
     Returns:
@@ -245,7 +226,7 @@ def corrupt_spans(
 
     Args:
         ids: at least two tokens.
-        sentinels: in the order of their use, one more than there are spans (`sentinels_needed`).
+        sentinels: in the order of their use, one more than there are spans (`span_plan`).
         density: share of the tokens in spans.
         mean_span: mean tokens of a span.
 
@@ -256,25 +237,23 @@ def corrupt_spans(
     """
     noise, spans = span_plan(len(ids), density, mean_span)
     gaps, lengths = (random_partition(total, spans, generator) for total in (len(ids) - noise, noise))
-    source: list[int] = []
-    target: list[int] = []
-    start = 0
-    for sentinel, gap, length in zip(sentinels, gaps, lengths, strict=False):
-        source += [*ids[start : start + gap], sentinel]
-        target += [sentinel, *ids[start + gap : start + gap + length]]
-        start += gap + length
+    pieces = list(zip(sentinels, _cut(ids, gaps, lengths), strict=False))
+    source = [token for sentinel, (gap, _) in pieces for token in (*gap, sentinel)]
+    target = [token for sentinel, (_, span) in pieces for token in (sentinel, *span)]
     return source, [*target, sentinels[spans]]
+
+
+def _cut(ids: Ids, gaps: Iterable[int], lengths: Iterable[int]) -> list[tuple[list[int], list[int]]]:
+    """Each gap with the span after it, in tokens."""
+    sizes = [int(size) for pair in zip(gaps, lengths, strict=True) for size in pair]
+    pieces = [list(ids[start:stop]) for start, stop in pairwise(accumulate(sizes, initial=0))]
+    return list(zip(pieces[::2], pieces[1::2], strict=True))
 
 
 def span_plan(length: int, density: float, mean_span: float) -> tuple[int, int]:
     """Number of tokens in spans and number of spans; at least one of each, and at least one token outside."""
     noise = min(max(round(length * density), 1), length - 1)
     return noise, min(max(round(noise / mean_span), 1), noise, length - noise)
-
-
-def sentinels_needed(length: int, density: float = 0.15, mean_span: float = 3.0) -> int:
-    """Number of sentinels that a text of `length` tokens takes, the closing one among them."""
-    return span_plan(length, density, mean_span)[1] + 1
 
 
 def random_partition(total: int, parts: int, generator: np.random.Generator) -> np.ndarray:
@@ -308,16 +287,5 @@ def infill(
             lengths.append(length)
     parts = len(lengths) + 1
     gaps = random_partition(len(ids) - masked + parts, parts, generator) - 1  # a gap may be empty
-    corrupted: list[int] = []
-    start = 0
-    for gap, length in zip(gaps, lengths, strict=False):
-        corrupted += [*ids[start : start + gap], mask_id]
-        start += int(gap) + length
-    return corrupted + list(ids[start:])
-
-
-def _numbered(length: int, positions: np.ndarray) -> np.ndarray:
-    """Each of `positions` as a group of its own, [length]."""
-    choice = np.full(length, NOT_CHOSEN)
-    choice[positions] = np.arange(len(positions))
-    return choice
+    pieces = [gap for gap, _ in _cut(ids, gaps, [*lengths, 0])]
+    return [*chain(*([*gap, mask_id] for gap in pieces[:-1])), *pieces[-1]]

@@ -4,7 +4,7 @@ The corruption itself is in corruption.py, next-sentence prediction in next_sent
 corruption: its examples and batches are those of data/batches.py.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,6 +19,7 @@ from alignment.data.table import lengths_of
 from alignment.data.text.chat import document_end_id
 from alignment.data.text.special_tokens import (
     EncodedText,
+    TokenizedText,
     mask_id,
     non_special_ids,
     sentinel_ids,
@@ -74,21 +75,51 @@ def tokenize_maskable(
     rows: Sequence[Text], tokenizer: Tokenizer, max_length: int
 ) -> tuple[list[MaskableExample], Tally]:
     """Texts for masked language modeling; a longer text is split into successive parts of about equal length."""
-    template, counts = special_token_template(tokenizer), Tally(rows=len(rows))
-    budget = text_budget(max_length, template.size, least=1)
+    template = special_token_template(tokenizer)
+    parts, counts = _split(rows, tokenizer, text_budget(max_length, template.size(1), least=1), {0: NO_TOKEN})
     examples = []
+    for row, text, part in parts:
+        encoded = template.encode(text.ids[part])
+        starts = word_starts_in(encoded, [text.word_starts[part]])
+        examples.append(MaskableExample(encoded.ids, encoded.is_text, starts, row.row_id))
+    return examples, counts.with_documents(example.ids for example in examples)
+
+
+def tokenize_plain(
+    rows: Sequence[Text], tokenizer: Tokenizer, max_length: int, special_tokens: int = 1
+) -> tuple[list[Example], Tally]:
+    """Texts for encoder-decoders, without special tokens, short enough that a source has at most `max_length` tokens.
+
+    A longer text is split into successive parts of about equal length; a text of a single token is dropped.
+
+    Args:
+        special_tokens: number of tokens that corruption will add: 1 for the end token, 3 for BART's decoder start,
+            first and last token.
+    """
+    budget = text_budget(max_length, special_tokens, least=3)
+    parts, counts = _split(rows, tokenizer, budget, {0: NO_TOKEN, 1: TOO_SHORT})
+    examples = [Example(text.ids[part], [True] * (part.stop - part.start), row.row_id) for row, text, part in parts]
+    return examples, counts.with_documents(example.ids for example in examples)
+
+
+def _split(
+    rows: Sequence[Text], tokenizer: Tokenizer, budget: int, dropped: Mapping[int, str]
+) -> tuple[list[tuple[Text, TokenizedText, slice]], Tally]:
+    """Each text in parts of at most `budget` tokens.
+
+    Args:
+        dropped: number of tokens -> the reason why texts of that length are dropped.
+    """
+    parts, counts = [], Tally(rows=len(rows))
     for row, text in zip(rows, tokenize_with_offsets(tokenizer, [row.text for row in rows]), strict=True):
-        if not text.ids:
-            counts.drop(NO_TOKEN, row.row_id)
+        if len(text.ids) in dropped:
+            counts.drop(dropped[len(text.ids)], row.row_id)
             continue
         counts.kept += 1
         if len(text.ids) > budget:
             counts.note_cut(TEXT_CUT, row.row_id)
-        for part in even_slices(len(text.ids), budget):
-            encoded = template.single(text.ids[part])
-            starts = word_starts_in(encoded, [text.word_starts[part]])
-            examples.append(MaskableExample(encoded.ids, encoded.is_text, starts, row.row_id))
-    return examples, counts.with_documents(example.ids for example in examples)
+        parts += [(row, text, part) for part in even_slices(len(text.ids), budget)]
+    return parts, counts
 
 
 def word_starts_in(encoded: EncodedText, texts: Sequence[Sequence[bool]]) -> list[bool]:
@@ -135,30 +166,6 @@ def masked_batch(masked: Sequence[tuple[MaskableExample, np.ndarray, np.ndarray]
     )
 
 
-def tokenize_plain(
-    rows: Sequence[Text], tokenizer: Tokenizer, max_length: int, special_tokens: int = 1
-) -> tuple[list[Example], Tally]:
-    """Texts for encoder-decoders, without special tokens, short enough that a source has at most `max_length` tokens.
-
-    A longer text is split into successive parts of about equal length; a text of a single token is dropped.
-
-    Args:
-        special_tokens: number of tokens that corruption will add: 1 for the end token, 3 for BART's decoder start,
-            first and last token.
-    """
-    budget, counts, examples = text_budget(max_length, special_tokens, least=3), Tally(rows=len(rows)), []
-    for row, text in zip(rows, tokenize_with_offsets(tokenizer, [row.text for row in rows]), strict=True):
-        if len(text.ids) < 2:
-            counts.drop(TOO_SHORT if text.ids else NO_TOKEN, row.row_id)
-            continue
-        counts.kept += 1
-        if len(text.ids) > budget:
-            counts.note_cut(TEXT_CUT, row.row_id)
-        for part in even_slices(len(text.ids), budget):
-            examples.append(Example(text.ids[part], [True] * (part.stop - part.start), row.row_id))
-    return examples, counts.with_documents(example.ids for example in examples)
-
-
 def span_corruption(
     tokenizer: Tokenizer, examples: Sequence[Example], *, density: float = 0.15, mean_span: float = 3.0
 ) -> Corrupt:
@@ -169,7 +176,7 @@ def span_corruption(
     """
     sentinels, end = sentinel_ids(tokenizer), document_end_id(tokenizer)
     lengths = np.unique(lengths_of(examples)).tolist()
-    needed = max(corruption.sentinels_needed(length, density, mean_span) for length in lengths)
+    needed = 1 + max(corruption.span_plan(length, density, mean_span)[1] for length in lengths)
     if needed > len(sentinels):
         raise UserError(
             f"{tokenizer.name_or_path or 'the tokenizer'} has {len(sentinels)} sentinels (<extra_id_0>, ...), and a "
@@ -192,7 +199,7 @@ def infilling(tokenizer: Tokenizer, *, density: float = 0.3, mean_span: float = 
 
     def corrupt(ids: Ids, generator: np.random.Generator) -> tuple[list[int], list[int]]:
         source = corruption.infill(ids, mask, generator, density=density, mean_span=mean_span)
-        return template.single(source).ids, template.single(ids).ids
+        return template.encode(source).ids, template.encode(ids).ids
 
     return corrupt
 

@@ -4,6 +4,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from alignment.data.pretraining.examples import (
 )
 from alignment.data.rows.records import Tally, Text
 from alignment.data.text.special_tokens import SpecialTokenTemplate, special_token_template, tokenize_with_offsets
-from alignment.data.text.truncation import text_budget, truncate_pair
+from alignment.data.text.truncation import text_budget, truncate_longest
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
 from alignment.ragged import RaggedBatch, group_rows_by_length
@@ -53,21 +54,18 @@ class Passage:
         return [[token for sentence in self.sentences for token in sentence.ids]]
 
 
-@dataclass(frozen=True, slots=True)
-class SentencePair:
+class SentencePair(NamedTuple):
     """A pair of texts with its special tokens.
 
     Attributes:
         example: [CLS] A [SEP] B [SEP].
         segments: 0 or 1 for the text each token belongs to, [N].
         label: 0 where B follows A in its text, 1 where it comes from another text.
-        cut_tokens: tokens truncated so that the pair fits.
     """
 
     example: MaskableExample
     segments: list[int]
     label: int
-    cut_tokens: int
 
 
 @dataclass(frozen=True)
@@ -77,11 +75,9 @@ class SentencePairBatch(RaggedBatch):
     Attributes:
         ragged: the pairs, with segments, masked targets and their labels; its own weight counts masked tokens.
         labels: 0 where B follows A in its text, 1 where it comes from another text, [B].
-        cut_tokens: tokens truncated so that the pairs fit.
     """
 
     labels: Tensor
-    cut_tokens: int = 0
 
     @property
     def weight(self) -> float:
@@ -111,7 +107,7 @@ def tokenize_passages(rows: Sequence[Text], tokenizer: Tokenizer, max_length: in
         UserError: no budget for text, or fewer than two texts have two sentences, so that no B can come from another one.
     """
     counts, passages = Tally(rows=len(rows)), []
-    budget = text_budget(max_length, special_token_template(tokenizer).pair_size)
+    budget = text_budget(max_length, special_token_template(tokenizer).size(2))
     for document, row in enumerate(rows):
         texts = tokenize_with_offsets(tokenizer, sentences_of(row.text))
         sentences = [Sentence(text.ids, text.word_starts) for text in texts if text.ids]
@@ -166,18 +162,13 @@ def collate_sentence_pairs(
         generator = row.generator()
         pair = make_pair(row.row, passages, template, max_length, generator)
         made.append((pair, *mask_example(pair.example, masking, mask_tokens, generator)))
-    groups = group_rows_by_length(made, [len(pair.example.ids) for pair, _, _ in made], micro_batch_tokens)
-    return [_pair_batch(group) for group in groups]
-
-
-def _pair_batch(made: Sequence[tuple[SentencePair, np.ndarray, np.ndarray]]) -> SentencePairBatch:
-    pairs = [pair for pair, _, _ in made]
-    ragged = replace(
-        masked_batch([(pair.example, ids, chosen) for pair, ids, chosen in made]),
-        segments=torch.tensor([segment for pair in pairs for segment in pair.segments]),
-    )
-    labels = torch.tensor([pair.label for pair in pairs])
-    return SentencePairBatch(ragged, labels, sum(pair.cut_tokens for pair in pairs))
+    batches = []
+    for group in group_rows_by_length(made, [len(pair.example.ids) for pair, _, _ in made], micro_batch_tokens):
+        ragged = masked_batch([(pair.example, ids, chosen) for pair, ids, chosen in group])
+        segments = torch.tensor([segment for pair, _, _ in group for segment in pair.segments])
+        labels = torch.tensor([pair.label for pair, _, _ in group])
+        batches.append(SentencePairBatch(replace(ragged, segments=segments), labels))
+    return batches
 
 
 def make_pair(
@@ -199,12 +190,12 @@ def make_pair(
     if generator.random() < 0.5:
         second, label = other_sentences(passage, passages, _tokens(second), generator), OTHER_TEXT
     sides = [[token for sentence in side for token in sentence.ids] for side in (first, second)]
-    kept = truncate_pair(sides[0], sides[1], text_budget(max_length, template.pair_size))
+    kept = truncate_longest(sides, text_budget(max_length, template.size(2)))
     words = [[flag for sentence in side for flag in sentence.word_starts] for side in (first, second)]
-    encoded = template.pair(*kept)
+    encoded = template.encode(*kept)
     starts = word_starts_in(encoded, [flags[: len(ids)] for flags, ids in zip(words, kept, strict=True)])
     example = MaskableExample(encoded.ids, encoded.is_text, starts, passage.row_id, passage.source)
-    return SentencePair(example, encoded.segments, label, sum(map(len, sides)) - sum(map(len, kept)))
+    return SentencePair(example, encoded.segments, label)
 
 
 def other_sentences(
@@ -219,9 +210,7 @@ def other_sentences(
         other = passages[int(generator.integers(len(passages)))]
     sentences = other.sentences
     starts = [start for start in range(1, len(sentences)) if _tokens(sentences[start:]) >= tokens]
-    start = int(
-        generator.integers(len(starts) + 1)
-    )  # fewer sentences have fewer tokens: starts are 1, ..., len(starts)
+    start = int(generator.integers(len(starts) + 1))  # fewer sentences have fewer tokens: starts are 1, 2, ...
     stop = start + 1
     while stop < len(sentences) and _tokens(sentences[start:stop]) + len(sentences[stop].ids) / 2 <= tokens:
         stop += 1

@@ -1,12 +1,10 @@
 """Texts as token sequences for a pretraining objective, from a data config in one call."""
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal
 
 from alignment.data.codecs import EXAMPLES, Codec, mask_of, runs_of
 from alignment.data.config import DataConfig, Part
-from alignment.data.examples import TokenizedRow
 from alignment.data.prepare import Preparation, Tokenize, prepare_with
 from alignment.data.pretraining.examples import MaskableExample, tokenize_maskable, tokenize_plain
 from alignment.data.pretraining.next_sentence import Passage, Sentence, tokenize_passages
@@ -94,13 +92,9 @@ def _tokenize_and_note_unknown(
     tokenize: Tokenize, rows: list[Text], tokenizer: Tokenizer, max_length: int
 ) -> tuple[list[Any], Tally]:
     examples, counts = tokenize(rows, tokenizer, max_length)
-    for row_id in unknown_rows(examples, tokenizer.unk_token_id):
-        counts.note_cut(UNKNOWN, row_id)
+    unknown = tokenizer.unk_token_id
+    if unknown is not None:
+        found = [each.row_id for each in examples if any(unknown in ids for ids in each.documents)]
+        for row_id in dict.fromkeys(found):
+            counts.note_cut(UNKNOWN, row_id)
     return examples, counts
-
-
-def unknown_rows(examples: Sequence[TokenizedRow], unknown_id: int | None) -> list[str]:
-    """Names of the rows, each once, that have the unknown token among their ids."""
-    if unknown_id is None:
-        return []
-    return list(dict.fromkeys(e.row_id for e in examples if any(unknown_id in ids for ids in e.documents)))

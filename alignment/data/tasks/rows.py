@@ -1,7 +1,7 @@
-"""Labeled rows of the downstream tasks: their records, how they are read, and their labels."""
+"""Labeled rows of the downstream tasks: how they are read, and their labels."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from alignment.data.config import SourceConfig, as_sources
@@ -17,50 +17,24 @@ FinetuneTask = Literal[
 
 
 @dataclass(frozen=True, slots=True)
-class LabeledText:
-    """A text, or a pair of texts, and the name of its class."""
-
-    text: str
-    pair: str | None
-    label: str
-    row_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class LabeledWords:
-    """The words of a text, and the name of each word's class."""
-
-    words: list[str]
-    labels: list[str]
-    row_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A question about a context, with answers quoted from it.
+class LabeledRow:
+    """A row of a downstream task.
 
     Attributes:
-        answers: text of each answer and the index of its first character in the context; empty: the context does not
-            answer the question.
+        inputs: text and None, or both texts of a pair; a list of words; question and context; context and list of choices.
+        labels: the class; the class of each word; each answer as its text and the index of its first character in the
+            context, none where the context does not answer; the index of the right choice.
+        row_id: name of the data row.
     """
 
-    question: str
-    context: str
-    answers: list[tuple[str, int]]
+    inputs: tuple[Any, ...]
+    labels: tuple[Any, ...]
     row_id: str
 
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """A context, possible continuations, and the index of the right one."""
-
-    context: str
-    choices: list[str]
-    label: int
-    row_id: str
-
-
-LabeledRow = LabeledText | LabeledWords | Question | Choice
+    @property
+    def content(self) -> str:
+        """A key that is equal for rows that differ only in their labels."""
+        return repr(list(self.inputs))
 
 
 def read_labeled(
@@ -71,8 +45,8 @@ def read_labeled(
     columns: dict[str, str] | None = None,
     max_rows: int | None = None,
     on_bad_row: Literal["error", "skip"] = "error",
-) -> tuple[list[Any], Tally]:
-    """The labeled rows of one or several sources, in order, and the tally of what was dropped.
+) -> tuple[list[LabeledRow], Tally]:
+    """The labeled rows of one or several sources, in order, and the tally of dropped ones.
 
     Columns by task: classification `text`, `label`; pair_classification `text`, `pair`, `label`; token_classification
     `words`, `labels` (lists of equal length); question_answering `question`, `context`, `answers` (a list of
@@ -80,21 +54,23 @@ def read_labeled(
 
     Args:
         columns: our column name -> the source's, where they differ: {"text": "sentence1", "pair": "sentence2"}.
-        max_rows: stop after so many good rows.
+        max_rows: the largest number of good rows.
         on_bad_row: "error" reports all bad rows at once (up to 20); "skip" drops and counts them.
 
     Raises:
         UserError: no such source or task, bad rows, or no row at all.
     """
-    if task not in PARSERS:
-        raise UserError(f"unknown task {task!r}; known: {', '.join(PARSERS)}")
+    if task not in READERS:
+        raise UserError(f"unknown task {task!r}; known: {', '.join(READERS)}")
     rows: list[LabeledRow] = []
     problems: list[str] = []
     counts = Tally()
     for each in as_sources(source, split=split, columns=columns):
-        left = rows_left(max_rows, len(rows), each)
         parsed = parse_rows(
-            read_raw(each.source, str(each.split)), PARSERS[task], columns=each.columns or {}, max_rows=left
+            read_raw(each.source, str(each.split)),
+            lambda values, row_id: LabeledRow(*READERS[task](values), row_id),
+            columns=each.columns or {},
+            max_rows=rows_left(max_rows, len(rows), each),
         )
         rows += parsed.rows
         problems += parsed.problems
@@ -106,23 +82,17 @@ def read_labeled(
     return rows, counts
 
 
-def _text(row: Columns, row_id: str) -> LabeledText:
-    return LabeledText(text_field(row, "text"), None, _label(row, "label"), row_id)
+Values = tuple[tuple[Any, ...], tuple[Any, ...]]  # inputs and labels of a row
 
 
-def _pair(row: Columns, row_id: str) -> LabeledText:
-    return LabeledText(text_field(row, "text"), text_field(row, "pair"), _label(row, "label"), row_id)
-
-
-def _words(row: Columns, row_id: str) -> LabeledWords:
-    words = [text_field({"words": word}, "words") for word in _list(row, "words")]
-    labels = [_label({"labels": label}, "labels") for label in _list(row, "labels")]
+def _words(row: Columns) -> Values:
+    words, labels = _texts(row, "words"), tuple(_label(label, "labels") for label in _list(row, "labels"))
     if len(words) != len(labels):
         raise BadRow("labels", "must be as many as words", f"{len(labels)} labels, {len(words)} words")
-    return LabeledWords(words, labels, row_id)
+    return (words,), labels
 
 
-def _question(row: Columns, row_id: str) -> Question:
+def _question(row: Columns) -> Values:
     context = text_field(row, "context")
     answers = row.get("answers")
     if isinstance(answers, dict):  # {"text": [...], "answer_start": [...]}, as the datasets library has SQuAD
@@ -132,7 +102,7 @@ def _question(row: Columns, row_id: str) -> Question:
         answers = [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
     if not isinstance(answers, list) or not all(isinstance(answer, dict) for answer in answers):
         raise BadRow("answers", f"must be a list of text and answer_start, is {type_name(answers)}")
-    return Question(text_field(row, "question"), context, [_answer(answer, context) for answer in answers], row_id)
+    return (text_field(row, "question"), context), tuple(_answer(answer, context) for answer in answers)
 
 
 def _answer(answer: Columns, context: str) -> tuple[str, int]:
@@ -142,12 +112,15 @@ def _answer(answer: Columns, context: str) -> tuple[str, int]:
     return text, int(start)
 
 
-def _choice(row: Columns, row_id: str) -> Choice:
-    choices = [text_field({"choices": choice}, "choices") for choice in _list(row, "choices")]
-    number = number_field(row, "label")
+def _choice(row: Columns) -> Values:
+    choices, number = _texts(row, "choices"), number_field(row, "label")
     if number is None or number != int(number) or not 0 <= number < len(choices):
         raise BadRow("label", "must be the number of a choice, from 0", f"{row.get('label')!r} of {len(choices)}")
-    return Choice(text_field(row, "context"), choices, int(number), row_id)
+    return (text_field(row, "context"), choices), (int(number),)
+
+
+def _texts(row: Columns, key: str) -> list[str]:
+    return [text_field({key: text}, key) for text in _list(row, key)]
 
 
 def _list(row: Columns, key: str, *, empty: bool = False) -> list[Any]:
@@ -157,9 +130,8 @@ def _list(row: Columns, key: str, *, empty: bool = False) -> list[Any]:
     return value
 
 
-def _label(row: Columns, key: str) -> str:
+def _label(value: object, key: str = "label") -> str:
     """The name of a label: text, or a whole number as text; -1, GLUE's value for unlabeled rows, is refused."""
-    value = row.get(key)
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool) or not isinstance(value, str | int) or value in ("", -1):
@@ -167,40 +139,32 @@ def _label(row: Columns, key: str) -> str:
     return str(value)
 
 
-PARSERS: dict[str, Callable[[Columns, str], LabeledRow]] = {
-    "classification": _text,
-    "pair_classification": _pair,
+READERS: dict[str, Callable[[Columns], Values]] = {
+    "classification": lambda row: ((text_field(row, "text"), None), (_label(row.get("label")),)),
+    "pair_classification": lambda row: (
+        (text_field(row, "text"), text_field(row, "pair")),
+        (_label(row.get("label")),),
+    ),
     "token_classification": _words,
     "question_answering": _question,
     "multiple_choice": _choice,
 }
 
 
-def label_names(rows: Sequence[LabeledText | LabeledWords]) -> dict[int, str]:
+def label_names(rows: Iterable[LabeledRow]) -> dict[int, str]:
     """`id2label` of a model's config: the labels that occur, sorted, by value if all are numbers.
 
     Raises:
         UserError: fewer than two labels.
     """
-    names = {name for row in rows for name in row_labels(row)}
+    names = {name for row in rows for name in row.labels}
     if len(names) < 2:
         raise UserError(f"all rows have the same label {', '.join(names)!r}; a classifier needs at least two")
     numbers = all(name.removeprefix("-").isdecimal() for name in names)
     return dict(enumerate(sorted(names, key=int if numbers else None)))
 
 
-def row_labels(row: LabeledText | LabeledWords) -> list[str]:
-    """The label names of a row."""
-    return row.labels if isinstance(row, LabeledWords) else [row.label]
-
-
-def content_key(row: LabeledRow) -> str:
-    """A key that is equal for rows that differ only in their labels, for finding duplicates."""
-    labels = ("label", "labels", "answers", "row_id")
-    return repr([getattr(row, each.name) for each in fields(row) if each.name not in labels])
-
-
-def require_labels(rows: Sequence[LabeledText | LabeledWords], names: dict[int, str]) -> dict[str, int]:
+def label_ids(rows: Iterable[LabeledRow], names: Mapping[int, str]) -> dict[str, int]:
     """The id of each label name.
 
     Raises:
@@ -210,6 +174,6 @@ def require_labels(rows: Sequence[LabeledText | LabeledWords], names: dict[int, 
     raise_all(
         f"{row.row_id}: label {', '.join(map(repr, unknown))} is unknown; known: {', '.join(ids)}"
         for row in rows
-        if (unknown := sorted(set(row_labels(row)) - ids.keys()))
+        if (unknown := sorted(set(row.labels) - ids.keys()))
     )
     return ids

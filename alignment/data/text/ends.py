@@ -1,9 +1,9 @@
 """The tokens that begin and end sequences: BOS, the end of a turn, the end of a document."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from alignment.data.text.templates import chat_format, name_of
-from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos, bos_id
+from alignment.data.tokenizers.tokenizer import Tokenizer, adds_bos
 from alignment.errors import UserError
 
 
@@ -14,7 +14,7 @@ def end_token_id(tokenizer: Tokenizer) -> int:
         UserError: the tokenizer has neither.
     """
     if tokenizer.chat_template and (turn := chat_format(tokenizer).end) is not None:
-        return token_id(tokenizer, turn)
+        return tokenizer.convert_tokens_to_ids(turn)
     return document_end_id(tokenizer)
 
 
@@ -37,7 +37,7 @@ def stop_token_ids(tokenizer: Tokenizer) -> set[int]:
     """All tokens at which generation stops: the end of turn, the end of a tool call, and EOS."""
     stops = {end_token_id(tokenizer)}
     if tokenizer.chat_template and (call := chat_format(tokenizer).call_end) is not None:
-        stops.add(token_id(tokenizer, call))
+        stops.add(tokenizer.convert_tokens_to_ids(call))
     return stops if tokenizer.eos_token_id is None else stops | {tokenizer.eos_token_id}
 
 
@@ -53,20 +53,16 @@ def without_end(text: str, stops: Sequence[str]) -> str:
     return text
 
 
-def token_id(tokenizer: Tokenizer, token: str) -> int:
-    """The id of a token that is in the vocabulary."""
-    return tokenizer.convert_tokens_to_ids(token)
+def bos_adder(tokenizer: Tokenizer) -> Callable[[list[int]], list[int]]:
+    """A function that puts the BOS before a sequence, where the tokenizer has one and the template wrote none.
 
-
-def with_one_bos(tokenizer: Tokenizer, ids: list[int]) -> list[int]:
-    """The ids of a rendered prompt with the BOS in front, where the tokenizer has one and the template wrote none.
-
-    Raises:
-        UserError: the template wrote two.
+    It raises a UserError where the template wrote two.
     """
-    bos = bos_id(tokenizer)
-    if bos is None:
-        return ids
-    if ids[:2] == [bos, bos]:
-        raise UserError(f"{name_of(tokenizer)} writes the BOS twice; one is right")
-    return ids if ids[:1] == [bos] or not adds_bos(tokenizer) else [bos, *ids]
+    bos, adds = tokenizer.bos_token_id, adds_bos(tokenizer)
+
+    def with_one_bos(ids: list[int]) -> list[int]:
+        if bos is not None and ids[:2] == [bos, bos]:
+            raise UserError(f"{name_of(tokenizer)} writes the BOS twice; one is right")
+        return [bos, *ids] if adds and bos is not None and ids[:1] != [bos] else ids
+
+    return with_one_bos

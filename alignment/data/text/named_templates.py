@@ -62,15 +62,21 @@ def with_chat_template(tokenizer: Tokenizer, chosen: str | None) -> Tokenizer:
     """
     if chosen is None:
         return tokenizer
-    template = read_chat_template(chosen)
-    if missing := [token for token in NAMED.get(chosen, ()) if token not in control_strings(tokenizer)]:
-        raise UserError(_missing(tokenizer, chosen, missing))
+    template, name = read_chat_template(chosen), str(tokenizer.name_or_path or "the tokenizer")
+    if missing := _missing_tokens(tokenizer, chosen):
+        free = ", ".join(each for each, needed in NAMED.items() if not needed)
+        raise UserError(
+            f"chat_template {chosen}: {name} has no special token {', '.join(missing)}. `alignment export --model {name} "
+            f"--chat-template {chosen} --output DIR` writes the model with these tokens added, to start from; or take a "
+            f"template that needs none of its own: {free}"
+        )
     changed = copy.copy(tokenizer)
     changed.chat_template = template
     if chat_format(changed).end is None:
         raise UserError(
-            f"chat_template {_shown(chosen)}: with {_name(tokenizer)} it ends the assistant's turn with no control token "
-            "of the vocabulary, so nothing could learn to stop; write {{ eos_token }} or another special token there"
+            f"chat_template {chosen if len(chosen) < 100 else chosen[:100] + '...'}: with {name} it ends the assistant's "
+            "turn with no control token of the vocabulary, so nothing could learn to stop; write {{ eos_token }} or "
+            "another special token there"
         )
     return changed
 
@@ -83,23 +89,10 @@ def with_template_tokens(tokenizer: Tokenizer, chosen: str) -> Tokenizer:
     Raises:
         UserError: as `with_chat_template`.
     """
-    missing = [token for token in NAMED.get(chosen, ()) if token not in control_strings(tokenizer)]
-    tokenizer.add_tokens(missing, special_tokens=True)
+    tokenizer.add_tokens(_missing_tokens(tokenizer, chosen), special_tokens=True)
     return with_chat_template(tokenizer, chosen)
 
 
-def _missing(tokenizer: Tokenizer, chosen: str, missing: list[str]) -> str:
-    free = ", ".join(name for name, needed in NAMED.items() if not needed)
-    return (
-        f"chat_template {chosen}: {_name(tokenizer)} has no special token {', '.join(missing)}. `alignment export --model "
-        f"{_name(tokenizer)} --chat-template {chosen} --output DIR` writes the model with these tokens added, to start "
-        f"from; or take a template that needs none of its own: {free}"
-    )
-
-
-def _name(tokenizer: Tokenizer) -> str:
-    return str(tokenizer.name_or_path or "the tokenizer")
-
-
-def _shown(chosen: str) -> str:
-    return chosen if len(chosen) < 100 else chosen[:100] + "..."
+def _missing_tokens(tokenizer: Tokenizer, chosen: str) -> list[str]:
+    """Special tokens that a built-in template needs and the tokenizer lacks."""
+    return [token for token in NAMED.get(chosen, ()) if token not in control_strings(tokenizer)]

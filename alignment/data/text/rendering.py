@@ -16,11 +16,10 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import jinja2
@@ -29,6 +28,7 @@ CPU_SECONDS = 1.0
 MEMORY_BYTES = 2**30
 MAX_CHARACTERS = 50_000_000
 TASKS_PER_LINE = 64
+TOO_SLOW = f"it takes more than {CPU_SECONDS:g} s of processor time, which no chat template needs"
 # What `strftime_now` answers, always: the date that Llama 3.2's template takes where there is no clock. With today's
 # date a run that is resumed tomorrow, or a model that is served later, would read other tokens than it was trained on.
 TEMPLATE_DATE = datetime(2024, 7, 26)
@@ -42,35 +42,24 @@ class TemplateEnded(RenderError):
     """A template was ended for what it used."""
 
 
-class _Request(TypedDict):
-    """A task as JSON."""
-
-    messages: list[dict[str, object]]
-    cuts: list[tuple[int, bool]]
-    tools: list[dict[str, object]] | None
+Cut = tuple[int, bool]  # number of messages, and True to write the assistant's header after them
+# The texts of a task, or why it failed, as JSON: {"texts": [...]}, each that begins the longest one as its length; or
+# {"error": ..., "ended": ...}.
+_Answer = dict[str, Any]
 
 
-class _Answer(TypedDict, total=False):
-    """What became of a task: its texts, each that begins the longest one as its length; or why it failed."""
-
-    texts: list[str | int]
-    error: str
-    ended: bool
-
-
-@dataclass(frozen=True, slots=True)
-class RenderTask:
+class RenderTask(NamedTuple):
     """The texts that are wanted of one dialogue.
 
     Attributes:
         messages: dicts of plain values, oldest first.
-        cuts: for each text, how many of the messages it holds, and whether the assistant's header follows them
+        cuts: for each text, the number of messages that it holds, and True where the assistant's header follows them
             (`add_generation_prompt`).
         tools: definitions of the tools that the dialogue may use, JSON schemas.
     """
 
     messages: Sequence[Mapping[str, object]]
-    cuts: tuple[tuple[int, bool], ...]
+    cuts: tuple[Cut, ...]
     tools: Sequence[Mapping[str, object]] | None = None
 
 
@@ -87,31 +76,27 @@ def render_tasks(
     Returns:
         For each task its texts in order, or the error of the first one that failed.
     """
-    answers: list[list[str] | RenderError] = []
-    for start in range(0, len(tasks), TASKS_PER_LINE):
-        answers += _render_line(template, tasks[start : start + TASKS_PER_LINE], variables)
-    return answers
+    lines = (tasks[start : start + TASKS_PER_LINE] for start in range(0, len(tasks), TASKS_PER_LINE))
+    return [answer for line in lines for answer in _render_line(template, line, variables)]
 
 
 def _render_line(
     template: str, tasks: Sequence[RenderTask], variables: Mapping[str, object]
 ) -> list[list[str] | RenderError]:
-    requests = [{"messages": task.messages, "cuts": task.cuts, "tools": task.tools} for task in tasks]
+    request = {"tasks": [task._asdict() for task in tasks], "variables": variables}
     try:
-        answers = _render(template, json.dumps({"tasks": requests, "variables": variables}, default=str))
+        return [_texts(answer) for answer in _render(template, json.dumps(request, default=str))]
     except TemplateEnded as error:
         if len(tasks) == 1:
             return [error]
         return [answer for task in tasks for answer in _render_line(template, [task], variables)]
-    return [_texts(answer) for answer in answers]
 
 
 def _texts(answer: _Answer) -> list[str] | RenderError:
     if "error" in answer:
-        return TemplateEnded(answer["error"]) if answer.get("ended") else RenderError(answer["error"])
-    texts = answer.get("texts", [])
-    longest = max((text for text in texts if isinstance(text, str)), key=len)
-    return [longest[:text] if isinstance(text, int) else text for text in texts]
+        return (TemplateEnded if answer.get("ended") else RenderError)(answer["error"])
+    longest = max((text for text in answer["texts"] if isinstance(text, str)), key=len)
+    return [longest[:text] if isinstance(text, int) else text for text in answer["texts"]]
 
 
 def _packed(texts: Sequence[str]) -> list[str | int]:
@@ -150,7 +135,8 @@ class _Process:
                 self.stop()
                 raise
             if not line:
-                raise TemplateEnded(_why_ended(self.stop(kill=False)))
+                code = self.stop(kill=False)
+                raise TemplateEnded(TOO_SLOW if code == -signal.SIGPROF else f"its process ended with code {code}")
             self.template = template
         return line
 
@@ -180,14 +166,8 @@ _process = _Process()
 atexit.register(_process.stop)
 
 
-def _why_ended(code: int) -> str:
-    if code == -signal.SIGPROF:
-        return f"it takes more than {CPU_SECONDS:g} s of processor time, which no chat template needs"
-    return f"the process that rendered it ended with code {code}"
-
-
 def serve() -> None:
-    """What the helper process does: a line of JSON in, a line of JSON out, until there are no more."""
+    """Run the helper process: a line of JSON in, a line of JSON out, until there are no more."""
     import resource
 
     from transformers.utils.chat_template_utils import _compile_jinja_template
@@ -207,7 +187,10 @@ def serve() -> None:
 
 
 def _answer(
-    compile_template: "Callable[[str], jinja2.Template]", template: str, task: _Request, variables: Mapping[str, object]
+    compile_template: "Callable[[str], jinja2.Template]",
+    template: str,
+    task: Mapping[str, Any],
+    variables: Mapping[str, object],
 ) -> _Answer:
     """The texts of one task, or the error; each text has its own limit of time."""
     texts = []

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -32,46 +33,33 @@ class EncodedText:
 
 @dataclass(frozen=True)
 class SpecialTokenTemplate:
-    """The special tokens before, between and after texts, as the tokenizer's post-processor adds them.
+    """The special tokens around texts, as the tokenizer's post-processor adds them.
 
     Attributes:
-        prefix: special ids before a single text.
-        suffix: special ids after it.
-        pair_prefix: special ids before the first text of a pair.
-        separator: special ids between the two texts.
-        pair_suffix: special ids after the second text.
-        pair_segments: 0 or 1 for the five parts of a pair: prefix, first text, separator, second text, suffix.
+        single: ids before and after a single text.
+        pair: ids before, between and after two texts.
+        pair_segments: 0 or 1 for the five parts of a pair: before, first text, between, second text, after.
     """
 
-    prefix: list[int]
-    suffix: list[int]
-    pair_prefix: list[int]
-    separator: list[int]
-    pair_suffix: list[int]
-    pair_segments: tuple[int, int, int, int, int]
+    single: tuple[list[int], list[int]]
+    pair: tuple[list[int], list[int], list[int]]
+    pair_segments: tuple[int, ...]
 
-    @property
-    def size(self) -> int:
-        """Number of special tokens of a single text."""
-        return len(self.prefix) + len(self.suffix)
+    def size(self, texts: int) -> int:
+        """Number of special tokens around one text or two."""
+        return sum(map(len, self.single if texts == 1 else self.pair))
 
-    @property
-    def pair_size(self) -> int:
-        """Number of special tokens of a pair."""
-        return len(self.pair_prefix) + len(self.separator) + len(self.pair_suffix)
-
-    def single(self, ids: Sequence[int]) -> EncodedText:
-        """One text with its special tokens."""
-        is_text = [False] * len(self.prefix) + [True] * len(ids) + [False] * len(self.suffix)
-        return EncodedText([*self.prefix, *ids, *self.suffix], [0] * len(is_text), is_text, (len(self.prefix),))
-
-    def pair(self, first: Sequence[int], second: Sequence[int]) -> EncodedText:
-        """Two texts with their special tokens."""
-        parts = [self.pair_prefix, first, self.separator, second, self.pair_suffix]
-        segments = [segment for part, segment in zip(parts, self.pair_segments, strict=True) for _ in part]
-        is_text = [number in (1, 3) for number, part in enumerate(parts) for _ in part]
-        starts = (len(self.pair_prefix), len(self.pair_prefix) + len(first) + len(self.separator))
-        return EncodedText([token for part in parts for token in part], segments, is_text, starts)
+    def encode(self, *texts: Sequence[int]) -> EncodedText:
+        """One text or two with their special tokens."""
+        first, *others = self.single if len(texts) == 1 else self.pair
+        parts = [first, *(part for pair in zip(texts, others, strict=True) for part in pair)]
+        segments = (0, 0, 0) if len(texts) == 1 else self.pair_segments
+        return EncodedText(
+            ids=[token for part in parts for token in part],
+            segments=[segment for part, segment in zip(parts, segments, strict=True) for _ in part],
+            is_text=[number % 2 == 1 for number, part in enumerate(parts) for _ in part],
+            starts=tuple(accumulate(map(len, parts)))[:-1:2],
+        )
 
 
 def special_token_template(tokenizer: Tokenizer) -> SpecialTokenTemplate:
@@ -80,18 +68,16 @@ def special_token_template(tokenizer: Tokenizer) -> SpecialTokenTemplate:
     Raises:
         UserError: the tokenizer is not a fast one; only those report which text a token comes from.
     """
-    one, two = _encoding(tokenizer, "a"), _encoding(tokenizer, "a", "a")
-    only, end = _range_of(0, one.sequence_ids)
-    (first, last), (start, stop) = _range_of(0, two.sequence_ids), _range_of(1, two.sequence_ids)
+    [one] = _encodings(tokenizer, ["a"], add_special_tokens=True)
+    [two] = _encodings(tokenizer, ["a"], ["a"], add_special_tokens=True)
+    (head, end), (first, last), (start, stop) = (
+        _range_of(text, each.sequence_ids) for text, each in ((0, one), (0, two), (1, two))
+    )
     types = two.type_ids
-    separator_type = types[last] if start > last else types[first]
     return SpecialTokenTemplate(
-        prefix=one.ids[:only],
-        suffix=one.ids[end:],
-        pair_prefix=two.ids[:first],
-        separator=two.ids[last:start],
-        pair_suffix=two.ids[stop:],
-        pair_segments=(types[0], types[first], separator_type, types[start], types[-1]),
+        (one.ids[:head], one.ids[end:]),
+        (two.ids[:first], two.ids[last:start], two.ids[stop:]),
+        (types[0], types[first], types[last] if start > last else types[first], types[start], types[-1]),
     )
 
 
@@ -128,10 +114,6 @@ def tokenize_with_offsets(tokenizer: Tokenizer, texts: Sequence[str]) -> list[To
 
 def _word_starts(words: Sequence[int | None]) -> list[bool]:
     return [index == 0 or word is None or word != words[index - 1] for index, word in enumerate(words)]
-
-
-def _encoding(tokenizer: Tokenizer, *texts: str) -> Any:
-    return _encodings(tokenizer, *([text] for text in texts), add_special_tokens=True)[0]
 
 
 def _encodings(tokenizer: Tokenizer, *texts: list[str], add_special_tokens: bool) -> list[Any]:

@@ -9,18 +9,22 @@ text is split there and the strings are tokenized as plain text.
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from typing import Any, TypeVar, cast
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, cast
 
 from alignment.data.rows.records import Message, Messages, Tools
-from alignment.data.text.rendering import RenderError, RenderTask, TemplateEnded, render_tasks
-from alignment.data.text.training_templates import training_template
+from alignment.data.text.rendering import Cut, RenderError, RenderTask, TemplateEnded, render_tasks
 from alignment.data.tokenizers.tokenizer import Tokenizer, control_strings, encode
 from alignment.errors import UserError
 
 MAX_TEMPLATE_CHARACTERS = 200_000
+# Templates in trl's folder that rewrite earlier turns, and have a training variant that keeps them.
+REWRITING = ("glm4moe", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6")
+
 PROBE = "alignmentprobe"  # a word no template contains
 HELLO: Message = {"role": "user", "content": "Hello"}
 REPLY: Message = {"role": "assistant", "content": PROBE}
@@ -31,60 +35,11 @@ CALL: Message = {
 }
 
 Value = TypeVar("Value")
-Rendered = list[str] | UserError
-
-
-@dataclass(frozen=True)
-class EscapedControlTokens:
-    """Control strings of some messages, each replaced by "<opening><number><closing>" for template and tokenizer."""
-
-    opening: str
-    closing: str
-    strings: tuple[str, ...]
-
-    @property
-    def pattern(self) -> re.Pattern[str]:
-        """Matches one escaped string; its number is the group."""
-        return re.compile(f"{self.opening}([0-9]+){self.closing}")
-
-    def escape(self, value: Value) -> Value:
-        """The text with every control string escaped, longest first; of lists and objects all texts, keys included."""
-        if not self.strings:
-            return value
-        if isinstance(value, str):
-            numbers = {string: number for number, string in enumerate(self.strings)}
-            strings = "|".join(map(re.escape, self.strings))
-            return cast(
-                "Value", re.sub(strings, lambda match: f"{self.opening}{numbers[match[0]]}{self.closing}", value)
-            )
-        if isinstance(value, dict):
-            return cast("Value", {self.escape(key): self.escape(inner) for key, inner in value.items()})
-        return cast("Value", [self.escape(inner) for inner in value]) if isinstance(value, list) else value
-
-
-def escape(
-    controls: Sequence[str], messages: Messages, tools: Tools | None = None
-) -> tuple[Messages, Tools | None, EscapedControlTokens]:
-    """The messages and tools with the control strings in any of their texts escaped, and what was escaped."""
-    present = "\n".join([*_texts(messages), *_texts(tools)])
-    unused = (chr(code) for code in range(0xE000, 0xF8FF) if chr(code) not in present)
-    found = tuple(text for text in controls if text in present)
-    escaped = EscapedControlTokens(next(unused), next(unused), found)
-    return (escaped.escape(messages), escaped.escape(tools), escaped) if found else (messages, tools, escaped)
-
-
-def _texts(value: object) -> list[str]:
-    """All texts in a value of lists and objects."""
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, dict):
-        return [text for pair in value.items() for inner in pair for text in _texts(inner)]
-    return [text for inner in value for text in _texts(inner)] if isinstance(value, list) else []
 
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """What a template does, found by rendering a few short dialogues.
+    """A chat template and its conventions, found by rendering a few short dialogues.
 
     Attributes:
         template: its text.
@@ -92,8 +47,8 @@ class ChatFormat:
         arguments_as_text: the arguments of a tool call go to it as JSON text, since it cannot read an object.
         end: the control token right after the assistant's words; None: it writes none.
         call_end: the same after a tool call; None where it writes none, or renders no tool calls.
-        header: what it adds to open the assistant's turn.
-        writes_around: whether it writes anything between that header, the assistant's words and `end`.
+        header: the text that opens the assistant's turn.
+        writes_around: True where it writes something between that header, the assistant's words and `end`.
         training: template to render whole dialogues with: itself, or a published variant that keeps earlier turns.
         training_name: that variant's name; None: the template itself.
         controls: texts of the control tokens, longest first.
@@ -112,16 +67,16 @@ class ChatFormat:
 
     def messages(self, messages: Messages) -> list[dict[str, Any]]:
         """The messages in the form that the template reads."""
-        return [self._message(message) for message in messages]
-
-    def _message(self, message: Message) -> dict[str, Any]:
-        made: dict[str, Any] = dict(message)
-        if self.as_parts:
-            made["content"] = [{"type": "text", "text": message["content"]}]
-        if reasoning := message.get("reasoning_content"):
-            made |= {"reasoning": reasoning, "thinking": reasoning}  # templates differ in the name
-        if self.arguments_as_text and "tool_calls" in message:
-            made["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
+        made = []
+        for message in messages:
+            changed: dict[str, Any] = dict(message)
+            if self.as_parts:
+                changed["content"] = [{"type": "text", "text": message["content"]}]
+            if reasoning := message.get("reasoning_content"):
+                changed |= {"reasoning": reasoning, "thinking": reasoning}  # templates differ in the name
+            if self.arguments_as_text and "tool_calls" in message:
+                changed["tool_calls"] = [_with_text_arguments(call) for call in message["tool_calls"]]
+            made.append(changed)
         return made
 
 
@@ -133,7 +88,7 @@ def _with_text_arguments(call: Mapping[str, object]) -> dict[str, object]:
 
 
 def chat_format(tokenizer: Tokenizer) -> ChatFormat:
-    """What the tokenizer's template does.
+    """The tokenizer's template and its conventions.
 
     Raises:
         UserError: there is no template, it is a collection of named ones, or it is too long.
@@ -155,36 +110,38 @@ def chat_format(tokenizer: Tokenizer) -> ChatFormat:
 
 
 @lru_cache(maxsize=32)
-def _probe(template: str, variables: str, controls: tuple[str, ...]) -> ChatFormat:
-    chat = ChatFormat(template, controls=controls, training=template)
-    render_probe = partial(_probe_texts, json.loads(variables))
-    cuts = ((1, False), (1, True), (2, False))
-    found = render_probe(chat, [HELLO, REPLY], cuts)
-    if not found or PROBE not in found[2]:
-        in_parts = render_probe(replace(chat, as_parts=True), [HELLO, REPLY], cuts)
-        if in_parts and PROBE in in_parts[2]:
-            chat, found = replace(chat, as_parts=True), in_parts
-    if not found:
-        return chat
-    base, opened, closed = found
-    chat = replace(chat, end=_end_after_probe(closed, controls), header=opened[shared_length(opened, base) :])
-    chat = _with_training_template(chat, render_probe)
-    if closed.startswith(opened):
-        body = closed[len(opened) :].partition(chat.end)[0] if chat.end else closed[len(opened) :]
-        chat = replace(chat, writes_around=chat.end is not None and body != PROBE)
-    whole = replace(chat, template=chat.training)
-    call = render_probe(whole, [HELLO, CALL], ((2, False),))
-    if not call:
-        call = render_probe(replace(whole, arguments_as_text=True), [HELLO, CALL], ((2, False),))
-        chat = replace(chat, arguments_as_text=bool(call))
-    written = call[0].rstrip() if call and PROBE in call[0] else ""
+def _probe(template: str, special: str, controls: tuple[str, ...]) -> ChatFormat:
+    variables = json.loads(special)
+    training_name, training = _training_variants().get(template.strip(), (None, template))
+    plain = ChatFormat(template, training=training, training_name=training_name, controls=controls)
+    for chat in (plain, replace(plain, as_parts=True)):
+        base, opened, closed = _probe_texts(chat, [HELLO, REPLY], ((1, False), (1, True), (2, False)), variables)
+        if PROBE in closed:
+            break
+    else:
+        return plain
+    whole = replace(chat, template=training)
+    [trained] = _probe_texts(whole, [HELLO, REPLY], ((2, False),), variables)
+    end = _end_after_probe(closed, controls) or _end_after_probe(trained, controls)
+    body = closed.removeprefix(opened).partition(end)[0] if end else PROBE
+    chat = replace(
+        chat,
+        end=end,
+        header=opened[shared_length(opened, base) :],
+        writes_around=body != PROBE and closed.startswith(opened),
+    )
+    [called] = _probe_texts(whole, [HELLO, CALL], ((2, False),), variables)
+    if not called:
+        [called] = _probe_texts(replace(whole, arguments_as_text=True), [HELLO, CALL], ((2, False),), variables)
+        chat = replace(chat, arguments_as_text=bool(called))
+    written = called.rstrip() if PROBE in called else ""
     return replace(chat, call_end=next((string for string in controls if written.endswith(string)), None))
 
 
 def _probe_texts(
-    special: Mapping[str, object], chat: ChatFormat, messages: Messages, cuts: tuple[tuple[int, bool], ...]
+    chat: ChatFormat, messages: Messages, cuts: tuple[Cut, ...], special: Mapping[str, object]
 ) -> list[str]:
-    """The texts of a short dialogue; none where the template fails on it.
+    """The texts of a short dialogue; empty ones where the template fails on it.
 
     Raises:
         TemplateEnded: the template was ended for what it used, which no other probe will change.
@@ -192,21 +149,7 @@ def _probe_texts(
     [answer] = render_tasks(chat.template, [RenderTask(chat.messages(messages), cuts)], special)
     if isinstance(answer, TemplateEnded):
         raise answer
-    return [] if isinstance(answer, RenderError) else answer
-
-
-def _with_training_template(chat: ChatFormat, render_probe: Callable[..., list[str]]) -> ChatFormat:
-    """The format with the published training variant of its template, where that writes whole dialogues otherwise."""
-    published = training_template(chat.template)
-    if published is None:
-        return chat
-    name, text = published
-    dialogue, cuts = [HELLO, REPLY] * 2, ((2, False), (3, True), (4, False))
-    written = render_probe(replace(chat, template=text), dialogue, cuts)
-    if not written or written == render_probe(chat, dialogue, cuts):
-        return chat
-    end = chat.end or _end_after_probe(written[0], chat.controls)
-    return replace(chat, training=text, training_name=name, end=end)
+    return [""] * len(cuts) if isinstance(answer, RenderError) else answer
 
 
 def _end_after_probe(text: str, controls: Sequence[str]) -> str | None:
@@ -215,8 +158,23 @@ def _end_after_probe(text: str, controls: Sequence[str]) -> str | None:
     return next((string for string in controls if after.startswith(string)), None)
 
 
+@lru_cache(maxsize=1)
+def _training_variants() -> dict[str, tuple[str, str]]:
+    """Text of each template of `REWRITING` -> name and text of its training variant; only files are read, not trl."""
+    spec = find_spec("trl")
+    folder = Path(((spec and spec.submodule_search_locations) or [""])[0]) / "chat_templates"
+    return {
+        (folder / f"{name}.jinja").read_text(encoding="utf-8").strip(): (
+            variant.stem,
+            variant.read_text(encoding="utf-8"),
+        )
+        for name in REWRITING
+        if (variant := folder / f"{name}_training.jinja").is_file()
+    }
+
+
 def shared_length(one: str, other: str) -> int:
-    """How many characters two texts have in common at their beginning."""
+    """Number of characters that two texts have in common at their beginning."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -230,21 +188,73 @@ def name_of(tokenizer: Tokenizer) -> str:
 
 
 @dataclass(frozen=True)
+class EscapedControlTokens:
+    """Control strings of some messages, each replaced by "<opening><number><closing>" for template and tokenizer."""
+
+    opening: str = ""
+    closing: str = ""
+    strings: tuple[str, ...] = ()
+
+    @property
+    def pattern(self) -> re.Pattern[str]:
+        """Matches one escaped string; its number is the group."""
+        return re.compile(f"{self.opening}([0-9]+){self.closing}")
+
+    def escape(self, value: Value) -> Value:
+        """The text with every control string escaped, longest first; of lists and objects all texts, keys included."""
+        if not self.strings:
+            return value
+        if isinstance(value, str):
+            numbers = {string: f"{self.opening}{number}{self.closing}" for number, string in enumerate(self.strings)}
+            return cast("Value", re.sub("|".join(map(re.escape, numbers)), lambda match: numbers[match[0]], value))
+        if isinstance(value, dict):
+            return cast("Value", {self.escape(key): self.escape(inner) for key, inner in value.items()})
+        return cast("Value", [self.escape(inner) for inner in value]) if isinstance(value, list) else value
+
+    def unescape(self, text: str) -> str:
+        """The text with the escaped strings restored."""
+        return self.pattern.sub(lambda match: self.strings[int(match[1])], text) if self.strings else text
+
+
+@dataclass(frozen=True)
 class Dialogue:
     """Messages and tools as a template gets them, their control strings escaped, and the texts wanted of them.
 
     Attributes:
-        cuts: for each text, how many of the messages it holds, and whether the assistant's turn is opened after them.
+        cuts: for each text, the number of messages that it holds, and True to open the assistant's turn after them.
     """
 
     messages: Messages
     tools: Tools | None
     escaped: EscapedControlTokens
-    cuts: tuple[tuple[int, bool], ...]
+    cuts: tuple[Cut, ...] = ()
+
+    def cut(self, *cuts: Cut) -> "Dialogue":
+        """The dialogue with other texts wanted of it."""
+        return replace(self, cuts=cuts)
 
 
-def render_dialogues(tokenizer: Tokenizer, dialogues: Sequence[Dialogue], *, training: bool = False) -> list[Rendered]:
-    """The texts of each dialogue, or what is wrong with it.
+def escape(controls: Sequence[str], messages: Messages, tools: Tools | None = None) -> Dialogue:
+    """A dialogue whose messages and tools have the control strings in any of their texts escaped."""
+    present = "\n".join(_texts([messages, tools]))
+    unused = (character for character in map(chr, range(0xE000, 0xF8FF)) if character not in present)
+    escaped = EscapedControlTokens(next(unused), next(unused), tuple(text for text in controls if text in present))
+    return Dialogue(escaped.escape(messages), escaped.escape(tools), escaped)
+
+
+def _texts(value: object) -> list[str]:
+    """All texts in a value of lists and objects."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, dict):
+        return [text for pair in value.items() for inner in pair for text in _texts(inner)]
+    return [text for inner in value for text in _texts(inner)] if isinstance(value, list) else []
+
+
+def render_dialogues(
+    tokenizer: Tokenizer, dialogues: Sequence[Dialogue], *, training: bool = False
+) -> list[list[str] | UserError]:
+    """The texts of each dialogue, or the reason why the template refuses it.
 
     Args:
         training: render by `ChatFormat.training`.
@@ -257,58 +267,41 @@ def render_dialogues(tokenizer: Tokenizer, dialogues: Sequence[Dialogue], *, tra
     variables = cast("dict[str, object]", tokenizer.special_tokens_map)
     answers = render_tasks(chat.training if training else chat.template, tasks, variables)
     return [
-        _refusal(tokenizer, each, answer) if isinstance(answer, RenderError) else answer
+        UserError(
+            f"{name_of(tokenizer)} refuses messages of roles {', '.join(message['role'] for message in each.messages)}: {answer}"
+        )
+        if isinstance(answer, RenderError)
+        else answer
         for each, answer in zip(dialogues, answers, strict=True)
     ]
 
 
-def _refusal(tokenizer: Tokenizer, dialogue: Dialogue, error: RenderError) -> UserError:
-    roles = ", ".join(message["role"] for message in dialogue.messages)
-    return UserError(f"{name_of(tokenizer)} refuses messages of roles {roles}: {error}")
-
-
-def render(tokenizer: Tokenizer, messages: Messages, *, open_turn: bool, tools: Tools | None = None) -> str:
-    """The template's text for the messages.
-
-    Args:
-        open_turn: end with the header of the assistant's turn (`add_generation_prompt`).
-        tools: definitions of the tools that the dialogue may use.
-
-    Raises:
-        UserError: there is no template, it is a collection of named ones, it is too long, or it refuses the messages.
-    """
-    unescaped = EscapedControlTokens("", "", ())
-    [answer] = render_dialogues(tokenizer, [Dialogue(messages, tools, unescaped, ((len(messages), open_turn),))])
-    if isinstance(answer, UserError):
-        raise answer
-    return answer[0]
-
-
 def is_written(words: str, text: str) -> bool:
-    """Whether some words stand in a rendered text, as they are or inside a JSON string."""
+    """True where some words stand in a rendered text, as they are or inside a JSON string."""
     return words in text or json.dumps(words, ensure_ascii=False)[1:-1] in text
 
 
-def lost_contents(tokenizer: Tokenizer, messages: Messages, tools: Tools | None, text: str) -> UserError | None:
-    """What a template leaves out or rewrites of what others than the assistant said, or of the tool definitions.
+def require_contents(tokenizer: Tokenizer, dialogue: Dialogue, text: str) -> None:
+    """Refuse a template that leaves out or rewrites what others than the assistant said, or the tool definitions.
 
     Trimmed blanks are fine, and so is a tool's answer written as a JSON string.
+
+    Raises:
+        UserError: naming the message or the tool.
     """
-    for index, message in enumerate(messages):
+    for index, message in enumerate(dialogue.messages):
         if message["role"] != "assistant" and not is_written(message["content"].strip(), text):
-            return UserError(f"{name_of(tokenizer)} leaves out or rewrites message {index} (role {message['role']})")
-    for tool in tools or []:
+            raise UserError(f"{name_of(tokenizer)} leaves out or rewrites message {index} (role {message['role']})")
+    for tool in dialogue.tools or []:
         name = tool.get("function", tool).get("name")
         if isinstance(name, str) and not is_written(name, text):
-            return UserError(
+            raise UserError(
                 f"{name_of(tokenizer)} leaves out the definition of tool {name!r}; take a chat_template that renders "
                 "tools, or leave the column out of the rows"
             )
-    return None
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A stretch of text to encode by itself.
 
     Attributes:
@@ -317,8 +310,8 @@ class Piece:
     """
 
     text: str
-    control: bool
-    follows: bool
+    control: bool = False
+    follows: bool = False
 
 
 def pieces_of(tokenizer: Tokenizer, text: str, escaped: EscapedControlTokens, *, follows: bool) -> list[Piece]:
@@ -333,21 +326,17 @@ def pieces_of(tokenizer: Tokenizer, text: str, escaped: EscapedControlTokens, *,
         if not typed and (escaped.opening in part or escaped.closing in part):
             raise UserError(f"{name_of(tokenizer)} cuts message texts apart, which could let control tokens through")
         if part:
-            string = escaped.strings[int(part)] if typed else part
-            pieces.append(Piece(string, not typed, follows or number > 0))
+            pieces.append(Piece(escaped.strings[int(part)] if typed else part, not typed, follows or number > 0))
     return pieces
 
 
-def encode_pieces(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> list[list[int]]:
+def encode_pieces(tokenizer: Tokenizer, pieces: Iterable[Piece]) -> dict[Piece, list[int]]:
     """Ids of each piece; the tokenizer is called once for all pieces of one sort."""
-    sorts: dict[tuple[bool, bool], dict[str, list[int]]] = {}
-    for piece in pieces:
-        sorts.setdefault((piece.control, piece.follows), {})[piece.text] = []
-    for (control, follows), ids in sorts.items():
-        ids.update(zip(ids, encode(tokenizer, list(ids), control_tokens=control, follows=follows), strict=True))
-    return [sorts[piece.control, piece.follows][piece.text] for piece in pieces]
-
-
-def unescape(text: str, escaped: EscapedControlTokens) -> str:
-    """The text with the escaped strings restored."""
-    return escaped.pattern.sub(lambda match: escaped.strings[int(match[1])], text) if escaped.strings else text
+    sorts: dict[tuple[bool, bool], list[Piece]] = {}
+    for piece in dict.fromkeys(pieces):
+        sorts.setdefault((piece.control, piece.follows), []).append(piece)
+    ids: dict[Piece, list[int]] = {}
+    for (control, follows), same in sorts.items():
+        encoded = encode(tokenizer, [piece.text for piece in same], control_tokens=control, follows=follows)
+        ids.update(zip(same, encoded, strict=True))
+    return ids

@@ -22,15 +22,15 @@ def text_budget(max_length: int, special_tokens: int, *, least: int = 2) -> int:
     return max_length - special_tokens
 
 
-def truncate_pair(first: Sequence[int], second: Sequence[int], budget: int) -> tuple[list[int], list[int]]:
-    """Two texts cut at their ends to `budget` tokens together: the longer one loses tokens first.
+def truncate_longest(texts: Sequence[Sequence[int]], budget: int) -> list[list[int]]:
+    """Texts cut at their ends to `budget` tokens together: the longest one, of equals the last, loses tokens first.
 
     Source: Devlin et al. 2019, google-research/bert, create_pretraining_data.py (truncate_seq_pair).
     """
-    a, b = len(first), len(second)
-    while a + b > budget:
-        a, b = (a - 1, b) if a > b else (a, b - 1)
-    return list(first[:a]), list(second[:b])
+    sizes = [len(text) for text in reversed(texts)]
+    while sum(sizes) > budget:
+        sizes[sizes.index(max(sizes))] -= 1
+    return [list(text[:size]) for text, size in zip(texts, reversed(sizes), strict=True)]
 
 
 def even_slices(length: int, most: int) -> list[slice]:

@@ -26,11 +26,13 @@ def read_tokenizer_files(source: str | Path) -> Tokenizer:
     Raises:
         UserError: no such directory, no tokenizer in it, unreadable files, or a request for code or files from elsewhere.
     """
+    from alignment.data.tokenizers.original_files import load_file
+
     path = Path(source)
     if not path.is_file() and not path.is_dir():
         raise UserError(f"{path}: no such directory; name one that holds tokenizer.json")
     try:
-        return _load_file(path) if path.is_file() else _load_any(path)
+        return load_file(path) if path.is_file() else _load_directory(path)
     except UserError:
         raise
     except BaseException as error:  # tokenizers raises bare Exception for a broken file; every other error is raised
@@ -39,47 +41,51 @@ def read_tokenizer_files(source: str | Path) -> Tokenizer:
         raise UserError(f"{path}: the tokenizer cannot be read: {type(error).__name__}: {error}") from error
 
 
-def _load_file(path: Path) -> Tokenizer:
-    from alignment.data.tokenizers.original_files import load_file
-
-    return load_file(path)
-
-
-def _load_any(path: Path) -> Tokenizer:
+def _load_directory(directory: Path) -> Tokenizer:
     """The tokenizer of a directory, by the files that it has."""
-    check_directory(path)
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    check_directory(directory)
     for name in ("tokenizer_config.json", "config.json"):
-        _refuse_foreign_code(path / name)
-    names = {file.name for file in path.iterdir()}
+        _refuse_foreign_code(directory / name)
+    names = {file.name for file in directory.iterdir()}
     if (
         not names & {"tokenizer.json", "tokenizer_config.json"}
-        and (original := _load_original(path, names)) is not None
+        and (original := _load_original(directory, names)) is not None
     ):
         return original
-    return _load_directory(path, "tokenizer.json" in names)
+    if "tokenizer.json" in names:
+        # As the file says: transformers' class for a model type may rebuild the pipeline in its own way.
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
+        if tokenizer.eos_token is not None:
+            return cast("Tokenizer", tokenizer)
+    # Old directories leave the end token's name to the class of their model type.
+    return cast("Tokenizer", AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False))
 
 
-def _load_original(path: Path, names: set[str]) -> Tokenizer | None:
+def _load_original(directory: Path, names: set[str]) -> Tokenizer | None:
     """The tokenizer of a directory that holds its authors' own files alone; None: transformers knows how to read them.
 
     Raises:
         UserError: there are no such files, several tokenizers, or unreadable files.
     """
-    from alignment.data.tokenizers.original_files import GPT2_FILES, WORDPIECE_FILE, load_original
+    from alignment.data.tokenizers.original_files import GPT2_FILES, WORDPIECE_FILE, load_file, load_gpt2
 
-    has_gpt2 = any(set(files) <= names for files in GPT2_FILES)
-    if (has_gpt2 or not _model_type(path / "config.json")) and (original := load_original(path)) is not None:
-        return original
-    if not any(name == WORDPIECE_FILE or name.endswith(".model") for name in names):
+    for vocabulary, merges in GPT2_FILES:
+        if {vocabulary, merges} <= names:
+            return load_gpt2(directory / vocabulary, directory / merges)
+    single = sorted(name for name in names if name == WORDPIECE_FILE or name.endswith(".model"))
+    if not single:
         raise UserError(
-            f"{path}: no tokenizer here; expected tokenizer.json, or encoder.json + vocab.bpe, vocab.txt or a "
+            f"{directory}: no tokenizer here; expected tokenizer.json, or encoder.json + vocab.bpe, vocab.txt or a "
             f".model file, found {', '.join(sorted(names)) or 'nothing'}"
         )
-    return None
-
-
-def _model_type(path: Path) -> str:
-    return read_json_object(path).get("model_type", "") if path.exists() else ""
+    config = directory / "config.json"
+    if config.exists() and read_json_object(config).get("model_type"):
+        return None
+    if len(single) > 1:
+        raise UserError(f"{directory}: several tokenizers here: {', '.join(single)}; name the one that is meant")
+    return load_file(directory / single[0])
 
 
 def _refuse_foreign_code(path: Path) -> None:
@@ -95,21 +101,9 @@ def _refuse_foreign_code(path: Path) -> None:
 
 
 def _leads_out(path: Path, value: Any) -> bool:
-    """Whether a file that a config names, or one of several, is there and lies outside the config's directory."""
+    """True where a file that a config names, or one of several, is there and lies outside the config's directory."""
     names = [name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str) and name]
     return any(Path(name).name != name and (path.parent / name).exists() for name in names)
-
-
-def _load_directory(directory: Path, has_json: bool) -> Tokenizer:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    if has_json:
-        # As the file says: transformers' class for a model type may rebuild the pipeline in its own way.
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(directory, local_files_only=True)
-        if tokenizer.eos_token is not None:
-            return cast("Tokenizer", tokenizer)
-    # Old directories leave the end token's name to the class of their model type.
-    return cast("Tokenizer", AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False))
 
 
 def add_new_tokens(tokenizer: Tokenizer, tokens: Sequence[str], special_tokens: Sequence[str]) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from alignment.data.tokenizers.tokenizer import Tokenizer
-from alignment.data.tokenizers.wrap import BERT_TOKENS, bert_pipeline, wrap, wrap_bert, wrap_bos
+from alignment.data.tokenizers.wrap import BERT_TOKENS, bert_pipeline, wrap, wrap_bert
 from alignment.errors import UserError
 
 if TYPE_CHECKING:
@@ -19,22 +19,6 @@ UNIGRAM, BPE = 1, 2  # model_type in a SentencePiece file
 CONTROL, USER_DEFINED = 3, 4  # type of a piece there
 
 
-def load_original(directory: Path) -> Tokenizer | None:
-    """The tokenizer of the original files in a directory; None where there are none.
-
-    Raises:
-        UserError: several tokenizers, or unreadable files.
-    """
-    names = {file.name for file in directory.iterdir()}
-    for vocabulary, merges in GPT2_FILES:
-        if {vocabulary, merges} <= names:
-            return load_gpt2(directory / vocabulary, directory / merges)
-    single = sorted(name for name in names if name == WORDPIECE_FILE or name.endswith(".model"))
-    if len(single) > 1:
-        raise UserError(f"{directory}: several tokenizers here: {', '.join(single)}; name the one that is meant")
-    return load_file(directory / single[0]) if single else None
-
-
 def load_file(path: Path) -> Tokenizer:
     """The tokenizer of one original file: a vocab.txt or a SentencePiece model.
 
@@ -42,10 +26,15 @@ def load_file(path: Path) -> Tokenizer:
         UserError: a file of another name, or an unreadable one.
     """
     if path.suffix == ".model":
-        return load_sentencepiece(path)
-    if path.name == WORDPIECE_FILE:
-        return load_wordpiece(path)
-    raise UserError(f"{path}: no tokenizer file that is known; give a directory, a {WORDPIECE_FILE} or a .model file")
+        tokenizer = load_sentencepiece(path)
+    elif path.name == WORDPIECE_FILE:
+        tokenizer = load_wordpiece(path)
+    else:
+        raise UserError(
+            f"{path}: no tokenizer file that is known; give a directory, a {WORDPIECE_FILE} or a .model file"
+        )
+    tokenizer.name_or_path = str(path if path.suffix == ".model" else path.parent)
+    return tokenizer
 
 
 def load_gpt2(vocabulary: Path, merges: Path) -> Tokenizer:
@@ -61,7 +50,9 @@ def load_gpt2(vocabulary: Path, merges: Path) -> Tokenizer:
         raise UserError(f"{vocabulary}: {GPT2_END} is not in it, so it is not GPT-2's; save tokenizer.json instead")
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    return _named(wrap_bos(tokenizer, bos=GPT2_END, eos=GPT2_END, pad=GPT2_PAD, add_bos=False), vocabulary)
+    fast = wrap(tokenizer, bos_token=GPT2_END, eos_token=GPT2_END, pad_token=GPT2_PAD, extra_special_tokens=[])
+    fast.name_or_path = str(vocabulary.parent)
+    return fast
 
 
 def load_wordpiece(path: Path) -> Tokenizer:
@@ -81,22 +72,17 @@ def load_wordpiece(path: Path) -> Tokenizer:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}; save the file as UTF-8") from error
     pieces = [piece.removesuffix("\r") for piece in pieces]
     ids = {piece: number for number, piece in enumerate(pieces)}
-    _require_special_tokens(ids, path)
+    if missing := [token for token in BERT_TOKENS if token not in ids]:
+        raise UserError(f"{path}: {', '.join(missing)} is missing, so it is not BERT's; save tokenizer.json instead")
     if len(ids) < len(pieces):
         twice = next(piece for number, piece in enumerate(pieces) if ids[piece] != number)
         raise UserError(f"{path}:{pieces.index(twice) + 1}: {twice!r} stands in the vocabulary twice; ids would be off")
     model = models.WordPiece(vocab=ids, unk_token="[UNK]", max_input_chars_per_word=100)
-    return _named(wrap_bert(bert_pipeline(tokenizers.Tokenizer(model), lowercase=_is_folded(pieces))), path)
-
-
-def _require_special_tokens(ids: dict[str, int], path: Path) -> None:
-    missing = [mark for mark in BERT_TOKENS if mark not in ids]
-    if missing:
-        raise UserError(f"{path}: {', '.join(missing)} is missing, so it is not BERT's; save tokenizer.json instead")
+    return wrap_bert(bert_pipeline(tokenizers.Tokenizer(model), lowercase=_is_folded(pieces)))
 
 
 def _is_folded(pieces: Sequence[str]) -> bool:
-    """Whether the vocabulary was made of small letters only; marks such as [CLS] and <s> are no letters."""
+    """True for a vocabulary of small letters only; special tokens such as [CLS] and <s> are no letters."""
     return not any(piece != piece.lower() for piece in pieces if not (piece[:1] in "[<" and piece[-1:] in "]>"))
 
 
@@ -130,7 +116,7 @@ def load_sentencepiece(path: Path) -> Tokenizer:
         tokenizer.decoder = decoders.Sequence(steps)
     else:
         tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
-    return _named(_wrap_sentencepiece(tokenizer, model), path)
+    return _wrap_sentencepiece(tokenizer, model)
 
 
 def _read_model(path: Path) -> Any:
@@ -219,11 +205,5 @@ def _wrap_sentencepiece(tokenizer: "tokenizers.Tokenizer", model: Any) -> Tokeni
     names = {"bos_token": spec.bos_id, "eos_token": spec.eos_id, "pad_token": spec.pad_id, "unk_token": spec.unk_id}
     return wrap(
         tokenizer,
-        clean_up_tokenization_spaces=False,
         **{name: model.pieces[number].piece for name, number in names.items() if number >= 0},
     )
-
-
-def _named(tokenizer: Tokenizer, path: Path) -> Tokenizer:
-    tokenizer.name_or_path = str(path if path.suffix == ".model" else path.parent)
-    return tokenizer

@@ -4,13 +4,12 @@ All are transformers' `PreTrainedTokenizerFast`: tokenizer.json describes them f
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from alignment.data.tokenizers.tokenizer import Tokenizer, encode
-from alignment.data.tokenizers.wrap import BERT_TOKENS, T5_TOKENS, bert_pipeline, wrap, wrap_bert, wrap_bos, wrap_t5
-from alignment.errors import UserError, raise_all
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.data.tokenizers.wrap import BERT_TOKENS, T5_TOKENS, bert_pipeline, wrap, wrap_bert, wrap_t5
+from alignment.errors import UserError
 
 if TYPE_CHECKING:
     import tokenizers
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 TokenizerKind = Literal["bpe", "wordpiece", "unigram", "bytes", "characters"]
 CHARACTER_TOKENS = ("</s>", "<pad>", "<unk>")
 BYTES = 256
-SHOWN_CHARACTERS = 20
+SIZED = ("bpe", "wordpiece", "unigram")  # kinds whose vocabulary size is a setting
 
 
 def train_tokenizer(
@@ -38,13 +37,12 @@ def train_tokenizer(
     """
     if kind not in KINDS:
         raise UserError(f"unknown kind of tokenizer {kind!r}; known: {', '.join(KINDS)}")
-    sized = kind in ("bpe", "wordpiece", "unigram")
-    if sized and vocabulary is None:
+    if kind in SIZED and vocabulary is None:
         raise UserError(f"a {kind} tokenizer needs the size of its vocabulary")
-    if not sized and vocabulary is not None:
+    if kind not in SIZED and vocabulary is not None:
         raise UserError(f"the vocabulary of a {kind} tokenizer has a size of its own; leave {vocabulary} out")
     try:
-        return KINDS[kind](texts, *([vocabulary] if sized else []), **options)
+        return KINDS[kind](texts, *([vocabulary] if kind in SIZED else []), **options)
     except TypeError as error:
         if "unexpected keyword" not in str(error):
             raise
@@ -91,7 +89,10 @@ def train_bpe(
     )
     tokenizer.train_from_iterator(texts, trainer)
     bos, eos, pad, *others = special_tokens
-    fast = wrap_bos(tokenizer, bos=bos, eos=eos, pad=pad, others=others, add_bos=True)
+    fast = wrap(
+        tokenizer, f"{bos} $A", f"{bos} $A {bos} $B",
+        added=(bos,), bos_token=bos, eos_token=eos, pad_token=pad, extra_special_tokens=others,
+    )  # fmt: skip
     fast.chat_template = chat_template
     return fast
 
@@ -113,10 +114,8 @@ def train_wordpiece(texts: Iterable[str], vocabulary: int, *, lowercase: bool = 
     import tokenizers
     from tokenizers import models, trainers
 
-    texts, pipeline = (
-        list(texts),
-        bert_pipeline(tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]")), lowercase=lowercase),
-    )
+    texts = list(texts)
+    pipeline = bert_pipeline(tokenizers.Tokenizer(models.WordPiece(unk_token="[UNK]")), lowercase=lowercase)
     # The trainer numbers the pieces ##a, ##b, ... as its hash table yields them, and breaks ties by number: two runs
     # differ. Named beforehand they have the same numbers each time.
     inner = [f"##{character}" for character in _inner_characters(pipeline, texts)]
@@ -150,7 +149,7 @@ def train_unigram(texts: Iterable[str], vocabulary: int, *, sentinels: int = 0, 
     The first ids are <pad> </s> <unk>, as T5's; the end token follows each text. NFKC, runs of blanks become one.
 
     Args:
-        sentinels: how many of T5's <extra_id_0>, <extra_id_1>, ...; they take the last ids, <extra_id_0> the very last.
+        sentinels: number of T5's <extra_id_0>, <extra_id_1>, ...; they take the last ids, <extra_id_0> the very last.
         lowercase: write all letters small.
 
     Raises:
@@ -237,8 +236,7 @@ def _byte_pieces(first: int) -> dict[str, int]:
 def train_characters(texts: Iterable[str]) -> Tokenizer:
     """One token per character (code point) that occurs in the texts, in the order of their code points.
 
-    The first ids are </s> <pad> <unk>; nothing is put around a text. A character that did not occur becomes <unk>:
-    `unknown_characters` counts such, `refuse_unknown` refuses them.
+    The first ids are </s> <pad> <unk>; nothing is put around a text. A character that did not occur becomes <unk>.
 
     Raises:
         UserError: no character at all.
@@ -256,37 +254,7 @@ def train_characters(texts: Iterable[str]) -> Tokenizer:
     tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab=ids, unk_token=unknown))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     tokenizer.decoder = decoders.Fuse()
-    return wrap(
-        tokenizer,
-        eos_token=end,
-        pad_token=pad,
-        unk_token=unknown,
-        clean_up_tokenization_spaces=False,
-    )
-
-
-def unknown_characters(tokenizer: Tokenizer, texts: Iterable[str]) -> Counter[str]:
-    """How often each character of the texts occurs that the tokenizer reads, alone, as its unknown token."""
-    seen = Counter(character for text in texts for character in text)
-    ids = encode(tokenizer, list(seen))
-    return Counter({c: seen[c] for c, one in zip(seen, ids, strict=True) if tokenizer.unk_token_id in one})
-
-
-def refuse_unknown(tokenizer: Tokenizer, texts: Iterable[str]) -> None:
-    """Raise where the texts hold a character the tokenizer does not know.
-
-    Raises:
-        UserError: naming the characters, the most frequent ones first.
-    """
-    unknown = unknown_characters(tokenizer, texts)
-    raise_all(
-        [
-            f"character {character!r} (U+{ord(character):04X}) occurs {number} times and is not in the vocabulary; "
-            "train the tokenizer on this text too, or remove it"
-            for character, number in unknown.most_common()
-        ],
-        cap=SHOWN_CHARACTERS,
-    )
+    return wrap(tokenizer, eos_token=end, pad_token=pad, unk_token=unknown)
 
 
 KINDS: dict[str, Callable[..., Tokenizer]] = {

@@ -12,35 +12,25 @@ BERT_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 T5_TOKENS = ("<pad>", "</s>", "<unk>")
 
 
-def wrap(tokenizer: "tokenizers.Tokenizer", **options: Any) -> Tokenizer:
+def wrap(
+    tokenizer: "tokenizers.Tokenizer", single: str = "", pair: str = "", *, added: Sequence[str] = (), **options: Any
+) -> Tokenizer:
     """The tokenizer in transformers' form.
 
     Args:
+        single, pair: templates of a text $A and of a pair of texts $A, $B, as `TemplateProcessing` takes them.
+        added: special tokens in the templates.
         options: of `PreTrainedTokenizerFast`: the names of the special tokens, whether decoding cleans up blanks.
     """
+    from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
-    return cast("Tokenizer", PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options))
-
-
-def wrap_bos(
-    tokenizer: "tokenizers.Tokenizer", *, bos: str, eos: str, pad: str, others: Sequence[str] = (), add_bos: bool
-) -> Tokenizer:
-    """The tokenizer in transformers' form; BOS is added by a template post-processor where asked for."""
-    from tokenizers import processors
-
-    if add_bos:
+    if single:
         tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[call-arg]
-            single=f"{bos} $A", pair=f"{bos} $A {bos} $B", special_tokens=[(bos, tokenizer.token_to_id(bos))]
+            single=single, pair=pair, special_tokens=[(token, tokenizer.token_to_id(token)) for token in added]
         )
-    return wrap(
-        tokenizer,
-        bos_token=bos,
-        eos_token=eos,
-        pad_token=pad,
-        extra_special_tokens=list(others),
-        clean_up_tokenization_spaces=False,
-    )
+    options = {"clean_up_tokenization_spaces": False, **options}
+    return cast("Tokenizer", PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options))
 
 
 def bert_pipeline(tokenizer: "tokenizers.Tokenizer", *, lowercase: bool) -> "tokenizers.Tokenizer":
@@ -69,16 +59,12 @@ def wrap_bert(
         special: its tokens for [PAD], [UNK], [CLS], [SEP] and [MASK], all in the vocabulary.
         clean_up: decode "don ' t ." to "don't.", as WordPiece does not know where blanks were.
     """
-    from tokenizers import processors
-
     pad, unknown, first, separator, mask = special
-    tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[call-arg]
-        single=f"{first}:0 $A:0 {separator}:0",
-        pair=f"{first}:0 $A:0 {separator}:0 $B:1 {separator}:1",
-        special_tokens=[(token, tokenizer.token_to_id(token)) for token in (first, separator)],
-    )
     return wrap(
         tokenizer,
+        f"{first}:0 $A:0 {separator}:0",
+        f"{first}:0 $A:0 {separator}:0 $B:1 {separator}:1",
+        added=(first, separator),
         pad_token=pad,
         unk_token=unknown,
         cls_token=first,
@@ -91,18 +77,10 @@ def wrap_bert(
 
 def wrap_t5(tokenizer: "tokenizers.Tokenizer", sentinels: Sequence[str]) -> Tokenizer:
     """The tokenizer in transformers' form, the end token after each text, the sentinels added in the order given."""
-    from tokenizers import processors
-
     pad, end, unknown = T5_TOKENS
     tokenizer.add_special_tokens([pad, end, unknown, *sentinels])
-    tokenizer.post_processor = processors.TemplateProcessing(  # type: ignore[call-arg]
-        single=f"$A {end}", pair=f"$A {end} $B {end}", special_tokens=[(end, tokenizer.token_to_id(end))]
-    )
+    names = sorted(sentinels, key=lambda name: int(name.strip("<>").rpartition("_")[2]))
     return wrap(
-        tokenizer,
-        eos_token=end,
-        pad_token=pad,
-        unk_token=unknown,
-        extra_special_tokens=sorted(sentinels, key=lambda name: int(name.strip("<>").rpartition("_")[2])),
-        clean_up_tokenization_spaces=False,
-    )
+        tokenizer, f"$A {end}", f"$A {end} $B {end}",
+        added=(end,), eos_token=end, pad_token=pad, unk_token=unknown, extra_special_tokens=names,
+    )  # fmt: skip

@@ -2,16 +2,18 @@
 
 import re
 from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
 
-from alignment.data.text.training_templates import SUFFIX, published_templates
 from alignment.data.tokenizers.train import train_bpe
 
 CONTROL = re.compile(
     r"<\|[^|<>{}\n]+\|>|<｜[^｜<>\n]+｜>|<(?:start|end)_of_turn>|<end_of_utterance>|\[gMASK\]|<sop>|\[/?INST\]"
     r"|<\|[a-z_]+>|<[a-z_]+\|>"
 )
-FOLDER = published_templates()
-NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja") if not path.stem.endswith(SUFFIX)) if FOLDER else []
+SUFFIX = "_training"
+FOLDER = Path(find_spec("trl").submodule_search_locations[0]) / "chat_templates"
+NAMES = sorted(path.stem for path in FOLDER.glob("*.jinja") if not path.stem.endswith(SUFFIX))
 SPECIAL = {"deepseek": ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>")}
 
 

@@ -187,7 +187,7 @@ def test_a_reply_that_begins_with_the_templates_blank_is_not_given_it_twice(chat
 def test_a_plain_prompts_response_gets_nothing_from_the_template(chatml, templates):
     plain = chat.response_ids(chatml, "the mat")
     chatml.chat_template = templates["instruct"]
-    assert chat.responses_ids(chatml, ["the mat"] * 2, ["hello", [USER]])[0][:-1] == plain[:-1]
+    assert chat.encode_each_response(chatml, ["the mat"] * 2, ["hello", [USER]])[0].ids[:-1] == plain[:-1]
 
 
 @pytest.mark.parametrize("template", ["chatml", "chatml with bos", "trimming"])

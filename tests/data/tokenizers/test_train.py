@@ -6,7 +6,7 @@ import json
 import pytest
 
 from alignment.data.tokenizers.load import read_tokenizer_files, save_tokenizer
-from alignment.data.tokenizers.train import refuse_unknown, train_tokenizer, unknown_characters
+from alignment.data.tokenizers.train import train_tokenizer
 from alignment.errors import UserError
 
 TEXTS = ["The cat sat on the mat, and the other cat watched.", "Ünïted in 1999\n  <extra_id_0> </s>"] * 10
@@ -77,14 +77,10 @@ def test_bytes_are_byt5s_ids_and_transformers_agrees():
     assert tokenizer(every)["input_ids"] == [byte + 3 for byte in every.encode()] + [1]
 
 
-def test_characters_are_one_token_each_and_strange_ones_are_counted_or_refused():
+def test_characters_are_one_token_each_and_strange_ones_are_unknown():
     tokenizer = train_tokenizer("characters", ["hello\nworld"])
     assert tokenizer.convert_ids_to_tokens(range(len(tokenizer))) == ["</s>", "<pad>", "<unk>", *"\ndehlorw"]
     assert tokenizer("hello hz\n")["input_ids"].count(tokenizer.unk_token_id) == 2
-    assert unknown_characters(tokenizer, ["hello", "zoo z!", "!z"]) == {"z": 3, "!": 2, " ": 1}
-    with pytest.raises(UserError, match=r"'z' \(U\+007A\) occurs 3 times(.|\n)*'!' \(U\+0021\) occurs 2"):
-        refuse_unknown(tokenizer, ["hello", "zoo z!", "!z"])
-    refuse_unknown(tokenizer, ["hello\nworld"])
 
 
 def test_training_twice_gives_the_same_tokenizer():

@@ -1,0 +1,383 @@
+"""Labeled rows as examples and batches, for every downstream task and both forms of a model's inputs."""
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from alignment.data.config import NO_STREAMING, DataConfig, Part
+from alignment.data.held_out import rows_of_part
+from alignment.data.prepare import require_enough
+from alignment.data.rows.read import overlap
+from alignment.data.rows.records import Tally
+from alignment.data.tasks.rows import FinetuneTask, LabeledRow, label_ids, label_names, read_labeled
+from alignment.data.text.special_tokens import (
+    EncodedText,
+    SpecialTokenTemplate,
+    TokenizedText,
+    special_token_template,
+    tokenize_with_offsets,
+)
+from alignment.data.text.truncation import text_budget, truncate_longest
+from alignment.data.tokenizers.tokenizer import Tokenizer
+from alignment.errors import UserError
+from alignment.losses.classification import IGNORED
+from alignment.ragged import Ragged, RaggedBatch, group_rows_by_length
+
+Format = Literal["tokenizer", "gpt1", "gpt1_similarity"]
+FORMATS: dict[FinetuneTask, tuple[Format, ...]] = {  # of the other tasks: tokenizer alone
+    "classification": ("tokenizer", "gpt1"),
+    "pair_classification": ("tokenizer", "gpt1", "gpt1_similarity"),
+    "multiple_choice": ("tokenizer", "gpt1"),
+}
+GPT1_TOKENS = ("<start>", "<delimiter>", "<extract>")
+
+TEXT_END_CUT = "text longer than max_length: its end cut off"
+PAIR_CUT = "pair longer than max_length: the longer text's end cut off"
+NO_TEXT = "text of which the tokenizer makes no token"
+WORDS_CUT = "words beyond max_length: cut off with their labels"
+WORDS_LOST = "words without a token of their own: their labels are lost"
+QUESTION_CUT = "question longer than max_question: its end cut off"
+NO_ANSWER_HERE = "windows without the answer: labeled with the first token"
+ANSWER_NOWHERE = "answer in no window as a whole: it is never seen"
+
+
+@dataclass(frozen=True)
+class TaskFormat:
+    """A task and the form of its inputs and answers; config.json of a fine-tuned model keeps it.
+
+    Attributes:
+        task: of `FinetuneTask`.
+        format: "tokenizer": the tokenizer's own special tokens. "gpt1": start, text, extract, or start, text, delimiter,
+            text, extract, with the tokens of `add_gpt1_tokens`. "gpt1_similarity": both orders of a pair, so that neither
+            text comes first.
+        max_length: most tokens of a document.
+        stride: question_answering: tokens from the start of a window over the context to the start of the next.
+        max_question: question_answering: tokens that a longer question is truncated to.
+        max_answer: question_answering: most tokens of an answer.
+        no_answer: question_answering: questions may have no answer.
+
+    Source: Radford et al. 2018, "Improving language understanding by generative pre-training", section 3.3, figure 1
+    (gpt1).
+    """
+
+    task: FinetuneTask
+    format: Format = "tokenizer"
+    max_length: int = 512
+    stride: int = 128
+    max_question: int = 64
+    max_answer: int = 30
+    no_answer: bool = False
+
+    @property
+    def names_classes(self) -> bool:
+        """True where labels are names of classes."""
+        return self.task not in ("question_answering", "multiple_choice")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskExample:
+    """A row, or one window of it, as token ids.
+
+    Attributes:
+        encoded: its documents: one, both orders of a pair, or one for each choice.
+        labels: the class, [1]; the class of each token, `IGNORED` where none counts, [N]; first and last token of the
+            answer, 0 and 0 where the window does not contain it, [2]; the index of the right choice, [1].
+        row_id: name of the data row.
+        weight: number of labels that count; 1 of an answer.
+        word_tokens: token_classification: first token of each word; None for a word without one.
+        offsets: question_answering: first character in the context of each token and the one after its last; None
+            outside the context, [N].
+        question: question_answering: index of the row.
+    """
+
+    encoded: tuple[EncodedText, ...]
+    labels: list[int]
+    row_id: str
+    weight: int = 1
+    word_tokens: tuple[int | None, ...] = ()
+    offsets: tuple[tuple[int, int] | None, ...] = ()
+    question: int = 0
+
+    @property
+    def documents(self) -> list[list[int]]:
+        """The token ids of each document."""
+        return [text.ids for text in self.encoded]
+
+
+@dataclass(frozen=True)
+class TaskBatch(RaggedBatch):
+    """B rows as D documents, with their labels; its weight is the sum of the rows' weights.
+
+    Attributes:
+        labels: those of all rows, end to end, [L].
+        rows: row, within the batch, that each document belongs to, [D]; a row's documents come in order.
+    """
+
+    labels: Tensor
+    rows: Tensor
+
+
+def collate_tasks(examples: Sequence[TaskExample], micro_batch_tokens: int) -> list[TaskBatch]:
+    """Batches of at most `micro_batch_tokens` tokens, all documents of a row together; a longer row is alone."""
+    lengths = [sum(map(len, example.documents)) for example in examples]
+    return [_batch(group) for group in group_rows_by_length(examples, lengths, micro_batch_tokens)]
+
+
+def _batch(examples: Sequence[TaskExample]) -> TaskBatch:
+    texts = [text for example in examples for text in example.encoded]
+    ragged = Ragged.build(
+        [text.ids for text in texts],
+        weight=sum(example.weight for example in examples),
+        row_ids=[example.row_id for example in examples for _ in example.encoded],
+    )
+    segments = torch.tensor([segment for text in texts for segment in text.segments])
+    sizes = torch.tensor([len(example.encoded) for example in examples])
+    return TaskBatch(
+        replace(ragged, segments=segments) if segments.any() else ragged,
+        labels=torch.tensor([label for example in examples for label in example.labels]),
+        rows=torch.repeat_interleave(torch.arange(len(examples)), sizes),
+    )
+
+
+@dataclass(frozen=True)
+class LabeledExamples:
+    """One part of the labeled data.
+
+    Attributes:
+        examples: of the rows.
+        rows: those that were read; `TaskExample.question` is an index into them.
+        counts: tally of rows dropped and cut.
+        names: id2label; empty for questions and choices.
+    """
+
+    examples: list[TaskExample]
+    rows: list[LabeledRow]
+    counts: Tally
+    names: dict[int, str]
+
+
+def prepare_labeled(
+    config: DataConfig,
+    form: TaskFormat,
+    tokenizer: Tokenizer,
+    part: Part = "train",
+    *,
+    names: dict[int, str] | None = None,
+) -> LabeledExamples:
+    """The examples of one part of labeled data.
+
+    Args:
+        names: id2label that the rows must keep to; None: made from the rows.
+
+    Raises:
+        UserError: bad rows, unknown labels; more rows lost than `config.max_lost_share`; no data named for this part.
+    """
+    rows, read = _read(config, form.task, part)
+    if names is None:
+        names = label_names(rows) if form.names_classes else {}
+    if config.evaluation_share is not None:
+        rows, read = rows_of_part(rows, read, lambda row: row.content, config, part)
+    examples, tokenized = encode_rows(rows, form, tokenizer, names)
+    counts = require_enough(read.followed_by(tokenized), config, part)
+    if part == "evaluation" and config.evaluation_share is None:
+        counts.trained_on = overlap(_read(config, form.task, "train")[0], rows, lambda row: row.content)
+    return LabeledExamples(examples, rows, counts, names)
+
+
+def _read(config: DataConfig, task: FinetuneTask, part: Part) -> tuple[list[LabeledRow], Tally]:
+    if config.streaming:
+        raise UserError(NO_STREAMING)
+    return read_labeled(config.require_sources(part), task, max_rows=config.max_rows, on_bad_row=config.on_bad_row)
+
+
+def encode_rows(
+    rows: Sequence[LabeledRow], form: TaskFormat, tokenizer: Tokenizer, names: Mapping[int, str] = {}
+) -> tuple[list[TaskExample], Tally]:
+    """The examples of rows, in order, and the tally of what was dropped and cut.
+
+    Args:
+        names: id2label.
+
+    Raises:
+        UserError: labels that `names` lacks; `max_length` leaves no room for text, or less than `stride`.
+    """
+    if form.task == "question_answering":
+        encoded = _encode_questions(rows, form, tokenizer)
+    elif form.task == "token_classification":
+        encoded = _encode_words(rows, form, tokenizer, label_ids(rows, names))
+    else:
+        encoded = _encode_texts(rows, form, tokenizer, label_ids(rows, names) if form.names_classes else {})
+    examples, counts = encoded
+    return examples, counts.with_documents(document for example in examples for document in example.documents)
+
+
+def _encode_texts(
+    rows: Sequence[LabeledRow], form: TaskFormat, tokenizer: Tokenizer, ids: Mapping[str, int]
+) -> tuple[list[TaskExample], Tally]:
+    """Texts, pairs and choices; the longer text of a pair loses its end first."""
+    template = special_token_template(tokenizer) if form.format == "tokenizer" else gpt1_template(tokenizer)
+    counts, examples = Tally(rows=len(rows)), []
+    documents = [_documents(row, form) for row in rows]
+    encoded = iter(tokenize_with_offsets(tokenizer, [text for row in documents for texts in row for text in texts]))
+    for row, of_row in zip(rows, documents, strict=True):
+        tokens = [[next(encoded).ids for _ in texts] for texts in of_row]
+        if not all(ids for texts in tokens for ids in texts):
+            counts.drop(NO_TEXT, row.row_id)
+            continue
+        budget = text_budget(form.max_length, template.size(len(tokens[0])))
+        if any(sum(map(len, texts)) > budget for texts in tokens):
+            counts.note_cut(TEXT_END_CUT if len(tokens[0]) == 1 else PAIR_CUT, row.row_id)
+        kept = tuple(template.encode(*truncate_longest(texts, budget)) for texts in tokens)
+        examples.append(TaskExample(kept, [ids.get(label, label) for label in row.labels], row.row_id))
+    counts.kept = len(examples)
+    return examples, counts
+
+
+def _documents(row: LabeledRow, form: TaskFormat) -> list[list[str]]:
+    """The texts of each document of a row."""
+    first, second = row.inputs
+    if form.task == "multiple_choice":
+        return [[first, choice] for choice in second]
+    if form.format == "gpt1_similarity":
+        return [[first, second], [second, first]]
+    return [[first] if second is None else [first, second]]
+
+
+def add_gpt1_tokens(tokenizer: Tokenizer) -> Tokenizer:
+    """A copy of the tokenizer with <start>, <delimiter> and <extract>, added as last tokens where it lacks them.
+
+    The model needs an embedding for each: resize its vocabulary to `len` of the result.
+    """
+    extended = copy.deepcopy(tokenizer)
+    lacking = [token for token in GPT1_TOKENS if token not in extended.get_vocab()]
+    extended.add_special_tokens({"extra_special_tokens": lacking}, replace_extra_special_tokens=False)
+    return extended
+
+
+def gpt1_template(tokenizer: Tokenizer) -> SpecialTokenTemplate:
+    """The special tokens of GPT-1's inputs; the tokenizer is one of `add_gpt1_tokens`."""
+    start, delimiter, extract = ([tokenizer.get_vocab()[token]] for token in GPT1_TOKENS)
+    return SpecialTokenTemplate((start, extract), (start, delimiter, extract), (0,) * 5)
+
+
+def _encode_words(
+    rows: Sequence[LabeledRow], form: TaskFormat, tokenizer: Tokenizer, ids: Mapping[str, int]
+) -> tuple[list[TaskExample], Tally]:
+    """Words joined by blanks; each word's label is that of its first token, its other tokens are ignored.
+
+    Source: Devlin et al. 2019, arXiv:1810.04805, section 5.3.
+    """
+    template, counts = special_token_template(tokenizer), Tally(rows=len(rows), kept=len(rows))
+    budget, examples = text_budget(form.max_length, template.size(1)), []
+    for row, text in zip(
+        rows, tokenize_with_offsets(tokenizer, [" ".join(row.inputs[0]) for row in rows]), strict=True
+    ):
+        firsts = first_tokens(row.inputs[0], text)
+        for _ in range(firsts.count(None)):
+            counts.note_cut(WORDS_LOST, row.row_id)
+        for _ in range(sum(first is not None and first >= budget for first in firsts)):
+            counts.note_cut(WORDS_CUT, row.row_id)
+        encoded = template.encode(text.ids[:budget])
+        tokens = [None if first is None or first >= budget else first + encoded.starts[0] for first in firsts]
+        of_tokens = {token: ids[label] for token, label in zip(tokens, row.labels, strict=True) if token is not None}
+        labels = [of_tokens.get(position, IGNORED) for position in range(len(encoded.ids))]
+        examples.append(TaskExample((encoded,), labels, row.row_id, weight=len(of_tokens), word_tokens=tuple(tokens)))
+    return examples, counts
+
+
+def first_tokens(words: Sequence[str], tokenized: TokenizedText) -> list[int | None]:
+    """Index of each word's first token; None for a word without a token of its own.
+
+    Args:
+        tokenized: the words joined by blanks.
+    """
+    text = " ".join(words)
+    word_of: list[int | None] = []  # by character
+    for number, word in enumerate(words):
+        word_of += [number] * len(word) + [None]  # the blank after a word belongs to no word
+    firsts: list[int | None] = [None] * len(words)
+    for index, (start, stop) in enumerate(tokenized.offsets):
+        inside = next((at for at in range(start, stop) if not text[at].isspace()), None)  # skip the token's own blank
+        word = None if inside is None else word_of[inside]
+        if word is not None and firsts[word] is None:
+            firsts[word] = index
+    return firsts
+
+
+def _encode_questions(
+    rows: Sequence[LabeledRow], form: TaskFormat, tokenizer: Tokenizer
+) -> tuple[list[TaskExample], Tally]:
+    """Question and context as a pair, a long context in overlapping windows, the answer as first and last token.
+
+    The first answer of a row is the label. A window that does not contain all of it, and every window of a question
+    without an answer, is labeled with its first token.
+
+    Raises:
+        UserError: `stride` is longer than a window, so that text would be skipped, or there is no room for context.
+
+    Source: Devlin et al. 2019, arXiv:1810.04805, sections 4.2 and 4.3; windows: google-research/bert, run_squad.py.
+    """
+    template, counts = special_token_template(tokenizer), Tally(rows=len(rows), kept=len(rows))
+    examples: list[TaskExample] = []
+    encoded = tokenize_with_offsets(tokenizer, [text for row in rows for text in row.inputs])
+    for number, (row, question, context) in enumerate(zip(rows, encoded[::2], encoded[1::2], strict=True)):
+        asked = question.ids[: form.max_question]
+        if len(question.ids) > len(asked):
+            counts.note_cut(QUESTION_CUT, row.row_id)
+        size = text_budget(form.max_length, template.size(2) + len(asked))
+        if not 1 <= form.stride <= size:
+            raise UserError(f"stride must be from 1 to the {size} tokens that a window has room for, got {form.stride}")
+        answer = token_span(context, *row.labels[0]) if row.labels else None
+        windows = [
+            _window(
+                template.encode(asked, context.ids[first : first + size]),
+                context.offsets[first : first + size],
+                None if answer is None else (answer[0] - first, answer[1] - first),
+            )
+            for first in window_starts(len(context.ids), size, form.stride)
+        ]
+        examples += [
+            TaskExample((text,), labels, row.row_id, offsets=offsets, question=number)
+            for text, labels, offsets in windows
+        ]
+        without = sum(labels == [0, 0] for _, labels, _ in windows)
+        for _ in range(without):
+            counts.note_cut(NO_ANSWER_HERE, row.row_id)
+        if row.labels and without == len(windows):
+            counts.note_cut(ANSWER_NOWHERE, row.row_id)
+    return examples, counts
+
+
+def _window(
+    text: EncodedText, inside: Sequence[tuple[int, int]], answer: tuple[int, int] | None
+) -> tuple[EncodedText, list[int], tuple[tuple[int, int] | None, ...]]:
+    """A question with a window of its context, its labels and offsets.
+
+    Args:
+        inside: offsets of the window's tokens of context.
+        answer: first and last token, counted from the window's first token of context.
+    """
+    before, after = text.starts[1], len(text.ids) - text.starts[1] - len(inside)
+    holds = answer is not None and answer[0] >= 0 and answer[1] < len(inside)
+    labels = [token + before for token in answer] if answer is not None and holds else [0, 0]
+    return text, labels, (*(None,) * before, *inside, *(None,) * after)
+
+
+def window_starts(length: int, size: int, stride: int) -> list[int]:
+    """First tokens of windows of `size` tokens, `stride` apart; the last window reaches the end of the text."""
+    return list(range(0, max(1, length - size + stride), stride))
+
+
+def token_span(text: TokenizedText, answer: str, start: int) -> tuple[int, int] | None:
+    """First and last token of an answer; None where no token covers a character of it.
+
+    Args:
+        start: the answer's first character in the text.
+    """
+    stop = start + len(answer)
+    inside = [index for index, (first, last) in enumerate(text.offsets) if first < stop and last > start]
+    return (inside[0], inside[-1]) if inside else None
