@@ -204,8 +204,7 @@ def _listed(directory: Path) -> Listed:
     size = sum(path.stat().st_size for path in directory.glob("*"))
     try:
         manifest = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-        rows = sum(sum(file["rows"]) for file in manifest["files"])
-        tokens, created = manifest["tally"]["tokens"], manifest["created"]
+        rows, tokens, created = manifest["rows"], manifest["tally"]["tokens"], manifest["created"]
         used = (directory / MANIFEST).stat().st_mtime
         return Listed(directory.name, manifest["kind"], manifest["source"], rows, tokens, size, created, used)
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

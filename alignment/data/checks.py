@@ -5,6 +5,7 @@ the tally of the preparation; `findings` puts them together.
 """
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -12,13 +13,7 @@ from itertools import pairwise
 from typing import Literal
 from zlib import crc32
 
-from alignment.data.examples import (
-    Example,
-    LabeledExample,
-    PairExample,
-    RankedExample,
-    TokenizedRow,
-)
+from alignment.data.examples import Example, TokenizedRow
 from alignment.data.faults import LEAST_PROMPT, TEXT_FAULTS
 from alignment.data.rows.fields import EqualResponses
 from alignment.data.rows.rankings import ALL_TIED, NO_RANKED_REPLIES
@@ -376,7 +371,7 @@ class Checks:
             self._fault("bos", example.row_id, weight)
         if facts.unknown is not None and any(facts.unknown in ids for ids in documents):
             self._fault("unknown tokens", example.row_id, weight)
-        if self.kind != "text" and any(_unstopped(part, facts.stops) for part in trained_parts(example)):
+        if self.kind != "text" and _is_unstopped(example, facts.stops):
             self._fault("no stop token", example.row_id, weight)
 
     def findings(self, counts: Tally, *, max_cut_share: float, max_length: int) -> list[Finding]:
@@ -518,27 +513,13 @@ def record_texts(record: Record) -> tuple[str, list[str]]:
     return prompt if isinstance(prompt, str) else "\n".join(message["content"] for message in prompt), responses
 
 
-def trained_parts(example: TokenizedRow) -> list[Example]:
-    """The sequences of an example in which a response counts; none of prompts, and of steps, which no token ends."""
-    match example:
-        case Example():
-            return [example]
-        case PairExample():
-            return [example.chosen, example.rejected]
-        case LabeledExample():
-            return [example.example]
-        case RankedExample():
-            return list(example.responses)
-        case _:
-            return []
-
-
-def _unstopped(example: Example, stops: frozenset[int]) -> bool:
-    """Whether a span that counts ends with a token at which generation does not stop."""
-    mask = bytes(example.mask)
-    ends = [len(mask) - 1] if mask.endswith(b"\1") else []
-    start = mask.find(b"\1\0")
-    while start >= 0:
-        ends.append(start)
-        start = mask.find(b"\1\0", start + 1)
-    return any(example.ids[index] not in stops for index in ends)
+def _is_unstopped(example: TokenizedRow, stops: frozenset[int]) -> bool:
+    """True where a span that counts ends with a token at which generation does not stop."""
+    if not isinstance(example, Example):
+        return False
+    for ids, flags in zip(example.documents, example.masks, strict=True):
+        mask = bytes(flags)
+        ends = [found.start() for found in re.finditer(b"\\x01(?!\\x01)", mask)]
+        if any(ids[index] not in stops for index in ends):
+            return True
+    return False

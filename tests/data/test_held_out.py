@@ -10,7 +10,7 @@ from alignment.data.held_out import HELD_OUT, held_out
 from alignment.data.prepare import prepare
 from alignment.data.pretraining.prepare import prepare_text
 from alignment.data.rows.read import prompt_key, read_rows, text_hash
-from alignment.data.table import JoinedTables
+from alignment.data.table import JoinedTables, lengths_of
 from alignment.data.tasks.classification import encode_texts
 from alignment.data.tasks.prepare import prepare_labeled
 from alignment.errors import UserError
@@ -54,7 +54,7 @@ def test_every_row_is_on_one_side_and_no_prompt_on_both(kind, jsonl, bpe):
     assert all(
         [places[row.row_id] for row in side] == sorted(places[row.row_id] for row in side) for side in (train, held)
     )
-    assert train.lengths.tolist() == [max(map(len, row.documents)) for row in train]
+    assert lengths_of(train).tolist() == [max(map(len, row.documents)) for row in train]
     assert held.totals.tolist() == [sum(map(len, row.documents)) for row in held] and held[-1] == list(held)[-1]
     for side in (train, held):
         assert side.tally.documents == sum(len(row.documents) for row in side)

@@ -20,7 +20,7 @@ def examples(*sizes):
     """Rows of several sources; a row's name says which row of which source it is."""
     return JoinedTables(
         [
-            [Example([number, row], [False, True], f"{number}:{row}", source=number) for row in range(size)]
+            [Example.single([number, row], [False, True], f"{number}:{row}", source=number) for row in range(size)]
             for number, size in enumerate(sizes)
         ]
     )
@@ -71,7 +71,7 @@ def test_an_epoch_is_the_sum_of_the_capped_sizes():
 
 
 def sources_choices(mixture, steps):
-    return [source for step in steps for source, _ in mixture.draws_at(step)]
+    return [row.source for step in steps for row in mixture.rows_at(step)]
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])
@@ -115,13 +115,13 @@ def test_a_source_shows_each_row_once_per_epoch_of_its_own():
             assert len(set(own[start : start + size])) == size
         assert seen == [index // size for index in range(len(own))]
         assert own == [
-            f"{number}:{row}" for row in map(mixture._sources[number].index_of, range(len(own)))
+            f"{number}:{row}" for row, _ in map(mixture._sources[number].place_of, range(len(own)))
         ]  # the k-th draw is row k of the source's own stream
 
 
 def test_sources_of_equal_size_are_not_shuffled_alike():
     mixture = stream(sizes=(100, 100, 100))
-    orders = {tuple(source.index_of(position) for position in range(100)) for source in mixture._sources}
+    orders = {tuple(source.place_of(position)[0] for position in range(100)) for source in mixture._sources}
     assert len(orders) == 3
 
 
@@ -241,6 +241,6 @@ def test_names_tell_sources_apart():
 
 def test_the_shares_of_a_stream_are_probabilities():
     with pytest.raises(ValueError, match="add up to 1"):
-        MixtureStream(examples(2, 2), [0.5, 0.4], 4, 0, epoch_length=4)
+        MixtureStream(examples(2, 2), 4, 0, shares=[0.5, 0.4], draws=4)
     with pytest.raises(ValueError, match="2 sources and 1 shares"):
-        MixtureStream(examples(2, 2), [1.0], 4, 0, epoch_length=4)
+        MixtureStream(examples(2, 2), 4, 0, shares=[1.0], draws=4)

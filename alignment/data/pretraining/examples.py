@@ -155,7 +155,7 @@ def tokenize_plain(
         if len(text.ids) > budget:
             counts.note_cut(TEXT_CUT, row.row_id)
         for part in even_slices(len(text.ids), budget):
-            examples.append(Example(text.ids[part], [True] * (part.stop - part.start), row.row_id))
+            examples.append(Example.single(text.ids[part], [True] * (part.stop - part.start), row.row_id))
     return examples, counts.with_documents(example.ids for example in examples)
 
 
