@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, get_args
 
-from alignment.data.rows.files import SUFFIXES, files_left_out, find_rows, hub_source
+from alignment.data.rows.sources import files_left_out, find_rows, hub_source, suffix_of
 from alignment.data.rows.turns import Turns
 from alignment.errors import UserError
 
@@ -292,8 +292,7 @@ def _parts(source: str) -> list[str]:
         name, config, split = found
         parts = [part for part in (split, config, name.rpartition("/")[0], name.rpartition("/")[2]) if part]
     else:
-        suffix = next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if source.endswith(suffix)), "")
-        parts = [part for part in source.removesuffix(suffix).split("/") if part not in ("", ".", "..")]
+        parts = [part for part in source.removesuffix(suffix_of(source)).split("/") if part not in ("", ".", "..")]
     parts = [re.sub(r"[^\w.-]+", "_", part) for part in parts]
     return [part for part in parts if re.search(r"[^\W_]", part)] or ["source"]  # `*` of a glob names nothing
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from alignment.data.config import DataConfig, SourceConfig
-from alignment.data.rows.files import hub_source, load_hub, source_files
+from alignment.data.rows.sources import hub_source, load_hub, source_files
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.files import file_hash, hash_of, sha256
 

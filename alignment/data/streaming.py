@@ -27,10 +27,9 @@ from alignment.data.examples import RowSequence
 from alignment.data.mixture import SourceChoices, mixing_shares, seed_of_source
 from alignment.data.prepare import BATCH_ROWS, Job, Preparation, Prepared, prepare_chunk, require_enough
 from alignment.data.rows.chunks import Chunk, choose_parser
-from alignment.data.rows.files import RawRow
+from alignment.data.rows.files import OpenSource, Position, RawRow, open_sources
 from alignment.data.rows.read import RecordParser
 from alignment.data.rows.records import Kind, Tally
-from alignment.data.rows.resumable import OpenSource, Position, Reader, open_sources
 from alignment.data.table import Block, JoinedTables
 from alignment.data.text.named_templates import with_chat_template
 from alignment.data.tokenizers.tokenizer import Tokenizer
@@ -127,7 +126,7 @@ class Windows:
             seed: of both orders; None: as the files are.
         """
         self.files, self.config, self.seed = files, config, seed
-        self._next: tuple[WindowStart, Reader, Iterator[RawRow]] | None = None  # where the last window ended
+        self._next: tuple[WindowStart, Iterator[RawRow]] | None = None  # where the last window ended
 
     def read(self, start: WindowStart) -> Window:
         """The window that begins at `start`.
@@ -137,8 +136,8 @@ class Windows:
         """
         order = permutation(len(self.files), self.seed, FILE_SALT, start.epoch)
         found, name, blocks = Prepared(), "", list[tuple[File, Block]]()
-        left, end = self.config.shuffle_buffer, WindowStart(start.epoch + 1)
-        for number, reader, rows in self._open_from(order, start):
+        left, position, end = self.config.shuffle_buffer, None, WindowStart(start.epoch + 1)
+        for number, rows in self._open_from(order, start):
             file = self.files[order[number]]
             while left and (chunk := tuple(islice(rows, min(BATCH_ROWS, left)))):
                 done = prepare_chunk(file.job, Chunk(rows=chunk))
@@ -146,27 +145,24 @@ class Windows:
                 name, left = name or file.opened.name, left - len(chunk)
                 if done.block is not None:
                     blocks.append((file, done.block))
+                position = chunk[-1].end
             if not left:
-                end = WindowStart(start.epoch, start.window + 1, number, reader.position())
-                self._next = (end, reader, rows)
+                end = WindowStart(start.epoch, start.window + 1, number, position)
+                self._next = (end, rows)
                 break
         found.raise_errors(self.config)
         starts = list(accumulate((block.size for _, block in blocks), initial=0))
         drawn = permutation(starts[-1], self.seed, WINDOW_SALT, start.epoch, start.window)
         return Window(start, end, found, name, self.config, blocks, starts, drawn)
 
-    def _open_from(self, order: np.ndarray, start: WindowStart) -> Iterator[tuple[int, Reader, Iterator[RawRow]]]:
-        """The files from `start` on: number in the order of the epoch, reader, and the rows that it has yet to give."""
+    def _open_from(self, order: np.ndarray, start: WindowStart) -> Iterator[tuple[int, Iterator[RawRow]]]:
+        """The files from `start` on: number in the order of the epoch, and the rows that are yet to be read."""
         following, self._next = self._next, None
+        rest = following[1] if following is not None and following[0] == start else None
         position = start.position
         for number in range(start.file, len(order)):
-            if following is not None and following[0] == start:
-                _, reader, rows = following
-            else:
-                reader = self.files[order[number]].opened.open(position)
-                rows = iter(reader.rows())
-            yield number, reader, rows
-            following = position = None
+            yield number, rest or self.files[order[number]].opened.read(position)
+            rest = position = None
 
 
 def permutation(count: int, seed: int | None, *numbers: int) -> np.ndarray:
@@ -275,7 +271,7 @@ class StreamedRows(JoinedTables):
     @property
     def key(self) -> str:
         """Hex digest of names and sizes of all files."""
-        return hash_of([file.opened.version() for files in self.files for file in files])
+        return hash_of([file.opened.version for files in self.files for file in files])
 
     @property
     def notes(self) -> list[str]:
@@ -308,7 +304,7 @@ def open_stream(preparation: Preparation, config: DataConfig, tokenizer: Tokeniz
 
 def _parser(opened: Sequence[OpenSource], source: SourceConfig, config: DataConfig, kind: Kind) -> RecordParser:
     """The parser that the first rows of a source ask for."""
-    rows = islice((row for each in opened for row in each.open().rows()), max(FIRST_ROWS, config.shuffle_buffer))
+    rows = islice((row for each in opened for row in each.read(None)), max(FIRST_ROWS, config.shuffle_buffer))
     chunks = (Chunk(rows=chunk) for chunk in iter(lambda: tuple(islice(rows, FIRST_ROWS)), ()))
     parser, _ = choose_parser(source, kind, chunks, skip_ties=config.skip_ties, as_messages=config.as_messages)
     return parser

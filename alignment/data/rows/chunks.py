@@ -6,9 +6,10 @@ from itertools import chain
 from pathlib import Path
 
 from alignment.data.config import SourceConfig
-from alignment.data.rows.files import ByteSpan, RawRow, byte_spans, json_line_rows, read_raw, source_files
+from alignment.data.rows.files import Position, RawRow, json_line_rows, line_spans, read_raw
 from alignment.data.rows.read import RecordParser, choose_row_format, parse_rows
 from alignment.data.rows.records import Kind
+from alignment.data.rows.sources import source_files
 from alignment.errors import UserError
 
 FIRST_BYTES = 2**18  # of the first chunk, by which the format of the rows is chosen
@@ -24,12 +25,13 @@ class Chunk:
     """Successive rows of a source: a part of a file of JSON lines, which whoever parses it reads, or rows as they are."""
 
     path: Path | None = None
-    span: ByteSpan | None = None
+    start: Position = None
+    stop: int | None = None
     rows: tuple[RawRow, ...] = ()
 
     def raw_rows(self) -> Iterable[RawRow]:
         """The rows, each with its location."""
-        return self.rows if self.path is None else json_line_rows(self.path, self.span)
+        return self.rows if self.path is None else json_line_rows(self.path, self.start, self.stop)
 
 
 def read_chunks(source: str, split: str, size: int) -> Iterator[Chunk]:
@@ -41,8 +43,8 @@ def read_chunks(source: str, split: str, size: int) -> Iterator[Chunk]:
     files = source_files(source, split) or []
     if files and all(path.name.endswith(".jsonl") for path in files):
         for path in files:
-            for span in byte_spans(path, size, first=min(size, FIRST_BYTES)):
-                yield Chunk(path, span)
+            for start, stop in line_spans(path, size, first=min(size, FIRST_BYTES)):
+                yield Chunk(path, start, stop)
         return
     rows: list[RawRow] = []
     weight = 0
@@ -59,14 +61,7 @@ def read_chunks(source: str, split: str, size: int) -> Iterator[Chunk]:
 def open_source(
     source: SourceConfig, kind: Kind, *, skip_ties: bool, as_messages: bool = False, size: int
 ) -> tuple[RecordParser, Iterator[Chunk]]:
-    """The parser of a source's rows, and its chunks.
-
-    The format is that of the first row that matches one, and the form of all prompts (text or messages) that of the
-    first good row. So the parser is the same for all chunks, in whatever order they are parsed.
-
-    Raises:
-        UserError: no such source, no rows, or columns that make no record of this kind.
-    """
+    """The parser of a source's rows, and its chunks; see `choose_parser`."""
     chunks = read_chunks(source.source, str(source.split), size)
     return choose_parser(source, kind, chunks, skip_ties=skip_ties, as_messages=as_messages)
 
@@ -75,6 +70,9 @@ def choose_parser(
     source: SourceConfig, kind: Kind, chunks: Iterator[Chunk], *, skip_ties: bool, as_messages: bool = False
 ) -> tuple[RecordParser, Iterator[Chunk]]:
     """The parser that the first rows of a source ask for, and all of its chunks, those that were read among them.
+
+    The format is that of the first row that matches one, and the form of all prompts (text or messages) that of the
+    first good row. So the parser is the same for all chunks, in whatever order they are parsed.
 
     Raises:
         UserError: no rows, or columns that make no record of this kind; a chat template or `as_messages` for rows that

@@ -7,9 +7,9 @@ from pathlib import Path
 from alignment.data.checks import Checks, Finding
 from alignment.data.config import DataConfig
 from alignment.data.examples import Example
-from alignment.data.rows.files import files_left_out
 from alignment.data.rows.read import overlap, prompt_key, read_rows
 from alignment.data.rows.records import Kind, Tally
+from alignment.data.rows.sources import files_left_out
 from alignment.data.text.named_templates import NAMED, with_chat_template
 from alignment.data.tokenize import TOKENIZE
 from alignment.data.tokenizers.load import read_tokenizer_files
