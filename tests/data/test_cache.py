@@ -15,7 +15,7 @@ from alignment import files
 from alignment.data import cache as cache_module
 from alignment.data import fingerprint
 from alignment.data import prepare as prepare_module
-from alignment.data.cache import clear_entries, list_entries
+from alignment.data.cache import cache_lines, clear_entries, list_entries
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.prepare import prepare
 from alignment.data.rows import chunks
@@ -24,7 +24,6 @@ from alignment.data.stream import Stream
 from alignment.data.table import JoinedTables, Table, TableWriter
 from alignment.data.tokenize import tokenize_demonstrations
 from alignment.data.tokenizers.train import train_bpe
-from alignment.data.tools.cached_rows import cache_lines
 from alignment.errors import UserError
 from alignment.training.run.lineage import input_hashes
 

@@ -136,7 +136,7 @@ def test_a_stream_of_a_directory_reads_one_split(write_rows):
 
 
 def test_files_of_no_split_are_left_out_and_named(write_rows, capsys):
-    from alignment.data.tools.doctor import check_file
+    from alignment.data.doctor import check_file
     from alignment.evaluation.inputs import read_records
 
     directory = write_rows(*SPLITS[:2], "LICENSE.txt")

@@ -2,12 +2,12 @@
 
 import pytest
 
+from alignment.data.doctor import boundaries, check_file, show_example
 from alignment.data.examples import Example
 from alignment.data.rows.read import overlap, prompt_key
 from alignment.data.rows.records import Prompt, Tally, Text
 from alignment.data.tokenizers.load import save_tokenizer
 from alignment.data.tokenizers.train import train_tokenizer
-from alignment.data.tools.doctor import boundaries, check_file, show_example
 from alignment.errors import UserError
 from tests.examples import pair_example
 
@@ -176,7 +176,7 @@ def test_a_pair_is_shown_with_each_response_under_its_name(bpe):
 
 def test_one_turn_without_a_stop_token_is_enough(monkeypatch, jsonl, bpe):
     """A dialogue of two trained turns, the second one stopped."""
-    from alignment.data.tools import doctor
+    from alignment.data import doctor
 
     ids, mask = [0, 50, 51, 52, 53, 1], [False, True, True, False, True, True]
     made = ([Example.single(ids, mask, "r1")], Tally(rows=1, kept=1))
