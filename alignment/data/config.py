@@ -4,14 +4,17 @@ Rows are read in rows/read.py; mixtures are drawn in mixture.py.
 """
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
+from annotated_types import Ge, Interval
+
+from alignment.data.rows.records import Turns
 from alignment.data.rows.sources import files_left_out, find_rows, hub_source, suffix_of
-from alignment.data.rows.turns import Turns
 from alignment.errors import UserError
+from alignment.settings import PositiveFloat, PositiveInt, Rule, Settings, Share, deferred_checks
 
 Part = Literal["train", "evaluation"]
 Mixing = Literal["concatenate", "proportional", "weights", "temperature"]
@@ -25,7 +28,7 @@ NO_STREAMING = (
 
 
 @dataclass(frozen=True)
-class SourceConfig:
+class SourceConfig(Settings):
     """One source of rows, with the settings that are its own.
 
     Attributes:
@@ -43,30 +46,25 @@ class SourceConfig:
 
     source: str
     name: str | None = None
-    weight: float | None = None
-    max_rows: int | None = None
+    weight: PositiveFloat | None = None
+    max_rows: PositiveInt | None = None
     columns: dict[str, str] | None = None
     split: str | None = None
     chat_template: str | None = None
-    loss_weight: float = 1.0
+    loss_weight: PositiveFloat = 1.0
 
-    def __post_init__(self) -> None:
-        if not self.source:
-            raise ValueError("source names no file")
-        if self.name is not None and not NAME.fullmatch(self.name):
-            raise ValueError(f"name may have letters, digits and _ . - only, got {self.name!r}")
-        if self.weight is not None and self.weight <= 0:
-            raise ValueError(f"weight must be above 0, got {self.weight}; leave out a source that is not to be drawn")
-        if self.max_rows is not None and self.max_rows < 1:
-            raise ValueError(f"max_rows must be at least 1, got {self.max_rows}")
-        if self.loss_weight <= 0:
-            raise ValueError(
-                f"loss_weight must be above 0, got {self.loss_weight}; leave out a source that is not to count"
-            )
+    RULES = (
+        Rule("source", lambda c: not c.source, "names no file"),
+        Rule(
+            "name",
+            lambda c: c.name is not None and not NAME.fullmatch(c.name),
+            "may have letters, digits and _ . - only, got {self.name!r}",
+        ),
+    )
 
 
 @dataclass(frozen=True)
-class DataConfig:
+class DataConfig(Settings):
     """Where rows come from, how sources are mixed, and what happens to rows that do not fit.
 
     Attributes:
@@ -110,48 +108,110 @@ class DataConfig:
 
     train: str | list[str | SourceConfig]
     evaluation: str | list[str | SourceConfig] | None = None
-    evaluation_share: float | None = None
+    evaluation_share: Annotated[float, Interval(gt=0, lt=1)] | None = None
     split: str = "train"
     evaluation_split: str | None = None
     mixing: Mixing = "concatenate"
-    mixing_maximum: int | None = None
-    temperature: float | None = None
+    mixing_maximum: PositiveInt | None = None
+    temperature: PositiveFloat | None = None
     columns: dict[str, str] = field(default_factory=dict)
-    max_rows: int | None = None
+    max_rows: PositiveInt | None = None
     on_bad_row: OnBadRow = "error"
-    max_length: int = 1024
+    max_length: Annotated[int, Ge(2)] = 1024
     turns: Turns = "all"
     as_messages: bool = False
     skip_ties: bool = True
-    max_lost_share: float = 0.5
-    max_cut_share: float = 0.5
+    max_lost_share: Share = 0.5
+    max_cut_share: Share = 0.5
     check: Literal["stop", "warn", "off"] = "stop"
-    processes: int | None = None
+    processes: PositiveInt | None = None
     cache: str | None = None
     streaming: bool = False
-    shuffle_buffer: int = 10_000
+    shuffle_buffer: PositiveInt = 10_000
 
-    def __post_init__(self) -> None:
-        if not self.train:
-            raise ValueError("data.train names no file")
-        if self.check not in ("stop", "warn", "off"):
-            raise ValueError(f"data.check must be stop, warn or off, got {self.check!r}")
-        if self.on_bad_row not in ("error", "skip"):
-            raise ValueError(f"data.on_bad_row must be error or skip, got {self.on_bad_row!r}")
-        if self.max_rows is not None and self.max_rows < 1:
-            raise ValueError(f"data.max_rows must be at least 1, got {self.max_rows}")
-        if self.max_length < 2:
-            raise ValueError(f"data.max_length must be at least 2 tokens, got {self.max_length}")
-        for name in ("max_lost_share", "max_cut_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"data.{name} must lie between 0 and 1, got {getattr(self, name)}")
-        if self.turns not in get_args(Turns):
-            raise ValueError(f"data.turns must be all, last or each, got {self.turns!r}")
-        if self.processes is not None and self.processes < 1:
-            raise ValueError(f"data.processes must be at least 1, got {self.processes}")
-        _check_mixing(self)
-        _check_evaluation(self)
-        _check_streaming(self)
+    RULES = (
+        Rule("train", lambda c: not c.train or "" in (c.train, *c.train), "names no file"),
+        Rule(
+            "train",
+            lambda c: _names_twice(c.sources("train")),
+            "has two sources of the name {found}; give each its own",
+        ),
+        Rule(
+            "mixing",
+            lambda c: c.mixing == "weights" and _names(each for each in c.sources("train") if each.weight is None),
+            "is weights, which needs a weight for every source of data.train; none for: {found}",
+        ),
+        Rule(
+            "mixing",
+            lambda c: c.mixing != "weights" and _names(each for each in c.sources("train") if each.weight is not None),
+            "is {self.mixing}, which draws by no weights, and these sources have one: {found}; set data.mixing=weights, or "
+            "take the weights out",
+        ),
+        Rule(
+            "temperature",
+            lambda c: c.mixing == "temperature" and c.temperature is None,
+            "is missing: T5 found 2 best",
+        ),
+        Rule(
+            "temperature",
+            lambda c: c.mixing != "temperature" and c.temperature is not None,
+            "says nothing with data.mixing={self.mixing}; set data.mixing=temperature",
+        ),
+        Rule(
+            "mixing_maximum",
+            lambda c: c.mixing_maximum is not None and c.mixing not in ("proportional", "temperature"),
+            "says nothing with data.mixing={self.mixing}; it caps the sizes that data.mixing=proportional and temperature "
+            "draw by (to read fewer rows, give a source max_rows)",
+        ),
+        Rule(
+            "max_rows",
+            lambda c: c.mixing != "concatenate" and c.max_rows is not None,
+            "counts the rows of all sources in order, which leaves out the last ones of a mixture "
+            "(data.mixing={self.mixing}); give each source its own max_rows",
+        ),
+        Rule(
+            "evaluation",
+            lambda c: _names_twice(c.sources("evaluation")),
+            "has two sources of the name {found}; give each its own",
+        ),
+        Rule(
+            "evaluation",
+            lambda c: (
+                c.evaluation_share is None
+                and _names(each for each in c.sources("evaluation") if each.weight or each.loss_weight != 1)
+            ),
+            "has weights ({found}), but held-out rows are all read and count alike; weight and loss_weight belong to data.train",
+        ),
+        Rule("evaluation", lambda c: c.evaluation_share is None and _trained_split(c)),
+        Rule(
+            "evaluation_share",
+            lambda c: c.evaluation_share is not None and c.evaluation is not None,
+            "holds rows of data.train out, and data.evaluation names others; take one of them out",
+        ),
+        Rule(
+            "evaluation_share",
+            lambda c: c.evaluation_share is not None and c.streaming,
+            "is chosen among rows that are all read before the run, which data.streaming does not do; name held-out rows by "
+            "data.evaluation, or set data.streaming=false",
+        ),
+        Rule(
+            "evaluation_split",
+            lambda c: c.evaluation_share is not None and c.evaluation_split is not None,
+            "is the split of data.evaluation; take it out, or data.evaluation_share, which holds rows of data.train out",
+        ),
+        Rule(
+            "streaming",
+            lambda c: c.streaming and c.mixing in ("proportional", "temperature"),
+            "does not know the sizes of the sources, which data.mixing={self.mixing} draws by; give weights with "
+            "data.mixing=weights, or set data.streaming=false",
+        ),
+        Rule(
+            "streaming",
+            lambda c: c.streaming and any(each.max_rows is not None for each in (c, *c.sources("train"))),
+            "never ends the reading of data, as max_rows does: training.max_steps says how many rows are trained on; leave "
+            "max_rows out, or set data.streaming=false",
+        ),
+    )
 
     def sources(self, part: Part) -> list[SourceConfig]:
         """The sources of one part, each with name, columns and split filled in; none where no data is named for it.
@@ -247,18 +307,18 @@ def as_sources(
         split: of those that say none.
         columns: of those that say none.
     """
-    listed = _listed(named)
-    sources = [each if isinstance(each, SourceConfig) else SourceConfig(str(each)) for each in listed]
-    names = _default_names([source.source for source in sources])
-    return [
-        replace(
-            source,
-            name=source.name or name,
-            split=source.split or split,
-            columns=dict(columns or {}) if source.columns is None else source.columns,
-        )
-        for source, name in zip(sources, names, strict=True)
-    ]
+    with deferred_checks():  # of the sections as they were written
+        sources = [each if isinstance(each, SourceConfig) else SourceConfig(str(each)) for each in _listed(named)]
+        names = _default_names([source.source for source in sources])
+        return [
+            replace(
+                source,
+                name=source.name or name,
+                split=source.split or split,
+                columns=dict(columns or {}) if source.columns is None else source.columns,
+            )
+            for source, name in zip(sources, names, strict=True)
+        ]
 
 
 def _listed(*named: object) -> list[str | Path | SourceConfig]:
@@ -297,102 +357,24 @@ def _parts(source: str) -> list[str]:
     return [part for part in parts if re.search(r"[^\W_]", part)] or ["source"]  # `*` of a glob names nothing
 
 
-def _check_mixing(data: DataConfig) -> None:
-    """Refuse settings of a mixture that contradict each other."""
-    train = data.sources("train")
-    weighted = [source for source in train if source.weight is not None]
-    if data.mixing == "weights" and len(weighted) < len(train):
-        missing = ", ".join(str(source.name) for source in train if source.weight is None)
-        raise ValueError(f"data.mixing=weights needs a weight for every source of data.train; none for: {missing}")
-    if data.mixing != "weights" and weighted:
-        names = ", ".join(str(source.name) for source in weighted)
-        raise ValueError(
-            f"data.mixing={data.mixing} draws by no weights, and these sources have one: {names}; "
-            "set data.mixing=weights, or take the weights out"
-        )
-    if (data.mixing == "temperature") != (data.temperature is not None):
-        raise ValueError(
-            "data.temperature is missing: T5 found 2 best"
-            if data.temperature is None
-            else f"data.temperature says nothing with data.mixing={data.mixing}; set data.mixing=temperature"
-        )
-    if data.temperature is not None and data.temperature <= 0:
-        raise ValueError(f"data.temperature must be above 0, got {data.temperature}; 1 mixes in proportion to sizes")
-    if data.mixing_maximum is not None and data.mixing not in ("proportional", "temperature"):
-        raise ValueError(
-            f"data.mixing_maximum says nothing with data.mixing={data.mixing}; it caps the sizes that "
-            "data.mixing=proportional and temperature draw by (to read fewer rows, give a source max_rows)"
-        )
-    if data.mixing_maximum is not None and data.mixing_maximum < 1:
-        raise ValueError(f"data.mixing_maximum must be at least 1, got {data.mixing_maximum}")
-    if data.mixing != "concatenate" and data.max_rows is not None:
-        raise ValueError(
-            f"data.max_rows counts the rows of all sources in order, which leaves out the last ones of a mixture "
-            f"(data.mixing={data.mixing}); give each source its own max_rows"
-        )
+def _names(sources: Iterable[SourceConfig]) -> str:
+    return ", ".join(str(source.name) for source in sources)
 
 
-def _check_evaluation(data: DataConfig) -> None:
-    """Refuse sources with the same name, rows held out that are trained on, and weights where all rows are read."""
-    _check_share(data)
-    for part in ("train", "evaluation"):
-        names = [str(source.name) for source in data.sources(part)]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"data.{part}: two sources have the name {', '.join(twice)}; give each its own")
-    if data.evaluation_share is not None:
-        return
-    if weighted := [source for source in data.sources("evaluation") if source.weight or source.loss_weight != 1]:
-        raise ValueError(
-            f"data.evaluation: {weighted[0].name} has a weight, but held-out rows are all read and count alike; "
-            "weight and loss_weight belong to data.train"
-        )
+def _names_twice(sources: Sequence[SourceConfig]) -> str:
+    """The names that several sources have."""
+    names = [str(source.name) for source in sources]
+    return ", ".join(sorted({name for name in names if names.count(name) > 1}))
+
+
+def _trained_split(data: DataConfig) -> str:
+    """A message where the split of a Hub data set is trained and evaluated on; '' where none is."""
     trained = {hub_source(source.source, str(source.split)) for source in data.sources("train")}
     for source in data.sources("evaluation"):
         found = hub_source(source.source, str(source.split))
         if found is not None and found in trained:
-            raise ValueError(
-                f"data.evaluation: {source.source} is read from the split '{found[-1]}', which is trained on; name the "
-                f"held-out one: data.evaluation_split=test, or data.evaluation={found[0]}[test]"
+            return (
+                f"reads {source.source} from the split '{found[-1]}', which is trained on; name the held-out one: "
+                f"data.evaluation_split=test, or data.evaluation={found[0]}[test]"
             )
-
-
-def _check_streaming(data: DataConfig) -> None:
-    """Refuse settings that need the number of rows before they are read."""
-    if data.shuffle_buffer < 1:
-        raise ValueError(
-            f"data.shuffle_buffer must be at least 1 row, got {data.shuffle_buffer}; 1 reads rows in order"
-        )
-    if not data.streaming:
-        return
-    if data.mixing in ("proportional", "temperature"):
-        raise ValueError(
-            f"data.mixing={data.mixing} draws by the sizes of the sources, which data.streaming does not know; give weights "
-            "with data.mixing=weights, or set data.streaming=false"
-        )
-    if data.max_rows is not None or any(source.max_rows is not None for source in data.sources("train")):
-        raise ValueError(
-            "max_rows ends the reading of data, which data.streaming never ends: training.max_steps says how many rows are "
-            "trained on; leave max_rows out, or set data.streaming=false"
-        )
-
-
-def _check_share(data: DataConfig) -> None:
-    """Refuse a share that is none, and rows that are held out in two ways."""
-    if data.evaluation_share is None:
-        return
-    if not 0 < data.evaluation_share < 1:
-        raise ValueError(f"data.evaluation_share must lie between 0 and 1, got {data.evaluation_share}; 0.02 is usual")
-    if data.evaluation is not None:
-        raise ValueError(
-            "data.evaluation_share holds rows of data.train out, and data.evaluation names others; take one of them out"
-        )
-    if data.streaming:
-        raise ValueError(
-            "data.evaluation_share is chosen among rows that are all read before the run, which data.streaming does not do; "
-            "name held-out rows by data.evaluation, or set data.streaming=false"
-        )
-    if data.evaluation_split is not None:
-        raise ValueError(
-            "data.evaluation_split is the split of data.evaluation; take it out, or data.evaluation_share, which holds rows "
-            "of data.train out"
-        )
+    return ""

@@ -22,9 +22,8 @@ from alignment.data.fingerprint import table_key
 from alignment.data.parallel import map_in_order
 from alignment.data.rows.chunks import Chunk, open_source
 from alignment.data.rows.read import RecordParser, parse_rows, prompt_key, raise_bad_rows, rows_left, text_hash
-from alignment.data.rows.records import Kind, Tally
+from alignment.data.rows.records import Kind, Tally, choose_turns
 from alignment.data.rows.sources import source_files
-from alignment.data.rows.turns import choose_turns
 from alignment.data.table import Block, Codec, JoinedTables, Rows, Table, TableWriter, encode_rows, join_blocks
 from alignment.data.text.named_templates import with_chat_template
 from alignment.data.tokenize import (

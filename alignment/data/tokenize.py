@@ -20,8 +20,8 @@ from alignment.data.rows.records import (
     Steps,
     Tally,
     Text,
+    single_turns,
 )
-from alignment.data.rows.turns import single_turns
 from alignment.data.text import chat
 from alignment.data.text.dialogues import DialogueRow, encode_dialogues
 from alignment.data.text.truncation import split_document, truncate, truncate_left

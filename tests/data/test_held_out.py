@@ -131,8 +131,8 @@ def test_an_empty_side_is_refused_with_the_way_out(jsonl, bpe):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"evaluation_share": 0.0}, "must lie between 0 and 1"),
-        ({"evaluation_share": 1.0}, "must lie between 0 and 1"),
+        ({"evaluation_share": 0.0}, "must be above 0"),
+        ({"evaluation_share": 1.0}, "must be below 1"),
         ({"evaluation_share": 0.1, "evaluation": "b.jsonl"}, "data.evaluation names others"),
         ({"evaluation_share": 0.1, "evaluation_split": "test"}, "take it out"),
         ({"evaluation_share": 0.1, "streaming": True}, "all read before the run"),

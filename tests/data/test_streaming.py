@@ -319,7 +319,7 @@ def test_rows_are_checked_when_they_are_read(bpe, folder):
         ({"mixing": "proportional"}, "does not know"),
         ({"max_rows": 5}, "training.max_steps says"),
         ({"train": [SourceConfig("a.jsonl", max_rows=5)]}, "training.max_steps says"),
-        ({"shuffle_buffer": 0}, "at least 1 row"),
+        ({"shuffle_buffer": 0}, "must be at least 1"),
     ],
 )
 def test_settings_that_streaming_cannot_follow_are_refused(settings, message):

@@ -10,7 +10,7 @@ from alignment.data.config import SourceConfig, as_sources
 from alignment.data.rows.fields import BadRow, EqualResponses
 from alignment.data.rows.files import RawRow, read_raw
 from alignment.data.rows.formats import complete, with_messages
-from alignment.data.rows.kinds import ROW_FORMATS, RowFormat, column_advice, expected_columns, match_format
+from alignment.data.rows.kinds import ROW_FORMATS, RowFormat, column_advice, match_format
 from alignment.data.rows.records import (
     EXPANDED,
     Columns,
@@ -28,6 +28,9 @@ from alignment.errors import UserError, raise_all, suggest
 
 SHOWN_PROBLEMS = 20
 TIE = EqualResponses().reason
+OPTIONAL = {  # columns that rows may have beside those of their format
+    "input", "margin", "prompt", "instruction", "system", "history", "tools", "votes", "agreement", "annotator",
+}  # fmt: skip
 
 Row = TypeVar("Row")
 # columns and location of a row -> what it holds; raises BadRow or SkippedRow
@@ -175,12 +178,11 @@ class RecordParser:
         if self.as_messages and "instruction" in values:
             values = {"system": "", **values}  # an instruction with a system message, empty or not, becomes messages
         try:
-            found = self.row_format.parse(values, location)
+            records = self.row_format.parse(values, location)
         except EqualResponses as equal:
             if self.skip_ties:
                 raise SkippedRow(equal.reason) from equal
             raise
-        records = found if isinstance(found, list) else [found]
         if self.as_messages:
             records = [with_messages(record) for record in records]
         records = [complete(record, values) for record in records]
@@ -216,26 +218,15 @@ def choose_row_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[s
             f"{name}: no comparisons here: found columns {', '.join(found)}. Rows of one response and a label, as KTO has "
             "them, say nothing of another response to the same prompt; give rows of prompt, chosen, rejected, or train by dpo.loss=kto"
         )
+    expected = "; or ".join(" + ".join(row_format.columns) for row_format in ROW_FORMATS[kind])
     raise UserError(
-        f"{name}: no {kind} here: found columns {', '.join(found)}; expected {expected_columns(kind)}. "
+        f"{name}: no {kind} here: found columns {', '.join(found)}; expected {expected}. "
         f"Name the file's columns with {column_advice(kind, readable[0])}"
     )
 
 
 def _check_columns(name: str, kind: Kind, columns: dict[str, str], found: list[str]) -> None:
-    known = {key for row_format in ROW_FORMATS[kind] for key in row_format.columns}
-    known |= {
-        "input",
-        "margin",
-        "prompt",
-        "instruction",
-        "system",
-        "history",
-        "tools",
-        "votes",
-        "agreement",
-        "annotator",
-    }
+    known = OPTIONAL | {key for row_format in ROW_FORMATS[kind] for key in row_format.columns}
     problems = []
     for ours, theirs in columns.items():
         if ours not in known:

@@ -9,8 +9,7 @@ import pytest
 from alignment.data.rows.fields import BadRow
 from alignment.data.rows.kinds import ROW_FORMATS
 from alignment.data.rows.read import RecordParser
-from alignment.data.rows.records import SkippedRow
-from alignment.data.rows.turns import choose_turns
+from alignment.data.rows.records import SkippedRow, choose_turns
 
 USER, REPLY, OTHER = (
     {"role": role, "content": text} for role, text in [("user", "u"), ("assistant", "a"), ("assistant", "b")]
@@ -83,7 +82,10 @@ def test_every_value_is_read_or_refused_in_words(kind, row):
     for place in places(row):
         for value in (MISSING, *VALUES):
             try:
-                choose_turns(RecordParser(row_format, False)(changed(row, place, value), "file:1"), "last")
+                [
+                    choose_turns(each, "last")
+                    for each in RecordParser(row_format, False)(changed(row, place, value), "file:1")
+                ]
             except (BadRow, SkippedRow):
                 refused += 1
     assert refused > 20

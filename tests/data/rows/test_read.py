@@ -576,7 +576,7 @@ def test_unknown_kind():
     ],
 )
 def test_impossible_settings_are_refused(settings):
-    with pytest.raises(ValueError, match=f"data.{next(iter(settings))}"):
+    with pytest.raises(ValueError, match=f"^{next(iter(settings))}"):
         DataConfig(**{"train": "x.jsonl", **settings})
 
 
