@@ -85,7 +85,7 @@ class Counts(dict[Any, Count]):
 
 
 class HashSample:
-    """How often each key was seen, in bounded memory: exact up to `MOST_HASHES` keys, then for every 2nd, 4th, ... key.
+    """Counts of keys in bounded memory: exact up to `MOST_HASHES` keys, then for every 2nd, 4th, ... key.
 
     A key stays in the sample or not by its hash, so what is said of the keys in the sample holds for the others.
 

@@ -35,7 +35,7 @@ class SourceConfig(Settings):
         source: file or Hub id, as in `data.train`.
         name: in metrics and reports; None: made of the file's or the data set's name.
         weight: its share of the draws is its weight over the sum of all weights; with data.mixing=weights only.
-        max_rows: stop after so many good rows of this source.
+        max_rows: the most good rows read of this source.
         columns: our column name -> the source's; None: data.columns.
         split: of a Hub data set that names none itself, or of a directory; None: data.split, or data.evaluation_split.
         chat_template: that renders the rows of this source, a built-in name or a file; None: that of the run.
@@ -65,7 +65,7 @@ class SourceConfig(Settings):
 
 @dataclass(frozen=True)
 class DataConfig(Settings):
-    """Where rows come from, how sources are mixed, and what happens to rows that do not fit.
+    """The sources of rows, how they are mixed, and what happens to rows that do not fit.
 
     Attributes:
         train: file or Hub id (owner/name, owner/name[split], owner/name:config[split]), or a list of them, or of
@@ -82,10 +82,10 @@ class DataConfig(Settings):
             power 1/temperature (Raffel et al. 2020, arXiv:1910.10683, section 3.5.2); a source repeats its rows, each
             once per epoch of its own. An epoch of the mixture is a length alone: as many draws as the sources have rows
             together, each source counted up to `mixing_maximum`.
-        mixing_maximum: a larger source counts as having so many rows: T5's K, FLAN's mixing rate maximum.
+        mixing_maximum: a larger source counts as having this many rows: T5's K, FLAN's mixing rate maximum.
         temperature: 1 mixes in proportion to sizes, a high one equally.
         columns: our column name -> the file's.
-        max_rows: stop after so many good rows of all sources together.
+        max_rows: the most good rows read of all sources together.
         on_bad_row: report all bad rows and stop, or skip and count them.
         max_length: tokens of prompt and response together.
         turns: of demonstrations of several assistant turns: train on all of them in one sequence; on the last one; or on
@@ -252,7 +252,7 @@ class DataConfig(Settings):
 
     @property
     def evaluates(self) -> bool:
-        """Whether any rows are held out."""
+        """True where any rows are held out."""
         return self.evaluation is not None or self.evaluation_share is not None
 
     def split_of(self, part: Part) -> str:
@@ -289,7 +289,7 @@ class DataConfig(Settings):
 
     @property
     def distinguishes_sources(self) -> bool:
-        """Whether metrics are logged for each source: some part has several, or one is named in the config."""
+        """True where metrics are logged for each source: some part has several, or one is named in the config."""
         named = any(isinstance(each, SourceConfig) and each.name for each in _listed(self.train, self.evaluation))
         return named or any(len(self.sources(part)) > 1 for part in ("train", "evaluation"))
 
@@ -322,7 +322,7 @@ def as_sources(
 
 
 def _listed(*named: object) -> list[str | Path | SourceConfig]:
-    """What each argument names, one or several, in one list; None names nothing."""
+    """All that the arguments name, one or several each, in one list; None names nothing."""
     listed = []
     for each in named:
         several = isinstance(each, Sequence) and not isinstance(each, str)

@@ -21,7 +21,7 @@ SHOWN_TOKENS = 160  # of an example
 
 @dataclass
 class Report:
-    """What the doctor found in one file."""
+    """Findings of the doctor in one file."""
 
     source: str
     kind: Kind

@@ -1,4 +1,4 @@
-"""What prepared rows depend on, as one key: the rows' bytes, the tokenizer, the settings and the code that prepares them.
+"""One key for all that prepared rows depend on: the rows' bytes, the tokenizer, the settings and the code that prepares them.
 
 Anything that could change a token is part of it. Settings count unless they are known not to matter, so that a new one
 counts from its first day.

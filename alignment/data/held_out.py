@@ -73,15 +73,15 @@ def _view(table: Table, share: float, part: Part) -> Table:
     rows = evaluation.distinct_rows()
     if part == "evaluation":  # rows that were dropped and cut, and findings, are told of the training rows
         counts = Tally(len(rows), len(rows), evaluation.documents, int(evaluation.column("total").sum()))
-        return evaluation.described(counts, [])
+        return evaluation.changed(tally=counts, findings=[])
     train = table.select(np.flatnonzero(~out), key=hash_of([table.key, share, "train"]))
     counts = _without(table.tally, len(rows), [evaluation.row_id(int(row)) for row in rows[:SHOWN_IDS]])
     counts.documents, counts.tokens = train.documents, int(train.column("total").sum())
-    return train.described(counts, table.findings)
+    return train.changed(tally=counts)
 
 
 def _without(counts: Tally, number: int, first: list[str]) -> Tally:
-    """A tally without so many rows that are held out, the first of which have these names."""
+    """A tally without `number` rows that are held out, the first of which have these names."""
     if not number:
         return replace(counts)
     return replace(

@@ -5,7 +5,7 @@ to know what was drawn before it.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -54,21 +54,20 @@ def epoch_rows(config: DataConfig, sizes: Sequence[int]) -> int:
     return sum(sizes if config.mixing == "concatenate" else capped_sizes(config, sizes))
 
 
-@dataclass(frozen=True)
 class SourceChoices:
     """The source that each position of a mixture is drawn from: a pure function of (shares, seed, position).
 
     The sources of each `BLOCK` of positions are drawn together: how many from each source, and in which order.
 
-    Attributes:
+    Args:
         shares: probability of each source, [S].
         seed: >= 0.
     """
 
-    shares: Sequence[float]
-    seed: int
-    _draws: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-    _counts: list[np.ndarray] = field(default_factory=list, init=False, repr=False, compare=False)
+    def __init__(self, shares: Sequence[float], seed: int):
+        self.shares, self.seed = shares, seed
+        self._draws: dict[int, np.ndarray] = {}
+        self._counts = np.empty((0, len(shares)), np.int64)
 
     def at(self, position: int) -> tuple[int, int]:
         """Source of the draw at a position, and how many rows of this source were drawn before it."""
@@ -94,36 +93,41 @@ class SourceChoices:
 
         The generator gives the same first rows however many are asked for; they take 8 S bytes for 4096 positions.
         """
-        if not self._counts or len(self._counts[0]) <= number:
+        if len(self._counts) <= number:
             generator = np.random.default_rng([self.seed, COUNT_SALT])
-            self._counts[:] = [generator.multinomial(BLOCK, self.shares, size=2 ** int(number + 1).bit_length())]
-        return self._counts[0]
+            self._counts = generator.multinomial(BLOCK, self.shares, size=2 ** int(number + 1).bit_length())
+        return self._counts
 
 
-@dataclass(frozen=True)
 class MixtureStream(Stream[Row]):
     """Global batches of rows drawn from several sources; the k-th draw of a source is row k of its own `Stream`.
 
     A source repeats no row before it has shown all of them, whatever its share. Positions count all draws from 0.
 
-    Attributes:
+    Args:
         shares: probability of each source, [S].
         draws: in one epoch.
     """
 
-    shares: Sequence[float] = ()
-    draws: int = 0
-    _sources: list[Stream[Row]] = field(default_factory=list, init=False, repr=False, compare=False)
-    _choices: list[SourceChoices] = field(default_factory=list, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        tables = tables_of(self.rows)
-        if len(tables) != len(self.shares):
-            raise ValueError(f"{len(tables)} sources and {len(self.shares)} shares")
-        if not (abs(sum(self.shares) - 1) < 1e-9 and min(self.shares) > 0):
-            raise ValueError(f"shares must be above 0 and add up to 1, got {list(self.shares)}")
-        self._sources.extend(Stream(table, 1, seed_of_source(self.seed, n)) for n, table in enumerate(tables))
-        self._choices.append(SourceChoices(self.shares, self.seed))
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        batch_size: int,
+        seed: int,
+        epochs: float | None = None,
+        *,
+        shares: Sequence[float],
+        draws: int,
+    ):
+        super().__init__(rows, batch_size, seed, epochs)
+        tables = tables_of(rows)
+        if len(tables) != len(shares):
+            raise ValueError(f"{len(tables)} sources and {len(shares)} shares")
+        if not (abs(sum(shares) - 1) < 1e-9 and min(shares) > 0):
+            raise ValueError(f"shares must be above 0 and add up to 1, got {list(shares)}")
+        self.shares, self.draws = shares, draws
+        self._sources = [Stream(table, 1, seed_of_source(seed, number)) for number, table in enumerate(tables)]
+        self._choices = SourceChoices(shares, seed)
 
     @property
     def epoch_length(self) -> int:
@@ -132,7 +136,7 @@ class MixtureStream(Stream[Row]):
 
     def place_of(self, position: int) -> tuple[int, int]:
         """Index into `rows` of the row at a position, and how often its source had been seen to the end before it."""
-        source, draw = self._choices[0].at(position)
+        source, draw = self._choices.at(position)
         index, epoch = self._sources[source].place_of(draw)
         return sum(len(each.rows) for each in self._sources[:source]) + index, epoch
 
@@ -170,7 +174,7 @@ def stream_of(
     if 0 in sizes:
         raise UserError(f"{sources[sizes.index(0)].source}: no row of it can be drawn; take it out")
     shares = mixing_shares(config, sizes).tolist()
-    return MixtureStream(examples, batch_size, seed, epochs, shares, draws=epoch_rows(config, sizes))
+    return MixtureStream(examples, batch_size, seed, epochs, shares=shares, draws=epoch_rows(config, sizes))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from alignment.data.cache import get_entry
 from alignment.data.config import NO_STREAMING, DataConfig, Part, SourceConfig
 from alignment.data.fingerprint import table_key
 from alignment.data.parallel import map_in_order
-from alignment.data.rows.chunks import Chunk, open_source
+from alignment.data.rows.chunks import Chunk, choose_parser, read_chunks
 from alignment.data.rows.read import RecordParser, parse_rows, prompt_key, raise_bad_rows, rows_left, text_hash
 from alignment.data.rows.records import Kind, Tally, choose_turns
 from alignment.data.rows.sources import source_files
@@ -53,7 +53,7 @@ SHOWN = 20  # bad rows that are kept of each chunk, to be shown
 
 @dataclass(frozen=True)
 class Preparation:
-    """How rows of one kind become examples.
+    """The way from rows of one kind to examples.
 
     Attributes:
         name: tells preparations apart that differ in nothing else of the key.
@@ -72,14 +72,14 @@ class Preparation:
 
 @dataclass(frozen=True)
 class Job:
-    """What every chunk of a source needs."""
+    """Settings and parts that every chunk of a source needs."""
 
     preparation: Preparation
     parser: RecordParser
     columns: Mapping[str, str]
     config: DataConfig
     tokenizer: Tokenizer
-    checked: int = 1  # one row in so many has its texts and tokens checked; a power of 2
+    checked: int = 1  # one row in this many has its texts and tokens checked; a power of 2
 
 
 @dataclass
@@ -106,12 +106,17 @@ class Prepared:
             self.checks.merge(other.checks)
         return self
 
+    @property
+    def tally(self) -> Tally:
+        """Counts of reading and tokenizing together."""
+        return self.read.followed_by(self.tokenized)
+
     def findings(self, config: DataConfig) -> list[dict[str, Any]]:
-        """What the data doctor found, each as the fields of a `Finding`."""
+        """Findings of the data doctor, each as the fields of a `Finding`."""
         if self.checks is None:
             return []
         limits = {"max_cut_share": config.max_cut_share, "max_length": config.max_length}
-        return [asdict(each) for each in self.checks.findings(self.read.followed_by(self.tokenized), **limits)]
+        return [asdict(each) for each in self.checks.findings(self.tally, **limits)]
 
     def is_wrong(self, config: DataConfig) -> bool:
         """True where rows are refused, or bad and bad rows end the run."""
@@ -146,7 +151,7 @@ def prepare(config: DataConfig, kind: Kind, tokenizer: Tokenizer, part: Part = "
 
 
 def preparation_of(kind: Kind) -> Preparation:
-    """How rows of one kind become the examples of a stage."""
+    """The preparation of rows of one kind for a stage that reads them as decoders do."""
     return Preparation(kind, kind, TOKENIZE[kind])
 
 
@@ -201,7 +206,7 @@ def prepare_tables(preparation: Preparation, config: DataConfig, tokenizer: Toke
         try:
             own = with_chat_template(tokenizer, source.chat_template)
             table = prepare_source(preparation, source, config, own, max_rows=left, cache=cache)
-            tables.append(table.with_source(names.index(str(source.name))))
+            tables.append(table.changed(source=names.index(str(source.name))))
         except _WrongRows as error:
             wrong.merge(error.found)
     wrong.raise_errors(config)
@@ -241,9 +246,7 @@ def _make(
     size = _size(source)
     even_bytes = min(CHUNK_BYTES, max(size // LEAST_CHUNKS, LEAST_BYTES))
     chunk_bytes = min(max(even_bytes, size // MOST_CHUNKS), MOST_BYTES)
-    parser, chunks = open_source(
-        source, preparation.kind, skip_ties=config.skip_ties, as_messages=config.as_messages, size=chunk_bytes
-    )
+    parser, chunks = choose_parser(source, preparation.kind, config, read_chunks(source, chunk_bytes))
     job = Job(preparation, parser, source.columns or {}, config, tokenizer, 1 << (size // CHECKED_BYTES).bit_length())
     found, writer = Prepared(), TableWriter(directory)
     for chunk in _prepared_chunks(job, chunks, max_rows, processes_for(config, size)):
@@ -254,7 +257,7 @@ def _make(
         raise UserError(f"{source.source}: no row can be used\n" + "\n".join(found.read.lines()[1:]))
     if found.is_wrong(config):
         raise _WrongRows(found)
-    manifest = {"read": found.read.kept, "tally": asdict(found.read.followed_by(found.tokenized)), "notes": []}
+    manifest = {"read": found.read.kept, "tally": asdict(found.tally), "notes": []}
     manifest |= {"findings": found.findings(config), "kind": preparation.name, "source": source.source}
     return {**writer.close(), **manifest}
 
@@ -331,7 +334,7 @@ def trained_on(train: Rows, held_out: Rows) -> list[str]:
 
 
 def processes_for(config: DataConfig, size: int) -> int:
-    """Processes that prepare a source of so many bytes: those asked for, else one, or for a large source one per core."""
+    """Processes that prepare a source of `size` bytes: those asked for, else one, or for a large source one per core."""
     if config.processes is not None:
         return config.processes
     return len(os.sched_getaffinity(0)) if size >= LARGE_BYTES else 1

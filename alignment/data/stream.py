@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -25,7 +24,6 @@ def rows_in(epochs: float, epoch_length: int) -> int:
     return max(1, round(epoch_length * epochs))
 
 
-@dataclass(frozen=True)
 class Stream(Generic[Row]):
     """Global batches of rows, epoch after epoch; a batch may run across an epoch's end.
 
@@ -36,19 +34,15 @@ class Stream(Generic[Row]):
         epochs: where the stream ends, so that its last batch may be smaller; None: it never ends.
     """
 
-    rows: Sequence[Row]
-    batch_size: int
-    seed: int
-    epochs: float | None = None
-    _orders: dict[int, np.ndarray] = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    def __post_init__(self) -> None:
-        if not self.rows:
+    def __init__(self, rows: Sequence[Row], batch_size: int, seed: int, epochs: float | None = None):
+        if not rows:
             raise ValueError("a stream needs at least one row")
-        if self.batch_size < 1:
-            raise ValueError(f"batch_size must be at least 1, got {self.batch_size}")
-        if self.seed < 0:
-            raise ValueError(f"seed must not be negative, got {self.seed}")
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        if seed < 0:
+            raise ValueError(f"seed must not be negative, got {seed}")
+        self.rows, self.batch_size, self.seed, self.epochs = rows, batch_size, seed, epochs
+        self._orders: dict[int, np.ndarray] = {}
 
     def positions_at(self, step: int) -> list[int]:
         """Indices of the rows of batch `step` (from 0).

@@ -1,23 +1,21 @@
 """Streaming: rows of a source that fits no disk, read, tokenized and shuffled window by window while a run goes on.
 
-What is random: the order of the files, anew in each epoch, and the order of the examples of each window, which are those of
-`data.shuffle_buffer` successive rows. What is not: which rows share a window, but for the order of the files. Rows that lie
-far apart in one file never come close; shuffle such a file before, or cut it into many. Of a Hub data set the rows come as
-`datasets` streams them.
+Rows are shuffled within windows of `data.shuffle_buffer` successive rows, and files are shuffled per epoch; rows never move
+between windows of a file. Rows that lie far apart in one file never come close; shuffle such a file before, or cut it into
+many. Of a Hub data set the rows come as `datasets` streams them.
 
 Both orders are functions of (seed, epoch, number of the window), and a window follows from the position where it begins. So
 a checkpoint holds a few numbers, and a resumed run reads one window again. In memory is one window, for each source of a
 mixture: about four bytes for each token of its rows and a hundred for each row, beside `BATCH_ROWS` rows that are being
-read, and the first `FIRST_ROWS` of each source, which stand for all where rows are checked or shown before the run.
+read, and the first `FIRST_ROWS` of each source, by which rows are checked and shown before the run.
 
 Every rank reads and tokenizes all rows and trains on its share of each batch, so that batches do not depend on the number of
 ranks. Draws from several sources by weights are those of mixture.py.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import accumulate, islice
+from itertools import islice
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -30,7 +28,7 @@ from alignment.data.rows.chunks import Chunk, choose_parser
 from alignment.data.rows.files import OpenSource, Position, RawRow, open_sources
 from alignment.data.rows.read import RecordParser
 from alignment.data.rows.records import Kind, Tally
-from alignment.data.table import Block, JoinedTables
+from alignment.data.table import BlockRows, JoinedTables
 from alignment.data.text.named_templates import with_chat_template
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -39,13 +37,13 @@ from alignment.files import hash_of
 Row = TypeVar("Row")
 
 FIRST_ROWS = 1024  # of each source: read before the run, to be checked
-SELDOM = 2**20  # one row in so many is looked at by the data doctor after the first ones
+SELDOM = 2**20  # one row in this many is looked at by the data doctor after the first ones
 FILE_SALT, WINDOW_SALT = 715_104, 715_105  # generators of different things draw differently
 
 
 @dataclass(frozen=True)
 class WindowStart:
-    """Where a window begins.
+    """The place where a window begins.
 
     Attributes:
         epoch: passes over all files before it.
@@ -65,36 +63,31 @@ class Window(RowSequence[Any]):
     """The examples of successive rows, in the order in which they are drawn.
 
     Attributes:
-        start: where it begins.
-        end: where the next one begins.
+        end: start of the next one.
         prepared: counts and findings of its rows.
         name: of the first file or data set in it, '' where it has no row.
         config: by which its rows were prepared.
+        rows: in the order of the files.
+        order: in which they are drawn.
     """
 
-    start: WindowStart
     end: WindowStart
     prepared: Prepared = field(repr=False)
     name: str
     config: DataConfig = field(repr=False)
-    _blocks: Sequence[tuple["File", Block]] = field(repr=False)
-    _starts: Sequence[int] = field(repr=False)
-    _order: np.ndarray = field(repr=False)
+    rows: JoinedTables = field(repr=False)
+    order: np.ndarray = field(repr=False)
 
     def __len__(self) -> int:
-        return len(self._order)
+        return len(self.order)
 
     def row_at(self, index: int) -> Any:
-        number = int(self._order[index])
-        place = bisect_right(self._starts, number) - 1
-        file, block = self._blocks[place]
-        example, codec = block.example(number - self._starts[place], file.source), file.job.preparation.codec
-        return example if codec is None else codec.decode(example)
+        return self.rows[int(self.order[index])]
 
     @property
     def tally(self) -> Tally:
         """Of its rows."""
-        return self.prepared.read.followed_by(self.prepared.tokenized)
+        return self.prepared.tally
 
     @property
     def manifest(self) -> dict[str, Any]:
@@ -135,7 +128,7 @@ class Windows:
             UserError: bad rows, with data.on_bad_row=error; rows that the chat template refuses.
         """
         order = permutation(len(self.files), self.seed, FILE_SALT, start.epoch)
-        found, name, blocks = Prepared(), "", list[tuple[File, Block]]()
+        found, name, blocks = Prepared(), "", list[BlockRows]()
         left, position, end = self.config.shuffle_buffer, None, WindowStart(start.epoch + 1)
         for number, rows in self._open_from(order, start):
             file = self.files[order[number]]
@@ -144,16 +137,16 @@ class Windows:
                 found.merge(done)
                 name, left = name or file.opened.name, left - len(chunk)
                 if done.block is not None:
-                    blocks.append((file, done.block))
+                    blocks.append(BlockRows(done.block, file.job.preparation.codec, file.source))
                 position = chunk[-1].end
             if not left:
                 end = WindowStart(start.epoch, start.window + 1, number, position)
                 self._next = (end, rows)
                 break
         found.raise_errors(self.config)
-        starts = list(accumulate((block.size for _, block in blocks), initial=0))
-        drawn = permutation(starts[-1], self.seed, WINDOW_SALT, start.epoch, start.window)
-        return Window(start, end, found, name, self.config, blocks, starts, drawn)
+        joined = JoinedTables(blocks)
+        drawn = permutation(len(joined), self.seed, WINDOW_SALT, start.epoch, start.window)
+        return Window(end, found, name, self.config, joined, drawn)
 
     def _open_from(self, order: np.ndarray, start: WindowStart) -> Iterator[tuple[int, Iterator[RawRow]]]:
         """The files from `start` on: number in the order of the epoch, and the rows that are yet to be read."""
@@ -237,7 +230,7 @@ class Cursor:
             self.note(f"{self.name}: {when}: " + "; ".join(line.strip() for line in counts.lines()))
 
     def state(self) -> dict[str, Any]:
-        """What `restore` needs, as JSON-like values."""
+        """State for `restore`, as JSON-like values."""
         start, before = asdict(self.start), asdict(self.before)
         return {"start": start, "taken": self.taken, "before": before, "last": self._last, "noted": self._noted}
 
@@ -275,7 +268,7 @@ class StreamedRows(JoinedTables):
 
     @property
     def notes(self) -> list[str]:
-        """What a run should note of streaming."""
+        """Notes of a run on streaming."""
         return [
             f"streamed from {sum(map(len, self.files))} files or data sets, shuffled in windows of "
             f"{self.config.shuffle_buffer} rows; the counts above are of the first rows. All others are checked when they "
@@ -306,8 +299,7 @@ def _parser(opened: Sequence[OpenSource], source: SourceConfig, config: DataConf
     """The parser that the first rows of a source ask for."""
     rows = islice((row for each in opened for row in each.read(None)), max(FIRST_ROWS, config.shuffle_buffer))
     chunks = (Chunk(rows=chunk) for chunk in iter(lambda: tuple(islice(rows, FIRST_ROWS)), ()))
-    parser, _ = choose_parser(source, kind, chunks, skip_ties=config.skip_ties, as_messages=config.as_messages)
-    return parser
+    return choose_parser(source, kind, config, chunks)[0]
 
 
 class StreamedOrder(Generic[Row]):
@@ -362,7 +354,7 @@ class StreamedOrder(Generic[Row]):
         return [row for row, _ in self._batch(step)]
 
     def epochs_at(self, step: int) -> list[int]:
-        """How often its source had been seen to the end before each row of batch `step`."""
+        """The epoch of its source, from 0, in which each row of batch `step` is seen."""
         return [epoch for _, epoch in self._batch(step)]
 
     def positions_at(self, step: int) -> list[int]:
@@ -382,7 +374,7 @@ class StreamedOrder(Generic[Row]):
         return self._last[1]
 
     def state(self) -> OrderState:
-        """What `restore` needs to give the next batch."""
+        """State for `restore`, which then gives the next batch."""
         cursors = [cursor.state() for cursor in self._cursors]
         return {"files": self.key, "step": self._last[0] + 1, "cursors": cursors}
 

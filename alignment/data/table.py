@@ -118,7 +118,7 @@ def encode_rows(rows: Sequence[Example], prompt_hashes: Mapping[str, int] | None
 
 
 def _starts(lengths: Sequence[int]) -> np.ndarray:
-    """Where parts of these lengths begin, end to end, and where the last one ends."""
+    """Begins of parts of these lengths, end to end, and the end of the last one."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
@@ -170,7 +170,21 @@ class TableWriter:
                 array.tofile(file)
 
 
-class Table(RowSequence[Any]):
+class BlockRows(RowSequence[Any]):
+    """The rows of a block, decoded when they are asked for; all are of one data source."""
+
+    def __init__(self, block: Block, codec: Codec | None = None, source: int = 0):
+        self.block, self.codec, self.source = block, codec, source
+
+    def __len__(self) -> int:
+        return self.block.size
+
+    def row_at(self, index: int) -> Any:
+        example = self.block.example(range(self.block.size)[index], self.source)
+        return example if self.codec is None else self.codec.decode(example)
+
+
+class Table(BlockRows):
     """Examples of one kind, read from disk when they are asked for; the same values at every call.
 
     Attributes:
@@ -195,7 +209,7 @@ class Table(RowSequence[Any]):
         notes: Sequence[str] = (),
         source: int = 0,
     ):
-        self.directory, self.manifest, self.codec, self.cached, self.source = directory, manifest, codec, cached, source
+        self.directory, self.manifest, self.cached = directory, manifest, cached
         self.key: str = manifest["key"]
         self.tally = Tally(**manifest["tally"])
         self.notes: list[str] = [*notes, *manifest.get("notes", ())]
@@ -204,22 +218,20 @@ class Table(RowSequence[Any]):
         self._maps = [_mapped(directory / name) for name in FILES]
         arrays = [_view(mapped, dtype) for mapped, dtype in zip(self._maps, FILES.values(), strict=True)]
         tokens, runs, documents, lines, values = arrays
-        self._block = Block(tokens, runs, documents.reshape(-1, 2), lines.reshape(-1, len(COLUMNS)), values)
+        block = Block(tokens, runs, documents.reshape(-1, 2), lines.reshape(-1, len(COLUMNS)), values)
+        super().__init__(block, codec, source)
         self._rows: np.ndarray | None = None
         self._read = [0]  # rows since pages were given back; shared by all views
 
     def __len__(self) -> int:
-        return self._block.size if self._rows is None else len(self._rows)
+        return self.block.size if self._rows is None else len(self._rows)
 
     def row_at(self, index: int) -> Any:
-        example = self._block.example(self._position(index), self.source)
+        row = super().row_at(self._position(index))
         self._read[0] += 1
         if self._read[0] >= ROWS_KEPT:
             self._release()
-        return example if self.codec is None else self.codec.decode(example)
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[index] for index in range(len(self)))
+        return row
 
     def __add__(self, other: Sequence[Any]) -> Sequence[Any]:
         return JoinedTables([self, other]) if len(other) else self
@@ -230,25 +242,24 @@ class Table(RowSequence[Any]):
     @property
     def documents(self) -> int:
         """Documents of all rows."""
-        lines = self._block.rows
-        first, last = lines[:-1, 0], lines[1:, 0]
-        return int((last - first).sum() if self._rows is None else (last[self._rows] - first[self._rows]).sum())
+        sizes = np.diff(self.block.rows[:, 0])
+        return int((sizes if self._rows is None else sizes[self._rows]).sum())
 
     def column(self, name: str) -> np.ndarray:
         """One of `COLUMNS`, [rows]; made anew at each call."""
-        values = self._block.rows[:-1, COLUMNS.index(name)]
+        values = self.block.rows[:-1, COLUMNS.index(name)]
         values = values.copy() if self._rows is None else values[self._rows]
         self._release()
         return values.view(np.uint64) if name == "prompt_hash" else values
 
     def row_id(self, index: int) -> str:
         """Name of one row."""
-        return self._block.example(self._position(index)).row_id
+        return self.block.example(self._position(index)).row_id
 
-    def with_source(self, source: int) -> "Table":
-        """The same table, its examples given another number of their source."""
+    def changed(self, **attributes: Any) -> "Table":
+        """The same files with other attributes: another source, tally or findings."""
         other = copy(self)
-        other.source = source
+        other.__dict__.update(attributes)
         return other
 
     def select(self, rows: np.ndarray, *, key: str) -> "Table":
@@ -258,15 +269,7 @@ class Table(RowSequence[Any]):
             rows: their indices, ascending, [rows].
             key: hex digest of all that the table was made of, and of the choice.
         """
-        other = copy(self)
-        other._rows, other.key = rows, key
-        return other
-
-    def described(self, tally: Tally, findings: Sequence[Mapping[str, object]]) -> "Table":
-        """The same table with another tally and other findings."""
-        other = copy(self)
-        other.tally, other.findings = tally, [dict(finding) for finding in findings]
-        return other
+        return self.changed(_rows=rows, key=key)
 
     def distinct_rows(self) -> np.ndarray:
         """Indices of the examples that are the first of their data row, which may have made several."""

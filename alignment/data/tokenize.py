@@ -271,7 +271,7 @@ def encode_prompts(tokenizer: Tokenizer, rows: Sequence[PromptedRow], counts: Ta
 def _responses(
     tokenizer: Tokenizer, replies: Sequence[tuple[PromptedRow, str | Message]], counts: Tally
 ) -> list[list[int]]:
-    """Ids of each reply to its row's prompt; what is worth knowing of them is noted."""
+    """Ids of each reply to its row's prompt; their notes are counted."""
     rows = [row for row, _ in replies]
     encoded = chat.encode_each_response(
         tokenizer, [reply for _, reply in replies], [row.prompt for row in rows], tools=[row.tools for row in rows]
@@ -284,7 +284,7 @@ def _responses(
 def _dialogues(
     tokenizer: Tokenizer, rows: Sequence[Demonstration], counts: Tally
 ) -> list[tuple[list[int], list[bool]]]:
-    """Ids and mask of each row's dialogue; what is worth knowing of them is noted."""
+    """Ids and mask of each row's dialogue; their notes are counted."""
     dialogues = [DialogueRow(row.messages or [], row.trained, row.tools) for row in rows]
     accepted = _accepted(rows, encode_dialogues(tokenizer, dialogues))
     _note(counts, rows, [each.notes for each in accepted])
@@ -292,7 +292,7 @@ def _dialogues(
 
 
 def _accepted(rows: Sequence[PromptedRow], encoded: Sequence[Encoded | UserError]) -> list[Encoded]:
-    """What became of each row; refusals are reported for all rows at once, the same refusal once with its rows."""
+    """The results; refusals are reported for all rows at once, the same refusal once with its rows."""
     done: list[Encoded] = []
     refused: dict[str, list[str]] = {}
     for row, result in zip(rows, encoded, strict=True):
@@ -326,7 +326,7 @@ def _more(row_ids: Sequence[str]) -> str:
 
 
 def last_span(mask: Sequence[bool]) -> int:
-    """Where the last unbroken run of True begins, in a mask that ends with True."""
+    """Begin of the last unbroken run of True, in a mask that ends with True."""
     return max((index + 1 for index, counts in enumerate(mask) if not counts), default=0)
 
 

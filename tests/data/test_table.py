@@ -132,7 +132,7 @@ def test_a_mask_is_the_lengths_of_its_runs(mask):
 
 def test_tables_and_lists_join_into_one_sequence(write):
     table, rows = write(EXAMPLES["text"]), [document([8, 9, 9, 9], [T] * 4, "m:1")]
-    other = table.with_source(3)
+    other = table.changed(source=3)
     joined = table + rows + other
     assert isinstance(joined, JoinedTables) and len(joined) == 7 and len(joined.tables) == 3
     assert list(joined) == [joined[index] for index in range(7)] == [*table, *rows, *other]

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
-from alignment.data.config import SourceConfig
+from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.rows.files import Position, RawRow, json_line_rows, line_spans, read_raw
 from alignment.data.rows.read import RecordParser, choose_row_format, parse_rows
 from alignment.data.rows.records import Kind
@@ -34,13 +34,14 @@ class Chunk:
         return self.rows if self.path is None else json_line_rows(self.path, self.start, self.stop)
 
 
-def read_chunks(source: str, split: str, size: int) -> Iterator[Chunk]:
+def read_chunks(source: SourceConfig, size: int) -> Iterator[Chunk]:
     """The rows of a file or Hub data set in order, in chunks of about `size` bytes, the first one smaller.
 
     Raises:
         UserError: as `read_raw`.
     """
-    files = source_files(source, split) or []
+    split = str(source.split)
+    files = source_files(source.source, split) or []
     if files and all(path.name.endswith(".jsonl") for path in files):
         for path in files:
             for start, stop in line_spans(path, size, first=min(size, FIRST_BYTES)):
@@ -48,7 +49,7 @@ def read_chunks(source: str, split: str, size: int) -> Iterator[Chunk]:
         return
     rows: list[RawRow] = []
     weight = 0
-    for row in read_raw(source, split):
+    for row in read_raw(source.source, split):
         rows.append(row)
         weight += sum(len(value) for value in (row.values or {}).values() if isinstance(value, str))
         if len(rows) == ROWS or weight >= size:
@@ -58,16 +59,8 @@ def read_chunks(source: str, split: str, size: int) -> Iterator[Chunk]:
         yield Chunk(rows=tuple(rows))
 
 
-def open_source(
-    source: SourceConfig, kind: Kind, *, skip_ties: bool, as_messages: bool = False, size: int
-) -> tuple[RecordParser, Iterator[Chunk]]:
-    """The parser of a source's rows, and its chunks; see `choose_parser`."""
-    chunks = read_chunks(source.source, str(source.split), size)
-    return choose_parser(source, kind, chunks, skip_ties=skip_ties, as_messages=as_messages)
-
-
 def choose_parser(
-    source: SourceConfig, kind: Kind, chunks: Iterator[Chunk], *, skip_ties: bool, as_messages: bool = False
+    source: SourceConfig, kind: Kind, config: DataConfig, chunks: Iterator[Chunk]
 ) -> tuple[RecordParser, Iterator[Chunk]]:
     """The parser that the first rows of a source ask for, and all of its chunks, those that were read among them.
 
@@ -78,9 +71,9 @@ def choose_parser(
         UserError: no rows, or columns that make no record of this kind; a chat template or `as_messages` for rows that
             have no messages.
     """
-    if as_messages and kind == "text":
+    if config.as_messages and kind == "text":
         raise UserError(f"{source.source}: rows of running text have no prompt; leave data.as_messages out")
-    columns = source.columns or {}
+    columns, ways = source.columns or {}, (config.skip_ties, config.as_messages)
     held: list[Chunk] = []
     seen: list[RawRow] = []
     tried = 0
@@ -91,7 +84,7 @@ def choose_parser(
             continue
         tried = len(seen)
         try:
-            parser = RecordParser(choose_row_format(source.source, seen, kind, columns), skip_ties, as_messages)
+            parser = RecordParser(choose_row_format(source.source, seen, kind, columns), *ways)
         except UserError:  # a row further down may match
             continue
         parse_rows(seen, parser, columns=columns, max_rows=1)
@@ -99,4 +92,4 @@ def choose_parser(
             if source.chat_template is not None and parser.form is str:
                 raise UserError(f"{source.source}: {NO_EFFECT.format(source.chat_template)}")
             return parser, chain(held, chunks)
-    return RecordParser(choose_row_format(source.source, seen, kind, columns), skip_ties, as_messages), iter(held)
+    return RecordParser(choose_row_format(source.source, seen, kind, columns), *ways), iter(held)

@@ -94,7 +94,7 @@ ALIASES = {
 
 
 def column_advice(kind: Kind, row: Columns) -> str:
-    """How to name the columns of a row that matches no format of `kind`, for a message."""
+    """Settings that name the columns of a row that matches no format of `kind`, for a message."""
     lists = [key for key, value in row.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
     if lists and kind in ("demonstrations", "prompts"):
         return f"data.columns.messages={lists[0]}"

@@ -56,7 +56,7 @@ def read_rows(
         split: of a Hub data set that names none itself.
         kind: text, demonstrations, comparisons, prompts, labels, rankings or steps.
         columns: our column name -> the source's, where they differ.
-        max_rows: stop after so many good rows; a row of the source that makes several is kept whole.
+        max_rows: the most good rows; a row of the source that makes several is kept whole.
         on_bad_row: "error" reports all bad rows at once (up to 20); "skip" drops and counts them.
         skip_ties: drop and count pairs with equal texts; False: they are bad rows.
         as_messages: prompts that are plain text become messages.
@@ -274,6 +274,6 @@ AnyRecord = TypeVar("AnyRecord", bound=HasRowId)
 
 
 def overlap(train: Sequence[AnyRecord], evaluation: Sequence[AnyRecord], key: Callable[[AnyRecord], str]) -> list[str]:
-    """Ids of the evaluation rows whose prompt (or text) also stands in the training rows."""
+    """Ids of the evaluation rows whose prompt (or text) is in the training rows too."""
     known = {key(row) for row in train}
     return [row.row_id for row in evaluation if key(row) in known]

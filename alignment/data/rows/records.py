@@ -12,7 +12,7 @@ Tools = list[dict[str, Any]]  # definitions of functions that a model may call, 
 
 
 class Turn(TypedDict):
-    """What every message has: who speaks (system, developer, user, assistant, tool or function), and the words."""
+    """The parts that every message has: who speaks (system, developer, user, assistant, tool or function), and the words."""
 
     role: str
     content: str  # "" where an assistant message consists of tool calls alone
@@ -197,13 +197,13 @@ class Tally:
     """Counts of one preparation: every row that is dropped or cut is counted here.
 
     Attributes:
-        rows: rows read; one that holds several records counts as so many.
+        rows: rows read; each of several records in one row counts.
         kept: rows that survive.
         documents: token sequences made of them (0 before tokenization; a pair counts two).
         tokens: tokens of these documents.
         dropped: rows lost, by reason.
         cut: rows shortened, by what was cut.
-        noted: rows used as they are, by what is worth knowing about them.
+        noted: rows used as they are, by note.
         first: the first few row ids of each reason.
         trained_on: ids of the held-out rows whose prompt (or text) is in the training rows too.
     """
