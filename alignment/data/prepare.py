@@ -24,7 +24,7 @@ from alignment.data.rows.chunks import Chunk, choose_parser, read_chunks
 from alignment.data.rows.read import RecordParser, parse_rows, prompt_key, raise_bad_rows, rows_left, text_hash
 from alignment.data.rows.records import Kind, Tally, choose_turns
 from alignment.data.rows.sources import source_files
-from alignment.data.table import Block, Codec, JoinedTables, Rows, Table, TableWriter, encode_rows, join_blocks
+from alignment.data.table import Block, Codec, JoinedTables, Rows, Table, TableWriter, encode_rows
 from alignment.data.text.named_templates import with_chat_template
 from alignment.data.tokenize import (
     PROMPT_CUT,
@@ -306,21 +306,20 @@ def prepare_chunk(job: Job, chunk: Chunk, max_rows: int | None = None) -> Prepar
     # the tokens of texts for an objective are checked where they are corrupted
     plain = job.preparation.tokenize in (TOKENIZE[kind], tokenize_ordered_rankings)
     done.checks = Checks(kind, job.tokenizer if plain else None, weight=job.checked)
-    blocks = []
+    examples: list[Any] = []
     rows = choose_turns(parsed.rows, job.config.turns)
     step = len(rows) if job.preparation.whole else BATCH_ROWS
     for start in range(0, len(rows), max(1, step)):
         records = rows[start : start + step]
         try:
-            examples, counts = job.preparation.tokenize(records, job.tokenizer, job.config.max_length)
+            made, counts = job.preparation.tokenize(records, job.tokenizer, job.config.max_length)
         except RefusedRows as error:
             done.merge(Prepared(refused=error.refused))
             continue
         done.tokenized = done.tokenized.merged_with(counts)
-        done.checks.add(records, examples)
-        hashes = {record.row_id: text_hash(prompt_key(record)) for record in records}
-        blocks.append(encode_rows(examples if codec is None else [codec.encode(row) for row in examples], hashes))
-    done.block = join_blocks(blocks)
+        done.checks.add(records, made)
+        examples += made if codec is None else map(codec.encode, made)
+    done.block = encode_rows(examples, {row.row_id: text_hash(prompt_key(row)) for row in rows})
     return done
 
 

@@ -33,6 +33,7 @@ Row = TypeVar("Row", bound=TokenizedRow)
 FILES = {"tokens": np.int32, "runs": np.int32, "documents": np.int64, "rows": np.int64, "values": np.uint8}
 # Numbers of a row: where its documents and its bytes of `values` begin; the number of its data row, which may have made
 # several; tokens of its longest document, and of all of them; 1 where its prompt lost its beginning; hash of its prompt.
+# The line after the last row has 0 for all but the first three.
 COLUMNS = ("document", "value", "record", "longest", "total", "cut", "prompt_hash")
 ROWS_KEPT = 32  # decoded before mapped pages are given back; the system maps up to 1 MiB with each row, in large pages
 
@@ -122,46 +123,23 @@ def _starts(lengths: Sequence[int]) -> np.ndarray:
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])
 
 
-def join_blocks(blocks: Sequence[Block]) -> Block:
-    """The rows of all blocks as one."""
-    joined = BlockJoiner()
-    parts = [*map(joined.add, blocks), joined.end()]
-    return Block(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))
-
-
-class BlockJoiner:
-    """Gives blocks the places that they have behind those before them."""
-
-    def __init__(self) -> None:
-        self.documents, self.rows = np.zeros(2, np.int64), np.zeros(len(COLUMNS), np.int64)
-
-    def add(self, block: Block) -> Block:
-        """The block without its last lines of `documents` and `rows`, moved behind those before it."""
-        documents, rows = block.documents + self.documents, block.rows + self.rows
-        self.documents = documents[-1]
-        self.rows = np.where(np.arange(len(COLUMNS)) < 3, rows[-1], 0)
-        return block._replace(documents=documents[:-1], rows=rows[:-1])
-
-    def end(self) -> Block:
-        """The last lines of `documents` and `rows`."""
-        empty = [np.empty(0, dtype) for dtype in FILES.values()]
-        return Block(empty[0], empty[1], self.documents[None], self.rows[None], empty[4])
-
-
 class TableWriter:
     """Writes the files of one table into a directory; `close` gives the size for its manifest."""
 
     def __init__(self, directory: Path):
-        self.directory, self.rows, self._joiner = directory, 0, BlockJoiner()
+        self.directory, self.rows = directory, 0
+        self._last = np.zeros((1, 2), np.int64), np.zeros((1, len(COLUMNS)), np.int64)  # of `documents` and `rows`
 
     def add(self, block: Block) -> None:
         """Append rows."""
         self.rows += block.size
-        self._write(self._joiner.add(block))
+        documents, rows = block.documents + self._last[0], block.rows + self._last[1]
+        self._write(block._replace(documents=documents[:-1], rows=rows[:-1]))
+        self._last = documents[-1:], rows[-1:]
 
     def close(self) -> dict[str, Any]:
         """Finish the files; their number of rows."""
-        self._write(self._joiner.end())
+        self._write(encode_rows([])._replace(documents=self._last[0], rows=self._last[1]))
         return {"rows": self.rows}
 
     def _write(self, block: Block) -> None:

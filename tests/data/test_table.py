@@ -16,7 +16,6 @@ from alignment.data.table import (
     TableWriter,
     column_of,
     encode_rows,
-    join_blocks,
     lengths_of,
     longest_rows,
     manifest_of,
@@ -115,13 +114,6 @@ def test_the_first_example_of_each_data_row_is_known_across_batches(write):
     assert table.distinct_rows().tolist() == [0, 2, 3, 5, 6] and list(table) == rows
     part = table.select(np.array([1, 4, 7]), key="x")
     assert part.distinct_rows().tolist() == [0, 1, 2] and list(part) == [rows[1], rows[4], rows[7]]
-
-
-def test_blocks_join_in_memory_as_on_disk(write):
-    rows = [PAIR, NO_PROMPT, DIALOGUE]
-    joined, whole = join_blocks([encode_rows(rows[:1]), encode_rows([]), encode_rows(rows[1:])]), encode_rows(rows)
-    assert [joined.example(number) for number in range(joined.size)] == rows
-    assert all(np.array_equal(one, other) for one, other in zip(joined, whole, strict=True))
 
 
 @pytest.mark.parametrize("mask", [[], [T], [F], [F, F, T, T], [T, F, T], [F, T, F, T, F]])
