@@ -20,8 +20,16 @@ from alignment.data.cache import get_entry
 from alignment.data.config import NO_STREAMING, DataConfig, Part, SourceConfig
 from alignment.data.fingerprint import table_key
 from alignment.data.parallel import map_in_order
-from alignment.data.rows.chunks import Chunk, choose_parser, read_chunks
-from alignment.data.rows.read import RecordParser, parse_rows, prompt_key, raise_bad_rows, rows_left, text_hash
+from alignment.data.rows.files import Chunk, read_chunks
+from alignment.data.rows.read import (
+    RecordParser,
+    choose_parser,
+    parse_rows,
+    prompt_key,
+    raise_bad_rows,
+    rows_left,
+    text_hash,
+)
 from alignment.data.rows.records import Kind, Tally, choose_turns
 from alignment.data.rows.sources import source_files
 from alignment.data.table import Block, Codec, JoinedTables, Rows, Table, TableWriter, encode_rows
@@ -246,7 +254,9 @@ def _make(
     size = _size(source)
     even_bytes = min(CHUNK_BYTES, max(size // LEAST_CHUNKS, LEAST_BYTES))
     chunk_bytes = min(max(even_bytes, size // MOST_CHUNKS), MOST_BYTES)
-    parser, chunks = choose_parser(source, preparation.kind, config, read_chunks(source, chunk_bytes))
+    parser, chunks = choose_parser(
+        source, preparation.kind, config, read_chunks(source.source, str(source.split), chunk_bytes)
+    )
     job = Job(preparation, parser, source.columns or {}, config, tokenizer, 1 << (size // CHECKED_BYTES).bit_length())
     found, writer = Prepared(), TableWriter(directory)
     for chunk in _prepared_chunks(job, chunks, max_rows, processes_for(config, size)):

@@ -24,9 +24,8 @@ from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.examples import RowSequence
 from alignment.data.mixture import SourceChoices, mixing_shares, seed_of_source
 from alignment.data.prepare import BATCH_ROWS, Job, Preparation, Prepared, prepare_chunk, require_enough
-from alignment.data.rows.chunks import Chunk, choose_parser
-from alignment.data.rows.files import OpenSource, Position, RawRow, open_sources
-from alignment.data.rows.read import RecordParser
+from alignment.data.rows.files import Chunk, OpenSource, Position, RawRow, open_sources
+from alignment.data.rows.read import RecordParser, choose_parser
 from alignment.data.rows.records import Kind, Tally
 from alignment.data.table import BlockRows, JoinedTables
 from alignment.data.text.named_templates import with_chat_template

@@ -18,7 +18,7 @@ from alignment.data import prepare as prepare_module
 from alignment.data.cache import cache_lines, clear_entries, list_entries
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.prepare import prepare
-from alignment.data.rows import chunks
+from alignment.data.rows import files as row_files
 from alignment.data.rows.read import read_rows
 from alignment.data.stream import Stream
 from alignment.data.table import JoinedTables, Table, TableWriter
@@ -41,7 +41,7 @@ def cache(tmp_path, monkeypatch) -> Path:
 def small_chunks(monkeypatch):
     """Chunks of a few rows."""
     monkeypatch.setattr(prepare_module, "CHUNK_BYTES", 600)
-    monkeypatch.setattr(chunks, "FIRST_BYTES", 200)
+    monkeypatch.setattr(row_files, "FIRST_BYTES", 200)
 
 
 @pytest.fixture
@@ -271,7 +271,7 @@ def test_several_processes_give_the_same_rows_in_the_same_order(cache, jsonl, bp
 
 def test_a_small_source_has_chunks_for_several_processes(cache, jsonl, bpe, monkeypatch, chunk_sizes):
     monkeypatch.setattr(prepare_module, "LEAST_BYTES", 100)
-    monkeypatch.setattr(chunks, "FIRST_BYTES", 100)
+    monkeypatch.setattr(row_files, "FIRST_BYTES", 100)
     table_of(DataConfig(jsonl(*ROWS * 4), processes=2), bpe)
     assert sum(chunk_sizes) == 160 and 28 <= len(chunk_sizes) <= 33 and max(chunk_sizes) <= 6
 

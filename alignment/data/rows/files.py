@@ -9,19 +9,21 @@ import csv
 import gzip
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from alignment.data.rows.sources import find_rows, load_hub, suffix_of
+from alignment.data.rows.sources import find_rows, load_hub, source_files, suffix_of
 from alignment.errors import UserError
 
 Position = Any  # JSON-like, of the reader that gave it; None is the beginning
 
 PARQUET_ROWS = 1024  # that are in memory
+FIRST_BYTES = 2**18  # of the first chunk, by which the format of the rows is chosen
+CHUNK_ROWS = 4096  # most rows of a chunk that cannot be read by its position in the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +97,44 @@ def open_sources(source: str, split: str) -> list[OpenSource]:
         OpenSource(str(path), [str(path), path.stat().st_size], partial(READERS[_format_of(path)], path))
         for path in found
     ]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Successive rows of a source: a part of a file of JSON lines, which whoever parses it reads, or rows as they are."""
+
+    path: Path | None = None
+    start: Position = None
+    stop: int | None = None
+    rows: tuple[RawRow, ...] = ()
+
+    def raw_rows(self) -> Iterable[RawRow]:
+        """The rows, each with its location."""
+        return self.rows if self.path is None else json_line_rows(self.path, self.start, self.stop)
+
+
+def read_chunks(source: str, split: str, size: int) -> Iterator[Chunk]:
+    """The rows of a file or Hub data set in order, in chunks of about `size` bytes, the first one smaller.
+
+    Raises:
+        UserError: as `read_raw`.
+    """
+    files = source_files(source, split) or []
+    if files and all(path.name.endswith(".jsonl") for path in files):
+        for path in files:
+            for start, stop in line_spans(path, size, first=min(size, FIRST_BYTES)):
+                yield Chunk(path, start, stop)
+        return
+    rows: list[RawRow] = []
+    weight = 0
+    for row in read_raw(source, split):
+        rows.append(row)
+        weight += sum(len(value) for value in (row.values or {}).values() if isinstance(value, str))
+        if len(rows) == CHUNK_ROWS or weight >= size:
+            yield Chunk(rows=tuple(rows))
+            rows, weight = [], 0
+    if rows:
+        yield Chunk(rows=tuple(rows))
 
 
 def _format_of(path: Path) -> str:

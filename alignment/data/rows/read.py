@@ -1,14 +1,15 @@
 """Files and Hub ids to checked records; every bad row is reported or counted. Row formats are in kinds.py."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import Generic, Literal, Protocol, TypeVar, get_args
 
-from alignment.data.config import SourceConfig, as_sources
+from alignment.data.config import DataConfig, SourceConfig, as_sources
 from alignment.data.rows.fields import BadRow, EqualResponses
-from alignment.data.rows.files import RawRow, read_raw
+from alignment.data.rows.files import Chunk, RawRow, read_raw
 from alignment.data.rows.formats import complete, with_messages
 from alignment.data.rows.kinds import ROW_FORMATS, RowFormat, column_advice, match_format
 from alignment.data.rows.records import (
@@ -28,6 +29,10 @@ from alignment.errors import UserError, raise_all, suggest
 
 SHOWN_PROBLEMS = 20
 TIE = EqualResponses().reason
+NO_EFFECT = (
+    "chat_template {}: the prompts of these rows are plain text, which never enters a template; set data.as_messages=true, "
+    "or leave chat_template out"
+)
 OPTIONAL = {  # columns that rows may have beside those of their format
     "input", "margin", "prompt", "instruction", "system", "history", "tools", "votes", "agreement", "annotator",
 }  # fmt: skip
@@ -223,6 +228,42 @@ def choose_row_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[s
         f"{name}: no {kind} here: found columns {', '.join(found)}; expected {expected}. "
         f"Name the file's columns with {column_advice(kind, readable[0])}"
     )
+
+
+def choose_parser(
+    source: SourceConfig, kind: Kind, config: DataConfig, chunks: Iterator[Chunk]
+) -> tuple[RecordParser, Iterator[Chunk]]:
+    """The parser that the first rows of a source ask for, and all of its chunks, those that were read among them.
+
+    The format is that of the first row that matches one, and the form of all prompts (text or messages) that of the
+    first good row. So the parser is the same for all chunks, in whatever order they are parsed.
+
+    Raises:
+        UserError: no rows, or columns that make no record of this kind; a chat template or `as_messages` for rows that
+            have no messages.
+    """
+    if config.as_messages and kind == "text":
+        raise UserError(f"{source.source}: rows of running text have no prompt; leave data.as_messages out")
+    columns, ways = source.columns or {}, (config.skip_ties, config.as_messages)
+    held: list[Chunk] = []
+    seen: list[RawRow] = []
+    tried = 0
+    for chunk in chunks:
+        held.append(chunk)
+        seen += chunk.raw_rows()
+        if len(seen) < 2 * tried or all(row.values is None for row in seen):
+            continue
+        tried = len(seen)
+        try:
+            parser = RecordParser(choose_row_format(source.source, seen, kind, columns), *ways)
+        except UserError:  # a row further down may match
+            continue
+        parse_rows(seen, parser, columns=columns, max_rows=1)
+        if parser.form is not None:
+            if source.chat_template is not None and parser.form is str:
+                raise UserError(f"{source.source}: {NO_EFFECT.format(source.chat_template)}")
+            return parser, chain(held, chunks)
+    return RecordParser(choose_row_format(source.source, seen, kind, columns), *ways), iter(held)
 
 
 def _check_columns(name: str, kind: Kind, columns: dict[str, str], found: list[str]) -> None:
