@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any
 from zlib import crc32
 
-from alignment.data.faults import FAULTS, TOKEN_FAULTS, CheckedRow, Fault, Level, TokenFacts, preferred_pairs
+from alignment.data.faults import FAULTS, TOKEN_FAULTS, CheckedRow, Level, TokenFacts, preferred_pairs
 from alignment.data.rows.fields import EqualResponses
 from alignment.data.rows.rankings import ALL_TIED, NO_RANKED_REPLIES
 from alignment.data.rows.read import prompt_key, record_key
@@ -253,16 +253,14 @@ class Checks:
             number = count.number
             if fault.name == "no stop token":  # a response that was cut lacks its stop token for that
                 number -= sum(cut for what, cut in counts.cut.items() if what.startswith("response"))
-            if number > 0 and self._is_told(fault, number):
+            untold = fault.untold and (self.rows < LEAST_ROWS or number <= fault.untold * self.rows)
+            if number > 0 and not untold:
                 level = fault.level if number > fault.share * self.rows else "note"
                 about = "" if self.weight == 1 else "about "
                 yield Finding(level, f"{about}{number} rows {fault.says} ({', '.join(count.first)})", fault.name)
         for string, count in self.counts["control strings"].items():
             text = f"{count.number} rows hold {string!r} in their text; it is read as text, not as a token"
             yield Finding("warning", text, "control strings")
-
-    def _is_told(self, fault: Fault, number: int) -> bool:
-        return not fault.untold or (self.rows >= LEAST_ROWS and number > fault.untold * self.rows)
 
     def _similar_rows(self) -> Iterator[Finding]:
         if copies := self.samples["copies"].copies():

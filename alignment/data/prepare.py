@@ -251,7 +251,7 @@ def _make(
     directory: Path,
 ) -> dict[str, Any]:
     """Fill the directory of a table, and return the content of its manifest."""
-    size = _size(source)
+    size = sum(path.stat().st_size for path in source_files(source.source, str(source.split)) or [])
     even_bytes = min(CHUNK_BYTES, max(size // LEAST_CHUNKS, LEAST_BYTES))
     chunk_bytes = min(max(even_bytes, size // MOST_CHUNKS), MOST_BYTES)
     parser, chunks = choose_parser(
@@ -347,8 +347,3 @@ def processes_for(config: DataConfig, size: int) -> int:
     if config.processes is not None:
         return config.processes
     return len(os.sched_getaffinity(0)) if size >= LARGE_BYTES else 1
-
-
-def _size(source: SourceConfig) -> int:
-    """Bytes of a source's files; 0 where it has none."""
-    return sum(path.stat().st_size for path in source_files(source.source, str(source.split)) or [])

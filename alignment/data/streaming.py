@@ -199,7 +199,9 @@ class Cursor:
         while self.taken >= len(window := self.window()):
             self.before = self.before.merged_with(window.tally)
             if window.end.epoch > self.start.epoch:
-                self._end_epoch()
+                if self._last < self.start.epoch:
+                    raise UserError(f"{self.name}: no row of a whole epoch can be used")
+                self._describe(f"epoch {self.start.epoch + 1} has ended", self.before)
             self.start, self.taken, self._window = window.end, 0, None
         self.taken += 1
         self._last = self.start.epoch
@@ -218,11 +220,6 @@ class Cursor:
                 self._noted = counts.lost
                 self._describe(f"the first {counts.rows} rows", counts)
         return self._window
-
-    def _end_epoch(self) -> None:
-        if self._last < self.start.epoch:
-            raise UserError(f"{self.name}: no row of a whole epoch can be used")
-        self._describe(f"epoch {self.start.epoch + 1} has ended", self.before)
 
     def _describe(self, when: str, counts: Tally) -> None:
         if self.note is not None:
@@ -331,18 +328,16 @@ class StreamedOrder(Generic[Row]):
         self._choices, groups, names = None, rows.files, [str(source.name) for source in rows.config.sources("train")]
         if rows.config.mixing == "weights":
             self._choices = SourceChoices(mixing_shares(rows.config, [1] * len(groups)).tolist(), seed)
+            seeds = [seed_of_source(seed, number) for number in range(len(groups))]
         else:
-            groups, names = [[file for files in groups for file in files]], ["data.train"]
+            groups, names, seeds = [[file for files in groups for file in files]], ["data.train"], [seed]
         groups = [[replace(file, job=replace(file.job, checked=SELDOM)) for file in files] for files in groups]
         self._cursors = [
-            Cursor(Windows(files, rows.config, self._seed_of(number)), names[number], check=check, note=note)
-            for number, files in enumerate(groups)
+            Cursor(Windows(files, rows.config, own), name, check=check, note=note)
+            for files, own, name in zip(groups, seeds, names, strict=True)
         ]
         self._last: tuple[int, list[tuple[Any, int]]] = (-1, [])  # the newest batch
         self._unread = self.state()
-
-    def _seed_of(self, source: int) -> int:
-        return self.seed if self._choices is None else seed_of_source(self.seed, source)
 
     def rows_at(self, step: int) -> list[Row]:
         """The rows of batch `step` (from 0).

@@ -15,7 +15,6 @@ import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import copy
-from dataclasses import asdict
 from functools import reduce
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
@@ -194,7 +193,7 @@ class Table(BlockRows):
         self.findings: list[dict[str, Any]] = list(manifest.get("findings", ()))
         # The files are mapped at once, so that they stay readable when the cache is cleared.
         self._maps = [_mapped(directory / name) for name in FILES]
-        arrays = [_view(mapped, dtype) for mapped, dtype in zip(self._maps, FILES.values(), strict=True)]
+        arrays = [np.frombuffer(data or b"", dtype) for data, dtype in zip(self._maps, FILES.values(), strict=True)]
         tokens, runs, documents, lines, values = arrays
         block = Block(tokens, runs, documents.reshape(-1, 2), lines.reshape(-1, len(COLUMNS)), values)
         super().__init__(block, codec, source)
@@ -271,10 +270,6 @@ def _mapped(path: Path) -> mmap.mmap | None:
     """The bytes of a file; None where it is empty, which no system maps."""
     with open(path, "rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if path.stat().st_size else None
-
-
-def _view(mapped: mmap.mmap | None, dtype: type) -> np.ndarray:
-    return np.empty(0, dtype) if mapped is None else np.frombuffer(mapped, dtype)
 
 
 class JoinedTables(RowSequence[Any]):
@@ -387,11 +382,6 @@ def longest_rows(rows: Sequence[Row], count: int) -> list[Row]:
     """The `count` rows with the longest documents, longest first, equal ones in their order."""
     order = np.argsort(-lengths_of(rows), kind="stable")[:count]
     return [rows[int(index)] for index in order]
-
-
-def manifest_of(written: Mapping[str, object], *, key: str, tally: Tally, notes: Sequence[str]) -> dict[str, Any]:
-    """The manifest of a table: what `TableWriter.close` gave, and what the rows were made of."""
-    return {**written, "key": key, "tally": asdict(tally), "notes": list(notes)}
 
 
 def check_findings(examples: Sequence[TokenizedRow], check: Literal["stop", "warn", "off"]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,6 @@ from alignment.data.table import (
     encode_rows,
     lengths_of,
     longest_rows,
-    manifest_of,
     mask_of,
     name_of_row,
     runs_of,
@@ -71,7 +71,7 @@ def write(tmp_path):
         writer = TableWriter(directory)
         for batch in batches:
             writer.add(encode_rows(batch, {example.row_id: 2**64 - 1 for example in batch}))
-        manifest = manifest_of(writer.close(), key="ab12", tally=Tally(tokens=3), notes=["a note"])
+        manifest = {**writer.close(), "key": "ab12", "tally": asdict(Tally(tokens=3)), "notes": ["a note"]}
         return Table(directory, json.loads(json.dumps(manifest)), codec=codec)
 
     return write_table

@@ -191,18 +191,14 @@ class RecordParser:
         if self.as_messages:
             records = [with_messages(record) for record in records]
         records = [complete(record, values) for record in records]
-        for record in records:
-            self._check_form(record, location)
+        for form in (type(getattr(record, "prompt", "")) for record in records):
+            if self.form is None:
+                self.form, self.form_location = form, location
+            if form is not self.form:  # they would be rendered in two ways
+                words = {str: "text", list: "messages"}
+                seen = f"at {self.form_location}"
+                raise BadRow("prompt", f"is {words[form]} here and {words[self.form]} above", seen)
         return records
-
-    def _check_form(self, record: Record, location: str) -> None:
-        """Refuse a source that mixes prompts of text and of messages: they would be rendered in two ways."""
-        form = type(getattr(record, "prompt", ""))
-        if self.form is None:
-            self.form, self.form_location = form, location
-        if form is not self.form:
-            words = {str: "text", list: "messages"}
-            raise BadRow("prompt", f"is {words[form]} here and {words[self.form]} above", f"at {self.form_location}")
 
 
 def choose_row_format(name: str, rows: list[RawRow], kind: Kind, columns: dict[str, str]) -> RowFormat:
