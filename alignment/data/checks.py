@@ -12,7 +12,7 @@ from hashlib import blake2b
 from typing import Any
 from zlib import crc32
 
-from alignment.data.faults import FAULTS, TOKEN_FAULTS, CheckedRow, Level, TokenFacts, preferred_pairs
+from alignment.data.faults import FAULTS, TOKEN_FAULTS, CheckedRow, Level, SpecialTokens, preferred_pairs
 from alignment.data.rows.fields import EqualResponses
 from alignment.data.rows.rankings import ALL_TIED, NO_RANKED_REPLIES
 from alignment.data.rows.read import prompt_key, record_key
@@ -65,8 +65,8 @@ class Count:
     first: list[str] = field(default_factory=list)
 
 
-class Counts(dict[Any, Count]):
-    """Counts by what is counted."""
+class CountTable(dict[Any, Count]):
+    """CountTable by what is counted."""
 
     def add(self, key: object, row_id: str, weight: int) -> None:
         """Count a row."""
@@ -78,14 +78,14 @@ class Counts(dict[Any, Count]):
         count.number += more.number
         count.first = (count.first + more.first)[:SHOWN_IDS]
 
-    def merge(self, other: "Counts") -> None:
+    def merge(self, other: "CountTable") -> None:
         """Add counts of later rows."""
         for key, count in other.items():
             self.add_count(key, count)
 
 
 class HashSample:
-    """Counts of keys in bounded memory: exact up to `MOST_HASHES` keys, then for every 2nd, 4th, ... key.
+    """CountTable of keys in bounded memory: exact up to `MOST_HASHES` keys, then for every 2nd, 4th, ... key.
 
     A key stays in the sample or not by its hash, so what is said of the keys in the sample holds for the others.
 
@@ -128,9 +128,9 @@ def length_bucket(length: int) -> int:
     return int(4 * math.log2(max(1, length)))
 
 
-def outliers(lengths: Counts, times: float) -> Count:
+def outliers(lengths: CountTable, times: float) -> Count:
     """Rows in buckets of lengths above `times` the one that 99 of 100 stay below."""
-    found, below, limit = Counts(), 0, math.inf
+    found, below, limit = CountTable(), 0, math.inf
     total = sum(count.number for count in lengths.values())
     for bucket in sorted(lengths):
         if bucket > limit:
@@ -157,9 +157,9 @@ class Checks:
     def __init__(self, kind: Kind, tokenizer: Tokenizer | None = None, *, weight: int = 1):
         self.kind: Kind = kind
         self.weight = weight
-        self.facts = None if tokenizer is None else TokenFacts.of(tokenizer)
+        self.special = None if tokenizer is None else SpecialTokens.of(tokenizer)
         self.rows = 0
-        self.counts = {name: Counts() for name in ("faults", "control strings", "lengths")}
+        self.counts = {name: CountTable() for name in ("faults", "control strings", "lengths")}
         self.samples = {name: HashSample() for name in ("copies", "preferences", "responses")}
         self.sums: Counter[str] = Counter()  # of pairs: number, longer, difference of lengths; of labels: number, yes
 
@@ -175,9 +175,9 @@ class Checks:
         for record in records:
             if self._draws(record.row_id):
                 self._add_texts(CheckedRow.of(record))
-        for example in examples if self.facts is not None else ():
+        for example in examples if self.special is not None else ():
             for fault in TOKEN_FAULTS if self._draws(example.row_id) else ():
-                if (fault.name != "no stop token" or self.kind != "text") and fault.found(example, self.facts):
+                if (fault.name != "no stop token" or self.kind != "text") and fault.found(example, self.special):
                     self.counts["faults"].add(fault.name, example.row_id, self.weight)
 
     def merge(self, other: "Checks") -> None:
@@ -204,9 +204,9 @@ class Checks:
             self.counts["lengths"].add(length_bucket(len(text)), row_id, weight)
         for response in set(row.responses):
             self.samples["responses"].add(stable_hash(response), weight)
-        if self.facts is not None:
-            ended = [chat.without_end(text, self.facts.stop_strings) for text in row.responses]
-            for string in self.facts.control_strings:
+        if self.special is not None:
+            ended = [chat.without_end(text, self.special.stop_strings) for text in row.responses]
+            for string in self.special.control_strings:
                 if any(string in text for text in (row.prompt, *ended)):
                     self.counts["control strings"].add(string, row_id, weight)
         self._add_judgment(row)

@@ -102,7 +102,7 @@ def preferred_pairs(record: Record) -> list[tuple[str, str]]:
             return []
 
 
-class TokenFacts(NamedTuple):
+class SpecialTokens(NamedTuple):
     """Special tokens of a tokenizer, as the checks of tokens need them."""
 
     bos: int | None
@@ -112,8 +112,8 @@ class TokenFacts(NamedTuple):
     control_strings: tuple[str, ...]
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> "TokenFacts":
-        """The facts of one tokenizer; a token that ends responses is no fault wherever it stands."""
+    def of(cls, tokenizer: Tokenizer) -> "SpecialTokens":
+        """Those of one tokenizer; a token that ends responses is no fault wherever it stands."""
         stops = chat.stop_token_ids(tokenizer)
         bos, unknown = (None if token in stops else token for token in (bos_id(tokenizer), tokenizer.unk_token_id))
         names = tuple(str(token) for token in tokenizer.convert_ids_to_tokens(sorted(stops)))
@@ -127,7 +127,7 @@ class Fault:
     Attributes:
         name: what the fault is called.
         says: the rest of a sentence that begins with a number of rows.
-        found: row -> true where it has the fault; of `TOKEN_FAULTS` example and facts -> true.
+        found: row -> true where it has the fault; of `TOKEN_FAULTS` example and special tokens -> true.
         share: of the rows; above it the finding has its level, else it is a note.
         level: error or warning.
         untold: share of the rows up to which nothing is said.
@@ -178,10 +178,10 @@ def _contradicts_scores(row: CheckedRow) -> bool:
     return any(one[1] < other[1] for one, other in pairwise(sorted(ranked, key=lambda pair: (pair[0], -pair[1]))))
 
 
-def _is_unstopped(example: Example, facts: TokenFacts) -> bool:
+def _is_unstopped(example: Example, special: SpecialTokens) -> bool:
     """True where a span that counts ends with a token at which generation does not stop."""
     return any(
-        ids[found.start()] not in facts.stops
+        ids[found.start()] not in special.stops
         for ids, mask in zip(example.documents, example.masks, strict=True)
         for found in re.finditer(b"\x01(?!\x01)", bytes(mask))
     )
@@ -250,14 +250,14 @@ TOKEN_FAULTS = (
     Fault(
         "bos",
         "have more than one BOS",
-        lambda row, facts: facts.bos is not None and any(ids.count(facts.bos) > 1 for ids in row.documents),
+        lambda row, special: special.bos is not None and any(ids.count(special.bos) > 1 for ids in row.documents),
         0.0,
         "error",
     ),
     Fault(
         "unknown tokens",
         "have unknown tokens",
-        lambda row, facts: facts.unknown is not None and any(facts.unknown in ids for ids in row.documents),
+        lambda row, special: special.unknown is not None and any(special.unknown in ids for ids in row.documents),
         0.0,
     ),
     Fault("no stop token", "train no stop token", _is_unstopped, 0.0, "error"),

@@ -106,7 +106,7 @@ class MixtureStream(Stream[Row]):
 
     Args:
         shares: probability of each source, [S].
-        draws: in one epoch.
+        draws: length of an epoch.
     """
 
     def __init__(
@@ -131,13 +131,13 @@ class MixtureStream(Stream[Row]):
 
     @property
     def epoch_length(self) -> int:
-        """Draws in one epoch."""
+        """Length of an epoch, in draws."""
         return self.draws
 
-    def place_of(self, position: int) -> tuple[int, int]:
+    def row_of(self, position: int) -> tuple[int, int]:
         """Index into `rows` of the row at a position, and how often its source had been seen to the end before it."""
         source, draw = self._choices.at(position)
-        index, epoch = self._sources[source].place_of(draw)
+        index, epoch = self._sources[source].row_of(draw)
         return sum(len(each.rows) for each in self._sources[:source]) + index, epoch
 
 

@@ -32,7 +32,7 @@ from alignment.data.rows.read import (
 )
 from alignment.data.rows.records import Kind, Tally, choose_turns
 from alignment.data.rows.sources import source_files
-from alignment.data.table import Block, Codec, JoinedTables, Rows, Table, TableWriter, encode_rows
+from alignment.data.table import Codec, EncodedExamples, JoinedTables, Rows, Table, TableWriter, encode_examples
 from alignment.data.text.named_templates import with_chat_template
 from alignment.data.tokenize import (
     PROMPT_CUT,
@@ -100,10 +100,10 @@ class Prepared:
     bad: int = 0
     refused: dict[str, list[str]] = field(default_factory=dict)
     checks: "Checks | None" = None
-    block: Block | None = None
+    encoded: EncodedExamples | None = None
 
     def merge(self, other: "Prepared") -> "Prepared":
-        """Add the findings of later rows, but not their block."""
+        """Add the findings of later rows, but not their examples."""
         self.read, self.tokenized = self.read.merged_with(other.read), self.tokenized.merged_with(other.tokenized)
         self.problems, self.bad = self.problems + other.problems, self.bad + other.bad
         for why, names in other.refused.items():
@@ -116,7 +116,7 @@ class Prepared:
 
     @property
     def tally(self) -> Tally:
-        """Counts of reading and tokenizing together."""
+        """CountTable of reading and tokenizing together."""
         return self.read.followed_by(self.tokenized)
 
     def findings(self, config: DataConfig) -> list[dict[str, Any]]:
@@ -261,8 +261,8 @@ def _make(
     found, writer = Prepared(), TableWriter(directory)
     for chunk in _prepared_chunks(job, chunks, max_rows, processes_for(config, size)):
         found.merge(chunk)
-        if chunk.block is not None:
-            writer.add(chunk.block)
+        if chunk.encoded is not None:
+            writer.add(chunk.encoded)
     if not found.read.kept and (config.on_bad_row == "skip" or not found.bad):
         raise UserError(f"{source.source}: no row can be used\n" + "\n".join(found.read.lines()[1:]))
     if found.is_wrong(config):
@@ -329,7 +329,7 @@ def prepare_chunk(job: Job, chunk: Chunk, max_rows: int | None = None) -> Prepar
         done.tokenized = done.tokenized.merged_with(counts)
         done.checks.add(records, made)
         examples += made if codec is None else map(codec.encode, made)
-    done.block = encode_rows(examples, {row.row_id: text_hash(prompt_key(row)) for row in rows})
+    done.encoded = encode_examples(examples, {row.row_id: text_hash(prompt_key(row)) for row in rows})
     return done
 
 

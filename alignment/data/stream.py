@@ -50,11 +50,11 @@ class Stream(Generic[Row]):
         Raises:
             IndexError: the step is negative, or at or after the stream's end.
         """
-        return [self.place_of(position)[0] for position in self._positions(step)]
+        return [self.row_of(position)[0] for position in self._positions(step)]
 
     def epochs_at(self, step: int) -> list[int]:
         """The epoch of its source, from 0, in which each row of batch `step` is seen."""
-        return [self.place_of(position)[1] for position in self._positions(step)]
+        return [self.row_of(position)[1] for position in self._positions(step)]
 
     def rows_at(self, step: int) -> list[Row]:
         """The rows of batch `step`, as `positions_at`."""
@@ -72,7 +72,7 @@ class Stream(Generic[Row]):
         """Rows of one epoch."""
         return len(self.rows)
 
-    def place_of(self, position: int) -> tuple[int, int]:
+    def row_of(self, position: int) -> tuple[int, int]:
         """Index and epoch of the row at a position, which is counted over all epochs."""
         epoch, offset = divmod(position, len(self.rows))
         if epoch not in self._orders:  # a memo of a pure function: what is in it changes speed only

@@ -27,7 +27,7 @@ from alignment.data.prepare import BATCH_ROWS, Job, Preparation, Prepared, prepa
 from alignment.data.rows.files import Chunk, OpenSource, Position, RawRow, open_sources
 from alignment.data.rows.read import RecordParser, choose_parser
 from alignment.data.rows.records import Kind, Tally
-from alignment.data.table import BlockRows, JoinedTables
+from alignment.data.table import EncodedSequence, JoinedTables
 from alignment.data.text.named_templates import with_chat_template
 from alignment.data.tokenizers.tokenizer import Tokenizer
 from alignment.errors import UserError
@@ -127,7 +127,7 @@ class Windows:
             UserError: bad rows, with data.on_bad_row=error; rows that the chat template refuses.
         """
         order = permutation(len(self.files), self.seed, FILE_SALT, start.epoch)
-        found, name, blocks = Prepared(), "", list[BlockRows]()
+        found, name, parts = Prepared(), "", list[EncodedSequence]()
         left, position, end = self.config.shuffle_buffer, None, WindowStart(start.epoch + 1)
         for number, rows in self._open_from(order, start):
             file = self.files[order[number]]
@@ -135,15 +135,15 @@ class Windows:
                 done = prepare_chunk(file.job, Chunk(rows=chunk))
                 found.merge(done)
                 name, left = name or file.opened.name, left - len(chunk)
-                if done.block is not None:
-                    blocks.append(BlockRows(done.block, file.job.preparation.codec, file.source))
+                if done.encoded is not None:
+                    parts.append(EncodedSequence(done.encoded, file.job.preparation.codec, file.source))
                 position = chunk[-1].end
             if not left:
                 end = WindowStart(start.epoch, start.window + 1, number, position)
                 self._next = (end, rows)
                 break
         found.raise_errors(self.config)
-        joined = JoinedTables(blocks)
+        joined = JoinedTables(parts)
         drawn = permutation(len(joined), self.seed, WINDOW_SALT, start.epoch, start.window)
         return Window(end, found, name, self.config, joined, drawn)
 

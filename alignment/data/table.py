@@ -63,7 +63,7 @@ def mask_of(runs: Sequence[int]) -> list[bool]:
     return mask
 
 
-class Block(NamedTuple):
+class EncodedExamples(NamedTuple):
     """Encoded examples, in memory or mapped; the fields are the files of a table."""
 
     tokens: np.ndarray
@@ -89,8 +89,8 @@ class Block(NamedTuple):
         return Example(documents, masks, row_id, source, values)
 
 
-def encode_rows(rows: Sequence[Example], prompt_hashes: Mapping[str, int] | None = None) -> Block:
-    """Examples as a block.
+def encode_examples(rows: Sequence[Example], prompt_hashes: Mapping[str, int] | None = None) -> EncodedExamples:
+    """Examples as arrays.
 
     Args:
         prompt_hashes: row id -> 64-bit hash of the row's prompt or text, by which held-out rows are looked for.
@@ -108,7 +108,7 @@ def encode_rows(rows: Sequence[Example], prompt_hashes: Mapping[str, int] | None
         [*(bool(row.values.get("cut")) for row in rows), 0],
         np.array([*((prompt_hashes or {}).get(row.row_id, 0) for row in rows), 0], np.uint64).view(np.int64),
     ]
-    return Block(
+    return EncodedExamples(
         np.fromiter(chain.from_iterable(documents), np.int32),
         np.fromiter(chain.from_iterable(runs), np.int32),
         np.stack([_starts(list(map(len, documents))), _starts(list(map(len, runs)))], 1),
@@ -129,39 +129,39 @@ class TableWriter:
         self.directory, self.rows = directory, 0
         self._last = np.zeros((1, 2), np.int64), np.zeros((1, len(COLUMNS)), np.int64)  # of `documents` and `rows`
 
-    def add(self, block: Block) -> None:
+    def add(self, encoded: EncodedExamples) -> None:
         """Append rows."""
-        self.rows += block.size
-        documents, rows = block.documents + self._last[0], block.rows + self._last[1]
-        self._write(block._replace(documents=documents[:-1], rows=rows[:-1]))
+        self.rows += encoded.size
+        documents, rows = encoded.documents + self._last[0], encoded.rows + self._last[1]
+        self._write(encoded._replace(documents=documents[:-1], rows=rows[:-1]))
         self._last = documents[-1:], rows[-1:]
 
     def close(self) -> dict[str, Any]:
         """Finish the files; their number of rows."""
-        self._write(encode_rows([])._replace(documents=self._last[0], rows=self._last[1]))
+        self._write(encode_examples([])._replace(documents=self._last[0], rows=self._last[1]))
         return {"rows": self.rows}
 
-    def _write(self, block: Block) -> None:
-        for name, array in zip(FILES, block, strict=True):
+    def _write(self, encoded: EncodedExamples) -> None:
+        for name, array in zip(FILES, encoded, strict=True):
             with open(self.directory / name, "ab") as file:
                 array.tofile(file)
 
 
-class BlockRows(RowSequence[Any]):
-    """The rows of a block, decoded when they are asked for; all are of one data source."""
+class EncodedSequence(RowSequence[Any]):
+    """Encoded rows, decoded when they are asked for; all are of one data source."""
 
-    def __init__(self, block: Block, codec: Codec | None = None, source: int = 0):
-        self.block, self.codec, self.source = block, codec, source
+    def __init__(self, encoded: EncodedExamples, codec: Codec | None = None, source: int = 0):
+        self.encoded, self.codec, self.source = encoded, codec, source
 
     def __len__(self) -> int:
-        return self.block.size
+        return self.encoded.size
 
     def row_at(self, index: int) -> Any:
-        example = self.block.example(range(self.block.size)[index], self.source)
+        example = self.encoded.example(range(self.encoded.size)[index], self.source)
         return example if self.codec is None else self.codec.decode(example)
 
 
-class Table(BlockRows):
+class Table(EncodedSequence):
     """Examples of one kind, read from disk when they are asked for; the same values at every call.
 
     Attributes:
@@ -195,13 +195,13 @@ class Table(BlockRows):
         self._maps = [_mapped(directory / name) for name in FILES]
         arrays = [np.frombuffer(data or b"", dtype) for data, dtype in zip(self._maps, FILES.values(), strict=True)]
         tokens, runs, documents, lines, values = arrays
-        block = Block(tokens, runs, documents.reshape(-1, 2), lines.reshape(-1, len(COLUMNS)), values)
-        super().__init__(block, codec, source)
+        encoded = EncodedExamples(tokens, runs, documents.reshape(-1, 2), lines.reshape(-1, len(COLUMNS)), values)
+        super().__init__(encoded, codec, source)
         self._rows: np.ndarray | None = None
         self._read = [0]  # rows since pages were given back; shared by all views
 
     def __len__(self) -> int:
-        return self.block.size if self._rows is None else len(self._rows)
+        return self.encoded.size if self._rows is None else len(self._rows)
 
     def row_at(self, index: int) -> Any:
         row = super().row_at(self._position(index))
@@ -219,19 +219,19 @@ class Table(BlockRows):
     @property
     def documents(self) -> int:
         """Documents of all rows."""
-        sizes = np.diff(self.block.rows[:, 0])
+        sizes = np.diff(self.encoded.rows[:, 0])
         return int((sizes if self._rows is None else sizes[self._rows]).sum())
 
     def column(self, name: str) -> np.ndarray:
         """One of `COLUMNS`, [rows]; made anew at each call."""
-        values = self.block.rows[:-1, COLUMNS.index(name)]
+        values = self.encoded.rows[:-1, COLUMNS.index(name)]
         values = values.copy() if self._rows is None else values[self._rows]
         self._release()
         return values.view(np.uint64) if name == "prompt_hash" else values
 
     def row_id(self, index: int) -> str:
         """Name of one row."""
-        return self.block.example(self._position(index)).row_id
+        return self.encoded.example(self._position(index)).row_id
 
     def changed(self, **attributes: Any) -> "Table":
         """The same files with other attributes: another source, tally or findings."""
@@ -287,7 +287,7 @@ class JoinedTables(RowSequence[Any]):
         return self._starts[-1]
 
     def row_at(self, index: int) -> Any:
-        table, row = self._place(index)
+        table, row = self._locate(index)
         return self.tables[table][row]
 
     def __iter__(self) -> Iterator[Any]:
@@ -305,7 +305,7 @@ class JoinedTables(RowSequence[Any]):
 
     def row_id(self, index: int) -> str:
         """Name of one row."""
-        table, row = self._place(index)
+        table, row = self._locate(index)
         return name_of_row(self.tables[table], row)
 
     # What follows needs tables, not lists, as parts.
@@ -325,7 +325,7 @@ class JoinedTables(RowSequence[Any]):
         """Rows that were read, dropped and cut to make the tables."""
         return reduce(Tally.merged_with, [table.tally for table in self.tables], Tally())
 
-    def _place(self, index: int) -> tuple[int, int]:
+    def _locate(self, index: int) -> tuple[int, int]:
         """The part that a row lies in, and its index there."""
         number = index + len(self) if index < 0 else index
         if not 0 <= number < len(self):

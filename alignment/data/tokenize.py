@@ -107,18 +107,16 @@ def tokenize_comparisons(
 ) -> tuple[list[Example], Tally]:
     """Both responses after the very same prompt tokens; pairs whose tokens are equal in the end are dropped."""
     replies = [row.messages or (row.chosen, row.rejected) for row in rows]
-    return _tokenize_judged(
-        rows, replies, [(0, 1)] * len(rows), tokenizer, max_length, lambda row, ranks: margin_of(row)
-    )
+    ranks, values = [(0, 1)] * len(rows), [margin_of(row) for row in rows]
+    return _tokenize_judged(rows, replies, tokenizer, max_length, ranks=ranks, values=values)
 
 
 def tokenize_labels(
     rows: Sequence[LabeledResponse], tokenizer: Tokenizer, max_length: int
 ) -> tuple[list[Example], Tally]:
     """Prompt and response joined, as in demonstrations of one turn, with the label."""
-    replies = [(row.response,) for row in rows]
-    values = lambda row, ranks: {"desirable": row.desirable}  # noqa: E731
-    return _tokenize_judged(rows, replies, [(0,)] * len(rows), tokenizer, max_length, values)
+    replies, values = [(row.response,) for row in rows], [{"desirable": row.desirable} for row in rows]
+    return _tokenize_judged(rows, replies, tokenizer, max_length, ranks=[(0,)] * len(rows), values=values)
 
 
 def tokenize_rankings(rows: Sequence[Ranking], tokenizer: Tokenizer, max_length: int) -> tuple[list[Example], Tally]:
@@ -128,33 +126,36 @@ def tokenize_rankings(rows: Sequence[Ranking], tokenizer: Tokenizer, max_length:
     ranking contradicts itself. A ranking with fewer than two responses left is dropped.
     """
     replies, ranks = [row.responses for row in rows], [row.ranks for row in rows]
-    values = lambda row, ranks: {"ranks": ranks, **margin_of(row)}  # noqa: E731
-    return _tokenize_judged(rows, replies, ranks, tokenizer, max_length, values)
+    values = [margin_of(row) for row in rows]
+    return _tokenize_judged(rows, replies, tokenizer, max_length, ranks=ranks, values=values, ranked=True)
 
 
 def _tokenize_judged(
-    rows: Sequence[Any],
+    rows: Sequence[PromptedRow],
     replies: Sequence[Sequence[str | Message]],
-    ranks: Sequence[Sequence[int]],
     tokenizer: Tokenizer,
     max_length: int,
-    values: Callable[[Any, list[int]], dict[str, Any]],
+    *,
+    ranks: Sequence[Sequence[int]],
+    values: Sequence[dict[str, Any]],
+    ranked: bool = False,
 ) -> tuple[list[Example], Tally]:
     """Each row's prompt with its replies; see `tokenize_rankings`.
 
     Args:
         replies: of each row.
-        ranks: place of each reply, 0 is best.
-        values: row and places of the replies that are kept -> values of the example.
+        ranks: of each row's replies, 0 is best.
+        values: of each row's example.
+        ranked: the ranks of the replies that are kept are among its values.
     """
     counts, examples = Tally(rows=len(rows)), []
     prompts = encode_prompts(tokenizer, rows, counts)
     flat = [(row, reply) for row, of_row in zip(rows, replies, strict=True) for reply in of_row]
     encoded = iter(_responses(tokenizer, flat, counts))
-    for row, head, places in zip(rows, prompts, ranks, strict=True):
-        whole = [next(encoded) for _ in places]
+    for row, head, row_ranks, known in zip(rows, prompts, ranks, values, strict=True):
+        whole = [next(encoded) for _ in row_ranks]
         kept_head, tails = truncate(head, whole, max_length, bos_id(tokenizer))
-        kept = _distinct(tails, places)
+        kept = _distinct(tails, row_ranks)
         if min(map(len, whole)) < 2:
             counts.drop(EMPTY, row.row_id)
         elif len(kept) < min(2, len(whole)):
@@ -163,9 +164,10 @@ def _tokenize_judged(
             if len(kept) < len(tails):
                 counts.note_cut(EQUAL_IN_RANKING, row.row_id)
             _note_cuts(counts, row.row_id, len(head) > len(kept_head), max(map(len, whole)) > max(map(len, tails)))
-            left = sorted({places[index] for index in kept})
-            of_row = values(row, [left.index(places[index]) for index in kept])
-            examples.append(Example.answered(kept_head, [tails[index] for index in kept], row.row_id, **of_row))
+            distinct = sorted({row_ranks[index] for index in kept})
+            order = {"ranks": [distinct.index(row_ranks[index]) for index in kept]} if ranked else {}
+            tails = [tails[index] for index in kept]
+            examples.append(Example.answered(kept_head, tails, row.row_id, **order, **known))
     counts.kept = len(examples)
     return counted(examples, counts)
 

@@ -48,7 +48,7 @@ def small_chunks(monkeypatch):
 def chunk_sizes(monkeypatch) -> list[int]:
     """Rows of each chunk that is written."""
     sizes, add = [], TableWriter.add
-    monkeypatch.setattr(TableWriter, "add", lambda self, block: (sizes.append(block.size), add(self, block)))
+    monkeypatch.setattr(TableWriter, "add", lambda self, encoded: (sizes.append(encoded.size), add(self, encoded)))
     return sizes
 
 

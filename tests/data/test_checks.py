@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from alignment.data.checks import Checks, Counts, HashSample, length_bucket, outliers, stable_hash
+from alignment.data.checks import Checks, CountTable, HashSample, length_bucket, outliers, stable_hash
 from alignment.data.rows.records import Comparison, Demonstration, LabeledResponse, Ranking, Steps, Tally, Text
 from alignment.data.tokenize import tokenize_demonstrations
 
@@ -96,7 +96,7 @@ def test_contradictions_are_found_across_kinds_of_rows():
 
 
 def test_outliers_are_ten_times_what_99_of_100_stay_below():
-    lengths = Counts()
+    lengths = CountTable()
     for row, length in [*((f"r{n}", 100) for n in range(990)), *((f"s{n}", 700) for n in range(9)), ("long", 2000)]:
         lengths.add(length_bucket(length), row, 1)
     assert outliers(lengths, 10).first == ["long"]

@@ -115,13 +115,13 @@ def test_a_source_shows_each_row_once_per_epoch_of_its_own():
             assert len(set(own[start : start + size])) == size
         assert seen == [index // size for index in range(len(own))]
         assert own == [
-            f"{number}:{row}" for row, _ in map(mixture._sources[number].place_of, range(len(own)))
+            f"{number}:{row}" for row, _ in map(mixture._sources[number].row_of, range(len(own)))
         ]  # the k-th draw is row k of the source's own stream
 
 
 def test_sources_of_equal_size_are_not_shuffled_alike():
     mixture = stream(sizes=(100, 100, 100))
-    orders = {tuple(source.place_of(position)[0] for position in range(100)) for source in mixture._sources}
+    orders = {tuple(source.row_of(position)[0] for position in range(100)) for source in mixture._sources}
     assert len(orders) == 3
 
 

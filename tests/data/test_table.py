@@ -16,7 +16,7 @@ from alignment.data.table import (
     Table,
     TableWriter,
     column_of,
-    encode_rows,
+    encode_examples,
     lengths_of,
     longest_rows,
     mask_of,
@@ -70,7 +70,7 @@ def write(tmp_path):
         directory.mkdir()
         writer = TableWriter(directory)
         for batch in batches:
-            writer.add(encode_rows(batch, {example.row_id: 2**64 - 1 for example in batch}))
+            writer.add(encode_examples(batch, {example.row_id: 2**64 - 1 for example in batch}))
         manifest = {**writer.close(), "key": "ab12", "tally": asdict(Tally(tokens=3)), "notes": ["a note"]}
         return Table(directory, json.loads(json.dumps(manifest)), codec=codec)
 

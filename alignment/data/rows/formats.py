@@ -34,7 +34,7 @@ from alignment.data.rows.records import (
 HUMAN_TURN = "\n\nHuman:"
 ASSISTANT_TURN = "\n\nAssistant:"
 TURNS = re.compile(r"\n\n(Human|Assistant):")
-NO_PLACE = "holds tool calls or reasoning, for which a plain text prompt has no place"
+PLAIN_PROMPT_REPLY = "holds tool calls or reasoning, for which a plain text prompt has no place"
 TEXT_ONLY = "holds tool calls or reasoning, which demonstrations and comparisons can have, these rows not"
 EXPLICIT = ("prompt", "conversations", "instruction")  # columns that hold a prompt
 
@@ -76,7 +76,7 @@ def instruction_prompt(row: Columns) -> str | Messages:
     return [*messages, Message(role="user", content=request)]
 
 
-def prompt_of(row: Columns, column: str) -> str | Messages:
+def prompt_in(row: Columns, column: str) -> str | Messages:
     """The prompt in a column; of `instruction` with its input."""
     return instruction_prompt(row) if column == "instruction" else prompt_field(row, column)
 
@@ -85,13 +85,13 @@ def explicit_prompt(row: Columns) -> str | Messages:
     """The prompt of a row that has one of `EXPLICIT`."""
     if row.get("prompt") is not None:
         return prompt_field(row, "prompt")
-    return prompt_of(row, "conversations" if "conversations" in row else "instruction")
+    return prompt_in(row, "conversations" if "conversations" in row else "instruction")
 
 
-def parse_prompt(row: Columns, row_id: str, column: str) -> Prompt:
+def parse_prompt_column(row: Columns, row_id: str, column: str) -> Prompt:
     """A prompt; the other columns are kept."""
     extra = {name: value for name, value in row.items() if name != column or column == "instruction"}
-    return Prompt(prompt_of(row, column), extra, row_id)
+    return Prompt(prompt_in(row, column), extra, row_id)
 
 
 def parse_pair_prompt(row: Columns, row_id: str, *_: str) -> Prompt:
@@ -160,7 +160,7 @@ def _answered(prompt: str | Messages, reply: Message, key: str, row_id: str) -> 
     if is_plain(reply):
         return Demonstration(prompt, reply["content"], row_id)
     if isinstance(prompt, str):
-        raise BadRow(key, NO_PLACE)
+        raise BadRow(key, PLAIN_PROMPT_REPLY)
     before = tuple(False for message in prompt if message["role"] == "assistant")
     return Demonstration(prompt, reply["content"], row_id, [*prompt, reply], (*before, True) if before else None)
 
@@ -182,7 +182,7 @@ def parse_comparison(row: Columns, row_id: str, *_: str) -> Comparison:
     chosen, rejected = replies
     messages = None if is_plain(chosen) and is_plain(rejected) else (chosen, rejected)
     if messages and isinstance(prompt, str):
-        raise BadRow("chosen", NO_PLACE)
+        raise BadRow("chosen", PLAIN_PROMPT_REPLY)
     margin = number_field(row, "margin")
     return Comparison(prompt, chosen["content"], rejected["content"], margin, row_id, messages=messages)
 
@@ -253,7 +253,7 @@ def _message_pair(row: Columns) -> tuple[str | Messages, Message, Message]:
 
 def parse_labeled(row: Columns, row_id: str, prompt: str, response: str, label: str) -> LabeledResponse:
     """A response that is desirable or not (KTO's data)."""
-    return LabeledResponse(prompt_of(row, prompt), reply_field(row, response), flag_field(row, label), row_id)
+    return LabeledResponse(prompt_in(row, prompt), reply_field(row, response), flag_field(row, label), row_id)
 
 
 def parse_labeled_dialogue(row: Columns, row_id: str, key: str, label: str) -> LabeledResponse:

@@ -194,7 +194,7 @@ class SkippedRow(Exception):
 
 @dataclass
 class Tally:
-    """Counts of one preparation: every row that is dropped or cut is counted here.
+    """CountTable of one preparation: every row that is dropped or cut is counted here.
 
     Attributes:
         rows: rows read; each of several records in one row counts.
