@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alignment.data.batches import collate
 from alignment.data.config import DataConfig
-from alignment.data.examples import PairExample
+from alignment.data.examples import Example
 from alignment.data.rows.records import Text
 from alignment.data.tokenize import tokenize_texts
 from alignment.errors import UserError
@@ -148,7 +148,7 @@ class PairLogProbs:
     accuracy: float
 
 
-def pair_log_probs(model: GenerativeModel, pairs: Sequence[PairExample]) -> Tensor:
+def pair_log_probs(model: GenerativeModel, pairs: Sequence[Example]) -> Tensor:
     """Log-probabilities of chosen and rejected responses, the sum over a response's tokens, nats, [n, 2] float64 on the CPU.
 
     Raises:
@@ -156,10 +156,10 @@ def pair_log_probs(model: GenerativeModel, pairs: Sequence[PairExample]) -> Tens
     """
     if not pairs:
         raise UserError("comparisons: no pair is left to measure")
-    sides = [pair.chosen for pair in pairs], [pair.rejected for pair in pairs]
     zeros = torch.zeros(len(pairs), dtype=torch.float64)
     columns = [
-        add_log_probs(model, [one.ids for one in side], [one.mask for one in side], zeros.clone()) for side in sides
+        add_log_probs(model, [p.documents[side] for p in pairs], [p.masks[side] for p in pairs], zeros.clone())
+        for side in (0, 1)
     ]
     return torch.stack(columns, 1)
 

@@ -137,7 +137,7 @@ def run(config: RewardEvalConfig) -> Path:
     model = _load(config, config.weights.dtype)
     rows, counts = encode_preferences(sources, model, config.data.max_length)
     raise_all([] if rows else [f"{config.data.train}: no comparison is left to score"])
-    lengths = [(row.record.row_id, len(each.ids)) for row in rows for each in row.example.responses]
+    lengths = [(row.record.row_id, len(ids)) for row in rows for ids in row.example.documents]
     check_lengths(model.model, lengths, "lower data.max_length")
     groups = score_preferences(rows, model)
     texts, pairs = evenly_drawn_texts(rows, config.robustness_rows, model.is_encoder)

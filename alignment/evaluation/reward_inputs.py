@@ -1,6 +1,7 @@
 """Rows of a reward model's card: read, tokenized for the model, and scored, also in other batches and with padding."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import numpy as np
@@ -10,7 +11,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from alignment.data.config import DataConfig, SourceConfig
 from alignment.data.encoder_inputs import encode_comparisons, encode_ordered_rankings
-from alignment.data.examples import Example, RankedExample
+from alignment.data.examples import Example
 from alignment.data.rows.files import read_raw
 from alignment.data.rows.read import choose_row_format, prompt_key, read_rows, rows_left
 from alignment.data.rows.records import Comparison, Kind, Ranking, Tally
@@ -32,7 +33,7 @@ class EncodedRow(NamedTuple):
 
     record: Preference
     source: str
-    example: RankedExample
+    example: Example
 
     @property
     def texts(self) -> tuple[str, ...]:
@@ -88,30 +89,31 @@ def encode_preferences(
     for name, records in sources:
         if isinstance(records[0], Comparison):
             pairs, counts = encode_pairs(cast("list[Comparison]", records), model.tokenizer, max_length)
-            found = [
-                RankedExample((each.chosen, each.rejected), (0, 1), each.row_id, margin=each.margin) for each in pairs
-            ]
+            found = [replace(each, values={**each.values, "ranks": [0, 1]}) for each in pairs]
         else:
             found, counts = encode_rankings(cast("list[Ranking]", records), model.tokenizer, max_length)
         examples = {example.row_id: example for example in found}
         rows = [EncodedRow(each, name, examples[each.row_id]) for each in records if each.row_id in examples]
-        whole = [row for row in rows if len(row.example.responses) == len(row.texts)]
+        whole = [row for row in rows if len(row.example.documents) == len(row.texts)]
         for row in rows:
-            if len(row.example.responses) < len(row.texts):
+            if len(row.example.documents) < len(row.texts):
                 counts.drop(EQUAL_IN_RANKING, row.record.row_id)
         counts.kept = len(whole)
         encoded, tally = encoded + whole, tally.merged_with(counts)
     return encoded, tally
 
 
-def as_encoded(example: Example, is_encoder: bool) -> Encoded:
-    """Ids and segments of an example; in an encoder's examples the mask marks the second text."""
-    return Encoded(example.ids, [int(flag) for flag in example.mask] if is_encoder else [0] * len(example.ids))
+def as_encoded(example: Example, is_encoder: bool) -> list[Encoded]:
+    """Ids and segments of each document; in an encoder's examples the mask marks the second text."""
+    return [
+        Encoded(ids, [int(flag) for flag in mask] if is_encoder else [0] * len(ids))
+        for ids, mask in zip(example.documents, example.masks, strict=True)
+    ]
 
 
 def score_preferences(rows: Sequence[EncodedRow], model: RewardModel) -> list[ScoredGroup]:
     """The rows with the model's scores; a length is that of the response with its end token, of an encoder's text all."""
-    texts = [as_encoded(example, model.is_encoder) for row in rows for example in row.example.responses]
+    texts = [text for row in rows for text in as_encoded(row.example, model.is_encoder)]
     raw = model.members_of_ids([text.ids for text in texts], segments=[text.segments for text in texts])
     members = model.calibration.apply(raw)
     scores, by_member = iter(model.combined(members).tolist()), iter(members.tolist())
@@ -120,8 +122,8 @@ def score_preferences(rows: Sequence[EncodedRow], model: RewardModel) -> list[Sc
             source=row.source,
             prompt=prompt_key(row.record),
             scores=[next(scores) for _ in row.texts],
-            ranks=row.example.ranks,
-            lengths=[sum(example.mask) or len(example.ids) for example in row.example.responses],
+            ranks=row.example.values["ranks"],
+            lengths=[sum(mask) or len(mask) for mask in row.example.masks],
             human=row.record.scores if isinstance(row.record, Ranking) else None,
             strength=row.record.margin,
             members=[next(by_member) for _ in row.texts] if members.shape[1] > 1 else None,
@@ -141,9 +143,9 @@ def evenly_drawn_texts(
     texts, pairs = [], []
     for number in sorted(drawn):
         example, start = rows[number].example, len(texts)
-        texts += [as_encoded(response, is_encoder) for response in example.responses]
-        positions = range(len(example.responses))
-        pairs += [(start + a, start + b) for a in positions for b in positions if example.ranks[a] < example.ranks[b]]
+        texts += as_encoded(example, is_encoder)
+        ranks, positions = example.values["ranks"], range(len(example.documents))
+        pairs += [(start + a, start + b) for a in positions for b in positions if ranks[a] < ranks[b]]
     return texts, pairs
 
 

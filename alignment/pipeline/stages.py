@@ -14,10 +14,6 @@ from alignment.errors import UserError
 
 STAGES = {  # verb: "module:function"; the function takes the stage's config, whose class is the parameter's annotation
     "hotel_world": "alignment.hotel_world.datasets:run",
-    "sums": "alignment.data.tools.sums:run",
-    "split": "alignment.data.tools.split:run_split",
-    "pairs": "alignment.data.tools.derive:run_pairs",
-    "continuations": "alignment.data.tools.derive:run_continuations",
     "best_of_n": "alignment.algorithms.best_of_n:run",
     "import_llama2c": "alignment.commands.import_llama2c:run_import",
     "pretrain": "alignment.algorithms.pretrain.pretrain:run",

@@ -193,7 +193,7 @@ def test_layers_copied_from_a_teacher_are_evenly_spaced():
 
 
 def test_settings_that_contradict_each_other_are_refused(make):
-    with pytest.raises(ValueError, match="tokenizer .* one of the two"):
+    with pytest.raises(ValueError, match=r"tokenizer .* one of the two"):
         make("masked", tokenizer="somewhere")
     with pytest.raises(ValueError, match="not sentence_pairs"):
         make("sentence pairs", distillation=DistillationConfig("t"))
