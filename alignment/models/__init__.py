@@ -18,10 +18,4 @@ Where to read, in order; each step needs only those before it.
 
 One path to follow through it all: `build.build_model({"model_type": "llama", ...})`, then
 `LanguageModel.forward(batch=...)`, `Transformer.forward`, `Block.forward`, `Attention.forward`, `PaddedAttention`.
-
-Importing this package chooses which library multiplies float32 matrices on a CPU: `matrix_products`.
 """
-
-from alignment.models.matrix_products import choose_products
-
-choose_products()

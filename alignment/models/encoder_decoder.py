@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from alignment.errors import UserError
-from alignment.models.heads import ClassificationHead, VocabularyHead, target_outputs
+from alignment.losses.language import chunked_token_log_probs
+from alignment.models.heads import ClassificationHead, VocabularyHead
 from alignment.models.init_weights import FanInInitSpec, InitSpec
 from alignment.models.layers.cross_attention import Source
 from alignment.models.layers.kv_cache import Cache
@@ -102,7 +103,7 @@ class Seq2SeqModel(NativeModel[EncoderDecoderSpec]):
         if return_logits:
             return LogitsOutput(self.head(before), before)
         tokens = target.tokens[target.target_index]
-        found = target_outputs(self.head, before, tokens, temperature=temperature, entropy=entropy)
+        found = chunked_token_log_probs(self.head, before, tokens, temperature=temperature, entropy=entropy)
         return LanguageOutput(found.log_probs, found.entropy)
 
     def states(self, batch: Seq2Seq, cache: Cache | None = None) -> Tensor:

@@ -7,12 +7,9 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-from alignment.losses.language import Head, TokenLoss, TokenOutputs, chunked_token_log_probs
 from alignment.models.frozen_weights import frozen_linear
 from alignment.models.layers.feedforward import ACTIVATIONS
 from alignment.models.layers.norms import NoNormSpec, NormSpec
-from alignment.models.layers.padded_layout import with_spare_rows
-from alignment.models.matrix_products import SMALLEST, products_by_onednn, spare_rows
 from alignment.models.safetensors_files import HFConfig
 
 Pooling = Literal["first", "last", "mean"]  # which of a document's vectors a classifier reads
@@ -152,27 +149,3 @@ class ClassificationHead(nn.Module):
         x = self.dropout(x if self.transform is None else self.transform(x))
         with torch.autocast(x.device.type, enabled=False):
             return self.output(x.to(self.output.weight.dtype)).float()
-
-
-def target_outputs(
-    head: Head,
-    before: Tensor,
-    tokens: Tensor,
-    *,
-    temperature: float = 1.0,
-    entropy: bool = False,
-    loss: TokenLoss | None = None,
-) -> TokenOutputs:
-    """`chunked_token_log_probs` of target tokens [M] from the states that predict them [M, D]; arguments as there.
-
-    Where oneDNN makes a kernel for each number of rows, the head reads rows of zeros behind the states, as blocks do.
-    """
-    count = len(tokens)
-    large = count * before.shape[1] * head.out_features >= SMALLEST
-    spare = spare_rows(count) if large and before.device.type == "cpu" and products_by_onednn() else 0
-    states, targets = with_spare_rows(before, spare), with_spare_rows(tokens, spare)
-    found = chunked_token_log_probs(head, states, targets, temperature=temperature, entropy=entropy, loss=loss)
-    if not spare:
-        return found
-    entropies, losses = (output if output is None else output[:count] for output in (found.entropy, found.losses))
-    return TokenOutputs(found.log_probs[:count], entropies, losses)

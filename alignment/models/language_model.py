@@ -6,8 +6,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from alignment.losses.language import TokenLoss
-from alignment.models.heads import ClassificationHead, VocabularyHead, target_outputs
+from alignment.losses.language import TokenLoss, chunked_token_log_probs
+from alignment.models.heads import ClassificationHead, VocabularyHead
 from alignment.models.layers import ExpertsSpec
 from alignment.models.layers.continued_rows import longest_continued
 from alignment.models.layers.experts import balance_loss, recorded_router_logits
@@ -75,7 +75,9 @@ class LanguageModel(NativeModel[TransformerSpec]):
         if return_logits:
             return LogitsOutput(self.head(before), before)
         tokens = batch.tokens[batch.target_index]
-        found = target_outputs(self.head, before, tokens, temperature=temperature, entropy=entropy, loss=token_loss)
+        found = chunked_token_log_probs(
+            self.head, before, tokens, temperature=temperature, entropy=entropy, loss=token_loss
+        )
         balance = self._balance(router_logits, read.batch)
         before_targets = self._values(before) if values else None
         return LanguageOutput(found.log_probs, found.entropy, balance, losses=found.losses, values=before_targets)
@@ -183,7 +185,7 @@ class MaskedLanguageModel(NativeModel[TransformerSpec]):
         if return_logits:
             return LogitsOutput(self.head(masked), masked, self._next_sentence_logits(read))
         labels = batch.tokens[batch.target_index] if batch.labels is None else batch.labels
-        log_probs = target_outputs(self.head, masked, labels).log_probs
+        log_probs = chunked_token_log_probs(self.head, masked, labels).log_probs
         return LanguageOutput(log_probs, next_sentence_logits=self._next_sentence_logits(read))
 
     def _next_sentence_logits(self, read: DocumentStates) -> Tensor | None:

@@ -14,16 +14,14 @@ from alignment.models.heads import LanguageHeadSpec
 from alignment.models.init_weights import FanInInitSpec, InitSpec
 from alignment.models.layers.attention import AttentionSpec
 from alignment.models.layers.attention_context import AttentionContext
-from alignment.models.layers.block import BlockSpec, ignores_spare_rows, selects_tokens
+from alignment.models.layers.block import BlockSpec, selects_tokens
 from alignment.models.layers.continued_rows import continue_rows, continuing_contexts
 from alignment.models.layers.cross_attention import Source
 from alignment.models.layers.disentangled import RelativeEmbedding
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.layer_contexts import CacheWrite, PositionModules, decoding_contexts, training_contexts
 from alignment.models.layers.norms import NoNormSpec, NormSpec
-from alignment.models.layers.padded_layout import with_spare_rows
 from alignment.models.layers.position_embeddings import PositionsSpec
-from alignment.models.matrix_products import products_by_onednn, spare_rows
 from alignment.ragged import Ragged, distinct_firsts, refuse_shared
 
 UNLIMITED = 2**31  # tokens: more than any document has; `max_positions` where an architecture sets no limit
@@ -225,23 +223,17 @@ class Transformer(nn.Module):
             rows = torch.arange(len(batch.lengths), device=batch.tokens.device) if rows is None else rows
             cache_write = CacheWrite(cache, _reserve(cache, batch, rows, offset))
             _write_prefix(cache, prefix, rows)
-        spare = spare_rows(len(batch.tokens)) if self._takes_spare_rows(batch) else 0
         contexts = training_contexts(
             self.spec.layers, self._position_modules(), batch, parameter=like_hidden_states(self.embed), training=self.training,
             prefix=prefix, relative=None if self.relative is None else self.relative(), source=source,
-            cache_write=cache_write, spare=spare,
+            cache_write=cache_write,
         )  # fmt: skip
         positions = batch.positions + offset if offset else batch.positions
         first = None if prompt is None else PromptTokens.of(batch, prompt)
-        selection = None
         if select is not None and not self.compiled and selects_tokens(self.blocks[-1]) and not self.spec.order:
-            selection = _Selection(select, spare > 0)
-            contexts[-1] = replace(contexts[-1], select=selection)
-        x = with_spare_rows(self.embedded(batch.tokens, positions, batch.segments, first), spare)
-        states = self._run(x, contexts)
-        if selection is not None:
-            return states[: selection.count]
-        states = states[: len(states) - spare]
+            contexts[-1] = replace(contexts[-1], select=select)
+            select = None
+        states = self._run(self.embedded(batch.tokens, positions, batch.segments, first), contexts)
         return states if select is None else select(states)
 
     def step(self, tokens: Tensor, cache: Cache) -> Tensor:
@@ -297,12 +289,6 @@ class Transformer(nn.Module):
             x = self.project_in(x)
         return x
 
-    def _takes_spare_rows(self, batch: Ragged) -> bool:
-        """Whether products run by kernels made for each shape, and nothing in the blocks depends on the number of rows."""
-        made = batch.tokens.device.type == "cpu" and products_by_onednn() and not self.compiled
-        padded = len(set(batch.lengths)) > 1 or batch.shared is not None
-        return made and padded and all(ignores_spare_rows(block) for block in self.spec.blocks)
-
     def _run(self, x: Tensor, contexts: Sequence[AttentionContext]) -> Tensor:
         """The states after the final norm, of the blocks' input [N, D]."""
         if self.compiled:
@@ -324,22 +310,6 @@ class Transformer(nn.Module):
             f"a document of {batch.lengths[row] - prompt} tokens{before}{name} does not fit the model's "
             f"{self.spec.max_positions} positions; lower max_length or take a model with a longer context"
         )
-
-
-class _Selection:
-    """`select` with spare rows behind what it keeps.
-
-    Attributes:
-        count: tokens that it kept last.
-    """
-
-    def __init__(self, select: Callable[[Tensor], Tensor], with_spare: bool):
-        self._select, self._with_spare, self.count = select, with_spare, 0
-
-    def __call__(self, x: Tensor) -> Tensor:
-        kept = self._select(x)
-        self.count = len(kept)
-        return with_spare_rows(kept, spare_rows(self.count) if self._with_spare else 0)
 
 
 def _embedding(count: int, width: int) -> nn.Embedding:

@@ -81,8 +81,7 @@ def test_values_before_targets_and_their_gradients_are_those_among_all(share):
     assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
-def test_the_work_of_the_other_tokens_is_saved(monkeypatch):
-    monkeypatch.setattr(transformer, "products_by_onednn", lambda: False)  # no spare rows, which count too
+def test_the_work_of_the_other_tokens_is_saved():
     model, batch = build_scalar_model(CONFIGS["llama"]), batch_of(61)
 
     def operations(call) -> int:

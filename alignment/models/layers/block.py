@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from alignment.models.layers.attention import AttentionSpec, CrossAttention
 from alignment.models.layers.attention_context import AttentionContext
 from alignment.models.layers.disentangled import ConvolutionSpec, ConvolvedBlock, DisentangledSpec
-from alignment.models.layers.experts import Experts, ExpertsSpec, FeedForwardSpec
+from alignment.models.layers.experts import Experts, FeedForwardSpec
 from alignment.models.layers.norms import NormSpec
 
 Norm = Callable[[], nn.Module]
@@ -69,16 +69,6 @@ def selects_tokens(block: nn.Module) -> bool:
     if not isinstance(block, Block | NormedResidualBlock | SandwichBlock | ParallelBlock):
         return False
     return not getattr(block, "crosses", False) and not isinstance(block.feedforward, Experts)
-
-
-def ignores_spare_rows(spec: BlockSpec) -> bool:
-    """Whether a layer computes each row by itself but for attention: rows that belong to no document change nothing.
-
-    Experts are balanced over all rows; an encoder's states, convolutions and relative positions are laid out for the
-    documents' own.
-    """
-    alone = spec.cross is None and spec.convolution is None
-    return alone and isinstance(spec.attention, AttentionSpec) and not isinstance(spec.feedforward, ExpertsSpec)
 
 
 class Block(nn.Module):

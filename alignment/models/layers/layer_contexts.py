@@ -1,7 +1,6 @@
 """Builds every layer's `AttentionContext` for one forward: masks, angles and biases that layers share are made once."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -21,7 +20,6 @@ from alignment.models.layers.padded_layout import (
     padding_mask,
     rectangle_mask,
     visible,
-    with_spare_rows,
 )
 from alignment.models.layers.rotary import LongScaling, Rotary, RotarySpec, Rotation
 from alignment.models.layers.sdpa import (
@@ -61,7 +59,6 @@ def training_contexts(
     relative: Tensor | None = None,
     source: Source | None = None,
     cache_write: CacheWrite | None = None,
-    spare: int = 0,
 ) -> list[AttentionContext]:
     """Each layer's context for whole documents, in training and in prefill.
 
@@ -72,7 +69,6 @@ def training_contexts(
         relative: DeBERTa's vectors of relative positions, [2 * S, D].
         source: what an encoder read, one document for each of the batch's.
         cache_write: where keys and values are also written to.
-        spare: rows behind the batch's tokens that belong to no document.
     """
     if batch.shared is not None and not shares_prompts(layers):
         raise ValueError("this model's tokens see what follows them, so that no prompt is the same for two responses")
@@ -81,16 +77,14 @@ def training_contexts(
     if prefix is None and varlen_applies([layer.attention for layer in layers], parameter, training):
         attends = varlen_attentions(layers, batch)
     elif batch.shared is not None:
-        attends = shared_attentions(layers, modules, batch, batch.shared, prefix=prefix, spare=spare)
+        attends = shared_attentions(layers, modules, batch, batch.shared, prefix=prefix)
     else:
         layout = pad_layout(batch.lengths, layers[0].attention.heads, batch.tokens.device)
-        layout = replace(layout, spare=spare)
         attends = padded_attentions(layers, modules, batch, layout, prefix)
     if cache_write is not None:
         attends = [with_cache_write(*cache_write, layer, attend) for layer, attend in enumerate(attends)]
     positions = batch.positions + offset if offset else batch.positions
-    positions = with_spare_rows(positions, spare)
-    sizes = partial(_token_sizes, batch, offset, spare)
+    sizes = partial(_token_sizes, batch, offset)
     turns = rotations(layers, modules, positions, max(batch.lengths) + offset, sizes)
     memory = None if cache_write is None else cache_write.cache
     across = [None] * len(layers) if source is None else _cross_attentions(layers, source, batch, memory)
@@ -126,18 +120,18 @@ def rotations(
     return [None if spec is None else made[spec] for spec in specs]
 
 
-def _token_sizes(batch: Ragged, offset: int, spare: int) -> Tensor:
-    """Tokens of the document each token belongs to, prefix included, of the longest one for a shared prompt's, [N + spare]."""
+def _token_sizes(batch: Ragged, offset: int) -> Tensor:
+    """Tokens of the document each token belongs to, prefix included, of the longest one for a shared prompt's, [N]."""
     if batch.shared is None:
         sizes = batch.sizes.repeat_interleave(batch.sizes, output_size=len(batch.tokens))
-        return with_spare_rows(sizes, spare) + offset
+        return sizes + offset
     longest = [0] * len(batch.shared.lengths)
     for prompt, length in zip(batch.shared.of_documents, batch.lengths, strict=True):
         if prompt is not None:
             longest[prompt] = max(longest[prompt], length)
     sizes = torch.tensor([*longest, *batch.lengths])
     sizes = sizes.repeat_interleave(torch.tensor(batch.pieces), output_size=len(batch.tokens))
-    return with_spare_rows(sizes.to(batch.tokens.device), spare) + offset
+    return sizes.to(batch.tokens.device) + offset
 
 
 def padded_attentions(
@@ -177,13 +171,11 @@ def shared_attentions(
     shared: SharedPrompts,
     *,
     prefix: Tensor | None,
-    spare: int,
 ) -> list[AttentionFn]:
     """Each layer's attention in a batch with shared prompts: a document's own tokens read its prompt's keys too."""
     offset, device = 0 if prefix is None else prefix.shape[2], batch.tokens.device
     specs = [layer.attention for layer in layers if isinstance(layer.attention, AttentionSpec)]
     layout = shared_layout(batch.lengths, shared, specs[0].heads, device)
-    queries = replace(layout.queries, spare=spare)
 
     @cache
     def masks(window: int | None, biased: bool) -> list[Tensor | None]:
@@ -195,7 +187,7 @@ def shared_attentions(
 
     return [
         PaddedAttention(
-            queries,
+            layout.queries,
             spec,
             masks(spec.window, spec.position_bias is not None),
             None if prefix is None else prefix[layer],

@@ -9,7 +9,6 @@ from itertools import accumulate, groupby
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 ROUND_TO = 16  # the CPU kernel works on tiles: 64 columns are faster than 60
 CALL_COST = 32_000  # one more attention call costs about as much as this many attention weights (heads * T * T)
@@ -82,7 +81,6 @@ class PaddedLayout:
         slots: index of each token when all rectangles lie end to end, [N]; None: the batch is one rectangle already.
         source: token that fills each slot; token 0, unseen, at padding, [S].
         copies: further slots of the first tokens, where documents share these; any number of them each.
-        spare: rows of zeros behind the N tokens, where `spare_rows` asks for them; with `slots` only.
     """
 
     groups: tuple[tuple[int, int], ...]
@@ -90,7 +88,6 @@ class PaddedLayout:
     slots: Tensor | None = None
     source: Tensor | None = None
     copies: tuple[Tensor, ...] = ()
-    spare: int = 0
 
 
 def pad_layout(lengths: Sequence[int], heads: int, device: torch.device | str = "cpu") -> PaddedLayout:
@@ -147,11 +144,6 @@ def choose_columns(lengths: Sequence[int], heads: int) -> list[int]:
     return [width_of[width] for width in rounded]
 
 
-def with_spare_rows(x: Tensor, spare: int) -> Tensor:
-    """x [N, ...] and rows of zeros behind it, [N + spare, ...]."""
-    return F.pad(x, (0, 0) * (x.dim() - 1) + (0, spare)) if spare else x
-
-
 class _SelectRows(torch.autograd.Function):
     """`select_rows`: its backward writes rows where index_select's would add them up one by one."""
 
@@ -178,13 +170,12 @@ class _FillSlots(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, source: Tensor, slots: Tensor, *copies: Tensor) -> Tensor:
         ctx.save_for_backward(slots, *copies)
-        ctx.rows = len(x)
         return x.index_select(0, source)
 
     @staticmethod
     def backward(ctx, *grad_outputs: Tensor):
         (slots, *copies), (grad,) = ctx.saved_tensors, grad_outputs
-        total = with_spare_rows(grad.index_select(0, slots), ctx.rows - len(slots))
+        total = grad.index_select(0, slots)
         for more in copies:
             total[: len(more)] += grad.index_select(0, more)
         return total, None, None, *[None] * len(copies)
@@ -194,7 +185,7 @@ def fill_slots(x: Tensor, source: Tensor, slots: Tensor, copies: Sequence[Tensor
     """x[source] along the first axis, where no gradient comes back from padding, [S, ...].
 
     Args:
-        x: tokens, [N, ...], and perhaps more rows, which are in no slot.
+        x: tokens, [N, ...].
         source: token in each slot, [S].
         slots: a slot of each token, [N].
         copies: further slots of the first tokens; padding, whose token is any, is in none of these.
@@ -212,7 +203,7 @@ def pad(x: Tensor, layout: PaddedLayout) -> tuple[Tensor, ...]:
 
 
 def unpad(rectangles: Sequence[Tensor], layout: PaddedLayout) -> Tensor:
-    """Tokens [N, ...] of rectangles, and spare rows behind them; the inverse of `pad`."""
+    """Tokens [N, ...] of rectangles; the inverse of `pad`."""
     flat = [rectangle.flatten(0, 1) for rectangle in rectangles]
     x = flat[0] if len(flat) == 1 else torch.cat(flat)
-    return x if layout.slots is None else with_spare_rows(select_rows(x, layout.slots), layout.spare)
+    return x if layout.slots is None else select_rows(x, layout.slots)
