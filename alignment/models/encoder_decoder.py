@@ -10,9 +10,9 @@ from alignment.errors import UserError
 from alignment.losses.language import chunked_token_log_probs
 from alignment.models.heads import ClassificationHead, VocabularyHead
 from alignment.models.init_weights import FanInInitSpec, InitSpec
-from alignment.models.layers.cross_attention import Source
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.padded_layout import select_rows
+from alignment.models.layers.sdpa import Source
 from alignment.models.native_model import NativeModel, empty_cache
 from alignment.models.outputs import ClassifierOutput, LanguageOutput, LogitsOutput
 from alignment.models.padded_inputs import from_padded

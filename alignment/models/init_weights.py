@@ -9,8 +9,7 @@ from torch import nn
 from alignment.models.heads import LanguageHead
 from alignment.models.layers.attention import Attention, CrossAttention
 from alignment.models.layers.disentangled import RelativeEmbedding
-from alignment.models.layers.position_bias import RelativeBias
-from alignment.models.layers.position_embeddings import LearnedPositions
+from alignment.models.layers.positions import LearnedPositions, RelativeBias
 
 RESIDUAL_LAYERS = re.compile(r"(attention|cross)\.output$|feedforward\.(experts\.\d+\.)?down$")
 INITIALIZED = nn.Linear | nn.Embedding | nn.Conv1d | LearnedPositions | RelativeBias | RelativeEmbedding | LanguageHead

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 from alignment.losses.language import TokenLoss, chunked_token_log_probs
 from alignment.models.heads import ClassificationHead, VocabularyHead
 from alignment.models.layers import ExpertsSpec
-from alignment.models.layers.continued_rows import longest_continued
 from alignment.models.layers.experts import balance_loss, recorded_router_logits
 from alignment.models.layers.kv_cache import Cache
-from alignment.models.layers.padded_layout import select_rows
-from alignment.models.layers.shared_layout import states_before_targets
+from alignment.models.layers.layer_contexts import longest_continued
+from alignment.models.layers.padded_layout import select_rows, states_before_targets
 from alignment.models.native_model import DocumentStates, NativeModel, empty_cache
 from alignment.models.outputs import LanguageOutput, LogitsOutput
 from alignment.models.padded_inputs import from_padded

@@ -8,7 +8,6 @@ from torch import Tensor, nn
 
 from alignment.errors import UserError
 from alignment.models.activation_checkpointing import Keep
-from alignment.models.compilation import compile_blocks
 from alignment.models.frozen_weights import like_hidden_states
 from alignment.models.layers import AttentionSpec
 from alignment.models.layers.kv_cache import Cache
@@ -119,6 +118,8 @@ class NativeModel(nn.Module, Generic[Spec]):
 
     def compile_blocks(self) -> None:
         """Run the blocks through torch.compile from now on; see models/compilation.py."""
+        from alignment.models.compilation import compile_blocks
+
         for stack in self.children():
             if isinstance(stack, Transformer):
                 compile_blocks(stack.blocks, stack.embed.weight.device)

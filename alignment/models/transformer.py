@@ -12,16 +12,20 @@ from alignment.models.activation_checkpointing import Keep, checkpointed
 from alignment.models.frozen_weights import like_hidden_states
 from alignment.models.heads import LanguageHeadSpec
 from alignment.models.init_weights import FanInInitSpec, InitSpec
-from alignment.models.layers.attention import AttentionSpec
-from alignment.models.layers.attention_context import AttentionContext
+from alignment.models.layers.attention import AttentionContext, AttentionSpec
 from alignment.models.layers.block import BlockSpec, selects_tokens
-from alignment.models.layers.continued_rows import continue_rows, continuing_contexts
-from alignment.models.layers.cross_attention import Source
 from alignment.models.layers.disentangled import RelativeEmbedding
 from alignment.models.layers.kv_cache import Cache
-from alignment.models.layers.layer_contexts import CacheWrite, PositionModules, decoding_contexts, training_contexts
+from alignment.models.layers.layer_contexts import (
+    PositionModules,
+    continue_rows,
+    continuing_contexts,
+    decoding_contexts,
+    training_contexts,
+)
 from alignment.models.layers.norms import NoNormSpec, NormSpec
-from alignment.models.layers.position_embeddings import PositionsSpec
+from alignment.models.layers.positions import PositionsSpec
+from alignment.models.layers.sdpa import Source
 from alignment.ragged import Ragged, distinct_firsts, refuse_shared
 
 UNLIMITED = 2**31  # tokens: more than any document has; `max_positions` where an architecture sets no limit
@@ -218,15 +222,15 @@ class Transformer(nn.Module):
             refuse_shared(batch, "a forward that fills a cache or reads an encoder's states")
         offset = 0 if prefix is None else prefix.shape[2]
         self._check_length(batch, offset, 0 if prompt is None else len(prompt))
-        cache_write = None
+        addresses = None
         if cache is not None:
             rows = torch.arange(len(batch.lengths), device=batch.tokens.device) if rows is None else rows
-            cache_write = CacheWrite(cache, _reserve(cache, batch, rows, offset))
+            addresses = _reserve(cache, batch, rows, offset)
             _write_prefix(cache, prefix, rows)
         contexts = training_contexts(
             self.spec.layers, self._position_modules(), batch, parameter=like_hidden_states(self.embed), training=self.training,
             prefix=prefix, relative=None if self.relative is None else self.relative(), source=source,
-            cache_write=cache_write,
+            cache=cache, addresses=addresses,
         )  # fmt: skip
         positions = batch.positions + offset if offset else batch.positions
         first = None if prompt is None else PromptTokens.of(batch, prompt)

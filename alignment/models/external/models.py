@@ -18,7 +18,6 @@ from alignment.losses.language import (
     token_log_probs_and_entropy,
 )
 from alignment.models.activation_checkpointing import checkpoint_calls
-from alignment.models.compilation import compile_blocks
 from alignment.models.external.cache import (
     EncoderDecoderCache,
     RereadCache,
@@ -141,6 +140,8 @@ class ExternalModel(nn.Module):
             UserError: the class has no layers that can be told apart.
         """
         from transformers.modeling_layers import GradientCheckpointingLayer
+
+        from alignment.models.compilation import compile_blocks
 
         layers = [layer for layer in self.inner.modules() if isinstance(layer, GradientCheckpointingLayer)]
         if not layers:

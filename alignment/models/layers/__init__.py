@@ -13,8 +13,15 @@ from alignment.models.layers.norms import (
     RMSNormSpec,
     UnitOffsetRMSNormSpec,
 )
-from alignment.models.layers.position_bias import AlibiSpec, BFloat16AlibiSpec, PositionBiasSpec, RelativeBiasSpec
-from alignment.models.layers.position_embeddings import LearnedPositionsSpec, PositionsSpec, SinusoidalPositionsSpec
+from alignment.models.layers.positions import (
+    AlibiSpec,
+    BFloat16AlibiSpec,
+    LearnedPositionsSpec,
+    PositionBiasSpec,
+    PositionsSpec,
+    RelativeBiasSpec,
+    SinusoidalPositionsSpec,
+)
 from alignment.models.layers.rotary import (
     DynamicScaling,
     LinearScaling,
@@ -26,32 +33,9 @@ from alignment.models.layers.rotary import (
 )
 
 __all__ = [
-    "AlibiSpec",
-    "AttentionSpec",
-    "BFloat16AlibiSpec",
-    "BlockSpec",
-    "ConvolutionSpec",
-    "DisentangledSpec",
-    "DynamicScaling",
-    "ExpertsSpec",
-    "FeedForwardSpec",
-    "Float32RMSNormSpec",
-    "GatedFeedForwardSpec",
-    "LayerNormSpec",
-    "LearnedPositionsSpec",
-    "LinearScaling",
-    "Llama3Scaling",
-    "LongScaling",
-    "NoNormSpec",
-    "NormSpec",
-    "PlainFeedForwardSpec",
-    "PositionBiasSpec",
-    "PositionsSpec",
-    "RMSNormSpec",
-    "RelativeBiasSpec",
-    "RotaryScaling",
-    "RotarySpec",
-    "SinusoidalPositionsSpec",
-    "UnitOffsetRMSNormSpec",
-    "YarnScaling",
-]
+    "AlibiSpec", "AttentionSpec", "BFloat16AlibiSpec", "BlockSpec", "ConvolutionSpec", "DisentangledSpec",
+    "DynamicScaling", "ExpertsSpec", "FeedForwardSpec", "Float32RMSNormSpec", "GatedFeedForwardSpec", "LayerNormSpec",
+    "LearnedPositionsSpec", "LinearScaling", "Llama3Scaling", "LongScaling", "NoNormSpec", "NormSpec",
+    "PlainFeedForwardSpec", "PositionBiasSpec", "PositionsSpec", "RMSNormSpec", "RelativeBiasSpec", "RotaryScaling",
+    "RotarySpec", "SinusoidalPositionsSpec", "UnitOffsetRMSNormSpec", "YarnScaling",
+]  # fmt: skip

@@ -16,10 +16,11 @@ from alignment.models.layers.feedforward import GatedFeedForwardSpec, PlainFeedF
 
 @dataclass(frozen=True)
 class ExpertsSpec:
-    """Several feed-forward layers, of which each token goes through `experts_per_token`.
+    """Several feed-forward layers, of which each token goes through `experts_per_token`, those of highest probability.
 
     Attributes:
-        normalized: the weights of a token's experts are made to sum to 1.
+        normalized: the weights of a token's experts are made to sum to 1 (Mixtral); else they are the router's
+            probabilities (Switch).
         balance_coef: factor on the load-balancing loss, in training only.
     """
 
@@ -31,39 +32,34 @@ class ExpertsSpec:
 
     def build(self, width: int) -> nn.Module:
         """x [N, width] -> [N, width]."""
-        experts = [self.expert.build(width) for _ in range(self.count)]
-        return Experts(width, experts, self.experts_per_token, self.normalized)
+        return Experts(self, width)
 
 
 FeedForwardSpec = PlainFeedForwardSpec | GatedFeedForwardSpec | ExpertsSpec
 
 
 class Experts(nn.Module):
-    """sum over a token's experts e of weight_e * e(x); the weights are the router's probabilities.
+    """sum over a token's experts e of weight_e * e(x); the weights are the router's probabilities."""
 
-    Attributes:
-        experts_per_token: how many experts each token goes through, those of highest probability.
-        normalized: a token's weights sum to 1 (Mixtral), or are the probabilities as they are (Switch).
-    """
+    data_dependent_shapes = True  # torch.compile leaves its forward out; see compilation.py
 
-    data_dependent_shapes = True  # torch.compile leaves its forward out; see outside_graphs.py
-
-    def __init__(self, width: int, experts: Sequence[nn.Module], experts_per_token: int, normalized: bool):
+    def __init__(self, spec: ExpertsSpec, width: int):
         super().__init__()
-        self.router = nn.Linear(width, len(experts), bias=False)
+        experts = [spec.expert.build(width) for _ in range(spec.count)]
+        self.router = nn.Linear(width, spec.count, bias=False)
         self.experts = nn.ModuleList(experts)
-        self.experts_per_token, self.normalized = experts_per_token, normalized
+        self.spec = spec
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, D] -> [N, D]."""
-        logits = self.router(x)
-        weights, picked = logits.float().softmax(-1).topk(self.experts_per_token, dim=-1)  # [N, experts per token]
-        if self.normalized:
+        count = self.spec.experts_per_token
+        weights, picked = self.router(x).float().softmax(-1).topk(count, dim=-1)  # [N, experts per token]
+        if self.spec.normalized:
             weights = weights / weights.sum(-1, keepdim=True)
         # Pairs of token and choice sorted by expert: each expert reads its tokens as one matrix.
         order = picked.flatten().argsort(stable=True)
         counts = picked.flatten().bincount(minlength=len(self.experts)).tolist()
-        rows = order // self.experts_per_token
+        rows = order // count
         pieces = x.index_select(0, rows).split(counts)
         mixed = torch.cat([expert(piece) for expert, piece in zip(self.experts, pieces, strict=True)])
         mixed = mixed * weights.flatten().index_select(0, order).unsqueeze(-1).to(mixed.dtype)
@@ -90,13 +86,13 @@ def recorded_router_logits(trunk: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def balance_loss(router_logits: Sequence[Tensor], experts_per_token: int) -> Tensor:
-    """How unevenly the tokens of all layers are distributed over the experts; `experts_per_token` where evenly.
+    """Load-balancing loss of the tokens of all layers; `experts_per_token` where they are evenly distributed.
 
     loss = E * sum_e (share of choices that went to e, times `experts_per_token`) * (mean probability of e)
 
     Args:
         router_logits: of each layer, [N, E].
-        experts_per_token: how many experts each token went through.
+        experts_per_token: experts that each token went through.
 
     Returns:
         Scalar; its gradient goes through the probabilities only.

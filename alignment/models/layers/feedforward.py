@@ -1,6 +1,5 @@
 """Feed-forward layers, plain and gated, and the activations by their Hugging Face names."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -8,20 +7,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-def _quick_gelu(x: Tensor) -> Tensor:
-    return x * torch.sigmoid(1.702 * x)
-
-
 _gelu_tanh = partial(F.gelu, approximate="tanh")
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS = {
     "relu": F.relu,
     "gelu": F.gelu,
     "gelu_new": _gelu_tanh,  # GPT-2's own formula is the tanh approximation
     "gelu_fast": _gelu_tanh,
     "gelu_pytorch_tanh": _gelu_tanh,
-    "quick_gelu": _quick_gelu,
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "silu": F.silu,
     "swish": F.silu,
     "tanh": torch.tanh,
@@ -43,7 +37,7 @@ class PlainFeedForwardSpec:
 
     def build(self, width: int) -> nn.Module:
         """x [N, width] -> [N, width]."""
-        return FeedForward(width, self.width, ACTIVATIONS[self.activation], self.bias, self.dropout)
+        return FeedForward(self, width)
 
 
 @dataclass(frozen=True)
@@ -57,42 +51,25 @@ class GatedFeedForwardSpec:
 
     def build(self, width: int) -> nn.Module:
         """x [N, width] -> [N, width]."""
-        return GatedFeedForward(width, self.width, ACTIVATIONS[self.activation], self.bias, self.dropout)
+        return FeedForward(self, width)
 
 
 class FeedForward(nn.Module):
-    """down(activation(up(x)))."""
-
-    def __init__(
-        self, width: int, inner: int, activation: Callable[[Tensor], Tensor], bias: bool, dropout: float = 0.0
-    ):
-        super().__init__()
-        self.up = nn.Linear(width, inner, bias=bias)
-        self.down = nn.Linear(inner, width, bias=bias)
-        self.activation = activation
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x: [N, D] -> [N, D]."""
-        return self.down(self.dropout(self.activation(self.up(x))))
-
-
-class GatedFeedForward(nn.Module):
-    """down(activation(gate(x)) * up(x)).
+    """down(activation(up(x))), or with a gate down(activation(gate(x)) * up(x)).
 
     Source: Shazeer 2020, arXiv:2002.05202, eqs. 5 and 6: GLU (sigmoid), ReGLU (ReLU), GeGLU (GELU), SwiGLU (SiLU).
     """
 
-    def __init__(
-        self, width: int, inner: int, activation: Callable[[Tensor], Tensor], bias: bool, dropout: float = 0.0
-    ):
+    def __init__(self, spec: PlainFeedForwardSpec | GatedFeedForwardSpec, width: int):
         super().__init__()
-        self.gate = nn.Linear(width, inner, bias=bias)
-        self.up = nn.Linear(width, inner, bias=bias)
-        self.down = nn.Linear(inner, width, bias=bias)
-        self.activation = activation
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        gated = isinstance(spec, GatedFeedForwardSpec)
+        self.gate = nn.Linear(width, spec.width, bias=spec.bias) if gated else None
+        self.up = nn.Linear(width, spec.width, bias=spec.bias)
+        self.down = nn.Linear(spec.width, width, bias=spec.bias)
+        self.activation = ACTIVATIONS[spec.activation]
+        self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [N, D] -> [N, D]."""
-        return self.down(self.dropout(self.activation(self.gate(x)) * self.up(x)))
+        hidden = self.activation(self.up(x) if self.gate is None else self.gate(x))
+        return self.down(self.dropout(hidden if self.gate is None else hidden * self.up(x)))
