@@ -193,6 +193,11 @@ class Ragged(DeviceBatch):
         """Index of the token that predicts each target, the one before it in its document, [M]."""
         return self.target_index - 1 if self.shared is None else self.shared.before
 
+    @property
+    def target_labels(self) -> Tensor:
+        """Ids to predict at the targets, [M]."""
+        return self.tokens[self.target_index] if self.labels is None else self.labels
+
     def with_sources(self, numbers: Sequence[int]) -> "Ragged":
         """The batch with the number of each document's data source."""
         return replace(self, sources=torch.tensor(numbers, dtype=torch.long))

@@ -25,7 +25,7 @@ from alignment.errors import UserError, without_secrets
 from alignment.files import write_json
 from alignment.loading import find_directory
 from alignment.models.bfloat16 import warn_of_slow_bfloat16
-from alignment.models.lengths import check_row_lengths
+from alignment.models.model import check_row_lengths
 from alignment.models.protocols import Module
 from alignment.models.quantization import require_bitsandbytes
 from alignment.models.weight_bytes import describe_weights

@@ -15,7 +15,7 @@ from alignment.evaluation.winrate import paired_interval, win_rate
 from alignment.files import write_json
 from alignment.generation import SamplingConfig, decode_responses, response_text
 from alignment.loading import best_device, find_directory, load_model, load_tokenizer
-from alignment.models.lengths import check_lengths
+from alignment.models.model import check_lengths
 from alignment.models.weights_config import WeightsConfig
 from alignment.rewards.answers import is_right, reference_problem
 from alignment.rewards.specs import AnswerMatch

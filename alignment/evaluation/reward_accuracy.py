@@ -48,7 +48,7 @@ from alignment.evaluation.reward_sampling import (
 from alignment.evaluation.winrate import win_rate
 from alignment.files import write_json
 from alignment.loading import best_device
-from alignment.models.lengths import check_lengths
+from alignment.models.model import check_lengths
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import RewardModel, load_reward_model
 from alignment.reward_model.model import Encoded

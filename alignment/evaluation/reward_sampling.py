@@ -12,7 +12,7 @@ from alignment.errors import UserError
 from alignment.evaluation.inputs import print_tally, read_records
 from alignment.generation import SamplingConfig, decode_responses, response_text
 from alignment.loading import architecture_of, best_device, find_directory, load_model, load_tokenizer
-from alignment.models.lengths import check_lengths
+from alignment.models.model import check_lengths
 from alignment.models.weights_config import WeightsConfig
 from alignment.reward_model import RewardModel, load_reward_model
 

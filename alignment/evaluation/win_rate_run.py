@@ -34,7 +34,7 @@ from alignment.files import hash_of, read_json_object, sha256, write_json
 from alignment.generation import Generation, SamplingConfig, decode_responses, response_text
 from alignment.loading import best_device, find_directory, load_model, load_tokenizer, same_vocabulary
 from alignment.models.classifiers import SequenceClassifier
-from alignment.models.lengths import check_lengths
+from alignment.models.model import check_lengths
 from alignment.models.weights_config import WeightsConfig
 from alignment.ragged import Ragged, group_by_length
 from alignment.reward_model import RewardModel, load_reward_model

@@ -144,8 +144,12 @@ class ClassificationHead(nn.Module):
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [..., D] -> [..., C], fp32: scores are compared, and bfloat16's 8 bits would make ties of close ones."""
+        """x: [..., D] -> [..., C], fp32."""
         x = self.input_dropout(x)
-        x = self.dropout(x if self.transform is None else self.transform(x))
-        with torch.autocast(x.device.type, enabled=False):
-            return self.output(x.to(self.output.weight.dtype)).float()
+        return float32_logits(self.output, self.dropout(x if self.transform is None else self.transform(x)))
+
+
+def float32_logits(output: nn.Linear, x: Tensor) -> Tensor:
+    """output(x) in fp32, also under autocast: scores are compared, and bfloat16's 8 bits would make ties of close ones."""
+    with torch.autocast(x.device.type, enabled=False):
+        return output(x.to(output.weight.dtype)).float()

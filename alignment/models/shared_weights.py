@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from alignment.models.build import empty_model
 from alignment.models.classifiers import ScalarModel
+from alignment.models.external.load import external_scalar_over
 from alignment.models.external.models import ExternalLanguageModel, ExternalScalarModel
-from alignment.models.external.over_trunk import external_scalar_over
 from alignment.models.frozen_weights import store_frozen
 from alignment.models.heads import score_labels
 from alignment.models.huggingface.checkpoint import load_language_model, load_scalar_model

@@ -102,6 +102,36 @@ def load_external(
     return model
 
 
+def external_scalar_over(language: ExternalLanguageModel) -> ExternalScalarModel | None:
+    """The scalar model with the language model's trunk (the very module, not a copy) and a new head of zeros, fp32.
+
+    Returns:
+        None where transformers' class for scores has another trunk than its language model, or more than a linear head.
+    """
+    from transformers import AutoModelForSequenceClassification as AutoScalar
+
+    trunk = language.inner.base_model
+    settings = deepcopy(trunk.config)
+    if type(settings) not in AutoScalar._model_mapping:
+        return None
+    settings.update(score_settings({}))
+    with torch.device("meta"):
+        inner: Any = AutoScalar.from_config(settings, trust_remote_code=False)
+    if type(inner.base_model) is not type(trunk) or trunk is language.inner:
+        return None
+    setattr(inner, inner.base_model_prefix, trunk)
+    trunk.config.update(score_settings({}))
+    inner.config = trunk.config
+    new = [module for module in inner.modules() if any(x.is_meta for x in module.parameters(recurse=False))]
+    if new != [getattr(inner, "score", None)] or not isinstance(inner.score, nn.Linear):
+        return None
+    inner.score.to_empty(device=next(trunk.parameters()).device).to(torch.float32)
+    nn.init.zeros_(inner.score.weight)
+    if inner.score.bias is not None or any(x.is_meta for x in inner.buffers()) or not scores_every_token(inner):
+        return None
+    return ExternalScalarModel(inner, inner.config.to_dict(), "scalar").eval()
+
+
 def save_external(
     model: ExternalModel,
     directory: str | Path,
