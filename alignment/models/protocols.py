@@ -1,4 +1,4 @@
-"""What training loops, generation and evaluation need of a model; our modules and the wrapped ones of transformers fit."""
+"""The models that training loops, generation and evaluation take: modules of ours, and wrapped ones of transformers."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol, overload, runtime_checkable
@@ -11,27 +11,19 @@ from alignment.ragged import Ragged, Seq2Seq
 
 
 class Module(Protocol):
-    """The part of `nn.Module` that callers use, with the config a checkpoint is saved with.
-
-    Attributes:
-        config: Hugging Face's config.json.
-        training: whether it is in training mode.
-    """
+    """The part of `nn.Module` that callers use, with the Hugging Face config that a checkpoint is saved with."""
 
     config: HFConfig
     training: bool
 
     def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
         """All parameters, each once."""
-        ...
 
     def train(self, mode: bool = True) -> Any:
         """Switch to training mode; returns the model."""
-        ...
 
     def eval(self) -> Any:
         """Switch to eval mode; returns the model."""
-        ...
 
 
 class LanguageModelSpec(Protocol):
@@ -40,16 +32,14 @@ class LanguageModelSpec(Protocol):
     @property
     def vocabulary(self) -> int:
         """Rows of the token table."""
-        ...
 
     @property
     def max_positions(self) -> int:
         """Longest document, tokens."""
-        ...
 
 
 class DecodingCache(Protocol):
-    """What a model keeps of the documents it is continuing, one row per document.
+    """Keys and values, or the like, of documents that are being continued, one row per document.
 
     Attributes:
         lengths: tokens of each row, [rows].
@@ -60,20 +50,16 @@ class DecodingCache(Protocol):
     @property
     def rows(self) -> int:
         """Documents held."""
-        ...
 
     @property
     def capacity(self) -> int:
         """Most tokens one document may have."""
-        ...
 
     def keep(self, rows: Tensor) -> None:
         """Hold only these rows from now on, in this order; rows: indices, or one boolean per row, [n]."""
-        ...
 
     def reorder(self, rows: Tensor) -> None:
         """Put row `rows[i]` at position i; a row may come several times, or not at all. rows: indices, [n]."""
-        ...
 
 
 class GenerativeModel(Module, Protocol):
@@ -82,7 +68,6 @@ class GenerativeModel(Module, Protocol):
     @property
     def spec(self) -> LanguageModelSpec:
         """Sizes."""
-        ...
 
     @overload
     def __call__(
@@ -94,17 +79,14 @@ class GenerativeModel(Module, Protocol):
     @property
     def new_cache(self) -> Callable[[int, int], DecodingCache]:
         """(rows, capacity) -> an empty cache of the model's own kind, for documents of up to `capacity` tokens each."""
-        ...
 
     @property
     def prefill(self) -> Callable[..., Tensor]:
         """(batch, cache) -> logits [B, V] after each document's last token; the documents now fill the cache."""
-        ...
 
     @property
     def decode(self) -> Callable[..., Tensor]:
         """(tokens [B], cache) -> logits [B, V] after one more token for every cache row."""
-        ...
 
 
 @runtime_checkable
@@ -114,12 +96,10 @@ class ExtendingModel(Protocol):
     @property
     def extend(self) -> Callable[..., Tensor]:
         """(batch, cache, rows [B]) -> logits [B, V] after documents whose beginnings fill the rows; the batch has the rest."""
-        ...
 
     @property
     def longest_extended(self) -> int | None:
         """Most tokens of a document that is computed so, virtual ones included; None: no limit."""
-        ...
 
 
 class ScoringModel(Module, Protocol):
@@ -127,4 +107,3 @@ class ScoringModel(Module, Protocol):
 
     def __call__(self, *, batch: Ragged, tokens: Tensor | None = None) -> ValueOutput:
         """Values of every token, [N], or of the named ones, [M]."""
-        ...

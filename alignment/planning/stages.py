@@ -45,9 +45,9 @@ from alignment.errors import UserError
 from alignment.generation.sampling import SamplingConfig, sample_token_unasked, sampling_log_probs
 from alignment.models.families import is_external_type
 from alignment.models.heads import score_labels
+from alignment.models.new_weights import attach_value_head
 from alignment.models.outputs import LanguageOutput
 from alignment.models.shared_prompts import prompt_sharing
-from alignment.models.value_head import attach_value_head
 from alignment.planning import batches
 from alignment.planning.layout import Layout
 from alignment.planning.networks import Networks, is_encoder, state_bytes
