@@ -1,6 +1,5 @@
 """Heads over the vocabulary and heads over classes. language_model.py, classifiers.py and encoder_decoder.py use them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -26,11 +25,11 @@ def score_labels(members: int = 1) -> HFConfig:
 
 
 def score_outputs(config: HFConfig) -> int:
-    """Outputs of the score head in a config: as many as are named like an ensemble's, else 1."""
+    """Outputs of the score head in a config: the number of labels where they are named like an ensemble's, else 1."""
     labels = config.get("id2label")
-    members = len(labels) if isinstance(labels, dict) else 0
-    named = isinstance(labels, dict) and members > 1 and set(labels.values()) == set(score_labels(members)["label2id"])
-    return members if named else 1
+    if not isinstance(labels, dict) or set(labels.values()) != set(score_labels(len(labels))["label2id"]):
+        return 1
+    return max(1, len(labels))
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,7 @@ class TransformSpec:
 
     def build(self, width: int) -> "Transform":
         """x [..., width] -> [..., self.width]."""
-        dense = nn.Linear(width, self.width, bias=self.bias)
-        return Transform(dense, ACTIVATIONS[self.activation], self.norm.build(self.width))
+        return Transform(self, width)
 
 
 @dataclass(frozen=True)
@@ -91,9 +89,10 @@ class ClassificationHeadSpec:
 class Transform(nn.Module):
     """norm(activation(dense(x)))."""
 
-    def __init__(self, dense: nn.Module, activation: Callable[[Tensor], Tensor], norm: nn.Module):
+    def __init__(self, spec: TransformSpec, width: int):
         super().__init__()
-        self.dense, self.activation, self.norm = dense, activation, norm
+        self.dense = nn.Linear(width, spec.width, bias=spec.bias)
+        self.activation, self.norm = ACTIVATIONS[spec.activation], spec.norm.build(spec.width)
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> [..., D']."""

@@ -181,7 +181,7 @@ def named_as_transformers(model: ExternalModel, state: Mapping[str, Tensor]) -> 
 
 
 def external_architecture(directory: Path) -> Architecture:
-    """Which kind of language model transformers has for a directory; of the weights only the shapes are read."""
+    """The kind of language model that transformers has for a directory; of the weights only the shapes are read."""
     kind, _ = _read_settings(directory, "language", {})
     return "encoder" if kind == "masked" else "encoder-decoder" if kind == "encoder-decoder" else "decoder"
 

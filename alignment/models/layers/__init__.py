@@ -1,4 +1,4 @@
-"""The parts of a transformer, one file each: the spec that describes a part stands beside the module it builds."""
+"""The parts of a transformer, one file each: the spec of a part beside the module that it builds."""
 
 from alignment.models.layers.attention import AttentionSpec
 from alignment.models.layers.block import BlockSpec

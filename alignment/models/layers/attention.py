@@ -23,7 +23,7 @@ CrossAttentionFn = Callable[[Tensor, ProjectKeyValue, float], Tensor]
 
 @dataclass(frozen=True)
 class AttentionContext:
-    """What an attention layer needs beside its input; `layer_contexts` makes one for each layer and forward.
+    """Input of an attention layer beside x; `layer_contexts` makes one for each layer and forward.
 
     Attributes:
         attend: attention among the batch's own tokens.
@@ -65,7 +65,7 @@ class AttentionSpec:
         causal: a token sees itself and the tokens before it; else all tokens.
         window: a token sees only tokens less than this many positions away; None: all.
         softcap: scores become softcap * tanh(score / softcap).
-        query_key_norm: norm of queries and keys, of each head by itself or of all heads as one vector.
+        query_key_norm: norm of queries and keys, of each head alone or of all heads as one vector.
         rotary, position_bias: how positions act on the scores.
     """
 

@@ -22,7 +22,7 @@ def attend(
 
     Args:
         q: [B, H, T, K]; k, v: [B, KV, S, K].
-        mask: booleans (True = may attend) or what is added to the scores, broadcast to [B, H, T, S].
+        mask: booleans (True = may attend) or numbers added to the scores, broadcast to [B, H, T, S].
         causal: a query sees no key after its own position; without `mask`, and T = S.
 
     Returns:
