@@ -62,10 +62,8 @@ class LanguageHeadSpec:
 
     def build(self, width: int, vocabulary: int) -> "VocabularyHead":
         """x [..., width] -> logits [..., vocabulary]."""
-        if self == LanguageHeadSpec():
-            return nn.Linear(width, vocabulary, bias=False)
-        transform = None if self.transform is None else self.transform.build(width)
-        return LanguageHead(self, width, vocabulary, transform)
+        plain = self == LanguageHeadSpec()
+        return nn.Linear(width, vocabulary, bias=False) if plain else LanguageHead(self, width, vocabulary)
 
 
 @dataclass(frozen=True)
@@ -81,9 +79,7 @@ class ClassificationHeadSpec:
 
     def build(self, width: int) -> "ClassificationHead":
         """x [..., width] -> logits [..., outputs]."""
-        output = nn.Linear(width if self.transform is None else self.transform.width, self.outputs, bias=self.bias)
-        transform = None if self.transform is None else self.transform.build(width)
-        return ClassificationHead(transform, output, self.dropout, self.input_dropout)
+        return ClassificationHead(self, width)
 
 
 class Transform(nn.Module):
@@ -107,9 +103,9 @@ class LanguageHead(nn.Module):
 
     casts_weight = True  # a frozen one may have a lower type; see frozen_weights.py
 
-    def __init__(self, spec: LanguageHeadSpec, width: int, vocabulary: int, transform: Transform | None):
+    def __init__(self, spec: LanguageHeadSpec, width: int, vocabulary: int):
         super().__init__()
-        self.transform = transform
+        self.transform = None if spec.transform is None else spec.transform.build(width)
         self.weight: Tensor = nn.Parameter(torch.empty(vocabulary, spec.transform.width if spec.transform else width))
         self.bias = nn.Parameter(torch.zeros(vocabulary)) if spec.bias else None
         self.offset: Tensor | None
@@ -134,13 +130,13 @@ class ClassificationHead(nn.Module):
 
     float32_only = True  # see frozen_weights.py
 
-    def __init__(
-        self, transform: Transform | None, output: nn.Linear, dropout: float = 0.0, input_dropout: float = 0.0
-    ):
+    def __init__(self, spec: ClassificationHeadSpec, width: int):
         super().__init__()
-        self.transform, self.output = transform, output
-        self.input_dropout = nn.Dropout(input_dropout) if input_dropout else nn.Identity()
-        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        output = nn.Linear(spec.transform.width if spec.transform else width, spec.outputs, bias=spec.bias)
+        self.transform = None if spec.transform is None else spec.transform.build(width)
+        self.output = output
+        self.input_dropout = nn.Dropout(spec.input_dropout) if spec.input_dropout else nn.Identity()
+        self.dropout = nn.Dropout(spec.dropout) if spec.dropout else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """x: [..., D] -> [..., C], fp32."""

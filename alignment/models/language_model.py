@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from alignment.losses.language import TokenLoss, chunked_token_log_probs
 from alignment.models.heads import ClassificationHead, VocabularyHead, float32_logits
 from alignment.models.layers import ExpertsSpec
-from alignment.models.layers.experts import balance_loss, recorded_router_logits
+from alignment.models.layers.feedforward import balance_loss, recorded_router_logits
 from alignment.models.layers.kv_cache import Cache
 from alignment.models.layers.layer_contexts import longest_continued
 from alignment.models.layers.padded_layout import select_rows, states_before_targets

@@ -16,26 +16,18 @@ class Module(Protocol):
     config: HFConfig
     training: bool
 
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        """All parameters, each once."""
-
-    def train(self, mode: bool = True) -> Any:
-        """Switch to training mode; returns the model."""
-
-    def eval(self) -> Any:
-        """Switch to eval mode; returns the model."""
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]: ...
+    def train(self, mode: bool = True) -> Any: ...
+    def eval(self) -> Any: ...
 
 
 class LanguageModelSpec(Protocol):
-    """Sizes that every language model knows."""
+    """Rows of a language model's token table, and tokens of its longest document."""
 
     @property
-    def vocabulary(self) -> int:
-        """Rows of the token table."""
-
+    def vocabulary(self) -> int: ...
     @property
-    def max_positions(self) -> int:
-        """Longest document, tokens."""
+    def max_positions(self) -> int: ...
 
 
 class DecodingCache(Protocol):
@@ -43,31 +35,31 @@ class DecodingCache(Protocol):
 
     Attributes:
         lengths: tokens of each row, [rows].
+        rows: documents held.
+        capacity: most tokens one document may have.
     """
 
     lengths: Tensor
 
     @property
-    def rows(self) -> int:
-        """Documents held."""
-
+    def rows(self) -> int: ...
     @property
-    def capacity(self) -> int:
-        """Most tokens one document may have."""
+    def capacity(self) -> int: ...
 
     def keep(self, rows: Tensor) -> None:
         """Hold only these rows from now on, in this order; rows: indices, or one boolean per row, [n]."""
+        ...
 
     def reorder(self, rows: Tensor) -> None:
         """Put row `rows[i]` at position i; a row may come several times, or not at all. rows: indices, [n]."""
+        ...
 
 
 class GenerativeModel(Module, Protocol):
     """A policy or a reference: a decoder, or an encoder-decoder, that can be trained and continued token by token."""
 
     @property
-    def spec(self) -> LanguageModelSpec:
-        """Sizes."""
+    def spec(self) -> LanguageModelSpec: ...
 
     @overload
     def __call__(
@@ -79,14 +71,17 @@ class GenerativeModel(Module, Protocol):
     @property
     def new_cache(self) -> Callable[[int, int], DecodingCache]:
         """(rows, capacity) -> an empty cache of the model's own kind, for documents of up to `capacity` tokens each."""
+        ...
 
     @property
     def prefill(self) -> Callable[..., Tensor]:
         """(batch, cache) -> logits [B, V] after each document's last token; the documents now fill the cache."""
+        ...
 
     @property
     def decode(self) -> Callable[..., Tensor]:
         """(tokens [B], cache) -> logits [B, V] after one more token for every cache row."""
+        ...
 
 
 @runtime_checkable
@@ -96,10 +91,12 @@ class ExtendingModel(Protocol):
     @property
     def extend(self) -> Callable[..., Tensor]:
         """(batch, cache, rows [B]) -> logits [B, V] after documents whose beginnings fill the rows; the batch has the rest."""
+        ...
 
     @property
     def longest_extended(self) -> int | None:
         """Most tokens of a document that is computed so, virtual ones included; None: no limit."""
+        ...
 
 
 class ScoringModel(Module, Protocol):
@@ -107,3 +104,4 @@ class ScoringModel(Module, Protocol):
 
     def __call__(self, *, batch: Ragged, tokens: Tensor | None = None) -> ValueOutput:
         """Values of every token, [N], or of the named ones, [M]."""
+        ...

@@ -16,7 +16,7 @@ from alignment.models.layers import (
     LayerNormSpec,
     PlainFeedForwardSpec,
 )
-from alignment.models.layers.experts import Experts, balance_loss
+from alignment.models.layers.feedforward import Experts, balance_loss
 from alignment.ragged import Ragged
 
 WIDTH = 8

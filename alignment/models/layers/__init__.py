@@ -3,8 +3,12 @@
 from alignment.models.layers.attention import AttentionSpec
 from alignment.models.layers.block import BlockSpec
 from alignment.models.layers.disentangled import ConvolutionSpec, DisentangledSpec
-from alignment.models.layers.experts import ExpertsSpec, FeedForwardSpec
-from alignment.models.layers.feedforward import GatedFeedForwardSpec, PlainFeedForwardSpec
+from alignment.models.layers.feedforward import (
+    ExpertsSpec,
+    FeedForwardSpec,
+    GatedFeedForwardSpec,
+    PlainFeedForwardSpec,
+)
 from alignment.models.layers.norms import (
     Float32RMSNormSpec,
     LayerNormSpec,

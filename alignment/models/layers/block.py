@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from alignment.models.layers.attention import AttentionContext, AttentionSpec, CrossAttention
 from alignment.models.layers.disentangled import ConvolutionSpec, ConvolvedBlock, DisentangledSpec
-from alignment.models.layers.experts import Experts, FeedForwardSpec
+from alignment.models.layers.feedforward import Experts, FeedForwardSpec
 from alignment.models.layers.norms import NormSpec
 
 Norm = Callable[[], nn.Module]
