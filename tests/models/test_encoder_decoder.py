@@ -114,7 +114,7 @@ def test_batches_equal_pairs_alone_and_padded_ones_on_either_side(model):
     ]
     for side in ("left", "right"):
         (ids, mask), (target_ids, target_mask) = padded(sources, side), padded(targets, side)
-        logits = model(ids, mask, target_ids, target_mask).logits
+        logits = model(ids, mask, decoder_input_ids=target_ids, decoder_attention_mask=target_mask).logits
         assert_close(logits[target_mask], torch.cat(alone), atol=1e-5, rtol=1e-5)
         assert not logits[~target_mask].any()
     log_probs = [
